@@ -1,0 +1,1 @@
+"""kvwire ships the KV caches of language models like media."""

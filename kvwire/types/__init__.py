@@ -1,0 +1,19 @@
+"""Plain data types that every room shares."""
+
+from kvwire.types.blob import BlobInfo, LevelInfo, SegmentInfo
+from kvwire.types.cache import CacheMeta, KVCache, LayerSpec, digest_tokens
+from kvwire.types.decision import ChunkId, Decision
+from kvwire.types.rope import RopeRegime
+
+__all__ = [
+    "BlobInfo",
+    "CacheMeta",
+    "ChunkId",
+    "Decision",
+    "KVCache",
+    "LayerSpec",
+    "LevelInfo",
+    "RopeRegime",
+    "SegmentInfo",
+    "digest_tokens",
+]

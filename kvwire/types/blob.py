@@ -1,0 +1,86 @@
+"""What a blob says about itself: levels, segments and the plan that a reader needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvwire.types.cache import CacheMeta
+
+
+@dataclass(frozen=True)
+class LevelInfo:
+    """One quality level of a blob.
+
+    step: quantiser step, in units of the profile's normalised coefficients.
+    bytes: this refinement alone. cumulative_bytes: everything that a reader of this level must fetch, header and index
+    included. bits_per_element: cumulative, per element of the original tensors.
+    measured_error: attention-weighted squared error over attention-weighted energy, measured while encoding.
+    """
+
+    name: str
+    step: float
+    bytes: int
+    cumulative_bytes: int
+    bits_per_element: float
+    measured_error: float
+
+
+@dataclass(frozen=True)
+class SegmentInfo:
+    """One segment of the grid [chunk][level]: where it lies and what it must hash to.
+
+    offset, stored: bytes in the blob. raw: symbols that it decodes to. crc32: of the stored bytes. error: the chunk's
+    measured error once decoded up to this level.
+    """
+
+    chunk: int
+    level: int
+    offset: int
+    stored: int
+    raw: int
+    crc32: int
+    codec: int
+    error: float
+
+    @property
+    def end(self) -> int:
+        """First byte after the segment."""
+        return self.offset + self.stored
+
+
+@dataclass(frozen=True)
+class BlobInfo:
+    """Everything in a blob's head: model, layout, levels, chunks and the token ids.
+
+    head_bytes: length of header, metadata, index and token ids; file_bytes: the whole blob.
+    segments[chunk][level]; levels 0..k of a chunk decode to quality k and lie next to each other.
+    profile_digest: SHA-256 of the profile that decoding needs; the empty string where the blob carries its own.
+    token_ids is None where the encoder was not told them.
+    """
+
+    version: tuple[int, int]
+    meta: CacheMeta
+    tokens: int
+    chunk_tokens: int
+    head_bytes: int
+    file_bytes: int
+    profile_digest: str
+    levels: tuple[LevelInfo, ...]
+    segments: tuple[tuple[SegmentInfo, ...], ...]
+    token_ids: tuple[int, ...] | None
+
+    @property
+    def chunks(self) -> int:
+        """Number of token chunks."""
+        return len(self.segments)
+
+    def chunk_span(self, chunk: int) -> tuple[int, int]:
+        """First token of a chunk, and the first token after it."""
+        start = chunk * self.chunk_tokens
+        return start, min(start + self.chunk_tokens, self.tokens)
+
+    def chunk_bytes(self, chunk: int, level: int) -> int:
+        """Bytes of levels 0..level of a chunk."""
+        return sum(segment.stored for segment in self.segments[chunk][: level + 1])

@@ -1,0 +1,181 @@
+"""The KV cache of one document and what is known about it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from kvwire.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from kvwire.types.rope import RopeRegime
+
+LayerKind = Literal["full", "sliding", "none"]
+Positions = Literal["on", "off"]
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Shape and kind of one layer's cache.
+
+    kind: ``full`` or ``sliding`` attention, or ``none`` for a layer without keys and values.
+    rope: index into ``CacheMeta.ropes``; None where the keys carry no position that can be taken off.
+    window: tokens that a sliding layer attends to, itself included.
+    """
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    kind: LayerKind = "full"
+    rope: int | None = None
+    window: int | None = None
+
+    @property
+    def key_width(self) -> int:
+        """Key elements for one token."""
+        return self.kv_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        """Value elements for one token."""
+        return self.kv_heads * self.value_dim
+
+
+@dataclass(frozen=True)
+class CacheMeta:
+    """What makes a cache usable: the model it belongs to, its layout and its positions.
+
+    model_id, model_revision: a name for people and a digest that tells weights apart.
+    dtype: the torch dtype of the stored tensors, by name (``bfloat16``).
+    layers: one entry per layer of the model, in order; empty means "read it off the tensors".
+    ropes: the distinct rotary regimes that layers refer to.
+    positions: ``on``: keys are rotated at positions offset, offset + 1, ...; ``off``: keys are un-rotated.
+    token_digest: SHA-256 of the token ids as little-endian uint32, or the empty string.
+    """
+
+    model_id: str = ""
+    model_revision: str = ""
+    tokenizer_digest: str = ""
+    dtype: str = "float32"
+    layers: tuple[LayerSpec, ...] = ()
+    ropes: tuple[RopeRegime, ...] = ()
+    positions: Positions = "on"
+    offset: int = 0
+    token_digest: str = ""
+
+    def config_digest(self) -> str:
+        """SHA-256 over everything that two caches must share to be linked into one prompt."""
+        fields = asdict(self)
+        for name in ("positions", "offset", "token_digest"):
+            del fields[name]
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def elements_per_token(self) -> int:
+        """Numbers cached for one token, keys and values of all layers."""
+        return sum(layer.key_width + layer.value_width for layer in self.layers)
+
+
+def digest_tokens(token_ids: Sequence[int]) -> str:
+    """SHA-256 of token ids as little-endian uint32; the same in every process and on every machine."""
+    return hashlib.sha256(np.asarray(token_ids, dtype="<u4").tobytes()).hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class KVCache:
+    """Keys and values of one document, layer by layer.
+
+    keys[l]: ``[kv_heads, tokens, key_dim]``; values[l]: ``[kv_heads, tokens, value_dim]``; any float dtype, any device.
+    A layer of kind ``none`` holds two empty tensors. token_ids: the document's own tokens, or None where unknown.
+    """
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    meta: CacheMeta
+    token_ids: tuple[int, ...] | None = None
+
+    @classmethod
+    def from_tensors(
+        cls,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        meta: CacheMeta | None = None,
+        token_ids: Sequence[int] | None = None,
+    ) -> KVCache:
+        """Build a cache from lists of ``[heads, tokens, dim]`` tensors, one per layer, without an engine.
+
+        Layout and dtype are read off the tensors where ``meta`` leaves them out. Raises ArgumentError where shapes
+        disagree with each other, with ``meta`` or with ``token_ids``.
+        """
+        meta = meta or CacheMeta()
+        if len(keys) != len(values) or not keys:
+            msg = f"a cache needs as many key as value tensors and at least one layer, got {len(keys)} and {len(values)}"
+            raise ArgumentError(msg)
+        if not meta.layers:
+            rope = 0 if meta.ropes else None
+            meta = replace(meta, layers=tuple(_spec_of(k, v, rope) for k, v in zip(keys, values, strict=True)))
+            meta = replace(meta, dtype=str(keys[0].dtype).removeprefix("torch."))
+        ids = None if token_ids is None else tuple(int(token) for token in token_ids)
+        if ids is not None:
+            meta = replace(meta, token_digest=digest_tokens(ids))
+        cache = cls(list(keys), list(values), meta, ids)
+        cache._check_shapes()
+        return cache
+
+    def _check_shapes(self) -> None:
+        if len(self.meta.layers) != len(self.keys):
+            msg = f"the meta names {len(self.meta.layers)} layers, the tensors are of {len(self.keys)}"
+            raise ArgumentError(msg)
+        tokens = self.tokens
+        for index, (spec, key, value) in enumerate(zip(self.meta.layers, self.keys, self.values, strict=True)):
+            if spec.kind == "none":
+                continue
+            wanted = ((spec.kv_heads, tokens, spec.key_dim), (spec.kv_heads, tokens, spec.value_dim))
+            got = (tuple(key.shape), tuple(value.shape))
+            if got != wanted:
+                msg = f"layer {index}: keys and values must be {wanted[0]} and {wanted[1]}, got {got[0]} and {got[1]}"
+                raise ArgumentError(msg)
+        if self.token_ids is not None and len(self.token_ids) != tokens:
+            msg = f"{len(self.token_ids)} token ids for a cache of {tokens} tokens"
+            raise ArgumentError(msg)
+
+    @property
+    def tokens(self) -> int:
+        """Number of cached tokens."""
+        for spec, key in zip(self.meta.layers, self.keys, strict=True):
+            if spec.kind != "none":
+                return int(key.shape[1])
+        return 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the tensors occupy."""
+        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+
+    def slice(self, start: int, stop: int) -> KVCache:
+        """Tokens ``start`` to ``stop`` as views; positions keep their absolute values through ``meta.offset``."""
+        ids = None if self.token_ids is None else self.token_ids[start:stop]
+        meta = replace(
+            self.meta, offset=self.meta.offset + start, token_digest="" if ids is None else digest_tokens(ids)
+        )
+        keys = [key[:, start:stop] if key.ndim == _RANK else key for key in self.keys]
+        values = [value[:, start:stop] if value.ndim == _RANK else value for value in self.values]
+        return KVCache(keys, values, meta, ids)
+
+
+_RANK = 3  # [heads, tokens, dim]
+
+
+def _spec_of(key: torch.Tensor, value: torch.Tensor, rope: int | None) -> LayerSpec:
+    if key.ndim != _RANK or value.ndim != _RANK:
+        msg = f"a layer's keys and values must be [heads, tokens, dim], got {tuple(key.shape)} and {tuple(value.shape)}"
+        raise ArgumentError(msg)
+    return LayerSpec(int(key.shape[0]), int(key.shape[2]), int(value.shape[2]), rope=rope)

@@ -1,0 +1,27 @@
+"""What the controller decides for each chunk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ChunkId:
+    """A chunk of one of the prompt's documents, both counted from 0 in prompt order."""
+
+    document: int
+    chunk: int
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How one chunk gets into the prompt.
+
+    action: ``recompute`` from its text, or ``fetch`` levels 0..level. reason: a few words for people and logs.
+    """
+
+    chunk: ChunkId
+    action: Literal["recompute", "fetch"]
+    level: int | None = None
+    reason: str = ""

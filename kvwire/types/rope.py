@@ -1,0 +1,36 @@
+"""The rotary position embedding of a layer, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvwire.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class RopeRegime:
+    """How positions were rotated into keys (RoFormer, arXiv 2104.09864), whatever rule made the frequencies.
+
+    inv_freq: radians per token of each rotated pair, float32 values; linear, llama3 and yarn scaling are already in it.
+    interleaved: pairs are (2j, 2j + 1); otherwise (j, j + rotary_dim / 2).
+    attention_scaling: factor that the model multiplies into cos and sin (yarn, longrope). Moving keys preserves it.
+    max_positions: positions at and beyond this use other frequencies (dynamic, longrope); None where there is no such limit.
+    kind: the rule's usual name, for people.
+    """
+
+    inv_freq: tuple[float, ...]
+    interleaved: bool = False
+    attention_scaling: float = 1.0
+    max_positions: int | None = None
+    kind: str = "default"
+
+    def __post_init__(self) -> None:
+        """Refuse a regime without frequencies."""
+        if not self.inv_freq:
+            msg = "a RoPE regime needs at least one frequency; use rope=None for layers without positions"
+            raise ArgumentError(msg)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Leading key dimensions that are rotated; the rest pass through (partial rotary)."""
+        return 2 * len(self.inv_freq)
