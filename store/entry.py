@@ -1,0 +1,133 @@
+"""A catalog entry: what a reader must know about a blob before it fetches any of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvwire.errors import ArgumentError, CorruptError
+from kvwire.store.keys import MAX_NAME_CHARS, check_key, content_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MAX_ENTRY_BYTES = 1 << 20  # an entry holds a few hundred bytes; more is not read
+_MAX_BYTES = 1 << 62
+_DIGEST = re.compile(r"(?:[0-9a-f]{64})?")
+
+
+@dataclass(frozen=True)
+class CatalogEntry:
+    """One document's blob.
+
+    blob_key, sha256, size: where it lies and what it is. head_bytes: length of its head. tokens: of the document.
+    token_digest, profile_digest: SHA-256, or the empty string where unknown or not needed.
+    levels: (name, cumulative bytes) of each level, coarsest first.
+    """
+
+    document_id: str
+    blob_key: str
+    sha256: str
+    size: int
+    head_bytes: int
+    tokens: int
+    token_digest: str
+    profile_digest: str
+    levels: tuple[tuple[str, int], ...]
+
+    def __post_init__(self) -> None:
+        """Refuse fields that contradict each other or are out of range."""
+        problem = _problem(self)
+        if problem:
+            msg = f"not a catalog entry: {problem}"
+            raise ArgumentError(msg)
+
+    def to_json(self) -> bytes:
+        """Serialise with sorted keys: equal entries give equal bytes."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> CatalogEntry:
+        """Parse strictly; unknown fields are ignored. Raises CorruptError."""
+        fields = parse_object(data)
+        levels = _field(fields, "levels", list)
+        try:
+            return cls(
+                document_id=_field(fields, "document_id", str),
+                blob_key=_field(fields, "blob_key", str),
+                sha256=_field(fields, "sha256", str),
+                size=_field(fields, "size", int),
+                head_bytes=_field(fields, "head_bytes", int),
+                tokens=_field(fields, "tokens", int),
+                token_digest=_field(fields, "token_digest", str),
+                profile_digest=_field(fields, "profile_digest", str),
+                levels=tuple(_level(level) for level in levels),
+            )
+        except ArgumentError as error:
+            msg = f"the catalog holds a bad entry ({error}): write the document again"
+            raise CorruptError(msg) from error
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """Parse one JSON object; CorruptError for anything else, for duplicate names and for NaN."""
+    if len(data) > MAX_ENTRY_BYTES:
+        msg = f"a catalog entry is longer than {MAX_ENTRY_BYTES} bytes"
+        raise CorruptError(msg)
+    try:
+        value = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        msg = f"a catalog entry is not valid JSON: {error}"
+        raise CorruptError(msg) from error
+    if not isinstance(value, dict):
+        msg = f"a catalog entry must be a JSON object, got {type(value).__name__}"
+        raise CorruptError(msg)
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        msg = "the same name appears twice in an object"
+        raise ValueError(msg)
+    return fields
+
+
+def _no_constant(text: str) -> None:
+    msg = f"{text} is not a JSON number"
+    raise ValueError(msg)
+
+
+def _field(fields: dict[str, Any], name: str, kind: type) -> Any:  # noqa: ANN401 - the type checked for is the caller's
+    value = fields.get(name)
+    if type(value) is not kind:  # exactly: JSON's true is no integer
+        msg = f"a catalog entry's {name} must be of type {kind.__name__}, got {type(value).__name__}"
+        raise CorruptError(msg)
+    return value
+
+
+def _level(level: object) -> tuple[str, int]:
+    match level:
+        case [str(name), int(size)] if not isinstance(size, bool):
+            return name, size
+    msg = "each of a catalog entry's levels must be a name and a number of bytes"
+    raise CorruptError(msg)
+
+
+def _problem(entry: CatalogEntry) -> str | None:
+    checks: tuple[tuple[str, Callable[[], bool]], ...] = (
+        (
+            f"the document id needs 1 to {MAX_NAME_CHARS} characters",
+            lambda: 0 < len(entry.document_id) <= MAX_NAME_CHARS,
+        ),
+        ("blob_key is not a key", lambda: bool(check_key(entry.blob_key))),
+        ("sha256 is not the digest in blob_key", lambda: content_digest(entry.blob_key) == entry.sha256),
+        ("size is out of range", lambda: 0 < entry.size < _MAX_BYTES),
+        ("head_bytes is out of range", lambda: 0 <= entry.head_bytes <= entry.size),
+        ("tokens is out of range", lambda: 0 <= entry.tokens < _MAX_BYTES),
+        ("token_digest is not a SHA-256", lambda: bool(_DIGEST.fullmatch(entry.token_digest))),
+        ("profile_digest is not a SHA-256", lambda: bool(_DIGEST.fullmatch(entry.profile_digest))),
+        ("a level is larger than the blob", lambda: all(0 <= size <= entry.size for _, size in entry.levels)),
+    )
+    return next((message for message, holds in checks if not holds()), None)

@@ -1,0 +1,129 @@
+"""Names of objects: which strings are keys, and where each kind of object lies.
+
+Layout: ``v1/<tenant hash>/<model configuration>/...``. Tenants are told apart by a keyed hash, so a reader who knows a
+tenant's name but not the salt can neither list nor guess its keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from dataclasses import dataclass
+
+from kvwire.errors import ArgumentError
+
+MAX_KEY_CHARS = 512
+MAX_PART_CHARS = 200  # a file name may have 255 bytes; temporary files need a few more than the key
+MAX_NAME_CHARS = 4096  # document ids and tenant names: hashed, never part of a path
+TENANT_DIGITS = 32
+CONFIG_DIGITS = 16
+
+# A part never begins with a dot: that rules out "." and "..", and leaves dot files to stores for their own use.
+_PART = r"[A-Za-z0-9_=+@~-][A-Za-z0-9_=+@~.-]*"
+_KEY = re.compile(rf"{_PART}(?:/{_PART})*")
+_PREFIX = re.compile(rf"(?:{_PART}/)*(?:{_PART})?")
+_HEX64 = re.compile(r"[0-9a-f]{64}")
+_CONTENT = re.compile(r"(?:.*/)?([0-9a-f]{64})\.kv[wp]")
+
+
+def check_key(key: str) -> str:
+    """Return ``key``, or raise ArgumentError where it could name anything outside the store."""
+    parts_fit = all(len(part) <= MAX_PART_CHARS for part in key.split("/"))
+    if len(key) > MAX_KEY_CHARS or not parts_fit or not _KEY.fullmatch(key):
+        msg = (
+            f"{key[:80]!r} is not a key: use letters, digits and _ = + @ ~ . - in parts joined by single slashes, "
+            f"no part starting with a dot, at most {MAX_KEY_CHARS} characters"
+        )
+        raise ArgumentError(msg)
+    return key
+
+
+def check_prefix(prefix: str) -> str:
+    """Return ``prefix``, or raise ArgumentError where no key could start with it."""
+    if len(prefix) > MAX_KEY_CHARS or not _PREFIX.fullmatch(prefix):
+        msg = f"{prefix[:80]!r} is not the beginning of a key"
+        raise ArgumentError(msg)
+    return prefix
+
+
+def content_digest(key: str) -> str | None:
+    """The SHA-256 that a content-addressed key (``.kvw``, ``.kvp``) carries, or None for any other key."""
+    match = _CONTENT.fullmatch(key)
+    return match[1] if match else None
+
+
+def entity_tag(key: str, data: bytes) -> str:
+    """Strong entity tag: the content's SHA-256, taken from the key where it is there."""
+    return content_digest(key) or hashlib.sha256(data).hexdigest()
+
+
+def check_digest(digest: str, what: str) -> str:
+    """Return ``digest``, or raise ArgumentError where it is not a SHA-256 in lower-case hexadecimal."""
+    if not _HEX64.fullmatch(digest):
+        msg = f"{what} must be 64 lower-case hexadecimal digits, got {digest[:80]!r}"
+        raise ArgumentError(msg)
+    return digest
+
+
+def tenant_hash(name: str, salt: bytes = b"") -> str:
+    """Keyed hash that stands for a tenant in keys: HMAC-SHA-256 under the deployment's secret salt."""
+    return hmac.new(salt, b"tenant:" + _named(name, "tenant"), hashlib.sha256).hexdigest()[:TENANT_DIGITS]
+
+
+def _named(name: str, what: str) -> bytes:
+    if not name or len(name) > MAX_NAME_CHARS:
+        msg = f"a {what} needs a name of 1 to {MAX_NAME_CHARS} characters, got {len(name)}"
+        raise ArgumentError(msg)
+    try:
+        return name.encode()
+    except UnicodeEncodeError as error:
+        msg = f"the {what}'s name holds half a surrogate pair: pass proper text"
+        raise ArgumentError(msg) from error
+
+
+@dataclass(frozen=True)
+class KeySpace:
+    """The keys of one tenant and one model configuration."""
+
+    tenant: str
+    config: str
+
+    @classmethod
+    def of(cls, tenant: str, config_digest: str) -> KeySpace:
+        """Build from a tenant hash and the full SHA-256 of ``CacheMeta.config_digest``."""
+        return cls(tenant, check_digest(config_digest, "a configuration digest")[:CONFIG_DIGITS])
+
+    @property
+    def root(self) -> str:
+        """What all keys of this space start with, trailing slash included."""
+        return f"v1/{self.tenant}/{self.config}/"
+
+    def blob(self, sha256: str) -> str:
+        """Key of a blob, by its content."""
+        check_digest(sha256, "a blob's SHA-256")
+        return f"{self.root}{sha256[:2]}/{sha256}.kvw"
+
+    def profile(self, sha256: str) -> str:
+        """Key of a profile, by its content."""
+        return f"{self.root}profiles/{check_digest(sha256, 'a profile digest')}.kvp"
+
+    @property
+    def documents(self) -> str:
+        """Prefix of the catalog entries by document."""
+        return f"{self.root}catalog/doc/"
+
+    def document(self, document_id: str) -> str:
+        """Key of the catalog entry of a document; the id is hashed, so it may be any text."""
+        digest = hashlib.sha256(_named(document_id, "document")).hexdigest()
+        return f"{self.documents}{digest[:2]}/{digest}.json"
+
+    def token_entry(self, token_digest: str) -> str:
+        """Key of the catalog entry of a token sequence."""
+        check_digest(token_digest, "a token digest")
+        return f"{self.root}catalog/tokens/{token_digest[:2]}/{token_digest}.json"
+
+    @property
+    def current_profile(self) -> str:
+        """Key of the pointer to the profile in use."""
+        return f"{self.root}catalog/profile.json"

@@ -1,0 +1,268 @@
+"""The catalog: order of writes, strict parsing, tenants kept apart, profiles checked."""
+
+import contextlib
+import hashlib
+import json
+from dataclasses import asdict, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvwire.errors import ArgumentError, CorruptError, NotFoundError
+from kvwire.store import Catalog, CatalogEntry, FolderStore, KeySpace, MemoryStore, tenant_hash
+
+CONFIG = "c" * 64
+OTHER_CONFIG = "d" * 64
+TOKENS = "ab" * 32
+
+
+class RecordingStore(MemoryStore):
+    def __init__(self):
+        super().__init__()
+        self.writes = []
+
+    def put(self, key, data):
+        super().put(key, data)
+        self.writes.append(key)
+
+
+@pytest.fixture(params=["memory", "folder"])
+def store(request, tmp_path):
+    return MemoryStore() if request.param == "memory" else FolderStore(tmp_path)
+
+
+def put(catalog, document_id="doc", blob=b"blob bytes", **fields):
+    fields = {"head_bytes": 4, "tokens": 7, "token_digest": TOKENS, "levels": [("base", 6), ("full", 10)]} | fields
+    return catalog.put_blob(CONFIG, blob, document_id=document_id, **fields)
+
+
+def test_a_document_is_found_by_name_and_by_tokens(store):
+    catalog = Catalog(store)
+    entry = put(catalog, "any text: ../ü \n")
+    assert catalog.by_document(CONFIG, "any text: ../ü \n") == entry
+    assert catalog.by_tokens(CONFIG, TOKENS) == entry
+    assert store.get(entry.blob_key) == b"blob bytes"
+    assert entry.levels == (("base", 6), ("full", 10))
+    assert list(catalog.documents(CONFIG)) == [entry]
+
+
+def test_what_was_not_added_is_none(store):
+    catalog = Catalog(store)
+    put(catalog)
+    assert catalog.by_document(CONFIG, "other") is None
+    assert catalog.by_document(OTHER_CONFIG, "doc") is None
+    assert catalog.by_tokens(CONFIG, "0" * 64) is None
+    assert catalog.current_profile(CONFIG) is None
+    assert list(catalog.documents(OTHER_CONFIG)) == []
+
+
+def test_the_blob_is_written_before_its_entries():
+    store = RecordingStore()
+    entry = put(Catalog(store))
+    assert store.writes[0] == entry.blob_key
+    assert [key.split("/")[4] for key in store.writes[1:]] == ["tokens", "doc"]
+
+
+def test_a_document_without_tokens_has_one_entry():
+    store = RecordingStore()
+    put(Catalog(store), token_digest="")
+    assert len(store.writes) == 2
+
+
+def test_content_that_is_there_is_not_written_again():
+    store = RecordingStore()
+    catalog = Catalog(store)
+    entry = put(catalog)
+    put(catalog, "second name")
+    assert store.writes.count(entry.blob_key) == 1
+    put(catalog, overwrite=True)
+    assert store.writes.count(entry.blob_key) == 2
+    store.put(entry.blob_key, b"cut short")
+    put(catalog)
+    assert store.get(entry.blob_key) == b"blob bytes"
+
+
+def test_a_new_version_of_a_document_replaces_the_entry(store):
+    catalog = Catalog(store)
+    put(catalog)
+    newer = put(catalog, blob=b"a newer blob")
+    assert catalog.by_document(CONFIG, "doc") == newer
+    assert list(catalog.documents(CONFIG)) == [newer]
+
+
+def test_tenants_and_salts_do_not_see_each_other(store):
+    entry = put(Catalog(store, "alice", b"salt"))
+    for other in (Catalog(store, "bob", b"salt"), Catalog(store, "alice", b"pepper"), Catalog(store, "alice")):
+        assert other.by_document(CONFIG, "doc") is None
+        assert list(other.documents(CONFIG)) == []
+        with pytest.raises(ArgumentError):
+            other.add(entry)
+    assert "alice" not in "".join(store.keys(""))
+
+
+def test_keys_are_the_same_in_every_process():
+    space = KeySpace.of(tenant_hash("default"), CONFIG)
+    digest = hashlib.sha256(b"doc").hexdigest()
+    assert tenant_hash("default") == "0d2e713cb1d0a83717bb0e076f586589"
+    assert space.root == f"v1/{tenant_hash('default')}/{'c' * 16}/"
+    assert space.document("doc") == f"{space.root}catalog/doc/{digest[:2]}/{digest}.json"
+    assert space.blob(TOKENS) == f"{space.root}ab/{TOKENS}.kvw"
+    assert space.profile(TOKENS) == f"{space.root}profiles/{TOKENS}.kvp"
+    assert space.current_profile == f"{space.root}catalog/profile.json"
+
+
+@pytest.mark.parametrize("name", ["", "x" * 5000, "\ud800"])
+def test_names_that_cannot_be_hashed_are_refused(name):
+    with pytest.raises(ArgumentError):
+        tenant_hash(name)
+    with pytest.raises(ArgumentError):
+        put(Catalog(MemoryStore()), name)
+
+
+@pytest.mark.parametrize("config", ["", "c" * 16, "C" * 64, "../" + "c" * 61])
+def test_configuration_digests_are_checked(config):
+    with pytest.raises(ArgumentError):
+        Catalog(MemoryStore()).by_document(config, "doc")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"size": 0},
+        {"head_bytes": 99},
+        {"tokens": -1},
+        {"token_digest": "zz"},
+        {"profile_digest": "A" * 64},
+        {"blob_key": "../x"},
+        {"sha256": "0" * 64},
+        {"levels": (("x", 11),)},
+        {"document_id": ""},
+    ],
+)
+def test_entries_that_contradict_themselves_are_refused(change):
+    entry = put(Catalog(MemoryStore()))
+    with pytest.raises(ArgumentError):
+        replace(entry, **change)
+    fields = asdict(entry) | change
+    with pytest.raises(CorruptError):
+        CatalogEntry.from_json(json.dumps(fields).encode())
+
+
+def test_json_is_sorted_and_unknown_fields_are_ignored():
+    entry = put(Catalog(MemoryStore()))
+    fields = json.loads(entry.to_json())
+    assert list(fields) == sorted(fields)
+    assert CatalogEntry.from_json(json.dumps(fields | {"of a later version": [1]}).encode()) == entry
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b'{"a": NaN}',
+        b'{"a": 1, "a": 1}',
+        b"[" * 100_000,
+        b'{"x": ' + b"1" * 5000 + b"}",
+        b" " * (1 << 21),
+    ],
+)
+def test_bad_json_is_corrupt(data):
+    with pytest.raises(CorruptError):
+        CatalogEntry.from_json(data)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"size": "10"},
+        {"size": True},
+        {"size": 10.0},
+        {"tokens": None},
+        {"levels": {}},
+        {"levels": [["a", True]]},
+        {"levels": [["a"]]},
+        {"levels": [[1, 2]]},
+        {"document_id": 5},
+    ],
+)
+def test_wrong_types_are_corrupt(change):
+    fields = json.loads(put(Catalog(MemoryStore())).to_json()) | change
+    with pytest.raises(CorruptError):
+        CatalogEntry.from_json(json.dumps(fields).encode())
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_parse_or_are_corrupt(data):
+    with pytest.raises(CorruptError):
+        CatalogEntry.from_json(data)
+
+
+@given(st.data())
+def test_mutated_entries_parse_or_are_corrupt(data):
+    good = bytearray(put(Catalog(MemoryStore())).to_json())
+    for _ in range(data.draw(st.integers(1, 4))):
+        good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(CorruptError):
+        CatalogEntry.from_json(bytes(good))
+
+
+def test_entries_in_the_wrong_place_are_corrupt(store):
+    alice, bob = Catalog(store, "alice"), Catalog(store, "bob")
+    entry = put(alice)
+    space = bob.keys(CONFIG)
+    store.put(space.document("doc"), entry.to_json())  # would lead bob into alice's blobs
+    with pytest.raises(CorruptError):
+        bob.by_document(CONFIG, "doc")
+    space = alice.keys(CONFIG)
+    store.put(space.document("other"), entry.to_json())
+    with pytest.raises(CorruptError):
+        alice.by_document(CONFIG, "other")
+    store.put(space.token_entry("0" * 64), entry.to_json())
+    with pytest.raises(CorruptError):
+        alice.by_tokens(CONFIG, "0" * 64)
+
+
+def test_a_damaged_entry_stops_the_listing_or_is_reported(store):
+    catalog = Catalog(store)
+    entries = [put(catalog, f"doc {n}", blob=b"blob %d" % n, levels=()) for n in range(5)]
+    damaged = catalog.keys(CONFIG).document("doc 2")
+    store.put(damaged, b"{}")
+    with pytest.raises(CorruptError):
+        list(catalog.documents(CONFIG))
+    reported = []
+    found = list(catalog.documents(CONFIG, on_error=lambda key, _error: reported.append(key)))
+    assert sorted(e.document_id for e in found) == sorted(e.document_id for e in entries if e.document_id != "doc 2")
+    assert reported == [damaged]
+
+
+def test_profiles_are_written_once_checked_and_put_to_use(store):
+    catalog = Catalog(store)
+    digest = catalog.put_profile(CONFIG, b"profile")
+    assert digest == hashlib.sha256(b"profile").hexdigest()
+    assert catalog.current_profile(CONFIG) is None
+    catalog.set_current_profile(CONFIG, digest)
+    assert catalog.current_profile(CONFIG) == digest
+    assert catalog.get_profile(CONFIG, digest) == b"profile"
+    store.put(catalog.keys(CONFIG).profile(digest), b"prof1le")
+    with pytest.raises(CorruptError, match="damaged"):
+        catalog.get_profile(CONFIG, digest)
+
+
+def test_a_profile_that_was_never_written_cannot_be_put_to_use(store):
+    with pytest.raises(NotFoundError):
+        Catalog(store).set_current_profile(CONFIG, "0" * 64)
+    with pytest.raises(NotFoundError):
+        Catalog(store).get_profile(CONFIG, "0" * 64)
+
+
+@pytest.mark.parametrize("data", [b"{}", b"x", b'{"profile_digest": 5}', b'{"profile_digest": "../x"}'])
+def test_a_damaged_pointer_is_corrupt(store, data):
+    catalog = Catalog(store)
+    store.put(catalog.keys(CONFIG).current_profile, data)
+    with pytest.raises(CorruptError):
+        catalog.current_profile(CONFIG)
