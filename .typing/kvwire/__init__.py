@@ -1,0 +1,1 @@
+../../kvwire/__init__.py

@@ -1,0 +1,38 @@
+# Needs make and Python 3.11 or later; everything else goes into .venv.
+.PHONY: help .venv demo test check clean
+
+PYTHON ?= python3
+JOBS ?= 2
+BIN = .venv/bin
+READY = .venv/installed
+
+help:
+	@echo "make demo    run the demonstration; results go to demo/out"
+	@echo "make test    run the tests, JOBS=$(JOBS) at a time"
+	@echo "make check   ruff, formatting and mypy"
+	@echo "make .venv   only the virtual environment, from PYTHON=$(PYTHON)"
+	@echo "make clean   remove everything that can be made again"
+
+.venv: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("kvwire needs Python 3.11 or later, $(PYTHON) is " + sys.version.split()[0] + "; try: make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,demo]'
+	@touch $(READY)
+
+demo: $(READY)
+	$(BIN)/python demo/run.py
+
+# A file's tests stay together, so that one worker compiles its numba kernels and the others find them cached.
+test: $(READY)
+	$(BIN)/pytest -n $(JOBS) --dist loadfile
+
+check: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv build dist demo/out kvwire.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Tensors to bits and back: positions, transform, quantiser, entropy coders, container."""

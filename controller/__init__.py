@@ -1,0 +1,1 @@
+"""Decisions without I/O: estimators, cost models, planner, session state machine, simulator."""

@@ -1,0 +1,1 @@
+"""Adapters between kvwire and the engines that run models."""

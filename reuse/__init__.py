@@ -1,0 +1,1 @@
+"""Decoded caches linked into one prompt cache."""

@@ -1,0 +1,35 @@
+"""What tests of every room may ask for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def pytest_configure() -> None:
+    """Give each xdist worker one torch thread: several workers with one pool each would fight over the cores."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """Folder of the shared material: ``$KVWIRE_SHARED``, or ``shared`` beside the repository."""
+    folder = Path(os.environ.get("KVWIRE_SHARED") or ROOT.parent / "shared")
+    if not folder.is_dir():
+        pytest.skip("needs the shared material beside the repository")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """Folder of the demonstration's model."""
+    folder = ROOT / "demo" / "model"
+    if not folder.is_dir():
+        pytest.skip("needs the demonstration's model in demo/model")
+    return folder

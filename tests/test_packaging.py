@@ -1,0 +1,117 @@
+"""The distribution holds the packages of the tree and nothing else, and works where the repository is not."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TYPING = ROOT / ".typing" / "kvwire"
+SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+PACKAGES: list[str] = SETUPTOOLS["packages"]
+FOLDERS: dict[str, str] = SETUPTOOLS["package-dir"]
+BESIDE = ("benchmarks", "demo", "tests")
+
+IMPORT_ALL = """
+import importlib, pathlib, sys
+for name in sys.argv[1:]:
+    path = pathlib.Path(importlib.import_module(name).__file__).resolve()
+    if not path.is_relative_to(pathlib.Path(sys.prefix).resolve()):
+        sys.exit(f"{name} comes from {path}, not from the wheel in {sys.prefix}")
+"""
+
+
+def installed_files() -> set[str]:
+    """Python files of the tree, by the path that they have in the wheel."""
+    return {
+        (Path(*package.split(".")) / path.relative_to(ROOT / folder)).as_posix()
+        for package, folder in FOLDERS.items()
+        for path in (ROOT / folder).rglob("*.py")
+    }
+
+
+def wanted_links() -> dict[str, str]:
+    """Links in ``.typing/kvwire``: every room, and every module and sub-package of kvwire itself."""
+    own = [path.name for path in (ROOT / "kvwire").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+    rooms = [folder for folder in FOLDERS.values() if folder != "kvwire"]
+    return {name: f"../../kvwire/{name}" for name in own} | {room: f"../../{room}" for room in rooms}
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """Output of a command that must succeed."""
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Wheel built from the sdist, which is built from a copy of the tree."""
+    copy = tmp_path_factory.mktemp("source")
+    litter = shutil.ignore_patterns("__pycache__")
+    for folder in FOLDERS.values():
+        shutil.copytree(ROOT / folder, copy / folder, ignore=litter)
+    for path in (path for folder in BESIDE for path in (ROOT / folder).rglob("*.py")):
+        target = copy / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target)
+    for name in ("pyproject.toml", "LICENSE", "README.md"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, copy)
+    out = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, cwd=copy)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+def test_the_packages_list_is_the_tree() -> None:
+    tree = {str(Path(file).parent).replace("/", ".") for file in installed_files()}
+    missing, extra = sorted(tree - set(PACKAGES)), sorted(set(PACKAGES) - tree)
+    assert not missing + extra, f"tool.setuptools.packages in pyproject.toml: add {missing}, remove {extra}"
+    assert len(PACKAGES) == len(set(PACKAGES))
+
+
+def test_every_package_has_an_init_module() -> None:
+    files = installed_files()
+    missing = {f"{Path(file).parent}/__init__.py" for file in files} - files
+    assert not missing, f"without these the folders are not packages: {sorted(missing)}"
+
+
+def test_type_checkers_see_the_installed_layout() -> None:
+    wanted = wanted_links()
+    found = {path.name: str(path.readlink()) if path.is_symlink() else "no link" for path in TYPING.iterdir()}
+    fixes = [f"ln -sfn {wanted[name]} {name}" for name in sorted(wanted) if found.get(name) != wanted[name]]
+    fixes += [f"rm {name}" for name in sorted(found.keys() - wanted.keys())]
+    assert not fixes, "in .typing/kvwire run: " + "; ".join(fixes)
+
+
+def test_the_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name for name in names if name.endswith(".py")} == installed_files()
+    assert "kvwire/py.typed" in names
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    tops = {name.partition("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"kvwire"}
+    seconds = {name.split("/")[1] for name in names if name.startswith("kvwire/")}
+    assert not seconds & set(BESIDE)
+
+
+def test_the_wheel_works_without_the_repository(wheel: Path, tmp_path: Path) -> None:
+    home = tmp_path / "venv"
+    venv.create(home, with_pip=False, symlinks=True)
+    python = home / "bin" / "python"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
+    # A path in a .pth file is searched last and its own .pth files are not read: the dependencies come from the running
+    # environment, an editable kvwire there stays out of sight.
+    paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    (site,) = home.glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text("\n".join(sorted(paths)) + "\n", encoding="utf-8")
+    run(python, "-I", "-c", IMPORT_ALL, *PACKAGES, cwd=tmp_path)

@@ -1,0 +1,1 @@
+"""Bytes over links: range fetcher, HTTP server, emulated link."""
