@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # Files are opened without following a link in the last step, and without waiting where someone left a FIFO.
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_FOLDER_ATTEMPTS = 16
 _NEW_FILE_MODE = 0o666  # less the umask, as for any program's files: other users may serve the folder
 
 
@@ -67,16 +68,15 @@ class FolderStore:
         """Write the object; when this returns it survives a power cut."""
         path = self._path(key)
         with writing(f"{key} in {self.url}"):
-            self._make_folder(path.parent)
-            temporary = path.parent / f".tmp-{os.getpid()}-{secrets.token_hex(8)}"
-            try:
-                _write_file(temporary, data)
-                temporary.replace(path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    temporary.unlink()
-                raise
-            _sync_folder(path.parent)
+            for attempt in range(_FOLDER_ATTEMPTS):
+                try:
+                    self._make_folder(path.parent)
+                    _replace_file(path, data)
+                except FileNotFoundError:  # a deletion took the folder, empty as it was, before the file was in it
+                    if attempt == _FOLDER_ATTEMPTS - 1:
+                        raise
+                else:
+                    return
 
     def delete(self, key: str) -> None:
         """Remove the file, if there is one."""
@@ -84,13 +84,14 @@ class FolderStore:
         with writing(f"{key} in {self.url}"):
             try:
                 path.unlink()
-            except (FileNotFoundError, NotADirectoryError):
+                _sync_folder(path.parent)
+            except (FileNotFoundError, NotADirectoryError):  # it, or with it its folder, is gone already
                 return
             except OSError as error:
                 if path.is_dir():  # a folder of keys is no object
                     return
                 raise error from None
-            _sync_folder(path.parent)
+            self._prune(path.parent)
 
     def keys(self, prefix: str) -> Iterator[str]:
         """Keys that start with ``prefix``, in ascending order, found while iterating."""
@@ -132,6 +133,13 @@ class FolderStore:
                 path.mkdir()
             _sync_folder(path.parent)
 
+    def _prune(self, folder: Path) -> None:
+        """Remove folders that a deletion left empty: an empty folder would be in the way of an object of its name."""
+        with contextlib.suppress(OSError):  # not empty, or gone
+            while folder != self._root:
+                folder.rmdir()
+                folder = folder.parent
+
 
 def _listed(entry: os.DirEntry[str]) -> str | None:
     try:
@@ -141,6 +149,18 @@ def _listed(entry: os.DirEntry[str]) -> str | None:
     if entry.is_dir(follow_symlinks=False):
         return entry.name + "/"
     return entry.name if entry.is_file(follow_symlinks=False) else None
+
+
+def _replace_file(path: Path, data: bytes) -> None:
+    temporary = path.parent / f".tmp-{os.getpid()}-{secrets.token_hex(8)}"
+    try:
+        _write_file(temporary, data)
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    _sync_folder(path.parent)
 
 
 def _write_file(path: Path, data: bytes) -> None:

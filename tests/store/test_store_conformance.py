@@ -125,6 +125,22 @@ class StoreConformance:
         store.delete("a")
         assert store.get("a/k") == b"x"
 
+    def test_a_deleted_key_leaves_room_for_a_shorter_one(self, store: Store):
+        store.put("a/b/c", b"x")
+        store.delete("a/b/c")
+        store.put("a", b"y")
+        assert list(store.keys("")) == ["a"]
+
+    def test_writers_and_deleters_do_not_trip_each_other(self, store: Store):
+        def work(n):
+            for _ in range(40):
+                store.put(f"d/e/{n}", b"x")
+                store.delete(f"d/e/{n}")
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(4)))
+        assert list(store.keys("")) == []
+
     def test_keys_are_sorted_and_cut_by_prefix(self, store: Store):
         names = ["a-b", "a.b/c", "a/b", "a/b-c/d", "a/c", "ab/c", "b", "A/z"]
         for name in names:
