@@ -1,0 +1,209 @@
+"""What computing costs: seconds of prefill, decode and linking, fitted from samples and corrected while loading."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import combinations
+from math import exp, isfinite, log
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvwire.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class PrefillCost:
+    """Seconds of one forward pass: ``base_s + token_s * tokens + pair_s * tokens * (context + tokens / 2)``.
+
+    pair_s: seconds per pair of a new token and a token that it attends to. Cut anywhere, the parts of a pass cost
+    together what the pass costs, but for ``base_s``.
+    """
+
+    base_s: float
+    token_s: float
+    pair_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse negative or infinite coefficients."""
+        _check_coefficients(self.base_s, self.token_s, self.pair_s)
+
+    def seconds(self, tokens: int, context: int = 0) -> float:
+        """Seconds to compute ``tokens`` new tokens behind ``context`` tokens that are ready."""
+        return self.base_s + self.marginal(tokens, context)
+
+    def marginal(self, tokens: int, context: int) -> float:
+        """Seconds that ``tokens`` more tokens add to a pass that runs anyway."""
+        return self.token_s * tokens + self.pair_s * tokens * (context + tokens / 2)
+
+    def scaled(self, ratio: float) -> PrefillCost:
+        """The same shape of cost, ``ratio`` times as slow."""
+        return PrefillCost(self.base_s * ratio, self.token_s * ratio, self.pair_s * ratio)
+
+
+@dataclass(frozen=True)
+class DecodeCost:
+    """Seconds to decode one chunk: ``base_s + token_s * tokens + byte_s * bytes``."""
+
+    base_s: float
+    token_s: float
+    byte_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse negative or infinite coefficients."""
+        _check_coefficients(self.base_s, self.token_s, self.byte_s)
+
+    def seconds(self, tokens: int, size: int) -> float:
+        """Seconds to decode a chunk of ``tokens`` tokens from ``size`` bytes."""
+        return self.base_s + self.token_s * tokens + self.byte_s * size
+
+    def scaled(self, ratio: float) -> DecodeCost:
+        """The same shape of cost, ``ratio`` times as slow."""
+        return DecodeCost(self.base_s * ratio, self.token_s * ratio, self.byte_s * ratio)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Every computing cost between the request and the first token.
+
+    link_s_per_token: seconds per prompt token to link the chunks into one cache at the end.
+    query_tokens: tokens of the question, computed last, with the whole prompt as context.
+    decode_overlap: share of decode time that costs recomputation nothing, 0 (one stream does both) to 1.
+    """
+
+    prefill: PrefillCost
+    decode: DecodeCost
+    link_s_per_token: float = 0.0
+    query_tokens: int = 0
+    decode_overlap: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse costs below 0 and an overlap outside 0 to 1."""
+        _check_coefficients(self.link_s_per_token, self.query_tokens)
+        if not 0 <= self.decode_overlap <= 1:
+            msg = f"decode_overlap must lie between 0 and 1, got {self.decode_overlap}"
+            raise ArgumentError(msg)
+
+    def closing_s(self, prompt_tokens: int) -> float:
+        """Seconds from the last chunk being ready to the first token: linking and the question's prefill."""
+        query = self.prefill.seconds(self.query_tokens, prompt_tokens) if self.query_tokens else 0.0
+        return self.link_s_per_token * prompt_tokens + query
+
+    def corrected(self, correction: CostCorrection) -> CostModel:
+        """The model with the ratios measured so far applied."""
+        prefill = self.prefill.scaled(correction.prefill.value)
+        return replace(self, prefill=prefill, decode=self.decode.scaled(correction.decode.value))
+
+
+class CostRatio:
+    """Moving average of measured over predicted seconds, in logarithms so that 2x and 1/2 cancel."""
+
+    def __init__(self, weight: float = 0.5, limit: float = 16.0) -> None:
+        """Start at 1; ``weight`` in (0, 1] is a sample's, whose ratio is clamped to ``limit`` and 1 / ``limit``."""
+        if not (0 < weight <= 1 and limit >= 1):
+            msg = f"a weight must lie in (0, 1] and a limit be at least 1, got {weight} and {limit}"
+            raise ArgumentError(msg)
+        self._weight = weight
+        self._limit = limit
+        self._log = 0.0
+
+    def add(self, measured_s: float, predicted_s: float) -> None:
+        """Compare one measurement with what the uncorrected model said, both in seconds."""
+        if not (isfinite(measured_s) and measured_s >= 0):
+            msg = f"a measured time must be a finite number of seconds, at least 0, got {measured_s}"
+            raise ArgumentError(msg)
+        if predicted_s <= 0:
+            return  # nothing to scale
+        ratio = min(max(measured_s / predicted_s, 1 / self._limit), self._limit)
+        self._log += self._weight * (log(ratio) - self._log)
+
+    @property
+    def value(self) -> float:
+        """Factor to apply to predictions."""
+        return exp(self._log)
+
+
+class CostCorrection:
+    """The two ratios, of prefill and of decode, that heal a wrong prior during a load."""
+
+    def __init__(self, weight: float = 0.5) -> None:
+        """Start both ratios at 1; ``weight`` in (0, 1] is that of each sample."""
+        self.prefill = CostRatio(weight)
+        self.decode = CostRatio(weight)
+
+
+def fit_prefill(samples: Iterable[tuple[int, int, float]]) -> PrefillCost:
+    """Fit a prefill cost to ``(tokens, context, seconds)`` samples; robust to a few outliers.
+
+    Raises ArgumentError without samples or with one that is negative or not finite.
+    """
+    rows = _checked(samples)
+    tokens, context = rows[:, 0], rows[:, 1]
+    columns = np.stack([np.ones_like(tokens), tokens, tokens * (context + tokens / 2)], axis=1)
+    return PrefillCost(*_robust_fit(columns, rows[:, 2]))
+
+
+def fit_decode(samples: Iterable[tuple[int, int, float]]) -> DecodeCost:
+    """Fit a decode cost to ``(tokens, bytes, seconds)`` samples; robust to a few outliers.
+
+    Raises ArgumentError without samples or with one that is negative or not finite.
+    """
+    rows = _checked(samples)
+    columns = np.stack([np.ones(len(rows)), rows[:, 0], rows[:, 1]], axis=1)
+    return DecodeCost(*_robust_fit(columns, rows[:, 2]))
+
+
+def _check_coefficients(*values: float) -> None:
+    if any(not (isfinite(value) and value >= 0) for value in values):
+        msg = f"cost coefficients must be finite and at least 0, got {values}"
+        raise ArgumentError(msg)
+
+
+def _checked(samples: Iterable[tuple[int, int, float]]) -> NDArray[np.float64]:
+    rows = np.array([tuple(sample) for sample in samples], dtype=np.float64).reshape(-1, 3)
+    if not len(rows) or not np.isfinite(rows).all() or (rows < 0).any():
+        msg = "a fit needs at least one sample, and numbers that are finite and not negative"
+        raise ArgumentError(msg)
+    return rows
+
+
+def _robust_fit(columns: NDArray[np.float64], seconds: NDArray[np.float64]) -> list[float]:
+    """Non-negative least squares of the relative error, repeated with outliers weighted down (Huber, 3 rounds).
+
+    columns: ``[samples, 3]``; seconds: ``[samples]``. Returns the three coefficients.
+    """
+    # Relative errors: a short pass matters as much as a long one, and noise grows with the time itself.
+    inverse = 1 / np.maximum(seconds, 1e-9)
+    weights = np.ones_like(seconds)
+    fit = _non_negative(columns * inverse[:, None], seconds * inverse)
+    for _ in range(3):
+        errors = np.abs(columns @ fit - seconds) * inverse
+        knee = max(1.5 * float(np.median(errors)), 1e-6)
+        weights = np.sqrt(np.minimum(1.0, knee / np.maximum(errors, 1e-12)))
+        scale = weights * inverse
+        fit = _non_negative(columns * scale[:, None], seconds * scale)
+    return [float(value) for value in fit]
+
+
+def _non_negative(columns: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Exact non-negative least squares for a few columns: the best among the fits on every subset of them."""
+    best, best_error = np.zeros(columns.shape[1]), float(target @ target)
+    for subset in _subsets(columns.shape[1]):
+        part = columns[:, subset]
+        norms = np.maximum(np.linalg.norm(part, axis=0), 1e-300)
+        fit = np.linalg.lstsq(part / norms, target, rcond=None)[0] / norms
+        error = float(np.sum((part @ fit - target) ** 2))
+        # Smaller subsets come first: more columns must explain more, or samples of one size would invent a slope.
+        if (fit >= 0).all() and error < best_error * (1 - 1e-9) - 1e-18:
+            best, best_error = np.zeros(columns.shape[1]), error
+            best[list(subset)] = fit
+    return best
+
+
+def _subsets(count: int) -> Sequence[tuple[int, ...]]:
+    return [subset for size in range(1, count + 1) for subset in combinations(range(count), size)]
