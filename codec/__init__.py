@@ -1,1 +1,31 @@
-"""Tensors to bits and back: positions, transform, quantiser, entropy coders, container."""
+"""Tensors to bits and back: positions, transform, quantiser, tables, entropy coder, container."""
+
+from kvwire.codec.container import read_head
+from kvwire.codec.decode import BlobDecoder, decode, inspect, level_index
+from kvwire.codec.encode import CHUNK_TOKENS, encode
+from kvwire.codec.fit import fit_profile
+from kvwire.codec.positions import positions_off, positions_on, rotate, rotation, shift_keys
+from kvwire.codec.profile import Profile
+from kvwire.codec.quantiser import Ladder
+from kvwire.codec.statistics import Statistics
+from kvwire.types import CacheMeta, KVCache
+
+__all__ = [
+    "CHUNK_TOKENS",
+    "BlobDecoder",
+    "CacheMeta",
+    "KVCache",
+    "Ladder",
+    "Profile",
+    "Statistics",
+    "decode",
+    "encode",
+    "fit_profile",
+    "inspect",
+    "positions_off",
+    "positions_on",
+    "read_head",
+    "rotate",
+    "rotation",
+    "shift_keys",
+]

@@ -1,0 +1,136 @@
+"""numba kernels of the codec. Every kernel's readable twin stands in ``rans_naive`` or ``quantiser``.
+
+All kernels release the GIL and cache their machine code. Indices stay unsigned: numba then leaves out the test for
+negative indices, without which LLVM does not vectorise the lane loops.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+from numpy import uint8, uint16, uint32
+
+_jit = njit(nogil=True, cache=True, error_model="numpy")
+
+
+@_jit
+def encode(symbols, tables, starts, frequencies, lanes, buffer, states, counts):
+    """Fill ``buffer[lane]`` from its end with the lane's words; symbols and tables uint8/uint32 ``[tokens, columns]``.
+
+    tables[t, c] is the flat index of the first entry of the symbol's table in starts and frequencies (uint32).
+    """
+    tokens, columns = symbols.shape
+    room = buffer.shape[1]
+    for lane in range(lanes):
+        x = uint32(65536)
+        p = room
+        last = lane + (columns - 1 - lane) // lanes * lanes
+        for c in range(last, lane - 1, -lanes):
+            for t in range(tokens - 1, -1, -1):
+                entry = tables[t, c] + symbols[t, c]
+                f = frequencies[entry]
+                if (x >> uint32(20)) >= f:
+                    p -= 1
+                    buffer[lane, p] = uint16(x & uint32(65535))
+                    x >>= uint32(16)
+                quotient = x // f
+                x = (quotient << uint32(12)) + (x - quotient * f) + starts[entry]
+        states[lane] = x
+        counts[lane] = room - p
+
+
+@_jit
+def decode_lookup(words, limit, states, pointers, tables, lookup, out):
+    """Decode base symbols into ``out`` uint8 ``[tokens, columns]``; ``tables[c]`` is the column's first entry in ``lookup``.
+
+    words: uint16 with a spare word at index ``limit``: a damaged stream reads that word for ever and never runs out.
+    """
+    tokens, columns = out.shape
+    lanes = states.shape[0]
+    for first in range(0, columns, lanes):
+        width = min(lanes, columns - first)
+        base = tables[first : first + width]
+        for t in range(tokens):
+            row = out[t, first : first + width]
+            for lane in range(width):
+                x = states[lane]
+                entry = lookup[base[lane] + (x & uint32(4095))]
+                x = ((entry & uint32(4095)) + uint32(1)) * (x >> uint32(12)) + ((entry >> uint32(12)) & uint32(4095))
+                p = pointers[lane]
+                word = uint32(words[min(p, limit)])
+                refill = x < uint32(65536)
+                states[lane] = (x << uint32(16)) | word if refill else x
+                pointers[lane] = p + uint32(refill)
+                row[lane] = entry >> uint32(24)
+
+
+@_jit
+def decode_ternary(words, limit, states, pointers, tables, thresholds, contexts, out):
+    """Decode refinement symbols 0, 1, 2 into ``out``; ``thresholds[tables[c] + contexts[t, c]]`` packs both cumulative frequencies."""
+    tokens, columns = out.shape
+    lanes = states.shape[0]
+    for first in range(0, columns, lanes):
+        width = min(lanes, columns - first)
+        base = tables[first : first + width]
+        for t in range(tokens):
+            row = out[t, first : first + width]
+            context = contexts[t, first : first + width]
+            for lane in range(width):
+                x = states[lane]
+                both = thresholds[base[lane] + uint32(context[lane])]
+                low, high = both & uint32(65535), both >> uint32(16)
+                slot = x & uint32(4095)
+                above_low, above_high = slot >= low, slot >= high
+                start = high if above_high else (low if above_low else uint32(0))
+                end = uint32(4096) if above_high else (high if above_low else low)
+                x = (end - start) * (x >> uint32(12)) + slot - start
+                p = pointers[lane]
+                word = uint32(words[min(p, limit)])
+                refill = x < uint32(65536)
+                states[lane] = (x << uint32(16)) | word if refill else x
+                pointers[lane] = p + uint32(refill)
+                row[lane] = uint8(above_low) + uint8(above_high)
+
+
+@_jit
+def contexts_of(quantised, columns, out):
+    """``out[t, i] = min(|quantised[t, columns[i]]|, 2)`` as uint8."""
+    for t in range(out.shape[0]):
+        for i in range(out.shape[1]):
+            out[t, i] = min(abs(quantised[t, columns[i]]), 2)
+
+
+@_jit
+def refine(quantised, columns, symbols):
+    """In place ``q -> 3 q + r`` for the coded columns; symbol 2 moves away from zero where q is not zero."""
+    for t in range(symbols.shape[0]):
+        for i in range(symbols.shape[1]):
+            q = quantised[t, columns[i]]
+            r = int(symbols[t, i]) - 1
+            quantised[t, columns[i]] = 3 * q + (-r if q < 0 else r)
+
+
+@_jit
+def place(quantised, columns, symbols):
+    """Scatter base symbols (biased by 128) into their columns."""
+    for t in range(symbols.shape[0]):
+        for i in range(symbols.shape[1]):
+            quantised[t, columns[i]] = int(symbols[t, i]) - 128
+
+
+@_jit
+def coarsen(fine, coarse, symbols):
+    """Split ``fine = 3 * coarse + r``, r in -1, 0, 1; ``symbols`` gets r + 1, the sign turned where coarse is negative."""
+    for t in range(fine.shape[0]):
+        for c in range(fine.shape[1]):
+            q = (fine[t, c] + 1) // 3
+            r = fine[t, c] - 3 * q
+            coarse[t, c] = q
+            symbols[t, c] = uint8(1 - r if q < 0 else 1 + r)
+
+
+@_jit
+def dequantise(quantised, step, out):
+    """``out = step * quantised`` as float32."""
+    for t in range(out.shape[0]):
+        for c in range(out.shape[1]):
+            out[t, c] = step * quantised[t, c]

@@ -1,0 +1,253 @@
+"""Fitting a profile: the attention-weighted KLT, how wide its coefficients spread, and the tables.
+
+It degrades with what is known: caches and statistics give the attention-weighted KLT, caches alone an unweighted one,
+and without caches the identity remains, which ``encode`` derives from each cache by itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvwire.codec.profile import Group, Profile, Side, side_widths
+from kvwire.codec.quantiser import Ladder, quantise, split_levels
+from kvwire.codec.tables import BIAS, CLASSES, CONTEXTS, ESCAPE, Tables, class_of, clip_class, fit_tables
+from kvwire.codec.transform import analyse, gather
+from kvwire.errors import ArgumentError, MismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from kvwire.codec.statistics import Statistics
+    from kvwire.types import KVCache, LayerSpec
+
+GROUP_WIDTH = 2048
+"""Elements for one token in a group: wide enough to share what neighbouring layers have in common, and its eigenproblem takes seconds."""
+RANK_CUT = 0.05
+"""Coefficients narrower than this many of the finest steps are left out: they would never be coded."""
+_METRIC_FLOOR = 1e-3
+"""Directions that attention ignores keep this share of the mean weight, so that their errors stay bounded."""
+_SHRINKAGE_TOKENS = 256
+"""The covariance leans on an isotropic one as if that many tokens had been seen: short corpora keep every direction."""
+_CHUNK = 1024
+
+
+def fit_profile(
+    caches: Sequence[KVCache] | None = None,
+    statistics: Statistics | None = None,
+    *,
+    group_width: int = GROUP_WIDTH,
+    rank_cut: float = RANK_CUT,
+    ladder: Ladder | None = None,
+) -> Profile | None:
+    """Learn a profile from calibration caches of one model (a few thousand tokens will do).
+
+    caches: documents' caches, all of one layout. statistics: the engine's query energies and value metrics.
+    group_width: elements for one token up to which neighbouring layers are transformed together. rank_cut: see RANK_CUT;
+    0 keeps every direction. ladder: the quality levels that the tables are tuned for.
+    Returns None where there are no caches: ``encode(cache, profile=None)`` then uses the identity transform.
+    Raises MismatchError where the caches are of different models, ArgumentError where a setting is impossible.
+    """
+    if not caches:
+        return None
+    if group_width < 1 or not 0 <= rank_cut < 1:
+        msg = f"group_width must be at least 1 and rank_cut in [0, 1), got {group_width} and {rank_cut}"
+        raise ArgumentError(msg)
+    first = caches[0].meta
+    if any(cache.meta.config_digest() != first.config_digest() for cache in caches):
+        msg = "calibration caches must all come from one model with one layout"
+        raise MismatchError(msg)
+    ladder = ladder or Ladder()
+    groups = []
+    for side in ("key", "value"):
+        for layers in _group_layers(first.layers, "key" if side == "key" else "value", group_width):
+            groups.append(_fit_group(caches, statistics, "key" if side == "key" else "value", layers, rank_cut * ladder.steps[-1]))
+    draft = Profile(first.model_id, first.model_revision, first.layers, tuple(groups), _no_counts())
+    tokens = sum(cache.tokens for cache in caches)
+    notes: dict[str, str | int | float] = {"tokens": tokens, "weighted": int(statistics is not None)}
+    tables = count_tables(draft, caches, ladder)
+    return Profile(draft.model_id, draft.model_revision, draft.layers, draft.groups, tables, notes)
+
+
+def identity_profile(cache: KVCache, ladder: Ladder) -> Profile:
+    """A profile derived from one cache alone: per-element means, one scale for each layer, no rotation of the basis."""
+    groups = []
+    for side in ("key", "value"):
+        for layer, width in enumerate(side_widths(cache.meta.layers, "key" if side == "key" else "value")):
+            if width:
+                groups.append(_identity_group(cache, "key" if side == "key" else "value", layer))
+    draft = Profile("", "", cache.meta.layers, tuple(groups), _no_counts())
+    return Profile("", "", draft.layers, draft.groups, count_tables(draft, [cache], ladder))
+
+
+def _identity_group(cache: KVCache, side: Side, layer: int) -> Group:
+    width = side_widths(cache.meta.layers, side)[layer]
+    empty = np.zeros(width, np.float32)
+    elements = gather(cache, Group(side, (layer,), empty, empty, empty.astype(np.int16)), 0, cache.tokens)
+    mean = elements.mean(0)
+    centred = elements - mean
+    scale = max(float(centred.pow(2).mean().sqrt()), 1e-20)
+    spread = class_of(centred.abs().mean(0).numpy() / scale * np.sqrt(2))
+    return Group(side, (layer,), mean.numpy(), np.full(width, scale, np.float32), _as_spread(spread))
+
+
+def _as_spread(classes: NDArray[np.int64]) -> NDArray[np.int16]:
+    return np.clip(classes, -1000, 1000).astype(np.int16)
+
+
+def _no_counts() -> Tables:
+    return fit_tables(np.zeros((CLASSES, 256)), np.zeros((CLASSES, CONTEXTS, 3)))
+
+
+def _group_layers(layers: tuple[LayerSpec, ...], side: Side, group_width: int) -> list[tuple[int, ...]]:
+    """Runs of neighbouring layers whose widths add up to at most ``group_width``; a wider layer stands alone."""
+    runs: list[list[int]] = []
+    room = 0
+    for layer, width in enumerate(side_widths(layers, side)):
+        if not width:
+            continue
+        if width > room:
+            runs.append([])
+            room = max(group_width, width)
+        runs[-1].append(layer)
+        room -= width
+    return [tuple(run) for run in runs]
+
+
+def _fit_group(
+    caches: Sequence[KVCache], statistics: Statistics | None, side: Side, layers: tuple[int, ...], cut: float
+) -> Group:
+    width = sum(side_widths(caches[0].meta.layers, side)[layer] for layer in layers)
+    blank = np.zeros(width, np.float32)
+    pieces = [
+        gather(cache, Group(side, layers, blank, blank, blank.astype(np.int16)), start, min(start + _CHUNK, cache.tokens))
+        for cache in caches
+        for start in range(0, cache.tokens, _CHUNK)
+    ]
+    tokens = sum(len(piece) for piece in pieces)
+    mean = torch.stack([piece.sum(0, dtype=torch.float64) for piece in pieces]).sum(0).div(tokens).float()
+    covariance = torch.zeros(width, width, dtype=torch.float64)
+    for piece in pieces:
+        centred = piece - mean
+        covariance += (centred.T @ centred).double()
+    covariance /= tokens
+    metric = _metric(caches[0].meta.layers, statistics, side, layers, covariance)
+    return _basis(side, layers, mean, covariance, metric, tokens, cut)
+
+
+def _metric(
+    specs: tuple[LayerSpec, ...],
+    statistics: Statistics | None,
+    side: Side,
+    layers: tuple[int, ...],
+    covariance: Tensor,
+) -> list[Tensor]:
+    """The attention metric of each layer, ``[heads, dim, dim]``, scaled so that every layer's weighted energy is 1 for each element."""
+    out, start = [], 0
+    for layer in layers:
+        spec = specs[layer]
+        dim = spec.key_dim if side == "key" else spec.value_dim
+        block = torch.eye(dim, dtype=torch.float64).repeat(spec.kv_heads, 1, 1)
+        if statistics is not None:
+            energy, value = statistics.query_energy[layer], statistics.value_metric[layer]
+            if side == "key" and energy is not None:
+                block = torch.diag_embed(energy.double())
+            elif side == "value" and value is not None:
+                block = value.double()
+        floor = _METRIC_FLOOR * torch.diagonal(block, dim1=1, dim2=2).mean().clamp(min=1e-30)
+        block = block + floor * torch.eye(dim, dtype=torch.float64)
+        energies = []
+        for head in range(spec.kv_heads):
+            part = covariance[start : start + dim, start : start + dim]
+            energies.append((block[head] * part).sum())
+            start += dim
+        mean_energy = torch.stack(energies).sum() / (spec.kv_heads * dim)
+        out.append((block / mean_energy.clamp(min=1e-30)).float())
+    return out
+
+
+def _basis(
+    side: Side,
+    layers: tuple[int, ...],
+    mean: Tensor,
+    covariance: Tensor,
+    metric: list[Tensor],
+    tokens: int,
+    cut: float,
+) -> Group:
+    """Eigenvectors of the weighted covariance, as synthesis rows; see ``Group``."""
+    root, inverse = _roots(metric)
+    weighted = root @ covariance @ root
+    isotropic = weighted.diagonal().mean() * _SHRINKAGE_TOKENS / (tokens + _SHRINKAGE_TOKENS) * 1e-3
+    weighted.diagonal().add_(isotropic)
+    energies, vectors = torch.linalg.eigh(weighted)
+    energies, vectors = energies.flip(0), vectors.flip(1)
+    kept = max(1, int((energies.clamp(min=0).sqrt() >= cut).sum()))
+    rows = (inverse @ vectors[:, :kept]).T.float()
+    row_scale = rows.abs().amax(1).clamp(min=1e-20)
+    spread = class_of(energies[:kept].clamp(min=0).sqrt().numpy())
+    blocks = tuple(_compact(block).contiguous().numpy() for block in metric)
+    return Group(
+        side,
+        layers,
+        mean.numpy(),
+        row_scale.numpy(),
+        _as_spread(spread),
+        (rows / row_scale[:, None]).numpy().astype(np.float16),
+        blocks,
+        float(energies[kept:].clamp(min=0).sum()),
+    )
+
+
+def _compact(block: Tensor) -> Tensor:
+    """A diagonal metric as a vector: keys' always is."""
+    diagonal = torch.diagonal(block, dim1=1, dim2=2)
+    return diagonal.reshape(-1) if torch.equal(torch.diag_embed(diagonal), block) else block
+
+
+def _roots(metric: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Block-diagonal symmetric square root of the metric, and its inverse, float64."""
+    roots, inverses = [], []
+    for block in metric:
+        for matrix in block.double():
+            values, vectors = torch.linalg.eigh(matrix)
+            values = values.clamp(min=float(values.max()) * 1e-9)
+            roots.append(vectors @ torch.diag(values.sqrt()) @ vectors.T)
+            inverses.append(vectors @ torch.diag(values.rsqrt()) @ vectors.T)
+    return torch.block_diag(*roots), torch.block_diag(*inverses)
+
+
+def count_tables(profile: Profile, caches: Sequence[KVCache], ladder: Ladder) -> Tables:
+    """Tables counted from what the quantiser makes of the calibration caches, all levels of the ladder together."""
+    base, ternary = np.zeros((CLASSES, 256)), np.zeros((CLASSES, CONTEXTS, 3))
+    for cache in caches:
+        for start in range(0, cache.tokens, _CHUNK):
+            coefficients = analyse(cache, profile, start, min(start + _CHUNK, cache.tokens))
+            unit = class_of(np.abs(coefficients).mean(0) * np.sqrt(2))
+            values, symbols = split_levels(quantise(coefficients, ladder.steps[-1]), len(ladder.steps))
+            for level, shift in enumerate(ladder.shifts):
+                _count_base(base, values[level], clip_class(unit - shift))
+                if level:
+                    _count_ternary(ternary, values[level - 1], symbols[level - 1], clip_class(unit - shift))
+    return fit_tables(base, ternary)
+
+
+def _count_base(counts: NDArray[np.float64], values: NDArray[np.int32], classes: NDArray[np.int64]) -> None:
+    used = values.any(axis=0)
+    bytes_ = np.where(np.abs(values) < BIAS, values + BIAS, ESCAPE)[:, used]
+    index = (classes[used] - 1) * 256 + bytes_
+    counts += np.bincount(index.ravel(), minlength=counts.size).reshape(counts.shape)
+
+
+def _count_ternary(
+    counts: NDArray[np.float64], below: NDArray[np.int32], symbols: NDArray[np.uint8], classes: NDArray[np.int64]
+) -> None:
+    used = below.any(axis=0) | (symbols != 1).any(axis=0)
+    context = np.minimum(np.abs(below[:, used]), CONTEXTS - 1)
+    index = ((classes[used] - 1) * CONTEXTS + context) * 3 + symbols[:, used]
+    counts += np.bincount(index.ravel(), minlength=counts.size).reshape(counts.shape)

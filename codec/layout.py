@@ -1,0 +1,129 @@
+"""Cache layouts and metadata as JSON, and JSON read from strangers."""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import zstandard
+
+from kvwire.errors import CorruptError
+from kvwire.types import CacheMeta, LayerSpec, RopeRegime
+
+MAX_JSON_BYTES = 4 << 20
+"""Metadata of a thousand layers takes a tenth of this."""
+_MAX_DIM = 1 << 20
+
+
+def pack_json(value: object) -> tuple[bytes, int]:
+    """Canonical JSON, zstd-compressed; returns it with its raw length."""
+    raw = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    return zstandard.ZstdCompressor(level=19, write_content_size=True).compress(raw), len(raw)
+
+
+def unpack_json(data: bytes, raw_length: int, what: str) -> dict[str, Any]:
+    """Read what ``pack_json`` wrote; refuses wrong lengths, duplicate keys and anything but an object."""
+    if raw_length > MAX_JSON_BYTES:
+        msg = f"the {what}'s metadata claims {raw_length} bytes, more than the {MAX_JSON_BYTES} allowed"
+        raise CorruptError(msg)
+    raw = decompress(data, raw_length, what)
+    try:
+        value = json.loads(raw, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        msg = f"the {what}'s metadata is not JSON as kvwire writes it ({error}); fetch it again"
+        raise CorruptError(msg) from error
+    if not isinstance(value, dict):
+        msg = f"the {what}'s metadata is not a JSON object; fetch it again"
+        raise CorruptError(msg)
+    return value
+
+
+def decompress(data: bytes, raw_length: int, what: str) -> bytes:
+    """Undo zstd into exactly ``raw_length`` bytes; raises CorruptError otherwise, and never allocates more.
+
+    The frame's own claim is compared first, since the decompressor allocates by it.
+    """
+    try:
+        if zstandard.get_frame_parameters(data).content_size != raw_length:
+            msg = f"the {what} decompresses to another length than it claims; fetch it again"
+            raise CorruptError(msg)
+        return zstandard.ZstdDecompressor().decompress(data)
+    except (zstandard.ZstdError, MemoryError) as error:
+        msg = f"the {what} does not decompress ({error}); fetch it again"
+        raise CorruptError(msg) from error
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        msg = "an object names a key twice"
+        raise ValueError(msg)
+    return value
+
+
+def layers_to_json(layers: tuple[LayerSpec, ...]) -> list[list[int | str | None]]:
+    """One row for each layer: kind, heads, key and value dims, rope, window."""
+    return [[s.kind, s.kv_heads, s.key_dim, s.value_dim, s.rope, s.window] for s in layers]
+
+
+def layers_from_json(rows: list[list[Any]]) -> tuple[LayerSpec, ...]:
+    """Read ``layers_to_json``; raises ValueError or TypeError where a row is impossible."""
+    out = []
+    for kind, heads, key_dim, value_dim, rope, window in rows:
+        numbers = [n for n in (heads, key_dim, value_dim, rope or 0, window or 0)]
+        if kind not in ("full", "sliding", "none") or any(type(n) is not int or not 0 <= n <= _MAX_DIM for n in numbers):
+            msg = f"impossible layer {kind, heads, key_dim, value_dim, rope, window}"
+            raise ValueError(msg)
+        if kind != "none" and not (heads and key_dim and value_dim):
+            msg = "a layer with a cache needs heads and dims above 0"
+            raise ValueError(msg)
+        out.append(LayerSpec(heads, key_dim, value_dim, kind, rope, window))
+    if not out:
+        msg = "no layers"
+        raise ValueError(msg)
+    return tuple(out)
+
+
+def meta_to_json(meta: CacheMeta) -> dict[str, Any]:
+    """CacheMeta as stored in a blob: positions are always off there."""
+    fields = asdict(meta)
+    for name in ("positions", "offset"):
+        del fields[name]
+    fields["layers"] = layers_to_json(meta.layers)
+    for rope, regime in zip(fields["ropes"], meta.ropes, strict=True):
+        rope["inv_freq"] = base64.b64encode(np.asarray(regime.inv_freq, "<f4").tobytes()).decode()
+    return fields
+
+
+def meta_from_json(fields: dict[str, Any]) -> CacheMeta:
+    """Read ``meta_to_json``; raises CorruptError where a field is missing or impossible."""
+    try:
+        ropes = tuple(_rope(raw) for raw in fields["ropes"])
+        layers = layers_from_json(fields["layers"])
+        for spec in layers:
+            _check_rope(spec, ropes)
+        names = ("model_id", "model_revision", "tokenizer_digest", "dtype", "token_digest")
+        if any(not isinstance(fields[name], str) for name in names):
+            raise ValueError("a name is not a string")  # noqa: EM101, TRY301, TRY003, TRY004 - retold below
+        return CacheMeta(**{name: fields[name] for name in names}, layers=layers, ropes=ropes, positions="off")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        msg = f"the blob's metadata is damaged ({error}); fetch it again"
+        raise CorruptError(msg) from error
+
+
+def _check_rope(spec: LayerSpec, ropes: tuple[RopeRegime, ...]) -> None:
+    if spec.rope is not None and (spec.rope >= len(ropes) or ropes[spec.rope].rotary_dim > spec.key_dim):
+        msg = "a layer refers to a RoPE regime that does not fit it"
+        raise ValueError(msg)
+
+
+def _rope(raw: dict[str, Any]) -> RopeRegime:
+    inv_freq = np.frombuffer(base64.b64decode(raw["inv_freq"], validate=True), "<f4")
+    limit, scaling = raw["max_positions"], float(raw["attention_scaling"])
+    if not np.isfinite(inv_freq).all() or not np.isfinite(scaling) or not (limit is None or type(limit) is int):
+        msg = "impossible RoPE regime"
+        raise ValueError(msg)
+    return RopeRegime(tuple(map(float, inv_freq)), bool(raw["interleaved"]), scaling, limit, str(raw["kind"]))

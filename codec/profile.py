@@ -1,0 +1,227 @@
+"""The profile: what is learnt per model and shared by every blob of a corpus.
+
+A profile holds, for each group of layers, the mean of its keys or values, a synthesis matrix that turns coefficients
+into (un-rotated) keys or values, the attention metric that the encoder needs to go the other way, and how wide each
+coefficient usually spreads. It also holds the entropy coder's tables. It is content-addressed: blobs name its digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+
+from kvwire.codec.arrays import pack_arrays, unpack_arrays
+from kvwire.codec.layout import layers_from_json, layers_to_json
+from kvwire.codec.tables import Tables
+from kvwire.errors import CorruptError, MismatchError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvwire.types import CacheMeta, LayerSpec
+
+Side = Literal["key", "value"]
+MAGIC = b"\x89KVP\r\n\x1a\n"
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Keys or values of neighbouring layers, transformed together.
+
+    layers: the layers, ascending. width: elements for one token, layer by layer, head by head. mean: float32
+    ``[width]``. rows: synthesis, ``[rank, width]`` in float16, each row scaled by row_scale float32 ``[rank]``; None for
+    the identity, where row_scale has one entry per element. metric: symmetric blocks ``[heads, dim, dim]`` (or a
+    diagonal ``[width]``) of the attention metric, for each layer in order; the encoder's only.
+    spread: int16 ``[rank]``, the class of each coefficient at step 1. dropped: mean energy for one token in the
+    directions that the rank cut left out.
+    """
+
+    side: Side
+    layers: tuple[int, ...]
+    mean: NDArray[np.float32]
+    row_scale: NDArray[np.float32]
+    spread: NDArray[np.int16]
+    rows: NDArray[np.float16] | None = None
+    metric: tuple[NDArray[np.float32], ...] = ()
+    dropped: float = 0.0
+
+    @property
+    def rank(self) -> int:
+        """Coefficients for one token."""
+        return len(self.row_scale)
+
+    @property
+    def width(self) -> int:
+        """Elements for one token."""
+        return len(self.mean)
+
+    @cached_property
+    def synthesis(self) -> torch.Tensor | None:
+        """float32 ``[rank, width]``, coefficients to elements; None for the identity."""
+        if self.rows is None:
+            return None
+        return torch.from_numpy(self.rows.astype(np.float32) * self.row_scale[:, None])
+
+    @cached_property
+    def analysis(self) -> torch.Tensor | None:
+        """float32 ``[width, rank]``, elements to coefficients: the metric times the synthesis, transposed."""
+        synthesis = self.synthesis
+        if synthesis is None:
+            return None
+        out = torch.empty(self.width, self.rank)
+        start = 0
+        for block in self.metric:
+            metric = torch.from_numpy(block)
+            if metric.ndim == 1:
+                stop = start + len(metric)
+                out[start:stop] = (synthesis[:, start:stop] * metric).T
+            else:
+                heads, dim, _ = metric.shape
+                stop = start + heads * dim
+                part = synthesis[:, start:stop].reshape(self.rank, heads, dim)
+                out[start:stop] = torch.einsum("rhd,hde->her", part, metric).reshape(heads * dim, self.rank)
+            start = stop
+        return out
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """Groups, tables and the layout that they fit.
+
+    model_id, model_revision: the model that it was fitted on, both empty for a profile derived from one cache alone.
+    """
+
+    model_id: str
+    model_revision: str
+    layers: tuple[LayerSpec, ...]
+    groups: tuple[Group, ...]
+    tables: Tables
+    notes: dict[str, str | int | float] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        """Coefficients for one token, all groups together."""
+        return sum(group.rank for group in self.groups)
+
+    @cached_property
+    def spread(self) -> NDArray[np.int64]:
+        """Class at unit step of every coefficient, groups in order."""
+        return np.concatenate([group.spread for group in self.groups]).astype(np.int64)
+
+    def check_fits(self, meta: CacheMeta) -> None:
+        """Raise MismatchError where a cache is of another model or of another shape."""
+        shapes = [(s.kind == "none", s.kv_heads, s.key_dim, s.value_dim) for s in meta.layers]
+        ours = [(s.kind == "none", s.kv_heads, s.key_dim, s.value_dim) for s in self.layers]
+        if shapes != ours:
+            msg = "the profile was fitted for another cache layout; fit one on caches of this model (kvwire.fit_profile)"
+            raise MismatchError(msg)
+        if self.model_revision and meta.model_revision and self.model_revision != meta.model_revision:
+            msg = (
+                f"the profile belongs to model {self.model_id!r} ({self.model_revision[:12]}), "
+                f"the cache to {meta.model_id!r} ({meta.model_revision[:12]}); fit a profile for this model"
+            )
+            raise MismatchError(msg)
+
+    @cached_property
+    def data(self) -> bytes:
+        """The profile as stored: see docs/format.md."""
+        arrays: dict[str, NDArray[np.generic]] = {"base": self.tables.base, "ternary": self.tables.ternary}
+        described = []
+        for index, group in enumerate(self.groups):
+            named = {"mean": group.mean, "row_scale": group.row_scale, "spread": group.spread}
+            if group.rows is not None:
+                named["rows"] = group.rows
+            named |= {f"metric{number}": block for number, block in enumerate(group.metric)}
+            arrays |= {f"g{index}.{name}": array for name, array in named.items()}
+            described.append(
+                {"side": group.side, "layers": list(group.layers), "dropped": group.dropped, "metrics": len(group.metric)}
+            )
+        head = {
+            "model_id": self.model_id,
+            "model_revision": self.model_revision,
+            "layers": layers_to_json(self.layers),
+            "groups": described,
+            "notes": self.notes,
+        }
+        return pack_arrays(MAGIC, head, arrays)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of ``data``: the profile's name."""
+        return hashlib.sha256(self.data).hexdigest()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Profile:
+        """Read a stored profile; raises CorruptError, TruncatedError or FormatVersionError."""
+        head, arrays = unpack_arrays(MAGIC, data, what="profile")
+        try:
+            layers = layers_from_json(head["layers"])
+            groups = tuple(_group(index, raw, arrays) for index, raw in enumerate(head["groups"]))
+            profile = cls(
+                str(head["model_id"]),
+                str(head["model_revision"]),
+                layers,
+                groups,
+                Tables(arrays["base"].astype(np.uint16), arrays["ternary"].astype(np.uint16)),
+                dict(head["notes"]),
+            )
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            msg = f"the profile's description is damaged ({error}); fetch it again"
+            raise CorruptError(msg) from error
+        profile.tables.check()
+        _check_groups(profile)
+        profile.__dict__["data"] = bytes(data)
+        return profile
+
+
+def side_widths(layers: tuple[LayerSpec, ...], side: Side) -> list[int]:
+    """Elements for one token of each layer's keys or values; 0 for layers without a cache."""
+    return [0 if s.kind == "none" else (s.key_width if side == "key" else s.value_width) for s in layers]
+
+
+def _group(index: int, raw: dict[str, object], arrays: dict[str, NDArray[np.generic]]) -> Group:
+    prefix = f"g{index}."
+    side, layers, dropped, metrics = raw["side"], raw["layers"], raw["dropped"], raw["metrics"]
+    if side not in ("key", "value") or not isinstance(layers, list) or not isinstance(metrics, int):
+        msg = f"group {index}"
+        raise ValueError(msg)
+    rows = arrays.get(prefix + "rows")
+    return Group(
+        "key" if side == "key" else "value",
+        tuple(int(layer) for layer in layers),
+        arrays[prefix + "mean"].astype(np.float32),
+        arrays[prefix + "row_scale"].astype(np.float32),
+        arrays[prefix + "spread"].astype(np.int16),
+        None if rows is None else rows.astype(np.float16),
+        tuple(arrays[f"{prefix}metric{number}"].astype(np.float32) for number in range(metrics)),
+        float(str(dropped)),
+    )
+
+
+def _check_groups(profile: Profile) -> None:
+    """Every layer's keys and values in exactly one group, every array of the shape that the layout says."""
+    for side in ("key", "value"):
+        widths = side_widths(profile.layers, "key" if side == "key" else "value")
+        seen = [layer for group in profile.groups if group.side == side for layer in group.layers]
+        wanted = [layer for layer, width in enumerate(widths) if width]
+        if sorted(seen) != wanted or any(not 0 <= layer < len(widths) for layer in seen):
+            msg = f"the profile does not cover every layer's {side}s exactly once; fetch it again"
+            raise CorruptError(msg)
+        for group in (group for group in profile.groups if group.side == side):
+            width = sum(widths[layer] for layer in group.layers)
+            full = group.rows is None
+            sound = (
+                group.mean.shape == (width,)
+                and group.row_scale.ndim == 1
+                and group.spread.shape == (group.rank,)
+                and (group.rank == width if full else group.rows is not None and group.rows.shape == (group.rank, width))
+                and bool(np.isfinite(group.mean).all() and np.isfinite(group.row_scale).all())
+            )
+            if not sound:
+                msg = f"a {side} group of the profile has arrays of the wrong shape; fetch it again"
+                raise CorruptError(msg)
