@@ -7,12 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def pytest_configure() -> None:
-    """Give each xdist worker one torch thread: several workers with one pool each would fight over the cores."""
+    """Make runs even: no hypothesis deadline, and one torch thread in each xdist worker.
+
+    A first call may compile a kernel, which no deadline allows for; workers with a thread pool each fight over the cores.
+    """
+    settings.register_profile("kvwire", deadline=None)
+    settings.load_profile("kvwire")
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
 
