@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def pytest_configure() -> None:
     """Make runs even: no hypothesis deadline, and one torch thread in each xdist worker.
 
-    A first call may compile a kernel, which no deadline allows for; workers with a thread pool each fight over the cores.
+    A first call may compile a kernel, which no deadline allows for; workers with full thread pools fight over cores.
     """
     settings.register_profile("kvwire", deadline=None)
     settings.load_profile("kvwire")
