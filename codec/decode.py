@@ -33,6 +33,7 @@ class BlobDecoder:
 
     head: the blob's first bytes, at least ``BlobInfo.head_bytes`` of them. offset: the position of the document's first
     token in the prompt; None leaves positions off. dtype None: the dtype that the cache was encoded from.
+    out: write into these tensors (a slice of a prompt's cache) rather than allocate; device and dtype are then theirs.
     ``cache`` is the output; tokens of chunks not decoded yet are zero.
     """
 
@@ -44,16 +45,19 @@ class BlobDecoder:
         device: str | torch.device = "cpu",
         dtype: torch.dtype | None = None,
         offset: int | None = 0,
+        out: KVCache | None = None,
         check: bool = True,
     ) -> None:
         """Parse the head, pick the profile and allocate the output; raises as ``decode`` does."""
         self._head: Head = parse_head(head, check=check)
         self._check = check
         self._profile = _profile_for(self._head, profile)
-        self._offset = offset
         meta = self._head.info.meta
         dtype = dtype or _FLOATS.get(meta.dtype, torch.float32)
-        self.cache = _empty(meta, self._head.info, device, dtype, offset)
+        self.cache = out or _empty(meta, self._head.info, device, dtype, offset)
+        if self.cache.tokens != self._head.info.tokens:
+            msg = f"the output has room for {self.cache.tokens} tokens, the blob holds {self._head.info.tokens}"
+            raise ArgumentError(msg)
         used = {spec.rope for spec in meta.layers if spec.rope is not None}
         tokens = self._head.info.tokens
         self._turns = {} if offset is None else {r: rotation(meta.ropes[r], offset, tokens) for r in sorted(used)}

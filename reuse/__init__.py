@@ -1,1 +1,5 @@
-"""Decoded caches linked into one prompt cache."""
+"""Decoded caches to one linked prompt cache."""
+
+from kvwire.reuse.link import LinkedPrompt, block_mask, link, moved
+
+__all__ = ["LinkedPrompt", "block_mask", "link", "moved"]

@@ -1,1 +1,5 @@
-"""The transformers engine."""
+"""The adapter for Hugging Face transformers."""
+
+from kvwire.engines.transformers.engine import TransformersEngine, open_engine
+
+__all__ = ["TransformersEngine", "open_engine"]

@@ -72,9 +72,12 @@ class CacheMeta:
     token_digest: str = ""
 
     def config_digest(self) -> str:
-        """SHA-256 over everything that two caches must share to be linked into one prompt."""
+        """SHA-256 over everything that two caches must share to be linked into one prompt.
+
+        A model's name does not count where its weights are known: the same model in another folder is the same.
+        """
         fields = asdict(self)
-        for name in ("positions", "offset", "token_digest"):
+        for name in ("positions", "offset", "token_digest", *(["model_id"] if self.model_revision else [])):
             del fields[name]
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
