@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from ._board import Card
     from .costs import CostCorrection, CostModel
 
+# A pass this many times as long as its fixed cost is not extended: that would save less than a tenth of it.
+_LONG_PASS = 10.0
+
 
 class Compute:
     """What runs, what waits for decoding, and what both should still take. Times are the session's, in seconds."""
@@ -55,6 +58,16 @@ class Compute:
         card.move(ChunkState.DECODING)
         self._decoding, self._decode_began = card, now
         return card
+
+    def worth_merging(self, cards: list[Card]) -> list[Card]:
+        """Leading cards for one pass: more would save little of the fixed cost, and promise compute early."""
+        prefill = self._base.prefill
+        tokens = 0
+        for count, card in enumerate(cards):
+            if count and prefill.seconds(tokens, cards[0].context) >= _LONG_PASS * prefill.base_s:
+                return cards[:count]
+            tokens += card.tokens
+        return cards
 
     def start_pass(self, cards: list[Card], now: float) -> None:
         """Start a forward pass."""

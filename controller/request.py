@@ -70,7 +70,7 @@ class PlanRequest:
     open_chunks: in prompt order. in_flight: in the order of their requests. busy_s: compute already promised.
     prompt_tokens: of all documents. bandwidth: bytes per second, with its safety factor. lead_s: until the link
     delivers again, at most one time to first byte. ttfb_s, parallel: what a request waits, and how many are open at
-    once: together they bound the rate of small fetches. deadline_s: until the first token is due; None: none.
+    once: together they are what each fetch costs besides its bytes. deadline_s: until the first token is due; None: none.
     quality_floor: the lowest level that may be fetched where there is a choice. merge_chunks: of one forward pass.
     """
 
@@ -99,8 +99,8 @@ class PlanRequest:
 
     def wire_s(self, size: int) -> float:
         """Seconds for which one fetch of ``size`` bytes holds up the next one."""
-        own = size / max(self.bandwidth, _SLOWEST)
-        return max(own, (self.ttfb_s + own) / self.parallel)
+        # Requests that share a link end together, and it idles for one time to first byte until the next ones deliver.
+        return size / max(self.bandwidth, _SLOWEST) + self.ttfb_s / self.parallel
 
     def remaining_s(self, flight: InFlight) -> float:
         """Seconds of link time that an open request still needs."""

@@ -41,7 +41,7 @@ class LoadSession:
     fallbacks: chunks for which a fetch or decode was given up for recomputation. last_plan: the latest, or None.
     """
 
-    def __init__(  # noqa: PLR0913 - the parts are independent, and some outlive a load
+    def __init__(
         self,
         documents: Sequence[DocumentPlanInput],
         costs: CostModel,
@@ -180,7 +180,8 @@ class LoadSession:
             out.append(ev.Fetch(chunk, card.level or 0, card.size))
         if self._compute.can_recompute:
             wanted = [chunk for chunk, decision in decisions.items() if decision.action == "recompute"]
-            out += self._start_pass(self._board.next_pass(wanted, self._settings.merge_chunks), now)
+            cards = self._board.next_pass(wanted, self._settings.merge_chunks)
+            out += self._start_pass(self._compute.worth_merging(cards), now)
             for chunk in wanted:
                 self._board.card(chunk).reason = decisions[chunk].reason
         return out
@@ -216,7 +217,7 @@ class LoadSession:
             lead_s=self._link.lead_s(now),
             ttfb_s=self._link.ttfb_s,
             parallel=self._settings.max_in_flight,
-            deadline_s=None if self._due is None else self._due - now,
+            deadline_s=None if self._due is None else self._due - now - self._settings.reserve_s,
             merge_chunks=self._settings.merge_chunks,
         )
 

@@ -16,6 +16,7 @@ class SessionSettings:
     compute_workers: 1: decoding and recomputing take turns; 2: one decode may run beside one recomputation.
     merge_chunks: chunks of one forward pass at most; few, so that the meeting point can still move.
     stall_s: seconds without a byte after which the link counts as dead until one comes.
+    reserve_s: seconds of the deadline that plans leave unused, for what no model foresees.
     cancel_margin: a fetch is given up for recomputation where it would take that many times as long.
     """
 
@@ -24,6 +25,7 @@ class SessionSettings:
     compute_workers: int = 1
     merge_chunks: int = 4
     stall_s: float = 0.25
+    reserve_s: float = 0.02
     cancel_margin: float = 1.5
 
     def __post_init__(self) -> None:
@@ -34,6 +36,6 @@ class SessionSettings:
         if self.compute_workers not in (1, 2):
             msg = f"compute_workers must be 1 or 2, got {self.compute_workers}"
             raise ArgumentError(msg)
-        if not (self.stall_s > 0 and self.cancel_margin >= 1):
-            msg = f"stall_s must be above 0 and cancel_margin at least 1, got {self.stall_s} and {self.cancel_margin}"
+        if not (self.stall_s > 0 and self.cancel_margin >= 1 and self.reserve_s >= 0):
+            msg = "stall_s must be above 0, cancel_margin at least 1 and reserve_s at least 0"
             raise ArgumentError(msg)
