@@ -55,5 +55,5 @@ class DocumentPlanInput:
 
     @property
     def finest(self) -> int:
-        """The document's finest level; -1 without a blob."""
+        """The finest level that any of its chunks has; -1 without a blob."""
         return max((len(sizes) for sizes in self.fetch_bytes), default=0) - 1

@@ -70,7 +70,7 @@ class PlanRequest:
     open_chunks: in prompt order. in_flight: in the order of their requests. busy_s: compute already promised.
     prompt_tokens: of all documents. bandwidth: bytes per second, with its safety factor. lead_s: until the link
     delivers again, at most one time to first byte. ttfb_s, parallel: what a request waits, and how many are open at
-    once: together they are what each fetch costs besides its bytes. deadline_s: until the first token is due; None: none.
+    once: together they are what each fetch costs besides its bytes. deadline_s: until the first token is due, or None.
     quality_floor: the lowest level that may be fetched where there is a choice. merge_chunks: of one forward pass.
     """
 

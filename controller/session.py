@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import isfinite
+from math import inf, isfinite
 from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 class LoadSession:
     """Steers one load from its start to ``Finish`` or ``Fail``, of which exactly one comes, once.
 
-    An executor carries out the instructions and reports what happens. Whenever an outcome frees the link or compute,
-    and at every tick, the chunks that nothing was started for are planned anew with fresh estimates; measurements
-    (``FirstByte``, ``TransferProgress``) are taken in and wait for that. An event that cannot happen in the present
-    state raises ArgumentError and changes nothing; what is still reported of a cancelled fetch, and all that comes
-    after the end, is ignored.
+    An executor carries out the instructions and reports what happens. When an outcome frees the link or compute, and
+    at every tick, the chunks that nothing was started for are planned anew with fresh estimates, at most every
+    ``replan_s`` unless something failed; measurements (``FirstByte``, ``TransferProgress``) wait for that. An event
+    that cannot happen in the present state raises ArgumentError and changes nothing; what is still reported of a
+    cancelled fetch, and all that comes after the end, is ignored.
 
     log: every call so far; feeding its events to an equal new session gives the same instructions.
     fallbacks: chunks for which a fetch or decode was given up for recomputation. last_plan: the latest, or None.
@@ -62,6 +62,7 @@ class LoadSession:
         self.log: list[ev.LogEntry] = []
         self.fallbacks = 0
         self.last_plan: Plan | None = None
+        self._planned_at = -inf
 
     @property
     def is_over(self) -> bool:
@@ -115,6 +116,7 @@ class LoadSession:
                 self._recompute_failed(chunk, reason)
             case ev.Tick():
                 self._link.watch(now)
+                self._planned_at = -inf
         return True
 
     def _arrived(self, chunk: ChunkId, level: int, now: float) -> bool:
@@ -142,10 +144,13 @@ class LoadSession:
 
     def _fall_back(self, card: Card, trouble: str) -> None:
         card.lose(trouble, fetch=True)
+        self._planned_at = -inf
         self.fallbacks += card.can_recompute
 
     def _recompute_failed(self, chunk: ChunkId, reason: str) -> None:
-        for card in self._compute.abort_pass(chunk):
+        cards = self._compute.abort_pass(chunk)
+        self._planned_at = -inf
+        for card in cards:
             if card.chunk == chunk:
                 card.lose(f"recomputation failed: {reason}", fetch=False)
             else:
@@ -170,21 +175,27 @@ class LoadSession:
         room = self._settings.max_in_flight - self._link.open_count
         if not (room > 0 or self._compute.can_recompute) or not self._board.having(ChunkState.PLANNED):
             return []
-        self.last_plan = plan(self._request(now))
-        decisions = {decision.chunk: decision for decision in self.last_plan.decisions}
+        made = self._plan(now)
+        decisions = {decision.chunk: decision for decision in made.decisions}
+        waiting = [card for card in map(self._board.card, made.fetch_order) if card.state is ChunkState.PLANNED]
         out: list[ev.Instruction] = []
-        for chunk in self.last_plan.fetch_order[: max(0, room)]:
-            card, decision = self._board.card(chunk), decisions[chunk]
-            card.reason = decision.reason
-            self._link.fetch(card, decision.level or 0, now)
-            out.append(ev.Fetch(chunk, card.level or 0, card.size))
+        for card in waiting[: max(0, room)]:
+            card.reason = decisions[card.chunk].reason
+            self._link.fetch(card, decisions[card.chunk].level or 0, now)
+            out.append(ev.Fetch(card.chunk, card.level or 0, card.size))
         if self._compute.can_recompute:
             wanted = [chunk for chunk, decision in decisions.items() if decision.action == "recompute"]
-            cards = self._board.next_pass(wanted, self._settings.merge_chunks)
-            out += self._start_pass(self._compute.worth_merging(cards), now)
-            for chunk in wanted:
-                self._board.card(chunk).reason = decisions[chunk].reason
+            cards = self._compute.worth_merging(self._board.next_pass(wanted, self._settings.merge_chunks))
+            for card in cards:
+                card.reason = decisions[card.chunk].reason
+            out += self._start_pass(cards, now)
         return out
+
+    def _plan(self, now: float) -> Plan:
+        """The latest plan while it is fresh, for it still covers all that is open, or a new one."""
+        if self.last_plan is None or now - self._planned_at >= self._settings.replan_s:
+            self.last_plan, self._planned_at = plan(self._request(now)), now
+        return self.last_plan
 
     def _start_pass(self, cards: list[Card], now: float) -> list[ev.Instruction]:
         if not cards:

@@ -16,6 +16,7 @@ class SessionSettings:
     compute_workers: 1: decoding and recomputing take turns; 2: one decode may run beside one recomputation.
     merge_chunks: chunks of one forward pass at most; few, so that the meeting point can still move.
     stall_s: seconds without a byte after which the link counts as dead until one comes.
+    replan_s: seconds for which a plan is used again, so that planning a long prompt does not crowd out the loading.
     reserve_s: seconds of the deadline that plans leave unused, for what no model foresees.
     cancel_margin: a fetch is given up for recomputation where it would take that many times as long.
     """
@@ -25,6 +26,7 @@ class SessionSettings:
     compute_workers: int = 1
     merge_chunks: int = 4
     stall_s: float = 0.25
+    replan_s: float = 0.02
     reserve_s: float = 0.02
     cancel_margin: float = 1.5
 
@@ -36,6 +38,6 @@ class SessionSettings:
         if self.compute_workers not in (1, 2):
             msg = f"compute_workers must be 1 or 2, got {self.compute_workers}"
             raise ArgumentError(msg)
-        if not (self.stall_s > 0 and self.cancel_margin >= 1 and self.reserve_s >= 0):
-            msg = "stall_s must be above 0, cancel_margin at least 1 and reserve_s at least 0"
+        if not (self.stall_s > 0 and self.cancel_margin >= 1 and min(self.reserve_s, self.replan_s) >= 0):
+            msg = "stall_s must be above 0, cancel_margin at least 1, reserve_s and replan_s at least 0"
             raise ArgumentError(msg)

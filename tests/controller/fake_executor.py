@@ -34,6 +34,7 @@ from kvwire.controller import (
 from kvwire.types import ChunkId
 
 COSTS = CostModel(PrefillCost(0.005, 2e-4, 1e-9), DecodeCost(0.002, 1e-6, 1e-9), link_s_per_token=1e-6, query_tokens=16)
+SLOW = CostModel(PrefillCost(0.02, 4e-3, 1e-9), COSTS.decode, COSTS.link_s_per_token, COSTS.query_tokens)  # 1 s a chunk
 SIZES = (100_000, 200_000, 400_000)  # bytes of levels 0..k of a chunk of 256 tokens
 MB = 1e6
 

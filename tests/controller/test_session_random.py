@@ -52,7 +52,7 @@ class RandomWorld:
         self.ready, self.now = set(), 0.0
 
     def tell(self, event):
-        self.now += self.draw(st.sampled_from([0.0, 0.001, 0.05, 1.0]))
+        self.now += self.draw(st.sampled_from([0.0, 0.01, 0.05, 1.0]))
         for made in self.session.handle(event, self.now):
             assert self.ends == []
             self.obey(made)
