@@ -1,1 +1,46 @@
-"""Bytes over links: range fetcher, HTTP server, emulated link."""
+"""Bytes over links: range fetcher, HTTP server and store, emulated link."""
+
+from kvwire.transport.arrival import Arrival, FetchSettings
+from kvwire.transport.errors import ReplacedError, SegmentCorruptError, SegmentError, SegmentStorageError, StalledError
+from kvwire.transport.fetcher import BlobFetcher
+from kvwire.transport.http_source import HttpSource, open_session
+from kvwire.transport.http_store import HttpStore, HttpStoreSettings
+from kvwire.transport.link import EmulatedLink, LinkSettings, parse_link
+from kvwire.transport.metering import LinkMeter, LinkSample
+from kvwire.transport.opening import open_source
+from kvwire.transport.ranges import Piece, Range, coalesce
+from kvwire.transport.server import ObjectServer, ServerSettings
+from kvwire.transport.serving import serve
+from kvwire.transport.sources import ByteSource, LinkedSource, Patience, StoreSource, read_object
+
+__all__ = [
+    "Arrival",
+    "BlobFetcher",
+    "ByteSource",
+    "EmulatedLink",
+    "FetchSettings",
+    "HttpSource",
+    "HttpStore",
+    "HttpStoreSettings",
+    "LinkMeter",
+    "LinkSample",
+    "LinkSettings",
+    "LinkedSource",
+    "ObjectServer",
+    "Patience",
+    "Piece",
+    "Range",
+    "ReplacedError",
+    "SegmentCorruptError",
+    "SegmentError",
+    "SegmentStorageError",
+    "ServerSettings",
+    "StalledError",
+    "StoreSource",
+    "coalesce",
+    "open_session",
+    "open_source",
+    "parse_link",
+    "read_object",
+    "serve",
+]

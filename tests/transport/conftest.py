@@ -1,0 +1,174 @@
+"""A blob format of a few lines, servers that misbehave, and the pieces that most tests need."""
+
+import asyncio
+import json
+import random
+import struct
+import zlib
+from contextlib import asynccontextmanager, closing
+from types import SimpleNamespace
+
+import pytest
+
+from kvwire.errors import CorruptError, TruncatedError
+from kvwire.store import MemoryStore
+from kvwire.transport import BlobFetcher, FetchSettings, HttpSource, Patience, open_session
+from kvwire.types import BlobInfo, CacheMeta, LevelInfo, SegmentInfo
+
+KEY = "v1/blob.kvw"
+FAST = FetchSettings(backoff_s=0.001, gap_bytes=64, max_bytes=100_000, patience=Patience(0.5, 0.3))
+
+
+def build(sizes, *, padding=0, seed=1):
+    """A blob with ``sizes[chunk][level]`` payload bytes; ``padding`` lengthens the head."""
+    rng = random.Random(seed)
+    payloads = [[rng.randbytes(size) for size in row] for row in sizes]
+    table = [[[len(data), zlib.crc32(data)] for data in row] for row in payloads]
+    body = json.dumps({"table": table, "padding": "x" * padding}).encode()
+    head = b"FAKE" + struct.pack("<II", len(body), zlib.crc32(body)) + body
+    return head + b"".join(data for row in payloads for data in row)
+
+
+def check(holds, error, *words):
+    if not holds:
+        raise error(*words)
+
+
+def read_head(data):
+    check(len(data) >= 12, TruncatedError, "no head", 12)
+    check(data[:4] == b"FAKE", CorruptError, "no blob")
+    length, crc = struct.unpack_from("<II", data, 4)
+    check(len(data) >= 12 + length, TruncatedError, "half a head", 12 + length)
+    body = data[12 : 12 + length]
+    check(zlib.crc32(body) == crc, CorruptError, "the head's CRC is wrong")
+    table = json.loads(body)["table"]
+    position = 12 + length
+    rows = []
+    for chunk, row in enumerate(table):
+        cells = []
+        for level, (size, crc_) in enumerate(row):
+            cells.append(SegmentInfo(chunk, level, position, size, size, crc_, 0, 0.0))
+            position += size
+        rows.append(tuple(cells))
+    levels = tuple(LevelInfo(str(n), 1.0, 0, 0, 0.0, 0.0) for n in range(len(table[0])))
+    return BlobInfo((1, 0), CacheMeta(), len(table), 1, 12 + length, position, "", levels, tuple(rows), None)
+
+
+@pytest.fixture
+def fake():
+    return SimpleNamespace(build=build, read_head=read_head, KEY=KEY, FAST=FAST)
+
+
+@pytest.fixture
+def blob():
+    """12 chunks of 3 levels, 360 kB: the head is far smaller than the speculative read, the payload far larger."""
+    return build([[5_000, 10_000, 15_000]] * 12)
+
+
+@pytest.fixture
+def store(blob):
+    with closing(MemoryStore()) as store:
+        store.put(KEY, blob)
+        yield store
+
+
+@pytest.fixture
+async def session():
+    async with open_session() as session:
+        yield session
+
+
+@pytest.fixture
+def fetcher_for(session):
+    """Make a fetcher of the tests' format, over HTTP or any source, that never sleeps for long."""
+
+    def make(source, **options):
+        if isinstance(source, str):
+            source = HttpSource(session, source)
+        options = {"read_head": read_head, "settings": FAST, "rng": random.Random(1)} | options
+        return BlobFetcher(source, **options)
+
+    return make
+
+
+class Misbehaviour:
+    """Raw HTTP server over one object: ``plan(n, start, end)`` chooses how request number ``n`` goes wrong."""
+
+    def __init__(self, data, plan):
+        self.data = data
+        self.plan = plan
+        self.requests = []
+        self.conditions = []
+
+    async def handle(self, reader, writer):
+        try:
+            while line := await reader.readline():
+                headers = {}
+                while (field := await reader.readline()).strip():
+                    name, _, value = field.decode().partition(":")
+                    headers[name.lower()] = value.strip()
+                if not line.strip():
+                    break
+                await self.answer(writer, headers)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+    async def answer(self, writer, headers):
+        first, _, last = headers["range"].removeprefix("bytes=").partition("-")
+        start, end = int(first), min(int(last) + 1, len(self.data))
+        number = len(self.requests)
+        self.requests.append((start, end))
+        self.conditions.append(headers.get("if-match"))
+        fault = self.plan(number, start, end) or {}
+        body = bytearray(self.data[start:end])
+        if "flip" in fault:
+            body[fault["flip"] - start] ^= 1
+        status = fault.get("status", "206 Partial Content")
+        if not status.startswith("206"):
+            body = bytearray(b"sorry")
+        shift = fault.get("shift", 0)
+        lines = [
+            f"HTTP/1.1 {status}",
+            f"Content-Length: {len(body) - fault.get('short', 0)}",
+            f"Content-Range: bytes {start + shift}-{end - 1 + shift}/{len(self.data) + shift}",
+            f"ETag: {fault.get('etag', chr(34) + 'one' + chr(34))}",
+            *fault.get("headers", ()),
+        ]
+        if fault.get("silent"):
+            await asyncio.sleep(30)
+        writer.write(("\r\n".join(lines) + "\r\n\r\n").encode())
+        sent = fault.get("after", len(body) - fault.get("short", 0))
+        writer.write(body[:sent])
+        await writer.drain()
+        if fault.get("stall"):
+            await asyncio.sleep(30)
+        if "after" in fault:
+            writer.transport.abort() if fault.get("reset") else writer.close()
+
+
+@pytest.fixture
+def misbehaving():
+    @asynccontextmanager
+    async def start(data, plan):
+        server = Misbehaviour(data, plan)
+        tasks = set()
+
+        async def handle(reader, writer):
+            tasks.add(asyncio.current_task())
+            await server.handle(reader, writer)
+
+        listening = await asyncio.start_server(handle, "127.0.0.1", 0)
+        host, port = listening.sockets[0].getsockname()
+        server.url = f"http://{host}:{port}/{KEY}"
+        try:
+            yield server
+        finally:
+            listening.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await listening.wait_closed()
+
+    return start

@@ -1,0 +1,338 @@
+"""The real server on loopback: ranges, preconditions, caching, limits, failures."""
+
+import asyncio
+import json
+import logging
+
+import aiohttp
+import pytest
+
+from kvwire.errors import AuthError, StorageError
+from kvwire.store import FolderStore, MemoryStore
+from kvwire.transport import ServerSettings, serve
+from kvwire.transport.serving import is_loopback
+
+DATA = bytes(range(256)) * 8  # 2048 bytes
+DIGEST = "ab" * 32
+BLOB = f"v1/t/{DIGEST}.kvw"
+
+
+@pytest.fixture(params=["memory", "folder"])
+def store(request, tmp_path):
+    store = MemoryStore() if request.param == "memory" else FolderStore(tmp_path)
+    store.put(BLOB, DATA)
+    store.put("v1/catalog/x.json", b"{}")
+    store.put("empty", b"")
+    return store
+
+
+@pytest.fixture
+async def url(store):
+    async with serve(store, settings=ServerSettings(piece_bytes=100)) as url:
+        yield url
+
+
+@pytest.fixture
+async def client():
+    async with aiohttp.ClientSession() as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("wanted", "status", "content_range", "body"),
+    [
+        (None, 200, None, DATA),
+        ("bytes=0-99", 206, "bytes 0-99/2048", DATA[:100]),
+        ("bytes=5-1004", 206, "bytes 5-1004/2048", DATA[5:1005]),
+        ("bytes=2000-", 206, "bytes 2000-2047/2048", DATA[2000:]),
+        ("bytes=2000-9999", 206, "bytes 2000-2047/2048", DATA[2000:]),
+        ("bytes=-48", 206, "bytes 2000-2047/2048", DATA[2000:]),
+        ("bytes=2048-", 416, "bytes */2048", None),
+        ("bytes=0-1,5-6", 200, None, DATA),
+        ("nonsense", 200, None, DATA),
+    ],
+)
+async def test_ranges(url, client, wanted, status, content_range, body):
+    headers = {"Range": wanted} if wanted else {}
+    async with client.get(f"{url}/{BLOB}", headers=headers) as response:
+        data = await response.read()
+        assert response.status == status
+        assert response.headers.get("Content-Range") == content_range
+        assert response.headers["ETag"] == f'"{DIGEST}"'
+        assert response.headers["Accept-Ranges"] == "bytes"
+        assert "Content-Encoding" not in response.headers
+        if body is not None:
+            assert data == body
+            assert response.headers["Content-Type"] == "application/octet-stream"
+            assert response.headers["Content-Length"] == str(len(body))
+
+
+async def test_an_empty_object(url, client):
+    async with client.get(f"{url}/empty") as response:
+        assert (response.status, await response.read()) == (200, b"")
+    async with client.get(f"{url}/empty", headers={"Range": "bytes=0-"}) as response:
+        assert (response.status, response.headers["Content-Range"]) == (416, "bytes */0")
+
+
+async def test_head_tells_the_size_and_sends_nothing(url, client):
+    async with client.head(f"{url}/{BLOB}", headers={"Range": "bytes=0-5"}) as response:
+        assert response.status == 200
+        assert response.headers["Content-Length"] == "2048"
+        assert response.headers["ETag"] == f'"{DIGEST}"'
+        assert await response.read() == b""
+    async with client.head(f"{url}/absent") as response:
+        assert response.status == 404
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "length"),
+    [
+        ({"If-Match": f'"{DIGEST}"', "Range": "bytes=0-9"}, 206, 10),
+        ({"If-Match": '"other"'}, 412, None),
+        ({"If-None-Match": f'"{DIGEST}"'}, 304, 0),
+        ({"If-None-Match": '"other"'}, 200, 2048),
+        ({"If-Range": f'"{DIGEST}"', "Range": "bytes=0-9"}, 206, 10),
+        ({"If-Range": '"other"', "Range": "bytes=0-9"}, 200, 2048),
+    ],
+)
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+async def test_preconditions(url, client, method, headers, status, length):
+    async with client.request(method, f"{url}/{BLOB}", headers=headers) as response:
+        data = await response.read()
+        wanted = 200 if method == "HEAD" and status == 206 else status
+        assert response.status == wanted
+        if length is not None and method == "GET":
+            assert len(data) == length
+
+
+async def test_several_lines_of_a_condition_are_one_list(url, client):
+    headers = [("If-Match", '"other"'), ("If-Match", f'"{DIGEST}"')]
+    async with client.get(f"{url}/{BLOB}", headers=headers) as response:
+        assert response.status == 200
+
+
+async def test_caching(url, client):
+    wanted = {
+        BLOB: "public, max-age=31536000, immutable",
+        "v1/catalog/x.json": "no-cache",
+        "absent": "no-store",
+        "..%2fx": "no-store",
+        "healthz": "no-store",
+    }
+    for key, cache in wanted.items():
+        async with client.get(f"{url}/{key}") as response:
+            assert response.headers["Cache-Control"] == cache
+    async with client.get(f"{url}/{BLOB}", headers={"If-None-Match": "*"}) as response:
+        assert response.headers["Cache-Control"] == wanted[BLOB]
+    async with client.get(f"{url}/{BLOB}", headers={"Range": "bytes=9999-"}) as response:
+        assert response.headers["Cache-Control"] == "no-store"
+
+
+async def raw(url, line, *headers):
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, port)
+    writer.write("\r\n".join([line, "Host: x", "Connection: close", *headers, "", ""]).encode())
+    answer = await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    return answer
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/../../etc/passwd", "/%2e%2e/etc/passwd", "/..%2f..%2fetc%2fpasswd", "//etc/passwd", "/%2fetc/passwd"),
+        *("/a/../b", "/.tmp-1-2", "/%00", "/a%0d%0ab", "/", "/%ff", "/v1", "/" + "x" * 600),
+    ],
+)
+async def test_bad_keys_get_an_error_and_nothing_else(url, path):
+    answer = await raw(url, f"GET {path} HTTP/1.1")
+    assert answer.split(b" ")[1] in (b"400", b"404")
+    body = json.loads(answer.split(b"\r\n\r\n", 1)[1])
+    assert set(body) == {"error", "status"}
+    assert "root:" not in body["error"]
+
+
+@pytest.mark.parametrize("method", ["PUT", "POST", "DELETE", "PATCH"])
+async def test_writing_is_not_offered(url, client, store, method):
+    async with client.request(method, f"{url}/{BLOB}", data=b"x") as response:
+        assert response.status == 405
+        assert "GET" in response.headers["Allow"]
+        assert (await response.json())["status"] == 405
+    assert store.get(BLOB) == DATA
+
+
+async def test_health_and_metrics(url, client):
+    for path, text in (("healthz", "ok\n"), ("readyz", "ready\n")):
+        async with client.get(f"{url}/{path}") as response:
+            assert (response.status, await response.text()) == (200, text)
+    for path in (BLOB, "absent"):
+        async with client.get(f"{url}/{path}") as response:
+            await response.read()
+    async with client.get(f"{url}/metrics") as response:
+        assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        page = await response.text()
+    lines = page.splitlines()
+    assert 'kvwire_http_requests_total{status="2xx"} 3' in lines
+    assert 'kvwire_http_requests_total{status="4xx"} 1' in lines
+    assert "kvwire_http_sent_bytes_total 2048" in lines
+    assert "kvwire_http_requests_in_flight 1" in lines  # this one
+    assert page.endswith("\n")
+    assert DIGEST not in page
+
+
+class BrokenStore(MemoryStore):
+    """Fails at once, or from a given byte on."""
+
+    def __init__(self, after=None, error=None):
+        super().__init__()
+        self.after = after
+        self.error = error or StorageError("cannot read /secret/path: the disk is on fire")
+
+    def snapshot(self, key):
+        if self.after is None and key != "fine":
+            raise self.error
+        reader = super().snapshot(key)
+        whole = reader.read
+
+        def read(start, end):
+            if start >= self.after:
+                raise self.error
+            return whole(start, end)
+
+        reader.read = read
+        return reader
+
+    def stat(self, key):
+        raise self.error or KeyError(key)
+
+
+@pytest.mark.parametrize(("error", "status"), [(None, 503), (RuntimeError("secret"), 500)])
+async def test_store_failures_tell_nothing(client, error, status, caplog):
+    async with serve(BrokenStore(error=error)) as url:
+        for path in ("k", "readyz"):
+            async with client.get(f"{url}/{path}") as response:
+                text = await response.text()
+                assert response.status == status
+                assert response.headers["Cache-Control"] == "no-store"
+                assert "secret" not in text
+                assert json.loads(text)["status"] == status
+        async with client.get(f"{url}/healthz") as response:
+            assert response.status == 200
+    assert caplog.records
+
+
+async def test_a_failure_in_mid_answer_breaks_the_connection(client, caplog):
+    store = BrokenStore(after=100)
+    store.put("fine", DATA)
+    async with serve(store, settings=ServerSettings(piece_bytes=100)) as url:
+        for _ in range(3):
+            with pytest.raises(aiohttp.ClientError):
+                async with client.get(f"{url}/fine") as response:
+                    await response.read()
+        async with client.get(f"{url}/fine", headers={"Range": "bytes=0-50"}) as response:
+            assert await response.read() == DATA[:51]
+        async with client.get(f"{url}/fine", headers={"Range": "bytes=500-"}) as response:
+            assert response.status == 503  # told before the status line was out
+    assert all(record.levelno <= logging.WARNING for record in caplog.records)
+
+
+async def test_a_replaced_object_is_still_sent_whole(client, store):
+    big, other = b"a" * 8_000_000, b"b" * 8_000_000
+    store.put("k", big)
+    async with serve(store) as url, client.get(f"{url}/k") as response:
+        first = await response.content.readexactly(10)
+        store.put("k", other)
+        assert first + await response.read() == big
+
+
+async def test_a_client_that_leaves_harms_nobody(client, store):
+    store.put("k", bytes(8_000_000))
+    async with serve(store) as url:
+        for _ in range(3):
+            response = await client.get(f"{url}/k")
+            response.close()
+        async with client.get(f"{url}/{BLOB}") as response:
+            assert await response.read() == DATA
+
+
+async def test_a_client_that_takes_nothing_is_let_go(store, caplog):
+    store.put("k", bytes(30_000_000))
+    async with serve(store, settings=ServerSettings(send_s=0.2)) as url:
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(b"GET /k HTTP/1.1\r\nHost: x\r\n\r\n")
+        await asyncio.sleep(0.6)
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await reader.readexactly(30_000_000)
+        writer.close()
+
+
+async def test_requests_over_the_limit_are_sent_away(client, store):
+    store.put("k", bytes(30_000_000))
+    async with serve(store, settings=ServerSettings(max_requests=2)) as url:
+        held = [await client.get(f"{url}/k") for _ in range(2)]
+        async with client.get(f"{url}/{BLOB}") as response:
+            assert (response.status, response.headers["Retry-After"]) == (503, "1")
+        for response in held:
+            response.close()
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "0.0.0.0",  # noqa: S104 - it must be refused
+        "::",
+        "",
+        "192.0.2.1",
+        "example.org",
+        "127.0.0.1.example.org",
+    ],
+)
+async def test_a_public_address_needs_a_token(host):
+    with pytest.raises(AuthError, match="token"):
+        async with serve(MemoryStore(), host):
+            pass
+    with pytest.raises(AuthError):
+        async with serve(MemoryStore(), host, token=""):
+            pass
+
+
+def test_loopback():
+    assert all(is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost"))
+
+
+async def test_the_token(store, client):
+    async with serve(store, token="s3cret-ä") as url:  # noqa: S106
+        refused = ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic s3cret-ä"}, {"Authorization": "x"})
+        for headers in refused:
+            for path in (BLOB, "absent", "metrics", "../x"):
+                async with client.get(f"{url}/{path}", headers=headers) as response:
+                    assert response.status == 401
+                    assert response.headers["WWW-Authenticate"] == "Bearer"
+        for path in ("healthz", "readyz"):
+            async with client.get(f"{url}/{path}") as response:
+                assert response.status == 200
+        async with client.get(f"{url}/{BLOB}", headers={"Authorization": "bearer s3cret-ä"}) as response:
+            assert await response.read() == DATA
+            assert response.headers["Cache-Control"].startswith("private, ")
+
+
+async def test_an_address_in_use_is_a_storage_error():
+    async with serve(MemoryStore()) as url:
+        port = int(url.rsplit(":", 1)[1])
+        with pytest.raises(StorageError, match="choose another"):
+            async with serve(MemoryStore(), port=port):
+                pass
+
+
+async def test_ipv6_and_clean_shutdown(client, store):
+    try:
+        async with serve(store, "::1") as url:
+            assert url.startswith("http://[::1]:")
+            async with client.get(f"{url}/{BLOB}") as response:
+                assert response.status == 200
+    except StorageError:
+        pytest.skip("this machine has no IPv6 loopback")
+    with pytest.raises(aiohttp.ClientConnectorError):
+        await client.get(f"{url}/{BLOB}")

@@ -1,0 +1,163 @@
+"""Fetches a blob: its head first, then any of its segments."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import zlib
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Self
+
+from kvwire.errors import CorruptError, StorageError, TruncatedError
+from kvwire.transport._fetch_run import FATAL, FetchRun
+from kvwire.transport.arrival import Arrival, FetchSettings
+from kvwire.transport.metering import LinkMeter
+from kvwire.transport.sources import LinkedSource, timed
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+
+    from kvwire.transport.errors import SegmentError
+    from kvwire.transport.link import EmulatedLink
+    from kvwire.transport.sources import ByteSource
+    from kvwire.types import BlobInfo, SegmentInfo
+
+_MAX_HEAD_READS = 8  # a head tells its length after one or two; more would be a head that leads in circles
+
+
+class BlobFetcher:
+    """Reads one version of one blob over any source.
+
+    read_head: parses the beginning of a blob (default: the codec's). link: an emulated link in front of the source.
+    meter: shared by fetchers that use one link at the same time. rng, sleep: of the pauses before retries.
+    """
+
+    def __init__(
+        self,
+        source: ByteSource,
+        *,
+        read_head: Callable[[bytes], BlobInfo] | None = None,
+        settings: FetchSettings | None = None,
+        link: EmulatedLink | None = None,
+        meter: LinkMeter | None = None,
+        rng: random.Random | None = None,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
+        """Take over the source; nothing is read yet."""
+        self._source: ByteSource = LinkedSource(source, link) if link else source
+        self._read_head = read_head or _codec_read_head
+        self._settings = settings or FetchSettings()
+        self._meter = meter or LinkMeter()
+        self._rng = rng or random.Random()  # noqa: S311 - spreads retries, guards nothing
+        self._sleep = sleep
+        self._prefix = b""
+
+    @property
+    def url(self) -> str:
+        """Where the blob is, for people."""
+        return self._source.url
+
+    async def open(self) -> BlobInfo:
+        """Read the head, in one request where it is no longer than ``head_bytes``.
+
+        Payload that comes along is kept for ``fetch``. Damaged heads and failed requests are tried again.
+        """
+        for failed in range(1, self._settings.retries + 1):
+            try:
+                return await self._open_once()
+            except FATAL:
+                raise
+            except (StorageError, CorruptError):
+                await self._sleep(self._settings.backoff(failed, self._rng.random()))
+        return await self._open_once()
+
+    async def fetch(self, segments: Sequence[SegmentInfo]) -> AsyncGenerator[Arrival | SegmentError, None]:
+        """Give every segment once, when its last byte is in: as an Arrival, or as the SegmentError that it met.
+
+        The order of ``segments`` is the order of importance; neighbours in it that are neighbours in the blob share a
+        request. Raises ReplacedError, NotFoundError or AuthError where the object as a whole cannot be read any more.
+        Wrap it in ``contextlib.aclosing`` where the loop may be left early: that breaks off what still runs.
+        """
+        at_hand = {segment: data for segment in segments if (data := self._at_hand(segment)) is not None}
+        run = FetchRun(self._source, self._settings, self._meter, self._rng.random, self._sleep)
+        try:
+            run.start([segment for segment in segments if segment not in at_hand])
+            for segment in segments:
+                if segment in at_hand:
+                    yield Arrival(segment, at_hand[segment])
+            async with aclosing(run.results()) as results:
+                async for result in results:
+                    yield result
+        finally:
+            await run.close()
+
+    async def close(self) -> None:
+        """Let go of the source and of the bytes read so far."""
+        self._prefix = b""
+        await self._source.close()
+
+    async def __aenter__(self) -> Self:
+        """Close at the end of the block."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close."""
+        await self.close()
+
+    def _at_hand(self, segment: SegmentInfo) -> bytes | None:
+        """The segment, where it came along with the head undamaged; segments of no bytes need no request either."""
+        if segment.stored and segment.end > len(self._prefix):
+            return None
+        data = self._prefix[segment.offset : segment.end] if segment.stored else b""
+        return data if zlib.crc32(data) == segment.crc32 else None
+
+    async def _open_once(self) -> BlobInfo:
+        self._prefix = await self._read(0, self._settings.head_bytes)
+        for _ in range(_MAX_HEAD_READS):
+            try:
+                info = self._read_head(self._prefix)
+            except TruncatedError as error:
+                await self._lengthen(error)
+                continue
+            self._check_size(info)
+            return info
+        msg = f"{self.url}: the head asks for more again and again; write the blob again"
+        raise CorruptError(msg)
+
+    async def _lengthen(self, error: TruncatedError) -> None:
+        have, needed = len(self._prefix), error.needed
+        size = self._source.size
+        if needed <= have or (size is not None and needed > size):
+            raise error
+        if needed > self._settings.max_head_bytes:
+            msg = f"{self.url}: a head of {needed} bytes is over the limit of {self._settings.max_head_bytes}"
+            raise CorruptError(msg) from error
+        self._prefix += await self._read(have, needed)
+        if len(self._prefix) < needed:
+            raise error
+
+    def _check_size(self, info: BlobInfo) -> None:
+        size = self._source.size
+        if size is not None and size < info.file_bytes:
+            msg = f"{self.url} has {size} of {info.file_bytes} bytes: it was cut short; write the blob again"
+            raise TruncatedError(msg, info.file_bytes)
+
+    async def _read(self, start: int, end: int) -> bytes:
+        transfer = self._meter.begin()
+        received = bytearray()
+        try:
+            pieces = self._source.read(start, end)
+            async with aclosing(timed(pieces, self._settings.patience, self.url)) as answer:
+                async for piece in answer:
+                    transfer.received(len(piece))
+                    received += piece
+        finally:
+            transfer.end()
+        return bytes(received)
+
+
+def _codec_read_head(data: bytes) -> BlobInfo:
+    """The codec's reader, imported when a blob is opened: serving files needs no tensors."""
+    from kvwire.codec import read_head
+
+    return read_head(data)

@@ -1,0 +1,100 @@
+"""What RFC 9110 says about ranges and preconditions, without any I/O.
+
+Choices that the RFC leaves open: a range that is malformed, of an unknown unit or one of several is ignored, so the
+answer is 200 with the whole object (section 14.2 allows a server to ignore Range). HEAD ignores Range, as it must.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_RANGE = re.compile(r"bytes=[ \t]*(?:([0-9]+)-([0-9]*)|-([0-9]+))[ \t]*", re.IGNORECASE)
+_TAG = re.compile(r'(W/)?"([\x21\x23-\x7e\x80-\uffff]*)"')
+_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)")
+_UNSATISFIED = re.compile(r"bytes \*/([0-9]{1,18})")
+_MANY_DIGITS = 18  # any larger number is beyond the end of every object
+_BEYOND = 10**_MANY_DIGITS
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Status to answer with, and the bytes ``start`` to ``end`` to send."""
+
+    status: Literal[200, 206, 304, 412, 416]
+    start: int = 0
+    end: int = 0
+
+
+def answer(method: str, headers: Mapping[str, str], size: int, etag: str) -> Answer:
+    """Evaluate preconditions, then the range, in the order of RFC 9110 section 13.2.2.
+
+    headers: by any-case name, several lines of a field already joined with commas. etag: strong, without quotes.
+    """
+    if "If-Match" in headers and not _matches(headers["If-Match"], etag, weak=False):
+        return Answer(412)
+    if "If-None-Match" in headers and _matches(headers["If-None-Match"], etag, weak=True):
+        return Answer(304)
+    wanted = headers.get("Range")
+    condition = headers.get("If-Range")
+    # A date in If-Range never matches: objects have no Last-Modified here.
+    if method != "GET" or wanted is None or (condition is not None and condition.strip() != f'"{etag}"'):
+        return Answer(200, 0, size)
+    return _ranged(wanted, size)
+
+
+def _ranged(wanted: str, size: int) -> Answer:
+    match = _RANGE.fullmatch(wanted.strip())
+    if match is None:
+        return Answer(200, 0, size)
+    first, last, suffix = (None if not digits else _number(digits) for digits in match.groups())
+    if suffix is not None:
+        if suffix == 0:
+            return Answer(416)
+        # The last bytes of nothing cannot be written as a Content-Range: send the whole nothing.
+        return Answer(206, max(0, size - suffix), size) if size else Answer(200, 0, 0)
+    start = first or 0
+    if last is not None and last < start:
+        return Answer(200, 0, size)
+    if start >= size:
+        return Answer(416)
+    return Answer(206, start, size if last is None else min(last + 1, size))
+
+
+def _number(digits: str) -> int:
+    digits = digits.lstrip("0") or "0"
+    return int(digits) if len(digits) <= _MANY_DIGITS else _BEYOND
+
+
+def _matches(field: str, etag: str, *, weak: bool) -> bool:
+    if field.strip() == "*":
+        return True
+    return any(tag == etag and (weak or not is_weak) for is_weak, tag in _TAG.findall(field))
+
+
+def strong_etag(field: str | None) -> str | None:
+    """The ETag header's value as it must be sent back in If-Match, or None where it is missing, weak or malformed."""
+    match = _TAG.fullmatch(field or "")
+    return field if match and not match[1] else None
+
+
+def content_range(field: str | None) -> tuple[int, int, int | None] | None:
+    """Start, end (exclusive) and total size (None where unknown) of a Content-Range, or None where malformed."""
+    match = _CONTENT_RANGE.fullmatch(field or "")
+    if match is None:
+        return None
+    start, end = int(match[1]), int(match[2]) + 1
+    total = None if match[3] == "*" else int(match[3])
+    if start >= end or (total is not None and end > total):
+        return None
+    return start, end, total
+
+
+def unsatisfied_size(field: str | None) -> int | None:
+    """Size of the object in a 416 answer's Content-Range, or None where it is not told."""
+    match = _UNSATISFIED.fullmatch(field or "")
+    return int(match[1]) if match else None

@@ -1,0 +1,59 @@
+"""From pieces wanted to ranges asked for: neighbours share a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from kvwire.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Piece(Generic[T]):
+    """``length`` bytes from ``offset``; ``tag`` is the caller's."""
+
+    offset: int
+    length: int
+    tag: T
+
+    @property
+    def end(self) -> int:
+        """First byte after the piece."""
+        return self.offset + self.length
+
+
+@dataclass(frozen=True)
+class Range(Generic[T]):
+    """One request, for the bytes ``start`` to ``end``; its pieces lie in it in ascending order without overlap."""
+
+    start: int
+    end: int
+    pieces: tuple[Piece[T], ...]
+
+
+def coalesce(pieces: Iterable[Piece[T]], *, gap_bytes: int, max_bytes: int) -> list[Range[T]]:
+    """Join pieces that follow each other, in the list and in the object, into ranges.
+
+    The order of the list is the order of importance and is kept: a piece joins the range of the one before it, never
+    an earlier range. gap_bytes: bytes that may be read in vain between two pieces. max_bytes: longest range; a longer
+    piece has a range of its own.
+    """
+    if gap_bytes < 0 or max_bytes < 1:
+        msg = f"gap_bytes must be 0 or more and max_bytes 1 or more, got {gap_bytes} and {max_bytes}"
+        raise ArgumentError(msg)
+    ranges: list[list[Piece[T]]] = []
+    for piece in pieces:
+        if piece.offset < 0 or piece.length < 0:
+            msg = f"a piece cannot start at {piece.offset} or be {piece.length} bytes long"
+            raise ArgumentError(msg)
+        run = ranges[-1] if ranges else []
+        if run and 0 <= piece.offset - run[-1].end <= gap_bytes and piece.end - run[0].offset <= max_bytes:
+            run.append(piece)
+        else:
+            ranges.append([piece])
+    return [Range(run[0].offset, run[-1].end, tuple(run)) for run in ranges]
