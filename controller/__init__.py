@@ -24,7 +24,7 @@ from .events import (
     Tick,
     TransferProgress,
 )
-from .naive import plan_naive
+from .naive import finish_naive, plan_naive
 from .planner import Choice, plan
 from .request import InFlight, OpenChunk, Plan, PlanRequest
 from .session import LoadSession
@@ -66,6 +66,7 @@ __all__ = [
     "Tick",
     "TransferProgress",
     "TtfbEstimator",
+    "finish_naive",
     "fit_decode",
     "fit_prefill",
     "plan",

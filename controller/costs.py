@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+_SHORTEST_S = 1e-9  # keeps relative errors finite
+_ROUNDS = 10  # of the robust fit; it settles in fewer
+
 
 @dataclass(frozen=True)
 class PrefillCost:
@@ -173,19 +176,19 @@ def _checked(samples: Iterable[tuple[int, int, float]]) -> NDArray[np.float64]:
 
 
 def _robust_fit(columns: NDArray[np.float64], seconds: NDArray[np.float64]) -> list[float]:
-    """Non-negative least squares of the relative error, repeated with outliers weighted down (Huber, 3 rounds).
+    """Non-negative least squares of the relative error, repeated with outliers weighted down (Huber).
 
     columns: ``[samples, 3]``; seconds: ``[samples]``. Returns the three coefficients.
     """
     # Relative errors: a short pass matters as much as a long one, and noise grows with the time itself.
-    inverse = 1 / np.maximum(seconds, 1e-9)
-    weights = np.ones_like(seconds)
-    fit = _non_negative(columns * inverse[:, None], seconds * inverse)
-    for _ in range(3):
+    scale = 1 / np.maximum(seconds, _SHORTEST_S)
+    fit = _non_negative(columns * scale[:, None], seconds * scale)
+    for _ in range(_ROUNDS):
+        # Relative to the fit, not to the sample: a time that is far too short must not gain weight by it.
+        inverse = 1 / np.maximum(columns @ fit, _SHORTEST_S)
         errors = np.abs(columns @ fit - seconds) * inverse
         knee = max(1.5 * float(np.median(errors)), 1e-6)
-        weights = np.sqrt(np.minimum(1.0, knee / np.maximum(errors, 1e-12)))
-        scale = weights * inverse
+        scale = inverse * np.sqrt(np.minimum(1.0, knee / np.maximum(errors, 1e-12)))
         fit = _non_negative(columns * scale[:, None], seconds * scale)
     return [float(value) for value in fit]
 

@@ -11,6 +11,8 @@ from kvwire.types import ChunkId
 from .planner import Choice, targets
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from .request import PlanRequest
 
 
@@ -31,7 +33,7 @@ def plan_naive(request: PlanRequest) -> Choice:
     best: Choice | None = None
     for target in reversed(targets(request)):
         splits = range(len(request.open_chunks), -1, -1)
-        choices = [Choice(target, split, finish_of(request, target, split)) for split in splits]
+        choices = [Choice(target, split, _uniform(request, target, split)) for split in splits]
         soonest = min(choices, key=lambda choice: choice.finish_s)
         if request.deadline_s is not None and soonest.finish_s <= request.deadline_s:
             return soonest
@@ -40,10 +42,25 @@ def plan_naive(request: PlanRequest) -> Choice:
     return best or Choice(0, 0, 0.0)
 
 
-def finish_of(request: PlanRequest, target: int, split: int) -> float:
-    """Seconds to the first token when the first ``split`` open chunks are recomputed, by playing it through."""
-    arrivals = _arrivals(request, target, split)
-    jobs = _jobs(request, target, split)
+def _uniform(request: PlanRequest, target: int, split: int) -> float:
+    levels: dict[ChunkId, int] = {}
+    for index, item in enumerate(request.open_chunks):
+        level = item.level_for(target)
+        if not item.can_recompute:
+            levels[item.chunk] = len(item.fetch_bytes) - 1 if level is None else level
+        elif index >= split and level is not None:
+            levels[item.chunk] = level
+    return finish_naive(request, split, levels)
+
+
+def finish_naive(request: PlanRequest, front: int, levels: Mapping[ChunkId, int]) -> float:
+    """Seconds from now to the first token, by playing a plan through event by event.
+
+    front: number of open chunks at the front whose recomputation may share passes. levels: of the chunks that are
+    fetched; the other open chunks are recomputed.
+    """
+    arrivals = _arrivals(request, levels)
+    jobs = _jobs(request, front, levels)
     here: set[ChunkId] = set()
     clock, last_ready = request.busy_s, 0.0
     awaited = {chunk for chunk, *_ in arrivals}
@@ -62,25 +79,22 @@ def finish_of(request: PlanRequest, target: int, split: int) -> float:
     return max(clock, last_ready) + request.costs.closing_s(request.prompt_tokens)
 
 
-def _arrivals(request: PlanRequest, target: int, split: int) -> list[tuple[ChunkId, float, float, float]]:
+def _arrivals(request: PlanRequest, levels: Mapping[ChunkId, int]) -> list[tuple[ChunkId, float, float, float]]:
     """``(chunk, arrival, decode, decode charged)``, in seconds and in link order."""
     at, arrivals = request.lead_s, []
     for flight in request.in_flight:
         at += request.remaining_s(flight)
         arrivals.append((flight.chunk, at, *request.decode_s(flight.tokens, flight.size)))
     must = [item for item in request.open_chunks if not item.can_recompute]
-    free = [item for item in request.open_chunks[split:] if item.can_recompute]
+    free = [item for item in request.open_chunks if item.can_recompute and item.chunk in levels]
     for item in [*reversed(must), *reversed(free)]:
-        level = item.level_for(target)
-        if level is None and item.can_recompute:
-            continue
-        size = item.fetch_bytes[-1 if level is None else level]
+        size = item.fetch_bytes[levels[item.chunk]]
         at += request.wire_s(size)
         arrivals.append((item.chunk, at, *request.decode_s(item.tokens, size)))
     return arrivals
 
 
-def _jobs(request: PlanRequest, target: int, split: int) -> list[_Job]:
+def _jobs(request: PlanRequest, front: int, levels: Mapping[ChunkId, int]) -> list[_Job]:
     """Recomputations in prompt order; passes of the front merge neighbours."""
     jobs, run = [], 0
     chunks = [flight.chunk for flight in request.in_flight] + [item.chunk for item in request.open_chunks]
@@ -89,9 +103,9 @@ def _jobs(request: PlanRequest, target: int, split: int) -> list[_Job]:
         both = before is not None and before.can_recompute and item.can_recompute
         next_to = before is not None and ChunkId(before.chunk.document, before.chunk.chunk + 1) == item.chunk
         run = run + 1 if both and next_to else 0
-        if not item.can_recompute or (index >= split and item.level_for(target) is not None):
+        if item.chunk in levels:
             continue
-        merged = index < split and run % request.merge_chunks != 0
+        merged = index < front and run % request.merge_chunks != 0
         price = request.costs.prefill.marginal if merged else request.costs.prefill.seconds
         needs = {chunk for chunk in chunks if chunk.document == item.chunk.document and chunk.chunk < item.chunk.chunk}
         jobs.append(_Job(item.chunk, price(item.tokens, item.context), needs))

@@ -107,6 +107,7 @@ class _Timeline:
             finish_s=finish_s,
             fetch_bytes=sum(items[index].fetch_bytes[level] for index, level in self._levels.items()),
             level=self._choice.target if items else None,
+            front=self._choice.front,
             in_time=request.deadline_s is None or self._choice.finish_s <= request.deadline_s,
         )
 

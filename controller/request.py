@@ -118,7 +118,8 @@ class Plan:
 
     decisions: in prompt order. fetch_order: chunks to fetch, first one first. finish_s: predicted seconds from now to
     the first token. fetch_bytes: of the chunks to fetch. level: quality that all chunks reach at least, where their
-    documents have it; None with nothing open. in_time: the deadline is met by the prediction, or there is none.
+    documents have it; None with nothing open. front: open chunks up to the meeting point, which are recomputed where
+    their text is known. in_time: the deadline is met by the prediction, or there is none.
     """
 
     decisions: tuple[Decision, ...]
@@ -126,4 +127,5 @@ class Plan:
     finish_s: float
     fetch_bytes: int
     level: int | None
+    front: int
     in_time: bool

@@ -24,7 +24,8 @@ def test_a_pass_cut_in_two_costs_one_base_more(first, second, context):
 def test_fit_finds_the_prefill_cost_under_noise_and_outliers():
     rng = np.random.default_rng(0)
     samples = [(t, c, TRUE.seconds(t, c) * float(rng.normal(1, 0.02))) for t, c in GRID * 4]
-    samples[5] = (*samples[5][:2], samples[5][2] * 10)  # the first pass that warms something up
+    samples[5] = (*samples[5][:2], samples[5][2] * 10)  # a first pass that warms something up
+    samples[11] = (*samples[11][:2], samples[11][2] / 10)  # a clock read too early
     fit = fit_prefill(samples)
     for tokens, context in [*GRID, (512, 8192)]:
         assert fit.seconds(tokens, context) == pytest.approx(TRUE.seconds(tokens, context), rel=0.08)

@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvwire.controller import CostModel, DecodeCost, InFlight, OpenChunk, PlanRequest, PrefillCost, plan, plan_naive
+from kvwire.controller import (
+    CostModel,
+    DecodeCost,
+    InFlight,
+    OpenChunk,
+    PlanRequest,
+    PrefillCost,
+    finish_naive,
+    plan,
+    plan_naive,
+)
 from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId
 
@@ -50,7 +60,7 @@ def requests(draw):
         bandwidth=draw(st.sampled_from([0.0, 1e4, 1e5, 1e6, 1e7, 1e9])),
         quality_floor=draw(st.integers(0, 3)),
         in_flight=tuple(flights),
-        busy_s=draw(st.floats(0, 0.2)),
+        busy_s=draw(st.sampled_from([0.0, 0.05, 0.5, 2.0])),
         prompt_tokens=1000,
         lead_s=draw(st.floats(0, 0.1)),
         ttfb_s=draw(st.floats(0, 0.1)),
@@ -73,6 +83,24 @@ def test_the_plan_is_the_best_of_its_family(asked):
     else:  # chunks may be lifted into the time that is left
         assert naive.finish_s <= fast.finish_s * (1 + 1e-9)
         assert fast.finish_s <= max(asked.deadline_s, naive.finish_s) * (1 + 1e-9)
+
+
+@settings(max_examples=400)
+@given(requests(), st.floats(1, 1.5))
+def test_the_forecast_of_a_lifted_plan_is_what_playing_it_gives(asked, slack):
+    asked = replace(asked, deadline_s=plan(replace(asked, deadline_s=None)).finish_s * slack)
+    made = plan(asked)
+    levels = {decision.chunk: decision.level for decision in made.decisions if decision.action == "fetch"}
+    assert made.finish_s == pytest.approx(finish_naive(asked, made.front, levels), rel=1e-9)
+
+
+def test_late_recomputations_count_in_full_where_compute_is_the_bottleneck():
+    fine = OpenChunk(ChunkId(0, 0), 256, 0, SIZES, 2, can_recompute=True)
+    coarse = OpenChunk(ChunkId(0, 1), 256, 256, SIZES[:1], 2, can_recompute=True)
+    slow = CostModel(PrefillCost(0.0, 4e-3), COSTS.decode)
+    asked = request((fine, coarse), costs=slow, bandwidth=1e9, quality_floor=2, busy_s=5.0)
+    assert [decision.action for decision in plan(asked).decisions] == ["fetch", "recompute"]
+    assert plan(asked).finish_s == pytest.approx(5.0 + slow.prefill.seconds(256) + slow.decode.seconds(256, SIZES[2]))
 
 
 @given(requests())

@@ -5,9 +5,11 @@ import statistics
 import pytest
 
 from kvwire.controller import (
+    BandwidthEstimator,
     Cancel,
     ChunkArrived,
     ChunkFailed,
+    CostCorrection,
     CostModel,
     Decode,
     DecodeDone,
@@ -15,6 +17,7 @@ from kvwire.controller import (
     Fail,
     Fetch,
     Finish,
+    LoadSession,
     PrefillCost,
     Recompute,
     RecomputeDone,
@@ -23,6 +26,7 @@ from kvwire.controller import (
     Started,
     Tick,
     TransferProgress,
+    TtfbEstimator,
 )
 from kvwire.errors import ArgumentError
 from kvwire.types import BlobInfo, CacheMeta, ChunkId, SegmentInfo
@@ -150,6 +154,44 @@ def test_compute_priors_twice_off_heal():
     right = load(documents, [(0, 5 * MB)], prior=5 * MB)
     assert wrong.now < 1.2 * right.now
     assert wrong.session.last_plan is not None
+
+
+def test_what_a_load_measures_serves_the_next_one():
+    bandwidth, correction = BandwidthEstimator(1 * MB), CostCorrection()
+    settings = SessionSettings(quality_floor=0)
+    documents = [document(20)]
+    session = LoadSession(
+        documents, COSTS, settings, bandwidth=bandwidth, ttfb=TtfbEstimator(0.1), correction=correction
+    )
+    twice = CostModel(COSTS.prefill.scaled(2), COSTS.decode.scaled(3))
+    FakeExecutor(session, documents, [(0, 4 * MB)], twice).run()
+    assert correction.prefill.value == pytest.approx(2, rel=0.1)
+    assert correction.decode.value == pytest.approx(3, rel=0.1)
+    assert bandwidth.value == pytest.approx(4 * MB, rel=0.1)
+
+
+def test_the_forecast_does_not_drift_while_all_goes_as_foreseen():
+    costs = CostModel(PrefillCost(0.005, 8e-4), COSTS.decode)  # 0.21 s a chunk
+    session = new_session([document(4)] * 2, prior=1 * MB, costs=costs, max_in_flight=2)
+    made = session.handle(Started(), 0.0)
+    fetches = [item.chunk for item in made if isinstance(item, Fetch)]
+    assert Recompute(ChunkId(0, 0), ChunkId(0, 0)) in made
+    first = session.last_plan.finish_s
+    for chunk, size, began, ended in ((fetches[0], 100_000, 0.02, 0.131), (fetches[1], 50_000, 0.131, 0.187)):
+        session.handle(TransferProgress(size, began, ended, chunk), ended)  # 0.9 MB/s: what planning counts with
+    session.handle(ChunkArrived(fetches[0], 0), 0.187)
+    assert 0.187 + session.last_plan.finish_s == pytest.approx(first, rel=0.03)
+
+
+def test_silence_lowers_the_estimate():
+    bandwidth = BandwidthEstimator(10 * MB)
+    session = LoadSession(
+        [document(4, text=False)], COSTS, SessionSettings(quality_floor=0), bandwidth=bandwidth, ttfb=TtfbEstimator(0.0)
+    )
+    session.handle(Started(), 0.0)
+    for number in range(20):
+        session.handle(Tick(), 0.05 * number)
+    assert bandwidth.value < 1 * MB
 
 
 def test_both_resources_beat_either_alone():

@@ -69,6 +69,9 @@ class RandomWorld:
             case Decode() | Recompute():
                 assert self.jobs == []
                 self.jobs.append(made)
+                if isinstance(made, Recompute):
+                    before = {ChunkId(made.first.document, number) for number in range(made.first.chunk)}
+                    assert before <= self.ready, "recomputed without its context"
             case Finish() | Fail():
                 self.ends.append(made)
 
@@ -92,10 +95,12 @@ class RandomWorld:
 
     def outcome(self, job, fine):
         if isinstance(job, Decode):
+            self.ready |= {job.chunk} if fine else set()
             return DecodeDone(job.chunk, 0.01) if fine else DecodeFailed(job.chunk, "corrupt")
         numbers = range(job.first.chunk, job.last.chunk + 1)
         chunks = tuple(ChunkId(job.first.document, number) for number in numbers)
         if fine:
+            self.ready.update(chunks)
             return RecomputeDone(chunks, 0.05)
         return RecomputeFailed(self.draw(st.sampled_from(chunks)), "out of memory")
 
