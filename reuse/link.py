@@ -8,16 +8,19 @@ inference of Block-Attention and TurboRAG: equal to one pass over the prompt wit
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 
 from kvwire.codec import positions_on, shift_keys
-from kvwire.errors import ArgumentError, MismatchError
+from kvwire.errors import ArgumentError, MismatchError, RopeRegimeError
 from kvwire.types import KVCache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch import Tensor
 
     from kvwire.types import CacheMeta
 
@@ -30,14 +33,23 @@ class LinkedPrompt:
     """
 
     def __init__(
-        self, tokens: Sequence[int], meta: CacheMeta, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+        self,
+        tokens: Sequence[int],
+        meta: CacheMeta,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
     ) -> None:
-        """Reserve the room; raises ArgumentError where there is nothing to link."""
+        """Reserve the room.
+
+        Raises ArgumentError where there is nothing to link, RopeRegimeError where the prompt gets too long to move.
+        """
         if not tokens or min(tokens) < 1:
             msg = "a linked prompt needs documents of at least one token each"
             raise ArgumentError(msg)
         self.tokens = tuple(tokens)
         total = sum(tokens)
+        _check_reach(meta, total)
         shapes = [(spec, 0 if spec.kind == "none" else total) for spec in meta.layers]
         keys = [torch.zeros(s.kv_heads, n, s.key_dim, dtype=dtype, device=device) for s, n in shapes]
         values = [torch.zeros(s.kv_heads, n, s.value_dim, dtype=dtype, device=device) for s, n in shapes]
@@ -46,6 +58,9 @@ class LinkedPrompt:
 
     def offset(self, document: int) -> int:
         """Position of a document's first token."""
+        if not 0 <= document < len(self.tokens):
+            msg = f"this prompt links documents 0 to {len(self.tokens) - 1}, there is no document {document}"
+            raise ArgumentError(msg)
         return sum(self.tokens[:document])
 
     def document(self, document: int) -> KVCache:
@@ -54,23 +69,41 @@ class LinkedPrompt:
         return self.cache.slice(start, start + self.tokens[document])
 
     def write(self, document: int, start: int, piece: KVCache) -> None:
-        """Write tokens ``start``, ``start + 1``, ... of a document, moving keys from where ``piece`` stands to where they belong."""
-        part = self.document(document).slice(start, start + piece.tokens)
+        """Write tokens ``start``, ``start + 1``, ... of a document, keys moved from where ``piece`` stands.
+
+        Raises ArgumentError where the piece does not fit into the document, MismatchError where it comes from a model
+        of another layout.
+        """
+        whole = self.document(document)
+        stop = start + piece.tokens
+        if not 0 <= start <= stop <= whole.tokens:
+            msg = f"tokens {start} to {stop} do not lie in document {document} of {whole.tokens} tokens"
+            raise ArgumentError(msg)
+        _check_alike(piece.meta, self.cache.meta)
+        part = whole.slice(start, stop)
         placed = moved(piece, part.meta.offset)
         for ours, theirs in zip((*part.keys, *part.values), (*placed.keys, *placed.values), strict=True):
-            ours.copy_(theirs)
+            if ours.numel():
+                ours.copy_(theirs)
 
 
 def moved(cache: KVCache, offset: int) -> KVCache:
-    """A cache with its first token at ``offset``; the very same tensors where it stands there already."""
+    """A cache with its first token at ``offset``; the very same tensors where it stands there already.
+
+    Raises RopeRegimeError where it stands, or would stand, at positions that have other frequencies.
+    """
+    _check_reach(cache.meta, offset + cache.tokens, offset)
     if cache.meta.positions == "off":
         return positions_on(cache, offset)
+    _check_reach(cache.meta, cache.meta.offset + cache.tokens, cache.meta.offset)
     distance = offset - cache.meta.offset
     if not distance:
         return cache
-    keys = []
-    for spec, key in zip(cache.meta.layers, cache.keys, strict=True):
-        keys.append(key if spec.rope is None or not key.numel() else shift_keys(key, cache.meta.ropes[spec.rope], distance))
+    ropes = [None if spec.rope is None else cache.meta.ropes[spec.rope] for spec in cache.meta.layers]
+    keys = [
+        key if rope is None or not key.numel() else shift_keys(key, rope, distance)
+        for rope, key in zip(ropes, cache.keys, strict=True)
+    ]
     return KVCache(keys, list(cache.values), replace(cache.meta, offset=offset), cache.token_ids)
 
 
@@ -86,20 +119,53 @@ def link(caches: Sequence[KVCache]) -> KVCache:
     if any(cache.meta.config_digest() != first.config_digest() for cache in caches):
         msg = "caches of different models or layouts cannot be linked; encode all documents with one model"
         raise MismatchError(msg)
+    _check_reach(first, sum(cache.tokens for cache in caches))
     placed, at = [], 0
     for cache in caches:
         placed.append(moved(cache, at))
         at += cache.tokens
-    keys = [torch.cat(parts, 1) for parts in zip(*(cache.keys for cache in placed), strict=True)]
-    values = [torch.cat(parts, 1) for parts in zip(*(cache.values for cache in placed), strict=True)]
-    known = [cache.token_ids for cache in placed]
-    ids = None if any(part is None for part in known) else [token for part in known if part is not None for token in part]
-    return KVCache.from_tensors(keys, values, replace(first, positions="on", offset=0), ids)
+    keys = [_joined(parts) for parts in zip(*(cache.keys for cache in placed), strict=True)]
+    values = [_joined(parts) for parts in zip(*(cache.values for cache in placed), strict=True)]
+    known = [cache.token_ids for cache in placed if cache.token_ids is not None]
+    ids = list(chain.from_iterable(known)) if len(known) == len(placed) else None
+    return KVCache.from_tensors(keys, values, replace(first, positions="on", offset=0, token_digest=""), ids)
 
 
-def block_mask(documents: Sequence[int], query: int) -> torch.Tensor:
-    """What K = 0 linking lets each token see: bool ``[tokens, tokens]``; documents see themselves, the query sees everything, all causally."""
+def block_mask(documents: Sequence[int], query: int) -> Tensor:
+    """What K = 0 linking lets each token see, as a bool ``[tokens, tokens]``.
+
+    documents: their lengths. Documents see themselves, the query sees everything, all causally.
+    """
     total = sum(documents) + query
     owner = torch.repeat_interleave(torch.arange(len(documents) + 1), torch.tensor([*documents, query]))
     causal = torch.ones(total, total, dtype=torch.bool).tril()
     return causal & ((owner[:, None] == owner[None, :]) | (owner[:, None] == len(documents)))
+
+
+def _joined(parts: tuple[Tensor, ...]) -> Tensor:
+    """Along the tokens; layers without keys and values stay empty."""
+    return torch.cat(parts, 1) if parts[0].numel() else parts[0]
+
+
+def _check_reach(meta: CacheMeta, stop: int, start: int = 0) -> None:
+    """Refuse positions ``start`` to ``stop`` where a regime has other frequencies at some of them."""
+    if start < 0:
+        msg = f"a cache cannot stand at position {start}; positions count from 0"
+        raise ArgumentError(msg)
+    for rope in meta.ropes:
+        if rope.max_positions is not None and stop > rope.max_positions:
+            msg = (
+                f"{stop} positions are more than {rope.max_positions}, where {rope.kind} RoPE changes its frequencies "
+                "for all of them; name fewer documents or run the whole prompt as text"
+            )
+            raise RopeRegimeError(msg)
+
+
+def _check_alike(theirs: CacheMeta, ours: CacheMeta) -> None:
+    known = theirs.model_revision and ours.model_revision
+    if theirs.layers != ours.layers or theirs.ropes != ours.ropes or (known and known != theirs.model_revision):
+        msg = (
+            f"the piece was computed by model {theirs.model_id!r}, the prompt is for {ours.model_id!r}, of another "
+            "layout; encode the document with this model"
+        )
+        raise MismatchError(msg)

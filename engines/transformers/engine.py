@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicCache
 
 from kvwire.codec import Statistics, positions_on
-from kvwire.engines.transformers.capture import QueryRecorder, captures, recording
-from kvwire.engines.transformers.identity import model_revision, tokenizer_digest
-from kvwire.engines.transformers.registration import learn_layout
+from kvwire.engines.transformers.capture import QueryRecorder, attention_of, recording, uses_sdpa
+from kvwire.engines.transformers.registration import learn_layout, window_of
 from kvwire.errors import ArgumentError, MismatchError, NotFoundError
 from kvwire.types import CacheMeta, KVCache
 
@@ -30,7 +27,8 @@ BATCH_TOKENS = 4096
 class TransformersEngine:
     """Runs one model: documents to caches, caches and a question to the first token.
 
-    model: a decoder whose keys are rotary; its layout is learnt and tested here. meta: what its caches say of themselves.
+    model: a decoder whose keys are rotary, on one device; its layout is learnt and tested here.
+    meta: what its caches say of themselves.
     """
 
     def __init__(
@@ -43,7 +41,11 @@ class TransformersEngine:
         tokenizer_id: str = "",
     ) -> None:
         """Learn the layout; raises RopeRegimeError or MismatchError where the model's caches cannot be kept."""
-        self.model = model.eval()
+        if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+            msg = "the model is spread over several devices; load it onto one"
+            raise ArgumentError(msg)
+        torch.nn.Module.eval(model)
+        self.model = model
         self._tokenizer = tokenizer
         layers, ropes = learn_layout(model)
         dtype = str(model.dtype).removeprefix("torch.")
@@ -56,9 +58,18 @@ class TransformersEngine:
 
     @property
     def window(self) -> int:
-        """Most tokens that a prompt may hold."""
-        config = self.model.config.get_text_config(decoder=True)
-        return int(getattr(config, "max_position_embeddings", 1 << 30))
+        """Most tokens that a prompt may hold.
+
+        Where the rotary frequencies change at some length (dynamic, longrope) it ends there: caches from before and
+        after do not fit together.
+        """
+        limits = [regime.max_positions for regime in self.meta.ropes if regime.max_positions is not None]
+        return min([window_of(self.model), *limits])
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the model's folder holds a tokenizer."""
+        return self._tokenizer is not None
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -100,7 +111,9 @@ class TransformersEngine:
             self._prefill_batch(documents, batch, caches)
         return [cache for cache in caches if cache is not None]
 
-    def _prefill_batch(self, documents: Sequence[Sequence[int]], batch: list[int], caches: list[KVCache | None]) -> None:
+    def _prefill_batch(
+        self, documents: Sequence[Sequence[int]], batch: list[int], caches: list[KVCache | None]
+    ) -> None:
         longest = max(len(documents[index]) for index in batch)
         ids = torch.zeros(len(batch), longest, dtype=torch.long)
         for row, index in enumerate(batch):
@@ -109,10 +122,14 @@ class TransformersEngine:
         self.model(input_ids=ids.to(self.device), past_key_values=past, use_cache=True, logits_to_keep=1)
         for row, index in enumerate(batch):
             tokens = len(documents[index])
-            copy = len(batch) > 1  # a view would keep the whole batch alive
-            keys = [_view(layer.keys[row, :, :tokens], copy=copy) for layer in past.layers]
-            values = [_view(layer.values[row, :, :tokens], copy=copy) for layer in past.layers]
-            caches[index] = KVCache.from_tensors(keys, values, self.meta, documents[index])
+            pairs = [(keys[row, :, :tokens], values[row, :, :tokens]) for keys, values in _tensors(past)]
+            if len(batch) > 1:  # a view would keep the whole batch alive
+                pairs = [(keys.clone(), values.clone()) for keys, values in pairs]
+            caches[index] = self._cache(pairs, documents[index], 0)
+
+    def _cache(self, pairs: list[tuple[Tensor, Tensor]], token_ids: Sequence[int], offset: int) -> KVCache:
+        meta = replace(self.meta, offset=offset)
+        return KVCache.from_tensors([key for key, _ in pairs], [value for _, value in pairs], meta, token_ids)
 
     @torch.no_grad()
     def extend(self, prefix: KVCache | None, token_ids: Sequence[int], *, offset: int = 0) -> KVCache:
@@ -123,14 +140,13 @@ class TransformersEngine:
         """
         start = offset if prefix is None else prefix.meta.offset + prefix.tokens
         self._check_ids(token_ids, start)
-        past = DynamicCache() if prefix is None else DynamicCache(self._pairs(prefix))
+        past = DynamicCache(None if prefix is None else self._pairs(prefix))
         before = 0 if prefix is None else prefix.tokens
         ids = torch.tensor([list(token_ids)], device=self.device)
         positions = torch.arange(start, start + len(token_ids), device=self.device)[None]
         self.model(input_ids=ids, position_ids=positions, past_key_values=past, use_cache=True, logits_to_keep=1)
-        keys = [layer.keys[0, :, before:] for layer in past.layers]
-        values = [layer.values[0, :, before:] for layer in past.layers]
-        return KVCache.from_tensors(keys, values, replace(self.meta, offset=start), token_ids)
+        pairs = [(keys[0, :, before:].clone(), values[0, :, before:].clone()) for keys, values in _tensors(past)]
+        return self._cache(pairs, token_ids, start)
 
     @torch.no_grad()
     def statistics(self, documents: Sequence[Sequence[int]]) -> Statistics | None:
@@ -138,30 +154,32 @@ class TransformersEngine:
 
         Returns None where the model's attention cannot be watched; ``fit_profile`` then goes without weights.
         """
-        if not captures(self.model):
-            return None
-        recorder = QueryRecorder(self.meta)
-        with recording(recorder):
+        for ids in documents:
+            self._check_ids(ids)
+        recorder = QueryRecorder(self.meta, self.model)
+        with recording(recorder, self.model):
             for ids in documents:
-                self._check_ids(ids)
                 tokens = torch.tensor([list(ids)], device=self.device)
                 self.model(input_ids=tokens, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1)
         return recorder.statistics()
 
     def past_key_values(self, cache: KVCache) -> DynamicCache:
-        """A transformers cache for ``model(input_ids=..., past_key_values=...)``; positions are put on where they are off.
+        """A transformers cache for ``model(input_ids=..., past_key_values=...)``.
 
-        Sliding layers keep what their window can still see. Raises MismatchError on a cache of another model.
+        Positions are put on where they are off. Sliding layers keep what their window can still see. Raises
+        MismatchError on a cache of another model.
         """
         return DynamicCache(self._pairs(cache), config=self.model.config)
 
     def _pairs(self, cache: KVCache) -> list[tuple[Tensor, Tensor]]:
         self.check_fits(cache)
-        placed = positions_on(cache, cache.meta.offset) if cache.meta.positions == "off" else cache
-        dtype = self.model.dtype
+        keys = [key.to(self.device) for key in cache.keys]  # rotated where the model runs
+        values = [value.to(self.device, self.model.dtype) for value in cache.values]
+        placed = KVCache(keys, values, cache.meta, cache.token_ids)
+        if cache.meta.positions == "off":
+            placed = positions_on(placed, cache.meta.offset)
         return [
-            (key[None].to(self.device, dtype), value[None].to(self.device, dtype))
-            for key, value in zip(placed.keys, placed.values, strict=True)
+            (key[None].to(self.model.dtype), value[None]) for key, value in zip(placed.keys, placed.values, strict=True)
         ]
 
     def check_fits(self, cache: KVCache) -> None:
@@ -171,8 +189,9 @@ class TransformersEngine:
         same = shapes == [(s.kv_heads, s.key_dim, s.value_dim) for s in ours.layers]
         if not same or (theirs.model_revision and ours.model_revision and theirs.model_revision != ours.model_revision):
             msg = (
-                f"the cache was computed by model {theirs.model_id!r} ({theirs.model_revision[:12] or 'unnamed'}), this engine runs "
-                f"{ours.model_id!r} ({ours.model_revision[:12] or 'unnamed'}); encode the documents with this model"
+                f"the cache was computed by model {theirs.model_id!r} ({theirs.model_revision[:12] or 'unnamed'}), "
+                f"this engine runs {ours.model_id!r} ({ours.model_revision[:12] or 'unnamed'}); "
+                "encode the documents with this model"
             )
             raise MismatchError(msg)
 
@@ -196,9 +215,9 @@ class TransformersEngine:
 
     @torch.no_grad()
     def masked_forward(self, token_ids: Sequence[int], visible: Tensor) -> Tensor:
-        """One pass over a whole prompt at positions 0, 1, ... where row r sees column c if ``visible[r, c]``; logits of all tokens.
+        """One pass over a whole prompt at positions 0, 1, ... under a mask; logits of all tokens.
 
-        visible: bool ``[tokens, tokens]``. The reference that linked reuse is measured against.
+        visible: bool ``[tokens, tokens]``: row r sees column c. The reference that linked reuse is measured against.
         """
         self._check_ids(token_ids)
         ids = torch.tensor([list(token_ids)], device=self.device)
@@ -207,29 +226,42 @@ class TransformersEngine:
         return out.logits[0]  # type: ignore[no-any-return]
 
     def attention_mask(self, visible: Tensor) -> Tensor | dict[str, Tensor]:
-        """A bool ``[queries, keys]`` as this model takes masks: 4-D, additive for eager, one for each kind of layer in hybrids.
+        """A bool ``[queries, keys]`` as this model takes masks: 4-D, and one for each kind of layer in hybrids.
 
-        Sliding layers see less: keys are taken to end with the queries.
+        Sliding layers see less: keys are taken to end with the queries. Raises MismatchError where a 4-D mask cannot
+        say what the model's layers need.
         """
-        kinds = {spec.kind for spec in self.meta.layers}
-        windows = {spec.window for spec in self.meta.layers if spec.window}
-        full = self._mask_format(visible)
-        if kinds == {"full"}:
-            return full
+        windows = {spec.window for spec in self.meta.layers}
+        if windows == {None}:
+            return self._mask_format(visible)
         queries, keys = visible.shape
-        distance = torch.arange(keys - queries, keys, device=visible.device)[:, None] - torch.arange(keys, device=visible.device)
-        sliding = self._mask_format(visible & (distance < min(windows)))
+        rows = torch.arange(keys - queries, keys, device=visible.device)
+        distance = rows[:, None] - torch.arange(keys, device=visible.device)
+        masks = {window: visible if window is None else visible & (distance < window) for window in windows}
+        formats = {window: self._mask_format(mask) for window, mask in masks.items()}
+        sliding = [window for window in windows if window is not None]
         named = getattr(self.model.config.get_text_config(decoder=True), "layer_types", None)
-        return {"full_attention": full, "sliding_attention": sliding} if named and "full" in kinds else sliding
+        if len(sliding) > 1 or (None in windows and not named):
+            msg = "this model's layers have windows that it does not name; it cannot be run under a mask"
+            raise MismatchError(msg)
+        if None in windows:
+            return {"full_attention": formats[None], "sliding_attention": formats[sliding[0]]}
+        return formats[sliding[0]]
 
     def _mask_format(self, visible: Tensor) -> Tensor:
-        if captures(self.model):
+        if uses_sdpa(self.model):
             return visible[None, None]
+        if attention_of(self.model) != "eager":
+            msg = f"{attention_of(self.model)} attention takes no masks of this kind; open the model with sdpa or eager"
+            raise MismatchError(msg)
         hidden = torch.zeros(visible.shape, dtype=self.model.dtype, device=visible.device)
         return hidden.masked_fill_(~visible, torch.finfo(self.model.dtype).min)[None, None]
 
     def generate(self, past: DynamicCache, first: int, start: int, tokens: int) -> list[int]:
-        """Greedy continuation: ``first`` at position ``start``, then up to ``tokens - 1`` more; stops at the end-of-text token."""
+        """Greedy continuation: ``first`` at position ``start``, then up to ``tokens - 1`` more.
+
+        Stops after the end-of-text token, and at the end of the window.
+        """
         ends = self.model.generation_config.eos_token_id if self.model.generation_config is not None else None
         stops = {ends} if isinstance(ends, int) else set(ends or ())
         out = [first]
@@ -254,52 +286,6 @@ class TransformersEngine:
             raise ArgumentError(msg)
 
 
-def _view(tensor: Tensor, *, copy: bool) -> Tensor:
-    return tensor.clone() if copy else tensor
-
-
-def open_engine(
-    path: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
-) -> TransformersEngine:
-    """Open a model folder (config.json and weights as Hugging Face saves them; a tokenizer where text is to be read).
-
-    dtype None: as the weights are stored. Nothing is ever downloaded. Raises NotFoundError where the folder holds no
-    model, RopeRegimeError where its keys cannot be moved.
-    """
-    folder = Path(path).expanduser()
-    if not (folder / "config.json").is_file():
-        msg = f"{folder} holds no model: config.json is missing; name a folder saved by save_pretrained"
-        raise NotFoundError(msg)
-    options: dict[str, Any] = {"dtype": dtype or "auto", "local_files_only": True}
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", **options)
-    except ValueError:  # some models have no sdpa path
-        model = _load(folder, options)
-    except OSError as error:
-        msg = f"{folder} holds no weights that transformers can read ({error}); name a complete model folder"
-        raise NotFoundError(msg) from error
-    return TransformersEngine(
-        model.to(device),  # type: ignore[arg-type]
-        _tokenizer(folder),
-        model_id=folder.resolve().name,
-        revision=model_revision(folder),
-        tokenizer_id=tokenizer_digest(folder),
-    )
-
-
-def _load(folder: Path, options: dict[str, Any]) -> PreTrainedModel:
-    try:
-        return AutoModelForCausalLM.from_pretrained(folder, **options)  # type: ignore[no-any-return]
-    except (OSError, ValueError) as error:
-        msg = f"{folder} cannot be opened as a causal language model ({error})"
-        raise NotFoundError(msg) from error
-
-
-def _tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    if not tokenizer_digest(folder):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)  # type: ignore[no-any-return]
-    except (OSError, ValueError) as error:
-        msg = f"{folder}'s tokenizer cannot be read ({error}); copy the tokenizer's files again"
-        raise NotFoundError(msg) from error
+def _tensors(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values ``[batch, kv_heads, tokens, dim]`` of each layer; learning the layout saw that they exist."""
+    return [(keys, values) for keys, values, *_ in cache]

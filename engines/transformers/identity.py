@@ -9,18 +9,34 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _BLOCK = 64 << 10
-_BLOCKS = 64
-"""Blocks of each weight file that are hashed, evenly spread: fine-tuning changes all of a file, and 140 GB are not read for it."""
+_WHOLE = 1 << 30
+"""Files up to this size are hashed whole, which takes about a second."""
+_BLOCKS = 4096
+"""Blocks of a larger file that are hashed, evenly spread: fine-tuning changes all of a file; 140 GB are not read."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
-_TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json")
+_TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
 
 
 def model_revision(folder: Path) -> str:
-    """SHA-256 over config.json and evenly spread blocks of every weight file, sizes included."""
+    """SHA-256 over config.json and every weight file: names, sizes and contents.
+
+    Of a file above 1 GiB only evenly spread blocks are read, so a change to a few of its weights may go unseen.
+    """
     digest = hashlib.sha256()
-    _add(digest, folder / "config.json", 1 << 30)
+    _add(digest, folder / "config.json")
     for path in sorted({path for pattern in _WEIGHTS for path in folder.glob(pattern)}):
-        _add(digest, path, _BLOCKS)
+        _add(digest, path)
     return digest.hexdigest()
 
 
@@ -31,14 +47,14 @@ def tokenizer_digest(folder: Path) -> str:
         return ""
     digest = hashlib.sha256()
     for path in found:
-        _add(digest, path, 1 << 30)
+        _add(digest, path)
     return digest.hexdigest()
 
 
-def _add(digest: hashlib._Hash, path: Path, blocks: int) -> None:
+def _add(digest: hashlib._Hash, path: Path) -> None:
     size = path.stat().st_size
     digest.update(f"{path.name}:{size}:".encode())
-    step = max(_BLOCK, size // blocks)
+    step = _BLOCK if size <= _WHOLE else size // _BLOCKS
     with path.open("rb") as file:
         for start in range(0, size, step):
             file.seek(start)

@@ -1,0 +1,104 @@
+"""Opening a model folder: weights, tokenizer and identity; every failure of transformers becomes a kvwire error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvwire.engines.transformers.engine import TransformersEngine
+from kvwire.engines.transformers.identity import model_revision, tokenizer_digest
+from kvwire.errors import CorruptError, KvwireError, MismatchError, NotFoundError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_LOCAL = {"local_files_only": True, "trust_remote_code": False}
+"""Nothing is downloaded, and no code that lies in a model's folder is run."""
+_NO_SDPA = "scaled_dot_product_attention"
+"""Found in what transformers says of a model without an sdpa path."""
+
+
+def open_engine(
+    path: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+) -> TransformersEngine:
+    """Open a model folder (config.json and weights as Hugging Face saves them; a tokenizer where text is to be read).
+
+    dtype None: as the weights are stored. Nothing is ever downloaded and no code of the folder is run. Raises
+    NotFoundError where the folder holds no model, CorruptError where its files cannot be read or weights are missing,
+    MismatchError where it is no model that kvwire can run, RopeRegimeError where its keys cannot be moved.
+    """
+    folder = Path(path).expanduser()
+    if not (folder / "config.json").is_file():
+        msg = f"{folder} holds no model: config.json is missing; name a folder saved by save_pretrained"
+        raise NotFoundError(msg)
+    _check_config(folder)
+    tokenizer = _tokenizer(folder)
+    model: Any = _model(folder, dtype)
+    return TransformersEngine(
+        model.to(device),
+        tokenizer,
+        model_id=folder.resolve().name,
+        revision=model_revision(folder),
+        tokenizer_id=tokenizer_digest(folder),
+    )
+
+
+def _check_config(folder: Path) -> None:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        msg = f"{folder / 'config.json'} cannot be read ({error}); copy the model's files again"
+        raise CorruptError(msg) from error
+    if not isinstance(config, dict):
+        msg = f"{folder / 'config.json'} holds no configuration; copy the model's files again"
+        raise CorruptError(msg)
+
+
+def _model(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+    options = {"dtype": dtype or "auto", "output_loading_info": True, **_LOCAL}
+    try:
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", **options)
+        except ValueError as error:
+            if _NO_SDPA not in str(error):
+                raise
+            loaded = AutoModelForCausalLM.from_pretrained(folder, **options)
+    except Exception as error:
+        raise _explained(folder, error) from error
+    model, info = loaded
+    wrong = sorted(str(name) for kind in ("missing_keys", "mismatched_keys") for name in info.get(kind, ()))
+    if wrong:
+        msg = (
+            f"{folder}'s weights lack or misshape {len(wrong)} tensors ({wrong[0]}, ...); copy the model's files again"
+        )
+        raise CorruptError(msg)
+    return model  # type: ignore[no-any-return]
+
+
+def _explained(folder: Path, error: Exception) -> KvwireError | Exception:
+    """What a failure of from_pretrained means; the failure itself where it is about memory or devices."""
+    if isinstance(error, OSError):  # transformers' word for files that are not there
+        return NotFoundError(f"{folder} holds no weights that transformers can read ({error}); name a complete folder")
+    if isinstance(error, (AttributeError, ImportError, KeyError, NotImplementedError, TypeError, ValueError)):
+        return MismatchError(f"{folder} cannot be opened as a causal language model ({error}); use another model")
+    if isinstance(error, (EOFError, RuntimeError)) or type(error).__module__.startswith(("safetensors", "pickle")):
+        if "memory" in str(error).lower():
+            return error
+        return CorruptError(f"{folder}'s weights cannot be read ({error}); copy the model's files again")
+    return error
+
+
+def _tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    if not tokenizer_digest(folder):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder, **_LOCAL)
+    except Exception as error:  # the tokenizers library raises bare Exception
+        msg = (
+            f"{folder}'s tokenizer cannot be read ({error}); copy its files again, or remove them to use token ids only"
+        )
+        raise CorruptError(msg) from error

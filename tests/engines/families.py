@@ -1,0 +1,91 @@
+"""Tiny models of many families, randomly initialised, for the tests of engines and of linking."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from kvwire.engines.transformers import TransformersEngine
+
+VOCABULARY = 96
+WINDOW = 160
+SLIDING = 9
+"""Shorter than every document of the tests."""
+
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": WINDOW,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attention_dropout": 0.0,
+}
+_MIXED = ["sliding_attention", "sliding_attention", "full_attention"]
+
+
+def _rope(kind: str, **parameters: float) -> dict[str, object]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **parameters}}
+
+
+def _config(name: str, **options: object) -> PreTrainedConfig:
+    return getattr(transformers, name)(**{**_COMMON, **options})
+
+
+_LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_MAKERS = {
+    "llama": lambda: _config("LlamaConfig"),
+    "llama-llama3": lambda: _config("LlamaConfig", **_rope("llama3", **_LLAMA3)),
+    "llama-linear": lambda: _config("LlamaConfig", **_rope("linear", factor=4.0)),
+    "llama-yarn": lambda: _config("LlamaConfig", **_rope("yarn", factor=4.0, original_max_position_embeddings=40)),
+    "llama-dynamic": lambda: _config("LlamaConfig", **_rope("dynamic", factor=2.0)),
+    "mistral": lambda: _config("MistralConfig", head_dim=8, sliding_window=SLIDING),
+    "qwen3": lambda: _config("Qwen3Config", head_dim=16),
+    "gpt-neox": lambda: _config("GPTNeoXConfig", rotary_pct=0.25, hidden_size=96, attention_bias=True),
+    "phi": lambda: _config("PhiConfig", hidden_size=96, **_rope("default", partial_rotary_factor=0.5)),
+    "gemma3": lambda: _config(
+        "Gemma3TextConfig", head_dim=16, query_pre_attn_scalar=16, sliding_window=SLIDING, layer_types=_MIXED
+    ),
+    "cohere": lambda: _config("CohereConfig", use_qk_norm=False),
+    "glm": lambda: _config("GlmConfig", head_dim=16, **_rope("default", partial_rotary_factor=0.5)),
+    "smollm3": lambda: _config("SmolLM3Config", num_hidden_layers=4, no_rope_layer_interval=4),
+}
+FAMILIES = tuple(_MAKERS)
+INTERLEAVED = ("cohere", "glm")
+SLIDES = ("mistral", "gemma3")
+
+
+def make_model(config: PreTrainedConfig, seed: int = 0) -> torch.nn.Module:
+    """A float32 model with weights large enough that attention is far from uniform."""
+    config.initializer_range = 0.2
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).eval()
+
+
+def config_of(family: str) -> PreTrainedConfig:
+    """A fresh configuration."""
+    return _MAKERS[family]()
+
+
+@functools.cache
+def engine_of(family: str) -> TransformersEngine:
+    """One engine for each family, shared by all tests, which only read from it."""
+    return TransformersEngine(make_model(config_of(family)), model_id=family, revision=family)
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    """Random token ids, special ones left out."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()
