@@ -126,14 +126,16 @@ class FetchRun:
             await self._room.wait()
             cutter = Cutter(wanted)
             transfer = self._meter.begin()
+            silent = False
             try:
                 await self._receive(wanted, cutter, transfer)
             except FATAL:
                 raise
             except (StorageError, CorruptError) as error:
+                silent = isinstance(error, StalledError)
                 self._failed(cutter, error, began=transfer.first_byte_s is not None)
             finally:
-                transfer.end()
+                transfer.end(silent=silent)
 
     async def _receive(self, wanted: Range[Want], cutter: Cutter[Want], transfer: Transfer) -> None:
         pieces = self._source.read(wanted.start, wanted.end)
@@ -144,7 +146,6 @@ class FetchRun:
                 for piece, body in cutter.feed(data):
                     self._deliver(piece.tag, body, piece.end - position, transfer)
                     position = piece.end
-                self._meter.flush()
         if cutter.pending:
             msg = f"{self._source.url} ends before byte {wanted.end}: the object was cut short; write it again"
             raise CorruptError(msg)

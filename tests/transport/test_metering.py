@@ -1,5 +1,7 @@
 """Facts for the estimator: wall time is counted once, however many answers come in at a time."""
 
+from itertools import pairwise
+
 import pytest
 
 from kvwire.transport import LinkMeter
@@ -71,6 +73,20 @@ def test_a_pause_between_transfers_is_not_busy(meter, clock, samples):
         transfer.end()
         clock.now += 10
     assert total(samples) == (40, 20, 1.0)
+
+
+def test_intervals_do_not_overlap_and_silence_shows(meter, clock, samples):
+    one, two = meter.begin(), meter.begin()
+    for _ in range(20):
+        clock.now += 0.003
+        one.received(10)
+        two.received(10)
+    clock.now += 2
+    one.end(silent=True)
+    two.end()
+    assert all(a.ended <= b.started for a, b in pairwise(samples))
+    assert any(s.busy_s > 1.9 and s.timed_bytes <= 20 for s in samples)
+    assert len(samples) <= 20  # not one for each piece
 
 
 def test_a_transfer_without_bytes_gives_no_sample(meter, samples):
