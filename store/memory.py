@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvwire.errors import NotFoundError
@@ -12,28 +13,30 @@ from kvwire.store.keys import check_key, check_prefix, entity_tag
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from kvwire.store.base import ObjectReader
 
-class _BytesReader:
-    """Bytes never change, so holding them is holding the version."""
+
+class _Object:
+    """Bytes and, once asked for, their tag. Neither changes, so holding this is holding the version."""
 
     def __init__(self, key: str, data: bytes) -> None:
         self._key = key
-        self._data = data
+        self.data = data
+
+    @cached_property
+    def etag(self) -> str:
+        return entity_tag(self._key, self.data)
 
     @property
     def size(self) -> int:
-        return len(self._data)
+        return len(self.data)
 
-    @property
-    def etag(self) -> str:
-        return entity_tag(self._key, self._data)
-
-    def read(self, start: int, end: int) -> bytes:
-        start, stop = clamp_range(start, end, len(self._data))
-        return self._data[start:stop]
+    def read(self, start: int, end: int | None) -> bytes:
+        start, stop = clamp_range(start, end, len(self.data))
+        return self.data[start:stop]
 
     def close(self) -> None:
-        self._data = b""
+        pass
 
 
 class MemoryStore:
@@ -41,7 +44,7 @@ class MemoryStore:
 
     def __init__(self) -> None:
         """Start empty."""
-        self._objects: dict[str, bytes] = {}
+        self._objects: dict[str, _Object] = {}
         self._lock = threading.Lock()
 
     @property
@@ -49,26 +52,24 @@ class MemoryStore:
         """Always ``memory:``; opening it again gives another, empty store."""
         return "memory:"
 
-    def snapshot(self, key: str) -> _BytesReader:
+    def snapshot(self, key: str) -> ObjectReader:
         """Hold the object as it is now."""
-        return _BytesReader(key, self._find(key))
+        return self._find(key)
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         """Bytes ``start`` to ``end`` of the object, clamped at its end."""
-        data = self._find(key)
-        start, stop = clamp_range(start, end, len(data))
-        return data[start:stop]
+        return self._find(key).read(start, end)
 
     def stat(self, key: str) -> ObjectStat:
         """Size and entity tag."""
-        data = self._find(key)
-        return ObjectStat(len(data), entity_tag(key, data))
+        found = self._find(key)
+        return ObjectStat(found.size, found.etag)
 
     def put(self, key: str, data: bytes) -> None:
         """Keep a copy of the bytes."""
         check_key(key)
         with self._lock:
-            self._objects[key] = bytes(data)
+            self._objects[key] = _Object(key, bytes(data))
 
     def delete(self, key: str) -> None:
         """Forget the object, if there is one."""
@@ -88,11 +89,11 @@ class MemoryStore:
         with self._lock:
             self._objects.clear()
 
-    def _find(self, key: str) -> bytes:
+    def _find(self, key: str) -> _Object:
         check_key(key)
         with self._lock:
-            data = self._objects.get(key)
-        if data is None:
+            found = self._objects.get(key)
+        if found is None:
             msg = f"{key} is not in this memory store"
             raise NotFoundError(msg)
-        return data
+        return found

@@ -181,6 +181,20 @@ async def test_health_and_metrics(url, client):
     assert DIGEST not in page
 
 
+class BreakingReader:
+    def __init__(self, reader, store):
+        self.reader = reader
+        self.store = store
+        self.size = reader.size
+        self.etag = reader.etag
+        self.close = reader.close
+
+    def read(self, start, end):
+        if start >= self.store.after:
+            raise self.store.error
+        return self.reader.read(start, end)
+
+
 class BrokenStore(MemoryStore):
     """Fails at once, or from a given byte on."""
 
@@ -192,16 +206,7 @@ class BrokenStore(MemoryStore):
     def snapshot(self, key):
         if self.after is None and key != "fine":
             raise self.error
-        reader = super().snapshot(key)
-        whole = reader.read
-
-        def read(start, end):
-            if start >= self.after:
-                raise self.error
-            return whole(start, end)
-
-        reader.read = read
-        return reader
+        return BreakingReader(super().snapshot(key), self)
 
     def stat(self, _key):
         raise self.error
