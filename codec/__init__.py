@@ -22,6 +22,7 @@ __all__ = [
     "encode",
     "fit_profile",
     "inspect",
+    "level_index",
     "positions_off",
     "positions_on",
     "read_head",

@@ -6,14 +6,41 @@ negative indices, without which LLVM does not vectorise the lane loops.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, TypeVar, cast
+
 from numba import njit
 from numpy import uint8, uint16, uint32
 
-_jit = njit(nogil=True, cache=True, error_model="numpy")
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import TypeAlias
+
+    from numpy import float32, int32, int64
+    from numpy.typing import NDArray
+
+    U8: TypeAlias = NDArray[uint8]
+    U16: TypeAlias = NDArray[uint16]
+    U32: TypeAlias = NDArray[uint32]
+    I32: TypeAlias = NDArray[int32]
+
+_Kernel = TypeVar("_Kernel", bound="Callable[..., None]")
+
+
+def _jit(kernel: _Kernel) -> _Kernel:
+    return cast("_Kernel", njit(nogil=True, cache=True, error_model="numpy")(kernel))
 
 
 @_jit
-def encode(symbols, tables, starts, frequencies, lanes, buffer, states, counts):
+def encode(
+    symbols: U8,
+    tables: U32,
+    starts: U32,
+    frequencies: U32,
+    lanes: int,
+    buffer: U16,
+    states: U32,
+    counts: NDArray[int64],
+) -> None:
     """Fill ``buffer[lane]`` from its end with the lane's words; symbols and tables uint8/uint32 ``[tokens, columns]``.
 
     tables[t, c] is the flat index of the first entry of the symbol's table in starts and frequencies (uint32).
@@ -39,8 +66,8 @@ def encode(symbols, tables, starts, frequencies, lanes, buffer, states, counts):
 
 
 @_jit
-def decode_lookup(words, limit, states, pointers, tables, lookup, out):
-    """Decode base symbols into ``out`` uint8 ``[tokens, columns]``; ``tables[c]`` is the column's first entry in ``lookup``.
+def decode_lookup(words: U16, limit: uint32, states: U32, pointers: U32, tables: U32, lookup: U32, out: U8) -> None:
+    """Decode base symbols into ``out`` uint8 ``[tokens, columns]``; ``tables[c]`` is the column's start in ``lookup``.
 
     words: uint16 with a spare word at index ``limit``: a damaged stream reads that word for ever and never runs out.
     """
@@ -64,8 +91,10 @@ def decode_lookup(words, limit, states, pointers, tables, lookup, out):
 
 
 @_jit
-def decode_ternary(words, limit, states, pointers, tables, thresholds, contexts, out):
-    """Decode refinement symbols 0, 1, 2 into ``out``; ``thresholds[tables[c] + contexts[t, c]]`` packs both cumulative frequencies."""
+def decode_ternary(
+    words: U16, limit: uint32, states: U32, pointers: U32, tables: U32, thresholds: U32, contexts: U8, out: U8
+) -> None:
+    """Decode refinement symbols 0, 1, 2 into ``out``; ``thresholds[tables[c] + contexts[t, c]]`` packs their starts."""
     tokens, columns = out.shape
     lanes = states.shape[0]
     for first in range(0, columns, lanes):
@@ -92,7 +121,7 @@ def decode_ternary(words, limit, states, pointers, tables, thresholds, contexts,
 
 
 @_jit
-def contexts_of(quantised, columns, out):
+def contexts_of(quantised: I32, columns: U32, out: U8) -> None:
     """``out[t, i] = min(|quantised[t, columns[i]]|, 2)`` as uint8."""
     for t in range(out.shape[0]):
         for i in range(out.shape[1]):
@@ -100,7 +129,7 @@ def contexts_of(quantised, columns, out):
 
 
 @_jit
-def refine(quantised, columns, symbols):
+def refine(quantised: I32, columns: U32, symbols: U8) -> None:
     """In place ``q -> 3 q + r`` for the coded columns; symbol 2 moves away from zero where q is not zero."""
     for t in range(symbols.shape[0]):
         for i in range(symbols.shape[1]):
@@ -110,7 +139,7 @@ def refine(quantised, columns, symbols):
 
 
 @_jit
-def place(quantised, columns, symbols):
+def place(quantised: I32, columns: U32, symbols: U8) -> None:
     """Scatter base symbols (biased by 128) into their columns."""
     for t in range(symbols.shape[0]):
         for i in range(symbols.shape[1]):
@@ -118,8 +147,8 @@ def place(quantised, columns, symbols):
 
 
 @_jit
-def coarsen(fine, coarse, symbols):
-    """Split ``fine = 3 * coarse + r``, r in -1, 0, 1; ``symbols`` gets r + 1, the sign turned where coarse is negative."""
+def coarsen(fine: I32, coarse: I32, symbols: U8) -> None:
+    """Split ``fine = 3 * coarse + r``, r in -1, 0, 1; ``symbols`` gets 1 + r, or 1 - r where coarse is negative."""
     for t in range(fine.shape[0]):
         for c in range(fine.shape[1]):
             q = (fine[t, c] + 1) // 3
@@ -129,7 +158,7 @@ def coarsen(fine, coarse, symbols):
 
 
 @_jit
-def dequantise(quantised, step, out):
+def dequantise(quantised: I32, step: float, out: NDArray[float32]) -> None:
     """``out = step * quantised`` as float32."""
     for t in range(out.shape[0]):
         for c in range(out.shape[1]):

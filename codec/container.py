@@ -5,17 +5,17 @@ Everything here is read from strangers: sizes are compared with what the input c
 
 from __future__ import annotations
 
-import math
 import struct
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kvwire.codec.layout import MAX_JSON_BYTES, meta_from_json, meta_to_json, pack_json, unpack_json
+from kvwire.codec.ids import MAX_BITS, MIN_BITS, id_bytes, pack_ids, unpack_ids
+from kvwire.codec.layout import elements_per_token, meta_from_json, meta_to_json, pack_json, unpack_json
 from kvwire.codec.quantiser import MAX_LEVELS
-from kvwire.errors import CorruptError, FormatVersionError, TruncatedError
+from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, TruncatedError
 from kvwire.types import BlobInfo, LevelInfo, SegmentInfo
 
 if TYPE_CHECKING:
@@ -28,21 +28,42 @@ if TYPE_CHECKING:
 MAGIC = b"\x89KVW\r\n\x1a\n"
 VERSION = (1, 0)
 ALIGNMENT = 64
+"""The payload begins on a cache line; segments follow each other without padding."""
 MAX_HEAD_BYTES = 16 << 20
+"""A million tokens in chunks of 256 with four levels take 3 MiB."""
 MAX_CHUNK_TOKENS = 4096
+"""A chunk's working set must stay small against the cache."""
 CODEC_LANES = 1
 """Segment codec: layered coefficients in private-lane rANS."""
 MISSING = 0xFFFF_FFFF_FFFF_FFFF
+"""Offset of a segment that is not in the blob."""
+MAX_STEP = 2.0**64
+MAX_SHIFT = 1024
+"""Steps and shifts beyond these, or below one over MAX_STEP, leave the range of float32 and of the classes."""
 _PROLOGUE = struct.Struct("<8sHHIIQQIIIIIBBHI")
-"""magic, major, minor, incompatible, compatible, head bytes, file bytes, head CRC-32, metadata stored, metadata raw, tokens,
-chunk tokens, levels, bits of a token id (0: unknown), reserved, bytes of the profile inside."""
+"""magic, major, minor, incompatible flags, compatible flags, head bytes, file bytes, CRC-32 of the head, metadata
+stored, metadata raw, tokens, chunk tokens, levels, bits of a token id (0: unknown), reserved, bytes of the profile
+inside."""
 _CRC_AT = 36
 _ENTRY = np.dtype(
     [
-        ("offset", "<u8"), ("stored", "<u4"), ("raw", "<u4"), ("crc32", "<u4"),
-        ("codec", "<u2"), ("flags", "<u2"), ("error", "<f4"), ("reserved", "<u4"),
+        ("offset", "<u8"), ("stored", "<u4"), ("symbols", "<u4"), ("crc32", "<u4"),
+        ("codec", "<u2"), ("flags", "<u2"), ("error", "<f4"), ("energy", "<f4"),
     ]
 )  # fmt: skip
+_DIGEST_CHARACTERS = 64
+
+
+class Coded(NamedTuple):
+    """One segment as encoded: bytes, number of symbols, and the chunk's weighted squared error and energy at its level.
+
+    error: relative to the energy.
+    """
+
+    data: bytes
+    symbols: int
+    error: float
+    energy: float
 
 
 @dataclass(frozen=True)
@@ -65,7 +86,7 @@ class Head:
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """What the encoder hands to ``pack_blob``: segments[chunk][level] as (stored bytes, raw symbols, error)."""
+    """What the encoder hands to ``pack_blob``; segments[chunk][level]."""
 
     meta: CacheMeta
     token_ids: tuple[int, ...] | None
@@ -74,11 +95,11 @@ class Draft:
     levels: tuple[Level, ...]
     profile_digest: str
     profile_bytes: bytes
-    segments: Sequence[Sequence[tuple[bytes, int, float]]]
+    segments: Sequence[Sequence[Coded]]
 
 
 def pack_blob(draft: Draft) -> bytes:
-    """Lay out a whole blob."""
+    """Lay out a whole blob; raises ArgumentError where its head would be longer than readers accept."""
     metadata, metadata_raw = pack_json(
         {
             "meta": meta_to_json(draft.meta),
@@ -86,10 +107,13 @@ def pack_blob(draft: Draft) -> bytes:
             "profile": draft.profile_digest,
         }
     )
-    bits, ids = _pack_ids(draft.token_ids, draft.tokens)
+    bits, ids = pack_ids(draft.token_ids, draft.tokens)
     cells = len(draft.segments) * len(draft.levels)
     used = _PROLOGUE.size + len(metadata) + cells * _ENTRY.itemsize + len(ids) + len(draft.profile_bytes)
     head_bytes = -(-used // ALIGNMENT) * ALIGNMENT
+    if head_bytes > MAX_HEAD_BYTES:
+        msg = f"the blob's head would take {head_bytes} bytes of {MAX_HEAD_BYTES} allowed; split the document"
+        raise ArgumentError(msg)
     index, end = _index(draft, head_bytes)
     prologue = _PROLOGUE.pack(
         MAGIC, *VERSION, 0, 0, head_bytes, end, 0, len(metadata), metadata_raw, draft.tokens, draft.chunk_tokens,
@@ -97,14 +121,14 @@ def pack_blob(draft: Draft) -> bytes:
     )  # fmt: skip
     head = bytearray(prologue + metadata + index.tobytes() + ids + draft.profile_bytes + bytes(head_bytes - used))
     head[_CRC_AT : _CRC_AT + 4] = struct.pack("<I", zlib.crc32(head))
-    return bytes(head) + b"".join(data for chunk in draft.segments for data, _, _ in chunk)
+    return bytes(head) + b"".join(coded.data for chunk in draft.segments for coded in chunk)
 
 
 def _index(draft: Draft, offset: int) -> tuple[NDArray[np.void], int]:
     index = np.zeros((len(draft.segments), len(draft.levels)), _ENTRY)
     for row, chunk in enumerate(draft.segments):
-        for level, (data, raw, error) in enumerate(chunk):
-            index[row, level] = (offset, len(data), raw, zlib.crc32(data), CODEC_LANES, 0, error, 0)
+        for level, (data, symbols, error, energy) in enumerate(chunk):
+            index[row, level] = (offset, len(data), symbols, zlib.crc32(data), CODEC_LANES, 0, error, energy)
             offset += len(data)
     return index, offset
 
@@ -119,42 +143,51 @@ def read_head(data: bytes, *, check: bool = True) -> BlobInfo:
     return parse_head(data, check=check).info
 
 
+class _Prologue(NamedTuple):
+    version: tuple[int, int]
+    head_bytes: int
+    file_bytes: int
+    meta_stored: int
+    meta_raw: int
+    tokens: int
+    chunk_tokens: int
+    levels: int
+    bits: int
+    profile_bytes: int
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.tokens // self.chunk_tokens)
+
+
 def parse_head(data: bytes, *, check: bool = True) -> Head:
     """``read_head`` for the decoder."""
     fields = _prologue(data, check=check)
-    head_bytes, file_bytes, meta_stored, meta_raw, tokens, chunk_tokens, levels, bits, profile_size = fields
-    chunks = -(-tokens // chunk_tokens)
-    id_bytes = _id_bytes(tokens, bits)
-    used = _PROLOGUE.size + meta_stored + chunks * levels * _ENTRY.itemsize + id_bytes + profile_size
-    if not used <= head_bytes < used + ALIGNMENT:
-        msg = "the blob's head does not add up to its length; fetch it again"
+    metadata, index, ids, profile_bytes = _parts(data, fields)
+    meta = meta_from_json(metadata.get("meta"))
+    levels = _levels(metadata.get("levels"), fields.levels)
+    digest = metadata.get("profile")
+    if not isinstance(digest, str) or len(digest) != (0 if profile_bytes else _DIGEST_CHARACTERS):
+        msg = "the blob neither carries a profile nor names one; fetch it again"
         raise CorruptError(msg)
-    at = _PROLOGUE.size
-    metadata = unpack_json(bytes(data[at : at + meta_stored]), meta_raw, "blob")
-    at += meta_stored
-    index = np.frombuffer(data, _ENTRY, chunks * levels, at).reshape(chunks, levels)
-    at += index.nbytes
-    ids = _unpack_ids(data[at : at + id_bytes], tokens, bits)
-    profile_bytes = bytes(data[at + id_bytes : at + id_bytes + profile_size])
-    meta = meta_from_json(metadata.get("meta", {}))
-    parsed = _levels(metadata.get("levels"), levels)
-    segments = _segments(index, head_bytes, file_bytes)
+    segments = _segments(index, fields)
+    infos = _level_infos(levels, index, fields.head_bytes, fields.tokens * elements_per_token(meta.layers))
     info = BlobInfo(
-        VERSION, meta, tokens, chunk_tokens, head_bytes, file_bytes, str(metadata.get("profile", "")),
-        _level_infos(parsed, segments, head_bytes, tokens * meta.elements_per_token, chunk_tokens), segments, ids,
+        fields.version, meta, fields.tokens, fields.chunk_tokens, fields.head_bytes, fields.file_bytes, digest,
+        infos, segments, unpack_ids(ids, fields.tokens, fields.bits),
     )  # fmt: skip
-    return Head(info, parsed, profile_bytes)
+    return Head(info, levels, profile_bytes)
 
 
-def _prologue(data: bytes, *, check: bool) -> tuple[int, ...]:
-    if not data[: len(MAGIC)] == MAGIC[: len(data)] or not data:
+def _prologue(data: bytes, *, check: bool) -> _Prologue:
+    if data[: len(MAGIC)] != MAGIC[: len(data)] or not data:
         msg = "this is no kvwire blob: it does not begin with the blob's signature"
         raise CorruptError(msg)
     if len(data) < _PROLOGUE.size:
         msg = "the blob ends within its header; fetch it again"
         raise TruncatedError(msg, _PROLOGUE.size)
     (_, major, minor, incompatible, _, head_bytes, file_bytes, crc, meta_stored, meta_raw, tokens, chunk_tokens,
-     levels, bits, _, profile_size) = _PROLOGUE.unpack_from(data)  # fmt: skip
+     levels, bits, _, profile_bytes) = _PROLOGUE.unpack_from(data)  # fmt: skip
     if major != VERSION[0] or incompatible:
         msg = f"blob format {major}.{minor} (flags {incompatible:#x}) is newer than this kvwire; upgrade kvwire"
         raise FormatVersionError(msg)
@@ -164,89 +197,104 @@ def _prologue(data: bytes, *, check: bool) -> tuple[int, ...]:
     if len(data) < head_bytes:
         msg = f"the blob's head ends after {len(data)} of {head_bytes} bytes; fetch it again"
         raise TruncatedError(msg, head_bytes)
-    head = bytearray(data[:head_bytes])
-    head[_CRC_AT : _CRC_AT + 4] = bytes(4)
-    if check and zlib.crc32(head) != crc:
+    if check and _head_crc(data[:head_bytes]) != crc:
         msg = "the blob's head does not match its checksum; fetch it again"
         raise CorruptError(msg)
-    sound = tokens and 1 <= chunk_tokens <= MAX_CHUNK_TOKENS and 1 <= levels <= MAX_LEVELS and bits <= 32  # noqa: PLR2004
-    if not sound or meta_raw > MAX_JSON_BYTES:
+    fits = 1 <= chunk_tokens <= MAX_CHUNK_TOKENS and 1 <= levels <= MAX_LEVELS
+    if not (tokens and fits and (not bits or MIN_BITS <= bits <= MAX_BITS)):
         msg = "the blob's header holds impossible numbers; fetch it again"
         raise CorruptError(msg)
-    return head_bytes, file_bytes, meta_stored, meta_raw, tokens, chunk_tokens, levels, bits, profile_size
+    return _Prologue(
+        (major, minor), head_bytes, file_bytes, meta_stored, meta_raw, tokens, chunk_tokens, levels, bits, profile_bytes
+    )
+
+
+def _head_crc(head: bytes) -> int:
+    """CRC-32 of the head with zeros in the checksum's own place."""
+    crc = zlib.crc32(bytes(4), zlib.crc32(head[:_CRC_AT]))
+    return zlib.crc32(head[_CRC_AT + 4 :], crc)
+
+
+def _parts(data: bytes, fields: _Prologue) -> tuple[dict[str, Any], NDArray[np.void], bytes, bytes]:
+    """Metadata, index ``[chunks, levels]``, packed token ids and the profile inside; their sizes must fill the head."""
+    cells = fields.chunks * fields.levels
+    sizes = (fields.meta_stored, cells * _ENTRY.itemsize, id_bytes(fields.tokens, fields.bits), fields.profile_bytes)
+    if not 0 <= fields.head_bytes - _PROLOGUE.size - sum(sizes) < ALIGNMENT:
+        msg = "the blob's head does not add up to its length; fetch it again"
+        raise CorruptError(msg)
+    at, parts = _PROLOGUE.size, []
+    for size in sizes:
+        parts.append(bytes(data[at : at + size]))
+        at += size
+    metadata = unpack_json(parts[0], fields.meta_raw, "blob")
+    index = np.frombuffer(parts[1], _ENTRY).reshape(fields.chunks, fields.levels)
+    return metadata, index, parts[2], parts[3]
 
 
 def _levels(rows: Any, count: int) -> tuple[Level, ...]:  # noqa: ANN401 - JSON
     try:
-        levels = tuple(Level(str(name), float(step), int(shift)) for name, step, shift in rows)
+        levels = tuple(_level(*row) for row in rows)
     except (TypeError, ValueError, OverflowError) as error:
         msg = f"the blob's levels are damaged ({error}); fetch it again"
         raise CorruptError(msg) from error
-    if len(levels) != count or any(not (math.isfinite(level.step) and level.step > 0) for level in levels):
-        msg = "the blob's levels are damaged; fetch it again"
+    if len(levels) != count:
+        msg = f"the blob names {len(levels)} levels and holds {count}; fetch it again"
         raise CorruptError(msg)
     return levels
 
 
-def _segments(index: NDArray[np.void], head_bytes: int, file_bytes: int) -> tuple[tuple[SegmentInfo, ...], ...]:
+def _level(name: Any, step: Any, shift: Any) -> Level:  # noqa: ANN401 - JSON
+    if not isinstance(name, str) or not 1 / MAX_STEP <= float(step) <= MAX_STEP:
+        msg = f"level {name!r} with step {step!r}"
+        raise ValueError(msg)
+    if type(shift) is not int or abs(shift) > MAX_SHIFT:
+        msg = f"level {name!r} with shift {shift!r}"
+        raise ValueError(msg)
+    return Level(name, float(step), shift)
+
+
+def _segments(index: NDArray[np.void], fields: _Prologue) -> tuple[tuple[SegmentInfo, ...], ...]:
     """Index entries in payload order: no gap, no overlap, nothing past the end."""
-    rows, expected = [], head_bytes
+    rows, expected = [], fields.head_bytes
     for chunk, row in enumerate(index.tolist()):
+        present = [entry for entry in row if entry[0] != MISSING]
+        if present != row[: len(present)]:
+            msg = f"chunk {chunk} lacks a level below one that it has; fetch the blob's head again"
+            raise CorruptError(msg)
         cells = []
-        for level, (offset, stored, raw, crc, codec, flags, error, _) in enumerate(row):
-            if offset == MISSING:
-                break
-            if offset != expected or offset + stored > file_bytes or flags:
+        for level, (offset, stored, symbols, crc, codec, flags, error, _) in enumerate(present):
+            if codec != CODEC_LANES or flags:
+                msg = f"chunk {chunk} level {level} is coded in way {codec} (flags {flags:#x}); upgrade kvwire"
+                raise FormatVersionError(msg)
+            if offset != expected or offset + stored > fields.file_bytes:
                 msg = f"chunk {chunk} level {level} lies where it cannot; fetch the blob's head again"
                 raise CorruptError(msg)
-            if codec != CODEC_LANES:
-                msg = f"chunk {chunk} level {level} is coded in way {codec}, unknown to this kvwire; upgrade kvwire"
-                raise FormatVersionError(msg)
             expected = offset + stored
-            cells.append(SegmentInfo(chunk, level, offset, stored, raw, crc, codec, error))
+            cells.append(SegmentInfo(chunk, level, offset, stored, symbols, crc, codec, error))
         rows.append(tuple(cells))
-    if expected != file_bytes:
+    if expected != fields.file_bytes:
         msg = "the blob's segments do not add up to its length; fetch it again"
         raise CorruptError(msg)
     return tuple(rows)
 
 
 def _level_infos(
-    levels: tuple[Level, ...],
-    segments: tuple[tuple[SegmentInfo, ...], ...],
-    head_bytes: int,
-    elements: int,
-    _chunk_tokens: int,
+    levels: tuple[Level, ...], index: NDArray[np.void], head_bytes: int, elements: int
 ) -> tuple[LevelInfo, ...]:
     out, cumulative = [], head_bytes
-    for index, level in enumerate(levels):
-        here = [row[index] for row in segments if len(row) > index]
-        size = sum(segment.stored for segment in here)
+    for level, column in zip(levels, index.T, strict=True):
+        here = column[column["offset"] != MISSING]
+        size = int(here["stored"].sum(dtype=np.int64))
         cumulative += size
-        error = sum(segment.error for segment in here) / max(1, len(here))
-        bits = 8.0 * cumulative / max(1, elements)
-        out.append(LevelInfo(level.name, level.step, size, cumulative, bits, error))
+        error = _mean_error(here["error"].astype(np.float64), here["energy"].astype(np.float64))
+        out.append(LevelInfo(level.name, level.step, size, cumulative, 8.0 * cumulative / elements, error))
     return tuple(out)
 
 
-def _pack_ids(ids: tuple[int, ...] | None, tokens: int) -> tuple[int, bytes]:
-    if ids is None:
-        return 0, bytes(tokens)
-    bits = max(8, max(ids).bit_length())
-    wide = np.asarray(ids, "<u4").view(np.uint8).reshape(-1, 4)
-    flat = np.unpackbits(wide, axis=1, bitorder="little")[:, :bits]
-    return bits, np.packbits(flat.ravel(), bitorder="little").tobytes()
-
-
-def _id_bytes(tokens: int, bits: int) -> int:
-    """At least a byte for each token, known or not: a blob cannot claim tokens that it does not pay for."""
-    return -(-tokens * max(8, bits) // 8)
-
-
-def _unpack_ids(data: bytes, tokens: int, bits: int) -> tuple[int, ...] | None:
-    if not bits:
-        return None
-    flat = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")[: tokens * max(8, bits)].reshape(tokens, -1)
-    wide = np.zeros((tokens, 32), np.uint8)
-    wide[:, : flat.shape[1]] = flat
-    return tuple(np.packbits(wide, axis=1, bitorder="little").view("<u4").ravel().tolist())
+def _mean_error(errors: NDArray[np.float64], energies: NDArray[np.float64]) -> float:
+    """The chunks' relative errors, weighted by their energies: a short or quiet chunk counts for little."""
+    if not (np.isfinite(errors).all() and np.isfinite(energies).all() and (energies >= 0).all()):
+        msg = "the blob's index holds impossible errors; fetch the blob's head again"
+        raise CorruptError(msg)
+    total = float(energies.sum())
+    return float(errors @ energies) / total if total else 0.0

@@ -10,11 +10,12 @@ import torch
 
 from kvwire.codec import _kernels
 from kvwire.codec.container import Head, parse_head
+from kvwire.codec.layout import shapes_of
 from kvwire.codec.positions import rotation
 from kvwire.codec.profile import Profile
-from kvwire.codec.segment import ChunkState, decode_segment
+from kvwire.codec.segment import MAX_CHUNK_SYMBOLS, ChunkState, decode_segment
 from kvwire.codec.transform import scatter, synthesise
-from kvwire.errors import ArgumentError, CorruptError, MismatchError, TruncatedError
+from kvwire.errors import ArgumentError, CorruptError, KvwireError, MismatchError, TruncatedError
 from kvwire.types import BlobInfo, KVCache
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvwire.codec.profile import Group
-    from kvwire.types import CacheMeta
+    from kvwire.types import SegmentInfo
 
 _FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -51,16 +52,11 @@ class BlobDecoder:
         """Parse the head, pick the profile and allocate the output; raises as ``decode`` does."""
         self._head: Head = parse_head(head, check=check)
         self._check = check
+        self._offset = offset
         self._profile = _profile_for(self._head, profile)
-        meta = self._head.info.meta
-        dtype = dtype or _FLOATS.get(meta.dtype, torch.float32)
-        self.cache = out or _empty(meta, self._head.info, device, dtype, offset)
-        if self.cache.tokens != self._head.info.tokens:
-            msg = f"the output has room for {self.cache.tokens} tokens, the blob holds {self._head.info.tokens}"
-            raise ArgumentError(msg)
-        used = {spec.rope for spec in meta.layers if spec.rope is not None}
-        tokens = self._head.info.tokens
-        self._turns = {} if offset is None else {r: rotation(meta.ropes[r], offset, tokens) for r in sorted(used)}
+        self._check_positions()
+        dtype = dtype or _FLOATS.get(self.info.meta.dtype, torch.float32)
+        self.cache = _empty(self.info, device, dtype, offset) if out is None else _checked_out(out, self.info)
 
     @property
     def info(self) -> BlobInfo:
@@ -68,29 +64,60 @@ class BlobDecoder:
         return self._head.info
 
     def decode_chunk(self, chunk: int, segments: Sequence[bytes]) -> None:
-        """Decode levels 0 to ``len(segments) - 1`` of a chunk into ``cache``; raises CorruptError, and then writes nothing."""
-        if not 1 <= len(segments) <= len(self.info.segments[chunk]):
-            msg = f"chunk {chunk} has levels 0 to {len(self.info.segments[chunk]) - 1}, got {len(segments)} segments"
+        """Decode levels 0 to ``len(segments) - 1`` of a chunk into ``cache``.
+
+        Raises CorruptError or TruncatedError where a segment is damaged, and then writes nothing; ArgumentError where
+        the blob has no such chunk or not as many levels.
+        """
+        if not 0 <= chunk < self.info.chunks or not 1 <= len(segments) <= len(self.info.segments[chunk]):
+            have = [len(row) for row in self.info.segments][chunk : chunk + 1]
+            msg = f"{len(segments)} segments for chunk {chunk} of {self.info.chunks}, which has {have or 'no'} levels"
             raise ArgumentError(msg)
         start, stop = self.info.chunk_span(chunk)
         state = ChunkState(stop - start, self._profile.spread, self._profile.tables)
         for segment, data in zip(self.info.segments[chunk], segments, strict=False):
-            self._check_segment(segment.chunk, segment.level, segment.stored, segment.crc32, data)
-            decode_segment(state, segment.level, self._head.levels[segment.level].shift, data, check=self._check)
+            self._advance(state, segment, data)
         step = self._head.levels[len(segments) - 1].step
-        turns = {regime: (cos[start:stop], sin[start:stop]) for regime, (cos, sin) in self._turns.items()}
+        turns = self._turns(start, stop)
         at = 0
         for group in self._profile.groups:
-            scatter(_elements(state, group, at, step), group, self.cache, start, turns)
+            scatter(_elements(state, group, at, step), group, self.cache, self.info.meta, start, turns)
             at += group.rank
 
-    def _check_segment(self, chunk: int, level: int, stored: int, crc32: int, data: bytes) -> None:
-        if len(data) != stored:
-            msg = f"chunk {chunk} level {level} has {len(data)} of {stored} bytes; fetch it again"
-            raise TruncatedError(msg, stored)
-        if self._check and zlib.crc32(data) != crc32:
-            msg = f"chunk {chunk} level {level} does not match its checksum; fetch it again"
+    def _advance(self, state: ChunkState, segment: SegmentInfo, data: bytes) -> None:
+        """Check one segment's bytes and decode them."""
+        name = f"chunk {segment.chunk} level {segment.level}"
+        if len(data) < segment.stored:
+            msg = f"{name} ends after {len(data)} of {segment.stored} bytes; fetch it again"
+            raise TruncatedError(msg, segment.end)
+        if len(data) > segment.stored or (self._check and zlib.crc32(data) != segment.crc32):
+            msg = f"{name} does not match its length or checksum; fetch it again"
             raise CorruptError(msg)
+        shift = self._head.levels[segment.level].shift
+        symbols = decode_segment(state, segment.level, shift, data, check=self._check)
+        if self._check and symbols != segment.raw:
+            msg = f"{name} holds {symbols} symbols, the index says {segment.raw}; fetch it again"
+            raise CorruptError(msg)
+
+    def _regimes(self) -> list[int]:
+        return sorted({spec.rope for spec in self.info.meta.layers if spec.rope is not None})
+
+    def _check_positions(self) -> None:
+        """Fail now, and not in the middle, where a position lies beyond a regime's reach."""
+        if self._offset is None:
+            return
+        for regime in self._regimes():
+            rotation(self.info.meta.ropes[regime], self._offset, 1)
+            rotation(self.info.meta.ropes[regime], self._offset + self.info.tokens - 1, 1)
+
+    def _turns(self, start: int, stop: int) -> dict[int, tuple[Tensor, Tensor]]:
+        """Each regime's cosines and sines for a span of tokens; nothing where positions stay off."""
+        if self._offset is None:
+            return {}
+        return {
+            regime: rotation(self.info.meta.ropes[regime], self._offset + start, stop - start)
+            for regime in self._regimes()
+        }
 
 
 def decode(
@@ -109,20 +136,23 @@ def decode(
     not needed where it carries its own. offset: position of the first token; None leaves positions off (keys as float
     of ``dtype``, un-rotated). dtype None: the dtype that the cache was encoded from. check: verify checksums.
     Memory: the output plus one chunk's working set. Raises TruncatedError, CorruptError, FormatVersionError,
-    MismatchError (profile missing or wrong), ArgumentError (no such level).
+    MismatchError (profile missing or wrong), RopeRegimeError (position out of reach), ArgumentError (no such level).
     """
-    decoder = BlobDecoder(blob, profile, device=device, dtype=dtype, offset=offset, check=check)
-    info = decoder.info
+    info = parse_head(blob, check=check).info
     if len(blob) < info.file_bytes:
         msg = f"the blob ends after {len(blob)} of {info.file_bytes} bytes; fetch it again"
         raise TruncatedError(msg, info.file_bytes)
+    if len(blob) > info.file_bytes:
+        msg = f"{len(blob) - info.file_bytes} bytes follow the blob's end; fetch it again"
+        raise CorruptError(msg)
     index = level_index(info, level)
-    view = memoryview(blob)
     for chunk, row in enumerate(info.segments):
         if len(row) <= index:
             msg = f"chunk {chunk} lacks level {index}; ask for a lower level"
             raise ArgumentError(msg)
-        decoder.decode_chunk(chunk, [bytes(view[s.offset : s.end]) for s in row[: index + 1]])
+    decoder = BlobDecoder(blob[: info.head_bytes], profile, device=device, dtype=dtype, offset=offset, check=check)
+    for chunk, row in enumerate(info.segments):
+        decoder.decode_chunk(chunk, [blob[s.offset : s.end] for s in row[: index + 1]])
     return decoder.cache
 
 
@@ -147,7 +177,7 @@ def level_index(info: BlobInfo, level: int | str | None) -> int:
 def _profile_for(head: Head, profile: Profile | None) -> Profile:
     wanted = head.info.profile_digest
     if not wanted:
-        found = Profile.from_bytes(head.profile_bytes)
+        found = _inside(head.profile_bytes)
     elif profile is None or profile.digest != wanted:
         have = "none was given" if profile is None else f"{profile.digest[:12]} was given"
         msg = f"the blob was encoded with profile {wanted[:12]}, {have}; pass profile= as stored beside the blob"
@@ -155,23 +185,48 @@ def _profile_for(head: Head, profile: Profile | None) -> Profile:
     else:
         found = profile
     found.check_fits(head.info.meta)
+    tokens = min(head.info.tokens, head.info.chunk_tokens)
+    if tokens * found.rank > MAX_CHUNK_SYMBOLS:
+        msg = f"a chunk of {tokens} tokens would hold {tokens * found.rank} symbols, {MAX_CHUNK_SYMBOLS} are allowed"
+        raise CorruptError(msg)
     return found
 
 
-def _empty(meta: CacheMeta, info: BlobInfo, device: str | torch.device, dtype: torch.dtype, offset: int | None) -> KVCache:
+def _inside(data: bytes) -> Profile:
+    """The profile that the blob carries; bytes fetched anew would not lengthen it, so it is never "truncated"."""
+    try:
+        return Profile.from_bytes(data)
+    except TruncatedError as error:
+        msg = f"the profile inside the blob is damaged: {error}"
+        raise CorruptError(msg) from error
+
+
+def _checked_out(out: KVCache, info: BlobInfo) -> KVCache:
+    if shapes_of(out.meta.layers) != shapes_of(info.meta.layers) or out.tokens != info.tokens:
+        msg = f"the output has another layout than the blob, or room for {out.tokens} and not {info.tokens} tokens"
+        raise ArgumentError(msg)
+    return out
+
+
+def _empty(info: BlobInfo, device: str | torch.device, dtype: torch.dtype, offset: int | None) -> KVCache:
     keys, values = [], []
-    for spec in meta.layers:
-        tokens = 0 if spec.kind == "none" else info.tokens
-        keys.append(torch.zeros(spec.kv_heads, tokens, spec.key_dim, dtype=dtype, device=device))
-        values.append(torch.zeros(spec.kv_heads, tokens, spec.value_dim, dtype=dtype, device=device))
-    placed = replace(meta, positions="off" if offset is None else "on", offset=offset or 0, dtype=str(dtype)[6:])
-    return KVCache(keys, values, placed, info.token_ids)
+    try:
+        for spec in info.meta.layers:
+            tokens = 0 if spec.kind == "none" else info.tokens
+            keys.append(torch.zeros(spec.kv_heads, tokens, spec.key_dim, dtype=dtype, device=device))
+            values.append(torch.zeros(spec.kv_heads, tokens, spec.value_dim, dtype=dtype, device=device))
+    except (RuntimeError, MemoryError) as error:
+        msg = f"no room for the decoded cache of {info.tokens} tokens on {device} ({error}); decode it elsewhere"
+        raise KvwireError(msg) from error
+    meta = replace(info.meta, dtype=str(dtype).removeprefix("torch."))
+    meta = meta if offset is None else replace(meta, positions="on", offset=offset)
+    return KVCache(keys, values, meta, info.token_ids)
 
 
 def _elements(state: ChunkState, group: Group, start: int, step: float) -> Tensor:
-    """A group's elements ``[tokens, width]`` from its coded columns: up to the last one, which the KLT's order makes nearly all of them."""
+    """A group's elements ``[tokens, width]``, from its columns up to the last coded one: the KLT has sorted them."""
     coded = state.classes[start : start + group.rank].nonzero()[0]
     last = int(coded[-1]) + 1 if len(coded) else 0
     coefficients = torch.empty(state.tokens, last, dtype=torch.float32)
     _kernels.dequantise(state.values[:, start : start + last], step, coefficients.numpy())
-    return synthesise(coefficients, group, slice(0, last))
+    return synthesise(coefficients, group)

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.codec.container import MAX_CHUNK_TOKENS, Draft, Level, pack_blob
+from kvwire.codec.container import MAX_CHUNK_TOKENS, Coded, Draft, Level, pack_blob
 from kvwire.codec.fit import identity_profile
 from kvwire.codec.quantiser import Ladder, ladder_for, quantise, split_levels
-from kvwire.codec.segment import ChunkState, encode_segment
-from kvwire.codec.tables import class_of
+from kvwire.codec.segment import MAX_CHUNK_SYMBOLS, ChunkState, encode_segment
+from kvwire.codec.tables import column_classes
 from kvwire.codec.transform import analyse
 from kvwire.errors import ArgumentError
 
@@ -25,7 +25,11 @@ CHUNK_TOKENS = 256
 
 
 def encode(
-    cache: KVCache, profile: Profile | None = None, levels: Ladder | int | None = None, *, chunk_tokens: int = CHUNK_TOKENS
+    cache: KVCache,
+    profile: Profile | None = None,
+    levels: Ladder | int | None = None,
+    *,
+    chunk_tokens: int = CHUNK_TOKENS,
 ) -> bytes:
     """Encode a document's cache into a layered blob.
 
@@ -42,11 +46,12 @@ def encode(
     if not 1 <= chunk_tokens <= MAX_CHUNK_TOKENS:
         msg = f"chunk_tokens must be 1 to {MAX_CHUNK_TOKENS}, got {chunk_tokens}"
         raise ArgumentError(msg)
-    inside = profile is None
     used = identity_profile(cache, ladder) if profile is None else profile
     used.check_fits(cache.meta)
+    if min(cache.tokens, chunk_tokens) * used.rank > MAX_CHUNK_SYMBOLS:
+        msg = f"a chunk may hold {MAX_CHUNK_SYMBOLS // used.rank} tokens of a model this wide, got {chunk_tokens}"
+        raise ArgumentError(msg)
     starts = range(0, cache.tokens, chunk_tokens)
-    segments = [_encode_chunk(cache, used, ladder, start, min(start + chunk_tokens, cache.tokens)) for start in starts]
     named = zip(ladder.names, ladder.steps, ladder.shifts, strict=True)
     return pack_blob(
         Draft(
@@ -55,28 +60,27 @@ def encode(
             tokens=cache.tokens,
             chunk_tokens=chunk_tokens,
             levels=tuple(Level(name, step, shift) for name, step, shift in named),
-            profile_digest="" if inside else used.digest,
-            profile_bytes=used.data if inside else b"",
-            segments=segments,
+            profile_digest="" if profile is None else used.digest,
+            profile_bytes=used.data if profile is None else b"",
+            segments=[_encode_chunk(cache, used, ladder, at, min(at + chunk_tokens, cache.tokens)) for at in starts],
         )
     )
 
 
-def _encode_chunk(cache: KVCache, profile: Profile, ladder: Ladder, start: int, stop: int) -> list[tuple[bytes, int, float]]:
-    coefficients = analyse(cache, profile, start, stop)
-    unit = class_of(np.abs(coefficients).mean(0) * np.sqrt(2))
+def _encode_chunk(cache: KVCache, profile: Profile, ladder: Ladder, start: int, stop: int) -> list[Coded]:
+    coefficients, energy = analyse(cache, profile, start, stop)
     values, _ = split_levels(quantise(coefficients, ladder.steps[-1]), len(ladder.steps))
+    unit = column_classes(coefficients)
+    kept = _energy(coefficients)
+    dropped = max(0.0, energy - kept)
     state = ChunkState(stop - start, profile.spread, profile.tables)
     segments = []
     for level, (shift, step) in enumerate(zip(ladder.shifts, ladder.steps, strict=True)):
         data, symbols = encode_segment(state, level, shift, unit - shift, values[level])
-        segments.append((data, symbols, _error(coefficients, values[level], step, profile)))
+        error = _energy(coefficients - np.float32(step) * values[level]) + dropped
+        segments.append(Coded(data, symbols, error / (kept + dropped) if error else 0.0, kept + dropped))
     return segments
 
 
-def _error(coefficients: NDArray[np.float32], values: NDArray[np.int32], step: float, profile: Profile) -> float:
-    """Attention-weighted squared error over attention-weighted energy, the rank cut's share included."""
-    dropped = sum(group.dropped for group in profile.groups) * len(coefficients)
-    error = np.square(coefficients - np.float32(step) * values, dtype=np.float32).sum(dtype=np.float64) + dropped
-    energy = np.square(coefficients, dtype=np.float32).sum(dtype=np.float64) + dropped
-    return float(error / energy) if energy else 0.0
+def _energy(coefficients: NDArray[np.floating]) -> float:
+    return float(np.square(coefficients, dtype=np.float32).sum(dtype=np.float64))

@@ -11,11 +11,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvwire.codec.profile import Group, Profile, Side, side_widths
+from kvwire.codec.profile import SIDES, Group, Profile, Side, side_widths
 from kvwire.codec.quantiser import Ladder, quantise, split_levels
-from kvwire.codec.tables import BIAS, CLASSES, CONTEXTS, ESCAPE, Tables, class_of, clip_class, fit_tables
+from kvwire.codec.tables import (
+    BIAS,
+    CLASSES,
+    CONTEXTS,
+    ESCAPE,
+    Tables,
+    class_of,
+    clip_class,
+    column_classes,
+    fit_tables,
+)
 from kvwire.codec.transform import analyse, gather
-from kvwire.errors import ArgumentError, MismatchError
+from kvwire.errors import ArgumentError, CacheValueError, MismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,14 +37,19 @@ if TYPE_CHECKING:
     from kvwire.types import KVCache, LayerSpec
 
 GROUP_WIDTH = 2048
-"""Elements for one token in a group: wide enough to share what neighbouring layers have in common, and its eigenproblem takes seconds."""
+"""Elements for one token in a group: neighbouring layers share what is common, the eigenproblem takes seconds."""
 RANK_CUT = 0.05
 """Coefficients narrower than this many of the finest steps are left out: they would never be coded."""
 _METRIC_FLOOR = 1e-3
 """Directions that attention ignores keep this share of the mean weight, so that their errors stay bounded."""
 _SHRINKAGE_TOKENS = 256
 """The covariance leans on an isotropic one as if that many tokens had been seen: short corpora keep every direction."""
+_TINY = 1e-20
+"""Stands for zero where something is divided by."""
+_RESOLUTION = 2.0**-20
+"""Scatter below this share of the mean is rounding noise, whatever a layer's scale."""
 _CHUNK = 1024
+"""Tokens gathered at a time."""
 
 
 def fit_profile(
@@ -48,8 +63,8 @@ def fit_profile(
     """Learn a profile from calibration caches of one model (a few thousand tokens will do).
 
     caches: documents' caches, all of one layout. statistics: the engine's query energies and value metrics.
-    group_width: elements for one token up to which neighbouring layers are transformed together. rank_cut: see RANK_CUT;
-    0 keeps every direction. ladder: the quality levels that the tables are tuned for.
+    group_width: elements for one token up to which neighbouring layers are transformed together. rank_cut: see
+    RANK_CUT; 0 keeps every direction. ladder: the quality levels that the tables are tuned for.
     Returns None where there are no caches: ``encode(cache, profile=None)`` then uses the identity transform.
     Raises MismatchError where the caches are of different models, ArgumentError where a setting is impossible.
     """
@@ -63,11 +78,12 @@ def fit_profile(
         msg = "calibration caches must all come from one model with one layout"
         raise MismatchError(msg)
     ladder = ladder or Ladder()
-    groups = []
-    for side in ("key", "value"):
-        for layers in _group_layers(first.layers, "key" if side == "key" else "value", group_width):
-            groups.append(_fit_group(caches, statistics, "key" if side == "key" else "value", layers, rank_cut * ladder.steps[-1]))
-    draft = Profile(first.model_id, first.model_revision, first.layers, tuple(groups), _no_counts())
+    groups = tuple(
+        _fit_group(caches, statistics, side, layers, rank_cut * ladder.steps[-1])
+        for side in SIDES
+        for layers in _group_layers(first.layers, side, group_width)
+    )
+    draft = Profile(first.model_id, first.model_revision, first.layers, groups, _no_counts())
     tokens = sum(cache.tokens for cache in caches)
     notes: dict[str, str | int | float] = {"tokens": tokens, "weighted": int(statistics is not None)}
     tables = count_tables(draft, caches, ladder)
@@ -76,24 +92,43 @@ def fit_profile(
 
 def identity_profile(cache: KVCache, ladder: Ladder) -> Profile:
     """A profile derived from one cache alone: per-element means, one scale for each layer, no rotation of the basis."""
-    groups = []
-    for side in ("key", "value"):
-        for layer, width in enumerate(side_widths(cache.meta.layers, "key" if side == "key" else "value")):
-            if width:
-                groups.append(_identity_group(cache, "key" if side == "key" else "value", layer))
-    draft = Profile("", "", cache.meta.layers, tuple(groups), _no_counts())
+    groups = tuple(
+        _identity_group(cache, side, layer)
+        for side in SIDES
+        for layer, width in enumerate(side_widths(cache.meta.layers, side))
+        if width
+    )
+    draft = Profile("", "", cache.meta.layers, groups, _no_counts())
     return Profile("", "", draft.layers, draft.groups, count_tables(draft, [cache], ladder))
 
 
 def _identity_group(cache: KVCache, side: Side, layer: int) -> Group:
-    width = side_widths(cache.meta.layers, side)[layer]
-    empty = np.zeros(width, np.float32)
-    elements = gather(cache, Group(side, (layer,), empty, empty, empty.astype(np.int16)), 0, cache.tokens)
-    mean = elements.mean(0)
+    elements = gather(cache, side, (layer,), 0, cache.tokens)
+    mean = elements.mean(0, dtype=torch.float64).float()
     centred = elements - mean
-    scale = max(float(centred.pow(2).mean().sqrt()), 1e-20)
-    spread = class_of(centred.abs().mean(0).numpy() / scale * np.sqrt(2))
-    return Group(side, (layer,), mean.numpy(), np.full(width, scale, np.float32), _as_spread(spread))
+    _check_finite(centred, side, (layer,))
+    scale = max(_rms(centred), _RESOLUTION * _rms(mean), _TINY)
+    spread = column_classes((centred / scale).numpy())
+    return Group(side, (layer,), _halved(mean, scale), np.full(len(mean), scale, np.float32), _as_spread(spread))
+
+
+def _halved(mean: Tensor, scale: float) -> NDArray[np.float32]:
+    """The mean as float16 has it, where that is close against the scatter: it travels in every blob."""
+    half = mean.half().float()
+    close = bool(torch.isfinite(half).all()) and float((half - mean).abs().max()) <= scale / 16
+    return (half if close else mean).numpy()
+
+
+def _rms(values: Tensor) -> float:
+    """Root of the mean square, of any float32 without overflow."""
+    largest = float(values.abs().max())
+    return largest * float((values / largest).square().mean().sqrt()) if largest else 0.0
+
+
+def _check_finite(values: Tensor, side: Side, layers: tuple[int, ...]) -> None:
+    if not bool(torch.isfinite(values).all()):
+        msg = f"the {side}s of layers {layers[0]} to {layers[-1]} are too large for float32; prefill them again"
+        raise CacheValueError(msg)
 
 
 def _as_spread(classes: NDArray[np.int64]) -> NDArray[np.int16]:
@@ -122,52 +157,54 @@ def _group_layers(layers: tuple[LayerSpec, ...], side: Side, group_width: int) -
 def _fit_group(
     caches: Sequence[KVCache], statistics: Statistics | None, side: Side, layers: tuple[int, ...], cut: float
 ) -> Group:
-    width = sum(side_widths(caches[0].meta.layers, side)[layer] for layer in layers)
-    blank = np.zeros(width, np.float32)
     pieces = [
-        gather(cache, Group(side, layers, blank, blank, blank.astype(np.int16)), start, min(start + _CHUNK, cache.tokens))
+        gather(cache, side, layers, start, min(start + _CHUNK, cache.tokens))
         for cache in caches
         for start in range(0, cache.tokens, _CHUNK)
     ]
     tokens = sum(len(piece) for piece in pieces)
     mean = torch.stack([piece.sum(0, dtype=torch.float64) for piece in pieces]).sum(0).div(tokens).float()
-    covariance = torch.zeros(width, width, dtype=torch.float64)
+    covariance = torch.zeros(len(mean), len(mean), dtype=torch.float64)
     for piece in pieces:
         centred = piece - mean
         covariance += (centred.T @ centred).double()
     covariance /= tokens
-    metric = _metric(caches[0].meta.layers, statistics, side, layers, covariance)
+    _check_finite(covariance, side, layers)
+    blocks = [_metric_block(caches[0].meta.layers[layer], statistics, side, layer) for layer in layers]
+    metric = _balanced(blocks, mean.double(), covariance)
     return _basis(side, layers, mean, covariance, metric, tokens, cut)
 
 
-def _metric(
-    specs: tuple[LayerSpec, ...],
-    statistics: Statistics | None,
-    side: Side,
-    layers: tuple[int, ...],
-    covariance: Tensor,
-) -> list[Tensor]:
-    """The attention metric of each layer, ``[heads, dim, dim]``, scaled so that every layer's weighted energy is 1 for each element."""
+def _metric_block(spec: LayerSpec, statistics: Statistics | None, side: Side, layer: int) -> Tensor:
+    """The attention metric of a layer, float64 ``[heads, dim, dim]``, floored; the unit matrix where it is unknown."""
+    dim = spec.key_dim if side == "key" else spec.value_dim
+    block = torch.eye(dim, dtype=torch.float64).repeat(spec.kv_heads, 1, 1)
+    if statistics is not None:
+        energy, value = statistics.query_energy[layer], statistics.value_metric[layer]
+        if side == "key" and energy is not None:
+            block = torch.diag_embed(energy.double().cpu())
+        elif side == "value" and value is not None:
+            block = value.double().cpu()
+    mean_weight = float(torch.diagonal(block, dim1=1, dim2=2).mean())
+    return block + max(_METRIC_FLOOR * mean_weight, _TINY) * torch.eye(dim, dtype=torch.float64)
+
+
+def _balanced(blocks: list[Tensor], mean: Tensor, covariance: Tensor) -> list[Tensor]:
+    """Each layer's metric, float32, scaled so that its weighted energy is 1 for each element.
+
+    A layer that hardly scatters about its mean is scaled by its mean instead, one that is zero by its metric.
+    """
     out, start = [], 0
-    for layer in layers:
-        spec = specs[layer]
-        dim = spec.key_dim if side == "key" else spec.value_dim
-        block = torch.eye(dim, dtype=torch.float64).repeat(spec.kv_heads, 1, 1)
-        if statistics is not None:
-            energy, value = statistics.query_energy[layer], statistics.value_metric[layer]
-            if side == "key" and energy is not None:
-                block = torch.diag_embed(energy.double())
-            elif side == "value" and value is not None:
-                block = value.double()
-        floor = _METRIC_FLOOR * torch.diagonal(block, dim1=1, dim2=2).mean().clamp(min=1e-30)
-        block = block + floor * torch.eye(dim, dtype=torch.float64)
-        energies = []
-        for head in range(spec.kv_heads):
-            part = covariance[start : start + dim, start : start + dim]
-            energies.append((block[head] * part).sum())
-            start += dim
-        mean_energy = torch.stack(energies).sum() / (spec.kv_heads * dim)
-        out.append((block / mean_energy.clamp(min=1e-30)).float())
+    for block in blocks:
+        heads, dim, _ = block.shape
+        width = heads * dim
+        own = covariance[start : start + width, start : start + width].reshape(heads, dim, heads, dim)
+        scatter = float(torch.einsum("hde,hdhe->", block, own))
+        constant = float(torch.einsum("hde,hd,he->", block, *(2 * [mean[start : start + width].reshape(heads, dim)])))
+        trace = float(torch.diagonal(block, dim1=1, dim2=2).sum())
+        energy = max(scatter, _RESOLUTION**2 * constant) or trace
+        out.append((block * (width / energy)).float())
+        start += width
     return out
 
 
@@ -192,16 +229,8 @@ def _basis(
     row_scale = rows.abs().amax(1).clamp(min=1e-20)
     spread = class_of(energies[:kept].clamp(min=0).sqrt().numpy())
     blocks = tuple(_compact(block).contiguous().numpy() for block in metric)
-    return Group(
-        side,
-        layers,
-        mean.numpy(),
-        row_scale.numpy(),
-        _as_spread(spread),
-        (rows / row_scale[:, None]).numpy().astype(np.float16),
-        blocks,
-        float(energies[kept:].clamp(min=0).sum()),
-    )
+    unit_rows = (rows / row_scale[:, None]).numpy().astype(np.float16)
+    return Group(side, layers, mean.numpy(), row_scale.numpy(), _as_spread(spread), unit_rows, blocks)
 
 
 def _compact(block: Tensor) -> Tensor:
@@ -219,7 +248,16 @@ def _roots(metric: list[Tensor]) -> tuple[Tensor, Tensor]:
             values = values.clamp(min=float(values.max()) * 1e-9)
             roots.append(vectors @ torch.diag(values.sqrt()) @ vectors.T)
             inverses.append(vectors @ torch.diag(values.rsqrt()) @ vectors.T)
-    return torch.block_diag(*roots), torch.block_diag(*inverses)
+    return _block_diagonal(roots), _block_diagonal(inverses)
+
+
+def _block_diagonal(blocks: list[Tensor]) -> Tensor:
+    out = torch.zeros(2 * (sum(len(block) for block in blocks),), dtype=torch.float64)
+    start = 0
+    for block in blocks:
+        out[start : start + len(block), start : start + len(block)] = block
+        start += len(block)
+    return out
 
 
 def count_tables(profile: Profile, caches: Sequence[KVCache], ladder: Ladder) -> Tables:
@@ -227,9 +265,9 @@ def count_tables(profile: Profile, caches: Sequence[KVCache], ladder: Ladder) ->
     base, ternary = np.zeros((CLASSES, 256)), np.zeros((CLASSES, CONTEXTS, 3))
     for cache in caches:
         for start in range(0, cache.tokens, _CHUNK):
-            coefficients = analyse(cache, profile, start, min(start + _CHUNK, cache.tokens))
-            unit = class_of(np.abs(coefficients).mean(0) * np.sqrt(2))
+            coefficients, _ = analyse(cache, profile, start, min(start + _CHUNK, cache.tokens))
             values, symbols = split_levels(quantise(coefficients, ladder.steps[-1]), len(ladder.steps))
+            unit = column_classes(coefficients)
             for level, shift in enumerate(ladder.shifts):
                 _count_base(base, values[level], clip_class(unit - shift))
                 if level:

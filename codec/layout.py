@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from kvwire.errors import CorruptError
+from kvwire.errors import ArgumentError, CorruptError
 from kvwire.types import CacheMeta, LayerSpec, RopeRegime
 
-MAX_JSON_BYTES = 4 << 20
-"""Metadata of a thousand layers takes a tenth of this."""
+MAX_JSON_BYTES = 1 << 20
+"""Metadata of a thousand layers takes a tenth; hostile text of this length makes some tens of megabytes of objects."""
 _MAX_DIM = 1 << 20
+"""Wider than any layer; products of two still fit 64 bits with room to spare."""
 
 
 def pack_json(value: object) -> tuple[bytes, int]:
@@ -31,7 +32,7 @@ def unpack_json(data: bytes, raw_length: int, what: str) -> dict[str, Any]:
         raise CorruptError(msg)
     raw = decompress(data, raw_length, what)
     try:
-        value = json.loads(raw, object_pairs_hook=_no_duplicates)
+        value = json.loads(raw.decode(), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         msg = f"the {what}'s metadata is not JSON as kvwire writes it ({error}); fetch it again"
         raise CorruptError(msg) from error
@@ -47,13 +48,20 @@ def decompress(data: bytes, raw_length: int, what: str) -> bytes:
     The frame's own claim is compared first, since the decompressor allocates by it.
     """
     try:
-        if zstandard.get_frame_parameters(data).content_size != raw_length:
-            msg = f"the {what} decompresses to another length than it claims; fetch it again"
-            raise CorruptError(msg)
-        return zstandard.ZstdDecompressor().decompress(data)
+        claimed = zstandard.get_frame_parameters(data).content_size
+        raw = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False) if claimed == raw_length else b""
     except (zstandard.ZstdError, MemoryError) as error:
         msg = f"the {what} does not decompress ({error}); fetch it again"
         raise CorruptError(msg) from error
+    if claimed != raw_length or len(raw) != raw_length:
+        msg = f"the {what} decompresses to another length than it should; fetch it again"
+        raise CorruptError(msg)
+    return raw
+
+
+def _no_constant(name: str) -> float:
+    msg = f"{name} is not a number"
+    raise ValueError(msg)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -62,6 +70,16 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         msg = "an object names a key twice"
         raise ValueError(msg)
     return value
+
+
+def elements_per_token(layers: tuple[LayerSpec, ...]) -> int:
+    """Numbers cached for one token, keys and values of all layers that have a cache."""
+    return sum(spec.key_width + spec.value_width for spec in layers if spec.kind != "none")
+
+
+def shapes_of(layers: tuple[LayerSpec, ...]) -> list[tuple[bool, int, int, int]]:
+    """What must agree for one cache's coefficients to fit another's layers."""
+    return [(s.kind == "none", s.kv_heads, s.key_dim, s.value_dim) for s in layers]
 
 
 def layers_to_json(layers: tuple[LayerSpec, ...]) -> list[list[int | str | None]]:
@@ -73,16 +91,17 @@ def layers_from_json(rows: list[list[Any]]) -> tuple[LayerSpec, ...]:
     """Read ``layers_to_json``; raises ValueError or TypeError where a row is impossible."""
     out = []
     for kind, heads, key_dim, value_dim, rope, window in rows:
-        numbers = [n for n in (heads, key_dim, value_dim, rope or 0, window or 0)]
-        if kind not in ("full", "sliding", "none") or any(type(n) is not int or not 0 <= n <= _MAX_DIM for n in numbers):
+        numbers = [n for n in (heads, key_dim, value_dim, rope, window) if n is not None]
+        sound = kind in ("full", "sliding", "none") and None not in (heads, key_dim, value_dim)
+        if not sound or any(type(n) is not int or not 0 <= n <= _MAX_DIM for n in numbers):
             msg = f"impossible layer {kind, heads, key_dim, value_dim, rope, window}"
             raise ValueError(msg)
         if kind != "none" and not (heads and key_dim and value_dim):
             msg = "a layer with a cache needs heads and dims above 0"
             raise ValueError(msg)
         out.append(LayerSpec(heads, key_dim, value_dim, kind, rope, window))
-    if not out:
-        msg = "no layers"
+    if not elements_per_token(tuple(out)):
+        msg = "no layer has a cache"
         raise ValueError(msg)
     return tuple(out)
 
@@ -98,7 +117,7 @@ def meta_to_json(meta: CacheMeta) -> dict[str, Any]:
     return fields
 
 
-def meta_from_json(fields: dict[str, Any]) -> CacheMeta:
+def meta_from_json(fields: Any) -> CacheMeta:  # noqa: ANN401 - JSON
     """Read ``meta_to_json``; raises CorruptError where a field is missing or impossible."""
     try:
         ropes = tuple(_rope(raw) for raw in fields["ropes"])
@@ -107,9 +126,10 @@ def meta_from_json(fields: dict[str, Any]) -> CacheMeta:
             _check_rope(spec, ropes)
         names = ("model_id", "model_revision", "tokenizer_digest", "dtype", "token_digest")
         if any(not isinstance(fields[name], str) for name in names):
-            raise ValueError("a name is not a string")  # noqa: EM101, TRY301, TRY003, TRY004 - retold below
+            msg = "a name is not a string"
+            raise ValueError(msg)  # noqa: TRY301 - retold below
         return CacheMeta(**{name: fields[name] for name in names}, layers=layers, ropes=ropes, positions="off")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, ArgumentError) as error:
         msg = f"the blob's metadata is damaged ({error}); fetch it again"
         raise CorruptError(msg) from error
 

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 
 def rotation(regime: RopeRegime, start: int, tokens: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """Cosines and sines that rotate positions 0 to ``start``, ``start + 1``, ...: two float32 ``[tokens, rotary_dim / 2]``.
+    """Cosines and sines that rotate position 0 to ``start``, ``start + 1``, ...
 
-    ``start`` may be negative. Raises RopeRegimeError at positions where the regime uses other frequencies.
+    Returns two float32 ``[tokens, rotary_dim / 2]``. ``start`` may be negative. Raises RopeRegimeError at
+    positions where the regime uses other frequencies.
     """
     last = max(abs(start), abs(start + tokens - 1)) if tokens else 0
     if regime.max_positions is not None and last >= regime.max_positions:
@@ -39,9 +40,9 @@ def rotation(regime: RopeRegime, start: int, tokens: int, device: torch.device |
 
 
 def rotate(keys: Tensor, regime: RopeRegime, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs of ``keys`` ``[..., tokens, key_dim]`` by given cosines and sines; dimensions past the rotary part pass through.
+    """Rotate the pairs of ``keys`` ``[..., tokens, key_dim]`` by given cosines and sines.
 
-    Returns float32, a new tensor. Pass ``-sin`` to rotate back.
+    Dimensions past the rotary part pass through. Returns float32, a new tensor. Pass ``-sin`` to rotate back.
     """
     out = keys.to(torch.float32, copy=True)
     width = regime.rotary_dim

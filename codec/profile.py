@@ -10,22 +10,24 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
 from kvwire.codec.arrays import pack_arrays, unpack_arrays
-from kvwire.codec.layout import layers_from_json, layers_to_json
+from kvwire.codec.layout import layers_from_json, layers_to_json, shapes_of
 from kvwire.codec.tables import Tables
 from kvwire.errors import CorruptError, MismatchError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from kvwire.codec.arrays import Arrays
     from kvwire.types import CacheMeta, LayerSpec
 
 Side = Literal["key", "value"]
+SIDES: tuple[Side, ...] = ("key", "value")
 MAGIC = b"\x89KVP\r\n\x1a\n"
 
 
@@ -34,11 +36,10 @@ class Group:
     """Keys or values of neighbouring layers, transformed together.
 
     layers: the layers, ascending. width: elements for one token, layer by layer, head by head. mean: float32
-    ``[width]``. rows: synthesis, ``[rank, width]`` in float16, each row scaled by row_scale float32 ``[rank]``; None for
-    the identity, where row_scale has one entry per element. metric: symmetric blocks ``[heads, dim, dim]`` (or a
+    ``[width]``. rows: synthesis, ``[rank, width]`` in float16, each row scaled by row_scale float32 ``[rank]``; None
+    for the identity, where row_scale has one entry per element. metric: symmetric blocks ``[heads, dim, dim]`` (or a
     diagonal ``[width]``) of the attention metric, for each layer in order; the encoder's only.
-    spread: int16 ``[rank]``, the class of each coefficient at step 1. dropped: mean energy for one token in the
-    directions that the rank cut left out.
+    spread: int16 ``[rank]``, the class of each coefficient at step 1.
     """
 
     side: Side
@@ -48,7 +49,6 @@ class Group:
     spread: NDArray[np.int16]
     rows: NDArray[np.float16] | None = None
     metric: tuple[NDArray[np.float32], ...] = ()
-    dropped: float = 0.0
 
     @property
     def rank(self) -> int:
@@ -115,10 +115,8 @@ class Profile:
 
     def check_fits(self, meta: CacheMeta) -> None:
         """Raise MismatchError where a cache is of another model or of another shape."""
-        shapes = [(s.kind == "none", s.kv_heads, s.key_dim, s.value_dim) for s in meta.layers]
-        ours = [(s.kind == "none", s.kv_heads, s.key_dim, s.value_dim) for s in self.layers]
-        if shapes != ours:
-            msg = "the profile was fitted for another cache layout; fit one on caches of this model (kvwire.fit_profile)"
+        if shapes_of(meta.layers) != shapes_of(self.layers):
+            msg = "the profile fits another cache layout; fit one on caches of this model (kvwire.fit_profile)"
             raise MismatchError(msg)
         if self.model_revision and meta.model_revision and self.model_revision != meta.model_revision:
             msg = (
@@ -130,17 +128,10 @@ class Profile:
     @cached_property
     def data(self) -> bytes:
         """The profile as stored: see docs/format.md."""
-        arrays: dict[str, NDArray[np.generic]] = {"base": self.tables.base, "ternary": self.tables.ternary}
-        described = []
+        arrays: Arrays = {"base": self.tables.base, "ternary": self.tables.ternary}
         for index, group in enumerate(self.groups):
-            named = {"mean": group.mean, "row_scale": group.row_scale, "spread": group.spread}
-            if group.rows is not None:
-                named["rows"] = group.rows
-            named |= {f"metric{number}": block for number, block in enumerate(group.metric)}
-            arrays |= {f"g{index}.{name}": array for name, array in named.items()}
-            described.append(
-                {"side": group.side, "layers": list(group.layers), "dropped": group.dropped, "metrics": len(group.metric)}
-            )
+            arrays |= {f"g{index}.{name}": array for name, array in _stored(group).items()}
+        described = [{"side": group.side, "layers": list(group.layers)} for group in self.groups]
         head = {
             "model_id": self.model_id,
             "model_revision": self.model_revision,
@@ -167,10 +158,10 @@ class Profile:
                 str(head["model_revision"]),
                 layers,
                 groups,
-                Tables(arrays["base"].astype(np.uint16), arrays["ternary"].astype(np.uint16)),
+                Tables(_typed(arrays["base"], "u2"), _typed(arrays["ternary"], "u2")),
                 dict(head["notes"]),
             )
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             msg = f"the profile's description is damaged ({error}); fetch it again"
             raise CorruptError(msg) from error
         profile.tables.check()
@@ -184,44 +175,73 @@ def side_widths(layers: tuple[LayerSpec, ...], side: Side) -> list[int]:
     return [0 if s.kind == "none" else (s.key_width if side == "key" else s.value_width) for s in layers]
 
 
-def _group(index: int, raw: dict[str, object], arrays: dict[str, NDArray[np.generic]]) -> Group:
+def _stored(group: Group) -> Arrays:
+    """A group's arrays by name; a mean that float16 holds exactly is stored so."""
+    small = bool((np.abs(group.mean) <= np.finfo(np.float16).max).all())
+    half = group.mean.astype(np.float16) if small else None
+    exact = half is not None and np.array_equal(half.astype(np.float32), group.mean)
+    named: Arrays = {"mean": half if half is not None and exact else group.mean}
+    named |= {"row_scale": group.row_scale, "spread": group.spread}
+    if group.rows is not None:
+        named["rows"] = group.rows
+    return named | {f"metric{number}": block for number, block in enumerate(group.metric)}
+
+
+def _typed(array: NDArray[np.generic], *kinds: str) -> Any:  # noqa: ANN401 - an array of one of the kinds
+    """A writable copy in native order; raises ValueError where the array is of another type."""
+    if array.dtype.str[1:] not in kinds:
+        msg = f"an array is of type {array.dtype}, not {' or '.join(kinds)}"
+        raise ValueError(msg)
+    return array.astype(array.dtype.newbyteorder("="))
+
+
+def _group(index: int, raw: dict[str, Any], arrays: Arrays) -> Group:
     prefix = f"g{index}."
-    side, layers, dropped, metrics = raw["side"], raw["layers"], raw["dropped"], raw["metrics"]
-    if side not in ("key", "value") or not isinstance(layers, list) or not isinstance(metrics, int):
+    side, layers = raw["side"], raw["layers"]
+    if side not in SIDES or any(type(layer) is not int for layer in layers) or layers != sorted(layers):
         msg = f"group {index}"
         raise ValueError(msg)
     rows = arrays.get(prefix + "rows")
+    metrics = [] if rows is None else [arrays[f"{prefix}metric{number}"] for number in range(len(layers))]
     return Group(
-        "key" if side == "key" else "value",
-        tuple(int(layer) for layer in layers),
-        arrays[prefix + "mean"].astype(np.float32),
-        arrays[prefix + "row_scale"].astype(np.float32),
-        arrays[prefix + "spread"].astype(np.int16),
-        None if rows is None else rows.astype(np.float16),
-        tuple(arrays[f"{prefix}metric{number}"].astype(np.float32) for number in range(metrics)),
-        float(str(dropped)),
+        side,
+        tuple(layers),
+        _typed(arrays[prefix + "mean"], "f2", "f4").astype(np.float32),
+        _typed(arrays[prefix + "row_scale"], "f4"),
+        _typed(arrays[prefix + "spread"], "i2"),
+        None if rows is None else _typed(rows, "f2"),
+        tuple(_typed(metric, "f4") for metric in metrics),
     )
 
 
 def _check_groups(profile: Profile) -> None:
-    """Every layer's keys and values in exactly one group, every array of the shape that the layout says."""
-    for side in ("key", "value"):
-        widths = side_widths(profile.layers, "key" if side == "key" else "value")
-        seen = [layer for group in profile.groups if group.side == side for layer in group.layers]
-        wanted = [layer for layer, width in enumerate(widths) if width]
-        if sorted(seen) != wanted or any(not 0 <= layer < len(widths) for layer in seen):
+    """Every layer's keys and values in exactly one group, every array finite and of the shape that the layout says."""
+    for side in SIDES:
+        widths = side_widths(profile.layers, side)
+        groups = [group for group in profile.groups if group.side == side]
+        seen = sorted(layer for group in groups for layer in group.layers)
+        if seen != [layer for layer, width in enumerate(widths) if width]:
             msg = f"the profile does not cover every layer's {side}s exactly once; fetch it again"
             raise CorruptError(msg)
-        for group in (group for group in profile.groups if group.side == side):
-            width = sum(widths[layer] for layer in group.layers)
-            full = group.rows is None
-            sound = (
-                group.mean.shape == (width,)
-                and group.row_scale.ndim == 1
-                and group.spread.shape == (group.rank,)
-                and (group.rank == width if full else group.rows is not None and group.rows.shape == (group.rank, width))
-                and bool(np.isfinite(group.mean).all() and np.isfinite(group.row_scale).all())
-            )
-            if not sound:
-                msg = f"a {side} group of the profile has arrays of the wrong shape; fetch it again"
-                raise CorruptError(msg)
+        if not all(_sound(group, profile.layers) for group in groups):
+            msg = f"a {side} group of the profile has arrays of the wrong shape or range; fetch it again"
+            raise CorruptError(msg)
+
+
+def _sound(group: Group, layers: tuple[LayerSpec, ...]) -> bool:
+    widths = side_widths(layers, group.side)
+    width = sum(widths[layer] for layer in group.layers)
+    arrays: list[NDArray[Any]] = [group.mean, group.row_scale, *group.metric]
+    arrays += [] if group.rows is None else [group.rows]
+    if group.row_scale.ndim != 1 or group.spread.shape != (group.rank,) or group.mean.shape != (width,):
+        return False
+    if not all(np.isfinite(array).all() for array in arrays):
+        return False
+    if group.rows is None:
+        return group.rank == width and bool((group.row_scale > 0).all())
+    fits = []
+    for layer, metric in zip(group.layers, group.metric, strict=True):
+        heads = layers[layer].kv_heads
+        dim = widths[layer] // heads
+        fits.append(metric.shape in ((widths[layer],), (heads, dim, dim)))
+    return group.rows.shape == (group.rank, width) and all(fits)

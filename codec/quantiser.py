@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 RATIO = 3
 MAX_LEVELS = 8
-_LARGEST = 2**28
-"""Quantised values stay where every level's arithmetic fits 32 bits."""
+LARGEST = 2**28
+"""Quantised values stay below this at every level, where all arithmetic fits 32 bits."""
+MAX_STEP = 2.0**40
+"""Coarsest step of a ladder, and one over the finest: far beyond what normalised coefficients can use."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,8 @@ class Ladder:
 
     def __post_init__(self) -> None:
         """Refuse ladders without levels, with too many, or with an impossible step."""
-        if not 1 <= len(self.names) <= MAX_LEVELS or not (math.isfinite(self.step) and self.step > 0):
-            msg = f"a ladder needs 1 to {MAX_LEVELS} level names and a positive step, got {self}"
+        if not 1 <= len(self.names) <= MAX_LEVELS or not 1 / MAX_STEP <= self.step <= MAX_STEP:
+            msg = f"a ladder needs 1 to {MAX_LEVELS} level names and a step within 2^-40 to 2^40, got {self}"
             raise ArgumentError(msg)
 
     @property
@@ -56,7 +58,7 @@ class Ladder:
 
 
 def ladder_for(levels: Ladder | int | None) -> Ladder:
-    """The ladder meant by the ``levels`` argument of ``encode``: a ladder, a number of its first levels, or None for all."""
+    """The ladder that ``encode``'s ``levels`` means: itself, the default's first few levels, or None for all."""
     if isinstance(levels, Ladder):
         return levels
     default = Ladder()
@@ -70,17 +72,21 @@ def ladder_for(levels: Ladder | int | None) -> Ladder:
 
 
 def quantise(coefficients: NDArray[np.float32], step: float) -> NDArray[np.int32]:
-    """Nearest multiples of ``step``, ties to even. Raises CacheValueError where the values are too large for 28 bits."""
-    scaled = coefficients * np.float32(1.0 / step)
-    if scaled.size and float(np.abs(scaled).max()) >= _LARGEST:
+    """Nearest multiples of ``step``, ties to even. Raises CacheValueError where one would exceed 28 bits."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = coefficients * np.float32(1.0 / step)
+        largest = float(np.abs(scaled).max(initial=0.0))
+    if not largest < LARGEST:
         msg = "the cache holds values too large to quantise; check the model's dtype and the profile it was fitted with"
         raise CacheValueError(msg)
-    return np.rint(scaled).astype(np.int32)
+    quantised: NDArray[np.int32] = np.rint(scaled).astype(np.int32)
+    return quantised
 
 
 def split_levels(finest: NDArray[np.int32], levels: int) -> tuple[list[NDArray[np.int32]], list[NDArray[np.uint8]]]:
     """Quantised values of every level, coarsest first, and the refinement symbols that lead from each to the next."""
-    values, symbols = [finest], []
+    values: list[NDArray[np.int32]] = [finest]
+    symbols: list[NDArray[np.uint8]] = []
     for _ in range(levels - 1):
         coarse, refinement = np.empty_like(finest), np.empty(finest.shape, np.uint8)
         _kernels.coarsen(values[0], coarse, refinement)
@@ -89,7 +95,9 @@ def split_levels(finest: NDArray[np.int32], levels: int) -> tuple[list[NDArray[n
     return values, symbols
 
 
-def split_levels_naive(finest: NDArray[np.int32], levels: int) -> tuple[list[NDArray[np.int32]], list[NDArray[np.uint8]]]:
+def split_levels_naive(
+    finest: NDArray[np.int32], levels: int
+) -> tuple[list[NDArray[np.int32]], list[NDArray[np.uint8]]]:
     """The readable twin of ``split_levels``."""
     values = [finest]
     for _ in range(levels - 1):

@@ -71,14 +71,15 @@ def _encode(
     room = tokens * -(-columns // lanes)
     buffer = np.empty((lanes, room), np.uint16)
     states, counts = np.empty(lanes, np.uint32), np.empty(lanes, np.int64)
-    _kernels.encode(
-        np.ascontiguousarray(symbols), np.ascontiguousarray(index), starts, frequencies.ravel().astype(np.uint32), lanes, buffer, states, counts
-    )  # fmt: skip
+    symbols, index = np.ascontiguousarray(symbols), np.ascontiguousarray(index)
+    _kernels.encode(symbols, index, starts, frequencies.ravel().astype(np.uint32), lanes, buffer, states, counts)
     words = np.concatenate([buffer[lane, room - count :] for lane, count in enumerate(counts)])
     return Lanes(states, counts.astype(np.uint16), words)
 
 
-def decode_base(lanes: Lanes, classes: NDArray[np.integer], tables: Tables, tokens: int, *, check: bool = True) -> NDArray[np.uint8]:
+def decode_base(
+    lanes: Lanes, classes: NDArray[np.integer], tables: Tables, tokens: int, *, check: bool = True
+) -> NDArray[np.uint8]:
     """Decode base symbols, uint8 ``[tokens, columns]``; raises CorruptError unless every lane ends as it began."""
     rows = ((np.asarray(classes, np.int64) - 1) << 12).astype(np.uint32)
     out = np.empty((tokens, len(rows)), np.uint8)
@@ -101,7 +102,7 @@ def decode_ternary(
 
 
 def _opened(lanes: Lanes) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint16]]:
-    """Working copies: states, first word of each lane, and the words with the spare one that damaged streams run into."""
+    """Working copies: states, each lane's first word, and the words with the spare one that damage leads to."""
     ends = np.cumsum(lanes.counts, dtype=np.int64)
     pointers = (ends - lanes.counts).astype(np.uint32)
     return lanes.states.copy(), pointers, np.append(lanes.words, np.uint16(0))
@@ -110,5 +111,5 @@ def _opened(lanes: Lanes) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArr
 def _closed(lanes: Lanes, states: NDArray[np.uint32], pointers: NDArray[np.uint32], *, check: bool) -> None:
     ends = np.cumsum(lanes.counts, dtype=np.int64)
     if check and not ((states == STATE_FLOOR).all() and (pointers == ends).all()):
-        msg = "a lane of the entropy coder does not end in the state it began with: the segment is damaged, fetch it again"
+        msg = "a lane of the entropy coder does not end in the state it began with; fetch the segment again"
         raise CorruptError(msg)

@@ -27,12 +27,14 @@ _MASK = (1 << PROBABILITY_BITS) - 1
 def encode_lanes(
     symbols: NDArray[np.integer], tables: NDArray[np.integer], frequencies: NDArray[np.integer], lanes: int
 ) -> tuple[list[int], list[list[int]]]:
-    """Encode ``symbols[t, c]`` with row ``tables[t, c]`` of ``frequencies``; returns each lane's state and words in reading order."""
+    """Encode ``symbols[t, c]`` with row ``tables[t, c]`` of ``frequencies``: each lane's state and words as read."""
     tokens, columns = symbols.shape
     starts = np.cumsum(frequencies, axis=1) - frequencies
-    states, words = [], []
+    states: list[int] = []
+    words: list[list[int]] = []
     for lane in range(lanes):
-        state, out = STATE_FLOOR, []
+        state = STATE_FLOOR
+        out: list[int] = []
         walk = [(t, c) for c in range(lane, columns, lanes) for t in range(tokens)]
         for t, c in reversed(walk):
             table, symbol = tables[t, c], symbols[t, c]
@@ -52,7 +54,10 @@ def decode_lanes(
     tables: NDArray[np.integer],
     frequencies: NDArray[np.integer],
 ) -> NDArray[np.uint8]:
-    """Decode what ``encode_lanes`` wrote, given the table of every symbol; raises CorruptError where a lane does not end as it began."""
+    """Decode what ``encode_lanes`` wrote, given the table of every symbol.
+
+    Raises CorruptError where a lane does not end as it began.
+    """
     tokens, columns = tables.shape
     starts = np.cumsum(frequencies, axis=1) - frequencies
     out = np.zeros((tokens, columns), np.uint8)

@@ -15,6 +15,7 @@ import zstandard
 
 from kvwire.codec import _kernels
 from kvwire.codec.layout import decompress
+from kvwire.codec.quantiser import LARGEST, RATIO
 from kvwire.codec.rans import MAX_LANES, Lanes, decode_base, decode_ternary, encode_base, encode_ternary, lanes_for
 from kvwire.codec.tables import BIAS, ESCAPE, GRID_PER_LEVEL, Tables, clip_class
 from kvwire.errors import CorruptError
@@ -22,6 +23,8 @@ from kvwire.errors import CorruptError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+MAX_CHUNK_SYMBOLS = 1 << 30
+"""Tokens times coefficients of a chunk: 4096 tokens of the widest model there is; a lane's length stays in 16 bits."""
 _HEADER = struct.Struct("<IIIHH")
 """words, class bytes, escape bytes, lanes, reserved."""
 
@@ -50,37 +53,58 @@ class ChunkState:
         """Indices of the coded columns, ascending."""
         return np.flatnonzero(self.classes).astype(np.uint32)
 
+    def contexts(self) -> NDArray[np.uint8]:
+        """Context of every coded column's refinement, ``[tokens, coded columns]``."""
+        columns = self.columns
+        out = np.empty((self.tokens, len(columns)), np.uint8)
+        _kernels.contexts_of(self.values, columns, out)
+        return out
 
-def encode_segment(state: ChunkState, level: int, shift: int, wanted: NDArray[np.int64], values: NDArray[np.int32]) -> tuple[bytes, int]:
+    def enter(self, fresh: NDArray[np.intp], classes: NDArray[np.int64]) -> None:
+        """Go one level up: coded columns rise by the grid's share of a level, ``fresh`` ones begin in ``classes``."""
+        self.classes = np.where(self.classes > 0, clip_class(self.classes + GRID_PER_LEVEL), 0)
+        self.classes[fresh] = classes
+
+
+def encode_segment(
+    state: ChunkState, level: int, shift: int, wanted: NDArray[np.int64], values: NDArray[np.int32]
+) -> tuple[bytes, int]:
     """Write level ``level`` of a chunk and advance ``state`` to it; returns the bytes and the number of symbols.
 
     values: quantised at this level, ``[tokens, columns]``; wanted: the class that suits each column at this level.
     """
-    fresh = (state.classes == 0) & values.any(axis=0)
-    open_columns = state.classes == 0
-    deltas = np.zeros(int(open_columns.sum()), np.uint8)
-    expected = clip_class(state.spread - shift)
-    chosen = clip_class(wanted)
-    deltas[fresh[open_columns]] = _zigzag(chosen[fresh] - expected[fresh]) + 1
-    state.classes = np.where(state.classes > 0, clip_class(state.classes + GRID_PER_LEVEL), 0)
-    state.classes[fresh] = chosen[fresh]
-    columns = state.columns
-    lanes = lanes_for(state.tokens * len(columns))
+    open_columns = np.flatnonzero(state.classes == 0)
+    entering = values[:, open_columns].any(axis=0)
+    fresh = open_columns[entering]
+    chosen = clip_class(wanted[fresh])
+    codes = np.zeros(len(open_columns), np.uint8)
+    codes[entering] = _zigzag(chosen - clip_class(state.spread[fresh] - shift)) + 1
+    state.enter(fresh, chosen)
     escapes = b""
     if level == 0:
-        picked = values[:, columns]
-        symbols = np.where(np.abs(picked) < BIAS, picked + BIAS, ESCAPE).astype(np.uint8)
-        symbols[state.tables.base[state.classes[columns] - 1][np.arange(len(columns)), symbols] == 0] = ESCAPE
-        stream = encode_base(symbols, state.classes[columns], state.tables, lanes)
-        escapes = picked[symbols == ESCAPE].astype("<i4").tobytes()
+        stream, escapes = _encode_base(state, values)
     else:
-        contexts = np.empty((state.tokens, len(columns)), np.uint8)
-        _kernels.contexts_of(state.values, columns, contexts)
-        remainder = values[:, columns] - 3 * state.values[:, columns]
-        symbols = (1 + np.where(state.values[:, columns] < 0, -remainder, remainder)).astype(np.uint8)
-        stream = encode_ternary(symbols, contexts, state.classes[columns], state.tables, lanes)
+        stream = _encode_refinement(state, values)
     state.values = values
-    return _pack(deltas.tobytes(), escapes, stream), symbols.size
+    return _pack(codes.tobytes(), escapes, stream), state.tokens * len(state.columns)
+
+
+def _encode_base(state: ChunkState, values: NDArray[np.int32]) -> tuple[Lanes, bytes]:
+    columns = state.columns
+    classes = state.classes[columns]
+    picked = values[:, columns]
+    symbols = np.where(np.abs(picked) < BIAS, picked + BIAS, ESCAPE).astype(np.uint8)
+    symbols[state.tables.base[classes[None, :] - 1, symbols] == 0] = ESCAPE
+    stream = encode_base(symbols, classes, state.tables, lanes_for(symbols.size))
+    return stream, picked[symbols == ESCAPE].astype("<i4").tobytes()
+
+
+def _encode_refinement(state: ChunkState, values: NDArray[np.int32]) -> Lanes:
+    columns = state.columns
+    below = state.values[:, columns]
+    remainder = values[:, columns] - RATIO * below
+    symbols = (1 + np.where(below < 0, -remainder, remainder)).astype(np.uint8)
+    return encode_ternary(symbols, state.contexts(), state.classes[columns], state.tables, lanes_for(symbols.size))
 
 
 def _pack(classes: bytes, escapes: bytes, stream: Lanes) -> bytes:
@@ -92,30 +116,33 @@ def _pack(classes: bytes, escapes: bytes, stream: Lanes) -> bytes:
     return header + packed_classes + packed_escapes + lanes + stream.words.astype("<u2").tobytes()
 
 
-def decode_segment(state: ChunkState, level: int, shift: int, data: bytes, *, check: bool = True) -> None:
-    """Advance ``state`` by one level from a segment's bytes; raises CorruptError where they cannot be what was written.
+def decode_segment(state: ChunkState, level: int, shift: int, data: bytes, *, check: bool = True) -> int:
+    """Advance ``state`` by one level from a segment's bytes; returns the number of symbols.
 
-    ``check=False`` lets a stream pass whose lanes do not end as they began; sizes are always checked.
+    Raises CorruptError where the bytes cannot be what was written. ``check=False`` lets a stream pass whose lanes do
+    not end as they began; sizes are always checked.
     """
-    classes, escapes, stream = _unpack(data, int((state.classes == 0).sum()))
-    deltas = np.frombuffer(classes, np.uint8).astype(np.int64)
     open_columns = np.flatnonzero(state.classes == 0)
-    fresh = open_columns[deltas > 0]
-    state.classes = np.where(state.classes > 0, clip_class(state.classes + GRID_PER_LEVEL), 0)
-    state.classes[fresh] = clip_class(clip_class(state.spread[fresh] - shift) + _unzigzag(deltas[deltas > 0] - 1))
+    classes, escapes, stream = _unpack(data, len(open_columns))
+    codes = np.frombuffer(classes, np.uint8).astype(np.int64)
+    fresh = open_columns[codes > 0]
+    state.enter(fresh, clip_class(clip_class(state.spread[fresh] - shift) + _unzigzag(codes[codes > 0] - 1)))
     columns = state.columns
     if level == 0:
         symbols = decode_base(stream, state.classes[columns], state.tables, state.tokens, check=check)
         _kernels.place(state.values, columns, symbols)
         _place_escapes(state.values, columns, symbols, escapes)
+    elif escapes:
+        msg = "a refinement holds escapes: the segment is damaged, fetch it again"
+        raise CorruptError(msg)
     else:
-        contexts = np.empty((state.tokens, len(columns)), np.uint8)
-        _kernels.contexts_of(state.values, columns, contexts)
-        symbols = decode_ternary(stream, contexts, state.classes[columns], state.tables, check=check)
+        symbols = decode_ternary(stream, state.contexts(), state.classes[columns], state.tables, check=check)
         _kernels.refine(state.values, columns, symbols)
+    return symbols.size
 
 
 def _unpack(data: bytes, open_columns: int) -> tuple[bytes, bytes, Lanes]:
+    """Class codes, packed escapes and the stream of a segment."""
     if len(data) < _HEADER.size:
         msg = "a segment ends within its header: it is damaged, fetch it again"
         raise CorruptError(msg)
@@ -124,10 +151,7 @@ def _unpack(data: bytes, open_columns: int) -> tuple[bytes, bytes, Lanes]:
     if at + class_bytes + escape_bytes + 6 * lanes + 2 * words != len(data) or not 1 <= lanes <= MAX_LANES:
         msg = "a segment's parts do not add up to its length: it is damaged, fetch it again"
         raise CorruptError(msg)
-    classes = decompress(data[at : at + class_bytes], open_columns, "segment's class list") if class_bytes else b""
-    if len(classes) != open_columns:
-        msg = "a segment's class list has the wrong length: it is damaged, fetch it again"
-        raise CorruptError(msg)
+    classes = _list(data[at : at + class_bytes], open_columns, "class")
     at += class_bytes
     escapes = data[at : at + escape_bytes]
     at += escape_bytes
@@ -139,13 +163,24 @@ def _unpack(data: bytes, open_columns: int) -> tuple[bytes, bytes, Lanes]:
     return classes, escapes, Lanes(states, counts, np.frombuffer(data, "<u2", words, at + 6 * lanes).astype(np.uint16))
 
 
-def _place_escapes(values: NDArray[np.int32], columns: NDArray[np.uint32], symbols: NDArray[np.uint8], packed: bytes) -> None:
-    tokens, index = np.nonzero(symbols == ESCAPE)
-    raw = decompress(packed, 4 * len(tokens), "segment's escape list") if packed else b""
-    if len(raw) != 4 * len(tokens):
-        msg = "a segment's escape list has the wrong length: it is damaged, fetch it again"
+def _list(packed: bytes, length: int, name: str) -> bytes:
+    """A compressed list of a length that is known from elsewhere; nothing stands for the empty list."""
+    raw = decompress(packed, length, f"segment's {name} list") if packed else b""
+    if len(raw) != length:
+        msg = f"a segment's {name} list has the wrong length: it is damaged, fetch it again"
         raise CorruptError(msg)
-    values[tokens, columns[index]] = np.frombuffer(raw, "<i4")
+    return raw
+
+
+def _place_escapes(
+    values: NDArray[np.int32], columns: NDArray[np.uint32], symbols: NDArray[np.uint8], packed: bytes
+) -> None:
+    tokens, index = np.nonzero(symbols == ESCAPE)
+    escaped = np.frombuffer(_list(packed, 4 * len(tokens), "escape"), "<i4")
+    if escaped.size and not -LARGEST < int(escaped.min()) <= int(escaped.max()) < LARGEST:
+        msg = "a segment escapes to values that no encoder writes: it is damaged, fetch it again"
+        raise CorruptError(msg)
+    values[tokens, columns[index]] = escaped
 
 
 def _zigzag(delta: NDArray[np.int64]) -> NDArray[np.uint8]:
@@ -154,4 +189,3 @@ def _zigzag(delta: NDArray[np.int64]) -> NDArray[np.uint8]:
 
 def _unzigzag(code: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.where(code % 2 == 0, code // 2, -(code + 1) // 2)
-

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 CLASSES = 42
-"""Scales from 0.05 to 91 steps: below, a column is all zeros; above, the 8-bit alphabet is left through escapes anyway."""
+"""Scales from 0.05 to 91 steps: below, a column is all zeros; above, the alphabet is left through escapes anyway."""
 FINEST_SCALE = 0.05
 GRID_PER_LEVEL = 6
 """Classes gained when the step is divided by three."""
@@ -38,12 +38,18 @@ _PRIOR_COUNT = 256.0
 def class_of(scale: NDArray[np.floating]) -> NDArray[np.int64]:
     """Unclipped class of a scale (mean magnitude times sqrt 2) in steps; very negative where the scale is 0."""
     safe = np.maximum(np.asarray(scale, np.float64), 1e-30)
-    return np.rint(GRID_PER_LEVEL * np.log(safe / FINEST_SCALE) / np.log(3.0)).astype(np.int64) + 1
+    steps: NDArray[np.int64] = np.rint(GRID_PER_LEVEL * np.log(safe / FINEST_SCALE) / np.log(3.0)).astype(np.int64)
+    return steps + 1
 
 
-def clip_class(classes: NDArray[np.integer]) -> NDArray[np.int64]:
+def column_classes(coefficients: NDArray[np.floating]) -> NDArray[np.int64]:
+    """Unclipped class at unit step of every column of ``[tokens, columns]``."""
+    return class_of(np.abs(coefficients).mean(0) * np.sqrt(2))
+
+
+def clip_class(classes: NDArray[np.int64]) -> NDArray[np.int64]:
     """Classes that have a table: 1 to CLASSES."""
-    return np.clip(np.asarray(classes, np.int64), 1, CLASSES)
+    return np.clip(classes, 1, CLASSES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,11 +95,11 @@ class Tables:
         starts = self.base_starts.reshape(CLASSES, ALPHABET).astype(np.int64)
         bias = np.arange(_TOTAL)[None, :] - starts[rows, symbols]
         packed = symbols << 24 | bias << PROBABILITY_BITS | (frequencies[rows, symbols] - 1)
-        return packed.astype(np.uint32).ravel()
+        return np.asarray(packed.ravel(), np.uint32)
 
     @cached_property
     def thresholds(self) -> NDArray[np.uint32]:
-        """For each class and context: slots from the low 16 bits on are symbol 1 or more, from the high 16 bits on symbol 2."""
+        """For each class and context: the low 16 bits say where symbol 1 begins, the high ones where 2 does."""
         frequencies = self.ternary.astype(np.uint32)
         low = frequencies[:, :, 0]
         return (low | (low + frequencies[:, :, 1]) << np.uint32(16)).ravel()
@@ -122,10 +128,10 @@ def fit_tables(base_counts: NDArray[np.floating], ternary_counts: NDArray[np.flo
 
 
 def _laplacian(scale: float) -> NDArray[np.float64]:
-    """Probability of each biased symbol under a Laplacian of mean magnitude ``scale / sqrt 2`` steps; tails go to the escape."""
-    rate = np.sqrt(2.0) / scale
+    """Probability of each biased symbol under a Laplacian of mean size ``scale / sqrt 2``; escapes are the tails."""
+    rate = float(np.sqrt(2.0)) / scale
     values = np.abs(np.arange(ALPHABET) - BIAS).astype(np.float64)
-    probability = np.exp(-rate * (values - 0.5)) * (1.0 - np.exp(-rate)) / 2.0
+    probability: NDArray[np.float64] = np.exp(-rate * (values - 0.5)) * (1.0 - np.exp(-rate)) / 2.0
     probability[BIAS] = 1.0 - np.exp(-rate / 2.0)
     probability[ESCAPE] = np.exp(-rate * (BIAS - 0.5))
     return probability
