@@ -9,11 +9,14 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from kvwire.engines.transformers import TransformersEngine
+from kvwire.types import KVCache
 
 VOCABULARY = 96
 WINDOW = 160
 SLIDING = 9
 """Shorter than every document of the tests."""
+LONGROPE = 64
+"""Where the long frequencies begin; every prompt of the tests is shorter."""
 
 _COMMON = {
     "vocab_size": VOCABULARY,
@@ -31,7 +34,7 @@ _COMMON = {
 _MIXED = ["sliding_attention", "sliding_attention", "full_attention"]
 
 
-def _rope(kind: str, **parameters: float) -> dict[str, object]:
+def _rope(kind: str, **parameters: object) -> dict[str, object]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **parameters}}
 
 
@@ -45,6 +48,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_LONG = _rope("longrope", long_factor=[2.0] * 4, short_factor=[1.0] * 4, original_max_position_embeddings=LONGROPE)
 _MAKERS = {
     "llama": lambda: _config("LlamaConfig"),
     "llama-llama3": lambda: _config("LlamaConfig", **_rope("llama3", **_LLAMA3)),
@@ -61,17 +65,51 @@ _MAKERS = {
     "cohere": lambda: _config("CohereConfig", use_qk_norm=False),
     "glm": lambda: _config("GlmConfig", head_dim=16, **_rope("default", partial_rotary_factor=0.5)),
     "smollm3": lambda: _config("SmolLM3Config", num_hidden_layers=4, no_rope_layer_interval=4),
+    "phi3-longrope": lambda: _config("Phi3Config", original_max_position_embeddings=LONGROPE, **_LONG),
+    "gemma2": lambda: _config(
+        "Gemma2Config", head_dim=16, query_pre_attn_scalar=16, sliding_window=SLIDING, layer_types=_MIXED
+    ),
+    "gpt-oss": lambda: _config(
+        "GptOssConfig",
+        head_dim=16,
+        hidden_size=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=SLIDING,
+        layer_types=_MIXED,
+    ),
+    "gemma4": lambda: _config(
+        "Gemma4TextConfig",
+        head_dim=16,
+        global_head_dim=16,
+        sliding_window=SLIDING,
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCABULARY,
+    ),
 }
 FAMILIES = tuple(_MAKERS)
 INTERLEAVED = ("cohere", "glm")
-SLIDES = ("mistral", "gemma3")
+SLIDES = ("mistral", "gemma3", "gemma2", "gpt-oss", "gemma4")
+EAGER = ("gemma2", "gpt-oss")
+"""Families without an sdpa path in transformers."""
+LENGTHS = (15, 11, 13)
+QUERY = 6
 
 
 def make_model(config: PreTrainedConfig, seed: int = 0) -> torch.nn.Module:
     """A float32 model with weights large enough that attention is far from uniform."""
     config.initializer_range = 0.2
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).eval()
+    attention = "eager" if config.model_type in ("gemma2", "gpt_oss") else "sdpa"
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
+
+
+def make_config(name: str, **options: object) -> PreTrainedConfig:
+    """A tiny configuration of a class that is not among the families."""
+    return _config(name, **options)
 
 
 def config_of(family: str) -> PreTrainedConfig:
@@ -89,3 +127,25 @@ def tokens(count: int, seed: int = 0) -> list[int]:
     """Random token ids, special ones left out."""
     generator = torch.Generator().manual_seed(1000 + seed)
     return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()
+
+
+def documents() -> list[list[int]]:
+    """Three documents of unequal lengths."""
+    return [tokens(length, seed) for seed, length in enumerate(LENGTHS)]
+
+
+def query() -> list[int]:
+    """A question."""
+    return tokens(QUERY, 99)
+
+
+def error_between(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Largest difference, relative to the largest number."""
+    assert ours.shape == theirs.shape
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def cache_error(ours: KVCache, theirs: KVCache) -> float:
+    """Largest relative difference over all layers."""
+    pairs = zip((*ours.keys, *ours.values), (*theirs.keys, *theirs.values), strict=True)
+    return max(error_between(a, b) for a, b in pairs)

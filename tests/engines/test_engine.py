@@ -1,0 +1,255 @@
+"""Prefill, extend, forward and generate against the model run by hand."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicCache
+
+from kvwire.codec import positions_off
+from kvwire.engines.transformers import TransformersEngine
+from kvwire.errors import ArgumentError, MismatchError, NotFoundError
+from kvwire.types import KVCache
+
+from .families import (
+    FAMILIES,
+    SLIDES,
+    SLIDING,
+    VOCABULARY,
+    WINDOW,
+    cache_error,
+    config_of,
+    documents,
+    engine_of,
+    error_between,
+    make_model,
+    query,
+    tokens,
+)
+
+TOLERANCE = 1e-5
+SEEN = 1e-2
+"""A difference that shows that two caches are not the same."""
+
+
+@torch.no_grad()
+def own_logits(engine, ids):
+    return engine.model(input_ids=torch.tensor([ids])).logits[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_batches_equal_documents_alone(family):
+    engine = engine_of(family)
+    together = engine.prefill(documents())
+    assert len(together) == len(documents())
+    for cache, ids in zip(together, documents(), strict=True):
+        (alone,) = engine.prefill([ids])
+        assert cache_error(cache, alone) < TOLERANCE
+        assert cache.token_ids == tuple(ids)
+        assert cache.meta.offset == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prefill_equals_the_models_own_cache(family):
+    engine = engine_of(family)
+    ids = documents()[0]
+    (cache,) = engine.prefill([ids])
+    own = DynamicCache(config=engine.model.config)
+    with torch.no_grad():
+        engine.model(input_ids=torch.tensor([ids]), past_key_values=own, use_cache=True)
+    for spec, layer, key, value in zip(cache.meta.layers, own.layers, cache.keys, cache.values, strict=False):
+        kept = len(ids) if spec.window is None else spec.window - 1
+        assert error_between(key[:, -kept:], layer.keys[0]) < TOLERANCE
+        assert error_between(value[:, -kept:], layer.values[0]) < TOLERANCE
+
+
+def test_batches_hold_as_many_tokens_as_asked():
+    engine = engine_of("llama")
+    for batch_tokens in (1, 16, 30, 1000):
+        for cache, wanted in zip(
+            engine.prefill(documents(), batch_tokens=batch_tokens), engine.prefill(documents()), strict=True
+        ):
+            assert cache_error(cache, wanted) < TOLERANCE
+
+
+def test_caches_of_a_batch_own_their_memory():
+    for cache in engine_of("llama").prefill(documents()):
+        assert cache.keys[0].untyped_storage().nbytes() == cache.keys[0].numel() * 4
+
+
+def test_no_documents_are_no_caches():
+    assert engine_of("llama").prefill([]) == []
+
+
+@pytest.mark.parametrize("offset", [0, 21])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_extend_equals_the_tail_of_a_prefill(family, offset):
+    engine, ids, cut = engine_of(family), tokens(29), 17
+    whole = engine.extend(None, ids, offset=offset)
+    assert whole.meta.offset == offset
+    if not offset:
+        assert cache_error(whole, engine.prefill([ids])[0]) < TOLERANCE
+    tail = engine.extend(whole.slice(0, cut), ids[cut:])
+    assert tail.meta.offset == offset + cut
+    assert tail.token_ids == tuple(ids[cut:])
+    assert cache_error(tail, whole.slice(cut, len(ids))) < TOLERANCE
+    ignorant = engine.extend(None, ids[cut:], offset=offset + cut)
+    assert cache_error(ignorant, whole.slice(cut, len(ids))) > SEEN
+
+
+def test_extend_takes_a_prefix_without_positions():
+    engine, ids = engine_of("gemma3"), tokens(29)
+    whole = engine.extend(None, ids, offset=5)
+    tail = engine.extend(positions_off(whole.slice(0, 17)), ids[17:])
+    assert cache_error(tail, whole.slice(17, 29)) < TOLERANCE
+
+
+def test_extend_keeps_only_what_is_new_alive():
+    engine, ids = engine_of("llama"), tokens(29)
+    tail = engine.extend(engine.prefill([ids[:17]])[0], ids[17:])
+    assert tail.keys[0].untyped_storage().nbytes() == tail.keys[0].numel() * 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_question_on_a_cache_equals_the_whole_text(family):
+    engine, ids, question = engine_of(family), tokens(29), query()
+    (cache,) = engine.prefill([ids])
+    wanted = own_logits(engine, ids + question)[-len(question) :]
+    past = engine.past_key_values(cache)
+    positions = torch.arange(len(ids), len(ids) + len(question))[None]
+    with torch.no_grad():
+        out = engine.model(input_ids=torch.tensor([question]), past_key_values=past, position_ids=positions)
+    assert error_between(out.logits[0], wanted) < TOLERANCE
+    ours = engine.forward(engine.past_key_values(positions_off(cache)), question, len(ids))
+    assert error_between(ours, wanted) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", SLIDES)
+def test_sliding_layers_are_served_with_their_window(family):
+    engine = engine_of(family)
+    past = engine.past_key_values(engine.prefill([tokens(29)])[0])
+    for spec, layer in zip(engine.meta.layers, past.layers, strict=False):
+        assert layer.keys.shape[2] == (29 if spec.window is None else SLIDING - 1)
+
+
+def test_serving_leaves_the_cache_as_it_was():
+    engine = engine_of("llama")
+    (cache,) = engine.prefill([tokens(29)])
+    before = [key.clone() for key in cache.keys]
+    engine.forward(engine.past_key_values(cache), query(), 29)
+    assert all(torch.equal(key, old) for key, old in zip(cache.keys, before, strict=True))
+    assert cache.tokens == 29
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forward_and_generate_agree_with_transformers(family):
+    engine, ids, question, new = engine_of(family), tokens(19), query(), 8
+    whole = torch.tensor([ids + question])
+    wanted = engine.model.generate(
+        whole, attention_mask=torch.ones_like(whole), max_new_tokens=new, do_sample=False, pad_token_id=0
+    )[0, whole.shape[1] :].tolist()
+    past = engine.past_key_values(engine.prefill([ids])[0])
+    logits = engine.forward(past, question, len(ids), logits=1)
+    assert logits.shape == (1, VOCABULARY)
+    first = int(logits[-1].argmax())
+    assert engine.generate(past, first, len(ids) + len(question), new) == wanted
+
+
+def test_generation_stops_at_the_end_of_text_and_of_the_window():
+    model = make_model(config_of("llama"))
+    engine = TransformersEngine(model)
+    ids = tokens(20)
+    first = int(engine.forward(None, ids, 0, logits=1)[-1].argmax())
+
+    def generate(start, count):
+        past = engine.past_key_values(engine.prefill([ids])[0])
+        return engine.generate(past, first, start, count)
+
+    model.generation_config.eos_token_id = None
+    free = generate(20, 6)
+    assert len(free) == 6
+    assert len(generate(WINDOW - 3, 6)) == 3
+    model.generation_config.eos_token_id = [2, free[3]]
+    stopped = generate(20, 6)
+    assert stopped == free[: free.index(free[3]) + 1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_causal_mask_changes_nothing(family):
+    engine, ids = engine_of(family), tokens(29)
+    visible = torch.ones(29, 29, dtype=torch.bool).tril()
+    assert error_between(engine.masked_forward(ids, visible), own_logits(engine, ids)) < TOLERANCE
+
+
+def test_masks_have_the_form_that_the_model_takes():
+    visible = torch.ones(4, 12, dtype=torch.bool).tril(8)
+    full = engine_of("llama").attention_mask(visible)
+    assert full.dtype == torch.bool
+    assert full.shape == (1, 1, 4, 12)
+    sliding = engine_of("mistral").attention_mask(visible)
+    assert sliding[0, 0].sum(1).tolist() == [SLIDING] * 4
+    both = engine_of("gemma3").attention_mask(visible)
+    assert torch.equal(both["full_attention"], full)
+    assert torch.equal(both["sliding_attention"], sliding)
+    additive = engine_of("gemma2").attention_mask(visible)["full_attention"]
+    assert additive.dtype == torch.float32
+    assert torch.equal(additive[0, 0] == 0, visible)
+
+
+def test_a_cache_of_another_model_is_refused():
+    ours, theirs = engine_of("llama"), engine_of("qwen3")
+    (cache,) = theirs.prefill([tokens(12)])
+    for use in (ours.past_key_values, ours.check_fits, lambda cache: ours.extend(cache, tokens(3))):
+        with pytest.raises(MismatchError, match="encode the documents with this model"):
+            use(cache)
+    ours.check_fits(ours.prefill([tokens(12)])[0])
+
+
+def test_a_cache_of_other_weights_is_refused_where_both_are_known():
+    engine = engine_of("llama")
+    (cache,) = engine.prefill([tokens(12)])
+    other = KVCache(cache.keys, cache.values, replace(cache.meta, model_revision="other"), cache.token_ids)
+    with pytest.raises(MismatchError):
+        engine.past_key_values(other)
+    engine.check_fits(KVCache(cache.keys, cache.values, replace(cache.meta, model_revision=""), cache.token_ids))
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason"),
+    [
+        ([], "without tokens"),
+        ([3] * (WINDOW + 1), "window"),
+        ([3, VOCABULARY], "token ids"),
+        ([3, -1], "token ids"),
+    ],
+    ids=["empty", "long", "high", "negative"],
+)
+def test_documents_that_cannot_be_run_are_refused(ids, reason):
+    engine = engine_of("llama")
+    for use in (
+        lambda: engine.prefill([tokens(5), ids]),
+        lambda: engine.extend(None, ids),
+        lambda: engine.statistics([tokens(5), ids]),
+        lambda: engine.forward(None, ids, 0),
+        lambda: engine.masked_forward(ids, torch.ones(1, 1, dtype=torch.bool)),
+    ):
+        with pytest.raises(ArgumentError, match=reason):
+            use()
+
+
+def test_a_window_is_counted_from_position_zero():
+    engine = engine_of("llama")
+    assert engine.extend(None, tokens(10), offset=WINDOW - 10).meta.offset == WINDOW - 10
+    with pytest.raises(ArgumentError, match="window"):
+        engine.extend(None, tokens(10), offset=WINDOW - 9)
+    with pytest.raises(ArgumentError, match="window"):
+        engine.forward(engine.past_key_values(engine.prefill([tokens(10)])[0]), query(), WINDOW - 1)
+
+
+def test_an_engine_without_a_tokenizer_works_with_ids():
+    engine = engine_of("llama")
+    assert not engine.has_tokenizer
+    for use in (lambda: engine.tokenizer, lambda: engine.tokenize("text"), lambda: engine.detokenize([3])):
+        with pytest.raises(NotFoundError, match=r"tokenizer\.json"):
+            use()
+    assert engine.device == torch.device("cpu")

@@ -1,0 +1,235 @@
+"""Model folders: what opens, what is refused and how, and what tells two of them apart."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from kvwire.engines.transformers import open_engine
+from kvwire.engines.transformers.identity import model_revision, tokenizer_digest
+from kvwire.errors import CorruptError, MismatchError, NotFoundError, RopeRegimeError
+
+from .families import (
+    EAGER,
+    FAMILIES,
+    cache_error,
+    config_of,
+    documents,
+    engine_of,
+    error_between,
+    make_config,
+    make_model,
+    query,
+    tokens,
+)
+
+WORDS = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, "the": 4, "same": 5, "words": 6, "again": 7}
+
+
+def save(folder, family="llama", seed=0):
+    make_model(config_of(family), seed).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with a tokenizer, not to be written to."""
+    folder = save(tmp_path_factory.mktemp("model") / "tiny")
+    words = Tokenizer(models.WordLevel(WORDS, unk_token="<unk>"))  # noqa: S106 - no password
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """A copy that may be spoilt."""
+    return shutil.copytree(saved, tmp_path / "copy")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_model_opens_as_it_was(family, tmp_path):
+    engine = open_engine(save(tmp_path / "named", family))
+    wanted = engine_of(family)
+    assert engine.meta.layers == wanted.meta.layers
+    assert engine.meta.ropes == wanted.meta.ropes
+    assert engine.meta.model_id == "named"
+    assert engine.meta.tokenizer_digest == ""
+    assert (engine.model.config._attn_implementation == "eager") == (family in EAGER)
+    assert cache_error(engine.prefill(documents())[1], wanted.prefill(documents())[1]) < 1e-5
+    half = open_engine(tmp_path / "named", dtype=torch.bfloat16)
+    assert half.meta.dtype == "bfloat16"
+    assert half.meta.layers == wanted.meta.layers
+    assert half.meta.ropes == wanted.meta.ropes
+    assert half.meta.model_revision == engine.meta.model_revision
+    assert cache_error(half.prefill(documents())[1], wanted.prefill(documents())[1]) < 0.3
+
+
+def test_weights_open_in_the_type_that_they_are_stored_in(tmp_path):
+    make_model(config_of("llama")).to(torch.bfloat16).save_pretrained(tmp_path)
+    assert open_engine(tmp_path).meta.dtype == "bfloat16"
+    assert open_engine(str(tmp_path), dtype=torch.float32).meta.dtype == "float32"
+
+
+def test_text_is_read_without_special_tokens(saved):
+    engine = open_engine(saved)
+    assert engine.has_tokenizer
+    assert engine.tokenize("the same words") == [4, 5, 6]
+    assert engine.detokenize([4, 5, 6]) == "the same words"
+    assert engine.meta.tokenizer_digest == tokenizer_digest(saved)
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(NotFoundError, match=r"config\.json is missing"):
+            open_engine(path)
+
+
+def test_a_configuration_without_weights(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(NotFoundError, match="complete"):
+        open_engine(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\udcff"], ids=["cut", "list", "bytes"])
+def test_a_corrupt_configuration(folder, text):
+    (folder / "config.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(CorruptError, match=r"config\.json"):
+        open_engine(folder)
+
+
+def test_a_configuration_of_no_known_model(folder):
+    (folder / "config.json").write_text('{"model_type": "unheard-of"}')
+    with pytest.raises(MismatchError, match="unheard-of"):
+        open_engine(folder)
+
+
+def test_a_model_that_is_no_decoder(tmp_path):
+    shutil.copytree(save(tmp_path / "a"), tmp_path / "b")
+    (tmp_path / "b" / "config.json").write_text('{"model_type": "vit"}')
+    with pytest.raises(MismatchError, match="causal language model"):
+        open_engine(tmp_path / "b")
+
+
+def test_positions_that_are_not_rotary(tmp_path):
+    make_model(make_config("GPT2Config", n_layer=2, n_head=6, n_embd=48, n_positions=160)).save_pretrained(tmp_path)
+    with pytest.raises(RopeRegimeError):
+        open_engine(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 200, -100])
+def test_truncated_weights(folder, keep):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:keep])
+    with pytest.raises(CorruptError, match="copy the model's files again"):
+        open_engine(folder)
+
+
+def test_weights_that_lack_tensors(folder, tmp_path):
+    config = config_of("llama")
+    config.num_hidden_layers = 2
+    make_model(config).save_pretrained(tmp_path / "shallow")
+    shutil.copy(tmp_path / "shallow" / "model.safetensors", folder)
+    with pytest.raises(CorruptError, match="lack"):
+        open_engine(folder)
+
+
+def test_weights_of_another_shape(folder, tmp_path):
+    config = config_of("llama")
+    config.intermediate_size = 32
+    make_model(config).save_pretrained(tmp_path / "narrow")
+    shutil.copy(tmp_path / "narrow" / "model.safetensors", folder)
+    with pytest.raises(CorruptError, match="copy the model's files again"):
+        open_engine(folder)
+
+
+def test_a_missing_tokenizer_leaves_token_ids(folder):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    engine = open_engine(folder)
+    assert engine.prefill([tokens(9)])[0].tokens == 9
+    assert not engine.has_tokenizer
+    with pytest.raises(NotFoundError, match=r"put tokenizer\.json beside the weights"):
+        engine.tokenize("text")
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"version": "1.0", "model": 3}'])
+def test_a_corrupt_tokenizer(folder, text):
+    (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(CorruptError, match="copy its files again"):
+        open_engine(folder)
+
+
+def test_code_in_the_folder_is_not_run(folder):
+    config = json.loads((folder / "config.json").read_text())
+    names = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    (folder / "config.json").write_text(json.dumps(config | {"auto_map": names, "model_type": "own"}))
+    (folder / "own.py").write_text("raise SystemExit('this ran')\n")
+    with pytest.raises(MismatchError):
+        open_engine(folder)
+    (folder / "config.json").write_text(json.dumps(config | {"auto_map": names}))
+    assert open_engine(folder).meta.layers == engine_of("llama").meta.layers  # the built-in class serves
+
+
+def test_the_revision_names_the_contents(saved, folder, tmp_path):
+    revision = model_revision(saved)
+    assert model_revision(folder) == revision
+    renamed = shutil.move(folder, tmp_path / "other name")
+    assert model_revision(renamed) == revision
+    weights = bytearray((renamed / "model.safetensors").read_bytes())
+    weights[-3] ^= 1
+    (renamed / "model.safetensors").write_bytes(weights)
+    assert model_revision(renamed) != revision
+    assert open_engine(renamed).meta.model_revision == model_revision(renamed)
+
+
+def test_the_revision_follows_the_configuration(saved, folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
+    assert model_revision(folder) != model_revision(saved)
+
+
+def test_every_byte_of_a_weight_file_counts(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    data = bytearray(5 << 20)
+    (tmp_path / "model.safetensors").write_bytes(data)
+    before = model_revision(tmp_path)
+    data[(2 << 20) + 70_001] = 1
+    (tmp_path / "model.safetensors").write_bytes(data)
+    assert model_revision(tmp_path) != before
+
+
+def test_the_tokenizer_digest_follows_its_files(saved, folder):
+    digest = tokenizer_digest(saved)
+    assert tokenizer_digest(folder) == digest
+    words = json.loads((folder / "tokenizer.json").read_text())
+    words["model"]["vocab"]["more"] = 8
+    (folder / "tokenizer.json").write_text(json.dumps(words))
+    changed = tokenizer_digest(folder)
+    assert changed not in {digest, ""}
+    assert model_revision(folder) == model_revision(saved)
+    (folder / "added_tokens.json").write_text('{"extra": 9}')
+    assert tokenizer_digest(folder) not in {digest, changed, ""}
+
+
+@pytest.mark.parametrize("name", ["ebook-llama-14m", "stories260K"])
+def test_trained_models(shared_dir, name):
+    path = shared_dir / "models" / name
+    if not path.is_dir():
+        pytest.skip(f"needs {name}")
+    engine = open_engine(path, dtype=torch.float32)
+    ids = engine.tokenize("Once upon a time there was a little house at the edge of a deep wood.")
+    assert engine.detokenize(ids).strip().startswith("Once upon a time")
+    (cache,) = engine.prefill([ids])
+    question = ids[-5:]
+    with torch.no_grad():
+        whole = engine.model(input_ids=torch.tensor([ids + question])).logits[0, -len(question) :]
+    ours = engine.forward(engine.past_key_values(cache), question, len(ids))
+    assert error_between(ours, whole) < 1e-5
+    statistics = engine.statistics([ids, question, query()])
+    assert all(energy is not None for energy in statistics.query_energy)
+    assert all(metric is not None for metric in statistics.value_metric)

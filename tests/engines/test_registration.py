@@ -1,0 +1,193 @@
+"""What a model stores is learnt by running it, and models whose caches cannot be moved are refused."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvwire.engines.transformers import TransformersEngine
+from kvwire.errors import ArgumentError, CacheValueError, MismatchError, RopeRegimeError
+
+from .families import (
+    FAMILIES,
+    INTERLEAVED,
+    LONGROPE,
+    SLIDES,
+    SLIDING,
+    WINDOW,
+    config_of,
+    documents,
+    engine_of,
+    make_config,
+    make_model,
+)
+
+# family: kind of rope, layers' rope, rotary dimensions, windows
+LAYOUTS = {
+    "llama": ("default", (0, 0, 0), 8, (None, None, None)),
+    "llama-llama3": ("llama3", (0, 0, 0), 8, (None, None, None)),
+    "llama-linear": ("linear", (0, 0, 0), 8, (None, None, None)),
+    "llama-yarn": ("yarn", (0, 0, 0), 8, (None, None, None)),
+    "llama-dynamic": ("dynamic", (0, 0, 0), 8, (None, None, None)),
+    "mistral": ("default", (0, 0, 0), 8, (SLIDING, SLIDING, SLIDING)),
+    "qwen3": ("default", (0, 0, 0), 16, (None, None, None)),
+    "gpt-neox": ("default", (0, 0, 0), 4, (None, None, None)),
+    "phi": ("default", (0, 0, 0), 8, (None, None, None)),
+    "gemma3": ("default", (0, 0, 1), 16, (SLIDING, SLIDING, None)),
+    "cohere": ("default", (0, 0, 0), 8, (None, None, None)),
+    "glm": ("default", (0, 0, 0), 8, (None, None, None)),
+    "smollm3": ("default", (0, 0, 0, None), 8, (None, None, None, None)),
+    "phi3-longrope": ("longrope", (0, 0, 0), 8, (None, None, None)),
+    "gemma2": ("default", (0, 0, 0), 16, (SLIDING, SLIDING, None)),
+    "gpt-oss": ("yarn", (0, 0, 0), 16, (SLIDING, SLIDING, None)),
+    "gemma4": ("default", (0, 1), 16, (SLIDING, None)),  # two more layers borrow these caches
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_layout_is_learnt(family):
+    meta = engine_of(family).meta
+    kind, ropes, rotary_dim, windows = LAYOUTS[family]
+    assert meta.ropes[0].kind == kind
+    assert tuple(spec.rope for spec in meta.layers) == ropes
+    assert {rope.rotary_dim for rope in meta.ropes} == {rotary_dim}
+    assert {rope.interleaved for rope in meta.ropes} == {family in INTERLEAVED}
+    assert tuple(spec.window for spec in meta.layers) == windows
+    assert [spec.kind for spec in meta.layers] == ["sliding" if window else "full" for window in windows]
+    assert (family in SLIDES) == any(windows)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shapes_are_those_of_the_configuration(family):
+    config, meta = config_of(family), engine_of(family).meta
+    heads = config.num_attention_heads if family == "gpt-neox" else config.num_key_value_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    assert {(spec.kv_heads, spec.key_dim, spec.value_dim) for spec in meta.layers} == {(heads, dim, dim)}
+    assert meta.dtype == "float32"
+
+
+def test_scaling_and_limits_are_noted():
+    assert engine_of("llama-yarn").meta.ropes[0].attention_scaling > 1
+    assert engine_of("llama-dynamic").meta.ropes[0].max_positions == WINDOW
+    assert engine_of("phi3-longrope").meta.ropes[0].max_positions == LONGROPE
+    assert engine_of("phi3-longrope").window == LONGROPE
+    assert engine_of("llama").meta.ropes[0].max_positions is None
+    assert engine_of("llama").window == WINDOW
+
+
+def test_gemma3_has_two_sets_of_frequencies():
+    local, everywhere = engine_of("gemma3").meta.ropes
+    assert local.inv_freq != everywhere.inv_freq
+
+
+def test_smollm3_has_layers_without_positions():
+    config = config_of("smollm3")
+    assert 0 in config.no_rope_layers
+    assert 1 in config.no_rope_layers
+    specs = engine_of("smollm3").meta.layers
+    assert [spec.rope is not None for spec in specs] == [bool(rotary) for rotary in config.no_rope_layers]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_layout_is_the_same_in_bfloat16(family):
+    meta = TransformersEngine(make_model(config_of(family)).to(torch.bfloat16)).meta
+    wanted = engine_of(family).meta
+    assert meta.layers == wanted.layers
+    assert meta.dtype == "bfloat16"
+    assert [rope.interleaved for rope in meta.ropes] == [rope.interleaved for rope in wanted.ropes]
+
+
+def test_a_short_window_is_enough_to_learn_from():
+    meta = TransformersEngine(make_model(make_config("LlamaConfig", max_position_embeddings=16))).meta
+    assert [spec.rope for spec in meta.layers] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("GPT2Config", {"n_layer": 2, "n_head": 6, "n_embd": 48, "n_positions": 160}),
+        ("OPTConfig", {"ffn_dim": 64, "word_embed_proj_dim": 48}),
+        ("FalconConfig", {"alibi": True}),
+        ("BartConfig", {"d_model": 48, "decoder_layers": 2, "decoder_attention_heads": 6, "decoder_ffn_dim": 64}),
+    ],
+    ids=["learned", "learned-opt", "alibi", "positions-from-the-cache"],
+)
+def test_positions_that_are_not_rotary_are_refused(name, options):
+    with pytest.raises(RopeRegimeError, match="rotary"):
+        TransformersEngine(make_model(make_config(name, **options)))
+
+
+_LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 3,
+    "num_key_value_heads": 6,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_CHUNKED = {"head_dim": 16, "attention_chunk_size": 16, "num_local_experts": 2, "intermediate_size_mlp": 64}
+_STATE = {
+    "num_hidden_layers": 4,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "num_experts": 2,
+    "use_mamba_kernels": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("DeepseekV3Config", _LATENT, "latent"),
+        ("Llama4TextConfig", _CHUNKED, "chunked"),
+        ("JambaConfig", _STATE, "plain key-value cache"),
+        ("MambaConfig", {"state_size": 8}, "no key-value cache"),
+    ],
+    ids=["latent", "chunked", "state-beside-attention", "state-alone"],
+)
+def test_caches_of_another_kind_are_refused(name, options, reason):
+    model = AutoModelForCausalLM.from_config(make_config(name, **options), dtype=torch.float32)
+    with pytest.raises(MismatchError, match=reason):
+        TransformersEngine(model)
+
+
+def test_a_model_that_looks_ahead_is_refused():
+    model = make_model(config_of("llama"))
+    layer = model.model.layers[0]
+    inner = layer.forward
+
+    def forward(hidden, **kwargs):
+        return inner(hidden + hidden.mean(1, keepdim=True), **kwargs)
+
+    layer.forward = forward
+    with pytest.raises((MismatchError, RopeRegimeError)):
+        TransformersEngine(model)
+
+
+def test_a_model_that_computes_nan_is_refused():
+    model = make_model(config_of("llama"))
+    model.model.layers[1].self_attn.v_proj.weight.data[0, 0] = float("nan")
+    with pytest.raises(CacheValueError, match="NaN"):
+        TransformersEngine(model)
+
+
+def test_a_model_on_several_devices_is_refused():
+    model = make_model(config_of("llama"))
+    model.hf_device_map = {"model.embed_tokens": "cpu", "model.layers.0": "disk"}
+    with pytest.raises(ArgumentError, match="several devices"):
+        TransformersEngine(model)
+
+
+def test_learning_leaves_no_trace_in_the_model():
+    model = make_model(config_of("llama-dynamic"))
+    engine = TransformersEngine(model)
+    again = TransformersEngine(model)
+    assert engine.meta == again.meta
+    ids = documents()[0]
+    assert torch.equal(engine.prefill([ids])[0].keys[0], again.prefill([ids])[0].keys[0])
