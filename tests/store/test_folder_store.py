@@ -139,7 +139,7 @@ def test_permission_errors_on_reading_say_what_to_do(store, monkeypatch):
 
 
 def test_tags_of_replaced_files_are_not_remembered(store):
-    for n in range(300):
+    for n in range(40):
         store.put("k", b"%03d" % n)
         first = store.stat("k")
         assert store.stat("k") == first

@@ -16,7 +16,7 @@ from kvwire.transport import BlobFetcher, FetchSettings, HttpSource, Patience, o
 from kvwire.types import BlobInfo, CacheMeta, LevelInfo, SegmentInfo
 
 KEY = "v1/blob.kvw"
-FAST = FetchSettings(backoff_s=0.001, gap_bytes=64, max_bytes=100_000, patience=Patience(0.5, 0.3))
+FAST = FetchSettings(backoff_s=0.001, gap_bytes=64, max_bytes=100_000, patience=Patience(5, 5))
 
 
 def build(sizes, *, padding=0, seed=1):
