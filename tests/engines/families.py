@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from kvwire.engines.transformers import TransformersEngine
-from kvwire.types import KVCache
+
+if TYPE_CHECKING:
+    from kvwire.types import KVCache
 
 VOCABULARY = 96
 WINDOW = 160
