@@ -128,7 +128,9 @@ def link(caches: Sequence[KVCache]) -> KVCache:
     values = [_joined(parts) for parts in zip(*(cache.values for cache in placed), strict=True)]
     known = [cache.token_ids for cache in placed if cache.token_ids is not None]
     ids = list(chain.from_iterable(known)) if len(known) == len(placed) else None
-    return KVCache.from_tensors(keys, values, replace(first, positions="on", offset=0, token_digest=""), ids)
+    dtype = next((str(value.dtype).removeprefix("torch.") for value in values if value.numel()), first.dtype)
+    meta = replace(first, positions="on", offset=0, token_digest="", dtype=dtype)
+    return KVCache.from_tensors(keys, values, meta, ids)
 
 
 def block_mask(documents: Sequence[int], query: int) -> Tensor:

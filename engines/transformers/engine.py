@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -186,7 +187,7 @@ class TransformersEngine:
         """Raise MismatchError where a cache comes from another model."""
         theirs, ours = cache.meta, self.meta
         shapes = [(s.kv_heads, s.key_dim, s.value_dim) for s in theirs.layers]
-        same = shapes == [(s.kv_heads, s.key_dim, s.value_dim) for s in ours.layers]
+        same = shapes == [(s.kv_heads, s.key_dim, s.value_dim) for s in ours.layers] and _turn_alike(theirs, ours)
         if not same or (theirs.model_revision and ours.model_revision and theirs.model_revision != ours.model_revision):
             msg = (
                 f"the cache was computed by model {theirs.model_id!r} ({theirs.model_revision[:12] or 'unnamed'}), "
@@ -284,6 +285,22 @@ class TransformersEngine:
         if min(token_ids) < 0 or max(token_ids) >= vocabulary:
             msg = f"token ids must lie in 0 to {vocabulary - 1}; were they made by this model's tokenizer?"
             raise ArgumentError(msg)
+
+
+def _turn_alike(theirs: CacheMeta, ours: CacheMeta) -> bool:
+    """Whether two models of one layout rotate their keys alike; a cache that names no regimes is taken at its word."""
+    for their_spec, our_spec in zip(theirs.layers if theirs.ropes else (), ours.layers, strict=False):
+        if (their_spec.rope is None) != (our_spec.rope is None):
+            return False
+        if their_spec.rope is None or our_spec.rope is None:
+            continue
+        their_rope, our_rope = theirs.ropes[their_spec.rope], ours.ropes[our_spec.rope]
+        pairs = zip(their_rope.inv_freq, our_rope.inv_freq, strict=False)
+        if their_rope.interleaved != our_rope.interleaved or their_rope.rotary_dim != our_rope.rotary_dim:
+            return False
+        if not all(math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-12) for a, b in pairs):  # processors differ in last bits
+            return False
+    return True
 
 
 def _tensors(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:

@@ -36,7 +36,8 @@ def model_revision(folder: Path) -> str:
     digest = hashlib.sha256()
     _add(digest, folder / "config.json")
     for path in sorted({path for pattern in _WEIGHTS for path in folder.glob(pattern)}):
-        _add(digest, path)
+        if path.is_file():
+            _add(digest, path)
     return digest.hexdigest()
 
 

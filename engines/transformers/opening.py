@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvwire.engines.transformers.engine import TransformersEngine
 from kvwire.engines.transformers.identity import model_revision, tokenizer_digest
-from kvwire.errors import CorruptError, KvwireError, MismatchError, NotFoundError
+from kvwire.errors import ArgumentError, CorruptError, KvwireError, MismatchError, NotFoundError, StorageError
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
@@ -29,28 +30,43 @@ def open_engine(
 
     dtype None: as the weights are stored. Nothing is ever downloaded and no code of the folder is run. Raises
     NotFoundError where the folder holds no model, CorruptError where its files cannot be read or weights are missing,
-    MismatchError where it is no model that kvwire can run, RopeRegimeError where its keys cannot be moved.
+    MismatchError where it is no model that kvwire can run, RopeRegimeError where its keys cannot be moved,
+    StorageError where the disk fails, ArgumentError on a device or dtype that cannot be used.
     """
     folder = Path(path).expanduser()
+    _check_options(device, dtype)
     if not (folder / "config.json").is_file():
         msg = f"{folder} holds no model: config.json is missing; name a folder saved by save_pretrained"
         raise NotFoundError(msg)
-    _check_config(folder)
-    tokenizer = _tokenizer(folder)
+    try:
+        revision, tokenizer_id = model_revision(folder), tokenizer_digest(folder)
+        config = (folder / "config.json").read_bytes()
+    except OSError as error:
+        msg = f"{folder} cannot be read ({error}); check its permissions and the disk"
+        raise StorageError(msg) from error
+    _check_config(folder, config)
+    tokenizer = _tokenizer(folder) if tokenizer_id else None
     model: Any = _model(folder, dtype)
     return TransformersEngine(
-        model.to(device),
-        tokenizer,
-        model_id=folder.resolve().name,
-        revision=model_revision(folder),
-        tokenizer_id=tokenizer_digest(folder),
+        model.to(device), tokenizer, model_id=folder.resolve().name, revision=revision, tokenizer_id=tokenizer_id
     )
 
 
-def _check_config(folder: Path) -> None:
+def _check_options(device: str | torch.device, dtype: torch.dtype | None) -> None:
+    if dtype is not None and not dtype.is_floating_point:
+        msg = f"models run in floating point, not in {dtype}; pass torch.float32 or torch.bfloat16"
+        raise ArgumentError(msg)
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        torch.empty(1, device=device)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        msg = f"device {device} cannot be used here ({error}); pass 'cpu' or a device that torch sees"
+        raise ArgumentError(msg) from error
+
+
+def _check_config(folder: Path, data: bytes) -> None:
+    try:
+        config = json.loads(data)
+    except ValueError as error:
         msg = f"{folder / 'config.json'} cannot be read ({error}); copy the model's files again"
         raise CorruptError(msg) from error
     if not isinstance(config, dict):
@@ -81,6 +97,8 @@ def _model(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
 
 def _explained(folder: Path, error: Exception) -> KvwireError | Exception:
     """What a failure of from_pretrained means; the failure itself where it is about memory or devices."""
+    if isinstance(error, OSError) and error.errno not in {None, errno.ENOENT}:
+        return StorageError(f"{folder} cannot be read ({error}); check its permissions and the disk")
     if isinstance(error, OSError):  # transformers' word for files that are not there
         return NotFoundError(f"{folder} holds no weights that transformers can read ({error}); name a complete folder")
     if isinstance(error, (AttributeError, ImportError, KeyError, NotImplementedError, TypeError, ValueError)):
@@ -92,9 +110,7 @@ def _explained(folder: Path, error: Exception) -> KvwireError | Exception:
     return error
 
 
-def _tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    if not tokenizer_digest(folder):
-        return None
+def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder, **_LOCAL)
     except Exception as error:  # the tokenizers library raises bare Exception

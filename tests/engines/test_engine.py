@@ -214,6 +214,25 @@ def test_a_cache_of_other_weights_is_refused_where_both_are_known():
     engine.check_fits(KVCache(cache.keys, cache.values, replace(cache.meta, model_revision=""), cache.token_ids))
 
 
+def test_a_cache_that_turns_otherwise_is_refused_where_weights_are_not_named():
+    engine = engine_of("llama")
+    for family, fits in (("llama", True), ("llama-linear", False), ("smollm3", False)):
+        (cache,) = engine_of(family).prefill([tokens(12)])
+        meta = replace(cache.meta, model_revision="", layers=cache.meta.layers[:3])
+        anonymous = KVCache(cache.keys[:3], cache.values[:3], meta, cache.token_ids)
+        if family == "smollm3":
+            anonymous = replace(
+                anonymous, meta=replace(meta, layers=(*meta.layers[:2], replace(meta.layers[2], rope=None)))
+            )
+        if fits:
+            engine.check_fits(anonymous)
+            continue
+        with pytest.raises(MismatchError):
+            engine.check_fits(anonymous)
+    bare = KVCache.from_tensors(cache.keys[:3], cache.values[:3])
+    engine.check_fits(bare)
+
+
 @pytest.mark.parametrize(
     ("ids", "reason"),
     [

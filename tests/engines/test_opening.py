@@ -1,5 +1,6 @@
 """Model folders: what opens, what is refused and how, and what tells two of them apart."""
 
+import errno
 import json
 import shutil
 
@@ -8,9 +9,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kvwire.engines.transformers import open_engine
+from kvwire.engines.transformers import open_engine, opening
 from kvwire.engines.transformers.identity import model_revision, tokenizer_digest
-from kvwire.errors import CorruptError, MismatchError, NotFoundError, RopeRegimeError
+from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError, RopeRegimeError, StorageError
 
 from .families import (
     EAGER,
@@ -87,6 +88,39 @@ def test_a_folder_that_is_not_there(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(NotFoundError, match=r"config\.json is missing"):
             open_engine(path)
+
+
+@pytest.mark.parametrize("device", ["cuda:77", "no such device"])
+def test_a_device_that_is_not_there(saved, device):
+    with pytest.raises(ArgumentError, match="cannot be used here"):
+        open_engine(saved, device=device)
+
+
+def test_a_type_without_fractions(saved):
+    with pytest.raises(ArgumentError, match="floating point"):
+        open_engine(saved, dtype=torch.int8)
+
+
+def test_a_disk_that_fails(saved, monkeypatch):
+    def read(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(opening.AutoModelForCausalLM, "from_pretrained", read)
+    with pytest.raises(StorageError, match="permissions"):
+        open_engine(saved)
+    monkeypatch.setattr(opening, "model_revision", read)
+    with pytest.raises(StorageError, match="permissions"):
+        open_engine(saved)
+
+
+def test_failures_that_are_not_the_folders_pass_through(saved, monkeypatch):
+    def load(*_, **__):
+        msg = "CUDA out of memory"
+        raise torch.OutOfMemoryError(msg)
+
+    monkeypatch.setattr(opening.AutoModelForCausalLM, "from_pretrained", load)
+    with pytest.raises(torch.OutOfMemoryError):
+        open_engine(saved)
 
 
 def test_a_configuration_without_weights(folder):

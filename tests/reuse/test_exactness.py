@@ -101,6 +101,20 @@ def test_windows_narrow_the_mask_of_sliding_layers(family):
     assert error_between(engine.masked_forward(whole_text() + query(), visible)[-len(query()) :], wanted) > SEEN
 
 
+@pytest.mark.parametrize("family", SLIDES)
+def test_a_window_reaches_across_short_documents(family):
+    engine, lengths = engine_of(family), (15, 3, 2, 4)
+    texts = [tokens(length, seed) for seed, length in enumerate(lengths)]
+    flat = [token for ids in texts for token in ids]
+    wanted = engine.masked_forward(flat + query(), block_mask(lengths, len(query())))[-len(query()) :]
+    linked = link(engine.prefill(texts))
+    assert error_between(linked_logits(engine, linked), wanted) < TOLERANCE
+    steps = engine.past_key_values(linked)  # token by token, as in generation
+    for index, token in enumerate(query()):
+        logits = engine.forward(steps, [token], linked.tokens + index)[-1]
+        assert error_between(logits, wanted[index]) < TOLERANCE
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_recomputing_everything_equals_a_full_prefill(family):
     engine, ids = engine_of(family), whole_text()

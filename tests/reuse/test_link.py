@@ -100,6 +100,15 @@ def test_a_move_in_half_precision_keeps_the_type():
     assert cache_error(KVCache([k.float() for k in shifted.keys], cache.values, META), moved(cache, 9)) < 1e-2
 
 
+def test_a_link_of_two_types_takes_the_wider():
+    cache = random_cache(4)
+    half = KVCache([k.half() for k in cache.keys], [v.half() for v in cache.values], replace(META, dtype="float16"))
+    assert link([half, half]).meta.dtype == "float16"
+    linked = link([half, cache])
+    assert linked.meta.dtype == "float32"
+    assert {tensor.dtype for tensor in linked.keys + linked.values} == {torch.float32}
+
+
 def test_token_ids_are_known_only_where_all_are():
     linked = link([random_cache(3), random_cache(4, ids=False)])
     assert linked.token_ids is None
