@@ -59,7 +59,7 @@ def _cpu_model() -> str:
 
 
 def one_thread() -> None:
-    """Let torch and numba use one thread each, so that figures are per core."""
+    """Let torch and numba use the calling thread alone, so that figures are per core."""
     import_module("torch").set_num_threads(1)
     import_module("numba").set_num_threads(1)
 
@@ -72,6 +72,7 @@ def summary(samples: Sequence[float]) -> dict[str, float]:
 def interleaved(cases: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Seconds of each case, ``rounds`` times, the cases taking turns so that a busy moment hits all of them alike.
 
+    The clock is this thread's processor time: what other processes take does not count, nor do a case's other threads.
     Each case runs once before, untimed: kernels compile and caches fill there.
     """
     for case in cases.values():
@@ -79,9 +80,9 @@ def interleaved(cases: Mapping[str, Callable[[], object]], rounds: int) -> dict[
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(rounds):
         for name, case in cases.items():
-            start = time.perf_counter()
+            start = time.thread_time()
             case()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(time.thread_time() - start)
     return seconds
 
 

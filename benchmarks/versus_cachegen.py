@@ -176,8 +176,14 @@ def draw(path: Path, texts: dict[str, dict[str, Any]]) -> None:
     figure, panels = plt.subplots(1, len(texts), figsize=(5.6 * len(texts), 4.6), sharey=True, squeeze=False)
     curves = (
         ("kvwire", "kvwire, 256-token chunks", "o-", "tab:blue", lambda name: name.startswith("kvwire")),
-        ("256", "CacheGen as released, 256-token chunks", "s--", "tab:red", lambda name: "256" in name),
-        ("1024", "CacheGen as released, 1024-token chunks", "^--", "tab:orange", lambda name: "1024" in name),
+        ("256", "CacheGen, 256-token chunks: levels 1, 2, as released", "s--", "tab:red", lambda name: "256" in name),
+        (
+            "1024",
+            "CacheGen, 1024-token chunks: levels 1, 2, as released",
+            "^--",
+            "tab:orange",
+            lambda name: "1024" in name,
+        ),
     )
     for panel, (kind, found) in zip(panels[0], texts.items(), strict=True):
         for _, label, style, colour, belongs in curves:
@@ -196,7 +202,7 @@ def draw(path: Path, texts: dict[str, dict[str, Any]]) -> None:
         panel.set_xticks(ticks, [str(tick) for tick in ticks])
         panel.set_xticks([], minor=True)
     panels[0][0].set_ylabel("mean KL divergence of the next token")
-    panels[0][0].legend(fontsize=8, loc="lower left")
+    panels[0][0].legend(fontsize=8, loc="upper right")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     print(f"written: {path.name}")
