@@ -116,7 +116,6 @@ class LoadSession:
                 self._recompute_failed(chunk, reason)
             case ev.Tick():
                 self._link.watch(now)
-                self._planned_at = -inf
         return True
 
     def _arrived(self, chunk: ChunkId, level: int, now: float) -> bool:

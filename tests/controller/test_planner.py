@@ -94,6 +94,18 @@ def test_the_forecast_of_a_lifted_plan_is_what_playing_it_gives(asked, slack):
     assert made.finish_s == pytest.approx(finish_naive(asked, made.front, levels), rel=1e-9)
 
 
+@pytest.mark.parametrize("byte_s", [1e-9, 5e-7, 2e-6])  # from bound by the link to bound by decoding
+@pytest.mark.parametrize("slack", [1.05, 1.2, 1.4, 1.8])
+def test_lifted_chunks_delay_all_that_they_should(byte_s, slack):
+    costs = CostModel(PrefillCost(0.01, 4e-3), DecodeCost(0.0, 0.0, byte_s))
+    asked = request(chunks(10), costs=costs, bandwidth=1e6)
+    asked = replace(asked, deadline_s=plan(asked).finish_s * slack)
+    made = plan(asked)
+    levels = {decision.chunk: decision.level for decision in made.decisions if decision.action == "fetch"}
+    assert made.finish_s == pytest.approx(finish_naive(asked, made.front, levels))
+    assert made.finish_s <= asked.deadline_s
+
+
 def test_late_recomputations_count_in_full_where_compute_is_the_bottleneck():
     fine = OpenChunk(ChunkId(0, 0), 256, 0, SIZES, 2, can_recompute=True)
     coarse = OpenChunk(ChunkId(0, 1), 256, 256, SIZES[:1], 2, can_recompute=True)
@@ -101,6 +113,15 @@ def test_late_recomputations_count_in_full_where_compute_is_the_bottleneck():
     asked = request((fine, coarse), costs=slow, bandwidth=1e9, quality_floor=2, busy_s=5.0)
     assert [decision.action for decision in plan(asked).decisions] == ["fetch", "recompute"]
     assert plan(asked).finish_s == pytest.approx(5.0 + slow.prefill.seconds(256) + slow.decode.seconds(256, SIZES[2]))
+
+
+def test_late_recomputations_wait_for_what_they_build_on():
+    fine = OpenChunk(ChunkId(0, 0), 256, 0, SIZES, 2, can_recompute=True)
+    coarse = OpenChunk(ChunkId(0, 1), 256, 256, SIZES[:1], 2, can_recompute=True)
+    slow = CostModel(PrefillCost(0.0, 8e-4), COSTS.decode)
+    made = plan(request((fine, coarse), costs=slow, bandwidth=1.3e6, quality_floor=2))
+    # 0.3 s for the fetch and 0.2 s for the recomputation behind it are later than recomputing both.
+    assert [decision.action for decision in made.decisions] == ["recompute", "recompute"]
 
 
 @given(requests())
@@ -165,13 +186,16 @@ def test_both_work_at_once_and_beat_either_alone():
 
 def test_the_time_that_is_left_lifts_the_first_chunks():
     slow = CostModel(PrefillCost(0.01, 2e-3), COSTS.decode)
-    made = plan(request(chunks(10), costs=slow, bandwidth=1e6, deadline_s=1.2))
+    asked = request(chunks(10), costs=slow, bandwidth=1e6, deadline_s=1.2)
+    made = plan(asked)
     fetched = [decision for decision in made.decisions if decision.action == "fetch"]
     levels = [decision.level for decision in fetched]
     assert made.in_time
     assert levels == sorted(levels, reverse=True)
     assert set(levels) == {0, 1}
     assert made.finish_s <= 1.2
+    by_chunk = {decision.chunk: decision.level for decision in fetched}
+    assert made.finish_s == pytest.approx(finish_naive(asked, made.front, by_chunk))
 
 
 def test_the_floor_holds_where_there_is_a_choice():

@@ -170,8 +170,9 @@ def test_what_a_load_measures_serves_the_next_one():
     assert bandwidth.value == pytest.approx(4 * MB, rel=0.1)
 
 
-def test_the_forecast_does_not_drift_while_all_goes_as_foreseen():
-    costs = CostModel(PrefillCost(0.005, 8e-4), COSTS.decode)  # 0.21 s a chunk
+@pytest.mark.parametrize("token_s", [8e-4, 16e-4])  # 0.21 s and 0.41 s a chunk
+def test_the_forecast_does_not_drift_while_all_goes_as_foreseen(token_s):
+    costs = CostModel(PrefillCost(0.005, token_s), COSTS.decode)
     session = new_session([document(4)] * 2, prior=1 * MB, costs=costs, max_in_flight=2)
     made = session.handle(Started(), 0.0)
     fetches = [item.chunk for item in made if isinstance(item, Fetch)]
@@ -274,6 +275,15 @@ def test_what_is_reported_of_a_cancelled_fetch_is_ignored():
     assert made == [Cancel(ChunkId(0, 0)), Recompute(ChunkId(0, 0), ChunkId(0, 0))]
     assert session.handle(ChunkArrived(ChunkId(0, 0), 0), 1.1) == []
     assert session.handle(ChunkFailed(ChunkId(0, 0), "cancelled"), 1.1) == []
+
+
+def test_a_fetch_is_not_given_up_before_its_context_is_ready():
+    session = new_session([document(2)], costs=SLOW, compute_workers=2)
+    session.handle(Started(), 0.0)
+    assert session.handle(ChunkArrived(ChunkId(0, 0), 0), 0.05) == [Decode(ChunkId(0, 0), 0)]
+    assert session.handle(Tick(), 1.0) == []
+    assert session.handle(DecodeDone(ChunkId(0, 0), 1.0), 1.05) == []
+    assert session.handle(Tick(), 1.1) == [Cancel(ChunkId(0, 1)), Recompute(ChunkId(0, 1), ChunkId(0, 1))]
 
 
 def test_settings_that_cannot_be_are_refused():
