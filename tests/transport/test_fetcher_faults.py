@@ -150,6 +150,17 @@ async def test_a_spot_that_always_fails_takes_no_neighbour_along(blob, misbehavi
         assert isinstance(next(iter(bad.values())), StorageError)
 
 
+async def test_an_answer_that_breaks_off_is_held_against_one_segment(blob, misbehaving, fetcher_for, fake):
+    settings = replace(fake.FAST, retries=0, concurrency=1)
+    plan = first_time({"after": 33_333, "reset": True})
+    async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
+        info = await fetcher.open()
+        good, bad = await outcome(fetcher, behind_the_head(info))
+    ((segment, _),) = bad.items()
+    assert segment.offset <= server.requests[1][0] + 33_333 < segment.end
+    assert all(arrival.attempts == 1 for arrival in good.values())
+
+
 @pytest.mark.parametrize("after", [1, 4_000, 12_000])
 async def test_a_server_that_never_ends_an_answer(after, blob, misbehaving, fetcher_for, fake):
     """What is shorter than the server's breath arrives; the rest fails, after a bounded number of requests."""
