@@ -74,10 +74,11 @@ class CacheMeta:
     def config_digest(self) -> str:
         """SHA-256 over everything that two caches must share to be linked into one prompt.
 
-        A model's name does not count where its weights are known: the same model in another folder is the same.
+        A model's name does not count where its weights are known: the same model in another folder is the same. Nor
+        does the dtype: a blob decodes into any.
         """
         fields = asdict(self)
-        for name in ("positions", "offset", "token_digest", *(["model_id"] if self.model_revision else [])):
+        for name in ("positions", "offset", "token_digest", "dtype", *(["model_id"] if self.model_revision else [])):
             del fields[name]
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 

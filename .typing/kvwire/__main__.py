@@ -1,0 +1,1 @@
+../../kvwire/__main__.py

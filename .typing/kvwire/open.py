@@ -1,0 +1,1 @@
+../../kvwire/open.py

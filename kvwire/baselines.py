@@ -1,0 +1,84 @@
+"""What kvwire is compared with: prefill from text, and raw bf16 caches over the same link."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from kvwire.reuse import link as link_caches
+from kvwire.transport import EmulatedLink, open_session, open_source, read_object
+from kvwire.types import KVCache
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvwire.engines.transformers import TransformersEngine
+    from kvwire.store import Store
+    from kvwire.transport import LinkSettings
+
+
+class _Prompt(Protocol):
+    @property
+    def documents(self) -> tuple[str, ...]: ...
+
+    @property
+    def question(self) -> tuple[int, ...]: ...
+
+
+def text_ttft(engine: TransformersEngine, documents: Sequence[Sequence[int]], question: Sequence[int]) -> float:
+    """Seconds to the first token by one prefill of documents and question, whose token ids are at hand."""
+    started = time.perf_counter()
+    ids = [token for document in documents for token in document]
+    int(engine.forward(None, [*ids, *question], 0, logits=1)[-1].argmax())
+    return time.perf_counter() - started
+
+
+@dataclass(frozen=True)
+class RawCaches:
+    """Documents' caches as plain bf16 tensors in a store: keys at positions from 0, then values, layer by layer."""
+
+    keys: Mapping[str, str]
+    tokens: Mapping[str, int]
+
+    @classmethod
+    def write(cls, store: Store, engine: TransformersEngine, documents: Mapping[str, Sequence[int]]) -> RawCaches:
+        """Prefill every document and store its tensors."""
+        keys = {}
+        for number, (name, ids) in enumerate(documents.items()):
+            (cache,) = engine.prefill([ids])
+            flat = torch.cat([tensor.to("cpu", torch.bfloat16).reshape(-1) for tensor in (*cache.keys, *cache.values)])
+            keys[name] = f"raw/{number}.bin"
+            store.put(keys[name], flat.view(torch.uint8).numpy().tobytes())
+        return cls(keys, {name: len(ids) for name, ids in documents.items()})
+
+    def ttft(self, engine: TransformersEngine, store: Store, prompt: _Prompt, link: LinkSettings) -> tuple[float, int]:
+        """Seconds to the first token, and bytes: fetch all documents at once, shift, concatenate, run the question."""
+        started = time.perf_counter()
+        blobs = asyncio.run(self._fetch(store, prompt.documents, link))
+        caches = [self._cache(engine, name, data) for name, data in zip(prompt.documents, blobs, strict=True)]
+        past = engine.past_key_values(link_caches(caches))
+        total = sum(cache.tokens for cache in caches)
+        int(engine.forward(past, prompt.question, total, logits=1)[-1].argmax())
+        return time.perf_counter() - started, sum(map(len, blobs))
+
+    async def _fetch(self, store: Store, documents: Sequence[str], link: LinkSettings) -> list[bytes]:
+        shared = EmulatedLink.of(link)
+        async with open_session() as session:
+            sources = [open_source(store, self.keys[name], session) for name in documents]
+            return await asyncio.gather(*(read_object(source, shared) for source in sources))
+
+    def _cache(self, engine: TransformersEngine, name: str, data: bytes) -> KVCache:
+        flat = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).to(engine.device, engine.model.dtype)
+        tokens, at, tensors = self.tokens[name], 0, []
+        for dim in ("key_dim", "value_dim"):
+            for spec in engine.meta.layers:
+                shape = (spec.kv_heads, tokens, getattr(spec, dim))
+                size = shape[0] * shape[1] * shape[2]
+                tensors.append(flat[at : at + size].view(shape))
+                at += size
+        layers = len(engine.meta.layers)
+        return KVCache.from_tensors(tensors[:layers], tensors[layers:], engine.meta)

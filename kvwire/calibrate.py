@@ -1,0 +1,67 @@
+"""Measuring what this machine needs for prefill and for decoding, so that the controller plans with facts."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvwire.codec import BlobDecoder, encode, inspect
+from kvwire.controller import CostModel, fit_decode, fit_prefill
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvwire.codec import Profile
+    from kvwire.engines.transformers import TransformersEngine
+
+_PASSES = ((32, 0), (256, 0), (1024, 0), (256, 768), (32, 2048))
+"""(new tokens, tokens before them): enough to tell fixed cost, cost of a token and cost of attention apart."""
+_TOKENS = 256
+_REPEATS = 3
+
+
+def measure_costs(engine: TransformersEngine, profile: Profile | None = None) -> CostModel:
+    """Time a few forward passes and chunk decodings on this engine; takes a second or two, and warms both up.
+
+    profile None: decoding is timed with the identity transform. The model's cache content is real, its text is random.
+    """
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = int(engine.model.config.get_text_config(decoder=True).vocab_size)
+    longest = min(engine.window, max(new + before for new, before in _PASSES))
+    ids = torch.randint(0, vocabulary, (longest,), generator=generator).tolist()
+    passes = [(new, before) for new, before in _PASSES if new + before <= longest] or [(longest, 0)]
+    prefill = [(new, before, _prefill_s(engine, ids, new, before)) for new, before in passes]
+    return CostModel(prefill=fit_prefill(prefill), decode=fit_decode(_decode_samples(engine, ids, profile)))
+
+
+def _prefill_s(engine: TransformersEngine, ids: list[int], new: int, before: int) -> float:
+    prefix = engine.extend(None, ids[:before]) if before else None
+    return _best(lambda: engine.extend(prefix, ids[before : before + new]), engine)
+
+
+def _decode_samples(engine: TransformersEngine, ids: list[int], profile: Profile | None) -> list[tuple[int, int, float]]:
+    samples = []
+    (cache,) = engine.prefill([ids[:_TOKENS]])
+    for tokens in (min(64, cache.tokens), cache.tokens):
+        blob = encode(cache.slice(0, tokens), profile)
+        decoder = BlobDecoder(blob, profile, device=engine.device, dtype=engine.model.dtype)
+        segments = inspect(blob).segments[0]
+        for level in (0, len(segments) - 1):
+            pieces = [blob[segment.offset : segment.end] for segment in segments[: level + 1]]
+            seconds = _best(lambda pieces=pieces, decoder=decoder: decoder.decode_chunk(0, pieces), engine)  # type: ignore[misc]
+            samples.append((tokens, sum(map(len, pieces)), seconds))
+    return samples
+
+
+def _best(work: Callable[[], object], engine: TransformersEngine) -> float:
+    """Quickest of a few runs after one that warms up: other work on the machine only ever adds."""
+    times = []
+    for _ in range(_REPEATS + 1):
+        started = time.perf_counter()
+        work()
+        if engine.device.type == "cuda":
+            torch.cuda.synchronize(engine.device)
+        times.append(time.perf_counter() - started)
+    return min(times[1:])

@@ -1,0 +1,167 @@
+"""A corpus: documents in, blobs in a store, and the way back to them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvwire.codec import CHUNK_TOKENS, Ladder, Profile, encode, fit_profile, inspect
+from kvwire.errors import CorruptError, MismatchError, NotFoundError
+from kvwire.store import Catalog, CatalogEntry
+from kvwire.types import digest_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvwire.engines.transformers import TransformersEngine
+    from kvwire.store import Store
+    from kvwire.types import BlobInfo, CacheMeta, KVCache
+
+CALIBRATION_TOKENS = 16384
+"""Tokens that a profile is fitted on: the basis hardly moves beyond, and their caches fit in memory."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document to encode: its name in the catalog and its token ids."""
+
+    document_id: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What became of a document. ``skipped``: the catalog had it already, encoded with the profile in use."""
+
+    entry: CatalogEntry
+    info: BlobInfo
+    skipped: bool
+    encode_s: float
+
+
+class Corpus:
+    """Documents of one model and one tenant in a store."""
+
+    def __init__(
+        self,
+        engine: TransformersEngine,
+        store: Store,
+        *,
+        tenant: str = "default",
+        salt: bytes = b"",
+        ladder: Ladder | None = None,
+        chunk_tokens: int = CHUNK_TOKENS,
+    ) -> None:
+        """Keep the parts; nothing is read or written yet. salt: see ``Catalog``."""
+        self._engine = engine
+        self.catalog = Catalog(store, tenant, salt)
+        self._config = engine.meta.config_digest()
+        self._ladder = ladder
+        self._chunk_tokens = chunk_tokens
+        self._profiles: dict[str, Profile] = {}
+
+    @property
+    def meta(self) -> CacheMeta:
+        """The engine's cache layout."""
+        return self._engine.meta
+
+    def profile(self, digest: str | None = None) -> Profile | None:
+        """A stored profile by digest, or the one in use; None where the corpus has none yet."""
+        digest = digest if digest is not None else self.catalog.current_profile(self._config)
+        if not digest:
+            return None
+        if digest not in self._profiles:
+            self._profiles[digest] = Profile.from_bytes(self.catalog.get_profile(self._config, digest))
+        return self._profiles[digest]
+
+    def set_profile(self, profile: Profile) -> None:
+        """Store a profile and use it for what is encoded from now on."""
+        profile.check_fits(self.meta)
+        digest = self.catalog.put_profile(self._config, profile.data)
+        self.catalog.set_current_profile(self._config, digest)
+        self._profiles[digest] = profile
+
+    def calibrate(self, documents: Sequence[Document], tokens: int = CALIBRATION_TOKENS) -> Profile | None:
+        """Fit a profile on the first documents, up to that many tokens, and use it; None where there are none."""
+        chosen: list[tuple[int, ...]] = []
+        for document in documents:
+            room = tokens - sum(map(len, chosen))
+            if room <= 0:
+                break
+            chosen.append(document.token_ids[:room])
+        if not chosen:
+            return None
+        profile = fit_profile(self._engine.prefill(chosen), self._engine.statistics(chosen), ladder=self._ladder)
+        if profile is not None:
+            self.set_profile(profile)
+        return profile
+
+    def encode(self, documents: Sequence[Document]) -> Iterator[Encoded]:
+        """Encode what the catalog lacks, document by document; the first ones calibrate where there is no profile yet.
+
+        A blob is in the store before its entry is; whoever stops in the middle loses only what was not yielded.
+        """
+        profile = self.profile() or self.calibrate(documents)
+        for document in documents:
+            found = self._known(document, profile)
+            if found is not None:
+                yield found
+                continue
+            started = time.perf_counter()
+            (cache,) = self._engine.prefill([document.token_ids])
+            yield self._store(document, cache, profile, started)
+
+    def _store(self, document: Document, cache: KVCache, profile: Profile | None, started: float) -> Encoded:
+        blob = encode(cache, profile, self._ladder, chunk_tokens=self._chunk_tokens)
+        info = inspect(blob)
+        entry = self.catalog.put_blob(
+            self._config,
+            blob,
+            document_id=document.document_id,
+            head_bytes=info.head_bytes,
+            tokens=info.tokens,
+            token_digest=info.meta.token_digest,
+            profile_digest=info.profile_digest,
+            levels=[(level.name, level.cumulative_bytes) for level in info.levels],
+        )
+        return Encoded(entry, info, skipped=False, encode_s=time.perf_counter() - started)
+
+    def _known(self, document: Document, profile: Profile | None) -> Encoded | None:
+        """The document as the catalog has it, where that is still what encoding would give; the same text under another name counts."""
+        digest = digest_tokens(document.token_ids)
+        wanted = (digest, profile.digest if profile else "")
+        try:
+            entry = self.catalog.by_document(self._config, document.document_id)
+            if entry is None or (entry.token_digest, entry.profile_digest) != wanted:
+                entry = self.catalog.by_tokens(self._config, digest)
+            if entry is None or (entry.token_digest, entry.profile_digest) != wanted:
+                return None
+            info = inspect(self.catalog.store.get(entry.blob_key, 0, entry.head_bytes))
+        except (CorruptError, NotFoundError):
+            return None  # a damaged entry or a blob that is gone is written again
+        if entry.document_id != document.document_id:
+            entry = replace(entry, document_id=document.document_id)
+            self.catalog.add(entry)
+        return Encoded(entry, info, skipped=True, encode_s=0.0)
+
+    def find(self, document_id: str) -> CatalogEntry:
+        """A document's entry; raises NotFoundError that says how to encode it."""
+        entry = self.catalog.by_document(self._config, document_id)
+        if entry is None:
+            msg = (
+                f"document {document_id!r} is not in {self.catalog.store.url} for model {self.meta.model_id!r}; "
+                "encode it first (kvwire encode), with this very model, and check the tenant"
+            )
+            raise NotFoundError(msg)
+        return entry
+
+    def check_blob(self, info: BlobInfo) -> None:
+        """Raise MismatchError where a blob is of another model than this corpus."""
+        theirs, ours = info.meta, self.meta
+        if theirs.config_digest() != ours.config_digest():
+            msg = (
+                f"the blob was encoded by model {theirs.model_id!r} ({theirs.model_revision[:12] or 'unnamed'}), "
+                f"this is {ours.model_id!r} ({ours.model_revision[:12] or 'unnamed'}); encode the document with this model"
+            )
+            raise MismatchError(msg)

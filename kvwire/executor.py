@@ -1,0 +1,315 @@
+"""The thin executor around the controller's session: it carries out instructions and reports what happened.
+
+It decides nothing. Fetching runs on the event loop; decoding and forward passes take turns in one worker thread, so
+that the link and the processor are busy at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self, TypeVar
+
+from kvwire import controller as ctl
+from kvwire.codec import CHUNK_TOKENS, BlobDecoder, read_head
+from kvwire.errors import ArgumentError, KvwireError, StorageError
+from kvwire.reuse import LinkedPrompt
+from kvwire.transport import BlobFetcher, LinkMeter, SegmentError, open_session, open_source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+
+    from kvwire.codec import Profile
+    from kvwire.corpus import Corpus
+    from kvwire.engines.transformers import TransformersEngine
+    from kvwire.store import CatalogEntry
+    from kvwire.transport import EmulatedLink, FetchSettings, LinkSample
+    from kvwire.types import BlobInfo, ChunkId
+
+T = TypeVar("T")
+_TICK_S = 0.05
+
+
+@dataclass(frozen=True)
+class Source:
+    """A document as the catalog knows it before anything is fetched.
+
+    entry None: only its text is known. profile None: the blob carries its own, or it could not be read, as ``trouble`` says.
+    """
+
+    document_id: str
+    entry: CatalogEntry | None
+    profile: Profile | None
+    text: tuple[int, ...] | None
+    trouble: str = ""
+
+
+@dataclass(eq=False)
+class _Document:
+    """A document of a running load. decoder None: its blob cannot be used, its text stands in."""
+
+    source: Source
+    token_ids: tuple[int, ...] | None
+    info: BlobInfo | None = None
+    head: bytes = b""
+    fetcher: BlobFetcher | None = None
+    decoder: BlobDecoder | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.info.tokens if self.info else len(self.token_ids or ())
+
+    def span(self, chunk: int) -> tuple[int, int]:
+        if self.info:
+            return self.info.chunk_span(chunk)
+        return chunk * CHUNK_TOKENS, min((chunk + 1) * CHUNK_TOKENS, self.tokens)
+
+    def plan_input(self) -> ctl.DocumentPlanInput:
+        has_text = self.token_ids is not None
+        if self.info and self.decoder:
+            return ctl.DocumentPlanInput.from_blob(self.info, has_text=has_text)
+        step = self.info.chunk_tokens if self.info else CHUNK_TOKENS
+        spans = [self.span(chunk) for chunk in range(-(-self.tokens // step))]
+        return ctl.DocumentPlanInput(tuple(stop - start for start, stop in spans), (), has_text)
+
+
+class Executor:
+    """One load: ``open`` the blobs' heads, then ``drive`` a session to its end; ``prompt`` is then complete.
+
+    misses: what went wrong and was healed by recomputing, in words. bytes: received, heads included. decode_s,
+    recompute_s: compute spent. fetched_at: when the last bytes that were used arrived, on ``clock``.
+    """
+
+    def __init__(
+        self,
+        engine: TransformersEngine,
+        corpus: Corpus,
+        sources: Sequence[Source],
+        *,
+        link: EmulatedLink | None,
+        fetch: FetchSettings,
+    ) -> None:
+        """Take the parts; enter the context to begin."""
+        self._engine = engine
+        self._corpus = corpus
+        self._sources = sources
+        self._link = link
+        self._fetch_settings = fetch
+        self.clock = time.monotonic
+        self._meter = LinkMeter(self._sampled, self.clock)
+        self._samples: list[LinkSample] = []
+        self._events: asyncio.Queue[ctl.Event] = asyncio.Queue()
+        self._arrived: dict[ChunkId, list[bytes]] = {}
+        self._fetches: dict[ChunkId, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._documents: list[_Document] = []
+        self.misses: list[str] = []
+        self.bytes = 0
+        self.decode_s = self.recompute_s = self.fetched_at = 0.0
+
+    async def __aenter__(self) -> Self:
+        """Open the connection pool and the compute thread."""
+        self._stack = AsyncExitStack()
+        self._http = await self._stack.enter_async_context(open_session())
+        self._pool = ThreadPoolExecutor(1, "kvwire-compute")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Stop everything that is still under way."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._stack.aclose()
+        await asyncio.to_thread(self._pool.shutdown, wait=True, cancel_futures=True)
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        """Run work in the compute thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def samples(self) -> list[LinkSample]:
+        """What the link showed since the last call."""
+        taken, self._samples = self._samples, []
+        return taken
+
+    def _sampled(self, sample: LinkSample) -> None:
+        self._samples.append(sample)
+        self.bytes += sample.wire_bytes
+
+    async def open(self, query_tokens: int) -> list[ctl.DocumentPlanInput]:
+        """Read all heads at once and lay out the prompt; returns what a session plans with.
+
+        Raises what reading a head raised where the document's text is not known either, and ArgumentError where the
+        prompt does not fit the model's window.
+        """
+        self._documents = list(await asyncio.gather(*(self._open(source) for source in self._sources)))
+        total = sum(document.tokens for document in self._documents) + query_tokens
+        if total > self._engine.window:
+            msg = (
+                f"documents and question are {total} tokens, the model's window is {self._engine.window}; "
+                "name fewer documents"
+            )
+            raise ArgumentError(msg)
+        tokens = [document.tokens for document in self._documents]
+        dtype, device = self._engine.model.dtype, self._engine.device
+        self.prompt = LinkedPrompt(tokens, self._engine.meta, dtype=dtype, device=device)
+        for index, document in enumerate(self._documents):
+            self._add_decoder(index, document)
+        return [document.plan_input() for document in self._documents]
+
+    async def _open(self, source: Source) -> _Document:
+        if source.entry is None:
+            self.misses.append(f"{source.document_id}: {source.trouble}")
+            return _Document(source, source.text)
+        document = _Document(source, source.text)
+
+        def read(data: bytes) -> BlobInfo:
+            info = read_head(data)
+            document.head = data[: info.head_bytes]
+            return info
+
+        at = open_source(self._corpus.catalog.store, source.entry.blob_key, self._http)
+        settings = replace(self._fetch_settings, head_bytes=source.entry.head_bytes)
+        fetcher = BlobFetcher(at, read_head=read, settings=settings, link=self._link, meter=self._meter)
+        await self._stack.enter_async_context(fetcher)
+        try:
+            info = await fetcher.open()
+            self._corpus.check_blob(info)
+        except KvwireError as error:
+            if source.text is None:
+                raise
+            self.misses.append(f"{source.document_id}: {error}")
+            return document
+        self.fetched_at = self.clock()
+        document.info, document.fetcher, document.token_ids = info, fetcher, info.token_ids or source.text
+        return document
+
+    def _add_decoder(self, index: int, document: _Document) -> None:
+        if not document.info:
+            return
+        try:
+            if document.source.trouble:
+                raise StorageError(document.source.trouble)
+            part, offset = self.prompt.document(index), self.prompt.offset(index)
+            document.decoder = BlobDecoder(document.head, document.source.profile, out=part, offset=offset)
+        except KvwireError as error:
+            if document.token_ids is None:
+                raise
+            self.misses.append(f"{document.source.document_id}: {error}")
+
+    async def drive(self, session: ctl.LoadSession, deadline_s: float | None) -> ctl.Finish:
+        """Feed events to the session and carry out what it says until it is over; raises StorageError where it fails."""
+        ticker = self._spawn(self._tick())
+        event: ctl.Event = ctl.Started(deadline_s)
+        try:
+            while True:
+                for instruction in session.handle(event, self.clock()):
+                    if isinstance(instruction, ctl.Finish):
+                        return instruction
+                    self._carry_out(instruction)
+                event = await self._events.get()
+                for sample in self.samples():
+                    self._report(session, sample)
+        finally:
+            ticker.cancel()
+
+    def _report(self, session: ctl.LoadSession, sample: LinkSample) -> None:
+        """Measurements bring no instructions; the event that follows them does."""
+        now = self.clock()
+        if sample.first_byte_s is not None:
+            session.handle(ctl.FirstByte(sample.first_byte_s), now)
+        if sample.timed_bytes:
+            session.handle(ctl.TransferProgress(sample.timed_bytes, now - sample.busy_s, now), now)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self._meter.flush()
+            self._events.put_nowait(ctl.Tick())
+
+    def _carry_out(self, instruction: ctl.Instruction) -> None:
+        match instruction:
+            case ctl.Fetch(chunk, level):
+                self._fetches[chunk] = self._spawn(self._fetch(chunk, level))
+            case ctl.Decode(chunk, _):
+                self._spawn(self._decode(chunk))
+            case ctl.Recompute(first, last):
+                self._spawn(self._recompute(first, last))
+            case ctl.Cancel(chunk):
+                self.misses.append(f"{self._name(chunk)}: given up, recomputing it is sooner")
+                self._fetches[chunk].cancel()
+            case ctl.Fail(reason):
+                raise StorageError(reason)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _name(self, chunk: ChunkId) -> str:
+        return f"{self._documents[chunk.document].source.document_id} chunk {chunk.chunk}"
+
+    async def _fetch(self, chunk: ChunkId, level: int) -> None:
+        document = self._documents[chunk.document]
+        if document.info is None or document.fetcher is None:
+            msg = f"{self._name(chunk)} has no blob to fetch from"
+            raise ArgumentError(msg)
+        segments = document.info.segments[chunk.chunk][: level + 1]
+        parts: dict[int, bytes] = {}
+        try:
+            async with aclosing(document.fetcher.fetch(segments)) as arrivals:
+                async for arrival in arrivals:
+                    if isinstance(arrival, SegmentError):
+                        raise arrival
+                    parts[arrival.segment.level] = arrival.data
+        except KvwireError as error:
+            self.misses.append(f"{self._name(chunk)}: {error}")
+            self._events.put_nowait(ctl.ChunkFailed(chunk, str(error)))
+            return
+        self.fetched_at = self.clock()
+        self._arrived[chunk] = [parts[index] for index in range(level + 1)]
+        self._events.put_nowait(ctl.ChunkArrived(chunk, level))
+
+    async def _decode(self, chunk: ChunkId) -> None:
+        document, parts = self._documents[chunk.document], self._arrived.pop(chunk)
+        try:
+            if document.decoder is None:
+                msg = f"{self._name(chunk)} has no decoder"
+                raise ArgumentError(msg)
+            decoder = document.decoder
+            seconds = await self.compute(lambda: self._timed(lambda: decoder.decode_chunk(chunk.chunk, parts)))
+        except KvwireError as error:
+            self.misses.append(f"{self._name(chunk)}: {error}")
+            self._events.put_nowait(ctl.DecodeFailed(chunk, str(error)))
+            return
+        self.decode_s += seconds
+        self._events.put_nowait(ctl.DecodeDone(chunk, seconds))
+
+    async def _recompute(self, first: ChunkId, last: ChunkId) -> None:
+        try:
+            seconds = await self.compute(lambda: self._timed(lambda: self._extend(first, last)))
+        except KvwireError as error:
+            self.misses.append(f"{self._name(first)}: {error}")
+            self._events.put_nowait(ctl.RecomputeFailed(first, str(error)))
+            return
+        self.recompute_s += seconds
+        chunks = tuple(replace(first, chunk=index) for index in range(first.chunk, last.chunk + 1))
+        self._events.put_nowait(ctl.RecomputeDone(chunks, seconds))
+
+    def _extend(self, first: ChunkId, last: ChunkId) -> None:
+        """Compute chunks on top of what is ready of their document, and write them into the prompt."""
+        document = self._documents[first.document]
+        start, stop = document.span(first.chunk)[0], document.span(last.chunk)[1]
+        part = self.prompt.document(first.document)
+        ids = (document.token_ids or ())[start:stop]
+        prefix = part.slice(0, start) if start else None
+        piece = self._engine.extend(prefix, ids, offset=self.prompt.offset(first.document))
+        self.prompt.write(first.document, start, piece)
+
+    def _timed(self, work: Callable[[], object]) -> float:
+        started = self.clock()
+        work()
+        return self.clock() - started
