@@ -138,15 +138,17 @@ def _laplacian(scale: float) -> NDArray[np.float64]:
 
 
 def _normalise(weight: NDArray[np.float64], allowed: NDArray[np.bool_]) -> NDArray[np.uint16]:
-    weight = np.where(allowed, weight, 0.0)
-    frequencies = np.where(allowed, np.maximum(1, np.floor(weight / weight.sum() * _TOTAL)), 0).astype(np.int64)
+    """Frequencies that add up to 4096, at least 1 wherever allowed and 0 elsewhere."""
+    ideal = np.where(allowed, weight, 0.0) / weight[allowed].sum() * _TOTAL
+    frequencies = np.where(allowed, np.maximum(1, np.floor(ideal)), 0).astype(np.int64)
     excess = int(frequencies.sum()) - _TOTAL
     while excess > 0:  # many rare symbols were lifted to 1: take it back where it hurts least, from the largest
         largest = int(frequencies.argmax())
         taken = min(excess, int(frequencies[largest]) // 8 + 1)
         frequencies[largest] -= taken
         excess -= taken
-    frequencies[int(frequencies.argmax())] -= excess
+    # What rounding down left over goes, one each, to those that lost most by it.
+    frequencies[np.argsort(frequencies - ideal, kind="stable")[: -excess or 0]] += 1
     return frequencies.astype(np.uint16)
 
 

@@ -1,0 +1,82 @@
+"""Frequency tables by class."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvwire.codec.rans import decode_base, encode_base
+from kvwire.codec.tables import ALPHABET, CLASSES, CONTEXTS, ESCAPE, FINEST_SCALE, class_of, clip_class, fit_tables
+from kvwire.errors import CorruptError
+
+PURE = fit_tables(np.zeros((CLASSES, 256)), np.zeros((CLASSES, CONTEXTS, 3)))
+
+
+def assert_decodable(tables):
+    tables.check()
+    assert (tables.base.sum(1) == 4096).all()
+    assert (tables.ternary.sum(2) == 4096).all()
+    assert tables.base[:, ESCAPE].all()
+    assert tables.ternary.all()
+
+
+@settings(max_examples=15)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([0.0, 1.0, 1e3, 1e12]), st.floats(0, 1))
+def test_any_counts_make_tables_that_decode(seed, size, share):
+    rng = np.random.default_rng(seed)
+    base = rng.exponential(size, (CLASSES, 256)) * (rng.random((CLASSES, 256)) < share)
+    assert_decodable(fit_tables(base, rng.exponential(size, (CLASSES, CONTEXTS, 3))))
+
+
+def test_counted_symbols_always_have_a_place():
+    counts = np.zeros((CLASSES, 256))
+    counts[0, :] = 1.0
+    counts[0, 128] = 1e9
+    assert fit_tables(counts, np.zeros((CLASSES, CONTEXTS, 3))).base[0].all()
+
+
+def test_all_bytes_that_a_table_holds_come_back():
+    for cls in (1, 20, CLASSES):
+        held = np.flatnonzero(PURE.base[cls - 1]).astype(np.uint8)
+        assert ESCAPE in held
+        symbols = np.tile(held, 3)[:, None]
+        coded = encode_base(symbols, np.array([cls]), PURE, 1)
+        assert np.array_equal(decode_base(coded, np.array([cls]), PURE, len(symbols)), symbols)
+
+
+def test_lookups_agree_with_frequencies():
+    lookup = PURE.lookup.reshape(CLASSES, 4096)
+    for row in (0, 17, CLASSES - 1):
+        assert np.array_equal(np.bincount(lookup[row] >> 24, minlength=ALPHABET), PURE.base[row])
+
+
+def test_wider_classes_have_wider_tables():
+    zeros = PURE.base[:, 128].astype(int)
+    assert (np.diff(zeros) <= 0).all()
+
+
+def test_classes_follow_the_grid():
+    scales = FINEST_SCALE * 3.0 ** (np.arange(-3, 50) / 6)
+    assert np.array_equal(class_of(scales), np.arange(-2, 51))
+    assert np.array_equal(class_of(scales * 3), class_of(scales) + 6)
+    assert clip_class(class_of(np.array([0.0, 1e9]))).tolist() == [1, CLASSES]
+
+
+@pytest.mark.parametrize("damage", ["sum", "escape", "ternary", "shape"])
+def test_damaged_tables_are_refused(damage):
+    base, ternary = PURE.base.copy(), PURE.ternary.copy()
+    if damage == "sum":
+        base[3, 128] += 1
+    elif damage == "escape":
+        base[3, 128] += base[3, ESCAPE]
+        base[3, ESCAPE] = 0
+    elif damage == "ternary":
+        ternary[2, 1] = (4096, 0, 0)
+    else:
+        base = base[:-1]
+    with pytest.raises(CorruptError, match="tables"):
+        dataclasses.replace(PURE, base=base, ternary=ternary).check()
