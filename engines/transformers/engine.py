@@ -221,6 +221,9 @@ class TransformersEngine:
         visible: bool ``[tokens, tokens]``: row r sees column c. The reference that linked reuse is measured against.
         """
         self._check_ids(token_ids)
+        if visible.shape != (len(token_ids), len(token_ids)):
+            msg = f"a mask for {len(token_ids)} tokens has that many rows and columns, got {tuple(visible.shape)}"
+            raise ArgumentError(msg)
         ids = torch.tensor([list(token_ids)], device=self.device)
         mask = self.attention_mask(visible.to(self.device))
         out = self.model(input_ids=ids, attention_mask=mask, past_key_values=DynamicCache(), use_cache=True)

@@ -181,6 +181,11 @@ def test_a_causal_mask_changes_nothing(family):
     assert error_between(engine.masked_forward(ids, visible), own_logits(engine, ids)) < TOLERANCE
 
 
+def test_a_mask_of_another_size_is_refused():
+    with pytest.raises(ArgumentError, match="rows and columns"):
+        engine_of("llama").masked_forward(tokens(5), torch.ones(5, 4, dtype=torch.bool))
+
+
 def test_masks_have_the_form_that_the_model_takes():
     visible = torch.ones(4, 12, dtype=torch.bool).tril(8)
     full = engine_of("llama").attention_mask(visible)

@@ -170,6 +170,20 @@ def test_a_model_that_looks_ahead_is_refused():
         TransformersEngine(model)
 
 
+def test_a_model_that_keeps_state_beside_its_cache_is_refused():
+    model = make_model(config_of("llama"))
+    layer = model.model.layers[0]
+    inner = layer.forward
+
+    def forward(hidden, **kwargs):  # causal, but it forgets what came before this call
+        counts = torch.arange(1, hidden.shape[1] + 1)[:, None]
+        return inner(hidden + hidden.cumsum(1) / counts, **kwargs)
+
+    layer.forward = forward
+    with pytest.raises(MismatchError, match="keeps state beside"):
+        TransformersEngine(model)
+
+
 def test_a_model_that_computes_nan_is_refused():
     model = make_model(config_of("llama"))
     model.model.layers[1].self_attn.v_proj.weight.data[0, 0] = float("nan")

@@ -192,7 +192,7 @@ def test_prompts_past_the_limit_of_a_regime_are_refused(family, limit):
         lambda: LinkedPrompt([first.tokens, second.tokens], engine.meta),
         lambda: moved(second, limit // 2),
         lambda: moved(off, limit // 2),
-        lambda: moved(KVCache(first.keys, first.values, replace(first.meta, offset=limit)), 0),
+        lambda: moved(KVCache(first.keys, first.values, replace(first.meta, offset=limit - 1)), 0),
     )
     for use in uses:
         with pytest.raises(RopeRegimeError, match="changes its frequencies"):
