@@ -69,24 +69,34 @@ class Group:
 
     @cached_property
     def analysis(self) -> torch.Tensor | None:
-        """float32 ``[width, rank]``, elements to coefficients: the metric times the synthesis, transposed."""
+        """float32 ``[width, rank]``, elements to the coefficients whose synthesis lies nearest in the metric.
+
+        The basis was orthonormal in the metric before its rows were rounded to float16. What rounding added matters in
+        directions that attention hardly weighs, so the coefficients solve the normal equations of the rows as stored.
+        """
         synthesis = self.synthesis
         if synthesis is None:
             return None
-        out = torch.empty(self.width, self.rank)
-        start = 0
-        for block in self.metric:
-            metric = torch.from_numpy(block)
-            if metric.ndim == 1:
-                stop = start + len(metric)
-                out[start:stop] = (synthesis[:, start:stop] * metric).T
-            else:
-                heads, dim, _ = metric.shape
-                stop = start + heads * dim
-                part = synthesis[:, start:stop].reshape(self.rank, heads, dim)
-                out[start:stop] = torch.einsum("rhd,hde->her", part, metric).reshape(heads * dim, self.rank)
-            start = stop
-        return out
+        dual = _weighted(synthesis, self.metric)
+        factor, failed_at = torch.linalg.cholesky_ex(synthesis @ dual)
+        if int(failed_at):
+            msg = "the profile's basis is not independent in its own metric; fetch the profile again"
+            raise CorruptError(msg)
+        return torch.cholesky_solve(dual.T, factor).T.contiguous()
+
+
+def _weighted(synthesis: torch.Tensor, metric: tuple[NDArray[np.float32], ...]) -> torch.Tensor:
+    """The metric times the rows ``[rank, width]``, transposed: ``[width, rank]``."""
+    out = torch.empty(synthesis.shape[::-1])
+    start = 0
+    for block in map(torch.from_numpy, metric):
+        heads, dim = (len(block), 1) if block.ndim == 1 else block.shape[:2]
+        stop = start + heads * dim
+        part = synthesis[:, start:stop].reshape(-1, heads, dim)
+        weighted = part * block[:, None] if block.ndim == 1 else torch.einsum("rhd,hde->rhe", part, block)
+        out[start:stop] = weighted.reshape(-1, heads * dim).T
+        start = stop
+    return out
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Synthetic caches with the structure of real ones: shared low-rank signals, means, noise, layers that resemble each other."""
+"""Synthetic caches with the structure of real ones: low-rank signals that all layers share, means and noise."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from kvwire.codec import CacheMeta, KVCache, Statistics, positions_on
 from kvwire.types import LayerSpec, RopeRegime
 
-ROPE = RopeRegime(tuple(10000.0 ** (-j / 4) for j in range(4)))
+ROPE = RopeRegime(tuple(float(np.float32(10000.0 ** (-j / 4))) for j in range(4)))
 GQA = tuple(LayerSpec(2, 8, 8, rope=0) for _ in range(4))
 """Four layers of two heads: 128 numbers a token."""
 MIXED = (

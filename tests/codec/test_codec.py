@@ -1,0 +1,271 @@
+"""Caches to blobs and back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from kvwire.codec import (
+    BlobDecoder,
+    CacheMeta,
+    KVCache,
+    Ladder,
+    decode,
+    encode,
+    inspect,
+    level_index,
+    positions_off,
+    read_head,
+)  # fmt: skip
+from kvwire.errors import ArgumentError, CacheValueError, MismatchError, RopeRegimeError
+
+from .synthetic import GQA, MIXED, MIXED_ROPES, ROPE, make_cache
+
+
+def largest_error(cache, decoded):
+    pairs = zip((*cache.keys, *cache.values), (*decoded.keys, *decoded.values), strict=True)
+    return max(float((a.float() - b.float()).abs().max()) for a, b in pairs if a.numel())
+
+
+def measured(cache, decoded, profile):
+    """Weighted squared error over weighted energy, computed from tensors alone."""
+    error = energy = 0.0
+    was, now = positions_off(cache), positions_off(decoded)
+    for group in profile.groups:
+        pick = (lambda c: c.keys) if group.side == "key" else (lambda c: c.values)
+        rows = [
+            torch.cat([pick(c)[layer].permute(1, 0, 2).reshape(c.tokens, -1).double() for layer in group.layers], 1)
+            for c in (was, now)
+        ]
+        blocks = [torch.from_numpy(block).double() for block in group.metric]
+        metric = torch.block_diag(*[torch.diag(b) if b.ndim == 1 else torch.block_diag(*b) for b in blocks])
+        gap, centred = rows[0] - rows[1], rows[0] - torch.from_numpy(group.mean)
+        error += float(((gap @ metric) * gap).sum())
+        energy += float(((centred @ metric) * centred).sum())
+    return error / energy
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_every_level_is_closer_than_the_one_below(cache, blob, own_blob, profile, inside):
+    data, used = (own_blob, None) if inside else (blob, profile)
+    errors = [largest_error(cache, decode(data, level, used)) for level in range(4)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 0.5
+    stated = [level.measured_error for level in inspect(data).levels]
+    assert stated == sorted(stated, reverse=True)
+    assert stated[-1] < 0.003
+
+
+def test_what_decoding_gives_back_besides_tensors(cache, blob, profile):
+    decoded = decode(blob, "fine", profile)
+    assert decoded.token_ids == cache.token_ids
+    assert decoded.meta == cache.meta
+    assert inspect(blob).meta == replace(cache.meta, positions="off")
+
+
+def test_stated_errors_are_those_of_the_decoded_tensors(cache, blob, profile):
+    for index, level in enumerate(inspect(blob).levels):
+        actual = measured(cache, decode(blob, index, profile), profile)
+        assert level.measured_error == pytest.approx(actual, rel=0.02, abs=3e-5)
+
+
+def test_encoding_is_deterministic(cache, blob, own_blob, profile):
+    assert encode(cache, profile, chunk_tokens=32) == blob
+    assert encode(cache, chunk_tokens=32) == own_blob
+
+
+def test_every_byte_is_counted(blob, own_blob):
+    for data in (blob, own_blob):
+        info = inspect(data)
+        assert info.file_bytes == len(data)
+        assert info.head_bytes + sum(level.bytes for level in info.levels) == len(data)
+        assert info.levels[-1].cumulative_bytes == len(data)
+        assert info.levels[0].cumulative_bytes == info.head_bytes + info.levels[0].bytes
+        assert info.levels[-1].bits_per_element == 8 * len(data) / (info.tokens * 128)
+        assert sum(info.chunk_bytes(chunk, 3) for chunk in range(info.chunks)) == len(data) - info.head_bytes
+
+
+def test_chunks_fetched_by_range_decode_as_the_whole_does(blob, profile):
+    info = read_head(blob[: inspect(blob).head_bytes])
+    for level in range(4):
+        whole = decode(blob, level, profile)
+        decoder = BlobDecoder(blob[: info.head_bytes], profile)
+        for chunk in (2, 0, 1):
+            row = info.segments[chunk][: level + 1]
+            span = blob[row[0].offset : row[-1].end]
+            assert len(span) == info.chunk_bytes(chunk, level)
+            decoder.decode_chunk(chunk, [span[s.offset - row[0].offset :][: s.stored] for s in row])
+        assert largest_error(whole, decoder.cache) == 0.0
+
+
+def test_chunks_decode_at_levels_of_their_own_into_a_given_cache(blob, profile):
+    info = inspect(blob)
+    prompt = BlobDecoder(blob, profile, offset=10).cache
+    out = replace(prompt, keys=[torch.full_like(k, 9.0) for k in prompt.keys])
+    decoder = BlobDecoder(blob, profile, offset=10, out=out)
+    decoder.decode_chunk(1, [blob[s.offset : s.end] for s in info.segments[1][:2]])
+    expected = decode(blob, 1, profile, offset=10)
+    assert torch.equal(out.keys[0][:, 32:64], expected.keys[0][:, 32:64])
+    assert (out.keys[0][:, :32] == 9.0).all()
+    with pytest.raises(ArgumentError, match="room for"):
+        BlobDecoder(blob, profile, out=out.slice(0, 5))
+    with pytest.raises(ArgumentError, match="layout"):
+        BlobDecoder(blob, profile, out=make_cache(76, layers=GQA[:1]))
+
+
+def test_positions_are_the_callers(cache, blob, profile):
+    off = decode(blob, None, profile, offset=None)
+    assert off.meta.positions == "off"
+    assert largest_error(positions_off(cache), off) < 0.5
+    moved = decode(blob, None, profile, offset=50)
+    assert (moved.meta.positions, moved.meta.offset) == ("on", 50)
+    assert largest_error(positions_off(moved), off) < 1e-3
+
+
+def test_positions_out_of_reach_are_refused_before_any_work(profile):
+    short = replace(ROPE, max_positions=100)
+    data = encode(make_cache(76, ropes=(short,)), chunk_tokens=32)
+    decode(data, offset=24)
+    for decoder in (decode, BlobDecoder):
+        with pytest.raises(RopeRegimeError):
+            decoder(data, offset=25)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dtypes_come_back(profile, dtype):
+    cache = make_cache(40, dtype=dtype)
+    decoded = decode(encode(cache, profile), None, profile)
+    assert {t.dtype for t in (*decoded.keys, *decoded.values)} == {dtype}
+    assert decoded.meta.dtype == str(dtype)[6:]
+    assert decode(encode(cache, profile), None, profile, dtype=torch.float64).values[0].dtype == torch.float64
+    assert largest_error(cache, decoded) < 0.5
+
+
+@pytest.mark.parametrize(("tokens", "chunk"), [(1, 256), (1, 1), (33, 32), (64, 32), (5, 4096)])
+def test_any_number_of_tokens(profile, tokens, chunk):
+    cache = make_cache(tokens, 2)
+    for used in (None, profile):
+        data = encode(cache, used, chunk_tokens=chunk)
+        assert inspect(data).chunks == -(-tokens // chunk)
+        assert largest_error(cache, decode(data, None, used)) < 0.5
+
+
+def test_one_layer_and_odd_layers():
+    for layers, ropes in ((GQA[:1], (ROPE,)), (MIXED, MIXED_ROPES)):
+        cache = make_cache(50, layers=layers, ropes=ropes)
+        decoded = decode(encode(cache))
+        assert [t.shape for t in decoded.keys] == [t.shape for t in cache.keys]
+        assert [t.shape for t in decoded.values] == [t.shape for t in cache.values]
+        assert largest_error(cache, decoded) < 0.5
+        assert decoded.meta == cache.meta
+
+
+def test_elements_without_a_cache_are_not_counted():
+    data = encode(make_cache(50, layers=MIXED, ropes=MIXED_ROPES))
+    width = 2 * 12 + 20 + 3 * 16
+    assert inspect(data).levels[-1].bits_per_element == 8 * len(data) / (50 * width)
+
+
+def test_outliers_travel_as_escapes(profile):
+    cache = make_cache(40)
+    cache.values[1][0, 3, 2] = 40_000.0
+    for used in (None, profile):
+        decoded = decode(encode(cache, used), None, used)
+        assert decoded.values[1][0, 3, 2].item() == pytest.approx(40_000.0, rel=0.02)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e12, 1e30])
+def test_any_scale_is_coded(scale):
+    cache = make_cache(40, scale=scale)
+    assert inspect(encode(cache)).levels[-1].measured_error < 0.003
+    assert largest_error(cache, decode(encode(cache))) < 0.5 * scale
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -3e4])
+def test_constant_caches_cost_next_to_nothing(value):
+    tensor = torch.full((2, 300, 8), value)
+    cache = KVCache.from_tensors([tensor], [tensor])
+    data = encode(cache)
+    assert torch.equal(decode(data).keys[0], tensor)
+    assert [level.measured_error for level in inspect(data).levels] == [0.0] * 4
+    assert sum(level.bytes for level in inspect(data).levels) < 400
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("side", ["key", "value"])
+def test_what_is_not_finite_is_refused_by_layer(profile, value, side):
+    cache = make_cache(20)
+    (cache.keys if side == "key" else cache.values)[2][1, 5, 3] = value
+    for used in (None, profile):
+        with pytest.raises(CacheValueError, match=f"layer 2's {side}s hold NaN or infinity"):
+            encode(cache, used)
+
+
+def test_values_far_beyond_the_profile_are_refused(profile):
+    with pytest.raises(CacheValueError, match="too large to quantise"):
+        encode(make_cache(20, scale=1e12), profile)
+
+
+def test_bad_arguments_are_refused(cache, blob, profile):
+    with pytest.raises(ArgumentError, match="no tokens"):
+        encode(cache.slice(0, 0), profile)
+    for chunk in (0, -1, 4097):
+        with pytest.raises(ArgumentError, match="chunk_tokens"):
+            encode(cache, profile, chunk_tokens=chunk)
+    for level in (4, -5, "best"):
+        with pytest.raises(ArgumentError, match=r"0 \(coarse\)"):
+            decode(blob, level, profile)
+    with pytest.raises(ArgumentError, match="token ids"):
+        encode(KVCache(cache.keys, cache.values, cache.meta, (-1,) * 76), profile)
+    decoder = BlobDecoder(blob, profile)
+    for chunk, segments in ((3, [b""]), (-1, [b""]), (0, []), (0, [b""] * 5)):
+        with pytest.raises(ArgumentError, match="segments for chunk"):
+            decoder.decode_chunk(chunk, segments)
+
+
+def test_levels_are_named_or_counted(blob):
+    info = inspect(blob)
+    assert [level_index(info, level) for level in (None, 0, -1, "standard", "finest")] == [3, 0, 3, 1, 3]
+
+
+def test_ladders_of_any_length(cache, profile):
+    one = encode(cache, profile, Ladder(0.5, ("only",)))
+    assert [level.name for level in inspect(one).levels] == ["only"]
+    eight = encode(cache, profile, Ladder(30.0, tuple("abcdefgh")))
+    errors = [level.measured_error for level in inspect(eight).levels]
+    assert errors == sorted(errors, reverse=True)
+    assert largest_error(cache, decode(eight, "h", profile)) < 0.3
+    assert len(inspect(encode(cache, profile, 2)).levels) == 2
+
+
+def test_levels_cost_little_more_than_the_finest_alone(profile):
+    cache = make_cache(512, 9)
+    finest = Ladder().steps[-1]
+    layered, single = encode(cache, profile), encode(cache, profile, Ladder(finest, ("only",)))
+    payload = [len(data) - inspect(data).head_bytes for data in (layered, single)]
+    assert payload[0] < 1.05 * payload[1]
+
+
+def test_the_wrong_profile_is_named(blob, own_blob, profile):
+    with pytest.raises(MismatchError, match="none was given"):
+        decode(blob)
+    other = replace(profile, notes={"other": 1})
+    with pytest.raises(MismatchError, match=other.digest[:12]):
+        decode(blob, None, other)
+    assert decode(own_blob, None, other).tokens == 76
+
+
+@pytest.mark.parametrize("ids", [None, (0,) * 76, tuple(range(300, 376)), (2**32 - 1,) * 76])
+def test_token_ids_of_any_width(cache, profile, ids):
+    data = encode(KVCache.from_tensors(cache.keys, cache.values, cache.meta, ids), profile)
+    assert inspect(data).token_ids == ids
+
+
+def test_layouts_without_positions_or_meta():
+    cache = KVCache.from_tensors([torch.randn(1, 9, 4)], [torch.randn(1, 9, 2)], CacheMeta())
+    decoded = decode(encode(cache))
+    assert decoded.token_ids is None
+    assert largest_error(cache, decoded) < 0.2
