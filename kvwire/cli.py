@@ -10,6 +10,7 @@ import asyncio
 import json
 import signal
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -265,9 +266,9 @@ def inspect(blob: str, store: str | None, model: str | None, tenant: str, token:
     elif store and model:
         from kvwire.corpus import Corpus
 
-        corpus = Corpus(_engine(model, "cpu", "auto"), _open(store, token), tenant=tenant)
-        entry = corpus.find(blob)
-        data = corpus.catalog.store.get(entry.blob_key, 0, entry.head_bytes)
+        with closing(_open(store, token)) as opened:
+            entry = Corpus(_engine(model, "cpu", "auto"), opened, tenant=tenant).find(blob)
+            data = opened.get(entry.blob_key, 0, entry.head_bytes)
     else:
         msg = f"{blob} is no file; to look up a document name --store and --model"
         raise NotFoundError(msg)
@@ -320,11 +321,12 @@ def ask(  # noqa: PLR0913 - one parameter for each option
 
     names = [name for given in (*docs, *more_docs) for name in given.split(",") if name]
     engine = _engine(model, device, dtype)
-    corpus = Corpus(engine, _open(store, token), tenant=tenant)
     settings = LoadSettings(quality_floor=floor)
     known = {name: engine.tokenize(text) for name, text in read_texts([texts]).items()} if texts else None
-    loader = Loader(engine, corpus, link=parse_link(link) if link else None, settings=settings)
-    answer = loader.ask(names, engine.tokenize(question), deadline_s=deadline, tokens=tokens, texts=known)
+    with closing(_open(store, token)) as opened:
+        corpus = Corpus(engine, opened, tenant=tenant)
+        loader = Loader(engine, corpus, link=parse_link(link) if link else None, settings=settings)
+        answer = loader.ask(names, engine.tokenize(question), deadline_s=deadline, tokens=tokens, texts=known)
     _print_answer(names, answer, as_json=as_json)
     if deadline is not None and answer.timing.ttft_s > deadline:
         msg = f"the first token came after {answer.timing.ttft_s:.3f} s, the deadline was {deadline:g} s"

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,8 +75,8 @@ def run_demo(
         encoded = _encode(engine, store, tokens, say)
         raw = RawCaches.write(store, engine, tokens)
         references = [Reference.of(engine, [tokens[d] for d in p.documents], p.question, _ANSWER_TOKENS) for p in prompts]
-        with _server(folder) as url:
-            comparison = _Comparison(engine, open_store(url), tokens, prompts, references, raw)
+        with _server(folder) as url, closing(open_store(url)) as remote:
+            comparison = _Comparison(engine, remote, tokens, prompts, references, raw)
             text_s = statistics.median(comparison.text() for _ in range(3))
             deadline = DEADLINE_SHARE * text_s
             say(f"\nprompt: {comparison.prompt_tokens} tokens in {len(prompts[0].documents)} documents; deadline {deadline:.2f} s")

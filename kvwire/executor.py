@@ -221,7 +221,7 @@ class Executor:
         if sample.first_byte_s is not None:
             session.handle(ctl.FirstByte(sample.first_byte_s), now)
         if sample.timed_bytes:
-            session.handle(ctl.TransferProgress(sample.timed_bytes, now - sample.busy_s, now), now)
+            session.handle(ctl.TransferProgress(sample.timed_bytes, sample.started, sample.ended), now)
 
     async def _tick(self) -> None:
         while True:

@@ -146,7 +146,7 @@ class Loader:
         started = clock()
         inputs = await executor.open(len(question))
         for sample in executor.samples():
-            self._observe(sample, clock())
+            self._observe(sample)
         left = None if deadline_s is None else deadline_s - (clock() - started)
         finish = await executor.drive(self.session(inputs, len(question)), left)
         linking = clock()
@@ -184,12 +184,12 @@ class Loader:
             return Source(document_id, entry, None, text, str(error))
         return Source(document_id, entry, profile, text)
 
-    def _observe(self, sample: LinkSample, now: float) -> None:
+    def _observe(self, sample: LinkSample) -> None:
         """Learn from the head requests, which came before there was a session."""
         if sample.first_byte_s is not None:
             self._ttfb.add(sample.first_byte_s)
         if sample.timed_bytes:
-            self._bandwidth.add(sample.timed_bytes, now - sample.busy_s, now)
+            self._bandwidth.add(sample.timed_bytes, sample.started, sample.ended)
 
     def session(self, documents: Sequence[ctl.DocumentPlanInput], query_tokens: int) -> ctl.LoadSession:
         """A controller session with the estimates so far."""

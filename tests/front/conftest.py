@@ -1,0 +1,57 @@
+"""A small corpus encoded with the demo model, shared by the tests of the front door."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from kvwire import controller as ctl
+from kvwire.codec import Profile
+from kvwire.corpus import Corpus, Document
+from kvwire.engines.transformers import TransformersEngine, open_engine
+from kvwire.store import MemoryStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+@dataclass
+class Small:
+    """costs: fixed, so that tests do not depend on how busy the machine is."""
+
+    engine: TransformersEngine
+    texts: dict[str, str]
+    tokens: dict[str, list[int]]
+    profile: Profile
+    costs: ctl.CostModel
+
+    def corpus(self) -> Corpus:
+        """A fresh store that holds the small corpus."""
+        corpus = Corpus(self.engine, MemoryStore())
+        corpus.set_profile(self.profile)
+        for _ in corpus.encode([Document(name, tuple(ids)) for name, ids in self.tokens.items()]):
+            pass
+        return corpus
+
+
+@pytest.fixture(scope="session")
+def engine(demo_model: Path) -> TransformersEngine:
+    return open_engine(demo_model, dtype=torch.float32)
+
+
+@pytest.fixture(scope="session")
+def documents(demo_model: Path) -> dict[str, str]:
+    folder = demo_model.parent / "documents"
+    return {name: (folder / f"{name}.txt").read_text() for name in ("02-the-bell-of-ashcombe", "09-the-toll-gate")}
+
+
+@pytest.fixture(scope="session")
+def small(engine: TransformersEngine, documents: dict[str, str]) -> Small:
+    tokens = {name: engine.tokenize(text) for name, text in documents.items()}
+    corpus = Corpus(engine, MemoryStore())
+    profile = corpus.calibrate([Document(name, tuple(ids)) for name, ids in tokens.items()])
+    assert profile is not None
+    costs = ctl.CostModel(ctl.PrefillCost(0.002, 0.0005), ctl.DecodeCost(0.0005, 1e-5))
+    return Small(engine, documents, tokens, profile, costs)

@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from kvwire.cli import main
+from kvwire.codec import read_head
+from kvwire.demo import run_demo
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run the command line in this process; gives exit code, stdout and stderr."""
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["kvwire", *map(str, words)])
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code or 0
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory, documents):
+    folder = tmp_path_factory.mktemp("texts")
+    for name, text in documents.items():
+        (folder / f"{name}.txt").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def filled(tmp_path_factory, small):
+    """A folder store with the small corpus."""
+    from kvwire.corpus import Corpus, Document
+    from kvwire.store import FolderStore
+
+    folder = tmp_path_factory.mktemp("store")
+    corpus = Corpus(small.engine, FolderStore(folder))
+    corpus.set_profile(small.profile)
+    list(corpus.encode([Document(name, tuple(ids)) for name, ids in small.tokens.items()]))
+    return folder
+
+
+@pytest.fixture
+def store(filled, tmp_path):
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(filled, tmp_path / "store"))
+
+
+def test_encode_then_skip_then_inspect_then_ask(run, texts, tmp_path, demo_model):
+    common = ["--model", demo_model, "--store", tmp_path / "new"]
+    code, out, _ = run("encode", texts, *common, "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert [row["skipped"] for row in report["documents"]] == [False, False]
+    bits = [level["bits_per_element"] for level in report["documents"][0]["levels"]]
+    assert bits == sorted(bits)
+    assert 0.05 < bits[0] < bits[-1] < 3
+
+    code, out, _ = run("encode", texts, *common, "--json")
+    assert [row["skipped"] for row in json.loads(out)["documents"]] == [True, True]
+
+    name = report["documents"][0]["id"]
+    code, out, _ = run("inspect", name, *common, "--json")
+    assert code == 0
+    assert json.loads(out)["levels"] == report["documents"][0]["levels"]
+
+    question = ["--question", "It was plain that", "--tokens", "4"]
+    code, out, _ = run("ask", "--docs", name, report["documents"][1]["id"], *question, *common, "--json", "--link", "80mbit")
+    answer = json.loads(out)
+    assert code == 0
+    assert answer["text"]
+    assert answer["ttft_s"] > 0
+    assert {d["document"] for d in answer["decisions"]} == {row["id"] for row in report["documents"]}
+
+    code, out, _ = run("ask", "--docs", name, *question, *common)
+    assert code == 0
+    assert "first token after" in out
+
+
+def test_people_see_levels_and_bits(run, texts, demo_model, store):
+    code, out, _ = run("encode", texts, "--model", demo_model, "--store", store)
+    assert code == 0
+    assert "bits/element" in out
+    assert "had it already" in out
+
+
+def test_a_missed_deadline_answers_and_says_so(run, store, demo_model, documents):
+    code, out, err = run(
+        "ask", "--docs", next(iter(documents)), "--question", "So", "--deadline", "0.0001",
+        "--model", demo_model, "--store", store, "--tokens", "2",
+    )  # fmt: skip
+    assert code == 6
+    assert "first token after" in out
+    assert "deadline" in err
+
+
+def test_empty_and_overlong_documents_are_left_out_and_named(run, tmp_path, demo_model, documents):
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    (folder / "empty.txt").write_text("")
+    (folder / "long.txt").write_text("word upon word " * 5000)
+    (folder / "good.txt").write_text(next(iter(documents.values()))[:800])
+    code, out, err = run("encode", folder, "--model", demo_model, "--store", tmp_path / "s", "--json")
+    report = json.loads(out.splitlines()[0])
+    assert code == 2
+    assert [row["id"] for row in report["documents"]] == ["good"]
+    assert set(report["failures"]) == {"empty", "long"}
+    assert "window" in err
+    assert "split" in err
+    assert "empty" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "say"),
+    [
+        (["encode", "/nowhere", "--model", "{model}", "--store", "memory:"], 3, "neither a file nor a folder"),
+        (["encode", "{texts}", "--model", "/nowhere", "--store", "memory:"], 3, "config.json is missing"),
+        (["ask", "--docs", "x", "--question", "y", "--model", "{model}", "--store", "{store}"], 3, "encode it first"),
+        (["ask", "--docs", "x", "--question", "y", "--model", "{model}", "--store", "ftp://x"], 2, "cannot open"),
+        (["ask", "--docs", "x", "--question", "y", "--model", "{model}", "--store", "{store}", "--link", "fast"], 2, "not a link"),
+        (["ask", "--docs", "x", "--question", "y", "--model", "{model}", "--store", "http://127.0.0.1:9"], 7, "127.0.0.1:9"),
+        (["inspect", "nothing.kvw"], 3, "no file"),
+        (["serve", "--store", "{store}", "--host", "0.0.0.0"], 5, "token"),
+        (["encode"], 2, "Missing"),
+        (["demo", "--model", "/nowhere"], 3, "not a folder"),
+    ],
+)
+def test_clear_errors(run, words, code, say, demo_model, texts, store):
+    places = {"model": demo_model, "texts": texts, "store": store}
+    got, _, err = run(*[word.format(**places) for word in words])
+    assert got == code, err
+    assert say in err
+    assert "Traceback" not in err
+
+
+def test_json_errors(run):
+    code, out, _ = run("inspect", "nothing.kvw", "--json")
+    assert code == 3
+    assert json.loads(out)["error"]["kind"] == "NotFoundError"
+
+
+def _blob(store):
+    return next(iter(sorted(store.rglob("*.kvw"))))
+
+
+@pytest.mark.parametrize(
+    ("damage", "code", "say"),
+    [
+        (lambda data: data[:40], 4, "ends within its header"),
+        (lambda data: data[:100] + bytes([data[100] ^ 1]) + data[101:], 4, "checksum"),
+        (lambda data: data[:8] + b"\x09\x00" + data[10:], 4, "upgrade"),
+        (lambda data: b"GIF89a" + data[6:], 4, "signature"),
+    ],
+)
+def test_inspect_of_damaged_blobs(run, store, tmp_path, damage, code, say):
+    path = tmp_path / "damaged.kvw"
+    path.write_bytes(damage(_blob(store).read_bytes()))
+    got, _, err = run("inspect", path)
+    assert got == code
+    assert say in err
+
+
+def test_a_damaged_head_needs_texts(run, store, texts, demo_model, documents):
+    for path in store.rglob("*.kvw"):
+        data = bytearray(path.read_bytes())
+        data[100] ^= 1
+        path.write_bytes(bytes(data))
+    words = ["ask", "--docs", next(iter(documents)), "--question", "So", "--model", demo_model, "--store", store, "--tokens", "2"]
+    code, _, err = run(*words)
+    assert code == 4
+    assert "checksum" in err
+    code, _, err = run(*words, "--texts", texts)
+    assert code == 0
+    assert "recomputed after a miss" in err
+
+
+def test_a_store_of_another_model(run, store, demo_model, tmp_path, documents):
+    """The same layout with other weights: its caches must not be found."""
+    other = Path(shutil.copytree(demo_model, tmp_path / "other"))
+    weights = {name: tensor * 2 for name, tensor in load_file(other / "model.safetensors").items()}
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    code, _, err = run("ask", "--docs", next(iter(documents)), "--question", "So", "--model", other, "--store", store)
+    assert code == 3
+    assert "with this very model" in err
+
+
+def test_a_missing_tokenizer(run, demo_model, texts, tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors", "generation_config.json"):
+        shutil.copy(demo_model / name, bare / name)
+    code, _, err = run("encode", texts, "--model", bare, "--store", tmp_path / "s")
+    assert code == 3
+    assert "tokenizer.json" in err
+
+
+def test_a_full_disk(run, demo_model, texts, tmp_path, monkeypatch):
+    def full(*_args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    code, _, err = run("encode", texts, "--model", demo_model, "--store", tmp_path / "s")
+    assert code == 7
+    assert "space" in err or "full" in err
+    assert not [path for path in (tmp_path / "s").rglob("*") if path.suffix == ".json"]
+
+
+def test_serve_as_a_process(store):
+    command = [sys.executable, "-P", "-m", "kvwire", "serve", "--store", store.as_uri(), "--port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        url = json.loads(process.stdout.readline())["url"]
+        key = _blob(store).relative_to(store).as_posix()
+        request = urllib.request.Request(f"{url}/{key}", headers={"Range": "bytes=0-99999"})
+        with urllib.request.urlopen(request) as answer:
+            assert answer.status == 206
+            assert read_head(answer.read()).tokens > 0
+        with urllib.request.urlopen(f"{url}/healthz") as answer:
+            assert answer.status == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+
+
+def test_the_demo_on_a_folder_of_ones_own(small, tmp_path):
+    """A user's texts and model, no questions file, two quick links."""
+    report = run_demo(small.engine, small.texts, out=tmp_path, links=["a=400mbit,1ms", "b=40mbit,5ms"], say=lambda _: None)
+    assert report == json.loads((tmp_path / "demo.json").read_text())
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert [row["name"] for row in report["links"]] == ["a", "b"]
+    for row in report["links"]:
+        assert set(row["ttft_s"]) == {"text", "raw", "kvwire"}
+        assert row["kl"] < 0.02
+        assert row["bytes"]["kvwire"] * 8 < row["bytes"]["raw"]
+        assert row["decisions"]
+    assert set(report["encode"]["bits_per_element"]) == {"coarse", "standard", "fine", "finest"}

@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvwire.errors import ArgumentError, CorruptError, KvwireError, NotFoundError
+from kvwire.load import Loader, LoadSettings
+from kvwire.open import open_store
+from kvwire.corpus import Corpus
+from kvwire.quality import Reference
+from kvwire.reuse import link
+from kvwire.transport import FetchSettings, HttpStore, Patience, parse_link, serve
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+QUESTION = "It was plain to everybody that"
+QUICK = LoadSettings(fetch=FetchSettings(retries=1, backoff_s=0.01, patience=Patience(1.0, 1.0)))
+"""Gives up on a dead server within a second or two."""
+
+
+def _names(small):
+    return list(small.tokens)
+
+
+@pytest.fixture(scope="module")
+def reference(small):
+    return Reference.of(small.engine, list(small.tokens.values()), small.engine.tokenize(QUESTION), 8)
+
+
+@contextmanager
+def serving(store) -> Iterator[str]:
+    """The real server, in a thread with a loop of its own."""
+    ready, done, urls = threading.Event(), threading.Event(), []
+
+    async def run() -> None:
+        async with serve(store) as url:
+            urls.append(url)
+            ready.set()
+            while not done.is_set():
+                await asyncio.sleep(0.01)
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    assert ready.wait(10)
+    try:
+        yield urls[0]
+    finally:
+        done.set()
+        thread.join()
+
+
+@contextmanager
+def dying(url: str, after_bytes: int) -> Iterator[str]:
+    """A proxy that passes so many bytes of answers on and then cuts every connection for ever."""
+    host, port = url.removeprefix("http://").split(":")
+    left, ready, done, ports = [after_bytes], threading.Event(), threading.Event(), []
+    handlers = []
+
+    async def pass_on(source: asyncio.StreamReader, target: asyncio.StreamWriter, *, counted: bool) -> None:
+        while data := await source.read(4096):
+            if counted:
+                data, left[0] = data[: left[0]], left[0] - len(data)
+            target.write(data)
+            await target.drain()
+            if left[0] <= 0:
+                break
+        target.close()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        handlers.append(asyncio.current_task())
+        if left[0] <= 0:
+            writer.close()
+            return
+        back, forth = await asyncio.open_connection(host, int(port))
+        asking = asyncio.create_task(pass_on(reader, forth, counted=False))
+        with suppress(OSError):
+            await pass_on(back, writer, counted=True)
+        asking.cancel()
+        for stream in (writer, forth):
+            stream.close()
+        await asyncio.gather(asking, writer.wait_closed(), forth.wait_closed(), return_exceptions=True)
+
+    async def run() -> None:
+        async with await asyncio.start_server(connected, "127.0.0.1", 0) as server:
+            ports.append(server.sockets[0].getsockname()[1])
+            ready.set()
+            while not done.is_set():
+                await asyncio.sleep(0.01)
+            server.close()
+            await asyncio.gather(*handlers, return_exceptions=True)
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    assert ready.wait(10)
+    try:
+        yield f"http://127.0.0.1:{ports[0]}"
+    finally:
+        done.set()
+        thread.join()
+
+
+def _ask(small, corpus, *, settings=None, link=None, **options):
+    loader = Loader(small.engine, corpus, costs=small.costs, link=parse_link(link) if link else None, settings=settings)
+    return loader.ask(_names(small), small.engine.tokenize(QUESTION), **options)
+
+
+def test_the_answer_is_that_of_exact_caches(small, reference):
+    answer = _ask(small, small.corpus(), settings=LoadSettings(quality_floor=3), tokens=8)
+    kl, agreement = reference.compare(small.engine, answer.prompt.cache)
+    assert all(d.action == "fetch" and d.level == 3 for d in answer.decisions)
+    assert kl < 1e-4
+    assert agreement == 1.0
+    assert answer.tokens[:7] == reference.tokens[-7:]
+    assert answer.text
+    assert not answer.misses
+
+
+def test_coarser_levels_cost_fewer_bytes_and_some_quality(small, reference):
+    corpus = small.corpus()
+    answers = [_ask(small, corpus, settings=LoadSettings(quality_floor=level)) for level in (0, 2)]
+    kls = [reference.compare(small.engine, answer.prompt.cache)[0] for answer in answers]
+    assert answers[0].bytes < answers[1].bytes
+    assert kls[1] < kls[0] < 0.02
+
+
+def test_over_http_and_a_slow_link_with_a_deadline(small, reference):
+    with serving(small.corpus().catalog.store) as url, closing(open_store(url)) as store:
+        answer = _ask(small, Corpus(small.engine, store), link="20mbit,5ms", deadline_s=5.0)
+    assert reference.compare(small.engine, answer.prompt.cache)[0] < 0.02
+    assert answer.timing.ttft_s > 0.005
+    assert answer.bytes > 0
+
+
+def test_a_link_too_slow_for_anything_means_recomputing_exactly(small, reference):
+    answer = _ask(small, small.corpus(), link="40kbit,1ms", settings=replace(QUICK, bandwidth_prior=5e3))
+    assert {d.action for d in answer.decisions} == {"recompute"}
+    kl, agreement = reference.compare(small.engine, answer.prompt.cache)
+    assert kl < 1e-6
+    assert agreement == 1.0
+
+
+def test_linked_recompute_equals_linked_prefill(small):
+    """Recomputing chunk by chunk at the document's place in the prompt gives what shifting its prefill there gives."""
+    answer = _ask(small, small.corpus(), link="40kbit,1ms", settings=replace(QUICK, bandwidth_prior=5e3))
+    exact = link([small.engine.prefill([ids])[0] for ids in small.tokens.values()])
+    for ours, theirs in zip((*answer.prompt.cache.keys, *answer.prompt.cache.values), (*exact.keys, *exact.values), strict=True):
+        assert float((ours - theirs).abs().max()) < 1e-4 * float(theirs.abs().max())
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7])
+def test_a_server_that_dies_halfway_costs_time_only(small, reference, share):
+    corpus = small.corpus()
+    config = small.engine.meta.config_digest()
+    sizes = [corpus.catalog.by_document(config, name) for name in _names(small)]
+    after = int(sum(e.levels[3][1] for e in sizes) * share)
+    with serving(corpus.catalog.store) as url, dying(url, after) as proxy:
+        remote = Corpus(small.engine, _split(corpus.catalog.store, proxy))
+        answer = _ask(small, remote, settings=replace(QUICK, quality_floor=3))
+    assert answer.misses
+    assert "recompute" in {d.action for d in answer.decisions}
+    assert reference.compare(small.engine, answer.prompt.cache)[0] < 1e-4
+
+
+def _split(local, url):
+    """Catalog and profile from a sound store, blobs over HTTP from a dying one."""
+    class Split(HttpStore):
+        def get(self, key, start=0, end=None):
+            return local.get(key, start, end)
+
+    return Split(url)
+
+
+def _damage(corpus, small, name, where):
+    entry = corpus.catalog.by_document(small.engine.meta.config_digest(), name)
+    blob = bytearray(corpus.catalog.store.get(entry.blob_key))
+    position = entry.head_bytes // 2 if where == "head" else (entry.head_bytes + len(blob)) // 2
+    blob[position] ^= 0x40
+    data = bytes(blob[: entry.head_bytes + 10]) if where == "cut" else bytes(blob)
+    corpus.catalog.store.put(entry.blob_key, data)
+
+
+def test_a_flipped_segment_is_recomputed_and_said(small, reference):
+    corpus = small.corpus()
+    _damage(corpus, small, _names(small)[0], "segment")
+    answer = _ask(small, corpus, settings=replace(QUICK, quality_floor=3))
+    assert any("checksum" in miss or "CRC" in miss for miss in answer.misses)
+    assert [d.action for d in answer.decisions].count("recompute") == 1
+    assert reference.compare(small.engine, answer.prompt.cache)[0] < 1e-4
+
+
+@pytest.mark.parametrize("where", ["head", "cut"])
+def test_a_lost_blob_needs_its_text(small, reference, where):
+    corpus, name = small.corpus(), _names(small)[0]
+    _damage(corpus, small, name, where)
+    with pytest.raises(CorruptError):
+        _ask(small, corpus, settings=QUICK)
+    answer = _ask(small, corpus, settings=replace(QUICK, quality_floor=3), texts={name: small.tokens[name]})
+    assert answer.misses
+    assert reference.compare(small.engine, answer.prompt.cache)[0] < 1e-4
+
+
+def test_a_lost_profile_means_recomputing(small, reference):
+    corpus = small.corpus()
+    store = corpus.catalog.store
+    for key in list(store.keys("")):
+        if key.endswith(".kvp"):
+            store.delete(key)
+    answer = _ask(small, Corpus(small.engine, store), settings=QUICK)
+    assert {d.action for d in answer.decisions} == {"recompute"}
+    assert answer.misses
+    assert reference.compare(small.engine, answer.prompt.cache)[0] < 1e-6
+
+
+def test_unknown_documents_and_prompts_that_do_not_fit(small):
+    corpus = small.corpus()
+    loader = Loader(small.engine, corpus, costs=small.costs)
+    with pytest.raises(NotFoundError, match="encode it first"):
+        loader.ask(["nobody"], [1])
+    with pytest.raises(ArgumentError, match="window"):
+        loader.ask([_names(small)[1]] * 7, [1])
+    with pytest.raises(ArgumentError):
+        loader.ask([], [1])
+    with pytest.raises(KvwireError):
+        loader.ask(_names(small), [])
+
+
+def test_measured_costs_are_plausible(small):
+    from kvwire.calibrate import measure_costs
+
+    costs = measure_costs(small.engine, small.profile)
+    assert 0 < costs.prefill.seconds(256) < 60
+    assert costs.prefill.seconds(1024) > costs.prefill.seconds(64)
+    assert 0 < costs.decode.seconds(256, 30_000) < costs.prefill.seconds(256) * 10
