@@ -212,6 +212,9 @@ def _group(index: int, raw: dict[str, Any], arrays: Arrays) -> Group:
         msg = f"group {index}"
         raise ValueError(msg)
     rows = arrays.get(prefix + "rows")
+    if rows is None and prefix + "metric0" in arrays:
+        msg = f"group {index} has a metric and no rows"
+        raise ValueError(msg)
     metrics = [] if rows is None else [arrays[f"{prefix}metric{number}"] for number in range(len(layers))]
     return Group(
         side,

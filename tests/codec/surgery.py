@@ -1,0 +1,139 @@
+"""Blobs and profiles taken apart and put together again, by docs/format.md and not by the codec's own code."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+
+import zstandard
+
+BLOB_CRC_AT, PROFILE_CRC_AT = 36, 28
+ENTRY = struct.Struct("<QIIIHHff")
+ENTRY_FIELDS = {"offset": (0, "<Q"), "stored": (8, "<I"), "symbols": (12, "<I"), "crc32": (16, "<I"), "codec": (20, "<H"),
+                "flags": (22, "<H"), "error": (24, "<f"), "energy": (28, "<f")}  # fmt: skip
+BLOB_FIELDS = {"magic": (0, "<Q"), "major": (8, "<H"), "minor": (10, "<H"), "incompatible": (12, "<I"),
+               "compatible": (16, "<I"), "head_bytes": (20, "<Q"), "file_bytes": (28, "<Q"), "crc": (36, "<I"),
+               "meta_stored": (40, "<I"), "meta_raw": (44, "<I"), "tokens": (48, "<I"), "chunk_tokens": (52, "<I"),
+               "levels": (56, "<B"), "id_bits": (57, "<B"), "reserved": (58, "<H"), "profile_bytes": (60, "<I")}  # fmt: skip
+PROFILE_FIELDS = {"magic": (0, "<Q"), "major": (8, "<H"), "minor": (10, "<H"), "incompatible": (12, "<I"),
+                  "compatible": (16, "<I"), "file_bytes": (20, "<Q"), "crc": (28, "<I"), "meta_stored": (32, "<I"),
+                  "meta_raw": (36, "<I")}  # fmt: skip
+SEGMENT_FIELDS = {"words": (0, "<I"), "class_bytes": (4, "<I"), "escape_bytes": (8, "<I"), "lanes": (12, "<H"),
+                  "reserved": (14, "<H")}  # fmt: skip
+
+
+def get(data, fields, name, base=0):
+    at, form = fields[name]
+    return struct.unpack_from(form, data, base + at)[0]
+
+
+def put(data, fields, name, value, base=0):
+    at, form = fields[name]
+    out = bytearray(data)
+    struct.pack_into(form, out, base + at, value)
+    return bytes(out)
+
+
+def sealed(blob):
+    """The blob with the head's checksum made right, where there is a head."""
+    if len(blob) < 64:
+        return blob
+    head = put(blob, BLOB_FIELDS, "crc", 0)[: min(get(blob, BLOB_FIELDS, "head_bytes"), len(blob))]
+    return put(blob, BLOB_FIELDS, "crc", zlib.crc32(head))
+
+
+def sealed_profile(data):
+    if len(data) < 40:
+        return data
+    return put(data, PROFILE_FIELDS, "crc", zlib.crc32(put(data, PROFILE_FIELDS, "crc", 0)))
+
+
+def field(blob, name, value):
+    """One field of the prologue changed and the head sealed again."""
+    return sealed(put(blob, BLOB_FIELDS, name, value))
+
+
+def index_at(blob):
+    return 64 + get(blob, BLOB_FIELDS, "meta_stored")
+
+
+def entry(blob, cell, name, value):
+    """One field of an index entry changed; cell counts chunks times levels."""
+    return sealed(put(blob, ENTRY_FIELDS, name, value, index_at(blob) + 32 * cell))
+
+
+def cells(blob):
+    chunks = -(-get(blob, BLOB_FIELDS, "tokens") // get(blob, BLOB_FIELDS, "chunk_tokens"))
+    return chunks * get(blob, BLOB_FIELDS, "levels")
+
+
+def metadata(blob):
+    return json.loads(zstandard.ZstdDecompressor().decompress(blob[64 : index_at(blob)]))
+
+
+def frame(raw):
+    return zstandard.ZstdCompressor(level=3, write_content_size=True).compress(raw)
+
+
+def with_metadata(blob, text, packed=None, raw_length=None):
+    """Another metadata part: all parts behind it move, and so do the index's offsets."""
+    raw = text if isinstance(text, bytes) else json.dumps(text).encode()
+    packed = frame(raw) if packed is None else packed
+    old_head, at = get(blob, BLOB_FIELDS, "head_bytes"), index_at(blob)
+    entries = [list(ENTRY.unpack_from(blob, at + 32 * cell)) for cell in range(cells(blob))]
+    ids = -(-get(blob, BLOB_FIELDS, "tokens") * max(8, get(blob, BLOB_FIELDS, "id_bits")) // 8)
+    rest_end = at + 32 * len(entries) + ids + get(blob, BLOB_FIELDS, "profile_bytes")
+    used = 64 + len(packed) + rest_end - at
+    head_bytes = -(-used // 64) * 64
+    index = b"".join(ENTRY.pack(offset + head_bytes - old_head, *rest) for offset, *rest in entries)
+    head = blob[:64] + packed + index + blob[at + len(index) : rest_end] + bytes(head_bytes - used)
+    out = head + blob[old_head:]
+    out = put(out, BLOB_FIELDS, "head_bytes", head_bytes)
+    out = put(out, BLOB_FIELDS, "file_bytes", len(out))
+    out = put(out, BLOB_FIELDS, "meta_stored", len(packed))
+    return sealed(put(out, BLOB_FIELDS, "meta_raw", len(raw) if raw_length is None else raw_length))
+
+
+def with_segment(blob, cell, data):
+    """Other bytes for one segment: later segments move, the index and its checksums follow."""
+    at, out = index_at(blob), bytearray()
+    payload, index = b"", b""
+    expected = get(blob, BLOB_FIELDS, "head_bytes")
+    for number in range(cells(blob)):
+        offset, stored, symbols, _, codec, flags, error, energy = ENTRY.unpack_from(blob, at + 32 * number)
+        part = data if number == cell else blob[offset : offset + stored]
+        index += ENTRY.pack(expected, len(part), symbols, zlib.crc32(part), codec, flags, error, energy)
+        expected += len(part)
+        payload += part
+    head = blob[: get(blob, BLOB_FIELDS, "head_bytes")]
+    out = head[:at] + index + head[at + len(index) :] + payload
+    return sealed(put(out, BLOB_FIELDS, "file_bytes", len(out)))
+
+
+def segment(blob, cell):
+    offset, stored, *_ = ENTRY.unpack_from(blob, index_at(blob) + 32 * cell)
+    return blob[offset : offset + stored]
+
+
+def profile_metadata(data):
+    return json.loads(zstandard.ZstdDecompressor().decompress(data[40 : 40 + get(data, PROFILE_FIELDS, "meta_stored")]))
+
+
+def profile_parts(data):
+    """Metadata, and the stored bytes of every array by name."""
+    meta, at, parts = profile_metadata(data), 40 + get(data, PROFILE_FIELDS, "meta_stored"), {}
+    for name, _, _, stored in meta["arrays"]:
+        parts[name] = data[at : at + stored]
+        at += stored
+    return meta, parts
+
+
+def profile_of(data, meta, parts, raw_length=None):
+    """A profile from metadata and the arrays' stored bytes, joined in the order of ``parts``."""
+    raw = meta if isinstance(meta, bytes) else json.dumps(meta).encode()
+    packed = frame(raw)
+    out = data[:40] + packed + b"".join(parts.values())
+    out = put(out, PROFILE_FIELDS, "file_bytes", len(out))
+    out = put(out, PROFILE_FIELDS, "meta_stored", len(packed))
+    return sealed_profile(put(out, PROFILE_FIELDS, "meta_raw", len(raw) if raw_length is None else raw_length))

@@ -1,0 +1,233 @@
+"""Random damage, seeded: every mutant gives a kvwire error or some tensors, soon and in little memory.
+
+``KVWIRE_MUTATIONS`` sets how many mutants there are; the mutant number is the seed.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from kvwire.codec import KVCache, Profile, decode, encode, fit_profile, inspect
+from kvwire.errors import KvwireError
+
+from . import surgery as cut
+from .synthetic import GQA, MIXED, MIXED_ROPES, make_cache
+
+COUNT = int(os.environ.get("KVWIRE_MUTATIONS", "1200"))
+SLACK_BYTES = 48 << 20
+"""What metadata of the largest length that is allowed may take as objects."""
+NUMBERS = (0, 1, 2, 7, 63, 64, 255, 256, 4096, 65535, 2**31, 2**32 - 1)
+ODD = (None, True, "", "\ud800", [], {}, [[]], -1, 0, 1, 10**30, -(10**400), 1.5, 1e308, 1e-308, "none", 2**20, 65536)
+
+
+class Targets:
+    """Sound blobs and profiles to damage."""
+
+    def __init__(self):
+        small = make_cache(44, layers=GQA[:2])
+        odd = make_cache(30, layers=MIXED, ropes=MIXED_ROPES)
+        small.values[1][0, 7, 3] = 9000.0  # escapes
+        self.profile = fit_profile([make_cache(64, 1, layers=GQA[:2])])
+        self.blobs = [
+            encode(small, self.profile, chunk_tokens=16),
+            encode(small, chunk_tokens=16),
+            encode(odd, levels=2),
+        ]
+        self.blobs.append(encode(small, self.profile, 2))
+        self.blobs.append(encode(odd, levels=3, chunk_tokens=4096))
+        self.caches = (small, odd)
+        self.profiles = [self.profile.data, fit_profile([make_cache(64, layers=MIXED, ropes=MIXED_ROPES)]).data]
+
+
+@pytest.fixture(scope="module")
+def targets():
+    return Targets()
+
+
+def flip(rng, data):
+    out = bytearray(data)
+    for at in rng.integers(0, len(data), rng.integers(1, 5)):
+        out[at] ^= 1 << rng.integers(8)
+    return bytes(out)
+
+
+def overwrite(rng, data):
+    at, count = int(rng.integers(len(data))), int(rng.integers(1, 40))
+    fill = rng.bytes(count) if rng.random() < 0.5 else bytes([rng.choice([0, 255, 128])]) * count
+    return data[:at] + fill[: len(data) - at] + data[at + count :]
+
+
+def truncate(rng, data):
+    return data[: rng.integers(len(data))]
+
+
+def splice(rng, data):
+    start, stop, at = sorted(rng.integers(0, len(data), 2)) + [rng.integers(len(data))]
+    stop = min(stop, start + 200)
+    return data[:at] + data[start:stop] + data[at + (stop - start if rng.random() < 0.5 else 0) :]
+
+
+def number(rng, was, form):
+    bits = 8 * struct.calcsize(form)
+    if form == "<f":
+        return float(rng.choice([0.0, -1.0, np.inf, np.nan, 1e38]))
+    choice = int(rng.choice([*NUMBERS, was + 1, was - 1, was * 2, was ^ (1 << int(rng.integers(bits))), 2**bits - 1]))
+    return choice % 2**bits
+
+
+def edit(rng, data, fields, base=0):
+    name = str(rng.choice(list(fields)))
+    try:
+        return cut.put(
+            data,
+            fields,
+            name,
+            number(rng, int(np.nan_to_num(cut.get(data, fields, name, base))), fields[name][1]),
+            base,
+        )
+    except struct.error:
+        return data
+
+
+def change_json(rng, value):
+    """One random place of the JSON replaced, dropped or doubled."""
+    if isinstance(value, dict | list) and len(value) and rng.random() < 0.85:
+        keys = list(value) if isinstance(value, dict) else range(len(value))
+        key = keys[rng.integers(len(keys))]
+        if rng.random() < 0.1:
+            del value[key]
+        elif isinstance(value, list) and rng.random() < 0.1:
+            value.append(value[key])
+        else:
+            value[key] = change_json(rng, value[key])
+        return value
+    if isinstance(value, int) and rng.random() < 0.5:
+        return number(rng, value, "<Q") if rng.random() < 0.5 else value + int(rng.integers(-2, 3))
+    return ODD[rng.integers(len(ODD))]
+
+
+def edit_index(rng, blob):
+    return edit(rng, blob, cut.ENTRY_FIELDS, cut.index_at(blob) + 32 * int(rng.integers(cut.cells(blob))))
+
+
+def edit_segment(rng, blob):
+    cell = int(rng.integers(cut.cells(blob)))
+    data = cut.segment(blob, cell)
+    how = rng.choice([flip, overwrite, truncate, splice, lambda rng, data: edit(rng, data, cut.SEGMENT_FIELDS)])
+    return cut.with_segment(blob, cell, how(rng, data))
+
+
+def edit_metadata(rng, blob):
+    return cut.with_metadata(blob, change_json(rng, cut.metadata(blob)))
+
+
+def edit_inside(rng, blob):
+    """The profile inside, damaged at the same length and sealed."""
+    size = cut.get(blob, cut.BLOB_FIELDS, "profile_bytes")
+    if not size:
+        return edit_segment(rng, blob)
+    at = blob.index(b"\x89KVP")
+    damaged = mutate_profile(rng, blob[at : at + size])[:size]
+    return blob[:at] + damaged.ljust(size, b"\0") + blob[at + size :]
+
+
+def mutate_blob(rng, blob):
+    simple = [flip, overwrite, truncate, splice, lambda rng, data: edit(rng, data, cut.BLOB_FIELDS)]
+    deep = [edit_index, edit_segment, edit_segment, edit_metadata, edit_metadata, edit_inside]
+    for _ in range(rng.integers(1, 3)):
+        how = rng.choice(simple if rng.random() < 0.4 else deep)
+        try:
+            blob = how(rng, blob)
+        except (ValueError, IndexError, struct.error, ZeroDivisionError, KeyError, MemoryError):
+            continue  # already too damaged to be damaged where it was meant to be
+        except cut.zstandard.ZstdError:
+            continue
+        if not blob:
+            return blob
+    return cut.sealed(blob) if rng.random() < 0.8 else blob
+
+
+def mutate_profile(rng, data):
+    if rng.random() < 0.5:
+        meta, parts = cut.profile_parts(data)
+        if rng.random() < 0.5:
+            meta = change_json(rng, meta)
+        else:
+            name = str(rng.choice(list(parts)))
+            parts[name] = rng.choice([flip, overwrite, truncate, splice])(rng, parts[name])
+            if rng.random() < 0.7:
+                next(row for row in meta["arrays"] if row[0] == name)[3] = len(parts[name])
+        data = cut.profile_of(data, meta, parts)
+    else:
+        data = rng.choice([flip, overwrite, truncate, splice, lambda r, d: edit(r, d, cut.PROFILE_FIELDS)])(rng, data)
+    return cut.sealed_profile(data) if rng.random() < 0.8 else data
+
+
+def outcome(mutant, level, profile, check):
+    """What reading a mutant comes to: an error's name, or ``tensors``."""
+    try:
+        inspect(mutant)
+        decoded = decode(mutant, level, profile, check=check)
+    except KvwireError as error:
+        return type(error).__name__
+    assert isinstance(decoded, KVCache)
+    return "tensors"
+
+
+def run_blob(seed, targets):
+    rng = np.random.default_rng(seed)
+    mutant = mutate_blob(rng, targets.blobs[rng.integers(len(targets.blobs))])
+    return outcome(mutant, int(rng.integers(-2, 2)), targets.profile, bool(rng.random() < 0.3))
+
+
+def run_profile(seed, targets):
+    """A damaged profile, and where it is still read, a cache coded with it."""
+    rng = np.random.default_rng(seed)
+    which = int(rng.integers(len(targets.profiles)))
+    try:
+        profile = Profile.from_bytes(mutate_profile(rng, targets.profiles[which]))
+        return outcome(encode(targets.caches[which], profile), None, profile, check=True)
+    except KvwireError as error:
+        return type(error).__name__
+
+
+def test_damaged_blobs_give_errors_or_tensors(targets):
+    seen = {}
+    for seed in range(COUNT):
+        start = time.perf_counter()
+        got = run_blob(seed, targets)
+        assert time.perf_counter() - start < 10, seed
+        seen[got] = seen.get(got, 0) + 1
+    assert {"CorruptError", "tensors"} <= set(seen)
+
+
+def test_damaged_profiles_give_errors_or_tensors(targets):
+    seen = {run_profile(seed, targets) for seed in range(COUNT // 4)}
+    assert {"CorruptError", "tensors"} <= seen
+
+
+def peak_bytes(run):
+    tracemalloc.reset_peak()
+    before = tracemalloc.get_traced_memory()[0]
+    run()
+    return tracemalloc.get_traced_memory()[1] - before
+
+
+def test_damage_earns_no_memory(targets):
+    """Objects and arrays are traced; tensors are not, and stand in proportion to the head's tokens."""
+    tracemalloc.start()
+    try:
+        sound = max(
+            peak_bytes(lambda blob=blob: outcome(blob, None, targets.profile, check=True)) for blob in targets.blobs
+        )
+        peaks = [peak_bytes(lambda seed=seed: run_blob(seed, targets)) for seed in range(min(COUNT, 300))]
+    finally:
+        tracemalloc.stop()
+    assert sorted(peaks)[-3] < 4 * sound
+    assert max(peaks) < 4 * sound + SLACK_BYTES
