@@ -22,7 +22,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $(READY)
 
 demo: $(READY)
-	$(BIN)/python demo/run.py
+	$(BIN)/kvwire demo
 
 # A file's tests stay together, so that one worker compiles its numba kernels and the others find them cached.
 test: $(READY)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvwire.codec import BlobDecoder, Ladder, Profile, Statistics, decode, encode, fit_profile, inspect
-    from kvwire.corpus import Corpus
+    from kvwire.corpus import Corpus, Document
     from kvwire.engines.transformers import TransformersEngine, open_engine
     from kvwire.load import Answer, Loader
     from kvwire.open import open_store
@@ -22,7 +22,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "kvwire.codec": ("BlobDecoder", "Ladder", "Profile", "Statistics", "decode", "encode", "fit_profile", "inspect"),
-    "kvwire.corpus": ("Corpus",),
+    "kvwire.corpus": ("Corpus", "Document"),
     "kvwire.engines.transformers": ("TransformersEngine", "open_engine"),
     "kvwire.load": ("Answer", "Loader"),
     "kvwire.open": ("open_store",),
@@ -38,6 +38,7 @@ __all__ = [
     "ChunkId",
     "Corpus",
     "Decision",
+    "Document",
     "KVCache",
     "Ladder",
     "LayerSpec",

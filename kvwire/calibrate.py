@@ -41,7 +41,9 @@ def _prefill_s(engine: TransformersEngine, ids: list[int], new: int, before: int
     return _best(lambda: engine.extend(prefix, ids[before : before + new]), engine)
 
 
-def _decode_samples(engine: TransformersEngine, ids: list[int], profile: Profile | None) -> list[tuple[int, int, float]]:
+def _decode_samples(
+    engine: TransformersEngine, ids: list[int], profile: Profile | None
+) -> list[tuple[int, int, float]]:
     samples = []
     (cache,) = engine.prefill([ids[:_TOKENS]])
     for tokens in (min(64, cache.tokens), cache.tokens):

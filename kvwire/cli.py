@@ -18,21 +18,25 @@ import click
 
 from kvwire import __version__
 from kvwire.errors import ArgumentError, DeadlineError, KvwireError, NotFoundError, StorageError
+from kvwire.printing import describe, print_answer, print_encoded, print_levels
+from kvwire.texts import problem_with, read_texts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvwire.corpus import Corpus, Encoded
     from kvwire.engines.transformers import TransformersEngine
-    from kvwire.load import Answer
     from kvwire.store import Store
-    from kvwire.types import BlobInfo
 
 _MODEL = click.option("--model", required=True, envvar="KVWIRE_MODEL", help="Folder of a Hugging Face causal model.")
 _STORE = click.option("--store", required=True, envvar="KVWIRE_STORE", help="file:///folder or http://host:port.")
-_TENANT = click.option("--tenant", default="default", envvar="KVWIRE_TENANT", show_default=True, help="Whose documents.")
+_TENANT = click.option(
+    "--tenant", default="default", envvar="KVWIRE_TENANT", show_default=True, help="Whose documents."
+)
 _TOKEN = click.option("--token", envvar="KVWIRE_TOKEN", help="Bearer token for http stores.")
-_DEVICE = click.option("--device", default="cpu", envvar="KVWIRE_DEVICE", show_default=True, help="Where the model runs.")
+_DEVICE = click.option(
+    "--device", default="cpu", envvar="KVWIRE_DEVICE", show_default=True, help="Where the model runs."
+)
 _DTYPE = click.option(
     "--dtype",
     default="auto",
@@ -74,7 +78,7 @@ def cli() -> None:
 @_DEVICE
 @_DTYPE
 @_JSON
-def encode(paths: tuple[str, ...], model: str, store: str, tenant: str, device: str, dtype: str, as_json: bool) -> None:  # noqa: FBT001 - click passes flags so
+def encode(paths: tuple[str, ...], model: str, store: str, tenant: str, device: str, dtype: str, as_json: bool) -> None:
     """Encode text files, or all .txt and .md files of folders, into a store.
 
     A document's id is its path below the folder named, without its ending. What the catalog has already is skipped.
@@ -87,58 +91,16 @@ def encode(paths: tuple[str, ...], model: str, store: str, tenant: str, device: 
     documents, failures = [], {}
     for document_id, text in texts.items():
         ids = engine.tokenize(text)
-        problem = _unfit(ids, engine.window)
+        problem = problem_with(ids, engine.window)
         if problem:
             failures[document_id] = problem
         else:
             documents.append(Document(document_id, tuple(ids)))
     done = _encode_all(corpus, documents)
-    _print_encoded(done, failures, as_json=as_json)
+    print_encoded(done, failures, as_json=as_json)
     if failures:
         msg = f"{len(failures)} of {len(texts)} documents were left out; the others are stored"
         raise ArgumentError(msg)
-
-
-def read_texts(paths: Sequence[str]) -> dict[str, str]:
-    """Texts by document id from files and folders; raises NotFoundError, ArgumentError on what is no text or named twice."""
-    found: dict[str, Path] = {}
-    for name in paths:
-        path = Path(name).expanduser()
-        if path.is_dir():
-            files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md") and file.is_file())
-            named = [(file.relative_to(path).with_suffix("").as_posix(), file) for file in files]
-        elif path.is_file():
-            named = [(path.stem, path)]
-        else:
-            msg = f"{path} is neither a file nor a folder"
-            raise NotFoundError(msg)
-        for document_id, file in named:
-            if found.setdefault(document_id, file) != file:
-                msg = f"{file} and {found[document_id]} would both be document {document_id!r}; rename one or encode them apart"
-                raise ArgumentError(msg)
-    if not found:
-        msg = f"no .txt or .md files in {', '.join(paths)}"
-        raise NotFoundError(msg)
-    return {document_id: _read_text(file) for document_id, file in found.items()}
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        msg = f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); convert it first"
-        raise ArgumentError(msg) from error
-    except OSError as error:
-        msg = f"{path} cannot be read ({error.strerror})"
-        raise StorageError(msg) from error
-
-
-def _unfit(ids: list[int], window: int) -> str:
-    if not ids:
-        return "the document is empty"
-    if len(ids) > window:
-        return f"{len(ids)} tokens do not fit the model's window of {window}; split the document"
-    return ""
 
 
 def _engine(model: str, device: str, dtype: str) -> TransformersEngine:
@@ -147,7 +109,7 @@ def _engine(model: str, device: str, dtype: str) -> TransformersEngine:
 
     from kvwire.engines.transformers import open_engine
 
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if dtype == "auto":
         chosen = torch.float32 if device == "cpu" else None
     else:
@@ -173,62 +135,13 @@ def _encode_all(corpus: Corpus, documents: Sequence[Any]) -> list[Encoded]:
     return done
 
 
-def describe(info: BlobInfo) -> dict[str, Any]:
-    """A blob's head as plain data."""
-    return {
-        "tokens": info.tokens,
-        "chunks": info.chunks,
-        "chunk_tokens": info.chunk_tokens,
-        "bytes": info.file_bytes,
-        "head_bytes": info.head_bytes,
-        "model": info.meta.model_id,
-        "model_revision": info.meta.model_revision,
-        "profile": info.profile_digest,
-        "levels": [
-            {
-                "name": level.name,
-                "step": level.step,
-                "bytes": level.bytes,
-                "cumulative_bytes": level.cumulative_bytes,
-                "bits_per_element": level.bits_per_element,
-                "measured_error": level.measured_error,
-            }
-            for level in info.levels
-        ],
-    }
-
-
-def _print_encoded(done: Sequence[Encoded], failures: dict[str, str], *, as_json: bool) -> None:
-    if as_json:
-        rows = [{"id": e.entry.document_id, "skipped": e.skipped, "seconds": e.encode_s} | describe(e.info) for e in done]
-        click.echo(json.dumps({"documents": rows, "failures": failures}))
-    else:
-        for e in done:
-            levels = "  ".join(f"{lv.name} {lv.cumulative_bytes / 1e3:.0f} kB" for lv in e.info.levels)
-            click.echo(f"{e.entry.document_id}: {e.info.tokens} tokens  {levels}{'  (had it already)' if e.skipped else ''}")
-        if done:
-            _print_levels([e.info for e in done])
-    for document_id, problem in failures.items():
-        click.echo(f"kvwire: {document_id}: {problem}", err=True)
-
-
-def _print_levels(infos: Sequence[BlobInfo]) -> None:
-    click.echo(f"\n{'level':<12}{'bytes':>12}{'bits/element':>14}{'error':>10}")
-    elements = sum(info.tokens * info.meta.elements_per_token for info in infos)
-    for index, level in enumerate(infos[0].levels):
-        size = sum(info.levels[index].cumulative_bytes for info in infos)
-        error = sum(info.levels[index].measured_error * info.tokens for info in infos) / sum(i.tokens for i in infos)
-        click.echo(f"{level.name:<12}{size:>12,}{8 * size / elements:>14.3f}{error:>10.5f}")
-    click.echo("bytes: of this level and those below, header and index included; error: attention-weighted, relative")
-
-
 @cli.command()
 @_STORE
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", default=8473, show_default=True, help="0: any free port.")
 @_TOKEN
 @_JSON
-def serve(store: str, host: str, port: int, token: str | None, as_json: bool) -> None:  # noqa: FBT001
+def serve(store: str, host: str, port: int, token: str | None, as_json: bool) -> None:
     """Serve a store's blobs over HTTP until interrupted; other machines need --token."""
     from kvwire.transport import serve as serve_store
 
@@ -252,7 +165,7 @@ def serve(store: str, host: str, port: int, token: str | None, as_json: bool) ->
 @_TENANT
 @_TOKEN
 @_JSON
-def inspect(blob: str, store: str | None, model: str | None, tenant: str, token: str | None, as_json: bool) -> None:  # noqa: FBT001
+def inspect(blob: str, store: str | None, model: str | None, tenant: str, token: str | None, as_json: bool) -> None:
     """Show what a blob holds: a .kvw file, or a document of a store."""
     from kvwire.codec import inspect as read
 
@@ -277,8 +190,10 @@ def inspect(blob: str, store: str | None, model: str | None, tenant: str, token:
         click.echo(json.dumps(describe(info)))
         return
     click.echo(f"{info.tokens} tokens in {info.chunks} chunks, {info.file_bytes:,} bytes (head {info.head_bytes:,})")
-    click.echo(f"model {info.meta.model_id} ({info.meta.model_revision[:12]}), profile {info.profile_digest[:12] or 'inside'}")
-    _print_levels([info])
+    click.echo(
+        f"model {info.meta.model_id} ({info.meta.model_revision[:12]}), profile {info.profile_digest[:12] or 'inside'}"
+    )
+    print_levels([info])
 
 
 @cli.command()
@@ -297,7 +212,7 @@ def inspect(blob: str, store: str | None, model: str | None, tenant: str, token:
 @_DEVICE
 @_DTYPE
 @_JSON
-def ask(  # noqa: PLR0913 - one parameter for each option
+def ask(
     docs: tuple[str, ...],
     more_docs: tuple[str, ...],
     question: str,
@@ -312,7 +227,7 @@ def ask(  # noqa: PLR0913 - one parameter for each option
     token: str | None,
     device: str,
     dtype: str,
-    as_json: bool,  # noqa: FBT001
+    as_json: bool,
 ) -> None:
     """Answer a question over documents of a store: --docs A B C --question "..."."""
     from kvwire.corpus import Corpus
@@ -327,49 +242,25 @@ def ask(  # noqa: PLR0913 - one parameter for each option
         corpus = Corpus(engine, opened, tenant=tenant)
         loader = Loader(engine, corpus, link=parse_link(link) if link else None, settings=settings)
         answer = loader.ask(names, engine.tokenize(question), deadline_s=deadline, tokens=tokens, texts=known)
-    _print_answer(names, answer, as_json=as_json)
+    print_answer(names, answer, as_json=as_json)
     if deadline is not None and answer.timing.ttft_s > deadline:
         msg = f"the first token came after {answer.timing.ttft_s:.3f} s, the deadline was {deadline:g} s"
         raise DeadlineError(msg)
 
 
-def _print_answer(names: Sequence[str], answer: Answer, *, as_json: bool) -> None:
-    timing = answer.timing
-    if as_json:
-        decisions = [
-            {"document": names[d.chunk.document], "chunk": d.chunk.chunk, "action": d.action, "level": d.level, "reason": d.reason}
-            for d in answer.decisions
-        ]
-        parts = {name: getattr(timing, name) for name in ("ttft_s", "fetch_s", "decode_s", "recompute_s", "link_s", "query_s")}
-        click.echo(
-            json.dumps(
-                {"text": answer.text, "tokens": list(answer.tokens), "decisions": decisions, "bytes": answer.bytes,
-                 "misses": list(answer.misses), "reason": answer.reason} | parts
-            )
-        )  # fmt: skip
-        return
-    for decision in answer.decisions:
-        what = "recompute" if decision.action == "recompute" else f"level {decision.level}"
-        click.echo(f"{names[decision.chunk.document]} chunk {decision.chunk.chunk}: {what}  ({decision.reason})")
-    for miss in answer.misses:
-        click.echo(f"kvwire: recomputed after a miss: {miss}", err=True)
-    click.echo(
-        f"\nfirst token after {timing.ttft_s * 1e3:.0f} ms: fetch {timing.fetch_s * 1e3:.0f}, decode {timing.decode_s * 1e3:.0f}, "
-        f"recompute {timing.recompute_s * 1e3:.0f}, link {timing.link_s * 1e3:.0f}, question {timing.query_s * 1e3:.0f} ms "
-        f"(parts overlap); {answer.bytes / 1e3:.0f} kB fetched; {answer.reason}\n"
-    )
-    click.echo(answer.text)
-
-
 @cli.command()
 @click.option("--model", default="demo/model", show_default=True, envvar="KVWIRE_MODEL")
 @click.option("--documents", default="demo/documents", show_default=True, help="Folder of .txt or .md files.")
-@click.option("--questions", help="JSON list of {documents, question}; default: questions.json beside the documents, if any.")
+@click.option(
+    "--questions", help="JSON list of {documents, question}; default: questions.json beside the documents, if any."
+)
 @click.option("--out", default="demo/out", show_default=True, help="Where demo.json and the picture go.")
 @click.option("--link", "links", multiple=True, help="name=50mbit,20ms; default: slow, middling and fast ones.")
 @click.option("--bound", default=0.02, show_default=True, help="Mean KL divergence from exact caches that is an error.")
 @_JSON
-def demo(model: str, documents: str, questions: str | None, out: str, links: tuple[str, ...], bound: float, as_json: bool) -> None:  # noqa: FBT001, PLR0913
+def demo(
+    model: str, documents: str, questions: str | None, out: str, links: tuple[str, ...], bound: float, as_json: bool
+) -> None:
     """Compare text recompute, raw KV and kvwire on your documents and model, over three emulated links."""
     from kvwire.demo import run_demo
 
@@ -379,7 +270,12 @@ def demo(model: str, documents: str, questions: str | None, out: str, links: tup
             raise NotFoundError(msg)
     texts = read_texts([documents])
     report = run_demo(
-        _engine(model, "cpu", "auto"), texts, questions=questions or _beside(documents), out=Path(out), links=links, say=lambda line: click.echo(line, err=as_json)
+        _engine(model, "cpu", "auto"),
+        texts,
+        questions=questions or _beside(documents),
+        out=Path(out),
+        links=links,
+        say=lambda line: click.echo(line, err=as_json),
     )
     if as_json:
         click.echo(json.dumps(report))

@@ -128,7 +128,10 @@ class Corpus:
         return Encoded(entry, info, skipped=False, encode_s=time.perf_counter() - started)
 
     def _known(self, document: Document, profile: Profile | None) -> Encoded | None:
-        """The document as the catalog has it, where that is still what encoding would give; the same text under another name counts."""
+        """The document as the catalog has it, where that is still what encoding would give.
+
+        The same text under another name counts: only an entry is added then.
+        """
         digest = digest_tokens(document.token_ids)
         wanted = (digest, profile.digest if profile else "")
         try:
@@ -162,6 +165,7 @@ class Corpus:
         if theirs.config_digest() != ours.config_digest():
             msg = (
                 f"the blob was encoded by model {theirs.model_id!r} ({theirs.model_revision[:12] or 'unnamed'}), "
-                f"this is {ours.model_id!r} ({ours.model_revision[:12] or 'unnamed'}); encode the document with this model"
+                f"this is {ours.model_id!r} ({ours.model_revision[:12] or 'unnamed'}); "
+                "encode the document with this model"
             )
             raise MismatchError(msg)

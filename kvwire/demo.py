@@ -74,12 +74,15 @@ def run_demo(
         store = open_store(folder)
         encoded = _encode(engine, store, tokens, say)
         raw = RawCaches.write(store, engine, tokens)
-        references = [Reference.of(engine, [tokens[d] for d in p.documents], p.question, _ANSWER_TOKENS) for p in prompts]
+        references = [
+            Reference.of(engine, [tokens[d] for d in p.documents], p.question, _ANSWER_TOKENS) for p in prompts
+        ]
         with _server(folder) as url, closing(open_store(url)) as remote:
             comparison = _Comparison(engine, remote, tokens, prompts, references, raw)
             text_s = statistics.median(comparison.text() for _ in range(3))
             deadline = DEADLINE_SHARE * text_s
-            say(f"\nprompt: {comparison.prompt_tokens} tokens in {len(prompts[0].documents)} documents; deadline {deadline:.2f} s")
+            count = len(prompts[0].documents)
+            say(f"\nprompt: {comparison.prompt_tokens} tokens in {count} documents; deadline {deadline:.2f} s")
             rows = [comparison.over(name, link, deadline) for name, link in named]
     report = {"links": rows, "encode": encoded, "deadline_s": deadline, "prompt_tokens": comparison.prompt_tokens}
     report["linking"] = {"kl_of_linked_to_full_prefill": references[0].linking_kl}
@@ -93,7 +96,7 @@ def run_demo(
 class _Comparison:
     """One engine, one server, and the three ways to a first token."""
 
-    def __init__(  # noqa: PLR0913 - the parts of one experiment
+    def __init__(
         self,
         engine: TransformersEngine,
         store: Store,
@@ -134,7 +137,9 @@ class _Comparison:
             times["kvwire"].append(answer.timing.ttft_s)
             if raw_s * _REPEATS < _RAW_BUDGET_S:
                 times["raw"].append(self._raw.ttft(self._engine, self._corpus.catalog.store, first, link)[0])
-        kls, agreements = zip(*(self._quality(loader, number, deadline) for number in range(len(self._prompts))), strict=True)
+        kls, agreements = zip(
+            *(self._quality(loader, number, deadline) for number in range(len(self._prompts))), strict=True
+        )
         text_bytes = 4 * sum(len(self._tokens[document]) for document in first.documents)
         return {
             "name": name,
@@ -144,7 +149,9 @@ class _Comparison:
             "ttft_all_s": times,
             "bytes": {"text": text_bytes, "raw": raw_bytes, "kvwire": answer.bytes},
             "decisions": _decisions(answer, first.documents),
-            "timing": {k: getattr(answer.timing, k) for k in ("fetch_s", "decode_s", "recompute_s", "link_s", "query_s")},
+            "timing": {
+                k: getattr(answer.timing, k) for k in ("fetch_s", "decode_s", "recompute_s", "link_s", "query_s")
+            },
             "kl": statistics.fmean(kls),
             "greedy_agreement": statistics.fmean(agreements),
             "kl_of_each_prompt": list(kls),
@@ -202,7 +209,7 @@ def _encode(
     levels = done[0].info.levels
     sizes = {level.name: sum(e.info.levels[i].cumulative_bytes for e in done) for i, level in enumerate(levels)}
     bits = {name: 8 * size / elements for name, size in sizes.items()}
-    say(f"encoded {len(done)} documents, {sum(e.info.tokens for e in done)} tokens in {seconds:.1f} s; bits per element: ")
+    say(f"encoded {len(done)} documents, {sum(e.info.tokens for e in done)} tokens in {seconds:.1f} s; bits/element:")
     say("  " + ", ".join(f"{name} {value:.2f}" for name, value in bits.items()) + " (bf16: 16)")
     return {"documents": len(done), "seconds": seconds, "bits_per_element": bits, "bytes": sizes}
 
@@ -210,7 +217,18 @@ def _encode(
 @contextmanager
 def _server(folder: str) -> Iterator[str]:
     """A ``kvwire serve`` process on a free port of loopback."""
-    command = [sys.executable, "-P", "-m", "kvwire", "serve", "--store", Path(folder).resolve().as_uri(), "--port", "0", "--json"]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "kvwire",
+        "serve",
+        "--store",
+        Path(folder).resolve().as_uri(),
+        "--port",
+        "0",
+        "--json",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603 - this very program
         try:
             line = process.stdout.readline() if process.stdout else ""
@@ -226,13 +244,17 @@ def _server(folder: str) -> Iterator[str]:
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The links as one table."""
     lines = [
-        f"\n{'link':<10}{'Mbit/s':>8} | {'time to first token (s)':^30} | {'fetched':^17} | {'levels':<18}{'KL':>8}{'agree':>7}",
+        (
+            f"\n{'link':<10}{'Mbit/s':>8} | {'time to first token (s)':^30} | {'fetched':^17} | "
+            f"{'levels':<18}{'KL':>8}{'agree':>7}"
+        ),
         f"{'':<10}{'':>8} | {'text':>8}{'raw KV':>10}{'kvwire':>12} | {'raw KV':>8}{'kvwire':>9} | ",
     ]
     for row in rows:
         times, sizes = row["ttft_s"], row["bytes"]
         lines.append(
-            f"{row['name']:<10}{row['mbit_s']:>8g} | {times['text']:>8.2f}{times['raw']:>10.2f}{times['kvwire']:>12.2f} | "
+            f"{row['name']:<10}{row['mbit_s']:>8g} | "
+            f"{times['text']:>8.2f}{times['raw']:>10.2f}{times['kvwire']:>12.2f} | "
             f"{sizes['raw'] / 1e6:>6.1f}MB{sizes['kvwire'] / 1e6:>7.2f}MB | {_levels(row['decisions']):<18}"
             f"{row['kl']:>8.4f}{row['greedy_agreement']:>7.0%}"
         )

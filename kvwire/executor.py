@@ -37,7 +37,8 @@ _TICK_S = 0.05
 class Source:
     """A document as the catalog knows it before anything is fetched.
 
-    entry None: only its text is known. profile None: the blob carries its own, or it could not be read, as ``trouble`` says.
+    entry None: only its text is known. profile None: the blob carries its own, or the profile could not be read, as
+    ``trouble`` says.
     """
 
     document_id: str
@@ -200,7 +201,10 @@ class Executor:
             self.misses.append(f"{document.source.document_id}: {error}")
 
     async def drive(self, session: ctl.LoadSession, deadline_s: float | None) -> ctl.Finish:
-        """Feed events to the session and carry out what it says until it is over; raises StorageError where it fails."""
+        """Feed events to the session and carry out what it says until it is over.
+
+        Raises StorageError where a chunk can be neither fetched nor recomputed.
+        """
         ticker = self._spawn(self._tick())
         event: ctl.Event = ctl.Started(deadline_s)
         try:

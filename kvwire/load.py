@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvwire import controller as ctl
@@ -117,8 +118,8 @@ class Loader:
         documents: ids in the order of the prompt. question: token ids. deadline_s: until the first token, from now;
         None: the soonest first token. tokens: length of the answer at most. texts: token ids of documents, for those
         whose blob is lost; blobs that can be read carry their own.
-        Raises NotFoundError for a document that is neither in the store nor in ``texts``, ArgumentError where the prompt
-        does not fit the model's window.
+        Raises NotFoundError for a document that is neither in the store nor in ``texts``, ArgumentError where the
+        prompt does not fit the model's window.
         """
         return asyncio.run(self.ask_async(documents, question, deadline_s=deadline_s, tokens=tokens, texts=texts))
 
@@ -150,9 +151,10 @@ class Loader:
         left = None if deadline_s is None else deadline_s - (clock() - started)
         finish = await executor.drive(self.session(inputs, len(question)), left)
         linking = clock()
-        past = await executor.compute(lambda: self._engine.past_key_values(executor.prompt.cache))
-        querying, start = clock(), executor.prompt.cache.tokens
-        logits = await executor.compute(lambda: self._engine.forward(past, question, start, logits=1)[-1].float())
+        prompt, start = executor.prompt.cache, executor.prompt.cache.tokens
+        past = await executor.compute(partial(self._engine.past_key_values, prompt))
+        querying = clock()
+        logits = (await executor.compute(partial(self._engine.forward, past, question, start, logits=1)))[-1].float()
         first = int(logits.argmax())
         done = clock()
         timing = Timing(
@@ -163,7 +165,7 @@ class Loader:
             link_s=querying - linking,
             query_s=done - querying,
         )
-        out = await executor.compute(lambda: self._engine.generate(past, first, start + len(question), tokens))
+        out = await executor.compute(partial(self._engine.generate, past, first, start + len(question), tokens))
         text = self._engine.detokenize(out) if self._engine.has_tokenizer else ""
         facts = (finish.decisions, finish.reason, timing, executor.bytes, tuple(executor.misses))
         return Answer(first, logits.cpu(), tuple(out), text, executor.prompt, *facts)

@@ -121,7 +121,9 @@ class KVCache:
         """
         meta = meta or CacheMeta()
         if len(keys) != len(values) or not keys:
-            msg = f"a cache needs as many key as value tensors and at least one layer, got {len(keys)} and {len(values)}"
+            msg = (
+                f"a cache needs as many key as value tensors and at least one layer, got {len(keys)} and {len(values)}"
+            )
             raise ArgumentError(msg)
         if not meta.layers:
             rope = 0 if meta.ropes else None

@@ -14,7 +14,7 @@ class RopeRegime:
     inv_freq: radians per token of each rotated pair, float32 values; linear, llama3 and yarn scaling are already in it.
     interleaved: pairs are (2j, 2j + 1); otherwise (j, j + rotary_dim / 2).
     attention_scaling: factor that the model multiplies into cos and sin (yarn, longrope). Moving keys preserves it.
-    max_positions: positions at and beyond this use other frequencies (dynamic, longrope); None where there is no such limit.
+    max_positions: positions at and beyond this use other frequencies (dynamic, longrope); None: no such limit.
     kind: the rule's usual name, for people.
     """
 

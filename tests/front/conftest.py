@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from kvwire import controller as ctl
-from kvwire.codec import Profile
 from kvwire.corpus import Corpus, Document
 from kvwire.engines.transformers import TransformersEngine, open_engine
 from kvwire.store import MemoryStore
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from kvwire.codec import Profile
+
 
 @dataclass
 class Small:

@@ -83,7 +83,9 @@ def test_encode_then_skip_then_inspect_then_ask(run, texts, tmp_path, demo_model
     assert json.loads(out)["levels"] == report["documents"][0]["levels"]
 
     question = ["--question", "It was plain that", "--tokens", "4"]
-    code, out, _ = run("ask", "--docs", name, report["documents"][1]["id"], *question, *common, "--json", "--link", "80mbit")
+    code, out, _ = run(
+        "ask", "--docs", name, report["documents"][1]["id"], *question, *common, "--json", "--link", "80mbit"
+    )
     answer = json.loads(out)
     assert code == 0
     assert answer["text"]
@@ -135,8 +137,16 @@ def test_empty_and_overlong_documents_are_left_out_and_named(run, tmp_path, demo
         (["encode", "{texts}", "--model", "/nowhere", "--store", "memory:"], 3, "config.json is missing"),
         (["ask", "--docs", "x", "--question", "y", "--model", "{model}", "--store", "{store}"], 3, "encode it first"),
         (["ask", "--docs", "x", "--question", "y", "--model", "{model}", "--store", "ftp://x"], 2, "cannot open"),
-        (["ask", "--docs", "x", "--question", "y", "--model", "{model}", "--store", "{store}", "--link", "fast"], 2, "not a link"),
-        (["ask", "--docs", "x", "--question", "y", "--model", "{model}", "--store", "http://127.0.0.1:9"], 7, "127.0.0.1:9"),
+        (
+            ["ask", "--docs", "x", "--question", "y", "--model", "{model}", "--store", "{store}", "--link", "fast"],
+            2,
+            "not a link",
+        ),
+        (
+            ["ask", "--docs", "x", "--question", "y", "--model", "{model}", "--store", "http://127.0.0.1:9"],
+            7,
+            "127.0.0.1:9",
+        ),
         (["inspect", "nothing.kvw"], 3, "no file"),
         (["serve", "--store", "{store}", "--host", "0.0.0.0"], 5, "token"),
         (["encode"], 2, "Missing"),
@@ -183,7 +193,19 @@ def test_a_damaged_head_needs_texts(run, store, texts, demo_model, documents):
         data = bytearray(path.read_bytes())
         data[100] ^= 1
         path.write_bytes(bytes(data))
-    words = ["ask", "--docs", next(iter(documents)), "--question", "So", "--model", demo_model, "--store", store, "--tokens", "2"]
+    words = [
+        "ask",
+        "--docs",
+        next(iter(documents)),
+        "--question",
+        "So",
+        "--model",
+        demo_model,
+        "--store",
+        store,
+        "--tokens",
+        "2",
+    ]
     code, _, err = run(*words)
     assert code == 4
     assert "checksum" in err
@@ -240,7 +262,9 @@ def test_serve_as_a_process(store):
 
 def test_the_demo_on_a_folder_of_ones_own(small, tmp_path):
     """A user's texts and model, no questions file, two quick links."""
-    report = run_demo(small.engine, small.texts, out=tmp_path, links=["a=400mbit,1ms", "b=40mbit,5ms"], say=lambda _: None)
+    report = run_demo(
+        small.engine, small.texts, out=tmp_path, links=["a=400mbit,1ms", "b=40mbit,5ms"], say=lambda _: None
+    )
     assert report == json.loads((tmp_path / "demo.json").read_text())
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert [row["name"] for row in report["links"]] == ["a", "b"]

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvwire.corpus import Corpus
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, NotFoundError
 from kvwire.load import Loader, LoadSettings
 from kvwire.open import open_store
-from kvwire.corpus import Corpus
 from kvwire.quality import Reference
 from kvwire.reuse import link
 from kvwire.transport import FetchSettings, HttpStore, Patience, parse_link, serve
@@ -149,7 +149,9 @@ def test_linked_recompute_equals_linked_prefill(small):
     """Recomputing chunk by chunk at the document's place in the prompt gives what shifting its prefill there gives."""
     answer = _ask(small, small.corpus(), link="40kbit,1ms", settings=replace(QUICK, bandwidth_prior=5e3))
     exact = link([small.engine.prefill([ids])[0] for ids in small.tokens.values()])
-    for ours, theirs in zip((*answer.prompt.cache.keys, *answer.prompt.cache.values), (*exact.keys, *exact.values), strict=True):
+    for ours, theirs in zip(
+        (*answer.prompt.cache.keys, *answer.prompt.cache.values), (*exact.keys, *exact.values), strict=True
+    ):
         assert float((ours - theirs).abs().max()) < 1e-4 * float(theirs.abs().max())
 
 
@@ -169,6 +171,7 @@ def test_a_server_that_dies_halfway_costs_time_only(small, reference, share):
 
 def _split(local, url):
     """Catalog and profile from a sound store, blobs over HTTP from a dying one."""
+
     class Split(HttpStore):
         def get(self, key, start=0, end=None):
             return local.get(key, start, end)

@@ -1,0 +1,1 @@
+../../kvwire/printing.py

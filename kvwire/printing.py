@@ -1,0 +1,112 @@
+"""What the command line shows of blobs and answers, to people and as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvwire.corpus import Encoded
+    from kvwire.load import Answer
+    from kvwire.types import BlobInfo
+
+
+def describe(info: BlobInfo) -> dict[str, Any]:
+    """A blob's head as plain data."""
+    return {
+        "tokens": info.tokens,
+        "chunks": info.chunks,
+        "chunk_tokens": info.chunk_tokens,
+        "bytes": info.file_bytes,
+        "head_bytes": info.head_bytes,
+        "model": info.meta.model_id,
+        "model_revision": info.meta.model_revision,
+        "profile": info.profile_digest,
+        "levels": [
+            {
+                "name": level.name,
+                "step": level.step,
+                "bytes": level.bytes,
+                "cumulative_bytes": level.cumulative_bytes,
+                "bits_per_element": level.bits_per_element,
+                "measured_error": level.measured_error,
+            }
+            for level in info.levels
+        ],
+    }
+
+
+def print_encoded(done: Sequence[Encoded], failures: dict[str, str], *, as_json: bool) -> None:
+    """What was encoded, document by document, and the levels of all together."""
+    if as_json:
+        rows = [
+            {"id": e.entry.document_id, "skipped": e.skipped, "seconds": e.encode_s} | describe(e.info) for e in done
+        ]
+        click.echo(json.dumps({"documents": rows, "failures": failures}))
+    else:
+        for e in done:
+            levels = "  ".join(f"{lv.name} {lv.cumulative_bytes / 1e3:.0f} kB" for lv in e.info.levels)
+            click.echo(
+                f"{e.entry.document_id}: {e.info.tokens} tokens  {levels}{'  (had it already)' if e.skipped else ''}"
+            )
+        if done:
+            print_levels([e.info for e in done])
+    for document_id, problem in failures.items():
+        click.echo(f"kvwire: {document_id}: {problem}", err=True)
+
+
+def print_levels(infos: Sequence[BlobInfo]) -> None:
+    """One row for each level, blobs added up."""
+    click.echo(f"\n{'level':<12}{'bytes':>12}{'bits/element':>14}{'error':>10}")
+    elements = sum(info.tokens * info.meta.elements_per_token for info in infos)
+    for index, level in enumerate(infos[0].levels):
+        size = sum(info.levels[index].cumulative_bytes for info in infos)
+        error = sum(info.levels[index].measured_error * info.tokens for info in infos) / sum(i.tokens for i in infos)
+        click.echo(f"{level.name:<12}{size:>12,}{8 * size / elements:>14.3f}{error:>10.5f}")
+    click.echo("bytes: of this level and those below, header and index included; error: attention-weighted, relative")
+
+
+def print_answer(names: Sequence[str], answer: Answer, *, as_json: bool) -> None:
+    """Decisions, misses, where the time went, and the text."""
+    timing = answer.timing
+    if as_json:
+        decisions = [
+            {
+                "document": names[d.chunk.document],
+                "chunk": d.chunk.chunk,
+                "action": d.action,
+                "level": d.level,
+                "reason": d.reason,
+            }
+            for d in answer.decisions
+        ]
+        parts = {
+            name: getattr(timing, name)
+            for name in ("ttft_s", "fetch_s", "decode_s", "recompute_s", "link_s", "query_s")
+        }
+        click.echo(
+            json.dumps(
+                {"text": answer.text, "tokens": list(answer.tokens), "decisions": decisions, "bytes": answer.bytes,
+                 "misses": list(answer.misses), "reason": answer.reason} | parts
+            )
+        )  # fmt: skip
+        return
+    for decision in answer.decisions:
+        what = "recompute" if decision.action == "recompute" else f"level {decision.level}"
+        click.echo(f"{names[decision.chunk.document]} chunk {decision.chunk.chunk}: {what}  ({decision.reason})")
+    for miss in answer.misses:
+        click.echo(f"kvwire: recomputed after a miss: {miss}", err=True)
+    spent = ", ".join(
+        f"{name} {getattr(timing, field) * 1e3:.0f}"
+        for name, field in (
+            ("fetch", "fetch_s"), ("decode", "decode_s"), ("recompute", "recompute_s"), ("link", "link_s"),
+            ("question", "query_s"),
+        )
+    )  # fmt: skip
+    click.echo(f"\nfirst token after {timing.ttft_s * 1e3:.0f} ms: {spent} ms (parts overlap)")
+    click.echo(f"{answer.bytes / 1e3:.0f} kB fetched; {answer.reason}\n")
+    click.echo(answer.text)

@@ -1,0 +1,60 @@
+"""Text files of a user: which documents they are, and whether they can be encoded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvwire.errors import ArgumentError, NotFoundError, StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def read_texts(paths: Sequence[str]) -> dict[str, str]:
+    """Texts by document id from files and folders.
+
+    Raises NotFoundError where there are none, ArgumentError on what is no text or named twice.
+    """
+    found: dict[str, Path] = {}
+    for name in paths:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md") and file.is_file())
+            named = [(file.relative_to(path).with_suffix("").as_posix(), file) for file in files]
+        elif path.is_file():
+            named = [(path.stem, path)]
+        else:
+            msg = f"{path} is neither a file nor a folder"
+            raise NotFoundError(msg)
+        for document_id, file in named:
+            if found.setdefault(document_id, file) != file:
+                msg = (
+                    f"{file} and {found[document_id]} would both be document {document_id!r}; "
+                    "rename one or encode them apart"
+                )
+                raise ArgumentError(msg)
+    if not found:
+        msg = f"no .txt or .md files in {', '.join(paths)}"
+        raise NotFoundError(msg)
+    return {document_id: _read_text(file) for document_id, file in found.items()}
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        msg = f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); convert it first"
+        raise ArgumentError(msg) from error
+    except OSError as error:
+        msg = f"{path} cannot be read ({error.strerror})"
+        raise StorageError(msg) from error
+
+
+def problem_with(ids: Sequence[int], window: int) -> str:
+    """Why a document cannot be encoded, in words; the empty string where it can."""
+    if not ids:
+        return "the document is empty"
+    if len(ids) > window:
+        return f"{len(ids)} tokens do not fit the model's window of {window}; split the document"
+    return ""

@@ -1,0 +1,25 @@
+"""The README's examples run as they are written."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_examples_run_as_written(monkeypatch, capsys, demo_model):
+    assert demo_model.is_dir()
+    monkeypatch.chdir(ROOT)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    names = {}
+    for block in blocks:
+        exec(block, names)  # noqa: S102 - this project's own README
+    assert names["answer"].text in capsys.readouterr().out
+    assert names["past"].get_seq_length() == 2 * names["info"].tokens
+
+
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text()):
+        assert (ROOT / target).exists(), target
