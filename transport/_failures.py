@@ -10,6 +10,7 @@ from aiohttp import web
 from kvwire.errors import ArgumentError, KvwireError, NotFoundError
 
 _log = logging.getLogger(__name__)
+_GONE = 499  # as nginx counts it: nobody reads this answer, and the server did nothing wrong
 
 
 def failure(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
@@ -35,5 +36,8 @@ def failure_of(error: Exception) -> web.Response:
         case KvwireError():
             _log.warning("the store failed: %s", error)
             return failure(503, "the store failed: try again later", {"Retry-After": "1"})
+        case ConnectionError():
+            _log.debug("the client went away: %s", error)
+            return failure(_GONE, "the client went away")
     _log.error("a request failed", exc_info=error)
     return failure(500, "internal error")

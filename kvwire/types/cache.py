@@ -80,6 +80,8 @@ class CacheMeta:
         fields = asdict(self)
         for name in ("positions", "offset", "token_digest", "dtype", *(["model_id"] if self.model_revision else [])):
             del fields[name]
+        for rope in fields["ropes"]:  # processors may differ in a frequency's last bit
+            rope["inv_freq"] = [f"{value:.5e}" for value in rope["inv_freq"]]
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
     @property
