@@ -8,19 +8,27 @@ import zlib
 
 import zstandard
 
-BLOB_CRC_AT, PROFILE_CRC_AT = 36, 28
 ENTRY = struct.Struct("<QIIIHHff")
-ENTRY_FIELDS = {"offset": (0, "<Q"), "stored": (8, "<I"), "symbols": (12, "<I"), "crc32": (16, "<I"), "codec": (20, "<H"),
-                "flags": (22, "<H"), "error": (24, "<f"), "energy": (28, "<f")}  # fmt: skip
-BLOB_FIELDS = {"magic": (0, "<Q"), "major": (8, "<H"), "minor": (10, "<H"), "incompatible": (12, "<I"),
-               "compatible": (16, "<I"), "head_bytes": (20, "<Q"), "file_bytes": (28, "<Q"), "crc": (36, "<I"),
-               "meta_stored": (40, "<I"), "meta_raw": (44, "<I"), "tokens": (48, "<I"), "chunk_tokens": (52, "<I"),
-               "levels": (56, "<B"), "id_bits": (57, "<B"), "reserved": (58, "<H"), "profile_bytes": (60, "<I")}  # fmt: skip
-PROFILE_FIELDS = {"magic": (0, "<Q"), "major": (8, "<H"), "minor": (10, "<H"), "incompatible": (12, "<I"),
-                  "compatible": (16, "<I"), "file_bytes": (20, "<Q"), "crc": (28, "<I"), "meta_stored": (32, "<I"),
-                  "meta_raw": (36, "<I")}  # fmt: skip
-SEGMENT_FIELDS = {"words": (0, "<I"), "class_bytes": (4, "<I"), "escape_bytes": (8, "<I"), "lanes": (12, "<H"),
-                  "reserved": (14, "<H")}  # fmt: skip
+
+
+def laid_out(text):
+    """Fields by name from "name:letter name:letter ...", letters as in ``struct``: offset and form of each."""
+    fields, at = {}, 0
+    for item in text.split():
+        name, letter = item.split(":")
+        fields[name] = (at, "<" + letter)
+        at += struct.calcsize("<" + letter)
+    return fields
+
+
+ENTRY_FIELDS = laid_out("offset:Q stored:I symbols:I crc32:I codec:H flags:H error:f energy:f")
+VERSIONED = "magic:Q major:H minor:H incompatible:I compatible:I "
+BLOB_FIELDS = laid_out(
+    VERSIONED + "head_bytes:Q file_bytes:Q crc:I meta_stored:I meta_raw:I tokens:I chunk_tokens:I levels:B id_bits:B "
+    "reserved:H profile_bytes:I"
+)
+PROFILE_FIELDS = laid_out(VERSIONED + "file_bytes:Q crc:I meta_stored:I meta_raw:I")
+SEGMENT_FIELDS = laid_out("words:I class_bytes:I escape_bytes:I lanes:H reserved:H")
 
 
 def get(data, fields, name, base=0):

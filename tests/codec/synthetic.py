@@ -60,3 +60,12 @@ def make_statistics(layers: tuple[LayerSpec, ...] = GQA) -> Statistics:
         out = rng.standard_normal((spec.kv_heads, 3, spec.value_dim))
         metrics.append(torch.from_numpy(np.einsum("hrd,hre->hde", out, out)).float())
     return Statistics(tuple(energies), tuple(metrics))
+
+
+TINY = (LayerSpec(2, 4, 3, rope=0), LayerSpec(0, 0, 0, kind="none"), LayerSpec(1, 6, 4, "sliding", rope=1, window=8))
+TINY_ROPES = (RopeRegime((1.0, 0.125)), RopeRegime((0.5, 0.25), interleaved=True, attention_scaling=1.25, kind="yarn"))
+
+
+def make_tiny(tokens: int, seed: int) -> KVCache:
+    """24 numbers a token: what golden files hold."""
+    return make_cache(tokens, seed, layers=TINY, ropes=TINY_ROPES, dtype=torch.float16)

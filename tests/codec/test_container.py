@@ -80,7 +80,8 @@ def test_what_later_minor_versions_may_add_is_ignored(blob, profile):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("magic", 0), ("head_bytes", 0), ("head_bytes", 63), ("head_bytes", 1 << 40), ("file_bytes", 0), ("meta_stored", 0),
+        ("magic", 0), ("head_bytes", 0), ("head_bytes", 63), ("head_bytes", 1 << 40), ("file_bytes", 0),
+        ("meta_stored", 0),
         ("file_bytes", MISSING), ("meta_stored", 2**32 - 1), ("meta_raw", 0), ("meta_raw", 2**32 - 1), ("tokens", 0),
         ("tokens", 2**32 - 1), ("chunk_tokens", 0), ("chunk_tokens", 4097), ("levels", 0), ("levels", 9), ("levels", 3),
         ("id_bits", 7), ("id_bits", 33), ("id_bits", 0), ("profile_bytes", 2**32 - 1), ("profile_bytes", 64),
@@ -101,7 +102,8 @@ def test_a_wrong_checksum_passes_only_where_it_is_not_asked_for(blob):
 @pytest.mark.parametrize(
     ("cell", "name", "change"),
     [
-        (1, "offset", -1), (1, "offset", 1), (0, "offset", -64), (11, "stored", 1), (11, "stored", -1), (4, "stored", 2**31),
+        (1, "offset", -1), (1, "offset", 1), (0, "offset", -64), (11, "stored", 1), (11, "stored", -1),
+        (4, "stored", 2**31),
         (2, "symbols", 1), (3, "crc32", 1),
     ],
 )  # fmt: skip
@@ -161,12 +163,14 @@ def changed(value, path, to):
     [
         (("levels",), None), (("levels",), 7), (("levels",), []), (("levels", 0), ["a", 1.0]), (("levels", 0, 0), 3),
         (("levels", 0, 1), 0), (("levels", 0, 1), 1e300), (("levels", 0, 1), "x"), (("levels", 0, 2), 1.5),
-        (("levels", 0, 2), 10**30), (("levels", 0, 1), 10**400), (("meta",), None), (("meta",), []), (("meta", "layers"), []),
+        (("levels", 0, 2), 10**30), (("levels", 0, 1), 10**400), (("meta",), None), (("meta",), []),
+        (("meta", "layers"), []),
         (("meta", "layers", 0), 5), (("meta", "layers", 0, 0), "odd"), (("meta", "layers", 0, 1), 2**21),
         (("meta", "layers", 0, 1), 0), (("meta", "layers", 0, 2), -8), (("meta", "layers", 0, 3), 8.0),
         (("meta", "layers", 0, 4), 1), (("meta", "layers", 0, 4), True), (("meta", "layers", 0, 5), "x"),
         (("meta", "layers"), [["none", 1, 1, 1, None, None]]), (("meta", "ropes"), None), (("meta", "ropes"), [3]),
-        (("meta", "ropes", 0, "inv_freq"), "?"), (("meta", "ropes", 0, "inv_freq"), ""), (("meta", "ropes", 0, "inv_freq"), "AA=="),
+        (("meta", "ropes", 0, "inv_freq"), "?"), (("meta", "ropes", 0, "inv_freq"), ""),
+        (("meta", "ropes", 0, "inv_freq"), "AA=="),
         (("meta", "ropes", 0, "inv_freq"), "AADAfw=="), (("meta", "ropes", 0, "max_positions"), 1.5),
         (("meta", "ropes", 0, "attention_scaling"), 10**400), (("meta", "model_id"), 3), (("profile",), None),
         (("profile",), ""), (("profile",), 5), (("profile",), "ab"),

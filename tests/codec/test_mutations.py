@@ -20,8 +20,6 @@ from . import surgery as cut
 from .synthetic import GQA, MIXED, MIXED_ROPES, make_cache
 
 COUNT = int(os.environ.get("KVWIRE_MUTATIONS", "1200"))
-SLACK_BYTES = 48 << 20
-"""What metadata of the largest length that is allowed may take as objects."""
 NUMBERS = (0, 1, 2, 7, 63, 64, 255, 256, 4096, 65535, 2**31, 2**32 - 1)
 ODD = (None, True, "", "\ud800", [], {}, [[]], -1, 0, 1, 10**30, -(10**400), 1.5, 1e308, 1e-308, "none", 2**20, 65536)
 
@@ -68,7 +66,7 @@ def truncate(rng, data):
 
 
 def splice(rng, data):
-    start, stop, at = sorted(rng.integers(0, len(data), 2)) + [rng.integers(len(data))]
+    start, stop, at = *sorted(rng.integers(0, len(data), 2)), rng.integers(len(data))
     stop = min(stop, start + 200)
     return data[:at] + data[start:stop] + data[at + (stop - start if rng.random() < 0.5 else 0) :]
 
@@ -208,7 +206,7 @@ def test_damaged_blobs_give_errors_or_tensors(targets):
 
 
 def test_damaged_profiles_give_errors_or_tensors(targets):
-    seen = {run_profile(seed, targets) for seed in range(COUNT // 4)}
+    seen = {run_profile(seed, targets) for seed in range(COUNT // 8)}
     assert {"CorruptError", "tensors"} <= seen
 
 
@@ -229,5 +227,4 @@ def test_damage_earns_no_memory(targets):
         peaks = [peak_bytes(lambda seed=seed: run_blob(seed, targets)) for seed in range(min(COUNT, 300))]
     finally:
         tracemalloc.stop()
-    assert sorted(peaks)[-3] < 4 * sound
-    assert max(peaks) < 4 * sound + SLACK_BYTES
+    assert max(peaks) < 4 * sound
