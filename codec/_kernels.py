@@ -158,6 +158,25 @@ def coarsen(fine: I32, coarse: I32, symbols: U8) -> None:
 
 
 @_jit
+def count_base(values: I32, classes: I32, counts: NDArray[int64]) -> None:
+    """Add each value's byte (128 more, 0 beyond the alphabet) to its class's row; class 0 leaves a column out."""
+    for t in range(values.shape[0]):
+        for c in range(values.shape[1]):
+            if classes[c] > 0:
+                value = values[t, c]
+                counts[classes[c] - 1, value + 128 if abs(value) <= 127 else 0] += 1  # noqa: PLR2004 - the alphabet
+
+
+@_jit
+def count_ternary(below: I32, symbols: U8, classes: I32, counts: NDArray[int64]) -> None:
+    """Add each refinement symbol to its class's and context's row; columns of class 0 are left out."""
+    for t in range(below.shape[0]):
+        for c in range(below.shape[1]):
+            if classes[c] > 0:
+                counts[classes[c] - 1, min(abs(below[t, c]), 2), symbols[t, c]] += 1
+
+
+@_jit
 def dequantise(quantised: I32, step: float, out: NDArray[float32]) -> None:
     """``out = step * quantised`` as float32."""
     for t in range(out.shape[0]):

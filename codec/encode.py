@@ -69,14 +69,15 @@ def encode(
 
 def _encode_chunk(cache: KVCache, profile: Profile, ladder: Ladder, start: int, stop: int) -> list[Coded]:
     coefficients, energy = analyse(cache, profile, start, stop)
-    values, _ = split_levels(quantise(coefficients, ladder.steps[-1]), len(ladder.steps))
+    values, refinements = split_levels(quantise(coefficients, ladder.steps[-1]), len(ladder.steps))
     unit = column_classes(coefficients)
     kept = _energy(coefficients)
     dropped = max(0.0, energy - kept)
     state = ChunkState(stop - start, profile.spread, profile.tables)
     segments = []
     for level, (shift, step) in enumerate(zip(ladder.shifts, ladder.steps, strict=True)):
-        data, symbols = encode_segment(state, level, shift, unit - shift, values[level])
+        refinement = refinements[level - 1] if level else None
+        data, symbols = encode_segment(state, shift, unit - shift, values[level], refinement)
         error = _energy(coefficients - np.float32(step) * values[level]) + dropped
         segments.append(Coded(data, symbols, error / (kept + dropped) if error else 0.0, kept + dropped))
     return segments

@@ -11,19 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from kvwire.codec import _kernels
 from kvwire.codec.profile import SIDES, Group, Profile, Side, side_widths
 from kvwire.codec.quantiser import Ladder, quantise, split_levels
-from kvwire.codec.tables import (
-    BIAS,
-    CLASSES,
-    CONTEXTS,
-    ESCAPE,
-    Tables,
-    class_of,
-    clip_class,
-    column_classes,
-    fit_tables,
-)
+from kvwire.codec.tables import ALPHABET, CLASSES, CONTEXTS, Tables, class_of, clip_class, column_classes, fit_tables
 from kvwire.codec.transform import analyse, gather
 from kvwire.errors import ArgumentError, CacheValueError, MismatchError
 
@@ -136,7 +127,7 @@ def _as_spread(classes: NDArray[np.int64]) -> NDArray[np.int16]:
 
 
 def _no_counts() -> Tables:
-    return fit_tables(np.zeros((CLASSES, 256)), np.zeros((CLASSES, CONTEXTS, 3)))
+    return fit_tables(np.zeros((CLASSES, ALPHABET)), np.zeros((CLASSES, CONTEXTS, 3)))
 
 
 def _group_layers(layers: tuple[LayerSpec, ...], side: Side, group_width: int) -> list[tuple[int, ...]]:
@@ -262,30 +253,15 @@ def _block_diagonal(blocks: list[Tensor]) -> Tensor:
 
 def count_tables(profile: Profile, caches: Sequence[KVCache], ladder: Ladder) -> Tables:
     """Tables counted from what the quantiser makes of the calibration caches, all levels of the ladder together."""
-    base, ternary = np.zeros((CLASSES, 256)), np.zeros((CLASSES, CONTEXTS, 3))
+    base, ternary = np.zeros((CLASSES, ALPHABET), np.int64), np.zeros((CLASSES, CONTEXTS, 3), np.int64)
     for cache in caches:
         for start in range(0, cache.tokens, _CHUNK):
             coefficients, _ = analyse(cache, profile, start, min(start + _CHUNK, cache.tokens))
             values, symbols = split_levels(quantise(coefficients, ladder.steps[-1]), len(ladder.steps))
             unit = column_classes(coefficients)
             for level, shift in enumerate(ladder.shifts):
-                _count_base(base, values[level], clip_class(unit - shift))
+                classes = np.where(values[level].any(axis=0), clip_class(unit - shift), 0).astype(np.int32)
+                _kernels.count_base(values[level], classes, base)
                 if level:
-                    _count_ternary(ternary, values[level - 1], symbols[level - 1], clip_class(unit - shift))
+                    _kernels.count_ternary(values[level - 1], symbols[level - 1], classes, ternary)
     return fit_tables(base, ternary)
-
-
-def _count_base(counts: NDArray[np.float64], values: NDArray[np.int32], classes: NDArray[np.int64]) -> None:
-    used = values.any(axis=0)
-    bytes_ = np.where(np.abs(values) < BIAS, values + BIAS, ESCAPE)[:, used]
-    index = (classes[used] - 1) * 256 + bytes_
-    counts += np.bincount(index.ravel(), minlength=counts.size).reshape(counts.shape)
-
-
-def _count_ternary(
-    counts: NDArray[np.float64], below: NDArray[np.int32], symbols: NDArray[np.uint8], classes: NDArray[np.int64]
-) -> None:
-    used = below.any(axis=0) | (symbols != 1).any(axis=0)
-    context = np.minimum(np.abs(below[:, used]), CONTEXTS - 1)
-    index = ((classes[used] - 1) * CONTEXTS + context) * 3 + symbols[:, used]
-    counts += np.bincount(index.ravel(), minlength=counts.size).reshape(counts.shape)

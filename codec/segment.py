@@ -15,7 +15,7 @@ import zstandard
 
 from kvwire.codec import _kernels
 from kvwire.codec.layout import decompress
-from kvwire.codec.quantiser import LARGEST, RATIO
+from kvwire.codec.quantiser import LARGEST
 from kvwire.codec.rans import MAX_LANES, Lanes, decode_base, decode_ternary, encode_base, encode_ternary, lanes_for
 from kvwire.codec.tables import BIAS, ESCAPE, GRID_PER_LEVEL, Tables, clip_class
 from kvwire.errors import CorruptError
@@ -67,11 +67,16 @@ class ChunkState:
 
 
 def encode_segment(
-    state: ChunkState, level: int, shift: int, wanted: NDArray[np.int64], values: NDArray[np.int32]
+    state: ChunkState,
+    shift: int,
+    wanted: NDArray[np.int64],
+    values: NDArray[np.int32],
+    refinement: NDArray[np.uint8] | None,
 ) -> tuple[bytes, int]:
-    """Write level ``level`` of a chunk and advance ``state`` to it; returns the bytes and the number of symbols.
+    """Write the next level of a chunk and advance ``state`` to it; returns the bytes and the number of symbols.
 
-    values: quantised at this level, ``[tokens, columns]``; wanted: the class that suits each column at this level.
+    wanted: the class that suits each column at this level. values: quantised at this level, ``[tokens, columns]``;
+    refinement: the symbols that lead there from the level below, None at level 0.
     """
     open_columns = np.flatnonzero(state.classes == 0)
     entering = values[:, open_columns].any(axis=0)
@@ -81,10 +86,13 @@ def encode_segment(
     codes[entering] = _zigzag(chosen - clip_class(state.spread[fresh] - shift)) + 1
     state.enter(fresh, chosen)
     escapes = b""
-    if level == 0:
+    if refinement is None:
         stream, escapes = _encode_base(state, values)
     else:
-        stream = _encode_refinement(state, values)
+        columns = state.columns
+        symbols = refinement[:, columns]
+        lanes = lanes_for(symbols.size)
+        stream = encode_ternary(symbols, state.contexts(), state.classes[columns], state.tables, lanes)
     state.values = values
     return _pack(codes.tobytes(), escapes, stream), state.tokens * len(state.columns)
 
@@ -97,14 +105,6 @@ def _encode_base(state: ChunkState, values: NDArray[np.int32]) -> tuple[Lanes, b
     symbols[state.tables.base[classes[None, :] - 1, symbols] == 0] = ESCAPE
     stream = encode_base(symbols, classes, state.tables, lanes_for(symbols.size))
     return stream, picked[symbols == ESCAPE].astype("<i4").tobytes()
-
-
-def _encode_refinement(state: ChunkState, values: NDArray[np.int32]) -> Lanes:
-    columns = state.columns
-    below = state.values[:, columns]
-    remainder = values[:, columns] - RATIO * below
-    symbols = (1 + np.where(below < 0, -remainder, remainder)).astype(np.uint8)
-    return encode_ternary(symbols, state.contexts(), state.classes[columns], state.tables, lanes_for(symbols.size))
 
 
 def _pack(classes: bytes, escapes: bytes, stream: Lanes) -> bytes:

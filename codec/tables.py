@@ -105,7 +105,7 @@ class Tables:
         return (low | (low + frequencies[:, :, 1]) << np.uint32(16)).ravel()
 
 
-def fit_tables(base_counts: NDArray[np.floating], ternary_counts: NDArray[np.floating]) -> Tables:
+def fit_tables(base_counts: NDArray[np.number], ternary_counts: NDArray[np.number]) -> Tables:
     """Tables for counted symbols, leaning on a Laplacian where counts are few; zeros give the pure Laplacian.
 
     base_counts: ``[CLASSES, 256]``, biased as in the stream, escapes in entry 0; ternary_counts: ``[CLASSES, 3, 3]``.

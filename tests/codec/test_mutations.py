@@ -128,7 +128,7 @@ def edit_metadata(rng, blob):
 def edit_inside(rng, blob):
     """The profile inside, damaged at the same length and sealed."""
     size = cut.get(blob, cut.BLOB_FIELDS, "profile_bytes")
-    if not size:
+    if not 0 < size < len(blob):
         return edit_segment(rng, blob)
     at = blob.index(b"\x89KVP")
     damaged = mutate_profile(rng, blob[at : at + size])[:size]
