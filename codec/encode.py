@@ -11,12 +11,10 @@ from kvwire.codec.fit import identity_profile
 from kvwire.codec.quantiser import Ladder, ladder_for, quantise, split_levels
 from kvwire.codec.segment import MAX_CHUNK_SYMBOLS, ChunkState, encode_segment
 from kvwire.codec.tables import column_classes
-from kvwire.codec.transform import analyse
+from kvwire.codec.transform import analyse, energy_of
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from kvwire.codec.profile import Profile
     from kvwire.types import KVCache
 
@@ -71,17 +69,13 @@ def _encode_chunk(cache: KVCache, profile: Profile, ladder: Ladder, start: int, 
     coefficients, energy = analyse(cache, profile, start, stop)
     values, refinements = split_levels(quantise(coefficients, ladder.steps[-1]), len(ladder.steps))
     unit = column_classes(coefficients)
-    kept = _energy(coefficients)
+    kept = energy_of(coefficients)
     dropped = max(0.0, energy - kept)
     state = ChunkState(stop - start, profile.spread, profile.tables)
     segments = []
     for level, (shift, step) in enumerate(zip(ladder.shifts, ladder.steps, strict=True)):
         refinement = refinements[level - 1] if level else None
         data, symbols = encode_segment(state, shift, unit - shift, values[level], refinement)
-        error = _energy(coefficients - np.float32(step) * values[level]) + dropped
+        error = energy_of(coefficients - np.float32(step) * values[level]) + dropped
         segments.append(Coded(data, symbols, error / (kept + dropped) if error else 0.0, kept + dropped))
     return segments
-
-
-def _energy(coefficients: NDArray[np.floating]) -> float:
-    return float(np.square(coefficients, dtype=np.float32).sum(dtype=np.float64))

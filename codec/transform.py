@@ -36,7 +36,7 @@ def gather(cache: KVCache, side: Side, layers: tuple[int, ...], start: int, stop
         else:
             cos, sin = rotation(regime, cache.meta.offset + start, stop - start)
             part = rotate(tensor.cpu(), regime, cos, -sin)
-        if not bool(torch.isfinite(part).all()):
+        if not np.isfinite(part.numpy()).all():
             msg = f"layer {layer}'s {side}s hold NaN or infinity; prefill the document again in float32"
             raise CacheValueError(msg)
         parts.append(part.permute(1, 0, 2).reshape(stop - start, -1))
@@ -54,7 +54,7 @@ def analyse(cache: KVCache, profile: Profile, start: int, stop: int) -> tuple[ND
         centred = gather(cache, group.side, group.layers, start, stop) - torch.from_numpy(group.mean)
         coefficients = _project(centred, group)
         parts.append(coefficients.numpy())
-        energy += _energy(coefficients if group.analysis is None else centred, group)
+        energy += _energy(centred, group) if group.metric else energy_of(parts[-1])
     return np.concatenate(parts, axis=1), energy
 
 
@@ -64,10 +64,13 @@ def _project(centred: Tensor, group: Group) -> Tensor:
     return centred / torch.from_numpy(group.row_scale) if analysis is None else centred @ analysis
 
 
+def energy_of(coefficients: NDArray[np.floating]) -> float:
+    """Squared length of coefficients: the metric makes them orthonormal."""
+    return float(np.square(coefficients, dtype=np.float32).sum(dtype=np.float64))
+
+
 def _energy(centred: Tensor, group: Group) -> float:
-    """Squared length of ``[tokens, width]`` in the group's metric; without a metric, the plain one."""
-    if not group.metric:
-        return float(centred.square().sum(dtype=torch.float64))
+    """Squared length of ``[tokens, width]`` in the group's metric."""
     total, start = 0.0, 0
     for block in group.metric:
         metric = torch.from_numpy(block)

@@ -12,20 +12,27 @@ import torch
 from kvwire.codec import KVCache, encode
 
 SCRIPT = """
-import resource, sys
+import sys
 import torch
+from pathlib import Path
 from kvwire.codec import decode
+
+def status(name):
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return 1024 * int(line.split()[1])
+
 torch.set_num_threads(1)
-blob, small = (open(path, "rb").read() for path in sys.argv[1:3])
+blob, small = (Path(path).read_bytes() for path in sys.argv[1:3])
 decode(small, 3, dtype=torch.bfloat16)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+before = status("VmRSS")
 cache = decode(blob, 3, dtype=torch.bfloat16)
-after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(cache.nbytes, (after - before) * 1024)
+print(cache.nbytes, status("VmHWM") - before)
 """
+"""A warm decoder's own peak: the process's usual peak counts what it inherited from its parent."""
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peak resident memory is in KiB only on Linux")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells the peak")
 def test_decoding_peaks_below_twice_its_output(tmp_path):
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(4, 4096, 64, generator=generator).bfloat16() for _ in range(3)]
@@ -36,4 +43,4 @@ def test_decoding_peaks_below_twice_its_output(tmp_path):
     ran = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path.cwd())
     output, peak = map(int, ran.stdout.split())
     assert output == 3 * 2 * 4 * 4096 * 64 * 2
-    assert peak < 2 * output
+    assert output < peak < 2 * output
