@@ -12,6 +12,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from zstandard import ZstdError
 
 from kvwire.codec import KVCache, Profile, decode, encode, fit_profile, inspect
 from kvwire.errors import KvwireError
@@ -20,6 +21,17 @@ from . import surgery as cut
 from .synthetic import GQA, MIXED, MIXED_ROPES, make_cache
 
 COUNT = int(os.environ.get("KVWIRE_MUTATIONS", "1200"))
+TOO_DAMAGED = (
+    LookupError,
+    MemoryError,
+    OverflowError,
+    TypeError,
+    ValueError,
+    ZeroDivisionError,
+    struct.error,
+    ZstdError,
+)
+"""What the surgeon meets in blobs that are too damaged already to be damaged where it was meant."""
 NUMBERS = (0, 1, 2, 7, 63, 64, 255, 256, 4096, 65535, 2**31, 2**32 - 1)
 ODD = (None, True, "", "\ud800", [], {}, [[]], -1, 0, 1, 10**30, -(10**400), 1.5, 1e308, 1e-308, "none", 2**20, 65536)
 
@@ -142,9 +154,7 @@ def mutate_blob(rng, blob):
         how = rng.choice(simple if rng.random() < 0.4 else deep)
         try:
             blob = how(rng, blob)
-        except (ValueError, IndexError, struct.error, ZeroDivisionError, KeyError, MemoryError):
-            continue  # already too damaged to be damaged where it was meant to be
-        except cut.zstandard.ZstdError:
+        except TOO_DAMAGED:
             continue
         if not blob:
             return blob
@@ -198,9 +208,9 @@ def run_profile(seed, targets):
 def test_damaged_blobs_give_errors_or_tensors(targets):
     seen = {}
     for seed in range(COUNT):
-        start = time.perf_counter()
+        start = time.thread_time()
         got = run_blob(seed, targets)
-        assert time.perf_counter() - start < 10, seed
+        assert time.thread_time() - start < 10, seed
         seen[got] = seen.get(got, 0) + 1
     assert {"CorruptError", "tensors"} <= set(seen)
 
