@@ -32,15 +32,16 @@ _FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 class BlobDecoder:
     """Decodes chunks of one blob, in any order and at any level, into one preallocated cache.
 
-    head: the blob's first bytes, at least ``BlobInfo.head_bytes`` of them. offset: the position of the document's first
-    token in the prompt; None leaves positions off. dtype None: the dtype that the cache was encoded from.
+    head: the blob's first bytes, at least ``BlobInfo.head_bytes`` of them, or what ``parse_head`` made of them.
+    offset: the position of the document's first token in the prompt; None leaves positions off. dtype None: the dtype
+    that the cache was encoded from.
     out: write into these tensors (a slice of a prompt's cache) rather than allocate; device and dtype are then theirs.
     ``cache`` is the output; tokens of chunks not decoded yet are zero.
     """
 
     def __init__(
         self,
-        head: bytes,
+        head: bytes | Head,
         profile: Profile | None = None,
         *,
         device: str | torch.device = "cpu",
@@ -50,7 +51,7 @@ class BlobDecoder:
         check: bool = True,
     ) -> None:
         """Parse the head, pick the profile and allocate the output; raises as ``decode`` does."""
-        self._head: Head = parse_head(head, check=check)
+        self._head = head if isinstance(head, Head) else parse_head(head, check=check)
         self._check = check
         self._offset = offset
         self._profile = _profile_for(self._head, profile)
@@ -138,7 +139,8 @@ def decode(
     Memory: the output plus one chunk's working set. Raises TruncatedError, CorruptError, FormatVersionError,
     MismatchError (profile missing or wrong), RopeRegimeError (position out of reach), ArgumentError (no such level).
     """
-    info = parse_head(blob, check=check).info
+    head = parse_head(blob, check=check)
+    info = head.info
     if len(blob) < info.file_bytes:
         msg = f"the blob ends after {len(blob)} of {info.file_bytes} bytes; fetch it again"
         raise TruncatedError(msg, info.file_bytes)
@@ -150,7 +152,7 @@ def decode(
         if len(row) <= index:
             msg = f"chunk {chunk} lacks level {index}; ask for a lower level"
             raise ArgumentError(msg)
-    decoder = BlobDecoder(blob[: info.head_bytes], profile, device=device, dtype=dtype, offset=offset, check=check)
+    decoder = BlobDecoder(head, profile, device=device, dtype=dtype, offset=offset, check=check)
     for chunk, row in enumerate(info.segments):
         decoder.decode_chunk(chunk, [blob[s.offset : s.end] for s in row[: index + 1]])
     return decoder.cache

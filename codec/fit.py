@@ -68,6 +68,9 @@ def fit_profile(
     if any(cache.meta.config_digest() != first.config_digest() for cache in caches):
         msg = "calibration caches must all come from one model with one layout"
         raise MismatchError(msg)
+    if statistics and {len(statistics.query_energy), len(statistics.value_metric)} != {len(first.layers)}:
+        msg = f"the statistics must name each of the {len(first.layers)} layers, with None where nothing is known"
+        raise ArgumentError(msg)
     ladder = ladder or Ladder()
     groups = tuple(
         _fit_group(caches, statistics, side, layers, rank_cut * ladder.steps[-1])
@@ -171,11 +174,16 @@ def _metric_block(spec: LayerSpec, statistics: Statistics | None, side: Side, la
     dim = spec.key_dim if side == "key" else spec.value_dim
     block = torch.eye(dim, dtype=torch.float64).repeat(spec.kv_heads, 1, 1)
     if statistics is not None:
-        energy, value = statistics.query_energy[layer], statistics.value_metric[layer]
-        if side == "key" and energy is not None:
-            block = torch.diag_embed(energy.double().cpu())
-        elif side == "value" and value is not None:
-            block = value.double().cpu()
+        known = (statistics.query_energy if side == "key" else statistics.value_metric)[layer]
+        if known is not None:
+            given = known.double().cpu()
+            given = torch.diag_embed(given) if side == "key" else given
+            if given.shape != block.shape or not np.isfinite(given.numpy()).all():
+                msg = (
+                    f"layer {layer}'s {side} statistics have another shape than its {side}s, or NaN; measure them again"
+                )
+                raise ArgumentError(msg)
+            block = given
     mean_weight = float(torch.diagonal(block, dim1=1, dim2=2).mean())
     return block + max(_METRIC_FLOOR * mean_weight, _TINY) * torch.eye(dim, dtype=torch.float64)
 

@@ -176,7 +176,7 @@ class Profile:
             raise CorruptError(msg) from error
         profile.tables.check()
         _check_groups(profile)
-        profile.__dict__["data"] = bytes(data)
+        profile.__dict__["data"] = bytes(data)  # the cached property: a digest is of the bytes that were read
         return profile
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import struct
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -185,9 +187,20 @@ def test_metadata_that_is_no_plain_object_is_refused(blob, profile, text):
     refused(cut.with_metadata(blob, text), profile)
 
 
-def test_duplicate_keys_are_refused_wherever_they_stand(blob, profile):
-    import json
+def test_metadata_of_the_largest_length_takes_little_memory(blob, profile):
+    """A megabyte of empty lists is some hundred bytes on the wire."""
+    bomb = cut.with_metadata(blob, b'{"a":[' + b"[]," * 349_000 + b"[]]}")
+    assert len(bomb) < len(blob) + 1000
+    tracemalloc.start()
+    try:
+        refused(bomb, profile)
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
+    refused(cut.with_metadata(blob, b'{"a":[' + b"[]," * 350_000 + b"[]]}"), profile, CorruptError, "more than")
 
+
+def test_duplicate_keys_are_refused_wherever_they_stand(blob, profile):
     text = json.dumps(cut.metadata(blob)).replace('"kind"', '"kind": "x", "kind"', 1).encode()
     refused(cut.with_metadata(blob, text), profile, CorruptError, "names a key twice")
 

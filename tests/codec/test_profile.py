@@ -123,6 +123,17 @@ def test_statistics_may_lack_layers():
     assert inspect(encode(make_cache(64, 3), fitted)).levels[-1].measured_error < 0.01
 
 
+def test_statistics_of_another_shape_are_refused():
+    whole = make_statistics()
+    for broken in (
+        replace(whole, query_energy=whole.query_energy[:-1]),
+        replace(whole, query_energy=(torch.ones(2, 9), *whole.query_energy[1:])),
+        replace(whole, value_metric=(torch.full((2, 8, 8), torch.nan), *whole.value_metric[1:])),
+    ):
+        with pytest.raises(ArgumentError):
+            fit_profile([make_cache(16)], broken)
+
+
 def test_models_with_odd_layers_are_fitted():
     caches = [make_cache(200, seed, layers=MIXED, ropes=MIXED_ROPES) for seed in (1, 2)]
     fitted = Profile.from_bytes(fit_profile(caches, make_statistics(MIXED)).data)

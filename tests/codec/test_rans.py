@@ -65,6 +65,15 @@ def test_refinements_are_coded_as_the_naive_twin_codes_them(shape):
     assert np.array_equal(decode_lanes(states, words, index, TABLES.ternary.reshape(-1, 3)), symbols)
 
 
+def test_streams_are_as_long_as_their_information():
+    rng = np.random.default_rng(1)
+    classes = rng.integers(1, CLASSES + 1, 64)
+    symbols = drawn(rng, np.broadcast_to(TABLES.base[classes - 1], (1024, 64, 256)))
+    bits = -np.log2(TABLES.base[classes[None, :] - 1, symbols] / 4096).sum()
+    coded = encode_base(symbols, classes, TABLES, 8)
+    assert bits - 16 * 8 <= 16 * len(coded.words) <= 1.001 * bits
+
+
 @pytest.mark.parametrize("lanes", [1, 5])
 def test_no_columns_make_no_words(lanes):
     none = np.zeros((7, 0), np.uint8)
