@@ -2,6 +2,10 @@
 
 All kernels release the GIL and cache their machine code. Indices stay unsigned: numba then leaves out the test for
 negative indices, without which LLVM does not vectorise the lane loops.
+
+No kernel checks an index, so each must be in range by construction, whatever the stream holds: columns come from
+``ChunkState.columns`` and index its own values; classes are clipped to those that have a table; contexts are at most 2;
+slots are masked to 12 bits; and reads of words stop at ``limit``. The tests run under ``NUMBA_BOUNDSCHECK=1`` as well.
 """
 
 from __future__ import annotations
