@@ -1,14 +1,17 @@
 """Memory and time of decoding one document to bfloat16, level by level.
 
-Memory: a process of its own for each level and repetition loads blob and profile, decodes a document of one chunk (which
-compiles the kernels and unpacks the profile), resets the kernel's high-water mark and decodes the long document. The
-figure is the growth of the peak resident set over what was resident before, output included, in units of the output.
+Memory: a process of its own for each level and repetition loads blob and profile, decodes a document of one chunk
+(which compiles the kernels and unpacks the profile), hands freed memory back, resets the kernel's high-water mark and
+decodes the long document. The figure is the growth of the peak resident set over what was resident before, output
+included, in units of the output.
 Time: one thread's processor time, encode and decode, for each megabyte of bfloat16 cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import subprocess
 import sys
@@ -56,6 +59,8 @@ def child(folder: Path, level: int) -> None:
     short, blob = (folder / "short").read_bytes(), (folder / "long").read_bytes()
     for _ in range(3):
         kvwire.decode(short, level, profile=profile, dtype=torch.bfloat16)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # else the working set would hide in what the warm-up left behind
     Path("/proc/self/clear_refs").write_text(_RESET_PEAK, encoding="ascii")
     before = _resident_bytes("VmRSS")
     cache = kvwire.decode(blob, level, profile=profile, dtype=torch.bfloat16)
@@ -95,7 +100,7 @@ def options() -> argparse.Namespace:
     add_common_options(parser, "decode_memory")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of the document")
     parser.add_argument("--repetitions", type=int, default=5, help="processes for each level")
-    parser.add_argument("--rounds", type=int, default=7, help="repetitions of the timing")
+    parser.add_argument("--rounds", type=int, default=11, help="repetitions of the timing")
     parser.add_argument("--child", nargs=2, metavar=("FOLDER", "LEVEL"), help=argparse.SUPPRESS)
     return parser.parse_args()
 
