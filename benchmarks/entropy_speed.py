@@ -11,6 +11,7 @@ Nothing is reported before all decoders have returned the same symbols.
 from __future__ import annotations
 
 import argparse
+from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,7 @@ from kvwire.codec import Ladder, rans, segment
 from kvwire.codec.tables import ALPHABET, BIAS, CLASSES, CONTEXTS, fit_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -185,25 +186,21 @@ def ans_encode(streams: list[list[Group]]) -> list[NDArray[np.uint32]]:
     return out
 
 
-def ans_decode(streams: list[list[Group]], coded: list[NDArray[np.uint32]]) -> list[list[NDArray[np.int32]]]:
+def ans_decode(streams: list[list[Group]], coded: list[NDArray[np.uint32]]) -> Iterator[list[NDArray[np.int32]]]:
     """The inverse."""
-    out = []
     for stream, words in zip(streams, coded, strict=True):
         coder = constriction.stream.stack.AnsCoder(words)
-        out.append([coder.decode(group.model, len(group.symbols)) for group in stream])
-    return out
+        yield [coder.decode(group.model, len(group.symbols)) for group in stream]
 
 
-def ans_decode_in_place(work: Workload, coded: list[NDArray[np.uint32]]) -> list[NDArray[np.uint8]]:
+def ans_decode_in_place(work: Workload, coded: list[NDArray[np.uint32]]) -> Iterator[NDArray[np.uint8]]:
     """``ans_decode``, the symbols delivered as ``[tokens, columns]``."""
-    out = []
     for call, stream, words in zip(work.decodes, work.groups, coded, strict=True):
         coder = constriction.stream.stack.AnsCoder(words)
         matrix = np.empty(call.result.size, np.uint8)
         for group in stream:
             matrix[group.where] = coder.decode(group.model, len(group.symbols)) + group.first
-        out.append(matrix.reshape(call.result.shape))
-    return out
+        yield matrix.reshape(call.result.shape)
 
 
 def range_encode(streams: list[list[Group]]) -> list[NDArray[np.uint32]]:
@@ -217,13 +214,11 @@ def range_encode(streams: list[list[Group]]) -> list[NDArray[np.uint32]]:
     return out
 
 
-def range_decode(streams: list[list[Group]], coded: list[NDArray[np.uint32]]) -> list[list[NDArray[np.int32]]]:
+def range_decode(streams: list[list[Group]], coded: list[NDArray[np.uint32]]) -> Iterator[list[NDArray[np.int32]]]:
     """The inverse."""
-    out = []
     for stream, words in zip(streams, coded, strict=True):
         coder = constriction.stream.queue.RangeDecoder(words)
-        out.append([coder.decode(group.model, len(group.symbols)) for group in stream])
-    return out
+        yield [coder.decode(group.model, len(group.symbols)) for group in stream]
 
 
 def check(work: Workload, stacked: list[NDArray[np.uint32]], queued: list[NDArray[np.uint32]]) -> None:
@@ -239,6 +234,11 @@ def check(work: Workload, stacked: list[NDArray[np.uint32]], queued: list[NDArra
             assert same, f"{work.name}: constriction decoded other symbols"
 
 
+def _drain(results: Iterator[object]) -> None:
+    """Let go of each result before the next one is made, as a reader of many segments does."""
+    deque(results, maxlen=0)
+
+
 def measure(work: Workload, rounds: int) -> dict[str, Any]:
     """Msym/s of all coders on one workload, and the ratios of each round."""
     streams = work.groups
@@ -246,16 +246,16 @@ def measure(work: Workload, rounds: int) -> dict[str, Any]:
     check(work, stacked, queued)
     decoding = interleaved(
         {
-            "kvwire": lambda: [call.repeat() for call in work.decodes],
-            _ANS: lambda: ans_decode(streams, stacked),
-            _PLACED: lambda: ans_decode_in_place(work, stacked),
-            _RANGE: lambda: range_decode(streams, queued),
+            "kvwire": lambda: _drain(call.repeat() for call in work.decodes),
+            _ANS: lambda: _drain(ans_decode(streams, stacked)),
+            _PLACED: lambda: _drain(ans_decode_in_place(work, stacked)),
+            _RANGE: lambda: _drain(range_decode(streams, queued)),
         },
         rounds,
     )
     encoding = interleaved(
         {
-            "kvwire": lambda: [call.repeat() for call in work.encodes],
+            "kvwire": lambda: _drain(call.repeat() for call in work.encodes),
             _ANS: lambda: ans_encode(streams),
             _RANGE: lambda: range_encode(streams),
         },

@@ -28,6 +28,10 @@ CHARACTERS_PER_TOKEN = 8
 _PACKAGES = ("torch", "numpy", "numba", "transformers", "constriction", "zstandard")
 
 
+_TURN_S = 0.02
+"""Processor time of one turn of a case."""
+
+
 def machine() -> dict[str, Any]:
     """Processor, cores and versions; nothing that names the machine or its folders."""
     found = {name: _version(name) for name in _PACKAGES}
@@ -73,17 +77,25 @@ def interleaved(cases: Mapping[str, Callable[[], object]], rounds: int) -> dict[
     """Seconds of each case, ``rounds`` times, the cases taking turns so that a busy moment hits all of them alike.
 
     The clock is this thread's processor time: what other processes take does not count, nor do a case's other threads.
-    Each case runs once before, untimed: kernels compile and caches fill there.
+    Each case runs before, untimed: kernels compile and caches fill there. A turn repeats a short case back to back for
+    about 20 ms: what is measured is the steady rate, not how a case finds the caches that the one before it left.
     """
-    for case in cases.values():
-        case()
+    turns = {name: _turns(case) for name, case in cases.items()}
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(rounds):
         for name, case in cases.items():
             start = time.thread_time()
-            case()
-            seconds[name].append(time.thread_time() - start)
+            for _ in range(turns[name]):
+                case()
+            seconds[name].append((time.thread_time() - start) / turns[name])
     return seconds
+
+
+def _turns(case: Callable[[], object]) -> int:
+    case()
+    start = time.thread_time()
+    case()
+    return max(1, round(_TURN_S / max(time.thread_time() - start, 1e-6)))
 
 
 def ratios(slow: Sequence[float], fast: Sequence[float]) -> list[float]:

@@ -1,7 +1,8 @@
 """numba kernels of the codec. Every kernel's readable twin stands in ``rans_naive`` or ``quantiser``.
 
-All kernels release the GIL and cache their machine code. Indices stay unsigned: numba then leaves out the test for
-negative indices, without which LLVM does not vectorise the lane loops.
+All kernels release the GIL and cache their machine code. LLVM vectorises the lane loops under two conditions: indices
+stay unsigned, so that numba leaves out the test for negative ones; and no two arguments overlap, which every caller
+keeps to and ``_jit`` tells the compiler. It cannot find that out by itself where a loop gathers from tables.
 
 No kernel checks an index, so each must be in range by construction, whatever the stream holds: columns come from
 ``ChunkState.columns`` and index its own values; classes are clipped to those that have a table; contexts are at most 2;
@@ -17,7 +18,7 @@ from numpy import uint8, uint16, uint32
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import TypeAlias
+    from typing import Any, TypeAlias
 
     from numpy import float32, int32, int64
     from numpy.typing import NDArray
@@ -31,7 +32,18 @@ _Kernel = TypeVar("_Kernel", bound="Callable[..., None]")
 
 
 def _jit(kernel: _Kernel) -> _Kernel:
-    return cast("_Kernel", njit(nogil=True, cache=True, error_model="numpy")(kernel))
+    """Compile on first use. Arguments are declared not to alias, which doubles the speed of the decoders."""
+    dispatcher = njit(nogil=True, cache=True, error_model="numpy")(kernel)
+    # numba has the flag and sets it for its own parallel loops, but gives njit no option for it. Where its compiler
+    # should lose this hook, the kernels only get slower.
+    if hasattr(getattr(dispatcher, "_compiler", None), "_customize_flags"):
+        dispatcher._compiler._customize_flags = _without_aliases  # type: ignore[attr-defined]  # noqa: SLF001
+    return cast("_Kernel", dispatcher)
+
+
+def _without_aliases(flags: Any) -> Any:  # noqa: ANN401 - numba's, untyped
+    flags.noalias = True
+    return flags
 
 
 @_jit
@@ -73,7 +85,7 @@ def encode(
 def decode_lookup(words: U16, limit: uint32, states: U32, pointers: U32, tables: U32, lookup: U32, out: U8) -> None:
     """Decode base symbols into ``out`` uint8 ``[tokens, columns]``; ``tables[c]`` is the column's start in ``lookup``.
 
-    words: uint16 with a spare word at index ``limit``: a damaged stream reads that word for ever and never runs out.
+    words: uint16, the last at index ``limit``: a damaged stream that runs out of words reads that one for ever.
     """
     tokens, columns = out.shape
     lanes = states.shape[0]

@@ -102,10 +102,11 @@ def decode_ternary(
 
 
 def _opened(lanes: Lanes) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint16]]:
-    """Working copies: states, each lane's first word, and the words with the spare one that damage leads to."""
+    """Working copies of the states, each lane's first word, and the words, of which there must be one to read."""
     ends = np.cumsum(lanes.counts, dtype=np.int64)
     pointers = (ends - lanes.counts).astype(np.uint32)
-    return lanes.states.copy(), pointers, np.append(lanes.words, np.uint16(0))
+    words = lanes.words if len(lanes.words) else np.zeros(1, np.uint16)
+    return lanes.states.copy(), pointers, np.ascontiguousarray(words)
 
 
 def _closed(lanes: Lanes, states: NDArray[np.uint32], pointers: NDArray[np.uint32], *, check: bool) -> None:

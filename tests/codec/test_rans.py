@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvwire.codec import _kernels
 from kvwire.codec.rans import MAX_LANES, Lanes, decode_base, decode_ternary, encode_base, encode_ternary, lanes_for
 from kvwire.codec.rans_naive import decode_lanes, encode_lanes
 from kvwire.codec.tables import CLASSES, CONTEXTS, fit_tables
@@ -111,3 +112,11 @@ def test_the_naive_twin_refuses_damage():
 @pytest.mark.parametrize(("symbols", "lanes"), [(0, 1), (1, 1), (8192 * 3, 4), (2**30, MAX_LANES)])
 def test_lane_counts_are_powers_of_two_and_bounded(symbols, lanes):
     assert lanes_for(symbols) == lanes
+
+
+def test_kernels_are_compiled_without_aliases():
+    """The vector code of the lane loops hangs on it."""
+    from numba.core.compiler import Flags
+
+    for kernel in (_kernels.decode_lookup, _kernels.decode_ternary):
+        assert kernel._compiler._customize_flags(Flags()).noalias
