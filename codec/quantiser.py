@@ -36,7 +36,7 @@ class Ladder:
     element). names: one for each level; level k has step ``step / 3^k``.
     """
 
-    step: float = 3.0
+    step: float = 3.6
     names: tuple[str, ...] = ("coarse", "standard", "fine", "finest")
 
     def __post_init__(self) -> None:
