@@ -102,7 +102,7 @@ class Executor:
         self.clock = time.monotonic
         self._meter = LinkMeter(self._sampled, self.clock)
         self._samples: list[LinkSample] = []
-        self._events: asyncio.Queue[ctl.Event] = asyncio.Queue()
+        self._events: asyncio.Queue[ctl.Event | BaseException] = asyncio.Queue()
         self._arrived: dict[ChunkId, list[bytes]] = {}
         self._fetches: dict[ChunkId, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -139,13 +139,16 @@ class Executor:
         self._samples.append(sample)
         self.bytes += sample.wire_bytes
 
-    async def open(self, query_tokens: int) -> list[ctl.DocumentPlanInput]:
+    async def open(self, query_tokens: int, *, limit_s: float, limit_with_text_s: float) -> list[ctl.DocumentPlanInput]:
         """Read all heads at once and lay out the prompt; returns what a session plans with.
 
+        limit_s, limit_with_text_s: longest wait for a head, and for one whose document could be recomputed instead.
         Raises what reading a head raised where the document's text is not known either, and ArgumentError where the
         prompt does not fit the model's window.
         """
-        self._documents = list(await asyncio.gather(*(self._open(source) for source in self._sources)))
+        limits = [limit_s if source.text is None else limit_with_text_s for source in self._sources]
+        opening = (self._open(source, limit) for source, limit in zip(self._sources, limits, strict=True))
+        self._documents = list(await asyncio.gather(*opening))
         total = sum(document.tokens for document in self._documents) + query_tokens
         if total > self._engine.window:
             msg = (
@@ -160,7 +163,7 @@ class Executor:
             self._add_decoder(index, document)
         return [document.plan_input() for document in self._documents]
 
-    async def _open(self, source: Source) -> _Document:
+    async def _open(self, source: Source, limit_s: float) -> _Document:
         if source.entry is None:
             self.misses.append(f"{source.document_id}: {source.trouble}")
             return _Document(source, source.text)
@@ -176,7 +179,7 @@ class Executor:
         fetcher = BlobFetcher(at, read_head=read, settings=settings, link=self._link, meter=self._meter)
         await self._stack.enter_async_context(fetcher)
         try:
-            info = await fetcher.open()
+            info = await _within(limit_s, fetcher)
             self._corpus.check_blob(info)
         except KvwireError as error:
             if source.text is None:
@@ -213,7 +216,10 @@ class Executor:
                     if isinstance(instruction, ctl.Finish):
                         return instruction
                     self._carry_out(instruction)
-                event = await self._events.get()
+                came = await self._events.get()
+                if isinstance(came, BaseException):
+                    raise came
+                event = came
                 for sample in self.samples():
                     self._report(session, sample)
         finally:
@@ -250,8 +256,15 @@ class Executor:
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """End the load with the error of a task that broke: it reports nothing any more, and would be waited for."""
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._events.put_nowait(error)
 
     def _name(self, chunk: ChunkId) -> str:
         return f"{self._documents[chunk.document].source.document_id} chunk {chunk.chunk}"
@@ -317,3 +330,14 @@ class Executor:
         started = self.clock()
         work()
         return self.clock() - started
+
+
+async def _within(limit_s: float, fetcher: BlobFetcher) -> BlobInfo:
+    try:
+        async with asyncio.timeout(limit_s):
+            return await fetcher.open()
+    except TimeoutError as error:
+        if isinstance(error, KvwireError):
+            raise
+        msg = f"{fetcher.url}: no head within {limit_s:g} s; check the server and the network, or give the text"
+        raise StorageError(msg) from error

@@ -25,19 +25,25 @@ if TYPE_CHECKING:
     from kvwire.types import Decision
 
 
+_OPEN_SHARE = 0.25
+"""Share of a deadline that a head may take where the document's text is known: recomputing needs the rest."""
+_OPEN_LEAST_S = 0.1
+
+
 @dataclass(frozen=True)
 class LoadSettings:
     """How prompts are loaded.
 
     quality_floor: the lowest level that may be used where there is a choice. bandwidth_prior: bytes per second assumed
     before anything was measured. ttfb_prior_s: likewise for the time to first byte. max_in_flight: chunks fetched at
-    once. fetch: the fetcher's settings.
+    once. open_s: longest wait for a blob's head. fetch: the fetcher's settings.
     """
 
     quality_floor: int = 0
     bandwidth_prior: float = 12.5e6
     ttfb_prior_s: float = 0.02
     max_in_flight: int = 8
+    open_s: float = 5.0
     fetch: FetchSettings = field(default_factory=lambda: FetchSettings(concurrency=8, retries=2))
 
 
@@ -145,7 +151,9 @@ class Loader:
     async def _answer(self, executor: Executor, question: list[int], deadline_s: float | None, tokens: int) -> Answer:
         clock = executor.clock
         started = clock()
-        inputs = await executor.open(len(question))
+        longest = self._settings.open_s
+        soon = longest if deadline_s is None else min(longest, max(_OPEN_SHARE * deadline_s, _OPEN_LEAST_S))
+        inputs = await executor.open(len(question), limit_s=longest, limit_with_text_s=soon)
         for sample in executor.samples():
             self._observe(sample)
         left = None if deadline_s is None else deadline_s - (clock() - started)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvwire.corpus import Corpus
-from kvwire.errors import ArgumentError, CorruptError, KvwireError, NotFoundError
+from kvwire.errors import ArgumentError, CorruptError, KvwireError, NotFoundError, StorageError
 from kvwire.load import Loader, LoadSettings
 from kvwire.open import open_store
 from kvwire.quality import Reference
@@ -218,6 +219,37 @@ def test_a_lost_profile_means_recomputing(small, reference):
     assert {d.action for d in answer.decisions} == {"recompute"}
     assert answer.misses
     assert reference.compare(small.engine, answer.prompt.cache)[0] < 1e-6
+
+
+@contextmanager
+def silent() -> Iterator[str]:
+    """A server that accepts connections and never says a word."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(16)
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+def test_a_silent_server_does_not_hold_a_load_up(small, reference):
+    corpus = small.corpus()
+    with silent() as url:
+        remote = Corpus(small.engine, _split(corpus.catalog.store, url))
+        with pytest.raises(StorageError, match="no head within"):
+            _ask(small, remote, settings=LoadSettings(open_s=0.3))
+        answer = _ask(small, remote, settings=LoadSettings(open_s=30.0), deadline_s=1.0, texts=small.tokens)
+    assert len(answer.misses) == len(small.tokens)
+    assert answer.timing.fetch_s == 0
+    assert reference.compare(small.engine, answer.prompt.cache)[0] < 1e-6
+
+
+def test_a_broken_task_ends_the_load_with_its_error(small, monkeypatch):
+    def broken(*_args):
+        msg = "out of memory"
+        raise RuntimeError(msg)
+
+    monkeypatch.setattr("kvwire.codec.BlobDecoder.decode_chunk", broken)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        _ask(small, small.corpus())
 
 
 def test_unknown_documents_and_prompts_that_do_not_fit(small):
