@@ -1,7 +1,7 @@
 """Tensors to bits and back: positions, transform, quantiser, tables, entropy coder, container."""
 
 from kvwire.codec.container import read_head
-from kvwire.codec.decode import BlobDecoder, decode, inspect, level_index
+from kvwire.codec.decode import BlobDecoder, decode, inspect, level_index, verify
 from kvwire.codec.encode import CHUNK_TOKENS, encode
 from kvwire.codec.fit import fit_profile
 from kvwire.codec.positions import positions_off, positions_on, rotate, rotation, shift_keys
@@ -29,4 +29,5 @@ __all__ = [
     "rotate",
     "rotation",
     "shift_keys",
+    "verify",
 ]

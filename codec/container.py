@@ -16,7 +16,7 @@ from kvwire.codec.ids import MAX_BITS, MIN_BITS, id_bytes, pack_ids, unpack_ids
 from kvwire.codec.layout import elements_per_token, meta_from_json, meta_to_json, pack_json, unpack_json
 from kvwire.codec.quantiser import MAX_LEVELS
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, TruncatedError
-from kvwire.types import BlobInfo, LevelInfo, SegmentInfo
+from kvwire.types import BlobInfo, LevelInfo, SegmentInfo, digest_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -170,11 +170,15 @@ def parse_head(data: bytes, *, check: bool = True) -> Head:
     if not isinstance(digest, str) or len(digest) != (0 if profile_bytes else _DIGEST_CHARACTERS):
         msg = "the blob neither carries a profile nor names one; fetch it again"
         raise CorruptError(msg)
+    token_ids = unpack_ids(ids, fields.tokens, fields.bits)
+    if check and token_ids is not None and digest_tokens(token_ids) != meta.token_digest:
+        msg = "the blob's token ids are not those that its metadata names; write the document again"
+        raise CorruptError(msg)
     segments = _segments(index, fields)
     infos = _level_infos(levels, index, fields.head_bytes, fields.tokens * elements_per_token(meta.layers))
     info = BlobInfo(
         fields.version, meta, fields.tokens, fields.chunk_tokens, fields.head_bytes, fields.file_bytes, digest,
-        infos, segments, unpack_ids(ids, fields.tokens, fields.bits),
+        infos, segments, token_ids,
     )  # fmt: skip
     return Head(info, levels, profile_bytes)
 

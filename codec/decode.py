@@ -56,6 +56,9 @@ class BlobDecoder:
         self._offset = offset
         self._profile = _profile_for(self._head, profile)
         self._check_positions()
+        if dtype is not None and not dtype.is_floating_point:
+            msg = f"a cache holds floating-point numbers, it cannot be decoded to {dtype}"
+            raise ArgumentError(msg)
         dtype = dtype or _FLOATS.get(self.info.meta.dtype, torch.float32)
         self.cache = _empty(self.info, device, dtype, offset) if out is None else _checked_out(out, self.info)
 
@@ -159,8 +162,25 @@ def decode(
 
 
 def inspect(blob: bytes) -> BlobInfo:
-    """What a blob, or its head alone, says about itself; raises as ``read_head`` does."""
+    """What a blob, or its head alone, says about itself; raises as ``read_head`` does. Segments are not looked at."""
     return parse_head(blob).info
+
+
+def verify(blob: bytes) -> BlobInfo:
+    """Check a whole blob, every segment's checksum included, without decoding it.
+
+    Raises TruncatedError, CorruptError or FormatVersionError.
+    """
+    info = parse_head(blob).info
+    if len(blob) < info.file_bytes:
+        msg = f"the blob ends after {len(blob)} of {info.file_bytes} bytes; fetch it again"
+        raise TruncatedError(msg, info.file_bytes)
+    damaged = [s for row in info.segments for s in row if zlib.crc32(blob[s.offset : s.end]) != s.crc32]
+    if damaged or len(blob) > info.file_bytes:
+        what = f"chunk {damaged[0].chunk} level {damaged[0].level}" if damaged else "what follows the blob's end"
+        msg = f"{what} does not match its checksum or length; fetch the blob again or write it anew"
+        raise CorruptError(msg)
+    return info
 
 
 def level_index(info: BlobInfo, level: int | str | None) -> int:

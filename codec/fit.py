@@ -56,10 +56,11 @@ def fit_profile(
     caches: documents' caches, all of one layout. statistics: the engine's query energies and value metrics.
     group_width: elements for one token up to which neighbouring layers are transformed together. rank_cut: see
     RANK_CUT; 0 keeps every direction. ladder: the quality levels that the tables are tuned for.
-    Returns None where there are no caches: ``encode(cache, profile=None)`` then uses the identity transform.
+    Returns None where there are no caches, or a single token in all: ``encode(cache, profile=None)`` then uses the
+    identity transform.
     Raises MismatchError where the caches are of different models, ArgumentError where a setting is impossible.
     """
-    if not caches:
+    if not caches or sum(cache.tokens for cache in caches) <= 1:
         return None
     if group_width < 1 or not 0 <= rank_cut < 1:
         msg = f"group_width must be at least 1 and rank_cut in [0, 1), got {group_width} and {rank_cut}"
@@ -223,7 +224,8 @@ def _basis(
     weighted.diagonal().add_(isotropic)
     energies, vectors = torch.linalg.eigh(weighted)
     energies, vectors = energies.flip(0), vectors.flip(1)
-    kept = max(1, int((energies.clamp(min=0).sqrt() >= cut).sum()))
+    # Only many tokens can tell that a direction is empty; a few leave most directions unseen.
+    kept = max(1, int((energies.clamp(min=0).sqrt() >= cut).sum())) if tokens >= len(energies) else len(energies)
     rows = (inverse @ vectors[:, :kept]).T.float()
     row_scale = rows.abs().amax(1).clamp(min=1e-20)
     spread = class_of(energies[:kept].clamp(min=0).sqrt().numpy())

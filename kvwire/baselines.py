@@ -58,18 +58,27 @@ class RawCaches:
     def ttft(self, engine: TransformersEngine, store: Store, prompt: _Prompt, link: LinkSettings) -> tuple[float, int]:
         """Seconds to the first token, and bytes: fetch all documents at once, shift, concatenate, run the question."""
         started = time.perf_counter()
-        blobs = asyncio.run(self._fetch(store, prompt.documents, link))
-        caches = [self._cache(engine, name, data) for name, data in zip(prompt.documents, blobs, strict=True)]
+        caches, size = asyncio.run(self._fetch(engine, store, prompt.documents, link))
         past = engine.past_key_values(link_caches(caches))
         total = sum(cache.tokens for cache in caches)
         int(engine.forward(past, prompt.question, total, logits=1)[-1].argmax())
-        return time.perf_counter() - started, sum(map(len, blobs))
+        return time.perf_counter() - started, size
 
-    async def _fetch(self, store: Store, documents: Sequence[str], link: LinkSettings) -> list[bytes]:
+    async def _fetch(
+        self, engine: TransformersEngine, store: Store, documents: Sequence[str], link: LinkSettings
+    ) -> tuple[list[KVCache], int]:
+        """Fetch all documents at once, and turn each into tensors in a thread while others still arrive."""
         shared = EmulatedLink.of(link)
+        sizes: list[int] = []
+
+        async def one(name: str) -> KVCache:
+            data = await read_object(open_source(store, self.keys[name], session), shared)
+            sizes.append(len(data))
+            return await asyncio.to_thread(self._cache, engine, name, data)
+
         async with open_session() as session:
-            sources = [open_source(store, self.keys[name], session) for name in documents]
-            return await asyncio.gather(*(read_object(source, shared) for source in sources))
+            caches = await asyncio.gather(*map(one, documents))
+        return caches, sum(sizes)
 
     def _cache(self, engine: TransformersEngine, name: str, data: bytes) -> KVCache:
         flat = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).to(engine.device, engine.model.dtype)

@@ -18,7 +18,7 @@ import click
 
 from kvwire import __version__
 from kvwire.errors import ArgumentError, DeadlineError, KvwireError, NotFoundError, StorageError
-from kvwire.printing import describe, print_answer, print_encoded, print_levels
+from kvwire.printing import describe, described, print_answer, print_encoded, print_levels
 from kvwire.texts import problem_with, read_texts
 
 if TYPE_CHECKING:
@@ -53,15 +53,23 @@ def main() -> None:
     try:
         cli.main(prog_name="kvwire", standalone_mode=False)
     except click.ClickException as error:
+        if as_json:
+            click.echo(json.dumps({"error": {"kind": "UsageError", "message": error.format_message()}}))
         error.show()
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)
     except KvwireError as error:
         if as_json:
-            click.echo(json.dumps({"error": {"kind": type(error).__name__, "message": str(error)}}))
+            click.echo(json.dumps(described(error)))
         click.echo(f"kvwire: {error}", err=True)
         sys.exit(error.exit_code)
+
+
+def _end(error: KvwireError) -> None:
+    """Leave with an error after what there is has been printed, the error with it where that was JSON."""
+    click.echo(f"kvwire: {error}", err=True)
+    sys.exit(error.exit_code)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -77,18 +85,22 @@ def cli() -> None:
 @_TENANT
 @_DEVICE
 @_DTYPE
+@click.option("--force", is_flag=True, help="Encode again even what the store seems to have.")
 @_JSON
-def encode(paths: tuple[str, ...], model: str, store: str, tenant: str, device: str, dtype: str, as_json: bool) -> None:
+def encode(
+    paths: tuple[str, ...], model: str, store: str, tenant: str, device: str, dtype: str, force: bool, as_json: bool
+) -> None:
     """Encode text files, or all .txt and .md files of folders, into a store.
 
     A document's id is its path below the folder named, without its ending. What the catalog has already is skipped.
     """
     from kvwire.corpus import Corpus, Document
 
-    texts = read_texts(paths)
+    failures: dict[str, str] = {}
+    texts = read_texts(paths, failures)
     engine = _engine(model, device, dtype)
-    corpus = Corpus(engine, _open(store, None), tenant=tenant)
-    documents, failures = [], {}
+    corpus = Corpus(engine, _open_lasting(store), tenant=tenant)
+    documents = []
     for document_id, text in texts.items():
         ids = engine.tokenize(text)
         problem = problem_with(ids, engine.window)
@@ -96,20 +108,20 @@ def encode(paths: tuple[str, ...], model: str, store: str, tenant: str, device: 
             failures[document_id] = problem
         else:
             documents.append(Document(document_id, tuple(ids)))
-    done = _encode_all(corpus, documents)
-    print_encoded(done, failures, as_json=as_json)
+    done = _encode_all(corpus, documents, force=force)
+    error = None
     if failures:
-        msg = f"{len(failures)} of {len(texts)} documents were left out; the others are stored"
-        raise ArgumentError(msg)
+        error = ArgumentError(f"{len(failures)} of {len(done) + len(failures)} documents were left out")
+    print_encoded(done, failures, as_json=as_json, error=error)
+    if error:
+        _end(error)
 
 
 def _engine(model: str, device: str, dtype: str) -> TransformersEngine:
     import torch
-    from transformers.utils import logging
 
     from kvwire.engines.transformers import open_engine
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if dtype == "auto":
         chosen = torch.float32 if device == "cpu" else None
     else:
@@ -123,13 +135,27 @@ def _open(store: str, token: str | None) -> Store:
     return open_store(store, token=token)
 
 
-def _encode_all(corpus: Corpus, documents: Sequence[Any]) -> list[Encoded]:
+def _open_lasting(store: str, *, exists: bool = False) -> Store:
+    """A store that outlives this process; ``exists``: and whose folder is there already."""
+    from kvwire.store import FolderStore, MemoryStore
+
+    opened = _open(store, None)
+    if isinstance(opened, MemoryStore):
+        msg = "a memory store ends with this command; name a folder: --store file:///path"
+        raise ArgumentError(msg)
+    if exists and isinstance(opened, FolderStore) and not opened.root.is_dir():
+        msg = f"{opened.root} is not a folder; check --store, or encode documents into it first"
+        raise NotFoundError(msg)
+    return opened
+
+
+def _encode_all(corpus: Corpus, documents: Sequence[Any], *, force: bool) -> list[Encoded]:
     from tqdm import tqdm
 
     done = []
     total = sum(len(document.token_ids) for document in documents)
     with tqdm(total=total, unit="tok", disable=None, desc="encoding", file=sys.stderr) as bar:
-        for encoded in corpus.encode(documents):
+        for encoded in corpus.encode(documents, force=force):
             done.append(encoded)
             bar.update(encoded.info.tokens)
     return done
@@ -138,7 +164,7 @@ def _encode_all(corpus: Corpus, documents: Sequence[Any]) -> list[Encoded]:
 @cli.command()
 @_STORE
 @click.option("--host", default="127.0.0.1", show_default=True)
-@click.option("--port", default=8473, show_default=True, help="0: any free port.")
+@click.option("--port", default=8473, show_default=True, type=click.IntRange(0, 65535), help="0: any free port.")
 @_TOKEN
 @_JSON
 def serve(store: str, host: str, port: int, token: str | None, as_json: bool) -> None:
@@ -150,7 +176,7 @@ def serve(store: str, host: str, port: int, token: str | None, as_json: bool) ->
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop.set)
-        async with serve_store(_open(store, None), host, port, token=token) as url:
+        async with serve_store(_open_lasting(store, exists=True), host, port, token=token) as url:
             click.echo(json.dumps({"url": url}) if as_json else f"serving {store} at {url}")
             sys.stdout.flush()
             await stop.wait()
@@ -166,13 +192,14 @@ def serve(store: str, host: str, port: int, token: str | None, as_json: bool) ->
 @_TOKEN
 @_JSON
 def inspect(blob: str, store: str | None, model: str | None, tenant: str, token: str | None, as_json: bool) -> None:
-    """Show what a blob holds: a .kvw file, or a document of a store."""
+    """Show what a blob holds: a .kvw file, which is checked to its end, or a document of a store."""
     from kvwire.codec import inspect as read
+    from kvwire.codec import verify
 
     path = Path(blob)
     if path.is_file():
         try:
-            data = path.read_bytes()
+            info = verify(path.read_bytes())
         except OSError as error:
             msg = f"{path} cannot be read ({error.strerror})"
             raise StorageError(msg) from error
@@ -181,11 +208,10 @@ def inspect(blob: str, store: str | None, model: str | None, tenant: str, token:
 
         with closing(_open(store, token)) as opened:
             entry = Corpus(_engine(model, "cpu", "auto"), opened, tenant=tenant).find(blob)
-            data = opened.get(entry.blob_key, 0, entry.head_bytes)
+            info = read(opened.get(entry.blob_key, 0, entry.head_bytes))
     else:
         msg = f"{blob} is no file; to look up a document name --store and --model"
         raise NotFoundError(msg)
-    info = read(data)
     if as_json:
         click.echo(json.dumps(describe(info)))
         return
@@ -200,10 +226,22 @@ def inspect(blob: str, store: str | None, model: str | None, tenant: str, token:
 @click.option("--docs", "docs", multiple=True, required=True, help="Ids of documents, in the prompt's order.")
 @click.argument("more_docs", nargs=-1)
 @click.option("--question", required=True, help="What the model continues after the documents.")
-@click.option("--deadline", type=float, help="Seconds to the first token; without it, the soonest first token.")
+@click.option(
+    "--deadline",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds to the first token; without it, the soonest first token.",
+)
 @click.option("--link", help="Emulate a link: 50mbit or 50mbit,20ms.")
-@click.option("--floor", default=0, show_default=True, help="Lowest level to use where there is a choice.")
-@click.option("--tokens", default=32, show_default=True, help="Length of the answer at most.")
+@click.option(
+    "--floor",
+    default=0,
+    show_default=True,
+    type=click.IntRange(0, 7),
+    help="Lowest level to use where there is a choice.",
+)
+@click.option(
+    "--tokens", default=32, show_default=True, type=click.IntRange(min=1), help="Length of the answer at most."
+)
 @click.option("--texts", help="Folder of the documents' texts, for those whose blob is lost.")
 @_MODEL
 @_STORE
@@ -234,7 +272,7 @@ def ask(
     from kvwire.load import Loader, LoadSettings
     from kvwire.transport import parse_link
 
-    names = [name for given in (*docs, *more_docs) for name in given.split(",") if name]
+    names = [*docs, *more_docs]
     engine = _engine(model, device, dtype)
     settings = LoadSettings(quality_floor=floor)
     known = {name: engine.tokenize(text) for name, text in read_texts([texts]).items()} if texts else None
@@ -242,10 +280,14 @@ def ask(
         corpus = Corpus(engine, opened, tenant=tenant)
         loader = Loader(engine, corpus, link=parse_link(link) if link else None, settings=settings)
         answer = loader.ask(names, engine.tokenize(question), deadline_s=deadline, tokens=tokens, texts=known)
-    print_answer(names, answer, as_json=as_json)
+    error = None
     if deadline is not None and answer.timing.ttft_s > deadline:
-        msg = f"the first token came after {answer.timing.ttft_s:.3f} s, the deadline was {deadline:g} s"
-        raise DeadlineError(msg)
+        error = DeadlineError(
+            f"the first token came after {answer.timing.ttft_s:.3f} s, the deadline was {deadline:g} s"
+        )
+    print_answer(names, answer, as_json=as_json, error=error)
+    if error:
+        _end(error)
 
 
 @cli.command()
@@ -256,10 +298,22 @@ def ask(
 )
 @click.option("--out", default="demo/out", show_default=True, help="Where demo.json and the picture go.")
 @click.option("--link", "links", multiple=True, help="name=50mbit,20ms; default: slow, middling and fast ones.")
-@click.option("--bound", default=0.02, show_default=True, help="Mean KL divergence from exact caches that is an error.")
+@click.option(
+    "--bound", default=0.02, show_default=True, help="KL divergence from exact caches, of any prompt, that is an error."
+)
+@click.option(
+    "--agreement", default=0.9, show_default=True, help="Share of equal next tokens below which it is an error."
+)
 @_JSON
 def demo(
-    model: str, documents: str, questions: str | None, out: str, links: tuple[str, ...], bound: float, as_json: bool
+    model: str,
+    documents: str,
+    questions: str | None,
+    out: str,
+    links: tuple[str, ...],
+    bound: float,
+    agreement: float,
+    as_json: bool,
 ) -> None:
     """Compare text recompute, raw KV and kvwire on your documents and model, over three emulated links."""
     from kvwire.demo import run_demo
@@ -277,12 +331,17 @@ def demo(
         links=links,
         say=lambda line: click.echo(line, err=as_json),
     )
+    worst = max(kl for link in report["links"] for kl in link["kl_of_each_prompt"])
+    least = min(link["greedy_agreement"] for link in report["links"])
+    error = None
+    if worst > bound or least < agreement:
+        error = KvwireError(
+            f"answers differ: KL divergence up to {worst:.4f} nats, {least:.0%} of the next tokens agree"
+        )
     if as_json:
-        click.echo(json.dumps(report))
-    worst = max(link["kl"] for link in report["links"])
-    if worst > bound:
-        msg = f"answers differ: mean KL divergence {worst:.4f} nats is above the bound of {bound:g}"
-        raise KvwireError(msg)
+        click.echo(json.dumps(report | ({"error": described(error)["error"]} if error else {})))
+    if error:
+        _end(error)
 
 
 def _beside(documents: str) -> str | None:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 CALIBRATION_TOKENS = 16384
 """Tokens that a profile is fitted on: the basis hardly moves beyond, and their caches fit in memory."""
+LEAST_TOKENS = 64
+"""Less text says nothing about a model: such documents carry a plain profile of their own."""
+ENOUGH_TOKENS = 4096
+"""A profile fitted on less gives way once twice as much text comes: a short first document must not rule for ever."""
 
 
 @dataclass(frozen=True)
@@ -83,34 +87,50 @@ class Corpus:
         self._profiles[digest] = profile
 
     def calibrate(self, documents: Sequence[Document], tokens: int = CALIBRATION_TOKENS) -> Profile | None:
-        """Fit a profile on the first documents, up to that many tokens, and use it; None where there are none."""
+        """Fit a profile on the first documents, up to that many tokens, and use it from now on.
+
+        Returns None, and changes nothing, where there are fewer than LEAST_TOKENS.
+        """
         chosen: list[tuple[int, ...]] = []
         for document in documents:
             room = tokens - sum(map(len, chosen))
             if room <= 0:
                 break
             chosen.append(document.token_ids[:room])
-        if not chosen:
+        if sum(map(len, chosen)) < LEAST_TOKENS:
             return None
         profile = fit_profile(self._engine.prefill(chosen), self._engine.statistics(chosen), ladder=self._ladder)
         if profile is not None:
             self.set_profile(profile)
         return profile
 
-    def encode(self, documents: Sequence[Document]) -> Iterator[Encoded]:
+    def encode(self, documents: Sequence[Document], *, force: bool = False) -> Iterator[Encoded]:
         """Encode what the catalog lacks, document by document; the first ones calibrate where there is no profile yet.
 
         A blob is in the store before its entry is; whoever stops in the middle loses only what was not yielded.
+        force: encode and write again even what seems to be there.
         """
-        profile = self.profile() or self.calibrate(documents)
+        profile = self._profile_for(documents)
         for document in documents:
-            found = self._known(document, profile)
+            found = None if force else self._known(document, profile)
             if found is not None:
                 yield found
                 continue
             started = time.perf_counter()
             (cache,) = self._engine.prefill([document.token_ids])
             yield self._store(document, cache, profile, started)
+
+    def _profile_for(self, documents: Sequence[Document]) -> Profile | None:
+        """The profile in use; a new one where there is none, where it is lost, or where it was fitted on too little."""
+        try:
+            profile = self.profile()
+        except (CorruptError, NotFoundError):
+            profile = None
+        seen = 0 if profile is None else int(profile.notes.get("tokens", ENOUGH_TOKENS))
+        tokens = sum(len(document.token_ids) for document in documents)
+        if profile is None or (seen < ENOUGH_TOKENS and tokens >= 2 * seen):
+            return self.calibrate(documents) or profile
+        return profile
 
     def _store(self, document: Document, cache: KVCache, profile: Profile | None, started: float) -> Encoded:
         blob = encode(cache, profile, self._ladder, chunk_tokens=self._chunk_tokens)
@@ -124,6 +144,7 @@ class Corpus:
             token_digest=info.meta.token_digest,
             profile_digest=info.profile_digest,
             levels=[(level.name, level.cumulative_bytes) for level in info.levels],
+            overwrite=True,  # whatever lies there was not good enough
         )
         return Encoded(entry, info, skipped=False, encode_s=time.perf_counter() - started)
 
@@ -139,6 +160,8 @@ class Corpus:
             if entry is None or (entry.token_digest, entry.profile_digest) != wanted:
                 entry = self.catalog.by_tokens(self._config, digest)
             if entry is None or (entry.token_digest, entry.profile_digest) != wanted:
+                return None
+            if self.catalog.store.stat(entry.blob_key).size != entry.size:
                 return None
             info = inspect(self.catalog.store.get(entry.blob_key, 0, entry.head_bytes))
         except (CorruptError, NotFoundError):
@@ -159,8 +182,12 @@ class Corpus:
             raise NotFoundError(msg)
         return entry
 
-    def check_blob(self, info: BlobInfo) -> None:
-        """Raise MismatchError where a blob is of another model than this corpus."""
+    def check_blob(self, info: BlobInfo, entry: CatalogEntry) -> None:
+        """Raise MismatchError where a blob is of another model, CorruptError where it is not what its entry names."""
+        names = (entry.token_digest, entry.tokens, entry.size, entry.profile_digest)
+        if names != (info.meta.token_digest, info.tokens, info.file_bytes, info.profile_digest):
+            msg = f"the blob of {entry.document_id!r} is not the one that the catalog names; encode the document again"
+            raise CorruptError(msg)
         theirs, ours = info.meta, self.meta
         if theirs.config_digest() != ours.config_digest():
             msg = (

@@ -11,13 +11,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Self, TypeVar, cast
 
 from kvwire import controller as ctl
 from kvwire.codec import CHUNK_TOKENS, BlobDecoder, read_head
 from kvwire.errors import ArgumentError, KvwireError, StorageError
 from kvwire.reuse import LinkedPrompt
 from kvwire.transport import BlobFetcher, LinkMeter, SegmentError, open_session, open_source
+from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -139,16 +141,24 @@ class Executor:
         self._samples.append(sample)
         self.bytes += sample.wire_bytes
 
-    async def open(self, query_tokens: int, *, limit_s: float, limit_with_text_s: float) -> list[ctl.DocumentPlanInput]:
+    async def open(self, query_tokens: int, *, limit_s: float) -> list[ctl.DocumentPlanInput]:
         """Read all heads at once and lay out the prompt; returns what a session plans with.
 
-        limit_s, limit_with_text_s: longest wait for a head, and for one whose document could be recomputed instead.
+        limit_s: longest wait for a head whose document could be recomputed instead; other heads are waited for as long
+        as the fetcher's patience lasts.
         Raises what reading a head raised where the document's text is not known either, and ArgumentError where the
         prompt does not fit the model's window.
         """
-        limits = [limit_s if source.text is None else limit_with_text_s for source in self._sources]
-        opening = (self._open(source, limit) for source, limit in zip(self._sources, limits, strict=True))
-        self._documents = list(await asyncio.gather(*opening))
+        limits = [None if source.text is None else limit_s for source in self._sources]
+        opening = [
+            asyncio.create_task(self._open(source, limit)) for source, limit in zip(self._sources, limits, strict=True)
+        ]
+        try:
+            self._documents = list(await asyncio.gather(*opening))
+        finally:
+            for task in opening:
+                task.cancel()
+            await asyncio.gather(*opening, return_exceptions=True)
         total = sum(document.tokens for document in self._documents) + query_tokens
         if total > self._engine.window:
             msg = (
@@ -163,7 +173,7 @@ class Executor:
             self._add_decoder(index, document)
         return [document.plan_input() for document in self._documents]
 
-    async def _open(self, source: Source, limit_s: float) -> _Document:
+    async def _open(self, source: Source, limit_s: float | None) -> _Document:
         if source.entry is None:
             self.misses.append(f"{source.document_id}: {source.trouble}")
             return _Document(source, source.text)
@@ -180,15 +190,24 @@ class Executor:
         await self._stack.enter_async_context(fetcher)
         try:
             info = await _within(limit_s, fetcher)
-            self._corpus.check_blob(info)
+            self._corpus.check_blob(info, source.entry)
         except KvwireError as error:
-            if source.text is None:
+            document.token_ids = source.text or self._ids_of(document.head, source.entry)
+            if document.token_ids is None:
                 raise
             self.misses.append(f"{source.document_id}: {error}")
+            return document
+        if source.text is not None and info.token_ids not in (None, source.text):
+            self.misses.append(f"{source.document_id}: its text has changed since it was encoded; encode it again")
             return document
         self.fetched_at = self.clock()
         document.info, document.fetcher, document.token_ids = info, fetcher, info.token_ids or source.text
         return document
+
+    def _ids_of(self, head: bytes, entry: CatalogEntry) -> tuple[int, ...] | None:
+        """Token ids from a head whose blob is of no use otherwise, where they are the ones that the catalog names."""
+        ids = read_head(head).token_ids if head else None
+        return ids if ids is not None and digest_tokens(ids) == entry.token_digest else None
 
     def _add_decoder(self, index: int, document: _Document) -> None:
         if not document.info:
@@ -269,38 +288,42 @@ class Executor:
     def _name(self, chunk: ChunkId) -> str:
         return f"{self._documents[chunk.document].source.document_id} chunk {chunk.chunk}"
 
+    def _lost(self, chunk: ChunkId, error: Exception) -> None:
+        self.misses.append(f"{self._name(chunk)}: {_words(error)}")
+
     async def _fetch(self, chunk: ChunkId, level: int) -> None:
+        try:
+            parts = await self._segments(chunk, level)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the chunk can be recomputed
+            self._lost(chunk, error)
+            self._events.put_nowait(ctl.ChunkFailed(chunk, _words(error)))
+            return
+        self.fetched_at = self.clock()
+        self._arrived[chunk] = parts
+        self._events.put_nowait(ctl.ChunkArrived(chunk, level))
+
+    async def _segments(self, chunk: ChunkId, level: int) -> list[bytes]:
+        """Levels 0 to ``level`` of a chunk; raises the first segment's error."""
         document = self._documents[chunk.document]
         if document.info is None or document.fetcher is None:
             msg = f"{self._name(chunk)} has no blob to fetch from"
             raise ArgumentError(msg)
-        segments = document.info.segments[chunk.chunk][: level + 1]
         parts: dict[int, bytes] = {}
-        try:
-            async with aclosing(document.fetcher.fetch(segments)) as arrivals:
-                async for arrival in arrivals:
-                    if isinstance(arrival, SegmentError):
-                        raise arrival
-                    parts[arrival.segment.level] = arrival.data
-        except KvwireError as error:
-            self.misses.append(f"{self._name(chunk)}: {error}")
-            self._events.put_nowait(ctl.ChunkFailed(chunk, str(error)))
-            return
-        self.fetched_at = self.clock()
-        self._arrived[chunk] = [parts[index] for index in range(level + 1)]
-        self._events.put_nowait(ctl.ChunkArrived(chunk, level))
+        async with aclosing(document.fetcher.fetch(document.info.segments[chunk.chunk][: level + 1])) as arrivals:
+            async for arrival in arrivals:
+                if isinstance(arrival, SegmentError):
+                    raise arrival
+                parts[arrival.segment.level] = arrival.data
+        return [parts[index] for index in range(level + 1)]
 
     async def _decode(self, chunk: ChunkId) -> None:
-        document, parts = self._documents[chunk.document], self._arrived.pop(chunk)
+        decoder, parts = self._documents[chunk.document].decoder, self._arrived.pop(chunk)
+        work = partial(cast("BlobDecoder", decoder).decode_chunk, chunk.chunk, parts)  # planned only where there is one
         try:
-            if document.decoder is None:
-                msg = f"{self._name(chunk)} has no decoder"
-                raise ArgumentError(msg)
-            decoder = document.decoder
-            seconds = await self.compute(lambda: self._timed(lambda: decoder.decode_chunk(chunk.chunk, parts)))
-        except KvwireError as error:
-            self.misses.append(f"{self._name(chunk)}: {error}")
-            self._events.put_nowait(ctl.DecodeFailed(chunk, str(error)))
+            seconds = await self.compute(lambda: self._timed(work))
+        except Exception as error:  # noqa: BLE001 - out of memory, for one: the chunk can be recomputed
+            self._lost(chunk, error)
+            self._events.put_nowait(ctl.DecodeFailed(chunk, _words(error)))
             return
         self.decode_s += seconds
         self._events.put_nowait(ctl.DecodeDone(chunk, seconds))
@@ -308,9 +331,9 @@ class Executor:
     async def _recompute(self, first: ChunkId, last: ChunkId) -> None:
         try:
             seconds = await self.compute(lambda: self._timed(lambda: self._extend(first, last)))
-        except KvwireError as error:
-            self.misses.append(f"{self._name(first)}: {error}")
-            self._events.put_nowait(ctl.RecomputeFailed(first, str(error)))
+        except Exception as error:  # noqa: BLE001 - the session knows whether there is another way
+            self._lost(first, error)
+            self._events.put_nowait(ctl.RecomputeFailed(first, _words(error)))
             return
         self.recompute_s += seconds
         chunks = tuple(replace(first, chunk=index) for index in range(first.chunk, last.chunk + 1))
@@ -332,12 +355,16 @@ class Executor:
         return self.clock() - started
 
 
-async def _within(limit_s: float, fetcher: BlobFetcher) -> BlobInfo:
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, KvwireError) else f"{type(error).__name__}: {error}"
+
+
+async def _within(limit_s: float | None, fetcher: BlobFetcher) -> BlobInfo:
     try:
         async with asyncio.timeout(limit_s):
             return await fetcher.open()
     except TimeoutError as error:
         if isinstance(error, KvwireError):
             raise
-        msg = f"{fetcher.url}: no head within {limit_s:g} s; check the server and the network, or give the text"
+        msg = f"{fetcher.url}: no head within {limit_s or 0:.2g} s; check the server and the network"
         raise StorageError(msg) from error

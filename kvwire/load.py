@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from kvwire.codec import Profile
     from kvwire.corpus import Corpus
     from kvwire.engines.transformers import TransformersEngine
     from kvwire.reuse import LinkedPrompt
@@ -36,7 +38,8 @@ class LoadSettings:
 
     quality_floor: the lowest level that may be used where there is a choice. bandwidth_prior: bytes per second assumed
     before anything was measured. ttfb_prior_s: likewise for the time to first byte. max_in_flight: chunks fetched at
-    once. open_s: longest wait for a blob's head. fetch: the fetcher's settings.
+    once. open_s: longest wait for a blob's head where
+    the document's text is given. fetch: the fetcher's settings.
     """
 
     quality_floor: int = 0
@@ -51,9 +54,9 @@ class LoadSettings:
 class Timing:
     """Where the time to the first token went, in seconds.
 
-    ttft_s: from the call to the first token. fetch_s: until the last byte that was used arrived. decode_s, recompute_s:
-    compute spent on chunks, in part while fetching. link_s: making the engine's cache. query_s: the question's forward
-    pass. The parts overlap, so they add up to more than ttft_s.
+    ttft_s: from the call to the first token, catalog lookups included. fetch_s: until the last byte that was used
+    arrived. decode_s, recompute_s: compute spent on chunks, in part while fetching. link_s: making the engine's cache.
+    query_s: the question's forward pass. The parts overlap, so they add up to more than ttft_s.
     """
 
     ttft_s: float
@@ -105,7 +108,7 @@ class Loader:
         self._corpus = corpus
         self._settings = settings or LoadSettings()
         self._link = link
-        self.costs = costs or measure_costs(engine, corpus.profile())
+        self.costs = costs or measure_costs(engine, _profile_in_use(corpus))
         self._bandwidth = ctl.BandwidthEstimator(self._settings.bandwidth_prior)
         self._ttfb = ctl.TtfbEstimator(self._settings.ttfb_prior_s)
         self._correction = ctl.CostCorrection()
@@ -142,18 +145,21 @@ class Loader:
         if not documents or not question:
             msg = "a prompt needs at least one document and a question of at least one token"
             raise ArgumentError(msg)
-        sources = [self._source(document_id, texts or {}) for document_id in documents]
+        started = time.monotonic()
+        looked_up = (asyncio.to_thread(self._source, document_id, texts or {}) for document_id in documents)
+        sources = await asyncio.gather(*looked_up)
         link = EmulatedLink.of(self._link) if self._link else None
         fetch = self._settings.fetch
         async with Executor(self._engine, self._corpus, sources, link=link, fetch=fetch) as executor:
-            return await self._answer(executor, list(question), deadline_s, tokens)
+            return await self._answer(executor, list(question), started, deadline_s, tokens)
 
-    async def _answer(self, executor: Executor, question: list[int], deadline_s: float | None, tokens: int) -> Answer:
+    async def _answer(
+        self, executor: Executor, question: list[int], started: float, deadline_s: float | None, tokens: int
+    ) -> Answer:
         clock = executor.clock
-        started = clock()
         longest = self._settings.open_s
         soon = longest if deadline_s is None else min(longest, max(_OPEN_SHARE * deadline_s, _OPEN_LEAST_S))
-        inputs = await executor.open(len(question), limit_s=longest, limit_with_text_s=soon)
+        inputs = await executor.open(len(question), limit_s=soon)
         for sample in executor.samples():
             self._observe(sample)
         left = None if deadline_s is None else deadline_s - (clock() - started)
@@ -179,7 +185,7 @@ class Loader:
         return Answer(first, logits.cpu(), tuple(out), text, executor.prompt, *facts)
 
     def _source(self, document_id: str, texts: Mapping[str, Sequence[int]]) -> Source:
-        """What the catalog knows of a document, its profile included; before the clock starts."""
+        """What the catalog knows of a document, its profile included."""
         known = texts.get(document_id)
         text = None if known is None else tuple(known)
         try:
@@ -210,3 +216,11 @@ class Loader:
         return ctl.LoadSession(
             documents, costs, settings, bandwidth=self._bandwidth, ttfb=self._ttfb, correction=self._correction
         )
+
+
+def _profile_in_use(corpus: Corpus) -> Profile | None:
+    """The corpus's profile, or None where it cannot be read: loads then go without it, and say so."""
+    try:
+        return corpus.profile()
+    except (NotFoundError, CorruptError, StorageError):
+        return None

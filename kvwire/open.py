@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from kvwire.errors import ArgumentError
 from kvwire.store import open_store as _open_local
 from kvwire.transport import HttpStore
 
@@ -20,6 +21,9 @@ def open_store(url: str, *, token: str | None = None) -> Store:
     scheme = urlsplit(url).scheme
     if scheme in ("http", "https"):
         return HttpStore(url, token=token)
+    if scheme not in ("", "file", "memory", "s3"):
+        msg = f"cannot open {url!r} as a store; the addresses known are file:///path, http(s)://host:port and memory:"
+        raise ArgumentError(msg)
     if not scheme:
         from pathlib import Path
 

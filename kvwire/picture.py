@@ -37,7 +37,8 @@ def _panel(axes: Axes, row: Mapping[str, Any], *, first: bool) -> None:
     bars = axes.barh([label for _, label, _ in _WAYS], times, color=colors, height=0.62)
     axes.bar_label(bars, [f"{seconds:.2f} s" for seconds in times], padding=4)
     gain = min(row["ttft_s"]["text"], row["ttft_s"]["raw"]) / row["ttft_s"]["kvwire"]
-    axes.set_title(f"{row['name']} link, {row['mbit_s']:g} Mbit/s: {gain:.1f}x sooner", fontsize=11)
+    said = f"{gain:.1f}x sooner" if gain >= 1 else f"{1 / gain:.1f}x later"
+    axes.set_title(f"{row['name']} link, {row['mbit_s']:g} Mbit/s: {said}", fontsize=11)
     axes.set_xlim(0, max(times) * 1.22)
     axes.set_xlabel(f"next token as with exact caches: {row['greedy_agreement']:.0%}", fontsize=9)
     axes.tick_params(axis="y", length=0, labelleft=first)

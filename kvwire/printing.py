@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvwire.corpus import Encoded
+    from kvwire.errors import KvwireError
     from kvwire.load import Answer
     from kvwire.types import BlobInfo
 
@@ -40,13 +41,20 @@ def describe(info: BlobInfo) -> dict[str, Any]:
     }
 
 
-def print_encoded(done: Sequence[Encoded], failures: dict[str, str], *, as_json: bool) -> None:
+def described(error: KvwireError | None) -> dict[str, Any]:
+    """An error as plain data; nothing for None."""
+    return {"error": {"kind": type(error).__name__, "message": str(error)}} if error else {}
+
+
+def print_encoded(
+    done: Sequence[Encoded], failures: dict[str, str], *, as_json: bool, error: KvwireError | None = None
+) -> None:
     """What was encoded, document by document, and the levels of all together."""
     if as_json:
         rows = [
             {"id": e.entry.document_id, "skipped": e.skipped, "seconds": e.encode_s} | describe(e.info) for e in done
         ]
-        click.echo(json.dumps({"documents": rows, "failures": failures}))
+        click.echo(json.dumps({"documents": rows, "failures": failures} | described(error)))
     else:
         for e in done:
             levels = "  ".join(f"{lv.name} {lv.cumulative_bytes / 1e3:.0f} kB" for lv in e.info.levels)
@@ -70,7 +78,7 @@ def print_levels(infos: Sequence[BlobInfo]) -> None:
     click.echo("bytes: of this level and those below, header and index included; error: attention-weighted, relative")
 
 
-def print_answer(names: Sequence[str], answer: Answer, *, as_json: bool) -> None:
+def print_answer(names: Sequence[str], answer: Answer, *, as_json: bool, error: KvwireError | None = None) -> None:
     """Decisions, misses, where the time went, and the text."""
     timing = answer.timing
     if as_json:
@@ -91,7 +99,7 @@ def print_answer(names: Sequence[str], answer: Answer, *, as_json: bool) -> None
         click.echo(
             json.dumps(
                 {"text": answer.text, "tokens": list(answer.tokens), "decisions": decisions, "bytes": answer.bytes,
-                 "misses": list(answer.misses), "reason": answer.reason} | parts
+                 "misses": list(answer.misses), "reason": answer.reason} | parts | described(error)
             )
         )  # fmt: skip
         return
@@ -99,7 +107,7 @@ def print_answer(names: Sequence[str], answer: Answer, *, as_json: bool) -> None
         what = "recompute" if decision.action == "recompute" else f"level {decision.level}"
         click.echo(f"{names[decision.chunk.document]} chunk {decision.chunk.chunk}: {what}  ({decision.reason})")
     for miss in answer.misses:
-        click.echo(f"kvwire: recomputed after a miss: {miss}", err=True)
+        click.echo(f"kvwire: recomputed: {miss}", err=True)
     spent = ", ".join(
         f"{name} {getattr(timing, field) * 1e3:.0f}"
         for name, field in (

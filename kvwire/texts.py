@@ -11,10 +11,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def read_texts(paths: Sequence[str]) -> dict[str, str]:
+def read_texts(paths: Sequence[str], failures: dict[str, str] | None = None) -> dict[str, str]:
     """Texts by document id from files and folders.
 
-    Raises NotFoundError where there are none, ArgumentError on what is no text or named twice.
+    failures: gets what is wrong with a file that is no text, by document id; without it, that is an ArgumentError.
+    Raises NotFoundError where there are no files, ArgumentError where two have the same id.
     """
     found: dict[str, Path] = {}
     for name in paths:
@@ -37,7 +38,15 @@ def read_texts(paths: Sequence[str]) -> dict[str, str]:
     if not found:
         msg = f"no .txt or .md files in {', '.join(paths)}"
         raise NotFoundError(msg)
-    return {document_id: _read_text(file) for document_id, file in found.items()}
+    texts = {}
+    for document_id, file in found.items():
+        try:
+            texts[document_id] = _read_text(file)
+        except ArgumentError as error:
+            if failures is None:
+                raise
+            failures[document_id] = str(error)
+    return texts
 
 
 def _read_text(path: Path) -> str:

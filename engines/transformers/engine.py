@@ -85,7 +85,7 @@ class TransformersEngine:
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens: documents are linked, so they carry no BOS."""
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """The text of token ids."""
@@ -188,6 +188,12 @@ class TransformersEngine:
         theirs, ours = cache.meta, self.meta
         shapes = [(s.kv_heads, s.key_dim, s.value_dim) for s in theirs.layers]
         same = shapes == [(s.kv_heads, s.key_dim, s.value_dim) for s in ours.layers] and _turn_alike(theirs, ours)
+        digests = (theirs.tokenizer_digest, ours.tokenizer_digest)
+        if all(digests) and digests[0] != digests[1]:
+            msg = (
+                "the cache's text was read by another tokenizer than this engine's; encode the documents with this one"
+            )
+            raise MismatchError(msg)
         if not same or (theirs.model_revision and ours.model_revision and theirs.model_revision != ours.model_revision):
             msg = (
                 f"the cache was computed by model {theirs.model_id!r} ({theirs.model_revision[:12] or 'unnamed'}), "

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import errno
 import json
+import sys
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from kvwire.engines.transformers.engine import TransformersEngine
 from kvwire.engines.transformers.identity import model_revision, tokenizer_digest
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, MismatchError, NotFoundError, StorageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
@@ -77,12 +82,8 @@ def _check_config(folder: Path, data: bytes) -> None:
 def _model(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
     options = {"dtype": dtype or "auto", "output_loading_info": True, **_LOCAL}
     try:
-        try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", **options)
-        except ValueError as error:
-            if _NO_SDPA not in str(error):
-                raise
-            loaded = AutoModelForCausalLM.from_pretrained(folder, **options)
+        with _quiet():
+            loaded = _weights(folder, options)
     except Exception as error:
         raise _explained(folder, error) from error
     model, info = loaded
@@ -93,6 +94,28 @@ def _model(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
         )
         raise CorruptError(msg)
     return model  # type: ignore[no-any-return]
+
+
+def _weights(folder: Path, options: dict[str, Any]) -> Any:  # noqa: ANN401 - transformers' own pair
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", **options)
+    except ValueError as error:
+        if _NO_SDPA not in str(error):
+            raise
+        return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' progress bar off what is no terminal; the switch is its own and is put back."""
+    if sys.stderr.isatty() or not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _explained(folder: Path, error: Exception) -> KvwireError | Exception:

@@ -119,12 +119,15 @@ def test_empty_and_overlong_documents_are_left_out_and_named(run, tmp_path, demo
     folder.mkdir()
     (folder / "empty.txt").write_text("")
     (folder / "long.txt").write_text("word upon word " * 5000)
+    (folder / "latin.txt").write_bytes("café".encode("latin-1"))
     (folder / "good.txt").write_text(next(iter(documents.values()))[:800])
     code, out, err = run("encode", folder, "--model", demo_model, "--store", tmp_path / "s", "--json")
-    report = json.loads(out.splitlines()[0])
+    report = json.loads(out)
     assert code == 2
+    assert report["error"]["kind"] == "ArgumentError"
     assert [row["id"] for row in report["documents"]] == ["good"]
-    assert set(report["failures"]) == {"empty", "long"}
+    assert set(report["failures"]) == {"empty", "long", "latin"}
+    assert "UTF-8" in err
     assert "window" in err
     assert "split" in err
     assert "empty" in err
@@ -134,7 +137,11 @@ def test_empty_and_overlong_documents_are_left_out_and_named(run, tmp_path, demo
     ("words", "code", "say"),
     [
         (["encode", "/nowhere", "--model", "{model}", "--store", "memory:"], 3, "neither a file nor a folder"),
-        (["encode", "{texts}", "--model", "/nowhere", "--store", "memory:"], 3, "config.json is missing"),
+        (["encode", "{texts}", "--model", "/nowhere", "--store", "{store}"], 3, "config.json is missing"),
+        (["encode", "{texts}", "--model", "{model}", "--store", "memory:"], 2, "memory store ends"),
+        (["serve", "--store", "/nowhere/at/all"], 3, "not a folder"),
+        (["serve", "--store", "{store}", "--port", "99999"], 2, "65535"),
+        (["ask", "--docs", "x", "--question", "y", "--model", "m", "--store", "s", "--deadline", "-1"], 2, "deadline"),
         (["ask", "--docs", "x", "--question", "y", "--model", "{model}", "--store", "{store}"], 3, "encode it first"),
         (["ask", "--docs", "x", "--question", "y", "--model", "{model}", "--store", "ftp://x"], 2, "cannot open"),
         (
@@ -178,6 +185,8 @@ def _blob(store):
         (lambda data: data[:100] + bytes([data[100] ^ 1]) + data[101:], 4, "checksum"),
         (lambda data: data[:8] + b"\x09\x00" + data[10:], 4, "upgrade"),
         (lambda data: b"GIF89a" + data[6:], 4, "signature"),
+        (lambda data: data[: len(data) // 2], 4, "ends after"),
+        (lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:], 4, "checksum"),
     ],
 )
 def test_inspect_of_damaged_blobs(run, store, tmp_path, damage, code, say):
@@ -211,7 +220,46 @@ def test_a_damaged_head_needs_texts(run, store, texts, demo_model, documents):
     assert "checksum" in err
     code, _, err = run(*words, "--texts", texts)
     assert code == 0
-    assert "recomputed after a miss" in err
+    assert "recomputed: " in err
+
+
+def test_a_lost_profile_is_recomputed_around_and_then_healed(run, store, texts, demo_model, documents):
+    (profile,) = store.rglob("*.kvp")
+    profile.write_bytes(profile.read_bytes()[:-1] + b"x")
+    ask = ["ask", "--docs", next(iter(documents)), "--question", "So", "--tokens", "2"]
+    common = ["--model", demo_model, "--store", store]
+    code, _, err = run(*ask, *common)
+    assert code == 0
+    assert "recomputed" in err
+    assert run("encode", texts, *common)[0] == 0
+    code, _, err = run(*ask, *common)
+    assert code == 0
+    assert not err
+
+
+def test_encoding_again_heals_a_damaged_blob(run, store, texts, demo_model):
+    path = _blob(store)
+    sound = path.read_bytes()
+    path.write_bytes(sound[:-100])
+    code, out, _ = run("encode", texts, "--model", demo_model, "--store", store, "--json")
+    assert code == 0
+    assert sorted(row["skipped"] for row in json.loads(out)["documents"]) == [False, True]
+    assert path.read_bytes() == sound
+
+
+def test_a_tiny_first_document_does_not_rule(run, tmp_path, texts, demo_model):
+    """One token says nothing about a model, a few lines say little: more text makes a better profile."""
+    (tmp_path / "a").mkdir()
+    common = ["--model", demo_model, "--store", tmp_path / "s", "--json"]
+    for text in ("The", "The old clock in the hall struck nine, and nobody stirred. " * 8):
+        (tmp_path / "a" / f"{len(text)}.txt").write_text(text)
+        code, out, _ = run("encode", tmp_path / "a", *common)
+        assert code == 0
+        assert all(row["levels"][3]["measured_error"] < 0.01 for row in json.loads(out)["documents"])
+    code, out, _ = run("encode", texts, *common)
+    for row in json.loads(out)["documents"]:
+        assert row["levels"][0]["bits_per_element"] < 0.3
+        assert row["levels"][0]["measured_error"] < 0.15
 
 
 def test_a_store_of_another_model(run, store, demo_model, tmp_path, documents):

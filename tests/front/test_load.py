@@ -198,10 +198,17 @@ def test_a_flipped_segment_is_recomputed_and_said(small, reference):
     assert reference.compare(small.engine, answer.prompt.cache)[0] < 1e-4
 
 
-@pytest.mark.parametrize("where", ["head", "cut"])
-def test_a_lost_blob_needs_its_text(small, reference, where):
+def test_a_blob_cut_behind_its_head_is_recomputed(small, reference):
+    corpus = small.corpus()
+    _damage(corpus, small, _names(small)[0], "cut")
+    answer = _ask(small, corpus, settings=replace(QUICK, quality_floor=3))
+    assert answer.misses
+    assert reference.compare(small.engine, answer.prompt.cache)[0] < 1e-4
+
+
+def test_a_lost_head_needs_the_text(small, reference):
     corpus, name = small.corpus(), _names(small)[0]
-    _damage(corpus, small, name, where)
+    _damage(corpus, small, name, "head")
     with pytest.raises(CorruptError):
         _ask(small, corpus, settings=QUICK)
     answer = _ask(small, corpus, settings=replace(QUICK, quality_floor=3), texts={name: small.tokens[name]})
@@ -234,22 +241,54 @@ def test_a_silent_server_does_not_hold_a_load_up(small, reference):
     corpus = small.corpus()
     with silent() as url:
         remote = Corpus(small.engine, _split(corpus.catalog.store, url))
-        with pytest.raises(StorageError, match="no head within"):
-            _ask(small, remote, settings=LoadSettings(open_s=0.3))
+        with pytest.raises(StorageError, match="nothing came"):
+            _ask(small, remote, settings=LoadSettings(fetch=FetchSettings(retries=0, patience=Patience(0.3, 0.3))))
         answer = _ask(small, remote, settings=LoadSettings(open_s=30.0), deadline_s=1.0, texts=small.tokens)
     assert len(answer.misses) == len(small.tokens)
     assert answer.timing.fetch_s == 0
     assert reference.compare(small.engine, answer.prompt.cache)[0] < 1e-6
 
 
-def test_a_broken_task_ends_the_load_with_its_error(small, monkeypatch):
-    def broken(*_args):
-        msg = "out of memory"
-        raise RuntimeError(msg)
+def _broken(*_args, **_named):
+    msg = "out of memory"
+    raise RuntimeError(msg)
 
-    monkeypatch.setattr("kvwire.codec.BlobDecoder.decode_chunk", broken)
-    with pytest.raises(RuntimeError, match="out of memory"):
+
+def test_whatever_breaks_in_decoding_is_recomputed(small, reference, monkeypatch):
+    monkeypatch.setattr("kvwire.codec.BlobDecoder.decode_chunk", _broken)
+    answer = _ask(small, small.corpus())
+    assert {d.action for d in answer.decisions} == {"recompute"}
+    assert all("RuntimeError: out of memory" in miss for miss in answer.misses)
+    assert reference.compare(small.engine, answer.prompt.cache)[0] < 1e-6
+
+
+def test_a_load_that_cannot_go_on_ends_with_an_error(small, monkeypatch):
+    monkeypatch.setattr("kvwire.codec.BlobDecoder.decode_chunk", _broken)
+    monkeypatch.setattr(type(small.engine), "extend", _broken)
+    with pytest.raises(StorageError, match="cannot be made ready"):
         _ask(small, small.corpus())
+
+
+def test_swapped_blobs_are_noticed(small, reference):
+    """Two sound blobs in each other's place: the catalog's digests tell."""
+    corpus, config = small.corpus(), small.engine.meta.config_digest()
+    store = corpus.catalog.store
+    first, second = (corpus.catalog.by_document(config, name).blob_key for name in _names(small))
+    data = store.get(first), store.get(second)
+    store.put(first, data[1])
+    store.put(second, data[0])
+    with pytest.raises(CorruptError, match="not the one that the catalog names"):
+        _ask(small, corpus)
+    answer = _ask(small, corpus, texts=small.tokens)
+    assert len(answer.misses) == 2
+    assert reference.compare(small.engine, answer.prompt.cache)[0] < 1e-6
+
+
+def test_a_changed_text_wins_over_the_blob_of_the_old_one(small):
+    name = _names(small)[0]
+    answer = _ask(small, small.corpus(), texts={name: small.tokens[name][:-5]})
+    assert any("has changed" in miss for miss in answer.misses)
+    assert answer.prompt.tokens[0] == len(small.tokens[name]) - 5
 
 
 def test_unknown_documents_and_prompts_that_do_not_fit(small):
