@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,10 +14,11 @@ from kvwire.codec.segment import MAX_CHUNK_SYMBOLS, ChunkState, encode_segment
 from kvwire.codec.tables import column_classes
 from kvwire.codec.transform import analyse, energy_of
 from kvwire.errors import ArgumentError
+from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:
     from kvwire.codec.profile import Profile
-    from kvwire.types import KVCache
+    from kvwire.types import CacheMeta, KVCache
 
 CHUNK_TOKENS = 256
 """The grain of the controller's decisions: some tens of kilobytes on the wire, some milliseconds to decode."""
@@ -34,8 +36,7 @@ def encode(
     cache: any float dtype and device; positions on or off. profile: from ``fit_profile`` on caches of the same model;
     None derives means, scales and tables from this cache and carries them inside the blob. levels: a Ladder, the number
     of levels of the default ladder, or None for all of them. chunk_tokens: tokens in a chunk, 1 to 4096.
-    The same input gives the same bytes. Raises ArgumentError on an empty cache, CacheValueError on NaN or infinity,
-    MismatchError on a profile of another model.
+    The same input gives the same bytes. Raises ArgumentError on an empty cache, CacheValueError, MismatchError.
     """
     ladder = ladder_for(levels)
     if not cache.tokens:
@@ -53,7 +54,7 @@ def encode(
     named = zip(ladder.names, ladder.steps, ladder.shifts, strict=True)
     return pack_blob(
         Draft(
-            meta=cache.meta,
+            meta=_named(cache),
             token_ids=cache.token_ids,
             tokens=cache.tokens,
             chunk_tokens=chunk_tokens,
@@ -79,3 +80,9 @@ def _encode_chunk(cache: KVCache, profile: Profile, ladder: Ladder, start: int, 
         error = energy_of(coefficients - np.float32(step) * values[level]) + dropped
         segments.append(Coded(data, symbols, error / (kept + dropped) if error else 0.0, kept + dropped))
     return segments
+
+
+def _named(cache: KVCache) -> CacheMeta:
+    """The cache's meta with the digest of its token ids, where they are known."""
+    ids = cache.token_ids
+    return cache.meta if ids is None else replace(cache.meta, token_digest=digest_tokens(ids))

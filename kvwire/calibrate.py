@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvwire.codec import Profile
+    from kvwire.controller import PrefillCost
     from kvwire.engines.transformers import TransformersEngine
 
 _PASSES = ((32, 0), (256, 0), (1024, 0), (256, 768), (32, 2048))
 """(new tokens, tokens before them): enough to tell fixed cost, cost of a token and cost of attention apart."""
 _TOKENS = 256
+_QUESTION = 32
 _REPEATS = 3
 
 
@@ -32,8 +34,19 @@ def measure_costs(engine: TransformersEngine, profile: Profile | None = None) ->
     longest = min(engine.window, max(new + before for new, before in _PASSES))
     ids = torch.randint(0, vocabulary, (longest,), generator=generator).tolist()
     passes = [(new, before) for new, before in _PASSES if new + before <= longest] or [(longest, 0)]
-    prefill = [(new, before, _prefill_s(engine, ids, new, before)) for new, before in passes]
-    return CostModel(prefill=fit_prefill(prefill), decode=fit_decode(_decode_samples(engine, ids, profile)))
+    prefill = fit_prefill([(new, before, _prefill_s(engine, ids, new, before)) for new, before in passes])
+    decode = fit_decode(_decode_samples(engine, ids, profile))
+    return CostModel(prefill, decode, link_s_per_token=_link_s(engine, ids, prefill))
+
+
+def _link_s(engine: TransformersEngine, ids: list[int], prefill: PrefillCost) -> float:
+    """Seconds for each prompt token that handing the cache over costs, beyond the question's pass itself."""
+    before = len(ids) - _QUESTION
+    if before < 1:
+        return 0.0
+    (cache,) = engine.prefill([ids[:before]])
+    closing = _best(lambda: engine.forward(engine.past_key_values(cache), ids[before:], before, logits=1), engine)
+    return max(0.0, closing - prefill.seconds(_QUESTION, before)) / before
 
 
 def _prefill_s(engine: TransformersEngine, ids: list[int], new: int, before: int) -> float:

@@ -176,7 +176,8 @@ class Corpus:
         entry = self.catalog.by_document(self._config, document_id)
         if entry is None:
             msg = (
-                f"document {document_id!r} is not in {self.catalog.store.url} for model {self.meta.model_id!r}; "
+                f"document {document_id!r} is not in {self.catalog.store.url} for model {self.meta.model_id!r} "
+                f"({self.meta.model_revision[:12] or 'unnamed'}); "
                 "encode it first (kvwire encode), with this very model, and check the tenant"
             )
             raise NotFoundError(msg)

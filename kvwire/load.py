@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 _OPEN_SHARE = 0.25
 """Share of a deadline that a head may take where the document's text is known: recomputing needs the rest."""
 _OPEN_LEAST_S = 0.1
+_LEARNING = 0.5
+"""Weight of the latest load in what the closing costs."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,7 @@ class Loader:
             link_s=querying - linking,
             query_s=done - querying,
         )
+        self._learn_closing(done - linking, start, len(question))
         out = await executor.compute(partial(self._engine.generate, past, first, start + len(question), tokens))
         text = self._engine.detokenize(out) if self._engine.has_tokenizer else ""
         facts = (finish.decisions, finish.reason, timing, executor.bytes, tuple(executor.misses))
@@ -207,9 +210,15 @@ class Loader:
         if sample.timed_bytes:
             self._bandwidth.add(sample.timed_bytes, sample.started, sample.ended)
 
+    def _learn_closing(self, measured_s: float, prompt_tokens: int, query_tokens: int) -> None:
+        """Move the cost of handing the cache over half-way to what it was this time, so that deadlines allow for it."""
+        missing_s = measured_s - replace(self.costs, query_tokens=query_tokens).closing_s(prompt_tokens)
+        link_s = max(0.0, self.costs.link_s_per_token + _LEARNING * missing_s / prompt_tokens)
+        self.costs = replace(self.costs, link_s_per_token=link_s)
+
     def session(self, documents: Sequence[ctl.DocumentPlanInput], query_tokens: int) -> ctl.LoadSession:
         """A controller session with the estimates so far."""
-        costs = ctl.CostModel(self.costs.prefill, self.costs.decode, self.costs.link_s_per_token, query_tokens)
+        costs = replace(self.costs, query_tokens=query_tokens)
         settings = ctl.SessionSettings(
             quality_floor=self._settings.quality_floor, max_in_flight=self._settings.max_in_flight
         )

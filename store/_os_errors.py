@@ -38,7 +38,7 @@ def reading(what: str) -> Iterator[None]:
         raise
     except OSError as error:
         if error.errno in _ABSENT:
-            msg = f"{what} is not there"
+            msg = f"{what} is not there; check the address, or encode the document again"
             raise NotFoundError(msg) from error
         raise _translated(error, "read", what) from error
 

@@ -148,7 +148,11 @@ class HttpSource:
         if status == _GONE:
             return self._replaced()
         if status in _ABSENT:
-            return self._replaced() if self._size is not None else NotFoundError(f"{self.url} is not there")
+            return (
+                self._replaced()
+                if self._size is not None
+                else NotFoundError(f"{self.url} is not there; check the address")
+            )
         if status in _REFUSED:
             return AuthError(f"{self.url}: the server refused the credentials (status {status}); check the token")
         return StorageError(f"{self.url}: the server answered with status {status}; try again later")

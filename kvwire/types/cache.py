@@ -91,7 +91,13 @@ class CacheMeta:
 
 
 def digest_tokens(token_ids: Sequence[int]) -> str:
-    """SHA-256 of token ids as little-endian uint32; the same in every process and on every machine."""
+    """SHA-256 of token ids as little-endian uint32; the same in every process and on every machine.
+
+    Raises ArgumentError where an id does not fit 32 bits.
+    """
+    if len(token_ids) and not (min(token_ids) >= 0 and max(token_ids) < 1 << 32):
+        msg = "token ids must lie in 0 to 2^32 - 1"
+        raise ArgumentError(msg)
     return hashlib.sha256(np.asarray(token_ids, dtype="<u4").tobytes()).hexdigest()
 
 
