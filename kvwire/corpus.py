@@ -108,6 +108,8 @@ class Corpus:
         """Encode what the catalog lacks, document by document; the first ones calibrate where there is no profile yet.
 
         A blob is in the store before its entry is; whoever stops in the middle loses only what was not yielded.
+        Documents are prefilled one by one: in a batch their last bits would depend on their neighbours, and the same
+        text must give the same blob.
         force: encode and write again even what seems to be there.
         """
         profile = self._profile_for(documents)

@@ -56,6 +56,19 @@ def serving(store) -> Iterator[str]:
         thread.join()
 
 
+async def _pass_on(
+    source: asyncio.StreamReader, target: asyncio.StreamWriter, left: list[int], *, counted: bool
+) -> None:
+    while data := await source.read(4096):
+        if counted:
+            data, left[0] = data[: left[0]], left[0] - len(data)
+        target.write(data)
+        await target.drain()
+        if left[0] <= 0:
+            break
+    target.close()
+
+
 @contextmanager
 def dying(url: str, after_bytes: int) -> Iterator[str]:
     """A proxy that passes so many bytes of answers on and then cuts every connection for ever."""
@@ -63,25 +76,15 @@ def dying(url: str, after_bytes: int) -> Iterator[str]:
     left, ready, done, ports = [after_bytes], threading.Event(), threading.Event(), []
     handlers = []
 
-    async def pass_on(source: asyncio.StreamReader, target: asyncio.StreamWriter, *, counted: bool) -> None:
-        while data := await source.read(4096):
-            if counted:
-                data, left[0] = data[: left[0]], left[0] - len(data)
-            target.write(data)
-            await target.drain()
-            if left[0] <= 0:
-                break
-        target.close()
-
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         handlers.append(asyncio.current_task())
         if left[0] <= 0:
             writer.close()
             return
         back, forth = await asyncio.open_connection(host, int(port))
-        asking = asyncio.create_task(pass_on(reader, forth, counted=False))
+        asking = asyncio.create_task(_pass_on(reader, forth, left, counted=False))
         with suppress(OSError):
-            await pass_on(back, writer, counted=True)
+            await _pass_on(back, writer, left, counted=True)
         asking.cancel()
         for stream in (writer, forth):
             stream.close()
