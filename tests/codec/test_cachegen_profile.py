@@ -95,6 +95,8 @@ def naive_decode(words, counts_and_tables):
                     lower, size = lower << 32 & (2**64 - 1), size << 32
                     point = (point << 32 | take()) & (2**64 - 1)
                 yield symbol
+    assert not words
+    assert (point - lower) % 2**64 < 2**33 - 1
 
 
 @pytest.mark.parametrize("level", range(3))
