@@ -145,12 +145,16 @@ def _default_model() -> Path:
 
 def windows(engine: TransformersEngine, path: Path, count: int, tokens: int, seed: int) -> list[list[int]]:
     """``count`` stretches of ``tokens`` token ids, drawn at random from a text and cut at line ends."""
-    text = path.read_text(encoding="utf-8")
+    return windows_in(engine, path.read_text(encoding="utf-8"), path.name, count, tokens, seed)
+
+
+def windows_in(engine: TransformersEngine, text: str, name: str, count: int, tokens: int, seed: int) -> list[list[int]]:
+    """``windows`` of a text that is at hand; seed and name decide where they lie."""
     room = CHARACTERS_PER_TOKEN * tokens
     if len(text) < 2 * room:
-        msg = f"{path.name} is too short for windows of {tokens} tokens; name a longer text"
+        msg = f"{name} is too short for windows of {tokens} tokens; name a longer text"
         raise SystemExit(msg)
-    draw = random.Random(f"{seed} {path.name}")
+    draw = random.Random(f"{seed} {name}")
     found = []
     while len(found) < count:
         start = text.find("\n", draw.randrange(len(text) - 2 * room)) + 1
