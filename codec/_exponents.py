@@ -116,7 +116,7 @@ def split(bits: Bits, fields: Fields, references: U16, flips: U8, symbols: U8, c
                 distance = int32((int32(reference[d]) - int32(row[d] >> fields.mantissa)) & top)
                 within = int32(min(distance, escape))
                 sign = uint8(row[d] >> (fields.width - 1)) ^ flip[d]
-                out[d] = uint8(sign << 7 | within << high | ((row[d] >> low) & kept))
+                out[d] = uint8(sign << 7) | uint8(within << high) | uint8((row[d] >> low) & kept)
             for d in range(dim if count else 0):
                 rest = (uint64(row[d]) >> uint64(fields.spare)) & mask
                 gathered |= rest << uint64(fill)
@@ -140,6 +140,7 @@ def join(symbols: U8, column: int, fields: Fields, references: U16, flips: U8, r
     top, distances, kept = (1 << fields.exponent) - 1, (1 << fields.distance) - 1, (1 << high) - 1
     count, spare = uint64(low - fields.spare), uint64(fields.spare)
     mask = (uint64(1) << count) - uint64(1)
+    signs, exponents, uppers = uint64(fields.width - 1), uint64(fields.mantissa), uint64(low)
     start = uint64(at)
     for h in range(heads):
         reference, flip = references[h * dim : (h + 1) * dim], flips[h * dim : (h + 1) * dim]
@@ -147,15 +148,12 @@ def join(symbols: U8, column: int, fields: Fields, references: U16, flips: U8, r
         for t in range(tokens):
             row, out = symbols[t, first : first + dim], bits[h, t]
             for d in range(dim):
-                exponent = (int64(reference[d]) - ((row[d] >> high) & distances)) & top
-                sign = int64((row[d] >> 7) ^ flip[d])
-                upper = int64(row[d] & kept)
+                exponent = uint64((int64(reference[d]) - int64((row[d] >> high) & distances)) & top)
+                sign, upper = uint64((row[d] >> 7) ^ flip[d]), uint64(row[d] & kept)
                 place = start + uint64(d) * count
                 word, shift = place >> uint64(6), place & uint64(63)
                 rest = raw[word] >> shift | (raw[word + uint64(1)] << uint64(1)) << (uint64(63) - shift)
-                rest = (rest & mask) << spare
-                whole = sign << (fields.width - 1) | exponent << fields.mantissa | upper << low
-                out[d] = uint64(whole) | rest
+                out[d] = sign << signs | exponent << exponents | upper << uppers | (rest & mask) << spare
             start += uint64(dim) * count
 
 
