@@ -22,12 +22,11 @@ import random
 import statistics
 import sys
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from cachegen import bins_of, encode_size_and_reconstruct
 from measure import (
     SHARED,
     add_common_options,
@@ -39,7 +38,7 @@ from measure import (
     windows_in,
     write_json,
 )
-from rivals import bfloat16, kivi, kvtc, kvtc_one_step, kvtc_scaled, per_token
+from rivals.codecs import KVTC, KVTC_SCALED, ONE_STEP, RELEASED, Fitted, fit, fitted_codings, plain_codings
 from tqdm import tqdm
 from versus_cachegen import CONTINUATION, Exact, compare, predictions
 
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvwire import KVCache, Profile, TransformersEngine
+    from kvwire import TransformersEngine
 
 Figures = dict[str, dict[str, Any]]
 """For each codec: family, and each measure's n, median, least, greatest and mean."""
@@ -59,101 +58,11 @@ NOVEL, ENCYCLOPAEDIA, QUESTIONS = "novel", "encyclopaedia", "questions"
 MEASURES = ("bits_per_element", "kl", "perplexity_change", "agreement", "attention_error")
 KLS = (1e-3, 5e-4, 2e-4, 1e-4, 5e-5)
 """KL divergences at which curves are compared."""
-RELEASED = "CacheGen, 256, as released"
-KVTC, KVTC_SCALED, ONE_STEP = "KVTC-like", "KVTC, scales in stream", "PCA, one step, DEFLATE"
-BUDGETS = (0.25, 0.375, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
-SCALED_BUDGETS = (0.375, 0.5, 1.0, 2.0)
-STEPS = (2.5, 1.6, 1.0, 0.6, 0.35, 0.2)
 CALIBRATION_TOKENS = 1024
 MIDDLE = 1024
 """The context length that is drawn, and that ``--shift`` measures; the nearest one where it is not among them."""
 LONG = 2048
 """Longer contexts get half the windows."""
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way of using kvwire: a name for the tables, a profile, keyword arguments of ``kvwire.encode``."""
-
-    name: str
-    profile: Profile | None
-    encode: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """All that was learnt from one set of calibration windows."""
-
-    variants: list[Variant]
-    transforms: dict[str, dict[float, tuple[kvtc.Side, kvtc.Side]]]
-
-
-@dataclass(frozen=True)
-class Coding:
-    """One codec's work on one cache. family: the curve that the codec is a point of."""
-
-    codec: str
-    family: str
-    size: int
-    cache: KVCache
-
-
-def fit(engine: TransformersEngine, documents: list[list[int]]) -> Fitted:
-    """Learn everything from the same windows."""
-    caches = engine.prefill(documents)
-    calibrated = kvtc.calibrate(caches)
-    transforms = {
-        KVTC: kvtc.fit(calibrated, BUDGETS),
-        KVTC_SCALED: kvtc_scaled.fit(calibrated, SCALED_BUDGETS),
-        ONE_STEP: kvtc_one_step.fit(calibrated, STEPS),
-    }
-    return Fitted(kvwire_variants(engine, documents, caches), transforms)
-
-
-def kvwire_variants(engine: TransformersEngine, documents: list[list[int]], caches: list[KVCache]) -> list[Variant]:
-    """Every way of using kvwire that is measured: a line for each."""
-    profile = kvwire.fit_profile(caches, statistics=engine.statistics(documents))
-    return [
-        Variant("kvwire", profile),
-    ]
-
-
-def fitted_codings(cache: KVCache, fitted: Fitted) -> Iterator[Coding]:
-    """The codecs that were fitted."""
-    for variant in fitted.variants:
-        blob = kvwire.encode(cache, profile=variant.profile, **variant.encode)
-        levels = kvwire.inspect(blob).levels
-        assert levels[-1].cumulative_bytes == len(blob), "a level's bytes must count the whole blob"
-        for index, level in enumerate(levels):
-            decoded = kvwire.decode(blob, index, profile=variant.profile, dtype=torch.float32)
-            yield Coding(f"{variant.name} {level.name}", variant.name, level.cumulative_bytes, decoded)
-    for family, codings in fitted.transforms.items():
-        for setting, sides in codings.items():
-            stream, decoded = kvtc.roundtrip(cache, sides)
-            yield Coding(f"{family} {setting:g}", family, len(stream), decoded)
-
-
-def plain_codings(cache: KVCache, fitted: Fitted) -> Iterator[Coding]:
-    """The codecs that are not fitted, and KVTC with the paper's raw tail."""
-    for budget in (0.5, 1.0):
-        stream, decoded = kvtc.roundtrip(cache, fitted.transforms[KVTC][budget], tail=128)
-        yield Coding(f"{KVTC} {budget:g}, 128 raw", f"{KVTC}, 128 raw", len(stream), decoded)
-    layers = len(cache.keys)
-    for tokens, level in itertools.product((256, 1024), (None, 1, 2, 3)):
-        if (level and bins_of(layers, level) == bins_of(layers)) or (tokens > 256 and cache.tokens <= 256):
-            continue  # the same bytes under another name
-        size, decoded = encode_size_and_reconstruct(cache, tokens, level)
-        name = "as released" if level is None else f"level {level}"
-        yield Coding(f"CacheGen, {tokens}, {name}", f"CacheGen, {tokens}", size, decoded)
-    for bits, residual in itertools.product((2, 4), (0, 128)):
-        stream, decoded = kivi.roundtrip(cache, bits, residual)
-        family = "KIVI" if not residual else f"KIVI, {residual} raw"
-        yield Coding(f"KIVI {bits}-bit, {residual} raw", family, len(stream), decoded)
-    for bits in (4, 8):
-        stream, decoded = per_token.roundtrip(cache, bits)
-        yield Coding(f"int{bits}, zstd", "int4, int8, zstd", len(stream), decoded)
-    stream, decoded = bfloat16.roundtrip(cache)
-    yield Coding("bfloat16, zstd", "bfloat16, zstd", len(stream), decoded)
 
 
 class AttentionOutputs:
@@ -168,7 +77,6 @@ class AttentionOutputs:
             msg = "this model's attention cannot be watched; open one that attends with sdpa or eager"
             raise SystemExit(msg)
         self._modules = recorder.modules
-        self._outputs: dict[int, Tensor] = {}
 
     @contextmanager
     def kept(self) -> Iterator[dict[int, Tensor]]:
@@ -328,7 +236,9 @@ def measure_kind(
     return {"codecs": figures, "ratios": found}
 
 
-def measure_shift(engine: TransformersEngine, args: argparse.Namespace, kinds: list[str], context: int) -> Figures:
+def measure_shift(
+    engine: TransformersEngine, args: argparse.Namespace, kinds: list[str], context: int
+) -> dict[str, Any]:
     """Fit on the first half of the encyclopaedia; measure on the novel (shifted) and on the second half (in-domain)."""
     if ENCYCLOPAEDIA not in kinds:
         msg = "--shift fits on an encyclopaedia; name one with --encyclopaedia"
@@ -336,7 +246,8 @@ def measure_shift(engine: TransformersEngine, args: argparse.Namespace, kinds: l
     path: Path = args.encyclopaedia
     text = path.read_text(encoding="utf-8")
     first = text[: len(text) // 2]
-    fitted = fit(engine, windows_in(engine, first, path.name, args.calibration, CALIBRATION_TOKENS, args.seed))
+    tokens = calibration_tokens(engine)
+    fitted = fit(engine, windows_in(engine, first, path.name, args.calibration, tokens, args.seed))
     return {
         kind: measure_kind(
             engine,
@@ -351,10 +262,10 @@ def measure_shift(engine: TransformersEngine, args: argparse.Namespace, kinds: l
     }
 
 
-def print_domains(kinds: dict[str, dict[int, Any]], shift: Figures) -> None:
-    """The summary: bits at equal KL, in-domain and shifted, for each length."""
+def print_domains(kinds: dict[str, dict[int, Any]], shift: dict[str, Any], context: int) -> None:
+    """The summary: bits at equal KL, in-domain and shifted. context: the length that ``shift`` was measured at."""
     cases = [(f"{kind}, {length}", found) for kind, lengths in kinds.items() for length, found in lengths.items()]
-    cases += [(f"{kind}, fitted on {ENCYCLOPAEDIA}", found) for kind, found in shift.items()]
+    cases += [(f"{kind}, {context}, fitted on {ENCYCLOPAEDIA}", found) for kind, found in shift.items()]
     rows = [
         [f"{case}: {variant} / {rival}", *map(_told, at.values())]
         for case, found in cases
@@ -455,7 +366,15 @@ def present_kinds(args: argparse.Namespace) -> list[str]:
 def clamped(engine: TransformersEngine, asked: Sequence[int]) -> dict[int, int]:
     """Context lengths that leave room for the continuation, and what was asked for."""
     room = engine.window - CONTINUATION - 1
+    if room < 1 or min(asked) < 1:
+        msg = f"contexts of {asked} tokens and {CONTINUATION} more do not fit the model's window of {engine.window}"
+        raise SystemExit(msg)
     return {min(context, room): context for context in asked}
+
+
+def calibration_tokens(engine: TransformersEngine) -> int:
+    """Length of a calibration window."""
+    return min(CALIBRATION_TOKENS, engine.window)
 
 
 def main() -> None:
@@ -464,7 +383,7 @@ def main() -> None:
     one_thread()  # results do not depend on it; two threads on a busy machine wait for each other
     kinds = present_kinds(args)
     engine = kvwire.open_engine(args.model, dtype=torch.float32)
-    fitted = fit(engine, calibration(engine, args.fit, args.calibration, CALIBRATION_TOKENS, args.seed))
+    fitted = fit(engine, calibration(engine, args.fit, args.calibration, calibration_tokens(engine), args.seed))
     contexts = clamped(engine, args.contexts)
     found: dict[str, dict[int, Any]] = {kind: {} for kind in kinds}
     for context, asked in contexts.items():
@@ -475,7 +394,7 @@ def main() -> None:
             found[kind][context] = measure_kind(engine, fitted, drawn, context, title, plain=True)
     middle = min(contexts, key=lambda context: abs(context - MIDDLE))
     shift = measure_shift(engine, args, kinds, middle) if args.shift else {}
-    print_domains(found, shift)
+    print_domains(found, shift, middle)
     variants = [variant.name for variant in fitted.variants]
     sizes = {v.name: len(v.profile.data) for v in fitted.variants if v.profile is not None}
     settings = {
@@ -486,7 +405,7 @@ def main() -> None:
         "continuation_tokens": CONTINUATION,
         "windows": args.windows,
         "calibration_windows": args.calibration,
-        "calibration_tokens": CALIBRATION_TOKENS,
+        "calibration_tokens": calibration_tokens(engine),
         "exact": "float32",
     }
     results = {"kinds": found, f"fitted_on_{ENCYCLOPAEDIA}": shift, "shift_context": middle, "profile_bytes": sizes}

@@ -48,12 +48,13 @@ def decode(data: bytes, shape: tuple[int, ...], bits: int, residual: int, *, per
     heads, tokens, dim = shape
     split = quantised_tokens(tokens, residual, per_channel=per_channel)
     raw = 2 * heads * (tokens - split) * dim
-    groups = heads * (dim * split // GROUP if per_channel else split * -(-dim // GROUP))
+    groups = heads * dim * split // GROUP if per_channel else split * -(-heads * dim // GROUP)
     grouped = _dequantise(data[: len(data) - raw], groups, bits)
     if per_channel:
         part = grouped.reshape(heads, dim, split).transpose(1, 2)
     else:
-        part = grouped.reshape(heads, split, -(-dim // GROUP) * GROUP)[:, :, :dim]
+        padded = -(-heads * dim // GROUP) * GROUP
+        part = grouped.reshape(split, padded)[:, : heads * dim].reshape(split, heads, dim).transpose(0, 1)
     return torch.cat([part, from_bfloat16(data[len(data) - raw :], (heads, tokens - split, dim))], 1).contiguous()
 
 
@@ -64,11 +65,11 @@ def quantised_tokens(tokens: int, residual: int, *, per_channel: bool) -> int:
 
 
 def _grouped(values: Tensor, *, per_channel: bool) -> Tensor:
-    """``[groups, 32]``; heads whose dim is no multiple of 32 repeat the last element."""
+    """``[groups, 32]``. Groups of a token's values run on from head to head, the last one repeats its last element."""
     if per_channel:
         return values.transpose(1, 2).reshape(-1, GROUP)
-    short = -values.shape[2] % GROUP
-    return torch.cat([values, values[:, :, -1:].expand(-1, -1, short)], 2).reshape(-1, GROUP)
+    flat = values.transpose(0, 1).flatten(1)
+    return torch.cat([flat, flat[:, -1:].expand(-1, -flat.shape[1] % GROUP)], 1).reshape(-1, GROUP)
 
 
 def _quantise(groups: Tensor, bits: int) -> bytes:

@@ -158,8 +158,8 @@ def test_allocation_equals_brute_force(seed):
     components = 5
     choices = [kvtc.Choice(i, i + 1, 0, 0, float(draw.exponential())) for i in range(components)]
     for start, stop in itertools.combinations(range(components + 1), 2):
-        for bits in (1, 2):
-            choices.append(kvtc.Choice(start, stop, bits, int(draw.integers(1, 6)), float(draw.exponential())))
+        costs, errors = draw.integers(1, 6, 2), draw.exponential(size=2)
+        choices += [kvtc.Choice(start, stop, 1 + i, int(costs[i]), float(errors[i])) for i in range(2)]
     budgets = [0, 1, 3, 7, 12]
     for budget, plan in zip(budgets, kvtc.allocate(choices, components, budgets), strict=True):
         assert [c.start for c in plan] == [0, *(c.stop for c in plan[:-1])]
