@@ -7,7 +7,7 @@ from kvwire.codec.fit import fit_profile
 from kvwire.codec.positions import positions_off, positions_on, rotate, rotation, shift_keys
 from kvwire.codec.profile import Profile
 from kvwire.codec.quantiser import Ladder
-from kvwire.codec.statistics import Statistics
+from kvwire.codec.statistics import Statistics, Vocabulary
 from kvwire.types import CacheMeta, KVCache
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Ladder",
     "Profile",
     "Statistics",
+    "Vocabulary",
     "decode",
     "encode",
     "fit_profile",

@@ -24,18 +24,19 @@ MAX_PACKED_TOTAL = 16 << 20
 _PROLOGUE = struct.Struct("<8sHHIIQIII")
 """magic, major, minor, incompatible flags, compatible flags, file bytes, CRC-32, metadata stored, metadata raw."""
 _CRC_AT = 28
-_DTYPES = ("<f2", "<f4", "<i2", "<u2")
+_DTYPES = ("<f2", "<f4", "<i2", "<u2", "|i1")
 
 Arrays = dict[str, "NDArray[np.generic]"]
 
 
 def pack_arrays(magic: bytes, head: dict[str, Any], arrays: Arrays) -> bytes:
     """Serialise a JSON head and arrays, zstd-compressed where that helps; the same input gives the same bytes."""
-    listed, parts = [], []
+    listed, parts, budget = [], [], MAX_PACKED_TOTAL
     for name in sorted(arrays):
         array = np.ascontiguousarray(arrays[name])
         array = array.astype(array.dtype.newbyteorder("<"), copy=False)
-        parts.append(_smaller(array.tobytes()))
+        parts.append(_smaller(array.tobytes(), budget))
+        budget -= array.nbytes if len(parts[-1]) < array.nbytes else 0
         listed.append([name, array.dtype.newbyteorder("=").str.replace("=", "<"), list(array.shape), len(parts[-1])])
     meta, raw = pack_json({"arrays": listed, "head": head})
     body = meta + b"".join(parts)
@@ -45,9 +46,9 @@ def pack_arrays(magic: bytes, head: dict[str, Any], arrays: Arrays) -> bytes:
     return _PROLOGUE.pack(magic, *VERSION, 0, 0, size, crc, len(meta), raw) + body
 
 
-def _smaller(raw: bytes) -> bytes:
+def _smaller(raw: bytes, budget: int) -> bytes:
     """The array itself or its zstd frame, whichever is shorter; frames only where a reader accepts them."""
-    if len(raw) > MAX_PACKED_BYTES:
+    if len(raw) > min(MAX_PACKED_BYTES, budget):
         return raw
     packed = zstandard.ZstdCompressor(level=19, write_content_size=True).compress(raw)
     return packed if len(packed) < len(raw) else raw

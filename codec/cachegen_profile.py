@@ -12,7 +12,7 @@ import numpy as np
 from kvwire.codec.arrays import pack_arrays, unpack_arrays
 from kvwire.codec.cachegen_coder import sound
 from kvwire.codec.layout import layers_from_json, layers_to_json, shapes_of
-from kvwire.codec.profile import SIDES, Side, side_widths
+from kvwire.codec.profile import Side, plane_width, planes_of
 from kvwire.codec.quantiser import MAX_LEVELS
 from kvwire.errors import CorruptError, MismatchError
 
@@ -141,10 +141,9 @@ class CacheGenProfile:
 def blocks_of(layers: tuple[LayerSpec, ...]) -> tuple[Block, ...]:
     """Keys, then values, of every layer with a cache."""
     out: list[Block] = []
-    for side in SIDES:
-        for layer, width in enumerate(side_widths(layers, side)):
-            start = out[-1].rows.stop if out else 0
-            out += [Block(side, layer, slice(start, start + width))] if width else []
+    for side, layer in planes_of(layers):
+        start = out[-1].rows.stop if out else 0
+        out.append(Block(side, layer, slice(start, start + plane_width(layers, (side, layer)))))
     return tuple(out)
 
 

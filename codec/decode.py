@@ -12,6 +12,7 @@ from kvwire.codec import _kernels
 from kvwire.codec.container import Head, parse_head
 from kvwire.codec.layout import shapes_of
 from kvwire.codec.positions import rotation
+from kvwire.codec.prediction import Text
 from kvwire.codec.profile import Profile
 from kvwire.codec.segment import MAX_CHUNK_SYMBOLS, ChunkState, decode_segment
 from kvwire.codec.transform import scatter, synthesise
@@ -49,12 +50,14 @@ class BlobDecoder:
         offset: int | None = 0,
         out: KVCache | None = None,
         check: bool = True,
+        hidden: Tensor | None = None,
     ) -> None:
         """Parse the head, pick the profile and allocate the output; raises as ``decode`` does."""
         self._head = head if isinstance(head, Head) else parse_head(head, check=check)
         self._check = check
         self._offset = offset
         self._profile = _profile_for(self._head, profile)
+        self._text = Text(self._profile, self.info.tokens, self.info.token_ids, hidden)
         self._check_positions()
         if dtype is not None and not dtype.is_floating_point:
             msg = f"a cache holds floating-point numbers, it cannot be decoded to {dtype}"
@@ -84,8 +87,10 @@ class BlobDecoder:
         step = self._head.levels[len(segments) - 1].step
         turns = self._turns(start, stop)
         at = 0
-        for group in self._profile.groups:
-            scatter(_elements(state, group, at, step), group, self.cache, self.info.meta, start, turns)
+        for index, group in enumerate(self._profile.groups):
+            expected = self._text.expected(index, start, stop)
+            elements = synthesise(_coefficients(state, group, at, step), group, *expected)
+            scatter(elements, group, self.cache, self.info.meta, start, turns)
             at += group.rank
 
     def _advance(self, state: ChunkState, segment: SegmentInfo, data: bytes) -> None:
@@ -133,6 +138,7 @@ def decode(
     *,
     offset: int | None = 0,
     check: bool = True,
+    hidden: Tensor | None = None,
 ) -> KVCache:
     """Decode a whole blob at one quality level.
 
@@ -155,7 +161,7 @@ def decode(
         if len(row) <= index:
             msg = f"chunk {chunk} lacks level {index}; ask for a lower level"
             raise ArgumentError(msg)
-    decoder = BlobDecoder(head, profile, device=device, dtype=dtype, offset=offset, check=check)
+    decoder = BlobDecoder(head, profile, device=device, dtype=dtype, offset=offset, check=check, hidden=hidden)
     for chunk, row in enumerate(info.segments):
         decoder.decode_chunk(chunk, [blob[s.offset : s.end] for s in row[: index + 1]])
     return decoder.cache
@@ -245,10 +251,10 @@ def _empty(info: BlobInfo, device: str | torch.device, dtype: torch.dtype, offse
     return KVCache(keys, values, meta, info.token_ids)
 
 
-def _elements(state: ChunkState, group: Group, start: int, step: float) -> Tensor:
-    """A group's elements ``[tokens, width]``, from its columns up to the last coded one: the KLT has sorted them."""
+def _coefficients(state: ChunkState, group: Group, start: int, step: float) -> Tensor:
+    """A group's coefficients up to its last coded column, ``[tokens, columns]``: the KLT has sorted them."""
     coded = state.classes[start : start + group.rank].nonzero()[0]
     last = int(coded[-1]) + 1 if len(coded) else 0
     coefficients = torch.empty(state.tokens, last, dtype=torch.float32)
     _kernels.dequantise(state.values[:, start : start + last], step, coefficients.numpy())
-    return synthesise(coefficients, group)
+    return coefficients

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvwire.codec.container import MAX_CHUNK_TOKENS, Coded, Draft, Level, pack_blob
 from kvwire.codec.fit import identity_profile
+from kvwire.codec.prediction import Text
 from kvwire.codec.quantiser import Ladder, ladder_for, quantise, split_levels
 from kvwire.codec.segment import MAX_CHUNK_SYMBOLS, ChunkState, encode_segment
 from kvwire.codec.tables import column_classes
@@ -17,6 +18,8 @@ from kvwire.errors import ArgumentError
 from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kvwire.codec.profile import Profile
     from kvwire.types import CacheMeta, KVCache
 
@@ -30,6 +33,7 @@ def encode(
     levels: Ladder | int | None = None,
     *,
     chunk_tokens: int = CHUNK_TOKENS,
+    hidden: Tensor | None = None,
 ) -> bytes:
     """Encode a document's cache into a layered blob.
 
@@ -50,6 +54,7 @@ def encode(
     if min(cache.tokens, chunk_tokens) * used.rank > MAX_CHUNK_SYMBOLS:
         msg = f"a chunk may hold {MAX_CHUNK_SYMBOLS // used.rank} tokens of a model this wide, got {chunk_tokens}"
         raise ArgumentError(msg)
+    text = Text(used, cache.tokens, cache.token_ids, hidden)
     starts = range(0, cache.tokens, chunk_tokens)
     named = zip(ladder.names, ladder.steps, ladder.shifts, strict=True)
     return pack_blob(
@@ -61,13 +66,14 @@ def encode(
             levels=tuple(Level(name, step, shift) for name, step, shift in named),
             profile_digest="" if profile is None else used.digest,
             profile_bytes=used.data if profile is None else b"",
-            segments=[_encode_chunk(cache, used, ladder, at, min(at + chunk_tokens, cache.tokens)) for at in starts],
+            segments=[_encode_chunk(cache, text, ladder, at, min(at + chunk_tokens, cache.tokens)) for at in starts],
         )
     )
 
 
-def _encode_chunk(cache: KVCache, profile: Profile, ladder: Ladder, start: int, stop: int) -> list[Coded]:
-    coefficients, energy = analyse(cache, profile, start, stop)
+def _encode_chunk(cache: KVCache, text: Text, ladder: Ladder, start: int, stop: int) -> list[Coded]:
+    profile = text.profile
+    coefficients, energy = analyse(cache, text, start, stop)
     values, refinements = split_levels(quantise(coefficients, ladder.steps[-1]), len(ladder.steps))
     unit = column_classes(coefficients)
     kept = energy_of(coefficients)

@@ -1,21 +1,25 @@
-"""Fitting a profile: the attention-weighted KLT, how wide its coefficients spread, and the tables.
+"""Fitting a profile: what the text predicts, the attention-weighted KLT of the rest, and the tables.
 
-It degrades with what is known: caches and statistics give the attention-weighted KLT, caches alone an unweighted one,
-and without caches the identity remains, which ``encode`` derives from each cache by itself.
+It degrades with what is known: caches and statistics give prediction and weights, caches alone an unweighted KLT, and
+without caches the identity remains, which ``encode`` derives from each cache by itself.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from kvwire.codec import _kernels
-from kvwire.codec.profile import SIDES, Group, Profile, Side, side_widths
+from kvwire.codec.moments import Features, feature_moments, group_moments, spans
+from kvwire.codec.prediction import Text
+from kvwire.codec.profile import SIDES, Group, Profile, plane_width, planes_of
 from kvwire.codec.quantiser import Ladder, quantise, split_levels
+from kvwire.codec.regression import predict
 from kvwire.codec.tables import ALPHABET, CLASSES, CONTEXTS, Tables, class_of, clip_class, column_classes, fit_tables
-from kvwire.codec.transform import analyse, gather
+from kvwire.codec.transform import analyse, gather_planes
 from kvwire.errors import ArgumentError, CacheValueError, MismatchError
 
 if TYPE_CHECKING:
@@ -24,11 +28,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from kvwire.codec.moments import Moments
+    from kvwire.codec.profile import Plane
+    from kvwire.codec.regression import Prediction
     from kvwire.codec.statistics import Statistics
     from kvwire.types import KVCache, LayerSpec
 
-GROUP_WIDTH = 2048
-"""Elements for one token in a group: neighbouring layers share what is common, the eigenproblem takes seconds."""
+GROUP_WIDTH = 4096
+"""Elements for one token in a group: keys and values of neighbouring layers share what is common to them."""
 RANK_CUT = 0.05
 """Coefficients narrower than this many of the finest steps are left out: they would never be coded."""
 _METRIC_FLOOR = 1e-3
@@ -39,8 +46,6 @@ _TINY = 1e-20
 """Stands for zero where something is divided by."""
 _RESOLUTION = 2.0**-20
 """Scatter below this share of the mean is rounding noise, whatever a layer's scale."""
-_CHUNK = 1024
-"""Tokens gathered at a time."""
 
 
 def fit_profile(
@@ -50,18 +55,56 @@ def fit_profile(
     group_width: int = GROUP_WIDTH,
     rank_cut: float = RANK_CUT,
     ladder: Ladder | None = None,
+    text: bool = True,
+    head_start: int = 0,
+    hidden: Sequence[Tensor] | None = None,
+    small: bool = False,
 ) -> Profile | None:
     """Learn a profile from calibration caches of one model (a few thousand tokens will do).
 
-    caches: documents' caches, all of one layout. statistics: the engine's query energies and value metrics.
-    group_width: elements for one token up to which neighbouring layers are transformed together. rank_cut: see
-    RANK_CUT; 0 keeps every direction. ladder: the quality levels that the tables are tuned for.
+    caches: documents' caches, all of one layout. statistics: the engine's metrics and token features.
+    group_width: elements for one token up to which keys and values of neighbouring layers are transformed together.
+    rank_cut: see RANK_CUT; 0 keeps every direction. ladder: the quality levels that the tables are tuned for.
+    text: predict from the tokens, where the statistics know them and caches carry theirs.
+    head_start, hidden: predict from the hidden states after that many layers, ``[tokens, size]`` for each cache, as
+    ``engine.head_start`` computes them; blobs then need them for decoding.
+    small: store the transform in 8 bits an entry, half the size for about one per cent of rate.
     Returns None where there are no caches, or a single token in all: ``encode(cache, profile=None)`` then uses the
     identity transform.
     Raises MismatchError where the caches are of different models, ArgumentError where a setting is impossible.
     """
     if not caches or sum(cache.tokens for cache in caches) <= 1:
         return None
+    _check(caches, statistics, group_width, rank_cut)
+    if (head_start > 0) != (hidden is not None):
+        msg = "head_start names the layers that hidden comes from: give both or neither"
+        raise ArgumentError(msg)
+    first = caches[0].meta
+    ladder = ladder or Ladder()
+    features = Features(caches, statistics.vocabulary if statistics and text else None, hidden)
+    seen = feature_moments(caches, features)
+    planes = group_planes(first.layers, group_width)
+    moments = [group_moments(caches, group, features, seen) for group in planes]
+    metrics = [_metric(first.layers, statistics, *pair) for pair in zip(planes, moments, strict=True)]
+    prediction = predict(seen, moments, metrics, features.table, features.of_hidden)
+    groups = tuple(
+        _basis(*each, seen.tokens, rank_cut * ladder.steps[-1], small=small)
+        for each in zip(planes, moments, metrics, prediction.of_groups(moments, seen), strict=True)
+    )
+    notes: dict[str, str | int | float] = {"tokens": seen.tokens, "weighted": int(statistics is not None)}
+    draft = Profile(
+        first.model_id, first.model_revision, first.layers, groups, _no_counts(), notes, prediction.table,
+        head_start, features.of_hidden if prediction.features else 0,
+    )  # fmt: skip
+    tables = count_tables([Text(draft, c.tokens, c.token_ids, h) for c, h in _pairs(caches, hidden)], caches, ladder)
+    return replace(draft, tables=tables)
+
+
+def _pairs(caches: Sequence[KVCache], hidden: Sequence[Tensor] | None) -> list[tuple[KVCache, Tensor | None]]:
+    return [(cache, None if hidden is None else hidden[number]) for number, cache in enumerate(caches)]
+
+
+def _check(caches: Sequence[KVCache], statistics: Statistics | None, group_width: int, rank_cut: float) -> None:
     if group_width < 1 or not 0 <= rank_cut < 1:
         msg = f"group_width must be at least 1 and rank_cut in [0, 1), got {group_width} and {rank_cut}"
         raise ArgumentError(msg)
@@ -69,42 +112,29 @@ def fit_profile(
     if any(cache.meta.config_digest() != first.config_digest() for cache in caches):
         msg = "calibration caches must all come from one model with one layout"
         raise MismatchError(msg)
-    if statistics and {len(statistics.query_energy), len(statistics.value_metric)} != {len(first.layers)}:
+    if statistics and {len(statistics.query_metric), len(statistics.value_metric)} != {len(first.layers)}:
         msg = f"the statistics must name each of the {len(first.layers)} layers, with None where nothing is known"
         raise ArgumentError(msg)
-    ladder = ladder or Ladder()
-    groups = tuple(
-        _fit_group(caches, statistics, side, layers, rank_cut * ladder.steps[-1])
-        for side in SIDES
-        for layers in _group_layers(first.layers, side, group_width)
-    )
-    draft = Profile(first.model_id, first.model_revision, first.layers, groups, _no_counts())
-    tokens = sum(cache.tokens for cache in caches)
-    notes: dict[str, str | int | float] = {"tokens": tokens, "weighted": int(statistics is not None)}
-    tables = count_tables(draft, caches, ladder)
-    return Profile(draft.model_id, draft.model_revision, draft.layers, draft.groups, tables, notes)
 
 
 def identity_profile(cache: KVCache, ladder: Ladder) -> Profile:
     """A profile derived from one cache alone: per-element means, one scale for each layer, no rotation of the basis."""
-    groups = tuple(
-        _identity_group(cache, side, layer)
-        for side in SIDES
-        for layer, width in enumerate(side_widths(cache.meta.layers, side))
-        if width
-    )
+    groups = tuple(_identity_group(cache, plane) for plane in planes_of(cache.meta.layers))
     draft = Profile("", "", cache.meta.layers, groups, _no_counts())
-    return Profile("", "", draft.layers, draft.groups, count_tables(draft, [cache], ladder))
+    return replace(draft, tables=count_tables([Text(draft, cache.tokens, None)], [cache], ladder))
 
 
-def _identity_group(cache: KVCache, side: Side, layer: int) -> Group:
-    elements = gather(cache, side, (layer,), 0, cache.tokens)
+def _identity_group(cache: KVCache, plane: Plane) -> Group:
+    elements = gather_planes(cache, (plane,), 0, cache.tokens)
     mean = elements.mean(0, dtype=torch.float64).float()
     centred = elements - mean
-    _check_finite(centred, side, (layer,))
+    if not np.isfinite(centred.numpy()).all():
+        msg = f"the {plane[0]}s of layer {plane[1]} are too large for float32; prefill them again"
+        raise CacheValueError(msg)
     scale = max(_rms(centred), _RESOLUTION * _rms(mean), _TINY)
     spread = column_classes((centred / scale).numpy())
-    return Group(side, (layer,), _halved(mean, scale), np.full(len(mean), scale, np.float32), _as_spread(spread))
+    row_scale = np.full(len(mean), scale, np.float32)
+    return Group((plane,), _halved(mean, scale), _as_spread(spread), row_scale=row_scale)
 
 
 def _halved(mean: Tensor, scale: float) -> NDArray[np.float32]:
@@ -120,12 +150,6 @@ def _rms(values: Tensor) -> float:
     return largest * float((values / largest).square().mean().sqrt()) if largest else 0.0
 
 
-def _check_finite(values: Tensor, side: Side, layers: tuple[int, ...]) -> None:
-    if not np.isfinite(values.numpy()).all():
-        msg = f"the {side}s of layers {layers[0]} to {layers[-1]} are too large for float32; prefill them again"
-        raise CacheValueError(msg)
-
-
 def _as_spread(classes: NDArray[np.int64]) -> NDArray[np.int16]:
     return np.clip(classes, -1000, 1000).astype(np.int16)
 
@@ -134,51 +158,59 @@ def _no_counts() -> Tables:
     return fit_tables(np.zeros((CLASSES, ALPHABET)), np.zeros((CLASSES, CONTEXTS, 3)))
 
 
-def _group_layers(layers: tuple[LayerSpec, ...], side: Side, group_width: int) -> list[tuple[int, ...]]:
-    """Runs of neighbouring layers whose widths add up to at most ``group_width``; a wider layer stands alone."""
-    runs: list[list[int]] = []
+def group_planes(layers: tuple[LayerSpec, ...], group_width: int) -> list[tuple[Plane, ...]]:
+    """Runs of neighbouring layers whose keys and values add up to at most ``group_width``; a wider layer stands alone.
+
+    A layer that is wider than that by itself has its keys and values apart.
+    """
+    runs: list[list[Plane]] = []
     room = 0
-    for layer, width in enumerate(side_widths(layers, side)):
-        if not width:
-            continue
-        if width > room:
-            runs.append([])
-            room = max(group_width, width)
-        runs[-1].append(layer)
-        room -= width
-    return [tuple(run) for run in runs]
+    for layer in range(len(layers)):
+        planes = [plane for side in SIDES if plane_width(layers, plane := (side, layer))]
+        width = sum(plane_width(layers, plane) for plane in planes)
+        pieces = [planes] if width <= group_width else [[plane] for plane in planes]
+        for piece in pieces:
+            need = sum(plane_width(layers, plane) for plane in piece)
+            if need > room:
+                runs.append([])
+                room = max(group_width, need)
+            runs[-1] += piece
+            room -= need
+    return [tuple(sorted(run)) for run in runs if run]
 
 
-def _fit_group(
-    caches: Sequence[KVCache], statistics: Statistics | None, side: Side, layers: tuple[int, ...], cut: float
-) -> Group:
-    pieces = [
-        gather(cache, side, layers, start, min(start + _CHUNK, cache.tokens))
-        for cache in caches
-        for start in range(0, cache.tokens, _CHUNK)
-    ]
-    tokens = sum(len(piece) for piece in pieces)
-    mean = torch.stack([piece.sum(0, dtype=torch.float64) for piece in pieces]).sum(0).div(tokens).float()
-    covariance = torch.zeros(len(mean), len(mean), dtype=torch.float64)
-    for piece in pieces:
-        centred = piece - mean
-        covariance += (centred.T @ centred).double()
-    covariance /= tokens
-    _check_finite(covariance, side, layers)
-    blocks = [_metric_block(caches[0].meta.layers[layer], statistics, side, layer) for layer in layers]
-    metric = _balanced(blocks, mean.double(), covariance)
-    return _basis(side, layers, mean, covariance, metric, tokens, cut)
+def _metric(
+    layers: tuple[LayerSpec, ...], statistics: Statistics | None, planes: tuple[Plane, ...], moments: Moments
+) -> list[Tensor]:
+    """The attention metric of each plane, float32, scaled so that its weighted energy is 1 for each element.
+
+    A plane that hardly scatters about its mean is scaled by its mean instead, one that is zero by its metric.
+    """
+    out, start = [], 0
+    for plane in planes:
+        block = _metric_block(layers[plane[1]], statistics, plane)
+        heads, dim, _ = block.shape
+        width = heads * dim
+        own = moments.covariance[start : start + width, start : start + width].reshape(heads, dim, heads, dim)
+        mean = moments.mean[start : start + width].reshape(heads, dim)
+        scatter = float(torch.einsum("hde,hdhe->", block, own))
+        constant = float(torch.einsum("hde,hd,he->", block, mean, mean))
+        trace = float(torch.diagonal(block, dim1=1, dim2=2).sum())
+        energy = max(scatter, _RESOLUTION**2 * constant) or trace
+        out.append((block * (width / energy)).float())
+        start += width
+    return out
 
 
-def _metric_block(spec: LayerSpec, statistics: Statistics | None, side: Side, layer: int) -> Tensor:
-    """The attention metric of a layer, float64 ``[heads, dim, dim]``, floored; the unit matrix where it is unknown."""
+def _metric_block(spec: LayerSpec, statistics: Statistics | None, plane: Plane) -> Tensor:
+    """The attention metric of a plane, float64 ``[heads, dim, dim]``, floored; the unit matrix where it is unknown."""
+    side, layer = plane
     dim = spec.key_dim if side == "key" else spec.value_dim
     block = torch.eye(dim, dtype=torch.float64).repeat(spec.kv_heads, 1, 1)
     if statistics is not None:
-        known = (statistics.query_energy if side == "key" else statistics.value_metric)[layer]
+        known = (statistics.query_metric if side == "key" else statistics.value_metric)[layer]
         if known is not None:
             given = known.double().cpu()
-            given = torch.diag_embed(given) if side == "key" else given
             if given.shape != block.shape or not np.isfinite(given.numpy()).all():
                 msg = (
                     f"layer {layer}'s {side} statistics have another shape than its {side}s, or NaN; measure them again"
@@ -189,53 +221,41 @@ def _metric_block(spec: LayerSpec, statistics: Statistics | None, side: Side, la
     return block + max(_METRIC_FLOOR * mean_weight, _TINY) * torch.eye(dim, dtype=torch.float64)
 
 
-def _balanced(blocks: list[Tensor], mean: Tensor, covariance: Tensor) -> list[Tensor]:
-    """Each layer's metric, float32, scaled so that its weighted energy is 1 for each element.
-
-    A layer that hardly scatters about its mean is scaled by its mean instead, one that is zero by its metric.
-    """
-    out, start = [], 0
-    for block in blocks:
-        heads, dim, _ = block.shape
-        width = heads * dim
-        own = covariance[start : start + width, start : start + width].reshape(heads, dim, heads, dim)
-        scatter = float(torch.einsum("hde,hdhe->", block, own))
-        constant = float(torch.einsum("hde,hd,he->", block, *(2 * [mean[start : start + width].reshape(heads, dim)])))
-        trace = float(torch.diagonal(block, dim1=1, dim2=2).sum())
-        energy = max(scatter, _RESOLUTION**2 * constant) or trace
-        out.append((block * (width / energy)).float())
-        start += width
-    return out
-
-
 def _basis(
-    side: Side,
-    layers: tuple[int, ...],
-    mean: Tensor,
-    covariance: Tensor,
+    planes: tuple[Plane, ...],
+    moments: Moments,
     metric: list[Tensor],
+    predicted: Prediction,
     tokens: int,
     cut: float,
+    *,
+    small: bool,
 ) -> Group:
-    """Eigenvectors of the weighted covariance, as synthesis rows; see ``Group``."""
+    """Eigenvectors of the weighted covariance of what prediction leaves, as synthesis rows; see ``Group``."""
     root, inverse = _roots(metric)
-    weighted = root @ covariance @ root
+    weighted = root @ predicted.covariance @ root
     isotropic = weighted.diagonal().mean() * _SHRINKAGE_TOKENS / (tokens + _SHRINKAGE_TOKENS) * 1e-3
     weighted.diagonal().add_(isotropic)
     energies, vectors = torch.linalg.eigh(weighted)
     energies, vectors = energies.flip(0), vectors.flip(1)
     # Only many tokens can tell that a direction is empty; a few leave most directions unseen.
     kept = max(1, int((energies.clamp(min=0).sqrt() >= cut).sum())) if tokens >= len(energies) else len(energies)
-    rows = (inverse @ vectors[:, :kept]).T.float()
-    row_scale = rows.abs().amax(1).clamp(min=1e-20)
+    rows = (inverse @ vectors[:, :kept]).T
     spread = class_of(energies[:kept].clamp(min=0).sqrt().numpy())
     blocks = tuple(_compact(block).contiguous().numpy() for block in metric)
-    unit_rows = (rows / row_scale[:, None]).numpy().astype(np.float16)
-    return Group(side, layers, mean.numpy(), row_scale.numpy(), _as_spread(spread), unit_rows, blocks)
+    stored = _in_8_bits(rows) if small else rows.bfloat16()
+    mean = predicted.mean.float().numpy()
+    return Group(planes, mean, _as_spread(spread), stored, None, blocks, predicted.predictor)
+
+
+def _in_8_bits(rows: Tensor) -> Tensor:
+    """Each row as whole numbers up to 127 times a power of two, which bfloat16 holds exactly."""
+    step = torch.ldexp(torch.ones(len(rows), 1), torch.frexp(rows.abs().amax(1, keepdim=True))[1] - 7)
+    return ((rows.float() / step).round().clamp(-127, 127) * step).bfloat16()
 
 
 def _compact(block: Tensor) -> Tensor:
-    """A diagonal metric as a vector: keys' always is."""
+    """A diagonal metric as a vector."""
     diagonal = torch.diagonal(block, dim1=1, dim2=2)
     return diagonal.reshape(-1) if torch.equal(torch.diag_embed(diagonal), block) else block
 
@@ -261,17 +281,16 @@ def _block_diagonal(blocks: list[Tensor]) -> Tensor:
     return out
 
 
-def count_tables(profile: Profile, caches: Sequence[KVCache], ladder: Ladder) -> Tables:
+def count_tables(texts: Sequence[Text], caches: Sequence[KVCache], ladder: Ladder) -> Tables:
     """Tables counted from what the quantiser makes of the calibration caches, all levels of the ladder together."""
     base, ternary = np.zeros((CLASSES, ALPHABET), np.int64), np.zeros((CLASSES, CONTEXTS, 3), np.int64)
-    for cache in caches:
-        for start in range(0, cache.tokens, _CHUNK):
-            coefficients, _ = analyse(cache, profile, start, min(start + _CHUNK, cache.tokens))
-            values, symbols = split_levels(quantise(coefficients, ladder.steps[-1]), len(ladder.steps))
-            unit = column_classes(coefficients)
-            for level, shift in enumerate(ladder.shifts):
-                classes = np.where(values[level].any(axis=0), clip_class(unit - shift), 0).astype(np.int32)
-                _kernels.count_base(values[level], classes, base)
-                if level:
-                    _kernels.count_ternary(values[level - 1], symbols[level - 1], classes, ternary)
+    for number, start, stop in spans(caches):
+        coefficients, _ = analyse(caches[number], texts[number], start, stop)
+        values, symbols = split_levels(quantise(coefficients, ladder.steps[-1]), len(ladder.steps))
+        unit = column_classes(coefficients)
+        for level, shift in enumerate(ladder.shifts):
+            classes = np.where(values[level].any(axis=0), clip_class(unit - shift), 0).astype(np.int32)
+            _kernels.count_base(values[level], classes, base)
+            if level:
+                _kernels.count_ternary(values[level - 1], symbols[level - 1], classes, ternary)
     return fit_tables(base, ternary)

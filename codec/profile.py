@@ -8,6 +8,7 @@ coefficient usually spreads. It also holds the entropy coder's tables. It is con
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +18,7 @@ import torch
 
 from kvwire.codec.arrays import pack_arrays, unpack_arrays
 from kvwire.codec.layout import layers_from_json, layers_to_json, shapes_of
+from kvwire.codec.prediction import ROWS_BYTES, Expectations
 from kvwire.codec.tables import Tables
 from kvwire.errors import CorruptError, MismatchError
 
@@ -28,32 +30,41 @@ if TYPE_CHECKING:
 
 Side = Literal["key", "value"]
 SIDES: tuple[Side, ...] = ("key", "value")
+Plane = tuple[Side, int]
+"""The keys or the values of one layer."""
 MAGIC = b"\x89KVP\r\n\x1a\n"
+MAX_FEATURES = 1 << 16
+"""Features of a token: embedding widths end far below."""
+_STEEPEST = 8.0
+_STEEPEST_ROW = 120
+"""Powers of two that a row may be scaled by: within bfloat16's range."""
+_MATRIX = 2
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Keys or values of neighbouring layers, transformed together.
+    """Planes (keys or values of some layers) that are transformed together.
 
-    layers: the layers, ascending. width: elements for one token, layer by layer, head by head. mean: float32
-    ``[width]``. rows: synthesis, ``[rank, width]`` in float16, each row scaled by row_scale float32 ``[rank]``; None
-    for the identity, where row_scale has one entry per element. metric: symmetric blocks ``[heads, dim, dim]`` (or a
-    diagonal ``[width]``) of the attention metric, for each layer in order; the encoder's only.
-    spread: int16 ``[rank]``, the class of each coefficient at step 1.
+    planes: each one's elements follow each other, head by head; width is their sum. mean: float32 ``[width]``.
+    rows: synthesis, bfloat16 ``[rank, width]``: products with quantised values are exact in float32. None for the
+    identity, which has row_scale float32 ``[width]`` instead. spread: int16 ``[rank]``, each coefficient's class at
+    step 1. metric: the attention metric of each plane, symmetric blocks ``[heads, dim, dim]`` or a diagonal
+    ``[width of the plane]``; the encoder's only. predictor: bfloat16 ``[features, width]``, what the text says of the
+    elements; None where it says nothing.
     """
 
-    side: Side
-    layers: tuple[int, ...]
+    planes: tuple[Plane, ...]
     mean: NDArray[np.float32]
-    row_scale: NDArray[np.float32]
     spread: NDArray[np.int16]
-    rows: NDArray[np.float16] | None = None
+    rows: torch.Tensor | None = None
+    row_scale: NDArray[np.float32] | None = None
     metric: tuple[NDArray[np.float32], ...] = ()
+    predictor: torch.Tensor | None = None
 
     @property
     def rank(self) -> int:
         """Coefficients for one token."""
-        return len(self.row_scale)
+        return len(self.spread)
 
     @property
     def width(self) -> int:
@@ -63,16 +74,14 @@ class Group:
     @cached_property
     def synthesis(self) -> torch.Tensor | None:
         """float32 ``[rank, width]``, coefficients to elements; None for the identity."""
-        if self.rows is None:
-            return None
-        return torch.from_numpy(self.rows.astype(np.float32) * self.row_scale[:, None])
+        return None if self.rows is None else self.rows.float()
 
     @cached_property
     def analysis(self) -> torch.Tensor | None:
         """float32 ``[width, rank]``, elements to the coefficients whose synthesis lies nearest in the metric.
 
-        The basis was orthonormal in the metric before its rows were rounded to float16. What rounding added matters in
-        directions that attention hardly weighs, so the coefficients solve the normal equations of the rows as stored.
+        The basis was orthonormal in the metric before its rows were rounded. What rounding added matters in directions
+        that attention hardly weighs, so the coefficients solve the normal equations of the rows as stored.
         """
         synthesis = self.synthesis
         if synthesis is None:
@@ -104,6 +113,10 @@ class Profile:
     """Groups, tables and the layout that they fit.
 
     model_id, model_revision: the model that it was fitted on, both empty for a profile derived from one cache alone.
+    table: int8 ``[vocabulary, r]``, what each token says of its keys and values; None without prediction from tokens.
+    head_start: layers whose output predicts the rest; hidden_size: its width, 0 without a head start. A group's
+    predictor has the r rows of the table first, then those of the hidden state.
+    error_to_kl: ``(a, b)`` of ``KL = a * error^b``, measured at calibration; None where it was not.
     """
 
     model_id: str
@@ -112,6 +125,20 @@ class Profile:
     groups: tuple[Group, ...]
     tables: Tables
     notes: dict[str, str | int | float] = field(default_factory=dict)
+    table: NDArray[np.int8] | None = None
+    head_start: int = 0
+    hidden_size: int = 0
+    error_to_kl: tuple[float, float] | None = None
+
+    @property
+    def token_features(self) -> int:
+        """Features that the table has for a token."""
+        return 0 if self.table is None else self.table.shape[1]
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether coding needs the document's token ids."""
+        return self.table is not None
 
     @property
     def rank(self) -> int:
@@ -122,6 +149,14 @@ class Profile:
     def spread(self) -> NDArray[np.int64]:
         """Class at unit step of every coefficient, groups in order."""
         return np.concatenate([group.spread for group in self.groups]).astype(np.int64)
+
+    @cached_property
+    def expectations(self) -> tuple[Expectations, ...]:
+        """What the table says of each group's elements; needs a table."""
+        table = self.table
+        assert table is not None, "a profile without a table expects means"
+        total = sum(group.width for group in self.groups)
+        return tuple(Expectations(group, table, ROWS_BYTES * group.width // total) for group in self.groups)
 
     def check_fits(self, meta: CacheMeta) -> None:
         """Raise MismatchError where a cache is of another model or of another shape."""
@@ -139,14 +174,18 @@ class Profile:
     def data(self) -> bytes:
         """The profile as stored: see docs/format.md."""
         arrays: Arrays = {"base": self.tables.base, "ternary": self.tables.ternary}
+        if self.table is not None:
+            arrays["table"] = self.table
         for index, group in enumerate(self.groups):
             arrays |= {f"g{index}.{name}": array for name, array in _stored(group).items()}
-        described = [{"side": group.side, "layers": list(group.layers)} for group in self.groups]
         head = {
             "model_id": self.model_id,
             "model_revision": self.model_revision,
             "layers": layers_to_json(self.layers),
-            "groups": described,
+            "groups": [[list(plane) for plane in group.planes] for group in self.groups],
+            "head_start": self.head_start,
+            "hidden_size": self.hidden_size,
+            "error_to_kl": None if self.error_to_kl is None else list(self.error_to_kl),
             "notes": self.notes,
         }
         return pack_arrays(MAGIC, head, arrays)
@@ -161,17 +200,19 @@ class Profile:
         """Read a stored profile; raises CorruptError, TruncatedError or FormatVersionError."""
         head, arrays = unpack_arrays(MAGIC, data, what="profile")
         try:
-            layers = layers_from_json(head["layers"])
-            groups = tuple(_group(index, raw, arrays) for index, raw in enumerate(head["groups"]))
             profile = cls(
                 str(head["model_id"]),
                 str(head["model_revision"]),
-                layers,
-                groups,
+                layers_from_json(head["layers"]),
+                tuple(_group(index, raw, arrays) for index, raw in enumerate(head["groups"])),
                 Tables(_typed(arrays["base"], "u2"), _typed(arrays["ternary"], "u2")),
                 dict(head["notes"]),
+                _typed(arrays["table"], "i1") if "table" in arrays else None,
+                _count(head["head_start"]),
+                _count(head["hidden_size"]),
+                _error_to_kl(head["error_to_kl"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             msg = f"the profile's description is damaged ({error}); fetch it again"
             raise CorruptError(msg) from error
         profile.tables.check()
@@ -180,21 +221,51 @@ class Profile:
         return profile
 
 
-def side_widths(layers: tuple[LayerSpec, ...], side: Side) -> list[int]:
-    """Elements for one token of each layer's keys or values; 0 for layers without a cache."""
-    return [0 if s.kind == "none" else (s.key_width if side == "key" else s.value_width) for s in layers]
+def plane_width(layers: tuple[LayerSpec, ...], plane: Plane) -> int:
+    """Elements for one token of a layer's keys or values; 0 for layers without a cache."""
+    side, layer = plane
+    spec = layers[layer]
+    return 0 if spec.kind == "none" else (spec.key_width if side == "key" else spec.value_width)
+
+
+def planes_of(layers: tuple[LayerSpec, ...]) -> list[Plane]:
+    """Every plane that holds something: all keys by layer, then all values."""
+    return [(side, layer) for side in SIDES for layer in range(len(layers)) if plane_width(layers, (side, layer))]
 
 
 def _stored(group: Group) -> Arrays:
-    """A group's arrays by name; a mean that float16 holds exactly is stored so."""
+    """A group's arrays by name; a mean that float16 holds exactly is stored so, rows of 8 bits as such."""
     small = bool((np.abs(group.mean) <= np.finfo(np.float16).max).all())
     half = group.mean.astype(np.float16) if small else None
     exact = half is not None and np.array_equal(half.astype(np.float32), group.mean)
-    named: Arrays = {"mean": half if half is not None and exact else group.mean}
-    named |= {"row_scale": group.row_scale, "spread": group.spread}
+    named: Arrays = {"mean": half if half is not None and exact else group.mean, "spread": group.spread}
+    if group.row_scale is not None:
+        named["row_scale"] = group.row_scale
     if group.rows is not None:
-        named["rows"] = group.rows
+        named |= _stored_rows(group.rows)
+    if group.predictor is not None:
+        named["predictor"] = bits_of(group.predictor)
     return named | {f"metric{number}": block for number, block in enumerate(group.metric)}
+
+
+def _stored_rows(rows: torch.Tensor) -> Arrays:
+    """Rows as bfloat16, or as int8 times a power of two each, where they are just that."""
+    exponent = torch.frexp(rows.float().abs().amax(1))[1] - 7
+    scaled = torch.ldexp(rows.float(), -exponent[:, None])
+    eighth = scaled.round().clamp(-127, 127)
+    if torch.equal(eighth, scaled):
+        return {"rows": eighth.to(torch.int8).numpy(), "row_exponent": exponent.to(torch.int16).numpy()}
+    return {"rows": bits_of(rows)}
+
+
+def bits_of(tensor: torch.Tensor) -> NDArray[np.uint16]:
+    """A bfloat16 tensor's bits."""
+    bits: NDArray[np.uint16] = tensor.contiguous().view(torch.uint16).numpy()
+    return bits
+
+
+def _bfloat16(array: NDArray[np.generic]) -> torch.Tensor:
+    return torch.from_numpy(_typed(array, "u2")).view(torch.bfloat16)
 
 
 def _typed(array: NDArray[np.generic], *kinds: str) -> Any:  # noqa: ANN401 - an array of one of the kinds
@@ -205,56 +276,96 @@ def _typed(array: NDArray[np.generic], *kinds: str) -> Any:  # noqa: ANN401 - an
     return array.astype(array.dtype.newbyteorder("="))
 
 
-def _group(index: int, raw: dict[str, Any], arrays: Arrays) -> Group:
+def _count(raw: Any) -> int:  # noqa: ANN401 - JSON
+    if type(raw) is not int or not 0 <= raw <= MAX_FEATURES:
+        msg = f"{raw!r} is no count"
+        raise ValueError(msg)
+    return raw
+
+
+def _error_to_kl(raw: Any) -> tuple[float, float] | None:  # noqa: ANN401 - JSON
+    if raw is None:
+        return None
+    scale, exponent = (float(number) for number in raw)
+    if not (0 < scale < math.inf and 0 < exponent <= _STEEPEST):
+        msg = f"error_to_kl {raw!r}"
+        raise ValueError(msg)
+    return scale, exponent
+
+
+def _plane(raw: Any) -> Plane:  # noqa: ANN401 - JSON
+    side, layer = raw
+    if side not in SIDES or type(layer) is not int:
+        msg = f"plane {raw!r}"
+        raise ValueError(msg)
+    return side, layer
+
+
+def _group(index: int, raw: Any, arrays: Arrays) -> Group:  # noqa: ANN401 - JSON
     prefix = f"g{index}."
-    side, layers = raw["side"], raw["layers"]
-    if side not in SIDES or any(type(layer) is not int for layer in layers) or layers != sorted(layers):
-        msg = f"group {index}"
+    planes = tuple(_plane(each) for each in raw)
+    identity = prefix + "rows" not in arrays
+    if identity and (prefix + "metric0" in arrays or prefix + "predictor" in arrays):
+        msg = f"group {index} has a metric or a predictor and no rows"
         raise ValueError(msg)
-    rows = arrays.get(prefix + "rows")
-    if rows is None and prefix + "metric0" in arrays:
-        msg = f"group {index} has a metric and no rows"
-        raise ValueError(msg)
-    metrics = [] if rows is None else [arrays[f"{prefix}metric{number}"] for number in range(len(layers))]
     return Group(
-        side,
-        tuple(layers),
+        planes,
         _typed(arrays[prefix + "mean"], "f2", "f4").astype(np.float32),
-        _typed(arrays[prefix + "row_scale"], "f4"),
         _typed(arrays[prefix + "spread"], "i2"),
-        None if rows is None else _typed(rows, "f2"),
-        tuple(_typed(metric, "f4") for metric in metrics),
+        None if identity else _rows(arrays, prefix),
+        _typed(arrays[prefix + "row_scale"], "f4") if identity else None,
+        () if identity else tuple(_typed(arrays[f"{prefix}metric{number}"], "f4") for number in range(len(planes))),
+        _bfloat16(arrays[prefix + "predictor"]) if prefix + "predictor" in arrays else None,
     )
 
 
+def _rows(arrays: Arrays, prefix: str) -> torch.Tensor:
+    raw = arrays[prefix + "rows"]
+    if raw.dtype != np.int8:
+        return _bfloat16(raw)
+    exponent = torch.from_numpy(_typed(arrays[prefix + "row_exponent"], "i2"))
+    if exponent.ndim != 1 or len(exponent) != len(raw) or bool((exponent.abs() > _STEEPEST_ROW).any()):
+        msg = "rows without fitting exponents"
+        raise ValueError(msg)
+    rows = torch.from_numpy(_typed(raw, "i1")).float()
+    return torch.ldexp(rows, exponent.reshape(-1, *([1] * (rows.ndim - 1)))).bfloat16()
+
+
 def _check_groups(profile: Profile) -> None:
-    """Every layer's keys and values in exactly one group, every array finite and of the shape that the layout says."""
-    for side in SIDES:
-        widths = side_widths(profile.layers, side)
-        groups = [group for group in profile.groups if group.side == side]
-        seen = sorted(layer for group in groups for layer in group.layers)
-        if seen != [layer for layer, width in enumerate(widths) if width]:
-            msg = f"the profile does not cover every layer's {side}s exactly once; fetch it again"
-            raise CorruptError(msg)
-        if not all(_sound(group, profile.layers) for group in groups):
-            msg = f"a {side} group of the profile has arrays of the wrong shape or range; fetch it again"
-            raise CorruptError(msg)
+    """Every plane in exactly one group, every array finite and of the shape that the layout says."""
+    count = len(profile.layers)
+    planes = [plane for group in profile.groups for plane in group.planes]
+    if any(not 0 <= layer < count for _, layer in planes) or sorted(planes) != sorted(planes_of(profile.layers)):
+        msg = "the profile does not cover every layer's keys and values exactly once; fetch it again"
+        raise CorruptError(msg)
+    table = profile.table
+    sound = table is None or (table.ndim == _MATRIX and 0 < table.shape[1] <= MAX_FEATURES)
+    if not sound or not all(_sound(group, profile) for group in profile.groups):
+        msg = "a group or the token table of the profile has arrays of the wrong shape or range; fetch it again"
+        raise CorruptError(msg)
 
 
-def _sound(group: Group, layers: tuple[LayerSpec, ...]) -> bool:
-    widths = side_widths(layers, group.side)
-    width = sum(widths[layer] for layer in group.layers)
-    arrays: list[NDArray[Any]] = [group.mean, group.row_scale, *group.metric]
-    arrays += [] if group.rows is None else [group.rows]
-    if group.row_scale.ndim != 1 or group.spread.shape != (group.rank,) or group.mean.shape != (width,):
+def _sound(group: Group, profile: Profile) -> bool:
+    widths = [plane_width(profile.layers, plane) for plane in group.planes]
+    tensors: list[torch.Tensor] = [t for t in (group.rows, group.predictor) if t is not None]
+    arrays = [array for array in (group.mean, group.row_scale, *group.metric) if array is not None]
+    if group.spread.ndim != 1 or group.mean.shape != (sum(widths),):
         return False
-    if not all(np.isfinite(array).all() for array in arrays):
+    if not all(bool(torch.isfinite(t).all()) for t in tensors) or not all(np.isfinite(a).all() for a in arrays):
         return False
+    features = profile.token_features + profile.hidden_size
     if group.rows is None:
-        return group.rank == width and bool((group.row_scale > 0).all())
-    fits = []
-    for layer, metric in zip(group.layers, group.metric, strict=True):
-        heads = layers[layer].kv_heads
-        dim = widths[layer] // heads
-        fits.append(metric.shape in ((widths[layer],), (heads, dim, dim)))
-    return group.rows.shape == (group.rank, width) and all(fits)
+        scale = group.row_scale
+        return not features and scale is not None and scale.shape == (sum(widths),) == group.spread.shape and bool(
+            (scale > 0).all()
+        )
+    if (group.predictor is not None) != (features > 0):
+        return False
+    if group.predictor is not None and group.predictor.shape != (features, sum(widths)):
+        return False
+    heads = [profile.layers[layer].kv_heads for _, layer in group.planes]
+    fits = [
+        metric.shape in ((width,), (head, width // head, width // head))
+        for metric, width, head in zip(group.metric, widths, heads, strict=True)
+    ]
+    return group.rows.shape == (group.rank, sum(widths)) and all(fits)

@@ -8,16 +8,32 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvwire.types import KVCache
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """What is known of tokens without their context.
+
+    features: ``[vocabulary, n]`` float. examples: a cache without positions, each of whose tokens stands for itself
+    behind some ordinary text; not necessarily of every token.
+    """
+
+    features: Tensor
+    examples: KVCache
+
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
     """Attention's own metric on keys and values, layer by layer; None where the engine could not tell.
 
-    query_energy[l]: ``[kv_heads, key_dim]`` float32, the sum over the query heads that share a key head of E[q^2],
-    after any normalisation of queries; an error in a key counts by the queries that will meet it.
+    query_metric[l]: ``[kv_heads, key_dim, key_dim]`` float32, the sum over the query heads that share a key head of
+    E[q q^T], q turned to where an un-rotated key meets it: an error in a key counts by the queries that will meet it.
     value_metric[l]: ``[kv_heads, value_dim, value_dim]`` float32, the sum over those heads of W_o^T W_o: an error in a
     value counts by what the output projection makes of it.
+    vocabulary: None where nothing is known of tokens, and then caches are not predicted from them.
     """
 
-    query_energy: tuple[Tensor | None, ...]
+    query_metric: tuple[Tensor | None, ...]
     value_metric: tuple[Tensor | None, ...]
+    vocabulary: Vocabulary | None = None

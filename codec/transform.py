@@ -6,19 +6,23 @@ metric that attention puts on errors, coefficients are uncorrelated and all dese
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from kvwire.codec.positions import regime_of, rotate, rotation
+from kvwire.codec.positions import rotate, rotation
 from kvwire.errors import CacheValueError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from kvwire.codec.profile import Group, Profile, Side
+    from kvwire.codec.prediction import Text
+    from kvwire.codec.profile import Group, Plane, Side
     from kvwire.types import CacheMeta, KVCache
 
 
@@ -27,31 +31,44 @@ def gather(cache: KVCache, side: Side, layers: tuple[int, ...], start: int, stop
 
     Raises CacheValueError naming the layer that holds NaN or infinity.
     """
+    return gather_planes(cache, tuple((side, layer) for layer in layers), start, stop)
+
+
+def gather_planes(cache: KVCache, planes: Sequence[Plane], start: int, stop: int) -> Tensor:
+    """``gather`` for any planes, in their order."""
     parts = []
-    for layer in layers:
+    turns: dict[int, tuple[Tensor, Tensor]] = {}
+    for side, layer in planes:
         tensor = (cache.keys if side == "key" else cache.values)[layer][:, start:stop].detach()
-        regime = regime_of(cache.meta, layer) if side == "key" and cache.meta.positions == "on" else None
-        if regime is None:
+        index = cache.meta.layers[layer].rope if side == "key" and cache.meta.positions == "on" else None
+        if index is None:
             part = tensor.to("cpu", torch.float32)
         else:
-            cos, sin = rotation(regime, cache.meta.offset + start, stop - start)
+            regime = cache.meta.ropes[index]
+            if index not in turns:
+                turns[index] = rotation(regime, cache.meta.offset + start, stop - start)
+            cos, sin = turns[index]
             part = rotate(tensor.cpu(), regime, cos, -sin)
-        if not np.isfinite(part.numpy()).all():
-            msg = f"layer {layer}'s {side}s hold NaN or infinity; prefill the document again in float32"
-            raise CacheValueError(msg)
         parts.append(part.permute(1, 0, 2).reshape(stop - start, -1))
-    return torch.cat(parts, 1)
+    out = torch.cat(parts, 1)
+    if not math.isfinite(float(out.sum())) and not np.isfinite(out.numpy()).all():
+        bad = next(plane for plane, part in zip(planes, parts, strict=True) if not np.isfinite(part.numpy()).all())
+        msg = f"layer {bad[1]}'s {bad[0]}s hold NaN or infinity; prefill the document again in float32"
+        raise CacheValueError(msg)
+    return out
 
 
-def analyse(cache: KVCache, profile: Profile, start: int, stop: int) -> tuple[NDArray[np.float32], float]:
+def analyse(cache: KVCache, text: Text, start: int, stop: int) -> tuple[NDArray[np.float32], float]:
     """Coefficients of tokens ``start`` to ``stop`` and the weighted energy of what they stand for.
 
-    Returns float32 ``[tokens, profile.rank]``, groups in order, and the energy about the mean in the attention metric,
-    directions that the profile leaves out included.
+    Returns float32 ``[tokens, profile.rank]``, groups in order, and the energy about what was expected in the attention
+    metric, directions that the profile leaves out included.
     """
     parts, energy = [], 0.0
-    for group in profile.groups:
-        centred = gather(cache, group.side, group.layers, start, stop) - torch.from_numpy(group.mean)
+    for index, group in enumerate(text.profile.groups):
+        rows, of_token = text.expected(index, start, stop)
+        centred = gather_planes(cache, group.planes, start, stop)
+        centred -= rows[0] if len(rows) == 1 else rows[torch.from_numpy(of_token.astype(np.int64))]
         coefficients = _project(centred, group)
         parts.append(coefficients.numpy())
         energy += _energy(centred, group) if group.metric else energy_of(parts[-1])
@@ -59,9 +76,12 @@ def analyse(cache: KVCache, profile: Profile, start: int, stop: int) -> tuple[ND
 
 
 def _project(centred: Tensor, group: Group) -> Tensor:
-    """Coefficients ``[tokens, rank]`` of a group's elements ``[tokens, width]``, the mean taken off."""
+    """Coefficients ``[tokens, rank]`` of a group's elements ``[tokens, width]``, the expectation taken off."""
     analysis = group.analysis
-    return centred / torch.from_numpy(group.row_scale) if analysis is None else centred @ analysis
+    if analysis is None:
+        assert group.row_scale is not None, "the identity has a scale for each element"
+        return centred / torch.from_numpy(group.row_scale)
+    return centred @ analysis
 
 
 def energy_of(coefficients: NDArray[np.floating]) -> float:
@@ -86,18 +106,19 @@ def _energy(centred: Tensor, group: Group) -> float:
     return total
 
 
-def synthesise(coefficients: Tensor, group: Group) -> Tensor:
+def synthesise(coefficients: Tensor, group: Group, rows: Tensor, of_token: NDArray[np.uint32]) -> Tensor:
     """Elements ``[tokens, width]`` from the first coefficients of a group, all others being zero.
 
-    Only the coefficients given cost anything: the product runs over those rows of the synthesis matrix.
+    rows, of_token: what is expected, see ``Text.expected``. Only the coefficients given cost anything: the product runs
+    over those rows of the synthesis matrix.
     """
-    mean = torch.from_numpy(group.mean)
+    out = rows[torch.from_numpy(of_token.astype(np.int64))]
     given = coefficients.shape[1]
     if group.synthesis is None:
-        out = mean.repeat(len(coefficients), 1)
+        assert group.row_scale is not None, "the identity has a scale for each element"
         out[:, :given] += coefficients * torch.from_numpy(group.row_scale)[:given]
         return out
-    return torch.addmm(mean, coefficients, group.synthesis[:given])
+    return out.addmm_(coefficients, group.synthesis[:given])
 
 
 def scatter(
@@ -114,12 +135,12 @@ def scatter(
     where positions stay off.
     """
     tokens, at = len(elements), 0
-    for layer in group.layers:
+    for side, layer in group.planes:
         spec = meta.layers[layer]
-        dim = spec.key_dim if group.side == "key" else spec.value_dim
+        dim = spec.key_dim if side == "key" else spec.value_dim
         part = elements[:, at : at + spec.kv_heads * dim].reshape(tokens, spec.kv_heads, dim).permute(1, 0, 2)
         at += spec.kv_heads * dim
-        if group.side == "key" and spec.rope is not None and turns:
+        if side == "key" and spec.rope is not None and turns:
             part = rotate(part, meta.ropes[spec.rope], *turns[spec.rope])
-        target = (out.keys if group.side == "key" else out.values)[layer]
+        target = (out.keys if side == "key" else out.values)[layer]
         target[:, start : start + tokens] = part

@@ -1,7 +1,6 @@
-"""Statistics for the profile: how strong queries are, and what the output projection makes of values.
+"""Statistics for the profile: how queries weigh keys, and what the output projection makes of values.
 
-Queries are seen where attention receives them, after any normalisation and rotation; a rotation does not change the
-energy of a pair, so rotated queries serve.
+Queries are seen where attention receives them, after any normalisation and rotation.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvwire.codec import Statistics
+from kvwire.codec import Statistics, rotate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,7 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from kvwire.types import CacheMeta, RopeRegime
+    from kvwire.codec import Vocabulary
+    from kvwire.types import CacheMeta, LayerSpec
 
 _LOCK = threading.Lock()
 """The attention functions belong to transformers and are shared by all models: one capture at a time."""
@@ -30,12 +30,16 @@ _OUTPUT_NAMES = ("o_proj", "dense", "out_proj", "wo")
 _EAGER = "eager_attention_forward"
 """What every modeling file of transformers calls its own plain attention."""
 SDPA = "sdpa"
+_DRAWS = 4
+"""Positions drawn for each query."""
 
 
 class QueryRecorder:
-    """Sums query energies of one model and notes the attention module of each layer.
+    """Sums query covariances of one model and notes the attention module of each layer.
 
-    Only calls from the thread that made the recorder, and from modules of its model, count.
+    Only calls from the thread that made the recorder, and from modules of its model, count. Queries must stand at
+    positions from 0. They meet keys at any position before them, so each is turned back by positions drawn at random
+    from those that it sees: what is left is how it weighs an un-rotated key.
     """
 
     def __init__(self, meta: CacheMeta, model: PreTrainedModel) -> None:
@@ -43,8 +47,9 @@ class QueryRecorder:
         self._meta = meta
         self._thread = threading.get_ident()
         self._modules = {id(module) for module in model.modules()}
-        self._energy: dict[int, Tensor] = {}
+        self._sums: dict[int, Tensor] = {}
         self._tokens: dict[int, int] = {}
+        self._draws = torch.Generator().manual_seed(0)
         self.modules: dict[int, torch.nn.Module] = {}
 
     def record(self, module: torch.nn.Module, query: Tensor) -> None:
@@ -55,35 +60,46 @@ class QueryRecorder:
         if threading.get_ident() != self._thread or id(module) not in self._modules:
             return
         self.modules[layer] = module
-        energy = query[0].float().pow(2).sum(1).cpu()
-        self._energy[layer] = self._energy[layer] + energy if layer in self._energy else energy
-        self._tokens[layer] = self._tokens.get(layer, 0) + query.shape[2]
+        spec = self._meta.layers[layer]
+        queries = query[0].float().cpu()
+        if spec.rope is not None and queries.shape[-1] == spec.key_dim:
+            queries = torch.cat([self._turned_back(queries, spec) for _ in range(_DRAWS)], 1)
+        total = queries.transpose(1, 2) @ queries
+        self._sums[layer] = self._sums[layer] + total if layer in self._sums else total
+        self._tokens[layer] = self._tokens.get(layer, 0) + queries.shape[1]
 
-    def statistics(self) -> Statistics | None:
+    def _turned_back(self, queries: Tensor, spec: LayerSpec) -> Tensor:
+        regime = self._meta.ropes[spec.rope or 0]
+        own = torch.arange(queries.shape[1], dtype=torch.float32)
+        seen = own + 1 if spec.window is None else (own + 1).clamp(max=spec.window)
+        met = own - (torch.rand(len(own), generator=self._draws) * seen).floor()
+        angles = met[:, None] * torch.tensor(regime.inv_freq)[None]
+        return rotate(queries, regime, angles.cos(), -angles.sin())
+
+    def statistics(self, vocabulary: Vocabulary | None = None) -> Statistics | None:
         """What was seen; None for layers that attention never showed, and None alone where it showed no layer."""
-        if not self._energy:
+        if not self._sums:
             return None
         layers = range(len(self._meta.layers))
-        return Statistics(tuple(map(self._query_energy, layers)), tuple(map(self._value_metric, layers)))
+        return Statistics(tuple(map(self._query_metric, layers)), tuple(map(self._value_metric, layers)), vocabulary)
 
-    def _query_energy(self, layer: int) -> Tensor | None:
-        spec, energy = self._meta.layers[layer], self._energy.get(layer)
-        if energy is None or energy.shape[-1] != spec.key_dim or energy.shape[0] % spec.kv_heads:
+    def _query_metric(self, layer: int) -> Tensor | None:
+        spec, total = self._meta.layers[layer], self._sums.get(layer)
+        if total is None or total.shape[-1] != spec.key_dim or total.shape[0] % spec.kv_heads:
             return None
-        shared = energy.reshape(spec.kv_heads, -1, spec.key_dim).sum(1) / self._tokens[layer]
-        return shared if spec.rope is None else _pair_mean(shared, self._meta.ropes[spec.rope])
+        return total.reshape(spec.kv_heads, -1, spec.key_dim, spec.key_dim).sum(1) / self._tokens[layer]
 
     def _value_metric(self, layer: int) -> Tensor | None:
         """Sum over the query heads of a key head of W_o^T W_o, ``[kv_heads, value_dim, value_dim]``.
 
         None where W_o is not found.
         """
-        spec, energy = self._meta.layers[layer], self._energy.get(layer)
-        if energy is None or energy.shape[0] % spec.kv_heads:
+        spec, total = self._meta.layers[layer], self._sums.get(layer)
+        if total is None or total.shape[0] % spec.kv_heads:
             return None
         for name in _OUTPUT_NAMES:
             weight = getattr(getattr(self.modules[layer], name, None), "weight", None)
-            if isinstance(weight, torch.Tensor) and weight.shape[1:] == (energy.shape[0] * spec.value_dim,):
+            if isinstance(weight, torch.Tensor) and weight.shape[1:] == (total.shape[0] * spec.value_dim,):
                 per_head = weight.detach().float().reshape(weight.shape[0], spec.kv_heads, -1, spec.value_dim)
                 return torch.einsum("okgd,okge->kde", per_head, per_head).cpu()
         return None
@@ -138,19 +154,6 @@ def _eager_modules(model: PreTrainedModel) -> list[Any]:
     """The modeling files whose plain attention this model may call."""
     names = dict.fromkeys(type(module).__module__ for module in model.modules())
     return [sys.modules[name] for name in names if hasattr(sys.modules.get(name), _EAGER)]
-
-
-def _pair_mean(energy: Tensor, regime: RopeRegime) -> Tensor:
-    """Both halves of a rotated pair get their mean: positions will mix them."""
-    width = regime.rotary_dim
-    out = energy.clone()
-    if regime.interleaved:
-        pairs = out[:, :width].reshape(len(out), -1, 2).mean(2, keepdim=True)
-        out[:, :width] = pairs.expand(-1, -1, 2).reshape(len(out), width)
-    else:
-        pairs = (out[:, : width // 2] + out[:, width // 2 : width]) / 2
-        out[:, :width] = pairs.repeat(1, 2)
-    return out
 
 
 def attention_of(model: PreTrainedModel) -> str:

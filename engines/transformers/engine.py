@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from transformers.cache_utils import DynamicCache
 
-from kvwire.codec import Statistics, positions_on
+from kvwire.codec import Statistics, Vocabulary, positions_on
 from kvwire.engines.transformers.capture import QueryRecorder, attention_of, recording, uses_sdpa
 from kvwire.engines.transformers.registration import learn_layout, window_of
+from kvwire.engines.transformers.text import ATLAS_CONTEXT, head_start, look_up, tensors_of
 from kvwire.errors import ArgumentError, MismatchError, NotFoundError
 from kvwire.types import CacheMeta, KVCache
 
@@ -123,7 +124,7 @@ class TransformersEngine:
         self.model(input_ids=ids.to(self.device), past_key_values=past, use_cache=True, logits_to_keep=1)
         for row, index in enumerate(batch):
             tokens = len(documents[index])
-            pairs = [(keys[row, :, :tokens], values[row, :, :tokens]) for keys, values in _tensors(past)]
+            pairs = [(keys[row, :, :tokens], values[row, :, :tokens]) for keys, values in tensors_of(past)]
             if len(batch) > 1:  # a view would keep the whole batch alive
                 pairs = [(keys.clone(), values.clone()) for keys, values in pairs]
             caches[index] = self._cache(pairs, documents[index], 0)
@@ -146,13 +147,14 @@ class TransformersEngine:
         ids = torch.tensor([list(token_ids)], device=self.device)
         positions = torch.arange(start, start + len(token_ids), device=self.device)[None]
         self.model(input_ids=ids, position_ids=positions, past_key_values=past, use_cache=True, logits_to_keep=1)
-        pairs = [(keys[0, :, before:].clone(), values[0, :, before:].clone()) for keys, values in _tensors(past)]
+        pairs = [(keys[0, :, before:].clone(), values[0, :, before:].clone()) for keys, values in tensors_of(past)]
         return self._cache(pairs, token_ids, start)
 
     @torch.no_grad()
-    def statistics(self, documents: Sequence[Sequence[int]]) -> Statistics | None:
-        """Query energies over some documents, and the value metric of each layer.
+    def statistics(self, documents: Sequence[Sequence[int]], *, tokens: bool = True) -> Statistics | None:
+        """Query covariances over some documents, the value metric of each layer, and features of every token.
 
+        tokens: False leaves the features out, which take a pass over the vocabulary.
         Returns None where the model's attention cannot be watched; ``fit_profile`` then goes without weights.
         """
         for ids in documents:
@@ -160,9 +162,25 @@ class TransformersEngine:
         recorder = QueryRecorder(self.meta, self.model)
         with recording(recorder, self.model):
             for ids in documents:
-                tokens = torch.tensor([list(ids)], device=self.device)
-                self.model(input_ids=tokens, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1)
-        return recorder.statistics()
+                past = DynamicCache()
+                batch = torch.tensor([list(ids)], device=self.device)
+                self.model(input_ids=batch, past_key_values=past, use_cache=True, logits_to_keep=1)
+        return recorder.statistics(self._vocabulary(documents) if tokens else None)
+
+    def _vocabulary(self, documents: Sequence[Sequence[int]]) -> Vocabulary:
+        longest = max(documents, key=len)
+        start = max(0, (len(longest) - ATLAS_CONTEXT) // 2)
+        room = min(ATLAS_CONTEXT, self.window - 1)
+        (context,) = self.prefill([longest[start : start + room]])
+        return look_up(self.model, self.meta, context, [token for ids in documents for token in ids])
+
+    def head_start(self, token_ids: Sequence[int], layers: int) -> Tensor:
+        """What the model's first layers, which alone are run, make of a document.
+
+        Float32 ``[tokens, (layers + 1) * hidden_size]``: the hidden states before them and after each. What a profile that was fitted with a head start predicts from; see ``head_start`` of ``fit_profile``.
+        """
+        self._check_ids(token_ids)
+        return head_start(self.model, token_ids, layers)
 
     def past_key_values(self, cache: KVCache) -> DynamicCache:
         """A transformers cache for ``model(input_ids=..., past_key_values=...)``.
@@ -310,8 +328,3 @@ def _turn_alike(theirs: CacheMeta, ours: CacheMeta) -> bool:
         if not all(math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-12) for a, b in pairs):  # processors differ in last bits
             return False
     return True
-
-
-def _tensors(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values ``[batch, kv_heads, tokens, dim]`` of each layer; learning the layout saw that they exist."""
-    return [(keys, values) for keys, values, *_ in cache]

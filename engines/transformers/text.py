@@ -1,0 +1,218 @@
+"""What a model knows of a document from its text alone: features of single tokens, and its own first layers.
+
+Both feed the codec's prediction. Features of a token are its embedding and its atlas entry: the keys and values that
+the model computes for it, in all layers, behind a short stretch of ordinary text. The atlas sees what the layers make of
+a token, which no linear map of the embedding does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from kvwire.codec import Vocabulary, rotate, rotation
+from kvwire.errors import ArgumentError, MismatchError
+from kvwire.types import KVCache
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from kvwire.types import CacheMeta
+
+ATLAS_CONTEXT = 24
+"""Tokens that stand before the one that is looked at: enough that it is no beginning of a text."""
+ATLAS_TOKENS = 1 << 18
+"""Vocabulary entries that are run at most; the others are told from their embeddings."""
+ATLAS_FEATURES = 384
+"""Principal components of the atlas that are kept: most of it lies in the first hundred."""
+SAMPLE_TOKENS = 1 << 14
+"""Entries that are kept whole, for the fit of the prediction."""
+_BASIS_TOKENS = 4096
+"""Entries that the components are found from."""
+_BATCH_BYTES = 128 << 20
+_RIDGE = 1e-4
+_STATES_RANK = 3  # [batch, tokens, size]
+
+
+class _ReachedError(Exception):
+    """Ends a forward pass: the layer asked for is done."""
+
+
+@torch.no_grad()
+def head_start(model: PreTrainedModel, token_ids: Sequence[int], layers: int) -> Tensor:
+    """What the first ``layers`` layers make of a text, float32 ``[tokens, (layers + 1) * hidden_size]`` on the CPU.
+
+    The hidden states before the first layer and after each, side by side, each scaled to unit root mean square, which
+    is what the next layer sees of them; no other layer runs. Raises ArgumentError
+    where the model has not so many layers, MismatchError where they are not to be found.
+    """
+    stack = _layers_of(model)
+    if not 1 <= layers <= len(stack):
+        msg = f"a head start takes 1 to {len(stack)} layers of this model, got {layers}"
+        raise ArgumentError(msg)
+    seen: list[Tensor] = []
+    ids = torch.tensor([list(token_ids)], device=model.device)
+
+    def keep(states: object) -> None:
+        if not isinstance(states, torch.Tensor) or states.ndim != _STATES_RANK or states.shape[:2] != ids.shape:
+            msg = "this model's layers hand on something other than hidden states; use no head start"
+            raise MismatchError(msg)
+        seen.append(_normalised(states[0].float().cpu()))
+
+    def before(_module: torch.nn.Module, inputs: tuple[object, ...], named: dict[str, object]) -> None:
+        keep(inputs[0] if inputs else named.get("hidden_states"))
+
+    def after(_module: torch.nn.Module, _inputs: object, output: object) -> None:
+        keep(output[0] if isinstance(output, tuple) else output)
+        if len(seen) > layers:
+            raise _ReachedError
+
+    hooks = [stack[0].register_forward_pre_hook(before, with_kwargs=True)]
+    hooks += [layer.register_forward_hook(after) for layer in stack[:layers]]
+    try:
+        model(input_ids=ids, use_cache=False, logits_to_keep=1)
+    except _ReachedError:
+        return torch.cat(seen, 1)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    msg = f"layer {layers} of this model was never run; use no head start"
+    raise MismatchError(msg)
+
+
+def _normalised(states: Tensor) -> Tensor:
+    return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + 1e-12)
+
+
+def _layers_of(model: PreTrainedModel) -> torch.nn.ModuleList:
+    """The decoder's layers: the one list of modules that is as long as the configuration says."""
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    found = [
+        module for module in _decoder_of(model).modules()
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count
+    ]  # fmt: skip
+    if not found:
+        msg = "this model's layers are not to be found; use no head start"
+        raise MismatchError(msg)
+    return found[0]
+
+
+def _decoder_of(model: PreTrainedModel) -> torch.nn.Module:
+    """The model without its head: no logits of a whole vocabulary for every entry of that vocabulary."""
+    decoder: torch.nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
+    return decoder
+
+
+@torch.no_grad()
+def look_up(model: PreTrainedModel, meta: CacheMeta, context: KVCache, seen: Sequence[int]) -> Vocabulary:
+    """What is known of every token of the vocabulary.
+
+    context: the cache of some ordinary tokens at positions from 0, positions on. seen: tokens to look at first, should
+    the vocabulary be larger than ATLAS_TOKENS.
+    """
+    weight = torch.as_tensor(model.get_input_embeddings().weight).detach().float().cpu()
+    embedding = _normalised(weight)
+    chosen = _chosen(len(embedding), seen)
+    order = torch.randperm(len(chosen), generator=torch.Generator().manual_seed(0))
+    sample = chosen[order[:SAMPLE_TOKENS]]
+    entries = torch.cat([_entries(model, meta, context, part) for part in _batches(sample, context)])
+    mean, scale = entries.mean(0), _plane_scale(entries, meta)
+    axes = _principal(((entries - mean) / scale)[:_BASIS_TOKENS])
+    atlas = torch.empty(len(embedding), axes.shape[1])
+    atlas[sample] = (entries - mean) / scale @ axes
+    for part in _batches(chosen[order[SAMPLE_TOKENS:]], context):
+        atlas[part] = (_entries(model, meta, context, part) - mean) / scale @ axes
+    if len(chosen) < len(embedding):
+        others = torch.ones(len(embedding), dtype=torch.bool)
+        others[chosen] = False
+        atlas[others] = _guessed(embedding[chosen], atlas[chosen], embedding[others])
+    features = torch.cat([embedding, atlas / atlas.std().clamp(min=1e-12)], 1)
+    return Vocabulary(features, _as_cache(entries, meta, sample))
+
+
+def _as_cache(entries: Tensor, meta: CacheMeta, token_ids: Tensor) -> KVCache:
+    """Atlas entries as a cache without positions, one token each."""
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+    at = 0
+    for out, dims in ((keys, [s.key_dim for s in meta.layers]), (values, [s.value_dim for s in meta.layers])):
+        for spec, dim in zip(meta.layers, dims, strict=True):
+            part = entries[:, at : at + spec.kv_heads * dim]
+            out.append(part.reshape(len(entries), spec.kv_heads, dim).permute(1, 0, 2))
+            at += spec.kv_heads * dim
+    return KVCache.from_tensors(keys, values, replace(meta, positions="off"), token_ids.tolist())
+
+
+def _chosen(vocabulary: int, seen: Sequence[int]) -> Tensor:
+    """Tokens to run: all, or the seen ones and then the first, which tokenizers make of the most frequent."""
+    order = torch.tensor([*dict.fromkeys(seen)], dtype=torch.long)
+    rest = torch.ones(vocabulary, dtype=torch.bool)
+    rest[order] = False
+    return torch.cat([order, rest.nonzero()[:, 0]])[:ATLAS_TOKENS].sort().values
+
+
+def _batches(token_ids: Tensor, context: KVCache) -> Sequence[Tensor]:
+    """As many tokens at a time as copies of the context fit in memory."""
+    size = max(1, min(1024, _BATCH_BYTES // max(1, context.nbytes)))
+    return torch.split(token_ids, size) if len(token_ids) else ()
+
+
+def _entries(model: PreTrainedModel, meta: CacheMeta, context: KVCache, token_ids: Tensor) -> Tensor:
+    """Keys (positions off) and values of each token right behind the context, float32 ``[tokens, elements]``."""
+    count, before = len(token_ids), context.tokens
+    pairs = [
+        (key[None].expand(count, -1, -1, -1).to(model.device, model.dtype),
+         value[None].expand(count, -1, -1, -1).to(model.device, model.dtype))
+        for key, value in zip(context.keys, context.values, strict=True)
+    ]  # fmt: skip
+    past = DynamicCache(pairs)
+    positions = torch.full((count, 1), before, device=model.device)
+    _decoder_of(model)(
+        input_ids=token_ids[:, None].to(model.device), position_ids=positions, past_key_values=past, use_cache=True
+    )
+    keys, values = [], []
+    for spec, (before_and_it, its_values) in zip(meta.layers, tensors_of(past), strict=True):
+        key = before_and_it[:, :, -1:].float().cpu()
+        if spec.rope is not None:
+            cos, sin = rotation(meta.ropes[spec.rope], before, 1)
+            key = rotate(key, meta.ropes[spec.rope], cos, -sin)
+        keys.append(key.reshape(count, -1))
+        values.append(its_values[:, :, -1].float().cpu().reshape(count, -1))
+    return torch.cat(keys + values, 1)
+
+
+def _plane_scale(entries: Tensor, meta: CacheMeta) -> Tensor:
+    """Standard deviation of each layer's keys or values, repeated for their elements."""
+    widths = [spec.key_width for spec in meta.layers] + [spec.value_width for spec in meta.layers]
+    stds = [part.std().clamp(min=1e-6).repeat(part.shape[1]) for part in torch.split(entries, widths, dim=1)]
+    return torch.cat(stds)
+
+
+def _principal(entries: Tensor) -> Tensor:
+    """Principal axes of centred rows, ``[elements, components]``, from the smaller of the two Gram matrices."""
+    kept = min(ATLAS_FEATURES, *entries.shape)
+    if len(entries) >= entries.shape[1]:
+        axes: Tensor = torch.linalg.eigh(entries.T @ entries)[1]
+    else:
+        energies, rows = torch.linalg.eigh(entries @ entries.T)
+        axes = entries.T @ (rows / energies.clamp(min=1e-9 * float(energies[-1])).sqrt())
+    return axes.flip(1)[:, :kept]
+
+
+def _guessed(features: Tensor, known: Tensor, others: Tensor) -> Tensor:
+    """Ridge regression from the embeddings of the tokens that were run to the atlas of those that were not."""
+    gram = (features.T @ features).double()
+    gram.diagonal().add_(_RIDGE * float(gram.diagonal().mean()))
+    weights: Tensor = torch.linalg.solve(gram, (features.T @ known).double()).float()
+    return others @ weights
+
+
+def tensors_of(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values ``[batch, kv_heads, tokens, dim]`` of each layer; learning the layout saw that they exist."""
+    return [(keys, values) for keys, values, *_ in cache]
