@@ -17,6 +17,8 @@ MAX_JSON_BYTES = 1 << 20
 """Metadata of a thousand layers takes a tenth; hostile text of this length makes some tens of megabytes of objects."""
 _MAX_DIM = 1 << 20
 """Wider than any layer; products of two still fit 64 bits with room to spare."""
+_SHORT = 6
+"""Columns of a layer whose values carry no position and whose keys' rotary part comes first."""
 
 
 def pack_json(value: object) -> tuple[bytes, int]:
@@ -83,23 +85,33 @@ def shapes_of(layers: tuple[LayerSpec, ...]) -> list[tuple[bool, int, int, int]]
 
 
 def layers_to_json(layers: tuple[LayerSpec, ...]) -> list[list[int | str | None]]:
-    """One row for each layer: kind, heads, key and value dims, rope, window."""
-    return [[s.kind, s.kv_heads, s.key_dim, s.value_dim, s.rope, s.window] for s in layers]
+    """One row for each layer: kind, heads, key and value dims, rope, window.
+
+    The values' rope and the start of the keys' rotary part follow where there are such.
+    """
+    rows: list[list[int | str | None]] = []
+    for s in layers:
+        more = [] if (s.value_rope, s.key_rope_start) == (None, 0) else [s.value_rope, s.key_rope_start]
+        rows.append([s.kind, s.kv_heads, s.key_dim, s.value_dim, s.rope, s.window, *more])
+    return rows
 
 
 def layers_from_json(rows: list[list[Any]]) -> tuple[LayerSpec, ...]:
     """Read ``layers_to_json``; raises ValueError or TypeError where a row is impossible."""
     out = []
-    for kind, heads, key_dim, value_dim, rope, window in rows:
-        numbers = [n for n in (heads, key_dim, value_dim, rope, window) if n is not None]
-        sound = kind in ("full", "sliding", "none") and None not in (heads, key_dim, value_dim)
+    for row in rows:
+        kind, heads, key_dim, value_dim, rope, window, value_rope, start = (
+            [*row, None, 0] if len(row) == _SHORT else row
+        )
+        numbers = [n for n in (heads, key_dim, value_dim, rope, window, value_rope, start) if n is not None]
+        sound = kind in ("full", "sliding", "none") and None not in (heads, key_dim, value_dim, start)
         if not sound or any(type(n) is not int or not 0 <= n <= _MAX_DIM for n in numbers):
-            msg = f"impossible layer {kind, heads, key_dim, value_dim, rope, window}"
+            msg = f"impossible layer {row}"
             raise ValueError(msg)
         if kind != "none" and not (heads and key_dim and value_dim):
             msg = "a layer with a cache needs heads and dims above 0"
             raise ValueError(msg)
-        out.append(LayerSpec(heads, key_dim, value_dim, kind, rope, window))
+        out.append(LayerSpec(heads, key_dim, value_dim, kind, rope, window, value_rope, start))
     if not elements_per_token(tuple(out)):
         msg = "no layer has a cache"
         raise ValueError(msg)
@@ -135,8 +147,12 @@ def meta_from_json(fields: Any) -> CacheMeta:  # noqa: ANN401 - JSON
 
 
 def _check_rope(spec: LayerSpec, ropes: tuple[RopeRegime, ...]) -> None:
-    if spec.rope is not None and (spec.rope >= len(ropes) or ropes[spec.rope].rotary_dim > spec.key_dim):
-        msg = "a layer refers to a RoPE regime that does not fit it"
+    for rotary, dim in ((spec.rotary("key"), spec.key_dim), (spec.rotary("value"), spec.value_dim)):
+        if rotary is not None and (rotary[0] >= len(ropes) or rotary[1] + ropes[rotary[0]].rotary_dim > dim):
+            msg = "a layer refers to a RoPE regime that does not fit it"
+            raise ValueError(msg)
+    if spec.rope is None and spec.key_rope_start:
+        msg = "a layer without a RoPE regime says where its rotary part starts"
         raise ValueError(msg)
 
 

@@ -1,4 +1,4 @@
-"""Positions off and on: rotary embeddings taken out of cached keys and put back elsewhere.
+"""Positions off and on: rotary embeddings taken out of a cache and put back elsewhere.
 
 Rotations keep the length of every pair, so a scale that the model multiplied into cos and sin (yarn, longrope) stays
 where it is and needs no care. All trigonometry runs in float32 whatever the dtype of the keys.
@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvwire.errors import RopeRegimeError
-from kvwire.types import KVCache
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvwire.types import CacheMeta, RopeRegime
+    from kvwire.types import CacheMeta, KVCache, RopeRegime, Side
 
 
 def rotation(regime: RopeRegime, start: int, tokens: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
@@ -39,14 +38,15 @@ def rotation(regime: RopeRegime, start: int, tokens: int, device: torch.device |
     return angles.cos(), angles.sin()
 
 
-def rotate(keys: Tensor, regime: RopeRegime, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(keys: Tensor, regime: RopeRegime, cos: Tensor, sin: Tensor, start: int = 0) -> Tensor:
     """Rotate the pairs of ``keys`` ``[..., tokens, key_dim]`` by given cosines and sines.
 
-    Dimensions past the rotary part pass through. Returns float32, a new tensor. Pass ``-sin`` to rotate back.
+    start: first dimension of the rotary part; the others pass through. Returns float32, a new tensor. Pass ``-sin`` to
+    rotate back.
     """
     out = keys.to(torch.float32, copy=True)
     width = regime.rotary_dim
-    part = out[..., :width]
+    part = out[..., start : start + width]
     if regime.interleaved:
         first, second = part[..., 0::2], part[..., 1::2]
     else:
@@ -57,48 +57,68 @@ def rotate(keys: Tensor, regime: RopeRegime, cos: Tensor, sin: Tensor) -> Tensor
     return out
 
 
-def shift_keys(keys: Tensor, rope: RopeRegime, offset: int) -> Tensor:
+def shift_keys(keys: Tensor, rope: RopeRegime, offset: int, start: int = 0) -> Tensor:
     """Rotate cached keys so that they stand ``offset`` tokens further on.
 
     keys: ``[kv_heads, tokens, key_dim]``, rotated at their own positions; any float dtype.
-    offset: tokens; may be negative. Returns the same shape and dtype; the trigonometry runs in float32.
+    offset: tokens; may be negative. start: first dimension of the rotary part. Returns the same shape and dtype; the
+    trigonometry runs in float32.
     Raises RopeRegimeError where the move would cross the window at which the regime rescales.
     Source: KVLink section 2.2 (arXiv 2502.16002).
     """
     cos, sin = rotation(rope, offset, 1, keys.device)
-    return rotate(keys, rope, cos, sin).to(keys.dtype)
+    return within(rotate(keys, rope, cos, sin, start), keys.dtype)
 
 
-def regime_of(meta: CacheMeta, layer: int) -> RopeRegime | None:
-    """The rotary regime of a layer, or None where its keys carry no position."""
-    index = meta.layers[layer].rope
-    return None if index is None else meta.ropes[index]
+def within(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert to a float dtype; what is beyond its range becomes its largest number.
+
+    Rotation lengthens an element by up to 1.42 and so may leave a narrow range, where float8_e4m3fn knows but NaN.
+    """
+    if tensor.dtype == dtype:
+        return tensor
+    most = torch.finfo(dtype).max
+    return (tensor.clamp(-most, most) if most < torch.finfo(torch.bfloat16).max else tensor).to(dtype)
 
 
 def positions_off(cache: KVCache) -> KVCache:
-    """Take the positions out of a cache: keys as float32, as if every token stood at position 0; values as they are."""
+    """Take the positions out of a cache, as if every token stood at position 0.
+
+    Keys, and values that carry positions, become float32; what carries none stays as it is.
+    """
     if cache.meta.positions == "off":
         return cache
     return _turned(cache, cache.meta.offset, sign=-1.0, dtype=torch.float32, meta=replace(cache.meta, positions="off"))
 
 
 def positions_on(cache: KVCache, offset: int = 0) -> KVCache:
-    """Put a cache at positions ``offset``, ``offset + 1``, ...; keys and values in the dtype of the values.
+    """Put a cache at positions ``offset``, ``offset + 1``, ...; all of it in the dtype of what carries no positions.
 
-    A cache that has positions is moved from where it stands.
+    That is the values' dtype, but for multi-head latent attention. Float32 where all tensors carry positions. A cache
+    that has positions is moved from where it stands.
     """
     off = positions_off(cache)
-    dtype = next((value.dtype for value in cache.values if value.numel()), torch.float32)
-    return _turned(off, offset, sign=1.0, dtype=dtype, meta=replace(off.meta, positions="on", offset=offset))
+    sides: tuple[tuple[Side, list[Tensor]], ...] = (("value", off.values), ("key", off.keys))
+    still = (
+        tensor.dtype
+        for side, tensors in sides
+        for spec, tensor in zip(off.meta.layers, tensors, strict=True)
+        if tensor.numel() and spec.rotary(side) is None
+    )
+    meta = replace(off.meta, positions="on", offset=offset)
+    return _turned(off, offset, sign=1.0, dtype=next(still, torch.float32), meta=meta)
 
 
 def _turned(cache: KVCache, start: int, *, sign: float, dtype: torch.dtype, meta: CacheMeta) -> KVCache:
-    keys = []
-    for layer, key in enumerate(cache.keys):
-        regime = regime_of(cache.meta, layer)
-        if regime is None or not key.numel():
-            keys.append(key if regime is None else key.to(dtype))
-            continue
-        cos, sin = rotation(regime, start, cache.tokens, key.device)
-        keys.append(rotate(key, regime, cos, sign * sin).to(dtype))
-    return KVCache(keys, list(cache.values), meta, cache.token_ids)
+    def turned(side: Side, tensors: list[Tensor]) -> list[Tensor]:
+        out = []
+        for spec, tensor in zip(cache.meta.layers, tensors, strict=True):
+            rotary = spec.rotary(side)
+            if rotary is not None and tensor.numel():
+                regime = cache.meta.ropes[rotary[0]]
+                cos, sin = rotation(regime, start, cache.tokens, tensor.device)
+                tensor = within(rotate(tensor, regime, cos, sign * sin, rotary[1]), dtype)  # noqa: PLW2901
+            out.append(tensor)
+        return out
+
+    return replace(cache, keys=turned("key", cache.keys), values=turned("value", cache.values), meta=meta)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvwire.codec.positions import rotate, rotation
+from kvwire.codec.positions import rotate, rotation, within
 from kvwire.errors import CacheValueError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def gather(cache: KVCache, side: Side, layers: tuple[int, ...], start: int, stop: int) -> Tensor:
-    """Tokens ``start`` to ``stop`` of some layers as float32 ``[tokens, width]``, positions taken off keys.
+    """Tokens ``start`` to ``stop`` of some layers as float32 ``[tokens, width]``, positions taken off.
 
     Raises CacheValueError naming the layer that holds NaN or infinity.
     """
@@ -40,15 +40,16 @@ def gather_planes(cache: KVCache, planes: Sequence[Plane], start: int, stop: int
     turns: dict[int, tuple[Tensor, Tensor]] = {}
     for side, layer in planes:
         tensor = (cache.keys if side == "key" else cache.values)[layer][:, start:stop].detach()
-        index = cache.meta.layers[layer].rope if side == "key" and cache.meta.positions == "on" else None
-        if index is None:
+        rotary = cache.meta.layers[layer].rotary(side) if cache.meta.positions == "on" else None
+        if rotary is None:
             part = tensor.to("cpu", torch.float32)
         else:
+            index, first = rotary
             regime = cache.meta.ropes[index]
             if index not in turns:
                 turns[index] = rotation(regime, cache.meta.offset + start, stop - start)
             cos, sin = turns[index]
-            part = rotate(tensor.cpu(), regime, cos, -sin)
+            part = rotate(tensor.cpu(), regime, cos, -sin, first)
         parts.append(part.permute(1, 0, 2).reshape(stop - start, -1))
     out = torch.cat(parts, 1)
     if not math.isfinite(float(out.sum())) and not np.isfinite(out.numpy()).all():
@@ -118,7 +119,13 @@ def synthesise(coefficients: Tensor, group: Group, rows: Tensor, of_token: NDArr
         assert group.row_scale is not None, "the identity has a scale for each element"
         out[:, :given] += coefficients * torch.from_numpy(group.row_scale)[:given]
         return out
-    return out.addmm_(coefficients, group.synthesis[:given])
+    return out.add_(synthesised(coefficients, group))
+
+
+def synthesised(coefficients: Tensor, group: Group) -> Tensor:
+    """First coefficients times synthesis rows, float32 ``[tokens, width]``, without what is expected."""
+    assert group.synthesis is not None, "the identity has no synthesis rows"
+    return coefficients @ group.synthesis[: coefficients.shape[1]]
 
 
 def scatter(
@@ -131,7 +138,7 @@ def scatter(
 ) -> None:
     """Write a group's elements ``[tokens, width]`` into ``out`` from token ``start`` on, laid out as ``meta`` says.
 
-    turns: for each regime index, float32 cosines and sines of exactly these tokens, by which keys are rotated; empty
+    turns: for each regime index, float32 cosines and sines of exactly these tokens, by which they are rotated; empty
     where positions stay off.
     """
     tokens, at = len(elements), 0
@@ -140,7 +147,9 @@ def scatter(
         dim = spec.key_dim if side == "key" else spec.value_dim
         part = elements[:, at : at + spec.kv_heads * dim].reshape(tokens, spec.kv_heads, dim).permute(1, 0, 2)
         at += spec.kv_heads * dim
-        if side == "key" and spec.rope is not None and turns:
-            part = rotate(part, meta.ropes[spec.rope], *turns[spec.rope])
+        rotary = spec.rotary(side)
+        if rotary is not None and turns:
+            index, first = rotary
+            part = rotate(part, meta.ropes[index], *turns[index], first)
         target = (out.keys if side == "key" else out.values)[layer]
-        target[:, start : start + tokens] = part
+        target[:, start : start + tokens] = within(part, target.dtype)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvwire.types import CacheMeta
+    from kvwire.types import CacheMeta, Side
 
 
 class LinkedPrompt:
@@ -69,7 +69,7 @@ class LinkedPrompt:
         return self.cache.slice(start, start + self.tokens[document])
 
     def write(self, document: int, start: int, piece: KVCache) -> None:
-        """Write tokens ``start``, ``start + 1``, ... of a document, keys moved from where ``piece`` stands.
+        """Write tokens ``start``, ``start + 1``, ... of a document, moved from where ``piece`` stands.
 
         Raises ArgumentError where the piece does not fit into the document, MismatchError where it comes from a model
         of another layout.
@@ -85,6 +85,13 @@ class LinkedPrompt:
         for ours, theirs in zip((*part.keys, *part.values), (*placed.keys, *placed.values), strict=True):
             if ours.numel():
                 ours.copy_(theirs)
+        if piece.kept is not None and self.cache.kept is None:
+            self.cache = replace(self.cache, kept=tuple(_masks(self.cache)))
+        if self.cache.kept is not None:
+            at = self.offset(document)
+            for mask, part_mask in zip(self.cache.kept, _masks(piece), strict=True):
+                if mask is not None:
+                    mask[:, at + start : at + stop] = part_mask
 
 
 def moved(cache: KVCache, offset: int) -> KVCache:
@@ -99,12 +106,9 @@ def moved(cache: KVCache, offset: int) -> KVCache:
     distance = offset - cache.meta.offset
     if not distance:
         return cache
-    ropes = [None if spec.rope is None else cache.meta.ropes[spec.rope] for spec in cache.meta.layers]
-    keys = [
-        key if rope is None or not key.numel() else shift_keys(key, rope, distance)
-        for rope, key in zip(ropes, cache.keys, strict=True)
-    ]
-    return KVCache(keys, list(cache.values), replace(cache.meta, offset=offset), cache.token_ids)
+    keys = [_shifted(tensor, cache.meta, layer, "key", distance) for layer, tensor in enumerate(cache.keys)]
+    values = [_shifted(tensor, cache.meta, layer, "value", distance) for layer, tensor in enumerate(cache.values)]
+    return replace(cache, keys=keys, values=values, meta=replace(cache.meta, offset=offset))
 
 
 def link(caches: Sequence[KVCache]) -> KVCache:
@@ -125,11 +129,13 @@ def link(caches: Sequence[KVCache]) -> KVCache:
         at += cache.tokens
     keys = [_joined(parts) for parts in zip(*(cache.keys for cache in placed), strict=True)]
     values = [_joined(parts) for parts in zip(*(cache.values for cache in placed), strict=True)]
+    kept = None if all(cache.kept is None for cache in placed) else tuple(zip(*map(_masks, placed), strict=True))
     known = [cache.token_ids for cache in placed if cache.token_ids is not None]
     ids = list(chain.from_iterable(known)) if len(known) == len(placed) else None
     dtype = next((str(value.dtype).removeprefix("torch.") for value in values if value.numel()), first.dtype)
     meta = replace(first, positions="on", offset=0, token_digest="", dtype=dtype)
-    return KVCache.from_tensors(keys, values, meta, ids)
+    linked = KVCache.from_tensors(keys, values, meta, ids)
+    return linked if kept is None else replace(linked, kept=tuple(torch.cat(masks, 1) for masks in kept))
 
 
 def block_mask(documents: Sequence[int], query: int) -> Tensor:
@@ -141,6 +147,25 @@ def block_mask(documents: Sequence[int], query: int) -> Tensor:
     owner = torch.repeat_interleave(torch.arange(len(documents) + 1), torch.tensor([*documents, query]))
     causal = torch.ones(total, total, dtype=torch.bool).tril()
     return causal & ((owner[:, None] == owner[None, :]) | (owner[:, None] == len(documents)))
+
+
+def _shifted(tensor: Tensor, meta: CacheMeta, layer: int, side: Side, distance: int) -> Tensor:
+    """A layer's keys or values ``distance`` tokens further on; the very same tensor where it carries no position."""
+    rotary = meta.layers[layer].rotary(side)
+    if rotary is None or not tensor.numel():
+        return tensor
+    index, start = rotary
+    return shift_keys(tensor, meta.ropes[index], distance, start)
+
+
+def _masks(cache: KVCache) -> list[Tensor]:
+    """What each layer keeps, bool ``[kv_heads, tokens]``: everything, where nothing was pruned."""
+    kept = cache.kept or (None,) * len(cache.keys)
+    shapes = [(spec.kv_heads, cache.tokens) for spec in cache.meta.layers]
+    return [
+        torch.ones(shape, dtype=torch.bool, device=key.device) if mask is None else mask
+        for shape, mask, key in zip(shapes, kept, cache.keys, strict=True)
+    ]
 
 
 def _joined(parts: tuple[Tensor, ...]) -> Tensor:

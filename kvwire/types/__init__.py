@@ -1,7 +1,7 @@
 """Plain data types that every room shares."""
 
 from kvwire.types.blob import BlobInfo, LevelInfo, SegmentInfo
-from kvwire.types.cache import CacheMeta, KVCache, LayerSpec, digest_tokens
+from kvwire.types.cache import CacheMeta, KVCache, LayerSpec, Side, digest_tokens
 from kvwire.types.decision import ChunkId, Decision
 from kvwire.types.rope import RopeRegime
 
@@ -15,5 +15,6 @@ __all__ = [
     "LevelInfo",
     "RopeRegime",
     "SegmentInfo",
+    "Side",
     "digest_tokens",
 ]

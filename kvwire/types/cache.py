@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 
     import torch
 
+    from kvwire.types.ragged import Entries
     from kvwire.types.rope import RopeRegime
 
 LayerKind = Literal["full", "sliding", "none"]
 Positions = Literal["on", "off"]
+Side = Literal["key", "value"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,9 @@ class LayerSpec:
     kind: ``full`` or ``sliding`` attention, or ``none`` for a layer without keys and values.
     rope: index into ``CacheMeta.ropes``; None where the keys carry no position that can be taken off.
     window: tokens that a sliding layer attends to, itself included.
+    value_rope: the same index for values that carry positions: multi-head latent attention (DeepSeek-V2, arXiv
+    2405.04434) caches its latent as keys and the rotated part, which all heads share, as values.
+    key_rope_start: first key dimension that is rotated; above 0 where the rotary part comes last.
     """
 
     kv_heads: int
@@ -37,6 +42,13 @@ class LayerSpec:
     kind: LayerKind = "full"
     rope: int | None = None
     window: int | None = None
+    value_rope: int | None = None
+    key_rope_start: int = 0
+
+    def rotary(self, side: Side) -> tuple[int, int] | None:
+        """Regime index and first rotated dimension of the keys or values; None where they carry no position."""
+        index, start = (self.rope, self.key_rope_start) if side == "key" else (self.value_rope, 0)
+        return None if index is None else (index, start)
 
     @property
     def key_width(self) -> int:
@@ -107,12 +119,15 @@ class KVCache:
 
     keys[l]: ``[kv_heads, tokens, key_dim]``; values[l]: ``[kv_heads, tokens, value_dim]``; any float dtype, any device.
     A layer of kind ``none`` holds two empty tensors. token_ids: the document's own tokens, or None where unknown.
+    kept: what pruning left, bool ``[kv_heads, tokens]`` for each layer, None for a layer and for a cache that has
+    everything. Entries that were not kept hold zeros and mean nothing.
     """
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
     meta: CacheMeta
     token_ids: tuple[int, ...] | None = None
+    kept: tuple[torch.Tensor | None, ...] | None = None
 
     @classmethod
     def from_tensors(
@@ -121,11 +136,14 @@ class KVCache:
         values: Sequence[torch.Tensor],
         meta: CacheMeta | None = None,
         token_ids: Sequence[int] | None = None,
+        *,
+        kept: Sequence[torch.Tensor | None] | None = None,
     ) -> KVCache:
         """Build a cache from lists of ``[heads, tokens, dim]`` tensors, one per layer, without an engine.
 
-        Layout and dtype are read off the tensors where ``meta`` leaves them out. Raises ArgumentError where shapes
-        disagree with each other, with ``meta`` or with ``token_ids``.
+        Layout and dtype are read off the tensors where ``meta`` leaves them out. kept: bool ``[heads, tokens]`` for
+        each layer, None for all; what it leaves out becomes zeros. Raises ArgumentError where shapes disagree with each
+        other, with ``meta`` or with ``token_ids``.
         """
         meta = meta or CacheMeta()
         if len(keys) != len(values) or not keys:
@@ -142,7 +160,54 @@ class KVCache:
             meta = replace(meta, token_digest=digest_tokens(ids))
         cache = cls(list(keys), list(values), meta, ids)
         cache._check_shapes()
-        return cache
+        return cache if kept is None else cache._pruned(kept)
+
+    @classmethod
+    def from_ragged(
+        cls,
+        layers: Sequence[Sequence[Entries]],
+        tokens: int,
+        meta: CacheMeta | None = None,
+        token_ids: Sequence[int] | None = None,
+    ) -> KVCache:
+        """Build a pruned cache, whose heads keep different tokens, of a document of ``tokens`` tokens.
+
+        layers[l]: for each head its positions in the document, int64 ``[n]`` ascending, its keys ``[n, key_dim]`` and
+        its values ``[n, value_dim]``; n may differ from head to head and may be 0. A layer without heads has no cache.
+        Raises ArgumentError where positions do not ascend or leave the document, and where shapes disagree.
+        """
+        from kvwire.types.ragged import dense_layer
+
+        dense = [dense_layer(index, heads, tokens) for index, heads in enumerate(layers)]
+        keys, values, kept = ([parts[side] for parts in dense] for side in range(3))
+        meta = meta or CacheMeta()
+        if not meta.layers and dense:
+            rope = 0 if meta.ropes else None
+            specs = tuple(_spec_of(k, v, rope) for k, v in zip(keys, values, strict=True))
+            dtype = next((key.dtype for key in keys if key.numel()), keys[0].dtype)
+            meta = replace(meta, layers=specs, dtype=str(dtype).removeprefix("torch."))
+        return cls.from_tensors(keys, values, meta, token_ids, kept=kept)
+
+    def ragged(self, layer: int, head: int) -> Entries:
+        """What one head keeps: positions in the document, int64 ``[n]``, keys and values ``[n, dim]``."""
+        from kvwire.types.ragged import entries_of
+
+        mask = None if self.kept is None else self.kept[layer]
+        return entries_of(self.keys[layer][head], self.values[layer][head], None if mask is None else mask[head])
+
+    def _pruned(self, kept: Sequence[torch.Tensor | None]) -> KVCache:
+        """This cache with zeros where ``kept`` says so."""
+        if len(kept) != len(self.keys):
+            msg = f"kept names {len(kept)} layers, the cache has {len(self.keys)}; pass None for layers kept whole"
+            raise ArgumentError(msg)
+        from kvwire.types.ragged import check_mask, masked
+
+        masks = [None if spec.kind == "none" else mask for spec, mask in zip(self.meta.layers, kept, strict=True)]
+        for layer, (spec, mask) in enumerate(zip(self.meta.layers, masks, strict=True)):
+            check_mask(layer, mask, (spec.kv_heads, self.tokens))
+        keys = [masked(tensor, mask) for tensor, mask in zip(self.keys, masks, strict=True)]
+        values = [masked(tensor, mask) for tensor, mask in zip(self.values, masks, strict=True)]
+        return replace(self, keys=keys, values=values, kept=tuple(masks) if any(m is not None for m in masks) else None)
 
     def _check_shapes(self) -> None:
         if len(self.meta.layers) != len(self.keys):
@@ -163,7 +228,7 @@ class KVCache:
 
     @property
     def tokens(self) -> int:
-        """Number of cached tokens."""
+        """Number of tokens of the document, pruned ones included."""
         for spec, key in zip(self.meta.layers, self.keys, strict=True):
             if spec.kind != "none":
                 return int(key.shape[1])
@@ -182,7 +247,10 @@ class KVCache:
         )
         keys = [key[:, start:stop] if key.ndim == _RANK else key for key in self.keys]
         values = [value[:, start:stop] if value.ndim == _RANK else value for value in self.values]
-        return KVCache(keys, values, meta, ids)
+        kept = None
+        if self.kept is not None:
+            kept = tuple(None if mask is None else mask[:, start:stop] for mask in self.kept)
+        return KVCache(keys, values, meta, ids, kept)
 
 
 _RANK = 3  # [heads, tokens, dim]
@@ -192,4 +260,5 @@ def _spec_of(key: torch.Tensor, value: torch.Tensor, rope: int | None) -> LayerS
     if key.ndim != _RANK or value.ndim != _RANK:
         msg = f"a layer's keys and values must be [heads, tokens, dim], got {tuple(key.shape)} and {tuple(value.shape)}"
         raise ArgumentError(msg)
-    return LayerSpec(int(key.shape[0]), int(key.shape[2]), int(value.shape[2]), rope=rope)
+    heads, key_dim, value_dim = int(key.shape[0]), int(key.shape[2]), int(value.shape[2])
+    return LayerSpec(heads, key_dim, value_dim, rope=rope) if heads else LayerSpec(0, 0, 0, "none")

@@ -32,5 +32,5 @@ class RopeRegime:
 
     @property
     def rotary_dim(self) -> int:
-        """Leading key dimensions that are rotated; the rest pass through (partial rotary)."""
+        """Dimensions that are rotated, side by side; the rest pass through (partial rotary)."""
         return 2 * len(self.inv_freq)
