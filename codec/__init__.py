@@ -1,5 +1,6 @@
 """Tensors to bits and back: positions, transform, quantiser, tables, entropy coder, container."""
 
+from kvwire.codec.cachegen import CacheGenProfile, fit_cachegen_profile
 from kvwire.codec.container import read_head
 from kvwire.codec.decode import BlobDecoder, decode, inspect, level_index, verify
 from kvwire.codec.encode import CHUNK_TOKENS, encode
@@ -13,6 +14,7 @@ from kvwire.types import CacheMeta, KVCache
 __all__ = [
     "CHUNK_TOKENS",
     "BlobDecoder",
+    "CacheGenProfile",
     "CacheMeta",
     "KVCache",
     "Ladder",
@@ -21,6 +23,7 @@ __all__ = [
     "Vocabulary",
     "decode",
     "encode",
+    "fit_cachegen_profile",
     "fit_profile",
     "inspect",
     "level_index",

@@ -11,22 +11,23 @@ slots are masked to 12 bits; and reads of words stop at ``limit``. The tests run
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from numba import njit
-from numpy import uint8, uint16, uint32
+from numpy import empty, float32, uint8, uint16, uint32
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any, TypeAlias
+    from typing import TypeAlias
 
-    from numpy import float32, int32, int64
+    from numpy import float64, int32, int64
     from numpy.typing import NDArray
 
     U8: TypeAlias = NDArray[uint8]
     U16: TypeAlias = NDArray[uint16]
     U32: TypeAlias = NDArray[uint32]
     I32: TypeAlias = NDArray[int32]
+    F32: TypeAlias = NDArray[float32]
 
 _Kernel = TypeVar("_Kernel", bound="Callable[..., None]")
 
@@ -193,8 +194,119 @@ def count_ternary(below: I32, symbols: U8, classes: I32, counts: NDArray[int64])
 
 
 @_jit
-def dequantise(quantised: I32, step: float, out: NDArray[float32]) -> None:
-    """``out = step * quantised`` as float32."""
+def count_points(
+    coefficients: F32, values: I32, classes: I32, step: float, counts: NDArray[float64]
+) -> None:
+    """Add to ``counts[class - 1, size - 1]`` the number of values of size 1 and 2 and how far below they lay."""
+    for t in range(values.shape[0]):
+        for c in range(values.shape[1]):
+            size = abs(values[t, c])
+            if classes[c] > 0 and 1 <= size <= 2:  # noqa: PLR2004 - the sizes that have points
+                counts[classes[c] - 1, size - 1, 0] += 1
+                counts[classes[c] - 1, size - 1, 1] += size - abs(coefficients[t, c]) / step
+
+
+@_jit
+def dequantise(quantised: I32, sizes: F32, step: float, out: F32) -> None:
+    """``out = step * size`` with the sign of the value; ``sizes[c]`` holds those of values 0, 1 and 2."""
     for t in range(out.shape[0]):
         for c in range(out.shape[1]):
-            out[t, c] = step * quantised[t, c]
+            q = quantised[t, c]
+            size = float32(abs(q))
+            size = sizes[c, 1] if abs(q) == 1 else size
+            size = sizes[c, 2] if abs(q) == 2 else size  # noqa: PLR2004 - the sizes that have points
+            out[t, c] = float32(step) * (-size if q < 0 else size)
+
+
+@_jit
+def squared_error(coefficients: F32, quantised: I32, sizes: F32, step: float, out: F32) -> None:
+    """Add to ``out[c]`` each column's squared difference between coefficients and what they dequantise to."""
+    for t in range(coefficients.shape[0]):
+        for c in range(coefficients.shape[1]):
+            q = quantised[t, c]
+            size = float32(abs(q))
+            size = sizes[c, 1] if abs(q) == 1 else size
+            size = sizes[c, 2] if abs(q) == 2 else size  # noqa: PLR2004 - the sizes that have points
+            difference = float32(abs(coefficients[t, c])) - float32(step) * size
+            out[c] += difference * difference
+
+
+@_jit
+def to_bfloat16(quantised: I32, sizes: F32, out: U16, widest: U32) -> None:
+    """Dequantised at step 1, as bfloat16 bits; exact for whole numbers up to 256. ``widest[c]``: largest size met."""
+    columns = out.shape[1]
+    row = empty(columns, float32)
+    bits = row.view(uint32)
+    for c in range(columns):
+        widest[c] = 0
+    for t in range(out.shape[0]):
+        for c in range(columns):
+            q = quantised[t, c]
+            size = float32(abs(q))
+            size = sizes[c, 1] if abs(q) == 1 else size
+            size = sizes[c, 2] if abs(q) == 2 else size  # noqa: PLR2004 - the sizes that have points
+            row[c] = -size if q < 0 else size
+            widest[c] = max(widest[c], uint32(abs(q)))
+        for c in range(columns):
+            out[t, c] = uint16((bits[c] + uint32(0x7FFF) + ((bits[c] >> uint32(16)) & uint32(1))) >> uint32(16))
+
+
+@_jit
+def place_elements(
+    product: NDArray[Any],
+    expand: bool,
+    scale: float,
+    rows: F32,
+    of_token: U32,
+    at: int,
+    cosines: F32,
+    sines: F32,
+    interleaved: bool,
+    rotary_start: int,
+    out: NDArray[Any],
+    shrink: bool,
+    first: int,
+) -> None:
+    """Write ``rows[of_token] + scale * product`` of one plane into ``out`` ``[heads, tokens, dim]``, rotated.
+
+    product: float32, or bfloat16 bits where ``expand`` is set; its columns from ``at`` on are the plane's. rows:
+    float32 with the same columns. cosines, sines: float32 ``[tokens, pairs]``, no pairs where nothing is turned; pairs
+    begin at ``rotary_start``. out: float32, or bfloat16 bits where ``shrink`` is set; tokens from ``first`` on.
+    """
+    heads, _, dim = out.shape
+    pairs = cosines.shape[1]
+    row, turned = empty(dim, float32), empty(dim, float32)
+    bits, turned_bits = row.view(uint32), turned.view(uint32)
+    factor = float32(scale)
+    for t in range(of_token.shape[0]):
+        expected = rows[of_token[t]]
+        for head in range(heads):
+            begin = at + head * dim
+            part = product[t, begin : begin + dim]
+            if expand:
+                for d in range(dim):
+                    bits[d] = uint32(part[d]) << uint32(16)
+            else:
+                for d in range(dim):
+                    row[d] = float32(part[d])
+            for d in range(dim):
+                turned[d] = expected[begin + d] + factor * row[d]
+            if interleaved:
+                for j in range(pairs):
+                    one, other = rotary_start + 2 * j, rotary_start + 2 * j + 1
+                    a, b = turned[one], turned[other]
+                    turned[one] = a * cosines[t, j] - b * sines[t, j]
+                    turned[other] = b * cosines[t, j] + a * sines[t, j]
+            else:
+                for j in range(pairs):
+                    a, b = turned[rotary_start + j], turned[rotary_start + pairs + j]
+                    turned[rotary_start + j] = a * cosines[t, j] - b * sines[t, j]
+                    turned[rotary_start + pairs + j] = b * cosines[t, j] + a * sines[t, j]
+            target = out[head, first + t]
+            if shrink:
+                for d in range(dim):
+                    u = turned_bits[d]
+                    target[d] = (u + uint32(0x7FFF) + ((u >> uint32(16)) & uint32(1))) >> uint32(16)
+            else:
+                for d in range(dim):
+                    target[d] = turned[d]

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from kvwire.codec.ids import MAX_BITS, MIN_BITS, id_bytes, pack_ids, unpack_ids
+from kvwire.codec.kept import Kept, pack_kept, unpack_kept
 from kvwire.codec.layout import elements_per_token, meta_from_json, meta_to_json, pack_json, unpack_json
+from kvwire.codec.profile import error_to_kl_from_json
 from kvwire.codec.quantiser import MAX_LEVELS
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, TruncatedError
 from kvwire.types import BlobInfo, LevelInfo, SegmentInfo, digest_tokens
@@ -35,6 +37,10 @@ MAX_CHUNK_TOKENS = 4096
 """A chunk's working set must stay small against the cache."""
 CODEC_LANES = 1
 """Segment codec: layered coefficients in private-lane rANS."""
+CODEC_LOSSLESS = 2
+"""Segment codec: stored numbers bit for bit."""
+CODEC_CACHEGEN = 3
+"""Segment codec: the CacheGen profile's anchors and deltas."""
 MISSING = 0xFFFF_FFFF_FFFF_FFFF
 """Offset of a segment that is not in the blob."""
 MAX_STEP = 2.0**64
@@ -52,12 +58,16 @@ _ENTRY = np.dtype(
     ]
 )  # fmt: skip
 _DIGEST_CHARACTERS = 64
+_ORDER = (CODEC_LANES, CODEC_CACHEGEN, CODEC_LOSSLESS)
+_MAX_LAYERS = 1 << 20
+_MAX_OFFSET = 1 << 31
 
 
 class Coded(NamedTuple):
-    """One segment as encoded: bytes, number of symbols, and the chunk's weighted squared error and energy at its level.
+    """One segment as encoded: bytes, number of symbols, and how far the chunk is off once it is decoded up to here.
 
-    error: relative to the energy.
+    error: squared error for each element in the attention metric, whose unit is the mean energy of calibration caches.
+    energy: the same of what the profile does not expect of the chunk.
     """
 
     data: bytes
@@ -68,20 +78,36 @@ class Coded(NamedTuple):
 
 @dataclass(frozen=True)
 class Level:
-    """A level as the encoder made it: name, quantiser step, and the classes to subtract at that step."""
+    """A level as the encoder made it: name, quantiser step, and the classes to subtract at that step.
+
+    codec: of all its segments. Step and shift are of layered levels; others have 0.
+    """
 
     name: str
-    step: float
-    shift: int
+    step: float = 0.0
+    shift: int = 0
+    codec: int = CODEC_LANES
+
+    @property
+    def alone(self) -> bool:
+        """Whether its segments decode without those of the levels below."""
+        return self.codec != CODEC_LANES
 
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """A parsed head: what every reader sees (``info``) and what the decoder alone needs."""
+    """A parsed head: what every reader sees (``info``) and what the decoder alone needs.
+
+    kept: for each layer a bool ``[kv_heads, tokens]`` of what is in the cache, None for layers that hold all; None
+    alone where nothing was pruned. offset: position of the first token where lossless levels hold rotated keys; None
+    where they hold un-rotated ones.
+    """
 
     info: BlobInfo
     levels: tuple[Level, ...]
     profile_bytes: bytes
+    kept: Kept | None = None
+    offset: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,20 +122,28 @@ class Draft:
     profile_digest: str
     profile_bytes: bytes
     segments: Sequence[Sequence[Coded]]
+    head_start: int = 0
+    error_to_kl: tuple[float, float] | None = None
+    kept: Kept | None = None
 
 
 def pack_blob(draft: Draft) -> bytes:
     """Lay out a whole blob; raises ArgumentError where its head would be longer than readers accept."""
+    kept = b"" if draft.kept is None else pack_kept(draft.kept, draft.meta.layers, draft.tokens)
     metadata, metadata_raw = pack_json(
         {
             "meta": meta_to_json(draft.meta),
-            "levels": [[level.name, level.step, level.shift] for level in draft.levels],
+            "levels": [[level.name, level.codec, level.step, level.shift] for level in draft.levels],
             "profile": draft.profile_digest,
+            "head_start": draft.head_start,
+            "error_to_kl": None if draft.error_to_kl is None else list(draft.error_to_kl),
+            "offset": draft.meta.offset if draft.meta.positions == "on" else None,
+            "kept_bytes": len(kept),
         }
     )
     bits, ids = pack_ids(draft.token_ids, draft.tokens)
     cells = len(draft.segments) * len(draft.levels)
-    used = _PROLOGUE.size + len(metadata) + cells * _ENTRY.itemsize + len(ids) + len(draft.profile_bytes)
+    used = _PROLOGUE.size + len(metadata) + cells * _ENTRY.itemsize + len(ids) + len(draft.profile_bytes) + len(kept)
     head_bytes = -(-used // ALIGNMENT) * ALIGNMENT
     if head_bytes > MAX_HEAD_BYTES:
         msg = f"the blob's head would take {head_bytes} bytes of {MAX_HEAD_BYTES} allowed; split the document"
@@ -119,7 +153,7 @@ def pack_blob(draft: Draft) -> bytes:
         MAGIC, *VERSION, 0, 0, head_bytes, end, 0, len(metadata), metadata_raw, draft.tokens, draft.chunk_tokens,
         len(draft.levels), bits, 0, len(draft.profile_bytes),
     )  # fmt: skip
-    head = bytearray(prologue + metadata + index.tobytes() + ids + draft.profile_bytes + bytes(head_bytes - used))
+    head = bytearray(prologue + metadata + index.tobytes() + ids + draft.profile_bytes + kept + bytes(head_bytes - used))
     head[_CRC_AT : _CRC_AT + 4] = struct.pack("<I", zlib.crc32(head))
     return bytes(head) + b"".join(coded.data for chunk in draft.segments for coded in chunk)
 
@@ -128,7 +162,8 @@ def _index(draft: Draft, offset: int) -> tuple[NDArray[np.void], int]:
     index = np.zeros((len(draft.segments), len(draft.levels)), _ENTRY)
     for row, chunk in enumerate(draft.segments):
         for level, (data, symbols, error, energy) in enumerate(chunk):
-            index[row, level] = (offset, len(data), symbols, zlib.crc32(data), CODEC_LANES, 0, error, energy)
+            codec = draft.levels[level].codec
+            index[row, level] = (offset, len(data), symbols, zlib.crc32(data), codec, 0, error, energy)
             offset += len(data)
     return index, offset
 
@@ -163,24 +198,46 @@ class _Prologue(NamedTuple):
 def parse_head(data: bytes, *, check: bool = True) -> Head:
     """``read_head`` for the decoder."""
     fields = _prologue(data, check=check)
-    metadata, index, ids, profile_bytes = _parts(data, fields)
-    meta = meta_from_json(metadata.get("meta"))
-    levels = _levels(metadata.get("levels"), fields.levels)
-    digest = metadata.get("profile")
-    if not isinstance(digest, str) or len(digest) != (0 if profile_bytes else _DIGEST_CHARACTERS):
+    parts = _parts(data, fields)
+    meta = meta_from_json(parts.metadata.get("meta"))
+    levels = _levels(parts.metadata.get("levels"), fields.levels)
+    digest = parts.metadata.get("profile")
+    lossy = any(level.codec != CODEC_LOSSLESS for level in levels)
+    wanted = 0 if parts.profile or not lossy else _DIGEST_CHARACTERS
+    if not isinstance(digest, str) or len(digest) != wanted:
         msg = "the blob neither carries a profile nor names one; fetch it again"
         raise CorruptError(msg)
-    token_ids = unpack_ids(ids, fields.tokens, fields.bits)
+    head_start, error_to_kl, offset = _settings(parts.metadata)
+    token_ids = unpack_ids(parts.ids, fields.tokens, fields.bits)
     if check and token_ids is not None and digest_tokens(token_ids) != meta.token_digest:
         msg = "the blob's token ids are not those that its metadata names; write the document again"
         raise CorruptError(msg)
-    segments = _segments(index, fields)
-    infos = _level_infos(levels, index, fields.head_bytes, fields.tokens * elements_per_token(meta.layers))
+    segments = _segments(parts.entries, fields, levels)
+    infos = _level_infos(levels, parts.entries, fields, elements_per_token(meta.layers), error_to_kl)
+    method = "cachegen" if any(level.codec == CODEC_CACHEGEN for level in levels) else "kvwire"
     info = BlobInfo(
         fields.version, meta, fields.tokens, fields.chunk_tokens, fields.head_bytes, fields.file_bytes, digest,
-        infos, segments, token_ids,
+        infos, segments, token_ids, method, head_start,
     )  # fmt: skip
-    return Head(info, levels, profile_bytes)
+    kept = unpack_kept(parts.kept, meta.layers, fields.tokens) if parts.kept else None
+    return Head(info, levels, parts.profile, kept, offset)
+
+
+def _settings(metadata: dict[str, Any]) -> tuple[int, tuple[float, float] | None, int | None]:
+    """Head start, calibration of the error, and offset of rotated keys."""
+    head_start, raw, offset = (metadata.get(name) for name in ("head_start", "error_to_kl", "offset"))
+    try:
+        error_to_kl = error_to_kl_from_json(raw)
+    except (TypeError, ValueError, OverflowError) as error:
+        msg = f"the blob's calibration is damaged ({error}); fetch it again"
+        raise CorruptError(msg) from error
+    if type(head_start) is not int or not 0 <= head_start <= _MAX_LAYERS:
+        msg = f"the blob claims a head start of {head_start!r} layers; fetch it again"
+        raise CorruptError(msg)
+    if offset is not None and (type(offset) is not int or abs(offset) > _MAX_OFFSET):
+        msg = f"the blob claims to begin at position {offset!r}; fetch it again"
+        raise CorruptError(msg)
+    return head_start, error_to_kl, offset
 
 
 def _prologue(data: bytes, *, check: bool) -> _Prologue:
@@ -219,20 +276,30 @@ def _head_crc(head: bytes) -> int:
     return zlib.crc32(head[_CRC_AT + 4 :], crc)
 
 
-def _parts(data: bytes, fields: _Prologue) -> tuple[dict[str, Any], NDArray[np.void], bytes, bytes]:
-    """Metadata, index ``[chunks, levels]``, packed token ids and the profile inside; their sizes must fill the head."""
+class _Parts(NamedTuple):
+    metadata: dict[str, Any]
+    entries: NDArray[np.void]
+    ids: bytes
+    profile: bytes
+    kept: bytes
+
+
+def _parts(data: bytes, fields: _Prologue) -> _Parts:
+    """Metadata, index ``[chunks, levels]``, packed token ids, the profile inside and what is kept: they fill the head."""
     cells = fields.chunks * fields.levels
     sizes = (fields.meta_stored, cells * _ENTRY.itemsize, id_bytes(fields.tokens, fields.bits), fields.profile_bytes)
-    if not 0 <= fields.head_bytes - _PROLOGUE.size - sum(sizes) < ALIGNMENT:
+    room = fields.head_bytes - _PROLOGUE.size - sum(sizes)
+    metadata = unpack_json(data[_PROLOGUE.size : _PROLOGUE.size + fields.meta_stored], fields.meta_raw, "blob")
+    kept_bytes = metadata.get("kept_bytes")
+    if type(kept_bytes) is not int or kept_bytes < 0 or not 0 <= room - kept_bytes < ALIGNMENT:
         msg = "the blob's head does not add up to its length; fetch it again"
         raise CorruptError(msg)
     at, parts = _PROLOGUE.size, []
-    for size in sizes:
+    for size in (*sizes, kept_bytes):
         parts.append(bytes(data[at : at + size]))
         at += size
-    metadata = unpack_json(parts[0], fields.meta_raw, "blob")
     index = np.frombuffer(parts[1], _ENTRY).reshape(fields.chunks, fields.levels)
-    return metadata, index, parts[2], parts[3]
+    return _Parts(metadata, index, *parts[2:])
 
 
 def _levels(rows: Any, count: int) -> tuple[Level, ...]:  # noqa: ANN401 - JSON
@@ -241,14 +308,22 @@ def _levels(rows: Any, count: int) -> tuple[Level, ...]:  # noqa: ANN401 - JSON
     except (TypeError, ValueError, OverflowError) as error:
         msg = f"the blob's levels are damaged ({error}); fetch it again"
         raise CorruptError(msg) from error
+    if [level.codec for level in levels] != sorted((level.codec for level in levels), key=_ORDER.index):
+        msg = "the blob's levels stand in an order that no encoder writes; fetch it again"
+        raise CorruptError(msg)
     if len(levels) != count:
         msg = f"the blob names {len(levels)} levels and holds {count}; fetch it again"
         raise CorruptError(msg)
     return levels
 
 
-def _level(name: Any, step: Any, shift: Any) -> Level:  # noqa: ANN401 - JSON
-    if not isinstance(name, str) or not 1 / MAX_STEP <= float(step) <= MAX_STEP:
+def _level(name: Any, codec: Any, step: Any, shift: Any) -> Level:  # noqa: ANN401 - JSON
+    if not isinstance(name, str) or codec not in (CODEC_LANES, CODEC_LOSSLESS, CODEC_CACHEGEN):
+        msg = f"level {name!r} coded in way {codec!r}"
+        raise ValueError(msg)
+    if codec != CODEC_LANES:
+        return Level(name, codec=codec)
+    if not 1 / MAX_STEP <= float(step) <= MAX_STEP:
         msg = f"level {name!r} with step {step!r}"
         raise ValueError(msg)
     if type(shift) is not int or abs(shift) > MAX_SHIFT:
@@ -257,7 +332,7 @@ def _level(name: Any, step: Any, shift: Any) -> Level:  # noqa: ANN401 - JSON
     return Level(name, float(step), shift)
 
 
-def _segments(index: NDArray[np.void], fields: _Prologue) -> tuple[tuple[SegmentInfo, ...], ...]:
+def _segments(index: NDArray[np.void], fields: _Prologue, levels: tuple[Level, ...]) -> tuple[tuple[SegmentInfo, ...], ...]:
     """Index entries in payload order: no gap, no overlap, nothing past the end."""
     rows, expected = [], fields.head_bytes
     for chunk, row in enumerate(index.tolist()):
@@ -267,7 +342,7 @@ def _segments(index: NDArray[np.void], fields: _Prologue) -> tuple[tuple[Segment
             raise CorruptError(msg)
         cells = []
         for level, (offset, stored, symbols, crc, codec, flags, error, _) in enumerate(present):
-            if codec != CODEC_LANES or flags:
+            if codec != levels[level].codec or flags:
                 msg = f"chunk {chunk} level {level} is coded in way {codec} (flags {flags:#x}); upgrade kvwire"
                 raise FormatVersionError(msg)
             if offset != expected or offset + stored > fields.file_bytes:
@@ -283,22 +358,33 @@ def _segments(index: NDArray[np.void], fields: _Prologue) -> tuple[tuple[Segment
 
 
 def _level_infos(
-    levels: tuple[Level, ...], index: NDArray[np.void], head_bytes: int, elements: int
+    levels: tuple[Level, ...],
+    index: NDArray[np.void],
+    fields: _Prologue,
+    elements_of_token: int,
+    error_to_kl: tuple[float, float] | None,
 ) -> tuple[LevelInfo, ...]:
-    out, cumulative = [], head_bytes
+    out, below = [], fields.head_bytes
+    chunk_tokens = np.full(fields.chunks, fields.chunk_tokens)
+    chunk_tokens[-1] -= fields.chunks * fields.chunk_tokens - fields.tokens
     for level, column in zip(levels, index.T, strict=True):
         here = column[column["offset"] != MISSING]
         size = int(here["stored"].sum(dtype=np.int64))
-        cumulative += size
-        error = _mean_error(here["error"].astype(np.float64), here["energy"].astype(np.float64))
-        out.append(LevelInfo(level.name, level.step, size, cumulative, 8.0 * cumulative / elements, error))
+        cumulative = (fields.head_bytes if level.alone else below) + size
+        below = cumulative
+        error = _mean_error(column, chunk_tokens)
+        lossless = level.codec == CODEC_LOSSLESS
+        kl = None if error_to_kl is None else error_to_kl[0] * error ** error_to_kl[1]
+        bits = 8.0 * cumulative / (fields.tokens * elements_of_token)
+        out.append(LevelInfo(level.name, level.step, size, cumulative, bits, error, level.alone, lossless, kl))
     return tuple(out)
 
 
-def _mean_error(errors: NDArray[np.float64], energies: NDArray[np.float64]) -> float:
-    """The chunks' relative errors, weighted by their energies: a short or quiet chunk counts for little."""
-    if not (np.isfinite(errors).all() and np.isfinite(energies).all() and (energies >= 0).all()):
+def _mean_error(column: NDArray[np.void], tokens: NDArray[np.int64]) -> float:
+    """The chunks' errors, weighted by their tokens."""
+    here = column["offset"] != MISSING
+    errors, energies = column["error"][here].astype(np.float64), column["energy"][here].astype(np.float64)
+    if not all(np.isfinite(each).all() and (each >= 0).all() for each in (errors, energies)):
         msg = "the blob's index holds impossible errors; fetch the blob's head again"
         raise CorruptError(msg)
-    total = float(energies.sum())
-    return float(errors @ energies) / total if total else 0.0
+    return float(errors @ tokens[here]) / float(tokens[here].sum()) if here.any() else 0.0

@@ -8,15 +8,25 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvwire.codec import _kernels
-from kvwire.codec.container import Head, parse_head
+from kvwire.codec.cachegen import CacheGenProfile, decode_cachegen
+from kvwire.codec.container import CODEC_LANES, CODEC_LOSSLESS, Head, parse_head
 from kvwire.codec.layout import shapes_of
-from kvwire.codec.positions import rotation
+from kvwire.codec.lossless import FORMATS, decode_lossless
+from kvwire.codec.place import place_group
+from kvwire.codec.positions import positions_off, rotation
 from kvwire.codec.prediction import Text
-from kvwire.codec.profile import Profile
+from kvwire.codec.profile import Profile, planes_of
 from kvwire.codec.segment import MAX_CHUNK_SYMBOLS, ChunkState, decode_segment
-from kvwire.codec.transform import scatter, synthesise
-from kvwire.errors import ArgumentError, CorruptError, KvwireError, MismatchError, TruncatedError
+from kvwire.codec.transform import gather_planes, scatter_planes
+from kvwire.codec.workers import each
+from kvwire.errors import (
+    ArgumentError,
+    CorruptError,
+    FormatVersionError,
+    KvwireError,
+    MismatchError,
+    TruncatedError,
+)
 from kvwire.types import BlobInfo, KVCache
 
 if TYPE_CHECKING:
@@ -24,10 +34,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvwire.codec.profile import Group
     from kvwire.types import SegmentInfo
 
-_FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FORMATS}
+"""Dtypes of caches by name."""
 
 
 class BlobDecoder:
@@ -35,7 +45,8 @@ class BlobDecoder:
 
     head: the blob's first bytes, at least ``BlobInfo.head_bytes`` of them, or what ``parse_head`` made of them.
     offset: the position of the document's first token in the prompt; None leaves positions off. dtype None: the dtype
-    that the cache was encoded from.
+    that the cache was encoded from. hidden: ``engine.head_start`` of the document, where the blob needs one. level: the
+    only one that will be asked for; a lossless one needs no profile.
     out: write into these tensors (a slice of a prompt's cache) rather than allocate; device and dtype are then theirs.
     ``cache`` is the output; tokens of chunks not decoded yet are zero.
     """
@@ -43,7 +54,7 @@ class BlobDecoder:
     def __init__(
         self,
         head: bytes | Head,
-        profile: Profile | None = None,
+        profile: Profile | CacheGenProfile | None = None,
         *,
         device: str | torch.device = "cpu",
         dtype: torch.dtype | None = None,
@@ -51,50 +62,113 @@ class BlobDecoder:
         out: KVCache | None = None,
         check: bool = True,
         hidden: Tensor | None = None,
+        level: int | None = None,
     ) -> None:
         """Parse the head, pick the profile and allocate the output; raises as ``decode`` does."""
         self._head = head if isinstance(head, Head) else parse_head(head, check=check)
         self._check = check
         self._offset = offset
-        self._profile = _profile_for(self._head, profile)
-        self._text = Text(self._profile, self.info.tokens, self.info.token_ids, hidden)
+        alone = level is not None and self.info.levels[level].lossless
+        self._profile = None if alone else _profile_for(self._head, profile)
+        if isinstance(self._profile, Profile):
+            self._layered = self._profile
+            self._text = Text(self._profile, self.info.tokens, self.info.token_ids, hidden)
         self._check_positions()
         if dtype is not None and not dtype.is_floating_point:
             msg = f"a cache holds floating-point numbers, it cannot be decoded to {dtype}"
             raise ArgumentError(msg)
-        dtype = dtype or _FLOATS.get(self.info.meta.dtype, torch.float32)
-        self.cache = _empty(self.info, device, dtype, offset) if out is None else _checked_out(out, self.info)
+        dtype = dtype or DTYPES.get(self.info.meta.dtype, torch.float32)
+        self.cache = _empty(self._head, device, dtype, offset) if out is None else _checked_out(out, self.info)
 
     @property
     def info(self) -> BlobInfo:
         """What the blob says about itself."""
         return self._head.info
 
-    def decode_chunk(self, chunk: int, segments: Sequence[bytes]) -> None:
-        """Decode levels 0 to ``len(segments) - 1`` of a chunk into ``cache``.
+    def decode_chunk(self, chunk: int, segments: Sequence[bytes], level: int | None = None) -> None:
+        """Decode a chunk into ``cache`` from what ``BlobInfo.reads`` names.
 
-        Raises CorruptError or TruncatedError where a segment is damaged, and then writes nothing; ArgumentError where
-        the blob has no such chunk or not as many levels.
+        level: None for the one that as many layered segments lead to. Chunks may be decoded in any order, and several
+        at a time from different threads. Raises CorruptError or TruncatedError where a segment is damaged, and then
+        writes nothing; ArgumentError where the blob has no such chunk or level.
         """
-        if not 0 <= chunk < self.info.chunks or not 1 <= len(segments) <= len(self.info.segments[chunk]):
-            have = [len(row) for row in self.info.segments][chunk : chunk + 1]
-            msg = f"{len(segments)} segments for chunk {chunk} of {self.info.chunks}, which has {have or 'no'} levels"
+        level = len(segments) - 1 if level is None else level
+        have = self.info.segments[chunk : chunk + 1]
+        if chunk < 0 or not have or not 0 <= level < len(have[0]) or len(self.info.reads(chunk, level)) != len(segments):
+            levels = len(have[0]) if chunk >= 0 and have else "no"
+            msg = (
+                f"{len(segments)} segments for level {level} of chunk {chunk}; the blob has {self.info.chunks} chunks, "
+                f"this one {levels} levels"
+            )
             raise ArgumentError(msg)
-        start, stop = self.info.chunk_span(chunk)
-        state = ChunkState(stop - start, self._profile.spread, self._profile.tables)
-        for segment, data in zip(self.info.segments[chunk], segments, strict=False):
+        reads = self.info.reads(chunk, level)
+        for segment, data in zip(reads, segments, strict=True):
+            self._check_bytes(segment, data)
+        codec = self._head.levels[level].codec
+        if codec == CODEC_LANES:
+            self._decode_layered(reads, segments)
+        elif codec == CODEC_LOSSLESS:
+            self._decode_lossless(chunk, segments[0])
+        else:
+            self._decode_cachegen(chunk, level, segments[0])
+        self._drop_pruned(*self.info.chunk_span(chunk))
+
+    def _decode_layered(self, reads: Sequence[SegmentInfo], segments: Sequence[bytes]) -> None:
+        text, profile = self._text, self._layered
+        start, stop = self.info.chunk_span(reads[0].chunk)
+        state = ChunkState(stop - start, profile.spread, profile.tables)
+        for segment, data in zip(reads, segments, strict=True):
             self._advance(state, segment, data)
-        step = self._head.levels[len(segments) - 1].step
+        step = self._head.levels[reads[-1].level].step
         turns = self._turns(start, stop)
         at = 0
-        for index, group in enumerate(self._profile.groups):
-            expected = self._text.expected(index, start, stop)
-            elements = synthesise(_coefficients(state, group, at, step), group, *expected)
-            scatter(elements, group, self.cache, self.info.meta, start, turns)
+        for index, group in enumerate(profile.groups):
+            expected = text.expected(index, start, stop)
+            columns = slice(at, at + group.rank)
+            place_group(state, group, columns, step, expected, self.cache, self.info.meta, start, turns)
             at += group.rank
 
-    def _advance(self, state: ChunkState, segment: SegmentInfo, data: bytes) -> None:
-        """Check one segment's bytes and decode them."""
+    def _decode_cachegen(self, chunk: int, level: int, data: bytes) -> None:
+        profile = self._profile
+        assert isinstance(profile, CacheGenProfile), "the constructor has seen to it"
+        start, stop = self.info.chunk_span(chunk)
+        blocks = decode_cachegen(data, profile, level, stop - start)
+        turns = self._turns(start, stop)
+        for block, elements in zip(profile.blocks, blocks, strict=True):
+            scatter_planes(elements, ((block.side, block.layer),), self.cache, self.info.meta, start, turns)
+
+    def _decode_lossless(self, chunk: int, data: bytes) -> None:
+        """Stored numbers as they are where the output stands where they stood, else moved."""
+        start, stop = self.info.chunk_span(chunk)
+        layers = self.info.meta.layers
+        dtype = DTYPES.get(self.info.meta.dtype)
+        if dtype is None:
+            msg = f"the blob's lossless level holds numbers of type {self.info.meta.dtype!r}; upgrade kvwire"
+            raise FormatVersionError(msg)
+        pairs = decode_lossless(data, stop - start, layers, dtype)
+        if self._head.offset != self._offset:
+            stood = self._head.offset
+            meta = replace(self.info.meta, positions="off" if stood is None else "on", offset=(stood or 0) + start)
+            moved = positions_off(KVCache([k for k, _ in pairs], [v for _, v in pairs], meta))
+            turns = self._turns(start, stop)
+            for plane in planes_of(layers):
+                elements = gather_planes(moved, (plane,), 0, stop - start)
+                scatter_planes(elements, (plane,), self.cache, self.info.meta, start, turns)
+            return
+        for layer, (keys, values) in enumerate(pairs):
+            if layers[layer].kind != "none":
+                self.cache.keys[layer][:, start:stop] = keys
+                self.cache.values[layer][:, start:stop] = values
+
+    def _drop_pruned(self, start: int, stop: int) -> None:
+        """Entries that the cache never held are zero, whatever was decoded there."""
+        for layer, mask in enumerate(self._head.kept or ()):
+            if mask is not None:
+                gone = ~mask[:, start:stop, None]
+                for tensor in (self.cache.keys[layer], self.cache.values[layer]):
+                    tensor[:, start:stop].masked_fill_(gone.to(tensor.device), 0)
+
+    def _check_bytes(self, segment: SegmentInfo, data: bytes) -> None:
         name = f"chunk {segment.chunk} level {segment.level}"
         if len(data) < segment.stored:
             msg = f"{name} ends after {len(data)} of {segment.stored} bytes; fetch it again"
@@ -102,9 +176,13 @@ class BlobDecoder:
         if len(data) > segment.stored or (self._check and zlib.crc32(data) != segment.crc32):
             msg = f"{name} does not match its length or checksum; fetch it again"
             raise CorruptError(msg)
+
+    def _advance(self, state: ChunkState, segment: SegmentInfo, data: bytes) -> None:
+        """Decode one segment's symbols."""
         shift = self._head.levels[segment.level].shift
         symbols = decode_segment(state, segment.level, shift, data, check=self._check)
         if self._check and symbols != segment.raw:
+            name = f"chunk {segment.chunk} level {segment.level}"
             msg = f"{name} holds {symbols} symbols, the index says {segment.raw}; fetch it again"
             raise CorruptError(msg)
 
@@ -132,21 +210,25 @@ class BlobDecoder:
 def decode(
     blob: bytes,
     level: int | str | None = None,
-    profile: Profile | None = None,
+    profile: Profile | CacheGenProfile | None = None,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
     *,
     offset: int | None = 0,
     check: bool = True,
     hidden: Tensor | None = None,
+    threads: int | None = None,
 ) -> KVCache:
     """Decode a whole blob at one quality level.
 
-    level: index (negative counts from the finest), name, or None for the finest. profile: the one that the blob names;
-    not needed where it carries its own. offset: position of the first token; None leaves positions off (keys as float
-    of ``dtype``, un-rotated). dtype None: the dtype that the cache was encoded from. check: verify checksums.
-    Memory: the output plus one chunk's working set. Raises TruncatedError, CorruptError, FormatVersionError,
-    MismatchError (profile missing or wrong), RopeRegimeError (position out of reach), ArgumentError (no such level).
+    level: index (negative counts from the last), name, or None for the finest of the layered ones. profile: the one
+    that the blob names; not needed where it carries its own, nor for a lossless level. offset: position of the first
+    token; None leaves positions off (keys as float of ``dtype``, un-rotated). dtype None: the dtype that the cache was
+    encoded from. check: verify checksums. hidden: ``engine.head_start`` of the document, where the blob was encoded
+    with one. threads: chunks decoded at a time, None for one on every core.
+    Memory: the output plus each thread's working set of a chunk. Raises TruncatedError, CorruptError,
+    FormatVersionError, MismatchError (profile missing or wrong), RopeRegimeError (position out of reach), ArgumentError
+    (no such level).
     """
     head = parse_head(blob, check=check)
     info = head.info
@@ -161,9 +243,13 @@ def decode(
         if len(row) <= index:
             msg = f"chunk {chunk} lacks level {index}; ask for a lower level"
             raise ArgumentError(msg)
-    decoder = BlobDecoder(head, profile, device=device, dtype=dtype, offset=offset, check=check, hidden=hidden)
-    for chunk, row in enumerate(info.segments):
-        decoder.decode_chunk(chunk, [blob[s.offset : s.end] for s in row[: index + 1]])
+    decoder = BlobDecoder(head, profile, device=device, dtype=dtype, offset=offset, check=check, hidden=hidden, level=index)
+    view = memoryview(blob)
+
+    def chunk_at(chunk: int) -> None:
+        decoder.decode_chunk(chunk, [bytes(view[s.offset : s.end]) for s in info.reads(chunk, index)], index)
+
+    each(chunk_at, range(info.chunks), threads)
     return decoder.cache
 
 
@@ -190,10 +276,13 @@ def verify(blob: bytes) -> BlobInfo:
 
 
 def level_index(info: BlobInfo, level: int | str | None) -> int:
-    """Index of a level given by index, name or None (the finest); raises ArgumentError naming the levels that exist."""
+    """Index of a level given by index, name or None; raises ArgumentError naming the levels that exist.
+
+    None is the finest that is not lossless, where there is one: the lossless one is many times larger.
+    """
     names = [entry.name for entry in info.levels]
     if level is None:
-        return len(names) - 1
+        return max([i for i, entry in enumerate(info.levels) if not entry.lossless], default=len(names) - 1)
     if isinstance(level, str) and level in names:
         return names.index(level)
     if isinstance(level, int) and -len(names) <= level < len(names):
@@ -202,8 +291,11 @@ def level_index(info: BlobInfo, level: int | str | None) -> int:
     raise ArgumentError(msg)
 
 
-def _profile_for(head: Head, profile: Profile | None) -> Profile:
+def _profile_for(head: Head, profile: Profile | CacheGenProfile | None) -> Profile | CacheGenProfile | None:
     wanted = head.info.profile_digest
+    found: Profile | CacheGenProfile
+    if all(level.lossless for level in head.info.levels):
+        return None
     if not wanted:
         found = _inside(head.profile_bytes)
     elif profile is None or profile.digest != wanted:
@@ -213,11 +305,25 @@ def _profile_for(head: Head, profile: Profile | None) -> Profile:
     else:
         found = profile
     found.check_fits(head.info.meta)
-    tokens = min(head.info.tokens, head.info.chunk_tokens)
-    if tokens * found.rank > MAX_CHUNK_SYMBOLS:
-        msg = f"a chunk of {tokens} tokens would hold {tokens * found.rank} symbols, {MAX_CHUNK_SYMBOLS} are allowed"
-        raise CorruptError(msg)
+    _check_method(head.info, found)
     return found
+
+
+def _check_method(info: BlobInfo, profile: Profile | CacheGenProfile) -> None:
+    """A profile must be of the blob's method, and a chunk's working set within bounds."""
+    if isinstance(profile, CacheGenProfile):
+        levels = sum(not level.lossless for level in info.levels)
+        if info.method != "cachegen" or levels > len(profile.level_names):
+            msg = "the blob has levels that its CacheGen profile does not know; fetch the blob's head again"
+            raise CorruptError(msg)
+        return
+    tokens = min(info.tokens, info.chunk_tokens)
+    if info.method != "kvwire" or info.head_start != profile.head_start:
+        msg = "the blob is of another method or head start than the profile that it names; fetch the blob's head again"
+        raise CorruptError(msg)
+    if tokens * profile.rank > MAX_CHUNK_SYMBOLS:
+        msg = f"a chunk of {tokens} tokens would hold {tokens * profile.rank} symbols, {MAX_CHUNK_SYMBOLS} are allowed"
+        raise CorruptError(msg)
 
 
 def _inside(data: bytes) -> Profile:
@@ -236,8 +342,8 @@ def _checked_out(out: KVCache, info: BlobInfo) -> KVCache:
     return out
 
 
-def _empty(info: BlobInfo, device: str | torch.device, dtype: torch.dtype, offset: int | None) -> KVCache:
-    keys, values = [], []
+def _empty(head: Head, device: str | torch.device, dtype: torch.dtype, offset: int | None) -> KVCache:
+    info, keys, values = head.info, [], []
     try:
         for spec in info.meta.layers:
             tokens = 0 if spec.kind == "none" else info.tokens
@@ -248,13 +354,4 @@ def _empty(info: BlobInfo, device: str | torch.device, dtype: torch.dtype, offse
         raise KvwireError(msg) from error
     meta = replace(info.meta, dtype=str(dtype).removeprefix("torch."))
     meta = meta if offset is None else replace(meta, positions="on", offset=offset)
-    return KVCache(keys, values, meta, info.token_ids)
-
-
-def _coefficients(state: ChunkState, group: Group, start: int, step: float) -> Tensor:
-    """A group's coefficients up to its last coded column, ``[tokens, columns]``: the KLT has sorted them."""
-    coded = state.classes[start : start + group.rank].nonzero()[0]
-    last = int(coded[-1]) + 1 if len(coded) else 0
-    coefficients = torch.empty(state.tokens, last, dtype=torch.float32)
-    _kernels.dequantise(state.values[:, start : start + last], step, coefficients.numpy())
-    return coefficients
+    return KVCache(keys, values, meta, info.token_ids, head.kept)

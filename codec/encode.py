@@ -7,13 +7,25 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.codec.container import MAX_CHUNK_TOKENS, Coded, Draft, Level, pack_blob
+from kvwire.codec import _kernels
+from kvwire.codec.cachegen import CacheGenProfile, decode_cachegen, encode_cachegen
+from kvwire.codec.container import (
+    CODEC_CACHEGEN,
+    CODEC_LOSSLESS,
+    MAX_CHUNK_TOKENS,
+    Coded,
+    Draft,
+    Level,
+    pack_blob,
+)
 from kvwire.codec.fit import identity_profile
+from kvwire.codec.lossless import encode_lossless
 from kvwire.codec.prediction import Text
 from kvwire.codec.quantiser import Ladder, ladder_for, quantise, split_levels
 from kvwire.codec.segment import MAX_CHUNK_SYMBOLS, ChunkState, encode_segment
 from kvwire.codec.tables import column_classes
-from kvwire.codec.transform import analyse, energy_of
+from kvwire.codec.transform import analyse, energy_of, gather
+from kvwire.codec.workers import each
 from kvwire.errors import ArgumentError
 from kvwire.types import digest_tokens
 
@@ -29,63 +41,148 @@ CHUNK_TOKENS = 256
 
 def encode(
     cache: KVCache,
-    profile: Profile | None = None,
+    profile: Profile | CacheGenProfile | None = None,
     levels: Ladder | int | None = None,
     *,
     chunk_tokens: int = CHUNK_TOKENS,
+    lossless: bool = False,
     hidden: Tensor | None = None,
+    threads: int | None = None,
 ) -> bytes:
     """Encode a document's cache into a layered blob.
 
     cache: any float dtype and device; positions on or off. profile: from ``fit_profile`` on caches of the same model;
-    None derives means, scales and tables from this cache and carries them inside the blob. levels: a Ladder, the number
-    of levels of the default ladder, or None for all of them. chunk_tokens: tokens in a chunk, 1 to 4096.
-    The same input gives the same bytes. Raises ArgumentError on an empty cache, CacheValueError, MismatchError.
+    None derives means, scales and tables from this cache and carries them inside the blob. A CacheGenProfile encodes in
+    that method's own levels. levels: a Ladder, the number of levels of the default ladder, or None for all of them; 0
+    for none but the lossless one. chunk_tokens: tokens in a chunk, 1 to 4096. lossless: add a level that holds the
+    stored numbers bit for bit, as a stream of its own. hidden: ``engine.head_start`` of the document, where the profile
+    was fitted with one. threads: chunks encoded at a time, None for one on every core.
+    The same input gives the same bytes, whatever the number of threads. Raises ArgumentError on an empty cache,
+    CacheValueError, MismatchError.
     """
-    ladder = ladder_for(levels)
     if not cache.tokens:
         msg = "the cache holds no tokens; leave empty documents out"
         raise ArgumentError(msg)
     if not 1 <= chunk_tokens <= MAX_CHUNK_TOKENS:
         msg = f"chunk_tokens must be 1 to {MAX_CHUNK_TOKENS}, got {chunk_tokens}"
         raise ArgumentError(msg)
-    used = identity_profile(cache, ladder) if profile is None else profile
-    used.check_fits(cache.meta)
-    if min(cache.tokens, chunk_tokens) * used.rank > MAX_CHUNK_SYMBOLS:
-        msg = f"a chunk may hold {MAX_CHUNK_SYMBOLS // used.rank} tokens of a model this wide, got {chunk_tokens}"
-        raise ArgumentError(msg)
-    text = Text(used, cache.tokens, cache.token_ids, hidden)
-    starts = range(0, cache.tokens, chunk_tokens)
-    named = zip(ladder.names, ladder.steps, ladder.shifts, strict=True)
+    coder: _Coder
+    if isinstance(profile, CacheGenProfile):
+        coder = _CacheGen(cache, profile, levels)
+    elif type(levels) is int and levels == 0:
+        coder = _Nothing(lossless=lossless)
+    else:
+        coder = _Layered(cache, profile, ladder_for(levels), min(cache.tokens, chunk_tokens), hidden)
+
+    def chunk(start: int) -> list[Coded]:
+        stop = min(start + chunk_tokens, cache.tokens)
+        coded = coder.encode(start, stop)
+        return [*coded, Coded(*encode_lossless(cache, start, stop), 0.0, 0.0)] if lossless else coded
+
     return pack_blob(
         Draft(
             meta=_named(cache),
             token_ids=cache.token_ids,
             tokens=cache.tokens,
             chunk_tokens=chunk_tokens,
-            levels=tuple(Level(name, step, shift) for name, step, shift in named),
-            profile_digest="" if profile is None else used.digest,
-            profile_bytes=used.data if profile is None else b"",
-            segments=[_encode_chunk(cache, text, ladder, at, min(at + chunk_tokens, cache.tokens)) for at in starts],
+            levels=(*coder.levels, Level("lossless", codec=CODEC_LOSSLESS)) if lossless else coder.levels,
+            profile_digest=coder.digest,
+            profile_bytes=coder.inside,
+            segments=each(chunk, range(0, cache.tokens, chunk_tokens), threads),
+            head_start=coder.head_start,
+            error_to_kl=coder.error_to_kl,
+            kept=cache.kept,
         )
     )
 
 
-def _encode_chunk(cache: KVCache, text: Text, ladder: Ladder, start: int, stop: int) -> list[Coded]:
-    profile = text.profile
-    coefficients, energy = analyse(cache, text, start, stop)
-    values, refinements = split_levels(quantise(coefficients, ladder.steps[-1]), len(ladder.steps))
-    unit = column_classes(coefficients)
-    kept = energy_of(coefficients)
-    dropped = max(0.0, energy - kept)
-    state = ChunkState(stop - start, profile.spread, profile.tables)
-    segments = []
-    for level, (shift, step) in enumerate(zip(ladder.shifts, ladder.steps, strict=True)):
-        refinement = refinements[level - 1] if level else None
-        data, symbols = encode_segment(state, shift, unit - shift, values[level], refinement)
-        error = energy_of(coefficients - np.float32(step) * values[level]) + dropped
-        segments.append(Coded(data, symbols, error / (kept + dropped) if error else 0.0, kept + dropped))
-    return segments
+class _Coder:
+    """One way of coding chunks: its levels and the profile that readers need. This one codes nothing."""
+
+    levels: tuple[Level, ...] = ()
+    digest = ""
+    inside = b""
+    head_start = 0
+    error_to_kl: tuple[float, float] | None = None
+
+    def encode(self, start: int, stop: int) -> list[Coded]:
+        """Segments of the chunk of tokens ``start`` to ``stop``, level by level."""
+        raise NotImplementedError
+
+
+class _Nothing(_Coder):
+    def __init__(self, *, lossless: bool) -> None:
+        if not lossless:
+            msg = "levels=0 leaves nothing to encode; ask for lossless=True or for levels"
+            raise ArgumentError(msg)
+
+    def encode(self, start: int, stop: int) -> list[Coded]:  # noqa: ARG002 - nothing of any chunk
+        return []
+
+
+class _CacheGen(_Coder):
+    def __init__(self, cache: KVCache, profile: CacheGenProfile, levels: Ladder | int | None) -> None:
+        profile.check_fits(cache.meta)
+        if isinstance(levels, Ladder) or (levels is not None and not 1 <= levels <= len(profile.level_names)):
+            msg = f"a CacheGen profile has levels of its own, {len(profile.level_names)}; give their number or None"
+            raise ArgumentError(msg)
+        names = profile.level_names[:levels]
+        self.levels = tuple(Level(name, codec=CODEC_CACHEGEN) for name in names)
+        self.digest = profile.digest
+        self._cache, self._profile = cache, profile
+
+    def encode(self, start: int, stop: int) -> list[Coded]:
+        """Each level by itself; its error is of plain elements, keys un-rotated, about the chunk's means."""
+        out = []
+        blocks = [gather(self._cache, b.side, (b.layer,), start, stop) for b in self._profile.blocks]
+        energy = sum(float((block - block.mean(0)).square().sum()) for block in blocks)
+        for level in range(len(self.levels)):
+            data, symbols = encode_cachegen(self._cache, self._profile, level, start, stop)
+            decoded = decode_cachegen(data, self._profile, level, stop - start)
+            error = sum(float((a - b).square().sum()) for a, b in zip(blocks, decoded, strict=True))
+            out.append(Coded(data, symbols, error / energy if energy else 0.0, 1.0))
+        return out
+
+
+class _Layered(_Coder):
+    def __init__(
+        self, cache: KVCache, profile: Profile | None, ladder: Ladder, chunk_tokens: int, hidden: Tensor | None
+    ) -> None:
+        used = identity_profile(cache, ladder) if profile is None else profile
+        used.check_fits(cache.meta)
+        if chunk_tokens * used.rank > MAX_CHUNK_SYMBOLS:
+            most = MAX_CHUNK_SYMBOLS // used.rank
+            msg = f"a chunk may hold {most} tokens of a model this wide, got {chunk_tokens}"
+            raise ArgumentError(msg)
+        named = zip(ladder.names, ladder.steps, ladder.shifts, strict=True)
+        self.levels = tuple(Level(name, step, shift) for name, step, shift in named)
+        self.digest = "" if profile is None else used.digest
+        self.inside = used.data if profile is None else b""
+        self.head_start, self.error_to_kl = used.head_start, used.error_to_kl
+        self._cache, self._ladder = cache, ladder
+        self._text = Text(used, cache.tokens, cache.token_ids, hidden)
+        for group in used.groups:
+            _ = group.analysis  # once, before the workers ask for it
+
+    def encode(self, start: int, stop: int) -> list[Coded]:
+        """Every level of the ladder, each refining the one before."""
+        ladder, profile = self._ladder, self._text.profile
+        coefficients, energy = analyse(self._cache, self._text, start, stop)
+        values, refinements = split_levels(quantise(coefficients, ladder.steps[-1]), len(ladder.steps))
+        unit = column_classes(coefficients)
+        dropped = max(0.0, energy - energy_of(coefficients))
+        state = ChunkState(stop - start, profile.spread, profile.tables)
+        elements = (stop - start) * sum(group.width for group in profile.groups)
+        segments = []
+        for level, (shift, step) in enumerate(zip(ladder.shifts, ladder.steps, strict=True)):
+            refinement = refinements[level - 1] if level else None
+            data, symbols = encode_segment(state, shift, unit - shift, values[level], refinement)
+            sizes = profile.tables.sizes[state.classes]
+            missed = np.zeros(profile.rank, np.float32)
+            _kernels.squared_error(coefficients, values[level], sizes, step, missed)
+            error = float(missed.sum(dtype=np.float64)) + dropped
+            segments.append(Coded(data, symbols, error / elements, energy / elements))
+        return segments
 
 
 def _named(cache: KVCache) -> CacheMeta:

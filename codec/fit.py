@@ -18,7 +18,7 @@ from kvwire.codec.prediction import Text
 from kvwire.codec.profile import SIDES, Group, Profile, plane_width, planes_of
 from kvwire.codec.quantiser import Ladder, quantise, split_levels
 from kvwire.codec.regression import predict
-from kvwire.codec.tables import ALPHABET, CLASSES, CONTEXTS, Tables, class_of, clip_class, column_classes, fit_tables
+from kvwire.codec.tables import ALPHABET, CLASSES, CONTEXTS, POINTS, Tables, class_of, clip_class, column_classes, fit_tables
 from kvwire.codec.transform import analyse, gather_planes
 from kvwire.errors import ArgumentError, CacheValueError, MismatchError
 
@@ -284,6 +284,7 @@ def _block_diagonal(blocks: list[Tensor]) -> Tensor:
 def count_tables(texts: Sequence[Text], caches: Sequence[KVCache], ladder: Ladder) -> Tables:
     """Tables counted from what the quantiser makes of the calibration caches, all levels of the ladder together."""
     base, ternary = np.zeros((CLASSES, ALPHABET), np.int64), np.zeros((CLASSES, CONTEXTS, 3), np.int64)
+    points = np.zeros((CLASSES, POINTS, 2))
     for number, start, stop in spans(caches):
         coefficients, _ = analyse(caches[number], texts[number], start, stop)
         values, symbols = split_levels(quantise(coefficients, ladder.steps[-1]), len(ladder.steps))
@@ -291,6 +292,7 @@ def count_tables(texts: Sequence[Text], caches: Sequence[KVCache], ladder: Ladde
         for level, shift in enumerate(ladder.shifts):
             classes = np.where(values[level].any(axis=0), clip_class(unit - shift), 0).astype(np.int32)
             _kernels.count_base(values[level], classes, base)
+            _kernels.count_points(coefficients, values[level], classes, ladder.steps[level], points)
             if level:
                 _kernels.count_ternary(values[level - 1], symbols[level - 1], classes, ternary)
-    return fit_tables(base, ternary)
+    return fit_tables(base, ternary, points)

@@ -24,7 +24,7 @@ from kvwire.codec.layout import decompress
 from kvwire.codec.rans import MAX_LANES, Lanes, decode_base, encode_base, lanes_for
 from kvwire.codec.rans_naive import PROBABILITY_BITS
 from kvwire.codec.segment import MAX_CHUNK_SYMBOLS
-from kvwire.codec.tables import ALPHABET, CONTEXTS, Tables, _normalise
+from kvwire.codec.tables import ALPHABET, CONTEXTS, POINTS, Tables, _normalise
 from kvwire.errors import ArgumentError, CorruptError
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class ClassTables(Tables):
         """Tables from uint16 ``[classes, 256]``; raises CorruptError where a row does not add up to 4096."""
         if not (base.sum(axis=1, dtype=np.int64) == _TOTAL).all():
             _refuse("has frequencies that do not add up to 4096")
-        return cls(base, np.zeros((len(base), CONTEXTS, 3), np.uint16))
+        return cls(base, np.zeros((len(base), CONTEXTS, 3), np.uint16), np.zeros((len(base), POINTS), np.uint16))
 
     @cached_property
     def lookup(self) -> NDArray[np.uint32]:

@@ -173,7 +173,7 @@ class Profile:
     @cached_property
     def data(self) -> bytes:
         """The profile as stored: see docs/format.md."""
-        arrays: Arrays = {"base": self.tables.base, "ternary": self.tables.ternary}
+        arrays: Arrays = {"base": self.tables.base, "ternary": self.tables.ternary, "points": self.tables.points}
         if self.table is not None:
             arrays["table"] = self.table
         for index, group in enumerate(self.groups):
@@ -205,12 +205,12 @@ class Profile:
                 str(head["model_revision"]),
                 layers_from_json(head["layers"]),
                 tuple(_group(index, raw, arrays) for index, raw in enumerate(head["groups"])),
-                Tables(_typed(arrays["base"], "u2"), _typed(arrays["ternary"], "u2")),
+                Tables(*(_typed(arrays[name], "u2") for name in ("base", "ternary", "points"))),
                 dict(head["notes"]),
                 _typed(arrays["table"], "i1") if "table" in arrays else None,
                 _count(head["head_start"]),
                 _count(head["hidden_size"]),
-                _error_to_kl(head["error_to_kl"]),
+                error_to_kl_from_json(head["error_to_kl"]),
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             msg = f"the profile's description is damaged ({error}); fetch it again"
@@ -283,7 +283,8 @@ def _count(raw: Any) -> int:  # noqa: ANN401 - JSON
     return raw
 
 
-def _error_to_kl(raw: Any) -> tuple[float, float] | None:  # noqa: ANN401 - JSON
+def error_to_kl_from_json(raw: Any) -> tuple[float, float] | None:  # noqa: ANN401 - JSON
+    """Read ``Profile.error_to_kl``; raises TypeError or ValueError where it is impossible."""
     if raw is None:
         return None
     scale, exponent = (float(number) for number in raw)

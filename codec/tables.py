@@ -31,6 +31,9 @@ ESCAPE = 0
 CONTEXTS = 3
 """A refinement's context: |q| of the level below, capped at 2."""
 _TOTAL = 1 << PROBABILITY_BITS
+POINTS = 2
+"""Sizes that have a reconstruction point of their own; larger values stand for themselves."""
+_TOTAL_POINT = 1 << 16
 _PRIOR_COUNT = 256.0
 """Symbols that the Laplacian prior is worth against counted ones."""
 
@@ -58,14 +61,17 @@ class Tables:
 
     base: uint16 ``[CLASSES, 256]``, rows add up to 4096, the escape is never 0.
     ternary: uint16 ``[CLASSES, 3, 3]`` = class, context, symbol; rows add up to 4096, no entry is 0.
+    points: uint16 ``[CLASSES, 2]``: how far values of size 1 and 2 lie nearer to zero than they say, in 2^-16 steps.
     """
 
     base: NDArray[np.uint16]
     ternary: NDArray[np.uint16]
+    points: NDArray[np.uint16]
 
     def check(self) -> None:
         """Raise CorruptError where a table cannot be decoded with."""
         shapes = self.base.shape == (CLASSES, ALPHABET) and self.ternary.shape == (CLASSES, CONTEXTS, 3)
+        shapes = shapes and self.points.shape == (CLASSES, POINTS) and bool((self.points <= _TOTAL_POINT // 2).all())
         if not (
             shapes
             and (self.base.sum(axis=1, dtype=np.int64) == _TOTAL).all()
@@ -87,6 +93,13 @@ class Tables:
         return _starts(self.ternary)
 
     @cached_property
+    def sizes(self) -> NDArray[np.float32]:
+        """Size in steps of values 0, 1 and 2 of every class, ``[CLASSES + 1, 3]``; row 0 is for no class."""
+        out = np.tile(np.arange(POINTS + 1, dtype=np.float32), (CLASSES + 1, 1))
+        out[1:, 1:] -= self.points.astype(np.float32) / _TOTAL_POINT
+        return out
+
+    @cached_property
     def lookup(self) -> NDArray[np.uint32]:
         """For each class and slot of 4096: symbol in 8 bits, slot - start in 12, frequency - 1 in 12."""
         frequencies = self.base.astype(np.int64)
@@ -105,10 +118,13 @@ class Tables:
         return (low | (low + frequencies[:, :, 1]) << np.uint32(16)).ravel()
 
 
-def fit_tables(base_counts: NDArray[np.number], ternary_counts: NDArray[np.number]) -> Tables:
+def fit_tables(
+    base_counts: NDArray[np.number], ternary_counts: NDArray[np.number], excess: NDArray[np.float64] | None = None
+) -> Tables:
     """Tables for counted symbols, leaning on a Laplacian where counts are few; zeros give the pure Laplacian.
 
     base_counts: ``[CLASSES, 256]``, biased as in the stream, escapes in entry 0; ternary_counts: ``[CLASSES, 3, 3]``.
+    excess: ``[CLASSES, 2, 2]``, number of values of size 1 and 2, and by how many steps they lay nearer to zero.
     """
     base = np.zeros((CLASSES, ALPHABET), np.uint16)
     ternary = np.zeros((CLASSES, CONTEXTS, 3), np.uint16)
@@ -124,7 +140,19 @@ def fit_tables(base_counts: NDArray[np.number], ternary_counts: NDArray[np.numbe
             near = np.maximum(prior[centre - 1 : centre + 2], 1e-9)
             near = near / near.sum() * _PRIOR_COUNT
             ternary[row, context] = _normalise(ternary_counts[row, context] + near, np.ones(3, bool))
-    return Tables(base, ternary)
+    return Tables(base, ternary, _points(np.zeros((CLASSES, POINTS, 2)) if excess is None else excess))
+
+
+def _points(excess: NDArray[np.float64]) -> NDArray[np.uint16]:
+    """Mean excess of each class and size, leaning on a Laplacian's."""
+    scales = FINEST_SCALE * 3.0 ** (np.arange(CLASSES) / GRID_PER_LEVEL)
+    rate = np.sqrt(2.0) / scales
+    # Of a density falling like exp(-rate x), the mean over a bin of width 1 lies this far below its middle.
+    with np.errstate(over="ignore"):
+        expected = 0.5 - 1 / rate + 1 / np.expm1(rate)
+    mean = (excess[:, :, 1] + _PRIOR_COUNT * expected[:, None]) / (excess[:, :, 0] + _PRIOR_COUNT)
+    points: NDArray[np.uint16] = np.rint(np.clip(mean, 0, 0.5) * _TOTAL_POINT).astype(np.uint16)
+    return points
 
 
 def _laplacian(scale: float) -> NDArray[np.float64]:

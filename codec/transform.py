@@ -128,21 +128,21 @@ def synthesised(coefficients: Tensor, group: Group) -> Tensor:
     return coefficients @ group.synthesis[: coefficients.shape[1]]
 
 
-def scatter(
+def scatter_planes(
     elements: Tensor,
-    group: Group,
+    planes: Sequence[Plane],
     out: KVCache,
     meta: CacheMeta,
     start: int,
     turns: dict[int, tuple[Tensor, Tensor]],
 ) -> None:
-    """Write a group's elements ``[tokens, width]`` into ``out`` from token ``start`` on, laid out as ``meta`` says.
+    """Write planes' elements ``[tokens, width]`` into ``out`` from token ``start`` on, laid out as ``meta`` says.
 
     turns: for each regime index, float32 cosines and sines of exactly these tokens, by which they are rotated; empty
     where positions stay off.
     """
     tokens, at = len(elements), 0
-    for side, layer in group.planes:
+    for side, layer in planes:
         spec = meta.layers[layer]
         dim = spec.key_dim if side == "key" else spec.value_dim
         part = elements[:, at : at + spec.kv_heads * dim].reshape(tokens, spec.kv_heads, dim).permute(1, 0, 2)

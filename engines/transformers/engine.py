@@ -11,8 +11,9 @@ from transformers.cache_utils import DynamicCache
 
 from kvwire.codec import Statistics, Vocabulary, positions_on
 from kvwire.engines.transformers.capture import QueryRecorder, attention_of, recording, uses_sdpa
+from kvwire.engines.transformers.plain import filled, tensors_of
 from kvwire.engines.transformers.registration import learn_layout, window_of
-from kvwire.engines.transformers.text import ATLAS_CONTEXT, head_start, look_up, tensors_of
+from kvwire.engines.transformers.text import ATLAS_CONTEXT, head_start, look_up
 from kvwire.errors import ArgumentError, MismatchError, NotFoundError
 from kvwire.types import CacheMeta, KVCache
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from kvwire.types import LayerSpec, RopeRegime, Side
+
+_SIDES: tuple[Side, ...] = ("key", "value")
 BATCH_TOKENS = 4096
 """Tokens of one prefill batch, padding included: enough to keep a CPU busy without holding many documents at once."""
 
@@ -142,12 +146,12 @@ class TransformersEngine:
         """
         start = offset if prefix is None else prefix.meta.offset + prefix.tokens
         self._check_ids(token_ids, start)
-        past = DynamicCache(None if prefix is None else self._pairs(prefix))
-        before = 0 if prefix is None else prefix.tokens
+        past = filled(() if prefix is None else self._pairs(prefix))
         ids = torch.tensor([list(token_ids)], device=self.device)
         positions = torch.arange(start, start + len(token_ids), device=self.device)[None]
         self.model(input_ids=ids, position_ids=positions, past_key_values=past, use_cache=True, logits_to_keep=1)
-        pairs = [(keys[0, :, before:].clone(), values[0, :, before:].clone()) for keys, values in tensors_of(past)]
+        new = slice(-len(token_ids), None)
+        pairs = [(keys[0, :, new].clone(), values[0, :, new].clone()) for keys, values in tensors_of(past)]
         return self._cache(pairs, token_ids, start)
 
     @torch.no_grad()
@@ -177,7 +181,8 @@ class TransformersEngine:
     def head_start(self, token_ids: Sequence[int], layers: int) -> Tensor:
         """What the model's first layers, which alone are run, make of a document.
 
-        Float32 ``[tokens, (layers + 1) * hidden_size]``: the hidden states before them and after each. What a profile that was fitted with a head start predicts from; see ``head_start`` of ``fit_profile``.
+        Float32 ``[tokens, (layers + 1) * hidden_size]``: the hidden states before them and after each. What a profile
+        that was fitted with a head start predicts from; see ``head_start`` of ``fit_profile``.
         """
         self._check_ids(token_ids)
         return head_start(self.model, token_ids, layers)
@@ -185,21 +190,31 @@ class TransformersEngine:
     def past_key_values(self, cache: KVCache) -> DynamicCache:
         """A transformers cache for ``model(input_ids=..., past_key_values=...)``.
 
-        Positions are put on where they are off. Sliding layers keep what their window can still see. Raises
-        MismatchError on a cache of another model.
+        Positions are put on where they are off. Sliding layers keep what their window can still see. A pruned cache
+        whose layers and heads all keep the same tokens becomes that much shorter: the tokens stay at their positions,
+        so pass ``position_ids``. Raises MismatchError on a cache of another model, and on one that is pruned otherwise.
         """
-        return DynamicCache(self._pairs(cache), config=self.model.config)
+        return filled(self._pairs(cache), self.model.config)
 
     def _pairs(self, cache: KVCache) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values ``[1, kv_heads, tokens, dim]`` of every layer as the model takes them."""
         self.check_fits(cache)
-        keys = [key.to(self.device) for key in cache.keys]  # rotated where the model runs
-        values = [value.to(self.device, self.model.dtype) for value in cache.values]
-        placed = KVCache(keys, values, cache.meta, cache.token_ids)
+        kept = kept_by_all(cache)
+        placed = replace(cache, keys=self._here(cache, "key"), values=self._here(cache, "value"))
         if cache.meta.positions == "off":
             placed = positions_on(placed, cache.meta.offset)
-        return [
-            (key[None].to(self.model.dtype), value[None]) for key, value in zip(placed.keys, placed.values, strict=True)
-        ]
+        pairs = zip(placed.keys, placed.values, strict=True)
+        dtype = self.model.dtype
+        if kept is None:
+            return [(key[None].to(dtype), value[None].to(dtype)) for key, value in pairs]
+        at = kept.to(self.device)
+        return [(key[None, :, at].to(dtype), value[None, :, at].to(dtype)) for key, value in pairs]
+
+    def _here(self, cache: KVCache, side: Side) -> list[Tensor]:
+        """A cache's keys or values where the model runs, as it wants them; what is still to be rotated as it is."""
+        tensors = cache.keys if side == "key" else cache.values
+        dtypes = [None if spec.rotary(side) else self.model.dtype for spec in cache.meta.layers]
+        return [tensor.to(self.device, dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
 
     def check_fits(self, cache: KVCache) -> None:
         """Raise MismatchError where a cache comes from another model."""
@@ -259,7 +274,7 @@ class TransformersEngine:
         Sliding layers see less: keys are taken to end with the queries. Raises MismatchError where a 4-D mask cannot
         say what the model's layers need.
         """
-        windows = {spec.window for spec in self.meta.layers}
+        windows = {spec.window for spec in self.meta.layers if spec.kind != "none"}
         if windows == {None}:
             return self._mask_format(visible)
         queries, keys = visible.shape
@@ -314,17 +329,50 @@ class TransformersEngine:
             raise ArgumentError(msg)
 
 
+def kept_by_all(cache: KVCache) -> Tensor | None:
+    """Tokens that every layer and head of a pruned cache keeps, int64; None where none that counts was pruned.
+
+    A sliding layer need only keep what its window still sees. Raises MismatchError where layers or heads keep different
+    tokens, or where a sliding layer would see further back.
+    """
+    layers = zip(cache.meta.layers, cache.kept or (), strict=False)
+    counted = [(spec, mask.cpu()) for spec, mask in layers if mask is not None]
+    counted = [(spec, mask) for spec, mask in counted if not mask[:, _seen(spec, cache.tokens) :].all()]
+    if not counted:
+        return None
+    first = counted[0][1][0]
+    attending = [spec for spec in cache.meta.layers if spec.kind != "none"]
+    alike = len(counted) == len(attending) and all(bool((mask == first).all()) for _, mask in counted)
+    if not alike or any(spec.window is not None for spec in attending):
+        msg = (
+            "this cache is pruned, and its layers and heads keep different tokens, which a plain transformers cache "
+            "cannot hold; keep it unpruned, or give its entries (cache.ragged) to an engine with paged or ragged attention"
+        )
+        raise MismatchError(msg)
+    return first.nonzero()[:, 0]
+
+
+def _seen(spec: LayerSpec, tokens: int) -> int:
+    """First token that a layer still sees when the next one comes."""
+    return 0 if spec.window is None else max(0, tokens - spec.window + 1)
+
+
 def _turn_alike(theirs: CacheMeta, ours: CacheMeta) -> bool:
     """Whether two models of one layout rotate their keys alike; a cache that names no regimes is taken at its word."""
     for their_spec, our_spec in zip(theirs.layers if theirs.ropes else (), ours.layers, strict=False):
-        if (their_spec.rope is None) != (our_spec.rope is None):
-            return False
-        if their_spec.rope is None or our_spec.rope is None:
-            continue
-        their_rope, our_rope = theirs.ropes[their_spec.rope], ours.ropes[our_spec.rope]
-        pairs = zip(their_rope.inv_freq, our_rope.inv_freq, strict=False)
-        if their_rope.interleaved != our_rope.interleaved or their_rope.rotary_dim != our_rope.rotary_dim:
-            return False
-        if not all(math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-12) for a, b in pairs):  # processors differ in last bits
-            return False
+        for side in _SIDES:
+            their_turn, our_turn = their_spec.rotary(side), our_spec.rotary(side)
+            if (their_turn is None) != (our_turn is None):
+                return False
+            if their_turn is None or our_turn is None:
+                continue
+            if their_turn[1] != our_turn[1] or not _regimes_alike(theirs.ropes[their_turn[0]], ours.ropes[our_turn[0]]):
+                return False
     return True
+
+
+def _regimes_alike(theirs: RopeRegime, ours: RopeRegime) -> bool:
+    if theirs.interleaved != ours.interleaved or theirs.rotary_dim != ours.rotary_dim:
+        return False
+    pairs = zip(theirs.inv_freq, ours.inv_freq, strict=True)
+    return all(math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-12) for a, b in pairs)  # processors differ in last bits

@@ -1,9 +1,10 @@
 """Learning a model's cache layout by running it: what each layer stores, and how its keys carry positions.
 
 No family of models is named here. Some tokens are run at position 0 and further on; whichever rotation turns the first
-keys into the second is the layer's regime. This finds partial rotary, interleaving, scaling, layers without positions
-and frequencies that differ by layer type. Then the moved cache is continued and compared with a single pass, which
-proves that storing, moving and reading back works for this very model.
+keys into the second is the layer's regime, and likewise for values, where multi-head latent attention keeps a rotated
+part. This finds partial rotary, interleaving, scaling, layers without positions and frequencies that differ by layer
+type. Then the moved cache is continued and compared with a single pass, which proves that storing, moving and reading
+back works for this very model.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from kvwire.codec import rotate, rotation
+from kvwire.engines.transformers.plain import empty_layer, filled
 from kvwire.errors import CacheValueError, MismatchError, RopeRegimeError
 from kvwire.types import LayerSpec, RopeRegime
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from transformers import PreTrainedModel
+
+    from kvwire.types.cache import LayerKind
 
 _TOKENS = 12
 _DISTANCE = 37
@@ -32,15 +36,18 @@ _FREQUENCIES = "inv_freq"
 _RANK = 4  # [batch, heads, tokens, dim]
 
 Layers = list[tuple["Tensor", "Tensor"]]
+Turn = tuple[RopeRegime, int] | None
+"""How a layer's keys or values carry positions: regime and first rotated dimension; None where they carry none."""
 
 
 def learn_layout(model: PreTrainedModel) -> tuple[tuple[LayerSpec, ...], tuple[RopeRegime, ...]]:
     """The specs of all layers that store keys and values, and the distinct regimes that they use.
 
-    Layers that borrow the cache of earlier ones store nothing and are not listed. Raises RopeRegimeError where keys
-    depend on position in a way that no known rotation explains (learned or additive positions), or not at all
-    (ALiBi), MismatchError where a layer stores something other than keys and values or attends in fixed blocks, and
-    CacheValueError where the model computes NaN or infinity.
+    Layers that skip attention are listed as kind ``none``; layers after the last that store nothing, which borrow the
+    cache of earlier ones, are not listed. Raises RopeRegimeError where keys depend on position in a way that no known
+    rotation explains (learned or additive positions), or not at all (ALiBi), MismatchError where a layer stores
+    something other than keys and values or attends in fixed blocks, and CacheValueError where the model computes NaN or
+    infinity.
     """
     windows = _windows(model)
     count = max(1, min(_TOKENS, window_of(model) // 3))
@@ -50,30 +57,42 @@ def learn_layout(model: PreTrainedModel) -> tuple[tuple[LayerSpec, ...], tuple[R
     part = run(model, ids[:count], distance)
     tolerance = _TOLERANCE.get(model.dtype, _TOLERANCE[torch.bfloat16])
     candidates = list(dict.fromkeys(_candidates(model)))
-    pairs = [((key[:, :count], value[:, :count]), moved) for (key, value), moved in zip(whole, part, strict=True)]
-    for layer, (near, far) in enumerate(pairs):
+    turns: list[tuple[Turn, Turn]] = []
+    for layer, ((keys, values), far) in enumerate(zip(whole, part, strict=True)):
+        near = (keys[:, :count], values[:, :count])
         _check_finite(layer, (*near, *far))
-    regimes = [
-        _explain(layer, near[0], far[0], candidates, distance, tolerance) for layer, (near, far) in enumerate(pairs)
-    ]
-    for layer, (near, far) in enumerate(pairs):
-        _check_values(layer, near[1], far[1], tolerance)
-    used = tuple(dict.fromkeys(regime for regime in regimes if regime is not None))
+        key_turn, value_turn = (
+            _explain(f"layer {layer}'s {name}", *pair, candidates, distance, tolerance)
+            for name, pair in zip(("keys", "values"), zip(near, far, strict=True), strict=True)
+        )
+        turns.append((key_turn, value_turn))
+    used = tuple(dict.fromkeys(turn[0] for pair in turns for turn in pair if turn is not None))
     if not used:
         msg = (
             "no layer of this model puts positions into its keys by rotation (learned, ALiBi or none), "
             "so its caches cannot be moved; use a model with rotary positions"
         )
         raise RopeRegimeError(msg)
-    _check_continues(model, ids, whole, part, regimes, distance, tolerance)
-    specs = (
-        LayerSpec(
-            int(key.shape[0]), int(key.shape[2]), int(value.shape[2]), "sliding" if window else "full",
-            None if regime is None else used.index(regime), window,
-        )
-        for (key, value), regime, window in zip(whole, regimes, windows, strict=False)
-    )  # fmt: skip
+    _check_continues(model, ids, whole, part, turns, distance, tolerance)
+    if len(windows) < len(whole):
+        msg = f"this model stores {len(whole)} layers, its configuration lays out {len(windows)}; use another model"
+        raise MismatchError(msg)
+    specs = (_spec(*pair, *turn, window, used) for pair, turn, window in zip(whole, turns, windows, strict=False))
     return tuple(specs), used
+
+
+def _spec(
+    keys: Tensor, values: Tensor, key_turn: Turn, value_turn: Turn, window: int | None, used: tuple[RopeRegime, ...]
+) -> LayerSpec:
+    if not keys.numel():
+        return LayerSpec(0, 0, 0, "none")
+    rope, start = (None, 0) if key_turn is None else (used.index(key_turn[0]), key_turn[1])
+    value_rope = None if value_turn is None else used.index(value_turn[0])
+    if value_turn is not None and value_turn[1]:
+        msg = "this model rotates the last part of its values alone, which no layout of kvwire says; use another model"
+        raise MismatchError(msg)
+    kind: LayerKind = "sliding" if window else "full"
+    return LayerSpec(keys.shape[0], keys.shape[2], values.shape[2], kind, rope, window, value_rope, start)
 
 
 def window_of(model: PreTrainedModel) -> int:
@@ -92,8 +111,8 @@ def run(model: PreTrainedModel, ids: list[int], start: int, past: Layers | None 
 
     Whatever transformers raises over a cache or arguments that the model does not take becomes a MismatchError.
     """
-    data = None if past is None else [(key[None].to(model.device), value[None].to(model.device)) for key, value in past]
-    cache = DynamicCache(data)
+    data = () if past is None else [(key[None].to(model.device), value[None].to(model.device)) for key, value in past]
+    cache = filled(data)
     positions = torch.arange(start, start + len(ids), device=model.device)[None]
     tokens = torch.tensor([ids], device=model.device)
     try:
@@ -101,20 +120,26 @@ def run(model: PreTrainedModel, ids: list[int], start: int, past: Layers | None 
     except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError) as error:
         msg = f"this model does not run on a plain key-value cache, so kvwire cannot store its state ({error})"
         raise MismatchError(msg) from error
-    before = 0 if past is None else past[0][0].shape[1]
+    before = max((key.shape[1] for key, _ in past or ()), default=0)
     return [(key[:, before:].cpu(), value[:, before:].cpu()) for key, value in stored(cache, before + len(ids))]
 
 
 def stored(cache: DynamicCache, tokens: int) -> Layers:
-    """A batch-of-one cache as keys and values of each layer; raises MismatchError where a layer holds anything else."""
+    """A batch-of-one cache as keys and values of each layer, empty where a layer was skipped.
+
+    Raises MismatchError where a layer holds anything else.
+    """
     out = []
     for layer in cache.layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if type(layer) is DynamicLayer and keys is None and values is None:
+            out.append(empty_layer(tokens))
+            continue
         if keys is None or values is None or keys.ndim != _RANK or keys.shape[2] != tokens or values.shape[2] != tokens:
             msg = "a layer of this model stores something other than keys and values of every token; use another model"
             raise MismatchError(msg)
         out.append((keys[0], values[0]))
-    if not out:
+    if not any(keys.numel() for keys, _ in out):
         msg = "this model fills no key-value cache; kvwire needs a decoder with attention"
         raise MismatchError(msg)
     return out
@@ -173,6 +198,8 @@ def _distance_between(ours: Tensor, theirs: Tensor) -> float:
 
     ours, theirs: ``[heads, tokens, dim]``.
     """
+    if not theirs.numel():
+        return 0.0
     scale = theirs.float().pow(2).sum((0, 2)).sqrt().clamp(min=1e-20)
     return float(((ours.float() - theirs.float()).pow(2).sum((0, 2)).sqrt() / scale).median())
 
@@ -183,33 +210,39 @@ def _check_finite(layer: int, tensors: tuple[Tensor, ...]) -> None:
         raise CacheValueError(msg)
 
 
-def _check_values(layer: int, near: Tensor, far: Tensor, tolerance: float) -> None:
-    if _distance_between(near, far) > tolerance:
-        msg = (
-            f"layer {layer}: what the model caches as values depends on position (multi-head latent attention does "
-            "that), so it cannot be moved; use a model with plain keys and values"
-        )
-        raise MismatchError(msg)
-
-
 def _explain(
-    layer: int, near: Tensor, far: Tensor, candidates: list[RopeRegime], distance: int, tolerance: float
-) -> RopeRegime | None:
-    best, error = None, _distance_between(near, far)
+    what: str,
+    near: Tensor,
+    far: Tensor,
+    candidates: list[RopeRegime],
+    distance: int,
+    tolerance: float,
+) -> Turn:
+    """The rotation that turns ``near`` into ``far``, of the first or the last dimensions; None where they are alike."""
+    best: Turn = None
+    error = _distance_between(near, far)  # 0 for a layer that stores nothing
     for regime in candidates:
         if regime.rotary_dim > near.shape[-1] or (regime.max_positions or distance + 1) <= distance:
             continue
         cos, sin = rotation(regime, distance, 1)
-        left = _distance_between(rotate(near, regime, cos, sin), far)
-        if left < error:
-            best, error = regime, left
+        for start in sorted({0, near.shape[-1] - regime.rotary_dim}):
+            left = _distance_between(rotate(near, regime, cos, sin, start), far)
+            if left < error:
+                best, error = (regime, start), left
     if error > tolerance:
         msg = (
-            f"layer {layer}: keys cannot be moved, the best rotation leaves {error:.2g} of them unexplained; "
+            f"{what} cannot be moved, the best rotation leaves {error:.2g} of them unexplained; "
             "this model's positions are not rotary (learned, additive or ALiBi), so its caches cannot be linked"
         )
         raise RopeRegimeError(msg)
     return best
+
+
+def _turned_back(tensor: Tensor, turn: Turn, distance: int) -> Tensor:
+    if turn is None:
+        return tensor
+    cos, sin = rotation(turn[0], -distance, 1)
+    return rotate(tensor, turn[0], cos, sin, turn[1]).to(tensor.dtype)
 
 
 def _check_continues(
@@ -217,19 +250,16 @@ def _check_continues(
     ids: list[int],
     whole: Layers,
     part: Layers,
-    regimes: list[RopeRegime | None],
+    turns: list[tuple[Turn, Turn]],
     distance: int,
     tolerance: float,
 ) -> None:
     """The first tokens' cache, moved back to position 0 and continued, must give what one pass gives."""
-    placed = []
-    for (key, value), regime in zip(part, regimes, strict=True):
-        if regime is not None:
-            cos, sin = rotation(regime, -distance, 1)
-            placed.append((rotate(key, regime, cos, sin).to(key.dtype), value))
-        else:
-            placed.append((key, value))
-    count = part[0][0].shape[1]
+    placed = [
+        (_turned_back(key, key_turn, distance), _turned_back(value, value_turn, distance))
+        for (key, value), (key_turn, value_turn) in zip(part, turns, strict=True)
+    ]
+    count = max(key.shape[1] for key, _ in part)
     rest = run(model, ids[count:], count, placed)
     for layer, (ours, theirs) in enumerate(zip(rest, whole, strict=True)):
         error = max(_distance_between(a, b[:, count:]) for a, b in zip(ours, theirs, strict=True))

@@ -1,8 +1,8 @@
 """What a model knows of a document from its text alone: features of single tokens, and its own first layers.
 
 Both feed the codec's prediction. Features of a token are its embedding and its atlas entry: the keys and values that
-the model computes for it, in all layers, behind a short stretch of ordinary text. The atlas sees what the layers make of
-a token, which no linear map of the embedding does.
+the model computes for it, in all layers, behind a short stretch of ordinary text. The atlas sees what the layers make
+of a token, which no linear map of the embedding does.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from transformers.cache_utils import DynamicCache
 
 from kvwire.codec import Vocabulary, rotate, rotation
+from kvwire.engines.transformers.plain import filled, tensors_of
 from kvwire.errors import ArgumentError, MismatchError
 from kvwire.types import KVCache
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from kvwire.types import CacheMeta
+    from kvwire.types import CacheMeta, Side
 
 ATLAS_CONTEXT = 24
 """Tokens that stand before the one that is looked at: enough that it is no beginning of a text."""
@@ -171,26 +171,31 @@ def _entries(model: PreTrainedModel, meta: CacheMeta, context: KVCache, token_id
          value[None].expand(count, -1, -1, -1).to(model.device, model.dtype))
         for key, value in zip(context.keys, context.values, strict=True)
     ]  # fmt: skip
-    past = DynamicCache(pairs)
+    past = filled(pairs)
     positions = torch.full((count, 1), before, device=model.device)
     _decoder_of(model)(
         input_ids=token_ids[:, None].to(model.device), position_ids=positions, past_key_values=past, use_cache=True
     )
-    keys, values = [], []
-    for spec, (before_and_it, its_values) in zip(meta.layers, tensors_of(past), strict=True):
-        key = before_and_it[:, :, -1:].float().cpu()
-        if spec.rope is not None:
-            cos, sin = rotation(meta.ropes[spec.rope], before, 1)
-            key = rotate(key, meta.ropes[spec.rope], cos, -sin)
-        keys.append(key.reshape(count, -1))
-        values.append(its_values[:, :, -1].float().cpu().reshape(count, -1))
+    stored = tensors_of(past)
+    keys = [_without_position(pair[0], meta, layer, "key", before) for layer, pair in enumerate(stored)]
+    values = [_without_position(pair[1], meta, layer, "value", before) for layer, pair in enumerate(stored)]
     return torch.cat(keys + values, 1)
+
+
+def _without_position(tensor: Tensor, meta: CacheMeta, layer: int, side: Side, position: int) -> Tensor:
+    """The last token's part of ``[batch, kv_heads, tokens, dim]``, its position taken off, ``[batch, elements]``."""
+    last, rotary = tensor[:, :, -1:].float().cpu(), meta.layers[layer].rotary(side)
+    if rotary is not None:
+        cos, sin = rotation(meta.ropes[rotary[0]], position, 1)
+        last = rotate(last, meta.ropes[rotary[0]], cos, -sin, rotary[1])
+    return last.reshape(len(tensor), tensor.shape[1] * tensor.shape[3])
 
 
 def _plane_scale(entries: Tensor, meta: CacheMeta) -> Tensor:
     """Standard deviation of each layer's keys or values, repeated for their elements."""
     widths = [spec.key_width for spec in meta.layers] + [spec.value_width for spec in meta.layers]
-    stds = [part.std().clamp(min=1e-6).repeat(part.shape[1]) for part in torch.split(entries, widths, dim=1)]
+    parts = torch.split(entries, [width for width in widths if width], dim=1)
+    stds = [part.std().clamp(min=1e-6).repeat(part.shape[1]) for part in parts]
     return torch.cat(stds)
 
 
@@ -211,8 +216,3 @@ def _guessed(features: Tensor, known: Tensor, others: Tensor) -> Tensor:
     gram.diagonal().add_(_RIDGE * float(gram.diagonal().mean()))
     weights: Tensor = torch.linalg.solve(gram, (features.T @ known).double()).float()
     return others @ weights
-
-
-def tensors_of(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values ``[batch, kv_heads, tokens, dim]`` of each layer; learning the layout saw that they exist."""
-    return [(keys, values) for keys, values, *_ in cache]

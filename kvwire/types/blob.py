@@ -17,6 +17,9 @@ class LevelInfo:
     bytes: this refinement alone. cumulative_bytes: everything that a reader of this level must fetch, header and index
     included. bits_per_element: cumulative, per element of the original tensors.
     measured_error: attention-weighted squared error over attention-weighted energy, measured while encoding.
+    alone: the level is a stream of its own, which needs no level below it. lossless: bit for bit what was encoded.
+    predicted_kl: mean KL divergence of the next token, in nats, that the error is expected to cause; None where the
+    profile was not calibrated.
     """
 
     name: str
@@ -25,6 +28,9 @@ class LevelInfo:
     cumulative_bytes: int
     bits_per_element: float
     measured_error: float
+    alone: bool = False
+    lossless: bool = False
+    predicted_kl: float | None = None
 
 
 @dataclass(frozen=True)
@@ -55,9 +61,11 @@ class BlobInfo:
     """Everything in a blob's head: model, layout, levels, chunks and the token ids.
 
     head_bytes: length of header, metadata, index and token ids; file_bytes: the whole blob.
-    segments[chunk][level]; levels 0..k of a chunk decode to quality k and lie next to each other.
+    segments[chunk][level]; levels 0..k of a chunk decode to quality k and lie next to each other, but for levels that
+    decode alone: see ``reads``.
     profile_digest: SHA-256 of the profile that decoding needs; the empty string where the blob carries its own.
-    token_ids is None where the encoder was not told them.
+    token_ids is None where the encoder was not told them. method: ``kvwire`` or ``cachegen``. head_start: layers that
+    the reader computes anew before it can decode, see ``fit_profile``.
     """
 
     version: tuple[int, int]
@@ -70,6 +78,8 @@ class BlobInfo:
     levels: tuple[LevelInfo, ...]
     segments: tuple[tuple[SegmentInfo, ...], ...]
     token_ids: tuple[int, ...] | None
+    method: str = "kvwire"
+    head_start: int = 0
 
     @property
     def chunks(self) -> int:
@@ -81,6 +91,11 @@ class BlobInfo:
         start = chunk * self.chunk_tokens
         return start, min(start + self.chunk_tokens, self.tokens)
 
+    def reads(self, chunk: int, level: int) -> tuple[SegmentInfo, ...]:
+        """Segments that a reader of a chunk at a level needs, in payload order."""
+        row = self.segments[chunk]
+        return row[level : level + 1] if self.levels[level].alone else row[: level + 1]
+
     def chunk_bytes(self, chunk: int, level: int) -> int:
-        """Bytes of levels 0..level of a chunk."""
-        return sum(segment.stored for segment in self.segments[chunk][: level + 1])
+        """Bytes that a reader of a chunk at a level fetches."""
+        return sum(segment.stored for segment in self.reads(chunk, level))

@@ -1,0 +1,131 @@
+"""From quantised values to the engine's tensors: the inverse transform and, in one pass, all that follows it.
+
+On a CPU that multiplies bfloat16 numbers, the product of values and synthesis rows runs in them where the output has
+that precision: whole numbers up to 256 and the rows as stored are bfloat16 numbers, so only the sum is rounded, to the
+precision that the output has anyway, and before the expectation is added.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvwire.codec import _kernels
+from kvwire.codec.transform import scatter_planes, synthesise, synthesised
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from kvwire.codec.profile import Group
+    from kvwire.codec.segment import ChunkState
+    from kvwire.types import CacheMeta, KVCache
+
+_EXACT = 256
+"""Whole numbers up to this are bfloat16 numbers."""
+Turns = dict[int, tuple["Tensor", "Tensor"]]
+"""For each regime index, float32 cosines and sines ``[tokens, pairs]``."""
+
+
+def place_group(
+    state: ChunkState,
+    group: Group,
+    columns: slice,
+    step: float,
+    expected: tuple[Tensor, NDArray[np.uint32]],
+    out: KVCache,
+    meta: CacheMeta,
+    start: int,
+    turns: Turns,
+) -> None:
+    """Write a group's keys and values of one chunk into ``out``, whose tokens begin at ``start``.
+
+    columns: the group's among the chunk's coefficients. expected: see ``Text.expected``. turns: empty where positions
+    stay off.
+    """
+    coded = state.classes[columns].nonzero()[0]
+    last = int(coded[-1]) + 1 if len(coded) else 0  # the KLT has sorted them: what follows is zero
+    columns = slice(columns.start, columns.start + last)
+    targets = [(out.keys if side == "key" else out.values)[layer] for side, layer in group.planes]
+    if group.rows is None or not all(map(_plain, targets)):
+        elements = synthesise(coefficients_of(state, columns, step), group, *expected)
+        scatter_planes(elements, group.planes, out, meta, start, turns)
+        return
+    halved = all(target.dtype == torch.bfloat16 for target in targets) and fast_bfloat16()
+    product = _product(state, columns, group, halved=halved)
+    _place(product, step, group, expected, targets, meta, start, turns)
+
+
+def coefficients_of(state: ChunkState, columns: slice, step: float) -> Tensor:
+    """Dequantised coefficients ``[tokens, columns]``."""
+    values = state.values[:, columns]
+    out = torch.empty(values.shape, dtype=torch.float32)
+    _kernels.dequantise(values, state.tables.sizes[state.classes[columns]], step, out.numpy())
+    return out
+
+
+def _plain(target: Tensor) -> bool:
+    """Whether the kernel can write there."""
+    return target.device.type == "cpu" and target.dtype in (torch.float32, torch.bfloat16) and target.stride(-1) == 1
+
+
+def fast_bfloat16() -> bool:
+    """Whether this processor multiplies bfloat16 matrices faster than float32 ones."""
+    known = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
+    return any(bool(ask()) for ask in known if ask is not None)
+
+
+def _product(state: ChunkState, columns: slice, group: Group, *, halved: bool) -> Tensor:
+    """Values times synthesis rows ``[tokens, width]`` in units of a step, bfloat16 where ``halved``."""
+    values = state.values[:, columns]
+    sizes = state.tables.sizes[state.classes[columns]]
+    rows = group.rows
+    if not halved or rows is None:
+        return synthesised(coefficients_of(state, columns, 1.0), group)
+    small = torch.empty(values.shape, dtype=torch.bfloat16)
+    widest = np.empty(values.shape[1], np.uint32)
+    _kernels.to_bfloat16(values, sizes, small.view(torch.uint16).numpy(), widest)
+    if int(widest.max(initial=0)) > _EXACT * _EXACT:
+        return _product(state, columns, group, halved=False)
+    rows = rows[: values.shape[1]]
+    wide = (widest > _EXACT).nonzero()[0]
+    if not len(wide):
+        return small @ rows
+    # A wide column goes in two, whole multiples of 256 and what remains: both are exact.
+    whole = torch.from_numpy(values[:, wide])
+    high = torch.div(whole + _EXACT // 2, _EXACT, rounding_mode="floor") * _EXACT
+    at = torch.from_numpy(wide)
+    small[:, at] = torch.where(high == 0, small[:, at], (whole - high).bfloat16())
+    return torch.cat([small, high.bfloat16()], 1) @ torch.cat([rows, rows[at]])
+
+
+def _place(
+    product: Tensor,
+    scale: float,
+    group: Group,
+    expected: tuple[Tensor, NDArray[np.uint32]],
+    targets: list[Tensor],
+    meta: CacheMeta,
+    start: int,
+    turns: Turns,
+) -> None:
+    expand = product.dtype == torch.bfloat16
+    bits = (product.view(torch.uint16) if expand else product).numpy()
+    rows, of_token = expected[0].numpy(), expected[1]
+    unturned = np.empty((len(of_token), 0), np.float32)
+    at = 0
+    for (side, layer), target in zip(group.planes, targets, strict=True):
+        rotary = meta.layers[layer].rotary(side) if turns else None
+        cosines, sines, interleaved, first = unturned, unturned, False, 0
+        if rotary is not None:
+            regime, first = rotary
+            cosines, sines = (each.numpy() for each in turns[regime])
+            interleaved = meta.ropes[regime].interleaved
+        shrink = target.dtype == torch.bfloat16
+        into = (target.view(torch.uint16) if shrink else target).numpy()
+        _kernels.place_elements(
+            bits, expand, scale, rows, of_token, at, cosines, sines, interleaved, first, into, shrink, start
+        )
+        at += target.shape[0] * target.shape[2]

@@ -1,0 +1,60 @@
+"""Threads that code chunks side by side.
+
+Chunks share nothing, so each worker takes whole chunks and runs every kernel and every matrix product by itself on one
+core: results do not depend on the number of workers.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+from threadpoolctl import ThreadpoolController
+
+from kvwire.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Keep the matrix products of this thread on this thread."""
+    with ThreadpoolController().limit(limits=1, user_api="openmp"):
+        yield
+
+
+def each(work: Callable[[_In], _Out], items: Iterable[_In], threads: int | None) -> list[_Out]:
+    """``[work(item) for item in items]``, several at a time; threads: None for every core.
+
+    Where one fails, its error is raised and what has not begun is left undone.
+    """
+    if threads is not None and threads < 1:
+        msg = f"threads must be at least 1, or None for every core, got {threads}"
+        raise ArgumentError(msg)
+    listed = list(items)
+    count = min(len(listed), cores() if threads is None else threads)
+    if count <= 1:
+        with one_core():
+            return [work(item) for item in listed]
+    with ThreadPoolExecutor(count, "kvwire-codec", initializer=_stay_on_one_core) as pool:
+        running = [pool.submit(work, item) for item in listed]
+        try:
+            return [future.result() for future in running]
+        finally:
+            for future in running:
+                future.cancel()
+
+
+def _stay_on_one_core() -> None:
+    ThreadpoolController().limit(limits=1, user_api="openmp")

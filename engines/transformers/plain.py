@@ -1,0 +1,36 @@
+"""The plain cache of transformers, filled from tensors and read as such; layers may store nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+    from transformers import PreTrainedConfig
+
+
+def filled(pairs: Iterable[tuple[Tensor, Tensor]], config: PreTrainedConfig | None = None) -> DynamicCache:
+    """A cache that holds keys and values ``[batch, kv_heads, tokens, dim]``; empty ones stand for layers without any.
+
+    config: the model's, so that sliding layers keep only what they see; None: every layer keeps every token.
+    """
+    data = [(keys, values) if keys.numel() else (None, None) for keys, values in pairs]
+    return DynamicCache(data or None, config=config)
+
+
+def tensors_of(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values ``[batch, kv_heads, tokens, dim]`` of each layer; learning the layout saw that they exist."""
+    first = next(keys for keys, *_ in cache if keys is not None)
+    batch, _, tokens, _ = first.shape
+    none = first.new_zeros(batch, 0, tokens, 0)
+    return [(none, none) if keys is None else (keys, values) for keys, values, *_ in cache]
+
+
+def empty_layer(tokens: int) -> tuple[Tensor, Tensor]:
+    """Keys and values ``[0, tokens, 0]`` of a layer that stores nothing."""
+    return torch.zeros(0, tokens, 0), torch.zeros(0, tokens, 0)
