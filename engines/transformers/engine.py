@@ -346,7 +346,7 @@ def kept_by_all(cache: KVCache) -> Tensor | None:
     if not alike or any(spec.window is not None for spec in attending):
         msg = (
             "this cache is pruned, and its layers and heads keep different tokens, which a plain transformers cache "
-            "cannot hold; keep it unpruned, or give its entries (cache.ragged) to an engine with paged or ragged attention"
+            "cannot hold; keep it unpruned, or give its entries (cache.ragged) to an engine with paged attention"
         )
         raise MismatchError(msg)
     return first.nonzero()[:, 0]
