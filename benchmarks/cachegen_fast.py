@@ -87,7 +87,9 @@ class Parts:
         return ends - self.lengths
 
 
-def encode(cache: KVCache, chunk_tokens: int = STREAM_TOKENS, level: int | None = None, *, bitwise: bool = False) -> bytes:
+def encode(
+    cache: KVCache, chunk_tokens: int = STREAM_TOKENS, level: int | None = None, *, bitwise: bool = False
+) -> bytes:
     """A cache of bfloat16 (others are rounded to it first), all layers alike, as bytes.
 
     chunk_tokens: a multiple of 256. level: see ``cachegen.bins_of``. bitwise: code as torchac does.
@@ -98,22 +100,29 @@ def encode(cache: KVCache, chunk_tokens: int = STREAM_TOKENS, level: int | None 
     assert all(plane.shape == planes[0].shape for plane in planes), "all layers must be alike"
     layout = Layout(len(planes), heads, tokens, dim, chunk_tokens, level or 0, bitwise)
     parts = Parts.empty(layout)
-    words = np.empty((*parts.lengths.shape, kernels.ROOM), np.uint16)
+    words = np.empty((*parts.lengths.shape[1:], kernels.ROOM), np.uint16)
+    payload = []
     for i, (plane, most) in enumerate(zip(planes, layout.most, strict=True)):
         parts.scales[i] = _scales(plane)
         safe = _safe(parts.scales[i])
-        kernels.encode_plane(plane, safe, most, chunk_tokens, bitwise, parts.stored[i], parts.lengths[i], words[i])
-    return _joined(layout, parts, words)
+        kernels.encode_plane(plane, safe, most, chunk_tokens, bitwise, parts.stored[i], parts.lengths[i], words)
+        payload.append(_joined(parts.lengths[i], words))
+    header = _HEADER.pack(len(planes), heads, tokens, dim, 0, chunk_tokens, layout.level, bitwise)
+    return b"".join([header, *map(_bytes, (parts.lengths, parts.stored, parts.scales, *payload))])
 
 
-def _joined(layout: Layout, parts: Parts, words: NDArray[np.uint16]) -> bytes:
-    lengths = parts.lengths.reshape(-1)
-    payload = np.empty(int(lengths.sum()), np.uint16)
-    kernels.join(lengths, parts.starts.reshape(-1), words.reshape(-1, kernels.ROOM), payload)
-    header = _HEADER.pack(
-        layout.planes, layout.heads, layout.tokens, layout.dim, 0, layout.chunk_tokens, layout.level, layout.bitwise
-    )
-    return b"".join([header, *(memoryview(a).cast("B") for a in (parts.lengths, parts.stored, parts.scales, payload))])
+def _joined(lengths: NDArray[np.int32], words: NDArray[np.uint16]) -> NDArray[np.uint16]:
+    """The words of a plane's streams, one stream after the other."""
+    flat = lengths.reshape(-1)
+    ends = np.cumsum(flat, dtype=np.int64)
+    payload = np.empty(int(ends[-1]), np.uint16)
+    kernels.join(flat, ends - flat, words.reshape(-1, kernels.ROOM), payload)
+    return payload
+
+
+def _bytes(array: NDArray[np.generic]) -> memoryview:
+    """An array's bytes, not copied."""
+    return memoryview(array.reshape(-1).view(np.uint8))
 
 
 def decode(blob: bytes) -> tuple[list[Tensor], list[Tensor]]:

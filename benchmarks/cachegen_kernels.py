@@ -312,7 +312,7 @@ def _advance(
 def encode_bitwise(
     symbols: NDArray[uint8], packed: NDArray[uint32], lengths: NDArray[int32], words: NDArray[uint16]
 ) -> None:
-    """torchac's encoder: 32-bit bounds, one bit out at a time, undecided bits counted until they are known."""
+    """Encode as torchac: 32-bit bounds, one bit out at a time, undecided bits counted until they are known."""
     tokens, dim = symbols.shape
     for d in range(dim):
         low, high, pending, bits = uint64(0), uint64(_FULL), 0, 0
@@ -352,7 +352,7 @@ def _put(words: NDArray[uint16], bits: int, one: bool, pending: int) -> int:  # 
 def decode_bitwise(
     payload: NDArray[uint16], starts: NDArray[np.int64], packed: NDArray[uint32], symbols: NDArray[uint8]
 ) -> None:
-    """torchac's decoder: a binary search in the distribution, one bit in at a time."""
+    """Decode as torchac: a binary search in the distribution, one bit in at a time."""
     tokens, dim = symbols.shape
     end = 16 * len(payload)
     for d in range(dim):
