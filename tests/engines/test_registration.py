@@ -1,24 +1,36 @@
 """What a model stores is learnt by running it, and models whose caches cannot be moved are refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvwire.codec import positions_off
 from kvwire.engines.transformers import TransformersEngine
+from kvwire.engines.transformers.registration import _explain
 from kvwire.errors import ArgumentError, CacheValueError, MismatchError, RopeRegimeError
+from kvwire.reuse import moved
 
 from .families import (
     FAMILIES,
     INTERLEAVED,
+    LATENT,
     LONGROPE,
     SLIDES,
     SLIDING,
+    VOCABULARY,
     WINDOW,
+    cache_error,
     config_of,
     documents,
     engine_of,
+    error_between,
     make_config,
     make_model,
+    query,
+    tokens,
+    without_attention,
 )
 
 # family: kind of rope, layers' rope, rotary dimensions, windows
@@ -40,6 +52,9 @@ LAYOUTS = {
     "gemma2": ("default", (0, 0, 0), 16, (SLIDING, SLIDING, None)),
     "gpt-oss": ("yarn", (0, 0, 0), 16, (SLIDING, SLIDING, None)),
     "gemma4": ("default", (0, 1), 16, (SLIDING, None)),  # two more layers borrow these caches
+    **dict.fromkeys(LATENT, ("default", (0, 0, 0), 8, (None, None, None))),
+    "deepseek-v3-yarn": ("yarn", (0, 0, 0), 8, (None, None, None)),
+    "longcat": ("default", (0, 0, 0, 0), 8, (None, None, None, None)),  # two layers of two attentions
 }
 
 
@@ -48,7 +63,10 @@ def test_the_layout_is_learnt(family):
     meta = engine_of(family).meta
     kind, ropes, rotary_dim, windows = LAYOUTS[family]
     assert meta.ropes[0].kind == kind
-    assert tuple(spec.rope for spec in meta.layers) == ropes
+    none = (None,) * len(ropes)
+    found = tuple(spec.rope for spec in meta.layers), tuple(spec.value_rope for spec in meta.layers)
+    assert found == ((none, ropes) if family in LATENT else (ropes, none))
+    assert {spec.key_rope_start for spec in meta.layers} == {0}
     assert {rope.rotary_dim for rope in meta.ropes} == {rotary_dim}
     assert {rope.interleaved for rope in meta.ropes} == {family in INTERLEAVED}
     assert tuple(spec.window for spec in meta.layers) == windows
@@ -61,7 +79,8 @@ def test_shapes_are_those_of_the_configuration(family):
     config, meta = config_of(family), engine_of(family).meta
     heads = config.num_attention_heads if family == "gpt-neox" else config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    assert {(spec.kv_heads, spec.key_dim, spec.value_dim) for spec in meta.layers} == {(heads, dim, dim)}
+    wanted = (1, config.kv_lora_rank, config.qk_rope_head_dim) if family in LATENT else (heads, dim, dim)
+    assert {(spec.kv_heads, spec.key_dim, spec.value_dim) for spec in meta.layers} == {wanted}
     assert meta.dtype == "float32"
 
 
@@ -116,21 +135,7 @@ def test_positions_that_are_not_rotary_are_refused(name, options):
         TransformersEngine(make_model(make_config(name, **options)))
 
 
-_LATENT = {
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 32,
-    "first_k_dense_replace": 3,
-    "num_key_value_heads": 6,
-    "n_group": 1,
-    "topk_group": 1,
-}
+_SPARSE = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_key_value_heads": 6, "kv_lora_rank": 16}
 _CHUNKED = {"head_dim": 16, "attention_chunk_size": 16, "num_local_experts": 2, "intermediate_size_mlp": 64}
 _STATE = {
     "num_hidden_layers": 4,
@@ -144,12 +149,12 @@ _STATE = {
 @pytest.mark.parametrize(
     ("name", "options", "reason"),
     [
-        ("DeepseekV3Config", _LATENT, "latent"),
+        ("DeepseekV32Config", _SPARSE, "plain key-value cache"),
         ("Llama4TextConfig", _CHUNKED, "chunked"),
         ("JambaConfig", _STATE, "plain key-value cache"),
         ("MambaConfig", {"state_size": 8}, "no key-value cache"),
     ],
-    ids=["latent", "chunked", "state-beside-attention", "state-alone"],
+    ids=["indexer-beside-attention", "chunked", "state-beside-attention", "state-alone"],
 )
 def test_caches_of_another_kind_are_refused(name, options, reason):
     model = AutoModelForCausalLM.from_config(make_config(name, **options), dtype=torch.float32)
@@ -196,6 +201,37 @@ def test_a_model_on_several_devices_is_refused():
     model.hf_device_map = {"model.embed_tokens": "cpu", "model.layers.0": "disk"}
     with pytest.raises(ArgumentError, match="several devices"):
         TransformersEngine(model)
+
+
+@pytest.mark.parametrize("skipped", [(1,), (2,), (1, 2)], ids=str)
+def test_layers_that_skip_attention_are_listed_without_a_cache(skipped):
+    engine = TransformersEngine(without_attention(make_model(config_of("llama")), skipped))
+    listed = range(3) if 2 not in skipped else range(min(skipped))
+    wanted = ["none" if layer in skipped else "full" for layer in listed]
+    assert [spec.kind for spec in engine.meta.layers] == wanted
+    ids, question = documents()[0], query()
+    (cache,) = engine.prefill([ids])
+    with torch.no_grad():
+        whole = engine.model(input_ids=torch.tensor([ids + question])).logits[0, -len(question) :]
+    for past in (engine.past_key_values(cache), engine.past_key_values(positions_off(cache))):
+        assert error_between(engine.forward(past, question, len(ids)), whole) < 1e-5
+    assert cache_error(moved(cache, 9), engine.extend(None, ids, offset=9)) < 1e-5
+    tail = engine.extend(cache.slice(0, 7), ids[7:])
+    assert cache_error(tail, cache.slice(7, len(ids))) < 1e-5
+    assert engine.statistics([ids]).vocabulary.examples.tokens == VOCABULARY
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_rotary_part_that_comes_last_is_found(interleaved):
+    """Some engines cache a latent and its rotated part as one key: here a model's cache is made to look like that."""
+    engine = engine_of("deepseek-v2" if interleaved else "deepseek-v3")
+    count, distance = 12, 37
+    ids = tokens(count)
+    near, far = (engine.extend(None, ids, offset=offset) for offset in (0, distance))
+    joined = [torch.cat([cache.keys[1], cache.values[1]], 2) for cache in (near, far)]
+    regime = engine.meta.ropes[0]
+    both = [replace(regime, interleaved=not interleaved), regime]
+    assert _explain("keys", *joined, both, distance, 1e-3) == (regime, near.keys[1].shape[2])
 
 
 def test_learning_leaves_no_trace_in_the_model():
