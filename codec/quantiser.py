@@ -37,7 +37,7 @@ class Ladder:
     """
 
     step: float = 3.6
-    names: tuple[str, ...] = ("coarse", "standard", "fine", "finest")
+    names: tuple[str, ...] = ("coarse", "standard", "fine", "finer", "finest")
 
     def __post_init__(self) -> None:
         """Refuse ladders without levels, with too many, or with an impossible step."""

@@ -100,8 +100,8 @@ def _energy(centred: Tensor, group: Group) -> float:
         if metric.ndim == 1:
             weighted = part * metric
         else:
-            heads = part.reshape(len(part), metric.shape[0], 1, metric.shape[1])
-            weighted = (heads @ metric).reshape(part.shape)
+            heads = part.reshape(len(part), metric.shape[0], metric.shape[1]).transpose(0, 1)
+            weighted = (heads @ metric).transpose(0, 1).reshape(part.shape)
         total += float((weighted * part).sum(dtype=torch.float64))
         start += width
     return total

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
 from threadpoolctl import ThreadpoolController
@@ -27,10 +28,16 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+@lru_cache(maxsize=1)
+def _controller() -> ThreadpoolController:
+    """The process's thread pools; finding them reads all its memory maps."""
+    return ThreadpoolController()
+
+
 @contextmanager
 def one_core() -> Iterator[None]:
     """Keep the matrix products of this thread on this thread."""
-    with ThreadpoolController().limit(limits=1, user_api="openmp"):
+    with _controller().limit(limits=1, user_api="openmp"):
         yield
 
 
@@ -57,4 +64,4 @@ def each(work: Callable[[_In], _Out], items: Iterable[_In], threads: int | None)
 
 
 def _stay_on_one_core() -> None:
-    ThreadpoolController().limit(limits=1, user_api="openmp")
+    _controller().limit(limits=1, user_api="openmp")
