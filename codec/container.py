@@ -5,6 +5,7 @@ Everything here is read from strangers: sizes are compared with what the input c
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from dataclasses import dataclass
@@ -308,7 +309,8 @@ def _levels(rows: Any, count: int) -> tuple[Level, ...]:  # noqa: ANN401 - JSON
     except (TypeError, ValueError, OverflowError) as error:
         msg = f"the blob's levels are damaged ({error}); fetch it again"
         raise CorruptError(msg) from error
-    if [level.codec for level in levels] != sorted((level.codec for level in levels), key=_ORDER.index):
+    codecs = [level.codec for level in levels]
+    if codecs != sorted(codecs, key=_ORDER.index) or {CODEC_LANES, CODEC_CACHEGEN} <= set(codecs):
         msg = "the blob's levels stand in an order that no encoder writes; fetch it again"
         raise CorruptError(msg)
     if len(levels) != count:
@@ -318,12 +320,15 @@ def _levels(rows: Any, count: int) -> tuple[Level, ...]:  # noqa: ANN401 - JSON
 
 
 def _level(name: Any, codec: Any, step: Any, shift: Any) -> Level:  # noqa: ANN401 - JSON
-    if not isinstance(name, str) or codec not in (CODEC_LANES, CODEC_LOSSLESS, CODEC_CACHEGEN):
+    if not isinstance(name, str) or type(codec) is not int:
         msg = f"level {name!r} coded in way {codec!r}"
         raise ValueError(msg)
+    if codec not in _ORDER:
+        msg = f"the blob's level {name!r} is coded in way {codec}; upgrade kvwire"
+        raise FormatVersionError(msg)
     if codec != CODEC_LANES:
         return Level(name, codec=codec)
-    if not 1 / MAX_STEP <= float(step) <= MAX_STEP:
+    if type(step) not in {int, float} or not 1 / MAX_STEP <= float(step) <= MAX_STEP:
         msg = f"level {name!r} with step {step!r}"
         raise ValueError(msg)
     if type(shift) is not int or abs(shift) > MAX_SHIFT:
@@ -374,10 +379,22 @@ def _level_infos(
         below = cumulative
         error = _mean_error(column, chunk_tokens)
         lossless = level.codec == CODEC_LOSSLESS
-        kl = None if error_to_kl is None else error_to_kl[0] * error ** error_to_kl[1]
+        kl = None if error_to_kl is None else _predicted_kl(error, *error_to_kl)
         bits = 8.0 * cumulative / (fields.tokens * elements_of_token)
         out.append(LevelInfo(level.name, level.step, size, cumulative, bits, error, level.alone, lossless, kl))
     return tuple(out)
+
+
+def _predicted_kl(error: float, scale: float, exponent: float) -> float:
+    """``scale * error^exponent``; raises CorruptError where that is no number."""
+    try:
+        kl: float = scale * error**exponent
+    except OverflowError:
+        kl = math.inf
+    if kl == math.inf:
+        msg = "the blob's errors and their calibration are impossible together; fetch the blob's head again"
+        raise CorruptError(msg)
+    return kl
 
 
 def _mean_error(column: NDArray[np.void], tokens: NDArray[np.int64]) -> float:

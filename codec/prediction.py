@@ -77,19 +77,22 @@ class Expectations:
     """Expected elements of one group by token, computed on first use and kept while there is room."""
 
     def __init__(self, group: Group, table: NDArray[np.int8], room_bytes: int) -> None:
-        """Allocate nothing yet: pages are touched as tokens come."""
+        """Allocate no more than the room: a small file may claim a large vocabulary for each of many groups."""
         assert group.predictor is not None, "a group without a predictor expects its mean"
         self._table = table
         self._mean = torch.from_numpy(group.mean)
         self._predictor = group.predictor[: table.shape[1]].float()
-        capacity = min(len(table), room_bytes // (2 * group.width))
+        slots = len(table) if 4 * len(table) < room_bytes else 0
+        capacity = min(slots, (room_bytes - 4 * slots) // (2 * group.width))
         self._kept = torch.empty(capacity, group.width, dtype=torch.bfloat16)
-        self._slots = np.full(len(table), -1, np.int64)
+        self._slots = np.full(slots, -1, np.int32)
         self._used = 0
         self._lock = threading.Lock()
 
     def rows(self, token_ids: NDArray[np.int64]) -> Tensor:
         """float32 ``[n, width]`` for distinct token ids."""
+        if not len(self._slots):
+            return self._compute(token_ids).float()
         with self._lock:
             slots = self._slots[token_ids]
             missing = token_ids[slots < 0]

@@ -287,7 +287,8 @@ def error_to_kl_from_json(raw: Any) -> tuple[float, float] | None:  # noqa: ANN4
     """Read ``Profile.error_to_kl``; raises TypeError or ValueError where it is impossible."""
     if raw is None:
         return None
-    scale, exponent = (float(number) for number in raw)
+    numbers = [float(number) for number in raw if type(number) in {int, float}] if type(raw) is list else []
+    scale, exponent = numbers if len(numbers) == len(raw) else (0.0, 0.0)
     if not (0 < scale < math.inf and 0 < exponent <= _STEEPEST):
         msg = f"error_to_kl {raw!r}"
         raise ValueError(msg)
