@@ -159,16 +159,20 @@ class TransformersEngine:
         """Query covariances over some documents, the value metric of each layer, and features of every token.
 
         tokens: False leaves the features out, which take a pass over the vocabulary.
-        Returns None where the model's attention cannot be watched; ``fit_profile`` then goes without weights.
+        Metrics are None where the model's attention cannot be watched; ``fit_profile`` then goes without weights.
+        Returns None without documents.
         """
         for ids in documents:
             self._check_ids(ids)
+        if not documents:
+            return None
         recorder = QueryRecorder(self.meta, self.model)
         with recording(recorder, self.model):
             for ids in documents:
                 past = DynamicCache()
                 batch = torch.tensor([list(ids)], device=self.device)
                 self.model(input_ids=batch, past_key_values=past, use_cache=True, logits_to_keep=1)
+                recorder.record_cache(tensors_of(past))
         return recorder.statistics(self._vocabulary(documents) if tokens else None)
 
     def _vocabulary(self, documents: Sequence[Sequence[int]]) -> Vocabulary:

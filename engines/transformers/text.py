@@ -7,6 +7,7 @@ of a token, which no linear map of the embedding does.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -49,8 +50,8 @@ def head_start(model: PreTrainedModel, token_ids: Sequence[int], layers: int) ->
     """What the first ``layers`` layers make of a text, float32 ``[tokens, (layers + 1) * hidden_size]`` on the CPU.
 
     The hidden states before the first layer and after each, side by side, each scaled to unit root mean square, which
-    is what the next layer sees of them; no other layer runs. Raises ArgumentError
-    where the model has not so many layers, MismatchError where they are not to be found.
+    is what the next layer sees of them; no other layer runs. Other threads may run the model meanwhile. Raises
+    ArgumentError where the model has not so many layers, MismatchError where they are not to be found.
     """
     stack = _layers_of(model)
     if not 1 <= layers <= len(stack):
@@ -58,6 +59,7 @@ def head_start(model: PreTrainedModel, token_ids: Sequence[int], layers: int) ->
         raise ArgumentError(msg)
     seen: list[Tensor] = []
     ids = torch.tensor([list(token_ids)], device=model.device)
+    own_thread = threading.get_ident()
 
     def keep(states: object) -> None:
         if not isinstance(states, torch.Tensor) or states.ndim != _STATES_RANK or states.shape[:2] != ids.shape:
@@ -66,12 +68,14 @@ def head_start(model: PreTrainedModel, token_ids: Sequence[int], layers: int) ->
         seen.append(_normalised(states[0].float().cpu()))
 
     def before(_module: torch.nn.Module, inputs: tuple[object, ...], named: dict[str, object]) -> None:
-        keep(inputs[0] if inputs else named.get("hidden_states"))
+        if threading.get_ident() == own_thread:
+            keep(inputs[0] if inputs else named.get("hidden_states"))
 
     def after(_module: torch.nn.Module, _inputs: object, output: object) -> None:
-        keep(output[0] if isinstance(output, tuple) else output)
-        if len(seen) > layers:
-            raise _ReachedError
+        if threading.get_ident() == own_thread:
+            keep(output[0] if isinstance(output, tuple) else output)
+            if len(seen) > layers:
+                raise _ReachedError
 
     hooks = [stack[0].register_forward_pre_hook(before, with_kwargs=True)]
     hooks += [layer.register_forward_hook(after) for layer in stack[:layers]]
@@ -91,16 +95,12 @@ def _normalised(states: Tensor) -> Tensor:
 
 
 def _layers_of(model: PreTrainedModel) -> torch.nn.ModuleList:
-    """The decoder's layers: the one list of modules that is as long as the configuration says."""
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    found = [
-        module for module in _decoder_of(model).modules()
-        if isinstance(module, torch.nn.ModuleList) and len(module) == count
-    ]  # fmt: skip
-    if not found:
+    """The decoder's layers: its own longest list of modules."""
+    lists = [module for module in _decoder_of(model).children() if isinstance(module, torch.nn.ModuleList)]
+    if not lists:
         msg = "this model's layers are not to be found; use no head start"
         raise MismatchError(msg)
-    return found[0]
+    return max(lists, key=len)
 
 
 def _decoder_of(model: PreTrainedModel) -> torch.nn.Module:
