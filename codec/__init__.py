@@ -8,11 +8,13 @@ from kvwire.codec.fit import fit_profile
 from kvwire.codec.positions import positions_off, positions_on, rotate, rotation, shift_keys
 from kvwire.codec.profile import Profile
 from kvwire.codec.quantiser import Ladder
+from kvwire.codec.stored import AnyProfile, read_profile
 from kvwire.codec.statistics import Statistics, Vocabulary
 from kvwire.types import CacheMeta, KVCache
 
 __all__ = [
     "CHUNK_TOKENS",
+    "AnyProfile",
     "BlobDecoder",
     "CacheGenProfile",
     "CacheMeta",
@@ -29,6 +31,7 @@ __all__ = [
     "level_index",
     "positions_off",
     "positions_on",
+    "read_profile",
     "read_head",
     "rotate",
     "rotation",

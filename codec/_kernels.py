@@ -194,9 +194,7 @@ def count_ternary(below: I32, symbols: U8, classes: I32, counts: NDArray[int64])
 
 
 @_jit
-def count_points(
-    coefficients: F32, values: I32, classes: I32, step: float, counts: NDArray[float64]
-) -> None:
+def count_points(coefficients: F32, values: I32, classes: I32, step: float, counts: NDArray[float64]) -> None:
     """Add to ``counts[class - 1, size - 1]`` the number of values of size 1 and 2 and how far below they lay."""
     for t in range(values.shape[0]):
         for c in range(values.shape[1]):

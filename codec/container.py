@@ -154,7 +154,9 @@ def pack_blob(draft: Draft) -> bytes:
         MAGIC, *VERSION, 0, 0, head_bytes, end, 0, len(metadata), metadata_raw, draft.tokens, draft.chunk_tokens,
         len(draft.levels), bits, 0, len(draft.profile_bytes),
     )  # fmt: skip
-    head = bytearray(prologue + metadata + index.tobytes() + ids + draft.profile_bytes + kept + bytes(head_bytes - used))
+    head = bytearray(
+        prologue + metadata + index.tobytes() + ids + draft.profile_bytes + kept + bytes(head_bytes - used)
+    )
     head[_CRC_AT : _CRC_AT + 4] = struct.pack("<I", zlib.crc32(head))
     return bytes(head) + b"".join(coded.data for chunk in draft.segments for coded in chunk)
 
@@ -337,7 +339,9 @@ def _level(name: Any, codec: Any, step: Any, shift: Any) -> Level:  # noqa: ANN4
     return Level(name, float(step), shift)
 
 
-def _segments(index: NDArray[np.void], fields: _Prologue, levels: tuple[Level, ...]) -> tuple[tuple[SegmentInfo, ...], ...]:
+def _segments(
+    index: NDArray[np.void], fields: _Prologue, levels: tuple[Level, ...]
+) -> tuple[tuple[SegmentInfo, ...], ...]:
     """Index entries in payload order: no gap, no overlap, nothing past the end."""
     rows, expected = [], fields.head_bytes
     for chunk, row in enumerate(index.tolist()):

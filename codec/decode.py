@@ -94,7 +94,12 @@ class BlobDecoder:
         """
         level = len(segments) - 1 if level is None else level
         have = self.info.segments[chunk : chunk + 1]
-        if chunk < 0 or not have or not 0 <= level < len(have[0]) or len(self.info.reads(chunk, level)) != len(segments):
+        if (
+            chunk < 0
+            or not have
+            or not 0 <= level < len(have[0])
+            or len(self.info.reads(chunk, level)) != len(segments)
+        ):
             levels = len(have[0]) if chunk >= 0 and have else "no"
             msg = (
                 f"{len(segments)} segments for level {level} of chunk {chunk}; the blob has {self.info.chunks} chunks, "
@@ -243,7 +248,9 @@ def decode(
         if len(row) <= index:
             msg = f"chunk {chunk} lacks level {index}; ask for a lower level"
             raise ArgumentError(msg)
-    decoder = BlobDecoder(head, profile, device=device, dtype=dtype, offset=offset, check=check, hidden=hidden, level=index)
+    decoder = BlobDecoder(
+        head, profile, device=device, dtype=dtype, offset=offset, check=check, hidden=hidden, level=index
+    )
     view = memoryview(blob)
 
     def chunk_at(chunk: int) -> None:

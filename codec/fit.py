@@ -18,7 +18,17 @@ from kvwire.codec.prediction import Text
 from kvwire.codec.profile import SIDES, Group, Profile, plane_width, planes_of
 from kvwire.codec.quantiser import Ladder, quantise, split_levels
 from kvwire.codec.regression import predict
-from kvwire.codec.tables import ALPHABET, CLASSES, CONTEXTS, POINTS, Tables, class_of, clip_class, column_classes, fit_tables
+from kvwire.codec.tables import (
+    ALPHABET,
+    CLASSES,
+    CONTEXTS,
+    POINTS,
+    Tables,
+    class_of,
+    clip_class,
+    column_classes,
+    fit_tables,
+)
 from kvwire.codec.transform import analyse, gather_planes
 from kvwire.errors import ArgumentError, CacheValueError, MismatchError
 

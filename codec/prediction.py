@@ -120,7 +120,9 @@ def _known_ids(table: NDArray[np.int8], tokens: int, token_ids: tuple[int, ...] 
         raise ArgumentError(msg)
     ids = np.asarray(token_ids, np.int64)
     if ids.min() < 0 or ids.max() >= len(table):
-        msg = f"token id {int(ids.max())} is not in the profile's vocabulary of {len(table)}; fit a profile on this model"
+        msg = (
+            f"token id {int(ids.max())} is not in the profile's vocabulary of {len(table)}; fit a profile on this model"
+        )
         raise MismatchError(msg)
     return ids
 

@@ -326,7 +326,7 @@ def _rows(arrays: Arrays, prefix: str) -> torch.Tensor:
     if raw.dtype != np.int8:
         return _bfloat16(raw)
     exponent = torch.from_numpy(_typed(arrays[prefix + "row_exponent"], "i2"))
-    if exponent.ndim != 1 or len(exponent) != len(raw) or bool((exponent.abs() > _STEEPEST_ROW).any()):
+    if exponent.ndim != 1 or len(exponent) != len(raw) or bool((exponent.int().abs() > _STEEPEST_ROW).any()):
         msg = "rows without fitting exponents"
         raise ValueError(msg)
     rows = torch.from_numpy(_typed(raw, "i1")).float()
@@ -358,8 +358,11 @@ def _sound(group: Group, profile: Profile) -> bool:
     features = profile.token_features + profile.hidden_size
     if group.rows is None:
         scale = group.row_scale
-        return not features and scale is not None and scale.shape == (sum(widths),) == group.spread.shape and bool(
-            (scale > 0).all()
+        return (
+            not features
+            and scale is not None
+            and scale.shape == (sum(widths),) == group.spread.shape
+            and bool((scale > 0).all())
         )
     if (group.predictor is not None) != (features > 0):
         return False

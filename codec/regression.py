@@ -95,9 +95,7 @@ def predict(
         return nothing
     covariance = seen.covariance + (choice.weight * seen.examples) / seen.tokens
     factor = torch.linalg.cholesky(covariance + choice.ridge * torch.eye(len(covariance), dtype=torch.float64))
-    fits = [
-        torch.cholesky_solve(each.cross + choice.weight * each.examples / seen.tokens, factor) for each in moments
-    ]
+    fits = [torch.cholesky_solve(each.cross + choice.weight * each.examples / seen.tokens, factor) for each in moments]
     freedom = float(torch.cholesky_solve(seen.covariance, factor).trace())
     excess = 1 / max(1 - freedom / seen.tokens, 0.25)
     columns = _columns(seen, fits, metrics, table)

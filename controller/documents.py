@@ -41,8 +41,10 @@ class DocumentPlanInput:
     def from_blob(cls, info: BlobInfo, *, has_text: bool | None = None) -> DocumentPlanInput:
         """Take a blob's index. ``has_text`` defaults to whether the blob carries its token ids."""
         spans = [info.chunk_span(chunk) for chunk in range(info.chunks)]
+        # A lossless level is many times larger and helps no answer: it is planned only where there is nothing else.
+        planned = sum(not level.lossless for level in info.levels) or len(info.levels)
         sizes = tuple(
-            tuple(info.chunk_bytes(chunk, level) for level in range(len(segments)))
+            tuple(info.chunk_bytes(chunk, level) for level in range(min(planned, len(segments))))
             for chunk, segments in enumerate(info.segments)
         )
         known = info.token_ids is not None if has_text is None else has_text

@@ -10,19 +10,45 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvwire.codec import BlobDecoder, Ladder, Profile, Statistics, decode, encode, fit_profile, inspect
-    from kvwire.corpus import Corpus, Document
+    from kvwire.codec import (
+        BlobDecoder,
+        CacheGenProfile,
+        Ladder,
+        Profile,
+        Statistics,
+        decode,
+        encode,
+        fit_cachegen_profile,
+        fit_profile,
+        inspect,
+        read_profile,
+    )
+    from kvwire.corpus import Coding, Corpus, Document
     from kvwire.engines.transformers import TransformersEngine, open_engine
     from kvwire.load import Answer, Loader
     from kvwire.open import open_store
+    from kvwire.quality import calibrate_error
     from kvwire.reuse import LinkedPrompt, link
     from kvwire.types import CacheMeta, ChunkId, Decision, KVCache, LayerSpec, RopeRegime
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "kvwire.codec": ("BlobDecoder", "Ladder", "Profile", "Statistics", "decode", "encode", "fit_profile", "inspect"),
-    "kvwire.corpus": ("Corpus", "Document"),
+    "kvwire.codec": (
+        "BlobDecoder",
+        "CacheGenProfile",
+        "Ladder",
+        "Profile",
+        "Statistics",
+        "decode",
+        "encode",
+        "fit_cachegen_profile",
+        "fit_profile",
+        "inspect",
+        "read_profile",
+    ),
+    "kvwire.quality": ("calibrate_error",),
+    "kvwire.corpus": ("Coding", "Corpus", "Document"),
     "kvwire.engines.transformers": ("TransformersEngine", "open_engine"),
     "kvwire.load": ("Answer", "Loader"),
     "kvwire.open": ("open_store",),
@@ -34,8 +60,10 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "Answer",
     "BlobDecoder",
+    "CacheGenProfile",
     "CacheMeta",
     "ChunkId",
+    "Coding",
     "Corpus",
     "Decision",
     "Document",
@@ -48,13 +76,16 @@ __all__ = [
     "RopeRegime",
     "Statistics",
     "TransformersEngine",
+    "calibrate_error",
     "decode",
     "encode",
+    "fit_cachegen_profile",
     "fit_profile",
     "inspect",
     "link",
     "open_engine",
     "open_store",
+    "read_profile",
 ]
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from kvwire.codec import BlobDecoder, encode, inspect
+from kvwire.codec import BlobDecoder, Profile, encode, inspect
 from kvwire.controller import CostModel, fit_decode, fit_prefill
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvwire.codec import Profile
+    from kvwire.codec import AnyProfile
     from kvwire.controller import PrefillCost
     from kvwire.engines.transformers import TransformersEngine
 
@@ -24,7 +25,7 @@ _QUESTION = 32
 _REPEATS = 3
 
 
-def measure_costs(engine: TransformersEngine, profile: Profile | None = None) -> CostModel:
+def measure_costs(engine: TransformersEngine, profile: AnyProfile | None = None) -> CostModel:
     """Time a few forward passes and chunk decodings on this engine; takes a second or two, and warms both up.
 
     profile None: decoding is timed with the identity transform. The model's cache content is real, its text is random.
@@ -55,17 +56,20 @@ def _prefill_s(engine: TransformersEngine, ids: list[int], new: int, before: int
 
 
 def _decode_samples(
-    engine: TransformersEngine, ids: list[int], profile: Profile | None
+    engine: TransformersEngine, ids: list[int], profile: AnyProfile | None
 ) -> list[tuple[int, int, float]]:
     samples = []
     (cache,) = engine.prefill([ids[:_TOKENS]])
     for tokens in (min(64, cache.tokens), cache.tokens):
-        blob = encode(cache.slice(0, tokens), profile)
-        decoder = BlobDecoder(blob, profile, device=engine.device, dtype=engine.model.dtype)
-        segments = inspect(blob).segments[0]
-        for level in (0, len(segments) - 1):
-            pieces = [blob[segment.offset : segment.end] for segment in segments[: level + 1]]
-            seconds = _best(lambda pieces=pieces, decoder=decoder: decoder.decode_chunk(0, pieces), engine)  # type: ignore[misc]
+        part = cache.slice(0, tokens)
+        layers = profile.head_start if isinstance(profile, Profile) else 0
+        hidden = engine.head_start(ids[:tokens], layers) if layers else None
+        blob = encode(part, profile, hidden=hidden)
+        decoder = BlobDecoder(blob, profile, device=engine.device, dtype=engine.model.dtype, hidden=hidden)
+        info = inspect(blob)
+        for level in (0, len(info.levels) - 1):
+            pieces = [blob[segment.offset : segment.end] for segment in info.reads(0, level)]
+            seconds = _best(partial(decoder.decode_chunk, 0, pieces, level), engine)
             samples.append((tokens, sum(map(len, pieces)), seconds))
     return samples
 

@@ -12,7 +12,7 @@ import signal
 import sys
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -86,20 +86,40 @@ def cli() -> None:
 @_DEVICE
 @_DTYPE
 @click.option("--force", is_flag=True, help="Encode again even what the store seems to have.")
+@click.option("--method", type=click.Choice(["kvwire", "cachegen"]), default="kvwire", show_default=True)
+@click.option(
+    "--head-start",
+    default=0,
+    show_default=True,
+    type=click.IntRange(0),
+    help="Layers that readers compute anew, which makes blobs smaller.",
+)
+@click.option("--lossless", is_flag=True, help="Add a level that holds every number bit for bit.")
 @_JSON
 def encode(
-    paths: tuple[str, ...], model: str, store: str, tenant: str, device: str, dtype: str, force: bool, as_json: bool
+    paths: tuple[str, ...],
+    model: str,
+    store: str,
+    tenant: str,
+    device: str,
+    dtype: str,
+    force: bool,
+    method: Literal["kvwire", "cachegen"],
+    head_start: int,
+    lossless: bool,
+    as_json: bool,
 ) -> None:
     """Encode text files, or all .txt and .md files of folders, into a store.
 
     A document's id is its path below the folder named, without its ending. What the catalog has already is skipped.
     """
-    from kvwire.corpus import Corpus, Document
+    from kvwire.corpus import Coding, Corpus, Document
 
     failures: dict[str, str] = {}
     texts = read_texts(paths, failures)
     engine = _engine(model, device, dtype)
-    corpus = Corpus(engine, _open_lasting(store), tenant=tenant)
+    opened = _open_lasting(store)
+    corpus = Corpus(engine, opened, tenant=tenant, coding=Coding(method, head_start, lossless))
     documents = []
     for document_id, text in texts.items():
         ids = engine.tokenize(text)
@@ -219,6 +239,8 @@ def inspect(blob: str, store: str | None, model: str | None, tenant: str, token:
     click.echo(
         f"model {info.meta.model_id} ({info.meta.model_revision[:12]}), profile {info.profile_digest[:12] or 'inside'}"
     )
+    if info.head_start or info.method != "kvwire":
+        click.echo(f"method {info.method}, coded for a head start of {info.head_start} layers")
     print_levels([info])
 
 

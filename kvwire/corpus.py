@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from kvwire.codec import CHUNK_TOKENS, Ladder, Profile, encode, fit_profile, inspect
-from kvwire.errors import CorruptError, MismatchError, NotFoundError
+from kvwire.codec import (
+    CHUNK_TOKENS,
+    CacheGenProfile,
+    Ladder,
+    encode,
+    fit_cachegen_profile,
+    fit_profile,
+    inspect,
+    read_profile,
+)
+from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError
+from kvwire.quality import calibrate_error
 from kvwire.store import Catalog, CatalogEntry
 from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from kvwire.codec import AnyProfile
     from kvwire.engines.transformers import TransformersEngine
     from kvwire.store import Store
     from kvwire.types import BlobInfo, CacheMeta, KVCache
@@ -44,6 +55,28 @@ class Encoded:
     encode_s: float
 
 
+@dataclass(frozen=True)
+class Coding:
+    """How a corpus is encoded.
+
+    method: kvwire's own, or CacheGen's as its paper describes it. head_start: layers that readers will compute anew,
+    which makes blobs smaller. lossless: add a level that holds every number bit for bit. ladder: the quality levels of
+    kvwire's own method, None for the default.
+    """
+
+    method: Literal["kvwire", "cachegen"] = "kvwire"
+    head_start: int = 0
+    lossless: bool = False
+    ladder: Ladder | None = None
+    chunk_tokens: int = CHUNK_TOKENS
+
+    def __post_init__(self) -> None:
+        """Refuse what does not go together."""
+        if self.head_start < 0 or (self.method == "cachegen" and (self.head_start or self.ladder)):
+            msg = "CacheGen's method knows neither head start nor ladder; leave them out or use kvwire's own"
+            raise ArgumentError(msg)
+
+
 class Corpus:
     """Documents of one model and one tenant in a store."""
 
@@ -54,39 +87,37 @@ class Corpus:
         *,
         tenant: str = "default",
         salt: bytes = b"",
-        ladder: Ladder | None = None,
-        chunk_tokens: int = CHUNK_TOKENS,
+        coding: Coding | None = None,
     ) -> None:
-        """Keep the parts; nothing is read or written yet. salt: see ``Catalog``."""
+        """Keep the parts; nothing is read or written yet. salt: see ``Catalog``. coding: matters to who encodes."""
         self._engine = engine
         self.catalog = Catalog(store, tenant, salt)
         self._config = engine.meta.config_digest()
-        self._ladder = ladder
-        self._chunk_tokens = chunk_tokens
-        self._profiles: dict[str, Profile] = {}
+        self._coding = coding or Coding()
+        self._profiles: dict[str, AnyProfile] = {}
 
     @property
     def meta(self) -> CacheMeta:
         """The engine's cache layout."""
         return self._engine.meta
 
-    def profile(self, digest: str | None = None) -> Profile | None:
+    def profile(self, digest: str | None = None) -> AnyProfile | None:
         """A stored profile by digest, or the one in use; None where the corpus has none yet."""
         digest = digest if digest is not None else self.catalog.current_profile(self._config)
         if not digest:
             return None
         if digest not in self._profiles:
-            self._profiles[digest] = Profile.from_bytes(self.catalog.get_profile(self._config, digest))
+            self._profiles[digest] = read_profile(self.catalog.get_profile(self._config, digest))
         return self._profiles[digest]
 
-    def set_profile(self, profile: Profile) -> None:
+    def set_profile(self, profile: AnyProfile) -> None:
         """Store a profile and use it for what is encoded from now on."""
         profile.check_fits(self.meta)
         digest = self.catalog.put_profile(self._config, profile.data)
         self.catalog.set_current_profile(self._config, digest)
         self._profiles[digest] = profile
 
-    def calibrate(self, documents: Sequence[Document], tokens: int = CALIBRATION_TOKENS) -> Profile | None:
+    def calibrate(self, documents: Sequence[Document], tokens: int = CALIBRATION_TOKENS) -> AnyProfile | None:
         """Fit a profile on the first documents, up to that many tokens, and use it from now on.
 
         Returns None, and changes nothing, where there are fewer than LEAST_TOKENS.
@@ -99,10 +130,26 @@ class Corpus:
             chosen.append(document.token_ids[:room])
         if sum(map(len, chosen)) < LEAST_TOKENS:
             return None
-        profile = fit_profile(self._engine.prefill(chosen), self._engine.statistics(chosen), ladder=self._ladder)
+        profile = self._fit(chosen)
         if profile is not None:
             self.set_profile(profile)
         return profile
+
+    def _fit(self, chosen: Sequence[Sequence[int]]) -> AnyProfile | None:
+        engine, layers = self._engine, self._coding.head_start
+        caches = engine.prefill(chosen)
+        if self._coding.method == "cachegen":
+            return fit_cachegen_profile(caches)
+        hidden = [engine.head_start(ids, layers) for ids in chosen] if layers else None
+        statistics = engine.statistics(chosen, tokens=not layers)
+        profile = fit_profile(caches, statistics, ladder=self._coding.ladder, head_start=layers, hidden=hidden)
+        return None if profile is None else calibrate_error(engine, profile, chosen, self._coding.ladder)
+
+    def _is_wanted(self, profile: AnyProfile) -> bool:
+        """Whether a profile is of the method and head start that this corpus encodes with."""
+        if isinstance(profile, CacheGenProfile) or self._coding.method == "cachegen":
+            return isinstance(profile, CacheGenProfile) and self._coding.method == "cachegen"
+        return profile.head_start == self._coding.head_start
 
     def encode(self, documents: Sequence[Document], *, force: bool = False) -> Iterator[Encoded]:
         """Encode what the catalog lacks, document by document; the first ones calibrate where there is no profile yet.
@@ -122,20 +169,28 @@ class Corpus:
             (cache,) = self._engine.prefill([document.token_ids])
             yield self._store(document, cache, profile, started)
 
-    def _profile_for(self, documents: Sequence[Document]) -> Profile | None:
+    def _profile_for(self, documents: Sequence[Document]) -> AnyProfile | None:
         """The profile in use; a new one where there is none, where it is lost, or where it was fitted on too little."""
         try:
             profile = self.profile()
         except (CorruptError, NotFoundError):
             profile = None
-        seen = 0 if profile is None else int(profile.notes.get("tokens", ENOUGH_TOKENS))
+        if profile is not None and not self._is_wanted(profile):
+            profile = None
+        notes = {} if profile is None or isinstance(profile, CacheGenProfile) else profile.notes
+        seen = int(notes.get("tokens", ENOUGH_TOKENS))
         tokens = sum(len(document.token_ids) for document in documents)
         if profile is None or (seen < ENOUGH_TOKENS and tokens >= 2 * seen):
             return self.calibrate(documents) or profile
         return profile
 
-    def _store(self, document: Document, cache: KVCache, profile: Profile | None, started: float) -> Encoded:
-        blob = encode(cache, profile, self._ladder, chunk_tokens=self._chunk_tokens)
+    def _store(self, document: Document, cache: KVCache, profile: AnyProfile | None, started: float) -> Encoded:
+        layers = 0 if profile is None or isinstance(profile, CacheGenProfile) else profile.head_start
+        hidden = self._engine.head_start(document.token_ids, layers) if layers else None
+        coding = self._coding
+        blob = encode(
+            cache, profile, coding.ladder, chunk_tokens=coding.chunk_tokens, lossless=coding.lossless, hidden=hidden
+        )
         info = inspect(blob)
         entry = self.catalog.put_blob(
             self._config,
@@ -150,7 +205,7 @@ class Corpus:
         )
         return Encoded(entry, info, skipped=False, encode_s=time.perf_counter() - started)
 
-    def _known(self, document: Document, profile: Profile | None) -> Encoded | None:
+    def _known(self, document: Document, profile: AnyProfile | None) -> Encoded | None:
         """The document as the catalog has it, where that is still what encoding would give.
 
         The same text under another name counts: only an entry is added then.
@@ -168,6 +223,8 @@ class Corpus:
             info = inspect(self.catalog.store.get(entry.blob_key, 0, entry.head_bytes))
         except (CorruptError, NotFoundError):
             return None  # a damaged entry or a blob that is gone is written again
+        if self._coding.lossless and not any(level.lossless for level in info.levels):
+            return None
         if entry.document_id != document.document_id:
             entry = replace(entry, document_id=document.document_id)
             self.catalog.add(entry)

@@ -24,7 +24,7 @@ from kvwire.types import digest_tokens
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
-    from kvwire.codec import Profile
+    from kvwire.codec import AnyProfile
     from kvwire.corpus import Corpus
     from kvwire.engines.transformers import TransformersEngine
     from kvwire.store import CatalogEntry
@@ -45,7 +45,7 @@ class Source:
 
     document_id: str
     entry: CatalogEntry | None
-    profile: Profile | None
+    profile: AnyProfile | None
     text: tuple[int, ...] | None
     trouble: str = ""
 
@@ -105,7 +105,7 @@ class Executor:
         self._meter = LinkMeter(self._sampled, self.clock)
         self._samples: list[LinkSample] = []
         self._events: asyncio.Queue[ctl.Event | BaseException] = asyncio.Queue()
-        self._arrived: dict[ChunkId, list[bytes]] = {}
+        self._arrived: dict[ChunkId, tuple[int, list[bytes]]] = {}
         self._fetches: dict[ChunkId, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._documents: list[_Document] = []
@@ -170,7 +170,7 @@ class Executor:
         dtype, device = self._engine.model.dtype, self._engine.device
         self.prompt = LinkedPrompt(tokens, self._engine.meta, dtype=dtype, device=device)
         for index, document in enumerate(self._documents):
-            self._add_decoder(index, document)
+            await self._add_decoder(index, document)
         return [document.plan_input() for document in self._documents]
 
     async def _open(self, source: Source, limit_s: float | None) -> _Document:
@@ -209,14 +209,18 @@ class Executor:
         ids = read_head(head).token_ids if head else None
         return ids if ids is not None and digest_tokens(ids) == entry.token_digest else None
 
-    def _add_decoder(self, index: int, document: _Document) -> None:
+    async def _add_decoder(self, index: int, document: _Document) -> None:
         if not document.info:
             return
         try:
             if document.source.trouble:
                 raise StorageError(document.source.trouble)
             part, offset = self.prompt.document(index), self.prompt.offset(index)
-            document.decoder = BlobDecoder(document.head, document.source.profile, out=part, offset=offset)
+            hidden, layers = None, document.info.head_start
+            if layers and document.token_ids is not None:
+                hidden = await self.compute(partial(self._engine.head_start, document.token_ids, layers))
+            profile = document.source.profile
+            document.decoder = BlobDecoder(document.head, profile, out=part, offset=offset, hidden=hidden)
         except KvwireError as error:
             if document.token_ids is None:
                 raise
@@ -299,26 +303,28 @@ class Executor:
             self._events.put_nowait(ctl.ChunkFailed(chunk, _words(error)))
             return
         self.fetched_at = self.clock()
-        self._arrived[chunk] = parts
+        self._arrived[chunk] = (level, parts)
         self._events.put_nowait(ctl.ChunkArrived(chunk, level))
 
     async def _segments(self, chunk: ChunkId, level: int) -> list[bytes]:
-        """Levels 0 to ``level`` of a chunk; raises the first segment's error."""
+        """What a chunk needs for a level; raises the first segment's error."""
         document = self._documents[chunk.document]
         if document.info is None or document.fetcher is None:
             msg = f"{self._name(chunk)} has no blob to fetch from"
             raise ArgumentError(msg)
         parts: dict[int, bytes] = {}
-        async with aclosing(document.fetcher.fetch(document.info.segments[chunk.chunk][: level + 1])) as arrivals:
+        reads = document.info.reads(chunk.chunk, level)
+        async with aclosing(document.fetcher.fetch(reads)) as arrivals:
             async for arrival in arrivals:
                 if isinstance(arrival, SegmentError):
                     raise arrival
                 parts[arrival.segment.level] = arrival.data
-        return [parts[index] for index in range(level + 1)]
+        return [parts[segment.level] for segment in reads]
 
     async def _decode(self, chunk: ChunkId) -> None:
-        decoder, parts = self._documents[chunk.document].decoder, self._arrived.pop(chunk)
-        work = partial(cast("BlobDecoder", decoder).decode_chunk, chunk.chunk, parts)  # planned only where there is one
+        decoder, (level, parts) = self._documents[chunk.document].decoder, self._arrived.pop(chunk)
+        known = cast("BlobDecoder", decoder)  # planned only where there is one
+        work = partial(known.decode_chunk, chunk.chunk, parts, level)
         try:
             seconds = await self.compute(lambda: self._timed(work))
         except Exception as error:  # noqa: BLE001 - out of memory, for one: the chunk can be recomputed

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvwire.codec import Profile
+    from kvwire.codec import AnyProfile
     from kvwire.corpus import Corpus
     from kvwire.engines.transformers import TransformersEngine
     from kvwire.reuse import LinkedPrompt
@@ -227,7 +227,7 @@ class Loader:
         )
 
 
-def _profile_in_use(corpus: Corpus) -> Profile | None:
+def _profile_in_use(corpus: Corpus) -> AnyProfile | None:
     """The corpus's profile, or None where it cannot be read: loads then go without it, and say so."""
     try:
         return corpus.profile()

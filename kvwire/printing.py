@@ -27,6 +27,8 @@ def describe(info: BlobInfo) -> dict[str, Any]:
         "model": info.meta.model_id,
         "model_revision": info.meta.model_revision,
         "profile": info.profile_digest,
+        "method": info.method,
+        "head_start": info.head_start,
         "levels": [
             {
                 "name": level.name,
@@ -35,6 +37,9 @@ def describe(info: BlobInfo) -> dict[str, Any]:
                 "cumulative_bytes": level.cumulative_bytes,
                 "bits_per_element": level.bits_per_element,
                 "measured_error": level.measured_error,
+                "predicted_kl": level.predicted_kl,
+                "alone": level.alone,
+                "lossless": level.lossless,
             }
             for level in info.levels
         ],
@@ -69,13 +74,22 @@ def print_encoded(
 
 def print_levels(infos: Sequence[BlobInfo]) -> None:
     """One row for each level, blobs added up."""
-    click.echo(f"\n{'level':<12}{'bytes':>12}{'bits/element':>14}{'error':>10}")
+    click.echo(f"\n{'level':<12}{'bytes':>12}{'bits/element':>14}{'error':>10}{'KL':>10}")
     elements = sum(info.tokens * info.meta.elements_per_token for info in infos)
-    for index, level in enumerate(infos[0].levels):
-        size = sum(info.levels[index].cumulative_bytes for info in infos)
-        error = sum(info.levels[index].measured_error * info.tokens for info in infos) / sum(i.tokens for i in infos)
-        click.echo(f"{level.name:<12}{size:>12,}{8 * size / elements:>14.3f}{error:>10.5f}")
-    click.echo("bytes: of this level and those below, header and index included; error: attention-weighted, relative")
+    tokens = sum(info.tokens for info in infos)
+    for index in range(min(len(info.levels) for info in infos)):
+        level, levels = infos[0].levels[index], [info.levels[index] for info in infos]
+        size = sum(each.cumulative_bytes for each in levels)
+        error = sum(each.measured_error * info.tokens for each, info in zip(levels, infos, strict=True)) / tokens
+        known = [
+            each.predicted_kl * i.tokens for each, i in zip(levels, infos, strict=True) if each.predicted_kl is not None
+        ]
+        kl = f"{sum(known) / tokens:10.1e}" if len(known) == len(levels) else f"{'-':>10}"
+        click.echo(f"{level.name:<12}{size:>12,}{8 * size / elements:>14.3f}{error:>10.5f}{kl}")
+    click.echo(
+        "bytes: of what a reader of the level fetches, header and index included; error: attention-weighted, relative; "
+        "KL: what it is expected to change the next token's distribution by, in nats"
+    )
 
 
 def print_answer(names: Sequence[str], answer: Answer, *, as_json: bool, error: KvwireError | None = None) -> None:

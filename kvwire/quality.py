@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from kvwire.codec import decode, encode, inspect
 from kvwire.reuse import link
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
+    from kvwire.codec import Ladder, Profile
     from kvwire.engines.transformers import TransformersEngine
     from kvwire.types import KVCache
+
+
+_WINDOWS = 12
+"""Documents that the error is calibrated on."""
+_LEAST_TOKENS = 64
+_CONTEXT, _REST = 1024, 256
+"""Tokens of a document that are cached and read on, at most."""
+_QUANTILE = 0.9
 
 
 def mean_kl(exact: Tensor, other: Tensor) -> float:
@@ -25,6 +38,46 @@ def mean_kl(exact: Tensor, other: Tensor) -> float:
 def greedy_agreement(exact: Tensor, other: Tensor) -> float:
     """Share of positions at which both would choose the same token."""
     return float((exact.argmax(-1) == other.argmax(-1)).float().mean())
+
+
+def calibrate_error(
+    engine: TransformersEngine, profile: Profile, documents: Sequence[Sequence[int]], ladder: Ladder | None = None
+) -> Profile:
+    """Learn which KL divergence a blob's measured error stands for, from the text that follows cached contexts.
+
+    Of some documents, all but the last quarter is encoded and decoded at each level, and the rest is read on top of it.
+    The curve runs where nine windows out of ten lie below: calibration text is what the profile knows best, other text
+    suffers more. Returns the profile with ``error_to_kl``, unchanged where the documents are too short to tell.
+    """
+    points = [
+        point
+        for ids in sorted(documents, key=len, reverse=True)[:_WINDOWS]
+        if len(ids) >= _LEAST_TOKENS
+        for point in _points(engine, profile, ids[: _CONTEXT + _REST], ladder)
+    ]
+    if not points:
+        return profile
+    errors, kls = np.log(np.array(points)).T
+    spread = float(errors.std())
+    slope = float(np.clip(np.polyfit(errors, kls, 1)[0], 0.5, 1.5)) if spread else 1.0
+    level = float(np.quantile(kls - slope * errors, _QUANTILE))
+    return replace(profile, error_to_kl=(math.exp(level), slope))
+
+
+def _points(
+    engine: TransformersEngine, profile: Profile, ids: Sequence[int], ladder: Ladder | None
+) -> Iterator[tuple[float, float]]:
+    """Measured error and KL divergence of one document at each level."""
+    context, rest = ids[: len(ids) * 3 // 4], ids[len(ids) * 3 // 4 :]
+    (cache,) = engine.prefill([context])
+    hidden = engine.head_start(context, profile.head_start) if profile.head_start else None
+    exact = engine.forward(engine.past_key_values(cache), rest, len(context))
+    blob = encode(cache, profile, ladder, hidden=hidden)
+    for index, level in enumerate(inspect(blob).levels):
+        decoded = decode(blob, index, profile, engine.device, engine.model.dtype, hidden=hidden)
+        kl = mean_kl(exact, engine.forward(engine.past_key_values(decoded), rest, len(context)))
+        if kl > 0 and level.measured_error > 0:
+            yield level.measured_error, kl
 
 
 @dataclass(frozen=True, eq=False)

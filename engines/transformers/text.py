@@ -57,37 +57,44 @@ def head_start(model: PreTrainedModel, token_ids: Sequence[int], layers: int) ->
     if not 1 <= layers <= len(stack):
         msg = f"a head start takes 1 to {len(stack)} layers of this model, got {layers}"
         raise ArgumentError(msg)
-    seen: list[Tensor] = []
     ids = torch.tensor([list(token_ids)], device=model.device)
-    own_thread = threading.get_ident()
-
-    def keep(states: object) -> None:
-        if not isinstance(states, torch.Tensor) or states.ndim != _STATES_RANK or states.shape[:2] != ids.shape:
-            msg = "this model's layers hand on something other than hidden states; use no head start"
-            raise MismatchError(msg)
-        seen.append(_normalised(states[0].float().cpu()))
-
-    def before(_module: torch.nn.Module, inputs: tuple[object, ...], named: dict[str, object]) -> None:
-        if threading.get_ident() == own_thread:
-            keep(inputs[0] if inputs else named.get("hidden_states"))
-
-    def after(_module: torch.nn.Module, _inputs: object, output: object) -> None:
-        if threading.get_ident() == own_thread:
-            keep(output[0] if isinstance(output, tuple) else output)
-            if len(seen) > layers:
-                raise _ReachedError
-
-    hooks = [stack[0].register_forward_pre_hook(before, with_kwargs=True)]
-    hooks += [layer.register_forward_hook(after) for layer in stack[:layers]]
+    listener = _Listener(ids.shape, layers)
+    hooks = [stack[0].register_forward_pre_hook(listener.before, with_kwargs=True)]
+    hooks += [layer.register_forward_hook(listener.after) for layer in stack[:layers]]
     try:
         model(input_ids=ids, use_cache=False, logits_to_keep=1)
     except _ReachedError:
-        return torch.cat(seen, 1)
+        return torch.cat(listener.states, 1)
     finally:
         for hook in hooks:
             hook.remove()
     msg = f"layer {layers} of this model was never run; use no head start"
     raise MismatchError(msg)
+
+
+class _Listener:
+    """Hooks that note hidden states while the thread that made them runs the model, and end that run."""
+
+    def __init__(self, shape: torch.Size, layers: int) -> None:
+        self.states: list[Tensor] = []
+        self._shape, self._layers = shape, layers
+        self._thread = threading.get_ident()
+
+    def before(self, _module: torch.nn.Module, inputs: tuple[object, ...], named: dict[str, object]) -> None:
+        self._note(inputs[0] if inputs else named.get("hidden_states"))
+
+    def after(self, _module: torch.nn.Module, _inputs: object, output: object) -> None:
+        self._note(output[0] if isinstance(output, tuple) else output)
+
+    def _note(self, states: object) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if not isinstance(states, torch.Tensor) or states.ndim != _STATES_RANK or states.shape[:2] != self._shape:
+            msg = "this model's layers hand on something other than hidden states; use no head start"
+            raise MismatchError(msg)
+        self.states.append(_normalised(states[0].float().cpu()))
+        if len(self.states) > self._layers:
+            raise _ReachedError
 
 
 def _normalised(states: Tensor) -> Tensor:
