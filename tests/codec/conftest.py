@@ -6,18 +6,37 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvwire.codec import encode, fit_profile
+from kvwire.codec import Ladder, encode, fit_profile
 
-from .synthetic import make_cache, make_statistics
+from .synthetic import make_cache, make_hidden, make_statistics
 
 if TYPE_CHECKING:
     from kvwire.codec import KVCache, Profile
 
+LADDER = Ladder(3.6, ("coarse", "standard", "fine", "finest"))
+
 
 @pytest.fixture(scope="session")
 def profile() -> Profile:
-    """Fitted on two documents, with statistics."""
+    """Fitted on two documents, with statistics and the vocabulary: it predicts from the text."""
+    fitted = fit_profile([make_cache(512, seed) for seed in (1, 2)], make_statistics(words=True))
+    assert fitted is not None
+    return fitted
+
+
+@pytest.fixture(scope="session")
+def plain_profile() -> Profile:
+    """The same without the vocabulary: what it expects is the mean."""
     fitted = fit_profile([make_cache(512, seed) for seed in (1, 2)], make_statistics())
+    assert fitted is not None
+    return fitted
+
+
+@pytest.fixture(scope="session")
+def head_profile() -> Profile:
+    """It predicts from hidden states after two layers."""
+    caches = [make_cache(512, seed) for seed in (1, 2)]
+    fitted = fit_profile(caches, make_statistics(), head_start=2, hidden=[make_hidden(cache) for cache in caches])
     assert fitted is not None
     return fitted
 
@@ -31,10 +50,10 @@ def cache() -> KVCache:
 @pytest.fixture(scope="session")
 def blob(cache: KVCache, profile: Profile) -> bytes:
     """Three chunks, four levels, the profile outside."""
-    return encode(cache, profile, chunk_tokens=32)
+    return encode(cache, profile, LADDER, chunk_tokens=32)
 
 
 @pytest.fixture(scope="session")
 def own_blob(cache: KVCache) -> bytes:
     """The same document with its profile inside."""
-    return encode(cache, chunk_tokens=32)
+    return encode(cache, None, LADDER, chunk_tokens=32)

@@ -80,6 +80,16 @@ def metadata(blob):
     return json.loads(zstandard.ZstdDecompressor().decompress(blob[64 : index_at(blob)]))
 
 
+def kept_bytes(blob):
+    return metadata(blob)["kept_bytes"]
+
+
+def tail_at(blob):
+    """Where the profile inside begins, and what is kept after it."""
+    ids = -(-get(blob, BLOB_FIELDS, "tokens") * max(8, get(blob, BLOB_FIELDS, "id_bits")) // 8)
+    return index_at(blob) + 32 * cells(blob) + ids
+
+
 def frame(raw):
     return zstandard.ZstdCompressor(level=3, write_content_size=True).compress(raw)
 
@@ -91,7 +101,7 @@ def with_metadata(blob, text, packed=None, raw_length=None):
     old_head, at = get(blob, BLOB_FIELDS, "head_bytes"), index_at(blob)
     entries = [list(ENTRY.unpack_from(blob, at + 32 * cell)) for cell in range(cells(blob))]
     ids = -(-get(blob, BLOB_FIELDS, "tokens") * max(8, get(blob, BLOB_FIELDS, "id_bits")) // 8)
-    rest_end = at + 32 * len(entries) + ids + get(blob, BLOB_FIELDS, "profile_bytes")
+    rest_end = at + 32 * len(entries) + ids + get(blob, BLOB_FIELDS, "profile_bytes") + kept_bytes(blob)
     used = 64 + len(packed) + rest_end - at
     head_bytes = -(-used // 64) * 64
     index = b"".join(ENTRY.pack(offset + head_bytes - old_head, *rest) for offset, *rest in entries)

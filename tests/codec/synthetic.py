@@ -1,12 +1,20 @@
-"""Synthetic caches with the structure of real ones: low-rank signals that all layers share, means and noise."""
+"""Synthetic caches with the structure of real ones: low-rank signals that all layers share, means and noise.
+
+A part of the signal depends on the token alone, so that its text predicts a cache.
+"""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from kvwire.codec import CacheMeta, KVCache, Statistics, positions_on
+from kvwire.codec import CacheMeta, KVCache, Statistics, Vocabulary, positions_off, positions_on
 from kvwire.types import LayerSpec, RopeRegime
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ROPE = RopeRegime(tuple(float(np.float32(10000.0 ** (-j / 4))) for j in range(4)))
 GQA = tuple(LayerSpec(2, 8, 8, rope=0) for _ in range(4))
@@ -18,7 +26,24 @@ MIXED = (
     LayerSpec(3, 6, 10),
 )
 MIXED_ROPES = (ROPE, RopeRegime((0.5, 0.25, 0.125), interleaved=True, attention_scaling=1.2, max_positions=4096))
+LATENT = (
+    LayerSpec(1, 16, 8, value_rope=0),
+    LayerSpec(2, 12, 6, rope=0, key_rope_start=4),
+)
+"""Multi-head latent attention, whose values carry the positions; and keys whose rotary part comes last."""
+VOCABULARY = 400
 _RANK = 8
+
+
+def make_words() -> torch.Tensor:
+    """Features of every token, float32 ``[VOCABULARY, 12]``."""
+    return torch.from_numpy(np.random.default_rng(5).standard_normal((VOCABULARY, 12))).float()
+
+
+def draw_ids(rng: np.random.Generator, tokens: int) -> list[int]:
+    """Token ids of a text: few are frequent, most are rare."""
+    weights = 1.0 / (5.0 + np.arange(VOCABULARY))
+    return rng.choice(VOCABULARY, tokens, p=weights / weights.sum()).tolist()
 
 
 def make_cache(
@@ -29,12 +54,19 @@ def make_cache(
     ropes: tuple[RopeRegime, ...] = (ROPE,),
     dtype: torch.dtype = torch.float32,
     revision: str = "r1",
-    ids: bool = True,
+    ids: bool | Sequence[int] = True,
     scale: float = 1.0,
+    positions: bool = True,
 ) -> KVCache:
-    """A document's cache at positions from 0; the model is always the same, ``seed`` is the document."""
+    """A document's cache at positions from 0; the model is always the same, ``seed`` is the document.
+
+    Five sixths of the signal's energy come from each token's own features, the rest is context. ids: those of the text,
+    drawn anew where True, drawn and not told where False.
+    """
     model, document = np.random.default_rng(7), np.random.default_rng(1000 + seed)
-    signal = document.standard_normal((tokens, _RANK)) * np.linspace(2.0, 0.2, _RANK)
+    token_ids = draw_ids(document, tokens) if isinstance(ids, bool) else list(ids)
+    words = make_words().double().numpy()[token_ids] @ model.standard_normal((12, _RANK)) / np.sqrt(12)
+    signal = (0.9 * words + 0.4 * document.standard_normal((tokens, _RANK))) * np.linspace(2.0, 0.2, _RANK)
     keys, values = [], []
     for spec in layers:
         for dim, out in ((spec.key_dim, keys), (spec.value_dim, values)):
@@ -47,19 +79,37 @@ def make_cache(
     meta = CacheMeta(
         model_id="synthetic", model_revision=revision, dtype=str(dtype)[6:], layers=layers, ropes=ropes, positions="off"
     )
-    token_ids = document.integers(0, 50000, tokens).tolist() if ids else None
-    return positions_on(KVCache.from_tensors(keys, values, meta, token_ids))
+    cache = KVCache.from_tensors(keys, values, meta, None if ids is False else token_ids)
+    return positions_on(cache) if positions else cache
 
 
-def make_statistics(layers: tuple[LayerSpec, ...] = GQA) -> Statistics:
-    """Query energies that differ a hundredfold between dimensions, and value metrics with a few strong directions."""
+def make_statistics(
+    layers: tuple[LayerSpec, ...] = GQA, ropes: tuple[RopeRegime, ...] = (ROPE,), *, words: bool = False
+) -> Statistics:
+    """Query metrics whose weights differ a hundredfold, and value metrics with a few strong directions.
+
+    words: with the features of all tokens, and each one's own keys and values as examples.
+    """
     rng = np.random.default_rng(11)
-    energies, metrics = [], []
+    queries, metrics = [], []
     for spec in layers:
-        energies.append(torch.from_numpy(10.0 ** rng.uniform(-1, 1, (spec.kv_heads, spec.key_dim))).float())
+        turn = np.linalg.qr(rng.standard_normal((spec.kv_heads, spec.key_dim, spec.key_dim)))[0]
+        weights = 10.0 ** rng.uniform(-1, 1, (spec.kv_heads, spec.key_dim))
+        queries.append(torch.from_numpy(np.einsum("hde,he,hfe->hdf", turn, weights, turn)).float())
         out = rng.standard_normal((spec.kv_heads, 3, spec.value_dim))
         metrics.append(torch.from_numpy(np.einsum("hrd,hre->hde", out, out)).float())
-    return Statistics(tuple(energies), tuple(metrics))
+    vocabulary = None
+    if words:
+        examples = make_cache(VOCABULARY, 99, layers=layers, ropes=ropes, ids=range(VOCABULARY), positions=False)
+        vocabulary = Vocabulary(make_words(), examples)
+    return Statistics(tuple(queries), tuple(metrics), vocabulary)
+
+
+def make_hidden(cache: KVCache) -> torch.Tensor:
+    """Hidden states ``[tokens, 12]`` after some layers, which know most of the signal: the values' first elements."""
+    layer = next(layer for layer, spec in enumerate(cache.meta.layers) if spec.kind != "none")
+    flat = positions_off(cache).values[layer].permute(1, 0, 2).reshape(cache.tokens, -1).float()
+    return torch.nn.functional.pad(flat, (0, 12))[:, :12].contiguous()
 
 
 TINY = (LayerSpec(2, 4, 3, rope=0), LayerSpec(0, 0, 0, kind="none"), LayerSpec(1, 6, 4, "sliding", rope=1, window=8))

@@ -20,8 +20,10 @@ from kvwire.codec import (
     positions_off,
     read_head,
 )  # fmt: skip
+from kvwire.codec.transform import gather_planes
 from kvwire.errors import ArgumentError, CacheValueError, MismatchError, RopeRegimeError
 
+from .conftest import LADDER
 from .synthetic import GQA, MIXED, MIXED_ROPES, ROPE, make_cache
 
 
@@ -31,21 +33,15 @@ def largest_error(cache, decoded):
 
 
 def measured(cache, decoded, profile):
-    """Weighted squared error over weighted energy, computed from tensors alone."""
-    error = energy = 0.0
+    """Weighted squared error for each element, computed from tensors alone."""
+    error = 0.0
     was, now = positions_off(cache), positions_off(decoded)
     for group in profile.groups:
-        pick = (lambda c: c.keys) if group.side == "key" else (lambda c: c.values)
-        rows = [
-            torch.cat([pick(c)[layer].permute(1, 0, 2).reshape(c.tokens, -1).double() for layer in group.layers], 1)
-            for c in (was, now)
-        ]
+        gap = gather_planes(was, group.planes, 0, cache.tokens) - gather_planes(now, group.planes, 0, cache.tokens)
         blocks = [torch.from_numpy(block).double() for block in group.metric]
         metric = torch.block_diag(*[torch.diag(b) if b.ndim == 1 else torch.block_diag(*b) for b in blocks])
-        gap, centred = rows[0] - rows[1], rows[0] - torch.from_numpy(group.mean)
-        error += float(((gap @ metric) * gap).sum())
-        energy += float(((centred @ metric) * centred).sum())
-    return error / energy
+        error += float(((gap.double() @ metric) * gap).sum())
+    return error / (cache.tokens * cache.meta.elements_per_token)
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -69,12 +65,13 @@ def test_what_decoding_gives_back_besides_tensors(cache, blob, profile):
 def test_stated_errors_are_those_of_the_decoded_tensors(cache, blob, profile):
     for index, level in enumerate(inspect(blob).levels):
         actual = measured(cache, decode(blob, index, profile), profile)
-        assert level.measured_error == pytest.approx(actual, rel=0.02, abs=3e-5)
+        # Rows are rounded to bfloat16, so lengths of coefficients are those of elements to a part in some thousands.
+        assert level.measured_error == pytest.approx(actual, rel=0.02, abs=2e-4)
 
 
 def test_encoding_is_deterministic(cache, blob, own_blob, profile):
-    assert encode(cache, profile, chunk_tokens=32) == blob
-    assert encode(cache, chunk_tokens=32) == own_blob
+    assert encode(cache, profile, LADDER, chunk_tokens=32) == blob
+    assert encode(cache, None, LADDER, chunk_tokens=32) == own_blob
 
 
 def test_every_byte_is_counted(blob, own_blob):
@@ -190,7 +187,7 @@ def test_constant_caches_cost_next_to_nothing(value):
     cache = KVCache.from_tensors([tensor], [tensor])
     data = encode(cache)
     assert torch.equal(decode(data).keys[0], tensor)
-    assert [level.measured_error for level in inspect(data).levels] == [0.0] * 4
+    assert not any(level.measured_error for level in inspect(data).levels)
     assert sum(level.bytes for level in inspect(data).levels) < 400
 
 
@@ -219,10 +216,10 @@ def test_bad_arguments_are_refused(cache, blob, profile):
         with pytest.raises(ArgumentError, match=r"0 \(coarse\)"):
             decode(blob, level, profile)
     with pytest.raises(ArgumentError, match="token ids"):
-        encode(KVCache(cache.keys, cache.values, cache.meta, (-1,) * 76), profile)
+        encode(KVCache(cache.keys, cache.values, cache.meta, (-1,) * 76))
     decoder = BlobDecoder(blob, profile)
     for chunk, segments in ((3, [b""]), (-1, [b""]), (0, []), (0, [b""] * 5)):
-        with pytest.raises(ArgumentError, match="segments for chunk"):
+        with pytest.raises(ArgumentError, match="segments for level"):
             decoder.decode_chunk(chunk, segments)
 
 
@@ -259,8 +256,8 @@ def test_the_wrong_profile_is_named(blob, own_blob, profile):
 
 
 @pytest.mark.parametrize("ids", [None, (0,) * 76, tuple(range(300, 376)), (2**32 - 1,) * 76])
-def test_token_ids_of_any_width(cache, profile, ids):
-    data = encode(KVCache.from_tensors(cache.keys, cache.values, cache.meta, ids), profile)
+def test_token_ids_of_any_width(cache, plain_profile, ids):
+    data = encode(KVCache.from_tensors(cache.keys, cache.values, cache.meta, ids), plain_profile)
     assert inspect(data).token_ids == ids
 
 

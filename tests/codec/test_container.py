@@ -86,7 +86,7 @@ def test_what_later_minor_versions_may_add_is_ignored(blob, profile):
         ("meta_stored", 0),
         ("file_bytes", MISSING), ("meta_stored", 2**32 - 1), ("meta_raw", 0), ("meta_raw", 2**32 - 1), ("tokens", 0),
         ("tokens", 2**32 - 1), ("chunk_tokens", 0), ("chunk_tokens", 4097), ("levels", 0), ("levels", 9), ("levels", 3),
-        ("id_bits", 7), ("id_bits", 33), ("id_bits", 0), ("profile_bytes", 2**32 - 1), ("profile_bytes", 64),
+        ("id_bits", 7), ("id_bits", 33), ("id_bits", 8), ("profile_bytes", 2**32 - 1), ("profile_bytes", 64),
     ],
 )  # fmt: skip
 def test_impossible_headers_are_refused(blob, profile, name, value):
@@ -114,9 +114,15 @@ def test_overlaps_gaps_and_ends_in_the_index_are_refused(blob, profile, cell, na
     refused(cut.entry(blob, cell, name, (was + change) % 2**32), profile)
 
 
-@pytest.mark.parametrize(("name", "value"), [("codec", 0), ("codec", 2), ("flags", 1)])
+@pytest.mark.parametrize(("name", "value"), [("codec", 0), ("codec", 2), ("codec", 4), ("flags", 1)])
 def test_segments_coded_in_unknown_ways_are_not_called_damage(blob, profile, name, value):
     refused(cut.entry(blob, 6, name, value), profile, FormatVersionError, "upgrade kvwire")
+
+
+@pytest.mark.parametrize("codec", [0, 4, 2**16])
+def test_levels_coded_in_unknown_ways_are_not_called_damage(blob, profile, codec):
+    unknown = cut.with_metadata(blob, changed(cut.metadata(blob), ("levels", 3, 1), codec))
+    refused(unknown, profile, FormatVersionError, "upgrade kvwire")
 
 
 @pytest.mark.parametrize(
@@ -164,8 +170,17 @@ def changed(value, path, to):
     ("path", "to"),
     [
         (("levels",), None), (("levels",), 7), (("levels",), []), (("levels", 0), ["a", 1.0]), (("levels", 0, 0), 3),
-        (("levels", 0, 1), 0), (("levels", 0, 1), 1e300), (("levels", 0, 1), "x"), (("levels", 0, 2), 1.5),
-        (("levels", 0, 2), 10**30), (("levels", 0, 1), 10**400), (("meta",), None), (("meta",), []),
+        (("levels", 0, 2), 0), (("levels", 0, 2), 1e300), (("levels", 0, 2), "x"), (("levels", 0, 3), 1.5),
+        (("levels", 0, 3), 10**30), (("levels", 0, 2), 10**400), (("levels", 0, 2), -1.0), (("levels", 0, 2), "3.6"),
+        (("levels", 0, 2), True), (("levels", 0, 1), 2), (("levels", 0, 1), 3),
+        (("levels", 3, 1), 3), (("levels", 0, 1), True), (("levels", 0, 1), 1.0),
+        (("head_start",), None), (("head_start",), 1), (("head_start",), -1), (("head_start",), 2**40),
+        (("head_start",), 0.0), (("error_to_kl",), 5), (("error_to_kl",), [1.0]), (("error_to_kl",), [0.0, 1.0]),
+        (("error_to_kl",), [1.0, 9.0]), (("error_to_kl",), [1.0, -1.0]), (("error_to_kl",), ["1", "2"]),
+        (("error_to_kl",), "12"), (("error_to_kl",), [10**400, 1.0]), (("error_to_kl",), [1e308, 1e308]),
+        (("offset",), 0.5), (("offset",), "0"), (("offset",), 2**32), (("offset",), -(2**32)),
+        (("kept_bytes",), None), (("kept_bytes",), -1), (("kept_bytes",), 1.0), (("kept_bytes",), 64),
+        (("kept_bytes",), 2**70), (("meta",), None), (("meta",), []),
         (("meta", "layers"), []),
         (("meta", "layers", 0), 5), (("meta", "layers", 0, 0), "odd"), (("meta", "layers", 0, 1), 2**21),
         (("meta", "layers", 0, 1), 0), (("meta", "layers", 0, 2), -8), (("meta", "layers", 0, 3), 8.0),

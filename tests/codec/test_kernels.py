@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from kvwire.codec import _kernels
-from kvwire.codec.tables import CLASSES, CONTEXTS
+from kvwire.codec.tables import CLASSES, CONTEXTS, POINTS
 
 
 @pytest.fixture(params=[(1, 1), (7, 30), (40, 3), (5, 0)], ids=str)
@@ -51,10 +52,68 @@ def test_place(values, columns):
     assert np.array_equal(values, expected)
 
 
-def test_dequantise(values):
-    out = np.full(values.shape, np.nan, np.float32)
-    _kernels.dequantise(values, 0.3, out)
-    assert np.array_equal(out, (values * 0.3).astype(np.float32))
+def sizes_for(values):
+    """Sizes of values 0, 1 and 2 of each column, as points make them."""
+    rng = np.random.default_rng(5)
+    return (np.arange(3) - rng.uniform(0, 0.5, (values.shape[1], 3)) * [0, 1, 1]).astype(np.float32)
+
+
+def dequantised(values, sizes, step):
+    """One by one."""
+    out = np.empty(values.shape, np.float32)
+    for (token, column), value in np.ndenumerate(values):
+        size = sizes[column, abs(value)] if abs(value) <= 2 else np.float32(abs(value))
+        out[token, column] = np.float32(step) * np.float32(np.copysign(size, value))
+    return out
+
+
+@pytest.fixture
+def small(values):
+    """Values of which many have points of their own."""
+    return np.where(values > 0, values % 7 - 3, values).astype(np.int32)
+
+
+def test_dequantise(small):
+    out, sizes = np.full(small.shape, np.nan, np.float32), sizes_for(small)
+    _kernels.dequantise(small, sizes, 0.3, out)
+    assert np.array_equal(out, dequantised(small, sizes, 0.3))
+
+
+def test_squared_error(small):
+    sizes = sizes_for(small)
+    # The encoder's values have their coefficients' signs; a zero has none.
+    noise = np.random.default_rng(6).uniform(-0.15, 0.15, small.shape)
+    exact = np.where(small == 0, noise, np.copysign(abs(0.3 * small + noise), small)).astype(np.float32)
+    out = np.ones(small.shape[1], np.float32)
+    _kernels.squared_error(exact, small, sizes, 0.3, out)
+    expected = 1 + np.square(exact.astype(np.float64) - dequantised(small, sizes, 0.3)).sum(0)
+    np.testing.assert_allclose(out, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("largest", [3, 256, 257, 65536, 2**28 - 1])
+def test_to_bfloat16(largest):
+    values = np.random.default_rng(largest).integers(-largest, largest + 1, (50, 9)).astype(np.int32)
+    values[0, 0], sizes = -largest, sizes_for(values)
+    out, widest = np.empty(values.shape, np.uint16), np.full(9, 77, np.uint32)
+    _kernels.to_bfloat16(values, sizes, out, widest)
+    expected = torch.from_numpy(dequantised(values, sizes, 1.0)).bfloat16()
+    assert torch.equal(torch.from_numpy(out).view(torch.bfloat16), expected)
+    assert widest.tolist() == abs(values).max(0).tolist()
+    if largest <= 256:
+        whole = abs(values) > 2
+        assert np.array_equal(expected.float().numpy()[whole], values[whole])
+
+
+def test_points_are_counted(small):
+    classes = (np.arange(small.shape[1]) % 3).astype(np.int32) * 20
+    exact = (0.3 * small + np.random.default_rng(6).uniform(-0.15, 0.15, small.shape)).astype(np.float32)
+    counts, expected = np.zeros((CLASSES, POINTS, 2)), np.zeros((CLASSES, POINTS, 2))
+    for (token, column), value in np.ndenumerate(small):
+        if classes[column] and 1 <= abs(value) <= 2:
+            short = abs(value) - abs(float(exact[token, column])) / 0.3
+            expected[classes[column] - 1, abs(value) - 1] += (1, short)
+    _kernels.count_points(exact, small, classes, 0.3, counts)
+    np.testing.assert_allclose(counts, expected, atol=1e-5)
 
 
 def test_counts(values):

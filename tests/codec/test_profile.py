@@ -8,12 +8,26 @@ import numpy as np
 import pytest
 import torch
 
-from kvwire.codec import Ladder, Profile, decode, encode, fit_profile, inspect, positions_off
-from kvwire.codec.fit import identity_profile
+from kvwire.codec import (
+    KVCache,
+    Ladder,
+    Profile,
+    Vocabulary,
+    decode,
+    encode,
+    fit_profile,
+    inspect,
+    positions_off,
+    positions_on,
+)
+from kvwire.codec.fit import group_planes, identity_profile
+from kvwire.codec.profile import planes_of
 from kvwire.codec.segment import ChunkState
 from kvwire.errors import ArgumentError, CacheValueError, CorruptError, MismatchError
+from kvwire.types import LayerSpec
 
-from .synthetic import GQA, MIXED, MIXED_ROPES, make_cache, make_statistics
+from . import surgery as cut
+from .synthetic import GQA, MIXED, MIXED_ROPES, VOCABULARY, make_cache, make_hidden, make_statistics
 
 
 def weighted_error(cache, decoded, statistics):
@@ -21,7 +35,7 @@ def weighted_error(cache, decoded, statistics):
     shares = []
     before, after = positions_off(cache), positions_off(decoded)
     for layer in range(len(GQA)):
-        metrics = (torch.diag_embed(statistics.query_energy[layer]), statistics.value_metric[layer])
+        metrics = (statistics.query_metric[layer], statistics.value_metric[layer])
         sides = ((before.keys, after.keys), (before.values, after.values))
         for metric, (was, now) in zip(metrics, sides, strict=True):
             error = was[layer] - now[layer]
@@ -33,46 +47,59 @@ def weighted_error(cache, decoded, statistics):
     return sum(shares) / len(shares)
 
 
-def bits_at(cache, profile, statistics, target):
+def bits_at(cache, profile, statistics, target, hidden=None):
     """Bits per element at a weighted error, between the levels around it."""
     ladder = Ladder(3.0, tuple("abcde"))
-    blob = encode(cache, profile, ladder)
+    blob = encode(cache, profile, ladder, hidden=hidden)
     bits = [8 * (level.cumulative_bytes - inspect(blob).head_bytes) for level in inspect(blob).levels]
-    decoded = [decode(blob, level, profile) for level in range(5)]
+    decoded = [decode(blob, level, profile, hidden=hidden) for level in range(5)]
     errors = [weighted_error(cache, each, statistics) for each in decoded]
     assert errors == sorted(errors, reverse=True)
     return float(np.interp(-np.log(target), -np.log(errors), bits))
 
 
-def test_each_thing_known_of_a_model_saves_bits(profile):
+def test_each_thing_known_of_a_model_saves_bits(plain_profile, profile, head_profile):
+    """On text that no profile has seen: metrics, then what the tokens say, then what two layers make of them."""
     cache, statistics = make_cache(600, 5), make_statistics()
     unweighted = fit_profile([make_cache(512, seed) for seed in (1, 2)])
-    known = bits_at(cache, profile, statistics, 0.01)
-    assert known < 0.99 * bits_at(cache, unweighted, statistics, 0.01)
-    assert bits_at(cache, unweighted, statistics, 0.01) < 0.5 * bits_at(cache, None, statistics, 0.01)
+    nothing, caches, metrics, text = (
+        bits_at(cache, used, statistics, 0.01) for used in (None, unweighted, plain_profile, profile)
+    )
+    assert caches < 0.5 * nothing
+    assert metrics < 0.99 * caches
+    assert text < 0.85 * metrics
+    assert bits_at(cache, head_profile, statistics, 0.01, make_hidden(cache)) < 0.7 * metrics
 
 
-def test_a_profile_survives_storage(profile):
-    again = Profile.from_bytes(profile.data)
-    assert again.data == profile.data
-    assert again.digest == profile.digest
-    assert (again.layers, again.notes, again.rank) == (profile.layers, profile.notes, profile.rank)
-    for ours, theirs in zip(profile.groups, again.groups, strict=True):
-        assert torch.equal(ours.synthesis, theirs.synthesis)
-        assert torch.equal(ours.analysis, theirs.analysis)
-        assert np.array_equal(ours.mean, theirs.mean)
-    rebuilt = Profile(again.model_id, again.model_revision, again.layers, again.groups, again.tables, again.notes)
-    assert rebuilt.digest == profile.digest
+def test_a_profile_survives_storage(profile, head_profile, plain_profile):
+    small = fit_profile([make_cache(128)], make_statistics(words=True), small=True)
+    calibrated = replace(profile, error_to_kl=(0.5, 1.25))
+    for made in (profile, head_profile, plain_profile, small, calibrated, identity_profile(make_cache(20), Ladder())):
+        again = Profile.from_bytes(made.data)
+        assert again.data == made.data
+        assert again.digest == made.digest
+        for name in ("layers", "notes", "rank", "head_start", "hidden_size", "error_to_kl", "token_features"):
+            assert getattr(again, name) == getattr(made, name)
+        assert (made.table is None) == (again.table is None)
+        assert made.table is None or np.array_equal(made.table, again.table)
+        for ours, theirs in zip(made.groups, again.groups, strict=True):
+            assert ours.planes == theirs.planes
+            for name in ("rows", "predictor", "synthesis", "analysis"):
+                mine, other = getattr(ours, name), getattr(theirs, name)
+                assert (mine is None and other is None) or torch.equal(mine, other)
+            assert np.array_equal(ours.mean, theirs.mean)
+            assert np.array_equal(ours.spread, theirs.spread)
+        assert replace(again).digest == made.digest  # stored anew, not as read
 
 
 def test_fitting_twice_gives_the_same_profile():
-    caches = [make_cache(128, 1)]
-    assert fit_profile(caches, make_statistics()).digest == fit_profile(caches, make_statistics()).digest
+    caches, statistics = [make_cache(128, 1)], make_statistics(words=True)
+    assert fit_profile(caches, statistics).digest == fit_profile(caches, statistics).digest
 
 
 def test_analysis_undoes_synthesis(profile):
     for group in profile.groups:
-        assert torch.allclose(group.synthesis @ group.analysis, torch.eye(group.rank), atol=1e-3)
+        assert torch.allclose(group.synthesis @ group.analysis, torch.eye(group.rank), atol=2e-3)
 
 
 def test_directions_that_attention_ignores_stay_bounded_at_fine_steps(profile):
@@ -83,7 +110,7 @@ def test_directions_that_attention_ignores_stay_bounded_at_fine_steps(profile):
 
 def test_a_dependent_basis_is_refused_by_the_encoder(profile):
     group = profile.groups[0]
-    rows = group.rows.copy()
+    rows = group.rows.clone()
     rows[1] = 0
     broken = replace(profile, groups=(replace(group, rows=rows), *profile.groups[1:]))
     with pytest.raises(CorruptError, match="not independent"):
@@ -106,19 +133,31 @@ def test_caches_of_two_models_are_refused():
         fit_profile([make_cache(16), make_cache(16, revision="r2")])
 
 
-@pytest.mark.parametrize("width", [1, 16, 10_000])
-def test_groups_span_as_many_layers_as_fit(width):
+@pytest.mark.parametrize(("width", "groups"), [(1, 8), (31, 8), (32, 4), (70, 2), (96, 2), (10_000, 1)])
+def test_groups_span_as_many_layers_as_fit(width, groups):
     fitted = fit_profile([make_cache(64)], group_width=width, rank_cut=0)
-    assert len(fitted.groups) == {1: 8, 16: 8, 10_000: 2}[width]
+    assert len(fitted.groups) == groups
+    assert sorted(plane for group in fitted.groups for plane in group.planes) == planes_of(GQA)
+    assert all(list(group.planes) == sorted(group.planes) for group in fitted.groups)
     assert fitted.rank == 128
     assert inspect(encode(make_cache(20, 1), fitted)).levels[-1].measured_error < 0.01
 
 
+def test_wide_layers_have_their_keys_and_values_apart():
+    layers = (LayerSpec(1, 4, 4), LayerSpec(1, 60, 50), LayerSpec(1, 4, 4), LayerSpec(0, 0, 0, "none"))
+    layers += (LayerSpec(1, 2, 2),)
+    assert group_planes(layers, 64) == [
+        (("key", 0), ("value", 0)),
+        (("key", 1),),
+        (("key", 2), ("key", 4), ("value", 1), ("value", 2), ("value", 4)),
+    ]
+
+
 def test_statistics_may_lack_layers():
     whole = make_statistics()
-    energies = (None, *whole.query_energy[1:])
+    queries = (None, *whole.query_metric[1:])
     metrics = (*whole.value_metric[:-1], None)
-    partial = replace(whole, query_energy=energies, value_metric=metrics)
+    partial = replace(whole, query_metric=queries, value_metric=metrics)
     fitted = fit_profile([make_cache(256, 1)], partial)
     assert inspect(encode(make_cache(64, 3), fitted)).levels[-1].measured_error < 0.01
 
@@ -126,8 +165,9 @@ def test_statistics_may_lack_layers():
 def test_statistics_of_another_shape_are_refused():
     whole = make_statistics()
     for broken in (
-        replace(whole, query_energy=whole.query_energy[:-1]),
-        replace(whole, query_energy=(torch.ones(2, 9), *whole.query_energy[1:])),
+        replace(whole, query_metric=whole.query_metric[:-1]),
+        replace(whole, query_metric=(torch.ones(2, 9, 9), *whole.query_metric[1:])),
+        replace(whole, query_metric=(torch.ones(2, 8), *whole.query_metric[1:])),
         replace(whole, value_metric=(torch.full((2, 8, 8), torch.nan), *whole.value_metric[1:])),
     ):
         with pytest.raises(ArgumentError):
@@ -136,7 +176,8 @@ def test_statistics_of_another_shape_are_refused():
 
 def test_models_with_odd_layers_are_fitted():
     caches = [make_cache(200, seed, layers=MIXED, ropes=MIXED_ROPES) for seed in (1, 2)]
-    fitted = Profile.from_bytes(fit_profile(caches, make_statistics(MIXED)).data)
+    fitted = Profile.from_bytes(fit_profile(caches, make_statistics(MIXED, MIXED_ROPES, words=True)).data)
+    assert fitted.needs_tokens
     cache = make_cache(70, 4, layers=MIXED, ropes=MIXED_ROPES)
     decoded = decode(encode(cache, fitted), None, fitted)
     for layer, spec in enumerate(MIXED):
@@ -188,3 +229,46 @@ def test_columns_start_closed(profile):
     state = ChunkState(3, profile.spread, profile.tables)
     assert state.columns.size == 0
     assert state.contexts().shape == (3, 0)
+
+
+def test_a_small_profile_takes_less_and_costs_little_rate():
+    caches, statistics = [make_cache(400, seed) for seed in (1, 2)], make_statistics()
+    normal, small = (fit_profile(caches, statistics, small=small) for small in (False, True))
+    rows = normal.groups[0].rows.numel()
+    assert len(small.data) < len(normal.data) - 0.9 * rows
+    cache = make_cache(600, 5)
+    assert bits_at(cache, small, statistics, 0.01) < 1.05 * bits_at(cache, normal, statistics, 0.01)
+
+
+def test_rows_of_8_bits_are_stored_as_such_and_exactly():
+    fitted = fit_profile([make_cache(128)], small=True)
+    (group,) = fitted.groups
+    stored = cut.profile_metadata(fitted.data)["arrays"]
+    assert ["g0.rows", "|i1", [group.rank, group.width]] in [row[:3] for row in stored]
+    assert ["g0.row_exponent", "<i2", [group.rank]] in [row[:3] for row in stored]
+    assert torch.equal(Profile.from_bytes(fitted.data).groups[0].rows, group.rows)
+    largest = group.rows.float().abs().amax(1)
+    step = torch.ldexp(torch.ones(group.rank), torch.frexp(largest)[1] - 7)
+    whole = group.rows.float() / step[:, None]
+    assert torch.equal(whole, whole.round())
+    assert int(whole.abs().max()) <= 127
+
+
+def test_a_profile_of_text_alone_predicts_what_text_decides():
+    """Where every key and value is a function of its token, next to nothing is left to code."""
+    caches = [make_cache(512, seed) for seed in (1, 2)]
+    words = make_cache(VOCABULARY, 99, ids=range(VOCABULARY), positions=False)
+
+    def of_words(cache):
+        index = torch.tensor(cache.token_ids)
+        keys, values = ([t[:, index] for t in side] for side in (words.keys, words.values))
+        return positions_on(KVCache(keys, values, replace(cache.meta, positions="off"), cache.token_ids))
+
+    caches = [of_words(cache) for cache in caches]
+    features = torch.cat([t.permute(1, 0, 2).reshape(VOCABULARY, -1) for t in (*words.keys, *words.values)], 1)
+    known = fit_profile(caches, replace(make_statistics(), vocabulary=Vocabulary(features, words)))
+    unknown = fit_profile(caches, make_statistics())
+    cache = of_words(make_cache(600, 5))
+    sizes = [inspect(encode(cache, used, 2)).levels[1].bytes for used in (known, unknown)]
+    bits = [inspect(encode(cache, used, 2)).levels[1].cumulative_bytes for used in (known, unknown)]
+    assert bits[0] < 0.6 * bits[1], sizes

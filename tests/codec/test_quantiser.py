@@ -54,9 +54,9 @@ def test_ladders_have_one_to_eight_levels(names):
 
 
 def test_levels_may_be_counted():
-    assert ladder_for(None).names == ("coarse", "standard", "fine", "finest")
+    assert ladder_for(None) == Ladder()
     assert ladder_for(2).names == ("coarse", "standard")
-    assert ladder_for(6).names[-2:] == ("level4", "level5")
+    assert ladder_for(7).names[-2:] == ("level5", "level6")
     assert ladder_for(Ladder(1.0, ("x",))).names == ("x",)
     for wrong in (0, 9):
         with pytest.raises(ArgumentError, match="1 to 8"):

@@ -6,19 +6,21 @@ import numpy as np
 import pytest
 import zstandard
 
-from kvwire.codec import Profile, fit_profile
+from kvwire.codec import Ladder, Profile, fit_profile
 from kvwire.codec.arrays import MAX_PACKED_BYTES, MAX_PACKED_TOTAL, pack_arrays, unpack_arrays
+from kvwire.codec.fit import identity_profile
 from kvwire.errors import CorruptError, FormatVersionError, TruncatedError
 
 from . import surgery as cut
-from .synthetic import make_cache
+from .synthetic import make_cache, make_statistics
 
 MAGIC = b"\x89TEST\r\n\n"
 
 
 @pytest.fixture(scope="module")
 def data():
-    return fit_profile([make_cache(32)]).data
+    """With a table, predictors and rows of 8 bits, in two groups."""
+    return fit_profile([make_cache(200)], make_statistics(words=True), group_width=64, small=True).data
 
 
 def refused(data, match=None):
@@ -79,7 +81,13 @@ def test_impossible_array_lists_are_refused(data, number, to):
     refused(cut.profile_of(data, meta, parts))
 
 
-@pytest.mark.parametrize("name", ["base", "ternary", "g0.mean", "g0.row_scale", "g0.spread", "g1.rows", "g0.metric3"])
+NAMES = (
+    "base", "ternary", "points", "table", "g0.mean", "g0.spread", "g1.rows", "g1.row_exponent", "g0.metric3",
+    "g1.predictor",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("change", ["gone", "type", "shape", "value"])
 def test_impossible_arrays_are_refused(data, name, change):
     meta, parts = cut.profile_parts(data)
@@ -90,14 +98,15 @@ def test_impossible_arrays_are_refused(data, name, change):
     if change == "gone":
         described[0] = "elsewhere"
     elif change == "type":
-        described[1] = {"<f2": "<u2", "<f4": "<f2", "<i2": "<f2", "<u2": "<i2"}[described[1]]
+        described[1] = {"<f2": "<u2", "<f4": "<f2", "<i2": "<f2", "<u2": "<i2", "|i1": "<i2"}[described[1]]
         described[2] = [len(raw) // 2]
+        raw = raw[: len(raw) // 2 * 2]
     elif change == "shape":
-        described[2] = [len(raw) // int(described[1][2]), 1]
-    elif name == "g0.spread":
-        return  # any class can be clipped
+        described[2] = [len(raw) // int(described[1][2]), 1, 1]
+    elif name in {"g0.spread", "table", "g1.rows"}:
+        return  # any class can be clipped, any byte is an entry
     else:
-        raw = b"\xff" * len(raw)
+        raw = (b"\xff\x7f" if described[1] == "<i2" else b"\xff\xff") * (len(raw) // 2)
     described[3] = len(raw)
     refused(cut.profile_of(data, meta, parts | {name: raw}))
 
@@ -105,11 +114,15 @@ def test_impossible_arrays_are_refused(data, name, change):
 @pytest.mark.parametrize(
     ("path", "to"),
     [
-        (("groups",), []), (("groups",), 3), (("groups", 0), []), (("groups", 0, "side"), "both"),
-        (("groups", 0, "side"), "value"), (("groups", 0, "layers"), [0, 1, 2]), (("groups", 0, "layers"), [3, 2, 1, 0]),
-        (("groups", 0, "layers"), [0, 0, 1, 2, 3]), (("groups", 0, "layers"), [0, 1, 2, 4]),
-        (("groups", 0, "layers"), [0, 1, 2, 3.0]), (("groups", 0, "layers"), 5), (("layers",), []), (("layers",), None),
-        (("notes",), 3), (("layers", 0, 2), 2**40),
+        (("groups",), []), (("groups",), 3), (("groups",), "ab"), (("groups", 0), []), (("groups", 0, 0), "ab"),
+        (("groups", 0, 0), ["key"]), (("groups", 0, 0), ["both", 0]), (("groups", 0, 0), [["key"], 0]),
+        (("groups", 0, 0), ["key", 1]), (("groups", 0, 0), ["key", 4]), (("groups", 0, 0), ["key", -1]),
+        (("groups", 0, 0), ["key", 0.0]), (("groups", 0, 0), ["key", True]), (("groups", 0, 0), ["value", 0]),
+        (("layers",), []), (("layers",), None), (("notes",), 3), (("layers", 0, 2), 2**40), (("layers", 0, 2), 9),
+        (("head_start",), None), (("head_start",), 1.0), (("head_start",), -1), (("head_start",), 2**17),
+        (("hidden_size",), 1), (("hidden_size",), -1), (("hidden_size",), 2**16 + 1), (("hidden_size",), True),
+        (("error_to_kl",), 5), (("error_to_kl",), [1.0, 9.0]), (("error_to_kl",), [-1.0, 1.0]),
+        (("error_to_kl",), [1.0]), (("error_to_kl",), "12"),
     ],
 )  # fmt: skip
 def test_impossible_descriptions_are_refused(data, path, to):
@@ -127,6 +140,7 @@ def test_arrays_travel_raw_or_compressed_whichever_is_shorter():
         "zeros": np.zeros((3, 5000), np.int16),
         "noise": np.random.default_rng(0).integers(0, 2**16, 5000).astype(np.uint16),
         "one": np.array([3.5], np.float32),
+        "small": np.arange(-5, 5, dtype=np.int8),
         "empty": np.zeros((0, 4), np.float16),
     }
     packed = pack_arrays(MAGIC, {"a": 1}, arrays)
@@ -144,6 +158,14 @@ def test_large_arrays_are_stored_as_they_are():
     assert len(packed) > MAX_PACKED_BYTES
 
 
+def test_arrays_are_compressed_while_a_reader_accepts_them():
+    """The seventeenth megabyte travels as it is: what is written can be read."""
+    count = MAX_PACKED_TOTAL // MAX_PACKED_BYTES + 1
+    packed = pack_arrays(MAGIC, {}, {f"a{k:02}": np.zeros(MAX_PACKED_BYTES, np.int8) for k in range(count)})
+    assert MAX_PACKED_BYTES < len(packed) < MAX_PACKED_BYTES + 10_000
+    assert len(unpack_arrays(MAGIC, packed, "test")[1]) == count
+
+
 @pytest.mark.parametrize(
     ("count", "size"), [(1, MAX_PACKED_BYTES + 2), (MAX_PACKED_TOTAL // MAX_PACKED_BYTES + 1, MAX_PACKED_BYTES)]
 )
@@ -152,3 +174,52 @@ def test_arrays_that_claim_more_than_allowed_are_refused(data, count, size):
     listed = [[f"a{number}", "<u2", [size // 2], len(packed)] for number in range(count)]
     bomb = cut.profile_of(data, {"arrays": listed, "head": {}}, dict.fromkeys((row[0] for row in listed), packed))
     refused(bomb, "more than a compressed array may hold")
+
+
+@pytest.mark.parametrize("exponent", [121, -121, -(2**15)])
+def test_rows_scaled_out_of_range_are_refused(data, exponent):
+    meta, parts = cut.profile_parts(data)
+    described = next(row for row in meta["arrays"] if row[0] == "g0.row_exponent")
+    raw = np.full(described[2], exponent, "<i2").tobytes()
+    described[3] = len(raw)
+    refused(cut.profile_of(data, meta, parts | {"g0.row_exponent": raw}), "exponents")
+
+
+def without(data, *names):
+    """The profile lacking some arrays."""
+    meta, parts = cut.profile_parts(data)
+    meta["arrays"] = [row for row in meta["arrays"] if row[0] not in names]
+    return cut.profile_of(data, meta, {name: part for name, part in parts.items() if name not in names})
+
+
+def test_groups_predict_all_or_none(data):
+    """A table without predictors, predictors without a table, one group that does otherwise."""
+    for names in (("table",), ("g0.predictor",), ("g0.predictor", "g1.predictor")):
+        refused(without(data, *names), "wrong shape")
+    assert not Profile.from_bytes(without(data, "table", "g0.predictor", "g1.predictor")).needs_tokens
+
+
+def test_the_identity_has_a_scale_and_nothing_else(data):
+    inside = identity_profile(make_cache(40), Ladder()).data
+    refused(without(inside, "g3.row_scale"), "g3.row_scale")
+    refused(without(data, "g0.rows"), "metric or a predictor and no rows")
+    refused(without(data, "g0.row_exponent"), "row_exponent")
+    meta, parts = cut.profile_parts(inside)
+    described = next(row for row in meta["arrays"] if row[0] == "g3.row_scale")
+    for wrong in (0.0, -1.0, np.nan, np.inf):
+        raw = np.full(described[2], wrong, "<f4").tobytes()
+        described[3] = len(raw)
+        refused(cut.profile_of(inside, meta, parts | {"g3.row_scale": raw}), "wrong shape or range")
+
+
+def test_points_lie_within_half_a_step(data):
+    meta, parts = cut.profile_parts(data)
+    described = next(row for row in meta["arrays"] if row[0] == "points")
+    for value, sound in ((32768, True), (32769, False)):
+        raw = np.full((42, 2), value, "<u2").tobytes()
+        described[3] = len(raw)
+        changed = cut.profile_of(data, meta, parts | {"points": raw})
+        if sound:
+            assert Profile.from_bytes(changed).tables.sizes[1].tolist() == [0.0, 0.5, 1.5]
+        else:
+            refused(changed, "tables are damaged")
