@@ -198,3 +198,10 @@ def cache_error(ours: KVCache, theirs: KVCache) -> float:
     """Largest relative difference over all layers."""
     pairs = zip((*ours.keys, *ours.values), (*theirs.keys, *theirs.values), strict=True)
     return max(error_between(a, b) for a, b in pairs if b.numel())
+
+
+def typical_error(ours: KVCache, theirs: KVCache) -> float:
+    """Relative difference of the middling token, over all layers: routers send a few to other experts."""
+    pairs = zip((*ours.keys, *ours.values), (*theirs.keys, *theirs.values), strict=True)
+    errors = (((a - b).float().pow(2).sum((0, 2)) / b.float().pow(2).sum((0, 2))).sqrt().median() for a, b in pairs)
+    return float(max(errors))
