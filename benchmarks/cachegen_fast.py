@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import cachegen_kernels as kernels
 import numpy as np
@@ -120,9 +120,9 @@ def _joined(lengths: NDArray[np.int32], words: NDArray[np.uint16]) -> NDArray[np
     return payload
 
 
-def _bytes(array: NDArray[np.generic]) -> memoryview:
+def _bytes(array: NDArray[Any]) -> memoryview:
     """An array's bytes, not copied."""
-    return memoryview(array.reshape(-1).view(np.uint8))
+    return array.reshape(-1).view(np.uint8).data
 
 
 def decode(blob: bytes) -> tuple[list[Tensor], list[Tensor]]:
@@ -144,7 +144,7 @@ def parse(blob: bytes) -> tuple[Layout, Parts, NDArray[np.uint16]]:
     """Layout, arrays and words of a blob, without copying."""
     planes, heads, tokens, dim, _, chunk_tokens, level, bitwise = _HEADER.unpack_from(blob)
     layout = Layout(planes, heads, tokens, dim, chunk_tokens, level, bool(bitwise))
-    at, found = _HEADER.size, []
+    at, found = _HEADER.size, list[Any]()
     like = Parts.empty(layout)
     for array in (like.lengths, like.stored, like.scales):
         found.append(np.frombuffer(blob, array.dtype, array.size, at).reshape(array.shape))
