@@ -112,10 +112,16 @@ def make_hidden(cache: KVCache) -> torch.Tensor:
     return torch.nn.functional.pad(flat, (0, 12))[:, :12].contiguous()
 
 
-TINY = (LayerSpec(2, 4, 3, rope=0), LayerSpec(0, 0, 0, kind="none"), LayerSpec(1, 6, 4, "sliding", rope=1, window=8))
+TINY = (
+    LayerSpec(2, 4, 3, rope=0),
+    LayerSpec(0, 0, 0, kind="none"),
+    LayerSpec(1, 6, 4, "sliding", rope=1, window=8),
+    LayerSpec(1, 5, 4, value_rope=0),
+    LayerSpec(1, 6, 2, rope=0, key_rope_start=2),
+)
 TINY_ROPES = (RopeRegime((1.0, 0.125)), RopeRegime((0.5, 0.25), interleaved=True, attention_scaling=1.25, kind="yarn"))
 
 
 def make_tiny(tokens: int, seed: int) -> KVCache:
-    """24 numbers a token: what golden files hold."""
+    """41 numbers a token: what golden files hold."""
     return make_cache(tokens, seed, layers=TINY, ropes=TINY_ROPES, dtype=torch.float16)

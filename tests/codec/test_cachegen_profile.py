@@ -27,6 +27,7 @@ from kvwire.errors import (
 from kvwire.types import LayerSpec
 
 from . import surgery as cut
+from .streams_by_the_text import read_range
 from .synthetic import GQA, MIXED, MIXED_ROPES, ROPE, make_cache
 
 DEFAULT = 1
@@ -75,28 +76,6 @@ def coded_parts(cache, profile, level, start, stop):
         scales.append(scale)
         escapes += q[abs(q) > 31].tolist()
     return parts, scales, escapes
-
-
-def naive_decode(words, counts_and_tables):
-    """The range decoder of the format's text, in Python's integers."""
-    words = list(words)
-    take = lambda: words.pop(0) if words else 0  # noqa: E731 - one line says it
-    point, lower, size = (take() << 32) | take(), 0, 2**64 - 1
-    for count, tables in counts_and_tables:
-        for table in tables.tolist():
-            starts = np.cumsum([0, *table]).tolist()
-            for _ in range(count):
-                unit = size >> 24
-                slot = ((point - lower) % 2**64) // unit // 256
-                symbol = next(s for s in range(len(table)) if starts[s] <= slot < starts[s + 1])
-                lower = (lower + unit * 256 * starts[symbol]) % 2**64
-                size = unit * 256 * table[symbol]
-                if size < 2**32:
-                    lower, size = lower << 32 & (2**64 - 1), size << 32
-                    point = (point << 32 | take()) & (2**64 - 1)
-                yield symbol
-    assert not words
-    assert (point - lower) % 2**64 < 2**33 - 1
 
 
 @pytest.mark.parametrize("level", range(3))
@@ -151,7 +130,7 @@ def test_segments_are_what_the_format_says(fitted, level, tokens):
     assert (escape_bytes > 0) == bool(escapes)
     assert len(data) == 8 + 2 * len(profile.blocks) * -(-tokens // 10) + escape_bytes + 4 * words
     stream = np.frombuffer(data[len(data) - 4 * words :], "<u4").tolist()
-    naive = list(naive_decode(stream, [(symbols.shape[1], tables) for symbols, tables in parts]))
+    naive = list(read_range(stream, [(symbols.shape[1], tables) for symbols, tables in parts]))
     assert naive == [int(symbol) for symbols, _ in parts for symbol in symbols.ravel()]
 
 

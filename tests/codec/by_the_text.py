@@ -1,0 +1,222 @@
+"""A second decoder of blobs, written from docs/format.md alone: slow, plain, and in float64."""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+
+import numpy as np
+import torch
+
+from . import surgery as cut
+from .streams_by_the_text import read_cachegen, read_lanes, read_lossless, unframed
+
+LOSSLESS, CACHEGEN = 2, 3
+
+
+def clip(value):
+    return min(max(value, 1), 42)
+
+
+def bfloat16(bits):
+    return (bits.astype("<u4") << 16).view("<f4").astype(np.float64)
+
+
+def rounded(numbers):
+    """To the nearest bfloat16 number, ties to even."""
+    return torch.from_numpy(numbers).float().bfloat16().double().numpy()
+
+
+def read_profile(data):
+    """Head and arrays of section 3; floats and rows as numbers."""
+    meta, parts = cut.profile_parts(data)
+    arrays = {}
+    for name, dtype, shape, stored in meta["arrays"]:
+        raw = parts[name] if stored == math.prod(shape) * int(dtype[2]) else unframed(parts[name])
+        array = np.frombuffer(raw, dtype).reshape(shape)
+        bits = dtype == "<u2" and name.partition(".")[2] in {"rows", "predictor"}
+        arrays[name] = bfloat16(array) if bits else array.astype(np.int64 if dtype[1] in "iu" else np.float64)
+    for name in [name for name in arrays if name.endswith(".row_exponent")]:
+        rows = name.replace("row_exponent", "rows")
+        arrays[rows] = arrays[rows] * 2.0 ** arrays[name][:, None]
+    return meta["head"], arrays
+
+
+def read_segment(data, level, shift, classes, values, spread, arrays):
+    """One segment of section 4, in place: values are lists by token, classes 0 while open."""
+    word_count, class_bytes, escape_bytes, lanes, _ = struct.unpack_from("<IIIHH", data)
+    at = 16 + class_bytes
+    codes = iter(unframed(data[16:at]))
+    escapes = iter(np.frombuffer(unframed(data[at : at + escape_bytes]), "<i4").tolist())
+    for column, cls in enumerate(classes):
+        code = 0 if cls else next(codes)
+        if cls:
+            classes[column] = clip(cls + 6)
+        elif code:
+            difference = (code - 1) // 2 if code % 2 else -(code // 2)
+            classes[column] = clip(clip(spread[column] - shift) + difference)
+    coded = [column for column, cls in enumerate(classes) if cls]
+
+    def table(token, index):
+        cls = classes[coded[index]] - 1
+        return arrays["base"][cls] if not level else arrays["ternary"][cls, min(abs(values[token][coded[index]]), 2)]
+
+    stream = data[at + escape_bytes :]
+    assert len(stream) == 6 * lanes + 2 * word_count
+    symbols = read_lanes(stream, lanes, len(values), len(coded), table)
+    for (token, index), symbol in sorted(symbols.items()):
+        was = values[token][coded[index]]
+        if not level:
+            values[token][coded[index]] = symbol - 128 if symbol else next(escapes)
+        else:
+            values[token][coded[index]] = 3 * was + (symbol - 1 if was >= 0 else 1 - symbol)
+
+
+def size_of(value, cls, points):
+    """Size of a value in steps, by its column's class."""
+    return abs(value) - (points[cls - 1, abs(value) - 1] / 65536 if 1 <= abs(value) <= 2 else 0)
+
+
+def coefficients_of(segments, level, steps, tokens, spread, arrays):
+    """Coefficients of a chunk at a level, ``[tokens, columns]``."""
+    values, classes = [[0] * len(spread) for _ in range(tokens)], [0] * len(spread)
+    for k in range(level + 1):
+        read_segment(segments[k], k, steps[k][3], classes, values, spread, arrays)
+    sizes = [
+        [
+            math.copysign(size_of(v, cls, arrays["points"]), v) if cls else 0.0
+            for v, cls in zip(row, classes, strict=True)
+        ]
+        for row in values
+    ]
+    return np.array(sizes) * steps[level][2]
+
+
+def layered(coefficients, ids, hidden, head, arrays, layers):
+    """Un-rotated planes ``[tokens, heads, dim]`` of a chunk by side and layer."""
+    planes, start = {}, 0
+    for i, group in enumerate(head["groups"]):
+        mean, scale, rows, predictor = (arrays.get(f"g{i}.{n}") for n in ("mean", "row_scale", "rows", "predictor"))
+        own = coefficients[:, start : start + len(arrays[f"g{i}.spread"])]
+        start += own.shape[1]
+        elements = np.tile(mean, (len(own), 1))
+        features = arrays["table"].shape[1] if "table" in arrays else 0
+        if predictor is not None and features:
+            elements = rounded(mean + arrays["table"][ids] @ predictor[:features])
+        if predictor is not None and head["hidden_size"]:
+            elements = elements + hidden @ predictor[features:]
+        elements = elements + (own * scale if rows is None else own @ rows)
+        for side, layer in group:
+            _, heads, key_dim, value_dim, *_ = layers[layer]
+            dim = key_dim if side == "key" else value_dim
+            planes[side, layer] = elements[:, : heads * dim].reshape(-1, heads, dim)
+            elements = elements[:, heads * dim :]
+    return planes
+
+
+def turned(part, rope, first, offset):
+    """A plane ``[tokens, heads, dim]`` placed at offset, offset + 1, ...; its rotary part begins at ``first``."""
+    frequencies = np.frombuffer(base64.b64decode(rope["inv_freq"]), "<f4").astype(np.float64)
+    half, out = len(frequencies), part.copy()
+    for j, frequency in enumerate(frequencies):
+        a, b = (2 * j, 2 * j + 1) if rope["interleaved"] else (j, j + half)
+        a, b = first + a, first + b
+        angle = ((offset + np.arange(len(part))) * frequency)[:, None]
+        out[..., a] = part[..., a] * np.cos(angle) - part[..., b] * np.sin(angle)
+        out[..., b] = part[..., b] * np.cos(angle) + part[..., a] * np.sin(angle)
+    return out
+
+
+def placed(planes, meta, offset):
+    """Un-rotated planes at the positions from offset on."""
+    out = {}
+    for (side, layer), part in planes.items():
+        _, _, _, _, rope, _, value_rope, start = [*meta["layers"][layer], None, 0][:8]
+        regime, first = (rope, start) if side == "key" else (value_rope, 0)
+        out[side, layer] = part if regime is None else turned(part, meta["ropes"][regime], first, offset)
+    return out
+
+
+def read_ids(data, tokens, bits):
+    """Token ids of section 2.4; None where they are not known."""
+    whole = int.from_bytes(data, "little")
+    return np.array([whole >> token * bits & (1 << bits) - 1 for token in range(tokens)]) if bits else None
+
+
+def read_kept(blob, meta, tokens):
+    """For each layer bool ``[heads, tokens]``; all true where nothing is said."""
+    at = cut.tail_at(blob) + cut.get(blob, cut.BLOB_FIELDS, "profile_bytes")
+    data = blob[at : at + cut.kept_bytes(blob)]
+    sizes = [0 if kind == "none" else -(-heads * tokens // 8) for kind, heads, *_ in meta["layers"]]
+    raw = data if len(data) in {0, sum(sizes)} else unframed(data)
+    out, start = [], 0
+    for (_, heads, *_), size in zip(meta["layers"], sizes, strict=True):
+        bits = "".join(f"{byte:08b}" for byte in raw[start : start + size])
+        count = heads * tokens if size else 0
+        out.append(
+            np.array([bit != "0" for bit in bits[:count] or "1" * count], bool).reshape(heads, tokens if size else 0)
+        )
+        start += size
+    return out
+
+
+class Text:
+    """A blob, taken apart."""
+
+    def __init__(self, blob, profile, hidden=None):
+        names = ("tokens", "chunk_tokens", "levels", "id_bits", "profile_bytes")
+        self.tokens, self.chunk_tokens, self.level_count, bits, inside = (
+            cut.get(blob, cut.BLOB_FIELDS, name) for name in names
+        )
+        self.blob, self.head = blob, cut.metadata(blob)
+        tail = cut.tail_at(blob)
+        ids_at = cut.index_at(blob) + 32 * cut.cells(blob)
+        self.ids = read_ids(blob[ids_at:tail], self.tokens, bits)
+        self.kept = read_kept(blob, self.head["meta"], self.tokens)
+        self.hidden = hidden
+        stored = blob[tail : tail + inside] if inside else profile
+        self.profile, self.arrays = read_profile(stored) if stored else ({}, {})
+
+    def chunk(self, number, level):
+        """Un-rotated planes of a chunk, or those stored and where they stand."""
+        span = slice(number * self.chunk_tokens, min((number + 1) * self.chunk_tokens, self.tokens))
+        count, meta = span.stop - span.start, self.head["meta"]
+        segments = [cut.segment(self.blob, number * self.level_count + k) for k in range(self.level_count)]
+        codec = self.head["levels"][level][1]
+        if codec == LOSSLESS:
+            return read_lossless(segments[level], count, meta["layers"], meta["dtype"])
+        if codec == CACHEGEN:
+            return read_cachegen(segments[level], count, meta["layers"], self.profile["levels"], level, self.arrays)
+        groups = range(len(self.profile["groups"]))
+        spread = np.concatenate([self.arrays[f"g{i}.spread"] for i in groups]).tolist()
+        steps = self.head["levels"]
+        coefficients = coefficients_of(segments, level, steps, count, spread, self.arrays)
+        ids = None if self.ids is None else self.ids[span]
+        hidden = None if self.hidden is None else self.hidden[span]
+        return layered(coefficients, ids, hidden, self.profile, self.arrays, meta["layers"])
+
+    def decode(self, level, offset):
+        """Keys and values by side and layer, ``[heads, tokens, dim]``, at the positions from offset on."""
+        meta = self.head["meta"]
+        parts = [self.chunk(number, level) for number in range(-(-self.tokens // self.chunk_tokens))]
+        planes = {plane: np.concatenate([part[plane] for part in parts]) for plane in parts[0]}
+        stood = self.head["offset"] if self.head["levels"][level][1] == LOSSLESS else None
+        if stood != offset:
+            planes = placed(unplaced(planes, meta, stood), meta, offset)
+        return {
+            (side, layer): np.where(self.kept[layer][:, :, None], part.transpose(1, 0, 2), 0)
+            for (side, layer), part in planes.items()
+        }
+
+
+def unplaced(planes, meta, stood):
+    """Planes at the positions from ``stood`` on, turned back."""
+    if stood is None:
+        return planes
+    back = {**meta, "ropes": [{**rope, "inv_freq": negative(rope["inv_freq"])} for rope in meta["ropes"]]}
+    return placed(planes, back, stood)
+
+
+def negative(inv_freq):
+    return base64.b64encode((-np.frombuffer(base64.b64decode(inv_freq), "<f4")).tobytes())
