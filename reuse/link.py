@@ -163,7 +163,7 @@ def _masks(cache: KVCache) -> list[Tensor]:
     kept = cache.kept or (None,) * len(cache.keys)
     shapes = [(spec.kv_heads, cache.tokens) for spec in cache.meta.layers]
     return [
-        torch.ones(shape, dtype=torch.bool, device=key.device) if mask is None else mask
+        torch.ones(shape, dtype=torch.bool, device=key.device) if mask is None else mask.to(key.device)
         for shape, mask, key in zip(shapes, kept, cache.keys, strict=True)
     ]
 

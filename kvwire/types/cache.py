@@ -178,6 +178,9 @@ class KVCache:
         """
         from kvwire.types.ragged import dense_layer
 
+        if tokens < 1:
+            msg = f"a document has at least one token, got {tokens}"
+            raise ArgumentError(msg)
         dense = [dense_layer(index, heads, tokens) for index, heads in enumerate(layers)]
         keys, values, kept = ([parts[side] for parts in dense] for side in range(3))
         meta = meta or CacheMeta()
@@ -192,6 +195,9 @@ class KVCache:
         """What one head keeps: positions in the document, int64 ``[n]``, keys and values ``[n, dim]``."""
         from kvwire.types.ragged import entries_of
 
+        if not (0 <= layer < len(self.keys) and 0 <= head < self.meta.layers[layer].kv_heads):
+            msg = f"this cache of {len(self.keys)} layers has no head {head} in layer {layer}"
+            raise ArgumentError(msg)
         mask = None if self.kept is None else self.kept[layer]
         return entries_of(self.keys[layer][head], self.values[layer][head], None if mask is None else mask[head])
 

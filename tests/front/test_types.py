@@ -162,6 +162,11 @@ def test_masks_that_do_not_fit_are_refused():
         KVCache.from_tensors(keys, values, kept=[masks[0].float(), masks[1]])
     with pytest.raises(ArgumentError, match="at least one layer"):
         KVCache.from_ragged([], 4)
+    with pytest.raises(ArgumentError, match="at least one token"):
+        KVCache.from_ragged([[_GOOD]], -1)
+    for layer, head in ((0, 2), (2, 0), (-1, 0), (0, -1)):
+        with pytest.raises(ArgumentError, match=f"no head {head} in layer {layer}"):
+            KVCache.from_tensors(keys, values).ragged(layer, head)
 
 
 _SPECS = (
