@@ -8,7 +8,8 @@ Scaling: encode and decode of documents joined to 32k tokens; the exponent of ti
 Roofline: where a decode's time goes, and what this machine's matrix products and copies reach in the same run.
 
 Speeds are bytes of the bfloat16 cache over seconds of wall time; documents are several, positions on. A ratio is the
-median over rounds of neighbouring times.
+median over rounds of neighbouring times; where two threads run, other work on the machine spoils wall times, so the
+ratio of the least times stands beside it, and a target is met if both meet it. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -187,9 +188,14 @@ def whole(cache: KVCache, profile: Profile, threads: int, rounds: int, level: st
     }
     mine = decoding[f"kvwire {level}"]
     for name, key in ((FAST, "cachegen"), (TORCHAC, "cachegen_torchac")):
-        found[f"decode_over_{key}"] = summary(ratios(decoding[name], mine))
-        found[f"encode_over_{key}"] = summary(ratios(encoding[name], encoding["kvwire"]))
+        found[f"decode_over_{key}"] = _compared(decoding[name], mine)
+        found[f"encode_over_{key}"] = _compared(encoding[name], encoding["kvwire"])
     return found
+
+
+def _compared(slow: Sequence[float], fast: Sequence[float]) -> dict[str, float]:
+    """Ratios of neighbouring times, and that of the least times, which other work on the machine disturbs less."""
+    return summary(ratios(slow, fast)) | {"best": min(slow) / min(fast)}
 
 
 def _speeds(seconds: dict[str, list[float]], size: int) -> dict[str, dict[str, float]]:
@@ -369,8 +375,9 @@ def print_whole(threads: int, found: dict[str, Any], level: str) -> None:
 
 def print_target(what: str, ratio: dict[str, float], target: float, word: str = "target") -> None:
     """One line: the ratio's median and spread, and whether it reaches the target."""
-    verdict = "met" if ratio["median"] >= target else "MISSED"
+    verdict = "met" if min(ratio["median"], ratio.get("best", target)) >= target else "MISSED"
     spread = f"{ratio['least']:.2f} to {ratio['greatest']:.2f}"
+    spread += f", best over best {ratio['best']:.2f}" if "best" in ratio else ""
     print(f"{what}: {ratio['median']:.2f} times ({spread}), {word} {target:.0f}: {verdict}")
 
 
@@ -474,6 +481,7 @@ def options() -> argparse.Namespace:
 def main() -> None:
     """Fit, measure, print, draw, save."""
     args = options()
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     for threads in args.threads:
         use_threads(threads)
     engine = kvwire.open_engine(args.model, dtype=torch.bfloat16)
@@ -497,6 +505,7 @@ def main() -> None:
     results["roofline"] = roofline(cache, profile, level, args.rounds)
     print_roofline(results["roofline"], level)
     settings = {
+        "load_average_before": load,
         "model": args.model.resolve().name,
         "seed": args.seed,
         "level": level,
