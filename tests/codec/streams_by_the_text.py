@@ -23,7 +23,7 @@ def unframed(data):
 
 
 def read_lane(state, words, walk, table_of):
-    """One lane of section 4.2: the symbols along its walk; table_of gives the frequencies of a place."""
+    """One lane of section 4.1: the symbols along its walk; table_of gives the frequencies of a place."""
     out, words = [], iter(words)
     for place in walk:
         slot, frequencies = state % 4096, table_of(*place)
