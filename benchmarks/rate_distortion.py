@@ -343,7 +343,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--questions", type=Path, default=SHARED / "text" / "qa" / "musique_s.json", help="JSON")
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024, 3072], help="tokens of cached contexts")
     parser.add_argument("--windows", type=int, default=4, help=f"of each kind and length; half above {LONG} tokens")
-    parser.add_argument("--calibration", type=int, default=12, help=f"windows of {CALIBRATION_TOKENS} tokens to fit on")
+    parser.add_argument("--calibration", type=int, default=16, help=f"windows of {CALIBRATION_TOKENS} tokens to fit on")
     parser.add_argument("--shift", action="store_true", help="also fit on the encyclopaedia")
     return parser.parse_args()
 

@@ -6,10 +6,11 @@ from kvwire.codec.decode import BlobDecoder, decode, inspect, level_index, verif
 from kvwire.codec.encode import CHUNK_TOKENS, encode
 from kvwire.codec.fit import fit_profile
 from kvwire.codec.positions import positions_off, positions_on, rotate, rotation, shift_keys
-from kvwire.codec.profile import Profile
+from kvwire.codec.profile import Plane, Profile, planes_of
 from kvwire.codec.quantiser import Ladder
-from kvwire.codec.stored import AnyProfile, read_profile
+from kvwire.codec.sensitivity import perturbed
 from kvwire.codec.statistics import Statistics, Vocabulary
+from kvwire.codec.stored import AnyProfile, read_profile
 from kvwire.types import CacheMeta, KVCache
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "CacheMeta",
     "KVCache",
     "Ladder",
+    "Plane",
     "Profile",
     "Statistics",
     "Vocabulary",
@@ -29,10 +31,12 @@ __all__ = [
     "fit_profile",
     "inspect",
     "level_index",
+    "perturbed",
+    "planes_of",
     "positions_off",
     "positions_on",
-    "read_profile",
     "read_head",
+    "read_profile",
     "rotate",
     "rotation",
     "shift_keys",

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from kvwire.codec import _kernels
+from kvwire.codec.metric import plane_metrics, roots
 from kvwire.codec.moments import Features, feature_moments, group_moments, spans
 from kvwire.codec.prediction import Text
 from kvwire.codec.profile import SIDES, Group, Profile, plane_width, planes_of
@@ -48,8 +49,6 @@ GROUP_WIDTH = 4096
 """Elements for one token in a group: keys and values of neighbouring layers share what is common to them."""
 RANK_CUT = 0.05
 """Coefficients narrower than this many of the finest steps are left out: they would never be coded."""
-_METRIC_FLOOR = 1e-3
-"""Directions that attention ignores keep this share of the mean weight, so that their errors stay bounded."""
 _SHRINKAGE_TOKENS = 256
 """The covariance leans on an isotropic one as if that many tokens had been seen: short corpora keep every direction."""
 _TINY = 1e-20
@@ -95,7 +94,7 @@ def fit_profile(
     seen = feature_moments(caches, features)
     planes = group_planes(first.layers, group_width)
     moments = [group_moments(caches, group, features, seen) for group in planes]
-    metrics = [_metric(first.layers, statistics, *pair) for pair in zip(planes, moments, strict=True)]
+    metrics = [plane_metrics(first.layers, statistics, *pair) for pair in zip(planes, moments, strict=True)]
     prediction = predict(seen, moments, metrics, features.table, features.of_hidden)
     groups = tuple(
         _basis(*each, seen.tokens, rank_cut * ladder.steps[-1], small=small)
@@ -189,48 +188,6 @@ def group_planes(layers: tuple[LayerSpec, ...], group_width: int) -> list[tuple[
     return [tuple(sorted(run)) for run in runs if run]
 
 
-def _metric(
-    layers: tuple[LayerSpec, ...], statistics: Statistics | None, planes: tuple[Plane, ...], moments: Moments
-) -> list[Tensor]:
-    """The attention metric of each plane, float32, scaled so that its weighted energy is 1 for each element.
-
-    A plane that hardly scatters about its mean is scaled by its mean instead, one that is zero by its metric.
-    """
-    out, start = [], 0
-    for plane in planes:
-        block = _metric_block(layers[plane[1]], statistics, plane)
-        heads, dim, _ = block.shape
-        width = heads * dim
-        own = moments.covariance[start : start + width, start : start + width].reshape(heads, dim, heads, dim)
-        mean = moments.mean[start : start + width].reshape(heads, dim)
-        scatter = float(torch.einsum("hde,hdhe->", block, own))
-        constant = float(torch.einsum("hde,hd,he->", block, mean, mean))
-        trace = float(torch.diagonal(block, dim1=1, dim2=2).sum())
-        energy = max(scatter, _RESOLUTION**2 * constant) or trace
-        out.append((block * (width / energy)).float())
-        start += width
-    return out
-
-
-def _metric_block(spec: LayerSpec, statistics: Statistics | None, plane: Plane) -> Tensor:
-    """The attention metric of a plane, float64 ``[heads, dim, dim]``, floored; the unit matrix where it is unknown."""
-    side, layer = plane
-    dim = spec.key_dim if side == "key" else spec.value_dim
-    block = torch.eye(dim, dtype=torch.float64).repeat(spec.kv_heads, 1, 1)
-    if statistics is not None:
-        known = (statistics.query_metric if side == "key" else statistics.value_metric)[layer]
-        if known is not None:
-            given = known.double().cpu()
-            if given.shape != block.shape or not np.isfinite(given.numpy()).all():
-                msg = (
-                    f"layer {layer}'s {side} statistics have another shape than its {side}s, or NaN; measure them again"
-                )
-                raise ArgumentError(msg)
-            block = given
-    mean_weight = float(torch.diagonal(block, dim1=1, dim2=2).mean())
-    return block + max(_METRIC_FLOOR * mean_weight, _TINY) * torch.eye(dim, dtype=torch.float64)
-
-
 def _basis(
     planes: tuple[Plane, ...],
     moments: Moments,
@@ -242,7 +199,7 @@ def _basis(
     small: bool,
 ) -> Group:
     """Eigenvectors of the weighted covariance of what prediction leaves, as synthesis rows; see ``Group``."""
-    root, inverse = _roots(metric)
+    root, inverse = roots(metric)
     weighted = root @ predicted.covariance @ root
     isotropic = weighted.diagonal().mean() * _SHRINKAGE_TOKENS / (tokens + _SHRINKAGE_TOKENS) * 1e-3
     weighted.diagonal().add_(isotropic)
@@ -268,27 +225,6 @@ def _compact(block: Tensor) -> Tensor:
     """A diagonal metric as a vector."""
     diagonal = torch.diagonal(block, dim1=1, dim2=2)
     return diagonal.reshape(-1) if torch.equal(torch.diag_embed(diagonal), block) else block
-
-
-def _roots(metric: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Block-diagonal symmetric square root of the metric, and its inverse, float64."""
-    roots, inverses = [], []
-    for block in metric:
-        for matrix in block.double():
-            values, vectors = torch.linalg.eigh(matrix)
-            values = values.clamp(min=float(values.max()) * 1e-9)
-            roots.append(vectors @ torch.diag(values.sqrt()) @ vectors.T)
-            inverses.append(vectors @ torch.diag(values.rsqrt()) @ vectors.T)
-    return _block_diagonal(roots), _block_diagonal(inverses)
-
-
-def _block_diagonal(blocks: list[Tensor]) -> Tensor:
-    out = torch.zeros(2 * (sum(len(block) for block in blocks),), dtype=torch.float64)
-    start = 0
-    for block in blocks:
-        out[start : start + len(block), start : start + len(block)] = block
-        start += len(block)
-    return out
 
 
 def count_tables(texts: Sequence[Text], caches: Sequence[KVCache], ladder: Ladder) -> Tables:

@@ -103,7 +103,7 @@ class Features:
         return torch.empty(stop - start, 0)
 
     def set_apart(self, caches: Sequence[KVCache], number: int, start: int, stop: int) -> Tensor:
-        """bool ``[tokens]``: a fixed quarter of the vocabulary, on which a fit to the others is tried.
+        """Bool ``[tokens]``: a fixed quarter of the vocabulary, on which a fit to the others is tried.
 
         Whole entries of the vocabulary, since a token that occurs twice would be known already. Without token ids it
         is every fourth token.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from kvwire.types import KVCache
@@ -32,8 +34,11 @@ class Statistics:
     value_metric[l]: ``[kv_heads, value_dim, value_dim]`` float32, the sum over those heads of W_o^T W_o: an error in a
     value counts by what the output projection makes of it.
     vocabulary: None where nothing is known of tokens, and then caches are not predicted from them.
+    sensitivity: for each plane, ``("key" or "value", layer)``, the KL divergence that a share of noise in it causes; in
+    any unit. Planes that are missing count as average.
     """
 
     query_metric: tuple[Tensor | None, ...]
     value_metric: tuple[Tensor | None, ...]
     vocabulary: Vocabulary | None = None
+    sensitivity: Mapping[tuple[Literal["key", "value"], int], float] = field(default_factory=dict)

@@ -15,8 +15,10 @@ import kvwire
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from kvwire import KVCache, Profile, TransformersEngine
+    from kvwire import KVCache, TransformersEngine
+    from kvwire.codec import AnyProfile
 
+HEAD_START, PAPER = "kvwire, head start of 1 layer", "CacheGen, its paper"
 RELEASED = "CacheGen, 256, as released"
 KVTC, KVTC_SCALED, ONE_STEP = "KVTC-like", "KVTC, scales in stream", "PCA, one step, DEFLATE"
 BUDGETS = (0.15, 0.25, 0.375, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
@@ -29,7 +31,7 @@ class Variant:
     """One way of using kvwire: a name for the tables, a profile, keyword arguments of ``kvwire.encode``."""
 
     name: str
-    profile: Profile | None
+    profile: AnyProfile | None
     encode: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -37,6 +39,7 @@ class Variant:
 class Fitted:
     """All that was learnt from one set of calibration windows."""
 
+    engine: TransformersEngine
     variants: list[Variant]
     transforms: dict[str, dict[float, tuple[kvtc.Side, kvtc.Side]]]
 
@@ -60,25 +63,31 @@ def fit(engine: TransformersEngine, documents: list[list[int]]) -> Fitted:
         KVTC_SCALED: kvtc_scaled.fit(calibrated, SCALED_BUDGETS),
         ONE_STEP: kvtc_one_step.fit(calibrated, STEPS),
     }
-    return Fitted(kvwire_variants(engine, documents, caches), transforms)
+    return Fitted(engine, kvwire_variants(engine, documents, caches), transforms)
 
 
 def kvwire_variants(engine: TransformersEngine, documents: list[list[int]], caches: list[KVCache]) -> list[Variant]:
     """Every way of using kvwire that is measured: a line for each."""
-    profile = kvwire.fit_profile(caches, statistics=engine.statistics(documents))
+    statistics = engine.statistics(documents)
+    hidden = [engine.head_start(ids, 1) for ids in documents]
     return [
-        Variant("kvwire", profile),
+        Variant("kvwire", kvwire.fit_profile(caches, statistics)),
+        Variant(HEAD_START, kvwire.fit_profile(caches, statistics, head_start=1, hidden=hidden)),
+        Variant("kvwire without text", kvwire.fit_profile(caches, statistics, text=False)),
+        Variant(PAPER, kvwire.fit_cachegen_profile(caches)),
     ]
 
 
 def fitted_codings(cache: KVCache, fitted: Fitted) -> Iterator[Coding]:
     """The codecs that were fitted."""
     for variant in fitted.variants:
-        blob = kvwire.encode(cache, profile=variant.profile, **variant.encode)
+        layers = getattr(variant.profile, "head_start", 0)
+        hidden = fitted.engine.head_start(cache.token_ids or (), layers) if layers else None
+        blob = kvwire.encode(cache, variant.profile, hidden=hidden, **variant.encode)
         levels = kvwire.inspect(blob).levels
-        assert levels[-1].cumulative_bytes == len(blob), "a level's bytes must count the whole blob"
+        assert levels[-1].alone or levels[-1].cumulative_bytes == len(blob), "a level's bytes must count the whole blob"
         for index, level in enumerate(levels):
-            decoded = kvwire.decode(blob, index, profile=variant.profile, dtype=torch.float32)
+            decoded = kvwire.decode(blob, index, variant.profile, dtype=torch.float32, hidden=hidden)
             yield Coding(f"{variant.name} {level.name}", variant.name, level.cumulative_bytes, decoded)
     for family, codings in fitted.transforms.items():
         for setting, sides in codings.items():

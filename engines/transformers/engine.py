@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers.cache_utils import DynamicCache
 
-from kvwire.codec import Statistics, Vocabulary, positions_on
+from kvwire.codec import Statistics, Vocabulary, perturbed, planes_of, positions_on
 from kvwire.engines.transformers.capture import QueryRecorder, attention_of, recording, uses_sdpa
 from kvwire.engines.transformers.plain import filled, tensors_of
 from kvwire.engines.transformers.registration import learn_layout, window_of
@@ -23,9 +23,15 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from kvwire.codec import Plane
     from kvwire.types import LayerSpec, RopeRegime, Side
 
 _SIDES: tuple[Side, ...] = ("key", "value")
+_SENSITIVITY_DOCUMENTS, _SENSITIVITY_LEAST = 3, 64
+_SENSITIVITY_CONTEXT, _SENSITIVITY_REST = 576, 192
+"""Documents, and tokens of each, that layers' sensitivities are measured on."""
+_NOISE = 0.02
+"""Noise in a layer's keys or values, as a share of their energy: small enough that its effect grows in proportion."""
 BATCH_TOKENS = 4096
 """Tokens of one prefill batch, padding included: enough to keep a CPU busy without holding many documents at once."""
 
@@ -155,10 +161,13 @@ class TransformersEngine:
         return self._cache(pairs, token_ids, start)
 
     @torch.no_grad()
-    def statistics(self, documents: Sequence[Sequence[int]], *, tokens: bool = True) -> Statistics | None:
-        """Query covariances over some documents, the value metric of each layer, and features of every token.
+    def statistics(
+        self, documents: Sequence[Sequence[int]], *, tokens: bool = True, sensitivity: bool = True
+    ) -> Statistics | None:
+        """Query covariances over some documents, the value metric and sensitivity of each layer, features of tokens.
 
-        tokens: False leaves the features out, which take a pass over the vocabulary.
+        tokens: False leaves the features out, which take a pass over the vocabulary. sensitivity: False leaves those
+        out, which take two short passes for each layer and each of a few documents.
         Metrics are None where the model's attention cannot be watched; ``fit_profile`` then goes without weights.
         Returns None without documents.
         """
@@ -173,7 +182,26 @@ class TransformersEngine:
                 batch = torch.tensor([list(ids)], device=self.device)
                 self.model(input_ids=batch, past_key_values=past, use_cache=True, logits_to_keep=1)
                 recorder.record_cache(tensors_of(past))
-        return recorder.statistics(self._vocabulary(documents) if tokens else None)
+        found = recorder.statistics(self._vocabulary(documents) if tokens else None)
+        return replace(found, sensitivity=self._sensitivity(documents, found)) if found and sensitivity else found
+
+    def _sensitivity(self, documents: Sequence[Sequence[int]], statistics: Statistics) -> dict[Plane, float]:
+        """Mean KL divergence that noise in each plane of a cached context causes in what follows it."""
+        total: dict[Plane, float] = {}
+        for ids in sorted(documents, key=len, reverse=True)[:_SENSITIVITY_DOCUMENTS]:
+            taken = ids[: _SENSITIVITY_CONTEXT + _SENSITIVITY_REST]
+            if len(taken) < _SENSITIVITY_LEAST:
+                continue
+            at = len(taken) * 3 // 4
+            (cache,) = self.prefill([taken[:at]])
+            exact = self._log_probabilities(cache, taken[at:])
+            for plane in planes_of(self.meta.layers):
+                noisy = self._log_probabilities(perturbed(cache, plane, statistics, _NOISE), taken[at:])
+                total[plane] = total.get(plane, 0.0) + float((exact.exp() * (exact - noisy)).sum(-1).mean())
+        return total
+
+    def _log_probabilities(self, cache: KVCache, rest: Sequence[int]) -> Tensor:
+        return self.forward(self.past_key_values(cache), rest, cache.tokens).float().log_softmax(-1)
 
     def _vocabulary(self, documents: Sequence[Sequence[int]]) -> Vocabulary:
         longest = max(documents, key=len)
