@@ -7,6 +7,7 @@ inference of Block-Attention and TurboRAG: equal to one pass over the prompt wit
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -55,6 +56,7 @@ class LinkedPrompt:
         values = [torch.zeros(s.kv_heads, n, s.value_dim, dtype=dtype, device=device) for s, n in shapes]
         placed = replace(meta, positions="on", offset=0, token_digest="", dtype=str(dtype).removeprefix("torch."))
         self.cache = KVCache(keys, values, placed)
+        self._lock = threading.Lock()
 
     def offset(self, document: int) -> int:
         """Position of a document's first token."""
@@ -85,13 +87,29 @@ class LinkedPrompt:
         for ours, theirs in zip((*part.keys, *part.values), (*placed.keys, *placed.values), strict=True):
             if ours.numel():
                 ours.copy_(theirs)
-        if piece.kept is not None and self.cache.kept is None:
-            self.cache = replace(self.cache, kept=tuple(_masks(self.cache)))
-        if self.cache.kept is not None:
-            at = self.offset(document)
-            for mask, part_mask in zip(self.cache.kept, _masks(piece), strict=True):
-                if mask is not None:
-                    mask[:, at + start : at + stop] = part_mask
+        if piece.kept is not None or self.cache.kept is not None:
+            self.keep(document, _masks(piece), start)
+
+    def keep(self, document: int, kept: Sequence[Tensor | None], start: int = 0) -> None:
+        """Note what of a document is there, for whoever writes a pruned one into ``document()`` itself.
+
+        kept: as in ``KVCache.kept``, of tokens ``start``, ``start + 1``, ... Raises ArgumentError where it does not
+        fit.
+        """
+        room = self.tokens[document] - start if 0 <= document < len(self.tokens) else 0
+        heads = [spec.kv_heads for spec in self.cache.meta.layers]
+        shapes = [None if mask is None else tuple(mask.shape) for mask in kept]
+        fits = (shape is None or (shape[0] == n and shape[1] <= room) for shape, n in zip(shapes, heads, strict=False))
+        if start < 0 or len(kept) != len(heads) or not all(fits):
+            msg = f"what was kept does not fit document {document} of this prompt from token {start} on"
+            raise ArgumentError(msg)
+        with self._lock:
+            if self.cache.kept is None:
+                self.cache = replace(self.cache, kept=tuple(_masks(self.cache)))
+        first = self.offset(document) + start
+        for ours, theirs in zip(self.cache.kept or (), kept, strict=True):
+            if ours is not None and theirs is not None:
+                ours[:, first : first + theirs.shape[1]] = theirs
 
 
 def moved(cache: KVCache, offset: int) -> KVCache:

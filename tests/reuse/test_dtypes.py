@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvwire.codec import positions_off, positions_on, rotation, shift_keys
+from kvwire.codec import decode, encode, fit_profile, positions_off, positions_on, rotation, shift_keys
 from kvwire.codec.transform import gather_planes, scatter_planes
 from kvwire.reuse import LinkedPrompt, link, moved
 from kvwire.types import CacheMeta, KVCache, LayerSpec, RopeRegime
@@ -126,6 +126,18 @@ def test_elements_beyond_a_narrow_range_are_clamped(dtype):
     scatter_planes(rows, PLANES, cache, cache.meta, 0, {})
     for tensor in (*cache.keys, *cache.values):
         assert bool((tensor.float() == torch.finfo(dtype).max).all())
+
+
+@dtypes
+def test_blobs_hold_every_dtype_and_shape(dtype):
+    cache, profile = make(dtype, 40), fit_profile([make(dtype, 60)])
+    for blob, level in ((encode(cache, profile, threads=1), -1), (encode(cache, lossless=True, threads=1), -1)):
+        decoded = decode(blob, level, profile, offset=11, threads=1)
+        assert (decoded.meta.layers, decoded.meta.dtype, decoded.meta.offset) == (LAYERS, cache.meta.dtype, 11)
+        assert {tensor.dtype for tensor in (*decoded.keys, *decoded.values)} == {dtype}
+        assert cache_error(widened(decoded), widened(cache)) < 0.1
+    exact = zip((*decoded.keys, *decoded.values), (*cache.keys, *cache.values), strict=True)
+    assert all(torch.equal(ours.double(), theirs.double()) for ours, theirs in exact if theirs.numel())
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek-v3", "gemma3"])
