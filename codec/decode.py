@@ -192,7 +192,8 @@ class BlobDecoder:
             raise CorruptError(msg)
 
     def _regimes(self) -> list[int]:
-        return sorted({spec.rope for spec in self.info.meta.layers if spec.rope is not None})
+        indices = {index for spec in self.info.meta.layers for index in (spec.rope, spec.value_rope)}
+        return sorted(index for index in indices if index is not None)
 
     def _check_positions(self) -> None:
         """Fail now, and not in the middle, where a position lies beyond a regime's reach."""
