@@ -8,13 +8,9 @@ import torch
 from kvwire.codec import decode, encode, fit_profile, positions_off
 from kvwire.reuse import block_mask, link, moved
 
-from .families import FAMILIES, LATENT, LENGTHS, cache_error, documents, engine_of, query, tokens
+from .families import FAMILIES, LENGTHS, cache_error, documents, engine_of, query, tokens
 
 families = pytest.mark.parametrize("family", FAMILIES)
-_UNPLACED = pytest.mark.xfail(strict=True, reason="decoders put no positions on values: BlobDecoder._regimes")
-placed_by_decoders = pytest.mark.parametrize(
-    "family", [pytest.param(family, marks=_UNPLACED if family in LATENT else ()) for family in FAMILIES]
-)
 NEAR = 0.06
 """Relative error of the middling question token's logits at the finest layered level: random models exaggerate."""
 
@@ -31,7 +27,7 @@ def middling_error(ours, theirs):
     return float(((ours - theirs).norm(dim=1) / theirs.norm(dim=1)).median())
 
 
-@placed_by_decoders
+@families
 def test_a_decoded_cache_is_continued_like_the_original(family):
     engine, profile, ids, question = engine_of(family), profile_of(family), tokens(45), query()
     (cache,) = engine.prefill([ids])
@@ -49,7 +45,7 @@ def test_a_decoded_cache_is_continued_like_the_original(family):
     assert middling_error(logits(-2, None), fine) < 1e-3
 
 
-@placed_by_decoders
+@families
 def test_positions_go_on_where_the_decoder_is_told(family):
     engine, profile = engine_of(family), profile_of(family)
     (cache,) = engine.prefill([tokens(33)])
