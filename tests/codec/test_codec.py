@@ -20,28 +20,16 @@ from kvwire.codec import (
     positions_off,
     read_head,
 )  # fmt: skip
-from kvwire.codec.transform import gather_planes
 from kvwire.errors import ArgumentError, CacheValueError, MismatchError, RopeRegimeError
 
 from .conftest import LADDER
+from .measures import measured
 from .synthetic import GQA, MIXED, MIXED_ROPES, ROPE, make_cache
 
 
 def largest_error(cache, decoded):
     pairs = zip((*cache.keys, *cache.values), (*decoded.keys, *decoded.values), strict=True)
     return max(float((a.float() - b.float()).abs().max()) for a, b in pairs if a.numel())
-
-
-def measured(cache, decoded, profile):
-    """Weighted squared error for each element, computed from tensors alone."""
-    error = 0.0
-    was, now = positions_off(cache), positions_off(decoded)
-    for group in profile.groups:
-        gap = gather_planes(was, group.planes, 0, cache.tokens) - gather_planes(now, group.planes, 0, cache.tokens)
-        blocks = [torch.from_numpy(block).double() for block in group.metric]
-        metric = torch.block_diag(*[torch.diag(b) if b.ndim == 1 else torch.block_diag(*b) for b in blocks])
-        error += float(((gap.double() @ metric) * gap).sum())
-    return error / (cache.tokens * cache.meta.elements_per_token)
 
 
 @pytest.mark.parametrize("inside", [True, False])

@@ -1,0 +1,150 @@
+"""The fused way from quantised values to tensors against the plain one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvwire.codec import CacheMeta, KVCache, place, rotation
+from kvwire.codec.place import coefficients_of, place_group
+from kvwire.codec.profile import Group
+from kvwire.codec.segment import ChunkState
+from kvwire.codec.tables import CLASSES, CONTEXTS, fit_tables
+from kvwire.codec.transform import scatter_planes, synthesise
+from kvwire.types import LayerSpec, RopeRegime
+
+TABLES = fit_tables(np.zeros((CLASSES, 256)), np.zeros((CLASSES, CONTEXTS, 3)))
+ROPES = (RopeRegime((1.0, 0.25)), RopeRegime((0.5, 0.125, 0.01), interleaved=True))
+LAYERS = (
+    LayerSpec(2, 6, 5, rope=0),  # half-split, partial
+    LayerSpec(1, 9, 6, rope=1, value_rope=1),  # interleaved, both sides
+    LayerSpec(3, 7, 4, rope=0, key_rope_start=3),  # the rotary part comes last
+    LayerSpec(1, 4, 4),  # no positions
+)
+PLANES = tuple((side, layer) for side in ("key", "value") for layer in range(4))
+META = CacheMeta(layers=LAYERS, ropes=ROPES)
+WIDTH = META.elements_per_token
+SMALL = settings(max_examples=40)
+
+
+def output(tokens, dtype, *, strided):
+    """An empty cache; strided: a slice of a longer one, with heads and tokens in another order in memory."""
+
+    def empty(heads, dim):
+        if strided:
+            return torch.full((tokens + 5, heads, dim), torch.nan).to(dtype).transpose(0, 1)[:, 2 : 2 + tokens]
+        return torch.full((heads, tokens, dim), torch.nan).to(dtype)
+
+    keys = [empty(spec.kv_heads, spec.key_dim) for spec in LAYERS]
+    return KVCache.from_tensors(keys, [empty(spec.kv_heads, spec.value_dim) for spec in LAYERS], META)
+
+
+def problem(seed, tokens, rank, largest, *, rows_of_expected):
+    """A chunk's state, a group, what is expected and the step."""
+    rng = np.random.default_rng(seed)
+    spread = np.zeros(rank + 3, np.int64)
+    state = ChunkState(tokens, spread, TABLES)
+    sizes = np.exp(rng.uniform(0, np.log(largest + 1), (tokens, rank + 3)))
+    state.values[:] = np.clip(np.sign(rng.standard_normal(sizes.shape)) * sizes, -largest, largest)
+    state.classes[:] = rng.integers(0, CLASSES + 1, rank + 3)
+    state.values[:, state.classes == 0] = 0
+    made = torch.from_numpy(rng.standard_normal((rank, WIDTH))).bfloat16()
+    group = Group(PLANES, np.zeros(WIDTH, np.float32), np.zeros(rank, np.int16), made)
+    expected = torch.from_numpy(rng.standard_normal((rows_of_expected, WIDTH))).float()
+    of_token = rng.integers(0, rows_of_expected, tokens).astype(np.uint32)
+    return state, group, (expected, of_token), float(rng.uniform(0.01, 3))
+
+
+def plainly(state, group, columns, step, expected, out, start, turns):
+    elements = synthesise(coefficients_of(state, columns, step), group, *expected)
+    scatter_planes(elements, group.planes, out, META, start, turns)
+    return elements
+
+
+def turns_at(offset, tokens):
+    return {} if offset is None else {index: rotation(rope, offset, tokens) for index, rope in enumerate(ROPES)}
+
+
+def tensors(cache):
+    return torch.cat([t.float().permute(1, 0, 2).flatten(1) for t in (*cache.keys, *cache.values)], 1)
+
+
+ARGUMENTS = (
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 20),
+    st.integers(0, 30),
+    st.sampled_from([2, 200, 256, 300, 65_000, 65_536, 70_000, 2**24]),
+    st.sampled_from([None, 0, 1000]),
+    st.booleans(),
+)
+
+
+@SMALL
+@given(*ARGUMENTS)
+def test_float32_is_placed_as_the_plain_way_does(seed, tokens, rank, largest, offset, strided):
+    state, group, expected, step = problem(seed, tokens + 3, rank, largest, rows_of_expected=1 + seed % 5)
+    columns, turns = slice(2, 2 + rank), turns_at(offset, tokens + 3)
+    fast, naive = (output(tokens + 7, torch.float32, strided=strided) for _ in range(2))
+    place_group(state, group, columns, step, expected, fast, META, 4, turns)
+    elements = plainly(state, group, columns, step, expected, naive, 4, turns)
+    scale = float(elements.abs().max()) + float(state.values.max(initial=0)) * step
+    torch.testing.assert_close(tensors(fast), tensors(naive), atol=1e-5 * scale, rtol=1e-5, equal_nan=True)
+    assert tensors(fast)[:4].isnan().all()
+
+
+@pytest.mark.parametrize("halved", [False, True], ids=["float32 products", "bfloat16 products"])
+@pytest.mark.parametrize("offset", [None, 1000])
+@pytest.mark.parametrize("largest", [2, 256, 300, 65_536, 70_000])
+def test_bfloat16_is_placed_within_two_units_in_the_last_place(monkeypatch, halved, offset, largest):
+    """Of the larger of a token's product and its sum: an element may cancel against what was expected."""
+    monkeypatch.setattr(place, "fast_bfloat16", lambda: halved)
+    for seed in range(12):
+        state, group, expected, step = problem(seed, 9, 20, largest, rows_of_expected=3)
+        columns, turns = slice(1, 21), turns_at(offset, 9)
+        strided = seed % 2 > 0
+        fast, exact = output(9, torch.bfloat16, strided=strided), output(9, torch.float32, strided=False)
+        place_group(state, group, columns, step, expected, fast, META, 0, turns)
+        elements = plainly(state, group, columns, step, expected, exact, 0, turns)
+        product = (elements - expected[0][torch.from_numpy(expected[1].astype(np.int64))]).abs()
+        largest_met = torch.maximum(product.amax(1), elements.abs().amax(1))[:, None]
+        assert ((tensors(fast) - tensors(exact)).abs() <= 2 * 2.0**-8 * largest_met).all()
+
+
+@pytest.mark.parametrize("largest", [3, 256])
+def test_values_up_to_256_are_exact_in_bfloat16(monkeypatch, largest):
+    """One column, no rotation, nothing expected: what comes out is the product rounded once."""
+    monkeypatch.setattr(place, "fast_bfloat16", lambda: True)
+    state, group, _, _ = problem(1, 30, 1, largest, rows_of_expected=1)
+    state.classes[:] = 1
+    out = output(30, torch.bfloat16, strided=False)
+    nothing = torch.zeros(1, WIDTH), np.zeros(30, np.uint32)
+    place_group(state, group, slice(0, 1), 1.0, nothing, out, META, 0, {})
+    sizes = coefficients_of(state, slice(0, 1), 1.0).bfloat16().double()
+    assert torch.equal(tensors(out), (sizes @ group.rows.double()).bfloat16().float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_other_dtypes_are_what_float32_rounds_to(dtype):
+    state, group, expected, step = problem(5, 9, 12, 100, rows_of_expected=2)
+    other, exact = output(9, dtype, strided=False), output(9, torch.float32, strided=False)
+    for out in (other, exact):
+        place_group(state, group, slice(0, 12), step, expected, out, META, 0, turns_at(7, 9))
+    most = min(torch.finfo(dtype).max, 3e38)
+    near = torch.finfo(dtype).eps if dtype != torch.float64 else 1e-5
+    torch.testing.assert_close(
+        tensors(other),
+        tensors(exact).clamp(-most, most),
+        rtol=near,
+        atol=max(near, 1e-4) * float(tensors(exact).abs().max()),
+    )
+
+
+def test_nothing_coded_leaves_what_is_expected():
+    state, group, expected, step = problem(3, 6, 8, 5, rows_of_expected=4)
+    state.classes[:], state.values[:] = 0, 0
+    out = output(6, torch.float32, strided=False)
+    place_group(state, group, slice(0, 8), step, expected, out, META, 0, {})
+    assert torch.equal(tensors(out), expected[0][torch.from_numpy(expected[1].astype(np.int64))])

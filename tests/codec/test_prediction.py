@@ -1,0 +1,247 @@
+"""What the text says of a cache: the fast way against the naive one, what it needs and what it refuses."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvwire.codec import BlobDecoder, KVCache, Profile, decode, encode, fit_profile, inspect
+from kvwire.codec import profile as profile_module
+from kvwire.codec.fit import identity_profile
+from kvwire.codec.moments import Features, feature_moments, group_moments
+from kvwire.codec.prediction import Text, expected_naive
+from kvwire.codec.quantiser import Ladder
+from kvwire.codec.transform import gather_planes
+from kvwire.errors import ArgumentError, CacheValueError, CorruptError, MismatchError
+
+from . import surgery as cut
+from .synthetic import GQA, VOCABULARY, make_cache, make_hidden, make_statistics
+from .write_golden import with_hidden
+
+
+def expected(text, group, start, stop):
+    rows, of_token = text.expected(group, start, stop)
+    return rows[torch.from_numpy(of_token.astype(np.int64))]
+
+
+def assert_expected(text, start, stop):
+    """Within a rounding to bfloat16, and exactly such a number where only tokens predict."""
+    for group in range(len(text.profile.groups)):
+        fast, naive = expected(text, group, start, stop), expected_naive(text, group, start, stop)
+        torch.testing.assert_close(fast, naive, rtol=2.0**-8, atol=1e-4)
+        if text.hidden is None and text.token_ids is not None:
+            assert torch.equal(fast, fast.bfloat16().float())
+
+
+@pytest.fixture(scope="module")
+def split_profile():
+    """In several groups, one without much room."""
+    return fit_profile([make_cache(300, 1)], make_statistics(words=True), group_width=40)
+
+
+@pytest.mark.parametrize("room", [64 << 20, 20_000, 8_000, 1_000, 0])
+def test_expectations_are_those_of_the_naive_twin_whatever_the_room(monkeypatch, split_profile, room):
+    """Rows that are kept, rows that no longer fit, and no room for any."""
+    monkeypatch.setattr(profile_module, "ROWS_BYTES", room)
+    profile = replace(split_profile)  # no rows kept yet
+    for seed in range(3):
+        cache = make_cache(90, seed)
+        text = Text(profile, 90, cache.token_ids)
+        for start, stop in ((0, 40), (40, 90), (10, 11), (0, 90)):
+            assert_expected(text, start, stop)
+    kept = sum(each._kept.nbytes + each._slots.nbytes for each in profile.expectations)
+    assert kept <= room
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=60), st.data())
+def test_any_text_is_expected_as_the_naive_twin_says(split_profile, ids, data):
+    start = data.draw(st.integers(0, len(ids) - 1))
+    assert_expected(Text(split_profile, len(ids), tuple(ids)), start, data.draw(st.integers(start + 1, len(ids))))
+
+
+def test_threads_share_what_is_kept(split_profile):
+    profile = replace(split_profile)
+    text = Text(profile, 400, make_cache(400, 4).token_ids)
+    wanted = [expected(text, 1, start, start + 20) for start in range(0, 400, 20)]
+    shared = Text(replace(split_profile), 400, make_cache(400, 4).token_ids)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda start: expected(shared, 1, start, start + 20), range(0, 400, 20)))
+    assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+
+
+def test_hidden_states_add_to_what_the_tokens_say(profile, head_profile):
+    cache = make_cache(50, 3)
+    hidden = make_hidden(cache)
+    for used in (head_profile, with_hidden(profile, hidden.shape[1])):
+        text = Text(used, 50, cache.token_ids, hidden)
+        for group in range(len(used.groups)):
+            torch.testing.assert_close(
+                expected(text, group, 7, 50), expected_naive(text, group, 7, 50), rtol=2.0**-8, atol=0.02
+            )
+
+
+def test_without_predictor_the_mean_is_expected(plain_profile):
+    text = Text(plain_profile, 9, None)
+    rows, of_token = text.expected(0, 2, 9)
+    assert rows.shape == (1, plain_profile.groups[0].width)
+    assert not of_token.any()
+    assert torch.equal(expected_naive(text, 0, 2, 9), rows.repeat(7, 1))
+
+
+def test_coding_with_both_kinds_of_features(profile):
+    cache = make_cache(70, 3)
+    hidden = make_hidden(cache)
+    both = Profile.from_bytes(with_hidden(profile, hidden.shape[1]).data)
+    blob = encode(cache, both, hidden=hidden)
+    assert inspect(blob).head_start == 1
+    assert inspect(blob).levels[0].predicted_kl == pytest.approx(0.25 * inspect(blob).levels[0].measured_error ** 1.5)
+    decoded = decode(blob, None, both, hidden=hidden)
+    assert max(float((a - b).abs().max()) for a, b in zip(cache.keys, decoded.keys, strict=True)) < 0.5
+
+
+# What it needs
+
+
+def test_a_profile_that_predicts_needs_the_text(profile):
+    for cache in (make_cache(30, ids=False), replace(make_cache(30), token_ids=(1, 2))):
+        with pytest.raises(ArgumentError, match="pass a cache with token_ids"):
+            encode(cache, profile)
+    assert not fit_profile([make_cache(64, ids=False)], make_statistics(words=True)).needs_tokens
+    assert not fit_profile([make_cache(64), make_cache(64, ids=False)], make_statistics(words=True)).needs_tokens
+    assert not fit_profile([make_cache(300)], make_statistics(words=True), text=False).needs_tokens
+    assert not fit_profile([make_cache(300)], make_statistics()).needs_tokens
+    assert fit_profile([make_cache(300)], make_statistics(words=True)).needs_tokens
+
+
+def test_tokens_beyond_the_table_are_of_another_model(profile):
+    cache = make_cache(30)
+    stranger = replace(cache, token_ids=(VOCABULARY, *cache.token_ids[1:]))
+    with pytest.raises(MismatchError, match=f"token id {VOCABULARY} is not in"):
+        encode(stranger, profile)
+    with pytest.raises(ArgumentError, match="beyond the 400"):
+        fit_profile([stranger], make_statistics(words=True))
+
+
+def test_a_blob_whose_text_is_not_in_the_table_is_refused(profile, plain_profile):
+    """Its head names the predicting profile, its ids are none of the profile's."""
+    cache = make_cache(30)
+    stranger = replace(cache, token_ids=(VOCABULARY, *cache.token_ids[1:]))
+    blob = encode(stranger, plain_profile)
+    other = cut.with_metadata(blob, cut.metadata(blob) | {"profile": profile.digest})
+    with pytest.raises(MismatchError, match="is not in the profile's vocabulary"):
+        decode(other, None, profile)
+
+
+def test_text_that_explains_nothing_is_left_out():
+    """Words whose features are of another document's tokens."""
+    statistics = make_statistics(words=True)
+    shuffled = statistics.vocabulary.features[torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))]
+    rng = np.random.default_rng(1)
+    cache = make_cache(512, 1)
+    noise = KVCache.from_tensors(cache.keys, cache.values, cache.meta, rng.permutation(cache.token_ids).tolist())
+    examples = KVCache.from_tensors(
+        [t[:, torch.randperm(VOCABULARY)] for t in statistics.vocabulary.examples.keys],
+        [t[:, torch.randperm(VOCABULARY)] for t in statistics.vocabulary.examples.values],
+        statistics.vocabulary.examples.meta,
+        range(VOCABULARY),
+    )
+    unknown = replace(statistics, vocabulary=replace(statistics.vocabulary, features=shuffled, examples=examples))
+    assert not fit_profile([noise], unknown).needs_tokens
+
+
+def test_hidden_states_are_checked(head_profile):
+    cache = make_cache(40, 3)
+    hidden = make_hidden(cache)
+    blob = encode(cache, head_profile, hidden=hidden)
+    assert inspect(blob).head_start == 2
+    assert decode(blob, None, head_profile, hidden=hidden.double()).tokens == 40
+    for wrong in (None, hidden[:-1], hidden[:, :-1], hidden[None]):
+        with pytest.raises(ArgumentError, match=r"hidden=engine\.head_start"):
+            encode(cache, head_profile, hidden=wrong)
+        for read in (decode, BlobDecoder):
+            with pytest.raises(ArgumentError, match=r"hidden=engine\.head_start"):
+                read(blob, profile=head_profile, hidden=wrong)
+    hidden = hidden.clone()
+    hidden[3, 1] = torch.nan
+    with pytest.raises(CacheValueError, match="NaN or infinity"):
+        encode(cache, head_profile, hidden=hidden)
+
+
+def test_fitting_checks_hidden_states():
+    cache = make_cache(64)
+    hidden = make_hidden(cache)
+    for wrong in ({"head_start": 1}, {"hidden": [hidden]}):
+        with pytest.raises(ArgumentError, match="both or neither"):
+            fit_profile([cache], **wrong)
+    for wrong in ([hidden[:-1]], [hidden, hidden], []):
+        with pytest.raises(ArgumentError, match="one"):
+            fit_profile([cache], head_start=1, hidden=wrong)
+
+
+def test_a_head_start_that_the_profile_does_not_have_is_refused(head_profile):
+    cache = make_cache(40, 3)
+    hidden = make_hidden(cache)
+    blob = encode(cache, head_profile, hidden=hidden)
+    other = cut.with_metadata(blob, cut.metadata(blob) | {"head_start": 3})
+    with pytest.raises(CorruptError, match="head start"):
+        decode(other, None, head_profile, hidden=hidden)
+
+
+# Moments
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_moments_gathered_in_parts_are_those_of_everything(monkeypatch, hidden):
+    from kvwire.codec import moments
+
+    monkeypatch.setattr(moments, "_CHUNK", 37)
+    caches = [make_cache(tokens, seed, scale=3.0) for tokens, seed in ((100, 1), (1, 2), (74, 3))]
+    states = [make_hidden(cache) for cache in caches] if hidden else None
+    vocabulary = make_statistics(words=True).vocabulary
+    features = Features(caches, vocabulary, states)
+    seen = feature_moments(caches, features)
+    planes = (("key", 1), ("value", 2))
+    got = group_moments(caches, planes, features, seen)
+    x = torch.cat([gather_planes(cache, planes, 0, cache.tokens) for cache in caches]).double()
+    f = torch.cat([features.at(cache, n, 0, cache.tokens) for n, cache in enumerate(caches)]).double()
+    apart = torch.cat([features.set_apart(caches, n, 0, cache.tokens) for n, cache in enumerate(caches)])
+    near = {"rtol": 1e-5, "atol": 1e-5}
+    f0, x0 = f - f.mean(0), x - x.mean(0)
+    torch.testing.assert_close(seen.mean, f.mean(0), **near)
+    torch.testing.assert_close(seen.covariance, f0.T @ f0 / 175, **near)
+    torch.testing.assert_close(seen.apart, f0[apart].T @ f0[apart], rtol=1e-4, atol=1e-4)
+    assert (seen.tokens, seen.tokens_apart) == (175, int(apart.sum()))
+    torch.testing.assert_close(got.mean, x.mean(0), **near)
+    torch.testing.assert_close(got.covariance, x0.T @ x0 / 175, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got.cross, f0.T @ x0 / 175, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got.apart, f0[apart].T @ x0[apart], rtol=1e-4, atol=1e-3)
+    if not hidden:
+        e = gather_planes(vocabulary.examples, planes, 0, VOCABULARY).double() - x.mean(0)
+        g = vocabulary.features.double() - f.mean(0)
+        torch.testing.assert_close(got.examples, g.T @ e, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(seen.examples, g.T @ g, rtol=1e-4, atol=1e-3)
+
+
+def test_a_quarter_of_the_vocabulary_is_set_apart():
+    cache = make_cache(VOCABULARY, ids=range(VOCABULARY))
+    features = Features([cache], None, None)
+    chosen = features.set_apart([cache], 0, 0, VOCABULARY)
+    assert 0.2 < float(chosen.float().mean()) < 0.3
+    twice = make_cache(2 * VOCABULARY, ids=[*range(VOCABULARY)] * 2)
+    assert torch.equal(features.set_apart([twice], 0, 0, 2 * VOCABULARY), chosen.repeat(2))
+
+
+def test_the_identity_expects_means():
+    cache = make_cache(30, layers=GQA[:1])
+    inside = identity_profile(cache, Ladder())
+    assert not inside.needs_tokens
+    assert torch.equal(
+        expected(Text(inside, 30, None), 1, 0, 30), torch.from_numpy(inside.groups[1].mean).repeat(30, 1)
+    )
