@@ -15,7 +15,14 @@ import numpy as np
 
 from kvwire.codec.ids import MAX_BITS, MIN_BITS, id_bytes, pack_ids, unpack_ids
 from kvwire.codec.kept import Kept, pack_kept, unpack_kept
-from kvwire.codec.layout import elements_per_token, meta_from_json, meta_to_json, pack_json, unpack_json
+from kvwire.codec.layout import (
+    MAX_WIDTH,
+    elements_per_token,
+    meta_from_json,
+    meta_to_json,
+    pack_json,
+    unpack_json,
+)
 from kvwire.codec.profile import error_to_kl_from_json
 from kvwire.codec.quantiser import MAX_LEVELS
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, TruncatedError
@@ -130,6 +137,9 @@ class Draft:
 
 def pack_blob(draft: Draft) -> bytes:
     """Lay out a whole blob; raises ArgumentError where its head would be longer than readers accept."""
+    if elements_per_token(draft.meta.layers) > MAX_WIDTH:
+        msg = f"the cache has more than the {MAX_WIDTH} elements for a token that readers accept; split its layers"
+        raise ArgumentError(msg)
     kept = b"" if draft.kept is None else pack_kept(draft.kept, draft.meta.layers, draft.tokens)
     metadata, metadata_raw = pack_json(
         {
@@ -288,7 +298,7 @@ class _Parts(NamedTuple):
 
 
 def _parts(data: bytes, fields: _Prologue) -> _Parts:
-    """Metadata, index ``[chunks, levels]``, packed token ids, the profile inside and what is kept: they fill the head."""
+    """Metadata, index ``[chunks, levels]``, packed token ids, profile inside and what is kept: they fill the head."""
     cells = fields.chunks * fields.levels
     sizes = (fields.meta_stored, cells * _ENTRY.itemsize, id_bytes(fields.tokens, fields.bits), fields.profile_bytes)
     room = fields.head_bytes - _PROLOGUE.size - sum(sizes)

@@ -17,6 +17,8 @@ MAX_JSON_BYTES = 1 << 20
 """Metadata of a thousand layers takes a tenth; hostile text of this length makes some tens of megabytes of objects."""
 _MAX_DIM = 1 << 20
 """Wider than any layer; products of two still fit 64 bits with room to spare."""
+MAX_WIDTH = 1 << 23
+"""Elements for one token, all layers together: some times those of the widest models without shared heads."""
 _SHORT = 6
 """Columns of a layer whose values carry no position and whose keys' rotary part comes first."""
 
@@ -112,8 +114,8 @@ def layers_from_json(rows: list[list[Any]]) -> tuple[LayerSpec, ...]:
             msg = "a layer with a cache needs heads and dims above 0"
             raise ValueError(msg)
         out.append(LayerSpec(heads, key_dim, value_dim, kind, rope, window, value_rope, start))
-    if not elements_per_token(tuple(out)):
-        msg = "no layer has a cache"
+    if not 0 < elements_per_token(tuple(out)) <= MAX_WIDTH:
+        msg = f"no layer has a cache, or all together more than {MAX_WIDTH} elements for a token"
         raise ValueError(msg)
     return tuple(out)
 

@@ -421,8 +421,8 @@ def _decode(data: bytes, plain: Grid, dtype: torch.dtype) -> Iterator[torch.Tens
     """Check everything, then join block by block."""
     parts = _Parts(data)
     grid, fields = parts.grid(plain), plain.fields
-    columns = len(grid.stream_of)
-    classes, flips = parts.classes(columns)
+    columns = sum(heads * dim for heads, dim in plain.shapes)
+    classes, flips = parts.classes(columns)  # the first list of a column's length: it has to be paid for
     references = parts.exponents("reference", columns, fields)
     tables = parts.tables()
     symbols = [parts.symbols(s, classes[grid.stream_of == s], tables, rows) for s, rows in enumerate(grid.rows)]

@@ -351,7 +351,7 @@ def _sound(group: Group, profile: Profile) -> bool:
     widths = [plane_width(profile.layers, plane) for plane in group.planes]
     tensors: list[torch.Tensor] = [t for t in (group.rows, group.predictor) if t is not None]
     arrays = [array for array in (group.mean, group.row_scale, *group.metric) if array is not None]
-    if group.spread.ndim != 1 or group.mean.shape != (sum(widths),):
+    if group.spread.ndim != 1 or group.mean.shape != (sum(widths),) or group.rank > group.width:
         return False
     if not all(bool(torch.isfinite(t).all()) for t in tensors) or not all(np.isfinite(a).all() for a in arrays):
         return False
