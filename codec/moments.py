@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _CHUNK = 1024
 """Tokens gathered at a time."""
+_TRIALS = 1024
+"""Tokens that fits are tried on."""
 _HASH = 2654435761
 _HASH_SHIFT = 12
 """Knuth's multiplicative hash: neighbours in the vocabulary fall apart."""
@@ -33,7 +35,7 @@ class Moments:
 
     mean: ``[width]``; covariance: ``[width, width]``; cross: ``[features, width]`` = E[f x^T] about the means.
     apart: what tokens set apart add to ``cross`` times the number of tokens. examples: the same of the vocabulary's
-    examples, summed about the same means.
+    examples, summed about the same means. trials: float32 ``[n, width]``, elements of some tokens set apart.
     """
 
     mean: Tensor
@@ -41,23 +43,25 @@ class Moments:
     cross: Tensor
     apart: Tensor
     examples: Tensor
+    trials: Tensor
 
 
 @dataclass(eq=False)
 class FeatureMoments:
     """Mean ``[features]`` and covariance ``[features, features]`` of the features, float64, over ``tokens`` tokens.
 
-    apart: what ``tokens_apart`` tokens set apart add to the covariance times the number of tokens. examples: the same
-    of the vocabulary's ``example_tokens`` examples, about the same mean.
+    apart: what tokens set apart add to the covariance times the number of tokens. examples: the same of the
+    vocabulary's ``example_tokens`` examples, about the same mean. trials: float32 ``[n, features]`` of some tokens set
+    apart.
     """
 
     tokens: int
     mean: Tensor
     covariance: Tensor
-    tokens_apart: int
     apart: Tensor
     example_tokens: int
     examples: Tensor
+    trials: Tensor
 
 
 class Features:
@@ -126,7 +130,7 @@ def feature_moments(caches: Sequence[KVCache], features: Features) -> FeatureMom
     """Moments of the features alone; they serve every group."""
     count = features.of_tokens + features.of_hidden
     mean, covariance = torch.zeros(count, dtype=torch.float64), torch.zeros(count, count, dtype=torch.float64)
-    apart, tokens, tokens_apart = torch.zeros_like(covariance), 0, 0
+    apart, tokens, trials = torch.zeros_like(covariance), 0, [torch.empty(0, count)]
     for number, start, stop in spans(caches):
         mean += features.at(caches[number], number, start, stop).sum(0, dtype=torch.float64)
         tokens += stop - start
@@ -136,7 +140,7 @@ def feature_moments(caches: Sequence[KVCache], features: Features) -> FeatureMom
         chosen = part[features.set_apart(caches, number, start, stop)]
         covariance += (part.T @ part).double()
         apart += (chosen.T @ chosen).double()
-        tokens_apart += len(chosen)
+        trials.append(_spread(chosen, caches))
     examples = torch.zeros_like(covariance)
     known = features.examples
     if known is not None:
@@ -144,7 +148,13 @@ def feature_moments(caches: Sequence[KVCache], features: Features) -> FeatureMom
             part = features.at(known, 0, start, stop) - mean.float()
             examples += (part.T @ part).double()
     example_tokens = 0 if known is None else known.tokens
-    return FeatureMoments(tokens, mean, covariance / tokens, tokens_apart, apart, example_tokens, examples)
+    return FeatureMoments(tokens, mean, covariance / tokens, apart, example_tokens, examples, torch.cat(trials))
+
+
+def _spread(rows: Tensor, caches: Sequence[KVCache]) -> Tensor:
+    """This part's share of the trials, evenly from its rows."""
+    share = -(-_TRIALS // len(spans(caches)))
+    return rows[:: max(1, len(rows) // share)][:share].clone()
 
 
 def group_moments(
@@ -157,6 +167,7 @@ def group_moments(
     shift: Tensor | None = None
     total = torch.zeros(0)
     covariance = cross = apart = lean = torch.zeros(0)
+    trials: list[Tensor] = []
     about = seen.mean.float()
     for number, start, stop in spans(caches):
         part = gather_planes(caches[number], planes, start, stop)
@@ -176,6 +187,7 @@ def group_moments(
             cross += (known.T @ part).double()
             apart += (known[chosen].T @ part[chosen]).double()
             lean += known[chosen].sum(0, dtype=torch.float64)
+            trials.append(_spread(part[chosen], caches))
     assert shift is not None, "there are calibration caches"
     offset = total / seen.tokens
     covariance = covariance / seen.tokens - torch.outer(offset, offset)
@@ -183,9 +195,10 @@ def group_moments(
         msg = f"{planes[0][0]}s of layer {planes[0][1]} and on are too large for float32; prefill them again"
         raise CacheValueError(msg)
     mean = shift.double() + offset
+    tried = torch.cat(trials) - offset.float() if trials else torch.empty(0, len(mean))
     examples = torch.zeros_like(cross)
     if features.examples is not None:
         for _, start, stop in spans([features.examples]):
             part = gather_planes(features.examples, planes, start, stop) - mean.float()
             examples += ((features.at(features.examples, 0, start, stop) - about).T @ part).double()
-    return Moments(mean, covariance, cross / seen.tokens, apart - torch.outer(lean, offset), examples)
+    return Moments(mean, covariance, cross / seen.tokens, apart - torch.outer(lean, offset), examples, tried)

@@ -25,9 +25,11 @@ MAX_TABLE_COLUMNS = 768
 TABLE_CUT = 0.004
 """A direction of the features that explains less energy for one token, in steps squared of about the middle level, is
 left out: what it would take off the residual is less than quantisation leaves there."""
-LEAST_GAIN = 0.02
-"""Prediction that is expected to explain less of the energy than this is left out altogether."""
-_RIDGES = tuple(10.0**power for power in range(-8, 2))
+LEAST_GAIN = 0.01
+"""Prediction that is worth less than this, in nepers for each element, is left out altogether."""
+_FLOOR = 1e-3
+"""What quantisation leaves of an element at about the finest levels; residuals below are as good as none."""
+_RIDGES = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Ridge strengths tried, relative to the features' mean variance."""
 _SHARES = (0.0, 0.03, 0.1, 0.3)
 """Weights tried for all examples of the vocabulary together, against all tokens of the texts."""
@@ -120,7 +122,7 @@ def _weighted(matrix: Tensor, metric: list[Tensor]) -> Tensor:
 
 
 class _Choice(NamedTuple):
-    """Ridge, weight of an example against a token of the texts, and the share of energy that the fit explains."""
+    """Ridge, weight of an example against a token of the texts, and what the fit is worth: nepers for each element."""
 
     ridge: float
     weight: float
@@ -128,32 +130,36 @@ class _Choice(NamedTuple):
 
 
 def _best_choice(seen: FeatureMoments, moments: Sequence[Moments], metrics: Sequence[list[Tensor]]) -> _Choice:
-    """The ridge and weight whose fit to three quarters of the vocabulary predicts texts' last quarter best."""
+    """The ridge and weight whose fit to three quarters of the vocabulary serves texts' last quarter best.
+
+    What counts is the logarithm of each element's residual: bits, as far as it stands above what quantisation leaves.
+    """
+    if not len(seen.trials):
+        return _Choice(0.0, 0.0, 0.0)
     weights = [share * seen.tokens / seen.example_tokens for share in _SHARES] if seen.example_tokens else [0.0]
-    return max((_best_ridge(seen, moments, metrics, weight) for weight in weights), key=lambda choice: choice.gain)
-
-
-def _best_ridge(
-    seen: FeatureMoments, moments: Sequence[Moments], metrics: Sequence[list[Tensor]], weight: float
-) -> _Choice:
-    rest = seen.covariance * seen.tokens - seen.apart + weight * seen.examples
-    variances, axes = torch.linalg.eigh(rest)
-    variances, level = variances.clamp(min=0), float(variances.mean())
-    own, fitted = torch.zeros(len(axes), dtype=torch.float64), torch.zeros(2 * (len(axes),), dtype=torch.float64)
-    for each, metric in zip(moments, metrics, strict=True):
-        cross = each.cross * seen.tokens - each.apart + weight * each.examples
-        learnt = _weighted(axes.T @ cross, metric)
-        own += (learnt * _weighted(axes.T @ each.apart, metric)).sum(1)
-        fitted += learnt @ learnt.T
-    fitted *= axes.T @ seen.apart @ axes
-    elements = sum(each.cross.shape[1] for each in moments)  # metrics give each one an energy of 1
-    best = _Choice(level, weight, 0.0)
-    for relative in _RIDGES:
-        shrunk = 1 / (variances + max(relative * level, 1e-30))
-        explained = float(2 * (own @ shrunk) - shrunk @ fitted @ shrunk) / max(seen.tokens_apart * elements, 1)
-        if explained > best.gain:
-            best = _Choice(relative * level / seen.tokens, weight, explained)
+    before = sum(_worth(each.trials, metric) for each, metric in zip(moments, metrics, strict=True))
+    best = _Choice(0.0, 0.0, 0.0)
+    elements = sum(each.trials.shape[1] for each in moments)
+    for weight in weights:
+        rest = seen.covariance * seen.tokens - seen.apart + weight * seen.examples
+        variances, axes = torch.linalg.eigh(rest)
+        turned = [axes.T @ (each.cross * seen.tokens - each.apart + weight * each.examples) for each in moments]
+        for relative in _RIDGES:
+            ridge = max(relative * float(variances.mean()), 1e-30)
+            known = (seen.trials @ axes.float()) / (variances.clamp(min=0) + ridge).float()
+            after = sum(
+                _worth(each.trials - known @ cross.float(), metric)
+                for each, cross, metric in zip(moments, turned, metrics, strict=True)
+            )
+            if (before - after) / elements > best.gain:
+                best = _Choice(ridge / seen.tokens, weight, (before - after) / elements)
     return best
+
+
+def _worth(residuals: Tensor, metric: list[Tensor]) -> float:
+    """Half the logarithm of each weighted element's mean energy, summed: what an ideal coder would pay, in nepers."""
+    energy = _weighted(residuals.double(), metric).square().mean(0)
+    return 0.5 * float((energy + _FLOOR).log().sum())
 
 
 @dataclass(frozen=True, eq=False)
