@@ -30,6 +30,12 @@ BLOB_FIELDS = laid_out(
 PROFILE_FIELDS = laid_out(VERSIONED + "file_bytes:Q crc:I meta_stored:I meta_raw:I")
 SEGMENT_FIELDS = laid_out("words:I class_bytes:I escape_bytes:I lanes:H reserved:H")
 
+LOSSLESS_FIELDS = laid_out(
+    "table_bytes:I class_bytes:I reference_bytes:I block_bytes:I row_bytes:I escape_bytes:I words0:I words1:I lanes0:H "
+    "lanes1:H classes:H reserved:H"
+)
+CACHEGEN_FIELDS = laid_out("escape_bytes:I words:I")
+
 
 def get(data, fields, name, base=0):
     at, form = fields[name]

@@ -9,16 +9,29 @@ import os
 import struct
 import time
 import tracemalloc
+from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from zstandard import ZstdError
 
-from kvwire.codec import KVCache, Profile, decode, encode, fit_profile, inspect
+from kvwire.codec import (
+    CacheGenProfile,
+    KVCache,
+    Profile,
+    decode,
+    encode,
+    fit_cachegen_profile,
+    fit_profile,
+    inspect,
+    read_profile,
+)
 from kvwire.errors import KvwireError
 
 from . import surgery as cut
-from .synthetic import GQA, MIXED, MIXED_ROPES, make_cache
+from .synthetic import GQA, LATENT, MIXED, MIXED_ROPES, make_cache, make_hidden, make_statistics
+from .write_golden import with_hidden
 
 COUNT = int(os.environ.get("KVWIRE_MUTATIONS", "1200"))
 TOO_DAMAGED = (
@@ -36,23 +49,41 @@ NUMBERS = (0, 1, 2, 7, 63, 64, 255, 256, 4096, 65535, 2**31, 2**32 - 1)
 ODD = (None, True, "", "\ud800", [], {}, [[]], -1, 0, 1, 10**30, -(10**400), 1.5, 1e308, 1e-308, "none", 2**20, 65536)
 
 
+class Target(NamedTuple):
+    """A sound blob, what decodes it, and the cache that it was made of."""
+
+    blob: bytes
+    profile: Profile | CacheGenProfile | None
+    hidden: torch.Tensor | None
+    cache: KVCache
+
+
 class Targets:
     """Sound blobs and profiles to damage."""
 
     def __init__(self):
-        small = make_cache(44, layers=GQA[:2])
-        odd = make_cache(30, layers=MIXED, ropes=MIXED_ROPES)
+        small, odd = make_cache(44, layers=GQA[:2]), make_cache(30, layers=MIXED, ropes=MIXED_ROPES)
         small.values[1][0, 7, 3] = 9000.0  # escapes
-        self.profile = fit_profile([make_cache(64, 1, layers=GQA[:2])])
-        self.blobs = [
-            encode(small, self.profile, chunk_tokens=16),
-            encode(small, chunk_tokens=16),
-            encode(odd, levels=2),
+        calibration, told = [make_cache(300, 1, layers=GQA[:2])], make_statistics(GQA[:2], words=True)
+        words = fit_profile(calibration, told, group_width=40)
+        rows8 = fit_profile([make_cache(64, layers=MIXED, ropes=MIXED_ROPES)], small=True)
+        hidden = make_hidden(small)
+        both, cachegen = with_hidden(words, hidden.shape[1]), fit_cachegen_profile(calibration)
+        mask = [torch.arange(44) % torch.tensor([[2], [3]]) < 1, None]
+        pruned = KVCache.from_tensors(small.keys, small.values, small.meta, small.token_ids, kept=mask)
+        low = make_cache(30, layers=LATENT, dtype=torch.bfloat16)
+        made = [
+            (small, words, None, {"levels": 4, "chunk_tokens": 16}),
+            (small, None, None, {"levels": 4, "chunk_tokens": 16}),
+            (odd, None, None, {"levels": 2}),
+            (odd, rows8, None, {"levels": 3, "chunk_tokens": 4096}),
+            (small, both, hidden, {"levels": 2, "chunk_tokens": 16}),
+            (pruned, words, None, {"levels": 1, "chunk_tokens": 16, "lossless": True}),
+            (low, None, None, {"levels": 0, "chunk_tokens": 16, "lossless": True}),
+            (small, cachegen, None, {"levels": 2, "chunk_tokens": 16}),
         ]
-        self.blobs.append(encode(small, self.profile, 2))
-        self.blobs.append(encode(odd, levels=3, chunk_tokens=4096))
-        self.caches = (small, odd)
-        self.profiles = [self.profile.data, fit_profile([make_cache(64, layers=MIXED, ropes=MIXED_ROPES)]).data]
+        self.all = [Target(encode(c, p, hidden=h, **how), p, h, c) for c, p, h, how in made]
+        self.coders = [self.all[number] for number in (0, 3, 4, 7)]
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +160,10 @@ def edit_index(rng, blob):
 def edit_segment(rng, blob):
     cell = int(rng.integers(cut.cells(blob)))
     data = cut.segment(blob, cell)
-    how = rng.choice([flip, overwrite, truncate, splice, lambda rng, data: edit(rng, data, cut.SEGMENT_FIELDS)])
+    fields = {1: cut.SEGMENT_FIELDS, 2: cut.LOSSLESS_FIELDS, 3: cut.CACHEGEN_FIELDS}
+    codec = cut.get(blob, cut.ENTRY_FIELDS, "codec", cut.index_at(blob) + 32 * cell)
+    own = fields.get(codec, cut.SEGMENT_FIELDS)
+    how = rng.choice([flip, overwrite, truncate, splice, lambda rng, data: edit(rng, data, own)])
     return cut.with_segment(blob, cell, how(rng, data))
 
 
@@ -142,14 +176,21 @@ def edit_inside(rng, blob):
     size = cut.get(blob, cut.BLOB_FIELDS, "profile_bytes")
     if not 0 < size < len(blob):
         return edit_segment(rng, blob)
-    at = blob.index(b"\x89KVP")
+    at = cut.tail_at(blob)
     damaged = mutate_profile(rng, blob[at : at + size])[:size]
     return blob[:at] + damaged.ljust(size, b"\0") + blob[at + size :]
 
 
+def swap(rng, blob):
+    """Two segments in each other's place, the index knowing it."""
+    first, second = (int(cell) for cell in rng.integers(0, cut.cells(blob), 2))
+    one, other = cut.segment(blob, first), cut.segment(blob, second)
+    return cut.with_segment(cut.with_segment(blob, first, other), second, one)
+
+
 def mutate_blob(rng, blob):
     simple = [flip, overwrite, truncate, splice, lambda rng, data: edit(rng, data, cut.BLOB_FIELDS)]
-    deep = [edit_index, edit_segment, edit_segment, edit_metadata, edit_metadata, edit_inside]
+    deep = [edit_index, edit_segment, edit_segment, edit_metadata, edit_metadata, edit_inside, swap]
     for _ in range(rng.integers(1, 3)):
         how = rng.choice(simple if rng.random() < 0.4 else deep)
         try:
@@ -177,11 +218,11 @@ def mutate_profile(rng, data):
     return cut.sealed_profile(data) if rng.random() < 0.8 else data
 
 
-def outcome(mutant, level, profile, check):
+def outcome(mutant, level, target, check):
     """What reading a mutant comes to: an error's name, or ``tensors``."""
     try:
         inspect(mutant)
-        decoded = decode(mutant, level, profile, check=check)
+        decoded = decode(mutant, level, target.profile, check=check, hidden=target.hidden, threads=1)
     except KvwireError as error:
         return type(error).__name__
     assert isinstance(decoded, KVCache)
@@ -190,17 +231,19 @@ def outcome(mutant, level, profile, check):
 
 def run_blob(seed, targets):
     rng = np.random.default_rng(seed)
-    mutant = mutate_blob(rng, targets.blobs[rng.integers(len(targets.blobs))])
-    return outcome(mutant, int(rng.integers(-2, 2)), targets.profile, bool(rng.random() < 0.3))
+    target = targets.all[rng.integers(len(targets.all))]
+    mutant = mutate_blob(rng, target.blob)
+    return outcome(mutant, int(rng.integers(-2, 2)), target, bool(rng.random() < 0.3))
 
 
 def run_profile(seed, targets):
     """A damaged profile, and where it is still read, a cache coded with it."""
     rng = np.random.default_rng(seed)
-    which = int(rng.integers(len(targets.profiles)))
+    target = targets.coders[rng.integers(len(targets.coders))]
     try:
-        profile = Profile.from_bytes(mutate_profile(rng, targets.profiles[which]))
-        return outcome(encode(targets.caches[which], profile), None, profile, check=True)
+        profile = read_profile(mutate_profile(rng, target.profile.data))
+        blob = encode(target.cache, profile, hidden=target.hidden, threads=1)
+        return outcome(blob, None, target._replace(profile=profile), check=True)
     except KvwireError as error:
         return type(error).__name__
 
@@ -232,7 +275,7 @@ def test_damage_earns_no_memory(targets):
     tracemalloc.start()
     try:
         sound = max(
-            peak_bytes(lambda blob=blob: outcome(blob, None, targets.profile, check=True)) for blob in targets.blobs
+            peak_bytes(lambda target=each: outcome(target.blob, None, target, check=True)) for each in targets.all
         )
         peaks = [peak_bytes(lambda seed=seed: run_blob(seed, targets)) for seed in range(min(COUNT, 300))]
     finally:

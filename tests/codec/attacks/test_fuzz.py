@@ -1,0 +1,94 @@
+"""Abuse: anything. Bytes of the header, index, segments and profiles changed as hypothesis likes, checksums repaired.
+
+Mitigation: all of the above; what comes out is an error of kvwire's or a cache, in bounded memory.
+"""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvwire.codec import KVCache, decode, inspect, read_profile
+from kvwire.errors import KvwireError
+
+from .. import surgery as cut
+
+FUZZ = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+EDITS = st.lists(st.tuples(st.integers(0, 2**16), st.integers(0, 255)), min_size=1, max_size=6)
+
+
+@pytest.fixture(params=["layered", "inside", "lossless", "cachegen"])
+def target(request, blob, profile, own_blob, exact_blob, cachegen_blob, cachegen_profile):
+    return {
+        "layered": (blob, profile),
+        "inside": (own_blob, None),
+        "lossless": (exact_blob, None),
+        "cachegen": (cachegen_blob, cachegen_profile),
+    }[request.param]
+
+
+def edited(data, edits, start, stop):
+    """Bytes between start and stop replaced."""
+    out = bytearray(data)
+    for at, byte in edits:
+        out[start + at % (stop - start)] = byte
+    return bytes(out)
+
+
+def taken(data, profile, check):
+    """An error of kvwire's or a cache; little memory either way."""
+    tracemalloc.start()
+    try:
+        inspect(data)
+        cache = decode(data, None, profile, check=check, threads=1)
+        assert isinstance(cache, KVCache)
+    except KvwireError:
+        pass
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 32 << 20
+
+
+@FUZZ
+@given(EDITS)
+def test_prologue(target, edits):
+    data, profile = target
+    taken(cut.sealed(edited(data, edits, 8, 64)), profile, check=True)
+
+
+@FUZZ
+@given(EDITS)
+def test_index_ids_and_profile_inside(target, edits):
+    data, profile = target
+    end = cut.get(data, cut.BLOB_FIELDS, "head_bytes")
+    taken(cut.sealed(edited(data, edits, cut.index_at(data), end)), profile, check=False)
+
+
+@FUZZ
+@given(EDITS, st.integers(0, 2**16), st.booleans(), st.sampled_from([16, 64, 10**6]))
+def test_segments(target, edits, cell, check, reach):
+    """Half of the damage hits the first bytes, where the counts are."""
+    data, profile = target
+    cell %= cut.cells(data)
+    segment = cut.segment(data, cell)
+    taken(cut.with_segment(data, cell, edited(segment, edits, 0, min(reach, len(segment)))), profile, check)
+
+
+@FUZZ
+@given(EDITS, st.booleans())
+def test_profiles(target, edits, behind):
+    """Arrays with the checksum repaired; the blob names what came out."""
+    data, profile = target
+    if profile is None:
+        return
+    start = 40 + (cut.get(profile.data, cut.PROFILE_FIELDS, "meta_stored") if behind else -32)
+    damaged = cut.sealed_profile(edited(profile.data, edits, start, len(profile.data)))
+    try:
+        other = read_profile(damaged)
+    except KvwireError:
+        return
+    taken(cut.with_metadata(data, cut.metadata(data) | {"profile": other.digest}), other, check=True)
