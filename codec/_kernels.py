@@ -14,13 +14,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from numba import njit
-from numpy import empty, float32, uint8, uint16, uint32
+from numpy import empty, float32, float64, int32, intp, uint8, uint16, uint32
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import TypeAlias
 
-    from numpy import float64, int32, int64
+    from numpy import int64
     from numpy.typing import NDArray
 
     U8: TypeAlias = NDArray[uint8]
@@ -48,38 +48,40 @@ def _without_aliases(flags: Any) -> Any:  # noqa: ANN401 - numba's, untyped
 
 
 @_jit
-def encode(
-    symbols: U8,
-    tables: U32,
-    starts: U32,
-    frequencies: U32,
-    lanes: int,
-    buffer: U16,
-    states: U32,
-    counts: NDArray[int64],
-) -> None:
+def encode(symbols: U8, tables: U32, packed: U32, buffer: U16, states: U32, counts: NDArray[int64]) -> None:
     """Fill ``buffer[lane]`` from its end with the lane's words; symbols and tables uint8/uint32 ``[tokens, columns]``.
 
-    tables[t, c] is the flat index of the first entry of the symbol's table in starts and frequencies (uint32).
+    tables[t, c] is the flat index of the first entry of the symbol's table in ``packed``: start in the upper 16 bits,
+    frequency in the lower ones. buffer: uint16 ``[lanes, room + 1]`` with room for a word a symbol. A word is stored
+    whether it counts or not; only then is the division, which is exact in float64, all that a lane waits for.
     """
     tokens, columns = symbols.shape
-    room = buffer.shape[1]
+    lanes, room = buffer.shape
+    flat = buffer.reshape(-1)
+    words, emitted, ends = empty(lanes, uint16), empty(lanes, uint8), empty(lanes, intp)
     for lane in range(lanes):
-        x = uint32(65536)
-        p = room
-        last = lane + (columns - 1 - lane) // lanes * lanes
-        for c in range(last, lane - 1, -lanes):
-            for t in range(tokens - 1, -1, -1):
-                entry = tables[t, c] + symbols[t, c]
-                f = frequencies[entry]
-                if (x >> uint32(20)) >= f:
-                    p -= 1
-                    buffer[lane, p] = uint16(x & uint32(65535))
-                    x >>= uint32(16)
-                quotient = x // f
-                x = (quotient << uint32(12)) + (x - quotient * f) + starts[entry]
-        states[lane] = x
-        counts[lane] = room - p
+        states[lane] = 65536
+        ends[lane] = (lane + 1) * room
+    for first in range((columns - 1) // lanes * lanes, -1, -lanes):
+        width = min(lanes, columns - first)
+        for t in range(tokens - 1, -1, -1):
+            row = symbols[t, first : first + width]
+            base = tables[t, first : first + width]
+            for lane in range(width):
+                both = packed[base[lane] + uint32(row[lane])]
+                f, start = both & uint32(65535), both >> uint32(16)
+                x = states[lane]
+                over = (x >> uint32(20)) >= f
+                words[lane] = uint16(x & uint32(65535))
+                emitted[lane] = uint8(over)
+                x = (x >> uint32(16)) if over else x
+                quotient = uint32(float64(x) / float64(f))
+                states[lane] = (quotient << uint32(12)) + (x - quotient * f) + start
+            for lane in range(width):
+                flat[ends[lane] - 1] = words[lane]
+                ends[lane] -= emitted[lane]
+    for lane in range(lanes):
+        counts[lane] = (lane + 1) * room - ends[lane]
 
 
 @_jit
@@ -165,11 +167,14 @@ def place(quantised: I32, columns: U32, symbols: U8) -> None:
 
 @_jit
 def coarsen(fine: I32, coarse: I32, symbols: U8) -> None:
-    """Split ``fine = 3 * coarse + r``, r in -1, 0, 1; ``symbols`` gets 1 + r, or 1 - r where coarse is negative."""
+    """Split ``fine = 3 * coarse + r``, r in -1, 0, 1; ``symbols`` gets 1 + r, or 1 - r where coarse is negative.
+
+    The quotient is taken of unsigned numbers, which LLVM turns into a product: fine is below 2^28 in size.
+    """
     for t in range(fine.shape[0]):
         for c in range(fine.shape[1]):
-            q = (fine[t, c] + 1) // 3
-            r = fine[t, c] - 3 * q
+            q = int32(uint32(fine[t, c] + int32(3 * 268435456 + 1)) // uint32(3)) - int32(268435456)
+            r = fine[t, c] - int32(3) * q
             coarse[t, c] = q
             symbols[t, c] = uint8(1 - r if q < 0 else 1 + r)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from kvwire.codec.kept import Kept
     from kvwire.types import SegmentInfo
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FORMATS}
@@ -51,7 +52,7 @@ class BlobDecoder:
     ``cache`` is the output; tokens of chunks not decoded yet are zero.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a decoder's settings, each with its default
         self,
         head: bytes | Head,
         profile: Profile | CacheGenProfile | None = None,
@@ -84,6 +85,11 @@ class BlobDecoder:
     def info(self) -> BlobInfo:
         """What the blob says about itself."""
         return self._head.info
+
+    @property
+    def kept(self) -> Kept | None:
+        """What a pruned cache still holds, a bool ``[kv_heads, tokens]`` for each layer; see ``KVCache``."""
+        return self._head.kept
 
     def decode_chunk(self, chunk: int, segments: Sequence[bytes], level: int | None = None) -> None:
         """Decode a chunk into ``cache`` from what ``BlobInfo.reads`` names.
@@ -134,8 +140,7 @@ class BlobDecoder:
             at += group.rank
 
     def _decode_cachegen(self, chunk: int, level: int, data: bytes) -> None:
-        profile = self._profile
-        assert isinstance(profile, CacheGenProfile), "the constructor has seen to it"
+        profile = cast("CacheGenProfile", self._profile)  # the constructor has seen to it
         start, stop = self.info.chunk_span(chunk)
         blocks = decode_cachegen(data, profile, level, stop - start)
         turns = self._turns(start, stop)
@@ -213,7 +218,7 @@ class BlobDecoder:
         }
 
 
-def decode(
+def decode(  # noqa: PLR0913 - a decoder's settings, each with its default
     blob: bytes,
     level: int | str | None = None,
     profile: Profile | CacheGenProfile | None = None,

@@ -162,15 +162,15 @@ class _Layered(_Coder):
         self._cache, self._ladder = cache, ladder
         self._text = Text(used, cache.tokens, cache.token_ids, hidden)
         for group in used.groups:
-            _ = group.analysis  # once, before the workers ask for it
+            _ = group.analysis if group.rows is None else group.halved_analysis  # once, before the workers ask for it
 
     def encode(self, start: int, stop: int) -> list[Coded]:
         """Every level of the ladder, each refining the one before."""
         ladder, profile = self._ladder, self._text.profile
-        coefficients, energy = analyse(self._cache, self._text, start, stop)
+        coefficients, dropped = analyse(self._cache, self._text, start, stop, ladder.steps[-1])
         values, refinements = split_levels(quantise(coefficients, ladder.steps[-1]), len(ladder.steps))
         unit = column_classes(coefficients)
-        dropped = max(0.0, energy - energy_of(coefficients))
+        energy = energy_of(coefficients) + dropped
         state = ChunkState(stop - start, profile.spread, profile.tables)
         elements = (stop - start) * sum(group.width for group in profile.groups)
         segments = []

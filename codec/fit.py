@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from kvwire.codec.moments import Moments
     from kvwire.codec.profile import Plane
     from kvwire.codec.regression import Prediction
     from kvwire.codec.statistics import Statistics
@@ -57,7 +56,7 @@ _RESOLUTION = 2.0**-20
 """Scatter below this share of the mean is rounding noise, whatever a layer's scale."""
 
 
-def fit_profile(
+def fit_profile(  # noqa: PLR0913 - settings, each with its default
     caches: Sequence[KVCache] | None = None,
     statistics: Statistics | None = None,
     *,
@@ -98,7 +97,7 @@ def fit_profile(
     prediction = predict(seen, moments, metrics, features.table, features.of_hidden)
     groups = tuple(
         _basis(*each, seen.tokens, rank_cut * ladder.steps[-1], small=small)
-        for each in zip(planes, moments, metrics, prediction.of_groups(moments, seen), strict=True)
+        for each in zip(planes, metrics, prediction.of_groups(moments, seen), strict=True)
     )
     notes: dict[str, str | int | float] = {"tokens": seen.tokens, "weighted": int(statistics is not None)}
     draft = Profile(
@@ -190,7 +189,6 @@ def group_planes(layers: tuple[LayerSpec, ...], group_width: int) -> list[tuple[
 
 def _basis(
     planes: tuple[Plane, ...],
-    moments: Moments,
     metric: list[Tensor],
     predicted: Prediction,
     tokens: int,
@@ -232,7 +230,7 @@ def count_tables(texts: Sequence[Text], caches: Sequence[KVCache], ladder: Ladde
     base, ternary = np.zeros((CLASSES, ALPHABET), np.int64), np.zeros((CLASSES, CONTEXTS, 3), np.int64)
     points = np.zeros((CLASSES, POINTS, 2))
     for number, start, stop in spans(caches):
-        coefficients, _ = analyse(caches[number], texts[number], start, stop)
+        coefficients, _ = analyse(caches[number], texts[number], start, stop, ladder.steps[-1])
         values, symbols = split_levels(quantise(coefficients, ladder.steps[-1]), len(ladder.steps))
         unit = column_classes(coefficients)
         for level, shift in enumerate(ladder.shifts):

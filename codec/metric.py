@@ -10,7 +10,6 @@ import torch
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
-
     from torch import Tensor
 
     from kvwire.codec.moments import Moments
@@ -25,8 +24,8 @@ _TINY = 1e-20
 _RESOLUTION = 2.0**-20
 """Scatter below this share of the mean is rounding noise, whatever a layer's scale."""
 _SENSITIVITY_EXPONENT = 0.5
-"""Measured sensitivities count by their square root: what noise in one plane alone does says only half of what errors in
-all planes together do, and text differs."""
+"""Measured sensitivities count by their square root: what noise in one plane alone does says only half of what errors
+in all planes together do, and text differs."""
 
 
 def plane_metrics(

@@ -164,20 +164,15 @@ def group_moments(
 
     Raises CacheValueError where elements are too large for float32.
     """
-    shift: Tensor | None = None
-    total = torch.zeros(0)
-    covariance = cross = apart = lean = torch.zeros(0)
-    trials: list[Tensor] = []
+    shift = gather_planes(caches[0], planes, 0, min(_CHUNK, caches[0].tokens)).mean(0, dtype=torch.float64).float()
+    count, width = len(seen.mean), len(shift)
+    total, lean = torch.zeros(width, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
+    covariance = torch.zeros(width, width, dtype=torch.float64)
+    cross, apart = torch.zeros(2, count, width, dtype=torch.float64)
+    trials = [torch.empty(0, width)]
     about = seen.mean.float()
     for number, start, stop in spans(caches):
         part = gather_planes(caches[number], planes, start, stop)
-        if shift is None:
-            shift = part.mean(0, dtype=torch.float64).float()
-            width = len(shift)
-            total = torch.zeros(width, dtype=torch.float64)
-            covariance = torch.zeros(width, width, dtype=torch.float64)
-            cross, apart = torch.zeros(2, len(about), width, dtype=torch.float64)
-            lean = torch.zeros(len(about), dtype=torch.float64)
         part -= shift
         total += part.sum(0, dtype=torch.float64)
         covariance += (part.T @ part).double()
@@ -188,14 +183,13 @@ def group_moments(
             apart += (known[chosen].T @ part[chosen]).double()
             lean += known[chosen].sum(0, dtype=torch.float64)
             trials.append(_spread(part[chosen], caches))
-    assert shift is not None, "there are calibration caches"
     offset = total / seen.tokens
     covariance = covariance / seen.tokens - torch.outer(offset, offset)
     if not np.isfinite(covariance.numpy()).all():
         msg = f"{planes[0][0]}s of layer {planes[0][1]} and on are too large for float32; prefill them again"
         raise CacheValueError(msg)
     mean = shift.double() + offset
-    tried = torch.cat(trials) - offset.float() if trials else torch.empty(0, len(mean))
+    tried = torch.cat(trials) - offset.float()
     examples = torch.zeros_like(cross)
     if features.examples is not None:
         for _, start, stop in spans([features.examples]):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kvwire.codec import _kernels
-from kvwire.codec.transform import scatter_planes, synthesise, synthesised
+from kvwire.codec.transform import fast_bfloat16, scatter_planes, synthesise, synthesised
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,7 +29,7 @@ Turns = dict[int, tuple["Tensor", "Tensor"]]
 """For each regime index, float32 cosines and sines ``[tokens, pairs]``."""
 
 
-def place_group(
+def place_group(  # noqa: PLR0913, PLR0917 - the hub of decoding: what was decoded, what was expected, where it goes
     state: ChunkState,
     group: Group,
     columns: slice,
@@ -69,12 +69,6 @@ def coefficients_of(state: ChunkState, columns: slice, step: float) -> Tensor:
 def _plain(target: Tensor) -> bool:
     """Whether the kernel can write there."""
     return target.device.type == "cpu" and target.dtype in (torch.float32, torch.bfloat16) and target.stride(-1) == 1
-
-
-def fast_bfloat16() -> bool:
-    """Whether this processor multiplies bfloat16 matrices faster than float32 ones."""
-    known = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
-    return any(bool(ask()) for ask in known if ask is not None)
 
 
 def _product(state: ChunkState, columns: slice, group: Group, *, halved: bool) -> Tensor:

@@ -9,7 +9,7 @@ is coded.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -78,10 +78,10 @@ class Expectations:
 
     def __init__(self, group: Group, table: NDArray[np.int8], room_bytes: int) -> None:
         """Allocate no more than the room: a small file may claim a large vocabulary for each of many groups."""
-        assert group.predictor is not None, "a group without a predictor expects its mean"
         self._table = table
         self._mean = torch.from_numpy(group.mean)
-        self._predictor = group.predictor[: table.shape[1]].float()
+        predictor = cast("Tensor", group.predictor)  # a group without one expects its mean
+        self._predictor = predictor[: table.shape[1]].float()
         slots = len(table) if 4 * len(table) < room_bytes else 0
         capacity = min(slots, (room_bytes - 4 * slots) // (2 * group.width))
         self._kept = torch.empty(capacity, group.width, dtype=torch.bfloat16)

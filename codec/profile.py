@@ -11,7 +11,7 @@ import hashlib
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -71,6 +71,11 @@ class Group:
         """Elements for one token."""
         return len(self.mean)
 
+    @property
+    def scales(self) -> NDArray[np.float32]:
+        """The identity's scale for each element."""
+        return cast("NDArray[np.float32]", self.row_scale)
+
     @cached_property
     def synthesis(self) -> torch.Tensor | None:
         """float32 ``[rank, width]``, coefficients to elements; None for the identity."""
@@ -92,6 +97,11 @@ class Group:
             msg = "the profile's basis is not independent in its own metric; fetch the profile again"
             raise CorruptError(msg)
         return torch.cholesky_solve(dual.T, factor).T.contiguous()
+
+    @cached_property
+    def halved_analysis(self) -> torch.Tensor:
+        """``analysis`` in bfloat16."""
+        return cast("torch.Tensor", self.analysis).bfloat16()  # the identity has none
 
 
 def _weighted(synthesis: torch.Tensor, metric: tuple[NDArray[np.float32], ...]) -> torch.Tensor:
@@ -153,8 +163,7 @@ class Profile:
     @cached_property
     def expectations(self) -> tuple[Expectations, ...]:
         """What the table says of each group's elements; needs a table."""
-        table = self.table
-        assert table is not None, "a profile without a table expects means"
+        table = cast("NDArray[np.int8]", self.table)  # without one, means are expected
         total = sum(group.width for group in self.groups)
         return tuple(Expectations(group, table, ROWS_BYTES * group.width // total) for group in self.groups)
 

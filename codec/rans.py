@@ -68,11 +68,11 @@ def _encode(
     lanes: int,
 ) -> Lanes:
     tokens, columns = symbols.shape
-    room = tokens * -(-columns // lanes)
+    room = tokens * -(-columns // lanes) + 1
     buffer = np.empty((lanes, room), np.uint16)
     states, counts = np.empty(lanes, np.uint32), np.empty(lanes, np.int64)
-    symbols, index = np.ascontiguousarray(symbols), np.ascontiguousarray(index)
-    _kernels.encode(symbols, index, starts, frequencies.ravel().astype(np.uint32), lanes, buffer, states, counts)
+    packed = starts << np.uint32(16) | frequencies.ravel()
+    _kernels.encode(np.ascontiguousarray(symbols), np.ascontiguousarray(index), packed, buffer, states, counts)
     words = np.concatenate([buffer[lane, room - count :] for lane, count in enumerate(counts)])
     return Lanes(states, counts.astype(np.uint16), words)
 

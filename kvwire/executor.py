@@ -220,7 +220,10 @@ class Executor:
             if layers and document.token_ids is not None:
                 hidden = await self.compute(partial(self._engine.head_start, document.token_ids, layers))
             profile = document.source.profile
-            document.decoder = BlobDecoder(document.head, profile, out=part, offset=offset, hidden=hidden)
+            decoder = BlobDecoder(document.head, profile, out=part, offset=offset, hidden=hidden)
+            if decoder.kept is not None:
+                self.prompt.keep(index, decoder.kept)
+            document.decoder = decoder
         except KvwireError as error:
             if document.token_ids is None:
                 raise
