@@ -414,8 +414,8 @@ def _predicted_kl(error: float, scale: float, exponent: float) -> float:
 def _mean_error(column: NDArray[np.void], tokens: NDArray[np.int64]) -> float:
     """The chunks' errors, weighted by their tokens."""
     here = column["offset"] != MISSING
-    errors, energies = column["error"][here].astype(np.float64), column["energy"][here].astype(np.float64)
+    errors, energies = column["error"][here], column["energy"][here]  # checked as they are: casting a NaN may warn
     if not all(np.isfinite(each).all() and (each >= 0).all() for each in (errors, energies)):
         msg = "the blob's index holds impossible errors; fetch the blob's head again"
         raise CorruptError(msg)
-    return float(errors @ tokens[here]) / float(tokens[here].sum()) if here.any() else 0.0
+    return float(errors.astype(np.float64) @ tokens[here]) / float(tokens[here].sum()) if here.any() else 0.0
