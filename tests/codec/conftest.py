@@ -5,15 +5,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from kvwire.codec import Ladder, encode, fit_profile
 
 from .synthetic import make_cache, make_hidden, make_statistics
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvwire.codec import KVCache, Profile
 
 LADDER = Ladder(3.6, ("coarse", "standard", "fine", "finest"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Matrices are tiny here: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

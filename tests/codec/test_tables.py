@@ -80,3 +80,31 @@ def test_damaged_tables_are_refused(damage):
         base = base[:-1]
     with pytest.raises(CorruptError, match="tables"):
         dataclasses.replace(PURE, base=base, ternary=ternary).check()
+
+
+def test_points_lie_where_values_crowd():
+    """Uncounted, a Laplacian's: near half a step where it falls steeply, nearly none where it is flat; then counted."""
+    assert (np.diff(PURE.points[:, 0].astype(int)) <= 0).all()
+    assert (PURE.points[:, 0] == PURE.points[:, 1]).all()
+    assert PURE.points[0, 0] > 0.45 * 65536
+    assert PURE.points[-1, 0] < 0.01 * 65536
+    excess = np.zeros((CLASSES, 2, 2))
+    excess[4, 0], excess[4, 1] = (1e9, 0.3e9), (1e9, -0.2e9)
+    fitted = fit_tables(np.zeros((CLASSES, 256)), np.zeros((CLASSES, CONTEXTS, 3)), excess)
+    assert fitted.points[4].tolist() == [round(0.3 * 65536), 0]
+    assert np.array_equal(np.delete(fitted.points, 4, 0), np.delete(PURE.points, 4, 0))
+
+
+def test_points_are_the_means_of_laplacian_values():
+    """Against sums over a fine grid: the density's mean in the bins of 1 and 2."""
+    grid = np.linspace(0.5, 1.5, 200_001)
+    for row in (0, 11, 23, CLASSES - 1):
+        weight = np.exp(-np.sqrt(2) / (FINEST_SCALE * 3.0 ** (row / 6)) * (grid - 0.5))
+        assert PURE.points[row, 0] / 65536 == pytest.approx(1 - (grid * weight).sum() / weight.sum(), abs=2e-5)
+
+
+def test_sizes_are_whole_but_for_points():
+    sizes = PURE.sizes
+    assert sizes[0].tolist() == [0, 1, 2]
+    assert np.array_equal(sizes[1:, 0], np.zeros(CLASSES))
+    np.testing.assert_allclose(sizes[1:, 1:], np.array([1, 2]) - PURE.points / 65536, rtol=1e-6)

@@ -6,12 +6,13 @@ Mitigation: all of the above; what comes out is an error of kvwire's or a cache,
 from __future__ import annotations
 
 import tracemalloc
+from typing import NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvwire.codec import KVCache, decode, inspect, read_profile
+from kvwire.codec import CacheGenProfile, KVCache, Profile, decode, inspect, read_profile
 from kvwire.errors import KvwireError
 
 from .. import surgery as cut
@@ -20,14 +21,26 @@ FUZZ = settings(max_examples=150, suppress_health_check=[HealthCheck.function_sc
 EDITS = st.lists(st.tuples(st.integers(0, 2**16), st.integers(0, 255)), min_size=1, max_size=6)
 
 
+class Target(NamedTuple):
+    """A blob and its profile."""
+
+    blob: bytes
+    profile: Profile | CacheGenProfile | None
+
+    def __repr__(self):
+        """Short: hypothesis prints it."""
+        return "target"
+
+
 @pytest.fixture(params=["layered", "inside", "lossless", "cachegen"])
 def target(request, blob, profile, own_blob, exact_blob, cachegen_blob, cachegen_profile):
-    return {
+    pairs = {
         "layered": (blob, profile),
         "inside": (own_blob, None),
         "lossless": (exact_blob, None),
         "cachegen": (cachegen_blob, cachegen_profile),
-    }[request.param]
+    }
+    return Target(*pairs[request.param])
 
 
 def edited(data, edits, start, stop):

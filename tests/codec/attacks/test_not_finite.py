@@ -26,6 +26,13 @@ def test_index(blob, name, value):
     refused_by_head(cut.entry(blob, 2, name, -1e-3), match="impossible errors")
 
 
+@pytest.mark.parametrize("name", ["error", "energy"])
+def test_nan_that_signals(blob, name):
+    """Converting it to another width would warn."""
+    at = cut.index_at(blob) + 32 * 2 + cut.ENTRY_FIELDS[name][0]
+    refused_by_head(cut.sealed(blob[:at] + b"\x01\x00\x80\x7f" + blob[at + 4 :]), match="impossible errors")
+
+
 def test_errors_that_overflow_with_their_calibration(blob):
     """Each number is sound, the divergence that they predict is none."""
     meta = cut.metadata(blob) | {"error_to_kl": [1e300, 8.0]}
