@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvwire.codec.profile import Group, Profile
 
 ROWS_BYTES = 64 << 20
-"""Memory of one profile for expected elements of tokens that were met before: most words of a text are frequent ones."""
+"""Memory of a profile for expected elements of tokens that were met before: most words of a text are frequent ones."""
 
 
 class Text:

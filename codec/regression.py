@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -164,7 +164,7 @@ def _worth(residuals: Tensor, metric: list[Tensor]) -> float:
 
 @dataclass(frozen=True, eq=False)
 class _Columns:
-    """The token table: int8 entries ``[vocabulary, r]``, raw features to entries ``up``, their weights to ours ``down``."""
+    """The token table, int8 ``[vocabulary, r]``; ``up`` leads from raw features there, ``down`` their weights."""
 
     count: int
     entries: NDArray[np.int8] | None
