@@ -116,6 +116,9 @@ class BlobDecoder:
         for segment, data in zip(reads, segments, strict=True):
             self._check_bytes(segment, data)
         codec = self._head.levels[level].codec
+        if self._profile is None and codec != CODEC_LOSSLESS:
+            msg = f"the decoder was made for a lossless level alone, not for level {level}; make one without level="
+            raise ArgumentError(msg)
         if codec == CODEC_LANES:
             self._decode_layered(reads, segments)
         elif codec == CODEC_LOSSLESS:
