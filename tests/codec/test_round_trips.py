@@ -168,6 +168,8 @@ def test_layered_levels_and_a_lossless_one(profiles):
     for chunk in range(3):
         decoder.decode_chunk(chunk, [blob[s.offset : s.end] for s in info.reads(chunk, 2)], 2)
     assert same_bits(cache, decoder.cache)
+    with pytest.raises(ArgumentError, match="made for a lossless level alone"):
+        decoder.decode_chunk(0, [blob[s.offset : s.end] for s in info.reads(0, 1)], 1)
     with pytest.raises(ArgumentError, match="nothing to encode"):
         encode(cache, levels=0)
 
