@@ -96,7 +96,7 @@ def predict(
     if choice.gain < LEAST_GAIN:
         return nothing
     covariance = seen.covariance + (choice.weight * seen.examples) / seen.tokens
-    factor = torch.linalg.cholesky(covariance + choice.ridge * torch.eye(len(covariance), dtype=torch.float64))
+    factor = _factor(covariance, choice.ridge)
     fits = [torch.cholesky_solve(each.cross + choice.weight * each.examples / seen.tokens, factor) for each in moments]
     freedom = float(torch.cholesky_solve(seen.covariance, factor).trace())
     excess = 1 / max(1 - freedom / seen.tokens, 0.25)
@@ -108,6 +108,14 @@ def predict(
     centre = seen.mean.clone()
     centre[columns.count :] = 0
     return Predictions(columns.entries, basis, centre, weights, excess)
+
+
+def _factor(covariance: Tensor, ridge: float) -> Tensor:
+    """Cholesky factor of the covariance plus a ridge, which grows where rounding makes the sum indefinite."""
+    unit = torch.eye(len(covariance), dtype=torch.float64)
+    ridge = max(ridge, 1e-12 * float(covariance.diagonal().mean()))
+    factor, failed_at = torch.linalg.cholesky_ex(covariance + ridge * unit)
+    return _factor(covariance, 10 * ridge) if int(failed_at) else factor
 
 
 def _weighted(matrix: Tensor, metric: list[Tensor]) -> Tensor:

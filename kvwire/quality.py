@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvwire.types import KVCache
 
 
-_WINDOWS = 12
+_WINDOWS = 6
 """Documents that the error is calibrated on."""
 _LEAST_TOKENS = 64
 _CONTEXT, _REST = 1024, 256
@@ -46,7 +46,7 @@ def calibrate_error(
     """Learn which KL divergence a blob's measured error stands for, from the text that follows cached contexts.
 
     Of some documents, all but the last quarter is encoded and decoded at each level, and the rest is read on top of it.
-    The curve runs where nine windows out of ten lie below: calibration text is what the profile knows best, other text
+    The curve runs where nine points out of ten lie below: calibration text is what the profile knows best, other text
     suffers more. Returns the profile with ``error_to_kl``, unchanged where the documents are too short to tell.
     """
     points = [

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvwire import controller as ctl
 from kvwire.corpus import Corpus, Document
@@ -36,6 +38,23 @@ class Small:
         for _ in corpus.encode([Document(name, tuple(ids)) for name, ids in self.tokens.items()]):
             pass
         return corpus
+
+
+@pytest.fixture(scope="session")
+def demo_model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with the demonstration's tokenizer and documents, small enough to be calibrated by every test."""
+    folder = tmp_path_factory.mktemp("demo") / "model"
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=8192, hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=4096, initializer_range=0.15,
+        bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo_model / name, folder / name)
+    shutil.copytree(demo_model.parent / "documents", folder.parent / "documents")
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -321,4 +321,4 @@ def test_the_demo_on_a_folder_of_ones_own(small, tmp_path):
         assert row["kl"] < 0.02
         assert row["bytes"]["kvwire"] * 8 < row["bytes"]["raw"]
         assert row["decisions"]
-    assert set(report["encode"]["bits_per_element"]) == {"coarse", "standard", "fine", "finest"}
+    assert set(report["encode"]["bits_per_element"]) == {"coarse", "standard", "fine", "finer", "finest"}
