@@ -142,7 +142,9 @@ def test_over_http_and_a_slow_link_with_a_deadline(small, reference):
 
 
 def test_a_link_too_slow_for_anything_means_recomputing_exactly(small, reference):
-    answer = _ask(small, small.corpus(), link="4kbit,1ms", settings=replace(QUICK, bandwidth_prior=5e2))
+    answer = _ask(
+        small, small.corpus(), link="40kbit,1ms", settings=replace(QUICK, bandwidth_prior=5e3, quality_floor=4)
+    )
     assert {d.action for d in answer.decisions} == {"recompute"}
     kl, agreement = reference.compare(small.engine, answer.prompt.cache)
     assert kl < 1e-6
@@ -151,7 +153,9 @@ def test_a_link_too_slow_for_anything_means_recomputing_exactly(small, reference
 
 def test_linked_recompute_equals_linked_prefill(small):
     """Recomputing chunk by chunk at the document's place in the prompt gives what shifting its prefill there gives."""
-    answer = _ask(small, small.corpus(), link="4kbit,1ms", settings=replace(QUICK, bandwidth_prior=5e2))
+    answer = _ask(
+        small, small.corpus(), link="40kbit,1ms", settings=replace(QUICK, bandwidth_prior=5e3, quality_floor=4)
+    )
     exact = link([small.engine.prefill([ids])[0] for ids in small.tokens.values()])
     for ours, theirs in zip(
         (*answer.prompt.cache.keys, *answer.prompt.cache.values), (*exact.keys, *exact.values), strict=True
