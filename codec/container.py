@@ -68,6 +68,8 @@ _ENTRY = np.dtype(
 _DIGEST_CHARACTERS = 64
 _ORDER = (CODEC_LANES, CODEC_CACHEGEN, CODEC_LOSSLESS)
 _MAX_LAYERS = 1 << 20
+_LARGEST_ERROR = 1e38
+"""Float32 holds it."""
 _MAX_OFFSET = 1 << 31
 
 
@@ -176,7 +178,8 @@ def _index(draft: Draft, offset: int) -> tuple[NDArray[np.void], int]:
     for row, chunk in enumerate(draft.segments):
         for level, (data, symbols, error, energy) in enumerate(chunk):
             codec = draft.levels[level].codec
-            index[row, level] = (offset, len(data), symbols, zlib.crc32(data), codec, 0, error, energy)
+            sizes = (min(error, _LARGEST_ERROR), min(energy, _LARGEST_ERROR))
+            index[row, level] = (offset, len(data), symbols, zlib.crc32(data), codec, 0, *sizes)
             offset += len(data)
     return index, offset
 

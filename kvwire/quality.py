@@ -27,6 +27,8 @@ _LEAST_TOKENS = 64
 _CONTEXT, _REST = 1024, 256
 """Tokens of a document that are cached and read on, at most."""
 _QUANTILE = 0.9
+_STEEPEST = 0.9
+"""Exponent of the error at most: on text that the profile was fitted on, fine levels look better than on other text."""
 
 
 def mean_kl(exact: Tensor, other: Tensor) -> float:
@@ -59,7 +61,7 @@ def calibrate_error(
         return profile
     errors, kls = np.log(np.array(points)).T
     spread = float(errors.std())
-    slope = float(np.clip(np.polyfit(errors, kls, 1)[0], 0.5, 1.5)) if spread else 1.0
+    slope = float(np.clip(np.polyfit(errors, kls, 1)[0], 0.5, _STEEPEST)) if spread else 1.0
     level = float(np.quantile(kls - slope * errors, _QUANTILE))
     return replace(profile, error_to_kl=(math.exp(level), slope))
 
