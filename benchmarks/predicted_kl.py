@@ -1,8 +1,8 @@
 """The KL divergence that a blob's index predicts, against the one that is measured, on text that nothing was fitted on.
 
 The profile is fitted on novels and its error calibrated on them (``kvwire.calibrate_error``); texts are a novel, an
-encyclopaedia and question sets. Predictions are what ``kvwire.inspect`` says of each level; divergences are those of the
-next token over the 256 tokens after the context.
+encyclopaedia and question sets. Predictions are what ``kvwire.inspect`` says of each level; divergences are those of
+the next token over the 256 tokens after the context.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from kvwire.controller import (
     TtfbEstimator,
 )
 from kvwire.errors import ArgumentError
-from kvwire.types import BlobInfo, CacheMeta, ChunkId, SegmentInfo
+from kvwire.types import BlobInfo, CacheMeta, ChunkId, LevelInfo, SegmentInfo
 
 from .fake_executor import COSTS, MB, SIZES, SLOW, FakeExecutor, document, new_session
 
@@ -297,9 +297,19 @@ def test_settings_that_cannot_be_are_refused():
 
 def test_a_blob_says_what_planning_needs():
     rows = tuple(tuple(SegmentInfo(c, k, 0, 10 * (k + 1), 0, 0, 0, 0.0) for k in range(3)) for c in range(2))
-    info = BlobInfo((1, 0), CacheMeta(), 300, 256, 64, 124, "", (), rows, token_ids=None)
+    levels = tuple(LevelInfo(name, 1.0, 0, 0, 0.0, 0.0) for name in "abc")
+    info = BlobInfo((1, 0), CacheMeta(), 300, 256, 64, 124, "", levels, rows, token_ids=None)
     assert DocumentPlanInput.from_blob(info) == DocumentPlanInput((256, 44), ((10, 30, 60),) * 2, has_text=False)
     assert DocumentPlanInput.from_blob(info, has_text=True).has_text
+
+
+def test_a_lossless_level_is_planned_only_where_there_is_nothing_else():
+    rows = tuple(tuple(SegmentInfo(0, k, 0, 10 * (k + 1), 0, 0, 0, 0.0) for k in range(2)) for _ in range(1))
+    exact = LevelInfo("lossless", 0.0, 0, 0, 0.0, 0.0, alone=True, lossless=True)
+    both = BlobInfo((1, 0), CacheMeta(), 9, 256, 64, 94, "", (LevelInfo("a", 1.0, 0, 0, 0.0, 0.0), exact), rows, None)
+    assert DocumentPlanInput.from_blob(both).fetch_bytes == ((10,),)
+    alone = BlobInfo((1, 0), CacheMeta(), 9, 256, 64, 74, "", (exact,), (rows[0][:1],), None)
+    assert DocumentPlanInput.from_blob(alone).fetch_bytes == ((10,),)
 
 
 def test_an_empty_load_is_finished_at_once():

@@ -266,5 +266,5 @@ def test_trained_models(shared_dir, name):
     ours = engine.forward(engine.past_key_values(cache), question, len(ids))
     assert error_between(ours, whole) < 1e-5
     statistics = engine.statistics([ids, question, query()])
-    assert all(energy is not None for energy in statistics.query_energy)
+    assert all(metric is not None for metric in statistics.query_metric)
     assert all(metric is not None for metric in statistics.value_metric)
