@@ -9,12 +9,13 @@ import math
 import struct
 import zlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from kvwire.codec.ids import MAX_BITS, MIN_BITS, id_bytes, pack_ids, unpack_ids
-from kvwire.codec.kept import Kept, pack_kept, unpack_kept
+from kvwire.codec.kept import Kept, kept_sizes, pack_kept, unpack_kept
 from kvwire.codec.layout import (
     MAX_WIDTH,
     elements_per_token,
@@ -108,16 +109,21 @@ class Level:
 class Head:
     """A parsed head: what every reader sees (``info``) and what the decoder alone needs.
 
-    kept: for each layer a bool ``[kv_heads, tokens]`` of what is in the cache, None for layers that hold all; None
-    alone where nothing was pruned. offset: position of the first token where lossless levels hold rotated keys; None
-    where they hold un-rotated ones.
+    kept_bits: ``kept`` as stored: for each layer a bool ``[kv_heads, tokens]`` of what is in the cache, None for layers
+    that hold all; None alone where nothing was pruned. offset: position of the first token where lossless levels hold
+    rotated keys; None where they hold un-rotated ones.
     """
 
     info: BlobInfo
     levels: tuple[Level, ...]
     profile_bytes: bytes
-    kept: Kept | None = None
+    kept_bits: bytes = b""
     offset: int | None = None
+
+    @cached_property
+    def kept(self) -> Kept | None:
+        """Unpacked when it is first asked for; raises CorruptError where the bits do not fit the layout."""
+        return unpack_kept(self.kept_bits, self.info.meta.layers, self.info.tokens) if self.kept_bits else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,8 +241,9 @@ def parse_head(data: bytes, *, check: bool = True) -> Head:
         fields.version, meta, fields.tokens, fields.chunk_tokens, fields.head_bytes, fields.file_bytes, digest,
         infos, segments, token_ids, method, head_start,
     )  # fmt: skip
-    kept = unpack_kept(parts.kept, meta.layers, fields.tokens) if parts.kept else None
-    return Head(info, levels, parts.profile, kept, offset)
+    if parts.kept:
+        kept_sizes(parts.kept, meta.layers, fields.tokens)
+    return Head(info, levels, parts.profile, parts.kept, offset)
 
 
 def _settings(metadata: dict[str, Any]) -> tuple[int, tuple[float, float] | None, int | None]:

@@ -69,7 +69,7 @@ class BlobDecoder:
         self._head = head if isinstance(head, Head) else parse_head(head, check=check)
         self._check = check
         self._offset = offset
-        alone = level is not None and self.info.levels[level].lossless
+        alone = level is not None and self.info.levels[level_index(self.info, level)].lossless
         self._profile = None if alone else _profile_for(self._head, profile)
         if isinstance(self._profile, Profile):
             self._layered = self._profile
@@ -165,13 +165,15 @@ class BlobDecoder:
             moved = positions_off(KVCache([k for k, _ in pairs], [v for _, v in pairs], meta))
             turns = self._turns(start, stop)
             for plane in planes_of(layers):
+                if layers[plane[1]].rotary(plane[0]) is None:
+                    continue
                 elements = gather_planes(moved, (plane,), 0, stop - start)
                 scatter_planes(elements, (plane,), self.cache, self.info.meta, start, turns)
-            return
-        for layer, (keys, values) in enumerate(pairs):
-            if layers[layer].kind != "none":
-                self.cache.keys[layer][:, start:stop] = keys
-                self.cache.values[layer][:, start:stop] = values
+        stays = self._head.offset == self._offset
+        for side, layer in planes_of(layers):
+            if stays or layers[layer].rotary(side) is None:
+                target = (self.cache.keys if side == "key" else self.cache.values)[layer]
+                target[:, start:stop] = pairs[layer][side == "value"]
 
     def _drop_pruned(self, start: int, stop: int) -> None:
         """Entries that the cache never held are zero, whatever was decoded there."""
@@ -179,7 +181,8 @@ class BlobDecoder:
             if mask is not None:
                 gone = ~mask[:, start:stop, None]
                 for tensor in (self.cache.keys[layer], self.cache.values[layer]):
-                    tensor[:, start:stop].masked_fill_(gone.to(tensor.device), 0)
+                    bits = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # all zero bits are 0 in float8
+                    bits[:, start:stop].masked_fill_(gone.to(tensor.device), 0)
 
     def _check_bytes(self, segment: SegmentInfo, data: bytes) -> None:
         name = f"chunk {segment.chunk} level {segment.level}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from kvwire.codec.quantiser import Ladder, ladder_for, quantise, split_levels
 from kvwire.codec.segment import MAX_CHUNK_SYMBOLS, ChunkState, encode_segment
 from kvwire.codec.tables import column_classes
 from kvwire.codec.transform import analyse, energy_of, gather
-from kvwire.codec.workers import each
+from kvwire.codec.workers import each, one_core
 from kvwire.errors import ArgumentError
 from kvwire.types import digest_tokens
 
@@ -57,7 +57,7 @@ def encode(
     for none but the lossless one. chunk_tokens: tokens in a chunk, 1 to 4096. lossless: add a level that holds the
     stored numbers bit for bit, as a stream of its own. hidden: ``engine.head_start`` of the document, where the profile
     was fitted with one. threads: chunks encoded at a time, None for one on every core.
-    The same input gives the same bytes, whatever the number of threads. Raises ArgumentError on an empty cache,
+    On one machine the same input gives the same bytes, whatever ``threads`` is. Raises ArgumentError on an empty cache,
     CacheValueError, MismatchError.
     """
     if not cache.tokens:
@@ -67,10 +67,10 @@ def encode(
         msg = f"chunk_tokens must be 1 to {MAX_CHUNK_TOKENS}, got {chunk_tokens}"
         raise ArgumentError(msg)
     coder: _Coder
-    if isinstance(profile, CacheGenProfile):
-        coder = _CacheGen(cache, profile, levels)
-    elif type(levels) is int and levels == 0:
+    if type(levels) is int and levels == 0:
         coder = _Nothing(lossless=lossless)
+    elif isinstance(profile, CacheGenProfile):
+        coder = _CacheGen(cache, profile, levels)
     else:
         coder = _Layered(cache, profile, ladder_for(levels), min(cache.tokens, chunk_tokens), hidden)
 
@@ -123,10 +123,11 @@ class _Nothing(_Coder):
 class _CacheGen(_Coder):
     def __init__(self, cache: KVCache, profile: CacheGenProfile, levels: Ladder | int | None) -> None:
         profile.check_fits(cache.meta)
-        if isinstance(levels, Ladder) or (levels is not None and not 1 <= levels <= len(profile.level_names)):
+        known = levels is None or (type(levels) is int and 1 <= levels <= len(profile.level_names))
+        if not known:
             msg = f"a CacheGen profile has levels of its own, {len(profile.level_names)}; give their number or None"
             raise ArgumentError(msg)
-        names = profile.level_names[:levels]
+        names = profile.level_names[: cast("int | None", levels)]
         self.levels = tuple(Level(name, codec=CODEC_CACHEGEN) for name in names)
         self.digest = profile.digest
         self._cache, self._profile = cache, profile
@@ -148,7 +149,8 @@ class _Layered(_Coder):
     def __init__(
         self, cache: KVCache, profile: Profile | None, ladder: Ladder, chunk_tokens: int, hidden: Tensor | None
     ) -> None:
-        used = identity_profile(cache, ladder) if profile is None else profile
+        with one_core():  # whose sums do not depend on the number of threads
+            used = identity_profile(cache, ladder) if profile is None else profile
         used.check_fits(cache.meta)
         if chunk_tokens * used.rank > MAX_CHUNK_SYMBOLS:
             most = MAX_CHUNK_SYMBOLS // used.rank

@@ -34,18 +34,24 @@ def pack_kept(kept: Kept, layers: tuple[LayerSpec, ...], tokens: int) -> bytes:
     return packed if len(packed) < len(raw) <= _MOST_PACKED * len(packed) else raw
 
 
-def unpack_kept(data: bytes, layers: tuple[LayerSpec, ...], tokens: int) -> Kept:
-    """Read ``pack_kept``; raises CorruptError where it does not fit the layout."""
+def kept_sizes(data: bytes, layers: tuple[LayerSpec, ...], tokens: int) -> list[int]:
+    """Bytes of each layer's bits; raises CorruptError where the stored ones cannot stand for so many."""
     sizes = [0 if spec.kind == "none" else -(-spec.kv_heads * tokens // 8) for spec in layers]
     if not len(data) <= sum(sizes) <= _MOST_PACKED * len(data):
         msg = "the blob's list of kept entries does not fit its layout; fetch it again"
         raise CorruptError(msg)
+    return sizes
+
+
+def unpack_kept(data: bytes, layers: tuple[LayerSpec, ...], tokens: int) -> Kept:
+    """Read ``pack_kept``; raises CorruptError where it does not fit the layout."""
+    sizes = kept_sizes(data, layers, tokens)
     raw = data if len(data) == sum(sizes) else decompress(data, sum(sizes), "list of kept entries")
     out: list[torch.Tensor | None] = []
     at = 0
     for spec, size in zip(layers, sizes, strict=True):
         bits = np.unpackbits(np.frombuffer(raw, np.uint8, size, at), count=spec.kv_heads * tokens if size else 0)
-        mask = torch.from_numpy(bits.astype(bool)).reshape(spec.kv_heads, tokens if size else 0)
+        mask = torch.from_numpy(bits.view(bool)).reshape(spec.kv_heads, tokens if size else 0)
         out.append(None if bool(mask.all()) else mask)
         at += size
     return tuple(out)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _CHUNK = 1024
 """Tokens gathered at a time."""
+_MATRIX = 2
 _TRIALS = 1024
 """Tokens that fits are tried on."""
 _HASH = 2654435761
@@ -77,6 +78,12 @@ class Features:
         if hidden is not None and [len(h) for h in hidden] != [cache.tokens for cache in caches]:
             msg = "hidden states must be one [tokens, size] tensor for each calibration cache"
             raise ArgumentError(msg)
+        if hidden is not None and any(states.ndim != _MATRIX for states in hidden):
+            msg = "hidden states must be [tokens, size] tensors, as engine.head_start computes them"
+            raise ArgumentError(msg)
+        if hidden is not None and not all(bool(torch.isfinite(states).all()) for states in hidden):
+            msg = "the hidden states hold NaN or infinity; compute them in float32"
+            raise CacheValueError(msg)
         if hidden is not None or any(cache.token_ids is None for cache in caches):
             vocabulary = None
         self.table = None if vocabulary is None else vocabulary.features.float().cpu()

@@ -79,9 +79,9 @@ class Expectations:
     def __init__(self, group: Group, table: NDArray[np.int8], room_bytes: int) -> None:
         """Allocate no more than the room: a small file may claim a large vocabulary for each of many groups."""
         self._table = table
-        self._mean = torch.from_numpy(group.mean)
+        self._mean = torch.from_numpy(group.mean).double()
         predictor = cast("Tensor", group.predictor)  # a group without one expects its mean
-        self._predictor = predictor[: table.shape[1]].float()
+        self._predictor = predictor[: table.shape[1]].double()
         slots = len(table) if 4 * len(table) < room_bytes else 0
         capacity = min(slots, (room_bytes - 4 * slots) // (2 * group.width))
         self._kept = torch.empty(capacity, group.width, dtype=torch.bfloat16)
@@ -110,7 +110,8 @@ class Expectations:
         return out
 
     def _compute(self, token_ids: NDArray[np.int64]) -> Tensor:
-        features = torch.from_numpy(self._table[token_ids]).float()
+        """In float64 and rounded once, so that a token's row does not depend on those computed with it."""
+        features = torch.from_numpy(self._table[token_ids]).double()
         return torch.addmm(self._mean, features, self._predictor).bfloat16()
 
 

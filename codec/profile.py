@@ -91,12 +91,12 @@ class Group:
         synthesis = self.synthesis
         if synthesis is None:
             return None
-        dual = _weighted(synthesis, self.metric)
-        factor, failed_at = torch.linalg.cholesky_ex(synthesis @ dual)
+        dual = _weighted(synthesis, self.metric).double()
+        factor, failed_at = torch.linalg.cholesky_ex(synthesis.double() @ dual)
         if int(failed_at):
             msg = "the profile's basis is not independent in its own metric; fetch the profile again"
             raise CorruptError(msg)
-        return torch.cholesky_solve(dual.T, factor).T.contiguous()
+        return torch.cholesky_solve(dual.T, factor).T.float().contiguous()
 
     @cached_property
     def halved_analysis(self) -> torch.Tensor:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from kvwire.errors import CacheValueError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -31,6 +33,7 @@ _FLOOR = 1e-3
 """What quantisation leaves of an element at about the finest levels; residuals below are as good as none."""
 _RIDGES = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Ridge strengths tried, relative to the features' mean variance."""
+_ATTEMPTS = 16
 _SHARES = (0.0, 0.03, 0.1, 0.3)
 """Weights tried for all examples of the vocabulary together, against all tokens of the texts."""
 _CLIP = 12.0
@@ -114,8 +117,13 @@ def _factor(covariance: Tensor, ridge: float) -> Tensor:
     """Cholesky factor of the covariance plus a ridge, which grows where rounding makes the sum indefinite."""
     unit = torch.eye(len(covariance), dtype=torch.float64)
     ridge = max(ridge, 1e-12 * float(covariance.diagonal().mean()))
-    factor, failed_at = torch.linalg.cholesky_ex(covariance + ridge * unit)
-    return _factor(covariance, 10 * ridge) if int(failed_at) else factor
+    for power in range(_ATTEMPTS):
+        factor: Tensor
+        factor, failed_at = torch.linalg.cholesky_ex(covariance + ridge * 10.0**power * unit)
+        if not int(failed_at):
+            return factor
+    msg = "the calibration's features cannot be regressed on; check the statistics and hidden states for huge values"
+    raise CacheValueError(msg)
 
 
 def _weighted(matrix: Tensor, metric: list[Tensor]) -> Tensor:

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 
 HALVED_STEP = 0.02
-"""Quantiser step from which on what bfloat16 rounds off the elements is lost in the quantiser's own error."""
+"""Quantiser step from which on what bfloat16 rounds off the elements adds little to the quantiser's own error: three
+per cent at the default ladder's finest level."""
+_LARGE_STEPS = 1024
+"""Coefficients beyond this many steps are worth float32."""
 
 
 _MANY_TOKENS = 64
@@ -71,10 +74,11 @@ def analyse(cache: KVCache, text: Text, start: int, stop: int, step: float = 0.0
 
     step: the finest quantiser step that they are for; where it is coarse enough, products run in bfloat16 on processors
     that are faster so. Returns float32 ``[tokens, profile.rank]``, groups in order, and the energy, in the attention
-    metric, of the directions that the profile has no coefficients for: of every fourth token, times four.
+    metric, of the directions that the profile has no coefficients for: of every fourth token, times four, but for the
+    beginning of a text, where single tokens stand out.
     """
     parts, dropped = [], 0.0
-    sampled = slice(None, None, 4 if stop - start >= _MANY_TOKENS else 1)
+    sampled = slice(None, None, 4 if start and stop - start >= _MANY_TOKENS else 1)
     halved = step >= HALVED_STEP and fast_bfloat16()
     for index, group in enumerate(text.profile.groups):
         rows, of_token = text.expected(index, start, stop)
@@ -82,7 +86,7 @@ def analyse(cache: KVCache, text: Text, start: int, stop: int, step: float = 0.0
         centred -= rows[0] if len(rows) == 1 else rows[torch.from_numpy(of_token.astype(np.int64))]
         if cache.kept is not None:
             _forget_pruned(centred, cache, group.planes, start, stop)
-        coefficients = _project(centred, group, halved=halved)
+        coefficients = _project(centred, group, step if halved else None)
         parts.append(coefficients.numpy())
         if group.metric and group.rank < group.width:
             missing = _energy(centred[sampled], group) - energy_of(parts[-1][sampled])
@@ -108,12 +112,22 @@ def _forget_pruned(centred: Tensor, cache: KVCache, planes: Sequence[Plane], sta
         at += width
 
 
-def _project(centred: Tensor, group: Group, *, halved: bool) -> Tensor:
-    """Coefficients ``[tokens, rank]`` of a group's elements ``[tokens, width]``, the expectation taken off."""
+def _project(centred: Tensor, group: Group, halved_step: float | None) -> Tensor:
+    """Coefficients ``[tokens, rank]`` of a group's elements ``[tokens, width]``, the expectation taken off.
+
+    halved_step: None for float32. Else products run in bfloat16, but for tokens with a coefficient so large, against
+    this step, that eight bits of it would not do: the first tokens of a text often are such.
+    """
     analysis = group.analysis
     if analysis is None:
         return centred / torch.from_numpy(group.scales)
-    return (centred.bfloat16() @ group.halved_analysis).float() if halved else centred @ analysis
+    if halved_step is None:
+        return centred @ analysis
+    out = (centred.bfloat16() @ group.halved_analysis).float()
+    large = out.abs().amax(1) > _LARGE_STEPS * halved_step
+    if bool(large.any()):
+        out[large] = centred[large] @ analysis
+    return out
 
 
 def energy_of(coefficients: NDArray[np.floating]) -> float:

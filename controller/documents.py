@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError
@@ -42,9 +43,10 @@ class DocumentPlanInput:
         """Take a blob's index. ``has_text`` defaults to whether the blob carries its token ids."""
         spans = [info.chunk_span(chunk) for chunk in range(info.chunks)]
         # A lossless level is many times larger and helps no answer: it is planned only where there is nothing else.
+        # Levels that stand alone may be shorter than coarser ones: planning counts the longest so far.
         planned = sum(not level.lossless for level in info.levels) or len(info.levels)
         sizes = tuple(
-            tuple(info.chunk_bytes(chunk, level) for level in range(min(planned, len(segments))))
+            tuple(accumulate((info.chunk_bytes(chunk, level) for level in range(min(planned, len(segments)))), max))
             for chunk, segments in enumerate(info.segments)
         )
         known = info.token_ids is not None if has_text is None else has_text

@@ -72,7 +72,10 @@ class Coding:
 
     def __post_init__(self) -> None:
         """Refuse what does not go together."""
-        if self.head_start < 0 or (self.method == "cachegen" and (self.head_start or self.ladder)):
+        if self.head_start < 0:
+            msg = f"a head start takes layers, {self.head_start} are none; 0 goes without"
+            raise ArgumentError(msg)
+        if self.method == "cachegen" and (self.head_start or self.ladder):
             msg = "CacheGen's method knows neither head start nor ladder; leave them out or use kvwire's own"
             raise ArgumentError(msg)
 
@@ -176,12 +179,19 @@ class Corpus:
         except (CorruptError, NotFoundError):
             profile = None
         if profile is not None and not self._is_wanted(profile):
-            profile = None
-        notes = {} if profile is None or isinstance(profile, CacheGenProfile) else profile.notes
-        seen = int(notes.get("tokens", ENOUGH_TOKENS))
+            msg = (
+                "the profile in use here is of another method or head start; encode with that one, name another tenant "
+                "or store, or call Corpus.calibrate to replace it"
+            )
+            raise MismatchError(msg)
+        noted = 0 if profile is None else profile.notes.get("tokens")
+        seen = noted if type(noted) is int else ENOUGH_TOKENS
         tokens = sum(len(document.token_ids) for document in documents)
         if profile is None or (seen < ENOUGH_TOKENS and tokens >= 2 * seen):
-            return self.calibrate(documents) or profile
+            profile = self.calibrate(documents) or profile
+        if profile is None and self._coding.method == "cachegen":
+            msg = f"CacheGen's method needs a profile, and that {LEAST_TOKENS} tokens at least; encode more text first"
+            raise ArgumentError(msg)
         return profile
 
     def _store(self, document: Document, cache: KVCache, profile: AnyProfile | None, started: float) -> Encoded:
@@ -223,12 +233,22 @@ class Corpus:
             info = inspect(self.catalog.store.get(entry.blob_key, 0, entry.head_bytes))
         except (CorruptError, NotFoundError):
             return None  # a damaged entry or a blob that is gone is written again
-        if self._coding.lossless and not any(level.lossless for level in info.levels):
+        if not self._is_coded_so(info):
             return None
         if entry.document_id != document.document_id:
             entry = replace(entry, document_id=document.document_id)
             self.catalog.add(entry)
         return Encoded(entry, info, skipped=True, encode_s=0.0)
+
+    def _is_coded_so(self, info: BlobInfo) -> bool:
+        """Whether a blob has the levels and chunks that encoding would give."""
+        coding = self._coding
+        if coding.lossless and not any(level.lossless for level in info.levels):
+            return False
+        ladder = coding.ladder or Ladder()
+        steps = [(level.name, level.step) for level in info.levels if not level.alone]
+        wanted = coding.method == "cachegen" or steps == list(zip(ladder.names, ladder.steps, strict=True))
+        return wanted and info.chunk_tokens == coding.chunk_tokens
 
     def find(self, document_id: str) -> CatalogEntry:
         """A document's entry; raises NotFoundError that says how to encode it."""

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar, cast
 
 from kvwire import controller as ctl
-from kvwire.codec import CHUNK_TOKENS, BlobDecoder, read_head
+from kvwire.codec import CHUNK_TOKENS, BlobDecoder, Profile, read_head
 from kvwire.errors import ArgumentError, KvwireError, StorageError
 from kvwire.reuse import LinkedPrompt
 from kvwire.transport import BlobFetcher, LinkMeter, SegmentError, open_session, open_source
@@ -217,7 +217,8 @@ class Executor:
                 raise StorageError(document.source.trouble)
             part, offset = self.prompt.document(index), self.prompt.offset(index)
             hidden, layers = None, document.info.head_start
-            if layers and document.token_ids is not None:
+            wanted = isinstance(document.source.profile, Profile) and document.source.profile.hidden_size
+            if layers and wanted and document.token_ids is not None:
                 hidden = await self.compute(partial(self._engine.head_start, document.token_ids, layers))
             profile = document.source.profile
             decoder = BlobDecoder(document.head, profile, out=part, offset=offset, hidden=hidden)

@@ -78,7 +78,7 @@ def _points(
     for index, level in enumerate(inspect(blob).levels):
         decoded = decode(blob, index, profile, engine.device, engine.model.dtype, hidden=hidden)
         kl = mean_kl(exact, engine.forward(engine.past_key_values(decoded), rest, len(context)))
-        if kl > 0 and level.measured_error > 0:
+        if 0 < kl < math.inf and level.measured_error > 0:
             yield level.measured_error, kl
 
 

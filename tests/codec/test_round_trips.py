@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -149,7 +150,7 @@ def test_levels_that_decode_alone_are_read_alone(profiles):
         assert same_bits(decoder.cache, decode(blob, k, profile))
     assert len(inspect(encode(cache, profile, 2)).levels) == 2
     for wrong in (0, 4, Ladder()):
-        with pytest.raises(ArgumentError, match="CacheGen profile has levels of its own"):
+        with pytest.raises(ArgumentError, match="levels"):
             encode(cache, profile, wrong)
 
 
@@ -296,3 +297,43 @@ def test_positions_of_the_caller_for_values_too(profiles):
     assert farthest(positions_on(cache, 40), moved) < 0.5
     assert farthest(positions_off(cache), decode(blob, None, profiles["latent"][0], offset=None)) < 0.5
     assert replace(moved.meta, offset=0) == cache.meta
+
+
+def test_a_sink_among_ordinary_tokens_keeps_its_precision(monkeypatch):
+    """A first token many times larger than the others: eight bits of its coefficients would not do."""
+    caches = [make("GQA", 600, seed) for seed in (1, 2)]
+    fitted = fit_profile(caches, make_statistics(), rank_cut=0)
+    cache = positions_off(make("GQA", 100, 3))
+    for tensor in (*cache.keys, *cache.values):
+        tensor[:, 0] *= 30
+
+    def error_of_the_sink():
+        decoded = decode(encode(cache, fitted), None, fitted, dtype=torch.float32, offset=None)
+        pairs = zip((*cache.keys, *cache.values), (*decoded.keys, *decoded.values), strict=True)
+        return sum(float((a[:, 0] - b[:, 0]).square().sum()) for a, b in pairs)
+
+    found = error_of_the_sink()
+    monkeypatch.setattr("kvwire.codec.transform.HALVED_STEP", float("inf"))
+    assert found < 1.1 * error_of_the_sink()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_pruned_cache_decodes_to_float8(dtype):
+    cache = make("GQA", 40)
+    kept = tuple(torch.rand(2, 40, generator=torch.Generator().manual_seed(layer)) < 0.5 for layer in range(4))
+    pruned = KVCache.from_tensors(
+        [k * m[..., None] for k, m in zip(cache.keys, kept, strict=True)],
+        [v * m[..., None] for v, m in zip(cache.values, kept, strict=True)], cache.meta, cache.token_ids, kept=kept,
+    )  # fmt: skip
+    decoded = decode(encode(pruned), dtype=dtype)
+    assert all(not bool(k.float()[~m].any()) for k, m in zip(decoded.keys, kept, strict=True))
+
+
+def test_bytes_do_not_depend_on_what_a_profile_has_met_before():
+    caches = [make("GQA", 200, seed) for seed in (1, 2)]
+    data = fit_profile(caches, make_statistics(words=True)).data
+    cache = make("GQA", 60, 5)
+    cold, warm = Profile.from_bytes(data), Profile.from_bytes(data)
+    for token in cache.token_ids:
+        warm.expectations[0].rows(np.array([token]))
+    assert encode(cache, cold) == encode(cache, warm)

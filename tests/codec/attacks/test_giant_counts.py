@@ -66,9 +66,15 @@ def test_of_cachegen_segments(cachegen_blob, cachegen_profile, name):
     refused(cut.with_segment(cachegen_blob, 0, changed), cachegen_profile, level=0, match="add up")
 
 
-@pytest.mark.parametrize("kept", [1, 100, 2**20, 2**40])
+@pytest.mark.parametrize("kept", [100, 2**20, 2**40])
 def test_kept_entries(blob, kept):
     refused_by_head(cut.with_metadata(blob, cut.metadata(blob) | {"kept_bytes": kept}), match="add up|kept entries")
+
+
+def test_kept_entries_that_are_none_are_refused_before_a_segment_is_read(blob, profile):
+    """Their length is possible, so it takes unpacking them, which only a decoder does."""
+    changed = cut.with_metadata(blob, cut.metadata(blob) | {"kept_bytes": 1})
+    refused(changed, profile, match="kept entries|add up")
 
 
 @pytest.mark.parametrize("name", ["table", "g0.rows", "g0.predictor", "g0.mean", "base", "points"])
