@@ -58,12 +58,12 @@ def child(folder: Path, level: int) -> None:
     profile = kvwire.Profile.from_bytes((folder / "profile").read_bytes())
     short, blob = (folder / "short").read_bytes(), (folder / "long").read_bytes()
     for _ in range(3):
-        kvwire.decode(short, level, profile=profile, dtype=torch.bfloat16)
+        kvwire.decode(short, level, profile=profile, dtype=torch.bfloat16, threads=1)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # else the working set would hide in what the warm-up left behind
     Path("/proc/self/clear_refs").write_text(_RESET_PEAK, encoding="ascii")
     before = _resident_bytes("VmRSS")
-    cache = kvwire.decode(blob, level, profile=profile, dtype=torch.bfloat16)
+    cache = kvwire.decode(blob, level, profile=profile, dtype=torch.bfloat16, threads=1)
     peak = _resident_bytes("VmHWM")
     print(json.dumps({"growth": peak - before, "output": cache.nbytes}))
 
@@ -83,8 +83,8 @@ def peaks(folder: Path, level: int, repetitions: int) -> tuple[list[float], int]
 def speeds(cache: KVCache, profile: Profile, blob: bytes, rounds: int) -> dict[str, dict[str, float]]:
     """Milliseconds for each megabyte of bfloat16: encoding all levels, decoding each."""
     names = [level.name for level in kvwire.inspect(blob).levels]
-    cases = {"encode, all levels": lambda: kvwire.encode(cache, profile=profile)} | {
-        f"decode {name}": lambda name=name: kvwire.decode(blob, name, profile=profile, dtype=torch.bfloat16)
+    cases = {"encode, all levels": lambda: kvwire.encode(cache, profile=profile, threads=1)} | {
+        f"decode {name}": lambda name=name: kvwire.decode(blob, name, profile=profile, dtype=torch.bfloat16, threads=1)
         for name in names
     }
     megabytes = cache.nbytes / MEGABYTE

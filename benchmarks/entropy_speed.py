@@ -119,9 +119,9 @@ def recorded(name: str, work: Callable[[], object]) -> list[Call]:
 
 def workload(name: str, kind: str, cache: KVCache, profile: Profile, ladder: Ladder) -> Workload:
     """Base or ternary streams (``kind``) of one document's blob."""
-    blob = kvwire.encode(cache, profile=profile, levels=ladder)
-    encodes = recorded(f"encode_{kind}", lambda: kvwire.encode(cache, profile=profile, levels=ladder))
-    decodes = recorded(f"decode_{kind}", lambda: kvwire.decode(blob, profile=profile))
+    blob = kvwire.encode(cache, profile=profile, threads=1, levels=ladder)
+    encodes = recorded(f"encode_{kind}", lambda: kvwire.encode(cache, profile=profile, threads=1, levels=ladder))
+    decodes = recorded(f"decode_{kind}", lambda: kvwire.decode(blob, profile=profile, threads=1))
     grouped = _base_groups if kind == "base" else _ternary_groups
     return Workload(name, encodes, decodes, [grouped(call) for call in encodes])
 

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from kvwire import KVCache, Profile, TransformersEngine
 
 CONTINUATION = 256
-TARGET_RATIO = 1 / 8
+TARGET_RATIO = 1 / 25
 """Bits of kvwire over bits of CacheGen in 256-token chunks, at no more KL divergence."""
-TARGET_LAYERING = 0.02
+TARGET_LAYERING = 0.01
 """Bytes that a ladder of three levels may cost over its finest level alone."""
 REFERENCE = "CacheGen, 256-token chunks"
 _CACHEGEN = {
@@ -240,7 +240,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, nargs="+", default=default_texts(), help="unseen texts to measure on")
     parser.add_argument("--contexts", type=int, default=1024, help="tokens in a cached context")
     parser.add_argument("--windows", type=int, default=4, help="contexts from each text")
-    parser.add_argument("--calibration", type=int, default=12, help="windows that the profile is fitted on")
+    parser.add_argument("--calibration", type=int, default=16, help="windows that the profile is fitted on")
     return parser.parse_args()
 
 
