@@ -81,18 +81,21 @@ def _product(state: ChunkState, columns: slice, group: Group, *, halved: bool) -
     small = torch.empty(values.shape, dtype=torch.bfloat16)
     widest = np.empty(values.shape[1], np.uint32)
     _kernels.to_bfloat16(values, sizes, small.view(torch.uint16).numpy(), widest)
-    if int(widest.max(initial=0)) > _EXACT * _EXACT:
-        return _product(state, columns, group, halved=False)
     rows = rows[: values.shape[1]]
     wide = (widest > _EXACT).nonzero()[0]
     if not len(wide):
         return small @ rows
-    # A wide column goes in two, whole multiples of 256 and what remains: both are exact.
-    whole = torch.from_numpy(values[:, wide])
-    high = torch.div(whole + _EXACT // 2, _EXACT, rounding_mode="floor") * _EXACT
+    # A wide column goes in several, one for each of its digits of eight bits: each is exact.
     at = torch.from_numpy(wide)
-    small[:, at] = torch.where(high == 0, small[:, at], (whole - high).bfloat16())
-    return torch.cat([small, high.bfloat16()], 1) @ torch.cat([rows, rows[at]])
+    rest = torch.from_numpy(values[:, wide]).long()
+    parts, scale = [small], _EXACT
+    carry = torch.div(rest + _EXACT // 2, _EXACT, rounding_mode="floor")
+    small[:, at] = torch.where(carry == 0, small[:, at], (rest - _EXACT * carry).bfloat16())
+    while bool(carry.any()):
+        rest, carry = carry, torch.div(carry + _EXACT // 2, _EXACT, rounding_mode="floor")
+        parts.append((scale * (rest - _EXACT * carry)).bfloat16())
+        scale *= _EXACT
+    return torch.cat(parts, 1) @ torch.cat([rows, *[rows[at]] * (len(parts) - 1)])
 
 
 def _place(
