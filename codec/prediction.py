@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 ROWS_BYTES = 64 << 20
 """Memory of a profile for expected elements of tokens that were met before: most words of a text are frequent ones."""
 
+_BLOCK = 32
+"""Rows computed at a time: what float64 takes stays small against a chunk."""
+
 
 class Text:
     """What a blob's encoder and decoder know of a document besides its cache, checked against the profile.
@@ -111,8 +114,11 @@ class Expectations:
 
     def _compute(self, token_ids: NDArray[np.int64]) -> Tensor:
         """In float64 and rounded once, so that a token's row does not depend on those computed with it."""
-        features = torch.from_numpy(self._table[token_ids]).double()
-        return torch.addmm(self._mean, features, self._predictor).bfloat16()
+        out = torch.empty(len(token_ids), len(self._mean), dtype=torch.bfloat16)
+        for start in range(0, len(token_ids), _BLOCK):
+            features = torch.from_numpy(self._table[token_ids[start : start + _BLOCK]]).double()
+            out[start : start + _BLOCK] = torch.addmm(self._mean, features, self._predictor)
+        return out
 
 
 def _known_ids(table: NDArray[np.int8], tokens: int, token_ids: tuple[int, ...] | None) -> NDArray[np.int64]:
