@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from kvwire.codec import _kernels
+from kvwire.codec.backend import Backend, uses_triton
 from kvwire.codec.cachegen import CacheGenProfile, decode_cachegen, encode_cachegen
 from kvwire.codec.container import (
     CODEC_CACHEGEN,
@@ -30,6 +31,7 @@ from kvwire.errors import ArgumentError
 from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from kvwire.codec.profile import Profile
@@ -48,6 +50,7 @@ def encode(
     lossless: bool = False,
     hidden: Tensor | None = None,
     threads: int | None = None,
+    backend: Backend = "auto",
 ) -> bytes:
     """Encode a document's cache into a layered blob.
 
@@ -56,9 +59,11 @@ def encode(
     that method's own levels. levels: a Ladder, the number of levels of the default ladder, or None for all of them; 0
     for none but the lossless one. chunk_tokens: tokens in a chunk, 1 to 4096. lossless: add a level that holds the
     stored numbers bit for bit, as a stream of its own. hidden: ``engine.head_start`` of the document, where the profile
-    was fitted with one. threads: chunks encoded at a time, None for one on every core.
-    On one machine the same input gives the same bytes, whatever ``threads`` is. Raises ArgumentError on an empty cache,
-    CacheValueError, MismatchError.
+    was fitted with one. threads: chunks encoded at a time, None for one on every core. backend: with ``triton``, and
+    with ``auto`` where the cache lies on a GPU, layered levels of a given profile are encoded on the cache's device;
+    all else is encoded on the processor.
+    On one machine the same input gives the same bytes, whatever ``threads`` is; a rare value differs by one between
+    backends. Raises ArgumentError on an empty cache, CacheValueError, MismatchError.
     """
     if not cache.tokens:
         msg = "the cache holds no tokens; leave empty documents out"
@@ -66,19 +71,20 @@ def encode(
     if not 1 <= chunk_tokens <= MAX_CHUNK_TOKENS:
         msg = f"chunk_tokens must be 1 to {MAX_CHUNK_TOKENS}, got {chunk_tokens}"
         raise ArgumentError(msg)
+    on_device = uses_triton(backend, _device_of(cache))
     coder: _Coder
     if type(levels) is int and levels == 0:
         coder = _Nothing(lossless=lossless)
     elif isinstance(profile, CacheGenProfile):
         coder = _CacheGen(cache, profile, levels)
     else:
-        coder = _Layered(cache, profile, ladder_for(levels), min(cache.tokens, chunk_tokens), hidden)
-
-    def chunk(start: int) -> list[Coded]:
-        stop = min(start + chunk_tokens, cache.tokens)
-        coded = coder.encode(start, stop)
-        return [*coded, Coded(*encode_lossless(cache, start, stop), 0.0, 0.0)] if lossless else coded
-
+        kind = _LayeredOnDevice if on_device and profile is not None else _Layered
+        coder = kind(cache, profile, ladder_for(levels), min(cache.tokens, chunk_tokens), hidden)
+    spans = [(start, min(start + chunk_tokens, cache.tokens)) for start in range(0, cache.tokens, chunk_tokens)]
+    segments = coder.encode_all(spans, threads)
+    if lossless:
+        exact = each(lambda span: Coded(*encode_lossless(cache, *span), 0.0, 0.0), spans, threads)
+        segments = [[*coded, last] for coded, last in zip(segments, exact, strict=True)]
     return pack_blob(
         Draft(
             meta=_named(cache),
@@ -88,7 +94,7 @@ def encode(
             levels=(*coder.levels, Level("lossless", codec=CODEC_LOSSLESS)) if lossless else coder.levels,
             profile_digest=coder.digest,
             profile_bytes=coder.inside,
-            segments=each(chunk, range(0, cache.tokens, chunk_tokens), threads),
+            segments=segments,
             head_start=coder.head_start,
             error_to_kl=coder.error_to_kl,
             kept=cache.kept,
@@ -108,6 +114,10 @@ class _Coder:
     def encode(self, start: int, stop: int) -> list[Coded]:
         """Segments of the chunk of tokens ``start`` to ``stop``, level by level."""
         raise NotImplementedError
+
+    def encode_all(self, spans: list[tuple[int, int]], threads: int | None) -> list[list[Coded]]:
+        """``encode`` for every chunk of the cache, in order."""
+        return each(lambda span: self.encode(*span), spans, threads)
 
 
 class _Nothing(_Coder):
@@ -185,6 +195,23 @@ class _Layered(_Coder):
             error = float(missed.sum(dtype=np.float64)) + dropped
             segments.append(Coded(data, symbols, error / elements, energy / elements))
         return segments
+
+
+class _LayeredOnDevice(_Layered):
+    """The same on the cache's device, many chunks at a time."""
+
+    def encode(self, start: int, stop: int) -> list[Coded]:
+        return self.encode_all([(start, stop)], 1)[0]
+
+    def encode_all(self, spans: list[tuple[int, int]], threads: int | None) -> list[list[Coded]]:
+        from kvwire.codec.device_encode import DeviceEncoder  # Triton is optional
+
+        return DeviceEncoder(self._cache, self._text, self._ladder, _device_of(self._cache)).encode(spans, threads)
+
+
+def _device_of(cache: KVCache) -> torch.device:
+    """Device of the first layer that holds something."""
+    return next(tensor.device for tensor in (*cache.keys, *cache.values) if tensor.numel())
 
 
 def _named(cache: KVCache) -> CacheMeta:

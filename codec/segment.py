@@ -94,7 +94,7 @@ def encode_segment(
         lanes = lanes_for(symbols.size)
         stream = encode_ternary(symbols, state.contexts(), state.classes[columns], state.tables, lanes)
     state.values = values
-    return _pack(codes.tobytes(), escapes, stream), state.tokens * len(state.columns)
+    return pack_segment(codes.tobytes(), escapes, stream), state.tokens * len(state.columns)
 
 
 def _encode_base(state: ChunkState, values: NDArray[np.int32]) -> tuple[Lanes, bytes]:
@@ -107,7 +107,8 @@ def _encode_base(state: ChunkState, values: NDArray[np.int32]) -> tuple[Lanes, b
     return stream, picked[symbols == ESCAPE].astype("<i4").tobytes()
 
 
-def _pack(classes: bytes, escapes: bytes, stream: Lanes) -> bytes:
+def pack_segment(classes: bytes, escapes: bytes, stream: Lanes) -> bytes:
+    """A segment of a class list, escapes as i4, and a stream; docs/format.md, section 4."""
     compressor = zstandard.ZstdCompressor(level=19, write_content_size=True, write_checksum=False)
     packed_classes = compressor.compress(classes) if classes else b""
     packed_escapes = compressor.compress(escapes) if escapes else b""

@@ -1,0 +1,207 @@
+"""Triton kernels that encode. Their readable twins stand in ``quantiser`` and ``rans_naive``.
+
+Quantised values are split into symbols of one byte for every level, ``[tokens, levels, columns]``: level 0 has the base
+symbols, the others three times the context plus the refinement. So one kernel codes both: a byte and its column's row
+lead to the entry in one array of starts and frequencies.
+
+No kernel checks an index. Columns and rows are what ``device_encode`` made of the values themselves, symbols are below
+256 at level 0 and below 9 above it, and every lane has room for one word a symbol.
+"""
+# ruff: noqa: ANN001, ANN202, PLR0913, PLR0917, PLR2004
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+STREAM_FIELDS = tl.constexpr(7)
+"""Of a stream, int64: first symbol, tokens, first entry of its columns, columns, lanes, first lane, first word."""
+
+
+@triton.jit
+def _third(q):
+    """The nearest multiple of three, over three. Sums are positive, where all integer divisions agree."""
+    return (q + 805306369) // 3 - 268435456
+
+
+@triton.jit
+def measure(coefficients, bounds, magnitudes, squares, columns, BLOCK: tl.constexpr):
+    """Sums of ``|c|`` and ``c * c`` of a block of columns of one chunk, token by token, float32 ``[chunks, columns]``.
+
+    coefficients: float32 ``[tokens, columns]``. bounds: int64, chunk i has tokens ``bounds[i]`` to ``bounds[i + 1]``.
+    """
+    chunk = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    magnitude = tl.zeros([BLOCK], tl.float32)
+    square = tl.zeros([BLOCK], tl.float32)
+    for t in range(tl.load(bounds + chunk), tl.load(bounds + chunk + 1)):
+        c = tl.load(coefficients + (t * columns + column), mask=inside, other=0.0)
+        magnitude += tl.abs(c)
+        square += c * c
+    at = chunk.to(tl.int64) * columns + column
+    tl.store(magnitudes + at, magnitude, mask=inside)
+    tl.store(squares + at, square, mask=inside)
+
+
+@triton.jit
+def split(values, bounds, symbols, widest, columns, LEVELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Symbols of all levels of a block of columns of one chunk, and each column's largest size.
+
+    values: int32 ``[tokens, columns]``, below 2^28 in size. symbols: uint8 ``[tokens, LEVELS, columns]``, 0 at level 0
+    for what is too large for its alphabet. widest: int32 ``[chunks, columns]``.
+    """
+    chunk = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    largest = tl.zeros([ROWS, BLOCK], tl.int32)
+    stop = tl.load(bounds + chunk + 1)
+    for first in range(tl.load(bounds + chunk), stop, ROWS):
+        t = (first + tl.arange(0, ROWS).to(tl.int64))[:, None]
+        here = (t < stop) & inside[None, :]
+        fine = tl.load(values + (t * columns + column[None, :]), mask=here, other=0)
+        largest = tl.maximum(largest, tl.abs(fine))
+        at = symbols + (t * (LEVELS * columns) + column[None, :])
+        for below in tl.static_range(LEVELS - 1):
+            coarse = _third(fine)
+            r = fine - 3 * coarse
+            context = tl.minimum(tl.abs(coarse), 2)
+            symbol = 3 * context + 1 + tl.where(coarse < 0, -r, r)
+            tl.store(at + (LEVELS - 1 - below) * columns, symbol.to(tl.uint8), mask=here)
+            fine = coarse
+        tl.store(at, tl.where(tl.abs(fine) < 128, fine + 128, 0).to(tl.uint8), mask=here)
+    tl.store(widest + (chunk.to(tl.int64) * columns + column), tl.max(largest, axis=0), mask=inside)
+
+
+@triton.jit
+def escape(symbols, bounds, rows, packed, escapes, columns, levels, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Replace base symbols that their table has no slot for by 0, and count the zeros of each column.
+
+    rows: int32 ``[chunks, columns]``, first entry of the column's table in ``packed``, -1 where it is not coded.
+    escapes: int32 ``[chunks, columns]``.
+    """
+    chunk = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    of_chunk = chunk.to(tl.int64) * columns + column
+    row = tl.load(rows + of_chunk, mask=column < columns, other=-1)
+    count = tl.zeros([ROWS, BLOCK], tl.int32)
+    stop = tl.load(bounds + chunk + 1)
+    for first in range(tl.load(bounds + chunk), stop, ROWS):
+        t = (first + tl.arange(0, ROWS).to(tl.int64))[:, None]
+        coded = (t < stop) & (row >= 0)[None, :]
+        at = symbols + (t * (levels * columns) + column[None, :])
+        symbol = tl.load(at, mask=coded, other=0).to(tl.int32)
+        frequency = tl.load(packed + (row[None, :] + symbol), mask=coded, other=0) & 65535
+        escaped = coded & ((frequency == 0) | (symbol == 0))
+        tl.store(at, tl.zeros([ROWS, BLOCK], tl.uint8), mask=escaped)
+        count += escaped.to(tl.int32)
+    tl.store(escapes + of_chunk, tl.sum(count, axis=0), mask=column < columns)
+
+
+@triton.jit
+def squared_errors(
+    coefficients,
+    values,
+    bounds,
+    classes,
+    sizes,
+    steps,
+    missed,
+    columns,
+    LEVELS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sums of squared differences of a block of columns of one chunk from what they decode to at one level.
+
+    values: int32 ``[tokens, columns]`` of the last level. classes: uint8 ``[chunks, LEVELS, columns]``, 0 for columns
+    that are not coded. sizes: float32 ``[classes + 1, 3]``. steps: float32 ``[LEVELS]``. missed: float32, as classes.
+    """
+    chunk, level = tl.program_id(0), tl.program_id(2)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    of_level = (chunk * LEVELS + level).to(tl.int64) * columns + column
+    own = 3 * tl.load(classes + of_level, mask=inside, other=0).to(tl.int32)
+    one, two = tl.load(sizes + own + 1)[None, :], tl.load(sizes + own + 2)[None, :]
+    step = tl.load(steps + level)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    stop = tl.load(bounds + chunk + 1)
+    for first in range(tl.load(bounds + chunk), stop, ROWS):
+        t = (first + tl.arange(0, ROWS).to(tl.int64))[:, None]
+        here = (t < stop) & inside[None, :]
+        at = t * columns + column[None, :]
+        q = tl.load(values + at, mask=here, other=0)
+        for _ in range(level, LEVELS - 1):
+            q = _third(q)
+        q = tl.abs(q)
+        size = tl.where(q == 1, one, tl.where(q == 2, two, q.to(tl.float32)))
+        c = tl.load(coefficients + at, mask=here, other=0.0)
+        difference = tl.abs(c) - step * size
+        total += difference * difference
+    tl.store(missed + of_level, tl.sum(total, axis=0), mask=inside)
+
+
+@triton.jit
+def encode_lanes(
+    symbols, stride, streams, stream_of, columns, rows, packed, words, states, ends, counts, lanes, BLOCK: tl.constexpr
+):
+    """Run the lanes of all streams, a thread each, from their last symbol to their first.
+
+    symbols: uint8; those of a stream's next token lie ``stride`` further on. streams: int64, ``STREAM_FIELDS`` of each.
+    stream_of: int32 ``[lanes]``. columns, rows: int32 entries of the streams' coded columns: which column it is, and
+    where its table begins in ``packed``, whose entries have the start in the upper 16 bits and the frequency below.
+    words: int16; a lane fills its room from the end. states, counts: int32, ends: int64: of each lane the final state,
+    the number of words and where the first of them lies.
+    """
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = index < lanes
+    described = streams + tl.load(stream_of + index, mask=exists, other=0).to(tl.int64) * STREAM_FIELDS
+    first = symbols + tl.load(described)
+    tokens = tl.load(described + 1).to(tl.int32)
+    entry = tl.load(described + 2)
+    coded = tl.load(described + 3).to(tl.int32)
+    of_stream = tl.load(described + 4).to(tl.int32)
+    lane = index - tl.load(described + 5).to(tl.int32)
+    room = tokens * ((coded + of_stream - 1) // of_stream)
+    end = tl.load(described + 6) + (lane + 1).to(tl.int64) * room
+    deals = tl.where(exists & (lane < coded), (coded - lane + of_stream - 1) // of_stream, 0)
+    left = deals * tokens
+    at = entry + lane + (deals - 1) * of_stream
+    column = tl.load(columns + at, mask=left > 0, other=0)
+    row = tl.load(rows + at, mask=left > 0, other=0)
+    t = tokens - 1
+    state = tl.full([BLOCK], 65536, tl.uint32)
+    low = tl.full([BLOCK], 65535, tl.uint32)
+    count = tl.zeros([BLOCK], tl.int32)
+    for done in range(tl.max(left, axis=0)):
+        live = done < left
+        symbol = tl.load(first + (t.to(tl.int64) * stride + column), mask=live, other=0).to(tl.int32)
+        both = tl.load(packed + (row + symbol), mask=live, other=1).to(tl.uint32, bitcast=True)
+        frequency = both & low
+        over = live & ((state >> 20) >= frequency)
+        count += over.to(tl.int32)
+        tl.store(words + (end - count), (state & low).to(tl.int16), mask=over)
+        shifted = tl.where(over, state >> 16, state)
+        quotient = shifted // frequency
+        state = tl.where(live, (quotient << 12) + (shifted - quotient * frequency) + (both >> 16), state)
+        turn = t == 0
+        t = tl.where(turn, tokens - 1, t - 1)
+        at = tl.where(turn, at - of_stream, at)
+        more = turn & (done + 1 < left)
+        column = tl.load(columns + at, mask=more, other=column)
+        row = tl.load(rows + at, mask=more, other=row)
+    tl.store(states + index, state.to(tl.int32, bitcast=True), mask=exists)
+    tl.store(counts + index, count, mask=exists)
+    tl.store(ends + index, end - count, mask=exists)
+
+
+@triton.jit
+def gather_words(words, ends, counts, targets, out, BLOCK: tl.constexpr):
+    """Copy the words of one lane to where they begin in ``out``, int16."""
+    lane = tl.program_id(0)
+    count = tl.load(counts + lane)
+    source, target = words + tl.load(ends + lane), out + tl.load(targets + lane)
+    for first in range(0, count, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        tl.store(target + at, tl.load(source + at, mask=at < count, other=0), mask=at < count)

@@ -1,0 +1,576 @@
+"""``encode`` on the device of the cache: what ``codec.encode`` does on the processor, for many chunks at a time.
+
+Elements, coefficients and symbols stay on the device. The host learns numbers per chunk and level, two bytes a column
+for the class lists, the escapes and the words, and packs the segments. From equal quantised values the bytes are those
+of the processor. Coefficients differ in their last bits, as sums run in another order, and so may a rare value, by one.
+
+The host waits for the device up to six times a batch: for tokens whose coefficients are too large for bfloat16, for
+errors and checks, for the class lists, for escapes if there are any, for the lengths of the lanes, and for the words.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from kvwire.codec import _triton_encode as kernels
+from kvwire.codec.backend import interpreted
+from kvwire.codec.container import Coded
+from kvwire.codec.positions import rotate, rotation
+from kvwire.codec.quantiser import LARGEST, RATIO, quantise
+from kvwire.codec.rans import Lanes, lanes_for
+from kvwire.codec.segment import pack_segment
+from kvwire.codec.tables import ALPHABET, CLASSES, CONTEXTS, FINEST_SCALE, GRID_PER_LEVEL
+from kvwire.codec.transform import _LARGE_STEPS, _MANY_TOKENS, HALVED_STEP, fast_bfloat16, gather_planes
+from kvwire.codec.workers import each
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from kvwire.codec.prediction import Text
+    from kvwire.codec.profile import Group, Profile
+    from kvwire.codec.quantiser import Ladder
+    from kvwire.codec.tables import Tables
+    from kvwire.types import KVCache
+
+WORKING_BYTES = 1 << 30
+"""Device memory for the working set of a batch of chunks, beside the cache and the profile: enough lanes to keep a GPU
+busy. A single chunk that needs more still gets it."""
+WORKING_SHARE = 0.15
+"""The same as a share of the cache's own bytes, where that is more."""
+_COLUMN_BLOCK = 128
+_ROW_BLOCK = 8
+_LANE_BLOCK = 64
+"""Lanes of a program, one for each thread: two warps of 32 threads, or one of 64."""
+_WORD_BLOCK = 128
+_BFLOAT16_SINCE = (8, 0)
+"""Compute capability from which on tensor cores multiply bfloat16."""
+_ROWS = 1024
+"""Tokens quantised at a time: what float32 takes stays small against the batch."""
+Span = tuple[int, int]
+"""A chunk's first token and the one behind its last."""
+
+
+class DeviceEncoder:
+    """Codes the chunks of one cache on its device, in layered levels."""
+
+    def __init__(
+        self, cache: KVCache, text: Text, ladder: Ladder, device: torch.device, working_bytes: int | None = None
+    ) -> None:
+        """Put the profile on the device, unless it is there already.
+
+        working_bytes: device memory for a batch; None: WORKING_BYTES or WORKING_SHARE of the cache, what is more.
+        """
+        self._device = device
+        self._cache, self._text, self._ladder = cache, text, ladder
+        self._known = on_device(text.profile, self._device)
+        whole = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
+        self._room = max(WORKING_BYTES, int(WORKING_SHARE * whole)) if working_bytes is None else working_bytes
+        self._transform = _Transform(cache, text, self._known, self._ladder.steps[-1])
+
+    def encode(self, spans: Sequence[Span], threads: int | None) -> list[list[Coded]]:
+        """Segments of chunks that follow each other, each level by level.
+
+        threads: that pack segments, None for one on every core. Raises CacheValueError as the processor does.
+        """
+        current: AbstractContextManager[Any] = nullcontext()
+        if self._device.type == "cuda":
+            current = torch.cuda.device(self._device)
+        with current, torch.no_grad():
+            return [coded for batch in self._batches(spans) for coded in self._encode_batch(batch, threads)]
+
+    def _batches(self, spans: Sequence[Span]) -> Iterator[Sequence[Span]]:
+        """As many chunks at a time as the working set has room for, at least one."""
+        profile, levels = self._text.profile, len(self._ladder.steps)
+        # A coefficient has itself and its value, then a symbol and room for a word at each level; four copies of a
+        # group's elements come and go. A column of a chunk has its place, class and table at each level.
+        a_token = profile.rank * (8 + 3 * levels) + 16 * max(group.width for group in profile.groups)
+        a_chunk = 32 * levels * profile.rank
+        longest = max(stop - start for start, stop in spans)
+        count = max(1, self._room // (longest * a_token + a_chunk))
+        return (spans[first : first + count] for first in range(0, len(spans), count))
+
+    def _encode_batch(self, spans: Sequence[Span], threads: int | None) -> list[list[Coded]]:
+        ladder = self._ladder
+        bounds = tuple(token - spans[0][0] for token in (*(start for start, _ in spans), spans[-1][1]))
+        analysed = self._transform.analyse(spans)
+        coefficients = analysed.coefficients
+        values, largest = _quantised(coefficients, ladder.steps[-1])
+        unit, squares = measured(coefficients, bounds)
+        batch = split_values(values, unit, bounds, ladder.shifts, self._known)
+        missed = squared_errors(coefficients, batch, ladder.steps, self._known)
+        energies = torch.stack([squares.sum(1, dtype=torch.float64), analysed.dropped])
+        checked = torch.cat([largest[None], analysed.sums]).double()
+        found = torch.cat([checked, missed.flatten(), energies.flatten()]).cpu().numpy()  # the host waits
+        self._check(spans, coefficients, found[: len(checked)])
+        del analysed, coefficients
+        errors = found[len(checked) :][: missed.numel()].reshape(missed.shape)
+        energy, dropped = found[len(checked) + missed.numel() :].reshape(2, -1)
+        elements = np.diff(bounds) * sum(group.width for group in self._text.profile.groups)
+        segments = encode_batch(batch, self._known, threads)
+        return [
+            [
+                Coded(*segment, float((error + dropped[chunk]) / elements[chunk]), each_energy)
+                for segment, error in zip(segments[chunk], errors[chunk], strict=True)
+            ]
+            for chunk, each_energy in enumerate(((energy + dropped) / elements).tolist())
+        ]
+
+    def _check(self, spans: Sequence[Span], coefficients: Tensor, found: NDArray[np.float64]) -> None:
+        """Where numbers look wrong, let the processor find and name what is wrong with them.
+
+        found: the largest size in steps, and a sum of each group's elements, which alone may overflow.
+        """
+        if not np.isfinite(found[1:]).all():
+            for (start, stop), group in itertools.product(spans, self._text.profile.groups):
+                gather_planes(self._cache, group.planes, start, stop)
+        if not found[0] < LARGEST:
+            quantise(coefficients.cpu().numpy(), self._ladder.steps[-1])
+
+
+class OnDevice:
+    """What encoding needs of a profile, on a device.
+
+    packed: int32, for each symbol its start in the upper 16 bits and its frequency below: base symbols of all classes,
+    then for each class three contexts of three refinements. sizes: float32 ``[CLASSES + 1, 3]``. spread: int64.
+    """
+
+    def __init__(self, profile: Profile, device: torch.device) -> None:
+        """Copy what is small; matrices follow when they are first asked for."""
+        self.device = device
+        self.groups = tuple(_GroupOnDevice(group, device) for group in profile.groups)
+        self.packed = torch.from_numpy(packed_tables(profile.tables)).to(device)
+        self.sizes = torch.from_numpy(profile.tables.sizes).to(device)
+        self.spread = torch.from_numpy(profile.spread).to(device)
+        self.table = None if profile.table is None else torch.from_numpy(profile.table).to(device)
+
+
+class _GroupOnDevice:
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self.group, self._device = group, device
+
+    @cached_property
+    def mean(self) -> Tensor:
+        return torch.from_numpy(self.group.mean).to(self._device)
+
+    @cached_property
+    def scales(self) -> Tensor:
+        return torch.from_numpy(self.group.scales).to(self._device)
+
+    @cached_property
+    def analysis(self) -> Tensor:
+        return cast("Tensor", self.group.analysis).to(self._device)  # the identity has none
+
+    @cached_property
+    def halved_analysis(self) -> Tensor:
+        return self.group.halved_analysis.to(self._device)
+
+    @cached_property
+    def predictor(self) -> Tensor:
+        """bfloat16 ``[features, width]``."""
+        return cast("Tensor", self.group.predictor).to(self._device)  # asked for where there is one
+
+    @cached_property
+    def metric(self) -> tuple[Tensor, ...]:
+        return tuple(torch.from_numpy(block).to(self._device) for block in self.group.metric)
+
+
+def packed_tables(tables: Tables) -> NDArray[np.int32]:
+    """``OnDevice.packed`` on the host."""
+    base = tables.base_starts << np.uint32(16) | tables.base.ravel()
+    ternary = tables.ternary_starts << np.uint32(16) | tables.ternary.ravel()
+    return np.concatenate([base, ternary]).astype(np.uint32).view(np.int32)
+
+
+_KNOWN: WeakKeyDictionary[Profile, dict[torch.device, OnDevice]] = WeakKeyDictionary()
+_LOCK = threading.Lock()
+
+
+def on_device(profile: Profile, device: torch.device) -> OnDevice:
+    """A profile's arrays on a device, copied once and kept as long as the profile."""
+    with _LOCK:
+        known = _KNOWN.setdefault(profile, {})
+        if device not in known:
+            known[device] = OnDevice(profile, device)
+        return known[device]
+
+
+@dataclass(frozen=True, eq=False)
+class _Analysed:
+    """Coefficients of a batch, float32 ``[tokens, rank]``.
+
+    sums: of each group's elements, not finite where one of them is not. dropped: float64 for each chunk, the weighted
+    energy that its coefficients leave out.
+    """
+
+    coefficients: Tensor
+    sums: Tensor
+    dropped: Tensor
+
+
+class _Transform:
+    """``codec.transform.analyse`` on a device. step: the finest quantiser step that coefficients are for."""
+
+    def __init__(self, cache: KVCache, text: Text, known: OnDevice, step: float) -> None:
+        self._cache, self._known, self._step = cache, known, step
+        self._profile = text.profile
+        self._ids = None if text.token_ids is None else torch.from_numpy(text.token_ids).to(known.device)
+        self._hidden = text.hidden
+        self._halved = step >= HALVED_STEP and _multiplies_bfloat16(known.device)
+
+    def analyse(self, spans: Sequence[Span]) -> _Analysed:
+        """Coefficients of chunks that follow each other."""
+        start, stop = spans[0][0], spans[-1][1]
+        sampled, lengths = self._sampled(spans)
+        out = torch.empty(stop - start, self._profile.rank, device=self._known.device)
+        parts = torch.split(out, [group.rank for group in self._profile.groups], 1)
+        sums, weighed, large = [], [], []
+        for group, part in zip(self._known.groups, parts, strict=True):
+            centred, total = self._centred(group, start, stop)
+            sums.append(total)
+            large.append(self._project(centred, group, part))
+            if group.metric and group.group.rank < group.group.width:
+                weighed.append((part, _energies(centred[sampled], group.metric)))
+        if self._halved:
+            self._repeat(torch.stack(large).cpu(), parts, start)  # the host waits
+        missing = [energy - part[sampled].square().sum(1, dtype=torch.float64) for part, energy in weighed]
+        dropped = torch.zeros(len(spans), dtype=torch.float64, device=self._known.device)
+        if missing:
+            chunks = torch.split(torch.stack(missing), lengths, 1)
+            dropped = torch.stack([chunk.mean(1).clamp(min=0).sum() for chunk in chunks])
+            dropped *= torch.tensor([stop - start for start, stop in spans], device=dropped.device)
+        return _Analysed(out, torch.stack(sums), dropped)
+
+    def _sampled(self, spans: Sequence[Span]) -> tuple[Tensor, list[int]]:
+        """Tokens of the batch whose energies are weighed, and how many of each chunk."""
+        steps = [4 if start and stop - start >= _MANY_TOKENS else 1 for start, stop in spans]
+        ranges = [range(start, stop, step) for (start, stop), step in zip(spans, steps, strict=True)]
+        index = torch.tensor([token - spans[0][0] for tokens in ranges for token in tokens], device=self._known.device)
+        return index, [len(tokens) for tokens in ranges]
+
+    def _centred(self, group: _GroupOnDevice, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """A group's elements less what is expected, float32 ``[tokens, width]``, and the sum of the elements."""
+        cache = self._cache
+        out = torch.empty(stop - start, group.group.width, device=self._known.device)
+        views = torch.split(out, [self._width(plane) for plane in group.group.planes], 1)
+        turns: dict[int, tuple[Tensor, Tensor]] = {}
+        for (side, layer), view in zip(group.group.planes, views, strict=True):
+            tensor = (cache.keys if side == "key" else cache.values)[layer][:, start:stop].detach().to(out.device)
+            rotary = cache.meta.layers[layer].rotary(side) if cache.meta.positions == "on" else None
+            if rotary is not None:
+                index, first = rotary
+                regime = cache.meta.ropes[index]
+                if index not in turns:
+                    turns[index] = rotation(regime, cache.meta.offset + start, stop - start, out.device)
+                cos, sin = turns[index]
+                tensor = rotate(tensor, regime, cos, -sin, first)
+            view.view(stop - start, len(tensor), -1).copy_(tensor.permute(1, 0, 2))
+        total = out.sum()
+        out -= self._expected(group, start, stop)
+        for (_, layer), view in zip(group.group.planes, views, strict=True):
+            mask = cache.kept[layer] if cache.kept is not None else None
+            if mask is not None:  # what the cache does not hold is just what is expected: that costs least
+                pruned = ~mask[:, start:stop].to(out.device).T[:, :, None]
+                view.view(stop - start, len(mask), -1).masked_fill_(pruned, 0.0)
+        return out, total
+
+    def _width(self, plane: tuple[str, int]) -> int:
+        spec = self._cache.meta.layers[plane[1]]
+        return spec.key_width if plane[0] == "key" else spec.value_width
+
+    def _expected(self, group: _GroupOnDevice, start: int, stop: int) -> Tensor:
+        """``Text.expected``. Factors are exact in TF32 as well: sums alone round before the end."""
+        out = group.mean
+        if group.group.predictor is None:
+            return out
+        features = self._profile.token_features
+        if self._ids is not None and self._known.table is not None:
+            said = self._known.table[self._ids[start:stop]].float()
+            out = torch.addmm(out, said, group.predictor[:features].float()).bfloat16().float()
+        if self._hidden is not None:
+            out = out + self._hidden[start:stop].to(out.device) @ group.predictor[features:].float()
+        return out
+
+    def _project(self, centred: Tensor, group: _GroupOnDevice, out: Tensor) -> Tensor:
+        """Write the coefficients; returns which tokens need them anew, in float32."""
+        halved = self._halved and group.group.rows is not None and group.group.rank > 0
+        if group.group.rows is None:
+            out.copy_(centred / group.scales)
+        elif halved:
+            out.copy_(centred.bfloat16() @ group.halved_analysis)
+        else:
+            out.copy_(centred @ group.analysis)
+        if not halved:
+            return torch.zeros(len(out), dtype=torch.bool, device=out.device)
+        return out.abs().amax(1) > _LARGE_STEPS * self._step
+
+    def _repeat(self, large: Tensor, parts: Sequence[Tensor], start: int) -> None:
+        """Project tokens with large coefficients in float32; large: bool ``[groups, tokens]``, on the host."""
+        for group, part, tokens in zip(self._known.groups, parts, large, strict=True):
+            index = tokens.nonzero()[:, 0]
+            if len(index):
+                first, last = int(index[0]), int(index[-1]) + 1
+                centred, _ = self._centred(group, start + first, start + last)
+                part[index.to(part.device)] = centred[(index - first).to(part.device)] @ group.analysis
+
+
+def _multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether products of bfloat16 matrices are faster there than those of float32."""
+    if device.type != "cuda":
+        return fast_bfloat16()
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= _BFLOAT16_SINCE
+
+
+def _energies(centred: Tensor, metric: tuple[Tensor, ...]) -> Tensor:
+    """Squared length of every row of ``[tokens, width]`` in the group's metric, float64."""
+    out, at = torch.zeros(len(centred), dtype=torch.float64, device=centred.device), 0
+    for block in metric:
+        width = len(block) if block.ndim == 1 else block.shape[0] * block.shape[1]
+        part = centred[:, at : at + width]
+        if block.ndim == 1:
+            weighted = part * block
+        else:
+            heads = part.view(len(part), *block.shape[:2]).transpose(0, 1)
+            weighted = (heads @ block).transpose(0, 1).flatten(1)
+        out += (weighted * part).sum(1, dtype=torch.float64)
+        at += width
+    return out
+
+
+def _quantised(coefficients: Tensor, step: float) -> tuple[Tensor, Tensor]:
+    """``quantise``, and the largest size in steps, not checked; NaN where a coefficient is."""
+    out = torch.empty(coefficients.shape, dtype=torch.int32, device=coefficients.device)
+    sizes = [torch.zeros((), device=coefficients.device)]
+    for part, target in zip(torch.split(coefficients, _ROWS), torch.split(out, _ROWS), strict=True):
+        scaled = part * float(np.float32(1.0 / step))
+        if scaled.numel():
+            sizes.append(scaled.abs().amax())
+        target.copy_(scaled.round_())
+    return out, torch.stack(sizes).amax()
+
+
+def measured(coefficients: Tensor, bounds: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Unclipped class at unit step of every column of every chunk, int64, and each column's energy, float32.
+
+    bounds: chunk i has rows ``bounds[i]`` to ``bounds[i + 1]`` of ``coefficients``.
+    """
+    chunks, columns = len(bounds) - 1, coefficients.shape[1]
+    ends = torch.tensor(bounds, device=coefficients.device)
+    magnitudes, squares = torch.empty(2, chunks, columns, device=coefficients.device)
+    block = _block(_COLUMN_BLOCK)
+    kernels.measure[(chunks, -(-columns // block))](coefficients, ends, magnitudes, squares, columns, BLOCK=block)
+    scale = (magnitudes / ends.diff()[:, None]).double() * math.sqrt(2)
+    grid = GRID_PER_LEVEL * torch.log(scale.clamp(min=1e-30) / FINEST_SCALE) / math.log(3.0)
+    return grid.round_().long() + 1, squares
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Chunks that follow each other, quantised, with all that their segments say, on the device.
+
+    values: int32 ``[tokens, columns]`` of the last level. symbols: uint8 ``[tokens, levels, columns]``, see
+    ``_triton_encode``. classes: uint8 ``[chunks, levels, columns]``, 0 while a column is not coded. entry, codes: uint8
+    ``[chunks, columns]``, the level at which a column enters (one beyond the last: never), and its byte in the class
+    list there.
+    """
+
+    bounds: tuple[int, ...]
+    values: Tensor
+    symbols: Tensor
+    classes: Tensor
+    entry: Tensor
+    codes: Tensor
+
+
+def split_values(
+    values: Tensor, unit: Tensor, bounds: tuple[int, ...], shifts: tuple[int, ...], known: OnDevice
+) -> Batch:
+    """Split quantised values into levels and decide where columns enter and in which class.
+
+    values: int32 ``[tokens, columns]`` at the finest step. unit: int64 ``[chunks, columns]``, see ``measured``.
+    """
+    (tokens, columns), chunks, levels = values.shape, len(bounds) - 1, len(shifts)
+    symbols = torch.empty(tokens, levels, columns, dtype=torch.uint8, device=values.device)
+    size = torch.empty(chunks, columns, dtype=torch.int32, device=values.device)
+    ends = torch.tensor(bounds, device=values.device)
+    block = _block(_COLUMN_BLOCK)
+    grid = (chunks, -(-columns // block))
+    kernels.split[grid](values, ends, symbols, size, columns, LEVELS=levels, ROWS=_ROW_BLOCK, BLOCK=block)
+    entry = torch.zeros_like(size)
+    for _ in shifts:
+        entry += size == 0
+        size = _coarser(size)
+    coded, codes = torch.zeros_like(unit), torch.zeros_like(unit)
+    classes = torch.empty(chunks, levels, columns, dtype=torch.uint8, device=values.device)
+    for level, shift in enumerate(shifts):
+        fresh, chosen = entry == level, (unit - shift).clamp(1, CLASSES)
+        delta = chosen - (known.spread - shift).clamp(1, CLASSES)
+        codes = torch.where(fresh, torch.where(delta >= 0, 2 * delta, -2 * delta - 1) + 1, codes)
+        risen = torch.where(coded > 0, (coded + GRID_PER_LEVEL).clamp(1, CLASSES), 0)
+        coded = torch.where(fresh, chosen, risen)
+        classes[:, level] = coded
+    return Batch(bounds, values, symbols, classes, entry.to(torch.uint8), codes.to(torch.uint8))
+
+
+def squared_errors(coefficients: Tensor, batch: Batch, steps: tuple[float, ...], known: OnDevice) -> Tensor:
+    """Squared error of every chunk decoded at every level, float64 ``[chunks, levels]``."""
+    chunks, levels, columns = batch.classes.shape
+    missed = torch.empty(batch.classes.shape, device=coefficients.device)
+    ends = torch.tensor(batch.bounds, device=coefficients.device)
+    sizes = torch.tensor(steps, dtype=torch.float32, device=coefficients.device)
+    block = _block(_COLUMN_BLOCK)
+    grid = (chunks, -(-columns // block), levels)
+    kernels.squared_errors[grid](
+        coefficients,
+        batch.values,
+        ends,
+        batch.classes,
+        known.sizes,
+        sizes,
+        missed,
+        columns,
+        LEVELS=levels,
+        ROWS=_ROW_BLOCK,
+        BLOCK=block,
+    )
+    return missed.sum(2, dtype=torch.float64)
+
+
+def encode_batch(batch: Batch, known: OnDevice, threads: int | None) -> list[list[tuple[bytes, int]]]:
+    """Segments of every chunk, level by level: bytes and number of symbols. Escapes become 0 in ``batch.symbols``."""
+    chunks, levels, _ = batch.classes.shape
+    base = torch.arange(levels, device=known.device)[:, None] == 0
+    above = CLASSES * ALPHABET + RATIO * CONTEXTS * (batch.classes.int() - 1)
+    rows = torch.where(base, ALPHABET * (batch.classes.int() - 1), above)
+    rows = torch.where(batch.classes > 0, rows, -1)
+    escapes = _escape(batch, rows[:, 0].contiguous(), known)
+    coded = (batch.classes > 0).sum(2)
+    counts = torch.cat([coded.flatten(), escapes.sum(1)]).cpu().numpy()  # the host waits
+    entry, codes = torch.stack([batch.entry, batch.codes]).cpu().numpy()
+    plan = _Plan(batch, counts[: chunks * levels])
+    listed = _escaped(batch, counts[chunks * levels :])
+    streams = _streams(batch, rows, plan, known)
+
+    def packed(index: int) -> tuple[bytes, int]:
+        chunk, level = divmod(index, levels)
+        is_open = entry[chunk] >= level
+        said = np.where(entry[chunk] == level, codes[chunk], 0)[is_open].astype(np.uint8)
+        escaped = b"" if level else listed[chunk].tobytes()
+        return pack_segment(said.tobytes(), escaped, streams[index]), int(plan.tokens[index] * plan.coded[index])
+
+    segments = each(packed, range(chunks * levels), threads)
+    return [segments[first : first + levels] for first in range(0, len(segments), levels)]
+
+
+def _escape(batch: Batch, rows: Tensor, known: OnDevice) -> Tensor:
+    """Turn base symbols without a slot into escapes; int32 ``[chunks, columns]``, number of escapes."""
+    chunks, levels, columns = batch.classes.shape
+    escapes = torch.empty(chunks, columns, dtype=torch.int32, device=known.device)
+    ends = torch.tensor(batch.bounds, device=known.device)
+    block = _block(_COLUMN_BLOCK)
+    kernels.escape[(chunks, -(-columns // block))](
+        batch.symbols, ends, rows, known.packed, escapes, columns, levels, ROWS=_ROW_BLOCK, BLOCK=block
+    )
+    return escapes
+
+
+def _escaped(batch: Batch, counts: NDArray[np.int64]) -> list[NDArray[np.int32]]:
+    """Escaped values of each chunk at level 0, token by token, column by column."""
+    listed = np.zeros(0, "<i4")
+    if counts.any():
+        index = (batch.symbols[:, 0] == 0).flatten().nonzero()[:, 0]  # the host waits
+        values = batch.values.flatten()[index]
+        for _ in range(batch.classes.shape[1] - 1):
+            values = _coarser(values)
+        listed = values.cpu().numpy().astype("<i4")
+    return np.split(listed, np.cumsum(counts)[:-1])
+
+
+def _coarser(values: Tensor) -> Tensor:
+    """The nearest multiple of three, over three."""
+    return torch.div(values + 1, RATIO, rounding_mode="floor")
+
+
+class _Plan:
+    """Sizes and places of a batch's streams, level by level of chunk after chunk; int64 ``[streams]`` each.
+
+    coded: columns. tokens, lanes. table: the streams as ``encode_lanes`` reads them. words: room for all of them.
+    """
+
+    def __init__(self, batch: Batch, coded: NDArray[np.int64]) -> None:
+        _, levels, columns = batch.classes.shape
+        tokens = np.repeat(np.diff(batch.bounds), levels)
+        lanes = np.array([lanes_for(int(symbols)) for symbols in tokens * coded], np.int64)
+        room = lanes * tokens * -(-coded // lanes)
+        first = np.repeat(batch.bounds[:-1], levels) * levels + np.tile(np.arange(levels), len(batch.bounds) - 1)
+        self.coded, self.tokens, self.lanes = coded, tokens, lanes
+        self.table = np.stack(
+            [first * columns, tokens, _before(coded), coded, lanes, _before(lanes), _before(room)], axis=1
+        )
+        self.words = int(room.sum())
+
+
+def _before(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Sum of all counts before each one."""
+    out: NDArray[np.int64] = np.cumsum(counts) - counts
+    return out
+
+
+def _streams(batch: Batch, rows: Tensor, plan: _Plan, known: OnDevice) -> list[Lanes]:
+    """Every stream of a batch; rows: int32, shaped as the classes, where each column's table begins."""
+    _, levels, columns = batch.classes.shape
+    index = (batch.classes > 0).flatten().nonzero()[:, 0]
+    lanes = int(plan.lanes.sum())
+    states, counts = torch.empty(2, lanes, dtype=torch.int32, device=known.device)
+    ends = torch.empty(lanes, dtype=torch.int64, device=known.device)
+    words = torch.empty(plan.words, dtype=torch.int16, device=known.device)
+    table = torch.from_numpy(plan.table).to(known.device)
+    stream_of = torch.from_numpy(np.repeat(np.arange(len(plan.lanes), dtype=np.int32), plan.lanes)).to(known.device)
+    block = _block(_LANE_BLOCK)
+    kernels.encode_lanes[(-(-lanes // block),)](
+        batch.symbols,
+        levels * columns,
+        table,
+        stream_of,
+        (index % max(1, columns)).int(),
+        rows.flatten()[index],
+        known.packed,
+        words,
+        states,
+        ends,
+        counts,
+        lanes,
+        BLOCK=block,
+        num_warps=1 if torch.version.hip else 2,
+    )
+    targets = counts.cumsum(0) - counts
+    host_states, host_counts = torch.stack([states, counts]).cpu().numpy()  # the host waits
+    gathered = torch.empty(int(host_counts.sum(dtype=np.int64)), dtype=torch.int16, device=known.device)
+    kernels.gather_words[(lanes,)](words, ends, counts, targets, gathered, BLOCK=_block(_WORD_BLOCK))
+    host_words = gathered.cpu().numpy().view(np.uint16)  # the host waits
+    of_lanes, of_words = np.cumsum(plan.lanes)[:-1], np.cumsum(host_counts, dtype=np.int64)[np.cumsum(plan.lanes) - 1]
+    pieces = zip(
+        np.split(host_states.view(np.uint32), of_lanes),
+        np.split(host_counts.astype(np.uint16), of_lanes),
+        np.split(host_words, of_words[:-1]),
+        strict=True,
+    )
+    return [Lanes(*piece) for piece in pieces]
+
+
+def _block(usual: int) -> int:
+    """Elements of a program; the interpreter takes as long for many as for few."""
+    return 1024 if interpreted() else usual
