@@ -313,3 +313,32 @@ def place_elements(
             else:
                 for d in range(dim):
                     target[d] = turned[d]
+
+
+@_jit
+def enter_level(codes: U8, spread: NDArray[int64], shift: int, below: U8, classes: U8) -> None:
+    """Classes of all columns at a level from those of the level below and the codes of the columns that were open.
+
+    below, classes: uint8 ``[columns]``, 0 while a column is not coded. codes: 0 for what stays open, else one more than
+    the zigzag of what its class differs by from the profile's.
+    """
+    at = 0
+    for c in range(classes.shape[0]):
+        if below[c] > 0:
+            classes[c] = min(below[c] + 6, 42)
+        else:
+            code = int(codes[at]) - 1
+            at += 1
+            delta = code // 2 if code % 2 == 0 else -(code + 1) // 2
+            own = min(max(spread[c] - shift, 1), 42)
+            classes[c] = min(max(own + delta, 1), 42) if code >= 0 else 0
+
+
+@_jit
+def entries_of(classes: U8, below: U8, slots: U32, entries: U32) -> None:
+    """What GPU kernels read of every coded column: its slot, class - 1 from bit 23 on, whether it is fresh at bit 29."""
+    at = 0
+    for c in range(classes.shape[0]):
+        if classes[c] > 0:
+            entries[at] = slots[c] | (uint32(classes[c]) - uint32(1)) << uint32(23) | uint32(below[c] == 0) << uint32(29)
+            at += 1

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
+from kvwire.codec.backend import uses_triton
 from kvwire.codec.cachegen import CacheGenProfile, decode_cachegen
 from kvwire.codec.container import CODEC_LANES, CODEC_LOSSLESS, Head, parse_head
 from kvwire.codec.layout import shapes_of
@@ -15,8 +16,10 @@ from kvwire.codec.lossless import FORMATS, decode_lossless
 from kvwire.codec.place import place_group
 from kvwire.codec.positions import positions_off, rotation
 from kvwire.codec.prediction import Text
-from kvwire.codec.profile import Profile, planes_of
+from kvwire.codec.profile import SIDES, Profile, planes_of
+from kvwire.codec.queues import Mark, Pending
 from kvwire.codec.segment import MAX_CHUNK_SYMBOLS, ChunkState, decode_segment
+from kvwire.codec.staging import Piece
 from kvwire.codec.transform import gather_planes, scatter_planes
 from kvwire.codec.workers import each
 from kvwire.errors import (
@@ -27,16 +30,19 @@ from kvwire.errors import (
     MismatchError,
     TruncatedError,
 )
-from kvwire.types import BlobInfo, KVCache
+from kvwire.types import BlobInfo, KVCache, PagedKVCache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
+    from kvwire.codec.backend import Backend
+    from kvwire.codec.device_decode import DeviceDecoder
     from kvwire.codec.kept import Kept
     from kvwire.types import SegmentInfo
 
+Output = TypeVar("Output", KVCache, PagedKVCache)
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FORMATS}
 """Dtypes of caches by name."""
 
@@ -48,8 +54,9 @@ class BlobDecoder:
     offset: the position of the document's first token in the prompt; None leaves positions off. dtype None: the dtype
     that the cache was encoded from. hidden: ``engine.head_start`` of the document, where the blob needs one. level: the
     only one that will be asked for; a lossless one needs no profile.
-    out: write into these tensors (a slice of a prompt's cache) rather than allocate; device and dtype are then theirs.
-    ``cache`` is the output; tokens of chunks not decoded yet are zero.
+    out: write into these tensors (a slice of a prompt's cache, or an engine's pages) rather than allocate; device and
+    dtype are then theirs. Tokens of chunks that are not decoded yet are zero, or what was there. backend: which kernels
+    run, see ``backend.Backend``.
     """
 
     def __init__(  # noqa: PLR0913 - a decoder's settings, each with its default
@@ -60,10 +67,11 @@ class BlobDecoder:
         device: str | torch.device = "cpu",
         dtype: torch.dtype | None = None,
         offset: int | None = 0,
-        out: KVCache | None = None,
+        out: KVCache | PagedKVCache | None = None,
         check: bool = True,
         hidden: Tensor | None = None,
         level: int | None = None,
+        backend: Backend = "auto",
     ) -> None:
         """Parse the head, pick the profile and allocate the output; raises as ``decode`` does."""
         self._head = head if isinstance(head, Head) else parse_head(head, check=check)
@@ -79,7 +87,30 @@ class BlobDecoder:
             msg = f"a cache holds floating-point numbers, it cannot be decoded to {dtype}"
             raise ArgumentError(msg)
         dtype = dtype or DTYPES.get(self.info.meta.dtype, torch.float32)
-        self.cache = _empty(self._head, device, dtype, offset) if out is None else _checked_out(out, self.info)
+        self._out = _empty(self._head, device, dtype, offset) if out is None else _checked_out(out, self.info)
+        self._device = self._on_device(backend)
+
+    def _on_device(self, backend: Backend) -> DeviceDecoder | None:
+        """What decodes layered chunks on a GPU; None where the processor does."""
+        tensors = [tensor for tensor in (*self._out.keys, *self._out.values) if tensor.numel()]
+        layered = any(level.codec == CODEC_LANES for level in self._head.levels)
+        if not uses_triton(backend, tensors[0].device) or not layered or self._profile is None:
+            return None
+        from kvwire.codec.device_decode import DeviceDecoder  # needs Triton
+
+        finish = self._drop_pruned if self._head.kept else None
+        offset, check = self._offset, self._check
+        return DeviceDecoder(self._head, self._text, self._out, offset=offset, check=check, finish=finish)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether layered chunks are decoded by Triton's kernels."""
+        return self._device is not None
+
+    @property
+    def cache(self) -> KVCache:
+        """The output; a contiguous copy of it where it lies in pages."""
+        return self._out.read() if isinstance(self._out, PagedKVCache) else self._out
 
     @property
     def info(self) -> BlobInfo:
@@ -92,12 +123,31 @@ class BlobDecoder:
         return self._head.kept
 
     def decode_chunk(self, chunk: int, segments: Sequence[bytes], level: int | None = None) -> None:
-        """Decode a chunk into ``cache`` from what ``BlobInfo.reads`` names.
+        """Decode a chunk into the output from what ``BlobInfo.reads`` names.
 
         level: None for the one that as many layered segments lead to. Chunks may be decoded in any order, and several
         at a time from different threads. Raises CorruptError or TruncatedError where a segment is damaged, and then
         writes nothing; ArgumentError where the blob has no such chunk or level.
         """
+        self.submit([(chunk, segments, level)]).wait()
+
+    def submit(self, chunks: Sequence[tuple[int, Sequence[bytes], int | None]]) -> Pending:
+        """Decode chunks, each with its segments and level as in ``decode_chunk``; a GPU works on after this returns.
+
+        Raises as ``decode_chunk`` does where the host sees what is wrong, else ``Pending.wait`` does. On the processor
+        all is done on return.
+        """
+        pieces = [self._piece(*each) for each in chunks]
+        layered = [piece for piece in pieces if self._head.levels[piece.level].codec == CODEC_LANES]
+        for piece in pieces:
+            if self._device is None or piece not in layered:
+                self._decode_here(piece)
+        if self._device is None or not layered:
+            return Pending(Mark(None), [Mark(None) for _ in self.info.meta.layers], [])
+        return self._device.decode(layered)
+
+    def _piece(self, chunk: int, segments: Sequence[bytes], level: int | None) -> Piece:
+        """Check a chunk's segments against the index."""
         level = len(segments) - 1 if level is None else level
         have = self.info.segments[chunk : chunk + 1]
         if (
@@ -112,53 +162,64 @@ class BlobDecoder:
                 f"this one {levels} levels"
             )
             raise ArgumentError(msg)
-        reads = self.info.reads(chunk, level)
-        for segment, data in zip(reads, segments, strict=True):
+        for segment, data in zip(self.info.reads(chunk, level), segments, strict=True):
             self._check_bytes(segment, data)
-        codec = self._head.levels[level].codec
-        if self._profile is None and codec != CODEC_LOSSLESS:
+        if self._profile is None and self._head.levels[level].codec != CODEC_LOSSLESS:
             msg = f"the decoder was made for a lossless level alone, not for level {level}; make one without level="
             raise ArgumentError(msg)
-        if codec == CODEC_LANES:
-            self._decode_layered(reads, segments)
-        elif codec == CODEC_LOSSLESS:
-            self._decode_lossless(chunk, segments[0])
-        else:
-            self._decode_cachegen(chunk, level, segments[0])
-        self._drop_pruned(*self.info.chunk_span(chunk))
+        return Piece(chunk, level, segments)
 
-    def _decode_layered(self, reads: Sequence[SegmentInfo], segments: Sequence[bytes]) -> None:
+    def _decode_here(self, piece: Piece) -> None:
+        """On the processor."""
+        start, stop = self.info.chunk_span(piece.chunk)
+        out, at = self._out, start
+        if isinstance(out, PagedKVCache):
+            out, at = _chunk_of(out, stop - start), 0
+        codec = self._head.levels[piece.level].codec
+        if codec == CODEC_LANES:
+            self._decode_layered(piece, out, at)
+        elif codec == CODEC_LOSSLESS:
+            self._decode_lossless(piece, out, at)
+        else:
+            self._decode_cachegen(piece, out, at)
+        if isinstance(self._out, PagedKVCache):
+            self._out.write(start, out)
+        if self._head.kept:
+            self._drop_pruned(start, stop)
+
+    def _decode_layered(self, piece: Piece, out: KVCache, at: int) -> None:
         text, profile = self._text, self._layered
-        start, stop = self.info.chunk_span(reads[0].chunk)
+        start, stop = self.info.chunk_span(piece.chunk)
+        reads = self.info.reads(piece.chunk, piece.level)
         state = ChunkState(stop - start, profile.spread, profile.tables)
-        for segment, data in zip(reads, segments, strict=True):
+        for segment, data in zip(reads, piece.segments, strict=True):
             self._advance(state, segment, data)
         step = self._head.levels[reads[-1].level].step
         turns = self._turns(start, stop)
-        at = 0
+        first = 0
         for index, group in enumerate(profile.groups):
             expected = text.expected(index, start, stop)
-            columns = slice(at, at + group.rank)
-            place_group(state, group, columns, step, expected, self.cache, self.info.meta, start, turns)
-            at += group.rank
+            columns = slice(first, first + group.rank)
+            place_group(state, group, columns, step, expected, out, self.info.meta, at, turns)
+            first += group.rank
 
-    def _decode_cachegen(self, chunk: int, level: int, data: bytes) -> None:
+    def _decode_cachegen(self, piece: Piece, out: KVCache, at: int) -> None:
         profile = cast("CacheGenProfile", self._profile)  # the constructor has seen to it
-        start, stop = self.info.chunk_span(chunk)
-        blocks = decode_cachegen(data, profile, level, stop - start)
+        start, stop = self.info.chunk_span(piece.chunk)
+        blocks = decode_cachegen(piece.segments[0], profile, piece.level, stop - start)
         turns = self._turns(start, stop)
         for block, elements in zip(profile.blocks, blocks, strict=True):
-            scatter_planes(elements, ((block.side, block.layer),), self.cache, self.info.meta, start, turns)
+            scatter_planes(elements, ((block.side, block.layer),), out, self.info.meta, at, turns)
 
-    def _decode_lossless(self, chunk: int, data: bytes) -> None:
+    def _decode_lossless(self, piece: Piece, out: KVCache, at: int) -> None:
         """Stored numbers as they are where the output stands where they stood, else moved."""
-        start, stop = self.info.chunk_span(chunk)
+        start, stop = self.info.chunk_span(piece.chunk)
         layers = self.info.meta.layers
         dtype = DTYPES.get(self.info.meta.dtype)
         if dtype is None:
             msg = f"the blob's lossless level holds numbers of type {self.info.meta.dtype!r}; upgrade kvwire"
             raise FormatVersionError(msg)
-        pairs = decode_lossless(data, stop - start, layers, dtype)
+        pairs = decode_lossless(piece.segments[0], stop - start, layers, dtype)
         if self._head.offset != self._offset:
             stood = self._head.offset
             meta = replace(self.info.meta, positions="off" if stood is None else "on", offset=(stood or 0) + start)
@@ -168,21 +229,26 @@ class BlobDecoder:
                 if layers[plane[1]].rotary(plane[0]) is None:
                     continue
                 elements = gather_planes(moved, (plane,), 0, stop - start)
-                scatter_planes(elements, (plane,), self.cache, self.info.meta, start, turns)
+                scatter_planes(elements, (plane,), out, self.info.meta, at, turns)
         stays = self._head.offset == self._offset
         for side, layer in planes_of(layers):
             if stays or layers[layer].rotary(side) is None:
-                target = (self.cache.keys if side == "key" else self.cache.values)[layer]
-                target[:, start:stop] = pairs[layer][side == "value"]
+                target = (out.keys if side == "key" else out.values)[layer]
+                target[:, at : at + stop - start] = pairs[layer][side == "value"]
 
     def _drop_pruned(self, start: int, stop: int) -> None:
         """Entries that the cache never held are zero, whatever was decoded there."""
         for layer, mask in enumerate(self._head.kept or ()):
-            if mask is not None:
-                gone = ~mask[:, start:stop, None]
-                for tensor in (self.cache.keys[layer], self.cache.values[layer]):
-                    bits = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # all zero bits are 0 in float8
-                    bits[:, start:stop].masked_fill_(gone.to(tensor.device), 0)
+            if mask is None:
+                continue
+            for side in SIDES:
+                tensor = (self._out.keys if side == "key" else self._out.values)[layer]
+                gone = ~mask[:, start:stop, None].to(tensor.device)
+                if isinstance(self._out, PagedKVCache):
+                    part = self._out.take(side, layer, start, stop)
+                    self._out.put(side, layer, start, _without(part, gone))
+                else:
+                    _without(tensor[:, start:stop], gone)
 
     def _check_bytes(self, segment: SegmentInfo, data: bytes) -> None:
         name = f"chunk {segment.chunk} level {segment.level}"
@@ -235,6 +301,7 @@ def decode(  # noqa: PLR0913 - a decoder's settings, each with its default
     check: bool = True,
     hidden: Tensor | None = None,
     threads: int | None = None,
+    backend: Backend = "auto",
 ) -> KVCache:
     """Decode a whole blob at one quality level.
 
@@ -242,7 +309,8 @@ def decode(  # noqa: PLR0913 - a decoder's settings, each with its default
     that the blob names; not needed where it carries its own, nor for a lossless level. offset: position of the first
     token; None leaves positions off (keys as float of ``dtype``, un-rotated). dtype None: the dtype that the cache was
     encoded from. check: verify checksums. hidden: ``engine.head_start`` of the document, where the blob was encoded
-    with one. threads: chunks decoded at a time, None for one on every core.
+    with one. threads: chunks decoded at a time on the processor, None for one on every core. backend: which kernels
+    run, see ``backend.Backend``: by default Triton's on a GPU.
     Memory: the output plus each thread's working set of a chunk. Raises TruncatedError, CorruptError,
     FormatVersionError, MismatchError (profile missing or wrong), RopeRegimeError (position out of reach), ArgumentError
     (no such level).
@@ -261,14 +329,17 @@ def decode(  # noqa: PLR0913 - a decoder's settings, each with its default
             msg = f"chunk {chunk} lacks level {index}; ask for a lower level"
             raise ArgumentError(msg)
     decoder = BlobDecoder(
-        head, profile, device=device, dtype=dtype, offset=offset, check=check, hidden=hidden, level=index
+        head, profile, device=device, dtype=dtype, offset=offset, check=check, hidden=hidden, level=index, backend=backend
     )
     view = memoryview(blob)
 
-    def chunk_at(chunk: int) -> None:
-        decoder.decode_chunk(chunk, [bytes(view[s.offset : s.end]) for s in info.reads(chunk, index)], index)
+    def segments(chunk: int) -> list[bytes]:
+        return [bytes(view[s.offset : s.end]) for s in info.reads(chunk, index)]
 
-    each(chunk_at, range(info.chunks), threads)
+    if decoder.on_gpu:
+        decoder.submit([(chunk, segments(chunk), index) for chunk in range(info.chunks)]).wait()
+    else:
+        each(lambda chunk: decoder.decode_chunk(chunk, segments(chunk), index), range(info.chunks), threads)
     return decoder.cache
 
 
@@ -354,7 +425,23 @@ def _inside(data: bytes) -> Profile:
         raise CorruptError(msg) from error
 
 
-def _checked_out(out: KVCache, info: BlobInfo) -> KVCache:
+def _without(tensor: Tensor, gone: Tensor) -> Tensor:
+    """Zero some entries in place; all zero bits are 0 in float8, which cannot be filled."""
+    (tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor).masked_fill_(gone, 0)
+    return tensor
+
+
+def _chunk_of(out: PagedKVCache, tokens: int) -> KVCache:
+    """An empty cache of so many tokens for what will go into pages."""
+    pairs: list[list[Tensor]] = [[], []]
+    for spec, *tensors in zip(out.meta.layers, out.keys, out.values, strict=True):
+        for made, dim, tensor in zip(pairs, (spec.key_dim, spec.value_dim), tensors, strict=True):
+            shape = (spec.kv_heads, 0 if spec.kind == "none" else tokens, dim)
+            made.append(torch.zeros(shape, dtype=tensor.dtype, device=tensor.device))
+    return KVCache(pairs[0], pairs[1], out.meta)
+
+
+def _checked_out(out: Output, info: BlobInfo) -> Output:
     if shapes_of(out.meta.layers) != shapes_of(info.meta.layers) or out.tokens != info.tokens:
         msg = f"the output has another layout than the blob, or room for {out.tokens} and not {info.tokens} tokens"
         raise ArgumentError(msg)

@@ -161,6 +161,12 @@ class Profile:
         return np.concatenate([group.spread for group in self.groups]).astype(np.int64)
 
     @cached_property
+    def first_columns(self) -> NDArray[np.int32]:
+        """For every coefficient the index of its group's first one."""
+        ranks = [group.rank for group in self.groups]
+        return np.repeat(np.cumsum([0, *ranks[:-1]]), ranks).astype(np.int32)
+
+    @cached_property
     def expectations(self) -> tuple[Expectations, ...]:
         """What the table says of each group's elements; needs a table."""
         table = cast("NDArray[np.int8]", self.table)  # without one, means are expected

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import zstandard
@@ -142,8 +142,18 @@ def decode_segment(state: ChunkState, level: int, shift: int, data: bytes, *, ch
     return symbols.size
 
 
-def _unpack(data: bytes, open_columns: int) -> tuple[bytes, bytes, Lanes]:
-    """Class codes, packed escapes and the stream of a segment."""
+class Parts(NamedTuple):
+    """A segment taken apart: class codes, packed escapes, and the stream's arrays as they lie in the bytes."""
+
+    classes: bytes
+    escapes: bytes
+    states: NDArray[np.uint32]
+    counts: NDArray[np.uint16]
+    words: NDArray[np.uint16]
+
+
+def take_apart(data: bytes, open_columns: int) -> Parts:
+    """Check what does not take decoding; raises CorruptError."""
     if len(data) < _HEADER.size:
         msg = "a segment ends within its header: it is damaged, fetch it again"
         raise CorruptError(msg)
@@ -156,12 +166,19 @@ def _unpack(data: bytes, open_columns: int) -> tuple[bytes, bytes, Lanes]:
     at += class_bytes
     escapes = data[at : at + escape_bytes]
     at += escape_bytes
-    states = np.frombuffer(data, "<u4", lanes, at).astype(np.uint32)
-    counts = np.frombuffer(data, "<u2", lanes, at + 4 * lanes).astype(np.uint16)
+    states = np.frombuffer(data, "<u4", lanes, at)
+    counts = np.frombuffer(data, "<u2", lanes, at + 4 * lanes)
     if int(counts.sum(dtype=np.int64)) != words:
         msg = "a segment's lanes do not add up to its words: it is damaged, fetch it again"
         raise CorruptError(msg)
-    return classes, escapes, Lanes(states, counts, np.frombuffer(data, "<u2", words, at + 6 * lanes).astype(np.uint16))
+    return Parts(classes, escapes, states, counts, np.frombuffer(data, "<u2", words, at + 6 * lanes))
+
+
+def _unpack(data: bytes, open_columns: int) -> tuple[bytes, bytes, Lanes]:
+    """Class codes, packed escapes and the stream of a segment."""
+    parts = take_apart(data, open_columns)
+    stream = Lanes(parts.states.astype(np.uint32), parts.counts.astype(np.uint16), parts.words.astype(np.uint16))
+    return parts.classes, parts.escapes, stream
 
 
 def _list(packed: bytes, length: int, name: str) -> bytes:
@@ -177,11 +194,16 @@ def _place_escapes(
     values: NDArray[np.int32], columns: NDArray[np.uint32], symbols: NDArray[np.uint8], packed: bytes
 ) -> None:
     tokens, index = np.nonzero(symbols == ESCAPE)
-    escaped = np.frombuffer(_list(packed, 4 * len(tokens), "escape"), "<i4")
+    values[tokens, columns[index]] = escapes_of(packed, len(tokens))
+
+
+def escapes_of(packed: bytes, count: int) -> NDArray[np.int32]:
+    """Escaped values in row-major order; raises CorruptError where they are not ``count`` or out of range."""
+    escaped = np.frombuffer(_list(packed, 4 * count, "escape"), "<i4")
     if escaped.size and not -LARGEST < int(escaped.min()) <= int(escaped.max()) < LARGEST:
         msg = "a segment escapes to values that no encoder writes: it is damaged, fetch it again"
         raise CorruptError(msg)
-    values[tokens, columns[index]] = escaped
+    return escaped
 
 
 def _zigzag(delta: NDArray[np.int64]) -> NDArray[np.uint8]:

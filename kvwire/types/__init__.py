@@ -3,6 +3,7 @@
 from kvwire.types.blob import BlobInfo, LevelInfo, SegmentInfo
 from kvwire.types.cache import CacheMeta, KVCache, LayerSpec, Side, digest_tokens
 from kvwire.types.decision import ChunkId, Decision
+from kvwire.types.paged import PagedKVCache
 from kvwire.types.rope import RopeRegime
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "KVCache",
     "LayerSpec",
     "LevelInfo",
+    "PagedKVCache",
     "RopeRegime",
     "SegmentInfo",
     "Side",

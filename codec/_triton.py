@@ -1,0 +1,489 @@
+"""Triton kernels that decode: the readable twins stand in ``rans_naive``, ``quantiser`` and ``transform``.
+
+Streams are those of numba's kernels, symbol for symbol. One thread walks one lane. All levels of all chunks of a batch
+are one launch: programs take tickets, level by level, and a refinement waits until the level below of its chunk is
+done. Whoever holds a smaller ticket runs already, so somebody always makes progress; a wait that lasts impossibly long
+gives up and is reported.
+
+No kernel checks an index: descriptors are made by ``staging``, which has checked the segments. Slots of tables are
+masked, reads of words stop at the stream's last one, and columns index only the chunk's own values.
+
+bfloat16 is rounded by integer arithmetic on the bits, because Triton's interpreter truncates; there, products take
+float32 operands, whose values are the same.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvwire.codec import queues
+
+STREAM_FIELDS = tl.constexpr(14)
+"""Of a stream, int64: first word, last word, states, lane starts, lanes, columns, entries, values, slots, tokens, whether
+it holds base symbols, blocks of the level below to wait for, chunk, first slot."""
+CHUNK_FIELDS = tl.constexpr(6)
+"""Of a chunk, int64: values, slots of a token, tokens, first slot, first output token, first token of the batch."""
+ESCAPE_FIELDS = tl.constexpr(9)
+"""Of a chunk's escapes, int64: values, slots, tokens, columns, entries, first escape, escapes, chunk, first slot."""
+TILE_FIELDS = tl.constexpr(18)
+"""Of a tile, int64: rows, predictor, mean (addresses), width, group, token features, first column of a and of b, pairs of
+a and of b, output strides of a token and of a page, first output element of a and of b, first of its cosines (-1: not
+rotated), cosines of a token, addition of the head start (address or 0), output (address)."""
+CLASS_SHIFT = tl.constexpr(23)
+"""A column's entry, uint32: its place among the chunk's coded columns, then class - 1, then whether it is fresh."""
+FRESH_SHIFT = tl.constexpr(29)
+STALLED = tl.constexpr(queues.STALLED)
+MISCOUNTED = tl.constexpr(queues.MISCOUNTED)
+
+
+@triton.jit
+def _word(x, symbol_end, words, p, last, inside):  # noqa: ANN001, ANN202, PLR0913, PLR0917
+    """Refill a state that fell below 2^16 with the lane's next word, which is read in any case: its latency hides."""
+    word = tl.load(words + tl.minimum(p, last)).to(tl.uint32)
+    refill = symbol_end < 65536
+    after = tl.where(refill, (symbol_end << 16) | word, symbol_end)
+    return tl.where(inside, after, x), p + (inside & refill).to(tl.uint32)
+
+
+@triton.jit
+def _base_step(x, p, row, lookup, words, last, inside):  # noqa: ANN001, ANN202, PLR0913, PLR0917
+    """One base symbol of every lane: state, pointer, value."""
+    entry = tl.load(lookup + (row + (x & 4095)))
+    after = ((entry & 4095) + 1) * (x >> 12) + ((entry >> 12) & 4095)
+    x, p = _word(x, after, words, p, last, inside)
+    return x, p, (entry >> 24).to(tl.int32) - 128
+
+
+@triton.jit
+def _ternary_step(x, p, q, zero, one, more, words, last, inside):  # noqa: ANN001, ANN202, PLR0913, PLR0917
+    """One refinement of every lane: state, pointer, value; thresholds by context."""
+    both = tl.where(q == 0, zero, tl.where((q == 1) | (q == -1), one, more))
+    low, high = both & 65535, both >> 16
+    slot = x & 4095
+    above_low, above_high = slot >= low, slot >= high
+    start = tl.where(above_high, high, tl.where(above_low, low, 0))
+    end = tl.where(above_high, 4096, tl.where(above_low, high, low))
+    x, p = _word(x, (end - start) * (x >> 12) + slot - start, words, p, last, inside)
+    r = above_low.to(tl.int32) + above_high.to(tl.int32) - 1
+    return x, p, 3 * q + tl.where(q < 0, -r, r)
+
+
+@triton.jit
+def decode_streams(  # noqa: ANN201, C901, PLR0913, PLR0915, PLR0917
+    streams,  # noqa: ANN001
+    items,  # noqa: ANN001
+    progress,  # noqa: ANN001
+    flags,  # noqa: ANN001
+    words16,  # noqa: ANN001
+    words32,  # noqa: ANN001
+    entries,  # noqa: ANN001
+    lookup,  # noqa: ANN001
+    thresholds,  # noqa: ANN001
+    values,  # noqa: ANN001
+    peaks,  # noqa: ANN001
+    patience,  # noqa: ANN001
+    BLOCK: tl.constexpr,
+):
+    """Decode one block of lanes of one stream into ``values``.
+
+    streams: int64 ``[streams, STREAM_FIELDS]``; a chunk's follow each other, level by level. items: int32 ``[items,
+    2]``, stream and block of lanes, level by level. progress: int32, the tickets taken, then the blocks done of every
+    stream; all 0 at first, and kept between the launches of a batch. flags: int32 for each chunk. words16, words32: the staged bytes as uint16 and uint32.
+    entries: uint32, see ``CLASS_SHIFT``. values: int16 or int32, ``[tokens, slots]`` for each chunk. peaks: int32, the
+    largest size of each slot's values. patience: polls before a wait is given up.
+    """
+    item = tl.atomic_add(progress, 1)
+    stream = tl.load(items + 2 * item)
+    block = tl.load(items + 2 * item + 1)
+    described = streams + stream.to(tl.int64) * STREAM_FIELDS
+    words = words16 + tl.load(described)
+    last = tl.load(described + 1).to(tl.uint32)
+    states = words32 + tl.load(described + 2)
+    starts = words32 + tl.load(described + 3)
+    lanes = tl.load(described + 4).to(tl.int32)
+    columns = tl.load(described + 5).to(tl.int32)
+    entry_at = entries + tl.load(described + 6)
+    values_at = values + tl.load(described + 7)
+    slots = tl.load(described + 8).to(tl.int32)
+    tokens = tl.load(described + 9).to(tl.int32)
+    is_base = tl.load(described + 10).to(tl.int32)
+    needed = tl.load(described + 11).to(tl.int32)
+    chunk = tl.load(described + 12).to(tl.int32)
+    peak_at = peaks + tl.load(described + 13)
+
+    below = progress + 1 + tl.maximum(stream - 1, 0)
+    done = needed
+    if is_base == 0:
+        done = tl.atomic_add(below, 0, sem="acquire")
+    polls = 0
+    while (done < needed) & (polls < patience):
+        done = tl.atomic_add(below, 0, sem="acquire")
+        polls += 1
+    tl.debug_barrier()
+
+    lane = block * BLOCK + tl.arange(0, BLOCK)
+    live = lane < lanes
+    x = tl.load(states + lane, mask=live, other=65536)
+    p = tl.load(starts + lane, mask=live, other=0)
+    end = tl.load(starts + lane + 1, mask=live, other=0)
+    if is_base == 1:
+        for first in range(0, columns, lanes):
+            column = first + lane
+            inside = live & (column < columns)
+            entry = tl.load(entry_at + column, mask=inside, other=0)
+            row = ((entry >> CLASS_SHIFT) & 63) << 12
+            slot = (entry & 0x7FFFFF).to(tl.int32)
+            peak = tl.zeros([BLOCK], tl.int32)
+            for t in range(0, tokens):
+                x, p, q = _base_step(x, p, row, lookup, words, last, inside)
+                tl.store(values_at + (t * slots + slot), q, mask=inside)
+                peak = tl.maximum(peak, tl.abs(q))
+            tl.store(peak_at + slot, peak, mask=inside)
+    else:
+        for first in range(0, columns, lanes):
+            column = first + lane
+            inside = live & (column < columns)
+            entry = tl.load(entry_at + column, mask=inside, other=0)
+            row = ((entry >> CLASS_SHIFT) & 63) * 3
+            slot = (entry & 0x7FFFFF).to(tl.int32)
+            old = inside & ((entry >> FRESH_SHIFT) == 0)
+            zero = tl.load(thresholds + row)
+            one = tl.load(thresholds + row + 1)
+            more = tl.load(thresholds + row + 2)
+            peak = tl.zeros([BLOCK], tl.int32)
+            # Four at a time, so that their loads are under way together.
+            for t in range(0, tokens, 4):
+                at = values_at + (t * slots + slot)
+                left = tokens - t + tl.zeros([BLOCK], tl.int32)
+                in1, in2, in3 = inside & (left > 1), inside & (left > 2), inside & (left > 3)
+                q0 = tl.load(at, mask=old, other=0).to(tl.int32)
+                q1 = tl.load(at + slots, mask=old & in1, other=0).to(tl.int32)
+                q2 = tl.load(at + 2 * slots, mask=old & in2, other=0).to(tl.int32)
+                q3 = tl.load(at + 3 * slots, mask=old & in3, other=0).to(tl.int32)
+                x, p, q0 = _ternary_step(x, p, q0, zero, one, more, words, last, inside)
+                tl.store(at, q0, mask=inside)
+                x, p, q1 = _ternary_step(x, p, q1, zero, one, more, words, last, in1)
+                tl.store(at + slots, q1, mask=in1)
+                x, p, q2 = _ternary_step(x, p, q2, zero, one, more, words, last, in2)
+                tl.store(at + 2 * slots, q2, mask=in2)
+                x, p, q3 = _ternary_step(x, p, q3, zero, one, more, words, last, in3)
+                tl.store(at + 3 * slots, q3, mask=in3)
+                peak = tl.maximum(peak, tl.abs(q0))
+                peak = tl.maximum(peak, tl.where(in1, tl.abs(q1), 0))
+                peak = tl.maximum(peak, tl.where(in2, tl.abs(q2), 0))
+                peak = tl.maximum(peak, tl.where(in3, tl.abs(q3), 0))
+            tl.store(peak_at + slot, peak, mask=inside)
+
+    wrong = live & ((x != 65536) | (p != end))
+    flag = tl.max(wrong.to(tl.int32), axis=0)  # queues.DAMAGED
+    flag = tl.where(done < needed, STALLED, flag)
+    tl.atomic_max(flags + chunk, flag)
+    tl.debug_barrier()
+    tl.atomic_add(progress + 1 + stream, 1, sem="release")
+
+
+@triton.jit
+def count_escapes(escapes, entries, values, counts, BLOCK: tl.constexpr):  # noqa: ANN001, ANN201
+    """Number of escapes in a row of base symbols; a program takes one token of one chunk that has some.
+
+    escapes: int64 ``[chunks, ESCAPE_FIELDS]``. counts: int32 ``[chunks, tokens of the longest]``.
+    """
+    described = escapes + tl.program_id(1).to(tl.int64) * ESCAPE_FIELDS
+    values_at = values + tl.load(described)
+    slots, tokens = tl.load(described + 1).to(tl.int32), tl.load(described + 2).to(tl.int32)
+    columns = tl.load(described + 3).to(tl.int32)
+    entry_at = entries + tl.load(described + 4)
+    t = tl.program_id(0)
+    count = 0
+    if t < tokens:
+        for first in range(0, columns, BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            inside = column < columns
+            slot = (tl.load(entry_at + column, mask=inside, other=0) & 0x7FFFFF).to(tl.int32)
+            q = tl.load(values_at + (t * slots + slot), mask=inside, other=0).to(tl.int32)
+            count += tl.sum((q == -128).to(tl.int32), axis=0)
+    tl.store(counts + tl.program_id(1) * tl.num_programs(0) + t, count)
+
+
+@triton.jit
+def place_escapes(  # noqa: ANN201, PLR0913, PLR0917
+    escapes,  # noqa: ANN001
+    entries,  # noqa: ANN001
+    words32,  # noqa: ANN001
+    values,  # noqa: ANN001
+    peaks,  # noqa: ANN001
+    counts,  # noqa: ANN001
+    flags,  # noqa: ANN001
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Put a row's escaped values where the stream has escapes; they are listed token by token, column by column.
+
+    TOKENS: a power of two, at least the tokens of the longest chunk. values: int32.
+    """
+    described = escapes + tl.program_id(1).to(tl.int64) * ESCAPE_FIELDS
+    values_at = values + tl.load(described)
+    slots, tokens = tl.load(described + 1).to(tl.int32), tl.load(described + 2).to(tl.int32)
+    columns = tl.load(described + 3).to(tl.int32)
+    entry_at = entries + tl.load(described + 4)
+    listed, known = words32 + tl.load(described + 5), tl.load(described + 6).to(tl.int32)
+    chunk = tl.load(described + 7).to(tl.int32)
+    peak_at = peaks + tl.load(described + 8)
+    t = tl.program_id(0)
+    rows = tl.arange(0, TOKENS)
+    counted = tl.load(counts + tl.program_id(1) * tl.num_programs(0) + rows, mask=rows < tokens, other=0)
+    at = tl.sum(tl.where(rows < t, counted, 0), axis=0)
+    if t == 0:
+        total = tl.sum(counted, axis=0)
+        tl.atomic_max(flags + chunk, tl.where(total == known, 0, MISCOUNTED))
+    if t < tokens:
+        for first in range(0, columns, BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            inside = column < columns
+            slot = (tl.load(entry_at + column, mask=inside, other=0) & 0x7FFFFF).to(tl.int32)
+            q = tl.load(values_at + (t * slots + slot), mask=inside, other=0).to(tl.int32)
+            escaped = (q == -128).to(tl.int32)
+            rank = at + tl.cumsum(escaped, axis=0) - 1
+            here = (escaped == 1) & (rank < known)
+            value = tl.load(listed + rank, mask=here, other=0).to(tl.int32, bitcast=True)
+            tl.store(values_at + (t * slots + slot), value, mask=here)
+            tl.atomic_max(peak_at + slot, tl.abs(value), mask=here)
+            at += tl.sum(escaped, axis=0)
+
+
+@triton.jit
+def last_wide(group_slots, chunks, peaks, wide, most, BLOCK: tl.constexpr):  # noqa: ANN001, ANN201, PLR0913, PLR0917
+    """Behind the last slot of a group and chunk with a value above ``most``; a program takes one of either.
+
+    group_slots: int32 ``[chunks, groups, 2]``, where each group's slots begin and end. wide: int32 ``[chunks, groups]``.
+    """
+    chunk, group = tl.program_id(0), tl.program_id(1)
+    groups = tl.num_programs(1)
+    begin = tl.load(group_slots + 2 * (chunk * groups + group))
+    stop = tl.load(group_slots + 2 * (chunk * groups + group) + 1)
+    peak_at = peaks + tl.load(chunks + chunk.to(tl.int64) * CHUNK_FIELDS + 3)
+    out = begin
+    for first in range(begin, stop, BLOCK):
+        slot = first + tl.arange(0, BLOCK)
+        peak = tl.load(peak_at + slot, mask=slot < stop, other=0)
+        out = tl.maximum(out, tl.max(tl.where(peak > most, slot + 1, 0), axis=0))
+    tl.store(wide + chunk * groups + group, out)
+
+
+@triton.jit
+def _rounded(x, INTERPRET: tl.constexpr):  # noqa: ANN001, ANN202
+    """To bfloat16, ties to even; when interpreting, the same number as float32."""
+    if INTERPRET:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + (0x7FFF + ((bits >> 16) & 1))) & 0xFFFF0000
+        return bits.to(tl.float32, bitcast=True)
+    return x.to(tl.bfloat16)
+
+
+@triton.jit
+def _operand(x, INTERPRET: tl.constexpr):  # noqa: ANN001, ANN202
+    """A stored bfloat16 or int8 matrix as the dot takes it."""
+    if INTERPRET:
+        return x.to(tl.float32)
+    return x.to(tl.bfloat16)
+
+
+@triton.jit
+def _sizes(values_at, size_at, rows, slots, inside, k, within):  # noqa: ANN001, ANN202, PLR0913, PLR0917
+    """Dequantised values at step 1, float32 ``[tokens, slots]``."""
+    q = tl.load(values_at + (rows[:, None] * slots + k[None, :]), mask=inside[:, None] & within[None, :], other=0)
+    q = q.to(tl.int32)
+    one = tl.load(size_at + 2 * k, mask=within, other=1.0)
+    two = tl.load(size_at + 2 * k + 1, mask=within, other=2.0)
+    size = tl.abs(q).to(tl.float32)
+    size = tl.where(size == 1.0, one[None, :], tl.where(size == 2.0, two[None, :], size))
+    return tl.where(q < 0, -size, size)
+
+
+@triton.jit
+def place(  # noqa: ANN201, C901, PLR0912, PLR0913, PLR0914, PLR0915, PLR0917
+    tiles,  # noqa: ANN001
+    chunks,  # noqa: ANN001
+    blocks,  # noqa: ANN001
+    group_slots,  # noqa: ANN001
+    wide,  # noqa: ANN001
+    flags,  # noqa: ANN001
+    values,  # noqa: ANN001
+    slot_rows,  # noqa: ANN001
+    slot_sizes,  # noqa: ANN001
+    token_ids,  # noqa: ANN001
+    table,  # noqa: ANN001
+    cosines,  # noqa: ANN001
+    sines,  # noqa: ANN001
+    pages,  # noqa: ANN001
+    steps,  # noqa: ANN001
+    groups,  # noqa: ANN001
+    first_tile,  # noqa: ANN001
+    PAGE: tl.constexpr,
+    OUT: tl.constexpr,
+    STRIDE: tl.constexpr,
+    CHECK: tl.constexpr,
+    PRECISE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Elements of one tile of a plane for one block of tokens: expected plus transformed, rotated, where they belong.
+
+    A tile is up to PAIRS pairs of dimensions of one head, (a + STRIDE * j, b + STRIDE * j): what rotates together, or
+    simply two halves of what does not rotate. tiles: int64 ``[tiles, TILE_FIELDS]``. blocks: int32 ``[blocks, 2]``, chunk
+    and first token of a block of TOKENS. wide: int32 ``[chunks, groups]``, slots before which values need more than one
+    bfloat16 number; PRECISE: all do, and are split into three. cosines, sines: float32. steps: float32, for
+    each chunk. pages: int32, where pages of
+    PAGE tokens lie; None and 0 for contiguous output. OUT: the type of the output. ALIGNED: rows and output lie at
+    multiples of eight elements.
+    """
+    block = tl.program_id(0)
+    tile = tiles + (first_tile + tl.program_id(1)).to(tl.int64) * TILE_FIELDS
+    chunk = tl.load(blocks + 2 * block)
+    begin = tl.load(blocks + 2 * block + 1)
+    if CHECK:
+        if tl.load(flags + chunk) != 0:
+            return
+    described = chunks + chunk.to(tl.int64) * CHUNK_FIELDS
+    slots = tl.multiple_of(tl.load(described + 1).to(tl.int32), 16)
+    tokens = tl.load(described + 2).to(tl.int32)
+    slot_at = tl.load(described + 3)
+    said_at = tl.load(described + 5)
+    rows = begin + tl.arange(0, TOKENS)
+    inside = rows < tokens
+    j = tl.arange(0, PAIRS)
+    width = tl.load(tile + 3).to(tl.int32)
+    group = tl.load(tile + 4).to(tl.int32)
+    features = tl.load(tile + 5).to(tl.int32)
+    a, b = tl.load(tile + 6).to(tl.int32), tl.load(tile + 7).to(tl.int32)
+    pairs_a, pairs_b = tl.load(tile + 8).to(tl.int32), tl.load(tile + 9).to(tl.int32)
+    if ALIGNED:
+        a, b, width = tl.multiple_of(a, 8), tl.multiple_of(b, 8), tl.multiple_of(width, 8)
+    in_a, in_b = j < pairs_a, j < pairs_b
+    of_a, of_b = a + STRIDE * j, b + STRIDE * j
+
+    # What the text says.
+    mean = tl.load(tile + 2).to(tl.pointer_type(tl.float32))
+    mean_a = tl.load(mean + of_a, mask=in_a, other=0.0)
+    mean_b = tl.load(mean + of_b, mask=in_b, other=0.0)
+    sum_a = tl.zeros([TOKENS, PAIRS], tl.float32)
+    sum_b = tl.zeros([TOKENS, PAIRS], tl.float32)
+    predictor = tl.load(tile + 1).to(tl.pointer_type(tl.bfloat16))
+    ids = tl.load(token_ids + said_at + rows, mask=inside, other=0).to(tl.int64)
+    for first in range(0, features, DEPTH):
+        k = first + tl.arange(0, DEPTH)
+        within = k < features
+        said = tl.load(table + (ids[:, None] * features + k[None, :]), mask=inside[:, None] & within[None, :], other=0)
+        said = _operand(said, INTERPRET)
+        at = k[:, None].to(tl.int64) * width
+        to_a = tl.load(predictor + (at + of_a[None, :]), mask=within[:, None] & in_a[None, :], other=0.0)
+        to_b = tl.load(predictor + (at + of_b[None, :]), mask=within[:, None] & in_b[None, :], other=0.0)
+        sum_a = tl.dot(said, _operand(to_a, INTERPRET), sum_a, input_precision="ieee")
+        sum_b = tl.dot(said, _operand(to_b, INTERPRET), sum_b, input_precision="ieee")
+    sum_a += mean_a[None, :]
+    sum_b += mean_b[None, :]
+    if features > 0:
+        sum_a = _rounded(sum_a, INTERPRET).to(tl.float32)
+        sum_b = _rounded(sum_b, INTERPRET).to(tl.float32)
+    addition = tl.load(tile + 16)
+    if addition != 0:
+        more = addition.to(tl.pointer_type(tl.float32))
+        at = (said_at + rows)[:, None].to(tl.int64) * width
+        sum_a += tl.load(more + (at + of_a[None, :]), mask=inside[:, None] & in_a[None, :], other=0.0)
+        sum_b += tl.load(more + (at + of_b[None, :]), mask=inside[:, None] & in_b[None, :], other=0.0)
+
+    # What was coded, in units of a step.
+    step = tl.load(steps + chunk)
+    values_at = values + tl.multiple_of(tl.load(described), 16)
+    size_at = slot_sizes + 2 * slot_at
+    row_at = slot_rows + slot_at
+    basis = tl.load(tile).to(tl.pointer_type(tl.bfloat16))
+    slot0 = tl.multiple_of(tl.load(group_slots + 2 * (chunk * groups + group)), 16)
+    slot1 = tl.load(group_slots + 2 * (chunk * groups + group) + 1)
+    split = slot1
+    if not PRECISE:
+        split = tl.load(wide + chunk * groups + group)
+    got_a = tl.zeros([TOKENS, PAIRS], tl.float32)
+    got_b = tl.zeros([TOKENS, PAIRS], tl.float32)
+    for first in range(slot0, split, DEPTH):
+        k = first + tl.arange(0, DEPTH)
+        within = k < split
+        size = _sizes(values_at, size_at, rows, slots, inside, k, within)
+        at = tl.load(row_at + k, mask=within, other=0)[:, None].to(tl.int64) * width
+        to_a = tl.load(basis + (at + of_a[None, :]), mask=within[:, None] & in_a[None, :], other=0.0)
+        to_b = tl.load(basis + (at + of_b[None, :]), mask=within[:, None] & in_b[None, :], other=0.0)
+        to_a, to_b = _operand(to_a, INTERPRET), _operand(to_b, INTERPRET)
+        high = _rounded(size, INTERPRET)
+        rest = size - high.to(tl.float32)
+        middle = _rounded(rest, INTERPRET)
+        low = _rounded(rest - middle.to(tl.float32), INTERPRET)
+        got_a = tl.dot(low, to_a, got_a, input_precision="ieee")
+        got_b = tl.dot(low, to_b, got_b, input_precision="ieee")
+        got_a = tl.dot(middle, to_a, got_a, input_precision="ieee")
+        got_b = tl.dot(middle, to_b, got_b, input_precision="ieee")
+        got_a = tl.dot(high, to_a, got_a, input_precision="ieee")
+        got_b = tl.dot(high, to_b, got_b, input_precision="ieee")
+    if not PRECISE:
+        for first in range(split, slot1, DEPTH):
+            k = first + tl.arange(0, DEPTH)
+            within = k < slot1
+            size = _rounded(_sizes(values_at, size_at, rows, slots, inside, k, within), INTERPRET)
+            at = tl.load(row_at + k, mask=within, other=0)[:, None].to(tl.int64) * width
+            to_a = tl.load(basis + (at + of_a[None, :]), mask=within[:, None] & in_a[None, :], other=0.0)
+            to_b = tl.load(basis + (at + of_b[None, :]), mask=within[:, None] & in_b[None, :], other=0.0)
+            got_a = tl.dot(size, _operand(to_a, INTERPRET), got_a, input_precision="ieee")
+            got_b = tl.dot(size, _operand(to_b, INTERPRET), got_b, input_precision="ieee")
+    left = sum_a + step * got_a
+    right = sum_b + step * got_b
+
+    # Positions on.
+    turn = tl.load(tile + 14)
+    if turn >= 0:
+        at = (said_at + rows)[:, None] * tl.load(tile + 15) + (turn + j)[None, :]
+        seen = inside[:, None] & in_a[None, :]
+        cos = tl.load(cosines + at, mask=seen, other=1.0)
+        sin = tl.load(sines + at, mask=seen, other=0.0)
+        turned = left * cos - right * sin
+        right = right * cos + left * sin
+        left = turned
+
+    # Where they belong.
+    token = (tl.load(described + 4) + rows).to(tl.int64)  # counted in the output
+    if PAGE > 0:
+        page = tl.load(pages + token // PAGE, mask=inside, other=0).to(tl.int64)
+        at = page * tl.load(tile + 11) + (token % PAGE) * tl.load(tile + 10)
+    else:
+        at = token * tl.load(tile + 10)
+    to_a, to_b = tl.load(tile + 12), tl.load(tile + 13)
+    if ALIGNED:
+        at, to_a, to_b = tl.multiple_of(at, 8), tl.multiple_of(to_a, 8), tl.multiple_of(to_b, 8)
+    at_a = at[:, None] + (to_a + STRIDE * j)[None, :]
+    at_b = at[:, None] + (to_b + STRIDE * j)[None, :]
+    here_a, here_b = inside[:, None] & in_a[None, :], inside[:, None] & in_b[None, :]
+    where = tl.load(tile + 17)
+    if OUT == "bfloat16":
+        out = where.to(tl.pointer_type(tl.uint16))
+        if ALIGNED:
+            out = tl.multiple_of(out, 16)
+        left_bits, right_bits = left.to(tl.uint32, bitcast=True), right.to(tl.uint32, bitcast=True)
+        left_bits = (left_bits + (0x7FFF + ((left_bits >> 16) & 1))) >> 16
+        right_bits = (right_bits + (0x7FFF + ((right_bits >> 16) & 1))) >> 16
+        tl.store(out + at_a, left_bits.to(tl.uint16), mask=here_a)
+        tl.store(out + at_b, right_bits.to(tl.uint16), mask=here_b)
+    elif OUT == "float16":
+        out = where.to(tl.pointer_type(tl.float16))
+        if ALIGNED:
+            out = tl.multiple_of(out, 16)
+        most = 65504.0
+        tl.store(out + at_a, tl.minimum(tl.maximum(left, -most), most).to(tl.float16), mask=here_a)
+        tl.store(out + at_b, tl.minimum(tl.maximum(right, -most), most).to(tl.float16), mask=here_b)
+    else:
+        out = where.to(tl.pointer_type(tl.float32))
+        if ALIGNED:
+            out = tl.multiple_of(out, 16)
+        tl.store(out + at_a, left, mask=here_a)
+        tl.store(out + at_b, right, mask=here_b)

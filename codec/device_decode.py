@@ -1,0 +1,332 @@
+"""Decoding on a GPU: segments in the host's memory to tensors in the engine's own layout.
+
+A batch of chunks passes three queues: its bytes are copied, its streams decoded, its elements placed. Two batches are
+under way at a time, so copying, decoding and placing overlap, and none of it waits for the host or for the caller's
+stream. What is wrong with a chunk is found on the GPU, which then leaves the chunk's output alone; ``Pending.wait``
+tells. ``decode.BlobDecoder`` is the readable way to the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+
+from kvwire.codec import _triton
+from kvwire.codec.backend import interpreted
+from kvwire.codec.device_profile import on_device
+from kvwire.codec.place_plainly import place_plainly
+from kvwire.codec.queues import Mark, Pending, Queue, here
+from kvwire.codec.staging import BLOCK, Opened, Piece, Staged, open_piece, stage
+from kvwire.codec.tiles import tiles_of
+from kvwire.types import PagedKVCache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from kvwire.codec.container import Head
+    from kvwire.codec.prediction import Text
+    from kvwire.codec.tiles import Plan
+    from kvwire.types import KVCache
+
+WORKSPACE_SHARE = 0.15
+"""Device memory for chunks under way, as a share of the decoded cache; a single chunk may take more."""
+LAYER_LAUNCHES = 8
+"""Launches that the last batch is placed in: after each, some more layers are ready."""
+_PATIENCE = 1 << 22
+"""Polls, of about a microsecond, before a kernel stops waiting for the level below."""
+_EXACT = 256
+"""Values up to this are bfloat16 numbers."""
+_OUTPUTS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+_WARPS = BLOCK // (64 if torch.version.hip else 32)
+"""One lane a thread."""
+
+
+class Workspace:
+    """Device memory of one batch, kept for the next but one; ``free`` is reached when it may be written to."""
+
+    def __init__(self) -> None:
+        self.free = Mark(None)
+        self._tensors: dict[str, Tensor] = {}
+
+    def room(self, name: str, size: int, device: torch.device, queues: Sequence[Queue]) -> Tensor:
+        """At least so many bytes, allocated for the queue that runs, known to the others."""
+        if name not in self._tensors or self._tensors[name].numel() < size:
+            self._tensors.pop(name, None)
+            self._tensors[name] = torch.empty(size, dtype=torch.uint8, device=device)
+            for queue in queues:
+                queue.keep(self._tensors[name])
+        return self._tensors[name][:size]
+
+
+class Batch(NamedTuple):
+    """A batch on the device.
+
+    buffer: the staged bytes. values: int16 or int32, ``[tokens, slots]`` for each chunk. progress, flags, peaks, wide,
+    counts: int32, see ``_triton``.
+    """
+
+    staged: Staged
+    buffer: Tensor
+    values: Tensor
+    progress: Tensor
+    flags: Tensor
+    peaks: Tensor
+    wide: Tensor
+    counts: Tensor
+
+    def part(self, name: str) -> Tensor:
+        """A part of the staged bytes."""
+        return self.staged.of(self.buffer, name)
+
+
+class DeviceDecoder:
+    """Decodes layered chunks of one blob on a GPU, or in Triton's interpreter.
+
+    head, text: of the blob, with its profile. out: tensors on the device, contiguous ``[heads, tokens, dim]`` or in
+    pages. offset: position of the first token, None leaves positions off. check: leave the output of damaged chunks
+    alone and report them. workspace_bytes: device memory for chunks under way, None for a share of the output.
+    finish: called with a span of tokens once they are placed, on their queue.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        text: Text,
+        out: KVCache | PagedKVCache,
+        *,
+        offset: int | None,
+        check: bool = True,
+        workspace_bytes: int | None = None,
+        finish: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Put the profile on the device and describe the output."""
+        self._head, self._text, self._out = head, text, out
+        self._offset, self._check, self._finish = offset, check, finish
+        tensors = [tensor for tensor in (*out.keys, *out.values) if tensor.numel()]
+        self._device, self._dtype = tensors[0].device, tensors[0].dtype
+        self._loaded = on_device(text.profile, self._device)
+        self._queues = copying, decoding, placing = [Queue(self._device) for _ in range(3)]
+        self._copying, self._decoding, self._placing = copying, decoding, placing
+        self._spaces = [Workspace(), Workspace()]
+        self._turn = 0
+        self._lock = threading.Lock()
+        elements = sum(spec.key_width + spec.value_width for spec in head.info.meta.layers if spec.kind != "none")
+        decoded = elements * head.info.tokens * self._dtype.itemsize
+        self._workspace = int(WORKSPACE_SHARE * decoded) if workspace_bytes is None else workspace_bytes
+        self._tokens_of_block, self._depth = (16, 32) if interpreted() else (128, 64)
+        self._describe(tensors)
+        frequencies = [each for regime in head.info.meta.ropes for each in regime.inv_freq]
+        self._frequencies = torch.tensor(frequencies, dtype=torch.float32, device=self._device)
+        self._groups_of = [
+            {group for group, planes in enumerate(self._loaded.planes) if any(at == layer for _, at in planes)}
+            for layer in range(len(head.info.meta.layers))
+        ]
+        self._start = here(self._device)
+        for tensor in tensors:
+            self._placing.keep(tensor)
+
+    def _describe(self, tensors: list[Tensor]) -> None:
+        """Tiles for groups that the kernel can place, and the list of those that it cannot."""
+        simple = self._dtype in _OUTPUTS and all(t.stride(-1) == 1 and t.dtype == self._dtype for t in tensors)
+        groups = range(len(self._loaded.groups))
+        self._tiled = tuple(g for g in groups if simple and self._loaded.groups[g].rows is not None)
+        self._plain = tuple(g for g in groups if g not in self._tiled)
+        hidden = self._text.hidden
+        self._hidden = None if hidden is None else hidden.to(self._device)
+        self._addition: Tensor | None = None
+        most = max((len(self._loaded.groups[g].mean) for g in self._tiled), default=0)
+        if self._hidden is not None and most:
+            chunk = min(self._head.info.tokens, self._head.info.chunk_tokens)
+            self._addition = torch.empty(chunk * most, device=self._device)
+        launches = LAYER_LAUNCHES if self._addition is None else len(self._tiled)
+        self._tiles = tiles_of(
+            self._loaded,
+            self._out,
+            self._head.info.meta,
+            self._tiled,
+            turned=self._offset is not None,
+            launches=max(1, launches),
+            addition=0 if self._addition is None else self._addition.data_ptr(),
+        )
+        self._tile_table = torch.from_numpy(self._tiles.table).to(self._device)
+
+    def batches(self, pieces: Sequence[Piece]) -> Iterator[Staged]:
+        """Pieces taken apart and laid out, as many together as the workspace allows."""
+        chosen: list[Opened] = []
+        room = self._workspace // len(self._spaces)
+        for piece in pieces:
+            opened = open_piece(piece, self._head, self._text.profile, check=self._check)
+            alone = self._addition is not None  # what a head start adds is made chunk by chunk
+            if chosen and (alone or _bytes([*chosen, opened]) > room):
+                yield self._staged(chosen)
+                chosen = []
+            chosen.append(opened)
+        if chosen:
+            yield self._staged(chosen)
+
+    def _staged(self, chosen: list[Opened]) -> Staged:
+        return stage(
+            chosen,
+            self._head,
+            self._text.profile,
+            rows=self._tokens_of_block,
+            pinned=self._device.type == "cuda",
+        )
+
+    def decode(self, pieces: Sequence[Piece]) -> Pending:
+        """Queue pieces; returns at once. Raises CorruptError where the host sees that one is damaged.
+
+        What was queued before that one is decoded all the same.
+        """
+        with self._lock:
+            flags: list[tuple[Tensor, list[int]]] = []
+            layers = [self._start for _ in self._head.info.meta.layers]
+            for staged in self.batches(pieces):
+                last = staged.pieces[-1].piece is pieces[-1]
+                chunks = [opened.piece.chunk for opened in staged.pieces]
+                flags.append((self._queue(staged, layers if last else None), chunks))
+            return Pending(self._placing.mark(), layers, flags)
+
+    def _queue(self, staged: Staged, layers: list[Mark] | None) -> Tensor:
+        """One batch through the three queues; returns its flags, on the host once the placing queue is done."""
+        space = self._spaces[self._turn]
+        self._turn = (self._turn + 1) % len(self._spaces)
+        batch = self.upload(staged, space)
+        self._decoding.after(self._copying.mark())
+        with self._decoding.run():
+            self.entropy(batch)
+        self._placing.after(self._decoding.mark())
+        with self._placing.run():
+            self.place(batch, layers)
+            for piece in staged.pieces if self._finish is not None else ():
+                self._finish(piece.start, piece.start + piece.tokens)
+            flags = torch.empty(len(staged.pieces), dtype=torch.int32, pin_memory=self._device.type == "cuda")
+            flags.copy_(batch.flags, non_blocking=True)
+        space.free = self._placing.mark()
+        return flags
+
+    def upload(self, staged: Staged, space: Workspace) -> Batch:
+        """Queue the copy of a batch's bytes, once its workspace is free."""
+        for queue in self._queues:
+            queue.after(space.free)
+        self._copying.after(self._start)
+        with self._copying.run():
+            buffer = space.room("staged", staged.buffer.numel(), self._device, self._queues)
+            buffer.copy_(staged.buffer, non_blocking=True)
+            values = space.room("values", staged.values * (4 if staged.wide else 2), self._device, self._queues)
+            longest = max(piece.tokens for piece in staged.pieces)
+            counts = [1 + staged.streams, len(staged.pieces), staged.slots]
+            counts += [len(staged.pieces) * len(self._loaded.groups), staged.escaping * longest]
+            scratch = space.room("scratch", 4 * sum(counts), self._device, self._queues).view(torch.int32)
+        parts = torch.split(scratch, counts)
+        return Batch(staged, buffer, values.view(torch.int32 if staged.wide else torch.int16), *parts)
+
+    def entropy(self, batch: Batch) -> None:
+        """Launch the decoding of a batch's streams on the current queue."""
+        staged = batch.staged
+        for zeroed in (batch.progress, batch.flags, batch.peaks):
+            zeroed.zero_()
+        if staged.escaping:
+            self._streams(batch, staged.base_items)
+            tokens = batch.counts.numel() // staged.escaping
+            grid = (tokens, staged.escaping)
+            escaping, entries = batch.part("escaping"), batch.part("entries")
+            _triton.count_escapes[grid](escaping, entries, batch.values, batch.counts, BLOCK=1024)
+            words, values, peaks = batch.part("words32"), batch.values, batch.peaks
+            _triton.place_escapes[grid](
+                escaping, entries, words, values, peaks, batch.counts, batch.flags,
+                BLOCK=1024, TOKENS=1 << (tokens - 1).bit_length(),
+            )  # fmt: skip
+            self._streams(batch, staged.items - staged.base_items)
+        else:
+            self._streams(batch, staged.items)
+        grid = (len(staged.pieces), len(self._loaded.groups))
+        slots, chunks = batch.part("group_slots"), batch.part("chunks")
+        _triton.last_wide[grid](slots, chunks, batch.peaks, batch.wide, _EXACT, BLOCK=1024)
+
+    def _streams(self, batch: Batch, items: int) -> None:
+        if not items:
+            return
+        named = [batch.part(name) for name in ("words16", "words32", "entries")]
+        _triton.decode_streams[items,](
+            batch.part("streams"), batch.part("items"), batch.progress, batch.flags, *named,
+            self._loaded.lookup, self._loaded.thresholds, batch.values, batch.peaks, _PATIENCE,
+            BLOCK=BLOCK, num_warps=_WARPS,
+        )  # fmt: skip
+
+    def place(self, batch: Batch, layers: list[Mark] | None = None) -> None:
+        """Launch the inverse transform of a batch on the current queue; marks layers that are complete, where given."""
+        angles = self._angles(batch)
+        for index in self._plain:
+            place_plainly(
+                batch, index, self._hidden, self._loaded, self._out, self._head.info.meta, angles, check=self._check
+            )
+        ready = set(self._plain)
+        for plan in self._tiles.plans:
+            if self._addition is not None:
+                self._add_head_start(batch, plan.groups[0])
+            self._launch(batch, plan, angles)
+            if layers is not None:
+                ready |= set(plan.groups)
+                self._mark(layers, ready)
+        if layers is not None and not self._tiles.plans:
+            self._mark(layers, ready)
+
+    def _mark(self, layers: list[Mark], ready: set[int]) -> None:
+        """Note where the layers become ready whose groups all are."""
+        mark = self._placing.mark()
+        for layer in range(len(layers)):
+            groups = self._groups_of[layer]
+            if groups and groups <= ready and layers[layer] is self._start:
+                layers[layer] = mark
+
+    def _add_head_start(self, batch: Batch, index: int) -> None:
+        """What hidden states say of a group, for the chunk of the batch."""
+        (piece,) = batch.staged.pieces
+        hidden, predictor = cast("Tensor", self._hidden), cast("Tensor", self._loaded.groups[index].predictor)
+        part = hidden[piece.start : piece.start + piece.tokens]
+        out = cast("Tensor", self._addition)[: piece.tokens * predictor.shape[1]].view(piece.tokens, -1)
+        torch.mm(part, predictor[self._loaded.features :].float(), out=out)
+
+    def _launch(self, batch: Batch, plan: Plan, angles: tuple[Tensor, Tensor]) -> None:
+        staged, out = batch.staged, self._out
+        pages, page = (out.page_table, out.page_tokens) if isinstance(out, PagedKVCache) else (None, 0)
+        named = [batch.part(name) for name in ("chunks", "blocks", "group_slots")]
+        texts = [batch.part(name) for name in ("slot_rows", "slot_sizes", "token_ids")]
+        table = self._loaded.table if self._loaded.table is not None else batch.buffer.view(torch.int8)
+        _triton.place[staged.blocks, plan.tiles](
+            self._tile_table, *named, batch.wide, batch.flags, batch.values, *texts, table,
+            *angles, pages, batch.part("steps"), len(self._loaded.groups), plan.first,
+            PAGE=page,
+            OUT=_OUTPUTS[self._dtype],
+            STRIDE=plan.stride,
+            CHECK=self._check,
+            PRECISE=self._dtype != torch.bfloat16,
+            ALIGNED=self._tiles.aligned,
+            TOKENS=self._tokens_of_block,
+            PAIRS=self._tiles.pairs,
+            DEPTH=self._depth,
+            INTERPRET=interpreted(),
+            num_warps=8,
+            num_stages=3,
+        )  # fmt: skip
+
+    def _angles(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Cosines and sines ``[tokens, pairs of all regimes]`` of a batch; empty where positions stay off."""
+        if self._offset is None or not self._frequencies.numel():
+            nothing = torch.empty(0, device=self._device)
+            return nothing, nothing
+        at = (batch.part("tokens") + self._offset).float()
+        angles = at[:, None] * self._frequencies[None, :]
+        return angles.cos(), angles.sin()
+
+
+def _bytes(pieces: Sequence[Opened]) -> int:
+    """What pieces take on the device while they are decoded together."""
+    size = 4 if any(piece.wide for piece in pieces) else 2
+    streams = sum(len(data) for piece in pieces for data in piece.piece.segments)
+    return streams + sum(piece.values * size + 32 * piece.width for piece in pieces)

@@ -1,0 +1,106 @@
+"""Streams of a GPU, or nothing where Triton's kernels run in its interpreter: there, everything happens in order."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from kvwire.errors import CorruptError, KvwireError
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+
+
+class Mark:
+    """A point in a queue: reached once everything queued before it is done."""
+
+    def __init__(self, event: torch.cuda.Event | None) -> None:
+        """Take the event, None where there is nothing to wait for."""
+        self._event = event
+
+    def wait(self) -> None:
+        """Block until it is reached."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def reached(self) -> bool:
+        """Whether it is."""
+        return self._event is None or bool(self._event.query())
+
+    def hold(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Let a stream, the current one for None, go on only once it is reached; the caller does not wait."""
+        if self._event is not None:
+            (stream or torch.cuda.current_stream()).wait_event(self._event)
+
+
+class Queue:
+    """A stream of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Open one; on the processor there is none."""
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def run(self) -> AbstractContextManager[object]:
+        """What is launched inside goes to this queue."""
+        if self._stream is None:
+            return nullcontext()
+        return cast("AbstractContextManager[object]", torch.cuda.stream(self._stream))
+
+    def mark(self) -> Mark:
+        """This point."""
+        return Mark(None if self._stream is None else self._stream.record_event())
+
+    def after(self, mark: Mark) -> None:
+        """Let what follows wait for a mark of another queue."""
+        mark.hold(self._stream)
+
+    def keep(self, tensor: Tensor) -> None:
+        """Tell the allocator that this queue uses a tensor that was allocated for another."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
+
+
+def here(device: torch.device) -> Mark:
+    """This point of the caller's own stream."""
+    return Mark(torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None)
+
+
+DAMAGED, STALLED, MISCOUNTED = 1, 2, 3
+"""What kernels say of a chunk: a lane did not end as it began; the level below never came; escapes and their list
+differ in number."""
+
+
+class Pending:
+    """Chunks whose decoding is under way.
+
+    done: reached when all are there. layers: likewise for each layer of the cache; those of the first come first.
+    """
+
+    def __init__(self, done: Mark, layers: list[Mark], flags: list[tuple[Tensor, list[int]]]) -> None:
+        """flags: int32 on the host, complete once done is reached, and the chunks that they are of."""
+        self.done = done
+        self.layers = layers
+        self._flags = flags
+
+    def wait(self) -> None:
+        """Block until all is there; raises what went wrong with a chunk, whose output was then left alone."""
+        self.done.wait()
+        for flags, chunks in self._flags:
+            for flag, chunk in zip(flags.tolist(), chunks, strict=True):
+                if flag:
+                    raise _failure(flag, chunk)
+
+
+def _failure(flag: int, chunk: int) -> KvwireError:
+    if flag == STALLED:
+        msg = f"chunk {chunk}: the GPU gave up waiting for a level that never came; decode it with backend='numba'"
+        return KvwireError(msg)
+    if flag == MISCOUNTED:
+        msg = "a segment's escape list has the wrong length: it is damaged, fetch it again"
+        return CorruptError(msg)
+    msg = "a lane of the entropy coder does not end in the state it began with; fetch the segment again"
+    return CorruptError(msg)

@@ -1,0 +1,130 @@
+"""A KV cache in pages, as serving engines keep it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvwire.errors import ArgumentError
+from kvwire.types.cache import KVCache
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvwire.types.cache import CacheMeta, Side
+
+_BLOCKS = 5
+_PAGES = 4
+
+
+@dataclass(frozen=True, eq=False)
+class PagedKVCache:
+    """One document's place in an engine's paged cache (PagedAttention, arXiv 2309.06180).
+
+    keys[l]: ``[pages, page_tokens, kv_heads, key_dim]``, values[l] likewise with value_dim: views of the engine's own
+    tensors, any strides, any float dtype; for layers without a cache they are empty. page_table: int32 ``[n]``, on the
+    tensors' device: which page holds the prompt's tokens ``i * page_tokens`` and on. start: the prompt's token at which
+    the document begins. tokens: the document's. meta: as of any cache of the model.
+    """
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    page_table: torch.Tensor
+    tokens: int
+    meta: CacheMeta
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise ArgumentError where shapes disagree or a page that is needed is not in the table."""
+        shapes = [
+            (tensor.shape[2:], (spec.kv_heads, dim))
+            for tensors, dims in (
+                (self.keys, [spec.key_dim for spec in self.meta.layers]),
+                (self.values, [spec.value_dim for spec in self.meta.layers]),
+            )
+            for tensor, spec, dim in zip(tensors, self.meta.layers, dims, strict=len(tensors) == len(dims))
+            if spec.kind != "none"
+        ]
+        counted = len(self.keys) == len(self.values) == len(self.meta.layers)
+        if not counted or any(tuple(have) != want for have, want in shapes) or len(self._page_shapes()) != 1:
+            msg = "pages must be [pages, page_tokens, kv_heads, dim] for each layer, all of the same number and length"
+            raise ArgumentError(msg)
+        needed = -(-(self.start + self.tokens) // self.page_tokens)
+        table = self.page_table
+        if self.start < 0 or self.tokens < 1 or table.dtype != torch.int32 or table.ndim != 1 or len(table) < needed:
+            msg = f"the page table must be int32 with at least {needed} entries for tokens {self.start} and on"
+            raise ArgumentError(msg)
+        if int(table[:needed].min()) < 0 or int(table[:needed].max()) >= self._page_shapes().pop()[0]:
+            msg = "the page table names pages that do not exist"
+            raise ArgumentError(msg)
+
+    @classmethod
+    def from_blocks(
+        cls,
+        blocks: Sequence[torch.Tensor],
+        page_table: torch.Tensor,
+        tokens: int,
+        meta: CacheMeta,
+        start: int = 0,
+    ) -> PagedKVCache:
+        """From one tensor ``[pages, 2, page_tokens, kv_heads, dim]`` for each layer, keys first."""
+        if any(block.ndim != _BLOCKS or block.shape[1] != 2 for block in blocks):  # noqa: PLR2004 - keys and values
+            msg = "blocks must be [pages, 2, page_tokens, kv_heads, dim], keys first"
+            raise ArgumentError(msg)
+        return cls([b[:, 0] for b in blocks], [b[:, 1] for b in blocks], page_table, tokens, meta, start)
+
+    def _page_shapes(self) -> set[tuple[int, int]]:
+        return {
+            (tensor.shape[0], tensor.shape[1]) if tensor.ndim == _PAGES else (0, 0)
+            for tensors in (self.keys, self.values)
+            for tensor, spec in zip(tensors, self.meta.layers, strict=False)
+            if spec.kind != "none"
+        }
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a page."""
+        return self._page_shapes().pop()[1]
+
+    def write(self, first: int, piece: KVCache) -> None:
+        """Copy a piece of the document, from its token ``first`` on, into the pages; positions are the caller's."""
+        stop = first + piece.tokens
+        if not 0 <= first <= stop <= self.tokens:
+            msg = f"tokens {first} to {stop} do not lie in a document of {self.tokens}"
+            raise ArgumentError(msg)
+        sides: tuple[tuple[Side, list[torch.Tensor]], ...] = (("key", piece.keys), ("value", piece.values))
+        for side, tensors in sides:
+            for layer, tensor in enumerate(tensors):
+                if tensor.numel():
+                    self.put(side, layer, first, tensor)
+
+    def put(self, side: Side, layer: int, first: int, tensor: torch.Tensor) -> None:
+        """Copy keys or values ``[kv_heads, tokens, dim]`` of one layer into the document from token ``first`` on."""
+        ours = (self.keys if side == "key" else self.values)[layer]
+        ours[self._where(first, first + tensor.shape[1])] = tensor.transpose(0, 1).to(ours.device, ours.dtype)
+
+    def take(self, side: Side, layer: int, first: int, stop: int) -> torch.Tensor:
+        """A copy of some tokens' keys or values of a layer, ``[kv_heads, tokens, dim]``."""
+        return (self.keys if side == "key" else self.values)[layer][self._where(first, stop)].transpose(0, 1)
+
+    def read(self) -> KVCache:
+        """The document's cache, contiguous ``[kv_heads, tokens, dim]`` for each layer; a copy."""
+        pages, inside = self._where(0, self.tokens)
+        keys, values = (
+            [
+                tensor[pages, inside].transpose(0, 1) if spec.kind != "none" else tensor.new_zeros(spec.kv_heads, 0, dim)
+                for tensor, spec, dim in zip(tensors, self.meta.layers, dims, strict=True)
+            ]
+            for tensors, dims in (
+                (self.keys, [spec.key_dim for spec in self.meta.layers]),
+                (self.values, [spec.value_dim for spec in self.meta.layers]),
+            )
+        )
+        return KVCache(list(keys), list(values), self.meta)
+
+    def _where(self, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page and place in it of the document's tokens."""
+        at = torch.arange(self.start + first, self.start + stop, device=self.page_table.device)
+        return self.page_table[at // self.page_tokens].long(), at % self.page_tokens
