@@ -340,5 +340,7 @@ def entries_of(classes: U8, below: U8, slots: U32, entries: U32) -> None:
     at = 0
     for c in range(classes.shape[0]):
         if classes[c] > 0:
-            entries[at] = slots[c] | (uint32(classes[c]) - uint32(1)) << uint32(23) | uint32(below[c] == 0) << uint32(29)
+            entries[at] = (
+                slots[c] | (uint32(classes[c]) - uint32(1)) << uint32(23) | uint32(below[c] == 0) << uint32(29)
+            )
             at += 1

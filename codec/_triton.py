@@ -12,6 +12,9 @@ bfloat16 is rounded by integer arithmetic on the bits, because Triton's interpre
 float32 operands, whose values are the same.
 """
 
+# ruff: noqa: ANN001, ANN202, C901, PLR0912, PLR0913, PLR0915, PLR0917, PLR2004
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 from __future__ import annotations
 
 import triton
@@ -20,16 +23,16 @@ import triton.language as tl
 from kvwire.codec import queues
 
 STREAM_FIELDS = tl.constexpr(14)
-"""Of a stream, int64: first word, last word, states, lane starts, lanes, columns, entries, values, slots, tokens, whether
-it holds base symbols, blocks of the level below to wait for, chunk, first slot."""
+"""Of a stream, int64: first word, last word, states, lane starts, lanes, columns, entries, values, slots, tokens,
+whether it holds base symbols, blocks of the level below to wait for, chunk, first slot."""
 CHUNK_FIELDS = tl.constexpr(6)
 """Of a chunk, int64: values, slots of a token, tokens, first slot, first output token, first token of the batch."""
 ESCAPE_FIELDS = tl.constexpr(9)
 """Of a chunk's escapes, int64: values, slots, tokens, columns, entries, first escape, escapes, chunk, first slot."""
 TILE_FIELDS = tl.constexpr(18)
-"""Of a tile, int64: rows, predictor, mean (addresses), width, group, token features, first column of a and of b, pairs of
-a and of b, output strides of a token and of a page, first output element of a and of b, first of its cosines (-1: not
-rotated), cosines of a token, addition of the head start (address or 0), output (address)."""
+"""Of a tile, int64: rows, predictor, mean (addresses), width, group, token features, first column of a and of b, pairs
+of a and of b, output strides of a token and of a page, first output element of a and of b, first of its cosines (-1:
+not rotated), cosines of a token, addition of the head start (address or 0), output (address)."""
 CLASS_SHIFT = tl.constexpr(23)
 """A column's entry, uint32: its place among the chunk's coded columns, then class - 1, then whether it is fresh."""
 FRESH_SHIFT = tl.constexpr(29)
@@ -38,7 +41,7 @@ MISCOUNTED = tl.constexpr(queues.MISCOUNTED)
 
 
 @triton.jit
-def _word(x, symbol_end, words, p, last, inside):  # noqa: ANN001, ANN202, PLR0913, PLR0917
+def _word(x, symbol_end, words, p, last, inside):
     """Refill a state that fell below 2^16 with the lane's next word, which is read in any case: its latency hides."""
     word = tl.load(words + tl.minimum(p, last)).to(tl.uint32)
     refill = symbol_end < 65536
@@ -47,7 +50,7 @@ def _word(x, symbol_end, words, p, last, inside):  # noqa: ANN001, ANN202, PLR09
 
 
 @triton.jit
-def _base_step(x, p, row, lookup, words, last, inside):  # noqa: ANN001, ANN202, PLR0913, PLR0917
+def _base_step(x, p, row, lookup, words, last, inside):
     """One base symbol of every lane: state, pointer, value."""
     entry = tl.load(lookup + (row + (x & 4095)))
     after = ((entry & 4095) + 1) * (x >> 12) + ((entry >> 12) & 4095)
@@ -56,7 +59,7 @@ def _base_step(x, p, row, lookup, words, last, inside):  # noqa: ANN001, ANN202,
 
 
 @triton.jit
-def _ternary_step(x, p, q, zero, one, more, words, last, inside):  # noqa: ANN001, ANN202, PLR0913, PLR0917
+def _ternary_step(x, p, q, zero, one, more, words, last, inside):
     """One refinement of every lane: state, pointer, value; thresholds by context."""
     both = tl.where(q == 0, zero, tl.where((q == 1) | (q == -1), one, more))
     low, high = both & 65535, both >> 16
@@ -70,30 +73,30 @@ def _ternary_step(x, p, q, zero, one, more, words, last, inside):  # noqa: ANN00
 
 
 @triton.jit
-def decode_streams(  # noqa: ANN201, C901, PLR0913, PLR0915, PLR0917
-    streams,  # noqa: ANN001
-    items,  # noqa: ANN001
-    progress,  # noqa: ANN001
-    flags,  # noqa: ANN001
-    words16,  # noqa: ANN001
-    words32,  # noqa: ANN001
-    entries,  # noqa: ANN001
-    lookup,  # noqa: ANN001
-    thresholds,  # noqa: ANN001
-    values,  # noqa: ANN001
-    peaks,  # noqa: ANN001
-    patience,  # noqa: ANN001
+def decode_streams(
+    streams,
+    items,
+    progress,
+    flags,
+    words16,
+    words32,
+    entries,
+    lookup,
+    thresholds,
+    values,
+    peaks,
+    patience,
     BLOCK: tl.constexpr,
 ):
     """Decode one block of lanes of one stream into ``values``.
 
     streams: int64 ``[streams, STREAM_FIELDS]``; a chunk's follow each other, level by level. items: int32 ``[items,
     2]``, stream and block of lanes, level by level. progress: int32, the tickets taken, then the blocks done of every
-    stream; all 0 at first, and kept between the launches of a batch. flags: int32 for each chunk. words16, words32: the staged bytes as uint16 and uint32.
-    entries: uint32, see ``CLASS_SHIFT``. values: int16 or int32, ``[tokens, slots]`` for each chunk. peaks: int32, the
-    largest size of each slot's values. patience: polls before a wait is given up.
+    stream; all 0 at first, and kept between the launches of a batch. flags: int32 for each chunk. words16, words32: the
+    staged bytes as uint16 and uint32. entries: uint32, see ``CLASS_SHIFT``. values: int16 or int32, ``[tokens, slots]``
+    for each chunk. peaks: int32, the largest size of each slot's values. patience: polls before a wait is given up.
     """
-    item = tl.atomic_add(progress, 1)
+    item = tl.atomic_add(progress, 1, sem="relaxed")
     stream = tl.load(items + 2 * item)
     block = tl.load(items + 2 * item + 1)
     described = streams + stream.to(tl.int64) * STREAM_FIELDS
@@ -112,14 +115,17 @@ def decode_streams(  # noqa: ANN201, C901, PLR0913, PLR0915, PLR0917
     chunk = tl.load(described + 12).to(tl.int32)
     peak_at = peaks + tl.load(described + 13)
 
+    # Polls are relaxed, since acquiring empties the multiprocessor's first cache; one acquires at the end.
     below = progress + 1 + tl.maximum(stream - 1, 0)
     done = needed
     if is_base == 0:
-        done = tl.atomic_add(below, 0, sem="acquire")
+        done = tl.atomic_add(below, 0, sem="relaxed")
     polls = 0
     while (done < needed) & (polls < patience):
-        done = tl.atomic_add(below, 0, sem="acquire")
+        done = tl.atomic_add(below, 0, sem="relaxed")
         polls += 1
+    if is_base == 0:
+        done = tl.atomic_add(below, 0, sem="acquire")
     tl.debug_barrier()
 
     lane = block * BLOCK + tl.arange(0, BLOCK)
@@ -135,7 +141,7 @@ def decode_streams(  # noqa: ANN201, C901, PLR0913, PLR0915, PLR0917
             row = ((entry >> CLASS_SHIFT) & 63) << 12
             slot = (entry & 0x7FFFFF).to(tl.int32)
             peak = tl.zeros([BLOCK], tl.int32)
-            for t in range(0, tokens):
+            for t in range(tokens):
                 x, p, q = _base_step(x, p, row, lookup, words, last, inside)
                 tl.store(values_at + (t * slots + slot), q, mask=inside)
                 peak = tl.maximum(peak, tl.abs(q))
@@ -178,13 +184,13 @@ def decode_streams(  # noqa: ANN201, C901, PLR0913, PLR0915, PLR0917
     wrong = live & ((x != 65536) | (p != end))
     flag = tl.max(wrong.to(tl.int32), axis=0)  # queues.DAMAGED
     flag = tl.where(done < needed, STALLED, flag)
-    tl.atomic_max(flags + chunk, flag)
+    tl.atomic_max(flags + chunk, flag, sem="relaxed")
     tl.debug_barrier()
     tl.atomic_add(progress + 1 + stream, 1, sem="release")
 
 
 @triton.jit
-def count_escapes(escapes, entries, values, counts, BLOCK: tl.constexpr):  # noqa: ANN001, ANN201
+def count_escapes(escapes, entries, values, counts, BLOCK: tl.constexpr):
     """Number of escapes in a row of base symbols; a program takes one token of one chunk that has some.
 
     escapes: int64 ``[chunks, ESCAPE_FIELDS]``. counts: int32 ``[chunks, tokens of the longest]``.
@@ -207,14 +213,14 @@ def count_escapes(escapes, entries, values, counts, BLOCK: tl.constexpr):  # noq
 
 
 @triton.jit
-def place_escapes(  # noqa: ANN201, PLR0913, PLR0917
-    escapes,  # noqa: ANN001
-    entries,  # noqa: ANN001
-    words32,  # noqa: ANN001
-    values,  # noqa: ANN001
-    peaks,  # noqa: ANN001
-    counts,  # noqa: ANN001
-    flags,  # noqa: ANN001
+def place_escapes(
+    escapes,
+    entries,
+    words32,
+    values,
+    peaks,
+    counts,
+    flags,
     BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
@@ -253,10 +259,11 @@ def place_escapes(  # noqa: ANN201, PLR0913, PLR0917
 
 
 @triton.jit
-def last_wide(group_slots, chunks, peaks, wide, most, BLOCK: tl.constexpr):  # noqa: ANN001, ANN201, PLR0913, PLR0917
+def last_wide(group_slots, chunks, peaks, wide, most, BLOCK: tl.constexpr):
     """Behind the last slot of a group and chunk with a value above ``most``; a program takes one of either.
 
-    group_slots: int32 ``[chunks, groups, 2]``, where each group's slots begin and end. wide: int32 ``[chunks, groups]``.
+    group_slots: int32 ``[chunks, groups, 2]``, where each group's slots begin and end. wide: int32 ``[chunks,
+    groups]``.
     """
     chunk, group = tl.program_id(0), tl.program_id(1)
     groups = tl.num_programs(1)
@@ -272,7 +279,7 @@ def last_wide(group_slots, chunks, peaks, wide, most, BLOCK: tl.constexpr):  # n
 
 
 @triton.jit
-def _rounded(x, INTERPRET: tl.constexpr):  # noqa: ANN001, ANN202
+def _rounded(x, INTERPRET: tl.constexpr):
     """To bfloat16, ties to even; when interpreting, the same number as float32."""
     if INTERPRET:
         bits = x.to(tl.uint32, bitcast=True)
@@ -282,7 +289,7 @@ def _rounded(x, INTERPRET: tl.constexpr):  # noqa: ANN001, ANN202
 
 
 @triton.jit
-def _operand(x, INTERPRET: tl.constexpr):  # noqa: ANN001, ANN202
+def _operand(x, INTERPRET: tl.constexpr):
     """A stored bfloat16 or int8 matrix as the dot takes it."""
     if INTERPRET:
         return x.to(tl.float32)
@@ -290,8 +297,14 @@ def _operand(x, INTERPRET: tl.constexpr):  # noqa: ANN001, ANN202
 
 
 @triton.jit
-def _sizes(values_at, size_at, rows, slots, inside, k, within):  # noqa: ANN001, ANN202, PLR0913, PLR0917
-    """Dequantised values at step 1, float32 ``[tokens, slots]``."""
+def _sizes(values_at, size_at, rows, slots, inside, k, stop):
+    """Dequantised values at step 1, float32 ``[tokens, slots]``.
+
+    Whole runs of 16 are read; behind ``stop``, in what aligns the next group, they are any finite numbers, which meet
+    rows of zeros.
+    """
+    padded = tl.multiple_of((stop + 15) // 16 * 16, 16)
+    within = k < padded
     q = tl.load(values_at + (rows[:, None] * slots + k[None, :]), mask=inside[:, None] & within[None, :], other=0)
     q = q.to(tl.int32)
     one = tl.load(size_at + 2 * k, mask=within, other=1.0)
@@ -302,24 +315,24 @@ def _sizes(values_at, size_at, rows, slots, inside, k, within):  # noqa: ANN001,
 
 
 @triton.jit
-def place(  # noqa: ANN201, C901, PLR0912, PLR0913, PLR0914, PLR0915, PLR0917
-    tiles,  # noqa: ANN001
-    chunks,  # noqa: ANN001
-    blocks,  # noqa: ANN001
-    group_slots,  # noqa: ANN001
-    wide,  # noqa: ANN001
-    flags,  # noqa: ANN001
-    values,  # noqa: ANN001
-    slot_rows,  # noqa: ANN001
-    slot_sizes,  # noqa: ANN001
-    token_ids,  # noqa: ANN001
-    table,  # noqa: ANN001
-    cosines,  # noqa: ANN001
-    sines,  # noqa: ANN001
-    pages,  # noqa: ANN001
-    steps,  # noqa: ANN001
-    groups,  # noqa: ANN001
-    first_tile,  # noqa: ANN001
+def place(
+    tiles,
+    chunks,
+    blocks,
+    group_slots,
+    wide,
+    flags,
+    values,
+    slot_rows,
+    slot_sizes,
+    token_ids,
+    table,
+    cosines,
+    sines,
+    pages,
+    steps,
+    groups,
+    first_tile,
     PAGE: tl.constexpr,
     OUT: tl.constexpr,
     STRIDE: tl.constexpr,
@@ -334,18 +347,17 @@ def place(  # noqa: ANN201, C901, PLR0912, PLR0913, PLR0914, PLR0915, PLR0917
     """Elements of one tile of a plane for one block of tokens: expected plus transformed, rotated, where they belong.
 
     A tile is up to PAIRS pairs of dimensions of one head, (a + STRIDE * j, b + STRIDE * j): what rotates together, or
-    simply two halves of what does not rotate. tiles: int64 ``[tiles, TILE_FIELDS]``. blocks: int32 ``[blocks, 2]``, chunk
-    and first token of a block of TOKENS. wide: int32 ``[chunks, groups]``, slots before which values need more than one
-    bfloat16 number; PRECISE: all do, and are split into three. cosines, sines: float32. steps: float32, for
-    each chunk. pages: int32, where pages of
-    PAGE tokens lie; None and 0 for contiguous output. OUT: the type of the output. ALIGNED: rows and output lie at
-    multiples of eight elements.
+    simply two halves of what does not rotate. tiles: int64 ``[tiles, TILE_FIELDS]``. blocks: int32 ``[blocks, 2]``,
+    chunk and first token of a block of TOKENS. wide: int32 ``[chunks, groups]``, slots before which values need more
+    than one bfloat16 number; PRECISE: all do, and are split into three. cosines, sines: float32. steps: float32, for
+    each chunk. pages: int32, where pages of PAGE tokens lie; None and 0 for contiguous output. OUT: the type of the
+    output. ALIGNED: rows and output lie at multiples of eight elements.
     """
     block = tl.program_id(0)
     tile = tiles + (first_tile + tl.program_id(1)).to(tl.int64) * TILE_FIELDS
     chunk = tl.load(blocks + 2 * block)
     begin = tl.load(blocks + 2 * block + 1)
-    if CHECK:
+    if CHECK:  # noqa: SIM102 - known when compiling
         if tl.load(flags + chunk) != 0:
             return
     described = chunks + chunk.to(tl.int64) * CHUNK_FIELDS
@@ -358,11 +370,12 @@ def place(  # noqa: ANN201, C901, PLR0912, PLR0913, PLR0914, PLR0915, PLR0917
     j = tl.arange(0, PAIRS)
     width = tl.load(tile + 3).to(tl.int32)
     group = tl.load(tile + 4).to(tl.int32)
-    features = tl.load(tile + 5).to(tl.int32)
+    features = tl.multiple_of(tl.load(tile + 5).to(tl.int32), 16)
     a, b = tl.load(tile + 6).to(tl.int32), tl.load(tile + 7).to(tl.int32)
     pairs_a, pairs_b = tl.load(tile + 8).to(tl.int32), tl.load(tile + 9).to(tl.int32)
     if ALIGNED:
         a, b, width = tl.multiple_of(a, 8), tl.multiple_of(b, 8), tl.multiple_of(width, 8)
+        pairs_a, pairs_b = tl.multiple_of(pairs_a, 8), tl.multiple_of(pairs_b, 8)
     in_a, in_b = j < pairs_a, j < pairs_b
     of_a, of_b = a + STRIDE * j, b + STRIDE * j
 
@@ -372,7 +385,7 @@ def place(  # noqa: ANN201, C901, PLR0912, PLR0913, PLR0914, PLR0915, PLR0917
     mean_b = tl.load(mean + of_b, mask=in_b, other=0.0)
     sum_a = tl.zeros([TOKENS, PAIRS], tl.float32)
     sum_b = tl.zeros([TOKENS, PAIRS], tl.float32)
-    predictor = tl.load(tile + 1).to(tl.pointer_type(tl.bfloat16))
+    predictor = tl.multiple_of(tl.load(tile + 1).to(tl.pointer_type(tl.bfloat16)), 16)
     ids = tl.load(token_ids + said_at + rows, mask=inside, other=0).to(tl.int64)
     for first in range(0, features, DEPTH):
         k = first + tl.arange(0, DEPTH)
@@ -396,23 +409,23 @@ def place(  # noqa: ANN201, C901, PLR0912, PLR0913, PLR0914, PLR0915, PLR0917
         sum_a += tl.load(more + (at + of_a[None, :]), mask=inside[:, None] & in_a[None, :], other=0.0)
         sum_b += tl.load(more + (at + of_b[None, :]), mask=inside[:, None] & in_b[None, :], other=0.0)
 
-    # What was coded, in units of a step.
+    # What was coded, on top of it; everything in units of a step, so that one sum does.
     step = tl.load(steps + chunk)
+    got_a = sum_a * (1.0 / step)
+    got_b = sum_b * (1.0 / step)
     values_at = values + tl.multiple_of(tl.load(described), 16)
     size_at = slot_sizes + 2 * slot_at
     row_at = slot_rows + slot_at
-    basis = tl.load(tile).to(tl.pointer_type(tl.bfloat16))
+    basis = tl.multiple_of(tl.load(tile).to(tl.pointer_type(tl.bfloat16)), 16)
     slot0 = tl.multiple_of(tl.load(group_slots + 2 * (chunk * groups + group)), 16)
     slot1 = tl.load(group_slots + 2 * (chunk * groups + group) + 1)
     split = slot1
     if not PRECISE:
         split = tl.load(wide + chunk * groups + group)
-    got_a = tl.zeros([TOKENS, PAIRS], tl.float32)
-    got_b = tl.zeros([TOKENS, PAIRS], tl.float32)
     for first in range(slot0, split, DEPTH):
         k = first + tl.arange(0, DEPTH)
         within = k < split
-        size = _sizes(values_at, size_at, rows, slots, inside, k, within)
+        size = _sizes(values_at, size_at, rows, slots, inside, k, split)
         at = tl.load(row_at + k, mask=within, other=0)[:, None].to(tl.int64) * width
         to_a = tl.load(basis + (at + of_a[None, :]), mask=within[:, None] & in_a[None, :], other=0.0)
         to_b = tl.load(basis + (at + of_b[None, :]), mask=within[:, None] & in_b[None, :], other=0.0)
@@ -420,25 +433,27 @@ def place(  # noqa: ANN201, C901, PLR0912, PLR0913, PLR0914, PLR0915, PLR0917
         high = _rounded(size, INTERPRET)
         rest = size - high.to(tl.float32)
         middle = _rounded(rest, INTERPRET)
-        low = _rounded(rest - middle.to(tl.float32), INTERPRET)
-        got_a = tl.dot(low, to_a, got_a, input_precision="ieee")
-        got_b = tl.dot(low, to_b, got_b, input_precision="ieee")
+        if PRECISE:
+            low = _rounded(rest - middle.to(tl.float32), INTERPRET)
+            got_a = tl.dot(low, to_a, got_a, input_precision="ieee")
+            got_b = tl.dot(low, to_b, got_b, input_precision="ieee")
         got_a = tl.dot(middle, to_a, got_a, input_precision="ieee")
         got_b = tl.dot(middle, to_b, got_b, input_precision="ieee")
         got_a = tl.dot(high, to_a, got_a, input_precision="ieee")
         got_b = tl.dot(high, to_b, got_b, input_precision="ieee")
     if not PRECISE:
-        for first in range(split, slot1, DEPTH):
+        # Those that follow are narrow; a block that holds some of both is taken from its first narrow one on.
+        for first in range(split // 16 * 16, slot1, DEPTH):
             k = first + tl.arange(0, DEPTH)
-            within = k < slot1
-            size = _rounded(_sizes(values_at, size_at, rows, slots, inside, k, within), INTERPRET)
+            within = (k >= split) & (k < slot1)
+            size = _rounded(_sizes(values_at, size_at, rows, slots, inside, k, slot1), INTERPRET)
             at = tl.load(row_at + k, mask=within, other=0)[:, None].to(tl.int64) * width
             to_a = tl.load(basis + (at + of_a[None, :]), mask=within[:, None] & in_a[None, :], other=0.0)
             to_b = tl.load(basis + (at + of_b[None, :]), mask=within[:, None] & in_b[None, :], other=0.0)
             got_a = tl.dot(size, _operand(to_a, INTERPRET), got_a, input_precision="ieee")
             got_b = tl.dot(size, _operand(to_b, INTERPRET), got_b, input_precision="ieee")
-    left = sum_a + step * got_a
-    right = sum_b + step * got_b
+    left = got_a * step
+    right = got_b * step
 
     # Positions on.
     turn = tl.load(tile + 14)

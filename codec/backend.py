@@ -1,7 +1,7 @@
 """Which kernels code a cache: Triton's on a GPU, or numba's on the processor.
 
-Both read and write the same streams, symbol for symbol. Triton is an optional extra (``pip install kvwire[gpu]``); where
-it cannot run, caches are coded on the processor and copied, and the log says so once.
+Both read and write the same streams, symbol for symbol. Triton is an optional extra (``pip install kvwire[gpu]``);
+where it cannot run, caches are coded on the processor and copied, and the log says so once.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def _missing(kind: str) -> str:
         return f"they are written for CUDA and ROCm, not for {kind}"
     if kind == "cuda" and interpreted():
         return "TRITON_INTERPRET is set, and the interpreter would read the GPU's tensors on the processor; unset it"
-    return "" if kind == "cpu" or torch.cuda.is_available() else "torch sees no GPU; check its CUDA build and the driver"
+    return (
+        "" if kind == "cpu" or torch.cuda.is_available() else "torch sees no GPU; check its CUDA build and the driver"
+    )
 
 
 @lru_cache(maxsize=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from kvwire.codec.kept import Kept
     from kvwire.types import SegmentInfo
 
-Output = TypeVar("Output", KVCache, PagedKVCache)
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FORMATS}
 """Dtypes of caches by name."""
 
@@ -87,7 +86,9 @@ class BlobDecoder:
             msg = f"a cache holds floating-point numbers, it cannot be decoded to {dtype}"
             raise ArgumentError(msg)
         dtype = dtype or DTYPES.get(self.info.meta.dtype, torch.float32)
-        self._out = _empty(self._head, device, dtype, offset) if out is None else _checked_out(out, self.info)
+        if out is not None:
+            _check_out(out, self.info)
+        self._out = _empty(self._head, device, dtype, offset) if out is None else out
         self._device = self._on_device(backend)
 
     def _on_device(self, backend: Backend) -> DeviceDecoder | None:
@@ -329,7 +330,15 @@ def decode(  # noqa: PLR0913 - a decoder's settings, each with its default
             msg = f"chunk {chunk} lacks level {index}; ask for a lower level"
             raise ArgumentError(msg)
     decoder = BlobDecoder(
-        head, profile, device=device, dtype=dtype, offset=offset, check=check, hidden=hidden, level=index, backend=backend
+        head,
+        profile,
+        device=device,
+        dtype=dtype,
+        offset=offset,
+        check=check,
+        hidden=hidden,
+        level=index,
+        backend=backend,
     )
     view = memoryview(blob)
 
@@ -441,11 +450,10 @@ def _chunk_of(out: PagedKVCache, tokens: int) -> KVCache:
     return KVCache(pairs[0], pairs[1], out.meta)
 
 
-def _checked_out(out: Output, info: BlobInfo) -> Output:
+def _check_out(out: KVCache | PagedKVCache, info: BlobInfo) -> None:
     if shapes_of(out.meta.layers) != shapes_of(info.meta.layers) or out.tokens != info.tokens:
         msg = f"the output has another layout than the blob, or room for {out.tokens} and not {info.tokens} tokens"
         raise ArgumentError(msg)
-    return out
 
 
 def _empty(head: Head, device: str | torch.device, dtype: torch.dtype, offset: int | None) -> KVCache:

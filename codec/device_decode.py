@@ -38,6 +38,7 @@ LAYER_LAUNCHES = 8
 """Launches that the last batch is placed in: after each, some more layers are ready."""
 _PATIENCE = 1 << 22
 """Polls, of about a microsecond, before a kernel stops waiting for the level below."""
+_HOPPER = 9
 _EXACT = 256
 """Values up to this are bfloat16 numbers."""
 _OUTPUTS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -49,6 +50,7 @@ class Workspace:
     """Device memory of one batch, kept for the next but one; ``free`` is reached when it may be written to."""
 
     def __init__(self) -> None:
+        """Nothing is allocated before it is asked for."""
         self.free = Mark(None)
         self._tensors: dict[str, Tensor] = {}
 
@@ -117,7 +119,7 @@ class DeviceDecoder:
         elements = sum(spec.key_width + spec.value_width for spec in head.info.meta.layers if spec.kind != "none")
         decoded = elements * head.info.tokens * self._dtype.itemsize
         self._workspace = int(WORKSPACE_SHARE * decoded) if workspace_bytes is None else workspace_bytes
-        self._tokens_of_block, self._depth = (16, 32) if interpreted() else (128, 64)
+        self._tokens_of_block, self._depth = _tile_shape(self._device)
         self._describe(tensors)
         frequencies = [each for regime in head.info.meta.ropes for each in regime.inv_freq]
         self._frequencies = torch.tensor(frequencies, dtype=torch.float32, device=self._device)
@@ -202,8 +204,9 @@ class DeviceDecoder:
         self._placing.after(self._decoding.mark())
         with self._placing.run():
             self.place(batch, layers)
-            for piece in staged.pieces if self._finish is not None else ():
-                self._finish(piece.start, piece.start + piece.tokens)
+            if self._finish is not None:
+                for piece in staged.pieces:
+                    self._finish(piece.start, piece.start + piece.tokens)
             flags = torch.empty(len(staged.pieces), dtype=torch.int32, pin_memory=self._device.type == "cuda")
             flags.copy_(batch.flags, non_blocking=True)
         space.free = self._placing.mark()
@@ -323,6 +326,13 @@ class DeviceDecoder:
         at = (batch.part("tokens") + self._offset).float()
         angles = at[:, None] * self._frequencies[None, :]
         return angles.cos(), angles.sin()
+
+
+def _tile_shape(device: torch.device) -> tuple[int, int]:
+    """Tokens of a tile and coefficients taken at a time: what fits the registers, by the compiler's report."""
+    if interpreted():
+        return 16, 32
+    return 128, 64 if torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= _HOPPER else 32
 
 
 def _bytes(pieces: Sequence[Opened]) -> int:

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 _LOADED: WeakKeyDictionary[Profile, dict[torch.device, DeviceProfile]] = WeakKeyDictionary()
 
 
+FEATURE_ALIGN = 16
+"""Token features are padded with zeros to multiples of so many: 16-byte loads."""
+
+
 class DeviceGroup(NamedTuple):
     """A group's matrices on the device: rows bfloat16, None for the identity, which has scales."""
 
@@ -33,10 +37,12 @@ class DeviceProfile:
         self.tables = profile.tables
         self.lookup = torch.from_numpy(profile.tables.lookup).to(device)
         self.thresholds = torch.from_numpy(profile.tables.thresholds).to(device)
-        self.table = None if profile.table is None else torch.from_numpy(profile.table).to(device)
-        self.features = profile.token_features
+        extra = -profile.token_features % FEATURE_ALIGN
+        table = None if profile.table is None else torch.from_numpy(profile.table)
+        self.table = None if table is None else torch.nn.functional.pad(table, (0, extra)).to(device)
+        self.features = profile.token_features + extra
         self.planes = [group.planes for group in profile.groups]
-        self.groups = [_group(group, device) for group in profile.groups]
+        self.groups = [_group(group, profile.token_features, extra, device) for group in profile.groups]
 
     @cached_property
     def bytes(self) -> int:
@@ -46,10 +52,14 @@ class DeviceProfile:
         return sum(tensor.nbytes for tensor in tensors)
 
 
-def _group(group: Group, device: torch.device) -> DeviceGroup:
+def _group(group: Group, features: int, extra: int, device: torch.device) -> DeviceGroup:
+    """extra: rows of zeros behind the predictor's rows of token features."""
     scales = None if group.row_scale is None else torch.from_numpy(group.row_scale).to(device)
     rows = None if group.rows is None else group.rows.contiguous().to(device)
-    predictor = None if group.predictor is None else group.predictor.contiguous().to(device)
+    predictor = group.predictor
+    if predictor is not None:
+        zeros = predictor.new_zeros(extra, predictor.shape[1])
+        predictor = torch.cat([predictor[:features], zeros, predictor[features:]]).to(device)
     return DeviceGroup(rows, scales, torch.from_numpy(group.mean).to(device), predictor)
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvwire.types import CacheMeta
 
 
-def place_plainly(  # noqa: PLR0913, PLR0917 - as the kernel: what was decoded, what was expected, where it goes
+def place_plainly(
     batch: Batch,
     index: int,
     hidden: Tensor | None,
@@ -86,15 +86,18 @@ def _elements(
     expected = group.mean.repeat(piece.tokens, 1)
     if group.predictor is not None:
         if loaded.table is not None:
-            said = loaded.table[batch.part("token_ids")[span].long()].float() @ group.predictor[: loaded.features].float()
+            said = (
+                loaded.table[batch.part("token_ids")[span].long()].float() @ group.predictor[: loaded.features].float()
+            )
             expected = (expected + said).bfloat16().float()
         if hidden is not None:
             part = hidden[piece.start : piece.start + piece.tokens]
             expected += part @ group.predictor[loaded.features :].float()
-    if group.rows is None:
+    if group.rows is not None:
+        return expected.addmm_(coefficients, group.rows[rows].float())
+    if group.scales is not None:
         expected[:, rows] += coefficients * group.scales[rows]
-        return expected
-    return expected.addmm_(coefficients, group.rows[rows].float())
+    return expected
 
 
 def _scatter_to_pages(

@@ -27,10 +27,6 @@ class Mark:
         if self._event is not None:
             self._event.synchronize()
 
-    def reached(self) -> bool:
-        """Whether it is."""
-        return self._event is None or bool(self._event.query())
-
     def hold(self, stream: torch.cuda.Stream | None = None) -> None:
         """Let a stream, the current one for None, go on only once it is reached; the caller does not wait."""
         if self._event is not None:
@@ -42,7 +38,7 @@ class Queue:
 
     def __init__(self, device: torch.device) -> None:
         """Open one; on the processor there is none."""
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def run(self) -> AbstractContextManager[object]:
         """What is launched inside goes to this queue."""

@@ -49,8 +49,8 @@ class Opened:
     """A piece taken apart.
 
     classes: uint8 ``[levels, columns]``, each column's class at each level. slots: uint32 ``[columns]``, its place
-    among the values of a token. group_slots: int32 ``[groups, 2]``, where each group's slots begin and end. width: slots
-    of a token. escapes: int32, of the base symbols, token by token.
+    among the values of a token. group_slots: int32 ``[groups, 2]``, where each group's slots begin and end. width:
+    slots of a token. escapes: int32, of the base symbols, token by token.
     """
 
     piece: Piece

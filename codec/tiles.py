@@ -28,7 +28,7 @@ LEAST_PAIRS = 16
 """The narrowest product that tensor cores take."""
 _ALIGN = 8
 """Elements that columns and outputs must be multiples of for 16-byte accesses."""
-_ALIGNED_FIELDS = [3, 6, 7, 10, 11, 12, 13]
+_ALIGNED_FIELDS = [3, 6, 7, 8, 9, 10, 11, 12, 13]
 _ADDRESSES = [0, 1, 17]
 
 
@@ -70,7 +70,7 @@ def angle_columns(ropes: Sequence[RopeRegime]) -> list[int]:
     return [int(at) for at in np.cumsum([0, *(regime.rotary_dim // 2 for regime in ropes)])]
 
 
-def tiles_of(  # noqa: PLR0913 - a profile, an output, and how it is wanted
+def tiles_of(
     loaded: DeviceProfile,
     out: KVCache | PagedKVCache,
     meta: CacheMeta,
@@ -166,4 +166,3 @@ def _halves(start: int, stop: int) -> Iterator[_Pairs]:
     if start < stop:
         half = (stop - start + 1) // 2
         yield _Pairs(start, start + half, half, stop - start - half, 1, -1)
-

@@ -114,7 +114,9 @@ class PagedKVCache:
         pages, inside = self._where(0, self.tokens)
         keys, values = (
             [
-                tensor[pages, inside].transpose(0, 1) if spec.kind != "none" else tensor.new_zeros(spec.kv_heads, 0, dim)
+                tensor[pages, inside].transpose(0, 1)
+                if spec.kind != "none"
+                else tensor.new_zeros(spec.kv_heads, 0, dim)
                 for tensor, spec, dim in zip(tensors, self.meta.layers, dims, strict=True)
             ]
             for tensors, dims in (
