@@ -9,9 +9,9 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gpu_parts.timing import Device
     from torch import Tensor
 
+    from gpu_parts.timing import Device
     from kvwire.types import KVCache
 
 _STAGING_BYTES = 1 << 28
@@ -29,7 +29,7 @@ def copy_cases(source: KVCache, target: KVCache) -> list[Callable[[], object]]:
     """A device-to-device copy of the whole cache, both ways: neither side is what was read last."""
 
     def copied(a: KVCache, b: KVCache) -> Callable[[], object]:
-        return lambda: torch._foreach_copy_(tensors_of(b), tensors_of(a))  # noqa: SLF001 - few launches
+        return lambda: torch._foreach_copy_(tensors_of(b), tensors_of(a))
 
     return [copied(source, target), copied(target, source)]
 
@@ -88,9 +88,7 @@ def upload_rate(device: Device) -> dict[str, float]:
 def matmul_rate(device: Device) -> dict[str, float]:
     """TFLOP/s of a large bfloat16 product."""
     side = _MATRIX if device.cuda else 64
-    pairs = [
-        [torch.randn(side, side, device=device.device, dtype=torch.bfloat16) for _ in range(2)] for _ in range(2)
-    ]
+    pairs = [[torch.randn(side, side, device=device.device, dtype=torch.bfloat16) for _ in range(2)] for _ in range(2)]
     out = torch.empty(side, side, device=device.device, dtype=torch.bfloat16)
     cases = [lambda a=a, b=b: torch.matmul(a, b, out=out) for a, b in pairs]
     return _rate(device.timed(cases), 2 * side**3, "tflop_s", 1e12)

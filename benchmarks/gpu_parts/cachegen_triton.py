@@ -67,9 +67,7 @@ class Streams:
     def output(self) -> Tensor:
         """Room for what they decode to: bfloat16 ``[planes, heads, tokens, dim]``."""
         planes, _, heads, dim = self.lengths.shape
-        return torch.empty(
-            planes, heads, self.scales.shape[1], dim, dtype=torch.bfloat16, device=self.words.device
-        )
+        return torch.empty(planes, heads, self.scales.shape[1], dim, dtype=torch.bfloat16, device=self.words.device)
 
     def on(self, wire: Sequence[Tensor]) -> Streams:
         """The same streams with ``wire`` as it arrived on a device; streams' starts are summed up there."""
@@ -193,7 +191,7 @@ def decode_streams(  # noqa: ANN201, PLR0913, PLR0917
     code = (high << 16) | low
     width = tl.full([BLOCK], 0xFFFFFFFF, tl.uint32)
     at += 2
-    for t in range(0, tl.minimum(tokens - first, STREAM)):
+    for t in range(tl.minimum(tokens - first, STREAM)):
         # A refill may or may not need it: its latency hides behind the search.
         word = tl.load(words + tl.minimum(at, last)).to(tl.uint32) & 65535
         symbol = tl.zeros([BLOCK], tl.int32)

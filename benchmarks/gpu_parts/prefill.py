@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gpu_parts.timing import Effort
+
 if TYPE_CHECKING:
-    from gpu_parts.shapes import Shape
-    from gpu_parts.timing import Device
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from gpu_parts.shapes import Shape
+    from gpu_parts.timing import Device
     from kvwire.types import KVCache
 
 _MOST_FLOP = 8e14
@@ -22,6 +24,7 @@ _MOST_FLOP = 8e14
 _MEMORY_SHARE = 0.6
 """Of free memory, for weights: activations need the rest."""
 _MAX_POSITIONS = 1 << 17
+_EFFORT = Effort(least=3, most=10, warm_up=1)
 
 
 def config_of(shape: Shape, layers: int) -> PretrainedConfig:
@@ -89,6 +92,7 @@ class Prefill:
     def __init__(self, shape: Shape, tokens: int, device: Device) -> None:
         """Build it with as many layers as the least of the ``tokens`` that will be asked for affords."""
         self._shape, self._device = shape, device
+        self._effort = _EFFORT if device.cuda else device.effort
         self._free = device.free_bytes()
         self._model = build(shape, affordable_layers(shape, tokens, self._free), device.device)
 
@@ -102,8 +106,8 @@ class Prefill:
         model.model.config.num_hidden_layers = layers  # its forward pass runs that many
         with torch.inference_mode():
             embedded = model.model.embed_tokens(ids)
-            timed = device.timed([lambda: model.model(inputs_embeds=embedded, use_cache=True)])
-            ends = device.timed([lambda: model.lm_head(model.model.embed_tokens(ids)[:, -1:])])
+            timed = device.timed([lambda: model.model(inputs_embeds=embedded, use_cache=True)], self._effort)
+            ends = device.timed([lambda: model.lm_head(model.model.embed_tokens(ids)[:, -1:])], self._effort)
         model.model.config.num_hidden_layers = whole
         ratio = shape.layers / layers
         return {

@@ -101,17 +101,17 @@ def named(name: str) -> Shape:
     raise SystemExit(msg)
 
 
-def tiny(shape: Shape, layers: int = 3) -> Shape:
+def tiny(shape: Shape, layers: int = 2) -> Shape:
     """The same kind of model in small: what an interpreter gets through in seconds."""
-    latent = None if shape.latent is None else Latent(16, 16, 16)
+    latent = None if shape.latent is None else Latent(16, 8, 8)
     return replace(
         shape,
         name=f"tiny {shape.name}",
         title=f"{shape.title}, tiny",
         layers=layers,
         kv_heads=min(shape.kv_heads, 2),
-        key_dim=16 if latent is None else 32,
-        value_dim=16,
+        key_dim=8 if latent is None else 16,
+        value_dim=8,
         hidden=32,
         heads=4,
         intermediate=48,

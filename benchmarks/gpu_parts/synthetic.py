@@ -22,10 +22,10 @@ from kvwire.codec.transform import scatter_planes
 from kvwire.types import KVCache
 
 if TYPE_CHECKING:
-    from gpu_parts.shapes import Shape
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from gpu_parts.shapes import Shape
     from kvwire.codec.profile import Plane
     from kvwire.types import LayerSpec
 
@@ -53,7 +53,7 @@ class Sizes:
     group_width: int = GROUP_WIDTH
 
 
-TINY = Sizes(vocabulary=64, features=16, group_width=128)
+TINY = Sizes(vocabulary=64, features=8, group_width=32)
 
 
 def description() -> dict[str, object]:
@@ -132,14 +132,19 @@ def _group(
 
 
 def make_cache(
-    shape: Shape, profile: Profile, tokens: int, device: torch.device, seed: int = 2, dtype: torch.dtype = torch.bfloat16
+    shape: Shape,
+    profile: Profile,
+    tokens: int,
+    device: torch.device,
+    seed: int = 2,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> KVCache:
-    """A document's cache at positions from 0, on ``device``, with its token ids."""
+    """A document's bfloat16 cache at positions from 0, on ``device``, with its token ids."""
     draw = torch.Generator(device).manual_seed(seed)
     table = torch.from_numpy(profile.table).to(device)
     weights = 1.0 / (5.0 + torch.arange(len(table), device=device))
     ids = torch.multinomial(weights, tokens, replacement=True, generator=draw)
-    meta = shape.meta(str(dtype).removeprefix("torch."))
+    dtype, meta = torch.bfloat16, shape.meta("bfloat16")
     keys = [torch.empty(s.kv_heads, tokens, s.key_dim, dtype=dtype, device=device) for s in shape.specs]
     values = [torch.empty(s.kv_heads, tokens, s.value_dim, dtype=dtype, device=device) for s in shape.specs]
     cache = KVCache.from_tensors(keys, values, meta, ids.tolist())

@@ -22,7 +22,7 @@ class Effort:
 
     least: int = 5
     most: int = 30
-    budget_s: float = 0.6
+    budget_s: float = 0.25
     warm_up: int = 2
 
 
@@ -47,21 +47,20 @@ class Device:
         if self.cuda:
             torch.cuda.synchronize(self.device)
 
-    def timed(self, calls: Sequence[Callable[[], object]]) -> dict[str, float]:
+    def timed(self, calls: Sequence[Callable[[], object]], effort: Effort | None = None) -> dict[str, float]:
         """Milliseconds of a call: n, median, least, greatest and both quartiles.
 
         calls: the same work on different buffers, taken in turns, so that no input is still in a cache. The caches are
         overwritten before each call, outside of the time that is taken. Time runs on the device, from the moment the
         call is issued; a call that makes the device wait for the host is charged for it.
         """
-        for index in range(self.effort.warm_up):
+        effort = effort or self.effort
+        for index in range(effort.warm_up):
             calls[index % len(calls)]()
         self.synchronise()
         found: list[float] = []
         start = time.perf_counter()
-        while len(found) < self.effort.least or (
-            len(found) < self.effort.most and time.perf_counter() - start < self.effort.budget_s
-        ):
+        while len(found) < effort.least or (len(found) < effort.most and time.perf_counter() - start < effort.budget_s):
             found.append(self._once(calls[len(found) % len(calls)]))
         return spread(found)
 
@@ -137,14 +136,18 @@ def spread(samples: Sequence[float]) -> dict[str, float]:
     }
 
 
-def wall(call: Callable[[], object], device: Device, rounds: int) -> dict[str, float]:
-    """Milliseconds of a call by the host's clock, until the device has nothing left to do; one round before, untimed."""
+def wall(call: Callable[[], object], device: Device) -> dict[str, float]:
+    """Milliseconds of a call by the host's clock, until the device has nothing left to do.
+
+    Long calls are timed less often than ``Device.timed`` would; a first one is not counted.
+    """
     call()
-    found = []
-    for _ in range(rounds):
+    found: list[float] = []
+    start = time.perf_counter()
+    while not found or (len(found) < device.effort.most and time.perf_counter() - start < device.effort.budget_s):
         device.synchronise()
-        start = time.perf_counter()
+        begin = time.perf_counter()
         call()
         device.synchronise()
-        found.append(1e3 * (time.perf_counter() - start))
+        found.append(1e3 * (time.perf_counter() - begin))
     return spread(found)
