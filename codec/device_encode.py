@@ -52,7 +52,7 @@ busy. A single chunk that needs more still gets it."""
 WORKING_SHARE = 0.15
 """The same as a share of the cache's own bytes, where that is more."""
 _COLUMN_BLOCK = 128
-_ROW_BLOCK = 8
+_ROW_BLOCK = 4
 _LANE_BLOCK = 64
 """Lanes of a program, one for each thread: two warps of 32 threads, or one of 64."""
 _WORD_BLOCK = 128
@@ -370,7 +370,7 @@ def measured(coefficients: Tensor, bounds: Sequence[int]) -> tuple[Tensor, Tenso
     chunks, columns = len(bounds) - 1, coefficients.shape[1]
     ends = torch.tensor(bounds, device=coefficients.device)
     magnitudes, squares = torch.empty(2, chunks, columns, device=coefficients.device)
-    block = _block(_COLUMN_BLOCK)
+    block = _block(_COLUMN_BLOCK, columns)
     kernels.measure[(chunks, -(-columns // block))](coefficients, ends, magnitudes, squares, columns, BLOCK=block)
     scale = (magnitudes / ends.diff()[:, None]).double() * math.sqrt(2)
     grid = GRID_PER_LEVEL * torch.log(scale.clamp(min=1e-30) / FINEST_SCALE) / math.log(3.0)
@@ -406,7 +406,7 @@ def split_values(
     symbols = torch.empty(tokens, levels, columns, dtype=torch.uint8, device=values.device)
     size = torch.empty(chunks, columns, dtype=torch.int32, device=values.device)
     ends = torch.tensor(bounds, device=values.device)
-    block = _block(_COLUMN_BLOCK)
+    block = _block(_COLUMN_BLOCK, columns)
     grid = (chunks, -(-columns // block))
     kernels.split[grid](values, ends, symbols, size, columns, LEVELS=levels, ROWS=_ROW_BLOCK, BLOCK=block)
     entry = torch.zeros_like(size)
@@ -431,7 +431,7 @@ def squared_errors(coefficients: Tensor, batch: Batch, steps: tuple[float, ...],
     missed = torch.empty(batch.classes.shape, device=coefficients.device)
     ends = torch.tensor(batch.bounds, device=coefficients.device)
     sizes = torch.tensor(steps, dtype=torch.float32, device=coefficients.device)
-    block = _block(_COLUMN_BLOCK)
+    block = _block(_COLUMN_BLOCK, columns)
     grid = (chunks, -(-columns // block), levels)
     kernels.squared_errors[grid](
         coefficients,
@@ -451,28 +451,34 @@ def squared_errors(coefficients: Tensor, batch: Batch, steps: tuple[float, ...],
 
 def encode_batch(batch: Batch, known: OnDevice, threads: int | None) -> list[list[tuple[bytes, int]]]:
     """Segments of every chunk, level by level: bytes and number of symbols. Escapes become 0 in ``batch.symbols``."""
-    chunks, levels, _ = batch.classes.shape
-    base = torch.arange(levels, device=known.device)[:, None] == 0
-    above = CLASSES * ALPHABET + RATIO * CONTEXTS * (batch.classes.int() - 1)
-    rows = torch.where(base, ALPHABET * (batch.classes.int() - 1), above)
-    rows = torch.where(batch.classes > 0, rows, -1)
+    chunks, levels, columns = batch.classes.shape
+    rows = _rows(batch.classes)
     escapes = _escape(batch, rows[:, 0].contiguous(), known)
-    coded = (batch.classes > 0).sum(2)
-    counts = torch.cat([coded.flatten(), escapes.sum(1)]).cpu().numpy()  # the host waits
+    counts = torch.cat([(rows >= 0).sum(2).flatten(), escapes.sum(1)]).cpu().numpy()  # the host waits
     entry, codes = torch.stack([batch.entry, batch.codes]).cpu().numpy()
-    plan = _Plan(batch, counts[: chunks * levels])
     listed = _escaped(batch, counts[chunks * levels :])
-    streams = _streams(batch, rows, plan, known)
+    described = _described(batch, counts[: chunks * levels])
+    coded = (rows >= 0).flatten().nonzero()[:, 0]
+    of_column = (coded % max(1, columns)).int()
+    lanes = encode_streams(batch.symbols, levels * columns, described, of_column, rows.flatten()[coded], known.packed)
 
-    def packed(index: int) -> tuple[bytes, int]:
-        chunk, level = divmod(index, levels)
-        is_open = entry[chunk] >= level
-        said = np.where(entry[chunk] == level, codes[chunk], 0)[is_open].astype(np.uint8)
+    def packed(stream: int) -> tuple[bytes, int]:
+        chunk, level = divmod(stream, levels)
+        classes = np.where(entry[chunk] == level, codes[chunk], 0)[entry[chunk] >= level].astype(np.uint8)
         escaped = b"" if level else listed[chunk].tobytes()
-        return pack_segment(said.tobytes(), escaped, streams[index]), int(plan.tokens[index] * plan.coded[index])
+        _, tokens, _, columns, *_ = described[stream]
+        return pack_segment(classes.tobytes(), escaped, lanes[stream]), int(tokens * columns)
 
     segments = each(packed, range(chunks * levels), threads)
     return [segments[first : first + levels] for first in range(0, len(segments), levels)]
+
+
+def _rows(classes: Tensor) -> Tensor:
+    """Where each column's table begins in ``OnDevice.packed``, int32; -1 where it is not coded."""
+    base = torch.arange(classes.shape[1], device=classes.device)[:, None] == 0
+    row = classes.int() - 1
+    row = torch.where(base, ALPHABET * row, CLASSES * ALPHABET + RATIO * CONTEXTS * row)
+    return torch.where(classes > 0, row, -1)
 
 
 def _escape(batch: Batch, rows: Tensor, known: OnDevice) -> Tensor:
@@ -480,7 +486,7 @@ def _escape(batch: Batch, rows: Tensor, known: OnDevice) -> Tensor:
     chunks, levels, columns = batch.classes.shape
     escapes = torch.empty(chunks, columns, dtype=torch.int32, device=known.device)
     ends = torch.tensor(batch.bounds, device=known.device)
-    block = _block(_COLUMN_BLOCK)
+    block = _block(_COLUMN_BLOCK, columns)
     kernels.escape[(chunks, -(-columns // block))](
         batch.symbols, ends, rows, known.packed, escapes, columns, levels, ROWS=_ROW_BLOCK, BLOCK=block
     )
@@ -504,23 +510,17 @@ def _coarser(values: Tensor) -> Tensor:
     return torch.div(values + 1, RATIO, rounding_mode="floor")
 
 
-class _Plan:
-    """Sizes and places of a batch's streams, level by level of chunk after chunk; int64 ``[streams]`` each.
+def _described(batch: Batch, coded: NDArray[np.int64]) -> NDArray[np.int64]:
+    """A batch's streams, level by level of chunk after chunk, as ``encode_streams`` takes them.
 
-    coded: columns. tokens, lanes. table: the streams as ``encode_lanes`` reads them. words: room for all of them.
+    coded: number of coded columns of each.
     """
-
-    def __init__(self, batch: Batch, coded: NDArray[np.int64]) -> None:
-        _, levels, columns = batch.classes.shape
-        tokens = np.repeat(np.diff(batch.bounds), levels)
-        lanes = np.array([lanes_for(int(symbols)) for symbols in tokens * coded], np.int64)
-        room = lanes * tokens * -(-coded // lanes)
-        first = np.repeat(batch.bounds[:-1], levels) * levels + np.tile(np.arange(levels), len(batch.bounds) - 1)
-        self.coded, self.tokens, self.lanes = coded, tokens, lanes
-        self.table = np.stack(
-            [first * columns, tokens, _before(coded), coded, lanes, _before(lanes), _before(room)], axis=1
-        )
-        self.words = int(room.sum())
+    _, levels, columns = batch.classes.shape
+    tokens = np.repeat(np.diff(batch.bounds), levels)
+    lanes = np.array([lanes_for(int(symbols)) for symbols in tokens * coded], np.int64)
+    first = np.repeat(batch.bounds[:-1], levels) * levels + np.tile(np.arange(levels), len(batch.bounds) - 1)
+    room = lanes * tokens * -(-coded // lanes)
+    return np.stack([first * columns, tokens, _before(coded), coded, lanes, _before(lanes), _before(room)], axis=1)
 
 
 def _before(counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -529,48 +529,42 @@ def _before(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     return out
 
 
-def _streams(batch: Batch, rows: Tensor, plan: _Plan, known: OnDevice) -> list[Lanes]:
-    """Every stream of a batch; rows: int32, shaped as the classes, where each column's table begins."""
-    _, levels, columns = batch.classes.shape
-    index = (batch.classes > 0).flatten().nonzero()[:, 0]
-    lanes = int(plan.lanes.sum())
-    states, counts = torch.empty(2, lanes, dtype=torch.int32, device=known.device)
-    ends = torch.empty(lanes, dtype=torch.int64, device=known.device)
-    words = torch.empty(plan.words, dtype=torch.int16, device=known.device)
-    table = torch.from_numpy(plan.table).to(known.device)
-    stream_of = torch.from_numpy(np.repeat(np.arange(len(plan.lanes), dtype=np.int32), plan.lanes)).to(known.device)
-    block = _block(_LANE_BLOCK)
+def encode_streams(
+    symbols: Tensor, stride: int, described: NDArray[np.int64], columns: Tensor, rows: Tensor, packed: Tensor
+) -> list[Lanes]:
+    """Run the entropy coder over many streams at once, see ``_triton_encode.encode_lanes``.
+
+    described: int64 ``[streams, STREAM_FIELDS]`` on the host.
+    """
+    _, tokens, _, coded, of_stream, _, _ = described.T
+    lanes, room = int(of_stream.sum()), int((of_stream * tokens * -(-coded // of_stream)).sum())
+    device = symbols.device
+    states, counts = torch.empty(2, lanes, dtype=torch.int32, device=device)
+    ends = torch.empty(lanes, dtype=torch.int64, device=device)
+    words = torch.empty(room, dtype=torch.int16, device=device)
+    streams = torch.from_numpy(described).to(device)
+    stream_of = torch.from_numpy(np.repeat(np.arange(len(described), dtype=np.int32), of_stream)).to(device)
+    block = _block(_LANE_BLOCK, lanes)
+    warps = 1 if torch.version.hip else 2
     kernels.encode_lanes[(-(-lanes // block),)](
-        batch.symbols,
-        levels * columns,
-        table,
-        stream_of,
-        (index % max(1, columns)).int(),
-        rows.flatten()[index],
-        known.packed,
-        words,
-        states,
-        ends,
-        counts,
-        lanes,
-        BLOCK=block,
-        num_warps=1 if torch.version.hip else 2,
-    )
+        symbols, stride, streams, stream_of, columns, rows, packed, words, states, ends, counts, lanes,
+        BLOCK=block, num_warps=warps,
+    )  # fmt: skip
     targets = counts.cumsum(0) - counts
     host_states, host_counts = torch.stack([states, counts]).cpu().numpy()  # the host waits
-    gathered = torch.empty(int(host_counts.sum(dtype=np.int64)), dtype=torch.int16, device=known.device)
-    kernels.gather_words[(lanes,)](words, ends, counts, targets, gathered, BLOCK=_block(_WORD_BLOCK))
-    host_words = gathered.cpu().numpy().view(np.uint16)  # the host waits
-    of_lanes, of_words = np.cumsum(plan.lanes)[:-1], np.cumsum(host_counts, dtype=np.int64)[np.cumsum(plan.lanes) - 1]
+    totals = np.add.reduceat(host_counts.astype(np.int64), _before(of_stream))
+    out = torch.empty(int(totals.sum()), dtype=torch.int16, device=device)
+    kernels.gather_words[(lanes,)](words, ends, counts, targets, out, BLOCK=_WORD_BLOCK)
+    of_lanes = np.cumsum(of_stream)[:-1]
     pieces = zip(
         np.split(host_states.view(np.uint32), of_lanes),
         np.split(host_counts.astype(np.uint16), of_lanes),
-        np.split(host_words, of_words[:-1]),
+        np.split(out.cpu().numpy().view(np.uint16), np.cumsum(totals)[:-1]),  # the host waits
         strict=True,
     )
     return [Lanes(*piece) for piece in pieces]
 
 
-def _block(usual: int) -> int:
-    """Elements of a program; the interpreter takes as long for many as for few."""
-    return 1024 if interpreted() else usual
+def _block(usual: int, count: int) -> int:
+    """Elements of a program; the interpreter takes as long for many as for few, so there it is one that does all."""
+    return 1 << max(0, count - 1).bit_length() if interpreted() else usual

@@ -1,0 +1,424 @@
+"""Encoding on the device: kernels write what the naive twins write, blobs are those of the processor."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvwire.codec import (
+    Ladder,
+    _kernels,
+    decode,
+    device_encode,
+    encode,
+    fit_profile,
+    positions_on,
+    read_head,
+    transform,
+)
+from kvwire.codec import _triton_encode as kernels
+from kvwire.codec.device_encode import DeviceEncoder, OnDevice, encode_batch, encode_streams, split_values
+from kvwire.codec.fit import identity_profile
+from kvwire.codec.prediction import Text
+from kvwire.codec.profile import Group, Profile
+from kvwire.codec.quantiser import split_levels
+from kvwire.codec.rans import encode_base, encode_ternary
+from kvwire.codec.rans_naive import encode_lanes
+from kvwire.codec.segment import ChunkState, encode_segment
+from kvwire.codec.tables import CLASSES, CONTEXTS, Tables, column_classes, fit_tables
+from kvwire.errors import CacheValueError
+from kvwire.types import KVCache
+
+from .compiling import compile_for
+from .measures import measured
+from .synthetic import GQA, LATENT, MIXED, MIXED_ROPES, make_cache, make_hidden, make_statistics
+from .write_golden import quantised
+
+CPU = torch.device("cpu")
+LADDER = Ladder(3.6, ("coarse", "standard", "fine"))
+FITTED = fit_tables(np.zeros((CLASSES, 256)), np.zeros((CLASSES, CONTEXTS, 3)))
+
+
+def with_certain_symbols(tables):
+    """Tables of which the first and the last class know but one symbol."""
+    base, ternary = tables.base.copy(), tables.ternary.copy()
+    for row, symbol in ((0, 0), (CLASSES - 1, 200)):
+        base[row] = np.eye(256, dtype=np.uint16)[symbol] * 4096
+        ternary[row] = np.eye(3, dtype=np.uint16)[symbol % 3] * 4096
+    return Tables(base, ternary, tables.points)
+
+
+TABLES = with_certain_symbols(FITTED)
+
+
+def drawn(rng, frequencies):
+    """A symbol for each row of frequencies, drawn by them."""
+    ends = np.cumsum(frequencies, axis=-1)
+    return (rng.integers(0, 4096, ends.shape[:-1])[..., None] >= ends).sum(-1).astype(np.uint8)
+
+
+class Stream:
+    """Random symbols of one stream, with the class and context of each."""
+
+    def __init__(self, seed, tokens, columns, lanes, *, base):
+        rng = np.random.default_rng(seed)
+        self.lanes, self.base = lanes, base
+        self.classes = rng.choice([1, 2, 20, CLASSES - 1, CLASSES], columns)
+        self.contexts = rng.integers(0, CONTEXTS, (tokens, columns)).astype(np.uint8)
+        if base:
+            self.symbols = drawn(rng, np.broadcast_to(TABLES.base[self.classes - 1], (tokens, columns, 256)))
+        else:
+            self.symbols = drawn(rng, TABLES.ternary[self.classes[None, :] - 1, self.contexts])
+
+    def naive(self):
+        if self.base:
+            return encode_lanes(
+                self.symbols, np.broadcast_to(self.classes - 1, self.symbols.shape), TABLES.base, self.lanes
+            )
+        rows = (self.classes[None, :] - 1) * CONTEXTS + self.contexts
+        return encode_lanes(self.symbols, rows, TABLES.ternary.reshape(-1, 3), self.lanes)
+
+    def numba(self):
+        if self.base:
+            return encode_base(self.symbols, self.classes, TABLES, self.lanes)
+        return encode_ternary(self.symbols, self.contexts, self.classes, TABLES, self.lanes)
+
+    @property
+    def bytes_(self):
+        return self.symbols if self.base else 3 * self.contexts + self.symbols
+
+    @property
+    def rows(self):
+        return (self.classes - 1) * 256 if self.base else CLASSES * 256 + (self.classes - 1) * 9
+
+
+def on_device_streams(streams):
+    """All of them in one launch, side by side in one matrix of symbols whose rows have a gap at their end."""
+    width = sum(stream.symbols.shape[1] for stream in streams) + 3
+    matrix = np.full((max(len(stream.symbols) for stream in streams), width), 255, np.uint8)
+    described, columns, rows, lanes, room = [], [], [], 0, 0
+    for stream in streams:
+        (tokens, count), at = stream.symbols.shape, len(columns)
+        # The matrix begins at the stream's first column, but its columns are counted from the matrix' second row on.
+        matrix[:tokens, at : at + count] = stream.bytes_
+        described.append([at, tokens, at, count, stream.lanes, lanes, room])
+        columns += range(count)
+        rows += stream.rows.tolist()
+        lanes += stream.lanes
+        room += stream.lanes * tokens * -(-count // stream.lanes)
+    return encode_streams(
+        torch.from_numpy(matrix), width, np.array(described, np.int64), torch.tensor(columns, dtype=torch.int32),
+        torch.tensor(rows, dtype=torch.int32), torch.from_numpy(device_encode.packed_tables(TABLES)),
+    )  # fmt: skip
+
+
+def assert_all_the_same(streams):
+    for stream, made in zip(streams, on_device_streams(streams), strict=True):
+        states, words = stream.naive()
+        fast = stream.numba()
+        assert made.states.tolist() == fast.states.tolist() == states
+        assert made.counts.tolist() == fast.counts.tolist() == [len(lane) for lane in words]
+        assert made.words.tolist() == fast.words.tolist() == [word for lane in words for word in lane]
+
+
+@settings(max_examples=5)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2**32 - 1), st.integers(1, 12), st.integers(0, 20), st.integers(1, 300), st.booleans()
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_lanes_are_coded_as_the_naive_twin_and_numba_code_them(shapes):
+    assert_all_the_same([Stream(*shape, base=base) for *shape, base in shapes])
+
+
+def test_63_100_and_1000_symbols_on_1_to_300_lanes_in_one_launch():
+    shapes = [(7, 9, 1), (7, 9, 300), (10, 10, 1), (10, 10, 64), (25, 40, 3), (25, 40, 7), (25, 40, 300), (5, 0, 2)]
+    assert_all_the_same([Stream(n, *shape, base=base) for n, shape in enumerate(shapes) for base in (True, False)])
+
+
+def profile_of(tables, spread):
+    """A profile without a transform: what the entropy coder asks for."""
+    width = len(spread)
+    layers = (replace(GQA[0], kv_heads=1, key_dim=width, value_dim=0, rope=None),)
+    group = Group(
+        (("key", 0),), np.zeros(width, np.float32), spread.astype(np.int16), row_scale=np.ones(width, np.float32)
+    )
+    return Profile("", "", layers, (group,), tables)
+
+
+def random_values(rng, shape):
+    """Columns of all widths, some of them zero, some beyond the alphabet or the largest class."""
+    widths = rng.choice([0, 0.2, 1.0, 10.0, 300.0, 3e4, 2e8], shape[1])
+    return np.clip(np.rint(rng.laplace(0, 1, shape) * widths), 1 - 2**28, 2**28 - 1).astype(np.int32)
+
+
+@settings(max_examples=8)
+@given(st.integers(0, 2**32 - 1), st.lists(st.integers(1, 12), min_size=1, max_size=4), st.integers(0, 14))
+def test_equal_values_and_classes_give_equal_bytes(seed, lengths, columns):
+    rng = np.random.default_rng(seed)
+    bounds = (0, *np.cumsum(lengths).tolist())
+    values, unit = random_values(rng, (bounds[-1], columns)), rng.integers(-20, 70, (len(lengths), columns))
+    profile = profile_of(FITTED, rng.integers(-10, 60, columns))
+    levels = int(rng.integers(1, 5))
+    shifts = Ladder(3.6, tuple("abcde"[:levels])).shifts
+    known = OnDevice(profile, CPU)
+    batch = split_values(torch.from_numpy(values), torch.from_numpy(unit), bounds, shifts, known)
+    made = encode_batch(batch, known, 1)
+    for chunk, (start, stop) in enumerate(pairwise(bounds)):
+        by_level, refinements = split_levels(values[start:stop], levels)
+        state = ChunkState(stop - start, profile.spread, FITTED)
+        for level, shift in enumerate(shifts):
+            refinement = refinements[level - 1] if level else None
+            expected = encode_segment(state, shift, unit[chunk] - shift, by_level[level], refinement)
+            assert made[chunk][level] == expected
+            assert np.array_equal(batch.classes[chunk, level].numpy(), state.classes)
+
+
+def test_equal_coefficients_give_equal_classes_and_errors():
+    rng = np.random.default_rng(4)
+    bounds, steps = (0, 9, 40, 41), Ladder().steps
+    coefficients = (rng.laplace(0, 1, (41, 30)) * np.logspace(-3, 2, 30)).astype(np.float32)
+    unit, squares = device_encode.measured(torch.from_numpy(coefficients), bounds)
+    profile = profile_of(FITTED, np.zeros(30))
+    known = OnDevice(profile, CPU)
+    values, largest = device_encode._quantised(torch.from_numpy(coefficients), steps[-1])
+    assert np.array_equal(values.numpy(), device_encode.quantise(coefficients, steps[-1]))
+    assert float(largest) == pytest.approx(abs(coefficients).max() / steps[-1], rel=1e-6)
+    batch = split_values(values, unit, bounds, Ladder().shifts, known)
+    missed = device_encode.squared_errors(torch.from_numpy(coefficients), batch, steps, known)
+    for chunk, (start, stop) in enumerate(pairwise(bounds)):
+        part = coefficients[start:stop]
+        assert np.array_equal(unit[chunk].numpy(), column_classes(part))
+        assert float(squares[chunk].sum()) == pytest.approx(transform.energy_of(part), rel=1e-5)
+        by_level, _ = split_levels(values.numpy()[start:stop], len(steps))
+        for level, step in enumerate(steps):
+            wanted = np.zeros(30, np.float32)
+            sizes = FITTED.sizes[batch.classes[chunk, level].numpy()]
+            _kernels.squared_error(part, by_level[level], sizes, step, wanted)
+            assert float(missed[chunk, level]) == pytest.approx(float(wanted.sum()), rel=1e-4)
+
+
+FINE = Ladder(0.01, ("only",))
+"""So fine that all processors project in float32."""
+
+
+def encoded_twice(cache, profile, ladder=LADDER, chunk_tokens=4, **more):
+    """The blobs of both backends."""
+    given = {"chunk_tokens": chunk_tokens, "threads": 1, **more}
+    return encode(cache, profile, ladder, backend="numba", **given), encode(
+        cache, profile, ladder, backend="triton", **given
+    )
+
+
+def assert_alike(ours, theirs, profile, ladder=LADDER):
+    """Blobs whose quantised values differ rarely, by one, and whose errors are the same up to float noise."""
+    finest = len(ladder.names) - 1
+    mine, other = quantised(ours, profile, finest), quantised(theirs, profile, finest)
+    difference = abs(mine.astype(np.int64) - other)
+    assert difference.max(initial=0) <= 1
+    assert (difference > 0).mean() < 2e-3
+    a, b = read_head(ours), read_head(theirs)
+    assert [row[0].chunk for row in a.segments] == [row[0].chunk for row in b.segments]
+    for left, right in zip(a.levels, b.levels, strict=True):
+        assert left.measured_error == pytest.approx(right.measured_error, rel=1e-2)
+
+
+@pytest.fixture(scope="module")
+def mixed_profile():
+    """Layers of several shapes, in several groups."""
+    caches = [make_cache(300, seed, layers=MIXED, ropes=MIXED_ROPES) for seed in (1, 2)]
+    return fit_profile(caches, make_statistics(MIXED, MIXED_ROPES), group_width=40)
+
+
+@pytest.fixture(scope="module")
+def latent_profile():
+    caches = [make_cache(300, seed, layers=LATENT) for seed in (1, 2)]
+    return fit_profile(caches, make_statistics(LATENT, words=True))
+
+
+def pruned(cache):
+    """Without about half of its entries, and with all of one layer's."""
+    shape = (2, cache.tokens)
+    masks = [torch.rand(shape, generator=torch.Generator().manual_seed(layer)) < 0.5 for layer in range(4)]
+    kept = [*masks[:3], None]
+    return KVCache.from_tensors(cache.keys, cache.values, cache.meta, cache.token_ids, kept=kept)
+
+
+@pytest.mark.parametrize("step", [0.9, 0.01], ids=["halved where that is fast", "float32"])
+def test_coefficients_of_long_chunks_are_the_processors(profile, step):
+    """Chunks long enough for their energies to be sampled; two in a thousand values differ, by one step."""
+    cache, spans = make_cache(300, 3), [(0, 100), (100, 200), (200, 300)]
+    text = Text(profile, 300, cache.token_ids)
+    known = OnDevice(profile, CPU)
+    made = device_encode._Transform(cache, text, known, step).analyse(spans)
+    values, _ = device_encode._quantised(made.coefficients, step)
+    assert torch.isfinite(made.sums).all()
+    for chunk, (start, stop) in enumerate(spans):
+        exact, dropped = transform.analyse(cache, text, start, stop, step)
+        difference = abs(values[start:stop].numpy() - device_encode.quantise(exact, step))
+        assert difference.max() <= 1
+        assert (difference > 0).mean() < 2e-3
+        assert float(made.dropped[chunk]) == pytest.approx(dropped, rel=1e-2, abs=1e-3)
+
+
+def test_a_blob_predicted_from_the_text(profile):
+    cache = make_cache(13, 3)
+    ours, theirs = encoded_twice(cache, profile)
+    assert_alike(ours, theirs, profile)
+    for level, stated in enumerate(read_head(theirs).levels):
+        assert measured(cache, decode(theirs, level, profile), profile) < 1.1 * stated.measured_error + 1e-6
+
+
+@pytest.mark.parametrize("ladder", [LADDER, FINE], ids=["halved where that is fast", "float32"])
+def test_without_a_text_at_coarse_and_fine_steps(plain_profile, ladder):
+    cache = make_cache(9, 3, dtype=torch.bfloat16)
+    assert_alike(*encoded_twice(cache, plain_profile, ladder), plain_profile, ladder)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_products_in_bfloat16_repeat_tokens_with_large_coefficients(monkeypatch, plain_profile, fast):
+    """Both ways run on every processor."""
+    monkeypatch.setattr(transform, "fast_bfloat16", lambda: fast)
+    monkeypatch.setattr(device_encode, "_multiplies_bfloat16", lambda _: fast)
+    cache = make_cache(8, 3)
+    for tensor in (*cache.keys, *cache.values):
+        tensor[:, [2, 6]] *= 3000
+    ladder = Ladder(0.3, ("a", "b"))
+    ours, theirs = encoded_twice(cache, plain_profile, ladder)
+    assert_alike(ours, theirs, plain_profile, ladder)
+    assert abs(quantised(ours, plain_profile, 1)).max() > 10_000
+
+
+def test_a_head_start(head_profile):
+    cache = make_cache(10, 3)
+    assert_alike(*encoded_twice(cache, head_profile, hidden=make_hidden(cache)), head_profile)
+
+
+def test_a_pruned_cache(profile):
+    cache = pruned(make_cache(10, 3))
+    ours, theirs = encoded_twice(cache, profile)
+    assert_alike(ours, theirs, profile)
+    for mine, other in zip(decode(ours, None, profile).kept, decode(theirs, None, profile).kept, strict=True):
+        assert (mine is None and other is None) or torch.equal(mine, other)
+
+
+def test_layers_of_several_shapes_at_an_offset(mixed_profile):
+    cache = make_cache(10, 3, layers=MIXED, ropes=MIXED_ROPES)
+    moved = positions_on(cache, 11)
+    assert_alike(*encoded_twice(moved, mixed_profile), mixed_profile)
+
+
+def test_latent_attention(latent_profile):
+    cache = make_cache(10, 3, layers=LATENT)
+    assert_alike(*encoded_twice(cache, latent_profile), latent_profile)
+
+
+def test_a_stored_profile_without_a_transform():
+    cache = make_cache(10, 3)
+    profile = identity_profile(cache, LADDER)
+    assert_alike(*encoded_twice(cache, profile), profile)
+
+
+def test_values_far_beyond_the_alphabet_escape(plain_profile):
+    cache = make_cache(6, 3, scale=3e4)
+    ours, theirs = encoded_twice(cache, plain_profile)
+    assert abs(quantised(ours, plain_profile, 0)).max() > 1000
+    mine, other = decode(ours, None, plain_profile), decode(theirs, None, plain_profile)
+    for left, right in zip(mine.keys, other.keys, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=2.0)
+
+
+@pytest.mark.parametrize("working_bytes", [0, 80_000, 1 << 30], ids=["a chunk", "some chunks", "all chunks"])
+def test_batches_change_no_more_than_float_noise(profile, working_bytes):
+    cache = make_cache(37, 3)
+    ladder = Ladder(3.6, ("one", "two"))
+    spans = [(start, min(start + 8, 37)) for start in range(0, 37, 8)]
+    encoder = DeviceEncoder(cache, Text(profile, 37, cache.token_ids), ladder, CPU, working_bytes)
+    sizes = {0: [1] * 5, 80_000: [2, 2, 1], 1 << 30: [5]}[working_bytes]
+    assert [len(batch) for batch in encoder._batches(spans)] == sizes
+    segments = encoder.encode(spans, 2)
+    blob = encode(cache, profile, ladder, chunk_tokens=8, backend="numba")
+    for row, coded in zip(read_head(blob).segments, segments, strict=True):
+        for segment, made in zip(row, coded, strict=True):
+            assert made.symbols == segment.raw
+            assert made.error == pytest.approx(segment.error, rel=1e-3)
+            assert made.data == blob[segment.offset : segment.end]
+
+
+def test_the_lossless_level_and_profiles_inside_are_the_processors(plain_profile):
+    cache = make_cache(10, 3, dtype=torch.bfloat16)
+    ours, theirs = encoded_twice(cache, None, 2)
+    assert ours == theirs
+    ours, theirs = encoded_twice(cache, plain_profile, Ladder(3.6, ("one",)), lossless=True)
+    assert [row[-1].crc32 for row in read_head(ours).segments] == [row[-1].crc32 for row in read_head(theirs).segments]
+    assert torch.equal(decode(ours, "lossless", plain_profile).values[1], cache.values[1])
+
+
+@pytest.mark.parametrize(("value", "message"), [(float("nan"), "layer 2's values hold NaN"), (1e15, "too large")])
+def test_what_cannot_be_coded_is_refused_with_the_same_words(plain_profile, value, message):
+    cache = make_cache(20, 3)
+    cache.values[2][1, 18, 3] = value
+    for backend in ("numba", "triton"):
+        with pytest.raises(CacheValueError, match=message):
+            encode(cache, plain_profile, LADDER, chunk_tokens=16, backend=backend)
+
+
+def test_a_profile_is_copied_to_a_device_once_and_goes_with_it(plain_profile):
+    copy = replace(plain_profile)
+    known = device_encode.on_device(copy, CPU)
+    assert device_encode.on_device(copy, CPU) is known
+    before = len(device_encode._KNOWN)
+    del copy
+    gc.collect()
+    assert len(device_encode._KNOWN) == before - 1
+
+
+COLUMNS = {"BLOCK": device_encode._COLUMN_BLOCK}
+TILES = {"ROWS": device_encode._ROW_BLOCK, **COLUMNS}
+WHOLE = {"columns": "i32", "bounds": "*i64"}
+KERNELS = {
+    "measure": (WHOLE | {"coefficients": "*fp32", "magnitudes": "*fp32", "squares": "*fp32"}, COLUMNS, 4),
+    "split": (WHOLE | {"values": "*i32", "symbols": "*u8", "widest": "*i32"}, TILES | {"LEVELS": 5}, 4),
+    "escape": (
+        WHOLE | {"symbols": "*u8", "rows": "*i32", "packed": "*i32", "escapes": "*i32", "levels": "i32"}, TILES, 4
+    ),
+    "squared_errors": (
+        WHOLE | {"coefficients": "*fp32", "values": "*i32", "classes": "*u8", "sizes": "*fp32", "steps": "*fp32"}
+        | {"missed": "*fp32"}, TILES | {"LEVELS": 5}, 4
+    ),
+    "encode_lanes": (
+        {"symbols": "*u8", "stride": "i32", "streams": "*i64", "stream_of": "*i32", "columns": "*i32", "rows": "*i32"}
+        | {"packed": "*i32", "words": "*i16", "states": "*i32", "ends": "*i64", "counts": "*i32", "lanes": "i32"},
+        {"BLOCK": device_encode._LANE_BLOCK}, 2
+    ),
+    "gather_words": (
+        {"words": "*i16", "ends": "*i64", "counts": "*i32", "targets": "*i64", "out": "*i16"},
+        {"BLOCK": device_encode._WORD_BLOCK}, 4
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", [80, 90, "gfx942"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_compile_and_keep_to_their_registers(name, arch):
+    signature, constexprs, warps = KERNELS[name]
+    warps = warps // 2 if arch == "gfx942" else warps
+    report = compile_for(getattr(kernels, name), signature, constexprs, arch, warps)
+    assert report.spilled == 0
+    assert report.registers <= 128
+
+
+def test_every_kernel_is_compiled():
+    made = {name for name, kernel in vars(kernels).items() if hasattr(kernel, "fn") and not name.startswith("_")}
+    assert made == set(KERNELS)
