@@ -75,7 +75,7 @@ def device_for(args: argparse.Namespace) -> torch.device | None:
     except ArgumentError as error:
         missing = missing or str(error)
     if not missing:
-        return device
+        return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
     hint = "TRITON_INTERPRET=1 runs them in Triton's interpreter" if args.check else "--check runs the checks alone"
     print(f"{missing}: nothing can be {'checked' if args.check else 'measured'}, nothing is written; {hint}")
     return None

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 import kvwire
 from kvwire.codec import CHUNK_TOKENS
 from kvwire.codec.container import parse_head
@@ -17,7 +19,6 @@ from kvwire.codec.staging import Piece, Staged
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
     from numpy.typing import NDArray
 
     from kvwire import KVCache, Profile
@@ -77,8 +78,11 @@ class Load:
 
     @cached_property
     def batches(self) -> list[Batch]:
-        """The same on the device, each in memory of its own; their copies may still be under way."""
-        return [self.decoder.upload(staged, Workspace()) for staged in self.staged]
+        """The same on the device, each in memory of its own."""
+        batches = [self.decoder.upload(staged, Workspace()) for staged in self.staged]
+        if batches[0].buffer.is_cuda:
+            torch.cuda.synchronize(batches[0].buffer.device)  # copies run on a stream of their own
+        return batches
 
     def stage(self) -> list[Staged]:
         """What the host does: take segments apart and lay them out."""

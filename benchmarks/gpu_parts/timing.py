@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -99,6 +100,7 @@ class Device:
         """Bytes that can still be allocated, those that torch keeps for itself included."""
         if not self.cuda:
             return 1 << 33
+        gc.collect()
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self.device)[0])
 
