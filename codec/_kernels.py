@@ -336,11 +336,10 @@ def enter_level(codes: U8, spread: NDArray[int64], shift: int, below: U8, classe
 
 @_jit
 def entries_of(classes: U8, below: U8, slots: U32, entries: U32) -> None:
-    """What GPU kernels read of every coded column: its slot, class - 1 from bit 23 on, whether it is fresh at bit 29."""
+    """What GPU kernels read of a coded column: its slot, class - 1 from bit 23 on, whether it is fresh at bit 29."""
     at = 0
     for c in range(classes.shape[0]):
         if classes[c] > 0:
-            entries[at] = (
-                slots[c] | (uint32(classes[c]) - uint32(1)) << uint32(23) | uint32(below[c] == 0) << uint32(29)
-            )
+            fresh = uint32(below[c] == 0)
+            entries[at] = slots[c] | ((uint32(classes[c]) - uint32(1)) << uint32(23)) | (fresh << uint32(29))
             at += 1

@@ -86,6 +86,7 @@ def decode_streams(
     values,
     peaks,
     patience,
+    CHECK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Decode one block of lanes of one stream into ``values``.
@@ -95,6 +96,7 @@ def decode_streams(
     stream; all 0 at first, and kept between the launches of a batch. flags: int32 for each chunk. words16, words32: the
     staged bytes as uint16 and uint32. entries: uint32, see ``CLASS_SHIFT``. values: int16 or int32, ``[tokens, slots]``
     for each chunk. peaks: int32, the largest size of each slot's values. patience: polls before a wait is given up.
+    CHECK: flag chunks whose lanes do not end as they began.
     """
     item = tl.atomic_add(progress, 1, sem="relaxed")
     stream = tl.load(items + 2 * item)
@@ -181,9 +183,10 @@ def decode_streams(
                 peak = tl.maximum(peak, tl.where(in3, tl.abs(q3), 0))
             tl.store(peak_at + slot, peak, mask=inside)
 
-    wrong = live & ((x != 65536) | (p != end))
-    flag = tl.max(wrong.to(tl.int32), axis=0)  # queues.DAMAGED
-    flag = tl.where(done < needed, STALLED, flag)
+    flag = tl.where(done < needed, STALLED, 0)
+    if CHECK:
+        wrong = live & ((x != 65536) | (p != end))
+        flag = tl.maximum(flag, tl.max(wrong.to(tl.int32), axis=0))  # queues.DAMAGED
     tl.atomic_max(flags + chunk, flag, sem="relaxed")
     tl.debug_barrier()
     tl.atomic_add(progress + 1 + stream, 1, sem="release")
@@ -336,7 +339,6 @@ def place(
     PAGE: tl.constexpr,
     OUT: tl.constexpr,
     STRIDE: tl.constexpr,
-    CHECK: tl.constexpr,
     PRECISE: tl.constexpr,
     ALIGNED: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -357,9 +359,8 @@ def place(
     tile = tiles + (first_tile + tl.program_id(1)).to(tl.int64) * TILE_FIELDS
     chunk = tl.load(blocks + 2 * block)
     begin = tl.load(blocks + 2 * block + 1)
-    if CHECK:  # noqa: SIM102 - known when compiling
-        if tl.load(flags + chunk) != 0:
-            return
+    if tl.load(flags + chunk) != 0:
+        return
     described = chunks + chunk.to(tl.int64) * CHUNK_FIELDS
     slots = tl.multiple_of(tl.load(described + 1).to(tl.int32), 16)
     tokens = tl.load(described + 2).to(tl.int32)

@@ -176,6 +176,7 @@ class DeviceDecoder:
             self._head,
             self._text.profile,
             rows=self._tokens_of_block,
+            origin=self._out.start if isinstance(self._out, PagedKVCache) else 0,
             pinned=self._device.type == "cuda",
         )
 
@@ -258,6 +259,7 @@ class DeviceDecoder:
         _triton.decode_streams[items,](
             batch.part("streams"), batch.part("items"), batch.progress, batch.flags, *named,
             self._loaded.lookup, self._loaded.thresholds, batch.values, batch.peaks, _PATIENCE,
+            CHECK=self._check,
             BLOCK=BLOCK, num_warps=_WARPS,
         )  # fmt: skip
 
@@ -265,9 +267,7 @@ class DeviceDecoder:
         """Launch the inverse transform of a batch on the current queue; marks layers that are complete, where given."""
         angles = self._angles(batch)
         for index in self._plain:
-            place_plainly(
-                batch, index, self._hidden, self._loaded, self._out, self._head.info.meta, angles, check=self._check
-            )
+            place_plainly(batch, index, self._hidden, self._loaded, self._out, self._head.info.meta, angles)
         ready = set(self._plain)
         for plan in self._tiles.plans:
             if self._addition is not None:
@@ -307,7 +307,6 @@ class DeviceDecoder:
             PAGE=page,
             OUT=_OUTPUTS[self._dtype],
             STRIDE=plan.stride,
-            CHECK=self._check,
             PRECISE=self._dtype != torch.bfloat16,
             ALIGNED=self._tiles.aligned,
             TOKENS=self._tokens_of_block,

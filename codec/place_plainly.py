@@ -35,8 +35,6 @@ def place_plainly(
     out: KVCache | PagedKVCache,
     meta: CacheMeta,
     angles: tuple[Tensor, Tensor],
-    *,
-    check: bool,
 ) -> None:
     """Write a group's elements of every sound chunk of a batch.
 
@@ -50,7 +48,7 @@ def place_plainly(
         begin += piece.values
         span = slice(first_token, first_token + piece.tokens)
         first_token = span.stop
-        if flag and check:
+        if flag:
             continue
         elements = _elements(batch, piece, values, index, hidden, loaded, span)
         columns = angle_columns(meta.ropes)

@@ -96,7 +96,7 @@ def _failure(flag: int, chunk: int) -> KvwireError:
         msg = f"chunk {chunk}: the GPU gave up waiting for a level that never came; decode it with backend='numba'"
         return KvwireError(msg)
     if flag == MISCOUNTED:
-        msg = "a segment's escape list has the wrong length: it is damaged, fetch it again"
+        msg = "the segment's escape list decompresses to another length than it should; fetch it again"
         return CorruptError(msg)
     msg = "a lane of the entropy coder does not end in the state it began with; fetch the segment again"
     return CorruptError(msg)

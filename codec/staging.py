@@ -131,7 +131,7 @@ def _escapes(packed: bytes, most: int) -> NDArray[np.int32]:
         msg = f"a segment's escape list does not decompress ({error}); fetch it again"
         raise CorruptError(msg) from error
     if claimed % 4 or claimed // 4 > most:
-        msg = "a segment's escape list has the wrong length: it is damaged, fetch it again"
+        msg = "the segment's escape list decompresses to another length than it should; fetch it again"
         raise CorruptError(msg)
     return escapes_of(packed, claimed // 4)
 
@@ -168,11 +168,17 @@ class Staged:
         return buffer[at : at + length].view(dtype)
 
 
-def stage(opened: Sequence[Opened], head: Head, profile: Profile, *, rows: int, pinned: bool) -> Staged:
-    """Lay pieces out. rows: tokens of a block of the inverse transform. pinned: for a GPU to copy from."""
+def stage(
+    opened: Sequence[Opened], head: Head, profile: Profile, *, rows: int, origin: int = 0, pinned: bool = False
+) -> Staged:
+    """Lay pieces out.
+
+    rows: tokens of a block of the inverse transform. origin: output token of the document's first. pinned: for a GPU to
+    copy from.
+    """
     table = _Tables()
     for index, piece in enumerate(opened):
-        table.add(index, piece, head.levels[piece.piece.level].step, rows, profile)
+        table.add(index, piece, head.levels[piece.piece.level].step, rows, profile, origin)
     arrays = table.arrays(head)
     parts: dict[str, tuple[int, int, torch.dtype]] = {}
     at = 0
@@ -230,8 +236,9 @@ class _Tables:
     def items(self) -> int:
         return sum(map(len, self._items))
 
-    def add(self, index: int, piece: Opened, step: float, rows: int, profile: Profile) -> None:
-        self._chunks.append([self.values, piece.width, piece.tokens, self.slots, piece.start, self._tokens])
+    def add(self, index: int, piece: Opened, step: float, rows: int, profile: Profile, origin: int) -> None:
+        where = [piece.start + origin, self._tokens]
+        self._chunks.append([self.values, piece.width, piece.tokens, self.slots, *where])
         for level, part in enumerate(piece.parts):
             self._add_stream(index, piece, level, part)
         self.blocks += [(index, first) for first in range(0, piece.tokens, rows)]
