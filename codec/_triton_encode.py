@@ -144,14 +144,26 @@ def squared_errors(
 
 @triton.jit
 def encode_lanes(
-    symbols, stride, streams, stream_of, columns, rows, packed, words, states, ends, counts, lanes, BLOCK: tl.constexpr
+    symbols,
+    stride,
+    streams,
+    stream_of,
+    columns,
+    rows,
+    packed,
+    words,
+    states,
+    begins,
+    counts,
+    lanes,
+    BLOCK: tl.constexpr,
 ):
     """Run the lanes of all streams, a thread each, from their last symbol to their first.
 
     symbols: uint8; those of a stream's next token lie ``stride`` further on. streams: int64, ``STREAM_FIELDS`` of each.
     stream_of: int32 ``[lanes]``. columns, rows: int32 entries of the streams' coded columns: which column it is, and
     where its table begins in ``packed``, whose entries have the start in the upper 16 bits and the frequency below.
-    words: int16; a lane fills its room from the end. states, counts: int32, ends: int64: of each lane the final state,
+    words: int16; a lane fills its room from the end. states, counts: int32, begins: int64: each lane's final state,
     the number of words and where the first of them lies.
     """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -166,42 +178,44 @@ def encode_lanes(
     room = tokens * ((coded + of_stream - 1) // of_stream)
     end = tl.load(described + 6) + (lane + 1).to(tl.int64) * room
     deals = tl.where(exists & (lane < coded), (coded - lane + of_stream - 1) // of_stream, 0)
-    left = deals * tokens
-    at = entry + lane + (deals - 1) * of_stream
-    column = tl.load(columns + at, mask=left > 0, other=0)
-    row = tl.load(rows + at, mask=left > 0, other=0)
-    t = tokens - 1
+    longest = tl.max(tl.where(deals > 0, tokens, 0), axis=0)
     state = tl.full([BLOCK], 65536, tl.uint32)
     low = tl.full([BLOCK], 65535, tl.uint32)
-    count = tl.zeros([BLOCK], tl.int32)
-    for done in range(tl.max(left, axis=0)):
-        live = done < left
-        symbol = tl.load(first + (t.to(tl.int64) * stride + column), mask=live, other=0).to(tl.int32)
-        both = tl.load(packed + (row + symbol), mask=live, other=1).to(tl.uint32, bitcast=True)
-        frequency = both & low
-        over = live & ((state >> 20) >= frequency)
-        count += over.to(tl.int32)
-        tl.store(words + (end - count), (state & low).to(tl.int16), mask=over)
-        shifted = tl.where(over, state >> 16, state)
-        quotient = shifted // frequency
-        state = tl.where(live, (quotient << 12) + (shifted - quotient * frequency) + (both >> 16), state)
-        turn = t == 0
-        t = tl.where(turn, tokens - 1, t - 1)
-        at = tl.where(turn, at - of_stream, at)
-        more = turn & (done + 1 < left)
-        column = tl.load(columns + at, mask=more, other=column)
-        row = tl.load(rows + at, mask=more, other=row)
+    whole = tl.full([BLOCK], 4096, tl.uint32)
+    begin = end
+    for deal in range(tl.max(deals, axis=0)):
+        walking = deal < deals
+        at = entry + lane + (deals - 1 - deal) * of_stream
+        column = tl.load(columns + at, mask=walking, other=0)
+        row = tl.load(rows + at, mask=walking, other=0)
+        place = first + ((tokens - 1).to(tl.int64) * stride + column)
+        symbol = tl.load(place, mask=walking, other=0).to(tl.int32)
+        following = tl.load(packed + (row + symbol), mask=walking, other=1).to(tl.uint32, bitcast=True)
+        for done in range(longest):
+            live, both = walking & (done < tokens), following
+            place -= stride
+            # The next symbol's entry is on its way while this one's quotient is computed.
+            more = walking & (done + 1 < tokens)
+            symbol = tl.load(place, mask=more, other=0).to(tl.int32)
+            following = tl.load(packed + (row + symbol), mask=more, other=1).to(tl.uint32, bitcast=True)
+            frequency = both & low
+            over = live & ((state >> 20) >= frequency)
+            begin -= over.to(tl.int64)
+            tl.store(words + begin, (state & low).to(tl.int16), mask=over)
+            shifted = tl.where(over, state >> 16, state)
+            coded_state = shifted + (shifted // frequency) * (whole - frequency) + (both >> 16)
+            state = tl.where(live, coded_state, state)
     tl.store(states + index, state.to(tl.int32, bitcast=True), mask=exists)
-    tl.store(counts + index, count, mask=exists)
-    tl.store(ends + index, end - count, mask=exists)
+    tl.store(counts + index, (end - begin).to(tl.int32), mask=exists)
+    tl.store(begins + index, begin, mask=exists)
 
 
 @triton.jit
-def gather_words(words, ends, counts, targets, out, BLOCK: tl.constexpr):
+def gather_words(words, begins, counts, targets, out, BLOCK: tl.constexpr):
     """Copy the words of one lane to where they begin in ``out``, int16."""
     lane = tl.program_id(0)
     count = tl.load(counts + lane)
-    source, target = words + tl.load(ends + lane), out + tl.load(targets + lane)
+    source, target = words + tl.load(begins + lane), out + tl.load(targets + lane)
     for first in range(0, count, BLOCK):
         at = first + tl.arange(0, BLOCK)
         tl.store(target + at, tl.load(source + at, mask=at < count, other=0), mask=at < count)

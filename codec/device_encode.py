@@ -98,7 +98,7 @@ class DeviceEncoder:
         # A coefficient has itself and its value, then a symbol and room for a word at each level; four copies of a
         # group's elements come and go. A column of a chunk has its place, class and table at each level.
         a_token = profile.rank * (8 + 3 * levels) + 16 * max(group.width for group in profile.groups)
-        a_chunk = 32 * levels * profile.rank
+        a_chunk = (40 * levels + 80) * profile.rank
         longest = max(stop - start for start, stop in spans)
         count = max(1, self._room // (longest * a_token + a_chunk))
         return (spans[first : first + count] for first in range(0, len(spans), count))
@@ -237,15 +237,16 @@ class _Transform:
         sampled, lengths = self._sampled(spans)
         out = torch.empty(stop - start, self._profile.rank, device=self._known.device)
         parts = torch.split(out, [group.rank for group in self._profile.groups], 1)
+        hidden = None if self._hidden is None else self._hidden[start:stop].to(out.device)
         sums, weighed, large = [], [], []
         for group, part in zip(self._known.groups, parts, strict=True):
-            centred, total = self._centred(group, start, stop)
+            centred, total = self._centred(group, start, stop, hidden)
             sums.append(total)
             large.append(self._project(centred, group, part))
             if group.metric and group.group.rank < group.group.width:
                 weighed.append((part, _energies(centred[sampled], group.metric)))
         if self._halved:
-            self._repeat(torch.stack(large).cpu(), parts, start)  # the host waits
+            self._repeat(torch.stack(large).cpu(), parts, start, hidden)  # the host waits
         missing = [energy - part[sampled].square().sum(1, dtype=torch.float64) for part, energy in weighed]
         dropped = torch.zeros(len(spans), dtype=torch.float64, device=self._known.device)
         if missing:
@@ -261,8 +262,11 @@ class _Transform:
         index = torch.tensor([token - spans[0][0] for tokens in ranges for token in tokens], device=self._known.device)
         return index, [len(tokens) for tokens in ranges]
 
-    def _centred(self, group: _GroupOnDevice, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """A group's elements less what is expected, float32 ``[tokens, width]``, and the sum of the elements."""
+    def _centred(self, group: _GroupOnDevice, start: int, stop: int, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
+        """A group's elements less what is expected, float32 ``[tokens, width]``, and the sum of the elements.
+
+        hidden: the head start of these tokens, on the device.
+        """
         cache = self._cache
         out = torch.empty(stop - start, group.group.width, device=self._known.device)
         views = torch.split(out, [self._width(plane) for plane in group.group.planes], 1)
@@ -279,7 +283,7 @@ class _Transform:
                 tensor = rotate(tensor, regime, cos, -sin, first)
             view.view(stop - start, len(tensor), -1).copy_(tensor.permute(1, 0, 2))
         total = out.sum()
-        out -= self._expected(group, start, stop)
+        out -= self._expected(group, start, stop, hidden)
         for (_, layer), view in zip(group.group.planes, views, strict=True):
             mask = cache.kept[layer] if cache.kept is not None else None
             if mask is not None:  # what the cache does not hold is just what is expected: that costs least
@@ -291,7 +295,7 @@ class _Transform:
         spec = self._cache.meta.layers[plane[1]]
         return spec.key_width if plane[0] == "key" else spec.value_width
 
-    def _expected(self, group: _GroupOnDevice, start: int, stop: int) -> Tensor:
+    def _expected(self, group: _GroupOnDevice, start: int, stop: int, hidden: Tensor | None) -> Tensor:
         """``Text.expected``. Factors are exact in TF32 as well: sums alone round before the end."""
         out = group.mean
         if group.group.predictor is None:
@@ -300,8 +304,8 @@ class _Transform:
         if self._ids is not None and self._known.table is not None:
             said = self._known.table[self._ids[start:stop]].float()
             out = torch.addmm(out, said, group.predictor[:features].float()).bfloat16().float()
-        if self._hidden is not None:
-            out = out + self._hidden[start:stop].to(out.device) @ group.predictor[features:].float()
+        if hidden is not None:
+            out = out + hidden @ group.predictor[features:].float()
         return out
 
     def _project(self, centred: Tensor, group: _GroupOnDevice, out: Tensor) -> Tensor:
@@ -317,13 +321,14 @@ class _Transform:
             return torch.zeros(len(out), dtype=torch.bool, device=out.device)
         return out.abs().amax(1) > _LARGE_STEPS * self._step
 
-    def _repeat(self, large: Tensor, parts: Sequence[Tensor], start: int) -> None:
+    def _repeat(self, large: Tensor, parts: Sequence[Tensor], start: int, hidden: Tensor | None) -> None:
         """Project tokens with large coefficients in float32; large: bool ``[groups, tokens]``, on the host."""
         for group, part, tokens in zip(self._known.groups, parts, large, strict=True):
             index = tokens.nonzero()[:, 0]
             if len(index):
                 first, last = int(index[0]), int(index[-1]) + 1
-                centred, _ = self._centred(group, start + first, start + last)
+                own = None if hidden is None else hidden[first:last]
+                centred, _ = self._centred(group, start + first, start + last, own)
                 part[index.to(part.device)] = centred[(index - first).to(part.device)] @ group.analysis
 
 
@@ -540,21 +545,21 @@ def encode_streams(
     lanes, room = int(of_stream.sum()), int((of_stream * tokens * -(-coded // of_stream)).sum())
     device = symbols.device
     states, counts = torch.empty(2, lanes, dtype=torch.int32, device=device)
-    ends = torch.empty(lanes, dtype=torch.int64, device=device)
+    begins = torch.empty(lanes, dtype=torch.int64, device=device)
     words = torch.empty(room, dtype=torch.int16, device=device)
     streams = torch.from_numpy(described).to(device)
     stream_of = torch.from_numpy(np.repeat(np.arange(len(described), dtype=np.int32), of_stream)).to(device)
     block = _block(_LANE_BLOCK, lanes)
     warps = 1 if torch.version.hip else 2
     kernels.encode_lanes[(-(-lanes // block),)](
-        symbols, stride, streams, stream_of, columns, rows, packed, words, states, ends, counts, lanes,
+        symbols, stride, streams, stream_of, columns, rows, packed, words, states, begins, counts, lanes,
         BLOCK=block, num_warps=warps,
     )  # fmt: skip
     targets = counts.cumsum(0) - counts
     host_states, host_counts = torch.stack([states, counts]).cpu().numpy()  # the host waits
     totals = np.add.reduceat(host_counts.astype(np.int64), _before(of_stream))
     out = torch.empty(int(totals.sum()), dtype=torch.int16, device=device)
-    kernels.gather_words[(lanes,)](words, ends, counts, targets, out, BLOCK=_WORD_BLOCK)
+    kernels.gather_words[(lanes,)](words, begins, counts, targets, out, BLOCK=_WORD_BLOCK)
     of_lanes = np.cumsum(of_stream)[:-1]
     pieces = zip(
         np.split(host_states.view(np.uint32), of_lanes),

@@ -209,6 +209,7 @@ def test_equal_coefficients_give_equal_classes_and_errors():
             assert float(missed[chunk, level]) == pytest.approx(float(wanted.sum()), rel=1e-4)
 
 
+NARROW = GQA[:1]
 FINE = Ladder(0.01, ("only",))
 """So fine that all processors project in float32."""
 
@@ -227,11 +228,18 @@ def assert_alike(ours, theirs, profile, ladder=LADDER):
     mine, other = quantised(ours, profile, finest), quantised(theirs, profile, finest)
     difference = abs(mine.astype(np.int64) - other)
     assert difference.max(initial=0) <= 1
-    assert (difference > 0).mean() < 2e-3
+    assert (difference > 0).sum() <= 2 + difference.size // 500
     a, b = read_head(ours), read_head(theirs)
     assert [row[0].chunk for row in a.segments] == [row[0].chunk for row in b.segments]
     for left, right in zip(a.levels, b.levels, strict=True):
         assert left.measured_error == pytest.approx(right.measured_error, rel=1e-2)
+
+
+@pytest.fixture(scope="module")
+def narrow_profile():
+    """32 numbers a token."""
+    caches = [make_cache(300, seed, layers=NARROW) for seed in (1, 2)]
+    return fit_profile(caches, make_statistics(NARROW))
 
 
 @pytest.fixture(scope="module")
@@ -249,9 +257,8 @@ def latent_profile():
 
 def pruned(cache):
     """Without about half of its entries, and with all of one layer's."""
-    shape = (2, cache.tokens)
-    masks = [torch.rand(shape, generator=torch.Generator().manual_seed(layer)) < 0.5 for layer in range(4)]
-    kept = [*masks[:3], None]
+    shape, generator = (2, cache.tokens), torch.Generator().manual_seed(3)
+    kept = [*(torch.rand(shape, generator=generator) < 0.5 for _ in cache.keys[1:]), None]
     return KVCache.from_tensors(cache.keys, cache.values, cache.meta, cache.token_ids, kept=kept)
 
 
@@ -281,23 +288,23 @@ def test_a_blob_predicted_from_the_text(profile):
 
 
 @pytest.mark.parametrize("ladder", [LADDER, FINE], ids=["halved where that is fast", "float32"])
-def test_without_a_text_at_coarse_and_fine_steps(plain_profile, ladder):
-    cache = make_cache(9, 3, dtype=torch.bfloat16)
-    assert_alike(*encoded_twice(cache, plain_profile, ladder), plain_profile, ladder)
+def test_without_a_text_at_coarse_and_fine_steps(narrow_profile, ladder):
+    cache = make_cache(9, 3, layers=NARROW, dtype=torch.bfloat16)
+    assert_alike(*encoded_twice(cache, narrow_profile, ladder), narrow_profile, ladder)
 
 
 @pytest.mark.parametrize("fast", [False, True])
-def test_products_in_bfloat16_repeat_tokens_with_large_coefficients(monkeypatch, plain_profile, fast):
+def test_products_in_bfloat16_repeat_tokens_with_large_coefficients(monkeypatch, narrow_profile, fast):
     """Both ways run on every processor."""
     monkeypatch.setattr(transform, "fast_bfloat16", lambda: fast)
     monkeypatch.setattr(device_encode, "_multiplies_bfloat16", lambda _: fast)
-    cache = make_cache(8, 3)
+    cache = make_cache(8, 3, layers=NARROW)
     for tensor in (*cache.keys, *cache.values):
         tensor[:, [2, 6]] *= 3000
     ladder = Ladder(0.3, ("a", "b"))
-    ours, theirs = encoded_twice(cache, plain_profile, ladder)
-    assert_alike(ours, theirs, plain_profile, ladder)
-    assert abs(quantised(ours, plain_profile, 1)).max() > 10_000
+    ours, theirs = encoded_twice(cache, narrow_profile, ladder)
+    assert_alike(ours, theirs, narrow_profile, ladder)
+    assert abs(quantised(ours, narrow_profile, 1)).max() > 10_000
 
 
 def test_a_head_start(head_profile):
@@ -325,27 +332,27 @@ def test_latent_attention(latent_profile):
 
 
 def test_a_stored_profile_without_a_transform():
-    cache = make_cache(10, 3)
+    cache = make_cache(10, 3, layers=NARROW)
     profile = identity_profile(cache, LADDER)
     assert_alike(*encoded_twice(cache, profile), profile)
 
 
-def test_values_far_beyond_the_alphabet_escape(plain_profile):
-    cache = make_cache(6, 3, scale=3e4)
-    ours, theirs = encoded_twice(cache, plain_profile)
-    assert abs(quantised(ours, plain_profile, 0)).max() > 1000
-    mine, other = decode(ours, None, plain_profile), decode(theirs, None, plain_profile)
+def test_values_far_beyond_the_alphabet_escape(narrow_profile):
+    cache = make_cache(6, 3, layers=NARROW, scale=3e4)
+    ours, theirs = encoded_twice(cache, narrow_profile)
+    assert abs(quantised(ours, narrow_profile, 0)).max() > 1000
+    mine, other = decode(ours, None, narrow_profile), decode(theirs, None, narrow_profile)
     for left, right in zip(mine.keys, other.keys, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-4, atol=2.0)
 
 
-@pytest.mark.parametrize("working_bytes", [0, 80_000, 1 << 30], ids=["a chunk", "some chunks", "all chunks"])
+@pytest.mark.parametrize("working_bytes", [0, 110_000, 1 << 30], ids=["a chunk", "some chunks", "all chunks"])
 def test_batches_change_no_more_than_float_noise(profile, working_bytes):
     cache = make_cache(37, 3)
     ladder = Ladder(3.6, ("one", "two"))
     spans = [(start, min(start + 8, 37)) for start in range(0, 37, 8)]
     encoder = DeviceEncoder(cache, Text(profile, 37, cache.token_ids), ladder, CPU, working_bytes)
-    sizes = {0: [1] * 5, 80_000: [2, 2, 1], 1 << 30: [5]}[working_bytes]
+    sizes = {0: [1] * 5, 110_000: [2, 2, 1], 1 << 30: [5]}[working_bytes]
     assert [len(batch) for batch in encoder._batches(spans)] == sizes
     segments = encoder.encode(spans, 2)
     blob = encode(cache, profile, ladder, chunk_tokens=8, backend="numba")
@@ -356,13 +363,13 @@ def test_batches_change_no_more_than_float_noise(profile, working_bytes):
             assert made.data == blob[segment.offset : segment.end]
 
 
-def test_the_lossless_level_and_profiles_inside_are_the_processors(plain_profile):
-    cache = make_cache(10, 3, dtype=torch.bfloat16)
+def test_the_lossless_level_and_profiles_inside_are_the_processors(narrow_profile):
+    cache = make_cache(10, 3, layers=NARROW, dtype=torch.bfloat16)
     ours, theirs = encoded_twice(cache, None, 2)
     assert ours == theirs
-    ours, theirs = encoded_twice(cache, plain_profile, Ladder(3.6, ("one",)), lossless=True)
+    ours, theirs = encoded_twice(cache, narrow_profile, Ladder(3.6, ("one",)), lossless=True)
     assert [row[-1].crc32 for row in read_head(ours).segments] == [row[-1].crc32 for row in read_head(theirs).segments]
-    assert torch.equal(decode(ours, "lossless", plain_profile).values[1], cache.values[1])
+    assert torch.equal(decode(ours, "lossless", narrow_profile).values[0], cache.values[0])
 
 
 @pytest.mark.parametrize(("value", "message"), [(float("nan"), "layer 2's values hold NaN"), (1e15, "too large")])
@@ -399,11 +406,11 @@ KERNELS = {
     ),
     "encode_lanes": (
         {"symbols": "*u8", "stride": "i32", "streams": "*i64", "stream_of": "*i32", "columns": "*i32", "rows": "*i32"}
-        | {"packed": "*i32", "words": "*i16", "states": "*i32", "ends": "*i64", "counts": "*i32", "lanes": "i32"},
+        | {"packed": "*i32", "words": "*i16", "states": "*i32", "begins": "*i64", "counts": "*i32", "lanes": "i32"},
         {"BLOCK": device_encode._LANE_BLOCK}, 2
     ),
     "gather_words": (
-        {"words": "*i16", "ends": "*i64", "counts": "*i32", "targets": "*i64", "out": "*i16"},
+        {"words": "*i16", "begins": "*i64", "counts": "*i32", "targets": "*i64", "out": "*i16"},
         {"BLOCK": device_encode._WORD_BLOCK}, 4
     ),
 }  # fmt: skip
