@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -71,7 +71,7 @@ def int8_bytes(quantised: Sequence[tuple[Tensor, Tensor]]) -> int:
     return sum(values.numel() + 2 * scale.numel() for values, scale in quantised)
 
 
-def copy_rate(device: Device) -> dict[str, float]:
+def copy_rate(device: Device) -> dict[str, Any]:
     """GB/s that a device-to-device copy moves, bytes read and bytes written both counted; and its milliseconds."""
     size = _COPY_BYTES if device.cuda else 1 << 16
     buffers = [torch.zeros(size, dtype=torch.uint8, device=device.device) for _ in range(4)]
@@ -79,13 +79,13 @@ def copy_rate(device: Device) -> dict[str, float]:
     return _rate(device.timed(cases), 2 * size, "gb_s", 1e9)
 
 
-def upload_rate(device: Device) -> dict[str, float]:
+def upload_rate(device: Device) -> dict[str, Any]:
     """GB/s from pinned host memory."""
     size = _STAGING_BYTES if device.cuda else 1 << 16
     return _rate(device.timed([Upload(size, device)]), size, "gb_s", 1e9)
 
 
-def matmul_rate(device: Device) -> dict[str, float]:
+def matmul_rate(device: Device) -> dict[str, Any]:
     """TFLOP/s of a large bfloat16 product."""
     side = _MATRIX if device.cuda else 64
     pairs = [[torch.randn(side, side, device=device.device, dtype=torch.bfloat16) for _ in range(2)] for _ in range(2)]
@@ -94,5 +94,5 @@ def matmul_rate(device: Device) -> dict[str, float]:
     return _rate(device.timed(cases), 2 * side**3, "tflop_s", 1e12)
 
 
-def _rate(ms: dict[str, float], work: float, name: str, unit: float) -> dict[str, float]:
-    return {name: work / ms["median"] * 1e3 / unit, "ms": ms["median"], "n": ms["n"]}
+def _rate(ms: dict[str, float], work: float, name: str, unit: float) -> dict[str, Any]:
+    return {name: work / ms["median"] * 1e3 / unit, "ms": ms}

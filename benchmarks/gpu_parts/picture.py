@@ -66,10 +66,10 @@ def _parts(axes: Axes, shape: Mapping[str, Any]) -> None:
         times = [found["levels"][name][f"{part}_ms"]["median"] for name in names]
         axes.barh(names, times, left=left, color=colour, label=part)
         left = [a + b for a, b in zip(left, times, strict=True)]
-    speeds = [f"{found['levels'][name]['decode_gb_s']:,.0f} GB/s" for name in names]
+    speeds = [f"decodes {found['levels'][name]['decode_gb_s']:,.0f} GB/s" for name in names]
     for row, (end, speed) in enumerate(zip(left, speeds, strict=True)):
         axes.text(end, row, f" {speed}", va="center", fontsize=7)
     axes.axvline(found["copy_ms"]["median"], color="#333333", linestyle="--", label="copy on the device")
-    axes.set(xlabel=f"ms, {int(tokens):,} tokens, each part alone", xlim=(0, 1.3 * max(left)))
+    axes.set(xlabel=f"ms, {int(tokens):,} tokens, each part alone", xlim=(0, 1.45 * max(left)))
     axes.invert_yaxis()
     axes.legend(fontsize=7)

@@ -185,7 +185,7 @@ def test_cachegen_compiles_for_gpus_without_spills():
             "arch": arch,
             "options": {"num_warps": cachegen_triton.WARPS},
         }
-        for arch, fixed in ((80, {}), (90, {}), (90, {"heads": 1, "parts": 1}))  # ones become constants
+        for arch, fixed in ((80, {}), (90, {"heads": 1, "parts": 1}))  # ones become constants
     ]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     answers = subprocess.run(
@@ -196,7 +196,7 @@ def test_cachegen_compiles_for_gpus_without_spills():
         text=True,
         check=True,
     ).stdout.splitlines()
-    assert [json.loads(answer).get("spilled") for answer in answers] == [0, 0, 0], answers
+    assert [json.loads(answer).get("spilled") for answer in answers] == [0, 0], answers
 
 
 def test_int8_loses_half_a_step_at_most():
@@ -239,7 +239,7 @@ def test_symbols_and_guards_hold_in_the_interpreter():
 @pytest.fixture(scope="module")
 def dry():
     """Every call that would be timed, once, on one tiny shape; its figures mean nothing."""
-    tiny = (shapes.tiny(shapes.named("llama-3.1-8b")),)
+    tiny = (shapes.tiny(shapes.named("llama-3.1-70b-tp8"), layers=1),)
     plan = measuring.Plan(tiny, (2,), (0,), synthetic.TINY, loads=1)
     return measuring.run(plan, timing.Device(_CPU, _ONCE), lambda _: None)
 
@@ -248,7 +248,7 @@ def test_every_timed_call_runs(dry):
     (shape,) = dry["shapes"].values()
     found = shape["documents"]["2"]
     assert set(found["rivals"]) == {"CacheGen", "int8", "raw bfloat16"}
-    assert found["prefill"]["layers_timed"] == 2
+    assert found["prefill"]["layers_timed"] == 1
     assert {"entropy_ms", "place_ms", "ready_ms", "call_ms", "roofline"} <= set(found["levels"]["coarse"])
     json.dumps(dry)
 
