@@ -9,6 +9,7 @@ tells. ``decode.BlobDecoder`` is the readable way to the same.
 from __future__ import annotations
 
 import threading
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
@@ -39,6 +40,7 @@ LAYER_LAUNCHES = 8
 _PATIENCE = 1 << 22
 """Polls, of about a microsecond, before a kernel stops waiting for the level below."""
 _HOPPER = 9
+_PART_ALIGN = 64
 _EXACT = 256
 """Values up to this are bfloat16 numbers."""
 _OUTPUTS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -52,16 +54,18 @@ class Workspace:
     def __init__(self) -> None:
         """Nothing is allocated before it is asked for."""
         self.free = Mark(None)
-        self._tensors: dict[str, Tensor] = {}
+        self._memory: Tensor | None = None
 
-    def room(self, name: str, size: int, device: torch.device, queues: Sequence[Queue]) -> Tensor:
-        """At least so many bytes, allocated for the queue that runs, known to the others."""
-        if name not in self._tensors or self._tensors[name].numel() < size:
-            self._tensors.pop(name, None)
-            self._tensors[name] = torch.empty(size, dtype=torch.uint8, device=device)
+    def take(self, sizes: Sequence[int], least: int, device: torch.device, queues: Sequence[Queue]) -> list[Tensor]:
+        """Parts of so many bytes, aligned; at least so much is allocated, on the queue that runs, for all of them."""
+        rounded = [-(-size // _PART_ALIGN) * _PART_ALIGN for size in sizes]
+        if self._memory is None or self._memory.numel() < sum(rounded):
+            self._memory = None  # first, so that both are never there together
+            self._memory = torch.empty(max(least, sum(rounded)), dtype=torch.uint8, device=device)
             for queue in queues:
-                queue.keep(self._tensors[name])
-        return self._tensors[name][:size]
+                queue.keep(self._memory)
+        parts = torch.split(self._memory[: sum(rounded)], rounded)
+        return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
 
 class Batch(NamedTuple):
@@ -118,18 +122,16 @@ class DeviceDecoder:
         self._lock = threading.Lock()
         elements = sum(spec.key_width + spec.value_width for spec in head.info.meta.layers if spec.kind != "none")
         decoded = elements * head.info.tokens * self._dtype.itemsize
-        self._workspace = int(WORKSPACE_SHARE * decoded) if workspace_bytes is None else workspace_bytes
+        workspace = int(WORKSPACE_SHARE * decoded) if workspace_bytes is None else workspace_bytes
+        self._room = workspace // len(self._spaces)
         self._tokens_of_block, self._depth = _tile_shape(self._device)
         self._describe(tensors)
         frequencies = [each for regime in head.info.meta.ropes for each in regime.inv_freq]
         self._frequencies = torch.tensor(frequencies, dtype=torch.float32, device=self._device)
-        self._groups_of = [
-            {group for group, planes in enumerate(self._loaded.planes) if any(at == layer for _, at in planes)}
-            for layer in range(len(head.info.meta.layers))
-        ]
-        self._start = here(self._device)
-        for tensor in tensors:
-            self._placing.keep(tensor)
+        self._last_launch = self._launches_of_layers()
+        for tensor in (*tensors, self._tile_table, self._frequencies, self._hidden, self._addition):
+            if tensor is not None:
+                self._placing.keep(tensor)
 
     def _describe(self, tensors: list[Tensor]) -> None:
         """Tiles for groups that the kernel can place, and the list of those that it cannot."""
@@ -156,14 +158,21 @@ class DeviceDecoder:
         )
         self._tile_table = torch.from_numpy(self._tiles.table).to(self._device)
 
+    def _launches_of_layers(self) -> list[int]:
+        """The last launch of ``place`` that writes to each layer; -1 where none does."""
+        last = [-1] * len(self._head.info.meta.layers)
+        for number, plan in enumerate(self._tiles.plans):
+            for _, layer in chain.from_iterable(self._loaded.planes[group] for group in plan.groups):
+                last[layer] = number
+        return last
+
     def batches(self, pieces: Sequence[Piece]) -> Iterator[Staged]:
         """Pieces taken apart and laid out, as many together as the workspace allows."""
         chosen: list[Opened] = []
-        room = self._workspace // len(self._spaces)
         for piece in pieces:
             opened = open_piece(piece, self._head, self._text.profile, check=self._check)
             alone = self._addition is not None  # what a head start adds is made chunk by chunk
-            if chosen and (alone or _bytes([*chosen, opened]) > room):
+            if chosen and (alone or _bytes([*chosen, opened]) > self._room):
                 yield self._staged(chosen)
                 chosen = []
             chosen.append(opened)
@@ -181,17 +190,23 @@ class DeviceDecoder:
         )
 
     def decode(self, pieces: Sequence[Piece]) -> Pending:
-        """Queue pieces; returns at once. Raises CorruptError where the host sees that one is damaged.
+        """Queue pieces behind what the caller's stream has been given; returns at once.
 
-        What was queued before that one is decoded all the same.
+        Raises CorruptError where the host sees that one is damaged; those before it are then complete.
         """
         with self._lock:
             flags: list[tuple[Tensor, list[int]]] = []
-            layers = [self._start for _ in self._head.info.meta.layers]
-            for staged in self.batches(pieces):
-                last = staged.pieces[-1].piece is pieces[-1]
-                chunks = [opened.piece.chunk for opened in staged.pieces]
-                flags.append((self._queue(staged, layers if last else None), chunks))
+            start = here(self._device)
+            layers = [start for _ in self._head.info.meta.layers]
+            self._copying.after(start)
+            try:
+                for staged in self.batches(pieces):
+                    last = staged.pieces[-1].piece is pieces[-1]
+                    chunks = [opened.piece.chunk for opened in staged.pieces]
+                    flags.append((self._queue(staged, layers if last else None), chunks))
+            except BaseException:
+                self._placing.mark().wait()  # nothing may write behind the caller's back
+                raise
             return Pending(self._placing.mark(), layers, flags)
 
     def _queue(self, staged: Staged, layers: list[Mark] | None) -> Tensor:
@@ -208,6 +223,8 @@ class DeviceDecoder:
             if self._finish is not None:
                 for piece in staged.pieces:
                     self._finish(piece.start, piece.start + piece.tokens)
+                if layers is not None:
+                    layers[:] = [self._placing.mark()] * len(layers)
             flags = torch.empty(len(staged.pieces), dtype=torch.int32, pin_memory=self._device.type == "cuda")
             flags.copy_(batch.flags, non_blocking=True)
         space.free = self._placing.mark()
@@ -217,16 +234,14 @@ class DeviceDecoder:
         """Queue the copy of a batch's bytes, once its workspace is free."""
         for queue in self._queues:
             queue.after(space.free)
-        self._copying.after(self._start)
+        longest = max(piece.tokens for piece in staged.pieces)
+        counts = [1 + staged.streams, len(staged.pieces), staged.slots]
+        counts += [len(staged.pieces) * len(self._loaded.groups), staged.escaping * longest]
+        sizes = [staged.buffer.numel(), staged.values * (4 if staged.wide else 2), 4 * sum(counts)]
         with self._copying.run():
-            buffer = space.room("staged", staged.buffer.numel(), self._device, self._queues)
+            buffer, values, scratch = space.take(sizes, self._room, self._device, self._queues)
             buffer.copy_(staged.buffer, non_blocking=True)
-            values = space.room("values", staged.values * (4 if staged.wide else 2), self._device, self._queues)
-            longest = max(piece.tokens for piece in staged.pieces)
-            counts = [1 + staged.streams, len(staged.pieces), staged.slots]
-            counts += [len(staged.pieces) * len(self._loaded.groups), staged.escaping * longest]
-            scratch = space.room("scratch", 4 * sum(counts), self._device, self._queues).view(torch.int32)
-        parts = torch.split(scratch, counts)
+        parts = torch.split(scratch.view(torch.int32), counts)
         return Batch(staged, buffer, values.view(torch.int32 if staged.wide else torch.int16), *parts)
 
     def entropy(self, batch: Batch) -> None:
@@ -268,24 +283,19 @@ class DeviceDecoder:
         angles = self._angles(batch)
         for index in self._plain:
             place_plainly(batch, index, self._hidden, self._loaded, self._out, self._head.info.meta, angles)
-        ready = set(self._plain)
-        for plan in self._tiles.plans:
+        self._complete(layers, -1)
+        for number, plan in enumerate(self._tiles.plans):
             if self._addition is not None:
                 self._add_head_start(batch, plan.groups[0])
             self._launch(batch, plan, angles)
-            if layers is not None:
-                ready |= set(plan.groups)
-                self._mark(layers, ready)
-        if layers is not None and not self._tiles.plans:
-            self._mark(layers, ready)
+            self._complete(layers, number)
 
-    def _mark(self, layers: list[Mark], ready: set[int]) -> None:
-        """Note where the layers become ready whose groups all are."""
-        mark = self._placing.mark()
-        for layer in range(len(layers)):
-            groups = self._groups_of[layer]
-            if groups and groups <= ready and layers[layer] is self._start:
-                layers[layer] = mark
+    def _complete(self, layers: list[Mark] | None, number: int) -> None:
+        """Mark the layers that nothing writes to after a launch, -1 for what comes before the first."""
+        if layers is not None and number in self._last_launch:
+            mark = self._placing.mark()
+            for layer, last in enumerate(self._last_launch):
+                layers[layer] = mark if last == number else layers[layer]
 
     def _add_head_start(self, batch: Batch, index: int) -> None:
         """What hidden states say of a group, for the chunk of the batch."""

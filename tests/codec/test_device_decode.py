@@ -89,7 +89,7 @@ def on_gpu(blob, profile, level, chunks=(0,)):
     info = inspect(blob)
     decoder = BlobDecoder(blob, profile, backend="triton")._device
     pieces = [Piece(c, level, [blob[s.offset : s.end] for s in info.reads(c, level)]) for c in chunks]
-    decoder._workspace = 1 << 30
+    decoder._room = 1 << 30
     (staged,) = decoder.batches(pieces)
     batch = decoder.upload(staged, Workspace())
     decoder.entropy(batch)
@@ -400,7 +400,7 @@ def test_batches_take_turns_in_little_memory(small, document):
     blob = encode(document, small, LADDER, chunk_tokens=4)
     expected = decode(blob, 1, small, backend="numba")
     decoder = BlobDecoder(blob, small, backend="triton")
-    decoder._device._workspace = 1
+    decoder._device._room = 1
     pending = decoder.submit([(chunk, pieces_of(blob, chunk, 1), 1) for chunk in range(8)])
     pending.wait()
     assert len(pending._flags) == 8
@@ -448,7 +448,7 @@ def test_a_damaged_chunk_leaves_the_others_of_its_batch_alone(small, document):
     blob = encode(document, small, 1, chunk_tokens=12)
     damaged = cut.with_segment(blob, 1, damaged_stream(blob, 1))
     decoder = BlobDecoder(damaged, small, backend="triton")
-    decoder._device._workspace = 1 << 30
+    decoder._device._room = 1 << 30
     pending = decoder.submit([(chunk, pieces_of(damaged, chunk, 0), 0) for chunk in range(3)])
     with pytest.raises(CorruptError):
         pending.wait()
@@ -532,3 +532,20 @@ def test_placing_compiles(arch, out, page):
     }  # fmt: skip
     report = compile_for(kernels.place, PLACE, constant, arch, num_warps=8)
     assert report.spilled <= 16
+
+
+def test_layers_are_ready_once_nothing_writes_to_them_any_more():
+    """Interleaved and plain rotations of one group take two launches; the first layers come first."""
+    profile = fitted(MIXED, MIXED_ROPES, words=False, group_width=30)
+    cache = make_cache(6, 4, layers=MIXED, ropes=MIXED_ROPES)
+    decoder = BlobDecoder(encode(cache, profile, 1), profile, backend="triton")._device
+    plans, last = decoder._tiles.plans, decoder._last_launch
+    assert {plan.stride for plan in plans} == {1, 2}
+    assert last[1] == -1  # it has no cache
+    for layer in (0, 2, 3):
+        writing = {
+            number for number, plan in enumerate(plans)
+            if any(layer == at for group in plan.groups for _, at in profile.groups[group].planes)
+        }  # fmt: skip
+        assert last[layer] == max(writing)
+    assert last[0] < last[3]
