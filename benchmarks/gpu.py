@@ -153,14 +153,16 @@ def _rival_rows(found: dict[str, Any]) -> list[list[str]]:
 
 
 def _times(found: dict[str, Any], ready: float) -> str:
-    return f"{found['prefill']['ms'] / ready:.0f}"
+    return f"{found['prefill']['ms'] / ready:.0f}" if found["prefill"] else ""
 
 
 def _document_line(found: dict[str, Any]) -> str:
-    prefill = found["prefill"]
-    how = f", {prefill['layers_timed']} of {prefill['layers']} layers timed" if prefill["extrapolated"] else ""
+    prefill, said = found["prefill"], "not measured"
+    if prefill:
+        how = f", {prefill['layers_timed']} of {prefill['layers']} layers timed" if prefill["extrapolated"] else ""
+        said = f"{prefill['ms']:.0f} ms{how}"
     return (
-        f"copy on the device {found['copy_ms']['median']:.2f} ms; prefill {prefill['ms']:.0f} ms{how}; "
+        f"copy on the device {found['copy_ms']['median']:.2f} ms; prefill {said}; "
         f"encode {found['encode_ms']['median']:.0f} ms, {found['encode_gb_s']:.1f} GB/s"
     )
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import cachegen_kernels
 import numpy as np
 import torch
+from cachegen import STREAM_TOKENS
 
 import kvwire
 from gpu_parts import baselines, cachegen_triton, ours, shapes, synthetic
@@ -207,9 +208,7 @@ def cachegen_on_host(streams: cachegen_triton.Streams) -> Tensor:
     for plane in range(streams.planes):
         bits = out[plane].view(torch.int16).numpy().view(np.uint16)
         scales, most = streams.scales[plane].float().numpy(), int(streams.most[plane])
-        cachegen_kernels.decode_plane(
-            words, starts[plane], stored[plane], scales, most, cachegen_triton.STREAM_TOKENS, False, bits
-        )
+        cachegen_kernels.decode_plane(words, starts[plane], stored[plane], scales, most, STREAM_TOKENS, False, bits)
     return out
 
 

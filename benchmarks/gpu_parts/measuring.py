@@ -78,16 +78,29 @@ def _shape(
             say(skipped[-1])
             continue
         say(f"{shape.title}, {tokens:,} tokens")
-        documents[str(tokens)] = document(shape, profile, tokens, plan, device, limits)
+        try:
+            documents[str(tokens)] = document(shape, profile, tokens, plan, device, limits)
+        except torch.OutOfMemoryError:
+            skipped.append(f"{shape.name}, {tokens} tokens: ran out of device memory")
+            say(skipped[-1])
         gc.collect()
     del profile
     gc.collect()
     if documents:
         say(f"{shape.title}: prefill")
-        prefill = Prefill(shape, min(map(int, documents)), device)
-        for tokens, entry in documents.items():
-            entry["prefill"] = prefill.measure(int(tokens))
+        _add_prefill(shape, documents, device, skipped)
     return {"title": shape.title, "width": shape.width, "profile_bytes": resident, "documents": documents}
+
+
+def _add_prefill(shape: Shape, documents: dict[str, Any], device: Device, skipped: list[str]) -> None:
+    """Fill in every document's prefill, shortest first, as far as memory allows."""
+    lengths = sorted(map(int, documents))
+    try:
+        prefill = Prefill(shape, lengths[0], device)
+        for length in lengths:
+            documents[str(length)]["prefill"] = prefill.measure(length)
+    except torch.OutOfMemoryError:
+        skipped.append(f"{shape.name}: prefill ran out of device memory")
 
 
 def document(

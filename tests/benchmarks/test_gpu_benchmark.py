@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -270,6 +271,22 @@ def test_what_does_not_fit_is_left_out_and_said(monkeypatch):
     found = measuring._shape(tiny, plan, device, {}, skipped, lambda _: None)
     assert found["documents"] == {}
     assert "2 tokens" in skipped[0]
+
+
+def test_a_prefill_that_runs_out_of_memory_leaves_the_rest(dry, monkeypatch, capsys, tmp_path):
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(prefill.Prefill, "measure", fail)
+    found, skipped = copy.deepcopy(dry), []
+    (shape,) = found["shapes"].values()
+    shape["documents"]["2"]["prefill"] = {}
+    tiny = shapes.tiny(shapes.named("llama-3.1-8b"))
+    measuring._add_prefill(tiny, shape["documents"], timing.Device(_CPU, _ONCE), skipped)
+    assert "ran out" in skipped[0]
+    gpu.print_results(found)
+    assert "prefill not measured" in capsys.readouterr().out
+    picture.draw(tmp_path / "gpu.png", found)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
