@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         BlobDecoder,
         CacheGenProfile,
         Ladder,
+        Pending,
         Profile,
         Statistics,
         decode,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from kvwire.open import open_store
     from kvwire.quality import calibrate_error
     from kvwire.reuse import LinkedPrompt, link
-    from kvwire.types import CacheMeta, ChunkId, Decision, KVCache, LayerSpec, RopeRegime
+    from kvwire.types import CacheMeta, ChunkId, Decision, KVCache, LayerSpec, PagedKVCache, RopeRegime
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ _HOMES = {
         "BlobDecoder",
         "CacheGenProfile",
         "Ladder",
+        "Pending",
         "Profile",
         "Statistics",
         "decode",
@@ -53,7 +55,7 @@ _HOMES = {
     "kvwire.load": ("Answer", "Loader"),
     "kvwire.open": ("open_store",),
     "kvwire.reuse": ("LinkedPrompt", "link"),
-    "kvwire.types": ("CacheMeta", "ChunkId", "Decision", "KVCache", "LayerSpec", "RopeRegime"),
+    "kvwire.types": ("CacheMeta", "ChunkId", "Decision", "KVCache", "LayerSpec", "PagedKVCache", "RopeRegime"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -72,6 +74,8 @@ __all__ = [
     "LayerSpec",
     "LinkedPrompt",
     "Loader",
+    "PagedKVCache",
+    "Pending",
     "Profile",
     "RopeRegime",
     "Statistics",

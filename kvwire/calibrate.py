@@ -14,7 +14,7 @@ from kvwire.controller import CostModel, fit_decode, fit_prefill
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvwire.codec import AnyProfile
+    from kvwire.codec import AnyProfile, Backend
     from kvwire.controller import PrefillCost
     from kvwire.engines.transformers import TransformersEngine
 
@@ -25,10 +25,13 @@ _QUESTION = 32
 _REPEATS = 3
 
 
-def measure_costs(engine: TransformersEngine, profile: AnyProfile | None = None) -> CostModel:
+def measure_costs(
+    engine: TransformersEngine, profile: AnyProfile | None = None, backend: Backend = "auto"
+) -> CostModel:
     """Time a few forward passes and chunk decodings on this engine; takes a second or two, and warms both up.
 
     profile None: decoding is timed with the identity transform. The model's cache content is real, its text is random.
+    backend: which kernels decode.
     """
     generator = torch.Generator().manual_seed(0)
     vocabulary = int(engine.model.config.get_text_config(decoder=True).vocab_size)
@@ -36,7 +39,7 @@ def measure_costs(engine: TransformersEngine, profile: AnyProfile | None = None)
     ids = torch.randint(0, vocabulary, (longest,), generator=generator).tolist()
     passes = [(new, before) for new, before in _PASSES if new + before <= longest] or [(longest, 0)]
     prefill = fit_prefill([(new, before, _prefill_s(engine, ids, new, before)) for new, before in passes])
-    decode = fit_decode(_decode_samples(engine, ids, profile))
+    decode = fit_decode(_decode_samples(engine, ids, profile, backend))
     return CostModel(prefill, decode, link_s_per_token=_link_s(engine, ids, prefill))
 
 
@@ -56,7 +59,7 @@ def _prefill_s(engine: TransformersEngine, ids: list[int], new: int, before: int
 
 
 def _decode_samples(
-    engine: TransformersEngine, ids: list[int], profile: AnyProfile | None
+    engine: TransformersEngine, ids: list[int], profile: AnyProfile | None, backend: Backend
 ) -> list[tuple[int, int, float]]:
     samples = []
     (cache,) = engine.prefill([ids[:_TOKENS]])
@@ -64,8 +67,10 @@ def _decode_samples(
         part = cache.slice(0, tokens)
         layers = profile.head_start if isinstance(profile, Profile) else 0
         hidden = engine.head_start(ids[:tokens], layers) if layers else None
-        blob = encode(part, profile, hidden=hidden)
-        decoder = BlobDecoder(blob, profile, device=engine.device, dtype=engine.model.dtype, hidden=hidden)
+        blob = encode(part, profile, hidden=hidden, backend=backend)
+        decoder = BlobDecoder(
+            blob, profile, device=engine.device, dtype=engine.model.dtype, hidden=hidden, backend=backend
+        )
         info = inspect(blob)
         for level in (0, len(info.levels) - 1):
             pieces = [blob[segment.offset : segment.end] for segment in info.reads(0, level)]

@@ -24,6 +24,7 @@ from kvwire.texts import problem_with, read_texts
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvwire.codec import Backend
     from kvwire.corpus import Corpus, Encoded
     from kvwire.engines.transformers import TransformersEngine
     from kvwire.store import Store
@@ -43,6 +44,14 @@ _DTYPE = click.option(
     show_default=True,
     type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
     help="auto: float32 on the CPU, elsewhere as the weights are stored.",
+)
+_BACKEND = click.option(
+    "--backend",
+    default="auto",
+    show_default=True,
+    envvar="KVWIRE_BACKEND",
+    type=click.Choice(["auto", "triton", "numba"]),
+    help="Kernels that code caches; auto: Triton's on a GPU.",
 )
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
 
@@ -95,6 +104,7 @@ def cli() -> None:
     help="Layers that readers compute anew, which makes blobs smaller.",
 )
 @click.option("--lossless", is_flag=True, help="Add a level that holds every number bit for bit.")
+@_BACKEND
 @_JSON
 def encode(
     paths: tuple[str, ...],
@@ -107,6 +117,7 @@ def encode(
     method: Literal["kvwire", "cachegen"],
     head_start: int,
     lossless: bool,
+    backend: Backend,
     as_json: bool,
 ) -> None:
     """Encode text files, or all .txt and .md files of folders, into a store.
@@ -119,7 +130,7 @@ def encode(
     texts = read_texts(paths, failures)
     engine = _engine(model, device, dtype)
     opened = _open_lasting(store)
-    corpus = Corpus(engine, opened, tenant=tenant, coding=Coding(method, head_start, lossless))
+    corpus = Corpus(engine, opened, tenant=tenant, coding=Coding(method, head_start, lossless, backend=backend))
     documents = []
     for document_id, text in texts.items():
         ids = engine.tokenize(text)
@@ -271,6 +282,7 @@ def inspect(blob: str, store: str | None, model: str | None, tenant: str, token:
 @_TOKEN
 @_DEVICE
 @_DTYPE
+@_BACKEND
 @_JSON
 def ask(
     docs: tuple[str, ...],
@@ -287,6 +299,7 @@ def ask(
     token: str | None,
     device: str,
     dtype: str,
+    backend: Backend,
     as_json: bool,
 ) -> None:
     """Answer a question over documents of a store: --docs A B C --question "..."."""
@@ -296,7 +309,7 @@ def ask(
 
     names = [*docs, *more_docs]
     engine = _engine(model, device, dtype)
-    settings = LoadSettings(quality_floor=floor)
+    settings = LoadSettings(quality_floor=floor, backend=backend)
     known = {name: engine.tokenize(text) for name, text in read_texts([texts]).items()} if texts else None
     with closing(_open(store, token)) as opened:
         corpus = Corpus(engine, opened, tenant=tenant)

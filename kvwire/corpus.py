@@ -24,7 +24,7 @@ from kvwire.types import digest_tokens
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvwire.codec import AnyProfile
+    from kvwire.codec import AnyProfile, Backend
     from kvwire.engines.transformers import TransformersEngine
     from kvwire.store import Store
     from kvwire.types import BlobInfo, CacheMeta, KVCache
@@ -61,7 +61,7 @@ class Coding:
 
     method: kvwire's own, or CacheGen's as its paper describes it. head_start: layers that readers will compute anew,
     which makes blobs smaller. lossless: add a level that holds every number bit for bit. ladder: the quality levels of
-    kvwire's own method, None for the default.
+    kvwire's own method, None for the default. backend: which kernels encode; blobs are alike.
     """
 
     method: Literal["kvwire", "cachegen"] = "kvwire"
@@ -69,6 +69,7 @@ class Coding:
     lossless: bool = False
     ladder: Ladder | None = None
     chunk_tokens: int = CHUNK_TOKENS
+    backend: Backend = "auto"
 
     def __post_init__(self) -> None:
         """Refuse what does not go together."""
@@ -199,7 +200,13 @@ class Corpus:
         hidden = self._engine.head_start(document.token_ids, layers) if layers else None
         coding = self._coding
         blob = encode(
-            cache, profile, coding.ladder, chunk_tokens=coding.chunk_tokens, lossless=coding.lossless, hidden=hidden
+            cache,
+            profile,
+            coding.ladder,
+            chunk_tokens=coding.chunk_tokens,
+            lossless=coding.lossless,
+            hidden=hidden,
+            backend=coding.backend,
         )
         info = inspect(blob)
         entry = self.catalog.put_blob(

@@ -24,7 +24,7 @@ from kvwire.types import digest_tokens
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
-    from kvwire.codec import AnyProfile
+    from kvwire.codec import AnyProfile, Backend
     from kvwire.corpus import Corpus
     from kvwire.engines.transformers import TransformersEngine
     from kvwire.store import CatalogEntry
@@ -94,6 +94,7 @@ class Executor:
         *,
         link: EmulatedLink | None,
         fetch: FetchSettings,
+        backend: Backend = "auto",
     ) -> None:
         """Take the parts; enter the context to begin."""
         self._engine = engine
@@ -101,6 +102,7 @@ class Executor:
         self._sources = sources
         self._link = link
         self._fetch_settings = fetch
+        self._backend = backend
         self.clock = time.monotonic
         self._meter = LinkMeter(self._sampled, self.clock)
         self._samples: list[LinkSample] = []
@@ -221,7 +223,7 @@ class Executor:
             if layers and wanted and document.token_ids is not None:
                 hidden = await self.compute(partial(self._engine.head_start, document.token_ids, layers))
             profile = document.source.profile
-            decoder = BlobDecoder(document.head, profile, out=part, offset=offset, hidden=hidden)
+            decoder = BlobDecoder(document.head, profile, out=part, offset=offset, hidden=hidden, backend=self._backend)
             if decoder.kept is not None:
                 self.prompt.keep(index, decoder.kept)
             document.decoder = decoder

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvwire.codec import AnyProfile
+    from kvwire.codec import AnyProfile, Backend
     from kvwire.corpus import Corpus
     from kvwire.engines.transformers import TransformersEngine
     from kvwire.reuse import LinkedPrompt
@@ -40,8 +40,8 @@ class LoadSettings:
 
     quality_floor: the lowest level that may be used where there is a choice. bandwidth_prior: bytes per second assumed
     before anything was measured. ttfb_prior_s: likewise for the time to first byte. max_in_flight: chunks fetched at
-    once. open_s: longest wait for a blob's head where
-    the document's text is given. fetch: the fetcher's settings.
+    once. open_s: longest wait for a blob's head where the document's text is given. fetch: the fetcher's settings.
+    backend: which kernels decode.
     """
 
     quality_floor: int = 0
@@ -50,6 +50,7 @@ class LoadSettings:
     max_in_flight: int = 8
     open_s: float = 5.0
     fetch: FetchSettings = field(default_factory=lambda: FetchSettings(concurrency=8, retries=2))
+    backend: Backend = "auto"
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Loader:
         self._corpus = corpus
         self._settings = settings or LoadSettings()
         self._link = link
-        self.costs = costs or measure_costs(engine, _profile_in_use(corpus))
+        self.costs = costs or measure_costs(engine, _profile_in_use(corpus), self._settings.backend)
         self._bandwidth = ctl.BandwidthEstimator(self._settings.bandwidth_prior)
         self._ttfb = ctl.TtfbEstimator(self._settings.ttfb_prior_s)
         self._correction = ctl.CostCorrection()
@@ -151,8 +152,9 @@ class Loader:
         looked_up = (asyncio.to_thread(self._source, document_id, texts or {}) for document_id in documents)
         sources = await asyncio.gather(*looked_up)
         link = EmulatedLink.of(self._link) if self._link else None
-        fetch = self._settings.fetch
-        async with Executor(self._engine, self._corpus, sources, link=link, fetch=fetch) as executor:
+        async with Executor(
+            self._engine, self._corpus, sources, link=link, fetch=self._settings.fetch, backend=self._settings.backend
+        ) as executor:
             return await self._answer(executor, list(question), started, deadline_s, tokens)
 
     async def _answer(

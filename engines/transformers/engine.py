@@ -14,6 +14,7 @@ from kvwire.engines.transformers.capture import QueryRecorder, attention_of, rec
 from kvwire.engines.transformers.plain import filled, tensors_of
 from kvwire.engines.transformers.registration import learn_layout, window_of
 from kvwire.engines.transformers.text import ATLAS_CONTEXT, head_start, look_up
+from kvwire.engines.transformers.waiting import held, referring
 from kvwire.errors import ArgumentError, MismatchError, NotFoundError
 from kvwire.types import CacheMeta, KVCache
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from kvwire.codec import Plane
+    from kvwire.engines.transformers.waiting import Ready
     from kvwire.types import LayerSpec, RopeRegime, Side
 
 _SIDES: tuple[Side, ...] = ("key", "value")
@@ -284,6 +286,32 @@ class TransformersEngine:
             logits_to_keep=logits,
         )
         return out.logits[0]  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def forward_when_ready(
+        self, cache: KVCache, layers: Sequence[Ready], token_ids: Sequence[int], *, logits: int = 0
+    ) -> tuple[Tensor, DynamicCache]:
+        """``forward`` on a cache that is still being decoded, each layer as soon as its part is there.
+
+        cache: at its positions, not pruned, of the model's dtype and on its device; its tensors become the past's.
+        layers: ``Pending.layers``. Call ``Pending.wait`` before using what is returned: only it tells whether all was
+        sound. Models with layers that see a window wait for the whole cache. Returns logits and the past.
+        """
+        self.check_fits(cache)
+        start = cache.meta.offset + cache.tokens
+        ready = cache.meta.positions == "on" and cache.kept is None
+        tensors = [tensor for tensor in (*cache.keys, *cache.values) if tensor.numel()]
+        if not ready or any(t.device != self.device or t.dtype != self.model.dtype for t in tensors):
+            msg = "only a cache with positions, unpruned, of the model's dtype and on its device can be run unready"
+            raise ArgumentError(msg)
+        pairs = [(keys[None], values[None]) for keys, values in zip(cache.keys, cache.values, strict=True)]
+        past = referring(pairs, self.model)
+        if past is None:
+            for layer in layers:
+                layer.hold()
+            past = self.past_key_values(cache)
+        with held(self.model, layers):
+            return self.forward(past, token_ids, start, logits=logits), past
 
     @torch.no_grad()
     def masked_forward(self, token_ids: Sequence[int], visible: Tensor) -> Tensor:

@@ -1,0 +1,51 @@
+"""A forward pass over a cache that is still being decoded: each layer waits for its own part only."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+
+class Ready(Protocol):
+    """Something to wait for; ``kvwire.codec.Mark`` is one."""
+
+    def hold(self) -> None:
+        """Let the current stream go on only once it is there."""
+
+
+def referring(pairs: Sequence[tuple[Tensor, Tensor]], model: PreTrainedModel) -> DynamicCache | None:
+    """A cache whose layers are these very tensors ``[1, kv_heads, tokens, dim]``, which nothing has read yet.
+
+    None where the model has layers that keep another form of what they are given.
+    """
+    past = DynamicCache(config=model.config)
+    plain = [layer for layer in past.layers if isinstance(layer, DynamicLayer) and not layer.is_sliding]
+    if len(past.layers) != len(pairs) or len(plain) != len(pairs):
+        return None
+    for layer, (keys, values) in zip(plain, pairs, strict=True):
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
+    return past
+
+
+@contextmanager
+def held(model: PreTrainedModel, layers: Sequence[Ready]) -> Iterator[None]:
+    """While inside, everything in the model that belongs to a layer waits for it."""
+    hooks = []
+    for module in model.modules():
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int) and index < len(layers):
+            hooks.append(module.register_forward_pre_hook(lambda *_, layer=layers[index]: layer.hold()))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
