@@ -76,8 +76,11 @@ def device_for(args: argparse.Namespace) -> torch.device | None:
         missing = missing or str(error)
     if not missing:
         return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
-    hint = "TRITON_INTERPRET=1 runs them in Triton's interpreter" if args.check else "--check runs the checks alone"
-    print(f"{missing}: nothing can be {'checked' if args.check else 'measured'}, nothing is written; {hint}")
+    verb, hint = ("checked", "") if args.check else ("measured", " with --check")
+    print(
+        f"{missing}: nothing can be {verb}, nothing is written; "
+        f"TRITON_INTERPRET=1{hint} runs the checks in Triton's interpreter"
+    )
     return None
 
 

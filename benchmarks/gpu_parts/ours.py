@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 import kvwire
 from kvwire.codec import CHUNK_TOKENS
 from kvwire.codec.container import parse_head
-from kvwire.codec.device_decode import Batch, DeviceDecoder, Pending, Workspace
+from kvwire.codec.device_decode import Batch, DeviceDecoder, Workspace
 from kvwire.codec.device_profile import on_device
 from kvwire.codec.prediction import Text
+from kvwire.codec.queues import Pending
 from kvwire.codec.segment import ChunkState, decode_segment
 from kvwire.codec.staging import Piece, Staged
 
@@ -90,9 +91,11 @@ class Load:
 
     def ready(self) -> None:
         """From pinned host memory to the finished cache, checked; copying, decoding and placing overlap."""
-        decoder = self.decoder
-        flags: list[Any] = [(decoder._queue(staged, None), staged.pieces) for staged in self.staged]  # noqa: SLF001
-        Pending(decoder._placing.mark(), [], flags).wait()  # noqa: SLF001 - decode() without the host's staging
+        decoder, flags = self.decoder, []
+        for staged in self.staged:
+            chunks = [opened.piece.chunk for opened in staged.pieces]
+            flags.append((decoder._queue(staged, None), chunks))  # noqa: SLF001 - decode() without the host's staging
+        Pending(decoder._placing.mark(), [], flags).wait()  # noqa: SLF001 - as above
 
     def upload(self) -> None:
         """Copy the bytes to the device, on the current stream."""

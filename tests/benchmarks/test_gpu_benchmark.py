@@ -322,6 +322,23 @@ def test_quick_is_short():
     assert plan.levels == (0, 2, 4)
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_what_is_timed_from_pinned_memory_decodes_and_checks(damaged):
+    _, profile, cache = _tiny("llama-3.1-70b-tp8", tokens=5)
+    blob = kvwire.encode(cache, profile)
+    at = kvwire.inspect(blob).segments[0][0].end - 1
+    out = measuring._like(cache)
+    load = ours.Load(ours.decoder_of(blob, profile, out), ours.pieces_of(blob, 0))
+    if damaged:
+        load = ours.Load(load.decoder, ours.pieces_of(checks.flipped(blob, at, mended=True), 0))
+        with pytest.raises(CorruptError, match=r"chunk 0|lane"):
+            load.ready()
+        return
+    load.ready()
+    wanted = kvwire.decode(blob, 0, profile, dtype=torch.float32, backend="numba")
+    checks.compare(checks.flat(out), checks.flat(wanted), "level 0")
+
+
 def test_device_decodes_what_the_processor_decodes():
     _, profile, cache = _tiny("llama-3.1-70b-tp8", tokens=5)
     blob = kvwire.encode(cache, profile)
