@@ -24,7 +24,7 @@ from kvwire.codec.tiles import tiles_of
 from kvwire.types import PagedKVCache
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 WORKSPACE_SHARE = 0.15
 """Device memory for chunks under way, as a share of the decoded cache; a single chunk may take more."""
 LAYER_LAUNCHES = 8
-"""Launches that the last batch is placed in: after each, some more layers are ready."""
+"""Launches that a batch is placed in: after each, some more layers are ready."""
 _PATIENCE = 1 << 22
 """Polls, of about a microsecond, before a kernel stops waiting for the level below."""
 _HOPPER = 9
@@ -162,7 +162,7 @@ class DeviceDecoder:
         """The last launch of ``place`` that writes to each layer; -1 where none does."""
         last = [-1] * len(self._head.info.meta.layers)
         for number, plan in enumerate(self._tiles.plans):
-            for _, layer in chain.from_iterable(self._loaded.planes[group] for group in plan.groups):
+            for _, layer in chain.from_iterable(self._loaded.groups[group].planes for group in plan.groups):
                 last[layer] = number
         return last
 
@@ -194,22 +194,25 @@ class DeviceDecoder:
 
         Raises CorruptError where the host sees that one is damaged; those before it are then complete.
         """
+        return self.load(self.batches(pieces))
+
+    def load(self, batches: Iterable[Staged]) -> Pending:
+        """``decode`` of pieces that are staged already, or will be while others are under way."""
         with self._lock:
             flags: list[tuple[Tensor, list[int]]] = []
             start = here(self._device)
             layers = [start for _ in self._head.info.meta.layers]
             self._copying.after(start)
             try:
-                for staged in self.batches(pieces):
-                    last = staged.pieces[-1].piece is pieces[-1]
+                for staged in batches:
                     chunks = [opened.piece.chunk for opened in staged.pieces]
-                    flags.append((self._queue(staged, layers if last else None), chunks))
+                    flags.append((self._queue(staged, layers), chunks))
             except BaseException:
                 self._placing.mark().wait()  # nothing may write behind the caller's back
                 raise
             return Pending(self._placing.mark(), layers, flags)
 
-    def _queue(self, staged: Staged, layers: list[Mark] | None) -> Tensor:
+    def _queue(self, staged: Staged, layers: list[Mark]) -> Tensor:
         """One batch through the three queues; returns its flags, on the host once the placing queue is done."""
         space = self._spaces[self._turn]
         self._turn = (self._turn + 1) % len(self._spaces)
@@ -223,8 +226,7 @@ class DeviceDecoder:
             if self._finish is not None:
                 for piece in staged.pieces:
                     self._finish(piece.start, piece.start + piece.tokens)
-                if layers is not None:
-                    layers[:] = [self._placing.mark()] * len(layers)
+                layers[:] = [self._placing.mark()] * len(layers)
             flags = torch.empty(len(staged.pieces), dtype=torch.int32, pin_memory=self._device.type == "cuda")
             flags.copy_(batch.flags, non_blocking=True)
         space.free = self._placing.mark()

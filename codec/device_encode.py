@@ -12,12 +12,9 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,12 +22,13 @@ import torch
 from kvwire.codec import _triton_encode as kernels
 from kvwire.codec.backend import interpreted
 from kvwire.codec.container import Coded
-from kvwire.codec.positions import rotate, rotation
+from kvwire.codec.device_profile import on_device
+from kvwire.codec.device_transform import Transform
 from kvwire.codec.quantiser import LARGEST, RATIO, quantise
 from kvwire.codec.rans import Lanes, lanes_for
 from kvwire.codec.segment import pack_segment
 from kvwire.codec.tables import ALPHABET, CLASSES, CONTEXTS, FINEST_SCALE, GRID_PER_LEVEL
-from kvwire.codec.transform import _LARGE_STEPS, _MANY_TOKENS, HALVED_STEP, fast_bfloat16, gather_planes
+from kvwire.codec.transform import gather_planes
 from kvwire.codec.workers import each
 
 if TYPE_CHECKING:
@@ -40,10 +38,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from kvwire.codec.device_profile import DeviceProfile
+    from kvwire.codec.device_transform import Span
     from kvwire.codec.prediction import Text
-    from kvwire.codec.profile import Group, Profile
     from kvwire.codec.quantiser import Ladder
-    from kvwire.codec.tables import Tables
     from kvwire.types import KVCache
 
 WORKING_BYTES = 1 << 30
@@ -56,12 +54,8 @@ _ROW_BLOCK = 4
 _LANE_BLOCK = 64
 """Lanes of a program, one for each thread: two warps of 32 threads, or one of 64."""
 _WORD_BLOCK = 128
-_BFLOAT16_SINCE = (8, 0)
-"""Compute capability from which on tensor cores multiply bfloat16."""
 _ROWS = 1024
 """Tokens quantised at a time: what float32 takes stays small against the batch."""
-Span = tuple[int, int]
-"""A chunk's first token and the one behind its last."""
 
 
 class DeviceEncoder:
@@ -79,7 +73,7 @@ class DeviceEncoder:
         self._known = on_device(text.profile, self._device)
         whole = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
         self._room = max(WORKING_BYTES, int(WORKING_SHARE * whole)) if working_bytes is None else working_bytes
-        self._transform = _Transform(cache, text, self._known, self._ladder.steps[-1])
+        self._transform = Transform(cache, text, self._known, self._ladder.steps[-1])
 
     def encode(self, spans: Sequence[Span], threads: int | None) -> list[list[Coded]]:
         """Segments of chunks that follow each other, each level by level.
@@ -141,220 +135,6 @@ class DeviceEncoder:
             quantise(coefficients.cpu().numpy(), self._ladder.steps[-1])
 
 
-class OnDevice:
-    """What encoding needs of a profile, on a device.
-
-    packed: int32, for each symbol its start in the upper 16 bits and its frequency below: base symbols of all classes,
-    then for each class three contexts of three refinements. sizes: float32 ``[CLASSES + 1, 3]``. spread: int64.
-    """
-
-    def __init__(self, profile: Profile, device: torch.device) -> None:
-        """Copy what is small; matrices follow when they are first asked for."""
-        self.device = device
-        self.groups = tuple(_GroupOnDevice(group, device) for group in profile.groups)
-        self.packed = torch.from_numpy(packed_tables(profile.tables)).to(device)
-        self.sizes = torch.from_numpy(profile.tables.sizes).to(device)
-        self.spread = torch.from_numpy(profile.spread).to(device)
-        self.table = None if profile.table is None else torch.from_numpy(profile.table).to(device)
-
-
-class _GroupOnDevice:
-    def __init__(self, group: Group, device: torch.device) -> None:
-        self.group, self._device = group, device
-
-    @cached_property
-    def mean(self) -> Tensor:
-        return torch.from_numpy(self.group.mean).to(self._device)
-
-    @cached_property
-    def scales(self) -> Tensor:
-        return torch.from_numpy(self.group.scales).to(self._device)
-
-    @cached_property
-    def analysis(self) -> Tensor:
-        return cast("Tensor", self.group.analysis).to(self._device)  # the identity has none
-
-    @cached_property
-    def halved_analysis(self) -> Tensor:
-        return self.group.halved_analysis.to(self._device)
-
-    @cached_property
-    def predictor(self) -> Tensor:
-        """bfloat16 ``[features, width]``."""
-        return cast("Tensor", self.group.predictor).to(self._device)  # asked for where there is one
-
-    @cached_property
-    def metric(self) -> tuple[Tensor, ...]:
-        return tuple(torch.from_numpy(block).to(self._device) for block in self.group.metric)
-
-
-def packed_tables(tables: Tables) -> NDArray[np.int32]:
-    """``OnDevice.packed`` on the host."""
-    base = tables.base_starts << np.uint32(16) | tables.base.ravel()
-    ternary = tables.ternary_starts << np.uint32(16) | tables.ternary.ravel()
-    return np.concatenate([base, ternary]).astype(np.uint32).view(np.int32)
-
-
-_KNOWN: WeakKeyDictionary[Profile, dict[torch.device, OnDevice]] = WeakKeyDictionary()
-_LOCK = threading.Lock()
-
-
-def on_device(profile: Profile, device: torch.device) -> OnDevice:
-    """A profile's arrays on a device, copied once and kept as long as the profile."""
-    with _LOCK:
-        known = _KNOWN.setdefault(profile, {})
-        if device not in known:
-            known[device] = OnDevice(profile, device)
-        return known[device]
-
-
-@dataclass(frozen=True, eq=False)
-class _Analysed:
-    """Coefficients of a batch, float32 ``[tokens, rank]``.
-
-    sums: of each group's elements, not finite where one of them is not. dropped: float64 for each chunk, the weighted
-    energy that its coefficients leave out.
-    """
-
-    coefficients: Tensor
-    sums: Tensor
-    dropped: Tensor
-
-
-class _Transform:
-    """``codec.transform.analyse`` on a device. step: the finest quantiser step that coefficients are for."""
-
-    def __init__(self, cache: KVCache, text: Text, known: OnDevice, step: float) -> None:
-        self._cache, self._known, self._step = cache, known, step
-        self._profile = text.profile
-        self._ids = None if text.token_ids is None else torch.from_numpy(text.token_ids).to(known.device)
-        self._hidden = text.hidden
-        self._halved = step >= HALVED_STEP and _multiplies_bfloat16(known.device)
-
-    def analyse(self, spans: Sequence[Span]) -> _Analysed:
-        """Coefficients of chunks that follow each other."""
-        start, stop = spans[0][0], spans[-1][1]
-        sampled, lengths = self._sampled(spans)
-        out = torch.empty(stop - start, self._profile.rank, device=self._known.device)
-        parts = torch.split(out, [group.rank for group in self._profile.groups], 1)
-        hidden = None if self._hidden is None else self._hidden[start:stop].to(out.device)
-        sums, weighed, large = [], [], []
-        for group, part in zip(self._known.groups, parts, strict=True):
-            centred, total = self._centred(group, start, stop, hidden)
-            sums.append(total)
-            large.append(self._project(centred, group, part))
-            if group.metric and group.group.rank < group.group.width:
-                weighed.append((part, _energies(centred[sampled], group.metric)))
-        if self._halved:
-            self._repeat(torch.stack(large).cpu(), parts, start, hidden)  # the host waits
-        missing = [energy - part[sampled].square().sum(1, dtype=torch.float64) for part, energy in weighed]
-        dropped = torch.zeros(len(spans), dtype=torch.float64, device=self._known.device)
-        if missing:
-            chunks = torch.split(torch.stack(missing), lengths, 1)
-            dropped = torch.stack([chunk.mean(1).clamp(min=0).sum() for chunk in chunks])
-            dropped *= torch.tensor([stop - start for start, stop in spans], device=dropped.device)
-        return _Analysed(out, torch.stack(sums), dropped)
-
-    def _sampled(self, spans: Sequence[Span]) -> tuple[Tensor, list[int]]:
-        """Tokens of the batch whose energies are weighed, and how many of each chunk."""
-        steps = [4 if start and stop - start >= _MANY_TOKENS else 1 for start, stop in spans]
-        ranges = [range(start, stop, step) for (start, stop), step in zip(spans, steps, strict=True)]
-        index = torch.tensor([token - spans[0][0] for tokens in ranges for token in tokens], device=self._known.device)
-        return index, [len(tokens) for tokens in ranges]
-
-    def _centred(self, group: _GroupOnDevice, start: int, stop: int, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
-        """A group's elements less what is expected, float32 ``[tokens, width]``, and the sum of the elements.
-
-        hidden: the head start of these tokens, on the device.
-        """
-        cache = self._cache
-        out = torch.empty(stop - start, group.group.width, device=self._known.device)
-        views = torch.split(out, [self._width(plane) for plane in group.group.planes], 1)
-        turns: dict[int, tuple[Tensor, Tensor]] = {}
-        for (side, layer), view in zip(group.group.planes, views, strict=True):
-            tensor = (cache.keys if side == "key" else cache.values)[layer][:, start:stop].detach().to(out.device)
-            rotary = cache.meta.layers[layer].rotary(side) if cache.meta.positions == "on" else None
-            if rotary is not None:
-                index, first = rotary
-                regime = cache.meta.ropes[index]
-                if index not in turns:
-                    turns[index] = rotation(regime, cache.meta.offset + start, stop - start, out.device)
-                cos, sin = turns[index]
-                tensor = rotate(tensor, regime, cos, -sin, first)
-            view.view(stop - start, len(tensor), -1).copy_(tensor.permute(1, 0, 2))
-        total = out.sum()
-        out -= self._expected(group, start, stop, hidden)
-        for (_, layer), view in zip(group.group.planes, views, strict=True):
-            mask = cache.kept[layer] if cache.kept is not None else None
-            if mask is not None:  # what the cache does not hold is just what is expected: that costs least
-                pruned = ~mask[:, start:stop].to(out.device).T[:, :, None]
-                view.view(stop - start, len(mask), -1).masked_fill_(pruned, 0.0)
-        return out, total
-
-    def _width(self, plane: tuple[str, int]) -> int:
-        spec = self._cache.meta.layers[plane[1]]
-        return spec.key_width if plane[0] == "key" else spec.value_width
-
-    def _expected(self, group: _GroupOnDevice, start: int, stop: int, hidden: Tensor | None) -> Tensor:
-        """``Text.expected``. Factors are exact in TF32 as well: sums alone round before the end."""
-        out = group.mean
-        if group.group.predictor is None:
-            return out
-        features = self._profile.token_features
-        if self._ids is not None and self._known.table is not None:
-            said = self._known.table[self._ids[start:stop]].float()
-            out = torch.addmm(out, said, group.predictor[:features].float()).bfloat16().float()
-        if hidden is not None:
-            out = out + hidden @ group.predictor[features:].float()
-        return out
-
-    def _project(self, centred: Tensor, group: _GroupOnDevice, out: Tensor) -> Tensor:
-        """Write the coefficients; returns which tokens need them anew, in float32."""
-        halved = self._halved and group.group.rows is not None and group.group.rank > 0
-        if group.group.rows is None:
-            out.copy_(centred / group.scales)
-        elif halved:
-            out.copy_(centred.bfloat16() @ group.halved_analysis)
-        else:
-            out.copy_(centred @ group.analysis)
-        if not halved:
-            return torch.zeros(len(out), dtype=torch.bool, device=out.device)
-        return out.abs().amax(1) > _LARGE_STEPS * self._step
-
-    def _repeat(self, large: Tensor, parts: Sequence[Tensor], start: int, hidden: Tensor | None) -> None:
-        """Project tokens with large coefficients in float32; large: bool ``[groups, tokens]``, on the host."""
-        for group, part, tokens in zip(self._known.groups, parts, large, strict=True):
-            index = tokens.nonzero()[:, 0]
-            if len(index):
-                first, last = int(index[0]), int(index[-1]) + 1
-                own = None if hidden is None else hidden[first:last]
-                centred, _ = self._centred(group, start + first, start + last, own)
-                part[index.to(part.device)] = centred[(index - first).to(part.device)] @ group.analysis
-
-
-def _multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether products of bfloat16 matrices are faster there than those of float32."""
-    if device.type != "cuda":
-        return fast_bfloat16()
-    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= _BFLOAT16_SINCE
-
-
-def _energies(centred: Tensor, metric: tuple[Tensor, ...]) -> Tensor:
-    """Squared length of every row of ``[tokens, width]`` in the group's metric, float64."""
-    out, at = torch.zeros(len(centred), dtype=torch.float64, device=centred.device), 0
-    for block in metric:
-        width = len(block) if block.ndim == 1 else block.shape[0] * block.shape[1]
-        part = centred[:, at : at + width]
-        if block.ndim == 1:
-            weighted = part * block
-        else:
-            heads = part.view(len(part), *block.shape[:2]).transpose(0, 1)
-            weighted = (heads @ block).transpose(0, 1).flatten(1)
-        out += (weighted * part).sum(1, dtype=torch.float64)
-        at += width
-    return out
-
-
 def _quantised(coefficients: Tensor, step: float) -> tuple[Tensor, Tensor]:
     """``quantise``, and the largest size in steps, not checked; NaN where a coefficient is."""
     out = torch.empty(coefficients.shape, dtype=torch.int32, device=coefficients.device)
@@ -401,7 +181,7 @@ class Batch:
 
 
 def split_values(
-    values: Tensor, unit: Tensor, bounds: tuple[int, ...], shifts: tuple[int, ...], known: OnDevice
+    values: Tensor, unit: Tensor, bounds: tuple[int, ...], shifts: tuple[int, ...], known: DeviceProfile
 ) -> Batch:
     """Split quantised values into levels and decide where columns enter and in which class.
 
@@ -430,7 +210,7 @@ def split_values(
     return Batch(bounds, values, symbols, classes, entry.to(torch.uint8), codes.to(torch.uint8))
 
 
-def squared_errors(coefficients: Tensor, batch: Batch, steps: tuple[float, ...], known: OnDevice) -> Tensor:
+def squared_errors(coefficients: Tensor, batch: Batch, steps: tuple[float, ...], known: DeviceProfile) -> Tensor:
     """Squared error of every chunk decoded at every level, float64 ``[chunks, levels]``."""
     chunks, levels, columns = batch.classes.shape
     missed = torch.empty(batch.classes.shape, device=coefficients.device)
@@ -454,7 +234,7 @@ def squared_errors(coefficients: Tensor, batch: Batch, steps: tuple[float, ...],
     return missed.sum(2, dtype=torch.float64)
 
 
-def encode_batch(batch: Batch, known: OnDevice, threads: int | None) -> list[list[tuple[bytes, int]]]:
+def encode_batch(batch: Batch, known: DeviceProfile, threads: int | None) -> list[list[tuple[bytes, int]]]:
     """Segments of every chunk, level by level: bytes and number of symbols. Escapes become 0 in ``batch.symbols``."""
     chunks, levels, columns = batch.classes.shape
     rows = _rows(batch.classes)
@@ -479,14 +259,14 @@ def encode_batch(batch: Batch, known: OnDevice, threads: int | None) -> list[lis
 
 
 def _rows(classes: Tensor) -> Tensor:
-    """Where each column's table begins in ``OnDevice.packed``, int32; -1 where it is not coded."""
+    """Where each column's table begins in ``DeviceProfile.packed``, int32; -1 where it is not coded."""
     base = torch.arange(classes.shape[1], device=classes.device)[:, None] == 0
     row = classes.int() - 1
     row = torch.where(base, ALPHABET * row, CLASSES * ALPHABET + RATIO * CONTEXTS * row)
     return torch.where(classes > 0, row, -1)
 
 
-def _escape(batch: Batch, rows: Tensor, known: OnDevice) -> Tensor:
+def _escape(batch: Batch, rows: Tensor, known: DeviceProfile) -> Tensor:
     """Turn base symbols without a slot into escapes; int32 ``[chunks, columns]``, number of escapes."""
     chunks, levels, columns = batch.classes.shape
     escapes = torch.empty(chunks, columns, dtype=torch.int32, device=known.device)

@@ -173,8 +173,12 @@ class _Layered(_Coder):
         self.head_start, self.error_to_kl = used.head_start, used.error_to_kl
         self._cache, self._ladder = cache, ladder
         self._text = Text(used, cache.tokens, cache.token_ids, hidden)
-        for group in used.groups:
-            _ = group.analysis if group.rows is None else group.halved_analysis  # once, before the workers ask for it
+
+    def encode_all(self, spans: list[tuple[int, int]], threads: int | None) -> list[list[Coded]]:
+        """As of every coder; what workers share is made before they ask for it."""
+        for group in self._text.profile.groups:
+            _ = group.analysis if group.rows is None else group.halved_analysis
+        return super().encode_all(spans, threads)
 
     def encode(self, start: int, stop: int) -> list[Coded]:
         """Every level of the ladder, each refining the one before."""

@@ -54,7 +54,7 @@ def place_plainly(
         columns = angle_columns(meta.ropes)
         shown = [slice(*pair) for pair in pairwise(columns)] if angles[0].numel() else []
         turns = {regime: (angles[0][span, at], angles[1][span, at]) for regime, at in enumerate(shown)}
-        planes = loaded.planes[index]
+        planes = loaded.groups[index].planes
         if isinstance(out, PagedKVCache):
             _scatter_to_pages(elements, planes, out, meta, piece, turns)
         else:

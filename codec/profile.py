@@ -89,14 +89,7 @@ class Group:
         that attention hardly weighs, so the coefficients solve the normal equations of the rows as stored.
         """
         synthesis = self.synthesis
-        if synthesis is None:
-            return None
-        dual = _weighted(synthesis, self.metric).double()
-        factor, failed_at = torch.linalg.cholesky_ex(synthesis.double() @ dual)
-        if int(failed_at):
-            msg = "the profile's basis is not independent in its own metric; fetch the profile again"
-            raise CorruptError(msg)
-        return torch.cholesky_solve(dual.T, factor).T.float().contiguous()
+        return None if synthesis is None else analysis_of(synthesis, tuple(map(torch.from_numpy, self.metric)))
 
     @cached_property
     def halved_analysis(self) -> torch.Tensor:
@@ -104,11 +97,21 @@ class Group:
         return cast("torch.Tensor", self.analysis).bfloat16()  # the identity has none
 
 
-def _weighted(synthesis: torch.Tensor, metric: tuple[NDArray[np.float32], ...]) -> torch.Tensor:
+def analysis_of(synthesis: torch.Tensor, metric: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """``Group.analysis`` of a synthesis ``[rank, width]`` and its metric, on their device."""
+    dual = _weighted(synthesis, metric).double()
+    factor, failed_at = torch.linalg.cholesky_ex(synthesis.double() @ dual)
+    if int(failed_at):
+        msg = "the profile's basis is not independent in its own metric; fetch the profile again"
+        raise CorruptError(msg)
+    return torch.cholesky_solve(dual.T, factor).T.float().contiguous()
+
+
+def _weighted(synthesis: torch.Tensor, metric: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """The metric times the rows ``[rank, width]``, transposed: ``[width, rank]``."""
-    out = torch.empty(synthesis.shape[::-1])
+    out = synthesis.new_empty(synthesis.shape[::-1])
     start = 0
-    for block in map(torch.from_numpy, metric):
+    for block in metric:
         heads, dim = (len(block), 1) if block.ndim == 1 else block.shape[:2]
         stop = start + heads * dim
         part = synthesis[:, start:stop].reshape(-1, heads, dim)

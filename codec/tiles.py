@@ -85,7 +85,7 @@ def tiles_of(
     meta: of the blob. turned: whether positions go on. addition: address of what a head start adds to the group that is
     being written, 0 without.
     """
-    order = sorted(groups, key=lambda index: min(layer for _, layer in loaded.planes[index]))
+    order = sorted(groups, key=lambda index: min(layer for _, layer in loaded.groups[index].planes))
     size = max(1, -(-len(order) // launches))
     rows: list[list[int]] = []
     plans: list[Plan] = []
@@ -113,7 +113,7 @@ def _rows_of(
     features = 0 if group.predictor is None else loaded.features
     angles = angle_columns(meta.ropes)[-1]
     column = 0
-    for plane in loaded.planes[index]:
+    for plane in loaded.groups[index].planes:
         target, per_head, per_token, per_page = strides_of(out, plane)
         spec = meta.layers[plane[1]]
         dim = spec.key_dim if plane[0] == "key" else spec.value_dim

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 HALVED_STEP = 0.02
 """Quantiser step from which on what bfloat16 rounds off the elements adds little to the quantiser's own error: three
 per cent at the default ladder's finest level."""
-_LARGE_STEPS = 1024
+LARGE_STEPS = 1024
 """Coefficients beyond this many steps are worth float32."""
 
 
-_MANY_TOKENS = 64
+MANY_TOKENS = 64
 
 
 def gather(cache: KVCache, side: Side, layers: tuple[int, ...], start: int, stop: int) -> Tensor:
@@ -78,7 +78,7 @@ def analyse(cache: KVCache, text: Text, start: int, stop: int, step: float = 0.0
     beginning of a text, where single tokens stand out.
     """
     parts, dropped = [], 0.0
-    sampled = slice(None, None, 4 if start and stop - start >= _MANY_TOKENS else 1)
+    sampled = slice(None, None, 4 if start and stop - start >= MANY_TOKENS else 1)
     halved = step >= HALVED_STEP and fast_bfloat16()
     for index, group in enumerate(text.profile.groups):
         rows, of_token = text.expected(index, start, stop)
@@ -124,7 +124,7 @@ def _project(centred: Tensor, group: Group, halved_step: float | None) -> Tensor
     if halved_step is None:
         return centred @ analysis
     out = (centred.bfloat16() @ group.halved_analysis).float()
-    large = out.abs().amax(1) > _LARGE_STEPS * halved_step
+    large = out.abs().amax(1) > LARGE_STEPS * halved_step
     if bool(large.any()):
         out[large] = centred[large] @ analysis
     return out

@@ -14,7 +14,6 @@ from kvwire.codec.container import parse_head
 from kvwire.codec.device_decode import Batch, DeviceDecoder, Workspace
 from kvwire.codec.device_profile import on_device
 from kvwire.codec.prediction import Text
-from kvwire.codec.queues import Pending
 from kvwire.codec.segment import ChunkState, decode_segment
 from kvwire.codec.staging import Piece, Staged
 
@@ -91,11 +90,7 @@ class Load:
 
     def ready(self) -> None:
         """From pinned host memory to the finished cache, checked; copying, decoding and placing overlap."""
-        decoder, flags = self.decoder, []
-        for staged in self.staged:
-            chunks = [opened.piece.chunk for opened in staged.pieces]
-            flags.append((decoder._queue(staged, None), chunks))  # noqa: SLF001 - decode() without the host's staging
-        Pending(decoder._placing.mark(), [], flags).wait()  # noqa: SLF001 - as above
+        self.decoder.load(self.staged).wait()
 
     def upload(self) -> None:
         """Copy the bytes to the device, on the current stream."""

@@ -17,6 +17,8 @@ from kvwire.codec import (
     _kernels,
     decode,
     device_encode,
+    device_profile,
+    device_transform,
     encode,
     fit_profile,
     positions_on,
@@ -24,7 +26,9 @@ from kvwire.codec import (
     transform,
 )
 from kvwire.codec import _triton_encode as kernels
-from kvwire.codec.device_encode import DeviceEncoder, OnDevice, encode_batch, encode_streams, split_values
+from kvwire.codec.device_encode import DeviceEncoder, encode_batch, encode_streams, split_values
+from kvwire.codec.device_profile import DeviceProfile, on_device, packed_tables
+from kvwire.codec.device_transform import Transform
 from kvwire.codec.fit import identity_profile
 from kvwire.codec.prediction import Text
 from kvwire.codec.profile import Group, Profile
@@ -115,7 +119,7 @@ def on_device_streams(streams):
         room += stream.lanes * tokens * -(-count // stream.lanes)
     return encode_streams(
         torch.from_numpy(matrix), width, np.array(described, np.int64), torch.tensor(columns, dtype=torch.int32),
-        torch.tensor(rows, dtype=torch.int32), torch.from_numpy(device_encode.packed_tables(TABLES)),
+        torch.tensor(rows, dtype=torch.int32), torch.from_numpy(packed_tables(TABLES)),
     )  # fmt: skip
 
 
@@ -172,7 +176,7 @@ def test_equal_values_and_classes_give_equal_bytes(seed, lengths, columns):
     profile = profile_of(FITTED, rng.integers(-10, 60, columns))
     levels = int(rng.integers(1, 5))
     shifts = Ladder(3.6, tuple("abcde"[:levels])).shifts
-    known = OnDevice(profile, CPU)
+    known = DeviceProfile(profile, CPU)
     batch = split_values(torch.from_numpy(values), torch.from_numpy(unit), bounds, shifts, known)
     made = encode_batch(batch, known, 1)
     for chunk, (start, stop) in enumerate(pairwise(bounds)):
@@ -191,7 +195,7 @@ def test_equal_coefficients_give_equal_classes_and_errors():
     coefficients = (rng.laplace(0, 1, (41, 30)) * np.logspace(-3, 2, 30)).astype(np.float32)
     unit, squares = device_encode.measured(torch.from_numpy(coefficients), bounds)
     profile = profile_of(FITTED, np.zeros(30))
-    known = OnDevice(profile, CPU)
+    known = DeviceProfile(profile, CPU)
     values, largest = device_encode._quantised(torch.from_numpy(coefficients), steps[-1])
     assert np.array_equal(values.numpy(), device_encode.quantise(coefficients, steps[-1]))
     assert float(largest) == pytest.approx(abs(coefficients).max() / steps[-1], rel=1e-6)
@@ -267,8 +271,8 @@ def test_coefficients_of_long_chunks_are_the_processors(profile, step):
     """Chunks long enough for their energies to be sampled; two in a thousand values differ, by one step."""
     cache, spans = make_cache(300, 3), [(0, 100), (100, 200), (200, 300)]
     text = Text(profile, 300, cache.token_ids)
-    known = OnDevice(profile, CPU)
-    made = device_encode._Transform(cache, text, known, step).analyse(spans)
+    known = DeviceProfile(profile, CPU)
+    made = Transform(cache, text, known, step).analyse(spans)
     values, _ = device_encode._quantised(made.coefficients, step)
     assert torch.isfinite(made.sums).all()
     for chunk, (start, stop) in enumerate(spans):
@@ -297,7 +301,7 @@ def test_without_a_text_at_coarse_and_fine_steps(narrow_profile, ladder):
 def test_products_in_bfloat16_repeat_tokens_with_large_coefficients(monkeypatch, narrow_profile, fast):
     """Both ways run on every processor."""
     monkeypatch.setattr(transform, "fast_bfloat16", lambda: fast)
-    monkeypatch.setattr(device_encode, "_multiplies_bfloat16", lambda _: fast)
+    monkeypatch.setattr(device_transform, "_multiplies_bfloat16", lambda _: fast)
     cache = make_cache(8, 3, layers=NARROW)
     for tensor in (*cache.keys, *cache.values):
         tensor[:, [2, 6]] *= 3000
@@ -383,12 +387,12 @@ def test_what_cannot_be_coded_is_refused_with_the_same_words(plain_profile, valu
 
 def test_a_profile_is_copied_to_a_device_once_and_goes_with_it(plain_profile):
     copy = replace(plain_profile)
-    known = device_encode.on_device(copy, CPU)
-    assert device_encode.on_device(copy, CPU) is known
-    before = len(device_encode._KNOWN)
+    known = on_device(copy, CPU)
+    assert on_device(copy, CPU) is known
+    before = len(device_profile._LOADED)
     del copy
     gc.collect()
-    assert len(device_encode._KNOWN) == before - 1
+    assert len(device_profile._LOADED) == before - 1
 
 
 COLUMNS = {"BLOCK": device_encode._COLUMN_BLOCK}
