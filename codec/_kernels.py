@@ -343,3 +343,33 @@ def entries_of(classes: U8, below: U8, slots: U32, entries: U32) -> None:
             fresh = uint32(below[c] == 0)
             entries[at] = slots[c] | ((uint32(classes[c]) - uint32(1)) << uint32(23)) | (fresh << uint32(29))
             at += 1
+
+
+@_jit
+def assign_slots(classes: U8, firsts: NDArray[int64], align: int, slots: U32, group_slots: NDArray[int32]) -> None:
+    """Places of the coded columns, group by group, each group's first at a multiple of ``align``.
+
+    firsts: int64 ``[groups + 1]``, each group's first column. group_slots: int32 ``[groups, 2]``, begin and end.
+    """
+    at = 0
+    for group in range(group_slots.shape[0]):
+        group_slots[group, 0] = at
+        for c in range(firsts[group], firsts[group + 1]):
+            if classes[c] > 0:
+                slots[c] = at
+                at += 1
+        group_slots[group, 1] = at
+        at = (at + align - 1) // align * align
+
+
+@_jit
+def describe_slots(
+    classes: U8, slots: U32, firsts: NDArray[int64], sizes: F32, rows: NDArray[int32], sizes_out: F32
+) -> None:
+    """Each slot's row of its group's basis, and the sizes of its values 1 and 2; sizes: float32 ``[classes, 3]``."""
+    for group in range(firsts.shape[0] - 1):
+        for c in range(firsts[group], firsts[group + 1]):
+            if classes[c] > 0:
+                rows[slots[c]] = c - firsts[group]
+                sizes_out[slots[c], 0] = sizes[classes[c], 1]
+                sizes_out[slots[c], 1] = sizes[classes[c], 2]

@@ -9,6 +9,7 @@ tells. ``decode.BlobDecoder`` is the readable way to the same.
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -21,6 +22,7 @@ from kvwire.codec.place_plainly import place_plainly
 from kvwire.codec.queues import Mark, Pending, Queue, here
 from kvwire.codec.staging import BLOCK, Opened, Piece, Staged, open_piece, stage
 from kvwire.codec.tiles import tiles_of
+from kvwire.codec.workers import cores
 from kvwire.types import PagedKVCache
 
 if TYPE_CHECKING:
@@ -167,23 +169,29 @@ class DeviceDecoder:
         return last
 
     def batches(self, pieces: Sequence[Piece]) -> Iterator[Staged]:
-        """Pieces taken apart and laid out, as many together as the workspace allows."""
+        """Pieces taken apart, by several threads, and laid out, as many together as the workspace allows."""
         chosen: list[Opened] = []
-        for piece in pieces:
-            opened = open_piece(piece, self._head, self._text.profile, check=self._check)
-            alone = self._addition is not None  # what a head start adds is made chunk by chunk
-            if chosen and (alone or _bytes([*chosen, opened]) > self._room):
-                yield self._staged(chosen)
-                chosen = []
-            chosen.append(opened)
-        if chosen:
-            yield self._staged(chosen)
+        with ThreadPoolExecutor(min(len(pieces), cores()), "kvwire-staging") as pool:
+            running = [pool.submit(self._open, piece) for piece in pieces]
+            try:
+                for opened in (future.result() for future in running):
+                    alone = self._addition is not None  # what a head start adds is made chunk by chunk
+                    if chosen and (alone or _bytes([*chosen, opened]) > self._room):
+                        yield self._staged(chosen)
+                        chosen = []
+                    chosen.append(opened)
+            finally:
+                for future in running:
+                    future.cancel()
+        yield self._staged(chosen)
+
+    def _open(self, piece: Piece) -> Opened:
+        return open_piece(piece, self._head, self._text.profile, check=self._check)
 
     def _staged(self, chosen: list[Opened]) -> Staged:
         return stage(
             chosen,
             self._head,
-            self._text.profile,
             rows=self._tokens_of_block,
             origin=self._out.start if isinstance(self._out, PagedKVCache) else 0,
             pinned=self._device.type == "cuda",

@@ -164,10 +164,9 @@ class Profile:
         return np.concatenate([group.spread for group in self.groups]).astype(np.int64)
 
     @cached_property
-    def first_columns(self) -> NDArray[np.int32]:
-        """For every coefficient the index of its group's first one."""
-        ranks = [group.rank for group in self.groups]
-        return np.repeat(np.cumsum([0, *ranks[:-1]]), ranks).astype(np.int32)
+    def first_columns(self) -> NDArray[np.int64]:
+        """Index of each group's first coefficient, and behind the last group's last one."""
+        return np.cumsum([0, *(group.rank for group in self.groups)])
 
     @cached_property
     def expectations(self) -> tuple[Expectations, ...]:

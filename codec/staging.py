@@ -49,8 +49,9 @@ class Opened:
     """A piece taken apart.
 
     classes: uint8 ``[levels, columns]``, each column's class at each level. slots: uint32 ``[columns]``, its place
-    among the values of a token. group_slots: int32 ``[groups, 2]``, where each group's slots begin and end. width:
-    slots of a token. escapes: int32, of the base symbols, token by token.
+    among the values of a token. entries: of each level, see ``_triton.CLASS_SHIFT``. group_slots: int32 ``[groups,
+    2]``, where each group's slots begin and end. rows: int32 ``[slots]``, rows of the group's basis. sizes: float32
+    ``[slots, 2]``, of values 1 and 2. escapes: int32, of the base symbols, token by token.
     """
 
     piece: Piece
@@ -59,9 +60,16 @@ class Opened:
     parts: list[Parts]
     classes: NDArray[np.uint8]
     slots: NDArray[np.uint32]
+    entries: list[NDArray[np.uint32]]
     group_slots: NDArray[np.int32]
-    width: int
+    rows: NDArray[np.int32]
+    sizes: NDArray[np.float32]
     escapes: NDArray[np.int32]
+
+    @property
+    def width(self) -> int:
+        """Slots of a token."""
+        return len(self.rows)
 
     @property
     def values(self) -> int:
@@ -84,41 +92,50 @@ def open_piece(piece: Piece, head: Head, profile: Profile, *, check: bool) -> Op
     start, stop = head.info.chunk_span(piece.chunk)
     tokens, columns = stop - start, profile.rank
     classes = np.zeros((len(piece.segments), columns), np.uint8)
-    below = np.zeros(columns, np.uint8)
+    below, coded = np.zeros(columns, np.uint8), 0
     parts: list[Parts] = []
     for level, data in enumerate(piece.segments):
-        part = take_apart(data, columns - int(np.count_nonzero(below)))
+        part = take_apart(data, columns - coded)
         codes = np.frombuffer(part.classes, np.uint8)
         _kernels.enter_level(codes, profile.spread, head.levels[level].shift, below, classes[level])
-        below = classes[level]
-        symbols = tokens * int(np.count_nonzero(below))
-        if check and symbols != head.info.segments[piece.chunk][level].raw:
-            raw = head.info.segments[piece.chunk][level].raw
-            msg = f"chunk {piece.chunk} level {level} holds {symbols} symbols, the index says {raw}; fetch it again"
+        below, coded = classes[level], int(np.count_nonzero(classes[level]))
+        raw = head.info.segments[piece.chunk][level].raw
+        if check and tokens * coded != raw:
+            msg = (
+                f"chunk {piece.chunk} level {level} holds {tokens * coded} symbols, the index says {raw}; "
+                "fetch it again"
+            )
             raise CorruptError(msg)
         if level and part.escapes:
             msg = "a refinement holds escapes: the segment is damaged, fetch it again"
             raise CorruptError(msg)
         parts.append(part)
-    slots, group_slots, width = _slots(below, profile)
     escapes = _escapes(parts[0].escapes, tokens * int(np.count_nonzero(classes[0])))
-    return Opened(piece, start, tokens, parts, classes, slots, group_slots, width, escapes)
+    return described(piece, start, tokens, parts, classes, escapes, profile)
 
 
-def _slots(classes: NDArray[np.uint8], profile: Profile) -> tuple[NDArray[np.uint32], NDArray[np.int32], int]:
-    """Coded columns' places, group by group, each group aligned."""
-    coded = classes > 0
-    slots = np.zeros(len(classes), np.uint32)
+def described(
+    piece: Piece,
+    start: int,
+    tokens: int,
+    parts: list[Parts],
+    classes: NDArray[np.uint8],
+    escapes: NDArray[np.int32],
+    profile: Profile,
+) -> Opened:
+    """Places and descriptions of all columns that are coded."""
+    finest, firsts = classes[-1], profile.first_columns
+    slots = np.zeros(len(finest), np.uint32)
     group_slots = np.zeros((len(profile.groups), 2), np.int32)
-    at = column = 0
-    for index, group in enumerate(profile.groups):
-        here = coded[column : column + group.rank]
-        count = int(np.count_nonzero(here))
-        slots[column : column + group.rank][here] = np.arange(at, at + count, dtype=np.uint32)
-        group_slots[index] = at, at + count
-        at += -(-count // SLOT_ALIGN) * SLOT_ALIGN
-        column += group.rank
-    return slots, group_slots, at
+    _kernels.assign_slots(finest, firsts, SLOT_ALIGN, slots, group_slots)
+    width = -(-int(group_slots[-1, 1]) // SLOT_ALIGN) * SLOT_ALIGN
+    rows, sizes = np.zeros(width, np.int32), np.ones((width, 2), np.float32)
+    _kernels.describe_slots(finest, slots, firsts, profile.tables.sizes, rows, sizes)
+    entries = []
+    for level, own in enumerate(classes):
+        entries.append(np.empty(int(np.count_nonzero(own)), np.uint32))
+        _kernels.entries_of(own, classes[level - 1] if level else np.ones_like(own), slots, entries[-1])
+    return Opened(piece, start, tokens, parts, classes, slots, entries, group_slots, rows, sizes, escapes)
 
 
 def _escapes(packed: bytes, most: int) -> NDArray[np.int32]:
@@ -168,9 +185,7 @@ class Staged:
         return buffer[at : at + length].view(dtype)
 
 
-def stage(
-    opened: Sequence[Opened], head: Head, profile: Profile, *, rows: int, origin: int = 0, pinned: bool = False
-) -> Staged:
+def stage(opened: Sequence[Opened], head: Head, *, rows: int, origin: int = 0, pinned: bool = False) -> Staged:
     """Lay pieces out.
 
     rows: tokens of a block of the inverse transform. origin: output token of the document's first. pinned: for a GPU to
@@ -178,7 +193,7 @@ def stage(
     """
     table = _Tables()
     for index, piece in enumerate(opened):
-        table.add(index, piece, head.levels[piece.piece.level].step, rows, profile, origin)
+        table.add(index, piece, head.levels[piece.piece.level].step, rows, origin)
     arrays = table.arrays(head)
     parts: dict[str, tuple[int, int, torch.dtype]] = {}
     at = 0
@@ -236,22 +251,15 @@ class _Tables:
     def items(self) -> int:
         return sum(map(len, self._items))
 
-    def add(self, index: int, piece: Opened, step: float, rows: int, profile: Profile, origin: int) -> None:
+    def add(self, index: int, piece: Opened, step: float, rows: int, origin: int) -> None:
         where = [piece.start + origin, self._tokens]
         self._chunks.append([self.values, piece.width, piece.tokens, self.slots, *where])
         for level, part in enumerate(piece.parts):
             self._add_stream(index, piece, level, part)
         self.blocks += [(index, first) for first in range(0, piece.tokens, rows)]
         self._group_slots.append(piece.group_slots)
-        finest = piece.classes[-1]
-        coded = np.flatnonzero(finest)
-        at = piece.slots[coded]
-        row = np.zeros(piece.width, np.int32)
-        row[at] = (np.arange(profile.rank, dtype=np.int32) - profile.first_columns)[coded]
-        size = np.ones((piece.width, 2), np.float32)
-        size[at] = profile.tables.sizes[finest[coded], 1:]
-        self._slot_rows.append(row)
-        self._slot_sizes.append(size)
+        self._slot_rows.append(piece.rows)
+        self._slot_sizes.append(piece.sizes)
         self._steps.append(step)
         self._ids.append(np.arange(piece.start, piece.start + piece.tokens, dtype=np.int32))
         self.values += piece.values
@@ -259,10 +267,7 @@ class _Tables:
         self._tokens += piece.tokens
 
     def _add_stream(self, index: int, piece: Opened, level: int, part: Parts) -> None:
-        below = piece.classes[level - 1] if level else np.ones(len(piece.slots), np.uint8)
-        lanes, stream = len(part.states), len(self.streams)
-        entries = np.empty(int(np.count_nonzero(piece.classes[level])), np.uint32)
-        _kernels.entries_of(piece.classes[level], below, piece.slots, entries)
+        lanes, stream, entries = len(part.states), len(self.streams), piece.entries[level]
         starts = np.zeros(lanes + 1, np.uint32)
         np.cumsum(part.counts, dtype=np.uint32, out=starts[1:])
         needed = -(-len(piece.parts[level - 1].states) // BLOCK) if level else 0

@@ -23,7 +23,7 @@ from kvwire.codec.profile import Group
 from kvwire.codec.rans import encode_base, encode_ternary
 from kvwire.codec.rans_naive import decode_lanes
 from kvwire.codec.segment import ChunkState, Parts, decode_segment
-from kvwire.codec.staging import BLOCK, Opened, Piece, stage
+from kvwire.codec.staging import BLOCK, Piece, described, stage
 from kvwire.codec.tables import ALPHABET, CLASSES, CONTEXTS, Tables, fit_tables
 from kvwire.errors import CorruptError
 from kvwire.types import KVCache, LayerSpec, PagedKVCache
@@ -115,14 +115,10 @@ def launched(tokens, columns, tables, streams):
     profile = Profile("", "", (spec,), (group,), tables)
     classes = np.array([[*row, 0] for _, row in streams], np.uint8)
     width = -(-columns // 16) * 16
-    opened = Opened(
-        Piece(0, len(streams) - 1, []), 0, tokens,
-        [Parts(b"", b"", lanes.states, lanes.counts, lanes.words) for lanes, _ in streams],
-        classes, np.arange(columns + 1, dtype=np.uint32), np.array([[0, columns]], np.int32), width,
-        np.zeros(0, np.int32),
-    )  # fmt: skip
+    parts = [Parts(b"", b"", lanes.states, lanes.counts, lanes.words) for lanes, _ in streams]
+    opened = described(Piece(0, len(streams) - 1, []), 0, tokens, parts, classes, np.zeros(0, np.int32), profile)
     head = SimpleNamespace(levels=[SimpleNamespace(step=1.0)] * len(streams), info=SimpleNamespace(token_ids=None))
-    staged = stage([opened], head, profile, rows=16, pinned=False)
+    staged = stage([opened], head, rows=16)
     loaded = on_device(profile, torch.device("cpu"))
     progress, flags = torch.zeros(1 + staged.streams, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     values = torch.full((tokens * width + 64,), 77, dtype=torch.int16)
