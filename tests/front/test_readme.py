@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import torch
+
+import kvwire
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -12,12 +16,14 @@ def test_the_examples_run_as_written(monkeypatch, capsys, demo_model):
     assert demo_model.is_dir()
     monkeypatch.chdir(ROOT)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     names = {}
     for block in blocks:
         exec(block, names)  # noqa: S102 - this project's own README
     assert names["answer"].text in capsys.readouterr().out
     assert names["past"].get_seq_length() == 2 * names["info"].tokens
+    ours, theirs = names["pages"].read(), kvwire.decode(names["blob"], 2, names["profile"], dtype=torch.bfloat16)
+    assert all(torch.equal(a, b) for a, b in zip(ours.keys, theirs.keys, strict=True))
 
 
 def test_links_lead_somewhere():
