@@ -1,6 +1,6 @@
 """Tensors to bits and back: positions, transform, quantiser, tables, entropy coder, container."""
 
-from kvwire.codec.backend import BACKENDS, Backend
+from kvwire.codec.backend import Backend, uses_triton
 from kvwire.codec.cachegen import CacheGenProfile, fit_cachegen_profile
 from kvwire.codec.container import read_head
 from kvwire.codec.decode import BlobDecoder, decode, inspect, level_index, verify
@@ -16,7 +16,6 @@ from kvwire.codec.stored import AnyProfile, read_profile
 from kvwire.types import CacheMeta, KVCache, PagedKVCache
 
 __all__ = [
-    "BACKENDS",
     "CHUNK_TOKENS",
     "AnyProfile",
     "Backend",
@@ -47,5 +46,6 @@ __all__ = [
     "rotate",
     "rotation",
     "shift_keys",
+    "uses_triton",
     "verify",
 ]

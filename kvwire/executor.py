@@ -1,7 +1,7 @@
 """The thin executor around the controller's session: it carries out instructions and reports what happened.
 
-It decides nothing. Fetching runs on the event loop; decoding and forward passes take turns in one worker thread, so
-that the link and the processor are busy at once.
+It decides nothing. Fetching runs on the event loop; forward passes run in one worker thread, decoding in the same or in
+another, so that the link and the processor are busy at once.
 """
 
 from __future__ import annotations
@@ -95,14 +95,15 @@ class Executor:
         link: EmulatedLink | None,
         fetch: FetchSettings,
         backend: Backend = "auto",
+        workers: int = 1,
     ) -> None:
-        """Take the parts; enter the context to begin."""
+        """Take the parts; enter the context to begin. workers: 2 to decode beside forward passes."""
         self._engine = engine
         self._corpus = corpus
         self._sources = sources
         self._link = link
         self._fetch_settings = fetch
-        self._backend = backend
+        self._backend, self._workers = backend, workers
         self.clock = time.monotonic
         self._meter = LinkMeter(self._sampled, self.clock)
         self._samples: list[LinkSample] = []
@@ -120,6 +121,7 @@ class Executor:
         self._stack = AsyncExitStack()
         self._http = await self._stack.enter_async_context(open_session())
         self._pool = ThreadPoolExecutor(1, "kvwire-compute")
+        self._decode_pool = self._pool if self._workers == 1 else ThreadPoolExecutor(1, "kvwire-decode")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -128,7 +130,8 @@ class Executor:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._stack.aclose()
-        await asyncio.to_thread(self._pool.shutdown, wait=True, cancel_futures=True)
+        for pool in {self._pool, self._decode_pool}:
+            await asyncio.to_thread(pool.shutdown, wait=True, cancel_futures=True)
 
     async def compute(self, work: Callable[[], T]) -> T:
         """Run work in the compute thread."""
@@ -332,7 +335,8 @@ class Executor:
         known = cast("BlobDecoder", decoder)  # planned only where there is one
         work = partial(known.decode_chunk, chunk.chunk, parts, level)
         try:
-            seconds = await self.compute(lambda: self._timed(work))
+            timed = partial(self._timed, work)
+            seconds = await asyncio.get_running_loop().run_in_executor(self._decode_pool, timed)
         except Exception as error:  # noqa: BLE001 - out of memory, for one: the chunk can be recomputed
             self._lost(chunk, error)
             self._events.put_nowait(ctl.DecodeFailed(chunk, _words(error)))

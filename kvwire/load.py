@@ -6,10 +6,11 @@ import asyncio
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from kvwire import controller as ctl
 from kvwire.calibrate import measure_costs
+from kvwire.codec import uses_triton
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError, StorageError
 from kvwire.executor import Executor, Source
 from kvwire.transport import EmulatedLink, FetchSettings
@@ -41,7 +42,8 @@ class LoadSettings:
     quality_floor: the lowest level that may be used where there is a choice. bandwidth_prior: bytes per second assumed
     before anything was measured. ttfb_prior_s: likewise for the time to first byte. max_in_flight: chunks fetched at
     once. open_s: longest wait for a blob's head where the document's text is given. fetch: the fetcher's settings.
-    backend: which kernels decode.
+    backend: which kernels decode. compute_workers: 2 to decode beside forward passes, 1 to take turns; None: 2 where a
+    GPU does both, since decoding has queues of its own there.
     """
 
     quality_floor: int = 0
@@ -51,6 +53,7 @@ class LoadSettings:
     open_s: float = 5.0
     fetch: FetchSettings = field(default_factory=lambda: FetchSettings(concurrency=8, retries=2))
     backend: Backend = "auto"
+    compute_workers: Literal[1, 2] | None = None
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,8 @@ class Loader:
         self._bandwidth = ctl.BandwidthEstimator(self._settings.bandwidth_prior)
         self._ttfb = ctl.TtfbEstimator(self._settings.ttfb_prior_s)
         self._correction = ctl.CostCorrection()
+        beside = uses_triton(self._settings.backend, engine.device) and engine.device.type != "cpu"
+        self._workers = self._settings.compute_workers or (2 if beside else 1)
 
     def ask(
         self,
@@ -222,7 +227,9 @@ class Loader:
         """A controller session with the estimates so far."""
         costs = replace(self.costs, query_tokens=query_tokens)
         settings = ctl.SessionSettings(
-            quality_floor=self._settings.quality_floor, max_in_flight=self._settings.max_in_flight
+            quality_floor=self._settings.quality_floor,
+            max_in_flight=self._settings.max_in_flight,
+            compute_workers=self._workers,
         )
         return ctl.LoadSession(
             documents, costs, settings, bandwidth=self._bandwidth, ttfb=self._ttfb, correction=self._correction

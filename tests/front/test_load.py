@@ -141,6 +141,14 @@ def test_over_http_and_a_slow_link_with_a_deadline(small, reference):
     assert answer.bytes > 0
 
 
+def test_decoding_beside_forward_passes_gives_the_same(small, reference):
+    settings = LoadSettings(quality_floor=4, bandwidth_prior=1e6, compute_workers=2)
+    answer = _ask(small, small.corpus(), link="8mbit,1ms", settings=settings, tokens=8)
+    assert reference.compare(small.engine, answer.prompt.cache)[0] < 1e-4
+    assert "fetch" in {decision.action for decision in answer.decisions}
+    assert not answer.misses
+
+
 def test_a_link_too_slow_for_anything_means_recomputing_exactly(small, reference):
     answer = _ask(
         small, small.corpus(), link="40kbit,1ms", settings=replace(QUICK, bandwidth_prior=5e3, quality_floor=4)
