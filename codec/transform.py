@@ -121,7 +121,7 @@ def _project(centred: Tensor, group: Group, halved_step: float | None) -> Tensor
     analysis = group.analysis
     if analysis is None:
         return centred / torch.from_numpy(group.scales)
-    if halved_step is None:
+    if halved_step is None or not group.rank:
         return centred @ analysis
     out = (centred.bfloat16() @ group.halved_analysis).float()
     large = out.abs().amax(1) > LARGE_STEPS * halved_step

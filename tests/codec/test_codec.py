@@ -267,3 +267,21 @@ def test_products_in_bfloat16_cost_next_to_nothing(monkeypatch, cache, profile):
     assert infos[1].file_bytes == pytest.approx(infos[0].file_bytes, rel=0.02)
     assert errors[1] == pytest.approx(errors[0], rel=0.1)
     assert infos[1].levels[-1].measured_error == pytest.approx(errors[1], rel=0.1, abs=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["numba", "triton"])
+def test_groups_that_code_nothing_are_what_is_expected_of_them(plain_profile, backend):
+    """A profile may spend no coefficient on some layers."""
+    (group,) = plain_profile.groups
+    width = sum(8 * 2 for _ in group.planes[:2])
+    empty = replace(group, planes=group.planes[:2], mean=group.mean[:width], rows=group.rows[:0, :width],
+                    spread=group.spread[:0], metric=group.metric[:2])  # fmt: skip
+    rest = replace(group, planes=group.planes[2:], mean=group.mean[width:], rows=group.rows[:4, width:].contiguous(),
+                   spread=group.spread[:4], metric=group.metric[2:])  # fmt: skip
+    profile = replace(plain_profile, groups=(empty, rest))
+    cache = make_cache(7, 3)
+    blob = encode(cache, profile, LADDER, backend=backend)
+    decoded = decode(blob, 3, profile, offset=None, backend=backend)
+    side, layer = group.planes[0]
+    found = (decoded.keys if side == "key" else decoded.values)[layer].permute(1, 0, 2).flatten(1)
+    assert torch.allclose(found, torch.from_numpy(group.mean[:16]).expand(7, 16), rtol=1e-6)
