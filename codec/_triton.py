@@ -72,7 +72,7 @@ def _ternary_step(x, p, q, zero, one, more, words, last, inside):
     return x, p, 3 * q + tl.where(q < 0, -r, r)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["patience"])
 def decode_streams(
     streams,
     items,
@@ -261,7 +261,7 @@ def place_escapes(
             at += tl.sum(escaped, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most"])
 def last_wide(group_slots, chunks, peaks, wide, most, BLOCK: tl.constexpr):
     """Behind the last slot of a group and chunk with a value above ``most``; a program takes one of either.
 
@@ -317,7 +317,7 @@ def _sizes(values_at, size_at, rows, slots, inside, k, stop):
     return tl.where(q < 0, -size, size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups", "first_tile"])
 def place(
     tiles,
     chunks,

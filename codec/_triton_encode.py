@@ -142,7 +142,7 @@ def squared_errors(
     tl.store(missed + of_level, tl.sum(total, axis=0), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lanes"])
 def encode_lanes(
     symbols,
     stride,

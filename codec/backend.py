@@ -18,6 +18,7 @@ from kvwire.errors import ArgumentError
 Backend = Literal["auto", "triton", "numba"]
 """``auto``: Triton on a GPU where it can run, else numba. ``triton`` and ``numba`` force either."""
 BACKENDS: tuple[Backend, ...] = ("auto", "triton", "numba")
+_LEAST_CAPABILITY = (8, 0)
 _LOG = logging.getLogger("kvwire.codec")
 
 
@@ -30,10 +31,11 @@ def uses_triton(backend: Backend, device: str | torch.device) -> bool:
     if backend not in BACKENDS:
         msg = f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}"
         raise ArgumentError(msg)
-    kind = torch.device(device).type
+    device = torch.device(device)
+    kind = device.type
     if backend == "numba" or (backend == "auto" and kind == "cpu"):
         return False
-    missing = _missing(kind)
+    missing = _missing(device)
     if missing and backend == "triton":
         msg = f"Triton kernels cannot run on {device}: {missing}"
         raise ArgumentError(msg)
@@ -47,8 +49,9 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes", "y"}
 
 
-def _missing(kind: str) -> str:
-    """What keeps Triton from running on that kind of device, and what to do; empty where nothing does."""
+def _missing(device: torch.device) -> str:
+    """What keeps Triton from running on a device, and what to do; empty where nothing does."""
+    kind = device.type
     if not _installed():
         return "Triton is not installed; pip install 'kvwire[gpu]'"
     if kind == "cpu" and not interpreted():
