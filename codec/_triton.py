@@ -22,9 +22,9 @@ import triton.language as tl
 
 from kvwire.codec import queues
 
-STREAM_FIELDS = tl.constexpr(14)
+STREAM_FIELDS = tl.constexpr(15)
 """Of a stream, int64: first word, last word, states, lane starts, lanes, columns, entries, values, slots, tokens,
-whether it holds base symbols, blocks of the level below to wait for, chunk, first slot."""
+whether it holds base symbols, blocks of the level below to wait for, chunk, first slot, escapes of the chunk."""
 CHUNK_FIELDS = tl.constexpr(6)
 """Of a chunk, int64: values, slots of a token, tokens, first slot, first output token, first token of the batch."""
 ESCAPE_FIELDS = tl.constexpr(9)
@@ -36,6 +36,7 @@ not rotated), cosines of a token, addition of the head start (address or 0), out
 CLASS_SHIFT = tl.constexpr(23)
 """A column's entry, uint32: its place among the chunk's coded columns, then class - 1, then whether it is fresh."""
 FRESH_SHIFT = tl.constexpr(29)
+DAMAGED = tl.constexpr(queues.DAMAGED)
 STALLED = tl.constexpr(queues.STALLED)
 MISCOUNTED = tl.constexpr(queues.MISCOUNTED)
 
@@ -116,6 +117,7 @@ def decode_streams(
     needed = tl.load(described + 11).to(tl.int32)
     chunk = tl.load(described + 12).to(tl.int32)
     peak_at = peaks + tl.load(described + 13)
+    escapes = tl.load(described + 14).to(tl.int32)
 
     # Polls are relaxed, since acquiring empties the multiprocessor's first cache; one acquires at the end.
     below = progress + 1 + tl.maximum(stream - 1, 0)
@@ -135,6 +137,7 @@ def decode_streams(
     x = tl.load(states + lane, mask=live, other=65536)
     p = tl.load(starts + lane, mask=live, other=0)
     end = tl.load(starts + lane + 1, mask=live, other=0)
+    widest = tl.zeros([BLOCK], tl.int32)
     if is_base == 1:
         for first in range(0, columns, lanes):
             column = first + lane
@@ -148,6 +151,7 @@ def decode_streams(
                 tl.store(values_at + (t * slots + slot), q, mask=inside)
                 peak = tl.maximum(peak, tl.abs(q))
             tl.store(peak_at + slot, peak, mask=inside)
+            widest = tl.maximum(widest, tl.where(inside, peak, 0))
     else:
         for first in range(0, columns, lanes):
             column = first + lane
@@ -184,9 +188,11 @@ def decode_streams(
             tl.store(peak_at + slot, peak, mask=inside)
 
     flag = tl.where(done < needed, STALLED, 0)
+    unlisted = (escapes == 0) & (tl.max(widest, axis=0) >= 128)
+    flag = tl.maximum(flag, tl.where(unlisted, MISCOUNTED, 0))
     if CHECK:
         wrong = live & ((x != 65536) | (p != end))
-        flag = tl.maximum(flag, tl.max(wrong.to(tl.int32), axis=0))  # queues.DAMAGED
+        flag = tl.maximum(flag, DAMAGED * tl.max(wrong.to(tl.int32), axis=0))
     tl.atomic_max(flags + chunk, flag, sem="relaxed")
     tl.debug_barrier()
     tl.atomic_add(progress + 1 + stream, 1, sem="release")

@@ -74,6 +74,18 @@ def _installed() -> bool:
     return True
 
 
+@lru_cache(maxsize=1)
+def _trouble() -> str:
+    """What Triton says when it is to reach the GPU: it compiles a stub of the driver, which takes a C compiler."""
+    try:
+        from triton.runtime import driver
+
+        driver.active.get_current_target()
+    except Exception as error:  # noqa: BLE001 - the compiler, the driver, and more
+        return f"Triton does not reach the GPU ({error}); it needs a C compiler and Python's headers"
+    return ""
+
+
 @lru_cache(maxsize=8)
 def _say_once(kind: str, missing: str) -> None:
     _LOG.warning("caches on %s are coded by the processor and copied: %s", kind, missing)

@@ -19,7 +19,7 @@ from kvwire.codec.prediction import Text
 from kvwire.codec.profile import SIDES, Profile, planes_of
 from kvwire.codec.queues import Mark, Pending
 from kvwire.codec.segment import MAX_CHUNK_SYMBOLS, ChunkState, decode_segment
-from kvwire.codec.staging import Piece
+from kvwire.codec.staging import Piece, suits_gpu
 from kvwire.codec.transform import gather_planes, scatter_planes
 from kvwire.codec.workers import each
 from kvwire.errors import (
@@ -93,9 +93,12 @@ class BlobDecoder:
 
     def _on_device(self, backend: Backend) -> DeviceDecoder | None:
         """What decodes layered chunks on a GPU; None where the processor does."""
-        tensors = [tensor for tensor in (*self._out.keys, *self._out.values) if tensor.numel()]
-        layered = any(level.codec == CODEC_LANES for level in self._head.levels)
-        if not uses_triton(backend, tensors[0].device) or not layered or self._profile is None:
+        devices = {tensor.device for tensor in (*self._out.keys, *self._out.values) if tensor.numel()}
+        if len(devices) > 1 and backend == "triton":
+            msg = f"Triton decodes onto one device, the output lies on {len(devices)}; use backend='numba'"
+            raise ArgumentError(msg)
+        layered = isinstance(self._profile, Profile) and any(each.codec == CODEC_LANES for each in self._head.levels)
+        if len(devices) > 1 or not uses_triton(backend, devices.pop()) or not layered:
             return None
         from kvwire.codec.device_decode import DeviceDecoder  # needs Triton
 
@@ -136,16 +139,21 @@ class BlobDecoder:
         """Decode chunks, each with its segments and level as in ``decode_chunk``; a GPU works on after this returns.
 
         Raises as ``decode_chunk`` does where the host sees what is wrong, else ``Pending.wait`` does. On the processor
-        all is done on return.
+        all is done on return. A GPU waits for what the caller's stream had been given when the decoder was made;
+        nothing may still read what the chunks will overwrite.
         """
         pieces = [self._piece(*each) for each in chunks]
-        layered = [piece for piece in pieces if self._head.levels[piece.level].codec == CODEC_LANES]
-        for piece in pieces:
-            if self._device is None or piece not in layered:
+        suited = [self._device is not None and self._suits_gpu(piece) for piece in pieces]
+        for piece, suits in zip(pieces, suited, strict=True):
+            if not suits:
                 self._decode_here(piece)
-        if self._device is None or not layered:
-            return Pending(Mark(None), [Mark(None) for _ in self.info.meta.layers], [])
-        return self._device.decode(layered)
+        if self._device is None or not any(suited):
+            return Pending(Mark(), [Mark() for _ in self.info.meta.layers], [])
+        return self._device.decode([piece for piece, suits in zip(pieces, suited, strict=True) if suits])
+
+    def _suits_gpu(self, piece: Piece) -> bool:
+        symbols = [segment.raw for segment in self.info.reads(piece.chunk, piece.level)]
+        return self._head.levels[piece.level].codec == CODEC_LANES and suits_gpu(piece, symbols)
 
     def _piece(self, chunk: int, segments: Sequence[bytes], level: int | None) -> Piece:
         """Check a chunk's segments against the index."""

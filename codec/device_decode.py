@@ -9,7 +9,8 @@ tells. ``decode.BlobDecoder`` is the readable way to the same.
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -23,6 +24,7 @@ from kvwire.codec.queues import Mark, Pending, Queue, here
 from kvwire.codec.staging import BLOCK, Opened, Piece, Staged, open_piece, stage
 from kvwire.codec.tiles import tiles_of
 from kvwire.codec.workers import cores
+from kvwire.errors import KvwireError
 from kvwire.types import PagedKVCache
 
 if TYPE_CHECKING:
@@ -55,15 +57,16 @@ class Workspace:
 
     def __init__(self) -> None:
         """Nothing is allocated before it is asked for."""
-        self.free = Mark(None)
+        self.free = Mark()
         self._memory: Tensor | None = None
 
     def take(self, sizes: Sequence[int], least: int, device: torch.device, queues: Sequence[Queue]) -> list[Tensor]:
         """Parts of so many bytes, aligned; at least so much is allocated, on the queue that runs, for all of them."""
         rounded = [-(-size // _PART_ALIGN) * _PART_ALIGN for size in sizes]
         if self._memory is None or self._memory.numel() < sum(rounded):
-            self._memory = None  # first, so that both are never there together
-            self._memory = torch.empty(max(least, sum(rounded)), dtype=torch.uint8, device=device)
+            self._memory = None
+            with torch.inference_mode(mode=False):  # what is kept must be writable in any mode
+                self._memory = torch.empty(max(least, sum(rounded)), dtype=torch.uint8, device=device)
             for queue in queues:
                 queue.keep(self._memory)
         parts = torch.split(self._memory[: sum(rounded)], rounded)
@@ -117,6 +120,7 @@ class DeviceDecoder:
         tensors = [tensor for tensor in (*out.keys, *out.values) if tensor.numel()]
         self._device, self._dtype = tensors[0].device, tensors[0].dtype
         self._loaded = on_device(text.profile, self._device)
+        self._pages = out.page_table.contiguous() if isinstance(out, PagedKVCache) else None
         self._queues = copying, decoding, placing = [Queue(self._device) for _ in range(3)]
         self._copying, self._decoding, self._placing = copying, decoding, placing
         self._spaces = [Workspace(), Workspace()]
@@ -131,9 +135,17 @@ class DeviceDecoder:
         frequencies = [each for regime in head.info.meta.ropes for each in regime.inv_freq]
         self._frequencies = torch.tensor(frequencies, dtype=torch.float32, device=self._device)
         self._last_launch = self._launches_of_layers()
-        for tensor in (*tensors, self._tile_table, self._frequencies, self._hidden, self._addition):
-            if tensor is not None:
-                self._placing.keep(tensor)
+        self._start = here(self._device)
+        for tensor in (*tensors, *self._used()):
+            for queue in self._queues[1:]:
+                queue.keep(tensor)
+
+    def _used(self) -> Iterator[Tensor]:
+        """What kernels read besides the batches: none of it may be reused while they run, whoever drops it."""
+        loaded, own = self._loaded, (self._tile_table, self._frequencies, self._hidden, self._addition, self._pages)
+        shared = (loaded.table, loaded.lookup, loaded.thresholds)
+        of_groups = chain.from_iterable((g.rows, g.scales, g.mean, g.predictor) for g in loaded.groups)
+        return (tensor for tensor in (*own, *shared, *of_groups) if tensor is not None)
 
     def _describe(self, tensors: list[Tensor]) -> None:
         """Tiles for groups that the kernel can place, and the list of those that it cannot."""
@@ -147,7 +159,8 @@ class DeviceDecoder:
         most = max((len(self._loaded.groups[g].mean) for g in self._tiled), default=0)
         if self._hidden is not None and most:
             chunk = min(self._head.info.tokens, self._head.info.chunk_tokens)
-            self._addition = torch.empty(chunk * most, device=self._device)
+            with torch.inference_mode(mode=False):
+                self._addition = torch.empty(chunk * most, dtype=torch.float32, device=self._device)
         launches = LAYER_LAUNCHES if self._addition is None else len(self._tiled)
         self._tiles = tiles_of(
             self._loaded,
@@ -169,21 +182,26 @@ class DeviceDecoder:
         return last
 
     def batches(self, pieces: Sequence[Piece]) -> Iterator[Staged]:
-        """Pieces taken apart, by several threads, and laid out, as many together as the workspace allows."""
+        """Pieces taken apart, by several threads, and laid out, as many together as the workspace allows.
+
+        Where one cannot be, those before it come first, and then its error.
+        """
         chosen: list[Opened] = []
-        with ThreadPoolExecutor(min(len(pieces), cores()), "kvwire-staging") as pool:
-            running = [pool.submit(self._open, piece) for piece in pieces]
+        alone = self._addition is not None  # what a head start adds is made chunk by chunk
+        opening = _ahead(self._open, pieces)
+        while True:
             try:
-                for opened in (future.result() for future in running):
-                    alone = self._addition is not None  # what a head start adds is made chunk by chunk
-                    if chosen and (alone or _bytes([*chosen, opened]) > self._room):
-                        yield self._staged(chosen)
-                        chosen = []
-                    chosen.append(opened)
-            finally:
-                for future in running:
-                    future.cancel()
-        yield self._staged(chosen)
+                opened = next(opening, None)
+            except KvwireError:
+                if chosen:
+                    yield self._staged(chosen)
+                raise
+            if chosen and (opened is None or alone or _bytes([*chosen, opened]) > self._room):
+                yield self._staged(chosen)
+                chosen = []
+            if opened is None:
+                return
+            chosen.append(opened)
 
     def _open(self, piece: Piece) -> Opened:
         return open_piece(piece, self._head, self._text.profile, check=self._check)
@@ -198,7 +216,7 @@ class DeviceDecoder:
         )
 
     def decode(self, pieces: Sequence[Piece]) -> Pending:
-        """Queue pieces behind what the caller's stream has been given; returns at once.
+        """Queue pieces; a GPU works on after this returns.
 
         Raises CorruptError where the host sees that one is damaged; those before it are then complete.
         """
@@ -206,17 +224,17 @@ class DeviceDecoder:
 
     def load(self, batches: Iterable[Staged]) -> Pending:
         """``decode`` of pieces that are staged already, or will be while others are under way."""
-        with self._lock:
+        with self._lock, torch.autocast(self._device.type, enabled=False):
             flags: list[tuple[Tensor, list[int]]] = []
-            start = here(self._device)
-            layers = [start for _ in self._head.info.meta.layers]
-            self._copying.after(start)
+            layers = [self._start for _ in self._head.info.meta.layers]
             try:
                 for staged in batches:
                     chunks = [opened.piece.chunk for opened in staged.pieces]
                     flags.append((self._queue(staged, layers), chunks))
             except BaseException:
-                self._placing.mark().wait()  # nothing may write behind the caller's back
+                for queue in self._queues:  # nothing may run on behind the caller's back
+                    queue.mark().wait()
+                Pending(self._start, layers, flags).wait()  # a chunk before it may be damaged as well
                 raise
             return Pending(self._placing.mark(), layers, flags)
 
@@ -235,7 +253,8 @@ class DeviceDecoder:
                 for piece in staged.pieces:
                     self._finish(piece.start, piece.start + piece.tokens)
                 layers[:] = [self._placing.mark()] * len(layers)
-            flags = torch.empty(len(staged.pieces), dtype=torch.int32, pin_memory=self._device.type == "cuda")
+            pinned = self._device.type == "cuda"
+            flags = torch.empty(len(staged.pieces), dtype=torch.int32, device="cpu", pin_memory=pinned)
             flags.copy_(batch.flags, non_blocking=True)
         space.free = self._placing.mark()
         return flags
@@ -247,11 +266,11 @@ class DeviceDecoder:
         longest = max(piece.tokens for piece in staged.pieces)
         counts = [1 + staged.streams, len(staged.pieces), staged.slots]
         counts += [len(staged.pieces) * len(self._loaded.groups), staged.escaping * longest]
-        sizes = [staged.buffer.numel(), staged.values * (4 if staged.wide else 2), 4 * sum(counts)]
+        sizes = [staged.buffer.numel(), staged.values * (4 if staged.wide else 2), *(4 * count for count in counts)]
         with self._copying.run():
-            buffer, values, scratch = space.take(sizes, self._room, self._device, self._queues)
+            buffer, values, *scratch = space.take(sizes, self._room, self._device, self._queues)
             buffer.copy_(staged.buffer, non_blocking=True)
-        parts = torch.split(scratch.view(torch.int32), counts)
+        parts = [part.view(torch.int32) for part in scratch]
         return Batch(staged, buffer, values.view(torch.int32 if staged.wide else torch.int16), *parts)
 
     def entropy(self, batch: Batch) -> None:
@@ -317,13 +336,13 @@ class DeviceDecoder:
 
     def _launch(self, batch: Batch, plan: Plan, angles: tuple[Tensor, Tensor]) -> None:
         staged, out = batch.staged, self._out
-        pages, page = (out.page_table, out.page_tokens) if isinstance(out, PagedKVCache) else (None, 0)
+        page = out.page_tokens if isinstance(out, PagedKVCache) else 0
         named = [batch.part(name) for name in ("chunks", "blocks", "group_slots")]
         texts = [batch.part(name) for name in ("slot_rows", "slot_sizes", "token_ids")]
         table = self._loaded.table if self._loaded.table is not None else batch.buffer.view(torch.int8)
         _triton.place[staged.blocks, plan.tiles](
             self._tile_table, *named, batch.wide, batch.flags, batch.values, *texts, table,
-            *angles, pages, batch.part("steps"), len(self._loaded.groups), plan.first,
+            *angles, self._pages, batch.part("steps"), len(self._loaded.groups), plan.first,
             PAGE=page,
             OUT=_OUTPUTS[self._dtype],
             STRIDE=plan.stride,
@@ -347,6 +366,23 @@ class DeviceDecoder:
         return angles.cos(), angles.sin()
 
 
+def _ahead(work: Callable[[Piece], Opened], pieces: Sequence[Piece]) -> Iterator[Opened]:
+    """Results in order, from as many threads as there are cores, only some pieces ahead of what is asked for."""
+    threads = max(1, min(len(pieces), cores()))
+    with ThreadPoolExecutor(threads, "kvwire-staging") as pool:
+        running: deque[Future[Opened]] = deque()
+        try:
+            for piece in pieces:
+                running.append(pool.submit(work, piece))
+                if len(running) > 2 * threads:
+                    yield running.popleft().result()
+            while running:
+                yield running.popleft().result()
+        finally:
+            for future in running:
+                future.cancel()
+
+
 def _tile_shape(device: torch.device) -> tuple[int, int]:
     """Tokens of a tile and coefficients taken at a time: what fits the registers, by the compiler's report."""
     if interpreted():
@@ -358,4 +394,5 @@ def _bytes(pieces: Sequence[Opened]) -> int:
     """What pieces take on the device while they are decoded together."""
     size = 4 if any(piece.wide for piece in pieces) else 2
     streams = sum(len(data) for piece in pieces for data in piece.piece.segments)
-    return streams + sum(piece.values * size + 32 * piece.width for piece in pieces)
+    lists = sum(4 * len(piece.escapes) + 32 * piece.width for piece in pieces)
+    return streams + lists + sum(piece.values * size for piece in pieces)

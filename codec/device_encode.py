@@ -83,7 +83,7 @@ class DeviceEncoder:
         current: AbstractContextManager[Any] = nullcontext()
         if self._device.type == "cuda":
             current = torch.cuda.device(self._device)
-        with current, torch.no_grad():
+        with current, torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             return [coded for batch in self._batches(spans) for coded in self._encode_batch(batch, threads)]
 
     def _batches(self, spans: Sequence[Span]) -> Iterator[Sequence[Span]]:
@@ -138,7 +138,7 @@ class DeviceEncoder:
 def _quantised(coefficients: Tensor, step: float) -> tuple[Tensor, Tensor]:
     """``quantise``, and the largest size in steps, not checked; NaN where a coefficient is."""
     out = torch.empty(coefficients.shape, dtype=torch.int32, device=coefficients.device)
-    sizes = [torch.zeros((), device=coefficients.device)]
+    sizes = [torch.zeros((), dtype=torch.float32, device=coefficients.device)]
     for part, target in zip(torch.split(coefficients, _ROWS), torch.split(out, _ROWS), strict=True):
         scaled = part * float(np.float32(1.0 / step))
         if scaled.numel():
@@ -154,7 +154,7 @@ def measured(coefficients: Tensor, bounds: Sequence[int]) -> tuple[Tensor, Tenso
     """
     chunks, columns = len(bounds) - 1, coefficients.shape[1]
     ends = torch.tensor(bounds, device=coefficients.device)
-    magnitudes, squares = torch.empty(2, chunks, columns, device=coefficients.device)
+    magnitudes, squares = torch.empty(2, chunks, columns, dtype=torch.float32, device=coefficients.device)
     block = _block(_COLUMN_BLOCK, columns)
     kernels.measure[(chunks, -(-columns // block))](coefficients, ends, magnitudes, squares, columns, BLOCK=block)
     scale = (magnitudes / ends.diff()[:, None]).double() * math.sqrt(2)
@@ -213,7 +213,7 @@ def split_values(
 def squared_errors(coefficients: Tensor, batch: Batch, steps: tuple[float, ...], known: DeviceProfile) -> Tensor:
     """Squared error of every chunk decoded at every level, float64 ``[chunks, levels]``."""
     chunks, levels, columns = batch.classes.shape
-    missed = torch.empty(batch.classes.shape, device=coefficients.device)
+    missed = torch.empty(batch.classes.shape, dtype=torch.float32, device=coefficients.device)
     ends = torch.tensor(batch.bounds, device=coefficients.device)
     sizes = torch.tensor(steps, dtype=torch.float32, device=coefficients.device)
     block = _block(_COLUMN_BLOCK, columns)

@@ -64,12 +64,17 @@ class DeviceGroup:
         """``Group.analysis``, computed here; the identity has none."""
         if self._device.type == "cpu":
             return cast("Tensor", self._group.analysis)
-        return analysis_of(cast("Tensor", self.rows).float(), self.metric)
+        made = analysis_of(cast("Tensor", self.rows).float(), self.metric)
+        torch.cuda.synchronize(self._device)  # other threads will read it from their own streams
+        return made
 
     @cached_property
     def halved_analysis(self) -> Tensor:
         """``analysis`` in bfloat16."""
-        return self.analysis.bfloat16()
+        made = self.analysis.bfloat16()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return made
 
     @cached_property
     def metric(self) -> tuple[Tensor, ...]:

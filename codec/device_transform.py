@@ -53,7 +53,7 @@ class Transform:
         """Coefficients of chunks that follow each other."""
         start, stop = spans[0][0], spans[-1][1]
         sampled, lengths = self._sampled(spans)
-        out = torch.empty(stop - start, self._profile.rank, device=self._known.device)
+        out = torch.empty(stop - start, self._profile.rank, dtype=torch.float32, device=self._known.device)
         parts = torch.split(out, [group.rank for group in self._profile.groups], 1)
         hidden = None if self._hidden is None else self._hidden[start:stop].to(out.device)
         sums, weighed, large = [], [], []
@@ -86,7 +86,7 @@ class Transform:
         hidden: the head start of these tokens, on the device.
         """
         cache = self._cache
-        out = torch.empty(stop - start, group.width, device=self._known.device)
+        out = torch.empty(stop - start, group.width, dtype=torch.float32, device=self._known.device)
         views = torch.split(out, [self._width(plane) for plane in group.planes], 1)
         turns: dict[int, tuple[Tensor, Tensor]] = {}
         for (side, layer), view in zip(group.planes, views, strict=True):

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class Mark:
     """A point in a queue: reached once everything queued before it is done."""
 
-    def __init__(self, event: torch.cuda.Event | None) -> None:
-        """Take the event, None where there is nothing to wait for."""
-        self._event = event
+    def __init__(self, event: torch.cuda.Event | None = None, device: torch.device | None = None) -> None:
+        """Take the event and its device; None where there is nothing to wait for."""
+        self._event, self._device = event, device
 
     def wait(self) -> None:
         """Block until it is reached."""
@@ -28,9 +28,9 @@ class Mark:
             self._event.synchronize()
 
     def hold(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Let a stream, the current one for None, go on only once it is reached; the caller does not wait."""
+        """Let a stream go on only once it is reached; None: its device's current one. The caller does not wait."""
         if self._event is not None:
-            (stream or torch.cuda.current_stream()).wait_event(self._event)
+            (stream or torch.cuda.current_stream(self._device)).wait_event(self._event)
 
 
 class Queue:
@@ -38,6 +38,7 @@ class Queue:
 
     def __init__(self, device: torch.device) -> None:
         """Open one; on the processor there is none."""
+        self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def run(self) -> AbstractContextManager[object]:
@@ -48,7 +49,7 @@ class Queue:
 
     def mark(self) -> Mark:
         """This point."""
-        return Mark(None if self._stream is None else self._stream.record_event())
+        return Mark() if self._stream is None else Mark(self._stream.record_event(), self._device)
 
     def after(self, mark: Mark) -> None:
         """Let what follows wait for a mark of another queue."""
@@ -62,12 +63,12 @@ class Queue:
 
 def here(device: torch.device) -> Mark:
     """This point of the caller's own stream."""
-    return Mark(torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None)
+    return Mark(torch.cuda.current_stream(device).record_event(), device) if device.type == "cuda" else Mark()
 
 
-DAMAGED, STALLED, MISCOUNTED = 1, 2, 3
-"""What kernels say of a chunk: a lane did not end as it began; the level below never came; escapes and their list
-differ in number."""
+MISCOUNTED, DAMAGED, STALLED = 1, 2, 3
+"""What kernels say of a chunk, the worst counting: escapes and their list differ in number; a lane did not end as it
+began; the level below never came."""
 
 
 class Pending:

@@ -174,6 +174,19 @@ def take_apart(data: bytes, open_columns: int) -> Parts:
     return Parts(classes, escapes, states, counts, np.frombuffer(data, "<u2", words, at + 6 * lanes))
 
 
+def lanes_of(data: bytes) -> int:
+    """What a segment's header says, 0 where it has none."""
+    return int(_HEADER.unpack_from(data)[3]) if len(data) >= _HEADER.size else 0
+
+
+def escapes_in(data: bytes) -> bytes:
+    """Where a segment's header says that its packed escapes lie; nothing where it has none."""
+    if len(data) < _HEADER.size:
+        return b""
+    _, class_bytes, escape_bytes, _, _ = _HEADER.unpack_from(data)
+    return data[_HEADER.size + class_bytes :][:escape_bytes]
+
+
 def _unpack(data: bytes, open_columns: int) -> tuple[bytes, bytes, Lanes]:
     """Class codes, packed escapes and the stream of a segment."""
     parts = take_apart(data, open_columns)

@@ -13,8 +13,8 @@ import torch
 import zstandard
 
 from kvwire.codec import _kernels
-from kvwire.codec.segment import escapes_of, take_apart
-from kvwire.errors import CorruptError
+from kvwire.codec.segment import escapes_in, escapes_of, lanes_of, take_apart
+from kvwire.errors import ArgumentError, CorruptError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,9 +28,16 @@ if TYPE_CHECKING:
 
 BLOCK = 64
 """Lanes of one program: two warps, so that few lanes still spread over many multiprocessors."""
+MOST_SLOTS = 1 << 23
+_MOST_VALUES = (1 << 31) - 1
+"""What a column's entry, and 32 bits, can count."""
 SLOT_ALIGN = 16
 """A group's values begin at multiples of this many elements: 16-byte loads."""
 _PART_ALIGN = 64
+_LONGEST_LANE = 1 << 17
+"""Twice the symbols of the longest lane that an encoder writes."""
+_FREE_ESCAPES, _MOST_UNPACKED = 1 << 16, 256
+"""Bytes of escapes that are unpacked whatever they are packed in, and beyond that for each packed byte."""
 NARROW_LEVELS = 6
 """Base symbols without escapes, refined five times, stay within int16."""
 
@@ -81,10 +88,19 @@ class Opened:
         """Whether values may leave int16."""
         return len(self.escapes) > 0 or len(self.parts) > NARROW_LEVELS
 
-    @property
-    def value_bytes(self) -> int:
-        """What its values take while it is decoded."""
-        return self.values * (4 if self.wide else 2)
+
+def suits_gpu(piece: Piece, symbols: Sequence[int]) -> bool:
+    """Whether a GPU decodes a piece soon and in little memory; what other encoders write may need a processor.
+
+    symbols: of each segment. A thread walks a lane from end to end, and escapes are unpacked before the stream has
+    shown that it has so many.
+    """
+    for data, count in zip(piece.segments, symbols, strict=True):
+        lanes = lanes_of(data)
+        if count > lanes * _LONGEST_LANE:
+            return False
+    packed = escapes_in(piece.segments[0])
+    return _claimed(packed) <= max(_FREE_ESCAPES, _MOST_UNPACKED * len(packed))
 
 
 def open_piece(piece: Piece, head: Head, profile: Profile, *, check: bool) -> Opened:
@@ -129,6 +145,9 @@ def described(
     group_slots = np.zeros((len(profile.groups), 2), np.int32)
     _kernels.assign_slots(finest, firsts, SLOT_ALIGN, slots, group_slots)
     width = -(-int(group_slots[-1, 1]) // SLOT_ALIGN) * SLOT_ALIGN
+    if width > MOST_SLOTS or tokens * width > _MOST_VALUES:
+        msg = f"a chunk of {tokens} tokens and {width} coded columns is beyond what GPUs decode; use backend='numba'"
+        raise ArgumentError(msg)
     rows, sizes = np.zeros(width, np.int32), np.ones((width, 2), np.float32)
     _kernels.describe_slots(finest, slots, firsts, profile.tables.sizes, rows, sizes)
     entries = []
@@ -140,17 +159,20 @@ def described(
 
 def _escapes(packed: bytes, most: int) -> NDArray[np.int32]:
     """As many as the list claims, at most ``most``; that the stream has as many escapes is the GPU's to count."""
-    if not packed:
-        return np.zeros(0, np.int32)
-    try:
-        claimed = zstandard.get_frame_parameters(packed).content_size
-    except zstandard.ZstdError as error:
-        msg = f"a segment's escape list does not decompress ({error}); fetch it again"
-        raise CorruptError(msg) from error
+    claimed = _claimed(packed)
     if claimed % 4 or claimed // 4 > most:
         msg = "the segment's escape list decompresses to another length than it should; fetch it again"
         raise CorruptError(msg)
     return escapes_of(packed, claimed // 4)
+
+
+def _claimed(packed: bytes) -> int:
+    """Bytes that an escape list says it unpacks to."""
+    try:
+        return zstandard.get_frame_parameters(packed).content_size if packed else 0
+    except zstandard.ZstdError as error:
+        msg = f"a segment's escape list does not decompress ({error}); fetch it again"
+        raise CorruptError(msg) from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,11 +196,6 @@ class Staged:
     blocks: int
     escaping: int
 
-    @property
-    def tokens(self) -> int:
-        """Of all pieces together."""
-        return sum(piece.tokens for piece in self.pieces)
-
     def of(self, buffer: Tensor, name: str) -> Tensor:
         """A part, as a view of the buffer or of its copy on a device."""
         at, length, dtype = self.parts[name]
@@ -201,7 +218,7 @@ def stage(opened: Sequence[Opened], head: Head, *, rows: int, origin: int = 0, p
         length = sum(array.nbytes for array in listed)
         parts[name] = (at, length, dtype)
         at += -(-length // _PART_ALIGN) * _PART_ALIGN
-    buffer = torch.empty(max(at, _PART_ALIGN), dtype=torch.uint8, pin_memory=pinned)
+    buffer = torch.empty(max(at, _PART_ALIGN), dtype=torch.uint8, device="cpu", pin_memory=pinned)
     raw = buffer.numpy()
     for name, (_, listed) in arrays.items():
         begin = parts[name][0]
@@ -276,6 +293,7 @@ class _Tables:
             [
                 self._at16, len(words) - 1, self._at32, self._at32 + lanes, lanes, len(entries), self._at_entry,
                 self.values, piece.width, piece.tokens, int(level == 0), needed, index, self.slots,
+                len(piece.escapes),
             ]
         )  # fmt: skip
         self._words16.append(words)

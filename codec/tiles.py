@@ -28,6 +28,8 @@ LEAST_PAIRS = 16
 """The narrowest product that tensor cores take."""
 _ALIGN = 8
 """Elements that columns and outputs must be multiples of for 16-byte accesses."""
+_MOST_TILES = 65535
+"""A launch's second dimension."""
 _ALIGNED_FIELDS = [3, 6, 7, 8, 9, 10, 11, 12, 13]
 _ADDRESSES = [0, 1, 17]
 
@@ -96,7 +98,8 @@ def tiles_of(
             for stride, row in _rows_of(index, loaded, out, meta, turned=turned, addition=addition):
                 by_stride.setdefault(stride, []).append(row)
         for stride, listed in sorted(by_stride.items()):
-            plans.append(Plan(len(rows), len(listed), stride, piece))
+            counts = [min(_MOST_TILES, len(listed) - first) for first in range(0, len(listed), _MOST_TILES)]
+            plans += [Plan(len(rows) + _MOST_TILES * n, count, stride, piece) for n, count in enumerate(counts)]
             rows += listed
     table = np.array(rows, np.int64).reshape(len(rows), 18)
     widest = int(table[:, 8].max(initial=LEAST_PAIRS))

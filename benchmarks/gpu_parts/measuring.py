@@ -69,7 +69,6 @@ def _shape(
 ) -> dict[str, Any]:
     say(f"{shape.title}: profile")
     profile = synthetic.make_profile(shape, device.device, plan.sizes)
-    resident = ours.profile_bytes(profile, device.device)
     documents: dict[str, Any] = {}
     for tokens in plan.tokens:
         needed, free = _NEEDED_CACHES * shape.cache_bytes(tokens) + _SPARE_BYTES, device.free_bytes()
@@ -84,6 +83,7 @@ def _shape(
             skipped.append(f"{shape.name}, {tokens} tokens: ran out of device memory")
             say(skipped[-1])
         gc.collect()
+    resident = ours.profile_bytes(profile, device.device)  # now that it has been used
     del profile
     gc.collect()
     if documents:

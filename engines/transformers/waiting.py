@@ -38,12 +38,18 @@ def referring(pairs: Sequence[tuple[Tensor, Tensor]], model: PreTrainedModel) ->
 
 @contextmanager
 def held(model: PreTrainedModel, layers: Sequence[Ready]) -> Iterator[None]:
-    """While inside, everything in the model that belongs to a layer waits for it."""
-    hooks = []
+    """While inside, everything in the model that belongs to a layer waits for it.
+
+    Layers that no module says it belongs to are waited for at once.
+    """
+    hooks, hooked = [], set()
     for module in model.modules():
         index = getattr(module, "layer_idx", None)
         if isinstance(index, int) and index < len(layers):
             hooks.append(module.register_forward_pre_hook(lambda *_, layer=layers[index]: layer.hold()))
+            hooked.add(index)
+    for index in set(range(len(layers))) - hooked:
+        layers[index].hold()
     try:
         yield
     finally:

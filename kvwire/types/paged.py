@@ -56,6 +56,12 @@ class PagedKVCache:
         if self.start < 0 or self.tokens < 1 or table.dtype != torch.int32 or table.ndim != 1 or len(table) < needed:
             msg = f"the page table must be int32 with at least {needed} entries for tokens {self.start} and on"
             raise ArgumentError(msg)
+        places = {tensor.device for tensor in (*self.keys, *self.values) if tensor.numel()}
+        if places != {table.device}:
+            msg = (
+                f"the page table lies on {table.device}, the pages on {', '.join(map(str, places))}; keep them together"
+            )
+            raise ArgumentError(msg)
         if int(table[:needed].min()) < 0 or int(table[:needed].max()) >= self._page_shapes().pop()[0]:
             msg = "the page table names pages that do not exist"
             raise ArgumentError(msg)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvwire.codec import BlobDecoder, Ladder, Profile, decode, encode, fit_profile, inspect, segment
+from kvwire.codec import BlobDecoder, Ladder, Profile, decode, encode, fit_profile, inspect, queues, segment, staging
 from kvwire.codec import _triton as kernels
 from kvwire.codec.container import parse_head
 from kvwire.codec.device_decode import Workspace
@@ -25,8 +25,8 @@ from kvwire.codec.rans_naive import decode_lanes
 from kvwire.codec.segment import ChunkState, Parts, decode_segment
 from kvwire.codec.staging import BLOCK, Piece, described, stage
 from kvwire.codec.tables import ALPHABET, CLASSES, CONTEXTS, Tables, fit_tables
-from kvwire.errors import CorruptError
-from kvwire.types import KVCache, LayerSpec, PagedKVCache
+from kvwire.errors import ArgumentError, CorruptError
+from kvwire.types import KVCache, LayerSpec, PagedKVCache, RopeRegime
 
 from . import surgery as cut
 from .compiling import compile_for
@@ -198,7 +198,7 @@ def test_a_damaged_lane_is_flagged():
         replace(lanes, words=lanes.words[::-1].copy()),
         replace(lanes, words=np.zeros_like(lanes.words), states=np.zeros_like(lanes.states)),
     ):
-        assert launched(20, 4, TABLES, [(damaged, classes)])[1] == 1
+        assert launched(20, 4, TABLES, [(damaged, classes)])[1] == queues.DAMAGED
 
 
 def test_a_level_that_never_comes_is_given_up():
@@ -208,15 +208,15 @@ def test_a_level_that_never_comes_is_given_up():
     spare = launched(2, 4, TABLES, [(lanes, classes)])
     assert spare[1] == 0
     progress = torch.tensor([1, 0, 0], dtype=torch.int32)  # the first ticket is taken, and its holder gone
-    assert stalled(progress, lanes, classes) == 2
+    assert stalled(progress, lanes, classes) == queues.STALLED
 
 
 def stalled(progress, lanes, classes):
     contexts = np.zeros((2, 4), np.uint8)
     refined = encode_ternary(np.ones((2, 4), np.uint8), contexts, classes + 6, TABLES, 1)
     fields = [
-        [0, len(lanes.words) - 1, 0, 1, 1, 4, 0, 0, 16, 2, 1, 0, 0, 0],
-        [0, max(0, len(refined.words) - 1), 0, 1, 1, 4, 0, 0, 16, 2, 0, 1, 0, 0],
+        [0, len(lanes.words) - 1, 0, 1, 1, 4, 0, 0, 16, 2, 1, 0, 0, 0, 0],
+        [0, max(0, len(refined.words) - 1), 0, 1, 1, 4, 0, 0, 16, 2, 0, 1, 0, 0, 0],
     ]
     streams, items = torch.tensor(fields), torch.tensor([[0, 0], [1, 0]], dtype=torch.int32)
     words32 = torch.from_numpy(np.array([*refined.states, 0, len(refined.words)], np.uint32))
@@ -298,6 +298,26 @@ def test_layouts_and_profiles(layers, ropes, more, offset):
     assert apart(theirs, ours) < 2e-6
 
 
+@pytest.mark.parametrize(
+    "layers",
+    [
+        (LayerSpec(1, 32, 48, rope=0),),  # everything lies at multiples of eight
+        (LayerSpec(1, 150, 136, rope=0), LayerSpec(1, 134, 129)),  # more pairs than a tile has
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_wide_heads(layers, dtype):
+    ropes = (RopeRegime(tuple(10000.0 ** (-j / 16) for j in range(layers[0].key_dim // 2))),)
+    profile = fitted(layers, ropes, words=False, rank_cut=0.3)
+    cache = make_cache(5, 4, layers=layers, ropes=ropes)
+    blob = encode(cache, profile, 1)
+    ours, theirs = (decode(blob, 0, profile, dtype=dtype, offset=9, backend=each) for each in ("triton", "numba"))
+    assert apart(theirs, ours) < HALF[dtype]
+    tiles = BlobDecoder(blob, profile, dtype=dtype, backend="triton")._device._tiles
+    assert tiles.aligned == (layers[0].key_dim == 32)
+    assert (len(layers) > 1) == (len(tiles.table) > 2)
+
+
 def test_without_a_profile():
     cache = make_cache(9, 1, layers=SMALL)
     blob = encode(cache, None, 2)
@@ -373,6 +393,30 @@ def test_pages(small, document, backend, dtype):
         mine = torch.zeros(tensor.shape[:2], dtype=torch.bool)
         mine[pages._where(0, 29)] = True
         assert (tensor[~mine] == 7).all()
+
+
+def test_a_page_table_may_be_a_column_of_a_larger_one(small, document):
+    blob = encode(document, small, 1, chunk_tokens=32)
+    pages = paged(document.meta, 29, dtype=torch.float32)
+    strided = torch.stack([pages.page_table, torch.zeros_like(pages.page_table)], 1)[:, 0]
+    assert not strided.is_contiguous()
+    strange = replace(pages, page_table=strided)
+    BlobDecoder(blob, small, out=strange, backend="triton").decode_chunk(0, pieces_of(blob, 0, 0))
+    assert apart(decode(blob, 0, small, backend="numba"), strange.read()) < 2e-6
+
+
+def test_pages_and_their_table_lie_together(document):
+    pages = paged(document.meta, 29)
+    with pytest.raises(ArgumentError, match="keep them together"):
+        replace(pages, page_table=pages.page_table.to("meta"))
+
+
+def test_an_output_on_two_devices_is_the_processors(small, document):
+    blob = encode(document, small, 1)
+    keys = [document.keys[0], document.keys[1].to("meta")]
+    out = KVCache(keys, document.values, document.meta)
+    with pytest.raises(ArgumentError, match="onto one device"):
+        BlobDecoder(blob, small, out=out, backend="triton")
 
 
 @pytest.mark.parametrize("odd", [False, True])
@@ -472,7 +516,7 @@ def test_escapes_that_do_not_match_their_list(small):
     at = cut.SEGMENT_FIELDS
     classes, size = cut.get(data, at, "class_bytes"), cut.get(data, at, "escape_bytes")
     begin = 16 + classes
-    listed = np.frombuffer(segment._list(data[begin : begin + size], 4 * escapes_in(blob, small), "escape"), "<i4")
+    listed = np.frombuffer(segment._list(data[begin : begin + size], 4 * counted_escapes(blob, small), "escape"), "<i4")
     packed = cut.frame(listed[:-1].tobytes())
     shorter = cut.put(data[:begin] + packed + data[begin + size :], at, "escape_bytes", len(packed))
     damaged = cut.with_segment(blob, 0, bytes(shorter))
@@ -481,7 +525,64 @@ def test_escapes_that_do_not_match_their_list(small):
             decode(damaged, 0, small, backend=backend)
 
 
-def escapes_in(blob, profile):
+def test_escapes_without_a_list(small):
+    cache = make_cache(12, 5, layers=SMALL)
+    cache.values[1][0, 2] *= 4000
+    blob = encode(cache, small, Ladder(0.01, ("a",)), chunk_tokens=12)
+    data, at = cut.segment(blob, 0), cut.SEGMENT_FIELDS
+    begin, size = 16 + cut.get(data, at, "class_bytes"), cut.get(data, at, "escape_bytes")
+    bare = cut.put(data[:begin] + data[begin + size :], at, "escape_bytes", 0)
+    damaged = cut.with_segment(blob, 0, bytes(bare))
+    for backend in ("numba", "triton"):
+        with pytest.raises(CorruptError, match="escape list"):
+            decode(damaged, 0, small, backend=backend)
+
+
+def test_what_would_hold_a_gpu_up_goes_to_the_processor(small, document, monkeypatch):
+    blob = encode(document, small, 1, chunk_tokens=12)
+    wide = make_cache(12, 5, layers=SMALL)
+    wide.values[1][0, 2] *= 4000
+    escaping = encode(wide, small, Ladder(0.01, ("a",)), chunk_tokens=12)
+    for limits in ({"_LONGEST_LANE": 3}, {"_FREE_ESCAPES": 4, "_MOST_UNPACKED": 1}):
+        with monkeypatch.context() as patched:
+            for name, value in limits.items():
+                patched.setattr(staging, name, value)
+            target = blob if "_LONGEST_LANE" in limits else escaping
+            decoder = BlobDecoder(target, small, backend="triton")
+            pending = decoder.submit([(0, pieces_of(target, 0, 0), 0)])
+            assert not pending._flags
+            first = decode(target, 0, small, backend="numba")
+            assert torch.equal(decoder.cache.keys[0][:, :12], first.keys[0][:, :12])
+
+
+@pytest.mark.parametrize("room", [1, 1 << 30])
+def test_chunks_before_a_damaged_header_are_complete(small, document, room):
+    blob = encode(document, small, 1, chunk_tokens=12)
+    data = bytearray(cut.segment(blob, 1))
+    cut.put(data, cut.SEGMENT_FIELDS, "words", 60000)
+    damaged = cut.with_segment(blob, 1, bytes(cut.put(data, cut.SEGMENT_FIELDS, "words", 60000)))
+    decoder = BlobDecoder(damaged, small, backend="triton")
+    decoder._device._room = room
+    with pytest.raises(CorruptError, match="do not add up"):
+        decoder.submit([(chunk, pieces_of(damaged, chunk, 0), 0) for chunk in range(3)])
+    expected = decode(blob, 0, small, backend="numba")
+    assert torch.allclose(decoder.cache.keys[1][:, :12], expected.keys[1][:, :12], atol=1e-4)
+    assert not decoder.cache.keys[1][:, 12:].any()
+
+
+def test_a_decoder_serves_inside_and_outside_of_inference_mode(small, document):
+    blob = encode(document, small, 1, chunk_tokens=12)
+    out = KVCache([torch.zeros_like(k) for k in document.keys], [torch.zeros_like(v) for v in document.values],
+                  document.meta)  # fmt: skip
+    decoder = BlobDecoder(blob, small, out=out, backend="triton")
+    with torch.inference_mode():
+        decoder.decode_chunk(0, pieces_of(blob, 0, 0))
+        decoder.decode_chunk(1, pieces_of(blob, 1, 0))
+    decoder.decode_chunk(2, pieces_of(blob, 2, 0))
+    assert apart(decode(blob, 0, small, backend="numba"), out) < 2e-6
+
+
+def counted_escapes(blob, profile):
     state = on_processor(blob, profile, 0)
     values = state.values[:, state.classes > 0]
     classes = state.classes[state.classes > 0]
@@ -545,3 +646,25 @@ def test_layers_are_ready_once_nothing_writes_to_them_any_more():
         }  # fmt: skip
         assert last[layer] == max(writing)
     assert last[0] < last[3]
+
+
+def test_nothing_to_decode_is_nothing_to_wait_for(small, document):
+    blob = encode(document, small, 1)
+    BlobDecoder(blob, small, backend="triton").submit([]).wait()
+
+
+ESCAPES = {"escapes": "*i64", "entries": "*u32", "values": "*i32", "counts": "*i32"}
+PLACED = {**ESCAPES, "words32": "*u32", "peaks": "*i32", "flags": "*i32"}
+LAST = {"group_slots": "*i32", "chunks": "*i64", "peaks": "*i32", "wide": "*i32", "most": "i32"}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "signature", "constant"),
+    [
+        (kernels.count_escapes, ESCAPES, {"BLOCK": 1024}),
+        (kernels.place_escapes, PLACED, {"BLOCK": 1024, "TOKENS": 4096}),
+        (kernels.last_wide, LAST, {"BLOCK": 1024}),
+    ],
+)
+def test_the_small_kernels_compile(kernel, signature, constant):
+    assert not compile_for(kernel, signature, constant, 90).spilled

@@ -7,10 +7,11 @@ import torch
 
 from kvwire.codec import encode, positions_off
 from kvwire.codec.decode import BlobDecoder
+from kvwire.engines.transformers.waiting import held
 from kvwire.errors import ArgumentError
 from kvwire.types import KVCache
 
-from .families import documents, engine_of, error_between, query
+from .families import config_of, documents, engine_of, error_between, make_model, query
 
 
 class Late:
@@ -67,3 +68,17 @@ def test_what_must_be_moved_or_cut_first_is_refused():
     half = KVCache([k.half() for k in whole.keys], [v.half() for v in whole.values], whole.meta, whole.token_ids)
     with pytest.raises(ArgumentError, match="unready"):
         engine.forward_when_ready(half, [], query())
+
+
+def test_a_layer_that_no_module_names_is_waited_for_at_once():
+    model, log = make_model(config_of("llama")), []
+
+    class Noted:
+        def hold(self):
+            log.append("held")
+
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            module.layer_idx = None
+    with held(model, [Noted(), Noted()]):
+        assert log == ["held", "held"]
