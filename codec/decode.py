@@ -55,7 +55,8 @@ class BlobDecoder:
     only one that will be asked for; a lossless one needs no profile.
     out: write into these tensors (a slice of a prompt's cache, or an engine's pages) rather than allocate; device and
     dtype are then theirs. Tokens of chunks that are not decoded yet are zero, or what was there. backend: which kernels
-    run, see ``backend.Backend``.
+    run, see ``backend.Backend``. workspace_bytes: device memory of a GPU for chunks under way, None for 15 % of the
+    output; more of it takes more chunks at a time, which is sooner for short documents.
     """
 
     def __init__(  # noqa: PLR0913 - a decoder's settings, each with its default
@@ -71,6 +72,7 @@ class BlobDecoder:
         hidden: Tensor | None = None,
         level: int | None = None,
         backend: Backend = "auto",
+        workspace_bytes: int | None = None,
     ) -> None:
         """Parse the head, pick the profile and allocate the output; raises as ``decode`` does."""
         self._head = head if isinstance(head, Head) else parse_head(head, check=check)
@@ -89,9 +91,9 @@ class BlobDecoder:
         if out is not None:
             _check_out(out, self.info)
         self._out = _empty(self._head, device, dtype, offset) if out is None else out
-        self._device = self._on_device(backend)
+        self._device = self._on_device(backend, workspace_bytes)
 
-    def _on_device(self, backend: Backend) -> DeviceDecoder | None:
+    def _on_device(self, backend: Backend, workspace_bytes: int | None) -> DeviceDecoder | None:
         """What decodes layered chunks on a GPU; None where the processor does."""
         devices = {tensor.device for tensor in (*self._out.keys, *self._out.values) if tensor.numel()}
         if len(devices) > 1 and backend == "triton":
@@ -102,9 +104,15 @@ class BlobDecoder:
             return None
         from kvwire.codec.device_decode import DeviceDecoder  # needs Triton
 
-        finish = self._drop_pruned if self._head.kept else None
-        offset, check = self._offset, self._check
-        return DeviceDecoder(self._head, self._text, self._out, offset=offset, check=check, finish=finish)
+        return DeviceDecoder(
+            self._head,
+            self._text,
+            self._out,
+            offset=self._offset,
+            check=self._check,
+            workspace_bytes=workspace_bytes,
+            finish=self._drop_pruned if self._head.kept else None,
+        )
 
     @property
     def on_gpu(self) -> bool:
@@ -353,7 +361,7 @@ def decode(  # noqa: PLR0913 - a decoder's settings, each with its default
     def segments(chunk: int) -> list[bytes]:
         return [bytes(view[s.offset : s.end]) for s in info.reads(chunk, index)]
 
-    if decoder.on_gpu:
+    if decoder.on_gpu and not info.levels[index].alone:
         decoder.submit([(chunk, segments(chunk), index) for chunk in range(info.chunks)]).wait()
     else:
         each(lambda chunk: decoder.decode_chunk(chunk, segments(chunk), index), range(info.chunks), threads)

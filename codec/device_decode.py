@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from kvwire.types import KVCache
 
 WORKSPACE_SHARE = 0.15
-"""Device memory for chunks under way, as a share of the decoded cache; a single chunk may take more."""
+"""Device memory for chunks under way, as a share of the decoded cache, in two halves. A chunk that does not fit a half
+is decoded by itself, and takes what it needs."""
 LAYER_LAUNCHES = 8
 """Launches that a batch is placed in: after each, some more layers are ready."""
 _PATIENCE = 1 << 22
@@ -240,8 +241,8 @@ class DeviceDecoder:
 
     def _queue(self, staged: Staged, layers: list[Mark]) -> Tensor:
         """One batch through the three queues; returns its flags, on the host once the placing queue is done."""
+        self._turn = (self._turn + 1) % len(self._spaces) if _bytes(staged.pieces) <= self._room else 0
         space = self._spaces[self._turn]
-        self._turn = (self._turn + 1) % len(self._spaces)
         batch = self.upload(staged, space)
         self._decoding.after(self._copying.mark())
         with self._decoding.run():

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from kvwire.codec import BlobDecoder, Ladder, Profile, decode, encode, fit_profile, inspect, queues, segment, staging
 from kvwire.codec import _triton as kernels
 from kvwire.codec.container import parse_head
-from kvwire.codec.device_decode import Workspace
+from kvwire.codec.device_decode import Workspace, _bytes
 from kvwire.codec.device_profile import on_device
 from kvwire.codec.profile import Group
 from kvwire.codec.rans import encode_base, encode_ternary
 from kvwire.codec.rans_naive import decode_lanes
 from kvwire.codec.segment import ChunkState, Parts, decode_segment
-from kvwire.codec.staging import BLOCK, Piece, described, stage
+from kvwire.codec.staging import BLOCK, Piece, described, open_piece, stage
 from kvwire.codec.tables import ALPHABET, CLASSES, CONTEXTS, Tables, fit_tables
 from kvwire.errors import ArgumentError, CorruptError
 from kvwire.types import KVCache, LayerSpec, PagedKVCache, RopeRegime
@@ -445,16 +445,23 @@ def test_a_slice_of_a_prompt_and_nothing_beside_it(small, document, odd):
         assert (tensor[..., 8:] == 7).all()
 
 
-def test_batches_take_turns_in_little_memory(small, document):
+@pytest.mark.parametrize("fits", [False, True])
+def test_batches_take_turns_in_little_memory(small, document, fits):
+    """Two halves of a workspace where a chunk fits one, else one chunk after the other."""
     blob = encode(document, small, LADDER, chunk_tokens=4)
     expected = decode(blob, 1, small, backend="numba")
-    decoder = BlobDecoder(blob, small, backend="triton")
-    decoder._device._room = 1
+    largest = max(_bytes([opened_of(blob, small, chunk, 1)]) for chunk in range(8))
+    decoder = BlobDecoder(blob, small, backend="triton", workspace_bytes=2 * (largest + 1) if fits else largest)
     pending = decoder.submit([(chunk, pieces_of(blob, chunk, 1), 1) for chunk in range(8)])
     pending.wait()
     assert len(pending._flags) == 8
     assert len(pending.layers) == 2
+    assert [space._memory is not None for space in decoder._device._spaces] == [True, fits]
     assert apart(expected, decoder.cache) < 2e-6
+
+
+def opened_of(blob, profile, chunk, level):
+    return open_piece(Piece(chunk, level, pieces_of(blob, chunk, level)), parse_head(blob), profile, check=True)
 
 
 def test_levels_may_differ_from_chunk_to_chunk(small, document):
