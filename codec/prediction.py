@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ROWS_BYTES = 64 << 20
 """Memory of a profile for expected elements of tokens that were met before: most words of a text are frequent ones."""
 
-_BLOCK = 32
+_BLOCK = 128
 """Rows computed at a time: what float64 takes stays small against a chunk."""
 
 
