@@ -20,7 +20,7 @@ from kvwire.codec.container import parse_head
 from kvwire.codec.device_decode import Workspace, _bytes
 from kvwire.codec.device_profile import on_device
 from kvwire.codec.profile import Group
-from kvwire.codec.rans import encode_base, encode_ternary
+from kvwire.codec.rans import Lanes, encode_base, encode_ternary
 from kvwire.codec.rans_naive import decode_lanes
 from kvwire.codec.segment import ChunkState, Parts, decode_segment
 from kvwire.codec.staging import BLOCK, Piece, described, open_piece, stage
@@ -107,14 +107,15 @@ def on_gpu(blob, profile, level, chunks=(0,)):
 # The kernels, stream by stream.
 
 
-def launched(tokens, columns, tables, streams):
-    """Decode streams of the levels of one chunk: pairs of lanes and classes ``[columns]``; values and flags."""
+def launched(tokens, columns, tables, streams, coded=None):
+    """Decode streams of the levels of one chunk: pairs of lanes and classes ``[columns]``; values and flag."""
+    coded = columns if coded is None else coded
     spec = LayerSpec(1, columns, 1)
     group = Group((("key", 0), ("value", 0)), np.zeros(columns + 1, np.float32), np.zeros(columns + 1, np.int16),
                   row_scale=np.ones(columns + 1, np.float32))  # fmt: skip
     profile = Profile("", "", (spec,), (group,), tables)
     classes = np.array([[*row, 0] for _, row in streams], np.uint8)
-    width = -(-columns // 16) * 16
+    width = -(-coded // 16) * 16
     parts = [Parts(b"", b"", lanes.states, lanes.counts, lanes.words) for lanes, _ in streams]
     opened = described(Piece(0, len(streams) - 1, []), 0, tokens, parts, classes, np.zeros(0, np.int32), profile)
     head = SimpleNamespace(levels=[SimpleNamespace(step=1.0)] * len(streams), info=SimpleNamespace(token_ids=None))
@@ -139,9 +140,9 @@ def launched(tokens, columns, tables, streams):
     )
     assert (values[tokens * width :] == 77).all()
     out = values[: tokens * width].view(tokens, width)
-    assert (out[:, columns:] == 77).all()
-    assert torch.equal(peaks[:columns], out[:, :columns].int().abs().amax(0))
-    return out[:, :columns].int().numpy(), int(flags[0])
+    assert (out[:, coded:] == 77).all()
+    assert torch.equal(peaks[:coded], out[:, :coded].int().abs().amax(0))
+    return out[:, :coded].int().numpy(), int(flags[0])
 
 
 def drawn(rng, frequencies):
@@ -186,6 +187,13 @@ def test_a_table_of_one_symbol_and_a_stream_without_words():
     got, flag = launched(5, 3, single, [(lanes, np.full(3, 5))])
     assert not flag
     assert (got == 3).all()
+
+
+def test_a_stream_without_columns():
+    nothing = Lanes(np.full(70, 65536, np.uint32), np.zeros(70, np.uint16), np.zeros(0, np.uint16))
+    got, flag = launched(3, 5, TABLES, [(nothing, np.zeros(5, int))], coded=0)
+    assert not flag
+    assert not got.size
 
 
 def test_a_damaged_lane_is_flagged():
