@@ -122,8 +122,8 @@ class DeviceDecoder:
         self._device, self._dtype = tensors[0].device, tensors[0].dtype
         self._loaded = on_device(text.profile, self._device)
         self._pages = out.page_table.contiguous() if isinstance(out, PagedKVCache) else None
-        self._queues = copying, decoding, placing = [Queue(self._device) for _ in range(3)]
-        self._copying, self._decoding, self._placing = copying, decoding, placing
+        self._queues = [Queue(self._device) for _ in range(3)]
+        self._copying, self._decoding, self._placing = self._queues
         self._spaces = [Workspace(), Workspace()]
         self._turn = 0
         self._lock = threading.Lock()
