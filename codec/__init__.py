@@ -3,9 +3,10 @@
 from kvwire.codec.backend import Backend, uses_triton
 from kvwire.codec.cachegen import CacheGenProfile, fit_cachegen_profile
 from kvwire.codec.container import read_head
-from kvwire.codec.decode import BlobDecoder, decode, inspect, level_index, verify
+from kvwire.codec.decode import BlobDecoder, decode
 from kvwire.codec.encode import CHUNK_TOKENS, encode
 from kvwire.codec.fit import fit_profile
+from kvwire.codec.inspection import inspect, level_index, verify
 from kvwire.codec.positions import positions_off, positions_on, rotate, rotation, shift_keys
 from kvwire.codec.profile import Plane, Profile, planes_of
 from kvwire.codec.quantiser import Ladder

@@ -11,23 +11,23 @@ import torch
 from kvwire.codec.backend import uses_triton
 from kvwire.codec.cachegen import CacheGenProfile, decode_cachegen
 from kvwire.codec.container import CODEC_LANES, CODEC_LOSSLESS, Head, parse_head
-from kvwire.codec.layout import shapes_of
+from kvwire.codec.inspection import level_index
 from kvwire.codec.lossless import FORMATS, decode_lossless
+from kvwire.codec.outputs import check_out, chunk_of, empty_for, without
 from kvwire.codec.place import place_group
 from kvwire.codec.positions import positions_off, rotation
 from kvwire.codec.prediction import Text
 from kvwire.codec.profile import SIDES, Profile, planes_of
 from kvwire.codec.queues import Mark, Pending
-from kvwire.codec.segment import MAX_CHUNK_SYMBOLS, ChunkState, decode_segment
+from kvwire.codec.segment import ChunkState, decode_segment
 from kvwire.codec.staging import Piece, suits_gpu
+from kvwire.codec.stored import profile_for
 from kvwire.codec.transform import gather_planes, scatter_planes
 from kvwire.codec.workers import each
 from kvwire.errors import (
     ArgumentError,
     CorruptError,
     FormatVersionError,
-    KvwireError,
-    MismatchError,
     TruncatedError,
 )
 from kvwire.types import BlobInfo, KVCache, PagedKVCache
@@ -79,7 +79,7 @@ class BlobDecoder:
         self._check = check
         self._offset = offset
         alone = level is not None and self.info.levels[level_index(self.info, level)].lossless
-        self._profile = None if alone else _profile_for(self._head, profile)
+        self._profile = None if alone else profile_for(self._head, profile)
         if isinstance(self._profile, Profile):
             self._layered = self._profile
             self._text = Text(self._profile, self.info.tokens, self.info.token_ids, hidden)
@@ -89,8 +89,8 @@ class BlobDecoder:
             raise ArgumentError(msg)
         dtype = dtype or DTYPES.get(self.info.meta.dtype, torch.float32)
         if out is not None:
-            _check_out(out, self.info)
-        self._out = _empty(self._head, device, dtype, offset) if out is None else out
+            check_out(out, self.info)
+        self._out = empty_for(self._head, device, dtype, offset) if out is None else out
         self._device = self._on_device(backend, workspace_bytes)
 
     def _on_device(self, backend: Backend, workspace_bytes: int | None) -> DeviceDecoder | None:
@@ -191,7 +191,7 @@ class BlobDecoder:
         start, stop = self.info.chunk_span(piece.chunk)
         out, at = self._out, start
         if isinstance(out, PagedKVCache):
-            out, at = _chunk_of(out, stop - start), 0
+            out, at = chunk_of(out, stop - start), 0
         codec = self._head.levels[piece.level].codec
         if codec == CODEC_LANES:
             self._decode_layered(piece, out, at)
@@ -263,9 +263,9 @@ class BlobDecoder:
                 gone = ~mask[:, start:stop, None].to(tensor.device)
                 if isinstance(self._out, PagedKVCache):
                     part = self._out.take(side, layer, start, stop)
-                    self._out.put(side, layer, start, _without(part, gone))
+                    self._out.put(side, layer, start, without(part, gone))
                 else:
-                    _without(tensor[:, start:stop], gone)
+                    without(tensor[:, start:stop], gone)
 
     def _check_bytes(self, segment: SegmentInfo, data: bytes) -> None:
         name = f"chunk {segment.chunk} level {segment.level}"
@@ -366,122 +366,3 @@ def decode(  # noqa: PLR0913 - a decoder's settings, each with its default
     else:
         each(lambda chunk: decoder.decode_chunk(chunk, segments(chunk), index), range(info.chunks), threads)
     return decoder.cache
-
-
-def inspect(blob: bytes) -> BlobInfo:
-    """What a blob, or its head alone, says about itself; raises as ``read_head`` does. Segments are not looked at."""
-    return parse_head(blob).info
-
-
-def verify(blob: bytes) -> BlobInfo:
-    """Check a whole blob, every segment's checksum included, without decoding it.
-
-    Raises TruncatedError, CorruptError or FormatVersionError.
-    """
-    info = parse_head(blob).info
-    if len(blob) < info.file_bytes:
-        msg = f"the blob ends after {len(blob)} of {info.file_bytes} bytes; fetch it again"
-        raise TruncatedError(msg, info.file_bytes)
-    damaged = [s for row in info.segments for s in row if zlib.crc32(blob[s.offset : s.end]) != s.crc32]
-    if damaged or len(blob) > info.file_bytes:
-        what = f"chunk {damaged[0].chunk} level {damaged[0].level}" if damaged else "what follows the blob's end"
-        msg = f"{what} does not match its checksum or length; fetch the blob again or write it anew"
-        raise CorruptError(msg)
-    return info
-
-
-def level_index(info: BlobInfo, level: int | str | None) -> int:
-    """Index of a level given by index, name or None; raises ArgumentError naming the levels that exist.
-
-    None is the finest that is not lossless, where there is one: the lossless one is many times larger.
-    """
-    names = [entry.name for entry in info.levels]
-    if level is None:
-        return max([i for i, entry in enumerate(info.levels) if not entry.lossless], default=len(names) - 1)
-    if isinstance(level, str) and level in names:
-        return names.index(level)
-    if isinstance(level, int) and -len(names) <= level < len(names):
-        return level % len(names)
-    msg = f"no level {level!r}; this blob has {', '.join(f'{i} ({name})' for i, name in enumerate(names))}"
-    raise ArgumentError(msg)
-
-
-def _profile_for(head: Head, profile: Profile | CacheGenProfile | None) -> Profile | CacheGenProfile | None:
-    wanted = head.info.profile_digest
-    found: Profile | CacheGenProfile
-    if all(level.lossless for level in head.info.levels):
-        return None
-    if not wanted:
-        found = _inside(head.profile_bytes)
-    elif profile is None or profile.digest != wanted:
-        have = "none was given" if profile is None else f"{profile.digest[:12]} was given"
-        msg = f"the blob was encoded with profile {wanted[:12]}, {have}; pass profile= as stored beside the blob"
-        raise MismatchError(msg)
-    else:
-        found = profile
-    found.check_fits(head.info.meta)
-    _check_method(head.info, found)
-    return found
-
-
-def _check_method(info: BlobInfo, profile: Profile | CacheGenProfile) -> None:
-    """A profile must be of the blob's method, and a chunk's working set within bounds."""
-    if isinstance(profile, CacheGenProfile):
-        levels = sum(not level.lossless for level in info.levels)
-        if info.method != "cachegen" or levels > len(profile.level_names):
-            msg = "the blob has levels that its CacheGen profile does not know; fetch the blob's head again"
-            raise CorruptError(msg)
-        return
-    tokens = min(info.tokens, info.chunk_tokens)
-    if info.method != "kvwire" or info.head_start != profile.head_start:
-        msg = "the blob is of another method or head start than the profile that it names; fetch the blob's head again"
-        raise CorruptError(msg)
-    if tokens * profile.rank > MAX_CHUNK_SYMBOLS:
-        msg = f"a chunk of {tokens} tokens would hold {tokens * profile.rank} symbols, {MAX_CHUNK_SYMBOLS} are allowed"
-        raise CorruptError(msg)
-
-
-def _inside(data: bytes) -> Profile:
-    """The profile that the blob carries; bytes fetched anew would not lengthen it, so it is never "truncated"."""
-    try:
-        return Profile.from_bytes(data)
-    except TruncatedError as error:
-        msg = f"the profile inside the blob is damaged: {error}"
-        raise CorruptError(msg) from error
-
-
-def _without(tensor: Tensor, gone: Tensor) -> Tensor:
-    """Zero some entries in place; all zero bits are 0 in float8, which cannot be filled."""
-    (tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor).masked_fill_(gone, 0)
-    return tensor
-
-
-def _chunk_of(out: PagedKVCache, tokens: int) -> KVCache:
-    """An empty cache of so many tokens for what will go into pages."""
-    pairs: list[list[Tensor]] = [[], []]
-    for spec, *tensors in zip(out.meta.layers, out.keys, out.values, strict=True):
-        for made, dim, tensor in zip(pairs, (spec.key_dim, spec.value_dim), tensors, strict=True):
-            shape = (spec.kv_heads, 0 if spec.kind == "none" else tokens, dim)
-            made.append(torch.zeros(shape, dtype=tensor.dtype, device=tensor.device))
-    return KVCache(pairs[0], pairs[1], out.meta)
-
-
-def _check_out(out: KVCache | PagedKVCache, info: BlobInfo) -> None:
-    if shapes_of(out.meta.layers) != shapes_of(info.meta.layers) or out.tokens != info.tokens:
-        msg = f"the output has another layout than the blob, or room for {out.tokens} and not {info.tokens} tokens"
-        raise ArgumentError(msg)
-
-
-def _empty(head: Head, device: str | torch.device, dtype: torch.dtype, offset: int | None) -> KVCache:
-    info, keys, values = head.info, [], []
-    try:
-        for spec in info.meta.layers:
-            tokens = 0 if spec.kind == "none" else info.tokens
-            keys.append(torch.zeros(spec.kv_heads, tokens, spec.key_dim, dtype=dtype, device=device))
-            values.append(torch.zeros(spec.kv_heads, tokens, spec.value_dim, dtype=dtype, device=device))
-    except (RuntimeError, MemoryError) as error:
-        msg = f"no room for the decoded cache of {info.tokens} tokens on {device} ({error}); decode it elsewhere"
-        raise KvwireError(msg) from error
-    meta = replace(info.meta, dtype=str(dtype).removeprefix("torch."))
-    meta = meta if offset is None else replace(meta, positions="on", offset=offset)
-    return KVCache(keys, values, meta, info.token_ids, head.kept)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
-from kvwire.codec import _triton
+from kvwire.codec import _triton, _triton_place
 from kvwire.codec.backend import interpreted
 from kvwire.codec.device_profile import on_device
 from kvwire.codec.place_plainly import place_plainly
@@ -341,7 +341,7 @@ class DeviceDecoder:
         named = [batch.part(name) for name in ("chunks", "blocks", "group_slots")]
         texts = [batch.part(name) for name in ("slot_rows", "slot_sizes", "token_ids")]
         table = self._loaded.table if self._loaded.table is not None else batch.buffer.view(torch.int8)
-        _triton.place[staged.blocks, plan.tiles](
+        _triton_place.place[staged.blocks, plan.tiles](
             self._tile_table, *named, batch.wide, batch.flags, batch.values, *texts, table,
             *angles, self._pages, batch.part("steps"), len(self._loaded.groups), plan.first,
             PAGE=page,

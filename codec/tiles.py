@@ -45,7 +45,7 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """Every tile of an output: int64 ``[tiles, fields]`` on the host, see ``_triton.TILE_FIELDS``; and the launches.
+    """Every tile of an output: int64 ``[tiles, fields]`` on the host, see ``_triton_place.TILE_FIELDS``; and launches.
 
     pairs: of the widest tile, a power of two. aligned: whether all rows and outputs allow 16-byte accesses.
     """

@@ -8,6 +8,7 @@ so that what they write lies together. Symbols and tensors equal those of ``cach
 
 Encoding runs on the processor with the kernels of ``cachegen_fast``, untimed.
 """
+# ruff: noqa: ANN001, ANN201, ANN202, PLR0913, PLR0917
 
 from __future__ import annotations
 
@@ -147,24 +148,24 @@ def decode(streams: Streams, out: Tensor) -> Tensor:
 
 
 @triton.jit
-def _bound(stored, symbol):  # noqa: ANN001, ANN202
+def _bound(stored, symbol):
     """Where a symbol begins, 0 to 65535; what is past the last one wraps to 0."""
     return tl.load(stored + symbol).to(tl.uint32) & 65535
 
 
 @triton.jit
-def decode_streams(  # noqa: ANN201, PLR0913, PLR0917
-    words,  # noqa: ANN001
-    last,  # noqa: ANN001
-    starts,  # noqa: ANN001
-    stored,  # noqa: ANN001
-    factors,  # noqa: ANN001
-    most,  # noqa: ANN001
-    out,  # noqa: ANN001
-    parts,  # noqa: ANN001
-    heads,  # noqa: ANN001
-    tokens,  # noqa: ANN001
-    dim,  # noqa: ANN001
+def decode_streams(
+    words,
+    last,
+    starts,
+    stored,
+    factors,
+    most,
+    out,
+    parts,
+    heads,
+    tokens,
+    dim,
     STREAM: tl.constexpr,
     ENTRIES: tl.constexpr,
     BLOCK: tl.constexpr,

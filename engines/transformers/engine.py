@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ from transformers.cache_utils import DynamicCache
 
 from kvwire.codec import Statistics, Vocabulary, perturbed, planes_of, positions_on
 from kvwire.engines.transformers.capture import QueryRecorder, attention_of, recording, uses_sdpa
+from kvwire.engines.transformers.fitting import kept_by_all, turn_alike
 from kvwire.engines.transformers.plain import filled, tensors_of
 from kvwire.engines.transformers.registration import learn_layout, window_of
 from kvwire.engines.transformers.text import ATLAS_CONTEXT, head_start, look_up
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from kvwire.codec import Plane
     from kvwire.engines.transformers.waiting import Ready
-    from kvwire.types import LayerSpec, RopeRegime, Side
+    from kvwire.types import Side
 
 _SIDES: tuple[Side, ...] = ("key", "value")
 _SENSITIVITY_DOCUMENTS, _SENSITIVITY_LEAST = 3, 64
@@ -254,7 +254,7 @@ class TransformersEngine:
         """Raise MismatchError where a cache comes from another model."""
         theirs, ours = cache.meta, self.meta
         shapes = [(s.kv_heads, s.key_dim, s.value_dim) for s in theirs.layers]
-        same = shapes == [(s.kv_heads, s.key_dim, s.value_dim) for s in ours.layers] and _turn_alike(theirs, ours)
+        same = shapes == [(s.kv_heads, s.key_dim, s.value_dim) for s in ours.layers] and turn_alike(theirs, ours)
         digests = (theirs.tokenizer_digest, ours.tokenizer_digest)
         if all(digests) and digests[0] != digests[1]:
             msg = (
@@ -387,52 +387,3 @@ class TransformersEngine:
         if min(token_ids) < 0 or max(token_ids) >= vocabulary:
             msg = f"token ids must lie in 0 to {vocabulary - 1}; were they made by this model's tokenizer?"
             raise ArgumentError(msg)
-
-
-def kept_by_all(cache: KVCache) -> Tensor | None:
-    """Tokens that every layer and head of a pruned cache keeps, int64; None where none that counts was pruned.
-
-    A sliding layer need only keep what its window still sees. Raises MismatchError where layers or heads keep different
-    tokens, or where a sliding layer would see further back.
-    """
-    layers = zip(cache.meta.layers, cache.kept or (), strict=False)
-    counted = [(spec, mask.cpu()) for spec, mask in layers if mask is not None]
-    counted = [(spec, mask) for spec, mask in counted if not mask[:, _seen(spec, cache.tokens) :].all()]
-    if not counted:
-        return None
-    first = counted[0][1][0]
-    attending = [spec for spec in cache.meta.layers if spec.kind != "none"]
-    alike = len(counted) == len(attending) and all(bool((mask == first).all()) for _, mask in counted)
-    if not alike or any(spec.window is not None for spec in attending):
-        msg = (
-            "this cache is pruned, and its layers and heads keep different tokens, which a plain transformers cache "
-            "cannot hold; keep it unpruned, or give its entries (cache.ragged) to an engine with paged attention"
-        )
-        raise MismatchError(msg)
-    return first.nonzero()[:, 0]
-
-
-def _seen(spec: LayerSpec, tokens: int) -> int:
-    """First token that a layer still sees when the next one comes."""
-    return 0 if spec.window is None else max(0, tokens - spec.window + 1)
-
-
-def _turn_alike(theirs: CacheMeta, ours: CacheMeta) -> bool:
-    """Whether two models of one layout rotate their keys alike; a cache that names no regimes is taken at its word."""
-    for their_spec, our_spec in zip(theirs.layers if theirs.ropes else (), ours.layers, strict=False):
-        for side in _SIDES:
-            their_turn, our_turn = their_spec.rotary(side), our_spec.rotary(side)
-            if (their_turn is None) != (our_turn is None):
-                return False
-            if their_turn is None or our_turn is None:
-                continue
-            if their_turn[1] != our_turn[1] or not _regimes_alike(theirs.ropes[their_turn[0]], ours.ropes[our_turn[0]]):
-                return False
-    return True
-
-
-def _regimes_alike(theirs: RopeRegime, ours: RopeRegime) -> bool:
-    if theirs.interleaved != ours.interleaved or theirs.rotary_dim != ours.rotary_dim:
-        return False
-    pairs = zip(theirs.inv_freq, ours.inv_freq, strict=True)
-    return all(math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-12) for a, b in pairs)  # processors differ in last bits

@@ -1,0 +1,64 @@
+"""Whether a cache fits a model, and what of a pruned one a plain transformers cache can hold."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from kvwire.errors import MismatchError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvwire.types import CacheMeta, KVCache, LayerSpec, RopeRegime, Side
+
+_SIDES: tuple[Side, ...] = ("key", "value")
+
+
+def kept_by_all(cache: KVCache) -> Tensor | None:
+    """Tokens that every layer and head of a pruned cache keeps, int64; None where none that counts was pruned.
+
+    A sliding layer need only keep what its window still sees. Raises MismatchError where layers or heads keep different
+    tokens, or where a sliding layer would see further back.
+    """
+    layers = zip(cache.meta.layers, cache.kept or (), strict=False)
+    counted = [(spec, mask.cpu()) for spec, mask in layers if mask is not None]
+    counted = [(spec, mask) for spec, mask in counted if not mask[:, _seen(spec, cache.tokens) :].all()]
+    if not counted:
+        return None
+    first = counted[0][1][0]
+    attending = [spec for spec in cache.meta.layers if spec.kind != "none"]
+    alike = len(counted) == len(attending) and all(bool((mask == first).all()) for _, mask in counted)
+    if not alike or any(spec.window is not None for spec in attending):
+        msg = (
+            "this cache is pruned, and its layers and heads keep different tokens, which a plain transformers cache "
+            "cannot hold; keep it unpruned, or give its entries (cache.ragged) to an engine with paged attention"
+        )
+        raise MismatchError(msg)
+    return first.nonzero()[:, 0]
+
+
+def _seen(spec: LayerSpec, tokens: int) -> int:
+    """First token that a layer still sees when the next one comes."""
+    return 0 if spec.window is None else max(0, tokens - spec.window + 1)
+
+
+def turn_alike(theirs: CacheMeta, ours: CacheMeta) -> bool:
+    """Whether two models of one layout rotate their keys alike; a cache that names no regimes is taken at its word."""
+    for their_spec, our_spec in zip(theirs.layers if theirs.ropes else (), ours.layers, strict=False):
+        for side in _SIDES:
+            their_turn, our_turn = their_spec.rotary(side), our_spec.rotary(side)
+            if (their_turn is None) != (our_turn is None):
+                return False
+            if their_turn is None or our_turn is None:
+                continue
+            if their_turn[1] != our_turn[1] or not _regimes_alike(theirs.ropes[their_turn[0]], ours.ropes[our_turn[0]]):
+                return False
+    return True
+
+
+def _regimes_alike(theirs: RopeRegime, ours: RopeRegime) -> bool:
+    if theirs.interleaved != ours.interleaved or theirs.rotary_dim != ours.rotary_dim:
+        return False
+    pairs = zip(theirs.inv_freq, ours.inv_freq, strict=True)
+    return all(math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-12) for a, b in pairs)  # processors differ in last bits
