@@ -57,6 +57,7 @@ class FileReader:
             msg = f"{key} is not there: a folder or a special file lies in its place"
             raise NotFoundError(msg)
         self._size = about.st_size
+        self.modified = about.st_mtime
         self._identity = (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns)
 
     @property

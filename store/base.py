@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
-from kvwire.errors import ArgumentError, StorageError
+from kvwire.errors import ArgumentError, NotFoundError, StorageError
+from kvwire.store.keys import check_key, check_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    import ssl
+    from collections.abc import Iterable, Iterator
+
+Data: TypeAlias = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True)
 class ObjectStat:
-    """Size in bytes and strong entity tag (without quotes) of one object."""
+    """Size in bytes, strong entity tag without quotes, and time of writing in Unix seconds (0: unknown)."""
 
     size: int
     etag: str
+    modified: float = 0.0
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One object of a listing: its key, size in bytes and time of writing (Unix seconds, 0: unknown)."""
+
+    key: str
+    size: int
+    modified: float = 0.0
 
 
 class Store(Protocol):
     """Where blobs live. Every method may be called from any thread and raises only ``kvwire.errors``.
 
     Keys are checked by ``keys.check_key``: a bad one is an ArgumentError, a missing object a NotFoundError, anything
-    that the disk or server did wrong a StorageError.
+    that the disk or server did wrong a StorageError, refused credentials an AuthError. A store that inherits from this
+    class gets ``create``, ``delete_many`` and ``keys`` made of the other methods.
     """
 
     @property
@@ -39,17 +55,39 @@ class Store(Protocol):
         """Size and entity tag."""
         ...
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: Data) -> None:
         """Write the whole object: readers see the old bytes or the new ones, never a mixture."""
         ...
+
+    def create(self, key: str, data: Data) -> bool:
+        """Write where there is nothing of that size yet; tells whether it wrote. Saves time, but is no lock.
+
+        Meant for content-addressed keys, where whoever else writes the key writes the same bytes.
+        """
+        try:
+            if self.stat(key).size == len(data):
+                return False
+        except NotFoundError:
+            pass
+        self.put(key, data)
+        return True
 
     def delete(self, key: str) -> None:
         """Remove the object; removing what is not there is no error."""
         ...
 
-    def keys(self, prefix: str) -> Iterator[str]:
-        """Keys that start with ``prefix``, in ascending order."""
+    def delete_many(self, keys: Iterable[str]) -> None:
+        """Remove objects, in as few requests as the store knows how to."""
+        for key in keys:
+            self.delete(key)
+
+    def scan(self, prefix: str, after: str = "") -> Iterator[Listed]:
+        """Objects whose keys start with ``prefix`` and come after ``after``, in ascending order of keys."""
         ...
+
+    def keys(self, prefix: str, after: str = "") -> Iterator[str]:
+        """Keys that start with ``prefix`` and come after ``after``, in ascending order."""
+        return (listed.key for listed in self.scan(prefix, after))
 
     def close(self) -> None:
         """Give back connections and memory; the store is not used afterwards."""
@@ -87,6 +125,29 @@ class Snapshots(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class HttpAddress:
+    """Where one object can be read over HTTP, in ranges.
+
+    url: used as it is; may hold a signature, so it never goes into logs or messages. headers: to send along, likewise
+    secret. expires_at: Unix seconds. tls: None for the system's certificates.
+    """
+
+    url: str = field(repr=False)
+    headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    expires_at: float = math.inf
+    tls: ssl.SSLContext | None = None
+
+
+@runtime_checkable
+class Addressed(Protocol):
+    """A store whose objects can be read over plain HTTP, which is how transfers prefer it."""
+
+    def http_address(self, key: str, *, renew: bool = False) -> HttpAddress:
+        """Address of one object, the same for all ranges; ``renew``: a fresh one, since the last was refused."""
+        ...
+
+
 class _PlainReader:
     """Reads through ``Store.get``, for stores that keep no versions: of changes, only one of size is noticed."""
 
@@ -118,6 +179,14 @@ class _PlainReader:
 def open_object(store: Store, key: str) -> ObjectReader:
     """Open one object of any store; the caller closes the reader. Raises NotFoundError where there is none."""
     return store.snapshot(key) if isinstance(store, Snapshots) else _PlainReader(store, key)
+
+
+def check_after(prefix: str, after: str) -> tuple[str, str]:
+    """Return both, or raise ArgumentError where no key could start with ``prefix`` or ``after`` is no key."""
+    check_prefix(prefix)
+    if after:
+        check_key(after)
+    return prefix, after
 
 
 def clamp_range(start: int, end: int | None, size: int) -> tuple[int, int]:

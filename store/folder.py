@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING
 from kvwire.errors import StorageError
 from kvwire.store._file_reader import EtagCache, FileReader
 from kvwire.store._os_errors import reading, writing
-from kvwire.store.base import ObjectStat, clamp_range
-from kvwire.store.keys import check_key, check_prefix
+from kvwire.store.base import Listed, ObjectStat, Store, check_after, clamp_range
+from kvwire.store.keys import check_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from kvwire.store.base import Data
 
 # Files are opened without following a link in the last step, and without waiting where someone left a FIFO.
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -29,7 +31,7 @@ _FOLDER_ATTEMPTS = 16
 _NEW_FILE_MODE = 0o666  # less the umask, as for any program's files: other users may serve the folder
 
 
-class FolderStore:
+class FolderStore(Store):
     """Objects as files below one folder, which is made on the first write."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -62,9 +64,9 @@ class FolderStore:
     def stat(self, key: str) -> ObjectStat:
         """Size and entity tag."""
         with contextlib.closing(self.snapshot(key)) as reader:
-            return ObjectStat(reader.size, reader.etag)
+            return ObjectStat(reader.size, reader.etag, reader.modified)
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: Data) -> None:
         """Write the object; when this returns it survives a power cut."""
         path = self._path(key)
         with writing(f"{key} in {self.url}"):
@@ -93,10 +95,10 @@ class FolderStore:
                 raise error from None
             self._prune(path.parent)
 
-    def keys(self, prefix: str) -> Iterator[str]:
-        """Keys that start with ``prefix``, in ascending order, found while iterating."""
-        check_prefix(prefix)
-        return self._walk(self._root, "", prefix)
+    def scan(self, prefix: str, after: str = "") -> Iterator[Listed]:
+        """Objects whose keys start with ``prefix`` and come after ``after``, in order, found while iterating."""
+        check_after(prefix, after)
+        return self._walk(self._root, "", prefix, after)
 
     def close(self) -> None:
         """Nothing is held between calls."""
@@ -104,15 +106,18 @@ class FolderStore:
     def _path(self, key: str) -> Path:
         return self._root.joinpath(*check_key(key).split("/"))
 
-    def _walk(self, folder: Path, above: str, prefix: str) -> Iterator[str]:
+    def _walk(self, folder: Path, above: str, prefix: str, after: str) -> Iterator[Listed]:
         for name in self._names(folder):
             key = above + name
             if not (key.startswith(prefix) or prefix.startswith(key)):
                 continue
             if name.endswith("/"):
-                yield from self._walk(folder / name, key, prefix)
-            elif key.startswith(prefix):
-                yield key
+                if key > after or after.startswith(key):
+                    yield from self._walk(folder / name, key, prefix, after)
+            elif key.startswith(prefix) and key > after:
+                with contextlib.suppress(FileNotFoundError):  # deleted since the folder was read
+                    about = (folder / name).stat(follow_symlinks=False)
+                    yield Listed(key, about.st_size, about.st_mtime)
 
     def _names(self, folder: Path) -> list[str]:
         """Sorted names; folders end with a slash, so that the walk meets keys in the order of whole keys."""
@@ -151,7 +156,7 @@ def _listed(entry: os.DirEntry[str]) -> str | None:
     return entry.name if entry.is_file(follow_symlinks=False) else None
 
 
-def _replace_file(path: Path, data: bytes) -> None:
+def _replace_file(path: Path, data: Data) -> None:
     temporary = path.parent / f".tmp-{os.getpid()}-{secrets.token_hex(8)}"
     try:
         _write_file(temporary, data)
@@ -163,7 +168,7 @@ def _replace_file(path: Path, data: bytes) -> None:
     _sync_folder(path.parent)
 
 
-def _write_file(path: Path, data: bytes) -> None:
+def _write_file(path: Path, data: Data) -> None:
     descriptor = os.open(path, _CREATE_FLAGS, _NEW_FILE_MODE)
     try:
         view = memoryview(data)

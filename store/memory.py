@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvwire.errors import NotFoundError
-from kvwire.store.base import ObjectStat, clamp_range
-from kvwire.store.keys import check_key, check_prefix, entity_tag
+from kvwire.store.base import Listed, ObjectStat, Store, check_after, clamp_range
+from kvwire.store.keys import check_key, entity_tag
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvwire.store.base import ObjectReader
+    from kvwire.store.base import Data, ObjectReader
 
 
 class _Object:
@@ -22,6 +23,7 @@ class _Object:
     def __init__(self, key: str, data: bytes) -> None:
         self._key = key
         self.data = data
+        self.modified = time.time()
 
     @cached_property
     def etag(self) -> str:
@@ -39,7 +41,7 @@ class _Object:
         pass
 
 
-class MemoryStore:
+class MemoryStore(Store):
     """Objects in a dictionary, for tests, demos and short-lived services."""
 
     def __init__(self) -> None:
@@ -63,9 +65,9 @@ class MemoryStore:
     def stat(self, key: str) -> ObjectStat:
         """Size and entity tag."""
         found = self._find(key)
-        return ObjectStat(found.size, found.etag)
+        return ObjectStat(found.size, found.etag, found.modified)
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: Data) -> None:
         """Keep a copy of the bytes."""
         check_key(key)
         with self._lock:
@@ -77,12 +79,16 @@ class MemoryStore:
         with self._lock:
             self._objects.pop(key, None)
 
-    def keys(self, prefix: str) -> Iterator[str]:
-        """Keys that start with ``prefix`` at the time of the call, in ascending order."""
-        check_prefix(prefix)
+    def scan(self, prefix: str, after: str = "") -> Iterator[Listed]:
+        """Objects whose keys start with ``prefix`` and come after ``after`` at the time of the call, in order."""
+        check_after(prefix, after)
         with self._lock:
-            found = sorted(key for key in self._objects if key.startswith(prefix))
-        return iter(found)
+            found = [
+                Listed(key, one.size, one.modified)
+                for key, one in self._objects.items()
+                if key.startswith(prefix) and key > after
+            ]
+        return iter(sorted(found, key=lambda listed: listed.key))
 
     def close(self) -> None:
         """Forget everything."""

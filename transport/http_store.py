@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, NoReturn
 from urllib.parse import urlsplit
 
 from kvwire.errors import ArgumentError, AuthError, NotFoundError, StorageError
-from kvwire.store import ObjectStat, check_key
+from kvwire.store import ObjectStat, Store, check_key
 from kvwire.transport.http_semantics import content_range, strong_etag
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from urllib.parse import SplitResult
+
+    from kvwire.store import Data, Listed
 
 _SIZE = re.compile(r"[0-9]{1,18}")
 _PIECE_BYTES = 64 * 1024
@@ -34,7 +36,7 @@ class HttpStoreSettings:
     total_s: float = 600.0
 
 
-class HttpStore:
+class HttpStore(Store):
     """Reads objects from ``http(s)://host[:port][/prefix]``, such as ``serve`` offers. It cannot write or list.
 
     One connection, kept open between calls and shared by threads in turn. Redirects and proxy settings are not
@@ -92,7 +94,7 @@ class HttpStore:
             raise StorageError(msg)
         return ObjectStat(int(size), (strong_etag(fields.get("ETag")) or "").strip('"'))
 
-    def put(self, key: str, data: bytes) -> NoReturn:  # noqa: ARG002 - the protocol's parameters
+    def put(self, key: str, data: Data) -> NoReturn:  # noqa: ARG002 - the protocol's parameters
         """Refuse: StorageError."""
         self._refuse_writing()
 
@@ -100,7 +102,7 @@ class HttpStore:
         """Refuse: StorageError."""
         self._refuse_writing()
 
-    def keys(self, prefix: str) -> Iterator[str]:  # noqa: ARG002 - the protocol's parameters
+    def scan(self, prefix: str, after: str = "") -> Iterator[Listed]:  # noqa: ARG002 - the protocol's parameters
         """Refuse: ArgumentError."""
         msg = f"{self.url} cannot list its keys: look documents up by id, or list the store on the server's side"
         raise ArgumentError(msg)
