@@ -1,0 +1,38 @@
+"""For authors and testers of stores: the conformance suite, a state machine, and stores that misbehave on purpose.
+
+``StoreConformance``, ``BlobConformance`` and ``StoreMachine`` need pytest and hypothesis and are imported when they are
+asked for; the wrappers need neither.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvwire.store.testing.blobs import BlobConformance
+    from kvwire.store.testing.conformance import StoreConformance
+
+__all__ = ["BlobConformance", "StoreConformance"]
+
+_HOMES = {
+    "BlobConformance": "kvwire.store.testing.blobs",
+    "StoreConformance": "kvwire.store.testing.conformance",
+}
+_ASSERTING = ("blobs", "listing", "objects", "raw", "races")
+
+
+def __getattr__(name: str) -> object:
+    """Import what needs pytest, or say what is missing."""
+    if name not in _HOMES:
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg)
+    missing = [package for package in ("pytest", "hypothesis") if find_spec(package) is None]
+    if missing:
+        msg = f"{__name__}.{name} needs {' and '.join(missing)}: pip install {' '.join(missing)}"
+        raise ImportError(msg)
+    import pytest
+
+    pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in _ASSERTING))
+    return getattr(import_module(_HOMES[name]), name)
