@@ -1,23 +1,32 @@
 """Bytes over links: range fetcher, HTTP server and store, emulated link."""
 
-from kvwire.transport.arrival import Arrival, FetchSettings
-from kvwire.transport.errors import ReplacedError, SegmentCorruptError, SegmentError, SegmentStorageError, StalledError
+from kvwire.transport.arrival import Arrival, FetchCounts, FetchSettings
+from kvwire.transport.errors import (
+    BusyError,
+    ReplacedError,
+    SegmentCorruptError,
+    SegmentError,
+    SegmentStorageError,
+    StalledError,
+)
 from kvwire.transport.fetcher import BlobFetcher
 from kvwire.transport.http_source import HttpSource, open_session
 from kvwire.transport.http_store import HttpStore, HttpStoreSettings
 from kvwire.transport.link import EmulatedLink, LinkSettings, parse_link
 from kvwire.transport.metering import LinkMeter, LinkSample
 from kvwire.transport.opening import open_source
-from kvwire.transport.ranges import Piece, Range, coalesce
+from kvwire.transport.ranges import Piece, Range, coalesce, split
 from kvwire.transport.server import ObjectServer, ServerSettings
 from kvwire.transport.serving import serve
-from kvwire.transport.sources import ByteSource, LinkedSource, Patience, StoreSource, read_object
+from kvwire.transport.sources import ByteSource, LinkedSource, Patience, Sink, StoreSource, read_object
 
 __all__ = [
     "Arrival",
     "BlobFetcher",
+    "BusyError",
     "ByteSource",
     "EmulatedLink",
+    "FetchCounts",
     "FetchSettings",
     "HttpSource",
     "HttpStore",
@@ -35,6 +44,7 @@ __all__ = [
     "SegmentError",
     "SegmentStorageError",
     "ServerSettings",
+    "Sink",
     "StalledError",
     "StoreSource",
     "coalesce",
@@ -43,4 +53,5 @@ __all__ = [
     "parse_link",
     "read_object",
     "serve",
+    "split",
 ]

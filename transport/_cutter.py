@@ -6,19 +6,23 @@ from collections import deque
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
+    from kvwire.store import Data
     from kvwire.transport.ranges import Piece, Range
 
 T = TypeVar("T")
 
 
 class Cutter(Generic[T]):
-    """Feed it the bytes of a range in order; it gives each piece when its last byte is in, and drops the gaps."""
+    """Feed it the bytes of a range in order; it gives each piece when its last byte is in, and drops the gaps.
+
+    A piece that came in one go is a view of what was fed; one that came in several is joined, once.
+    """
 
     def __init__(self, wanted: Range[T]) -> None:
         """Expect the bytes of this range."""
         self._pending = deque(wanted.pieces)
-        self._start = wanted.start  # of the buffer, in the object
-        self._buffer = bytearray()
+        self._at = wanted.start  # of the next byte, in the object
+        self._parts: list[memoryview] = []
 
     @property
     def pending(self) -> list[Piece[T]]:
@@ -27,20 +31,23 @@ class Cutter(Generic[T]):
 
     @property
     def buffered_bytes(self) -> int:
-        """Bytes of the piece that is coming in."""
-        return len(self._buffer)
+        """Bytes since the end of the last complete piece that still comes in."""
+        return sum(map(len, self._parts))
 
-    def feed(self, data: bytes) -> list[tuple[Piece[T], bytes]]:
+    def feed(self, data: Data) -> list[tuple[Piece[T], Data]]:
         """Take the next bytes; returns the pieces that they complete."""
-        self._buffer += data
-        complete = []
-        taken = 0
-        while self._pending and self._pending[0].end <= self._start + len(self._buffer):
-            piece = self._pending.popleft()
-            first = piece.offset - self._start
-            taken = first + piece.length
-            complete.append((piece, bytes(memoryview(self._buffer)[first:taken])))
-        if taken:
-            del self._buffer[:taken]
-            self._start += taken
+        view = memoryview(data)
+        start, end = self._at, self._at + len(view)
+        complete: list[tuple[Piece[T], Data]] = []
+        while self._pending and self._pending[0].offset <= end:
+            piece = self._pending[0]
+            first, last = max(piece.offset, start), min(piece.end, end)
+            if first < last:
+                self._parts.append(view[first - start : last - start])
+            if piece.end > end:
+                break
+            self._pending.popleft()
+            complete.append((piece, self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)))
+            self._parts = []
+        self._at = end
         return complete

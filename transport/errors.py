@@ -18,6 +18,15 @@ class StalledError(StorageError):
     """The other side stopped sending, or never began."""
 
 
+class BusyError(StorageError):
+    """The other side asks to come back later, in ``retry_after_s`` seconds where it says when."""
+
+    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+        """Keep the message and the wait that was asked for."""
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class SegmentError(KvwireError):
     """One segment could not be fetched; the others are not concerned."""
 

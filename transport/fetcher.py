@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Self
 
 from kvwire.errors import CorruptError, StorageError, TruncatedError
 from kvwire.transport._fetch_run import FATAL, FetchRun
-from kvwire.transport.arrival import Arrival, FetchSettings
+from kvwire.transport.arrival import Arrival, FetchCounts, FetchSettings
 from kvwire.transport.metering import LinkMeter
-from kvwire.transport.sources import LinkedSource, timed
+from kvwire.transport.sources import LinkedSource, read_patiently
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
+    from kvwire.store import Data
     from kvwire.transport.errors import SegmentError
     from kvwire.transport.link import EmulatedLink
     from kvwire.transport.sources import ByteSource
@@ -28,8 +29,10 @@ _MAX_HEAD_READS = 8  # a head tells its length after one or two; more would be a
 class BlobFetcher:
     """Reads one version of one blob over any source.
 
-    read_head: parses the beginning of a blob (default: the codec's). link: an emulated link in front of the source.
+    read_head: parses the beginning of a blob (default: the codec's). check: takes a segment as it was stored, and gives
+    its content or raises CorruptError (default: compares the CRC-32). link: an emulated link in front of the source.
     meter: shared by fetchers that use one link at the same time. rng, sleep: of the pauses before retries.
+    counts: what has been done so far.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class BlobFetcher:
         source: ByteSource,
         *,
         read_head: Callable[[bytes], BlobInfo] | None = None,
+        check: Callable[[SegmentInfo, Data], Data] | None = None,
         settings: FetchSettings | None = None,
         link: EmulatedLink | None = None,
         meter: LinkMeter | None = None,
@@ -46,11 +50,13 @@ class BlobFetcher:
         """Take over the source; nothing is read yet."""
         self._source: ByteSource = LinkedSource(source, link) if link else source
         self._read_head = read_head or _codec_read_head
+        self._check = check or check_crc
         self._settings = settings or FetchSettings()
         self._meter = meter or LinkMeter()
         self._rng = rng or random.Random()  # noqa: S311 - spreads retries, guards nothing
         self._sleep = sleep
         self._prefix = b""
+        self.counts = FetchCounts()
 
     @property
     def url(self) -> str:
@@ -71,15 +77,21 @@ class BlobFetcher:
                 await self._sleep(self._settings.backoff(failed, self._rng.random()))
         return await self._open_once()
 
-    async def fetch(self, segments: Sequence[SegmentInfo]) -> AsyncGenerator[Arrival | SegmentError, None]:
+    async def fetch(
+        self, segments: Sequence[SegmentInfo], *, deadline: float | None = None
+    ) -> AsyncGenerator[Arrival | SegmentError, None]:
         """Give every segment once, when its last byte is in: as an Arrival, or as the SegmentError that it met.
+
+        deadline: on the meter's clock (``time.monotonic``); what has not come by then is given as a SegmentError whose
+        cause is a DeadlineError, and its requests are broken off.
 
         The order of ``segments`` is the order of importance; neighbours in it that are neighbours in the blob share a
         request. Raises ReplacedError, NotFoundError or AuthError where the object as a whole cannot be read any more.
         Wrap it in ``contextlib.aclosing`` where the loop may be left early: that breaks off what still runs.
         """
         at_hand = {segment: data for segment in segments if (data := self._at_hand(segment)) is not None}
-        run = FetchRun(self._source, self._settings, self._meter, self._rng.random, self._sleep)
+        parts = (self._source, self._settings, self._meter, self.counts, self._check)
+        run = FetchRun(*parts, self._rng.random, self._sleep, deadline)
         try:
             run.start([segment for segment in segments if segment not in at_hand])
             for segment in segments:
@@ -104,12 +116,14 @@ class BlobFetcher:
         """Close."""
         await self.close()
 
-    def _at_hand(self, segment: SegmentInfo) -> bytes | None:
+    def _at_hand(self, segment: SegmentInfo) -> Data | None:
         """The segment, where it came along with the head undamaged; segments of no bytes need no request either."""
         if segment.stored and segment.end > len(self._prefix):
             return None
-        data = self._prefix[segment.offset : segment.end] if segment.stored else b""
-        return data if zlib.crc32(data) == segment.crc32 else None
+        try:
+            return self._check(segment, self._prefix[segment.offset : segment.end] if segment.stored else b"")
+        except CorruptError:
+            return None
 
     async def _open_once(self) -> BlobInfo:
         self._prefix = await self._read(0, self._settings.head_bytes)
@@ -144,16 +158,27 @@ class BlobFetcher:
 
     async def _read(self, start: int, end: int) -> bytes:
         transfer = self._meter.begin()
-        received = bytearray()
+        pieces: list[Data] = []
+
+        def take(data: Data) -> None:
+            transfer.received(len(data))
+            self.counts.wire_bytes += len(data)
+            pieces.append(data)
+
+        self.counts.requests += 1
         try:
-            pieces = self._source.read(start, end)
-            async with aclosing(timed(pieces, self._settings.patience, self.url)) as answer:
-                async for piece in answer:
-                    transfer.received(len(piece))
-                    received += piece
+            await read_patiently(self._source, start, end, take, self._settings.patience)
         finally:
             transfer.end()
-        return bytes(received)
+        return b"".join(pieces)
+
+
+def check_crc(segment: SegmentInfo, stored: Data) -> Data:
+    """The segment's bytes as they are; CorruptError where their CRC-32 is not the one in the index."""
+    if zlib.crc32(stored) != segment.crc32:
+        msg = f"the CRC-32 of bytes {segment.offset} to {segment.end} is wrong"
+        raise CorruptError(msg)
+    return stored
 
 
 def _codec_read_head(data: bytes) -> BlobInfo:

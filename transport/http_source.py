@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+import asyncio
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, TypeAlias
 
 import aiohttp
 from yarl import URL
 
 from kvwire.errors import ArgumentError, AuthError, KvwireError, NotFoundError, StorageError
-from kvwire.transport.errors import ReplacedError
+from kvwire.store import HttpAddress
+from kvwire.transport.errors import BusyError, ReplacedError
 from kvwire.transport.http_semantics import content_range, strong_etag, unsatisfied_size
+from kvwire.transport.sources import ByteSource
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator
+    from kvwire.transport.sources import Sink
+
+Addresses: TypeAlias = Callable[[bool], HttpAddress]
+"""Gives an object's address; told True, a fresh one, because the last was refused. May block."""
 
 _CONNECT_S = 5.0
-_READ_BUFFER_BYTES = 256 * 1024
+_READ_BUFFER_BYTES = 512 * 1024
+_RENEW_BEFORE_S = 30.0  # an address that is about to expire is not used for another request
 _OK, _PARTIAL, _GONE, _UNSATISFIABLE = 200, 206, 412, 416
 _REFUSED = (401, 403)
 _ABSENT = (404, 410)
+_BUSY = (429, 503)
+_SECONDS = re.compile(r"[0-9]{1,9}")
 
 
 def open_session(*, connect_s: float = _CONNECT_S) -> aiohttp.ClientSession:
@@ -36,76 +49,119 @@ def open_session(*, connect_s: float = _CONNECT_S) -> aiohttp.ClientSession:
     )
 
 
-class HttpSource:
+@dataclass(frozen=True)
+class _Target:
+    """An address, ready to be asked."""
+
+    address: HttpAddress
+    url: URL
+    headers: dict[str, str]
+
+    @classmethod
+    def of(cls, address: HttpAddress) -> _Target:
+        try:
+            url = URL(address.url, encoded=True)
+        except ValueError as error:
+            msg = "an object's address is no URL: use http://host:port/key"
+            raise ArgumentError(msg) from error
+        if url.scheme not in ("http", "https") or not url.host:
+            msg = f"{address.url.partition('?')[0].rpartition('@')[2]!r} is not an http or https address"
+            raise ArgumentError(msg)
+        return cls(address, url, {"Accept-Encoding": "identity", **dict(address.headers)})
+
+    @property
+    def is_fresh(self) -> bool:
+        return time.time() < self.address.expires_at - _RENEW_BEFORE_S
+
+
+class HttpSource(ByteSource):
     """Reads one object by URL; the first answer's ETag becomes the condition of every later request.
 
-    The URL is used as it is (presigned URLs stay valid), redirects are not followed, and the token, if any, goes to
-    this URL alone.
+    The URL is used as it is (presigned URLs stay valid), redirects are not followed, and credentials go to this URL
+    alone. Where addresses expire, one that is about to, or was refused, is replaced by a fresh one, once a read.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, *, token: str | None = None) -> None:
+    def __init__(self, session: aiohttp.ClientSession, url: str | Addresses, *, token: str | None = None) -> None:
         """Name the object; nothing is asked yet. The session is the caller's and is not closed here."""
         self._session = session
-        self._url = URL(url, encoded=True)
-        if self._url.scheme not in ("http", "https") or not self._url.host:
-            msg = f"{url!r} is not an http or https address"
-            raise ArgumentError(msg)
-        self._headers = {"Accept-Encoding": "identity"}
-        if token:
-            self._headers["Authorization"] = f"Bearer {token}"
+        self._find = url if callable(url) else None
+        self._target: _Target | None = None
+        if not callable(url):
+            headers = (("Authorization", f"Bearer {token}"),) if token else ()
+            self._target = _Target.of(HttpAddress(url, headers))
         self._etag: str | None = None
         self._size: int | None = None
 
     @property
     def url(self) -> str:
         """The object's address without its query, which may hold a signature."""
-        return str(self._url.with_query(None).with_user(None))
+        return str(self._target.url.with_query(None).with_user(None)) if self._target else "an object behind http"
 
     @property
     def size(self) -> int | None:
         """Length of the object, once an answer has told it."""
         return self._size
 
-    async def read(self, start: int, end: int | None) -> AsyncGenerator[bytes, None]:
-        """Bytes ``start`` to ``end``, as they arrive; one request."""
+    async def read(self, start: int, end: int | None, sink: Sink) -> None:
+        """Give bytes ``start`` to ``end``, as they arrive; one request, two where the address had to be renewed."""
         if start < 0 or (end is not None and end < start):
             msg = f"a byte range must run forwards from 0 or later, got {start} to {end}"
             raise ArgumentError(msg)
         if end == start:
             return
-        async with self._asked(start, end) as response:
-            left = self._checked(response, start, end)
-            async for piece in response.content.iter_any():
-                if len(piece) > left and response.status == _PARTIAL:
-                    msg = f"{self.url}: the server sent more than it announced; its ranges are broken"
-                    raise StorageError(msg)
-                if left:
-                    yield piece[:left]
-                left -= min(left, len(piece))
-                if not left and response.status == _OK and end is not None:
-                    return  # a server without ranges: the rest of the object is not wanted
-            if left:
-                msg = f"{self.url}: the answer ended {left} bytes early; try again"
-                raise StorageError(msg)
-
-    async def close(self) -> None:
-        """Nothing is held: connections belong to the session."""
-
-    @asynccontextmanager
-    async def _asked(self, start: int, end: int | None) -> AsyncIterator[aiohttp.ClientResponse]:
-        headers = dict(self._headers)
-        if start or end is not None:
-            headers["Range"] = f"bytes={start}-{'' if end is None else end - 1}"
-        if self._etag:
-            headers["If-Match"] = self._etag
+        target = self._target
+        if target is None or not target.is_fresh:
+            target = await self._renewed(refused=False)
         try:
-            async with self._session.get(self._url, headers=headers, allow_redirects=False) as response:
-                yield response
+            await self._ask(target, start, end, sink)
+        except AuthError:
+            if self._find is None:
+                raise
+            await self._ask(await self._renewed(refused=True), start, end, sink)
+
+    async def _renewed(self, *, refused: bool) -> _Target:
+        if self._find is None:
+            msg = f"{self.url}: the address has expired; ask for a fresh one"
+            raise AuthError(msg)
+        self._target = _Target.of(await asyncio.to_thread(self._find, refused))
+        return self._target
+
+    async def _ask(self, target: _Target, start: int, end: int | None, sink: Sink) -> None:
+        headers = target.headers
+        if start or end is not None:
+            headers = {**headers, "Range": f"bytes={start}-{'' if end is None else end - 1}"}
+        if self._etag:
+            headers = {**headers, "If-Match": self._etag}
+        tls = target.address.tls or True
+        try:
+            async with self._session.get(target.url, headers=headers, allow_redirects=False, ssl=tls) as response:
+                await self._take(response, start, end, sink)
         except KvwireError:
             raise
         except (aiohttp.ClientError, OSError) as error:
-            msg = f"{self.url}: the connection failed ({_words(error)}); try again or check the server"
+            msg = f"{self.url}: the connection failed ({self._words(error)}); try again or check the server"
             raise StorageError(msg) from error
+
+    async def _take(self, response: aiohttp.ClientResponse, start: int, end: int | None, sink: Sink) -> None:
+        left = self._checked(response, start, end)
+        content = response.content
+        while left:
+            piece, is_chunk_end = await content.readchunk()
+            if len(piece) > left:
+                if response.status == _PARTIAL:
+                    raise self._lied()
+                piece = piece[:left]
+            if piece:
+                sink(piece)
+                left -= len(piece)
+            elif not is_chunk_end:
+                msg = f"{self.url}: the answer ended {left} bytes early; try again"
+                raise StorageError(msg)
+        if response.content_length is None and response.status == _PARTIAL and await content.read(1):
+            raise self._lied()
+
+    async def close(self) -> None:
+        """Nothing is held: connections belong to the session."""
 
     def _checked(self, response: aiohttp.ClientResponse, start: int, end: int | None) -> int:
         """Number of bytes to expect. Raises where the answer is not the bytes asked for."""
@@ -114,7 +170,7 @@ class HttpSource:
             self._learn(response, unsatisfied_size(response.headers.get("Content-Range")))
             return 0
         if status not in (_OK, _PARTIAL):
-            raise self._refusal(status)
+            raise self._refusal(status, response)
         if response.headers.get("Content-Encoding", "identity").lower() != "identity":
             msg = f"{self.url}: the answer is compressed in transit; switch that off for these objects"
             raise StorageError(msg)
@@ -126,6 +182,8 @@ class HttpSource:
             msg = f"{self.url}: asked for bytes from {start} to {end}, got others; the server's ranges are broken"
             raise StorageError(msg)
         self._learn(response, told[2])
+        if response.content_length not in (None, told[1] - start):
+            raise self._lied()
         return told[1] - start
 
     def _whole(self, response: aiohttp.ClientResponse, start: int, end: int | None) -> int:
@@ -144,22 +202,37 @@ class HttpSource:
             raise self._replaced()
         self._etag, self._size = known_tag, known_size
 
-    def _refusal(self, status: int) -> StorageError | NotFoundError | AuthError:
+    def _refusal(self, status: int, response: aiohttp.ClientResponse) -> KvwireError:
         if status == _GONE:
             return self._replaced()
         if status in _ABSENT:
-            return (
-                self._replaced()
-                if self._size is not None
-                else NotFoundError(f"{self.url} is not there; check the address")
-            )
+            if self._size is not None:
+                return self._replaced()
+            return NotFoundError(f"{self.url} is not there; check the address")
         if status in _REFUSED:
             return AuthError(f"{self.url}: the server refused the credentials (status {status}); check the token")
-        return StorageError(f"{self.url}: the server answered with status {status}; try again later")
+        words = f"{self.url}: the server answered with status {status}; try again later"
+        return BusyError(words, _retry_after_s(response)) if status in _BUSY else StorageError(words)
+
+    def _lied(self) -> StorageError:
+        return StorageError(f"{self.url}: the server sent another number of bytes than it announced; try again")
 
     def _replaced(self) -> ReplacedError:
         return ReplacedError(f"{self.url} was replaced while being read: open it again")
 
+    def _words(self, error: Exception) -> str:
+        """What happened, without the URL, whose query may be a secret."""
+        words = str(error) or type(error).__name__
+        secret = self._target.url.raw_query_string if self._target else ""
+        return type(error).__name__ if secret and secret in words else words
 
-def _words(error: Exception) -> str:
-    return str(error) or type(error).__name__
+
+def _retry_after_s(response: aiohttp.ClientResponse) -> float:
+    """Seconds that the server asks to wait (RFC 9110 section 10.2.3), 0 where it does not say."""
+    field = response.headers.get("Retry-After", "").strip()
+    if _SECONDS.fullmatch(field):
+        return float(field)
+    try:
+        return max(0.0, parsedate_to_datetime(field).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return 0.0

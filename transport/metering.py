@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvwire.transport.pace import Pace
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -36,7 +38,10 @@ class LinkSample:
 
 
 class LinkMeter:
-    """Watches all transfers that share one link. Give the same meter to fetchers that run at the same time."""
+    """Watches all transfers that share one link. Give the same meter to fetchers that run at the same time.
+
+    pace: what requests over this link usually take.
+    """
 
     def __init__(
         self,
@@ -46,6 +51,7 @@ class LinkMeter:
         """Start idle. on_sample is called on the event loop and must return quickly."""
         self._on_sample = on_sample
         self._clock = clock
+        self.pace = Pace()
         self._receiving = 0
         self._first_byte_s: float | None = None
         self._wire_bytes = 0
@@ -61,11 +67,11 @@ class LinkMeter:
         """A request is being sent."""
         return Transfer(self, self._clock())
 
-    def opened(self, size: int, first_byte_s: float) -> None:
+    def opened(self, size: int, first_byte_s: float, now: float) -> None:
         """A transfer's first piece came in."""
         if self._receiving == 0:
             self.flush()
-            self._started = self._ended = self._clock()
+            self._started = self._ended = now
         elif self._first_byte_s is not None:
             self.flush()  # one time to first byte for each sample
         self._first_byte_s = first_byte_s
@@ -73,13 +79,13 @@ class LinkMeter:
         if self._receiving == 1:
             self._wire_bytes += size
         else:
-            self.received(size)
+            self.received(size, now)
 
-    def received(self, size: int) -> None:
+    def received(self, size: int, now: float) -> None:
         """A further piece came in."""
         self._wire_bytes += size
         self._timed_bytes += size
-        self._ended = self._clock()
+        self._ended = now
         if self._ended - self._started >= _SAMPLE_S:
             self.flush()
 
@@ -101,21 +107,28 @@ class LinkMeter:
 
 
 class Transfer:
-    """One request and its answer; made by ``LinkMeter.begin``."""
+    """One request and its answer; made by ``LinkMeter.begin``.
+
+    asked_at, last_at: when it was sent, and when anything was last heard of it. first_byte_s: None before the first.
+    bytes: received so far.
+    """
 
     def __init__(self, meter: LinkMeter, asked_at: float) -> None:
         """Start waiting for the first byte."""
         self._meter = meter
-        self.asked_at = asked_at
+        self.asked_at = self.last_at = asked_at
         self.first_byte_s: float | None = None
+        self.bytes = 0
 
     def received(self, size: int) -> None:
         """A piece of the answer came in."""
+        self.last_at = now = self._meter.now()
+        self.bytes += size
         if self.first_byte_s is None:
-            self.first_byte_s = self._meter.now() - self.asked_at
-            self._meter.opened(size, self.first_byte_s)
+            self.first_byte_s = now - self.asked_at
+            self._meter.opened(size, self.first_byte_s, now)
         else:
-            self._meter.received(size)
+            self._meter.received(size, now)
 
     def end(self, *, silent: bool = False) -> None:
         """The answer is over, whole or not; ``silent``: it stalled."""

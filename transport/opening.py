@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError
+from kvwire.store import Addressed, HttpAddress
 from kvwire.transport.http_source import HttpSource
-from kvwire.transport.http_store import HttpStore
 from kvwire.transport.sources import ByteSource, StoreSource
 
 if TYPE_CHECKING:
@@ -16,13 +17,17 @@ if TYPE_CHECKING:
 
 
 def open_source(store: Store, key: str, session: aiohttp.ClientSession | None = None) -> ByteSource:
-    """A source for an object: ranges over HTTP for an ``HttpStore``, worker threads for any other store.
+    """A source for an object: ranges over HTTP where the store gives addresses, worker threads for any other store.
 
-    session: from ``open_session``; only an ``HttpStore`` needs one.
+    session: from ``open_session``; only a store that is ``Addressed`` needs one.
     """
-    if not isinstance(store, HttpStore):
+    if not isinstance(store, Addressed):
         return StoreSource(store, key)
     if session is None:
         msg = "an object behind http needs a session: pass one from open_session()"
         raise ArgumentError(msg)
-    return HttpSource(session, store.object_url(key), token=store.token)
+    return HttpSource(session, partial(_address, store, key))
+
+
+def _address(store: Addressed, key: str, refused: bool) -> HttpAddress:  # noqa: FBT001 - called through a type alias
+    return store.http_address(key, renew=refused)

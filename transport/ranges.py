@@ -1,8 +1,9 @@
-"""From pieces wanted to ranges asked for: neighbours share a request."""
+"""From pieces wanted to ranges asked for: neighbours share a request, and what is very long is asked for in parts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from kvwire.errors import ArgumentError
@@ -57,3 +58,16 @@ def coalesce(pieces: Iterable[Piece[T]], *, gap_bytes: int, max_bytes: int) -> l
         else:
             ranges.append([piece])
     return [Range(run[0].offset, run[-1].end, tuple(run)) for run in ranges]
+
+
+def split(pieces: Iterable[Piece[T]], *, max_bytes: int) -> list[Piece[T]]:
+    """Cut pieces longer than ``max_bytes`` into as few parts of about equal length as fit; the tag goes with each."""
+    if max_bytes < 1:
+        msg = f"max_bytes must be 1 or more, got {max_bytes}"
+        raise ArgumentError(msg)
+    parts: list[Piece[T]] = []
+    for piece in pieces:
+        count = max(1, -(-piece.length // max_bytes))
+        cuts = [piece.offset + piece.length * index // count for index in range(count + 1)]
+        parts.extend(Piece(start, end - start, piece.tag) for start, end in pairwise(cuts))
+    return parts

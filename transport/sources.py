@@ -1,21 +1,27 @@
-"""Where the bytes of one object come from: a store, or anything behind an emulated link. HTTP has its own module."""
+"""Where the bytes of one object come from: a store, or anything behind an emulated link. HTTP has its own module.
+
+A source pushes bytes into a *sink*, a plain function, as they arrive: nothing is awaited and nothing copied between
+the socket and whoever cuts the bytes into segments.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from kvwire.errors import KvwireError, StorageError
-from kvwire.store import open_object
+from kvwire.store import Data, open_object
 from kvwire.transport.errors import StalledError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
-
     from kvwire.store import ObjectReader, Store
     from kvwire.transport.link import EmulatedLink
+
+Sink: TypeAlias = Callable[[Data], None]
+"""Takes the next bytes of a range; they are not changed afterwards."""
 
 _PIECE_BYTES = 256 * 1024
 
@@ -33,9 +39,16 @@ class ByteSource(Protocol):
         """Length of the object, once a read has told it."""
         ...
 
-    def read(self, start: int, end: int | None) -> AsyncGenerator[bytes, None]:
-        """Bytes ``start`` to ``end`` (exclusive; None: to the end), clamped at the object's end, as they arrive."""
+    async def read(self, start: int, end: int | None, sink: Sink) -> None:
+        """Give bytes ``start`` to ``end`` (exclusive; None: to the end) to ``sink``, in order, as they arrive.
+
+        The range is clamped at the object's end.
+        """
         ...
+
+    def distrust(self, start: int, end: int) -> None:
+        """Hear that bytes given for this range were wrong: never give them again from a copy."""
+        del start, end  # a source without copies has nothing to forget
 
     async def close(self) -> None:
         """Let go of the object."""
@@ -49,8 +62,13 @@ class Patience:
     first_byte_s: float = 15.0
     stall_s: float = 15.0
 
+    def stalled(self, what: str, *, began: bool) -> StalledError:
+        """The error of whoever waited that long."""
+        limit_s = self.stall_s if began else self.first_byte_s
+        return StalledError(f"{what}: nothing came for {limit_s:g} s; try again or check the server and the network")
 
-class StoreSource:
+
+class StoreSource(ByteSource):
     """Reads an object of any store in worker threads; the version is held from the first read on."""
 
     def __init__(self, store: Store, key: str) -> None:
@@ -70,8 +88,8 @@ class StoreSource:
         """Length of the object, once a read has opened it."""
         return self._reader.size if self._reader else None
 
-    async def read(self, start: int, end: int | None) -> AsyncGenerator[bytes, None]:
-        """Bytes ``start`` to ``end``, in pieces of at most 256 KiB."""
+    async def read(self, start: int, end: int | None, sink: Sink) -> None:
+        """Give bytes ``start`` to ``end``, in pieces of at most 256 KiB."""
         async with self._opening:
             if self._reader is None:
                 self._reader = await asyncio.to_thread(open_object, self._store, self._key)
@@ -82,7 +100,7 @@ class StoreSource:
             if not piece:
                 msg = f"{self.url} ended {stop - start} bytes early: it was cut short while being read"
                 raise StorageError(msg)
-            yield piece
+            sink(piece)
             start += len(piece)
 
     async def close(self) -> None:
@@ -92,7 +110,7 @@ class StoreSource:
             self._reader = None
 
 
-class LinkedSource:
+class LinkedSource(ByteSource):
     """Any source, behind an emulated link."""
 
     def __init__(self, source: ByteSource, link: EmulatedLink) -> None:
@@ -110,54 +128,65 @@ class LinkedSource:
         """Length of the object, once a read has told it."""
         return self._source.size
 
-    async def read(self, start: int, end: int | None) -> AsyncGenerator[bytes, None]:
-        """What the source reads: a round trip late, and no faster than the link."""
-        link = self._link
-        asked_at = link.now()
-        async with aclosing(self._source.read(start, end)) as pieces:
-            first = await anext(pieces, b"")
+    async def read(self, start: int, end: int | None, sink: Sink) -> None:
+        """Give what the source reads: a round trip late, and no faster than the link."""
+        link, asked_at = self._link, self._link.now()
+        waiting: asyncio.Queue[Data | None] = asyncio.Queue()
+        reading = asyncio.create_task(self._source.read(start, end, waiting.put_nowait))
+        reading.add_done_callback(lambda _: waiting.put_nowait(None))
+        try:
+            piece = await waiting.get()
             await link.round_trip(asked_at)
             async with link.sending():
-                for cut in _cuts(first, link.piece_bytes):
-                    await link.transmit(len(cut))
-                    yield cut
-                async for piece in pieces:
+                while piece is not None:
                     for cut in _cuts(piece, link.piece_bytes):
                         await link.transmit(len(cut))
-                        yield cut
+                        sink(cut)
+                    piece = await waiting.get()
+            await reading
+        finally:
+            reading.cancel()
+            with suppress(asyncio.CancelledError, KvwireError):
+                await reading
+
+    def distrust(self, start: int, end: int) -> None:
+        """Tell the source."""
+        self._source.distrust(start, end)
 
     async def close(self) -> None:
         """Close the source."""
         await self._source.close()
 
 
-def _cuts(data: bytes, size: int) -> list[bytes]:
+def _cuts(data: Data, size: int) -> list[Data]:
     if len(data) <= size:
         return [data] if data else []
-    return [data[start : start + size] for start in range(0, len(data), size)]
+    view = memoryview(data)
+    return [view[start : start + size] for start in range(0, len(view), size)]
 
 
-async def timed(pieces: AsyncGenerator[bytes, None], patience: Patience, what: str) -> AsyncGenerator[bytes, None]:
-    """Pass pieces on, and raise StalledError where one is waited for too long."""
-    limit_s = patience.first_byte_s
-    async with aclosing(pieces):
-        while True:
-            try:
-                async with asyncio.timeout(limit_s):
-                    piece = await anext(pieces, None)
-            except TimeoutError as error:
-                if isinstance(error, KvwireError):  # a DeadlineError is a TimeoutError too
-                    raise
-                msg = f"{what}: nothing came for {limit_s:g} s; try again or check the server and the network"
-                raise StalledError(msg) from error
-            if piece is None:
-                return
-            yield piece
-            limit_s = patience.stall_s
+async def read_patiently(source: ByteSource, start: int, end: int | None, sink: Sink, patience: Patience) -> None:
+    """``source.read``, and StalledError where a piece is waited for too long."""
+    now, began = asyncio.get_running_loop().time, False
+
+    def passed(data: Data) -> None:
+        nonlocal began
+        began = True
+        sink(data)
+        timer.reschedule(now() + patience.stall_s)
+
+    try:
+        async with asyncio.timeout(patience.first_byte_s) as timer:
+            await source.read(start, end, passed)
+    except TimeoutError as error:
+        if isinstance(error, KvwireError):  # a DeadlineError is a TimeoutError too
+            raise
+        raise patience.stalled(source.url, began=began) from error
 
 
 async def read_object(source: ByteSource, link: EmulatedLink | None = None, patience: Patience | None = None) -> bytes:
     """Read a whole object, over ``link`` where one is given."""
     linked = LinkedSource(source, link) if link else source
-    async with aclosing(timed(linked.read(0, None), patience or Patience(), source.url)) as pieces:
-        return b"".join([piece async for piece in pieces])
+    pieces: list[Data] = []
+    await read_patiently(linked, 0, None, pieces.append, patience or Patience())
+    return b"".join(pieces)

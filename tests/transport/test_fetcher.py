@@ -105,9 +105,9 @@ class Counting(StoreSource):
         super().__init__(store, key)
         self.asked = []
 
-    def read(self, start, end):
+    async def read(self, start, end, sink):
         self.asked.append((start, end))
-        return super().read(start, end)
+        await super().read(start, end, sink)
 
 
 async def test_neighbours_share_requests(store, fetcher_for, fake):
