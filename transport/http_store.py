@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 from urllib.parse import urlsplit
 
 from kvwire.errors import ArgumentError, AuthError, NotFoundError, StorageError
-from kvwire.store import ObjectStat, Store, check_key
+from kvwire.store import HttpAddress, ObjectStat, Store, check_key
 from kvwire.transport.http_semantics import content_range, strong_etag
 
 if TYPE_CHECKING:
@@ -64,6 +64,11 @@ class HttpStore(Store):
     def object_url(self, key: str) -> str:
         """Address of one object."""
         return f"{self.url}/{check_key(key)}"
+
+    def http_address(self, key: str, *, renew: bool = False) -> HttpAddress:  # noqa: ARG002 - it never expires
+        """Address of one object, with the token in its headers."""
+        headers = (("Authorization", f"Bearer {self._token}"),) if self._token else ()
+        return HttpAddress(self.object_url(key), headers)
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         """Bytes ``start`` to ``end`` of the object, clamped at its end."""
