@@ -10,11 +10,26 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from kvwire.store.testing.counting import CountingStore, Tally
+from kvwire.store.testing.faulty import FaultyStore, StoreFault
+from kvwire.store.testing.slow import SlowStore
+from kvwire.store.testing.wrapping import Request, StoreWrapper
+
 if TYPE_CHECKING:
     from kvwire.store.testing.blobs import BlobConformance
     from kvwire.store.testing.conformance import StoreConformance
 
-__all__ = ["BlobConformance", "StoreConformance"]
+__all__ = [
+    "BlobConformance",
+    "CountingStore",
+    "FaultyStore",
+    "Request",
+    "SlowStore",
+    "StoreConformance",
+    "StoreFault",
+    "StoreWrapper",
+    "Tally",
+]
 
 _HOMES = {
     "BlobConformance": "kvwire.store.testing.blobs",
