@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import struct
-import zlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import zstandard
+from isal.isal_zlib import crc32  # zlib's checksum, some 15 times as fast
 
 from kvwire.codec.layout import decompress, pack_json, unpack_json
 from kvwire.errors import CorruptError, FormatVersionError, TruncatedError
@@ -42,7 +42,7 @@ def pack_arrays(magic: bytes, head: dict[str, Any], arrays: Arrays) -> bytes:
     body = meta + b"".join(parts)
     size = _PROLOGUE.size + len(body)
     blank = _PROLOGUE.pack(magic, *VERSION, 0, 0, size, 0, len(meta), raw)
-    crc = zlib.crc32(body, zlib.crc32(blank))
+    crc = crc32(body, crc32(blank))
     return _PROLOGUE.pack(magic, *VERSION, 0, 0, size, crc, len(meta), raw) + body
 
 
@@ -84,7 +84,7 @@ def _prologue(magic: bytes, data: bytes, what: str) -> tuple[int, int]:
         raise TruncatedError(msg, size)
     blank = bytearray(data[: _PROLOGUE.size])
     blank[_CRC_AT : _CRC_AT + 4] = bytes(4)
-    if len(data) != size or zlib.crc32(memoryview(data)[_PROLOGUE.size :], zlib.crc32(blank)) != crc:
+    if len(data) != size or crc32(memoryview(data)[_PROLOGUE.size :], crc32(blank)) != crc:
         msg = f"the {what}'s checksum does not match its content; fetch it again"
         raise CorruptError(msg)
     if meta_stored > size - _PROLOGUE.size:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 import struct
-import zlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from isal.isal_zlib import crc32  # zlib's checksum, some 15 times as fast
 
 from kvwire.codec.ids import MAX_BITS, MIN_BITS, id_bytes, pack_ids, unpack_ids
 from kvwire.codec.kept import Kept, kept_sizes, pack_kept, unpack_kept
@@ -175,7 +175,7 @@ def pack_blob(draft: Draft) -> bytes:
     head = bytearray(
         prologue + metadata + index.tobytes() + ids + draft.profile_bytes + kept + bytes(head_bytes - used)
     )
-    head[_CRC_AT : _CRC_AT + 4] = struct.pack("<I", zlib.crc32(head))
+    head[_CRC_AT : _CRC_AT + 4] = struct.pack("<I", crc32(head))
     return bytes(head) + b"".join(coded.data for chunk in draft.segments for coded in chunk)
 
 
@@ -185,7 +185,7 @@ def _index(draft: Draft, offset: int) -> tuple[NDArray[np.void], int]:
         for level, (data, symbols, error, energy) in enumerate(chunk):
             codec = draft.levels[level].codec
             sizes = (min(error, _LARGEST_ERROR), min(energy, _LARGEST_ERROR))
-            index[row, level] = (offset, len(data), symbols, zlib.crc32(data), codec, 0, *sizes)
+            index[row, level] = (offset, len(data), symbols, crc32(data), codec, 0, *sizes)
             offset += len(data)
     return index, offset
 
@@ -295,8 +295,8 @@ def _prologue(data: bytes, *, check: bool) -> _Prologue:
 
 def _head_crc(head: bytes) -> int:
     """CRC-32 of the head with zeros in the checksum's own place."""
-    crc = zlib.crc32(bytes(4), zlib.crc32(head[:_CRC_AT]))
-    return zlib.crc32(head[_CRC_AT + 4 :], crc)
+    crc = crc32(bytes(4), crc32(head[:_CRC_AT]))
+    return crc32(head[_CRC_AT + 4 :], crc)
 
 
 class _Parts(NamedTuple):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
+from isal.isal_zlib import crc32  # zlib's checksum, some 15 times as fast
 
 from kvwire.codec.backend import uses_triton
 from kvwire.codec.cachegen import CacheGenProfile, decode_cachegen
@@ -272,7 +272,7 @@ class BlobDecoder:
         if len(data) < segment.stored:
             msg = f"{name} ends after {len(data)} of {segment.stored} bytes; fetch it again"
             raise TruncatedError(msg, segment.end)
-        if len(data) > segment.stored or (self._check and zlib.crc32(data) != segment.crc32):
+        if len(data) > segment.stored or (self._check and crc32(data) != segment.crc32):
             msg = f"{name} does not match its length or checksum; fetch it again"
             raise CorruptError(msg)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import TYPE_CHECKING
+
+from isal.isal_zlib import crc32  # zlib's checksum, some 15 times as fast
 
 from kvwire.codec.container import parse_head
 from kvwire.errors import ArgumentError, CorruptError, TruncatedError
@@ -26,7 +27,7 @@ def verify(blob: bytes) -> BlobInfo:
     if len(blob) < info.file_bytes:
         msg = f"the blob ends after {len(blob)} of {info.file_bytes} bytes; fetch it again"
         raise TruncatedError(msg, info.file_bytes)
-    damaged = [s for row in info.segments for s in row if zlib.crc32(blob[s.offset : s.end]) != s.crc32]
+    damaged = [s for row in info.segments for s in row if crc32(blob[s.offset : s.end]) != s.crc32]
     if damaged or len(blob) > info.file_bytes:
         what = f"chunk {damaged[0].chunk} level {damaged[0].level}" if damaged else "what follows the blob's end"
         msg = f"{what} does not match its checksum or length; fetch the blob again or write it anew"

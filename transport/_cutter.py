@@ -15,7 +15,7 @@ T = TypeVar("T")
 class Cutter(Generic[T]):
     """Feed it the bytes of a range in order; it gives each piece when its last byte is in, and drops the gaps.
 
-    A piece that came in one go is a view of what was fed; one that came in several is joined, once.
+    Pieces are copied out once, so that decoders find them aligned in memory and nothing keeps longer answers alive.
     """
 
     def __init__(self, wanted: Range[T]) -> None:
@@ -34,11 +34,11 @@ class Cutter(Generic[T]):
         """Bytes since the end of the last complete piece that still comes in."""
         return sum(map(len, self._parts))
 
-    def feed(self, data: Data) -> list[tuple[Piece[T], Data]]:
+    def feed(self, data: Data) -> list[tuple[Piece[T], bytes]]:
         """Take the next bytes; returns the pieces that they complete."""
         view = memoryview(data)
         start, end = self._at, self._at + len(view)
-        complete: list[tuple[Piece[T], Data]] = []
+        complete: list[tuple[Piece[T], bytes]] = []
         while self._pending and self._pending[0].offset <= end:
             piece = self._pending[0]
             first, last = max(piece.offset, start), min(piece.end, end)
@@ -47,7 +47,7 @@ class Cutter(Generic[T]):
             if piece.end > end:
                 break
             self._pending.popleft()
-            complete.append((piece, self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)))
+            complete.append((piece, b"".join(self._parts)))
             self._parts = []
         self._at = end
         return complete

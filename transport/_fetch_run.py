@@ -42,14 +42,14 @@ class Want:
     failed: int = 0
     spent_bytes: int = 0
     done: bool = False
-    parts: dict[int, Data] = field(default_factory=dict)
+    parts: dict[int, bytes] = field(default_factory=dict)
 
     @property
     def piece(self) -> Piece[Want]:
         """The segment's place in the blob."""
         return Piece(self.segment.offset, self.segment.stored, self)
 
-    def whole(self, piece: Piece[Want], body: Data) -> Data | None:
+    def whole(self, piece: Piece[Want], body: bytes) -> bytes | None:
         """The segment's bytes, where this piece completes them."""
         if piece.length == self.segment.stored:
             return body
@@ -91,7 +91,7 @@ class FetchRun:
         settings: FetchSettings,
         meter: LinkMeter,
         counts: FetchCounts,
-        check: Callable[[SegmentInfo, Data], Data],
+        check: Callable[[SegmentInfo, bytes], bytes],
         jitter: Callable[[], float],
         sleep: Callable[[float], Awaitable[object]],
         deadline: float | None = None,
@@ -235,7 +235,7 @@ class FetchRun:
             self._counts.hedges_won += attempt.is_hedge
             twin.break_off(_SupersededError())
 
-    def _deliver(self, attempt: _Attempt, piece: Piece[Want], body: Data) -> None:
+    def _deliver(self, attempt: _Attempt, piece: Piece[Want], body: bytes) -> None:
         want, transfer = piece.tag, attempt.transfer
         if want.done:
             return

@@ -9,7 +9,6 @@ from kvwire.errors import ArgumentError
 from kvwire.transport.sources import Patience
 
 if TYPE_CHECKING:
-    from kvwire.store import Data
     from kvwire.types import SegmentInfo
 
 
@@ -17,14 +16,13 @@ if TYPE_CHECKING:
 class Arrival:
     """One segment, checked against its CRC-32.
 
-    data: its bytes; may be a view of a longer answer. elapsed_s: from sending the request that brought it to its last
-    byte. first_byte_s: of that request.
+    elapsed_s: from sending the request that brought it to its last byte. first_byte_s: of that request.
     wire_bytes: received for its sake: gaps before it and failed attempts included. attempts: requests for it.
     All four are 0 where it came along with the blob's head.
     """
 
     segment: SegmentInfo
-    data: Data
+    data: bytes
     elapsed_s: float = 0.0
     first_byte_s: float = 0.0
     wire_bytes: int = 0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-import zlib
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Self
+
+from isal.isal_zlib import crc32  # zlib's checksum, some 15 times as fast
 
 from kvwire.errors import CorruptError, StorageError, TruncatedError
 from kvwire.transport._fetch_run import FATAL, FetchRun
@@ -40,7 +41,7 @@ class BlobFetcher:
         source: ByteSource,
         *,
         read_head: Callable[[bytes], BlobInfo] | None = None,
-        check: Callable[[SegmentInfo, Data], Data] | None = None,
+        check: Callable[[SegmentInfo, bytes], bytes] | None = None,
         settings: FetchSettings | None = None,
         link: EmulatedLink | None = None,
         meter: LinkMeter | None = None,
@@ -116,7 +117,7 @@ class BlobFetcher:
         """Close."""
         await self.close()
 
-    def _at_hand(self, segment: SegmentInfo) -> Data | None:
+    def _at_hand(self, segment: SegmentInfo) -> bytes | None:
         """The segment, where it came along with the head undamaged; segments of no bytes need no request either."""
         if segment.stored and segment.end > len(self._prefix):
             return None
@@ -173,9 +174,9 @@ class BlobFetcher:
         return b"".join(pieces)
 
 
-def check_crc(segment: SegmentInfo, stored: Data) -> Data:
+def check_crc(segment: SegmentInfo, stored: bytes) -> bytes:
     """The segment's bytes as they are; CorruptError where their CRC-32 is not the one in the index."""
-    if zlib.crc32(stored) != segment.crc32:
+    if crc32(stored) != segment.crc32:
         msg = f"the CRC-32 of bytes {segment.offset} to {segment.end} is wrong"
         raise CorruptError(msg)
     return stored
