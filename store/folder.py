@@ -1,43 +1,48 @@
-"""A store in a folder: one file for each key.
+"""A store in a folder: one file for each key, and one row of a database for each key of the catalog.
 
 A write goes to a temporary file in the object's own folder, is flushed to the disk, renamed into place, and the rename
 is flushed too. Temporary files start with a dot, as no key can, so what a crash leaves is never listed or served.
+Catalog entries are small and many: as rows they cost neither a file nor a folder each. Where an older folder holds them
+as files they are found all the same, and writing one moves it into the database.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
+import heapq
+import itertools
 import os
-import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvwire.errors import StorageError
+from kvwire.errors import NotFoundError
 from kvwire.store._file_reader import EtagCache, FileReader
+from kvwire.store._file_writer import TEMPORARY, replace_file, sync_folder
 from kvwire.store._os_errors import reading, writing
 from kvwire.store.base import Listed, ObjectStat, Store, check_after, clamp_range
-from kvwire.store.keys import check_key
+from kvwire.store.keys import check_key, is_catalog_key
+from kvwire.store.rows import CatalogRows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from kvwire.store.base import Data
+    from kvwire.store.rows import RowReader
 
 # Files are opened without following a link in the last step, and without waiting where someone left a FIFO.
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-_CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _FOLDER_ATTEMPTS = 16
-_NEW_FILE_MODE = 0o666  # less the umask, as for any program's files: other users may serve the folder
+_BATCH = 1000
 
 
 class FolderStore(Store):
-    """Objects as files below one folder, which is made on the first write."""
+    """Objects as files below one folder, which is made on the first write. ``close`` closes the catalog's database."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         """Keep the folder's absolute path; nothing is opened or made yet."""
         self._root = Path(root).absolute()
         self._etags = EtagCache()
+        self._rows = CatalogRows(self._root)
 
     @property
     def url(self) -> str:
@@ -49,11 +54,21 @@ class FolderStore(Store):
         """The folder."""
         return self._root
 
-    def snapshot(self, key: str) -> FileReader:
-        """Hold the file open as it is now: a later replacement or deletion does not touch it."""
+    def snapshot(self, key: str) -> FileReader | RowReader:
+        """Hold the object as it is now: a later replacement or deletion does not touch it."""
         path = self._path(key)
-        with reading(f"{key} in {self.url}"):
-            return FileReader(os.open(path, _READ_FLAGS), key, self._etags)
+        is_row = is_catalog_key(key)
+        row = self._rows.find(key) if is_row else None
+        if row is not None:
+            return row
+        try:
+            with reading(f"{key} in {self.url}"):
+                return FileReader(os.open(path, _READ_FLAGS), key, self._etags)
+        except NotFoundError:
+            row = self._rows.find(key) if is_row else None  # a writer may have moved it from the file meanwhile
+            if row is None:
+                raise
+            return row
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         """Bytes ``start`` to ``end`` of the object, clamped at its end."""
@@ -69,39 +84,94 @@ class FolderStore(Store):
     def put(self, key: str, data: Data) -> None:
         """Write the object; when this returns it survives a power cut."""
         path = self._path(key)
+        if is_catalog_key(key):
+            self._put_rows([(key, data)])
+            return
         with writing(f"{key} in {self.url}"):
             for attempt in range(_FOLDER_ATTEMPTS):
                 try:
                     self._make_folder(path.parent)
-                    _replace_file(path, data)
+                    replace_file(path, data)
                 except FileNotFoundError:  # a deletion took the folder, empty as it was, before the file was in it
                     if attempt == _FOLDER_ATTEMPTS - 1:
                         raise
                 else:
                     return
 
+    def put_many(self, items: Iterable[tuple[str, Data]]) -> None:
+        """Write objects; a thousand catalog entries at a time cost one flush of the disk."""
+        pairs = iter(items)
+        while batch := list(itertools.islice(pairs, _BATCH)):
+            rows = [(check_key(key), data) for key, data in batch if is_catalog_key(key)]
+            for key, data in batch:
+                if not is_catalog_key(key):
+                    self.put(key, data)
+            if rows:
+                self._put_rows(rows)
+
+    def _put_rows(self, rows: list[tuple[str, Data]]) -> None:
+        with writing(f"the catalog in {self.url}"):
+            self._make_folder(self._root)
+            self._rows.put(rows)
+            for key, _ in rows:
+                self._remove_file(self._path(key))
+
     def delete(self, key: str) -> None:
-        """Remove the file, if there is one."""
-        path = self._path(key)
-        with writing(f"{key} in {self.url}"):
-            try:
-                path.unlink()
-                _sync_folder(path.parent)
-            except (FileNotFoundError, NotADirectoryError):  # it, or with it its folder, is gone already
+        """Remove the object, if there is one."""
+        self.delete_many([key])
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        """Remove objects; a thousand catalog entries at a time are one transaction."""
+        names = iter(keys)
+        while batch := [check_key(key) for key in itertools.islice(names, _BATCH)]:
+            rows = [key for key in batch if is_catalog_key(key)]
+            if rows:
+                self._rows.delete(rows)
+            for key in batch:
+                with writing(f"{key} in {self.url}"):
+                    self._remove_file(self._path(key))
+
+    def _remove_file(self, path: Path) -> None:
+        try:
+            path.unlink()
+            sync_folder(path.parent)
+        except (FileNotFoundError, NotADirectoryError):  # it, or with it its folder, is gone already
+            return
+        except OSError as error:
+            if path.is_dir():  # a folder of keys is no object
                 return
-            except OSError as error:
-                if path.is_dir():  # a folder of keys is no object
-                    return
-                raise error from None
-            self._prune(path.parent)
+            raise error from None
+        self._prune(path.parent)
 
     def scan(self, prefix: str, after: str = "") -> Iterator[Listed]:
         """Objects whose keys start with ``prefix`` and come after ``after``, in order, found while iterating."""
         check_after(prefix, after)
-        return self._walk(self._root, "", prefix, after)
+        return self._merged(self._rows.scan(prefix, after), self._walk(self._root, "", prefix, after))
+
+    def remove_leftovers(self, before: float) -> tuple[int, int]:
+        """Remove files that writers left unfinished before that time (Unix seconds); returns how many, and bytes."""
+        count = size = 0
+        with writing(f"unfinished files in {self.url}"):
+            for folder, _, names in os.walk(self._root):
+                for path in (Path(folder, name) for name in names if name.startswith(TEMPORARY)):
+                    with contextlib.suppress(FileNotFoundError):
+                        about = path.lstat()
+                        if about.st_mtime < before:
+                            path.unlink()
+                            count, size = count + 1, size + about.st_size
+        return count, size
 
     def close(self) -> None:
-        """Nothing is held between calls."""
+        """Close the catalog's database."""
+        self._rows.close()
+
+    @staticmethod
+    def _merged(rows: Iterator[Listed], files: Iterator[Listed]) -> Iterator[Listed]:
+        last = ""
+        for listed in heapq.merge(rows, files, key=lambda found: found.key):
+            if listed.key != last:  # the row comes first, and counts
+                yield listed
+            last = listed.key
 
     def _path(self, key: str) -> Path:
         return self._root.joinpath(*check_key(key).split("/"))
@@ -136,7 +206,7 @@ class FolderStore(Store):
         for path in reversed(missing):
             with contextlib.suppress(FileExistsError):  # another writer was faster; a file there fails the write below
                 path.mkdir()
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
 
     def _prune(self, folder: Path) -> None:
         """Remove folders that a deletion left empty: an empty folder would be in the way of an object of its name."""
@@ -154,42 +224,3 @@ def _listed(entry: os.DirEntry[str]) -> str | None:
     if entry.is_dir(follow_symlinks=False):
         return entry.name + "/"
     return entry.name if entry.is_file(follow_symlinks=False) else None
-
-
-def _replace_file(path: Path, data: Data) -> None:
-    temporary = path.parent / f".tmp-{os.getpid()}-{secrets.token_hex(8)}"
-    try:
-        _write_file(temporary, data)
-        temporary.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    _sync_folder(path.parent)
-
-
-def _write_file(path: Path, data: Data) -> None:
-    descriptor = os.open(path, _CREATE_FLAGS, _NEW_FILE_MODE)
-    try:
-        view = memoryview(data)
-        while view:
-            written = os.write(descriptor, view)
-            if not written:
-                msg = f"cannot write {path}: the file system takes no more bytes; check its free space"
-                raise StorageError(msg)
-            view = view[written:]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush a folder's entries, where the file system knows how to."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)

@@ -25,6 +25,8 @@ _KEY = re.compile(rf"{_PART}(?:/{_PART})*")
 _PREFIX = re.compile(rf"(?:{_PART}/)*(?:{_PART})?")
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _CONTENT = re.compile(r"(?:.*/)?([0-9a-f]{64})\.kv[wp]")
+_TEXT = re.compile(r"(?:.*/)?([0-9a-f]{64})\.kvt")
+_CATALOG = re.compile(r"v1/[^/]+/[^/]+/catalog/.+")
 
 
 def check_key(key: str) -> str:
@@ -51,6 +53,17 @@ def content_digest(key: str) -> str | None:
     """The SHA-256 that a content-addressed key (``.kvw``, ``.kvp``) carries, or None for any other key."""
     match = _CONTENT.fullmatch(key)
     return match[1] if match else None
+
+
+def text_digest(key: str) -> str | None:
+    """The digest of token ids (not of bytes) that a text's key (``.kvt``) carries, or None for any other key."""
+    match = _TEXT.fullmatch(key)
+    return match[1] if match else None
+
+
+def is_catalog_key(key: str) -> bool:
+    """Whether a key is of an object that says what belongs to what: small, many, and replaced."""
+    return _CATALOG.fullmatch(key) is not None
 
 
 def entity_tag(key: str, data: bytes) -> str:
@@ -106,12 +119,32 @@ class KeySpace:
 
     def profile(self, sha256: str) -> str:
         """Key of a profile, by its content."""
-        return f"{self.root}profiles/{check_digest(sha256, 'a profile digest')}.kvp"
+        return f"{self.profiles}{check_digest(sha256, 'a profile digest')}.kvp"
+
+    def text(self, token_digest: str) -> str:
+        """Key of a text, by its token ids (``digest_tokens``)."""
+        check_digest(token_digest, "a token digest")
+        return f"{self.texts}{token_digest[:2]}/{token_digest}.kvt"
+
+    @property
+    def texts(self) -> str:
+        """Prefix of the texts."""
+        return f"{self.root}texts/"
+
+    @property
+    def profiles(self) -> str:
+        """Prefix of the profiles."""
+        return f"{self.root}profiles/"
+
+    @property
+    def catalog(self) -> str:
+        """Prefix of everything that says what belongs to what."""
+        return f"{self.root}catalog/"
 
     @property
     def documents(self) -> str:
         """Prefix of the catalog entries by document."""
-        return f"{self.root}catalog/doc/"
+        return f"{self.catalog}doc/"
 
     def document(self, document_id: str) -> str:
         """Key of the catalog entry of a document; the id is hashed, so it may be any text."""
@@ -121,9 +154,23 @@ class KeySpace:
     def token_entry(self, token_digest: str) -> str:
         """Key of the catalog entry of a token sequence."""
         check_digest(token_digest, "a token digest")
-        return f"{self.root}catalog/tokens/{token_digest[:2]}/{token_digest}.json"
+        return f"{self.token_entries}{token_digest[:2]}/{token_digest}.json"
+
+    @property
+    def token_entries(self) -> str:
+        """Prefix of the catalog entries by token sequence."""
+        return f"{self.catalog}tokens/"
 
     @property
     def current_profile(self) -> str:
         """Key of the pointer to the profile in use."""
-        return f"{self.root}catalog/profile.json"
+        return f"{self.catalog}profile.json"
+
+    @property
+    def announcements(self) -> str:
+        """Prefix of what collectors are about to delete."""
+        return f"{self.catalog}collecting/"
+
+    def announcement(self, name: str) -> str:
+        """Key of one collector's announcement."""
+        return f"{self.announcements}{name}.json"

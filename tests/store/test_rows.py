@@ -1,0 +1,332 @@
+"""The catalog of a folder store: rows of one database, safe between threads, processes, crashes and strange files."""
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvwire.errors import CorruptError, FormatVersionError, NotFoundError, StorageError
+from kvwire.store import FolderStore, MemoryStore
+from kvwire.store.rows import FILE_NAME
+
+ROOT = "v1/tenant/config/"
+ENTRY = f"{ROOT}catalog/doc/aa/entry.json"
+
+
+@pytest.fixture
+def store(tmp_path):
+    with closing(FolderStore(tmp_path / "s")) as opened:
+        yield opened
+
+
+def key(name):
+    return f"{ROOT}catalog/doc/{name}.json"
+
+
+def as_file(store, name, data):
+    """An entry as older versions wrote it."""
+    path = store.root.joinpath(*name.split("/"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
+def test_entries_are_rows_and_content_is_files(store):
+    store.put(ENTRY, b"entry")
+    store.put(f"{ROOT}ab/blob.kvw", b"blob")
+    files = sorted(
+        path.name for path in store.root.rglob("*") if path.is_file() and not path.name.startswith(FILE_NAME)
+    )
+    assert files == ["blob.kvw"]
+    assert store.get(ENTRY, 1, 3) == b"nt"
+    assert store.stat(ENTRY).modified == pytest.approx(time.time(), abs=60)
+    assert [(one.key, one.size) for one in store.scan("")] == [(f"{ROOT}ab/blob.kvw", 4), (ENTRY, 5)]
+
+
+def test_asking_an_empty_folder_makes_nothing(store):
+    with pytest.raises(NotFoundError):
+        store.get(ENTRY)
+    store.delete(ENTRY)
+    assert list(store.scan("")) == []
+    assert not store.root.exists()
+
+
+def test_entries_of_older_folders_are_found_listed_moved_and_deleted(store):
+    paths = [as_file(store, key(name), b"old " + name.encode()) for name in ("a", "b", "c")]
+    assert store.get(key("a")) == b"old a"
+    store.put(key("b"), b"new")
+    store.put(key("d"), b"new too")
+    assert [path.exists() for path in paths] == [True, False, True]
+    assert [(one.key, one.size) for one in store.scan(ROOT)] == [
+        (key("a"), 5), (key("b"), 3), (key("c"), 5), (key("d"), 7),
+    ]  # fmt: skip
+    store.delete_many([key("a"), key("b")])
+    assert list(store.keys("")) == [key("c"), key("d")]
+
+
+def test_where_both_are_there_the_row_counts_once(store):
+    store.put(ENTRY, b"row")
+    as_file(store, ENTRY, b"a file, come back from a backup")
+    assert store.get(ENTRY) == b"row"
+    assert [(one.key, one.size) for one in store.scan("")] == [(ENTRY, 3)]
+
+
+_NAMES = st.from_regex(r"v1/[ab]{1,2}/c/(catalog/)?[a-c]{1,2}(/[a-c.~-]{1,2})?[a-c]", fullmatch=True).filter(
+    lambda name: "/." not in name
+)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    names=st.sets(_NAMES, max_size=8).filter(
+        lambda names: not any(other.startswith(name + "/") for name in names for other in names)
+    ),
+    old=st.sets(st.integers(0, 7)),
+    prefix=st.sampled_from(["", "v1/", "v1/a", "v1/a/", "v1/a/c/catalog/", "v1/a/c/catalog/a", "v1/b/c/a"]),
+    data=st.data(),
+)
+def test_rows_and_files_are_listed_like_one_dictionary(tmp_path_factory, names, old, prefix, data):
+    model = MemoryStore()
+    with closing(FolderStore(tmp_path_factory.mktemp("merged"))) as store:
+        for index, name in enumerate(sorted(names)):
+            model.put(name, name.encode())
+            if index in old:
+                as_file(store, name, name.encode())
+            else:
+                store.put(name, name.encode())
+        after = data.draw(st.sampled_from(["", *sorted(names)]))
+        assert list(store.keys(prefix, after)) == list(model.keys(prefix, after))
+
+
+def test_listing_goes_on_over_many_pages_while_rows_come_and_go(store):
+    names = [key(f"{number:05d}") for number in range(2500)]
+    store.put_many((name, b"x") for name in names)
+    found = []
+    for listed in store.scan(ROOT):
+        found.append(listed.key)
+        if len(found) == 5:
+            store.delete(names[-1])
+            store.put(key("00003-late"), b"x")
+    assert found == names[:-1]
+    assert list(store.keys(ROOT, names[2400])) == names[2401:-1]
+
+
+def test_threads_and_processes_write_at_once(store):
+    code = (
+        "import sys; from kvwire.store import FolderStore; s = FolderStore(sys.argv[1])\n"
+        "for n in range(40): s.put(f'v1/tenant/config/catalog/doc/p{sys.argv[2]}-{n}.json', b'x' * 50)"
+    )
+    others = [subprocess.Popen([sys.executable, "-c", code, str(store.root), str(n)]) for n in range(2)]
+
+    def work(number):
+        for n in range(40):
+            store.put(key(f"t{number}-{n}"), b"x" * 50)
+            assert store.get(key(f"t{number}-{n}")) == b"x" * 50
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert [other.wait(60) for other in others] == [0, 0]
+    assert sum(1 for _ in store.keys("")) == 6 * 40
+
+
+def test_racing_first_writers_make_one_database(tmp_path):
+    stores = [FolderStore(tmp_path / "s") for _ in range(6)]
+    barrier = threading.Barrier(6)
+
+    def work(number):
+        barrier.wait()
+        stores[number].put(key(str(number)), b"x")
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, range(6)))
+    assert sum(1 for _ in stores[0].keys("")) == 6
+    for one in stores:
+        one.close()
+    assert sorted(path.name for path in (tmp_path / "s").iterdir()) == [FILE_NAME]
+
+
+def test_a_killed_writer_leaves_whole_entries(store):
+    code = (
+        "import itertools, sys; from kvwire.store import FolderStore; s = FolderStore(sys.argv[1])\n"
+        "for n in itertools.count():\n"
+        "    s.put_many((f'v1/tenant/config/catalog/doc/{n:06d}-{m}.json', b'%06d' % n * 500) for m in range(5))\n"
+        "    print(n, flush=True)"
+    )
+    writer = subprocess.Popen([sys.executable, "-c", code, str(store.root)], stdout=subprocess.PIPE, text=True)
+    told = [int(writer.stdout.readline()) for _ in range(20)]
+    writer.send_signal(signal.SIGKILL)
+    told += [int(line) for line in writer.stdout.read().split("\n")[:-1] if line]
+    writer.stdout.close()
+    writer.wait()
+    numbers = [int(name.rpartition("/")[2][:6]) for name in store.keys("")]
+    assert set(told) <= set(numbers)
+    assert all(numbers.count(number) == 5 for number in set(numbers))  # transactions are whole
+    for name in store.keys(""):
+        assert store.get(name) == name.rpartition("/")[2][:6].encode() * 500
+    store.put(ENTRY, b"and it can be written to")
+    assert store.get(ENTRY) == b"and it can be written to"
+
+
+def test_a_forked_process_reads_and_writes_with_connections_of_its_own(store):
+    store.put(ENTRY, b"before")
+    code = (
+        "import os, sys; from kvwire.store import FolderStore; s = FolderStore(sys.argv[1]); k = sys.argv[2]\n"
+        "s.put(k, b'parent')\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    ok = s.get(k) == b'parent'; s.put(k + 'c', b'child'); s.close(); os._exit(0 if ok else 1)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+        "assert s.get(k + 'c') == b'child'; s.put(k, b'parent again')"
+    )
+    subprocess.run([sys.executable, "-c", code, str(store.root), ENTRY], check=True)
+    assert store.get(ENTRY) == b"parent again"
+
+
+def test_a_replaced_database_is_noticed(store, tmp_path):
+    store.put(ENTRY, b"of now")
+    with closing(FolderStore(tmp_path / "copy")) as copy:
+        copy.put(ENTRY, b"of the backup")
+    store.close()
+    assert store.get(ENTRY) == b"of now"
+    (tmp_path / "copy" / FILE_NAME).replace(store.root / FILE_NAME)
+    assert store.get(ENTRY) == b"of the backup"
+
+
+@pytest.mark.parametrize("content", [b"", b"not a database at all, " * 100], ids=["empty", "text"])
+def test_a_damaged_database_is_corrupt_and_says_what_to_do(store, content):
+    store.root.mkdir()
+    (store.root / FILE_NAME).write_bytes(content)
+    for action in (lambda: store.get(ENTRY), lambda: store.put(ENTRY, b"x"), lambda: list(store.keys(""))):
+        with pytest.raises((CorruptError, FormatVersionError), match=r"restore|use the one that wrote it"):
+            action()
+
+
+def test_damage_in_the_middle_is_corrupt(store):
+    store.put_many((key(str(number)), bytes(900)) for number in range(500))
+    store.close()
+    path = store.root / FILE_NAME
+    data = bytearray(path.read_bytes())
+    data[4096:200_000] = os.urandom(200_000 - 4096)
+    path.write_bytes(data)
+    with pytest.raises(CorruptError, match="restore"):
+        list(map(store.get, [key(str(number)) for number in range(500)]))
+
+
+def test_a_database_of_a_later_version_is_refused(store):
+    store.put(ENTRY, b"x")
+    store.close()
+    with closing(sqlite3.connect(store.root / FILE_NAME)) as connection:
+        connection.execute("PRAGMA user_version=2")
+    with pytest.raises(FormatVersionError, match="version 2"):
+        store.get(ENTRY)
+
+
+def test_rows_of_strange_types_are_corrupt(store):
+    store.put(ENTRY, b"x")
+    with closing(sqlite3.connect(store.root / FILE_NAME, isolation_level=None)) as connection:
+        connection.execute("UPDATE objects SET data = 1000000000000")
+    with pytest.raises(CorruptError, match="types"):
+        store.get(ENTRY)
+
+
+def test_a_file_system_without_shared_memory_is_refused(store, monkeypatch):
+    real = sqlite3.connect
+
+    def connect(path, **named):
+        return real(f"file:{path}?vfs=unix-dotfile", uri=True, **named)  # locks files, but cannot share memory
+
+    monkeypatch.setattr(sqlite3, "connect", connect)
+    with pytest.raises(StorageError, match="local disk"):
+        store.put(ENTRY, b"x")
+    assert list(store.root.iterdir()) == []
+
+
+def test_a_writer_that_never_ends_is_waited_for_and_then_named(store, monkeypatch):
+    monkeypatch.setattr("kvwire.store._sqlite.BUSY_S", 0.05)
+    store.put(ENTRY, b"x")
+    store.close()
+    with closing(sqlite3.connect(store.root / FILE_NAME, isolation_level=None)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StorageError, match="another process"):
+            store.put(ENTRY, b"y")
+        assert store.get(ENTRY) == b"x"
+        connection.execute("ROLLBACK")
+    store.put(ENTRY, b"y")
+    assert store.get(ENTRY) == b"y"
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A real file system of two MiB that can be made read-only."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], check=False).returncode:
+        pytest.skip("this machine does not let root mount")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def remount(folder, how):
+    subprocess.run(["mount", "-o", f"remount,{how}", str(folder)], check=True)
+
+
+def test_a_read_only_folder_can_be_read(disk):
+    with closing(FolderStore(disk)) as store:
+        store.put(ENTRY, b"entry")
+    remount(disk, "ro")
+    with closing(FolderStore(disk)) as store:
+        assert store.get(ENTRY) == b"entry"
+        assert list(store.keys("")) == [ENTRY]
+        with pytest.raises(NotFoundError):
+            store.get(key("other"))
+        for action in (lambda: store.put(ENTRY, b"new"), lambda: store.delete(ENTRY)):
+            with pytest.raises(StorageError, match="read-only"):
+                action()
+
+
+def test_what_a_killed_writer_left_unmerged_is_never_hidden_from_a_read_only_reader(disk):
+    code = (
+        "import os, sys; from kvwire.store import FolderStore\n"
+        "s = FolderStore(sys.argv[1]); s.put(sys.argv[2], b'unmerged'); os._exit(0)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(disk), ENTRY], check=True)
+    assert (disk / f"{FILE_NAME}-wal").stat().st_size
+    for _ in range(2):
+        remount(disk, "ro")
+        with closing(FolderStore(disk)) as store:
+            assert store.get(ENTRY) == b"unmerged"
+        remount(disk, "rw")
+        (disk / f"{FILE_NAME}-shm").unlink(missing_ok=True)
+
+
+def test_a_file_that_cannot_be_opened_as_it_is_is_not_read_past_unmerged_changes(disk, monkeypatch):
+    """Reading as if nothing could change is the last resort, and never with changes beside the file."""
+    with closing(FolderStore(disk)) as store:
+        store.put(ENTRY, b"entry")
+        monkeypatch.setattr("kvwire.store._sqlite.Database._connect_to_read", lambda _: None)
+        store._rows.close()
+        (disk / f"{FILE_NAME}-wal").write_bytes(b"x")
+        with pytest.raises(StorageError, match="not yet merged"):
+            store.get(ENTRY)
+        (disk / f"{FILE_NAME}-wal").unlink()
+        assert store.get(ENTRY) == b"entry"
+
+
+def test_a_full_disk_keeps_the_old_entries(disk):
+    with closing(FolderStore(disk)) as store:
+        store.put(ENTRY, b"old")
+        with pytest.raises(StorageError, match=r"full|free space"):
+            store.put_many((key(str(number)), os.urandom(4000)) for number in range(1000))
+        assert store.get(ENTRY) == b"old"
+        assert list(store.keys("")) == [ENTRY]
