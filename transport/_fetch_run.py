@@ -34,7 +34,7 @@ FATAL = (ReplacedError, NotFoundError, AuthError)
 _LOOK_S = 0.05  # how often running requests are looked at, at most
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Want:
     """A segment that is wanted: attempts that failed, bytes that they cost, and parts that are in, by offset."""
 
@@ -59,7 +59,7 @@ class Want:
         return b"".join(self.parts[offset] for offset in sorted(self.parts))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Attempt:
     """One request under way. twin: another for the same bytes. verdict: why it was broken off from outside."""
 
@@ -266,10 +266,9 @@ class FetchRun:
 
     def _hold(self, size: int) -> None:
         self._held_bytes += size
-        if self._held_bytes > self._settings.buffer_bytes:
-            self._room.clear()
-        else:
-            self._room.set()
+        has_room = self._held_bytes <= self._settings.buffer_bytes
+        if has_room != self._room.is_set():
+            (self._room.set if has_room else self._room.clear)()
 
     # What goes wrong.
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvwire.types import SegmentInfo
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Arrival:
     """One segment, checked against its CRC-32.
 

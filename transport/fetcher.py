@@ -90,14 +90,20 @@ class BlobFetcher:
         request. Raises ReplacedError, NotFoundError or AuthError where the object as a whole cannot be read any more.
         Wrap it in ``contextlib.aclosing`` where the loop may be left early: that breaks off what still runs.
         """
-        at_hand = {segment: data for segment in segments if (data := self._at_hand(segment)) is not None}
+        at_hand: list[Arrival] = []
+        missing: list[SegmentInfo] = []
+        for segment in segments:
+            data = self._at_hand(segment)
+            if data is None:
+                missing.append(segment)
+            else:
+                at_hand.append(Arrival(segment, data))
         parts = (self._source, self._settings, self._meter, self.counts, self._check)
         run = FetchRun(*parts, self._rng.random, self._sleep, deadline)
         try:
-            run.start([segment for segment in segments if segment not in at_hand])
-            for segment in segments:
-                if segment in at_hand:
-                    yield Arrival(segment, at_hand[segment])
+            run.start(missing)
+            for arrival in at_hand:
+                yield arrival
             async with aclosing(run.results()) as results:
                 async for result in results:
                     yield result

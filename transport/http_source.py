@@ -127,11 +127,11 @@ class HttpSource(ByteSource):
         return self._target
 
     async def _ask(self, target: _Target, start: int, end: int | None, sink: Sink) -> None:
-        headers = target.headers
+        headers = dict(target.headers)
         if start or end is not None:
-            headers = {**headers, "Range": f"bytes={start}-{'' if end is None else end - 1}"}
+            headers["Range"] = f"bytes={start}-{'' if end is None else end - 1}"
         if self._etag:
-            headers = {**headers, "If-Match": self._etag}
+            headers["If-Match"] = self._etag
         tls = target.address.tls or True
         try:
             async with self._session.get(target.url, headers=headers, allow_redirects=False, ssl=tls) as response:
@@ -196,7 +196,8 @@ class HttpSource(ByteSource):
 
     def _learn(self, response: aiohttp.ClientResponse, size: int | None) -> None:
         """Remember tag and size, or notice that they changed."""
-        etag = strong_etag(response.headers.get("ETag"))
+        field = response.headers.get("ETag")
+        etag = field if field == self._etag else strong_etag(field)
         known_tag, known_size = self._etag or etag, size if self._size is None else self._size
         if (etag and etag != known_tag) or (size is not None and size != known_size):
             raise self._replaced()

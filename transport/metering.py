@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvwire.transport.pace import Pace
 
@@ -14,8 +13,7 @@ if TYPE_CHECKING:
 _SAMPLE_S = 0.005  # long enough to say something about bandwidth, short enough to follow it
 
 
-@dataclass(frozen=True)
-class LinkSample:
+class LinkSample(NamedTuple):
     """What was observed since the sample before.
 
     first_byte_s: from sending a request to its first byte; None where no answer began.
@@ -100,10 +98,10 @@ class LinkMeter:
         """Hand over what was observed since the last time, if anything."""
         if not self._wire_bytes and self._ended <= self._started:
             return
-        sample = LinkSample(self._first_byte_s, self._wire_bytes, self._timed_bytes, self._started, self._ended)
+        facts = (self._first_byte_s, self._wire_bytes, self._timed_bytes, self._started, self._ended)
         self._first_byte_s, self._wire_bytes, self._timed_bytes, self._started = None, 0, 0, self._ended
         if self._on_sample:
-            self._on_sample(sample)
+            self._on_sample(LinkSample(*facts))
 
 
 class Transfer:
