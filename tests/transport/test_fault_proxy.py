@@ -1,0 +1,328 @@
+"""The proxy does to an exchange what it was told to, and nothing to all others."""
+
+import asyncio
+import random
+import time
+import urllib.request
+from contextlib import asynccontextmanager, suppress
+
+import aiohttp
+import pytest
+
+from kvwire.errors import ArgumentError
+from kvwire.store import MemoryStore
+from kvwire.transport import serve
+from kvwire.transport.testing import FaultKind, FaultProxy, ProxyFault, at_random, first, nth
+
+DATA = random.Random(1).randbytes(300_000)
+
+
+@pytest.fixture
+async def served():
+    store = MemoryStore()
+    store.put("v1/k", DATA)
+    store.put("v1/empty", b"")
+    async with serve(store) as url:
+        yield url
+
+
+@asynccontextmanager
+async def clients(url, plan=None):
+    with FaultProxy(url, plan, seed=5) as proxy:
+        async with aiohttp.ClientSession(base_url=proxy.url, auto_decompress=False) as session:
+            yield proxy, session
+
+
+async def fetch(session, path="/v1/k", span=None, **headers):
+    headers |= {"Range": f"bytes={span[0]}-{span[1] - 1}"} if span else {}
+    async with session.get(path, headers=headers) as answer:
+        return answer.status, await answer.read(), answer.headers
+
+
+async def test_without_faults_nothing_changes(served):
+    async with clients(served) as (proxy, session):
+        assert (await fetch(session))[:2] == (200, DATA)
+        status, body, headers = await fetch(session, span=(1000, 2000))
+        assert (status, body) == (206, DATA[1000:2000])
+        assert headers["Content-Range"] == f"bytes 1000-1999/{len(DATA)}"
+        assert (await fetch(session, "/v1/empty"))[:2] == (200, b"")
+        assert (await fetch(session, "/none"))[0] == 404
+        async with session.head("/v1/k") as answer:
+            assert answer.content_length == len(DATA)
+        async with session.put("/v1/k", data=b"x" * 100_000) as answer:
+            assert answer.status in (201, 403, 405)
+        assert proxy.requests == len(proxy.records) == 6
+        assert not proxy.faults
+        assert [(r.request.method, r.request.start, r.request.end) for r in proxy.records[:2]] == [
+            ("GET", None, None),
+            ("GET", 1000, 2000),
+        ]
+
+
+class Echo:
+    """A raw server that tells the heads it was sent, one connection at a time or with a framing of its own."""
+
+    def __init__(self, answer):
+        self.answer = answer
+        self.connections = 0
+        self.heads = []
+        self.bodies = []
+
+    async def handle(self, reader, writer):
+        self.connections += 1
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                self.heads.append(head)
+                lengths = [int(line[15:]) for line in head.splitlines() if line.startswith("Content-Length")]
+                self.bodies.append(await reader.readexactly(sum(lengths)))
+                writer.write(self.answer)
+                if b"close" in self.answer:
+                    break
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def echoing(answer):
+    echo = Echo(answer)
+    tasks = []
+
+    def accept(reader, writer):
+        tasks.append(asyncio.ensure_future(echo.handle(reader, writer)))
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    echo.url = f"http://{host}:{port}"
+    try:
+        yield echo
+    finally:
+        server.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await server.wait_closed()
+
+
+async def test_host_target_and_fields_are_passed_on_as_they_were_sent():
+    """What a signature covers must not change on the way."""
+    async with (
+        echoing(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok") as echo,
+        clients(echo.url) as (proxy, session),
+    ):
+        target = aiohttp.client.URL(f"{proxy.url}/a%2Fb+c?X-Amz-Signature=a%2Bb&empty=", encoded=True)
+        async with session.get(target, headers={"x-CaSe": "Kept"}) as answer:
+            assert await answer.read() == b"ok"
+    (head,) = echo.heads
+    assert head.startswith("GET /a%2Fb+c?X-Amz-Signature=a%2Bb&empty= HTTP/1.1\r\n")
+    assert f"Host: {proxy.url.removeprefix('http://')}\r\n" in head
+    assert "x-CaSe: Kept\r\n" in head
+    (record,) = proxy.records
+    assert record.request.query_names == {"X-Amz-Signature", "empty"}
+    assert "a%2Bb" not in repr(record)
+    assert record.request.path == "/a%2Fb+c"
+
+
+async def test_connections_are_kept_on_both_sides():
+    async with echoing(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok") as echo, clients(echo.url) as (_, session):
+        for _ in range(5):
+            assert (await fetch(session))[1] == b"ok"
+        assert echo.connections == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "body"),
+    [
+        (
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2;x=y\r\nde\r\n0\r\nT: 1\r\n\r\n",
+            b"abcde",
+        ),
+        (b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nto the end", b"to the end"),
+        (b"HTTP/1.1 103 Early Hints\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nx", b"x"),
+        (b"HTTP/1.1 304 Not Modified\r\nContent-Length: 9\r\n\r\n", b""),
+    ],
+    ids=["chunked", "until closed", "interim answer", "no body"],
+)
+async def test_every_framing_is_understood(answer, body):
+    async with echoing(answer) as echo, clients(echo.url) as (_, session):
+        for _ in range(2):
+            assert (await fetch(session))[1] == body
+
+
+async def test_uploads_are_passed_on_and_expectations_met():
+    async with echoing(b"HTTP/1.1 201 Created\r\nContent-Length: 0\r\n\r\n") as echo, clients(echo.url) as (_, session):
+        async with session.put("/k", data=DATA, expect100=True) as answer:
+            assert answer.status == 201
+        assert echo.bodies == [DATA]
+        assert "100-continue" not in echo.heads[0]
+
+
+async def everything(reader, received):
+    """Read until the connection ends; raises how it ended."""
+    while True:
+        received += await reader.readexactly(1) + reader._buffer
+        reader._buffer.clear()
+
+
+async def raw(proxy, request):
+    """All that comes as the answer to a raw request."""
+    reader, writer = await asyncio.open_connection(*proxy.url.removeprefix("http://").split(":"))
+    writer.write(request)
+    try:
+        return await reader.read()
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        (ProxyFault(FaultKind.RESET, after=70_000), ConnectionResetError),
+        (ProxyFault(FaultKind.RESET, after=0), ConnectionResetError),
+        (ProxyFault(FaultKind.TRUNCATE, after=70_000), asyncio.IncompleteReadError),
+        (ProxyFault(FaultKind.HANG_UP), asyncio.IncompleteReadError),
+        (ProxyFault(FaultKind.LOST_ANSWER), ConnectionResetError),
+        (ProxyFault(FaultKind.STALL, after=70_000, seconds=0.05), asyncio.IncompleteReadError),
+        (ProxyFault(FaultKind.SILENT, seconds=0.05), asyncio.IncompleteReadError),
+        (ProxyFault(FaultKind.LONG_LENGTH), asyncio.IncompleteReadError),
+    ],
+    ids=lambda value: f"{value.kind.value} {value.after}" if isinstance(value, ProxyFault) else None,
+)
+async def test_broken_answers_break_where_they_should(served, fault, error):
+    with FaultProxy(served, first(fault)) as proxy:
+        reader, writer = await asyncio.open_connection(*proxy.url.removeprefix("http://").split(":"))
+        writer.write(b"GET /v1/k HTTP/1.1\r\nHost: x\r\n\r\n")
+        received = bytearray()
+        try:
+            with pytest.raises(error):
+                await everything(reader, received)
+            received += reader._buffer
+        finally:
+            writer.close()
+        body = received.partition(b"\r\n\r\n")[2]
+        assert DATA.startswith(bytes(body))
+        if fault.after is not None:
+            assert len(body) == fault.after
+        assert proxy.faults == {fault.kind: 1}
+
+
+@pytest.mark.parametrize("kind", list(FaultKind), ids=lambda kind: kind.value)
+async def test_after_a_fault_all_goes_well_again(served, kind):
+    fault = ProxyFault(kind, seconds=0.01, rate=1e6)
+    async with clients(served, first(fault)) as (proxy, session):
+        with suppress(aiohttp.ClientError, OSError):
+            await fetch(session, span=(100, 200_000))
+        for _ in range(2):
+            assert (await fetch(session, span=(100, 2000)))[1] == DATA[100:2000]
+        assert proxy.faults == {kind: 1}
+        assert proxy.records[0].fault is fault
+
+
+async def test_answers_with_a_status_come_from_the_proxy_and_keep_the_connection(served):
+    plan = nth(ProxyFault(FaultKind.STATUS, status=429, retry_after="2"), 0, 2)
+    async with clients(served, plan) as (proxy, session):
+        answers = [await fetch(session, span=(0, 5)) for _ in range(4)]
+        assert [status for status, *_ in answers] == [429, 206, 429, 206]
+        assert answers[0][2]["Retry-After"] == "2"
+        assert [record.status for record in proxy.records] == [429, 206, 429, 206]
+
+
+async def test_bytes_and_fields_change_as_told(served):
+    async def changed(fault, span=(1000, 2000)):
+        async with clients(served, first(fault)) as (_, session):
+            return await fetch(session, span=span)
+
+    _, body, _ = await changed(ProxyFault(FaultKind.FLIP, after=10))
+    assert body[:10] + body[11:] == DATA[1000:1010] + DATA[1011:2000]
+    assert body[10] != DATA[1010]
+    _, body, _ = await changed(ProxyFault(FaultKind.FLIP))
+    assert sum(one != other for one, other in zip(body, DATA[1000:2000], strict=True)) == 1
+    _, body, headers = await changed(ProxyFault(FaultKind.SHIFTED_RANGE, shift=9))
+    assert body == DATA[1000:2000]
+    assert headers["Content-Range"] == f"bytes 1009-2008/{len(DATA)}"
+    status, body, headers = await changed(ProxyFault(FaultKind.OTHER_RANGE, shift=9))
+    assert (status, body) == (206, DATA[1009:2009])
+    assert headers["Content-Range"] == f"bytes 1009-2008/{len(DATA)}"
+    assert (await changed(ProxyFault(FaultKind.WHOLE)))[:2] == (200, DATA)
+    status, body, headers = await changed(ProxyFault(FaultKind.REPLACED))
+    assert (status, headers["ETag"]) == (206, '"another"')
+    assert all(one != other for one, other in zip(body, DATA[1000:2000], strict=True))
+
+
+async def test_a_length_too_small_leaves_bytes_on_the_wire(served):
+    with FaultProxy(served, first(ProxyFault(FaultKind.SHORT_LENGTH, shift=100))) as proxy:
+        received = await raw(proxy, b"GET /v1/k HTTP/1.1\r\nHost: x\r\n\r\n")
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert f"Content-Length: {len(DATA) - 100}".encode() in head
+    assert body == DATA
+
+
+async def test_a_replaced_object_does_not_heed_the_condition(served):
+    async with clients(served, first(ProxyFault(FaultKind.REPLACED))) as (_, session):
+        assert (await fetch(session, span=(0, 10), **{"If-Match": '"none"'}))[0] == 206
+        assert (await fetch(session, span=(0, 10), **{"If-Match": '"none"'}))[0] == 412
+
+
+async def test_a_drip_takes_its_time(served):
+    async with clients(served, first(ProxyFault(FaultKind.DRIP, rate=20_000))) as (_, session):
+        started = time.monotonic()
+        assert (await fetch(session, span=(0, 4000)))[1] == DATA[:4000]
+        assert time.monotonic() - started >= 0.15
+
+
+async def test_a_stalled_exchange_ends_when_the_client_leaves(served):
+    async with clients(served, first(ProxyFault(FaultKind.STALL, after=10))) as (proxy, session):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await fetch(session)
+        assert proxy.records[0].body_bytes == 10
+
+
+async def test_a_stopping_proxy_lets_no_client_hang(served):
+    with FaultProxy(served, first(ProxyFault(FaultKind.SILENT))) as proxy:
+        hanging = asyncio.create_task(asyncio.to_thread(urllib.request.urlopen, f"{proxy.url}/v1/k", timeout=30))
+        while not proxy.requests:
+            await asyncio.sleep(0.005)
+    with pytest.raises(OSError, match=r".+"):
+        await hanging
+
+
+async def test_random_faults_come_as_often_as_asked_and_again_with_the_same_seed(served):
+    flip, busy = ProxyFault(FaultKind.FLIP), ProxyFault(FaultKind.STATUS, status=500)
+
+    async def run(seed):
+        async with clients(served, at_random({flip: 0.3, busy: 0.2}, seed)) as (proxy, session):
+            bodies = [(await fetch(session, span=(0, 100)))[1] for _ in range(200)]
+            return bodies, proxy.faults
+
+    bodies, faults = await run(7)
+    assert 30 < faults[FaultKind.FLIP] < 90
+    assert 15 < faults[FaultKind.STATUS] < 65
+    assert (bodies, faults) == await run(7)
+    assert bodies.count(DATA[:100]) == 200 - faults[FaultKind.FLIP] - faults[FaultKind.STATUS]
+
+
+async def test_a_dead_server_is_a_closed_connection(served):
+    async with echoing(b"") as echo:
+        pass
+    async with clients(echo.url) as (_, session):
+        with pytest.raises(aiohttp.ClientError):
+            await fetch(session)
+
+
+async def test_what_is_no_http_is_hung_up_on(served):
+    with FaultProxy(served) as proxy:
+        assert await raw(proxy, b"\x16\x03\x01" + b"x" * 100_000 + b"\r\n\r\n") == b""
+
+
+@pytest.mark.parametrize("url", ["https://127.0.0.1:1", "http://127.0.0.1", "nonsense", "http://:80"])
+def test_addresses_without_a_port_are_refused(url):
+    with pytest.raises(ArgumentError):
+        FaultProxy(url)
+
+
+def test_rates_are_probabilities():
+    with pytest.raises(ArgumentError):
+        at_random({ProxyFault(FaultKind.FLIP): 0.7, ProxyFault(FaultKind.RESET): 0.7}, 1)

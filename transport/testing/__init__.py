@@ -1,0 +1,15 @@
+"""For tests of transfers: a proxy that makes HTTP exchanges go wrong."""
+
+from kvwire.transport.testing.faults import FaultKind, ProxyFault, ProxyRecord, ProxyRequest, at_random, first, nth
+from kvwire.transport.testing.proxy import FaultProxy
+
+__all__ = [
+    "FaultKind",
+    "FaultProxy",
+    "ProxyFault",
+    "ProxyRecord",
+    "ProxyRequest",
+    "at_random",
+    "first",
+    "nth",
+]
