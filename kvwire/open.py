@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
-from kvwire.errors import ArgumentError
 from kvwire.store import open_store as _open_local
 from kvwire.transport import HttpStore
 
 if TYPE_CHECKING:
     from kvwire.store import Store
 
+_HAS_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
+
 
 def open_store(url: str, *, token: str | None = None) -> Store:
-    """Open ``memory:``, ``file:///path`` or ``http(s)://host:port`` (what ``kvwire serve`` offers; read-only).
+    """Open ``file:///path``, ``s3://bucket/prefix``, ``http(s)://host:port`` or ``memory:``; a plain path is a folder.
 
-    A plain path means a folder. token: bearer token for http. Raises ArgumentError naming the addresses known.
+    s3: ``?endpoint=http://host:port&region=...&profile=...`` may follow; credentials come from where boto3 finds them.
+    http: what ``kvwire serve`` offers, or any server of files, which is then read-only. token: its bearer token.
+    Raises ArgumentError naming the addresses known.
     """
-    scheme = urlsplit(url).scheme
+    scheme = url.partition("://")[0].lower()
     if scheme in ("http", "https"):
         return HttpStore(url, token=token)
-    if scheme not in ("", "file", "memory", "s3"):
-        msg = f"cannot open {url!r} as a store; the addresses known are file:///path, http(s)://host:port and memory:"
-        raise ArgumentError(msg)
-    if not scheme:
-        from pathlib import Path
-
-        return _open_local(Path(url).expanduser().resolve().as_uri())
-    return _open_local(url)
+    if _HAS_SCHEME.match(url):
+        return _open_local(url)
+    return _open_local(Path(url).expanduser().resolve().as_uri())

@@ -1,5 +1,8 @@
 """Where blobs live: stores, keys and the catalog."""
 
+from typing import TYPE_CHECKING
+
+from kvwire.store._s3_settings import S3Settings
 from kvwire.store.base import (
     Addressed,
     Data,
@@ -16,9 +19,13 @@ from kvwire.store.base import (
 from kvwire.store.catalog import Catalog
 from kvwire.store.entry import CatalogEntry
 from kvwire.store.folder import FolderStore
+from kvwire.store.keyring import Keyring
 from kvwire.store.keys import KeySpace, check_key, content_digest, tenant_hash
 from kvwire.store.memory import MemoryStore
 from kvwire.store.opening import open_store
+
+if TYPE_CHECKING:
+    from kvwire.store.s3 import S3Store
 
 __all__ = [
     "Addressed",
@@ -28,10 +35,13 @@ __all__ = [
     "FolderStore",
     "HttpAddress",
     "KeySpace",
+    "Keyring",
     "Listed",
     "MemoryStore",
     "ObjectReader",
     "ObjectStat",
+    "S3Settings",
+    "S3Store",
     "Snapshots",
     "Store",
     "check_after",
@@ -42,3 +52,13 @@ __all__ = [
     "open_store",
     "tenant_hash",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Import the S3 store, and boto3 with it, when it is asked for."""
+    if name != "S3Store":
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg)
+    from kvwire.store.s3 import S3Store
+
+    return S3Store

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
@@ -12,23 +13,27 @@ from kvwire.store.memory import MemoryStore
 if TYPE_CHECKING:
     from kvwire.store.base import Store
 
-_KNOWN = "memory: and file:///path"
+_KNOWN = "memory:, file:///path, s3://bucket/prefix and, by kvwire.open_store, http(s)://host:port"
+_SECRETS = re.compile(r"(?<=//)[^/?#]*@|[?#].*")  # a password, and whatever a query holds
 
 
 def open_store(url: str) -> Store:
-    """Open ``memory:`` (a fresh store at every call) or ``file:///path``.
+    """Open ``memory:`` (a fresh store at every call), ``file:///path`` or an S3 bucket.
 
-    Raises ArgumentError for any other address. Stores behind http(s) are opened by ``kvwire.open_store``.
+    S3: ``s3://bucket/prefix?endpoint=http://host:port&region=...&profile=...``, all behind the bucket optional; what is
+    left out, and the credentials, come from where boto3 finds them. Raises ArgumentError for any other address. Stores
+    behind http(s) are opened by ``kvwire.open_store``.
     """
-    parts = urlsplit(url)
-    if parts.scheme == "memory":
+    scheme = url.partition(":")[0].lower()
+    if scheme == "memory":
         return _memory(url)
-    if parts.scheme == "file":
+    if scheme == "file":
         return _folder(url)
-    if parts.scheme == "s3":
-        msg = f"s3:// stores are not available in this version: use {_KNOWN}, or serve a folder over http"
-        raise ArgumentError(msg)
-    msg = f"cannot open {url!r} as a store: the addresses known here are {_KNOWN}"
+    if scheme == "s3":
+        from kvwire.store.s3 import S3Store  # boto3 is slow to import
+
+        return S3Store(url)
+    msg = f"cannot open {_SECRETS.sub('', url)!r} as a store: the addresses known are {_KNOWN}"
     raise ArgumentError(msg)
 
 

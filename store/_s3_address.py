@@ -1,0 +1,96 @@
+"""Addresses of S3 stores: ``s3://bucket/prefix?endpoint=http://host:port&region=...&profile=...``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NoReturn
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
+
+from kvwire.errors import ArgumentError
+from kvwire.store.keys import check_key
+
+_FORM = "s3://bucket/prefix?endpoint=https://host:port&region=...&profile=..."
+_OPTIONS = ("endpoint", "region", "profile")
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")  # as wide as S3-compatible servers go
+_NAME = re.compile(r"[\w .@+=,-]{1,128}")
+_MAX_PREFIX_CHARS = 500  # S3's keys have 1024 bytes, kvwire's up to 512
+
+
+@dataclass(frozen=True)
+class S3Address:
+    """Where an S3 store is. Holds nothing secret: credentials come from where boto3 finds them.
+
+    prefix: without slashes at its ends; may be empty. endpoint, region, profile: None for what the environment says.
+    """
+
+    bucket: str
+    prefix: str = ""
+    endpoint: str | None = None
+    region: str | None = None
+    profile: str | None = None
+
+    @classmethod
+    def parse(cls, url: str) -> S3Address:
+        """Read an address; ArgumentError, which repeats nothing that may be secret, where it is none."""
+        try:
+            parts = urlsplit(url)
+            pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query), max_num_fields=9)
+        except ValueError:
+            _refuse("it is malformed")
+        if "@" in parts.netloc:
+            _refuse("it holds credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or name a profile")
+        if parts.scheme != "s3" or parts.fragment or not _BUCKET.fullmatch(parts.netloc):
+            _refuse("it does not name a bucket")
+        return cls(parts.netloc, _prefix(parts.path), **_options(pairs))
+
+    @property
+    def root(self) -> str:
+        """What all keys of the store start with in the bucket."""
+        return f"{self.prefix}/" if self.prefix else ""
+
+    @property
+    def url(self) -> str:
+        """The address as text, which ``parse`` reads back."""
+        path = f"/{self.prefix}" if self.prefix else ""
+        options = [(name, value) for name in _OPTIONS if (value := getattr(self, name)) is not None]
+        query = f"?{urlencode(options, quote_via=quote, safe='/:')}" if options else ""
+        return f"s3://{self.bucket}{path}{query}"
+
+
+def _prefix(path: str) -> str:
+    prefix = path.strip("/")
+    if prefix and len(check_key(prefix)) > _MAX_PREFIX_CHARS:
+        _refuse(f"its prefix has more than {_MAX_PREFIX_CHARS} characters")
+    return prefix
+
+
+def _options(pairs: list[tuple[str, str]]) -> dict[str, str]:
+    options: dict[str, str] = {}
+    for name, value in pairs:
+        if name not in _OPTIONS:
+            _refuse(f"{name[:40]!r} is no option; the options are {', '.join(_OPTIONS)}")
+        if name in options:
+            _refuse(f"it names the {name} twice")
+        if name != "endpoint" and not _NAME.fullmatch(value):
+            _refuse(f"its {name} is empty or malformed")
+        options[name] = _endpoint(value) if name == "endpoint" else value
+    return options
+
+
+def _endpoint(value: str) -> str:
+    try:
+        parts = urlsplit(value)
+        fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        fits = False
+    if not fits or parts.query or parts.fragment:
+        _refuse("its endpoint is not like https://host:port")
+    if "@" in parts.netloc:
+        _refuse("its endpoint holds credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY instead")
+    return value.rstrip("/")
+
+
+def _refuse(why: str) -> NoReturn:
+    msg = f"cannot open this S3 address: {why}. Write {_FORM}, where all behind the bucket is optional"
+    raise ArgumentError(msg) from None  # what urllib says may quote a secret

@@ -1,0 +1,127 @@
+"""The one place where boto3's errors become kvwire's.
+
+Messages carry the error's code and status, never what the server or the library wrote: that may quote a request.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from botocore import exceptions as boto
+from urllib3.exceptions import HTTPError
+
+from kvwire.errors import ArgumentError, AuthError, KvwireError, NotFoundError, StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_CODE = re.compile(r"[A-Za-z0-9.]{1,64}")
+_MISSING, _REPLACED, _TOO_MANY = 404, 412, 429
+_NOT_CREATED = (409, 412, 501)
+_REFUSED = (401, 403)
+_MOVED = (301, 302, 307, 308)
+_SERVERS_FAULT = 500
+
+_CHECK = "check the access key, the secret and what they may do"
+_BY_CODE: dict[str, tuple[type[KvwireError], str]] = {
+    "NoSuchKey": (NotFoundError, "it is not there"),
+    "NoSuchBucket": (
+        NotFoundError,
+        "there is no such bucket: create it first, for example with 'aws s3api create-bucket --bucket NAME'",
+    ),
+    "NoSuchUpload": (StorageError, "the upload was ended from elsewhere: write the object again"),
+    "ExpiredToken": (AuthError, "the session token has expired: get fresh credentials"),
+    "RequestTimeTooSkewed": (AuthError, "this machine's clock differs from the server's: set it right"),
+    "AuthorizationHeaderMalformed": (AuthError, "the request was signed for another region: pass region=..."),
+    "QuotaExceeded": (StorageError, "the quota is used up: free space or raise it"),
+    "XMinioStorageFull": (StorageError, "the server's disks are full"),
+    "InvalidObjectState": (StorageError, "the object is archived: restore it first"),
+    "KeyTooLongError": (ArgumentError, "the key is too long for this server: use a shorter prefix"),
+    "InvalidBucketName": (ArgumentError, "the server takes no bucket of that name"),
+}
+_ABOUT_CREDENTIALS = (
+    boto.NoCredentialsError,
+    boto.PartialCredentialsError,
+    boto.CredentialRetrievalError,
+    boto.MetadataRetrievalError,
+    boto.NoAuthTokenError,
+    boto.SSOError,
+    boto.TokenRetrievalError,
+)
+_ABOUT_ARGUMENTS = (
+    boto.ConfigNotFound,
+    boto.ConfigParseError,
+    boto.InvalidConfigError,
+    boto.InvalidRegionError,
+    boto.NoRegionError,
+    boto.ParamValidationError,
+    boto.ProfileNotFound,
+)
+
+
+@contextmanager
+def s3_errors(what: str) -> Iterator[None]:
+    """Translate everything that boto3 raises inside; ``what`` names the object or store for people."""
+    try:
+        yield
+    except KvwireError:
+        raise
+    except boto.ClientError as error:
+        raise _answered(error, what) from error
+    except (boto.BotoCoreError, HTTPError, OSError, ValueError) as error:
+        raise _unanswered(error, what) from error
+
+
+def status_of(error: boto.ClientError) -> int:
+    """The HTTP status of a refusal; 0 where it had none."""
+    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    return status if isinstance(status, int) else 0
+
+
+def code_of(error: boto.ClientError) -> str:
+    """S3's code of a refusal; HEAD answers have only the status as text."""
+    return plain_code(error.response.get("Error", {}).get("Code"))
+
+
+def is_taken(error: boto.ClientError) -> bool:
+    """Whether a conditional write was not done: something is there, others are at it, or the condition is not known."""
+    return status_of(error) in _NOT_CREATED or code_of(error) in ("NotImplemented", "PreconditionFailed")
+
+
+def plain_code(code: object) -> str:
+    """An error code as the server wrote it, or ``unknown`` where that does not look like one."""
+    return code if isinstance(code, str) and _CODE.fullmatch(code) else "unknown"
+
+
+def error_of(code: str, status: int, what: str) -> KvwireError:
+    """The kvwire error for an S3 error code and an HTTP status (0: none)."""
+    if code in _BY_CODE:
+        kind, advice = _BY_CODE[code]
+    elif status in _REFUSED or code == "AccessDenied":
+        kind, advice = AuthError, f"the server refused the credentials: {_CHECK}"
+    elif status == _MISSING:
+        kind, advice = NotFoundError, "it is not there; check that the bucket is"
+    elif status == _REPLACED:
+        kind, advice = StorageError, "it was replaced meanwhile: open it again"
+    elif status in _MOVED:
+        kind, advice = ArgumentError, "the bucket lies in another region or behind another endpoint: name those"
+    elif status == _TOO_MANY or status >= _SERVERS_FAULT or code in ("SlowDown", "RequestTimeout"):
+        kind, advice = StorageError, "the server is busy or failed: try again later"
+    else:
+        kind, advice = StorageError, "the server refused the request: check that it speaks S3"
+    return kind(f"{what}: {advice} ({code}, status {status or 'unknown'})")
+
+
+def _answered(error: boto.ClientError, what: str) -> KvwireError:
+    return error_of(code_of(error), status_of(error), what)
+
+
+def _unanswered(error: Exception, what: str) -> KvwireError:
+    name = type(error).__name__
+    if isinstance(error, _ABOUT_CREDENTIALS):
+        return AuthError(f"{what}: no usable credentials ({name}): set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+    if isinstance(error, (*_ABOUT_ARGUMENTS, ValueError)):
+        return ArgumentError(f"{what}: boto3 refused the address or its settings ({name}): check region and profile")
+    return StorageError(f"{what}: the connection failed ({name}): try again, or check the endpoint and the network")

@@ -1,0 +1,73 @@
+"""Answers to S3's GET: whether they are the bytes that were asked for, and those bytes, in bounded time and memory."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import TYPE_CHECKING, Any
+
+from kvwire.errors import StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
+_PIECE_BYTES = 256 * 1024
+_PARTIAL = 206
+
+
+def strong_tag(answer: Mapping[str, Any]) -> str:
+    """The answer's entity tag without quotes; empty where it has none that is strong."""
+    tag = answer.get("ETag") or ""
+    return "" if tag.startswith("W/") else tag.strip('"')
+
+
+def range_header(start: int, end: int | None) -> str:
+    """The Range header for bytes ``start`` to ``end`` (exclusive); empty for all of them."""
+    if not start and end is None:
+        return ""
+    return f"bytes={start}-{'' if end is None else end - 1}"
+
+
+def read_answer(answer: Mapping[str, Any], start: int, end: int | None, *, total_s: float, what: str) -> bytes:
+    """The bytes ``start`` to ``end`` of the object from S3's answer; StorageError where it holds others, or too few."""
+    length = int(answer["ContentLength"])
+    if answer["ResponseMetadata"]["HTTPStatusCode"] == _PARTIAL:
+        _check_range(str(answer.get("ContentRange")), length, start, end, what)
+        return _read(answer["Body"], length, total_s, what)
+    wanted = length if end is None else min(end, length)  # the whole object, asked for or not
+    return _read(answer["Body"], wanted, total_s, what)[start:]
+
+
+def _check_range(told: str, length: int, start: int, end: int | None, what: str) -> None:
+    """The range told is the one asked for, cut at the object's end and nowhere else, and as long as the body."""
+    match = _CONTENT_RANGE.fullmatch(told)
+    if match:
+        first, stop, total = int(match[1]), int(match[2]) + 1, int(match[3])
+        if first == start and stop == (total if end is None else min(end, total)) and length == stop - first:
+            return
+    msg = f"{what}: asked for bytes from {start} to {end}, got others; the server's ranges are broken"
+    raise StorageError(msg)
+
+
+def _read(body: Any, length: int, total_s: float, what: str) -> bytes:  # noqa: ANN401 - botocore's StreamingBody
+    """Read piece by piece: memory grows with what has come, not with what is announced."""
+    give_up_at = time.monotonic() + total_s
+    # read1 returns with what is there; read waits for the full piece, which a dripping server can make last.
+    read = getattr(getattr(body, "_raw_stream", None), "read1", None) or body.read
+    pieces: list[bytes] = []
+    left = length
+    try:
+        while left and (piece := read(min(left, _PIECE_BYTES))):
+            pieces.append(piece)
+            left -= len(piece)
+            if time.monotonic() > give_up_at:
+                msg = f"{what}: the answer took longer than {total_s:g} s: check the server and the network"
+                raise StorageError(msg)
+        if left:
+            msg = f"{what}: the answer ended {left} bytes early; try again"
+            raise StorageError(msg)
+        read(1)  # an answer whose end was met gives its connection back
+    finally:
+        body.close()
+    return b"".join(pieces)
