@@ -11,9 +11,11 @@ from kvwire.codec.positions import positions_off, positions_on, rotate, rotation
 from kvwire.codec.profile import Plane, Profile, planes_of
 from kvwire.codec.quantiser import Ladder
 from kvwire.codec.queues import Mark, Pending
+from kvwire.codec.sealing import BlobReader, PlainBlob, SealedBlob, TenantKey, TenantKeys, derived, is_sealed
 from kvwire.codec.sensitivity import perturbed
 from kvwire.codec.statistics import Statistics, Vocabulary
 from kvwire.codec.stored import AnyProfile, read_profile
+from kvwire.codec.texts import pack_text, read_text
 from kvwire.types import CacheMeta, KVCache, PagedKVCache
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "AnyProfile",
     "Backend",
     "BlobDecoder",
+    "BlobReader",
     "CacheGenProfile",
     "CacheMeta",
     "KVCache",
@@ -28,22 +31,30 @@ __all__ = [
     "Mark",
     "PagedKVCache",
     "Pending",
+    "PlainBlob",
     "Plane",
     "Profile",
+    "SealedBlob",
     "Statistics",
+    "TenantKey",
+    "TenantKeys",
     "Vocabulary",
     "decode",
+    "derived",
     "encode",
     "fit_cachegen_profile",
     "fit_profile",
     "inspect",
+    "is_sealed",
     "level_index",
+    "pack_text",
     "perturbed",
     "planes_of",
     "positions_off",
     "positions_on",
     "read_head",
     "read_profile",
+    "read_text",
     "rotate",
     "rotation",
     "shift_keys",

@@ -1,0 +1,257 @@
+"""Sealed objects: what goes in comes out, whatever is changed is noticed, and ranges stay fetchable."""
+
+import hashlib
+import hmac
+import struct
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvwire.codec import PlainBlob, TenantKey, TenantKeys, decode, inspect, is_sealed, read_head, read_profile
+from kvwire.errors import ArgumentError, AuthError, CorruptError, FormatVersionError, NotFoundError, TruncatedError
+from kvwire.store import Keyring
+
+GOLDEN = Path(__file__).parent / "golden"
+BLOBS = sorted(path.name for path in GOLDEN.glob("v*.kvw"))
+MASTER = bytes(range(32))
+KEYS = Keyring([MASTER]).tenant("alice")
+SMALL = (GOLDEN / "v1.0-small.kvw").read_bytes()
+
+
+@pytest.fixture(params=BLOBS)
+def blob(request):
+    return (GOLDEN / request.param).read_bytes()
+
+
+def test_a_blob_comes_back_whole(blob):
+    sealed = KEYS.seal_blob(blob)
+    segments = sum(len(row) for row in read_head(blob).segments)
+    assert len(sealed) == len(blob) + 64 + 16 * (1 + segments)
+    assert is_sealed(sealed)
+    assert not is_sealed(blob)
+    assert KEYS.unseal_blob(sealed) == blob
+
+
+def test_a_range_of_a_sealed_blob_is_a_segment(blob):
+    """What a reader needs is the head and, in any order, any segment by its own range."""
+    sealed, plain, reader = KEYS.seal_blob(blob), read_head(blob), KEYS.blob_reader()
+    told = read_head_in_pieces(reader, sealed)
+    assert reader.head == blob[: plain.head_bytes]
+    assert told.file_bytes == len(sealed)
+    assert (told.tokens, told.token_ids, told.meta) == (plain.tokens, plain.token_ids, plain.meta)
+    cells = [(row, level) for row in range(plain.chunks) for level in range(len(plain.segments[row]))]
+    for row, level in reversed(cells):
+        there, here = told.segments[row][level], plain.segments[row][level]
+        assert reader.check(there, sealed[there.offset : there.end]) == blob[here.offset : here.end]
+
+
+def read_head_in_pieces(reader, data):
+    length = 1
+    while True:
+        try:
+            return reader.read_head(data[:length])
+        except TruncatedError as error:
+            wanted = error.needed
+        assert length < wanted <= len(data)
+        length = wanted
+
+
+def test_levels_tell_what_a_reader_of_a_sealed_blob_fetches(blob):
+    info = KEYS.blob_reader().read_head(KEYS.seal_blob(blob))
+    for index, level in enumerate(info.levels):
+        rows = [chunk for chunk in range(info.chunks) if len(info.segments[chunk]) > index]
+        if len(rows) == info.chunks:
+            assert level.cumulative_bytes == info.head_bytes + sum(info.chunk_bytes(chunk, index) for chunk in rows)
+        assert level.bytes == sum(info.segments[chunk][index].stored for chunk in rows)
+
+
+def test_a_sealed_blob_decodes_to_the_same_tensors():
+    profile = read_profile((GOLDEN / "v1.0-small.kvp").read_bytes())
+    ours = decode(KEYS.unseal_blob(KEYS.seal_blob(SMALL)), 1, profile)
+    theirs = decode(SMALL, 1, profile)
+    assert all(bool((a == b).all()) for a, b in zip(ours.keys + ours.values, theirs.keys + theirs.values, strict=True))
+
+
+@given(st.integers(0, len(KEYS.seal_blob(SMALL)) - 1), st.integers(1, 255))
+def test_every_changed_byte_of_a_blob_is_noticed(position, change):
+    sealed = bytearray(KEYS.seal_blob(SMALL))
+    sealed[position] ^= change
+    with pytest.raises((CorruptError, FormatVersionError, AuthError)):  # AuthError: the key's name was changed
+        KEYS.unseal_blob(bytes(sealed))
+
+
+@given(st.integers(0, len(SMALL) + 400))
+def test_every_shortened_blob_is_noticed(length):
+    sealed = KEYS.seal_blob(SMALL)
+    with pytest.raises(CorruptError):
+        KEYS.unseal_blob(sealed[: min(length, len(sealed) - 1)])
+
+
+def test_bytes_after_the_end_are_noticed():
+    with pytest.raises(CorruptError):
+        KEYS.unseal_blob(KEYS.seal_blob(SMALL) + b"x")
+    with pytest.raises(CorruptError):
+        KEYS.unseal(KEYS.seal(b"text") + b"x")
+
+
+def test_a_segment_is_no_other_segment():
+    sealed, reader = KEYS.seal_blob(SMALL), KEYS.blob_reader()
+    info = reader.read_head(sealed)
+    (first, second), theirs = info.segments[0][:2], info.segments[1][0]
+    for other in (second, theirs):
+        with pytest.raises(CorruptError, match="changed"):
+            reader.check(first, sealed[other.offset : other.end])
+
+
+def test_a_segment_of_another_blob_is_noticed():
+    other = (GOLDEN / "v1.0-named.kvw").read_bytes()
+    reader = KEYS.blob_reader()
+    info = reader.read_head(KEYS.seal_blob(SMALL))
+    theirs = KEYS.blob_reader().read_head(KEYS.seal_blob(other)).segments[0][0]
+    with pytest.raises(CorruptError):
+        reader.check(info.segments[0][0], KEYS.seal_blob(other)[theirs.offset : theirs.end])
+
+
+def test_sealing_is_deterministic_and_contents_do_not_share_keystreams():
+    assert KEYS.seal(b"same") == KEYS.seal(b"same")
+    one, other = KEYS.seal(bytes(64)), KEYS.seal(bytes(63) + b"\1")
+    shared = sum(a == b for a, b in zip(one[64:127], other[64:127], strict=True))
+    assert shared < 10  # of 63 equal bytes of content
+
+
+@pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 100_000])
+def test_objects_come_back(size):
+    content = hashlib.shake_128(b"x").digest(size)
+    sealed = KEYS.seal(content)
+    assert len(sealed) == size + 80
+    assert KEYS.unseal(sealed) == content
+
+
+@given(st.binary(max_size=100))
+def test_what_is_not_sealed_is_refused(data):
+    for call in (KEYS.unseal, KEYS.blob_reader().read_head):
+        with pytest.raises((CorruptError, FormatVersionError)):
+            call(data)
+
+
+def test_a_blob_is_no_plain_object_and_the_other_way_round():
+    with pytest.raises(CorruptError):
+        KEYS.unseal(KEYS.seal_blob(SMALL))
+    with pytest.raises(CorruptError):
+        KEYS.blob_reader().read_head(KEYS.seal(SMALL))
+
+
+def test_a_tenant_cannot_open_what_another_sealed():
+    ring = Keyring([MASTER])
+    with pytest.raises(AuthError, match="tenant's name"):
+        ring.tenant("bob").unseal(ring.tenant("alice").seal(b"secret"))
+
+
+def test_a_new_master_key_seals_and_the_old_one_still_opens():
+    old, both = Keyring([MASTER]), Keyring([bytes(32), MASTER])
+    assert both.tenant("a").unseal(old.tenant("a").seal(b"x")) == b"x"
+    with pytest.raises(AuthError):
+        old.tenant("a").unseal(both.tenant("a").seal(b"x"))
+
+
+def test_a_segment_before_the_head_is_a_mistake_of_the_caller():
+    with pytest.raises(ArgumentError, match="read_head"):
+        KEYS.blob_reader().check(read_head(SMALL).segments[0][0], b"")
+
+
+def test_a_plain_reader_reads_plain_blobs(blob):
+    reader = PlainBlob()
+    assert reader.read_head(blob) == inspect(blob)
+    assert reader.head == blob[: read_head(blob).head_bytes]
+    with pytest.raises(CorruptError):
+        reader.read_head(KEYS.seal_blob(blob))
+
+
+def test_keys_do_not_print_themselves():
+    assert MASTER.hex() not in repr(Keyring([MASTER]))
+    key = TenantKey(bytes(16), MASTER)
+    assert "key=" not in repr(key)
+    assert repr(MASTER) not in repr(key)
+
+
+@pytest.mark.parametrize(("key_id", "key"), [(bytes(15), MASTER), (bytes(16), bytes(31))])
+def test_what_is_no_key_is_refused(key_id, key):
+    with pytest.raises(ArgumentError):
+        TenantKey(key_id, key)
+    with pytest.raises(ArgumentError):
+        TenantKeys([])
+
+
+# The keyring's file.
+
+
+def test_a_keyring_file(tmp_path):
+    first, second = Keyring.new_line(), Keyring.new_line()
+    assert first != second
+    path = tmp_path / "keys"
+    path.write_text(f"# newest first\n\n{second}\n{first}\n")
+    path.chmod(0o600)
+    ring = Keyring.read(path)
+    path.write_text(first)
+    assert ring.tenant("t").unseal(Keyring.read(path).tenant("t").seal(b"x")) == b"x"
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "short\n", "A" * 44, "AAAA" * 16])
+def test_a_file_that_is_no_keyring(tmp_path, text):
+    path = tmp_path / "keys"
+    path.write_text(text)
+    path.chmod(0o600)
+    with pytest.raises(ArgumentError, match="kvwire key"):
+        Keyring.read(path)
+
+
+def test_a_keyring_that_others_can_read_is_refused(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text(Keyring.new_line())
+    path.chmod(0o644)
+    with pytest.raises(AuthError, match="chmod 600"):
+        Keyring.read(path)
+
+
+def test_a_keyring_that_is_not_there(tmp_path):
+    with pytest.raises(NotFoundError):
+        Keyring.read(tmp_path / "keys")
+
+
+# The format, by its text alone.
+
+
+def hkdf(key, info, salt=None):
+    return HKDF(SHA256(), 32, salt, info).derive(key)
+
+
+def test_the_text_of_the_format_suffices_to_open_the_golden_file():
+    sealed = (GOLDEN / "sealed-v1.0-small.kve").read_bytes()
+    magic, major, minor, flags, file_bytes, head_bytes, key_id, object_id, kind = struct.unpack_from(
+        "<8sHHIQI16s16sI", sealed
+    )
+    assert (magic, major, minor, flags, kind) == (b"\x89KVE\r\n\x1a\n", 1, 0, 0, 1)
+    assert file_bytes == len(sealed)
+    tenant = hkdf(MASTER, b"kvwire tenant key\0alice")
+    assert key_id == hkdf(tenant, b"kvwire key id")[:16]
+    cipher = AESGCM(hkdf(tenant, b"kvwire object key", object_id))
+    position = 64 + head_bytes + 16
+    head = cipher.decrypt(bytes(12), sealed[64:position], sealed[:64])
+    assert head == SMALL[:head_bytes]
+    content = head
+    for number, segment in enumerate((s for row in read_head(head).segments for s in row), 1):
+        part = sealed[position : position + segment.stored + 16]
+        content += cipher.decrypt(struct.pack("<QI", number, 0), part, None)
+        position += len(part)
+    assert content == SMALL
+    named = hmac.digest(tenant, b"kvwire object id" + hashlib.sha256(content).digest(), "sha256")
+    assert object_id == named[:16]
+
+
+def test_the_golden_file_is_what_sealing_gives_today():
+    assert KEYS.seal_blob(SMALL) == (GOLDEN / "sealed-v1.0-small.kve").read_bytes()
