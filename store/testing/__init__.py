@@ -18,6 +18,7 @@ from kvwire.store.testing.wrapping import Request, StoreWrapper
 if TYPE_CHECKING:
     from kvwire.store.testing.blobs import BlobConformance
     from kvwire.store.testing.conformance import StoreConformance
+    from kvwire.store.testing.machine import StoreMachine
 
 __all__ = [
     "BlobConformance",
@@ -27,6 +28,7 @@ __all__ = [
     "SlowStore",
     "StoreConformance",
     "StoreFault",
+    "StoreMachine",
     "StoreWrapper",
     "Tally",
 ]
@@ -34,8 +36,9 @@ __all__ = [
 _HOMES = {
     "BlobConformance": "kvwire.store.testing.blobs",
     "StoreConformance": "kvwire.store.testing.conformance",
+    "StoreMachine": "kvwire.store.testing.machine",
 }
-_ASSERTING = ("blobs", "listing", "objects", "raw", "races")
+_ASSERTING = ("blobs", "listing", "machine", "objects", "raw", "races")
 
 
 def __getattr__(name: str) -> object:
