@@ -1,0 +1,456 @@
+"""Slow requests, deadlines, servers that ask to come back later, addresses that expire, long segments."""
+
+import asyncio
+import random
+import time
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvwire.errors import ArgumentError, AuthError, DeadlineError, StorageError
+from kvwire.store import HttpAddress, MemoryStore
+from kvwire.transport import (
+    Arrival,
+    BusyError,
+    EmulatedLink,
+    FetchSettings,
+    HttpSource,
+    LinkMeter,
+    Piece,
+    SegmentError,
+    StoreSource,
+    split,
+)
+from kvwire.transport.pace import Pace
+
+HEAD = 65536
+
+
+def behind_the_head(info):
+    return [segment for row in info.segments for segment in row if segment.end > HEAD]
+
+
+async def outcome(fetcher, segments, **options):
+    good, bad = {}, {}
+    async for result in fetcher.fetch(segments, **options):
+        (bad if isinstance(result, SegmentError) else good)[result.segment] = result
+    assert len(good) + len(bad) == len(segments)
+    return good, bad
+
+
+def check_all(blob, good):
+    assert all(arrival.data == blob[s.offset : s.end] for s, arrival in good.items())
+
+
+# Second requests.
+
+
+def settled(fake, **options):
+    """One segment a request, one request at a time, hedges after a tenth of a second."""
+    return replace(fake.FAST, concurrency=2, max_bytes=20_000, gap_bytes=0, hedge_least_s=0.1, **options)
+
+
+async def test_a_request_that_hangs_gets_a_second_one(blob, misbehaving, fetcher_for, fake):
+    hung = []
+
+    def plan(number, start, _end):
+        if number >= 8 and not hung:
+            hung.append(start)
+            return {"silent": True}
+        return None
+
+    started = time.monotonic()
+    async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settled(fake)) as fetcher:
+        info = await fetcher.open()
+        good, bad = await outcome(fetcher, behind_the_head(info))
+    assert not bad
+    check_all(blob, good)
+    assert time.monotonic() - started < 4  # patience is 5 s
+    assert (fetcher.counts.hedges, fetcher.counts.hedges_won) == (1, 1)
+    assert sum(start == hung[0] for start, _ in server.requests) == 2
+
+
+async def test_a_request_that_hangs_in_mid_body_is_hedged_for_the_rest(misbehaving, fetcher_for, fake):
+    blob, hung = fake.build([[5_000, 10_000, 15_000]] * 40), []
+
+    def plan(number, start, end):
+        if number >= 6 and not hung and end - start > 40_000:
+            hung.append((start, end))
+            return {"after": 31_000, "stall": True}
+        return None
+
+    settings = replace(settled(fake), max_bytes=60_000)
+    async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
+        info = await fetcher.open()
+        good, bad = await outcome(fetcher, behind_the_head(info))
+    assert not bad
+    check_all(blob, good)
+    ((start, end),) = hung
+    second = [r for r in server.requests if r[1] == end and r[0] > start]
+    assert len(second) == 1
+    assert second[0][0] <= start + 31_000
+    assert fetcher.counts.hedges_won == 1
+
+
+async def test_hedges_are_few(blob, misbehaving, fetcher_for, fake):
+    """Where half of the requests hang, second requests stay within their share and retries do the rest."""
+    plan = lambda number, *_: {"silent": True} if number >= 8 and number % 2 else None  # noqa: E731
+    settings = replace(settled(fake), retries=6, hedge_share=0.05)
+    settings = replace(settings, patience=replace(settings.patience, first_byte_s=0.4))
+    async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
+        info = await fetcher.open()
+        good, bad = await outcome(fetcher, behind_the_head(info))
+    assert not bad
+    check_all(blob, good)
+    assert fetcher.counts.stalled > 0
+    assert 1 <= fetcher.counts.hedges <= 1 + 0.05 * fetcher.counts.requests
+
+
+async def test_a_slow_link_is_no_reason_for_hedges(store, blob, fetcher_for, fake):
+    link = EmulatedLink(400_000, 0.01)
+    settings = replace(fake.FAST, concurrency=4, max_bytes=20_000, gap_bytes=0, hedge_least_s=0.01)
+    async with fetcher_for(StoreSource(store, fake.KEY), link=link, settings=settings) as fetcher:
+        info = await fetcher.open()
+        good, bad = await outcome(fetcher, behind_the_head(info))
+    assert not bad
+    check_all(blob, good)
+    assert fetcher.counts.hedges == 0
+
+
+async def test_hedging_can_be_switched_off(blob, misbehaving, fetcher_for, fake):
+    plan = lambda number, *_: {"silent": True} if number == 9 else None  # noqa: E731
+    settings = replace(settled(fake, hedge_factor=0), patience=replace(fake.FAST.patience, first_byte_s=0.5))
+    async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
+        info = await fetcher.open()
+        good, bad = await outcome(fetcher, behind_the_head(info))
+    assert not bad
+    check_all(blob, good)
+    assert fetcher.counts.hedges == 0
+    assert fetcher.counts.stalled == 1
+
+
+async def test_breaking_off_leaves_no_task_behind(blob, misbehaving, fetcher_for, fake):
+    plan = lambda number, *_: {"silent": True} if number >= 8 else None  # noqa: E731
+    before = asyncio.all_tasks()
+    async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settled(fake)) as fetcher:
+        info = await fetcher.open()
+        mine = asyncio.all_tasks()
+        async with aclosing(fetcher.fetch(behind_the_head(info))) as arrivals:
+            async for _ in arrivals:
+                if fetcher.counts.requests >= 9:
+                    break
+            while not fetcher.counts.hedges:
+                await asyncio.sleep(0.01)
+        assert {
+            task for task in asyncio.all_tasks() - mine if "_work" in repr(task) or "_attempt" in repr(task)
+        } == set()
+    assert before
+
+
+def test_a_pace_needs_samples():
+    pace = Pace()
+    for _ in range(3):
+        pace.completed(0.01, 0.02, 1000)
+    assert pace.expected_s(1000) is None
+    assert not pace.is_overdue(100, 1000, factor=1, least_s=0)
+    pace.completed(0.01, 0.02, 1000)
+    assert pace.expected_s(1000) == pytest.approx(0.02)
+    assert pace.expected_s(10_000) == pytest.approx(0.11)
+
+
+def test_overdue_is_many_times_the_usual_and_a_least_time():
+    pace = Pace()
+    for _ in range(8):
+        pace.completed(0.01, 0.02, 1000)
+    assert pace.is_overdue(0.081, 1000, factor=4, least_s=0.05)
+    assert not pace.is_overdue(0.079, 1000, factor=4, least_s=0.05)
+    assert not pace.is_overdue(0.081, 1000, factor=4, least_s=0.1)
+    assert not pace.is_overdue(0.081, 5000, factor=4, least_s=0.05)
+
+
+def test_the_budget_of_hedges():
+    pace = Pace()
+    assert [pace.may_hedge(0.1), pace.may_hedge(0.1)] == [True, False]
+    for _ in range(30):
+        pace.completed(0.01, 0.02, 1)
+    assert [pace.may_hedge(0.1) for _ in range(3)] == [True, True, False]
+
+
+# Deadlines.
+
+
+async def test_what_misses_the_deadline_is_given_as_late(blob, misbehaving, fetcher_for, fake):
+    plan = lambda number, *_: {"after": 12_000, "stall": True} if number else None  # noqa: E731
+    async with misbehaving(blob, plan) as server, fetcher_for(server.url) as fetcher:
+        info = await fetcher.open()
+        started = time.monotonic()
+        good, bad = await outcome(fetcher, behind_the_head(info), deadline=started + 0.3)
+        assert 0.3 <= time.monotonic() - started < 3
+    assert good  # what came in time stays good
+    check_all(blob, good)
+    assert bad
+    assert all(isinstance(error.__cause__, DeadlineError) for error in bad.values())
+    assert fetcher.counts.late == fetcher.counts.given_up == len(bad)
+
+
+async def test_a_deadline_that_has_passed_still_gives_what_is_at_hand(store, fetcher_for, fake):
+    async with fetcher_for(StoreSource(store, fake.KEY)) as fetcher:
+        info = await fetcher.open()
+        everything = [segment for row in info.segments for segment in row]
+        good, bad = await outcome(fetcher, everything, deadline=time.monotonic() - 1)
+    assert {s for s in everything if s.end <= HEAD} <= set(good)
+    assert set(bad) <= {s for s in everything if s.end > HEAD}
+    assert bad
+
+
+async def test_a_deadline_far_away_changes_nothing(store, blob, fetcher_for, fake):
+    async with fetcher_for(StoreSource(store, fake.KEY)) as fetcher:
+        info = await fetcher.open()
+        good, bad = await outcome(fetcher, behind_the_head(info), deadline=time.monotonic() + 60)
+    assert not bad
+    check_all(blob, good)
+
+
+# Come back later.
+
+
+@pytest.mark.parametrize("status", ["503 Busy", "429 Too Many Requests"])
+async def test_a_server_that_says_when_is_obeyed(status, blob, misbehaving, fetcher_for):
+    pauses = []
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+
+    fault = {"status": status, "headers": ["Retry-After: 7"]}
+    plan = lambda number, *_: fault if number == 1 else None  # noqa: E731
+    async with misbehaving(blob, plan) as server, fetcher_for(server.url, sleep=sleep) as fetcher:
+        info = await fetcher.open()
+        good, bad = await outcome(fetcher, behind_the_head(info))
+    assert not bad
+    check_all(blob, good)
+    assert max(pauses) == 7
+
+
+async def test_nobody_waits_beyond_the_deadline(blob, misbehaving, fetcher_for, fake):
+    fault = {"status": "503 Busy", "headers": ["Retry-After: 20"]}
+    settings = replace(fake.FAST, concurrency=1, max_bytes=20_000)
+    plan = lambda number, *_: fault if number == 1 else None  # noqa: E731
+    async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
+        info = await fetcher.open()
+        started = time.monotonic()
+        _, bad = await outcome(fetcher, behind_the_head(info), deadline=started + 15)
+        assert time.monotonic() - started < 10
+    assert bad
+    assert all(isinstance(error.__cause__, BusyError) for error in bad.values())
+
+
+async def test_a_date_to_come_back_at(misbehaving, session, blob):
+    fault = {"status": "503 Busy", "headers": ["Retry-After: Fri, 31 Dec 1999 23:59:59 GMT"]}
+    async with misbehaving(blob, lambda *_: fault) as server:
+        with pytest.raises(BusyError) as caught:
+            await HttpSource(session, server.url).read(0, 10, lambda _: None)
+    assert caught.value.retry_after_s == 0  # the date has passed
+
+
+# Addresses.
+
+
+def refused_unless(good):
+    return lambda _number, _start, _end: None if good() else {"status": "403 Forbidden"}
+
+
+async def test_a_refused_address_is_renewed_once(blob, misbehaving, session):
+    asked = []
+    async with misbehaving(blob, refused_unless(lambda: True in asked)) as server:
+
+        def find(refused):
+            asked.append(refused)
+            return HttpAddress(f"{server.url}?X-Amz-Signature={len(asked)}")
+
+        source, got = HttpSource(session, find), []
+        await source.read(0, 1000, got.append)
+        await source.read(1000, 2000, got.append)
+    assert b"".join(got) == blob[:2000]
+    assert asked == [False, True]
+
+
+async def test_an_address_that_stays_refused_is_an_error(blob, misbehaving, session):
+    asked = []
+    async with misbehaving(blob, refused_unless(lambda: False)) as server:
+        source = HttpSource(session, lambda refused: asked.append(refused) or HttpAddress(server.url))
+        with pytest.raises(AuthError):
+            await source.read(0, 10, lambda _: None)
+    assert asked == [False, True]
+
+
+async def test_an_address_that_is_about_to_expire_is_not_used(blob, misbehaving, session):
+    asked = []
+    async with misbehaving(blob, lambda *_: None) as server:
+
+        def find(refused):
+            asked.append(refused)
+            return HttpAddress(server.url, expires_at=time.time() + (10 if len(asked) < 3 else 1000))
+
+        source = HttpSource(session, find)
+        for _ in range(5):
+            await source.read(0, 10, lambda _: None)
+    assert asked == [False] * 3
+
+
+async def test_an_address_without_renewal_stays_refused(blob, misbehaving, session):
+    async with misbehaving(blob, refused_unless(lambda: False)) as server:
+        with pytest.raises(AuthError):
+            await HttpSource(session, server.url).read(0, 10, lambda _: None)
+        assert len(server.requests) == 1
+
+
+async def test_no_secret_in_the_errors_of_a_dead_server(session):
+    url = "http://127.0.0.1:1/bucket/key?X-Amz-Signature=secretsecret"
+    source = HttpSource(session, lambda _: HttpAddress(url, (("Authorization", "Bearer secretsecret"),)))
+    with pytest.raises(StorageError) as caught:
+        await source.read(0, 10, lambda _: None)
+    assert "secretsecret" not in str(caught.value)
+    assert "secretsecret" not in repr(HttpAddress(url, (("Authorization", "Bearer secretsecret"),)))
+
+
+async def test_an_address_that_is_no_url(session):
+    with pytest.raises(ArgumentError):
+        await HttpSource(session, lambda _: HttpAddress("s3://bucket/key")).read(0, 10, lambda _: None)
+
+
+# Long segments.
+
+
+async def test_a_long_segment_comes_in_parts(misbehaving, fetcher_for, fake):
+    blob = fake.build([[300_000], [10_000]])
+    settings = replace(fake.FAST, max_bytes=70_000, head_bytes=2_000)
+    async with misbehaving(blob, lambda *_: None) as server, fetcher_for(server.url, settings=settings) as fetcher:
+        info = await fetcher.open()
+        good, bad = await outcome(fetcher, [row[0] for row in info.segments])
+    assert not bad
+    check_all(blob, good)
+    assert len(server.requests) == 1 + 5  # the last part and the next segment share a request
+    assert all(end - start <= 70_000 for start, end in server.requests)
+
+
+async def test_a_part_that_fails_is_asked_for_again_alone(misbehaving, fetcher_for, fake):
+    blob = fake.build([[300_000]])
+    settings = replace(fake.FAST, max_bytes=70_000, head_bytes=2_000)
+    plan = lambda number, *_: {"after": 100, "reset": True} if number == 3 else None  # noqa: E731
+    async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
+        info = await fetcher.open()
+        good, bad = await outcome(fetcher, [info.segments[0][0]])
+    assert not bad
+    check_all(blob, good)
+    assert len(server.requests) == 1 + 5 + 1
+
+
+async def test_parts_with_a_wrong_sum_are_all_asked_for_again(misbehaving, fetcher_for, fake):
+    blob = fake.build([[300_000]])
+    settings = replace(fake.FAST, max_bytes=70_000, head_bytes=2_000)
+
+    def plan(number, start, end):
+        return {"flip": 200_000} if number < 6 and start <= 200_000 < end else None
+
+    async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
+        info = await fetcher.open()
+        good, bad = await outcome(fetcher, [info.segments[0][0]])
+    assert not bad
+    check_all(blob, good)
+    assert fetcher.counts.corrupt == 1
+    assert len(server.requests) == 1 + 5 + 5
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 500), st.integers(0, 200)), max_size=8),
+    st.integers(1, 100),
+)
+def test_parts_cover_their_pieces_and_are_no_longer_than_allowed(cells, limit):
+    pieces = [Piece(offset, length, index) for index, (offset, length) in enumerate(cells)]
+    parts = split(pieces, max_bytes=limit)
+    for piece in pieces:
+        mine = [part for part in parts if part.tag == piece.tag]
+        assert [mine[0].offset, *[part.end for part in mine]] == [*[part.offset for part in mine], piece.end]
+        assert len(mine) == max(1, -(-piece.length // limit))
+        assert max(part.length for part in mine) <= limit
+        assert max(part.length for part in mine) - min(part.length for part in mine) <= 1
+
+
+# Copies that lie.
+
+
+class Remembering(StoreSource):
+    """Gives a flipped byte until it is told not to trust that range."""
+
+    def __init__(self, store, key, spot):
+        super().__init__(store, key)
+        self.spot = spot
+        self.distrusted = []
+
+    def distrust(self, start, end):
+        self.distrusted.append((start, end))
+
+    async def read(self, start, end, sink):
+        def damaged(piece):
+            data = bytearray(piece)
+            if not self.distrusted and start <= self.spot < start + len(data):
+                data[self.spot - start] ^= 1
+            sink(bytes(data))
+
+        await super().read(start, end, damaged)
+
+
+async def test_a_source_is_told_which_bytes_were_wrong(blob, fetcher_for, fake):
+    store = MemoryStore()
+    store.put(fake.KEY, blob)
+    source = Remembering(store, fake.KEY, 200_000)
+    async with fetcher_for(source) as fetcher:
+        info = await fetcher.open()
+        good, bad = await outcome(fetcher, behind_the_head(info))
+    assert not bad
+    check_all(blob, good)
+    ((start, end),) = source.distrusted
+    assert start <= 200_000 < end
+    assert any((s.offset, s.end) == (start, end) for s in good)
+
+
+async def test_counts_tell_what_was_done(store, blob, fetcher_for, fake):
+    meter = LinkMeter()
+    async with fetcher_for(StoreSource(store, fake.KEY), meter=meter) as fetcher:
+        info = await fetcher.open()
+        good, _ = await outcome(fetcher, behind_the_head(info))
+    counts = fetcher.counts
+    assert counts.used_bytes == sum(s.stored for s in good)
+    assert counts.wire_bytes == HEAD + counts.used_bytes
+    assert counts.requests > 1
+    assert (counts.retried, counts.hedges, counts.corrupt, counts.stalled, counts.late, counts.given_up) == (0,) * 6
+
+
+@pytest.mark.parametrize("change", [{"hedge_factor": -1}, {"hedge_share": -0.1}, {"max_retry_after_s": -1}])
+def test_settings_of_waits_that_cannot_work(change):
+    with pytest.raises(ArgumentError):
+        FetchSettings(**change)
+
+
+async def test_chaos_with_hedges_gives_the_right_bytes(blob, misbehaving, fetcher_for, fake):
+    rng = random.Random(7)
+    faults = [
+        {"silent": True},
+        {"after": 3_000, "stall": True},
+        {"status": "503 Busy"},
+        {"after": 9_000, "reset": True},
+        {"status": "500 Oops"},
+    ]
+    plan = lambda number, *_: rng.choice(faults) if number and rng.random() < 0.25 else None  # noqa: E731
+    settings = replace(settled(fake, hedge_share=0.5), retries=20)
+    settings = replace(settings, patience=replace(settings.patience, first_byte_s=0.3, stall_s=0.3))
+    async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
+        info = await fetcher.open()
+        for _ in range(3):
+            good, bad = await outcome(fetcher, behind_the_head(info))
+            assert not bad
+            check_all(blob, good)
+    assert isinstance(next(iter(good.values())), Arrival)
