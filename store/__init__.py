@@ -23,6 +23,7 @@ from kvwire.store.keyring import Keyring
 from kvwire.store.keys import KeySpace, check_key, content_digest, tenant_hash
 from kvwire.store.memory import MemoryStore
 from kvwire.store.opening import open_store
+from kvwire.store.tiers import TieredStore, TierSettings, open_tiers, parse_size
 
 if TYPE_CHECKING:
     from kvwire.store.s3 import S3Store
@@ -44,12 +45,16 @@ __all__ = [
     "S3Store",
     "Snapshots",
     "Store",
+    "TierSettings",
+    "TieredStore",
     "check_after",
     "check_key",
     "clamp_range",
     "content_digest",
     "open_object",
     "open_store",
+    "open_tiers",
+    "parse_size",
     "tenant_hash",
 ]
 

@@ -1,0 +1,63 @@
+"""Bytes on their way from the remote: one reader fetches them, all others who want them wait for it."""
+
+from __future__ import annotations
+
+import copy
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from kvwire.errors import ArgumentError, AuthError, NotFoundError
+
+if TYPE_CHECKING:
+    from kvwire.errors import KvwireError
+    from kvwire.store.base import Data
+
+_FINAL = (ArgumentError, AuthError, NotFoundError)  # asking again gives the same answer
+_MOST_FAILURES = 2
+
+
+class Flight:
+    """A range that one reader fetches. Its state is changed by the cache alone; anybody may wait for ``done``.
+
+    owner: whoever leads it. limit_s: how long nothing may come before a waiter stops waiting. background: a prefetch.
+    ``done`` resolves in every case; then either ``error`` is set or a look at the cache tells more. A concurrent
+    future serves threads and event loops alike, and cannot be cancelled by one of those who wait.
+    """
+
+    def __init__(self, name: bytes, start: int, end: int, owner: object, limit_s: float, *, background: bool) -> None:
+        """Nothing has come yet. The end may be beyond the object's."""
+        self.name = name
+        self.start = start
+        self.end = end
+        self.owner = owner
+        self.limit_s = limit_s
+        self.background = background
+        self.done: Future[None] = Future()
+        self.done.set_running_or_notify_cancel()
+        self.pieces: list[Data] = []
+        self.position = start
+        self.data = b""
+        self.error: KvwireError | None = None
+        self.stale = False
+        """Its bytes may be given on, but not kept: they were deleted, replaced or found wrong meanwhile."""
+
+    def feed(self, piece: Data) -> None:
+        """The leader's next bytes; they are not changed afterwards."""
+        self.pieces.append(piece)
+        self.position += len(piece)
+
+    def since(self, position: int) -> memoryview:
+        """What has come from ``position`` on; may be called while more comes in."""
+        if self.data:
+            return memoryview(self.data)[position - self.start :]
+        return memoryview(b"".join(list(self.pieces)))[position - self.start :]
+
+    def verdict(self, failures: int) -> KvwireError | None:
+        """The error for a reader that waited, this one the last of so many flights that failed before it.
+
+        After the first failure it may try for itself; after the second it shares the error, or a thousand readers would
+        one after the other wait for a dead server.
+        """
+        if self.error is None or (failures < _MOST_FAILURES and not isinstance(self.error, _FINAL)):
+            return None
+        return copy.copy(self.error)  # one exception raised in many places would gather all their tracebacks
