@@ -1,4 +1,4 @@
-"""The command line: encode, serve, inspect, ask, demo.
+"""The command line: encode, serve, sign, token, inspect, ask, demo.
 
 Data goes to stdout, progress and errors to stderr. Every command takes ``--json``. Exit codes: 0 done, 2 wrong usage,
 3 not found, 4 corrupt, 5 not allowed, 6 deadline missed, 7 disk or network failed, 8 does not belong together.
@@ -6,9 +6,7 @@ Data goes to stdout, progress and errors to stderr. Every command takes ``--json
 
 from __future__ import annotations
 
-import asyncio
 import json
-import signal
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -19,6 +17,7 @@ import click
 from kvwire import __version__
 from kvwire.errors import ArgumentError, DeadlineError, KvwireError, NotFoundError, StorageError
 from kvwire.printing import describe, described, print_answer, print_encoded, print_levels
+from kvwire.serving import serve, sign, token
 from kvwire.texts import problem_with, read_texts
 
 if TYPE_CHECKING:
@@ -166,17 +165,14 @@ def _open(store: str, token: str | None) -> Store:
     return open_store(store, token=token)
 
 
-def _open_lasting(store: str, *, exists: bool = False) -> Store:
-    """A store that outlives this process; ``exists``: and whose folder is there already."""
-    from kvwire.store import FolderStore, MemoryStore
+def _open_lasting(store: str) -> Store:
+    """A store that outlives this process."""
+    from kvwire.store import MemoryStore
 
     opened = _open(store, None)
     if isinstance(opened, MemoryStore):
         msg = "a memory store ends with this command; name a folder: --store file:///path"
         raise ArgumentError(msg)
-    if exists and isinstance(opened, FolderStore) and not opened.root.is_dir():
-        msg = f"{opened.root} is not a folder; check --store, or encode documents into it first"
-        raise NotFoundError(msg)
     return opened
 
 
@@ -192,27 +188,8 @@ def _encode_all(corpus: Corpus, documents: Sequence[Any], *, force: bool) -> lis
     return done
 
 
-@cli.command()
-@_STORE
-@click.option("--host", default="127.0.0.1", show_default=True)
-@click.option("--port", default=8473, show_default=True, type=click.IntRange(0, 65535), help="0: any free port.")
-@_TOKEN
-@_JSON
-def serve(store: str, host: str, port: int, token: str | None, as_json: bool) -> None:
-    """Serve a store's blobs over HTTP until interrupted; other machines need --token."""
-    from kvwire.transport import serve as serve_store
-
-    async def run() -> None:
-        stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop.set)
-        async with serve_store(_open_lasting(store, exists=True), host, port, token=token) as url:
-            click.echo(json.dumps({"url": url}) if as_json else f"serving {store} at {url}")
-            sys.stdout.flush()
-            await stop.wait()
-
-    asyncio.run(run())
+for _command in (serve, sign, token):
+    cli.add_command(_command)
 
 
 @cli.command()

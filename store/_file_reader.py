@@ -74,6 +74,10 @@ class FileReader:
             self._etags.keep(self._identity, etag)
         return etag
 
+    def fileno(self) -> int:
+        """The descriptor, for sending the file without copying it; it stays this reader's to close."""
+        return self._descriptor
+
     def read(self, start: int, end: int) -> bytes:
         """Bytes ``start`` to ``end``, clamped; fewer only where someone cut the file short underneath."""
         start, stop = clamp_range(start, end, self._size)

@@ -16,11 +16,24 @@ from kvwire.transport.link import EmulatedLink, LinkSettings, parse_link
 from kvwire.transport.metering import LinkMeter, LinkSample
 from kvwire.transport.opening import open_source
 from kvwire.transport.ranges import Piece, Range, coalesce, split
-from kvwire.transport.server import ObjectServer, ServerSettings
-from kvwire.transport.serving import serve
+from kvwire.transport.server import (
+    AccessSettings,
+    JsonLines,
+    ObjectServer,
+    ServerSettings,
+    ServerTls,
+    SigningKeys,
+    TextLines,
+    TlsFiles,
+    listen,
+    new_token,
+    serve,
+    sign_url,
+)
 from kvwire.transport.sources import ByteSource, LinkedSource, Patience, Sink, StoreSource, read_object
 
 __all__ = [
+    "AccessSettings",
     "Arrival",
     "BlobFetcher",
     "BusyError",
@@ -31,6 +44,7 @@ __all__ = [
     "HttpSource",
     "HttpStore",
     "HttpStoreSettings",
+    "JsonLines",
     "LinkMeter",
     "LinkSample",
     "LinkSettings",
@@ -44,14 +58,21 @@ __all__ = [
     "SegmentError",
     "SegmentStorageError",
     "ServerSettings",
+    "ServerTls",
+    "SigningKeys",
     "Sink",
     "StalledError",
     "StoreSource",
+    "TextLines",
+    "TlsFiles",
     "coalesce",
+    "listen",
+    "new_token",
     "open_session",
     "open_source",
     "parse_link",
     "read_object",
     "serve",
+    "sign_url",
     "split",
 ]

@@ -6,8 +6,11 @@ answer is 200 with the whole object (section 14.2 allows a server to ignore Rang
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
+from datetime import UTC
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -30,21 +33,46 @@ class Answer:
     end: int = 0
 
 
-def answer(method: str, headers: Mapping[str, str], size: int, etag: str) -> Answer:
+def answer(method: str, headers: Mapping[str, str], size: int, etag: str, modified: float = 0.0) -> Answer:
     """Evaluate preconditions, then the range, in the order of RFC 9110 section 13.2.2.
 
     headers: by any-case name, several lines of a field already joined with commas. etag: strong, without quotes.
+    modified: Unix seconds, 0: unknown, and conditions on it are ignored.
     """
-    if "If-Match" in headers and not _matches(headers["If-Match"], etag, weak=False):
+    if "If-Match" in headers:
+        if not _matches(headers["If-Match"], etag, weak=False):
+            return Answer(412)
+    elif _is_after(modified, headers.get("If-Unmodified-Since")) is True:
         return Answer(412)
-    if "If-None-Match" in headers and _matches(headers["If-None-Match"], etag, weak=True):
+    if "If-None-Match" in headers:
+        if _matches(headers["If-None-Match"], etag, weak=True):
+            return Answer(304)
+    elif _is_after(modified, headers.get("If-Modified-Since")) is False:
         return Answer(304)
     wanted = headers.get("Range")
     condition = headers.get("If-Range")
-    # A date in If-Range never matches: objects have no Last-Modified here.
+    # A date in If-Range never matches: within one second an object can change twice.
     if method != "GET" or wanted is None or (condition is not None and condition.strip() != f'"{etag}"'):
         return Answer(200, 0, size)
     return _ranged(wanted, size)
+
+
+def may_write(headers: Mapping[str, str], etag: str | None) -> bool:
+    """Whether the preconditions of a PUT or DELETE hold; etag: of what lies there, None for nothing."""
+    if "If-Match" in headers and (etag is None or not _matches(headers["If-Match"], etag, weak=False)):
+        return False
+    return etag is None or "If-None-Match" not in headers or not _matches(headers["If-None-Match"], etag, weak=True)
+
+
+def _is_after(modified: float, field: str | None) -> bool | None:
+    """Whether an object was written after the date in a field; None where either is unknown."""
+    if not modified or field is None:
+        return None
+    try:
+        date = parsedate_to_datetime(field)
+    except ValueError:
+        return None
+    return math.floor(modified) > date.replace(tzinfo=date.tzinfo or UTC).timestamp()
 
 
 def _ranged(wanted: str, size: int) -> Answer:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+from email.utils import parsedate_to_datetime
 
 import aiohttp
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from kvwire.errors import AuthError, StorageError
 from kvwire.store import FolderStore, MemoryStore
 from kvwire.transport import ServerSettings, serve
-from kvwire.transport.serving import is_loopback
+from kvwire.transport.server import is_loopback
 
 DATA = bytes(range(256)) * 8  # 2048 bytes
 DIGEST = "ab" * 32
@@ -149,17 +150,49 @@ async def test_bad_keys_get_an_error_and_nothing_else(url, path):
     answer = await raw(url, f"GET {path} HTTP/1.1")
     assert answer.split(b" ")[1] in (b"400", b"404")
     body = json.loads(answer.split(b"\r\n\r\n", 1)[1])
-    assert set(body) == {"error", "status"}
+    assert set(body) == {"error", "status", "request_id"}
     assert "root:" not in body["error"]
 
 
-@pytest.mark.parametrize("method", ["PUT", "POST", "DELETE", "PATCH"])
-async def test_writing_is_not_offered(url, client, store, method):
-    async with client.request(method, f"{url}/{BLOB}", data=b"x") as response:
-        assert response.status == 405
-        assert "GET" in response.headers["Allow"]
-        assert (await response.json())["status"] == 405
+@pytest.mark.parametrize("method", ["POST", "PATCH", "OPTIONS", "TRACE", "PROPFIND"])
+async def test_other_methods_are_not_offered(url, client, store, method):
+    for path in (BLOB, "", "absent"):
+        async with client.request(method, f"{url}/{path}", data=b"x") as response:
+            assert response.status == 405
+            assert response.headers["Allow"] == "GET, HEAD, PUT, DELETE"
+            assert (await response.json())["status"] == 405
+    async with client.put(f"{url}/healthz") as response:
+        assert (response.status, response.headers["Allow"]) == (405, "GET, HEAD")
     assert store.get(BLOB) == DATA
+
+
+async def test_dates(url, client, store):
+    async with client.get(f"{url}/{BLOB}") as response:
+        date = response.headers["Last-Modified"]
+    assert parsedate_to_datetime(date).timestamp() == int(store.stat(BLOB).modified)
+    long_ago = "Sat, 01 Jan 2000 00:00:00 GMT"
+    for field, value, status in [
+        ("If-Modified-Since", date, 304),
+        ("If-Modified-Since", long_ago, 200),
+        ("If-Unmodified-Since", date, 200),
+        ("If-Unmodified-Since", long_ago, 412),
+    ]:
+        async with client.get(f"{url}/{BLOB}", headers={field: value}) as response:
+            assert response.status == status
+
+
+async def test_each_answer_has_a_request_id(url, client):
+    for path in (BLOB, "absent", "healthz", "metrics", "?list"):
+        async with client.get(f"{url}/{path}", headers={"X-Request-Id": "mine.1_a-b"}) as response:
+            assert response.headers["X-Request-Id"] == "mine.1_a-b"
+        seen = set()
+        for bad in ("", "x" * 65, "a b", 'a"b'):
+            async with client.get(f"{url}/{path}", headers={"X-Request-Id": bad}) as response:
+                seen.add(response.headers["X-Request-Id"])
+                if response.status == 404:
+                    assert (await response.json())["request_id"] == response.headers["X-Request-Id"]
+        assert len(seen) == 4
+        assert not seen & {"", "a b", 'a"b'}
 
 
 async def test_health_and_metrics(url, client):
@@ -173,10 +206,12 @@ async def test_health_and_metrics(url, client):
         assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         page = await response.text()
     lines = page.splitlines()
-    assert 'kvwire_http_requests_total{status="2xx"} 3' in lines
-    assert 'kvwire_http_requests_total{status="4xx"} 1' in lines
-    assert "kvwire_http_sent_bytes_total 2048" in lines
-    assert "kvwire_http_requests_in_flight 1" in lines  # this one
+    assert 'kvwire_http_requests_total{method="GET",status="2xx"} 3.0' in lines
+    assert 'kvwire_http_requests_total{method="GET",status="4xx"} 1.0' in lines
+    assert "kvwire_http_sent_bytes_total 2048.0" in lines
+    assert "kvwire_http_requests_in_flight 1.0" in lines  # this one
+    assert "kvwire_http_connections 1.0" in lines
+    assert 'kvwire_http_request_seconds_count{method="GET"} 4.0' in lines
     assert page.endswith("\n")
     assert DIGEST not in page
 

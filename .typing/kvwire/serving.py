@@ -1,0 +1,1 @@
+../../kvwire/serving.py

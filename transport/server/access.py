@@ -1,0 +1,99 @@
+"""Who may do what: one full token, tenants' tokens, signed URLs, a token for metrics alone."""
+
+from __future__ import annotations
+
+import hmac
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from .credentials import Rights, TenantTokens
+from .files import WatchedFile
+from .refusals import CHALLENGE, RefusedError
+from .signing import SigningKeys, is_signed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+
+@dataclass(frozen=True)
+class AccessSettings:
+    """Credentials that a server takes; none of them: everybody who can reach it may do everything.
+
+    token: full rights. tenants, signing_keys: files, read again when they change. metrics_token: for /metrics alone.
+    """
+
+    token: str | None = field(default=None, repr=False)
+    tenants: Path | None = None
+    signing_keys: Path | None = None
+    metrics_token: str | None = field(default=None, repr=False)
+
+    @property
+    def guarded(self) -> bool:
+        """Whether objects are kept from those without credentials."""
+        return bool(self.token or self.tenants or self.signing_keys)
+
+
+class Access:
+    """Decides on requests; holds the files' current content."""
+
+    def __init__(self, settings: AccessSettings, clock: Callable[[], float] = time.time) -> None:
+        """Read the files. Raises StorageError or ArgumentError where one cannot be used."""
+        self._settings = settings
+        self._clock = clock
+        self._tenants = WatchedFile(settings.tenants, TenantTokens.parse) if settings.tenants else None
+        self._keys = WatchedFile(settings.signing_keys, SigningKeys.parse) if settings.signing_keys else None
+
+    @property
+    def guarded(self) -> bool:
+        """Whether objects are kept from those without credentials."""
+        return self._settings.guarded
+
+    def refresh(self, *, force: bool = False) -> None:
+        """Read files again that have changed; ``force``: all of them."""
+        for watched in (self._tenants, self._keys):
+            if watched is not None:
+                watched.refresh(force=force)
+
+    def rights(self, method: str, path: str, query: str, headers: Mapping[str, str], address: str) -> Rights:
+        """Rights of a request; a RefusedError (401) where it has none."""
+        if not self.guarded:
+            if method not in ("GET", "HEAD") and "Origin" in headers:
+                raise RefusedError(403, "a web page may not write to a server without credentials")
+            return Rights(f"address {address}", write=True, full=True)
+        given = headers.get("Authorization")
+        if given is None and self._keys and is_signed(query):
+            return self._keys.value.rights(method, path, query, self._clock())
+        rights = self._bearer(given)
+        if rights is None:
+            wanted = "a valid token or signed URL" if self._keys else "a valid bearer token"
+            raise RefusedError(401, f"{wanted} is needed", CHALLENGE, reason="credentials")
+        return rights
+
+    def may_see_metrics(self, headers: Mapping[str, str]) -> bool:
+        """Metrics are open where objects are and no token was set for them."""
+        if not self.guarded and not self._settings.metrics_token:
+            return True
+        given = headers.get("Authorization")
+        if self._settings.metrics_token and _same(_token(given), self._settings.metrics_token):
+            return True
+        rights = self._bearer(given)
+        return rights is not None and rights.full
+
+    def _bearer(self, given: str | None) -> Rights | None:
+        token = _token(given)
+        if not token:
+            return None
+        if self._settings.token and _same(token, self._settings.token):
+            return Rights("token", write=True, full=True)
+        return self._tenants.value.find(token, self._clock()) if self._tenants else None
+
+
+def _token(given: str | None) -> bytes:
+    scheme, _, token = (given or "").partition(" ")
+    return token.strip().encode(errors="replace") if scheme.lower() == "bearer" else b""
+
+
+def _same(token: bytes, wanted: str) -> bool:
+    return hmac.compare_digest(token, wanted.encode())

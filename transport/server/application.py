@@ -1,0 +1,257 @@
+"""The server over one store: which request goes where, under which limits, and what is told of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from kvwire.errors import NotFoundError
+from kvwire.store import check_key
+
+from .access import Access, AccessSettings
+from .connections import Connection, Connections
+from .exchange import Exchange
+from .limits import RateLimiter
+from .metrics import CONTENT_TYPE, ServerMetrics
+from .objects import Objects
+from .refusals import CHALLENGE, GONE, RefusedError, answer_of, common_headers, not_found, refusal_of
+from .settings import ServerSettings
+from .threads import Threads
+from .uploads import Uploads
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from kvwire.store import Store
+
+    from .credentials import Rights
+
+access_log = logging.getLogger("kvwire.access")
+_log = logging.getLogger(__name__)
+_PROBE_KEY = "readyz"
+_READY_S = 1.0  # so long one look at the store answers all probes
+_REFRESH_S = 1.0
+_METHODS = "GET, HEAD, PUT, DELETE"
+_ERROR = 400
+
+
+class ObjectServer:
+    """Answers requests for the objects of one store; ``listen`` or ``serve`` runs it.
+
+    token: with full rights; the same as in ``access``, which tells all credentials. Without any, everybody who can
+    connect may read and write.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        token: str | None = None,
+        access: AccessSettings | None = None,
+        settings: ServerSettings | None = None,
+    ) -> None:
+        """Keep the store, read the credentials' files; nothing is bound. Raises StorageError, ArgumentError."""
+        settings = settings or ServerSettings()
+        access = access or AccessSettings()
+        self._store = store
+        self._settings = settings
+        self._access = Access(replace(access, token=token) if token else access)
+        self._metrics = ServerMetrics()
+        self._threads = Threads(settings.threads)
+        self._rates = RateLimiter(settings.requests_per_s, settings.burst)
+        self._objects = Objects(store, settings, self._threads, guarded=self._access.guarded)
+        self._uploads = Uploads(store, settings, self._threads, self._metrics)
+        self._running: set[asyncio.Task[None]] = set()
+        self._draining = False
+        self._ready_until = 0.0
+
+    @property
+    def guarded(self) -> bool:
+        """Whether objects are kept from those without credentials."""
+        return self._access.guarded
+
+    def reload(self) -> None:
+        """Read the credentials' files again; what is broken is logged, and the old content stays."""
+        self._access.refresh(force=True)
+
+    @asynccontextmanager
+    async def protocols(self) -> AsyncIterator[Connections]:
+        """What makes a protocol for each connection, for ``loop.create_server``; at the end, connections are drained.
+
+        Stop listening before the end of the block.
+        """
+        connections = Connections(self.handle, self._settings, self._metrics, self._malformed)
+        housekeeping = asyncio.create_task(self._housekeeping(connections))
+        try:
+            yield connections
+        finally:
+            await self._drain(connections)
+            housekeeping.cancel()
+            with suppress(asyncio.CancelledError):
+                await housekeeping
+            await asyncio.to_thread(self._threads.close)
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request."""
+        exchange = Exchange.of(request)
+        connection = request.protocol
+        task = asyncio.current_task()
+        self._metrics.begin()
+        if isinstance(connection, Connection):
+            connection.begin()
+        if task is not None:
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+        status = GONE
+        try:
+            response = await self._answered(exchange)
+            status = response.status
+            return response
+        finally:
+            self._end(exchange, status)
+            if isinstance(connection, Connection):
+                connection.end()
+
+    async def _answered(self, exchange: Exchange) -> web.StreamResponse:
+        try:
+            response = await self._route(exchange)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the client learns a status and nothing else
+            refusal = refusal_of(error, exchange.request_id)
+            if refusal.reason == "store":
+                self._metrics.store_errors.inc()
+            response = answer_of(refusal, exchange.request_id)
+            if not exchange.request.content.is_eof():  # the rest of a refused upload is not waited for
+                response.force_close()
+        if self._draining and not response.prepared:
+            response.force_close()
+        return response
+
+    async def _route(self, exchange: Exchange) -> web.StreamResponse:
+        method, path = exchange.request.method, exchange.path
+        if path in ("/healthz", "/readyz"):
+            return await self._probe(exchange)
+        if self._metrics.in_flight > self._settings.max_requests:
+            raise RefusedError(503, "too many requests at a time: try again later", {"Retry-After": "1"})
+        if path == "/metrics":
+            return self._metrics_page(exchange)
+        rights = self._rights(exchange)
+        self._take(rights.client)
+        if method not in ("GET", "HEAD", "PUT", "DELETE"):
+            raise RefusedError(405, "no such method", {"Allow": _METHODS})
+        if path == "/":
+            return await self._listing(exchange, rights)
+        key = check_key(path[1:])
+        if not rights.sees(key):
+            raise not_found()
+        if method in ("GET", "HEAD"):
+            return await self._objects.get(exchange, key)
+        if self._settings.read_only or not rights.write:
+            raise RefusedError(403, "these credentials may not write", reason="rights")
+        if method == "PUT":
+            return await self._uploads.put(exchange, key)
+        return await self._objects.delete(exchange, key)
+
+    def _rights(self, exchange: Exchange) -> Rights:
+        request = exchange.request
+        address = request.remote or "unix"
+        try:
+            return self._access.rights(request.method, exchange.path, exchange.query, request.headers, address)
+        except RefusedError:
+            self._take(f"address {address}")
+            raise
+
+    def _take(self, client: str) -> None:
+        wait_s = self._rates.take(client)
+        if wait_s:
+            self._metrics.rate_limited.inc()
+            raise RefusedError(
+                429, "too many requests: slow down", {"Retry-After": str(math.ceil(wait_s))}, reason="rate"
+            )
+
+    async def _listing(self, exchange: Exchange, rights: Rights) -> web.StreamResponse:
+        query = exchange.query.split("&")
+        if rights.key is not None or not any(part.partition("=")[0] == "list" for part in query):
+            raise not_found()
+        if exchange.request.method != "GET":
+            raise RefusedError(405, "a listing can only be read", {"Allow": "GET"})
+        return await self._objects.listing(exchange, rights)
+
+    async def _probe(self, exchange: Exchange) -> web.StreamResponse:
+        """Alive is whoever answers; ready is a store that can say what it does not have, while nobody drains."""
+        if exchange.request.method not in ("GET", "HEAD"):
+            raise RefusedError(405, "no such method", {"Allow": "GET, HEAD"})
+        if exchange.path == "/healthz":
+            return _text(exchange, "ok\n")
+        if self._draining:
+            raise RefusedError(503, "the server is stopping", {"Retry-After": "1"})
+        if time.monotonic() >= self._ready_until:
+            with suppress(NotFoundError):
+                await self._threads.run(lambda: self._store.stat(_PROBE_KEY))
+            self._ready_until = time.monotonic() + _READY_S
+        return _text(exchange, "ready\n")
+
+    def _metrics_page(self, exchange: Exchange) -> web.StreamResponse:
+        request = exchange.request
+        if request.method not in ("GET", "HEAD"):
+            raise RefusedError(405, "no such method", {"Allow": "GET, HEAD"})
+        if not self._access.may_see_metrics(request.headers):
+            self._take(f"address {request.remote or 'unix'}")
+            raise RefusedError(401, "a token for metrics is needed", CHALLENGE)
+        headers = {**common_headers(exchange.request_id), "Content-Type": CONTENT_TYPE, "Cache-Control": "no-store"}
+        return web.Response(body=self._metrics.render(), headers=headers)
+
+    def _end(self, exchange: Exchange, status: int) -> None:
+        now = time.perf_counter()
+        seconds = now - exchange.started
+        first_s = (exchange.first_byte_at or now) - exchange.started
+        metrics = self._metrics
+        metrics.end(exchange.request.method, status, seconds, first_s)
+        if exchange.sent_bytes:
+            metrics.sent_bytes.inc(exchange.sent_bytes)
+        if exchange.received_bytes:
+            metrics.received_bytes.inc(exchange.received_bytes)
+        if access_log.isEnabledFor(logging.INFO):
+            fields = exchange.fields(status, seconds)
+            access_log.info("%s %s %d", fields["method"], fields["path"], status, extra={"request": fields})
+
+    def _malformed(self, status: int) -> None:
+        """Count what was no request."""
+        self._metrics.begin()
+        self._metrics.end("other", status, 0.0, 0.0)
+
+    async def _housekeeping(self, connections: Connections) -> None:
+        interval_s = min(_REFRESH_S, self._settings.header_s / 4, self._settings.keepalive_s / 4)
+        refresh_at = 0.0
+        while True:
+            await asyncio.sleep(interval_s)
+            connections.sweep()
+            if time.monotonic() >= refresh_at:
+                await self._threads.run(self._access.refresh)
+                refresh_at = time.monotonic() + _REFRESH_S
+
+    async def _drain(self, connections: Connections) -> None:
+        """Let running answers end, for as long as the settings say; then cut them."""
+        self._draining = True
+        await asyncio.sleep(0)  # requests that have come in before are running now
+        connections.close_idle()
+        running = set(self._running)
+        if running:
+            _, late = await asyncio.wait(running, timeout=self._settings.shutdown_s)
+            for task in late:
+                task.cancel()
+            if late:
+                _log.warning("%d answers were cut off, since the server stops", len(late))
+                await asyncio.wait(late, timeout=self._settings.shutdown_s)
+        connections.abort()
+        await connections.shutdown(1.0)
+
+
+def _text(exchange: Exchange, text: str) -> web.Response:
+    return web.Response(text=text, headers={**common_headers(exchange.request_id), "Cache-Control": "no-store"})

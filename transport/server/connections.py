@@ -1,0 +1,194 @@
+"""Connections under limits: how many, how long a header may take, how long an idle one is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from .exchange import new_request_id
+from .refusals import RefusedError, answer_of
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from .metrics import ServerMetrics
+    from .settings import ServerSettings
+
+_LINGERING_S = 5.0  # an unread body is read for so long, so that its sender sees why it was refused
+_TOO_LONG = "LineTooLong"
+
+
+class Connections(web.Server):
+    """Makes a protocol for each connection, and knows all that are open."""
+
+    def __init__(
+        self,
+        handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+        settings: ServerSettings,
+        metrics: ServerMetrics,
+        refused: Callable[[int], None],
+    ) -> None:
+        """Keep the limits. refused: told the status of what was no request at all."""
+        super().__init__(handler)
+        self.settings = settings
+        self.refused = refused
+        self._metrics = metrics
+        self._open: set[Connection] = set()
+
+    def __call__(self) -> Connection:
+        """Protocol of a new connection."""
+        settings = self.settings
+        return Connection(
+            self,
+            loop=asyncio.get_running_loop(),
+            keepalive_timeout=settings.keepalive_s,
+            max_line_size=settings.header_bytes,
+            max_field_size=settings.header_bytes,
+            lingering_time=_LINGERING_S,
+            auto_decompress=False,
+            access_log=None,
+        )
+
+    def admit(self, connection: Connection) -> bool:
+        """Count a connection, where there is room for it."""
+        if len(self._open) >= self.settings.max_connections:
+            self._metrics.connections_refused.inc()
+            return False
+        self._open.add(connection)
+        self._metrics.connections.set(len(self._open))
+        return True
+
+    def leave(self, connection: Connection) -> None:
+        """A connection is over."""
+        self._open.discard(connection)
+        self._metrics.connections.set(len(self._open))
+
+    def sweep(self) -> None:
+        """Close connections whose header took too long, or that were idle for too long."""
+        now = asyncio.get_running_loop().time()
+        for connection in [one for one in self._open if one.give_up_at < now]:
+            connection.give_up()
+
+    def close_idle(self) -> None:
+        """Close connections without a running request; the others end with their answers."""
+        self.pre_shutdown()
+        for connection in [one for one in self._open if not one.busy]:
+            connection.hang_up()
+
+    def abort(self) -> None:
+        """Cut what is still open."""
+        for connection in list(self._open):
+            connection.hang_up()
+
+
+class Connection(web.RequestHandler):
+    """aiohttp's protocol with a clock for headers.
+
+    give_up_at: of the loop's clock. busy: a request is being answered.
+    """
+
+    __slots__ = ("_connections", "_in_header", "_link", "_refused", "busy", "give_up_at")
+
+    def __init__(self, connections: Connections, **options: Any) -> None:  # noqa: ANN401 - aiohttp's options
+        """Wait for a connection."""
+        super().__init__(connections, **options)
+        self._connections = connections
+        self._link: asyncio.Transport | None = None
+        self._refused = False
+        self._in_header = True
+        self.busy = False
+        self.give_up_at = math.inf
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin, or answer that there are too many."""
+        if not isinstance(transport, asyncio.Transport):
+            transport.close()
+            return
+        self._link = transport
+        if not self._connections.admit(self):
+            self._refused = True
+            transport.write(_raw_answer(503, "Service Unavailable", "too many connections: try again later"))
+            transport.close()
+            return
+        self.give_up_at = self._loop.time() + self._connections.settings.header_s
+        super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Start the clock where a header begins."""
+        if self._refused:
+            return
+        if not self._in_header and not self.busy:
+            self._in_header = True
+            self.give_up_at = self._loop.time() + self._connections.settings.header_s
+        super().data_received(data)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Give the place back."""
+        self._link = None
+        if self._refused:
+            return
+        self._connections.leave(self)
+        super().connection_lost(exc)
+
+    def begin(self) -> None:
+        """A whole header has come: its request is being answered."""
+        self.busy = True
+        self._in_header = False
+        self.give_up_at = math.inf
+
+    def end(self) -> None:
+        """The answer is out."""
+        self.busy = False
+        self.give_up_at = self._loop.time() + self._connections.settings.keepalive_s
+
+    def give_up(self) -> None:
+        """Close an idle connection, and tell a client whose header is late."""
+        if self._link is not None and self._in_header:
+            self._connections.refused(408)
+            self._link.write(_raw_answer(408, "Request Timeout", "the request's header took too long"))
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """Close; what is on its way is lost where the client does not take it at once."""
+        if self._link is not None:
+            link = self._link
+            self.force_close()
+            link.close() if not self.busy else link.abort()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,  # noqa: ARG002 - nor is its header
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,  # noqa: ARG002 - it may quote the header, hence a token
+    ) -> web.StreamResponse:
+        """Answer what is no request; nothing of it is logged or sent back."""
+        if type(exc).__name__ == _TOO_LONG:
+            status = 431
+        words = {400: "not a valid request", 431: "a header line is too long"}.get(status, "internal error")
+        self._connections.refused(status)
+        response = answer_of(RefusedError(status, words), new_request_id())
+        response.force_close()
+        return response
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:  # noqa: ANN401 - aiohttp's signature
+        """Say nothing: what aiohttp would log may quote a header."""
+
+
+def _raw_answer(status: int, reason: str, message: str) -> bytes:
+    request_id = new_request_id()
+    body = json.dumps({"error": message, "status": status, "request_id": request_id}).encode()
+    lines = (
+        f"HTTP/1.1 {status} {reason}",
+        "Content-Type: application/json; charset=utf-8",
+        f"Content-Length: {len(body)}",
+        "Cache-Control: no-store",
+        "Retry-After: 1",
+        "Connection: close",
+        f"X-Request-Id: {request_id}",
+    )
+    return "\r\n".join((*lines, "", "")).encode() + body

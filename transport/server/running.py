@@ -1,0 +1,99 @@
+"""Binds a server to an address, and lets it go."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from kvwire.errors import AuthError, StorageError
+
+from .application import ObjectServer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from kvwire.store import Store
+
+    from .access import AccessSettings
+    from .settings import ServerSettings
+    from .tls import ServerTls
+
+_log = logging.getLogger(__name__)
+_BACKLOG = 1024
+_HANDSHAKE_S = 10.0
+
+
+@asynccontextmanager
+async def serve(
+    store: Store,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    token: str | None = None,
+    access: AccessSettings | None = None,
+    settings: ServerSettings | None = None,
+    tls: ServerTls | None = None,
+) -> AsyncIterator[str]:
+    """Serve a store while the block runs; gives the URL that was bound (port 0: any free port).
+
+    Raises AuthError where an address other than this machine's own would be bound without credentials, StorageError
+    where the address cannot be bound.
+    """
+    server = ObjectServer(store, token=token, access=access, settings=settings)
+    async with listen(server, host, port, tls=tls) as url:
+        yield url
+
+
+@asynccontextmanager
+async def listen(
+    server: ObjectServer, host: str = "127.0.0.1", port: int = 0, *, tls: ServerTls | None = None
+) -> AsyncIterator[str]:
+    """As ``serve``, for a server made before; after the block no connection is open."""
+    if not is_loopback(host):
+        _check_public(server, host, tls)
+    async with server.protocols() as connections:
+        try:
+            listening = await asyncio.get_running_loop().create_server(
+                connections,
+                host or None,
+                port,
+                backlog=_BACKLOG,
+                ssl=tls.context if tls else None,
+                ssl_handshake_timeout=_HANDSHAKE_S if tls else None,
+            )
+        except OSError as error:
+            msg = f"cannot listen on {host}:{port} ({error.strerror or error}): choose another address or port"
+            raise StorageError(msg) from error
+        try:
+            yield _url("https" if tls else "http", listening.sockets[0].getsockname())
+        finally:
+            listening.close()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address; a name other than ``localhost`` counts as public."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _check_public(server: ObjectServer, host: str, tls: ServerTls | None) -> None:
+    if not server.guarded:
+        msg = (
+            f"{host or 'every address'} can be reached from outside: give a token, a tenants file or signing keys, "
+            "or bind 127.0.0.1"
+        )
+        raise AuthError(msg)
+    if tls is None:
+        _log.warning("%s is served without TLS: tokens can be read on the way; give a certificate", host or "*")
+
+
+def _url(scheme: str, address: Any) -> str:  # noqa: ANN401 - a socket's address is typed so
+    host, port = address[:2]
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -1,0 +1,165 @@
+"""Takes uploads: to a nameless file first, into the store once they are proved to be what their key says."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import mmap
+import os
+import re
+import tempfile
+from contextlib import closing, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from kvwire.store import FolderStore, content_digest
+
+from .entries import MAX_ENTRY_BYTES, check_entry, is_entry_key
+from .limits import SpoolBudget
+from .objects import check_conditions, conditions
+from .refusals import GONE, RefusedError, common_headers, refusal_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from kvwire.store import Data, Store
+
+    from .exchange import Exchange
+    from .metrics import ServerMetrics
+    from .settings import ServerSettings
+    from .threads import Threads
+
+_BATCH_BYTES = 1 << 20  # hashed and written at a time: a hop between threads costs as much as hashing 100 KB
+_LENGTH = re.compile(r"[0-9]{1,18}")
+
+
+class Spool:
+    """A file without a name: whatever happens to this process, nothing of it is left."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """Make the file, below ``folder`` or in the system's temporary folder."""
+        self._file = tempfile.TemporaryFile(dir=folder, prefix=".tmp-", buffering=0)  # noqa: SIM115 - close() ends it
+        self._digest = hashlib.sha256()
+
+    @property
+    def sha256(self) -> str:
+        """Digest of what was written."""
+        return self._digest.hexdigest()
+
+    def write(self, pieces: list[bytes]) -> None:
+        """Append; OSError where the disk does not take it."""
+        for piece in pieces:
+            self._digest.update(piece)
+            view = memoryview(piece)
+            while view:
+                view = view[os.write(self._file.fileno(), view) :]
+
+    @contextmanager
+    def view(self) -> Iterator[Data]:
+        """All that was written, mapped rather than read."""
+        size = os.fstat(self._file.fileno()).st_size
+        if not size:
+            yield b""
+            return
+        with mmap.mmap(self._file.fileno(), size, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
+            yield view
+
+    def close(self) -> None:
+        """Give the space back."""
+        self._file.close()
+
+
+class Uploads:
+    """Answers PUT."""
+
+    def __init__(self, store: Store, settings: ServerSettings, threads: Threads, metrics: ServerMetrics) -> None:
+        """Keep the store; nothing is made yet."""
+        self._store = store
+        self._settings = settings
+        self._threads = threads
+        self._metrics = metrics
+        self._budget = SpoolBudget(settings.max_spool_bytes, metrics)
+
+    async def put(self, exchange: Exchange, key: str) -> web.StreamResponse:
+        """Write one object, or refuse it and leave nothing."""
+        try:
+            etag = await self._put(exchange, key)
+        except Exception as error:
+            refusal = refusal_of(error, exchange.request_id)
+            self._metrics.uploads_refused.labels(refusal.reason or "other").inc()
+            raise refusal from error
+        self._metrics.uploads_accepted.inc()
+        headers = {**common_headers(exchange.request_id), "ETag": f'"{etag}"', "Cache-Control": "no-store"}
+        return web.Response(status=201, headers=headers)
+
+    async def _put(self, exchange: Exchange, key: str) -> str:
+        digest = content_digest(key)
+        if digest is None and not is_entry_key(key):
+            raise RefusedError(403, "only blobs, profiles and catalog entries can be written", reason="key")
+        length = self._length(exchange.request, MAX_ENTRY_BYTES if digest is None else self._settings.max_upload_bytes)
+        await check_conditions(exchange, self._store, self._threads, key)
+        with self._budget.reserve(length), closing(await self._threads.finish(self._spool)) as spool:
+            await self._receive(exchange, spool, length)
+            if digest is not None and spool.sha256 != digest:
+                raise RefusedError(422, "the body's SHA-256 is not the one in the key", reason="digest")
+            create = conditions(exchange.request).get("If-None-Match", "").strip() == "*"
+            await self._threads.finish(lambda: self._keep(key, spool, create=create))
+            return spool.sha256
+
+    def _length(self, request: web.BaseRequest, limit: int) -> int:
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise RefusedError(415, "send the bytes as they are, without Content-Encoding", reason="encoding")
+        told = request.headers.get("Content-Length", "")
+        if not _LENGTH.fullmatch(told) or "Transfer-Encoding" in request.headers:
+            raise RefusedError(411, "an upload needs a Content-Length", reason="length")
+        if int(told) > limit:
+            raise RefusedError(413, f"an upload here has at most {limit} bytes", reason="too_large")
+        return int(told)
+
+    def _spool(self) -> Spool:
+        folder = self._settings.spool_folder
+        if folder is None and isinstance(self._store, FolderStore):
+            folder = self._store.root
+            folder.mkdir(parents=True, exist_ok=True)
+        return Spool(folder)
+
+    async def _receive(self, exchange: Exchange, spool: Spool, length: int) -> None:
+        request = exchange.request
+        if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
+            request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        try:
+            async with asyncio.timeout(self._settings.upload_s):
+                await self._pieces(exchange, spool)
+        except TimeoutError as error:
+            raise RefusedError(408, "the upload was too slow", reason="slow") from error
+        except (web.RequestPayloadError, ConnectionError) as error:
+            raise RefusedError(GONE, "the client went away", reason="gone") from error
+        if exchange.received_bytes != length:
+            raise RefusedError(400, "the body's length is not the Content-Length", reason="length")
+
+    async def _pieces(self, exchange: Exchange, spool: Spool) -> None:
+        batch: list[bytes] = []
+        held = 0
+        more = True
+        while more:
+            async with asyncio.timeout(self._settings.upload_idle_s):
+                piece = await exchange.request.content.readany()
+            more = bool(piece)
+            batch.append(piece)
+            held += len(piece)
+            exchange.received_bytes += len(piece)
+            if held >= _BATCH_BYTES or not more:
+                await self._threads.finish(partial(spool.write, batch))
+                batch, held = [], 0
+
+    def _keep(self, key: str, spool: Spool, *, create: bool) -> None:
+        with spool.view() as data:
+            if content_digest(key) is None:
+                check_entry(key, data)
+            if not create:
+                self._store.put(key, data)
+            elif not self._store.create(key, data):
+                raise RefusedError(412, "something lies there already", reason="precondition")
