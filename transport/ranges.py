@@ -67,7 +67,10 @@ def split(pieces: Iterable[Piece[T]], *, max_bytes: int) -> list[Piece[T]]:
         raise ArgumentError(msg)
     parts: list[Piece[T]] = []
     for piece in pieces:
-        count = max(1, -(-piece.length // max_bytes))
+        if piece.length <= max_bytes:
+            parts.append(piece)
+            continue
+        count = -(-piece.length // max_bytes)
         cuts = [piece.offset + piece.length * index // count for index in range(count + 1)]
         parts.extend(Piece(start, end - start, piece.tag) for start, end in pairwise(cuts))
     return parts
