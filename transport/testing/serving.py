@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kvwire.errors import StorageError
-from kvwire.transport.serving import serve
+from kvwire.transport.server import serve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
