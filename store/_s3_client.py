@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import boto3
 from botocore.config import Config
+from botocore.exceptions import BotoCoreError
 
-from kvwire.errors import ArgumentError
+from kvwire.errors import ArgumentError, KvwireError
 from kvwire.store._s3_errors import s3_errors
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class S3Client:
         """Find credentials and settings where boto3 does; nothing is asked of the S3 server yet."""
         self._address = address
         self._slots = threading.BoundedSemaphore(settings.connections)
-        with s3_errors(address.url):
+        with s3_errors(address.url), _arguments():
             session = boto3.session.Session(profile_name=address.profile, region_name=address.region)
             config = _config(settings, path_style=address.endpoint is not None)
             self._boto: BotoClient = session.client("s3", endpoint_url=address.endpoint, config=config)
@@ -66,6 +67,17 @@ class S3Client:
     def close(self) -> None:
         """Close the connections."""
         self._boto.close()
+
+
+@contextmanager
+def _arguments() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        if isinstance(error, KvwireError | BotoCoreError):
+            raise
+        msg = "boto3 takes no such endpoint or region: check the address, and AWS_ENDPOINT_URL where it is set"
+        raise ArgumentError(msg) from error
 
 
 def _config(settings: S3Settings, *, path_style: bool) -> Config:

@@ -70,8 +70,13 @@ def s3_errors(what: str) -> Iterator[None]:
         raise
     except boto.ClientError as error:
         raise _answered(error, what) from error
-    except (boto.BotoCoreError, HTTPError, OSError, ValueError) as error:
+    except RecursionError as error:  # boto3 follows redirections to other regions without counting them
+        raise error_of(type(error).__name__, _MOVED[0], what) from error
+    except (boto.BotoCoreError, HTTPError, OSError) as error:
         raise _unanswered(error, what) from error
+    except (KeyError, TypeError, ValueError) as error:  # how boto3, and who uses it, meet answers that lack something
+        msg = f"{what}: the answer makes no sense ({type(error).__name__}): check that the server speaks S3"
+        raise StorageError(msg) from error
 
 
 def status_of(error: boto.ClientError) -> int:
@@ -122,6 +127,6 @@ def _unanswered(error: Exception, what: str) -> KvwireError:
     name = type(error).__name__
     if isinstance(error, _ABOUT_CREDENTIALS):
         return AuthError(f"{what}: no usable credentials ({name}): set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
-    if isinstance(error, (*_ABOUT_ARGUMENTS, ValueError)):
+    if isinstance(error, _ABOUT_ARGUMENTS):
         return ArgumentError(f"{what}: boto3 refused the address or its settings ({name}): check region and profile")
     return StorageError(f"{what}: the connection failed ({name}): try again, or check the endpoint and the network")

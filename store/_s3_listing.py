@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvwire.errors import ArgumentError, StorageError
 from kvwire.store._s3_errors import code_of, error_of, plain_code, status_of
+from kvwire.store._s3_reading import modified_at
 from kvwire.store.base import Listed
 from kvwire.store.keys import check_key
 
@@ -53,8 +54,7 @@ def _objects(page: Any, root: str, prefix: str, after: str) -> Iterator[Listed]:
         key = name.removeprefix(root)
         if not name.startswith(root + prefix) or key <= after or not _is_key(key):
             continue
-        modified = one.get("LastModified")
-        yield Listed(key, int(one.get("Size", 0)), modified.timestamp() if modified else 0.0)
+        yield Listed(key, max(0, one.get("Size", 0)), modified_at(one))
 
 
 def _is_key(name: str) -> bool:

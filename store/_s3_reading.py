@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from kvwire.errors import StorageError
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
 _PIECE_BYTES = 256 * 1024
 _PARTIAL = 206
+_TOO_LARGE = 10**18
 
 
 def strong_tag(answer: Mapping[str, Any]) -> str:
@@ -22,16 +24,29 @@ def strong_tag(answer: Mapping[str, Any]) -> str:
     return "" if tag.startswith("W/") else tag.strip('"')
 
 
+def size_told(answer: Mapping[str, Any]) -> int:
+    """The body's length that the answer announces; StorageError where that is no size."""
+    size = answer.get("ContentLength")
+    if not isinstance(size, int) or not 0 <= size < _TOO_LARGE:
+        msg = "an answer tells no proper size: check that the server speaks S3"
+        raise StorageError(msg)
+    return size
+
+
+def modified_at(answer: Mapping[str, Any]) -> float:
+    """When the object was written, in Unix seconds; 0 where that is not told."""
+    modified = answer.get("LastModified")
+    return modified.timestamp() if isinstance(modified, datetime) else 0.0
+
+
 def range_header(start: int, end: int | None) -> str:
-    """The Range header for bytes ``start`` to ``end`` (exclusive); empty for all of them."""
-    if not start and end is None:
-        return ""
+    """The Range header for bytes ``start`` to ``end`` (exclusive; None: to the end)."""
     return f"bytes={start}-{'' if end is None else end - 1}"
 
 
 def read_answer(answer: Mapping[str, Any], start: int, end: int | None, *, total_s: float, what: str) -> bytes:
     """The bytes ``start`` to ``end`` of the object from S3's answer; StorageError where it holds others, or too few."""
-    length = int(answer["ContentLength"])
+    length = size_told(answer)
     if answer["ResponseMetadata"]["HTTPStatusCode"] == _PARTIAL:
         _check_range(str(answer.get("ContentRange")), length, start, end, what)
         return _read(answer["Body"], length, total_s, what)

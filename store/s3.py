@@ -14,7 +14,7 @@ from kvwire.store._s3_client import S3Client
 from kvwire.store._s3_errors import is_taken, status_of
 from kvwire.store._s3_listing import delete_in_batches, delete_one, listed
 from kvwire.store._s3_presign import Presigner
-from kvwire.store._s3_reading import range_header, read_answer, strong_tag
+from kvwire.store._s3_reading import modified_at, range_header, read_answer, size_told, strong_tag
 from kvwire.store._s3_settings import S3Settings
 from kvwire.store._s3_upload import upload_in_parts
 from kvwire.store.base import ObjectStat, Store, check_after, clamp_range
@@ -142,10 +142,7 @@ class S3Store(Store):
         with self._client.asking(key) as boto:
             answer = boto.head_object(**self._target(key))
         tag = strong_tag(answer)
-        modified = answer.get("LastModified")
-        return ObjectStat(
-            int(answer["ContentLength"]), content_digest(key) or tag, modified.timestamp() if modified else 0.0
-        ), tag
+        return ObjectStat(size_told(answer), content_digest(key) or tag, modified_at(answer)), tag
 
     def _name(self, key: str) -> str:
         return self._address.root + check_key(key)

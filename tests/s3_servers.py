@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import signal
@@ -56,7 +57,7 @@ class S3Server:
 
     def set_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Credentials where boto3 looks for them, and nothing else of this machine's."""
-        for name in [name for name in os.environ if name.startswith("AWS_")]:
+        for name in [name for name in os.environ if name.startswith(("AWS_", "REQUESTS_CA"))]:
             monkeypatch.delenv(name)
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", self.access_key)
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", self.secret)
@@ -105,6 +106,23 @@ def _answers(port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+@contextmanager
+def strict_moto(folder: Path) -> Iterator[S3Server]:
+    """moto that checks signatures, which emulators usually do not; it knows none of presigned addresses."""
+    port = free_port()
+    command = [str(Path(sys.executable).with_name("moto_server")), "-H", "127.0.0.1", "-p", str(port)]
+    allowed_before = 4  # the requests below
+    with program(command, port, folder / "moto.log", INITIAL_NO_AUTH_ACTION_COUNT=str(allowed_before)):
+        endpoint = f"http://127.0.0.1:{port}"
+        anyone = {"aws_access_key_id": "x", "aws_secret_access_key": "x", "region_name": "us-east-1"}
+        with closing(boto3.client("iam", endpoint_url=endpoint, **anyone)) as iam:
+            iam.create_user(UserName="kv")
+            key = iam.create_access_key(UserName="kv")["AccessKey"]
+            policy = {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "s3:*", "Resource": "*"}]}
+            iam.put_user_policy(UserName="kv", PolicyName="all", PolicyDocument=json.dumps(policy))
+        yield _with_bucket(S3Server(endpoint, key["AccessKeyId"], key["SecretAccessKey"]))
 
 
 def _with_bucket(server: S3Server) -> S3Server:
