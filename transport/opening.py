@@ -6,9 +6,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError
-from kvwire.store import Addressed, HttpAddress
+from kvwire.store import Addressed, HttpAddress, TieredStore
 from kvwire.transport.http_source import HttpSource
 from kvwire.transport.sources import ByteSource, StoreSource
+from kvwire.transport.tiered_source import TieredSource
 
 if TYPE_CHECKING:
     import aiohttp
@@ -19,8 +20,13 @@ if TYPE_CHECKING:
 def open_source(store: Store, key: str, session: aiohttp.ClientSession | None = None) -> ByteSource:
     """A source for an object: ranges over HTTP where the store gives addresses, worker threads for any other store.
 
+    Content of a ``TieredStore`` comes through its tiers, and the gaps from what lies below them in the same way.
+
     session: from ``open_session``; only a store that is ``Addressed`` needs one.
     """
+    if isinstance(store, TieredStore):
+        below = open_source(store.origin(key), key, session)
+        return below if store.name(key) is None else TieredSource(store, key, below)
     if not isinstance(store, Addressed):
         return StoreSource(store, key)
     if session is None:

@@ -2,6 +2,7 @@
 
 from kvwire.store.tiers.cache import Held, Leading, OnDisk, RangeCache, Waiting
 from kvwire.store.tiers.counters import Counters, PrefetchCounters, RemoteCounters, TierCounters, UploadCounters
+from kvwire.store.tiers.flights import Flight
 from kvwire.store.tiers.opening import open_tiers, parse_size
 from kvwire.store.tiers.policy import POLICIES, Policy, make_policy
 from kvwire.store.tiers.settings import TierSettings
@@ -11,6 +12,7 @@ from kvwire.store.tiers.write_back import WriteBackStore
 __all__ = [
     "POLICIES",
     "Counters",
+    "Flight",
     "Held",
     "Leading",
     "OnDisk",

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from concurrent.futures import InvalidStateError
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
@@ -125,6 +125,22 @@ class RangeCache:
 
     def load(self, name: bytes, extent: Extent[StoredFile]) -> bytes | None:
         """Read a file and keep it in memory too; None where it cannot be read: ask ``step`` again. Blocks."""
+        with self._gate(extent):
+            with self._lock:
+                promoted = self._memory.index.at(name, extent.start)
+            if promoted is not None and (promoted.start, promoted.end) == (extent.start, extent.end):
+                return promoted.value  # by whoever was faster
+            return self._loaded(name, extent)
+
+    def _gate(self, extent: Extent[StoredFile]) -> AbstractContextManager[object]:
+        """Lets one reader at a time load a file that the memory can take, so that the others find it there."""
+        if not self._memory.index.fits(extent.length):
+            return nullcontext()
+        with self._lock:
+            extent.value.gate = extent.value.gate or threading.Lock()
+            return extent.value.gate
+
+    def _loaded(self, name: bytes, extent: Extent[StoredFile]) -> bytes | None:
         if self._disk is None or (found := self._disk.load(name, extent)) is None:
             return None
         data, size = found

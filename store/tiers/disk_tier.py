@@ -38,13 +38,14 @@ _SUBFOLDER = re.compile(r"[0-9a-f]{2}")
 class StoredFile:
     """What stands for an extent: its bytes until they are written, then only its place on the disk."""
 
-    __slots__ = ("data", "dropped", "size")
+    __slots__ = ("data", "dropped", "gate", "size")
 
     def __init__(self, data: bytes | None, size: int | None) -> None:
         """data: None once it is on the disk. size: of the object, where it is known."""
         self.data = data
         self.size = size
         self.dropped = False
+        self.gate: threading.Lock | None = None
 
 
 class DiskTier:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from kvwire.errors import ArgumentError, AuthError, NotFoundError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvwire.errors import KvwireError
     from kvwire.store.base import Data
 
@@ -46,11 +48,13 @@ class Flight:
         self.pieces.append(piece)
         self.position += len(piece)
 
-    def since(self, position: int) -> memoryview:
-        """What has come from ``position`` on; may be called while more comes in."""
-        if self.data:
-            return memoryview(self.data)[position - self.start :]
-        return memoryview(b"".join(list(self.pieces)))[position - self.start :]
+    def since(self, position: int) -> Iterator[memoryview]:
+        """What has come from ``position`` on; may be asked while more comes in."""
+        at = self.start
+        for piece in [self.data] if self.data else list(self.pieces):
+            if at + len(piece) > position:
+                yield memoryview(piece)[max(0, position - at) :]
+            at += len(piece)
 
     def verdict(self, failures: int) -> KvwireError | None:
         """The error for a reader that waited, this one the last of so many flights that failed before it.

@@ -47,12 +47,12 @@ class TierReading:
 
     def _awaited(self, flight: Flight, position: int) -> memoryview:
         wait_for(self._cache, flight)
-        if flight.error is not None:
+        data = next(flight.since(position), memoryview(b""))
+        if not data and flight.error is not None:
             self._failures += 1
-            if not (data := flight.since(position)) and (error := flight.verdict(self._failures)):
+            if error := flight.verdict(self._failures):
                 raise error
-            return data
-        return flight.since(position)
+        return data
 
 
 def lead(cache: RangeCache, flight: Flight, fetch: Callable[[int, int], bytes], *, is_first: bool) -> bytes:
