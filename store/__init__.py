@@ -16,11 +16,13 @@ from kvwire.store.base import (
     clamp_range,
     open_object,
 )
-from kvwire.store.catalog import Catalog
+from kvwire.store.catalog import Catalog, Page
+from kvwire.store.collecting import Collected, collect
 from kvwire.store.entry import CatalogEntry
 from kvwire.store.folder import FolderStore
 from kvwire.store.keyring import Keyring
-from kvwire.store.keys import KeySpace, check_key, content_digest, tenant_hash
+from kvwire.store.keys import KeySpace, check_key, content_digest, is_catalog_key, tenant_hash, text_digest
+from kvwire.store.listing import tenants
 from kvwire.store.memory import MemoryStore
 from kvwire.store.opening import open_store
 from kvwire.store.tiers import TieredStore, TierSettings, open_tiers, parse_size
@@ -32,6 +34,7 @@ __all__ = [
     "Addressed",
     "Catalog",
     "CatalogEntry",
+    "Collected",
     "Data",
     "FolderStore",
     "HttpAddress",
@@ -41,6 +44,7 @@ __all__ = [
     "MemoryStore",
     "ObjectReader",
     "ObjectStat",
+    "Page",
     "S3Settings",
     "S3Store",
     "Snapshots",
@@ -50,12 +54,16 @@ __all__ = [
     "check_after",
     "check_key",
     "clamp_range",
+    "collect",
     "content_digest",
+    "is_catalog_key",
     "open_object",
     "open_store",
     "open_tiers",
     "parse_size",
     "tenant_hash",
+    "tenants",
+    "text_digest",
 ]
 
 

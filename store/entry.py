@@ -13,6 +13,8 @@ from kvwire.store.keys import MAX_NAME_CHARS, check_key, content_digest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    _Check = tuple[str, Callable[[], bool]]
+
 MAX_ENTRY_BYTES = 1 << 20  # an entry holds a few hundred bytes; more is not read
 _MAX_BYTES = 1 << 62
 _DIGEST = re.compile(r"(?:[0-9a-f]{64})?")
@@ -20,9 +22,10 @@ _DIGEST = re.compile(r"(?:[0-9a-f]{64})?")
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """One document's blob.
+    """One document's blob, or, where ``is_text``, one document of which only the text is kept.
 
-    blob_key, sha256, size: where it lies and what it is. head_bytes: length of its head. tokens: of the document.
+    blob_key, sha256, size: where it lies and what it is. head_bytes: length of its head. All empty or 0, and no levels,
+    without a blob; the text is then found by its token digest. tokens: of the document.
     token_digest, profile_digest: SHA-256, or the empty string where unknown or not needed.
     levels: (name, cumulative bytes) of each level, coarsest first.
     """
@@ -43,6 +46,11 @@ class CatalogEntry:
         if problem:
             msg = f"not a catalog entry: {problem}"
             raise ArgumentError(msg)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether there is no blob: the document is computed from its token ids."""
+        return not self.blob_key
 
     def to_json(self) -> bytes:
         """Serialise with sorted keys: equal entries give equal bytes."""
@@ -116,18 +124,32 @@ def _level(level: object) -> tuple[str, int]:
 
 
 def _problem(entry: CatalogEntry) -> str | None:
-    checks: tuple[tuple[str, Callable[[], bool]], ...] = (
+    checks: tuple[_Check, ...] = (
         (
             f"the document id needs 1 to {MAX_NAME_CHARS} characters",
             lambda: 0 < len(entry.document_id) <= MAX_NAME_CHARS,
         ),
+        ("tokens is out of range", lambda: 0 <= entry.tokens < _MAX_BYTES),
+        ("token_digest is not a SHA-256", lambda: bool(_DIGEST.fullmatch(entry.token_digest))),
+        ("profile_digest is not a SHA-256", lambda: bool(_DIGEST.fullmatch(entry.profile_digest))),
+        *(_text_checks(entry) if entry.is_text else _blob_checks(entry)),
+    )
+    return next((message for message, holds in checks if not holds()), None)
+
+
+def _blob_checks(entry: CatalogEntry) -> tuple[_Check, ...]:
+    return (
         ("blob_key is not a key", lambda: bool(check_key(entry.blob_key))),
         ("sha256 is not the digest in blob_key", lambda: content_digest(entry.blob_key) == entry.sha256),
         ("size is out of range", lambda: 0 < entry.size < _MAX_BYTES),
         ("head_bytes is out of range", lambda: 0 <= entry.head_bytes <= entry.size),
-        ("tokens is out of range", lambda: 0 <= entry.tokens < _MAX_BYTES),
-        ("token_digest is not a SHA-256", lambda: bool(_DIGEST.fullmatch(entry.token_digest))),
-        ("profile_digest is not a SHA-256", lambda: bool(_DIGEST.fullmatch(entry.profile_digest))),
         ("a level is larger than the blob", lambda: all(0 <= size <= entry.size for _, size in entry.levels)),
     )
-    return next((message for message, holds in checks if not holds()), None)
+
+
+def _text_checks(entry: CatalogEntry) -> tuple[_Check, ...]:
+    of_a_blob = (entry.sha256, entry.size, entry.head_bytes, entry.profile_digest, entry.levels)
+    return (
+        ("without blob_key, nothing can be told of a blob", lambda: of_a_blob == ("", 0, 0, "", ())),
+        ("without blob_key, token_digest must name a text", lambda: bool(entry.token_digest and entry.tokens)),
+    )

@@ -24,6 +24,7 @@ _PART = r"[A-Za-z0-9_=+@~-][A-Za-z0-9_=+@~.-]*"
 _KEY = re.compile(rf"{_PART}(?:/{_PART})*")
 _PREFIX = re.compile(rf"(?:{_PART}/)*(?:{_PART})?")
 _HEX64 = re.compile(r"[0-9a-f]{64}")
+_HEX32 = re.compile(r"[0-9a-f]{32}")
 _CONTENT = re.compile(r"(?:.*/)?([0-9a-f]{64})\.kv[wp]")
 _TEXT = re.compile(r"(?:.*/)?([0-9a-f]{64})\.kvt")
 _CATALOG = re.compile(r"v1/[^/]+/[^/]+/catalog/.+")
@@ -82,6 +83,14 @@ def check_digest(digest: str, what: str) -> str:
 def tenant_hash(name: str, salt: bytes = b"") -> str:
     """Keyed hash that stands for a tenant in keys: HMAC-SHA-256 under the deployment's secret salt."""
     return hmac.new(salt, b"tenant:" + _named(name, "tenant"), hashlib.sha256).hexdigest()[:TENANT_DIGITS]
+
+
+def check_tenant(digest: str) -> str:
+    """Return a tenant's hash, or raise ArgumentError where ``tenant_hash`` could not have given it."""
+    if not _HEX32.fullmatch(digest):
+        msg = f"a tenant's hash is {TENANT_DIGITS} lower-case hexadecimal digits, got {digest[:80]!r}"
+        raise ArgumentError(msg)
+    return digest
 
 
 def _named(name: str, what: str) -> bytes:

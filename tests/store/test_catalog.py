@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import threading
 from dataclasses import asdict, replace
 
 import pytest
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError
 from kvwire.store import Catalog, CatalogEntry, FolderStore, KeySpace, MemoryStore, tenant_hash
+from kvwire.store.listing import tenants
+from kvwire.types import digest_tokens
 
 CONFIG = "c" * 64
 OTHER_CONFIG = "d" * 64
@@ -266,3 +269,177 @@ def test_a_damaged_pointer_is_corrupt(store, data):
     store.put(catalog.keys(CONFIG).current_profile, data)
     with pytest.raises(CorruptError):
         catalog.current_profile(CONFIG)
+
+
+def test_pages_together_are_the_listing(store):
+    catalog = Catalog(store)
+    for number in range(7):
+        put(catalog, f"doc {number}", blob=b"blob %d" % number, levels=())
+    pages, after = [], ""
+    while not pages or after:
+        page = catalog.page(CONFIG, after=after, limit=3)
+        pages.append(page.entries)
+        after = page.after
+    assert [len(page) for page in pages] == [3, 3, 1]
+    assert [entry for page in pages for entry in page] == list(catalog.documents(CONFIG))
+    cursor = catalog.page(CONFIG, limit=2).after
+    assert list(catalog.documents(CONFIG, after=cursor, limit=3)) == list(catalog.documents(CONFIG))[2:5]
+    assert catalog.page(CONFIG, limit=7).after  # a full page may be the last
+    with pytest.raises(ArgumentError):
+        catalog.page(CONFIG, limit=0)
+
+
+class FarStore(MemoryStore):
+    """Neither in memory nor a folder, as far as the catalog can tell: the first gets wait for three others."""
+
+    def __init__(self, inner):
+        self.inner, self.asked, self.met = inner, set(), threading.Event()
+
+    def get(self, key, start=0, end=None):
+        self.asked.add(threading.get_ident())
+        if len(self.asked) >= 4:
+            self.met.set()
+        self.met.wait(10)
+        return self.inner.get(key, start, end)
+
+    def scan(self, prefix, after=""):
+        return self.inner.scan(prefix, after)
+
+
+def test_entries_of_far_stores_are_read_several_at_a_time_and_in_order(monkeypatch):
+    near = MemoryStore()
+    for number in range(200):
+        put(Catalog(near), f"doc {number}", levels=(), token_digest="")
+    far = FarStore(near)
+    monkeypatch.setattr("kvwire.store.listing.MemoryStore", FolderStore)
+    found = list(Catalog(far).documents(CONFIG))
+    assert far.met.is_set()
+    assert found == list(Catalog(near).documents(CONFIG))
+    near.put(Catalog(near).keys(CONFIG).document("doc 7"), b"{}")
+    with pytest.raises(CorruptError):
+        list(Catalog(far).documents(CONFIG))
+
+
+def test_tenants_and_configurations_are_listed_from_keys(store):
+    assert list(tenants(store)) == []
+    for name in ("alice", "bob"):
+        put(Catalog(store, name))
+    alice = Catalog(store, "alice")
+    alice.put_blob(OTHER_CONFIG, b"x", document_id="doc", head_bytes=0, tokens=1)
+    store.put("v1/readme", b"an object in a tenant's place")
+    store.put("v1/aa/~~/strange", b"x")
+    assert sorted(tenants(store)) == sorted(["aa", tenant_hash("alice"), tenant_hash("bob")])
+    spaces = list(alice.configurations())
+    assert spaces == [alice.keys(CONFIG), alice.keys(OTHER_CONFIG)]
+    assert [entry.document_id for space in spaces for entry in alice.documents(space)] == ["doc", "doc"]
+    assert Catalog.of_hash(store, tenant_hash("bob")).by_document(CONFIG, "doc") is not None
+    with pytest.raises(ArgumentError):
+        Catalog(store, "bob").by_document(spaces[0], "doc")
+    with pytest.raises(ArgumentError):
+        Catalog.of_hash(store, "bob")
+
+
+def test_a_removed_document_is_gone_and_its_blob_is_left(store):
+    catalog = Catalog(store)
+    entry = put(catalog)
+    assert catalog.remove(CONFIG, "doc")
+    assert not catalog.remove(CONFIG, "doc")
+    assert catalog.by_document(CONFIG, "doc") is None
+    assert catalog.by_tokens(CONFIG, TOKENS) is None
+    assert store.get(entry.blob_key) == b"blob bytes"
+
+
+def test_the_entry_of_tokens_stays_while_the_document_that_it_names_does(store):
+    catalog = Catalog(store)
+    put(catalog, "first")
+    second = put(catalog, "second")
+    catalog.remove(CONFIG, "first")
+    assert catalog.by_tokens(CONFIG, TOKENS) == second
+    catalog.remove(CONFIG, "second")
+    assert catalog.by_tokens(CONFIG, TOKENS) is None
+
+
+def test_a_damaged_document_can_be_removed(store):
+    catalog = Catalog(store)
+    put(catalog)
+    store.put(catalog.keys(CONFIG).document("doc"), b"{}")
+    assert catalog.remove(CONFIG, "doc")
+    assert list(catalog.documents(CONFIG)) == []
+
+
+def test_another_name_shares_the_blob(store):
+    catalog = Catalog(store)
+    entry = put(catalog)
+    alias = catalog.alias(entry, "other")
+    assert alias == replace(entry, document_id="other")
+    assert catalog.by_document(CONFIG, "other") == alias
+    store.delete(entry.blob_key)
+    assert catalog.alias(entry, "third") is None
+
+
+def test_a_blob_that_may_soon_be_collected_is_written_again_before_it_is_relied_on():
+    store = RecordingStore()
+    catalog = Catalog(store)
+    entry = put(catalog)
+    store._objects[entry.blob_key].modified -= 13 * 3600
+    store.writes.clear()
+    assert catalog.alias(entry, "other") is not None
+    assert store.writes[0] == entry.blob_key
+    store._objects[entry.blob_key].modified -= 13 * 3600
+    store.writes.clear()
+    put(catalog, "third")
+    assert store.writes.count(entry.blob_key) == 1
+    store._objects[entry.blob_key].data = b"blob bytez"
+    store._objects[entry.blob_key].modified -= 13 * 3600
+    assert catalog.alias(entry, "fourth") is None  # a damaged blob is not made young
+
+
+def test_texts_are_stored_once_and_checked(store):
+    catalog = Catalog(store)
+    digest = catalog.put_text(CONFIG, (1, 2, 3))
+    assert digest == digest_tokens((1, 2, 3))
+    assert catalog.get_text(CONFIG, digest) == (1, 2, 3)
+    other = catalog.put_text(CONFIG, (4, 5))
+    space = catalog.keys(CONFIG)
+    store.put(space.text(digest), store.get(space.text(other)))
+    with pytest.raises(CorruptError, match="damaged"):
+        catalog.get_text(CONFIG, digest)
+    store.put(space.text(digest), b"\x89KVT")
+    with pytest.raises(CorruptError):
+        catalog.get_text(CONFIG, digest)
+    catalog.put_text(CONFIG, (1, 2, 3), overwrite=True)
+    assert catalog.get_text(CONFIG, digest) == (1, 2, 3)
+    with pytest.raises(NotFoundError, match="encode"):
+        catalog.get_text(CONFIG, TOKENS)
+
+
+def test_a_document_may_have_a_text_alone(store):
+    catalog = Catalog(store)
+    entry = catalog.add_text(CONFIG, "doc", (1, 2, 3))
+    assert entry.is_text
+    assert (entry.blob_key, entry.sha256, entry.size, entry.levels, entry.tokens) == ("", "", 0, (), 3)
+    assert catalog.by_document(CONFIG, "doc") == entry
+    assert catalog.by_tokens(CONFIG, entry.token_digest) is None  # there is no blob to share
+    assert list(catalog.documents(CONFIG)) == [entry]
+    assert CatalogEntry.from_json(entry.to_json()) == entry
+    with pytest.raises(ArgumentError):
+        catalog.alias(entry, "other")
+    blob = put(catalog, "doc")
+    assert catalog.by_document(CONFIG, "doc") == blob
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"token_digest": ""},
+        {"tokens": 0},
+        {"size": 5},
+        {"sha256": "0" * 64},
+        {"levels": (("a", 0),)},
+        {"head_bytes": 1},
+    ],
+)
+def test_a_text_alone_says_nothing_of_a_blob(change):
+    entry = Catalog(MemoryStore()).add_text(CONFIG, "doc", (1, 2, 3))
+    with pytest.raises(ArgumentError):
+        replace(entry, **change)

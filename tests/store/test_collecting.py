@@ -1,0 +1,382 @@
+"""Garbage collection takes what nobody needs, and nothing else, whoever writes meanwhile."""
+
+import os
+import threading
+import time
+from contextlib import closing
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvwire.codec import pack_text
+from kvwire.errors import ArgumentError, StorageError
+from kvwire.store import Catalog, FolderStore, MemoryStore, tenant_hash
+from kvwire.store.announcing import GRACE_S, LEASE_S, announce
+from kvwire.store.collecting import Collected, collect
+from kvwire.types import digest_tokens
+
+CONFIG = "c" * 64
+DAY = 24 * 3600.0
+IDS = (5, 6, 7)
+
+
+class AgedStore(MemoryStore):
+    """Objects can be made older than they are."""
+
+    def age(self, seconds, but=()):
+        for key, one in self._objects.items():
+            if key not in but:
+                one.modified -= seconds
+
+
+def put(catalog, document_id="doc", blob=b"blob bytes", ids=IDS, **fields):
+    digest = catalog.put_text(CONFIG, ids)
+    fields = {"head_bytes": 4, "tokens": len(ids), "token_digest": digest} | fields
+    return catalog.put_blob(CONFIG, blob, document_id=document_id, **fields)
+
+
+@pytest.fixture
+def store():
+    return AgedStore()
+
+
+@pytest.fixture
+def catalog(store):
+    return Catalog(store)
+
+
+def test_what_documents_name_stays_and_the_rest_goes(store, catalog):
+    profiles = [catalog.put_profile(CONFIG, data) for data in (b"current", b"of a document", b"of nobody")]
+    catalog.set_current_profile(CONFIG, profiles[0])
+    kept = put(catalog, profile_digest=profiles[1])
+    gone = put(catalog, "gone", b"longer blob bytes", (1, 2))
+    text = catalog.add_text(CONFIG, "text", (9, 9))
+    assert catalog.remove(CONFIG, "gone")
+    store.age(2 * DAY)
+    before, space = set(store.keys("")), catalog.keys(CONFIG)
+    dry = collect(store, dry_run=True)
+    assert (dry.blobs, dry.profiles, dry.texts) == (1, 1, 1)
+    assert dry.bytes == len(b"longer blob bytes") + len(b"of nobody") + len(pack_text((1, 2)))
+    assert set(store.keys("")) == before
+    assert collect(store) == dry
+    assert before - set(store.keys("")) == {
+        gone.blob_key, space.profile(profiles[2]), space.text(gone.token_digest),
+    }  # fmt: skip
+    assert store.get(kept.blob_key) == b"blob bytes"
+    assert catalog.get_text(CONFIG, kept.token_digest) == IDS
+    assert catalog.get_text(CONFIG, text.token_digest) == (9, 9)
+    assert catalog.get_profile(CONFIG, profiles[0]) + catalog.get_profile(CONFIG, profiles[1])
+    assert catalog.by_tokens(CONFIG, kept.token_digest) == kept
+    assert collect(store) == Collected()
+
+
+def test_what_is_young_or_of_unknown_age_stays(store, catalog):
+    space = catalog.keys(CONFIG)
+    for name in ("a", "b"):
+        store.put(space.blob(name * 64), b"upload under way")
+    store.age(GRACE_S - 60)
+    store._objects[space.blob("b" * 64)].modified = 0.0
+    assert collect(store) == Collected()
+    store.age(120, but=[space.blob("b" * 64)])
+    assert collect(store).blobs == 1
+    assert list(store.keys("")) == [space.blob("b" * 64)]
+    with pytest.raises(ArgumentError):
+        collect(store, grace_s=-1)
+
+
+def test_an_entry_of_tokens_goes_when_no_document_has_them(store, catalog):
+    put(catalog, "doc", b"first", (1, 2))
+    put(catalog, "doc", b"second", (3, 4))  # replaces the document's entry, not that of the tokens
+    store.age(2 * DAY)
+    done = collect(store)
+    assert (done.entries, done.blobs, done.texts) == (1, 1, 1)
+    assert catalog.by_tokens(CONFIG, digest_tokens((1, 2))) is None
+    assert catalog.by_tokens(CONFIG, digest_tokens((3, 4))).document_id == "doc"
+
+
+def test_only_the_tenant_that_was_named_is_collected(store):
+    for name in ("alice", "bob"):
+        put(Catalog(store, name), name, b"blob of " + name.encode())
+        Catalog(store, name).remove(CONFIG, name)
+    store.age(2 * DAY)
+    store.put("v1/somebody/else/ab/x.kvw", b"x")
+    assert collect(store, tenant_hash=tenant_hash("bob")).blobs == 1
+    assert collect(store).blobs == 1
+    assert list(store.keys("")) == ["v1/somebody/else/ab/x.kvw"]
+    with pytest.raises(ArgumentError):
+        collect(store, tenant_hash="bob")
+
+
+@pytest.mark.parametrize("damaged", ["entry", "pointer", "misplaced"])
+def test_a_damaged_entry_stops_its_configuration_and_no_other(store, damaged):
+    alice, bob = Catalog(store, "alice"), Catalog(store, "bob")
+    for catalog in (alice, bob):
+        put(catalog, "kept", b"kept")
+        put(catalog, "gone", b"gone", (8,))
+        catalog.remove(CONFIG, "gone")
+    space = alice.keys(CONFIG)
+    key = space.current_profile if damaged == "pointer" else space.document("kept")
+    store.put(key, bob.by_document(CONFIG, "kept").to_json() if damaged == "misplaced" else b"{}")
+    store.age(2 * DAY)
+    before = set(store.keys(space.root))
+    done = collect(store)
+    assert len(done.failures) == 1
+    assert space.root in done.failures[0]
+    assert set(store.keys(space.root)) == before
+    assert done.blobs == 1
+
+
+def test_strange_objects_are_left_alone(store, catalog):
+    space = catalog.keys(CONFIG)
+    strange = [f"{space.root}notes/readme", f"{space.root}zz/{'a' * 64}.kvw", f"{space.root}profiles/x.kvp"]
+    for key in strange:
+        store.put(key, b"x")
+    store.age(2 * DAY)
+    assert collect(store) == Collected()
+    assert set(store.keys("")) == set(strange)
+
+
+def test_folders_lose_old_unfinished_files_too(tmp_path):
+    with closing(FolderStore(tmp_path)) as store:
+        catalog = Catalog(store)
+        entry, lost = put(catalog), catalog.keys(CONFIG).blob("ab" * 32)
+        store.put(lost, b"nobody's")
+        (tmp_path / "v1" / ".tmp-1-old").write_bytes(b"12345")
+        (tmp_path / "v1" / ".tmp-1-new").write_bytes(b"12345")
+        long_ago = time.time() - 2 * DAY
+        for path in (tmp_path / lost, tmp_path / entry.blob_key, tmp_path / "v1" / ".tmp-1-old"):
+            os.utime(path, (long_ago, long_ago))
+        assert collect(store, dry_run=True).leftovers == 0
+        done = collect(store)
+        assert (done.blobs, done.leftovers, done.bytes) == (1, 1, 13)
+        assert not (tmp_path / "v1" / ".tmp-1-old").exists()
+        assert (tmp_path / "v1" / ".tmp-1-new").exists()
+        assert store.get(entry.blob_key) == b"blob bytes"
+
+
+def test_progress_counts_everything_that_was_looked_at(store, catalog):
+    for number in range(5):
+        put(catalog, str(number), b"blob %d" % number, (number,))
+    told = []
+    collect(store, on_progress=lambda what, count: told.append((what, count)))
+    assert sum(count for what, count in told if what == "entries") == 5
+
+
+def test_a_slow_collector_deletes_nothing(store, catalog, monkeypatch):
+    store.put(catalog.keys(CONFIG).blob("ab" * 32), b"nobody's")
+    store.age(2 * DAY)
+    monkeypatch.setattr("kvwire.store.collecting.LEASE_S", -1.0)
+    with pytest.raises(StorageError, match="takes longer"):
+        collect(store)
+    assert sum(1 for _ in store.keys("")) == 1  # the announcement was taken back
+
+
+def test_a_dead_collectors_announcement_is_neither_waited_for_nor_kept(store, catalog):
+    entry = put(catalog)
+    announce(store, catalog.keys(CONFIG), [entry.blob_key])
+    store.age(2 * DAY + 2 * LEASE_S + 60)
+    started = time.monotonic()
+    put(catalog)
+    assert time.monotonic() - started < LEASE_S / 2
+    collect(store)
+    assert list(store.keys(catalog.keys(CONFIG).announcements)) == []
+
+
+class _Actor:
+    def __init__(self, work):
+        self.go, self.arrived = threading.Semaphore(0), threading.Semaphore(0)
+        self.result, self.error, self.done = None, None, False
+        self.thread = threading.Thread(target=self._run, args=(work,))
+
+    def _run(self, work):
+        self.go.acquire()
+        try:
+            self.result = work()
+        except BaseException as error:  # noqa: BLE001 - told to the test
+            self.error = error
+        self.done = True
+        self.arrived.release()
+
+
+class Schedule:
+    """Runs threads one step at a time, a step being one operation on the store, in the order that was drawn."""
+
+    def __init__(self, turns):
+        self._turns = list(turns)
+        self._actors = {}
+
+    def step(self, *_):
+        actor = self._actors.get(threading.current_thread())
+        if actor is not None:
+            actor.arrived.release()
+            actor.go.acquire()
+
+    def run(self, *works):
+        actors = [_Actor(work) for work in works]
+        self._actors = {actor.thread: actor for actor in actors}
+        for actor in actors:
+            actor.thread.start()
+        turn = 0
+        while waiting := [actor for actor in actors if not actor.done]:
+            chosen = waiting[(self._turns[turn] if turn < len(self._turns) else turn) % len(waiting)]
+            turn += 1
+            chosen.go.release()
+            chosen.arrived.acquire()
+        for actor in actors:
+            actor.thread.join()
+            if actor.error is not None:
+                raise actor.error
+        return [actor.result for actor in actors]
+
+
+class SteppingStore(AgedStore):
+    def __init__(self, schedule):
+        super().__init__()
+        self.schedule = schedule
+
+    def get(self, key, start=0, end=None):
+        self.schedule.step()
+        return super().get(key, start, end)
+
+    def stat(self, key):
+        self.schedule.step()
+        return super().stat(key)
+
+    def put(self, key, data):
+        self.schedule.step()
+        super().put(key, data)
+
+    def delete(self, key):
+        self.schedule.step()
+        super().delete(key)
+
+    def scan(self, prefix, after=""):
+        self.schedule.step()
+        return super().scan(prefix, after)
+
+
+def _put_again(catalog, _):
+    return put(catalog, "again")
+
+
+def _alias(catalog, entry):
+    added = catalog.alias(entry, "another name") or put(catalog, "another name")
+    catalog.confirm(CONFIG, added, IDS)
+    return added
+
+
+def _text_alone(catalog, _):
+    return catalog.add_text(CONFIG, "text", IDS)
+
+
+def _put_and_confirm(catalog, _):
+    profile = catalog.put_profile(CONFIG, b"profile")
+    entry = put(catalog, "with profile", profile_digest=profile)
+    catalog.confirm(CONFIG, entry, IDS, b"profile")
+    return entry
+
+
+def _replaced(catalog, _):
+    put(catalog, "again", b"another blob", (1,))
+    entry = put(catalog, "again")
+    catalog.confirm(CONFIG, entry, IDS)
+    return entry
+
+
+def _check_order(monkeypatch, writers, collectors, grace, age, in_catalog, turns):
+    schedule = Schedule(turns)
+    store = SteppingStore(schedule)
+    monkeypatch.setattr("kvwire.store.announcing.time.sleep", schedule.step)
+    catalog = Catalog(store)
+    catalog.put_profile(CONFIG, b"profile")
+    entry = put(catalog, "removed")
+    if not in_catalog:
+        store.delete(catalog.keys(CONFIG).document("removed"))  # its entry of tokens stays: a hint to the blob
+    store.age(age)
+    works = [lambda writer=writer: writer(catalog, entry) for writer in writers]
+    results = schedule.run(*works, *[lambda: collect(store, grace_s=grace)] * collectors)
+    for entry, writer in zip(results, writers, strict=False):
+        found = catalog.by_document(CONFIG, entry.document_id)
+        if found.blob_key:
+            assert store.get(found.blob_key) == b"blob bytes"
+        if writer is not _put_again:  # which does not make sure of its text
+            assert catalog.get_text(CONFIG, found.token_digest) == IDS
+        if found.profile_digest:
+            assert catalog.get_profile(CONFIG, found.profile_digest) == b"profile"
+    assert list(store.keys(catalog.keys(CONFIG).announcements)) == []
+    assert results[-1].failures == ()
+
+
+WRITERS = [_put_again, _alias, _text_alone, _put_and_confirm, _replaced]
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("age", [60.0, 2 * GRACE_S])
+def test_wherever_one_breaks_into_the_other_nothing_is_lost(monkeypatch, writer, age):
+    """The collector stops after each of its steps for the whole writer, and the other way round."""
+    for steps in range(45):
+        for first, second in ((0, 1), (1, 0)):
+            turns = [first] * steps + [second] * 100
+            _check_order(monkeypatch, [writer], 1, 0.0, age, in_catalog=False, turns=turns)
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    writers=st.lists(st.sampled_from(WRITERS), min_size=1, max_size=2),
+    collectors=st.integers(1, 2),
+    grace=st.sampled_from([0.0, 3600.0, GRACE_S]),
+    age=st.sampled_from([60.0, 0.4 * GRACE_S, 0.6 * GRACE_S, 2 * GRACE_S, 3 * GRACE_S]),
+    in_catalog=st.booleans(),
+    runs=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 20)), max_size=12),
+)
+def test_in_every_order_of_steps_nothing_is_lost_that_an_entry_names(
+    monkeypatch, writers, collectors, grace, age, in_catalog, runs
+):
+    turns = [actor for actor, steps in runs for _ in range(steps)]
+    _check_order(monkeypatch, writers, collectors, grace, age, in_catalog, turns)
+
+
+def test_without_anybody_beside_it_everything_old_is_collected_in_one_go(store, catalog):
+    put(catalog)
+    catalog.remove(CONFIG, "doc")
+    store.age(2 * DAY)
+    done = collect(store)
+    assert (done.blobs, done.texts) == (1, 1)
+    assert list(store.keys("")) == []
+
+
+def test_real_threads_over_a_real_folder(tmp_path):
+    with closing(FolderStore(tmp_path)) as store:
+        catalog = Catalog(store)
+        stop = threading.Event()
+        failures = []
+
+        def collecting():
+            while not stop.is_set():
+                collect(store, grace_s=0.0)
+
+        def writing(number):
+            try:
+                for turn in range(15):
+                    name = f"{number}-{turn % 3}"
+                    entry = put(catalog, name, b"blob %d" % (turn % 4), (turn % 4,))
+                    catalog.confirm(CONFIG, entry, (turn % 4,))
+                    catalog.remove(CONFIG, f"{number}-{(turn + 1) % 3}")
+            except Exception as error:  # noqa: BLE001 - told below
+                failures.append(error)
+
+        collector = threading.Thread(target=collecting)
+        writers = [threading.Thread(target=writing, args=(number,)) for number in range(3)]
+        for thread in (collector, *writers):
+            thread.start()
+        for thread in writers:
+            thread.join()
+        stop.set()
+        collector.join()
+        assert failures == []
+        entries = list(catalog.documents(CONFIG))
+        assert entries
+        for entry in entries:
+            assert store.stat(entry.blob_key).size == entry.size
+            assert digest_tokens(catalog.get_text(CONFIG, entry.token_digest)) == entry.token_digest
