@@ -1,0 +1,279 @@
+"""What can go wrong between a store and a reader, as cases that a test and a benchmark share.
+
+Here are those of servers and networks, ``local_fault_cases`` has those of disks and processes. Each case ends as a
+``Row``: how it ended, after how many requests and seconds. Right bytes are compared with what was written; an error is
+one of ``kvwire.errors``; anything else is ``WRONG``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import time
+from collections import deque
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from kvwire.errors import KvwireError
+from kvwire.store import Catalog, HttpAddress, KeySpace, S3Settings, tenant_hash
+from kvwire.transport import (
+    BlobFetcher,
+    FetchSettings,
+    HttpSource,
+    HttpStoreSettings,
+    Patience,
+    SegmentError,
+    open_session,
+    open_source,
+    sign_url,
+)
+from kvwire.transport.testing import FaultKind, ProxyFault, nth
+
+from .fake_blobs import build, read_head
+
+RIGHT = "right bytes"
+WRONG = "WRONG"
+CONFIG = "ab" * 32
+BLOB = build([[5_000, 10_000, 15_000]] * 12)
+PROFILE = build([[30_000]], seed=2)
+SPACE = KeySpace.of(tenant_hash("default"), CONFIG)
+KEY = SPACE.blob(hashlib.sha256(BLOB).hexdigest())
+SETTINGS = FetchSettings(
+    backoff_s=0.02, max_backoff_s=0.1, gap_bytes=64, max_bytes=30_000, patience=Patience(0.3, 0.3), retries=2
+)
+S3_SETTINGS = S3Settings(connect_s=1.0, stall_s=0.3, total_s=1.5, attempts=3)
+HTTP_SETTINGS = HttpStoreSettings(stall_s=0.3, total_s=1.5)
+
+
+@dataclass(frozen=True)
+class Row:
+    """How one case ended. misses: segments that did not come. attempts: requests that reached the proxy or server."""
+
+    fault: str
+    when: str
+    transport: str
+    outcome: str
+    attempts: int
+    misses: int
+    seconds: float
+    deadline_s: float
+
+    @property
+    def holds(self) -> bool:
+        """Right bytes or a clear error, in time."""
+        return not self.outcome.startswith(WRONG) and self.seconds <= self.deadline_s + GRACE_S
+
+
+GRACE_S = 1.0  # a busy machine may notice a deadline late
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault that the proxy does. heals: when one such fault must end in right bytes."""
+
+    name: str
+    fault: ProxyFault
+    deadline_s: float = 5.0
+    heals: tuple[str, ...] = ("head", "once")
+
+
+PROXIED = [
+    Case("connection reset in mid-body", ProxyFault(FaultKind.RESET, after=20_000)),
+    Case("connection closed in mid-body", ProxyFault(FaultKind.TRUNCATE, after=20_000)),
+    Case("connection closed without an answer", ProxyFault(FaultKind.HANG_UP)),
+    Case("status 500", ProxyFault(FaultKind.STATUS, status=500)),
+    Case("status 503", ProxyFault(FaultKind.STATUS, status=503)),
+    Case("status 429, Retry-After 1 s", ProxyFault(FaultKind.STATUS, status=429, retry_after="1")),
+    Case("status 403", ProxyFault(FaultKind.STATUS, status=403)),
+    Case("no answer", ProxyFault(FaultKind.SILENT)),
+    Case("stall in mid-body", ProxyFault(FaultKind.STALL, after=20_000)),
+    Case("slow drip, 20 kB/s", ProxyFault(FaultKind.DRIP, rate=20_000), deadline_s=1.5, heals=("once",)),
+    Case("flipped byte", ProxyFault(FaultKind.FLIP, after=20_000)),
+    Case("wrong Content-Range", ProxyFault(FaultKind.SHIFTED_RANGE)),
+    Case("another range", ProxyFault(FaultKind.OTHER_RANGE)),
+    Case("whole object instead of a range", ProxyFault(FaultKind.WHOLE)),
+    Case("Content-Length too large", ProxyFault(FaultKind.LONG_LENGTH)),
+    Case("Content-Length too small", ProxyFault(FaultKind.SHORT_LENGTH)),
+    Case("another object between ranges", ProxyFault(FaultKind.REPLACED), heals=()),
+    Case("garbage for a head", ProxyFault(FaultKind.GARBAGE)),
+]
+WHENS = {"head": "first request", "once": "second request", "always": "all but the first"}
+
+
+@dataclass
+class Bench:
+    """A server behind a proxy, and a store that reaches it through the proxy. origin: the same objects without it."""
+
+    kind: str
+    origin: object
+    store: object
+    proxy: object
+    requests: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    def begin(self, plan=None):
+        self.proxy.plan = plan
+        self.requests = self.proxy.requests
+        self.started = time.monotonic()
+
+    def row(self, fault, when, outcome, misses, deadline_s, how=""):
+        seconds = round(time.monotonic() - self.started, 3)
+        attempts = self.proxy.requests - self.requests
+        self.proxy.plan = None
+        return Row(fault, when, self.kind + how, outcome, attempts, misses, seconds, deadline_s)
+
+
+def write_everything(store):
+    """What the cases read, written behind the proxy's back."""
+    store.put(KEY, BLOB)
+    store.put(SPACE.profile(hashlib.sha256(PROFILE).hexdigest()), PROFILE)
+
+
+def named(error):
+    """An error's class, with that of its cause where a segment's error only passes it on."""
+    cause = error.__cause__ if isinstance(error, SegmentError) else None
+    return f"{type(error).__name__} ({type(cause).__name__})" if cause else type(error).__name__
+
+
+async def fetched(source, deadline_s, settings=SETTINGS, between=None):
+    """Fetch the blob: how it ended, and how many segments are missing. ``between``: done when the head is in."""
+    give_up_at = time.monotonic() + deadline_s
+    misses = []
+    try:
+        async with BlobFetcher(source, read_head=read_head, settings=settings) as fetcher:
+            async with asyncio.timeout(deadline_s):
+                info = await fetcher.open()
+            if between:
+                await between()
+            wanted = [segment for row in info.segments for segment in row]
+            async for result in fetcher.fetch(wanted, deadline=give_up_at):
+                if isinstance(result, SegmentError):
+                    misses.append(result)
+                elif result.data != BLOB[result.segment.offset : result.segment.end]:
+                    return f"{WRONG} bytes", 0
+    except KvwireError as error:
+        return named(error), len(misses)
+    except TimeoutError:
+        return "DeadlineError while opening", len(misses)
+    except Exception as error:  # noqa: BLE001 - what must not happen is told, not raised
+        return f"{WRONG} kind of error: {type(error).__name__}: {error}", len(misses)
+    return (named(misses[0]) if misses else RIGHT), len(misses)
+
+
+def got(store):
+    """Read a profile as the front door does, through ``Store.get``: how it ended."""
+    try:
+        data = Catalog(store).get_profile(CONFIG, hashlib.sha256(PROFILE).hexdigest())
+    except KvwireError as error:
+        return named(error)
+    except Exception as error:  # noqa: BLE001 - as above
+        return f"{WRONG} kind of error: {type(error).__name__}: {error}"
+    return RIGHT if data == PROFILE else f"{WRONG} bytes"
+
+
+def plan_of(fault, when):
+    if when == "always":
+        return nth(fault, *range(1, 10_000))
+    return nth(fault, 0 if when == "head" else 1)
+
+
+async def by_fetcher(case, when, bench):
+    """One case of a proxied fault, read in ranges by a BlobFetcher."""
+    async with open_session() as session:
+        source = open_source(bench.store, KEY, session)
+        bench.begin(plan_of(case.fault, when))
+        outcome, misses = await fetched(source, case.deadline_s)
+        return bench.row(case.name, WHENS[when], outcome, misses, case.deadline_s, ", ranges")
+
+
+async def by_get(case, when, bench):
+    """One case of a proxied fault, met by ``Store.get``: the first time, or always."""
+    fault = replace(case.fault, rate=case.fault.rate / 2)  # the profile is small
+    bench.begin(nth(fault, *range(10_000 if when == "always" else 1)))
+    outcome = await asyncio.to_thread(got, bench.store)
+    when = "every request" if when == "always" else "first request"
+    return bench.row(case.name, when, outcome, int(outcome != RIGHT), case.deadline_s, ", get")
+
+
+async def in_turns(calls, benches):
+    """Rows of many cases, as many at a time as there are benches; in the order of the calls."""
+    left = deque(enumerate(calls))
+    rows = {}
+
+    async def work(bench):
+        while left:
+            number, call = left.popleft()
+            rows[number] = await call(bench)
+
+    await asyncio.gather(*(work(bench) for bench in benches))
+    return [rows[number] for number in sorted(rows)]
+
+
+def all_ranges():
+    return [partial(by_fetcher, case, when) for case in PROXIED for when in WHENS]
+
+
+def all_gets():
+    return [partial(by_get, case, when) for case in PROXIED for when in ("once", "always")]
+
+
+async def renewed_address(bench, find, name):
+    """Addresses that live for a second, and a reader that is told so only by the server."""
+    async with open_session() as session:
+        bench.begin()
+        outcome, misses = await fetched(HttpSource(session, find), 8.0, between=partial(asyncio.sleep, 2.1))
+        return bench.row(name, "while fetching", outcome, misses, 8.0, ", ranges")
+
+
+async def expired_address(bench, url, name):
+    """An address that nobody can renew."""
+    async with open_session() as session:
+        bench.begin()
+        outcome, misses = await fetched(HttpSource(session, url), 8.0, between=partial(asyncio.sleep, 2.1))
+        return bench.row(name, "while fetching", outcome, misses, 8.0, ", ranges")
+
+
+async def unreachable(store, name, kind):
+    """A host that cannot be found, or where nobody listens: read in ranges, and by ``get``."""
+    started = time.monotonic()
+    async with open_session(connect_s=1.0) as session:
+        outcome, misses = await fetched(open_source(store, KEY, session), 5.0)
+    rows = [Row(name, "always", f"{kind}, ranges", outcome, 0, misses, seconds_since(started), 5.0)]
+    started = time.monotonic()
+    outcome = await asyncio.to_thread(got, store)
+    return [*rows, Row(name, "always", f"{kind}, get", outcome, 0, 1, seconds_since(started), 5.0)]
+
+
+async def changed_between(bench, name, change):
+    """The object is really another one, or gone, when its head has been read."""
+    try:
+        async with open_session() as session:
+            bench.begin()
+            source = open_source(bench.store, KEY, session)
+            outcome, misses = await fetched(source, 5.0, between=partial(asyncio.to_thread, change, bench.origin))
+            return bench.row(name, "after the head", outcome, misses, 5.0, ", ranges")
+    finally:
+        write_everything(bench.origin)
+
+
+CHANGES = {
+    "object really replaced": lambda origin: origin.put(KEY, build([[5_000, 10_000, 15_000]] * 12, seed=9)),
+    "object deleted": lambda origin: origin.delete(KEY),
+}
+
+
+def seconds_since(started):
+    return round(time.monotonic() - started, 3)
+
+
+def signed_addresses(bench, secret, life_s=1.0):
+    """Signed URLs of ``kvwire serve`` that say nothing of their expiry."""
+    return lambda _refused: HttpAddress(
+        sign_url(bench.proxy.url, KEY, secret=secret, key_id="one", expires_at=time.time() + life_s)
+    )
+
+
+def presigned_addresses(store):
+    """Presigned S3 addresses that say nothing of their expiry."""
+    return lambda refused: replace(store.http_address(KEY, renew=refused), expires_at=math.inf)

@@ -1,0 +1,154 @@
+"""Whatever goes wrong on the way ends in the right bytes or a clear error, in time."""
+
+import asyncio
+import base64
+import json
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from kvwire.store import MemoryStore, S3Store
+from kvwire.transport import AccessSettings, HttpStore, open_session, open_source
+from kvwire.transport.testing import FaultProxy, serving
+
+from ..s3_servers import free_port, ministack
+from .fault_cases import (
+    CHANGES,
+    HTTP_SETTINGS,
+    KEY,
+    PROXIED,
+    RIGHT,
+    S3_SETTINGS,
+    WHENS,
+    Bench,
+    all_gets,
+    all_ranges,
+    changed_between,
+    expired_address,
+    fetched,
+    in_turns,
+    presigned_addresses,
+    renewed_address,
+    signed_addresses,
+    unreachable,
+    write_everything,
+)
+
+SECRET = bytes(range(32))
+AT_A_TIME = 4
+
+
+@pytest.fixture(scope="module")
+def http_benches():
+    origin = MemoryStore()
+    write_everything(origin)
+    with ExitStack() as stack:
+        url = stack.enter_context(serving(origin))
+        proxies = [stack.enter_context(FaultProxy(url)) for _ in range(AT_A_TIME)]
+        stores = [HttpStore(proxy.url, settings=HTTP_SETTINGS) for proxy in proxies]
+        yield [Bench("http", origin, *parts) for parts in zip(stores, proxies, strict=True)]
+        for store in stores:
+            store.close()
+
+
+@pytest.fixture(scope="module")
+def s3_benches(tmp_path_factory):
+    with ExitStack() as stack:
+        server = stack.enter_context(ministack(tmp_path_factory.mktemp("ministack")))
+        server.set_environment(stack.enter_context(pytest.MonkeyPatch.context()))
+        proxies = [stack.enter_context(FaultProxy(server.endpoint)) for _ in range(AT_A_TIME)]
+        address = server.address("matrix")
+        addresses = [address, *(address.replace(server.endpoint, proxy.url) for proxy in proxies)]
+        origin, *stores = [stack.enter_context(closing(S3Store(url, settings=S3_SETTINGS))) for url in addresses]
+        write_everything(origin)
+        yield [Bench("s3", origin, *parts) for parts in zip(stores, proxies, strict=True)]
+
+
+@pytest.fixture
+def benches(request):
+    return request.getfixturevalue(f"{request.param}_benches")
+
+
+@pytest.mark.parametrize("benches", ["http", "s3"], indirect=True)
+async def test_faults_while_blobs_are_fetched(benches):
+    rows = await in_turns(all_ranges(), benches)
+    assert not [row for row in rows if not row.holds]
+    heal = {(case.name, WHENS[when]) for case in PROXIED for when in case.heals}
+    assert not [row for row in rows if (row.fault, row.when) in heal and row.outcome != RIGHT]
+
+
+@pytest.mark.parametrize("benches", ["http", "s3"], indirect=True)
+async def test_faults_while_objects_are_got(benches):
+    rows = await in_turns(all_gets(), benches)
+    assert not [row for row in rows if not row.holds]
+
+
+@pytest.fixture
+def signed_bench(tmp_path):
+    keys = tmp_path / "keys.json"
+    keys.write_text(json.dumps({"one": {"secret": base64.b64encode(SECRET).decode()}}))
+    origin = MemoryStore()
+    write_everything(origin)
+    with serving(origin, access=AccessSettings(signing_keys=keys)) as url, FaultProxy(url) as proxy:
+        yield Bench("http", origin, None, proxy)
+
+
+@pytest.fixture
+def short_lived(s3_benches):
+    with closing(S3Store(s3_benches[0].store.url, settings=replace(S3_SETTINGS, address_s=1))) as store:
+        yield store
+
+
+async def test_signed_urls_that_expire_are_renewed(signed_bench):
+    row = await renewed_address(signed_bench, signed_addresses(signed_bench, SECRET), "signed URL expires")
+    assert row.outcome == RIGHT
+    assert {401, 206} <= {record.status for record in signed_bench.proxy.records}
+
+
+async def test_presigned_urls_that_expire_are_renewed(s3_benches, short_lived):
+    before = len(s3_benches[0].proxy.records)
+    row = await renewed_address(s3_benches[0], presigned_addresses(short_lived), "presigned URL expires")
+    assert row.outcome == RIGHT
+    assert {403, 206} <= {record.status for record in s3_benches[0].proxy.records[before:]}
+
+
+async def test_a_store_renews_its_addresses_before_they_expire(s3_benches, short_lived):
+    before = len(s3_benches[0].proxy.records)
+    async with open_session() as session:
+        source = open_source(short_lived, KEY, session)
+        outcome, _ = await fetched(source, 8.0, between=partial(asyncio.sleep, 2.1))
+    assert outcome == RIGHT
+    assert {record.status for record in s3_benches[0].proxy.records[before:]} == {206}
+
+
+async def test_addresses_that_nobody_renews_are_an_error_of_credentials(s3_benches, short_lived, signed_bench):
+    urls = [
+        (s3_benches[0], short_lived.http_address(KEY).url),
+        (signed_bench, signed_addresses(signed_bench, SECRET)(False).url),
+    ]
+    rows = await asyncio.gather(*(expired_address(bench, url, "expires") for bench, url in urls))
+    assert [row.outcome for row in rows] == ["AuthError", "AuthError"]
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("benches", ["http", "s3"], indirect=True)
+async def test_an_object_that_changes_while_it_is_fetched(benches, change):
+    row = await changed_between(benches[0], "changed", change)
+    # A server that takes a content-addressed key for a promise does not see the change: the checksums do.
+    assert row.outcome in {"ReplacedError", "SegmentCorruptError (CorruptError)"}, row
+    assert row.holds, row
+
+
+@pytest.mark.parametrize("host", ["kvwire.invalid", "127.0.0.1"], ids=["unknown host", "nobody listens"])
+async def test_hosts_that_cannot_be_reached(host, s3_benches):
+    address = f"http://{host}:{free_port()}"
+    with (
+        closing(HttpStore(address, settings=HTTP_SETTINGS)) as http,
+        closing(S3Store(s3_benches[0].store.url.replace(s3_benches[0].proxy.url, address), settings=S3_SETTINGS)) as s3,
+    ):
+        for store, kind in ((http, "http"), (s3, "s3")):
+            for row in await unreachable(store, host, kind):
+                assert row.outcome == "StorageError", row
+                assert row.holds, row
