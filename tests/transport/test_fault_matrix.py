@@ -35,6 +35,7 @@ from .fault_cases import (
     unreachable,
     write_everything,
 )
+from .local_fault_cases import disk_that_becomes_read_only, full_disk, full_disk_tier, killed_reader, killed_writer
 
 SECRET = bytes(range(32))
 AT_A_TIME = 4
@@ -152,3 +153,45 @@ async def test_hosts_that_cannot_be_reached(host, s3_benches):
             for row in await unreachable(store, host, kind):
                 assert row.outcome == "StorageError", row
                 assert row.holds, row
+
+
+def test_a_full_disk(tmp_path):
+    row = full_disk(tmp_path / "s")
+    assert row.outcome == "StorageError"
+    assert row.holds
+
+
+def test_a_full_disk_tier(tmp_path):
+    row = full_disk_tier(tmp_path / "t")
+    assert row.outcome == RIGHT
+    assert row.holds
+
+
+def test_a_disk_that_becomes_read_only(tmp_path):
+    rows = disk_that_becomes_read_only(tmp_path / "disk")
+    if not rows:
+        pytest.skip("this machine does not let this user mount")
+    assert [row.outcome for row in rows] == ["StorageError", RIGHT]
+    assert all(row.holds for row in rows)
+
+
+@pytest.mark.parametrize("kind", ["folder", "tiers, write-back"])
+def test_a_writer_that_is_killed(kind, tmp_path):
+    row = killed_writer(kind, tmp_path / "s", kills=2, seed=1)
+    assert row.outcome == RIGHT
+    assert row.attempts == 2
+    assert row.holds
+
+
+def test_an_uploader_that_is_killed(s3_benches):
+    row = killed_writer("s3, multipart", s3_benches[0].origin.url.replace("matrix", "killed"), kills=2, seed=2)
+    assert row.outcome == RIGHT
+    assert row.attempts == 2
+    assert row.holds
+
+
+def test_a_reader_that_is_killed(tmp_path):
+    row = killed_reader(tmp_path / "t", kills=2, seed=3)
+    assert row.outcome == RIGHT
+    assert row.attempts == 2
+    assert row.holds
