@@ -171,6 +171,11 @@ class S3Reader:
         """Strong entity tag, as ``stat`` tells it."""
         return self._stat.etag
 
+    @property
+    def modified(self) -> float:
+        """Time of writing, as ``stat`` tells it."""
+        return self._stat.modified
+
     def read(self, start: int, end: int) -> bytes:
         """Bytes ``start`` to ``end``, clamped at the object's end."""
         start, end = clamp_range(start, end, self.size)

@@ -1,18 +1,19 @@
-"""A store behind HTTP, for reading catalog entries and profiles. Blobs are fetched by ``BlobFetcher``."""
+"""A store behind HTTP: what ``kvwire serve`` offers, or any server of files, which can only be read.
+
+Blobs are fetched in ranges by ``BlobFetcher``, from the addresses that this store gives.
+"""
 
 from __future__ import annotations
 
-import http.client
 import re
-import ssl
-import threading
-import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
-from urllib.parse import urlsplit
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING
+from urllib.parse import urlencode, urlsplit
 
-from kvwire.errors import ArgumentError, AuthError, NotFoundError, StorageError
-from kvwire.store import HttpAddress, ObjectStat, Store, check_key
+from kvwire.errors import ArgumentError, StorageError
+from kvwire.store import HttpAddress, ObjectStat, Store, check_after, check_key, clamp_range
+from kvwire.transport._http_exchange import HttpExchange, HttpStoreSettings, Reply
+from kvwire.transport._http_replies import MAX_PAGE_BYTES, PAGE_KEYS, page, refusal
 from kvwire.transport.http_semantics import content_range, strong_etag
 
 if TYPE_CHECKING:
@@ -22,44 +23,33 @@ if TYPE_CHECKING:
     from kvwire.store import Data, Listed
 
 _SIZE = re.compile(r"[0-9]{1,18}")
-_PIECE_BYTES = 64 * 1024
-_OK, _PARTIAL, _UNSATISFIABLE = 200, 206, 416
-_REFUSED = (401, 403)
+_TOKEN = re.compile(r"[\x21-\x7e]+")
+_OK, _PARTIAL, _CHANGED, _UNSATISFIABLE = 200, 206, 412, 416
+_WRITTEN = (200, 201, 204)
 _ABSENT = (404, 410)
 
-
-@dataclass(frozen=True)
-class HttpStoreSettings:
-    """Longest waits, in seconds: for the connection or the next bytes, and for one whole answer."""
-
-    stall_s: float = 15.0
-    total_s: float = 600.0
+__all__ = ["HttpStore", "HttpStoreSettings"]
 
 
 class HttpStore(Store):
-    """Reads objects from ``http(s)://host[:port][/prefix]``, such as ``serve`` offers. It cannot write or list.
+    """Objects below ``http(s)://host[:port][/prefix]``; any number of threads may ask at once.
 
-    One connection, kept open between calls and shared by threads in turn. Redirects and proxy settings are not
-    followed, so that a token goes nowhere else.
+    A server other than kvwire's refuses to write or list: StorageError and ArgumentError say so.
     """
 
     def __init__(self, url: str, *, token: str | None = None, settings: HttpStoreSettings | None = None) -> None:
         """Keep the address; nothing is connected yet."""
         self._parts = _address(url)
+        if token and not _TOKEN.fullmatch(token):
+            msg = "a bearer token has visible ASCII characters only: check for spaces or line ends around it"
+            raise ArgumentError(msg)
         self._token = token or None
-        self._settings = settings or HttpStoreSettings()
-        self._lock = threading.Lock()
-        self._connection: http.client.HTTPConnection | None = None
+        self._exchange = HttpExchange(self._parts, self._token, settings or HttpStoreSettings())
 
     @property
     def url(self) -> str:
         """The address, without a slash at the end."""
         return self._parts.geturl().rstrip("/")
-
-    @property
-    def token(self) -> str | None:
-        """The bearer token, for sources that read objects of this store."""
-        return self._token
 
     def object_url(self, key: str) -> str:
         """Address of one object."""
@@ -71,141 +61,109 @@ class HttpStore(Store):
         return HttpAddress(self.object_url(key), headers)
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
-        """Bytes ``start`` to ``end`` of the object, clamped at its end."""
-        if start < 0 or (end is not None and end < start):
-            msg = f"a byte range must run forwards from 0 or later, got {start} to {end}"
-            raise ArgumentError(msg)
+        """Bytes ``start`` to ``end`` of the object, clamped at its end; no more than these are read."""
+        clamp_range(start, end, 0)
         if end == start:
             self.stat(key)
             return b""
         headers = {"Range": f"bytes={start}-{'' if end is None else end - 1}"} if start or end is not None else {}
-        status, fields, body = self._ask("GET", key, headers)
-        if status == _UNSATISFIABLE:
+        reply = self._ask("GET", key, headers, limit=end, allowed=(_OK, _PARTIAL, _UNSATISFIABLE))
+        self._check_plain(key, reply)
+        if reply.status == _UNSATISFIABLE:
             return b""
-        if status == _OK:  # the whole object: asked for, or a server without ranges
-            return body[start:end]
-        told = content_range(fields.get("Content-Range"))
-        if told is None or told[0] != start or told[1] - start != len(body) or (end is not None and told[1] > end):
+        if reply.status == _OK:  # the whole object: asked for, or a server without ranges
+            return reply.body[start:end]
+        if not _is_range(reply, start, end):
             msg = f"{self.object_url(key)}: asked for bytes from {start} to {end}, got others; its ranges are broken"
             raise StorageError(msg)
-        return body
+        return reply.body
 
     def stat(self, key: str) -> ObjectStat:
-        """Size and entity tag, as the server tells them; the tag is empty where it has none that is strong."""
-        _, fields, _ = self._ask("HEAD", key, {})
-        size = fields.get("Content-Length") or ""
+        """Size, entity tag and time of writing, as the server tells them; the tag is empty where it is not strong."""
+        reply = self._ask("HEAD", key, {}, allowed=(_OK,))
+        self._check_plain(key, reply)
+        size = reply.fields.get("Content-Length") or ""
         if not _SIZE.fullmatch(size):
             msg = f"{self.object_url(key)}: the server does not tell the object's size"
             raise StorageError(msg)
-        return ObjectStat(int(size), (strong_etag(fields.get("ETag")) or "").strip('"'))
+        etag = (strong_etag(reply.fields.get("ETag")) or "").strip('"')
+        return ObjectStat(int(size), etag, _seconds(reply.fields.get("Last-Modified")))
 
-    def put(self, key: str, data: Data) -> NoReturn:  # noqa: ARG002 - the protocol's parameters
-        """Refuse: StorageError."""
-        self._refuse_writing()
+    def put(self, key: str, data: Data) -> None:
+        """Write the object. ArgumentError where the server finds that the bytes do not belong to the key."""
+        self._ask("PUT", key, {}, data=data, allowed=_WRITTEN)
 
-    def delete(self, key: str) -> NoReturn:  # noqa: ARG002 - the protocol's parameters
-        """Refuse: StorageError."""
-        self._refuse_writing()
+    def create(self, key: str, data: Data) -> bool:
+        """Write where there is nothing of that size yet; tells whether it wrote."""
+        if self._ask("PUT", key, {"If-None-Match": "*"}, data=data, allowed=(*_WRITTEN, _CHANGED)).status == _CHANGED:
+            return super().create(key, data)
+        return True
 
-    def scan(self, prefix: str, after: str = "") -> Iterator[Listed]:  # noqa: ARG002 - the protocol's parameters
-        """Refuse: ArgumentError."""
-        msg = f"{self.url} cannot list its keys: look documents up by id, or list the store on the server's side"
-        raise ArgumentError(msg)
+    def delete(self, key: str) -> None:
+        """Remove the object, if there is one."""
+        self._ask("DELETE", key, {}, allowed=(*_WRITTEN, *_ABSENT))
+
+    def scan(self, prefix: str, after: str = "") -> Iterator[Listed]:
+        """Objects whose keys start with ``prefix`` and come after ``after``, in order, asked for while iterating.
+
+        ArgumentError where the server knows no listings.
+        """
+        check_after(prefix, after)
+        return self._pages(prefix, after)
 
     def close(self) -> None:
-        """Close the connection."""
-        with self._lock:
-            self._disconnect()
+        """Close the connections."""
+        self._exchange.close()
 
-    def _refuse_writing(self) -> NoReturn:
-        msg = f"{self.url} is read-only: write to the store on the server's side"
-        raise StorageError(msg)
+    def _pages(self, prefix: str, after: str) -> Iterator[Listed]:
+        more = True
+        while more:
+            query = urlencode({"prefix": prefix, "after": after, "limit": PAGE_KEYS})
+            reply = self._exchange.ask("GET", f"{self._root}/?list&{query}", {}, limit=MAX_PAGE_BYTES)
+            found, more = page(reply, prefix, after, self.url)
+            yield from found
+            after = found[-1].key if found else after
 
-    def _ask(self, method: str, key: str, headers: dict[str, str]) -> tuple[int, http.client.HTTPMessage, bytes]:
-        path = f"{self._parts.path.rstrip('/')}/{check_key(key)}"
-        if self._token:
-            headers = {**headers, "Authorization": f"Bearer {self._token}"}
-        with self._lock:
-            reused = self._connection is not None
-            try:
-                status, fields, body = self._exchange(method, path, headers)
-            except (http.client.RemoteDisconnected, ConnectionError) as error:
-                if not reused:
-                    raise self._failed(error) from error
-                status, fields, body = self._once_more(method, path, headers)
-            except (OSError, http.client.HTTPException) as error:
-                raise self._failed(error) from error
-        self._check(status, key)
-        return status, fields, body
+    @property
+    def _root(self) -> str:
+        return self._parts.path.rstrip("/")
 
-    def _once_more(self, method: str, path: str, headers: dict[str, str]) -> tuple[int, http.client.HTTPMessage, bytes]:
-        """A connection that was kept may have been closed by the server meanwhile: that is no failure yet."""
-        try:
-            return self._exchange(method, path, headers)
-        except (OSError, http.client.HTTPException) as error:
-            raise self._failed(error) from error
+    def _ask(
+        self,
+        method: str,
+        key: str,
+        headers: dict[str, str],
+        *,
+        allowed: tuple[int, ...],
+        data: Data | None = None,
+        limit: int | None = None,
+    ) -> Reply:
+        reply = self._exchange.ask(method, f"{self._root}/{check_key(key)}", headers, data=data, limit=limit)
+        if reply.status not in allowed:
+            raise refusal(reply, method, key, self.url)
+        return reply
 
-    def _exchange(self, method: str, path: str, headers: dict[str, str]) -> tuple[int, http.client.HTTPMessage, bytes]:
-        whole = False
-        try:
-            connection = self._connected()
-            connection.request(method, path, headers=headers)
-            response = connection.getresponse()
-            body = self._body(response)
-            whole = True
-            if response.will_close:
-                self._disconnect()
-            return response.status, response.msg, body
-        finally:
-            if not whole:
-                self._disconnect()
+    def _check_plain(self, key: str, reply: Reply) -> None:
+        if reply.fields.get("Content-Encoding", "identity").lower() != "identity":
+            msg = f"{self.object_url(key)}: the answer is compressed in transit; switch that off for these objects"
+            raise StorageError(msg)
 
-    def _body(self, response: http.client.HTTPResponse) -> bytes:
-        """Read piece by piece: memory grows with what has come, not with what is announced."""
-        give_up_at = time.monotonic() + self._settings.total_s
-        pieces = []
-        announced = response.length
-        while piece := response.read(_PIECE_BYTES):
-            pieces.append(piece)
-            if time.monotonic() > give_up_at:
-                msg = f"the answer took longer than {self._settings.total_s:g} s"
-                raise TimeoutError(msg)
-        body = b"".join(pieces)
-        if announced is not None and len(body) != announced:
-            msg = f"the answer ended {announced - len(body)} bytes early"
-            raise http.client.HTTPException(msg)
-        return body
 
-    def _connected(self) -> http.client.HTTPConnection:
-        if self._connection is None:
-            host, port, wait_s = self._parts.hostname or "", self._parts.port, self._settings.stall_s
-            if self._parts.scheme == "https":
-                context = ssl.create_default_context()
-                self._connection = http.client.HTTPSConnection(host, port, timeout=wait_s, context=context)
-            else:
-                self._connection = http.client.HTTPConnection(host, port, timeout=wait_s)
-        return self._connection
+def _is_range(reply: Reply, start: int, end: int | None) -> bool:
+    """Whether an answer is the range asked for, cut at the object's end and nowhere else."""
+    told = content_range(reply.fields.get("Content-Range"))
+    if told is None:
+        return False
+    first, stop, total = told
+    wanted = min(limit for limit in (end, total, stop if end is None else None) if limit is not None)
+    return first == start and stop == wanted and len(reply.body) == stop - first
 
-    def _disconnect(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
 
-    def _failed(self, error: Exception) -> StorageError:
-        words = str(error) or type(error).__name__
-        return StorageError(f"{self.url}: the connection failed ({words}); try again or check the server")
-
-    def _check(self, status: int, key: str) -> None:
-        if status in (_OK, _PARTIAL, _UNSATISFIABLE):
-            return
-        if status in _ABSENT:
-            msg = f"{key} is not in {self.url}"
-            raise NotFoundError(msg)
-        if status in _REFUSED:
-            msg = f"{self.url} refused the credentials (status {status}): check the token"
-            raise AuthError(msg)
-        msg = f"{self.url} answered with status {status}: try again later or check the server"
-        raise StorageError(msg)
+def _seconds(date: str | None) -> float:
+    try:
+        return parsedate_to_datetime(date).timestamp() if date else 0.0
+    except (ValueError, OverflowError):
+        return 0.0
 
 
 def _address(url: str) -> SplitResult:
@@ -214,10 +172,10 @@ def _address(url: str) -> SplitResult:
         fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
         fits = False
-    if not fits or parts.query or parts.fragment:
-        msg = f"{url!r} is not the address of an http store: write http://host:port or https://host/prefix"
-        raise ArgumentError(msg)
-    if parts.username is not None:
+    if fits and parts.username is not None:
         msg = "an http store's address must not hold a password: pass a token"
         raise ArgumentError(msg)
+    if not fits or parts.query or parts.fragment:
+        msg = f"{url.partition('?')[0].rpartition('@')[2]!r} is not the address of an http store: "
+        raise ArgumentError(msg + "write http://host:port or https://host/prefix")
     return parts

@@ -1,15 +1,20 @@
 """Reading a store over HTTP, against the real server and against bad ones."""
 
 import asyncio
+import json
 import socket
 import threading
-from contextlib import closing
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 
 import pytest
 
 from kvwire.errors import ArgumentError, AuthError, NotFoundError, StorageError
 from kvwire.store import Catalog, MemoryStore, Store, open_object
+from kvwire.store.testing.samples import blob
 from kvwire.transport import HttpStore, HttpStoreSettings, serve
+from kvwire.transport.server import ServerSettings
 
 DATA = bytes(range(256)) * 20
 
@@ -50,12 +55,58 @@ async def test_what_it_cannot_do(store: Store):
         for call in (store.get, store.stat, lambda k: store.get(k, 3, 3)):
             with pytest.raises(NotFoundError):
                 await run(call, key)
-    for call in (lambda: store.get("../x"), lambda: store.get("a/k", 5, 3), lambda: store.keys("")):
+    for call in (lambda: store.get("../x"), lambda: store.get("a/k", 5, 3), lambda: store.keys("/")):
         with pytest.raises(ArgumentError):
             await run(call)
-    for call in (lambda: store.put("k", b""), lambda: store.delete("k")):
-        with pytest.raises(StorageError, match="read-only"):
-            await run(call)
+    with pytest.raises(AuthError, match="can be written"):
+        await run(store.put, "k", b"")
+    with pytest.raises(ArgumentError, match="do not belong to the key"):
+        await run(store.put, blob(1)[0], b"other bytes")
+    assert await run(list, store.keys("")) == ["a/k", "empty"]
+
+
+async def test_who_may_only_read_is_told_so(behind):
+    async with serve(behind, settings=ServerSettings(read_only=True)) as url:
+        with closing(HttpStore(url)) as store:
+            assert await run(store.get, "a/k") == DATA
+            for call in (store.put, store.create):
+                for size in (10, 20 << 20):
+                    with pytest.raises(AuthError, match="may not write"):
+                        await run(call, *blob(1, size))
+            with pytest.raises(AuthError, match="may not write"):
+                await run(store.delete, "a/k")
+
+
+async def test_an_upload_over_the_servers_limit_is_told(behind):
+    async with serve(behind, settings=ServerSettings(max_upload_bytes=1000)) as url:
+        with closing(HttpStore(url)) as store:
+            for size in (2000, 20 << 20):
+                with pytest.raises(StorageError, match="larger than the server takes"):
+                    await run(store.put, *blob(2, size))
+            await run(store.put, *blob(3, 1000))
+
+
+async def test_a_listing_is_as_long_as_it_takes(behind, store):
+    names = [f"l/{n:04}" for n in range(2500)]
+    for name in names:
+        behind.put(name, b"x")
+    assert await run(list, store.keys("l/")) == names
+    assert await run(list, store.keys("l/", "l/2497")) == ["l/2498", "l/2499"]
+
+
+async def test_an_address_carries_the_token_and_shows_it_to_nobody():
+    with closing(HttpStore("https://h:1/p", token="hush")) as store:  # noqa: S106
+        address = store.http_address("a/b")
+        assert address.url == "https://h:1/p/a/b"
+        assert dict(address.headers) == {"Authorization": "Bearer hush"}
+        assert "hush" not in repr(address) + repr(store) + store.url
+
+
+@pytest.mark.parametrize("token", ["two words", "line\n", "line\r\nX: y", "ü"])
+def test_tokens_that_are_no_header_are_refused(token):
+    with pytest.raises(ArgumentError) as caught:
+        HttpStore("http://h", token=token)
+    assert token not in str(caught.value)
 
 
 async def test_a_catalog_works_over_it(behind, store):
@@ -116,6 +167,13 @@ def test_bad_addresses(url):
         HttpStore(url)
 
 
+def test_a_password_in_an_address_is_not_repeated():
+    for url in ("http://u:hush@h", "ftp://u:hush@h", "http://u:hush@h:x", "http://h?token=hush"):
+        with pytest.raises(ArgumentError) as caught:
+            HttpStore(url)
+        assert "hush" not in str(caught.value)
+
+
 def test_addresses_of_objects():
     assert HttpStore("https://h:1/p/").object_url("a/b") == "https://h:1/p/a/b"
     with pytest.raises(ArgumentError):
@@ -135,8 +193,9 @@ def answering():
                     connection, _ = listening.accept()
                 except OSError:
                     return
-                connection.recv(65536)
-                connection.sendall(answer)
+                with suppress(OSError):  # who asked may have seen enough
+                    connection.recv(65536)
+                    connection.sendall(answer)
                 if hold:
                     held.append(connection)
                 else:
@@ -152,6 +211,30 @@ def answering():
     listening.close()
     for thing in held:
         thing.join(5) if isinstance(thing, threading.Thread) else thing.close()
+
+
+@pytest.fixture
+def dripping():
+    """A server that sends a byte now and then."""
+    done = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def work():
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 200 X\r\nContent-Length: 1000\r\n\r\n")
+                while not done.wait(0.02):
+                    try:
+                        connection.sendall(b"x")
+                    except OSError:
+                        return
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        done.set()
+        thread.join()
 
 
 PARTIAL = b"HTTP/1.1 206 X\r\nContent-Range: bytes "
@@ -177,9 +260,173 @@ def test_bad_answers_are_storage_errors(answering, answer):
         store.get("k", 0, 10)
 
 
+def test_lookups_at_a_stopped_server_do_not_wait_for_each_other():
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listening:  # takes connections, answers nothing
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with closing(HttpStore(url, settings=HttpStoreSettings(stall_s=1))) as store, ThreadPoolExecutor(20) as pool:
+            began = time.monotonic()
+            errors = [asked.exception() for asked in [pool.submit(store.stat, f"k{n}") for n in range(20)]]
+            assert time.monotonic() - began < 10  # one after the other would take 20 s
+            assert all(isinstance(error, StorageError) for error in errors)
+
+
+def test_more_threads_than_connections_wait_for_one(answering):
+    url = answering(b"HTTP/1.1 200 X\r\nContent-Length: 2\r\n\r\nok")
+    with closing(HttpStore(url, settings=HttpStoreSettings(connections=2))) as store, ThreadPoolExecutor(16) as pool:
+        assert set(pool.map(lambda n: store.get(f"k{n}"), range(200))) == {b"ok"}
+
+
+def test_answers_that_are_not_read_to_their_end_use_up_no_connections(answering):
+    url = answering(b"HTTP/1.1 200 X\r\nContent-Length: 1000000\r\n\r\n" + b"x" * 1_000_000)
+    with closing(HttpStore(url, settings=HttpStoreSettings(connections=1, stall_s=5))) as store:
+        for _ in range(5):
+            assert store.get("k", 0, 10) == b"x" * 10
+
+
+def test_no_more_is_read_than_asked_for(answering):
+    url = answering(b"HTTP/1.1 200 X\r\n\r\n" + b"x" * 100_000, hold=True)  # a body that would never end
+    with closing(HttpStore(url, settings=HttpStoreSettings(stall_s=5))) as store:
+        assert store.get("k", 10, 1000) == b"x" * 990
+
+
+def test_a_dripping_server_is_given_up(dripping):
+    store = HttpStore(dripping, settings=HttpStoreSettings(total_s=0.5))
+    with closing(store), pytest.raises(StorageError, match=r"longer than 0\.5 s"):
+        store.get("k")
+
+
+def test_a_server_that_takes_an_upload_too_slowly_is_given_up():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with closing(HttpStore(url, settings=HttpStoreSettings(stall_s=0.5))) as store, pytest.raises(StorageError):
+            store.put("k", bytes(64 << 20))
+
+
+FILES_ONLY = [
+    b"HTTP/1.1 405 X\r\nContent-Length: 3\r\n\r\n<p>",
+    b"HTTP/1.1 403 X\r\nContent-Length: 3\r\n\r\n<p>",
+    b"HTTP/1.1 501 X\r\nContent-Length: 3\r\n\r\n<p>",
+    b"HTTP/1.1 404 X\r\nContent-Length: 0\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("answer", FILES_ONLY)
+def test_a_server_of_files_is_read_only_and_lists_nothing(answering, answer):
+    with closing(HttpStore(answering(answer))) as store:
+        for call in (lambda: store.put("k", b"x"), lambda: store.create("k", b"x")):
+            with pytest.raises(StorageError, match="read-only"):
+                call()
+        with pytest.raises(ArgumentError, match="cannot list"):
+            list(store.scan(""))
+
+
+def test_an_index_page_is_no_listing(answering):
+    url = answering(b"HTTP/1.1 200 X\r\nContent-Length: 6\r\n\r\n<html>")
+    with closing(HttpStore(url)) as store, pytest.raises(ArgumentError, match="cannot list"):
+        list(store.scan(""))
+
+
+def listing(*objects, truncated=False):
+    return json.dumps({"objects": objects, "truncated": truncated})
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        listing({"key": "a/b", "size": 1}, {"key": "a/a", "size": 1}),
+        listing({"key": "a/b", "size": 1}, {"key": "a/b", "size": 1}),
+        listing({"key": "b", "size": 1}),
+        listing({"key": "a/..", "size": 1}),
+        listing({"key": "a/b", "size": -1}),
+        listing({"key": "a/b", "size": True}),
+        listing({"key": "a/b", "size": 10**18}),
+        listing({"key": "a/b", "size": 1, "modified": "now"}),
+        listing({"key": "a/b", "size": 1, "modified": float("nan")}),
+        listing({"key": "a/b"}),
+        listing({"key": 1, "size": 1}),
+        listing("a/b"),
+        listing(truncated=True),
+        listing(truncated="no"),
+        '{"objects": {}, "truncated": false}',
+        '{"objects": []}',
+        '{"objects": 5, "truncated": false}',
+    ],
+)
+def test_listings_that_cannot_be_right_are_errors(answering, page):
+    url = answering(f"HTTP/1.1 200 X\r\nContent-Length: {len(page)}\r\n\r\n{page}".encode())
+    with closing(HttpStore(url)) as store, pytest.raises(StorageError):
+        list(store.scan("a/"))
+
+
+@pytest.mark.parametrize("body", ["[" * 100_000, "{}", "[]", "null", '"objects"', " " * 5_000_000])
+def test_pages_that_are_no_listings_are_refused(answering, body):
+    url = answering(f"HTTP/1.1 200 X\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+    with closing(HttpStore(url)) as store, pytest.raises(ArgumentError, match="cannot list"):
+        list(store.scan(""))
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "words"),
+    [
+        (401, AuthError, "check the token"),
+        (403, AuthError, "check the token"),
+        (404, NotFoundError, "is not in"),
+        (410, NotFoundError, "is not in"),
+        (429, StorageError, "busy"),
+        (503, StorageError, "busy"),
+        (507, StorageError, "disk is full"),
+        (418, StorageError, "status 418"),
+    ],
+)
+def test_refusals_say_what_to_do(answering, status, kind, words):
+    body = json.dumps({"error": "so it is", "status": status, "request_id": "r-1"})
+    url = answering(f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+    with closing(HttpStore(url, token="hush")) as store, pytest.raises(kind, match=words) as caught:  # noqa: S106
+        store.get("k")
+    assert "hush" not in f"{caught.value!r} {caught.value.__cause__!r}"
+    if kind is not NotFoundError:
+        assert "so it is; request r-1" in str(caught.value)
+
+
+@pytest.mark.parametrize("body", [b"x" * 10_000_000, b'{"error": "\\u001b[31m", "request_id": "r"}', b"[" * 4000])
+def test_an_error_page_is_neither_read_nor_repeated_at_length(answering, body):
+    url = answering(b"HTTP/1.1 500 X\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    with closing(HttpStore(url)) as store, pytest.raises(StorageError, match="status 500") as caught:
+        store.get("k")
+    assert len(str(caught.value)) < 500
+    assert str(caught.value).isprintable()
+
+
+def test_compressed_answers_are_refused(answering):
+    url = answering(b"HTTP/1.1 200 X\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\n\r\nok")
+    with closing(HttpStore(url)) as store, pytest.raises(StorageError, match="compressed"):
+        store.get("k")
+
+
+def test_a_chunked_answer_is_read_and_a_broken_one_told(answering):
+    head = b"HTTP/1.1 200 X\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabcde\r\n"
+    with closing(HttpStore(answering(head + b"0\r\n\r\n"))) as store:
+        assert store.get("k") == b"abcde"
+
+
+def test_a_chunked_answer_that_breaks_off_is_told(answering):
+    head = b"HTTP/1.1 200 X\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabcde\r\n"
+    with closing(HttpStore(answering(head + b"5\r\nab"))) as store, pytest.raises(StorageError):
+        store.get("k")
+
+
+def test_environment_proxies_are_not_asked(answering, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with closing(HttpStore(answering(b"HTTP/1.1 200 X\r\nContent-Length: 2\r\n\r\nok"))) as store:
+        assert store.get("k") == b"ok"
+
+
 def test_a_silent_server_is_given_up(answering):
-    store = HttpStore(answering(b"HTTP/1.1 200 X\r\nContent-Le", hold=True), settings=HttpStoreSettings(stall_s=0.2))
-    with pytest.raises(StorageError, match="timed out"):
+    url = answering(b"HTTP/1.1 200 X\r\nContent-Le", hold=True)
+    with (
+        closing(HttpStore(url, settings=HttpStoreSettings(stall_s=0.2))) as store,
+        pytest.raises(StorageError, match="timed out"),
+    ):
         store.get("k")
 
 
