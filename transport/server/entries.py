@@ -1,8 +1,10 @@
-"""Whether the bytes of a catalog entry belong under its key.
+"""Whether bytes that are not addressed by their own hash belong under their key.
 
 The rule: a key ``v1/<namespace>/<configuration>/catalog/...json`` takes an entry of the document, or of the tokens,
 whose hash the key holds and whose blob, if it has one, lies in the same namespace; ``catalog/profile.json`` takes a
-pointer to a profile. Entries that are sealed, for readers with a key of their own, start with a magic and are opaque.
+pointer to a profile, ``catalog/collecting/`` a collector's announcement. A key that ends in ``.kvt`` takes a text;
+whether its tokens are those of the key is for its readers to check, as they do. What is sealed, for readers with a key
+of their own, starts with a magic and is opaque.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import re
 from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError, CorruptError
-from kvwire.store import CatalogEntry, KeySpace
+from kvwire.store import CatalogEntry, KeySpace, text_digest
 
 from .files import strict_json
 from .refusals import RefusedError
@@ -20,34 +22,45 @@ if TYPE_CHECKING:
     from kvwire.store import Data
 
 MAX_ENTRY_BYTES = 1 << 20
+MAX_TEXT_BYTES = 64 << 20
+TEXT_MAGIC = b"\x89KVT\r\n\x1a\n"
 SEALED_MAGIC = b"\x89KVE\r\n\x1a\n"
 _ANY = re.compile(r".+/catalog/.+\.json")
 _ENTRY = re.compile(
     r"v1/(?P<tenant>[0-9a-f]{32})/(?P<config>[0-9a-f]{16})/catalog/"
-    r"(?:(?P<kind>doc|tokens)/(?P<fold>[0-9a-f]{2})/(?P<digest>[0-9a-f]{64})|profile)\.json"
+    r"(?:(?P<kind>doc|tokens)/(?P<fold>[0-9a-f]{2})/(?P<digest>[0-9a-f]{64})|collecting/[0-9a-f]{32}|profile)\.json"
 )
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-def is_entry_key(key: str) -> bool:
-    """Whether a key is one of the catalog's, well-formed or not."""
-    return _ANY.fullmatch(key) is not None
+def limit_of(key: str) -> int | None:
+    """Bytes that an object without a content hash in its key may have; None where it cannot be written at all."""
+    if text_digest(key) is not None:
+        return MAX_TEXT_BYTES
+    return MAX_ENTRY_BYTES if _ANY.fullmatch(key) else None
 
 
 def check_entry(key: str, data: Data) -> None:
-    """Refuse (422) bytes that do not belong under a key of the catalog."""
+    """Refuse (422) bytes that do not belong under a key of the catalog or of a text."""
+    head = bytes(data[: len(SEALED_MAGIC)])
+    if text_digest(key) is not None:
+        if head not in (TEXT_MAGIC, SEALED_MAGIC):
+            raise RefusedError(422, "not a text of kvwire's", reason="entry")
+        return
     match = _ENTRY.fullmatch(key)
     if match is None or (match["kind"] and match["digest"][:2] != match["fold"]):
         raise RefusedError(422, "the catalog has no entries of this name", reason="entry")
-    content = bytes(data)
-    if content.startswith(SEALED_MAGIC):
+    if head == SEALED_MAGIC:
         return
+    content = bytes(data)
     space = KeySpace(match["tenant"], match["config"])
     try:
         if match["kind"]:
             _check_document(key, space, CatalogEntry.from_json(content))
-        else:
+        elif key == space.current_profile:
             _check_pointer(strict_json(content))
+        else:
+            _check_announcement(strict_json(content))
     except (CorruptError, ArgumentError) as error:
         raise RefusedError(422, f"not a catalog entry: {error}", reason="entry") from error
 
@@ -66,3 +79,9 @@ def _check_pointer(fields: object) -> None:
     digest = fields.get("profile_digest") if isinstance(fields, dict) else None
     if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
         raise RefusedError(422, "the pointer names no profile", reason="entry")
+
+
+def _check_announcement(fields: object) -> None:
+    names = fields.get("collecting") if isinstance(fields, dict) else None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise RefusedError(422, "the announcement names no objects", reason="entry")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import random
 import re
 import secrets
 import time
@@ -14,13 +14,12 @@ if TYPE_CHECKING:
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _MAX_LOGGED = 600
-_PROCESS = secrets.token_hex(4)
-_numbers = itertools.count(1)
+_random = random.Random(secrets.token_bytes(32))  # noqa: S311 - ids are no secrets, and asking the system takes long
 
 
 def new_request_id() -> str:
-    """An id that no other request of this process, and hardly one of another, has."""
-    return f"{_PROCESS}-{next(_numbers):x}"
+    """An id that hardly any other request has; it tells nothing of how many there were."""
+    return f"{_random.getrandbits(64):016x}"
 
 
 @dataclass(slots=True)

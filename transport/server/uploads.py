@@ -16,7 +16,7 @@ from aiohttp import web
 
 from kvwire.store import FolderStore, content_digest
 
-from .entries import MAX_ENTRY_BYTES, check_entry, is_entry_key
+from .entries import check_entry, limit_of
 from .limits import SpoolBudget
 from .objects import check_conditions, conditions
 from .refusals import GONE, RefusedError, common_headers, refusal_of
@@ -97,9 +97,10 @@ class Uploads:
 
     async def _put(self, exchange: Exchange, key: str) -> str:
         digest = content_digest(key)
-        if digest is None and not is_entry_key(key):
-            raise RefusedError(403, "only blobs, profiles and catalog entries can be written", reason="key")
-        length = self._length(exchange.request, MAX_ENTRY_BYTES if digest is None else self._settings.max_upload_bytes)
+        limit = self._settings.max_upload_bytes if digest else limit_of(key)
+        if limit is None:
+            raise RefusedError(403, "only blobs, profiles, texts and catalog entries can be written", reason="key")
+        length = _length(exchange.request, limit)
         await check_conditions(exchange, self._store, self._threads, key)
         with self._budget.reserve(length), closing(await self._threads.finish(self._spool)) as spool:
             await self._receive(exchange, spool, length)
@@ -108,16 +109,6 @@ class Uploads:
             create = conditions(exchange.request).get("If-None-Match", "").strip() == "*"
             await self._threads.finish(lambda: self._keep(key, spool, create=create))
             return spool.sha256
-
-    def _length(self, request: web.BaseRequest, limit: int) -> int:
-        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise RefusedError(415, "send the bytes as they are, without Content-Encoding", reason="encoding")
-        told = request.headers.get("Content-Length", "")
-        if not _LENGTH.fullmatch(told) or "Transfer-Encoding" in request.headers:
-            raise RefusedError(411, "an upload needs a Content-Length", reason="length")
-        if int(told) > limit:
-            raise RefusedError(413, f"an upload here has at most {limit} bytes", reason="too_large")
-        return int(told)
 
     def _spool(self) -> Spool:
         folder = self._settings.spool_folder
@@ -163,3 +154,15 @@ class Uploads:
                 self._store.put(key, data)
             elif not self._store.create(key, data):
                 raise RefusedError(412, "something lies there already", reason="precondition")
+
+
+def _length(request: web.BaseRequest, limit: int) -> int:
+    """The announced length of a body."""
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise RefusedError(415, "send the bytes as they are, without Content-Encoding", reason="encoding")
+    told = request.headers.get("Content-Length", "")
+    if not _LENGTH.fullmatch(told) or "Transfer-Encoding" in request.headers:
+        raise RefusedError(411, "an upload needs a Content-Length", reason="length")
+    if int(told) > limit:
+        raise RefusedError(413, f"an upload here has at most {limit} bytes", reason="too_large")
+    return int(told)
