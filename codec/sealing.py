@@ -136,7 +136,7 @@ class TenantKeys:
         if key is None:
             msg = (
                 f"an object is sealed with key {key_id.hex()}, which is not among this tenant's; "
-                "add that master key to the keyring, and check the tenant's name"
+                "add that master key to the keyring, and check the tenant's name and the salt"
             )
             raise AuthError(msg)
         return key.cipher(object_id)

@@ -16,6 +16,7 @@ import click
 
 from kvwire import __version__
 from kvwire.errors import ArgumentError, DeadlineError, KvwireError, NotFoundError, StorageError
+from kvwire.options import Place, store_options
 from kvwire.printing import describe, described, print_answer, print_encoded, print_levels
 from kvwire.serving import serve, sign, token
 from kvwire.texts import problem_with, read_texts
@@ -26,14 +27,8 @@ if TYPE_CHECKING:
     from kvwire.codec import Backend
     from kvwire.corpus import Corpus, Encoded
     from kvwire.engines.transformers import TransformersEngine
-    from kvwire.store import Store
 
 _MODEL = click.option("--model", required=True, envvar="KVWIRE_MODEL", help="Folder of a Hugging Face causal model.")
-_STORE = click.option("--store", required=True, envvar="KVWIRE_STORE", help="file:///folder or http://host:port.")
-_TENANT = click.option(
-    "--tenant", default="default", envvar="KVWIRE_TENANT", show_default=True, help="Whose documents."
-)
-_TOKEN = click.option("--token", envvar="KVWIRE_TOKEN", help="Bearer token for http stores.")
 _DEVICE = click.option(
     "--device", default="cpu", envvar="KVWIRE_DEVICE", show_default=True, help="Where the model runs."
 )
@@ -89,8 +84,7 @@ def cli() -> None:
 @cli.command()
 @click.argument("paths", nargs=-1, required=True)
 @_MODEL
-@_STORE
-@_TENANT
+@store_options
 @_DEVICE
 @_DTYPE
 @click.option("--force", is_flag=True, help="Encode again even what the store seems to have.")
@@ -108,8 +102,7 @@ def cli() -> None:
 def encode(
     paths: tuple[str, ...],
     model: str,
-    store: str,
-    tenant: str,
+    place: Place,
     device: str,
     dtype: str,
     force: bool,
@@ -128,8 +121,8 @@ def encode(
     failures: dict[str, str] = {}
     texts = read_texts(paths, failures)
     engine = _engine(model, device, dtype)
-    opened = _open_lasting(store)
-    corpus = Corpus(engine, opened, tenant=tenant, coding=Coding(method, head_start, lossless, backend=backend))
+    opened = place.open_lasting()
+    corpus = Corpus(engine, opened, **place.whose(), coding=Coding(method, head_start, lossless, backend=backend))
     documents = []
     for document_id, text in texts.items():
         ids = engine.tokenize(text)
@@ -159,23 +152,6 @@ def _engine(model: str, device: str, dtype: str) -> TransformersEngine:
     return open_engine(model, device=device, dtype=chosen)
 
 
-def _open(store: str, token: str | None) -> Store:
-    from kvwire.open import open_store
-
-    return open_store(store, token=token)
-
-
-def _open_lasting(store: str) -> Store:
-    """A store that outlives this process."""
-    from kvwire.store import MemoryStore
-
-    opened = _open(store, None)
-    if isinstance(opened, MemoryStore):
-        msg = "a memory store ends with this command; name a folder: --store file:///path"
-        raise ArgumentError(msg)
-    return opened
-
-
 def _encode_all(corpus: Corpus, documents: Sequence[Any], *, force: bool) -> list[Encoded]:
     from tqdm import tqdm
 
@@ -194,12 +170,10 @@ for _command in (serve, sign, token):
 
 @cli.command()
 @click.argument("blob")
-@click.option("--store", envvar="KVWIRE_STORE", help="Look BLOB up as a document's id in this store; needs --model.")
-@click.option("--model", envvar="KVWIRE_MODEL")
-@_TENANT
-@_TOKEN
+@click.option("--model", envvar="KVWIRE_MODEL", help="To look BLOB up as a document's id in the store.")
+@store_options
 @_JSON
-def inspect(blob: str, store: str | None, model: str | None, tenant: str, token: str | None, as_json: bool) -> None:
+def inspect(blob: str, model: str | None, place: Place, as_json: bool) -> None:
     """Show what a blob holds: a .kvw file, which is checked to its end, or a document of a store."""
     from kvwire.codec import inspect as read
     from kvwire.codec import verify
@@ -211,11 +185,11 @@ def inspect(blob: str, store: str | None, model: str | None, tenant: str, token:
         except OSError as error:
             msg = f"{path} cannot be read ({error.strerror})"
             raise StorageError(msg) from error
-    elif store and model:
+    elif place.store and model:
         from kvwire.corpus import Corpus
 
-        with closing(_open(store, token)) as opened:
-            entry = Corpus(_engine(model, "cpu", "auto"), opened, tenant=tenant).find(blob)
+        with closing(place.open()) as opened:
+            entry = Corpus(_engine(model, "cpu", "auto"), opened, **place.whose()).find(blob)
             info = read(opened.get(entry.blob_key, 0, entry.head_bytes))
     else:
         msg = f"{blob} is no file; to look up a document name --store and --model"
@@ -254,9 +228,7 @@ def inspect(blob: str, store: str | None, model: str | None, tenant: str, token:
 )
 @click.option("--texts", help="Folder of the documents' texts, for those whose blob is lost.")
 @_MODEL
-@_STORE
-@_TENANT
-@_TOKEN
+@store_options
 @_DEVICE
 @_DTYPE
 @_BACKEND
@@ -271,9 +243,7 @@ def ask(
     tokens: int,
     texts: str | None,
     model: str,
-    store: str,
-    tenant: str,
-    token: str | None,
+    place: Place,
     device: str,
     dtype: str,
     backend: Backend,
@@ -288,8 +258,8 @@ def ask(
     engine = _engine(model, device, dtype)
     settings = LoadSettings(quality_floor=floor, backend=backend)
     known = {name: engine.tokenize(text) for name, text in read_texts([texts]).items()} if texts else None
-    with closing(_open(store, token)) as opened:
-        corpus = Corpus(engine, opened, tenant=tenant)
+    with closing(place.open()) as opened:
+        corpus = Corpus(engine, opened, **place.whose())
         loader = Loader(engine, corpus, link=parse_link(link) if link else None, settings=settings)
         answer = loader.ask(names, engine.tokenize(question), deadline_s=deadline, tokens=tokens, texts=known)
     error = None

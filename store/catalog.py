@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, NotFoundError
 from kvwire.store.announcing import is_old, wait_for_collectors
 from kvwire.store.entry import MAX_ENTRY_BYTES, CatalogEntry, parse_object
-from kvwire.store.keys import KeySpace, check_digest, check_tenant, tenant_hash
+from kvwire.store.keys import KeySpace, check_digest, check_tenant, content_digest, tenant_hash
 from kvwire.store.listing import children, read_ahead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from kvwire.codec import BlobReader, TenantKeys
     from kvwire.store.base import Store
+    from kvwire.store.keyring import Keyring
 
     OnError: TypeAlias = Callable[[str, KvwireError], None]
 
@@ -42,19 +44,24 @@ class Page:
 class Catalog:
     """One tenant's documents and profiles in a store.
 
-    salt: the deployment's secret; with it, keys of tenants cannot be guessed from their names.
+    salt: the deployment's secret; with it, keys of tenants cannot be guessed from their names. keyring: blobs, texts
+    and entries are sealed with the tenant's key, and what is not sealed is refused; profiles stay as they are.
     """
 
-    def __init__(self, store: Store, tenant: str = "default", salt: bytes = b"") -> None:
+    def __init__(
+        self, store: Store, tenant: str = "default", salt: bytes = b"", *, keyring: Keyring | None = None
+    ) -> None:
         """Keep the store; nothing is read or written yet."""
         self._store = store
         self._tenant = tenant_hash(tenant, salt)
+        self._keys: TenantKeys | None = keyring.tenant(self._tenant) if keyring else None
 
     @classmethod
-    def of_hash(cls, store: Store, tenant: str) -> Catalog:
+    def of_hash(cls, store: Store, tenant: str, *, keyring: Keyring | None = None) -> Catalog:
         """The catalog of a tenant that is known by its hash alone, as operators see it in keys."""
         catalog = cls(store)
         catalog._tenant = check_tenant(tenant)
+        catalog._keys = keyring.tenant(tenant) if keyring else None
         return catalog
 
     @property
@@ -75,6 +82,16 @@ class Catalog:
             raise ArgumentError(msg)
         return space
 
+    def seal(self, blob: bytes) -> bytes:
+        """A blob as it is to be stored: sealed, where this tenant's are."""
+        return self._keys.seal_blob(blob) if self._keys else blob
+
+    def blob_reader(self) -> BlobReader:
+        """A reader for one blob as it is stored."""
+        from kvwire.codec import PlainBlob
+
+        return self._keys.blob_reader() if self._keys else PlainBlob()
+
     def configurations(self) -> Iterator[KeySpace]:
         """Model configurations that this tenant has anything of."""
         return (KeySpace(self._tenant, name) for name in children(self._store, f"v1/{self._tenant}/"))
@@ -92,7 +109,7 @@ class Catalog:
         levels: Sequence[tuple[str, int]] = (),
         overwrite: bool = False,
     ) -> CatalogEntry:
-        """Write a blob and then its entries.
+        """Write a blob, as ``seal`` gives it, and then its entries.
 
         A blob that already lies there with the same size is not written again, unless it is old enough to be collected;
         ``overwrite`` does it anyway, which heals a copy that has rotted.
@@ -350,12 +367,13 @@ class Catalog:
 
     def _read(self, key: str, most: int) -> bytes | None:
         try:
-            return self._store.get(key, 0, most)
+            data = self._store.get(key, 0, most)
         except NotFoundError:
             return None
+        return self._keys.unseal(data) if self._keys and not content_digest(key) else data
 
     def _put_entry(self, key: str, data: bytes) -> None:
-        self._store.put(key, data)
+        self._store.put(key, self._keys.seal(data) if self._keys and not content_digest(key) else data)
 
 
 def _misplaced(key: str) -> CorruptError:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvwire.store.base import Listed, Store
+    from kvwire.store.keyring import Keyring
     from kvwire.store.keys import KeySpace
 
     OnProgress = Callable[[str, int], None]
@@ -87,13 +88,15 @@ def collect(
     store: Store,
     *,
     tenant_hash: str | None = None,
+    keyring: Keyring | None = None,
     grace_s: float = GRACE_S,
     dry_run: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Collected:
     """Delete content that no document of its tenant and model configuration names and that is older than the grace.
 
-    tenant_hash: one tenant only. grace_s: seconds; content of unknown age counts as young. dry_run: delete nothing, and
+    tenant_hash: one tenant only. keyring: to read the entries of tenants whose are sealed; without it nothing of theirs
+    is deleted. grace_s: seconds; content of unknown age counts as young. dry_run: delete nothing, and
     tell what would be. on_progress: called with ``"entries"`` or ``"objects"`` and how many more were looked at.
     Safe beside writers and other collectors. Raises StorageError where the store fails.
     """
@@ -102,7 +105,7 @@ def collect(
         raise ArgumentError(msg)
     total = Collected()
     for tenant in _tenants(store, tenant_hash):
-        catalog = Catalog.of_hash(store, tenant)
+        catalog = Catalog.of_hash(store, tenant, keyring=keyring)
         for space in catalog.configurations():
             sweep = _Sweep(catalog, space, grace_s, dry_run=dry_run, on_progress=on_progress)
             try:

@@ -53,12 +53,12 @@ class Keyring:
         """A fresh master key, as a line of a keyring file."""
         return base64.b64encode(secrets.token_bytes(MASTER_BYTES)).decode()
 
-    def tenant(self, name: str) -> TenantKeys:
-        """The keys of one tenant, by the name that its catalog has."""
+    def tenant(self, tenant: str) -> TenantKeys:
+        """The keys of one tenant, by its hash as keys of objects carry it (``tenant_hash``)."""
         from kvwire.codec import TenantKey, TenantKeys, derived
 
         def key(master: bytes) -> TenantKey:
-            secret = derived(master, b"kvwire tenant key\0" + name.encode())
+            secret = derived(master, b"kvwire tenant key\0" + tenant.encode())
             return TenantKey(derived(secret, b"kvwire key id")[:16], secret)
 
         return TenantKeys([key(master) for master in self._masters])

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from kvwire.codec import PlainBlob, TenantKey, TenantKeys, decode, inspect, is_sealed, read_head, read_profile
 from kvwire.errors import ArgumentError, AuthError, CorruptError, FormatVersionError, NotFoundError, TruncatedError
-from kvwire.store import Keyring
+from kvwire.store import Keyring, tenant_hash
 
 GOLDEN = Path(__file__).parent / "golden"
 BLOBS = sorted(path.name for path in GOLDEN.glob("v*.kvw"))
 MASTER = bytes(range(32))
-KEYS = Keyring([MASTER]).tenant("alice")
+ALICE = tenant_hash("alice")
+KEYS = Keyring([MASTER]).tenant(ALICE)
 SMALL = (GOLDEN / "v1.0-small.kvw").read_bytes()
 
 
@@ -237,7 +238,7 @@ def test_the_text_of_the_format_suffices_to_open_the_golden_file():
     )
     assert (magic, major, minor, flags, kind) == (b"\x89KVE\r\n\x1a\n", 1, 0, 0, 1)
     assert file_bytes == len(sealed)
-    tenant = hkdf(MASTER, b"kvwire tenant key\0alice")
+    tenant = hkdf(MASTER, b"kvwire tenant key\0" + ALICE.encode())
     assert key_id == hkdf(tenant, b"kvwire key id")[:16]
     cipher = AESGCM(hkdf(tenant, b"kvwire object key", object_id))
     position = 64 + head_bytes + 16

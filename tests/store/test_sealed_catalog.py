@@ -1,0 +1,112 @@
+"""A catalog with keys: nothing readable is stored, and nothing that was not sealed is believed."""
+
+from pathlib import Path
+
+import pytest
+
+from kvwire.errors import AuthError, CorruptError
+from kvwire.store import Catalog, FolderStore, Keyring, MemoryStore, collect, content_digest
+
+CONFIG = "ab" * 32
+TOKENS = tuple(range(1000, 1100))
+BLOB = (Path(__file__).parents[1] / "codec" / "golden" / "v1.0-small.kvw").read_bytes()
+RING = Keyring([bytes(range(32))])
+
+
+@pytest.fixture(params=["memory", "folder"])
+def store(request, tmp_path):
+    return MemoryStore() if request.param == "memory" else FolderStore(tmp_path)
+
+
+def filled(store, keyring=RING, tenant="alice"):
+    catalog = Catalog(store, tenant, b"salt", keyring=keyring)
+    digest = catalog.put_text(CONFIG, TOKENS)
+    sealed = catalog.seal(BLOB)
+    info = catalog.blob_reader().read_head(sealed)
+    entry = catalog.put_blob(
+        CONFIG, sealed, document_id="secret plans", head_bytes=info.head_bytes, tokens=100, token_digest=digest
+    )
+    return catalog, entry
+
+
+def test_what_is_written_is_read(store):
+    catalog, entry = filled(store)
+    assert catalog.by_document(CONFIG, "secret plans") == entry
+    assert catalog.by_tokens(CONFIG, entry.token_digest) == entry
+    assert list(catalog.documents(CONFIG)) == [entry]
+    assert catalog.get_text(CONFIG, entry.token_digest) == TOKENS
+    reader = catalog.blob_reader()
+    stored = store.get(entry.blob_key)
+    reader.read_head(stored)
+    assert reader.head == BLOB[: len(reader.head)]
+    assert RING.tenant(catalog.tenant).unseal_blob(stored) == BLOB
+
+
+def test_nothing_readable_lies_in_the_store(store):
+    filled(store)
+    keys = list(store.keys(""))
+    assert len(keys) == 4
+    for key in keys:
+        data = store.get(key)
+        assert data.startswith(b"\x89KVE\r\n\x1a\n")
+        assert b"secret" not in data
+        assert BLOB[64:96] not in data
+
+
+def test_content_addresses_hold_for_what_is_stored(store):
+    _, entry = filled(store)
+    assert content_digest(entry.blob_key) == entry.sha256
+    assert store.stat(entry.blob_key).size == entry.size > len(BLOB)
+
+
+def test_without_the_key_nothing_is_readable(store):
+    _, entry = filled(store)
+    for ring in (None, Keyring([bytes(32)])):
+        catalog = Catalog(store, "alice", b"salt", keyring=ring)
+        with pytest.raises((AuthError, CorruptError)):
+            catalog.by_document(CONFIG, "secret plans")
+        with pytest.raises((AuthError, CorruptError)):
+            catalog.get_text(CONFIG, entry.token_digest)
+
+
+def test_entries_that_were_not_sealed_are_not_believed(store):
+    plain, entry = filled(store, keyring=None)
+    sealed = Catalog(store, "alice", b"salt", keyring=RING)
+    with pytest.raises(CorruptError, match="not sealed"):
+        sealed.by_document(CONFIG, "secret plans")
+    assert plain.by_document(CONFIG, "secret plans") == entry
+
+
+def test_an_entry_under_another_documents_key_is_not_believed(store):
+    catalog, _ = filled(store)
+    space = catalog.keys(CONFIG)
+    store.put(space.document("other"), store.get(space.document("secret plans")))
+    with pytest.raises(CorruptError):
+        catalog.by_document(CONFIG, "other")
+
+
+def test_another_tenants_objects_do_not_open(store):
+    _, theirs = filled(store)
+    bob = Catalog(store, "bob", b"salt", keyring=RING)
+    with pytest.raises(AuthError):
+        bob.blob_reader().read_head(store.get(theirs.blob_key))
+
+
+def test_profiles_stay_readable_for_their_digest(store):
+    catalog, _ = filled(store)
+    digest = catalog.put_profile(CONFIG, b"a profile")
+    catalog.set_current_profile(CONFIG, digest)
+    assert catalog.get_profile(CONFIG, digest) == b"a profile"
+    assert catalog.current_profile(CONFIG) == digest
+
+
+def test_garbage_of_sealed_tenants_is_collected_with_the_key_alone(store):
+    catalog, entry = filled(store)
+    catalog.remove(CONFIG, "secret plans")
+    kept, _ = filled(store, tenant="carol")
+    blind = collect(store, grace_s=0, dry_run=True)
+    assert blind.failures
+    collect(store, keyring=RING, grace_s=0)
+    assert kept.by_document(CONFIG, "secret plans") is not None
+    assert not any(key == entry.blob_key for key in store.keys(""))
+    assert any(key.endswith(".kvw") for key in store.keys(f"v1/{kept.tenant}/"))
