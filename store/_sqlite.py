@@ -29,6 +29,7 @@ BUSY_S = 30.0
 """Longest wait for another process's transaction, which takes milliseconds."""
 _MAX_VALUE_BYTES = 64 << 20  # of one value or row: what a hostile file may make this process allocate
 _WAL_KEPT_BYTES = 64 << 20
+_PAGE_BYTES = 16 << 10  # some twenty catalog entries: rows in the order of keys are then read at a stretch
 _STILL_ATTEMPTS = 10
 _DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_TOOBIG})
 _NOT_WRITABLE = frozenset({sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM})
@@ -227,6 +228,7 @@ class Database:
         try:
             os.close(os.open(temporary, CREATE_FLAGS, NEW_FILE_MODE))
             with contextlib.closing(sqlite3.connect(temporary, timeout=BUSY_S, isolation_level=None)) as connection:
+                connection.execute(f"PRAGMA page_size={_PAGE_BYTES}")
                 if connection.execute("PRAGMA journal_mode=WAL").fetchone()[0] != "wal":
                     msg = f"cannot make {self._path}: {_NO_LOCKS}"
                     raise StorageError(msg)

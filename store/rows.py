@@ -20,16 +20,19 @@ if TYPE_CHECKING:
 
 FILE_NAME = ".catalog.sqlite"
 """Begins with a dot, as no key does."""
-_SCHEMA = "CREATE TABLE objects (key TEXT NOT NULL PRIMARY KEY, modified REAL NOT NULL, data BLOB NOT NULL)"
+_SCHEMA = (
+    "CREATE TABLE objects (key TEXT NOT NULL PRIMARY KEY, modified REAL NOT NULL, data BLOB NOT NULL) WITHOUT ROWID"
+)
 _VERSION = 1
 _PUT = (
     "INSERT INTO objects (key, modified, data) VALUES (?, ?, ?) "
     "ON CONFLICT (key) DO UPDATE SET modified = excluded.modified, data = excluded.data"
 )
 _FIND = "SELECT data, modified FROM objects WHERE key = ?"
-_SCAN = "SELECT key, length(data), modified FROM objects WHERE key >= ? AND key > ? AND key < ? ORDER BY key LIMIT ?"
+_SCAN = "SELECT key, length(data), modified FROM objects WHERE key >= ? AND key < ? ORDER BY key LIMIT ?"
 _DELETE = "DELETE FROM objects WHERE key = ?"
 _PAST = "\x7f"  # sorts after every character of a key
+_NEXT = "\0"  # a key and this sort between the key and all later ones
 _PAGE = 1000
 _ADVICE = "restore it from a copy, mend it with sqlite3's .recover, or delete it and encode the documents again"
 
@@ -104,7 +107,8 @@ class CatalogRows:
         self._database.close()
 
     def _page(self, prefix: str, after: str) -> list[Listed]:
-        bounds = (prefix, after, prefix + _PAST, _PAGE)
+        # One lower bound: of two, SQLite seeks to one and passes over every row up to the other.
+        bounds = (max(prefix, after + _NEXT) if after else prefix, prefix + _PAST, _PAGE)
 
         def query(connection: sqlite3.Connection) -> list[Listed]:
             return [Listed(key, size, when) for key, size, when in connection.execute(_SCAN, bounds)]
