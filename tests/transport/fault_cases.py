@@ -8,19 +8,24 @@ one of ``kvwire.errors``; anything else is ``WRONG``.
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
+import json
 import math
 import time
 from collections import deque
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvwire.errors import KvwireError
-from kvwire.store import Catalog, HttpAddress, KeySpace, S3Settings, tenant_hash
+from kvwire.store import Catalog, HttpAddress, KeySpace, MemoryStore, S3Settings, S3Store, tenant_hash
 from kvwire.transport import (
+    AccessSettings,
     BlobFetcher,
     FetchSettings,
     HttpSource,
+    HttpStore,
     HttpStoreSettings,
     Patience,
     SegmentError,
@@ -28,7 +33,7 @@ from kvwire.transport import (
     open_source,
     sign_url,
 )
-from kvwire.transport.testing import FaultKind, ProxyFault, nth
+from kvwire.transport.testing import FaultKind, FaultProxy, ProxyFault, nth, serving
 
 from .fake_blobs import build, read_head
 
@@ -36,6 +41,7 @@ RIGHT = "right bytes"
 WRONG = "WRONG"
 CONFIG = "ab" * 32
 BLOB = build([[5_000, 10_000, 15_000]] * 12)
+SECRET = bytes(range(32))
 PROFILE = build([[30_000]], seed=2)
 SPACE = KeySpace.of(tenant_hash("default"), CONFIG)
 KEY = SPACE.blob(hashlib.sha256(BLOB).hexdigest())
@@ -196,6 +202,46 @@ async def by_get(case, when, bench):
     return bench.row(case.name, when, outcome, int(outcome != RIGHT), case.deadline_s, ", get")
 
 
+@contextmanager
+def http_benches(count):
+    """``kvwire serve`` behind that many proxies."""
+    origin = MemoryStore()
+    write_everything(origin)
+    with ExitStack() as stack:
+        url = stack.enter_context(serving(origin))
+        proxies = [stack.enter_context(FaultProxy(url)) for _ in range(count)]
+        stores = [stack.enter_context(closing(HttpStore(one.url, settings=HTTP_SETTINGS))) for one in proxies]
+        yield [Bench("http", origin, *parts) for parts in zip(stores, proxies, strict=True)]
+
+
+@contextmanager
+def signed_bench(folder):
+    """``kvwire serve`` that takes signed URLs only, behind a proxy; there is no store that could sign."""
+    keys = folder / "keys.json"
+    keys.write_text(json.dumps({"one": {"secret": base64.b64encode(SECRET).decode()}}))
+    origin = MemoryStore()
+    write_everything(origin)
+    with serving(origin, access=AccessSettings(signing_keys=keys)) as url, FaultProxy(url) as proxy:
+        yield Bench("http", origin, None, proxy)
+
+
+@contextmanager
+def s3_benches(server, count):
+    """An S3 server behind that many proxies; the environment holds its credentials."""
+    address = server.address("matrix")
+    with ExitStack() as stack:
+        proxies = [stack.enter_context(FaultProxy(server.endpoint)) for _ in range(count)]
+        addresses = [address, *(address.replace(server.endpoint, proxy.url) for proxy in proxies)]
+        origin, *stores = [stack.enter_context(closing(S3Store(url, settings=S3_SETTINGS))) for url in addresses]
+        write_everything(origin)
+        yield [Bench("s3", origin, *parts) for parts in zip(stores, proxies, strict=True)]
+
+
+def short_lived(bench):
+    """The bench's S3 store, with addresses that live for a second."""
+    return closing(S3Store(bench.store.url, settings=replace(S3_SETTINGS, address_s=1)))
+
+
 async def in_turns(calls, benches):
     """Rows of many cases, as many at a time as there are benches; in the order of the calls."""
     left = deque(enumerate(calls))
@@ -267,10 +313,10 @@ def seconds_since(started):
     return round(time.monotonic() - started, 3)
 
 
-def signed_addresses(bench, secret, life_s=1.0):
-    """Signed URLs of ``kvwire serve`` that say nothing of their expiry."""
-    return lambda _refused: HttpAddress(
-        sign_url(bench.proxy.url, KEY, secret=secret, key_id="one", expires_at=time.time() + life_s)
+def signed_addresses(bench):
+    """Signed URLs of ``kvwire serve`` that live for a second and say nothing of it."""
+    return lambda refused: HttpAddress(  # noqa: ARG005 - there is nothing but fresh ones
+        sign_url(bench.proxy.url, KEY, secret=SECRET, key_id="one", expires_at=time.time() + 1)
     )
 
 

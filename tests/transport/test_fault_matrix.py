@@ -1,20 +1,18 @@
 """Whatever goes wrong on the way ends in the right bytes or a clear error, in time."""
 
 import asyncio
-import base64
-import json
-from contextlib import ExitStack, closing
-from dataclasses import replace
+from contextlib import closing
 from functools import partial
 
 import pytest
 
-from kvwire.store import MemoryStore, S3Store
-from kvwire.transport import AccessSettings, HttpStore, open_session, open_source
-from kvwire.transport.testing import FaultProxy, serving
+from kvwire.store import S3Store
+from kvwire.transport import HttpStore, open_session, open_source
 
 from ..s3_servers import free_port, ministack
+from . import fault_cases
 from .fault_cases import (
+    BLOB,
     CHANGES,
     HTTP_SETTINGS,
     KEY,
@@ -22,49 +20,40 @@ from .fault_cases import (
     RIGHT,
     S3_SETTINGS,
     WHENS,
-    Bench,
+    WRONG,
+    Row,
     all_gets,
     all_ranges,
     changed_between,
     expired_address,
     fetched,
+    http_benches,
     in_turns,
     presigned_addresses,
     renewed_address,
+    s3_benches,
+    short_lived,
     signed_addresses,
+    signed_bench,
     unreachable,
-    write_everything,
 )
 from .local_fault_cases import disk_that_becomes_read_only, full_disk, full_disk_tier, killed_reader, killed_writer
 
-SECRET = bytes(range(32))
 AT_A_TIME = 4
 
 
-@pytest.fixture(scope="module")
-def http_benches():
-    origin = MemoryStore()
-    write_everything(origin)
-    with ExitStack() as stack:
-        url = stack.enter_context(serving(origin))
-        proxies = [stack.enter_context(FaultProxy(url)) for _ in range(AT_A_TIME)]
-        stores = [HttpStore(proxy.url, settings=HTTP_SETTINGS) for proxy in proxies]
-        yield [Bench("http", origin, *parts) for parts in zip(stores, proxies, strict=True)]
-        for store in stores:
-            store.close()
+@pytest.fixture(scope="module", name="http_benches")
+def http_benches_():
+    with http_benches(AT_A_TIME) as benches:
+        yield benches
 
 
-@pytest.fixture(scope="module")
-def s3_benches(tmp_path_factory):
-    with ExitStack() as stack:
-        server = stack.enter_context(ministack(tmp_path_factory.mktemp("ministack")))
-        server.set_environment(stack.enter_context(pytest.MonkeyPatch.context()))
-        proxies = [stack.enter_context(FaultProxy(server.endpoint)) for _ in range(AT_A_TIME)]
-        address = server.address("matrix")
-        addresses = [address, *(address.replace(server.endpoint, proxy.url) for proxy in proxies)]
-        origin, *stores = [stack.enter_context(closing(S3Store(url, settings=S3_SETTINGS))) for url in addresses]
-        write_everything(origin)
-        yield [Bench("s3", origin, *parts) for parts in zip(stores, proxies, strict=True)]
+@pytest.fixture(scope="module", name="s3_benches")
+def s3_benches_(tmp_path_factory):
+    with ministack(tmp_path_factory.mktemp("ministack")) as server, pytest.MonkeyPatch.context() as patch:
+        server.set_environment(patch)
+        with s3_benches(server, AT_A_TIME) as benches:
+            yield benches
 
 
 @pytest.fixture
@@ -86,24 +75,20 @@ async def test_faults_while_objects_are_got(benches):
     assert not [row for row in rows if not row.holds]
 
 
-@pytest.fixture
-def signed_bench(tmp_path):
-    keys = tmp_path / "keys.json"
-    keys.write_text(json.dumps({"one": {"secret": base64.b64encode(SECRET).decode()}}))
-    origin = MemoryStore()
-    write_everything(origin)
-    with serving(origin, access=AccessSettings(signing_keys=keys)) as url, FaultProxy(url) as proxy:
-        yield Bench("http", origin, None, proxy)
+@pytest.fixture(name="signed_bench")
+def signed_bench_(tmp_path):
+    with signed_bench(tmp_path) as bench:
+        yield bench
 
 
-@pytest.fixture
-def short_lived(s3_benches):
-    with closing(S3Store(s3_benches[0].store.url, settings=replace(S3_SETTINGS, address_s=1))) as store:
+@pytest.fixture(name="short_lived")
+def short_lived_(s3_benches):
+    with short_lived(s3_benches[0]) as store:
         yield store
 
 
 async def test_signed_urls_that_expire_are_renewed(signed_bench):
-    row = await renewed_address(signed_bench, signed_addresses(signed_bench, SECRET), "signed URL expires")
+    row = await renewed_address(signed_bench, signed_addresses(signed_bench), "signed URL expires")
     assert row.outcome == RIGHT
     assert {401, 206} <= {record.status for record in signed_bench.proxy.records}
 
@@ -127,7 +112,7 @@ async def test_a_store_renews_its_addresses_before_they_expire(s3_benches, short
 async def test_addresses_that_nobody_renews_are_an_error_of_credentials(s3_benches, short_lived, signed_bench):
     urls = [
         (s3_benches[0], short_lived.http_address(KEY).url),
-        (signed_bench, signed_addresses(signed_bench, SECRET)(False).url),
+        (signed_bench, signed_addresses(signed_bench)(False).url),
     ]
     rows = await asyncio.gather(*(expired_address(bench, url, "expires") for bench, url in urls))
     assert [row.outcome for row in rows] == ["AuthError", "AuthError"]
@@ -195,3 +180,15 @@ def test_a_reader_that_is_killed(tmp_path):
     assert row.outcome == RIGHT
     assert row.attempts == 2
     assert row.holds
+
+
+async def test_wrong_bytes_would_be_seen(http_benches, monkeypatch):
+    monkeypatch.setattr(fault_cases, "BLOB", BLOB[:-1] + bytes([BLOB[-1] ^ 1]))
+    monkeypatch.setattr(fault_cases, "PROFILE", b"another")
+    async with open_session() as session:
+        outcome, _ = await fetched(open_source(http_benches[0].store, KEY, session), 5.0)
+    assert outcome.startswith(WRONG)
+    row = Row("", "", "", outcome, 1, 0, 0.1, 5.0)
+    assert not row.holds
+    assert not replace(row, outcome=RIGHT, seconds=7.0).holds
+    assert replace(row, outcome=RIGHT).holds
