@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from kvwire.codec import (
@@ -16,7 +17,7 @@ from kvwire.codec import (
     inspect,
     read_profile,
 )
-from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError
+from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError, StorageError
 from kvwire.quality import calibrate_error
 from kvwire.store import Catalog, CatalogEntry
 from kvwire.types import digest_tokens
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from kvwire.codec import AnyProfile, Backend
     from kvwire.engines.transformers import TransformersEngine
-    from kvwire.store import Store
+    from kvwire.store import Store, UseCounts
     from kvwire.types import BlobInfo, CacheMeta, KVCache
 
 CALIBRATION_TOKENS = 16384
@@ -47,12 +48,24 @@ class Document:
 
 @dataclass(frozen=True)
 class Encoded:
-    """What became of a document. ``skipped``: the catalog had it already, encoded with the profile in use."""
+    """What became of a document.
+
+    skipped: the catalog had it already, as it was wanted. blob: what its head says; None where only the text is kept,
+    or where an older blob was left as it is.
+    """
 
     entry: CatalogEntry
-    info: BlobInfo
+    blob: BlobInfo | None
     skipped: bool
     encode_s: float
+
+    @property
+    def info(self) -> BlobInfo:
+        """What the blob's head says; raises ArgumentError where there is no blob."""
+        if self.blob is None:
+            msg = f"of {self.entry.document_id!r} no blob was made: look at ``blob`` first"
+            raise ArgumentError(msg)
+        return self.blob
 
 
 @dataclass(frozen=True)
@@ -92,12 +105,18 @@ class Corpus:
         tenant: str = "default",
         salt: bytes = b"",
         coding: Coding | None = None,
+        uses: UseCounts | None = None,
     ) -> None:
-        """Keep the parts; nothing is read or written yet. salt: see ``Catalog``. coding: matters to who encodes."""
+        """Keep the parts; nothing is read or written yet.
+
+        salt: see ``Catalog``. coding: matters to who encodes. uses: where loads are counted, if they are.
+        """
         self._engine = engine
         self.catalog = Catalog(store, tenant, salt)
         self._config = engine.meta.config_digest()
         self._coding = coding or Coding()
+        self._uses = uses
+        self._scope = self.catalog.keys(self._config).root
         self._profiles: dict[str, AnyProfile] = {}
 
     @property
@@ -155,23 +174,73 @@ class Corpus:
             return isinstance(profile, CacheGenProfile) and self._coding.method == "cachegen"
         return profile.head_start == self._coding.head_start
 
-    def encode(self, documents: Sequence[Document], *, force: bool = False) -> Iterator[Encoded]:
+    def encode(self, documents: Sequence[Document], *, force: bool = False, encode_after: int = 0) -> Iterator[Encoded]:
         """Encode what the catalog lacks, document by document; the first ones calibrate where there is no profile yet.
 
-        A blob is in the store before its entry is; whoever stops in the middle loses only what was not yielded.
-        Documents are prefilled one by one: in a batch their last bits would depend on their neighbours, and the same
-        text must give the same blob.
-        force: encode and write again even what seems to be there.
+        A blob and its text are in the store before the entry is; whoever stops in the middle loses only what was not
+        yielded. Documents are prefilled one by one: in a batch their last bits would depend on their neighbours, and
+        the same text must give the same blob.
+        force: encode and write again even what seems to be there. encode_after: documents with fewer counted uses are
+        kept as text, from which readers compute them; ``promote`` encodes them later.
         """
-        profile = self._profile_for(documents)
+        due = [document for document in documents if self._is_due(document.document_id, encode_after)]
+        profile, encoded = self._profile_for(due), {document.document_id for document in due}
         for document in documents:
             found = None if force else self._known(document, profile)
             if found is not None:
                 yield found
-                continue
-            started = time.perf_counter()
-            (cache,) = self._engine.prefill([document.token_ids])
-            yield self._store(document, cache, profile, started)
+            elif document.document_id not in encoded:
+                yield self._keep_text(document)
+            else:
+                started = time.perf_counter()
+                (cache,) = self._engine.prefill([document.token_ids])
+                yield self._store(document, cache, profile, started)
+
+    def promote(self, uses: int) -> Iterator[Encoded]:
+        """Encode the documents that are kept as text and were used that often, the most used first.
+
+        Texts that are lost or damaged are left out; encoding the document again heals them.
+        """
+        due = []
+        for document_id in self._uses.reached(self._scope, uses) if self._uses else ():
+            with suppress(CorruptError, NotFoundError):
+                entry = self.catalog.by_document(self._config, document_id)
+                if entry is not None and entry.is_text:
+                    due.append(Document(document_id, self.text(entry)))
+        yield from self.encode(due)
+
+    def count_use(self, document_id: str) -> None:
+        """Count one use of a document, where uses are counted. A disk that fails costs a count, not an answer."""
+        if self._uses is not None:
+            with suppress(StorageError):
+                self._uses.add(self._scope, document_id)
+
+    def text(self, entry: CatalogEntry) -> tuple[int, ...]:
+        """Token ids of a document, from beside its blob. Raises NotFoundError or CorruptError where they are lost."""
+        if not entry.token_digest:
+            msg = f"the text of {entry.document_id!r} is not known: encode the document again"
+            raise NotFoundError(msg)
+        return self.catalog.get_text(self._config, entry.token_digest)
+
+    def _is_due(self, document_id: str, encode_after: int) -> bool:
+        if encode_after <= 0:
+            return True
+        if self._uses is None:
+            msg = "documents are encoded after some uses only where uses are counted: pass uses to the corpus"
+            raise ArgumentError(msg)
+        return self._uses.count(self._scope, document_id) >= encode_after
+
+    def _keep_text(self, document: Document) -> Encoded:
+        """The text alone; a document that has it, or a blob of an older profile, is left as it is."""
+        try:
+            entry = self.catalog.by_document(self._config, document.document_id)
+        except CorruptError:
+            entry = None
+        if entry is None or entry.token_digest != digest_tokens(document.token_ids):
+            entry = self.catalog.add_text(self._config, document.document_id, document.token_ids)
+            return Encoded(entry, None, skipped=False, encode_s=0.0)
+        self.catalog.put_text(self._config, document.token_ids)
+        return Encoded(entry, None, skipped=True, encode_s=0.0)
 
     def _profile_for(self, documents: Sequence[Document]) -> AnyProfile | None:
         """The profile in use; a new one where there is none, where it is lost, or where it was fitted on too little."""
@@ -190,7 +259,7 @@ class Corpus:
         tokens = sum(len(document.token_ids) for document in documents)
         if profile is None or (seen < ENOUGH_TOKENS and tokens >= 2 * seen):
             profile = self.calibrate(documents) or profile
-        if profile is None and self._coding.method == "cachegen":
+        if profile is None and self._coding.method == "cachegen" and documents:
             msg = f"CacheGen's method needs a profile, and that {LEAST_TOKENS} tokens at least; encode more text first"
             raise ArgumentError(msg)
         return profile
@@ -209,6 +278,7 @@ class Corpus:
             backend=coding.backend,
         )
         info = inspect(blob)
+        self.catalog.put_text(self._config, document.token_ids, overwrite=True)
         entry = self.catalog.put_blob(
             self._config,
             blob,
@@ -220,6 +290,7 @@ class Corpus:
             levels=[(level.name, level.cumulative_bytes) for level in info.levels],
             overwrite=True,  # whatever lies there was not good enough
         )
+        self.catalog.confirm(self._config, entry, document.token_ids, profile.data if profile else b"")
         return Encoded(entry, info, skipped=False, encode_s=time.perf_counter() - started)
 
     def _known(self, document: Document, profile: AnyProfile | None) -> Encoded | None:
@@ -228,12 +299,12 @@ class Corpus:
         The same text under another name counts: only an entry is added then.
         """
         digest = digest_tokens(document.token_ids)
-        wanted = (digest, profile.digest if profile else "")
+        wanted = (digest, profile.digest if profile else "", False)
         try:
             entry = self.catalog.by_document(self._config, document.document_id)
-            if entry is None or (entry.token_digest, entry.profile_digest) != wanted:
+            if entry is None or (entry.token_digest, entry.profile_digest, entry.is_text) != wanted:
                 entry = self.catalog.by_tokens(self._config, digest)
-            if entry is None or (entry.token_digest, entry.profile_digest) != wanted:
+            if entry is None or (entry.token_digest, entry.profile_digest, entry.is_text) != wanted:
                 return None
             if self.catalog.store.stat(entry.blob_key).size != entry.size:
                 return None
@@ -242,9 +313,13 @@ class Corpus:
             return None  # a damaged entry or a blob that is gone is written again
         if not self._is_coded_so(info):
             return None
+        self.catalog.put_text(self._config, document.token_ids)
         if entry.document_id != document.document_id:
-            entry = replace(entry, document_id=document.document_id)
-            self.catalog.add(entry)
+            added = self.catalog.alias(entry, document.document_id)
+            if added is None:
+                return None
+            self.catalog.confirm(self._config, added, document.token_ids, profile.data if profile else b"")
+            entry = added
         return Encoded(entry, info, skipped=True, encode_s=0.0)
 
     def _is_coded_so(self, info: BlobInfo) -> bool:

@@ -39,8 +39,8 @@ _TICK_S = 0.05
 class Source:
     """A document as the catalog knows it before anything is fetched.
 
-    entry None: only its text is known. profile None: the blob carries its own, or the profile could not be read, as
-    ``trouble`` says.
+    entry None: only its text is known or kept. profile None: the blob carries its own, or the profile could not be
+    read, as ``trouble`` says.
     """
 
     document_id: str
@@ -180,7 +180,8 @@ class Executor:
 
     async def _open(self, source: Source, limit_s: float | None) -> _Document:
         if source.entry is None:
-            self.misses.append(f"{source.document_id}: {source.trouble}")
+            if source.trouble:
+                self.misses.append(f"{source.document_id}: {source.trouble}")
             return _Document(source, source.text)
         document = _Document(source, source.text)
 
@@ -199,6 +200,8 @@ class Executor:
         except KvwireError as error:
             document.token_ids = source.text or self._ids_of(document.head, source.entry)
             if document.token_ids is None:
+                document.token_ids = await self._stored_text(source.entry)
+            if document.token_ids is None:
                 raise
             self.misses.append(f"{source.document_id}: {error}")
             return document
@@ -213,6 +216,13 @@ class Executor:
         """Token ids from a head whose blob is of no use otherwise, where they are the ones that the catalog names."""
         ids = read_head(head).token_ids if head else None
         return ids if ids is not None and digest_tokens(ids) == entry.token_digest else None
+
+    async def _stored_text(self, entry: CatalogEntry) -> tuple[int, ...] | None:
+        """Token ids from beside the blob, None where they are lost too."""
+        try:
+            return await asyncio.to_thread(self._corpus.text, entry)
+        except KvwireError:
+            return None
 
     async def _add_decoder(self, index: int, document: _Document) -> None:
         if not document.info:

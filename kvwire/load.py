@@ -204,6 +204,9 @@ class Loader:
             if text is None:
                 raise
             return Source(document_id, None, None, text, str(error))
+        self._corpus.count_use(document_id)
+        if entry.is_text:
+            return Source(document_id, None, None, text or self._corpus.text(entry))
         try:
             profile = self._corpus.profile(entry.profile_digest) if entry.profile_digest else None
         except (NotFoundError, CorruptError, StorageError) as error:

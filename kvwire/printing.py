@@ -57,17 +57,20 @@ def print_encoded(
     """What was encoded, document by document, and the levels of all together."""
     if as_json:
         rows = [
-            {"id": e.entry.document_id, "skipped": e.skipped, "seconds": e.encode_s} | describe(e.info) for e in done
+            {"id": e.entry.document_id, "skipped": e.skipped, "seconds": e.encode_s}
+            | (describe(e.blob) if e.blob else {"tokens": e.entry.tokens, "text_only": e.entry.is_text})
+            for e in done
         ]
         click.echo(json.dumps({"documents": rows, "failures": failures} | described(error)))
     else:
         for e in done:
-            levels = "  ".join(f"{lv.name} {lv.cumulative_bytes / 1e3:.0f} kB" for lv in e.info.levels)
+            levels = "  ".join(f"{name} {size / 1e3:.0f} kB" for name, size in e.entry.levels) or "kept as text"
             click.echo(
-                f"{e.entry.document_id}: {e.info.tokens} tokens  {levels}{'  (had it already)' if e.skipped else ''}"
+                f"{e.entry.document_id}: {e.entry.tokens} tokens  {levels}{'  (had it already)' if e.skipped else ''}"
             )
-        if done:
-            print_levels([e.info for e in done])
+        blobs = [e.blob for e in done if e.blob]
+        if blobs:
+            print_levels(blobs)
     for document_id, problem in failures.items():
         click.echo(f"kvwire: {document_id}: {problem}", err=True)
 

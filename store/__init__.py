@@ -26,6 +26,7 @@ from kvwire.store.listing import tenants
 from kvwire.store.memory import MemoryStore
 from kvwire.store.opening import open_store
 from kvwire.store.tiers import TieredStore, TierSettings, open_tiers, parse_size
+from kvwire.store.uses import UseCounts, UseFile
 
 if TYPE_CHECKING:
     from kvwire.store.s3 import S3Store
@@ -51,6 +52,8 @@ __all__ = [
     "Store",
     "TierSettings",
     "TieredStore",
+    "UseCounts",
+    "UseFile",
     "check_after",
     "check_key",
     "clamp_range",

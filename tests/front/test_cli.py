@@ -216,6 +216,11 @@ def test_a_damaged_head_needs_texts(run, store, texts, demo_model, documents):
         "2",
     ]
     code, _, err = run(*words)
+    assert code == 0
+    assert "checksum" in err
+    for path in store.rglob("*.kvt"):
+        path.unlink()
+    code, _, err = run(*words)
     assert code == 4
     assert "checksum" in err
     code, _, err = run(*words, "--texts", texts)

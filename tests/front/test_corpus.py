@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import pytest
+
 from kvwire.codec import decode
 from kvwire.corpus import Corpus, Document
-from kvwire.store import MemoryStore
+from kvwire.errors import ArgumentError, NotFoundError
+from kvwire.load import Loader
+from kvwire.store import MemoryStore, UseCounts, collect
 
 
 def test_documents_come_in_order_whatever_is_known(small):
@@ -42,3 +46,78 @@ def test_a_blob_does_not_depend_on_what_is_encoded_with_it(small):
         corpus.set_profile(small.profile)
         digests.append([e.entry.sha256 for e in corpus.encode(together)][-1])
     assert digests[0] == digests[1]
+
+
+def test_text_is_stored_beside_every_blob(small):
+    corpus = small.corpus()
+    for name, ids in small.tokens.items():
+        assert corpus.text(corpus.find(name)) == tuple(ids)
+    store = corpus.catalog.store
+    store.delete_many([key for key in store.keys("") if key.endswith(".kvt")])
+    with pytest.raises(NotFoundError):
+        corpus.text(corpus.find(name))
+    documents = [Document(name, tuple(ids)) for name, ids in small.tokens.items()]
+    assert all(encoded.skipped for encoded in corpus.encode(documents))  # a store of an older kvwire gets its texts
+    assert corpus.text(corpus.find(name)) == tuple(ids)
+
+
+def test_documents_are_kept_as_text_until_they_were_used_often(small):
+    uses = UseCounts()
+    corpus = Corpus(small.engine, MemoryStore(), uses=uses)
+    documents = [Document(name, tuple(ids)) for name, ids in small.tokens.items()]
+    first, second = (document.document_id for document in documents)
+    done = list(corpus.encode(documents, encode_after=2))
+    assert [(e.blob, e.skipped, e.entry.is_text) for e in done] == [(None, False, True)] * 2
+    with pytest.raises(ArgumentError):
+        _ = done[0].info
+    assert all(e.skipped for e in corpus.encode(documents, encode_after=2))
+    assert corpus.profile() is None
+    corpus.set_profile(small.profile)
+
+    loader = Loader(small.engine, corpus, costs=small.costs)
+    answers = [loader.ask([first], [1, 2, 3]), loader.ask([first, second], [1, 2, 3])]
+    assert {d.action for answer in answers for d in answer.decisions} == {"recompute"}
+    assert [answer.misses for answer in answers] == [(), ()]
+    assert [e.entry.document_id for e in corpus.promote(2)] == [first]
+    assert [corpus.find(name).is_text for name in (first, second)] == [False, True]
+    assert list(corpus.promote(2)) == []
+
+    assert loader.ask([first, second], [1, 2, 3]).bytes > 0
+    done = list(corpus.encode(documents, encode_after=2))
+    assert [(e.skipped, e.entry.is_text) for e in done] == [(True, False), (False, False)]
+
+
+def test_a_blob_of_an_older_profile_is_not_given_up_for_its_text(small):
+    corpus = Corpus(small.engine, MemoryStore(), uses=UseCounts())
+    name, ids = next(iter(small.tokens.items()))
+    list(corpus.encode([Document(name, tuple(ids))]))
+    corpus.set_profile(small.profile)
+    (kept,) = corpus.encode([Document(name, tuple(ids))], encode_after=5)
+    assert kept.skipped
+    assert not kept.entry.is_text
+    (changed,) = corpus.encode([Document(name, tuple(ids[:-1]))], encode_after=5)
+    assert changed.entry.is_text
+
+
+def test_counting_needs_somewhere_to_count(small):
+    corpus = Corpus(small.engine, MemoryStore())
+    with pytest.raises(ArgumentError, match="uses"):
+        list(corpus.encode([Document("a", (1, 2))], encode_after=1))
+    assert list(corpus.promote(1)) == []
+
+
+def test_nothing_that_a_corpus_needs_is_garbage(small):
+    corpus = small.corpus()
+    store = corpus.catalog.store
+    list(Corpus(small.engine, store, uses=UseCounts()).encode([Document("text", (5, 6, 7))], encode_after=1))
+    for one in store._objects.values():
+        one.modified -= 3 * 24 * 3600
+    assert collect(store).bytes == 0
+    name, ids = next(iter(small.tokens.items()))
+    (encoded,) = corpus.encode([Document("another name", tuple(ids))])
+    assert encoded.skipped
+    for document in (name, "another name"):
+        corpus.catalog.remove(small.engine.meta.config_digest(), document)
+    assert store.stat(encoded.entry.blob_key).modified > 0
+    assert collect(store).blobs == 0  # the other name's blob was written again, so it is young
+    assert collect(store, grace_s=0.0).blobs == 1

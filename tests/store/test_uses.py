@@ -1,0 +1,55 @@
+"""Uses are counted for each tenant and model, by several processes at once where there is a file."""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import pytest
+
+from kvwire.errors import CorruptError, NotFoundError
+from kvwire.store.uses import UseCounts, UseFile
+
+
+@pytest.fixture(params=["memory", "file"])
+def uses(request, tmp_path):
+    with closing(UseCounts() if request.param == "memory" else UseFile(tmp_path / "uses.sqlite")) as counts:
+        yield counts
+
+
+def test_what_was_used_often_is_told_first(uses):
+    assert uses.count("a/", "x") == 0
+    assert uses.reached("a/", 1) == []
+    for name, times in (("x", 1), ("any text: ü\n", 3), ("b", 2), ("a", 2)):
+        for _ in range(times):
+            uses.add("a/", name)
+    uses.add("b/", "x")
+    assert uses.count("a/", "any text: ü\n") == 3
+    assert uses.count("b/", "x") == 1
+    assert uses.reached("a/", 2) == ["any text: ü\n", "a", "b"]
+    assert uses.reached("a/", 4) == []
+
+
+def test_no_use_is_lost_between_threads(uses):
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: uses.add("a/", "x"), range(100)))
+    assert uses.count("a/", "x") == 100
+
+
+def test_a_file_is_shared_by_processes_and_outlives_them(tmp_path):
+    code = (
+        "import sys; from kvwire.store.uses import UseFile; u = UseFile(sys.argv[1])\n"
+        "for _ in range(30): u.add('a/', 'x')"
+    )
+    others = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "uses")]) for _ in range(2)]
+    assert [other.wait(60) for other in others] == [0, 0]
+    with closing(UseFile(tmp_path / "uses")) as uses:
+        assert uses.count("a/", "x") == 60
+
+
+def test_bad_files_are_refused(tmp_path):
+    with pytest.raises(NotFoundError):
+        UseFile(tmp_path / "absent" / "uses")
+    (tmp_path / "uses").write_bytes(b"not a database, " * 100)
+    with closing(UseFile(tmp_path / "uses")) as uses, pytest.raises(CorruptError, match="starts anew"):
+        uses.add("a/", "x")
