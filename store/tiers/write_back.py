@@ -222,12 +222,14 @@ class WriteBackStore(Store):
 
     def _call_off(self, keys: set[str]) -> None:
         with self._changed:
-            mine = [one for one in self._queue.values() if one.key in keys]
-            if not self._changed.wait_for(lambda: not any(one.is_running for one in mine), self._settings.put_s):
+            if not self._changed.wait_for(
+                lambda: not any(one.is_running for one in self._queue.values() if one.key in keys), self._settings.put_s
+            ):
                 msg = "the object is just being uploaded, and that takes too long: delete it later"
                 raise DeadlineError(msg)
-            for pending in mine:
-                self._finish(pending)
+            mine = [one for one in self._queue.values() if one.key in keys]
+            self._give_up(mine)
+        self._remove(mine)
 
     # Uploading, with the condition held.
 
@@ -241,17 +243,10 @@ class WriteBackStore(Store):
             thread.start()
         self._changed.notify_all()
 
-    def _finish(self, pending: Pending) -> None:
-        if self._queue.pop(pending.number, None) is None:
-            return
-        if pending.key is not None and self._latest.get(pending.key) is pending:
-            del self._latest[pending.key]
-        self._bytes -= pending.size
-        self._changed.notify_all()
-        try:
-            self._folder.remove(pending)
-        except OSError as error:
-            _log.warning("a finished upload could not be removed (%s): it will be repeated", error.strerror)
+    def _give_up(self, several: list[Pending]) -> None:
+        """Keep the upload threads off."""
+        for pending in several:
+            pending.is_running = True
 
     def _choose(self) -> tuple[Pending | None, float | None]:
         """The write to upload next, or the seconds after which to look again."""
@@ -263,14 +258,6 @@ class WriteBackStore(Store):
                 soonest = min(soonest or pending.not_before, pending.not_before)
             is_first = False
         return None, None if soonest is None else soonest - now
-
-    def _set_aside(self, damaged: Pending) -> None:
-        """Give up a damaged write, and the entries behind it, which may name it."""
-        lost = [one for one in self._queue.values() if one.number > damaged.number and not one.is_content]
-        for pending in [damaged, *lost]:
-            self._counters.damaged += 1
-            self._finish(pending)
-        _log.error("%d pending writes were damaged on the local disk: encode the documents again", 1 + len(lost))
 
     # On the upload threads.
 
@@ -297,16 +284,43 @@ class WriteBackStore(Store):
         except Exception as met:  # noqa: BLE001 - a store that breaks its promise must not end the thread
             _log.exception("an upload failed in a way that no store should")
             error = met
-        with self._changed:
-            pending.is_running = False
-            if error is None:
+        if error is None:
+            with self._changed:
                 self._counters.uploaded += 1
                 self._trouble = ""
-                self._finish(pending)
-            elif data is None and isinstance(error, (CorruptError, FileNotFoundError)):
-                self._set_aside(pending)
-            else:
+            self._remove([pending])
+        elif data is None and isinstance(error, (CorruptError, FileNotFoundError)):
+            self._set_aside(pending)
+        else:
+            with self._changed:
+                pending.is_running = False
                 self._retry_later(pending, error)
+                self._changed.notify_all()
+
+    def _set_aside(self, damaged: Pending) -> None:
+        """Give up a damaged write, and the entries behind it, which may name it."""
+        with self._changed:
+            behind = [one for one in self._queue.values() if one.number > damaged.number]
+            lost = [damaged, *(one for one in behind if not one.is_content and not one.is_running)]
+            self._counters.damaged += len(lost)
+            self._give_up(lost)
+        self._remove(lost[::-1])  # the entries first: a crash in between leaves none that leads nowhere
+        _log.error("%d pending writes were damaged on the local disk: encode the documents again", len(lost))
+
+    def _remove(self, finished: list[Pending]) -> None:
+        """Forget writes that are done with: their files first, since a flush may then tell that nothing is left."""
+        for pending in finished:
+            try:
+                self._folder.remove(pending)
+            except OSError as error:
+                _log.warning("a finished upload could not be removed (%s): it will be repeated", error.strerror)
+        with self._changed:
+            for pending in finished:
+                if self._queue.pop(pending.number, None) is None:
+                    continue
+                self._bytes -= pending.size
+                if pending.key is not None and self._latest.get(pending.key) is pending:
+                    del self._latest[pending.key]
             self._changed.notify_all()
 
     def _retry_later(self, pending: Pending, error: Exception) -> None:

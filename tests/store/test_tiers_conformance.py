@@ -1,4 +1,4 @@
-"""A tiered store is a store: with roomy tiers, with tiers that hold next to nothing, and with writes in the background."""
+"""A tiered store is a store: with roomy tiers, with tiers that hold next to nothing, and with delayed writes."""
 
 from types import MappingProxyType
 

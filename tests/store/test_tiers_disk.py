@@ -1,0 +1,446 @@
+"""The disk tier where disks fail, files rot, processes are killed and others share the folder."""
+
+import random
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack, closing
+
+import pytest
+
+from kvwire.store import FolderStore, MemoryStore, TierSettings, open_tiers
+from kvwire.store.testing import CountingStore, samples
+from kvwire.store.tiers.extent_file import HEADER_BYTES
+
+MIB = 1 << 20
+
+
+def filled(remote, blobs=4, size=1000):
+    pairs = [samples.blob(number, size) for number in range(blobs)]
+    for key, data in pairs:
+        remote.put(key, data)
+    return pairs
+
+
+def on_disk(remote, folder, **options):
+    return closing(open_tiers(remote, memory_bytes=0, folder=folder, **({"folder_bytes": MIB} | options)))
+
+
+def files(folder):
+    return sorted(folder.rglob("*.ext"))
+
+
+def disk_bytes(folder):
+    return sum(path.stat().st_size for path in files(folder))
+
+
+def test_a_new_process_finds_what_the_last_one_read(tmp_path):
+    remote = CountingStore(MemoryStore())
+    pairs = filled(remote)
+    with on_disk(remote, tmp_path) as tiers:
+        for key, data in pairs:
+            assert tiers.get(key, 100, 900) == data[100:900]
+        assert tiers.settle(30)
+        assert tiers.counters().disk.held_bytes == disk_bytes(tmp_path)
+    remote.inner = MemoryStore()
+    filled(remote.inner)
+    with on_disk(remote, tmp_path) as tiers:
+        assert tiers.counters().disk.held_bytes == disk_bytes(tmp_path)
+        assert tiers.counters().disk.objects == 4
+        remote.reset()
+        for key, data in pairs:
+            assert tiers.get(key, 100, 900) == data[100:900]
+        assert remote.tally("get").requests == 0
+        for key, data in pairs:
+            assert tiers.get(key) == data
+        assert remote.tally("get").bytes == 4 * 200
+
+
+def test_what_a_file_says_of_the_objects_size_is_believed_once_it_was_checked(tmp_path):
+    remote = CountingStore(MemoryStore())
+    [(key, data)] = filled(remote, 1)
+    with on_disk(remote, tmp_path) as tiers:
+        tiers.get(key)
+    remote.reset()
+    remote.inner.close = lambda: None
+    with on_disk(remote, tmp_path) as tiers:
+        with pytest.raises(Exception, match="not in this memory store"):
+            tiers.stat(key)
+        assert tiers.get(key) == data
+        assert remote.tally("get").requests == 0
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[random.Random(1).randrange(len(data))] ^= 16
+    path.write_bytes(data)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def lengthen(path):
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def zeroes(path):
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def remove(path):
+    path.unlink()
+
+
+def folder_instead(path):
+    path.unlink()
+    path.mkdir()
+
+
+def link_instead(path):
+    target = path.with_name("elsewhere")
+    path.rename(target)
+    path.symlink_to(target)
+
+
+@pytest.mark.parametrize("damage", [flip, cut, lengthen, empty, zeroes, remove, folder_instead, link_instead])
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_file_that_is_not_what_was_written_is_dropped_and_read_again(tmp_path, damage, restart):
+    remote = CountingStore(MemoryStore())
+    remote.inner.close = lambda: None
+    [(key, data)] = filled(remote, 1)
+    with ExitStack() as stack:
+        tiers = stack.enter_context(on_disk(remote, tmp_path))
+        assert tiers.get(key) == data
+        assert tiers.settle(30)
+        if restart:
+            stack.close()
+        damage(files(tmp_path)[0])
+        if restart:
+            tiers = stack.enter_context(on_disk(remote, tmp_path))
+        remote.reset()
+        assert tiers.get(key) == data
+        assert remote.tally("get").requests >= 1
+        assert tiers.settle(30)
+        if not restart:
+            assert tiers.counters().disk.corrupt == 1
+        if damage is not folder_instead:
+            remote.reset()
+            assert tiers.get(key) == data
+            assert remote.tally("get").requests == 0
+            assert tiers.counters().disk.held_bytes == disk_bytes(tmp_path)
+
+
+def test_every_flipped_byte_is_found(tmp_path):
+    remote = MemoryStore()
+    [(key, data)] = filled(remote, 1, 100)
+    with on_disk(remote, tmp_path) as tiers:
+        tiers.get(key)
+        for number in range(HEADER_BYTES + 100):
+            assert tiers.settle(30)
+            (path,) = files(tmp_path)
+            good = path.read_bytes()
+            path.write_bytes(good[:number] + bytes([good[number] ^ 1]) + good[number + 1 :])
+            assert tiers.get(key) == data
+        assert tiers.counters().disk.corrupt == HEADER_BYTES + 100
+
+
+def test_swapped_files_are_not_served(tmp_path):
+    remote = MemoryStore()
+    pairs = filled(remote, 2)
+    with on_disk(remote, tmp_path) as tiers:
+        for key, _ in pairs:
+            tiers.get(key)
+        assert tiers.settle(30)
+        one, other = files(tmp_path)
+        content = one.read_bytes(), other.read_bytes()
+        one.write_bytes(content[1])
+        other.write_bytes(content[0])
+        for key, data in pairs:
+            assert tiers.get(key) == data
+        assert tiers.counters().disk.corrupt == 2
+
+
+def test_copies_of_one_remote_are_not_served_for_another(tmp_path):
+    one, other = FolderStore(tmp_path / "one"), FolderStore(tmp_path / "other")
+    key, data = samples.blob(1)
+    one.put(key, data)
+    other.put(key, b"theirs")
+    with on_disk(one, tmp_path / "cache") as tiers:
+        assert tiers.get(key) == data
+    with on_disk(other, tmp_path / "cache") as tiers:
+        assert tiers.get(key) == b"theirs"
+
+
+def test_processes_share_a_folder_without_touching_each_others_files(tmp_path):
+    remote = MemoryStore()
+    remote.close = lambda: None
+    pairs = filled(remote, 6)
+    with on_disk(remote, tmp_path, folder_bytes=3300) as one, on_disk(remote, tmp_path, folder_bytes=3300) as other:
+        for tiers in (one, other, one, other):
+            for key, data in pairs:
+                assert tiers.get(key) == data
+        for number, tiers in enumerate((one, other)):
+            assert tiers.settle(30)
+            held = tiers.counters().disk
+            assert held.held_bytes == disk_bytes(tmp_path / f"slot-{number}") <= 3300
+            assert held.corrupt == 0
+    with on_disk(remote, tmp_path, folder_bytes=3300) as tiers:
+        assert tiers.counters().disk.held_bytes == disk_bytes(tmp_path / "slot-0")
+
+
+def test_a_smaller_budget_holds_from_the_start(tmp_path):
+    remote = MemoryStore()
+    remote.close = lambda: None
+    pairs = filled(remote, 6)
+    with on_disk(remote, tmp_path) as tiers:
+        for key, _ in pairs:
+            tiers.get(key)
+    with on_disk(remote, tmp_path, folder_bytes=2500) as tiers:
+        assert tiers.settle(30)
+        assert tiers.counters().disk.held_bytes == disk_bytes(tmp_path) <= 2500
+
+
+def test_what_does_not_belong_to_the_cache_is_left_alone(tmp_path):
+    remote = MemoryStore()
+    remote.close = lambda: None
+    filled(remote)
+    (tmp_path / "slot-0" / "ab").mkdir(parents=True)
+    mine = [tmp_path / "slot-0" / "ab" / "thesis.txt", tmp_path / "holiday.jpg", tmp_path / "slot-0" / "note"]
+    for path in mine:
+        path.write_bytes(b"mine")
+    with on_disk(remote, tmp_path, folder_bytes=200):
+        pass
+    assert all(path.read_bytes() == b"mine" for path in mine)
+
+
+def test_files_are_readable_by_their_owner_alone(tmp_path):
+    remote = MemoryStore()
+    [(key, _)] = filled(remote, 1)
+    with on_disk(remote, tmp_path / "cache") as tiers:
+        tiers.get(key)
+    assert (tmp_path / "cache").stat().st_mode & 0o077 == 0
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "cache").rglob("*"))
+
+
+def test_many_files_are_taken_over_by_their_names_and_lengths(tmp_path):
+    folder = tmp_path / "slot-0" / "ab"
+    folder.mkdir(parents=True)
+    name = "ab" * 32
+    for number in range(2_000):
+        path = folder / f"{name}-{number * 10:x}-{number * 10 + 10:x}.ext"
+        path.write_bytes(bytes(HEADER_BYTES + (10 if number % 4 else 9)))
+    with on_disk(MemoryStore(), tmp_path) as tiers:
+        assert tiers.counters().disk.extents == 1_500
+        assert tiers.settle(30)
+        assert tiers.counters().disk.held_bytes == disk_bytes(tmp_path) == 1_500 * (HEADER_BYTES + 10)
+
+
+# Disks that fail. A subprocess has its own limits and rights.
+
+
+def run(script, *arguments, **options):
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        **options,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+FAILING_DISK = """
+import logging, os, resource, sys
+from pathlib import Path
+from kvwire.store import MemoryStore, TierSettings, open_tiers
+from kvwire.store.testing import samples
+
+logging.basicConfig()
+folder, how = Path(sys.argv[1]), sys.argv[2]
+remote = MemoryStore()
+pairs = [samples.blob(number, 100_000) for number in range(6)]
+for key, data in pairs:
+    remote.put(key, data)
+
+def check(tiers, writes):
+    for key, data in pairs * 2:
+        assert tiers.get(key, 0, 60_000) == data[:60_000]
+        assert tiers.get(key) == data
+        assert tiers.settle(30)
+    disk = tiers.counters().disk
+    assert (disk.write_errors == 0) == writes, disk
+    assert disk.held_bytes == sum(path.stat().st_size for path in folder.rglob("*.ext"))
+    assert not list(folder.rglob("*.tmp"))
+
+tiers = open_tiers(remote, memory_bytes=0, folder=folder, folder_bytes=10**9, settings=TierSettings(retry_s=0.05))
+if how == "size":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
+if how != "full":
+    check(tiers, writes=False)
+    errors = tiers.counters().disk.write_errors
+if how == "size":  # and when the disk is well again, it is used again
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    import time
+    while not tiers.counters().disk.extents:
+        time.sleep(0.01)
+        assert tiers.get(pairs[0][0]) == pairs[0][1]
+    assert tiers.counters().disk.write_errors == errors
+if how == "full":
+    check(tiers, writes=False)
+tiers.close()
+"""
+
+
+def test_a_disk_that_takes_no_more_is_left_alone_and_used_again_later(tmp_path):
+    _, log = run(FAILING_DISK, tmp_path, "size")
+    assert log.count("takes nothing in") == 1
+
+
+def test_a_full_disk_costs_nothing_but_hits(tmp_path):
+    mount = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    script = 'mount -t tmpfs -o size=256k none "$0" && exec "$1" -c "$2" "$0" full'
+    probe = subprocess.run([*mount, 'mount -t tmpfs none "$0"', tmp_path], capture_output=True, check=False, timeout=60)
+    if probe.returncode:
+        pytest.skip("this machine lets nobody mount a small file system")
+    done = subprocess.run(
+        [*mount, script, tmp_path, sys.executable, FAILING_DISK],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("takes nothing in") >= 1
+
+
+READ_ONLY = """
+import os, sys
+from pathlib import Path
+from kvwire.store import MemoryStore, open_tiers
+from kvwire.store.testing import samples
+
+folder = Path(sys.argv[1])
+if os.getuid() == 0:
+    os.setuid(65534)  # root may write everywhere
+remote = MemoryStore()
+key, data = samples.blob(1)
+remote.put(key, data)
+tiers = open_tiers(remote, memory_bytes=0, folder=folder, folder_bytes=10**6)
+for _ in range(2):
+    assert tiers.get(key) == data
+assert tiers.counters().disk.write_errors == 1
+assert tiers.counters().disk.refused >= 1
+tiers.close()
+"""
+
+
+def test_a_folder_that_nobody_may_write_to_is_done_without(tmp_path):
+    tmp_path.chmod(0o555)
+    for folder in (tmp_path, *list(tmp_path.parents)[:3]):
+        folder.chmod(folder.stat().st_mode | 0o055)
+    try:
+        run(READ_ONLY, tmp_path)
+    finally:
+        tmp_path.chmod(0o755)
+
+
+def test_a_folder_below_a_file_is_done_without(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    remote = MemoryStore()
+    [(key, data)] = filled(remote, 1)
+    with on_disk(remote, tmp_path / "file" / "cache") as tiers:
+        assert tiers.get(key) == data
+        assert tiers.counters().disk.write_errors == 1
+
+
+def test_a_folder_that_appears_later_is_used_then(tmp_path):
+    (tmp_path / "cache").write_bytes(b"in the way")
+    remote = MemoryStore()
+    [(key, data)] = filled(remote, 1)
+    with on_disk(remote, tmp_path / "cache", settings=TierSettings(retry_s=0.0)) as tiers:
+        assert tiers.get(key) == data
+        (tmp_path / "cache").unlink()
+        assert tiers.get(key) == data  # this tries to open it
+        assert tiers.settle(30)
+        assert tiers.get(key) == data  # this fills it
+        assert tiers.settle(30)
+        assert tiers.counters().disk.extents == 1
+
+
+def test_a_slow_disk_is_not_waited_for(tmp_path):
+    remote = MemoryStore()
+    pairs = filled(remote, 20, 10_000)
+    with on_disk(remote, tmp_path, settings=TierSettings(dirty_bytes=25_000)) as tiers:
+        busy, free = threading.Event(), threading.Event()
+        tiers.cache._disk._worker.submit(lambda: (busy.set(), free.wait(30)))
+        assert busy.wait(30)
+        for key, data in pairs:
+            assert tiers.get(key) == data
+        disk = tiers.counters().disk
+        assert (disk.extents, disk.refused) == (2, 18)
+        free.set()
+        assert tiers.settle(30)
+        assert disk_bytes(tmp_path) == tiers.counters().disk.held_bytes
+
+
+# Killed at any moment.
+
+VICTIM = """
+import random, sys
+from pathlib import Path
+from kvwire.store import FolderStore, open_tiers
+
+remote, folder, seed = FolderStore(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+tiers = open_tiers(remote, memory_bytes=300_000, folder=folder, folder_bytes=1_500_000)
+keys = list(remote.keys(""))
+rng = random.Random(seed)
+print("running", flush=True)
+while True:
+    key, start = rng.choice(keys), rng.randrange(90_000)
+    tiers.get(key, start, start + rng.randrange(1, 60_000))
+    if rng.random() < 0.02:
+        tiers.distrust(key)
+"""
+
+
+def test_whatever_a_killed_process_leaves_is_right_or_not_served(tmp_path):
+    remote = FolderStore(tmp_path / "remote")
+    pairs = filled(remote, 40, 100_000)
+    cache = tmp_path / "cache"
+    rng = random.Random(7)
+    kept = 0
+    with ExitStack() as stack:
+        for turn in range(20):
+            victim = stack.enter_context(
+                subprocess.Popen([sys.executable, "-c", VICTIM, remote.root, cache, str(turn)], stdout=subprocess.PIPE)
+            )
+            assert victim.stdout.readline() == b"running\n"
+            stack.callback(victim.kill)
+            threading.Event().wait(rng.uniform(0, 0.12))  # a random moment is the point
+            victim.kill()
+            victim.wait()
+            with closing(open_tiers(remote, memory_bytes=0, folder=cache, folder_bytes=1_500_000)) as tiers:
+                assert tiers.settle(30)
+                disk = tiers.counters().disk
+                assert disk.held_bytes == disk_bytes(cache) <= 1_500_000
+                assert not list(cache.rglob("*.tmp"))
+                kept += disk.extents
+                for key, data in rng.sample(pairs, 8):
+                    assert tiers.get(key) == data
+                assert tiers.counters().disk.corrupt == 0  # a kill tears no file that has its name
+        assert kept > 100
+    assert [path.name for path in cache.iterdir()] == ["slot-0"]
+
+
+def test_a_temporary_file_of_a_killed_process_is_removed(tmp_path):
+    (tmp_path / "slot-0").mkdir()
+    (tmp_path / "slot-0" / "new.tmp").write_bytes(b"half")
+    with on_disk(MemoryStore(), tmp_path):
+        assert not list(tmp_path.rglob("*.tmp"))

@@ -1,0 +1,359 @@
+"""Writes that are acknowledged once they are safe on the local disk: order, durability, limits."""
+
+import random
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack, closing, suppress
+
+import pytest
+
+from kvwire.errors import DeadlineError, NotFoundError, StorageError
+from kvwire.store import Catalog, FolderStore, MemoryStore, TierSettings, content_digest, open_tiers
+from kvwire.store.testing import CountingStore, FaultyStore, StoreFault, StoreWrapper, samples
+
+MIB = 1 << 20
+QUICK = {"backoff_s": 0.001, "max_backoff_s": 0.01}
+ENTRY = "v1/t/c/catalog/doc/ab/one.json"
+
+
+class Journal(StoreWrapper):
+    """Remembers writes in order, may hold them up, and may be down."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.written = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.is_down = False
+        self.tried = threading.Event()
+
+    def _do(self, request, call):
+        if request.method in {"put", "create"}:
+            self.tried.set()
+            assert self.gate.wait(30)
+        if self.is_down:
+            msg = "the remote is down"
+            raise StorageError(msg)
+        result = call(request.data)
+        if request.method in {"put", "create"}:
+            self.written.append(request.key)
+        return result
+
+
+def writing_back(remote, folder, **options):
+    quick = TierSettings(**{**QUICK, "close_s": 5.0, **options.pop("settings", {})})
+    return open_tiers(remote, folder=folder, folder_bytes=MIB, write_back=True, settings=quick, **options)
+
+
+@pytest.fixture
+def remote():
+    return Journal(MemoryStore())
+
+
+def test_a_put_returns_before_the_remote_has_it_and_reads_see_it(remote, tmp_path):
+    (key, data), entry = samples.blob(1), b"{}"
+    remote.gate.clear()
+    with closing(writing_back(remote, tmp_path)) as tiers:
+        tiers.put(key, data)
+        tiers.put(ENTRY, entry)
+        assert not remote.written
+        assert tiers.get(key, 10, 20) == data[10:20]
+        assert tiers.get(ENTRY) == entry
+        assert (tiers.stat(key).size, tiers.stat(ENTRY).size) == (1000, 2)
+        assert list(tiers.keys("")) == sorted([key, ENTRY])
+        assert (tiers.counters().uploads.pending, tiers.counters().uploads.pending_bytes) == (2, 1002)
+        with pytest.raises(DeadlineError):
+            tiers.flush(0.01)
+        remote.gate.set()
+        tiers.flush(30)
+        assert remote.written == [key, ENTRY]
+        assert (tiers.counters().uploads.pending, tiers.counters().uploads.uploaded) == (0, 2)
+        assert not list(tmp_path.rglob("*.put"))
+        assert (tiers.get(key), tiers.get(ENTRY)) == (data, entry)
+
+
+def test_no_entry_is_on_the_remote_before_what_was_written_before_it(tmp_path):
+    memory = MemoryStore()
+    faulty = FaultyStore(memory, rates={StoreFault.ERROR: 0.3, StoreFault.LOST_ANSWER: 0.1}, seed=5)
+    seen = []
+
+    class Watch(StoreWrapper):
+        def put(self, key, data):
+            if content_digest(key) is None:
+                (blob,) = [one for one, entry in pairs if entry == key]
+                seen.append(blob in memory._objects)
+            self.inner.put(key, data)
+
+    pairs = []
+    with closing(writing_back(Watch(faulty), tmp_path, settings={"upload_threads": 4})) as tiers:
+        for number in range(40):
+            key, data = samples.blob(number)
+            pairs.append((key, f"v1/t/c/catalog/doc/{number:02}.json"))
+            tiers.put(key, data)
+            tiers.put(pairs[-1][1], b"names it")
+        tiers.flush(60)
+        assert len(seen) >= 40
+        assert all(seen)
+        assert tiers.counters().uploads.failures > 0
+        assert set(memory._objects) == {key for pair in pairs for key in pair}
+
+
+def test_the_last_write_of_a_key_wins(remote, tmp_path):
+    with closing(writing_back(remote, tmp_path)) as tiers:
+        for number in range(50):
+            tiers.put(ENTRY, b"%d" % number)
+        assert tiers.get(ENTRY) == b"49"
+        tiers.flush(30)
+        assert remote.inner.get(ENTRY) == b"49"
+
+
+def test_a_catalog_over_write_back_works_as_over_any_store(remote, tmp_path):
+    remote.gate.clear()
+    with closing(writing_back(remote, tmp_path)) as tiers:
+        catalog = Catalog(tiers)
+        blob = samples.noise(1000)
+        entry = catalog.put_blob("ab" * 32, blob, document_id="doc", head_bytes=1, tokens=1)
+        found = catalog.by_document("ab" * 32, "doc")
+        assert found == entry
+        assert tiers.get(found.blob_key) == blob
+        remote.gate.set()
+        tiers.flush(30)
+        assert content_digest(remote.written[0]) == entry.sha256
+
+
+def test_a_remote_that_is_down_is_tried_until_it_is_up(remote, tmp_path):
+    remote.is_down = True
+    key, data = samples.blob(1)
+    with closing(writing_back(remote, tmp_path)) as tiers:
+        assert tiers.create(key, data)
+        with pytest.raises(DeadlineError, match="down"):
+            tiers.flush(0.2)
+        assert tiers.counters().uploads.failures > 1
+        remote.is_down = False
+        tiers.flush(30)
+        assert remote.inner.get(key) == data
+
+
+def test_puts_wait_for_room_and_then_give_up(remote, tmp_path):
+    remote.gate.clear()
+    blobs = [samples.blob(number) for number in range(3)]
+    with closing(writing_back(remote, tmp_path, pending_bytes=2500, settings={"put_s": 0.05})) as tiers:
+        tiers.put(*blobs[0])
+        tiers.put(*blobs[1])
+        with pytest.raises(DeadlineError):
+            tiers.put(*blobs[2])
+        assert tiers.counters().uploads.pending_bytes == 2000
+        remote.gate.set()
+        tiers.flush(30)
+        tiers.put(*blobs[2])
+
+
+def test_what_is_too_large_to_wait_goes_to_the_remote_at_once_and_in_order(remote, tmp_path):
+    (key, data), large = samples.blob(1, 500), b"x" * 2000
+    with closing(writing_back(remote, tmp_path, pending_bytes=1000)) as tiers:
+        tiers.put(key, data)
+        tiers.put(ENTRY, large)
+        assert remote.written == [key, ENTRY]
+        assert tiers.counters().uploads.direct == 1
+
+
+def test_content_that_is_not_what_its_key_says_is_never_queued(remote, tmp_path):
+    key, _ = samples.blob(1)
+    remote.is_down = True
+    with closing(writing_back(remote, tmp_path)) as tiers:
+        with pytest.raises(StorageError):
+            tiers.put(key, b"other bytes")
+        assert tiers.counters().uploads.pending == 0
+
+
+def test_deleting_calls_off_what_is_pending(remote, tmp_path):
+    (key, data), (other, _) = samples.blob(1), samples.blob(2)
+    remote.is_down = True
+    with closing(writing_back(remote, tmp_path, settings={"backoff_s": 30.0, "max_backoff_s": 30.0})) as tiers:
+        tiers.put(key, data)
+        tiers.put(ENTRY, b"{}")
+        remote.tried.wait(30)
+        with suppress(StorageError):
+            tiers.delete(ENTRY)
+        with suppress(StorageError):
+            tiers.delete_many([key, other])
+        assert tiers.counters().uploads.pending == 0
+        assert not list(tmp_path.rglob("*.put"))
+        remote.is_down = False
+        with pytest.raises(NotFoundError):
+            tiers.get(key)
+
+
+def test_what_is_pending_when_a_process_closes_is_uploaded_by_the_next(remote, tmp_path):
+    remote.is_down = True
+    pairs = [samples.blob(number) for number in range(3)]
+    remote.inner.close = lambda: None
+    with closing(writing_back(remote, tmp_path, settings={"close_s": 0.01})) as tiers:
+        for key, data in pairs:
+            tiers.put(key, data)
+        tiers.put(ENTRY, b"{}")
+    assert not remote.written
+    remote.is_down = False
+    with closing(writing_back(remote, tmp_path)) as tiers:
+        tiers.flush(30)
+    assert remote.written[-1] == ENTRY
+    assert {key: remote.inner.get(key) for key, _ in pairs} == dict(pairs)
+
+
+def test_what_another_process_left_is_taken_over(remote, tmp_path):
+    remote.is_down = True
+    remote.inner.close = lambda: None
+    (key, data), (other, more) = samples.blob(1), samples.blob(2)
+    with ExitStack() as stack:
+        one = stack.enter_context(closing(writing_back(remote, tmp_path, settings={"close_s": 0.01})))
+        two = stack.enter_context(closing(writing_back(remote, tmp_path, settings={"close_s": 0.01})))
+        one.put(key, data)
+        two.put(other, more)
+        two.put(ENTRY, b"{}")
+    remote.is_down = False
+    with closing(writing_back(remote, tmp_path)) as tiers:
+        assert tiers.get(ENTRY) == b"{}"
+        tiers.flush(30)
+    assert set(remote.written) == {key, other, ENTRY}
+    assert remote.written[-1] == ENTRY
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_damaged_pending_blob_takes_the_entries_behind_it_along(remote, tmp_path, restart):
+    remote.is_down = True
+    remote.inner.close = lambda: None
+    pairs = [samples.blob(number) for number in range(3)]
+    slow = {"backoff_s": 0.2, "max_backoff_s": 0.2, "close_s": 0.01}
+    with ExitStack() as stack:
+        tiers = stack.enter_context(closing(writing_back(remote, tmp_path, memory_bytes=0, settings=slow)))
+        tiers.put("v1/t/c/catalog/before.json", b"{}")
+        for key, data in pairs:
+            tiers.put(key, data)
+        tiers.put(ENTRY, b"{}")
+        if restart:
+            stack.close()
+        path = sorted(tmp_path.rglob("*.put"))[2]
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+        if restart:
+            tiers = stack.enter_context(closing(writing_back(remote, tmp_path, memory_bytes=0, settings=slow)))
+        remote.is_down = False
+        tiers.flush(30)
+        assert tiers.counters().uploads.damaged == 2
+        assert set(remote.written) == {"v1/t/c/catalog/before.json", pairs[0][0], pairs[2][0]}
+
+
+def test_a_pending_file_whose_header_is_damaged_is_given_up(remote, tmp_path):
+    pending = tmp_path / "slot-0" / "pending"
+    pending.mkdir(parents=True)
+    for number, content in enumerate([b"", b"short", b"kvwput1\n" + b"\xff" * 600]):
+        (pending / f"{number:016}.put").write_bytes(content)
+    (pending / "0000000000000009.tmp").write_bytes(b"half")
+    with closing(writing_back(remote, tmp_path)) as tiers:
+        tiers.flush(30)
+        assert tiers.counters().uploads.damaged == 3
+        assert tiers.counters().uploads.pending_bytes == 0
+        assert not list(pending.iterdir())
+
+
+def test_where_the_pending_folder_fails_writes_go_to_the_remote_at_once(remote, tmp_path):
+    key, data = samples.blob(1)
+    with closing(writing_back(remote, tmp_path)) as tiers:
+        pending = tmp_path / "slot-0" / "pending"
+        pending.rmdir()
+        pending.write_bytes(b"in the way")
+        tiers.put(key, data)
+        tiers.put(ENTRY, b"{}")
+        assert remote.written == [key, ENTRY]
+        assert tiers.counters().uploads.direct == 2
+
+
+def test_without_a_usable_folder_write_back_is_write_through(remote, tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    key, data = samples.blob(1)
+    with closing(writing_back(remote, tmp_path / "file" / "cache")) as tiers:
+        tiers.put(key, data)
+        assert remote.written == [key]
+
+
+def test_a_store_that_breaks_its_promise_does_not_stop_the_uploads(tmp_path):
+    class Broken(StoreWrapper):
+        def put(self, key, data):
+            if not hasattr(self, "broke"):
+                self.broke = True
+                msg = "not a kvwire error"
+                raise ZeroDivisionError(msg)
+            self.inner.put(key, data)
+
+    memory = MemoryStore()
+    key, data = samples.blob(1)
+    with closing(writing_back(Broken(memory), tmp_path)) as tiers:
+        tiers.put(key, data)
+        tiers.flush(30)
+        assert memory.get(key) == data
+
+
+def test_readers_meet_a_write_at_every_moment_of_its_upload(tmp_path):
+    memory = MemoryStore()
+    remote = CountingStore(memory)
+    with closing(writing_back(remote, tmp_path, memory_bytes=0, settings={"upload_threads": 4})) as tiers:
+        for number in range(60):
+            key, data = samples.blob(number, 3000)
+            tiers.put(key, data)
+            while tiers.counters().uploads.pending:
+                assert tiers.get(key, 5, 2000) == data[5:2000]
+            assert tiers.get(key) == data
+
+
+VICTIM = """
+import sys
+from kvwire.errors import StorageError
+from kvwire.store import FolderStore, TierSettings, open_tiers
+from kvwire.store.testing import FaultyStore, StoreFault, samples
+
+remote, folder, first = FolderStore(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+faulty = FaultyStore(remote, rates={StoreFault.ERROR: 0.5}, seed=first)
+quick = TierSettings(backoff_s=0.001, max_backoff_s=0.004)
+tiers = open_tiers(faulty, folder=folder, folder_bytes=1 << 22, write_back=True, settings=quick)
+print("running", flush=True)
+for number in range(first, first + 1000):
+    key, data = samples.blob(number, 5000)
+    tiers.put(key, data)
+    tiers.put(f"v1/t/c/catalog/doc/{number:06}.json", key.encode())
+    print(number, flush=True)
+"""
+
+
+def test_what_was_acknowledged_survives_a_kill_and_entries_never_lead_nowhere(tmp_path):
+    remote = FolderStore(tmp_path / "remote")
+    rng = random.Random(11)
+    acknowledged = []
+    with ExitStack() as stack:
+        for turn in range(20):
+            victim = stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", VICTIM, remote.root, tmp_path / "cache", str(1000 * turn)],
+                    stdout=subprocess.PIPE,
+                )
+            )
+            stack.callback(victim.kill)
+            assert victim.stdout.readline() == b"running\n"
+            threading.Event().wait(rng.uniform(0, 0.06))  # a random moment is the point
+            victim.kill()
+            out, _ = victim.communicate()
+            acknowledged += [int(line) for line in out.splitlines(keepends=True) if line.endswith(b"\n")]
+            assert_entries_lead_somewhere(remote)
+    assert len(acknowledged) > 20
+    with closing(open_tiers(remote, folder=tmp_path / "cache", folder_bytes=MIB, write_back=True)) as tiers:
+        tiers.flush(60)
+        assert tiers.counters().uploads.damaged == 0
+    for number in acknowledged:
+        key, data = samples.blob(number, 5000)
+        assert remote.get(key) == data
+        assert remote.get(f"v1/t/c/catalog/doc/{number:06}.json") == key.encode()
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.suffix in {".put", ".tmp"}]
+
+
+def assert_entries_lead_somewhere(remote):
+    for entry in remote.keys("v1/t/"):
+        remote.stat(remote.get(entry).decode())
