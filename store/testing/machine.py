@@ -25,7 +25,7 @@ _OFFSETS = st.integers(0, 70)
 _SIZES = (0, 1, 7, 40, 64)  # few, so that other bytes of the same size are written again and again
 
 
-@dataclass
+@dataclass(eq=False)
 class _Held:
     """An open reader, and the object as it was then."""
 
@@ -145,6 +145,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(one=held, start=_OFFSETS, length=_OFFSETS)
     def read_held(self, one: _Held, start: int, length: int) -> None:
+        if one not in self.readers:  # closed when the store was opened again
+            return
         now = self.model.get(one.key)
         allowed = [one.data[start : start + length]]
         if not self.has_snapshots and now is not None:
@@ -157,8 +159,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(one=consumes(held))
     def release(self, one: _Held) -> None:
-        one.reader.close()
-        self.readers.remove(one)
+        if one in self.readers:
+            one.reader.close()
+            self.readers.remove(one)
 
     @rule()
     def reopen(self) -> None:
@@ -175,8 +178,8 @@ class StoreMachine(RuleBasedStateMachine):
             self.close_store(self.store)
 
     def _release_all(self) -> None:
-        for one in self.readers:
-            one.reader.close()
+        while self.readers:
+            self.readers.pop().reader.close()
 
     def _is_there(self, key: str, action: Callable[[], object]) -> bool:
         """Whether the model has the key; where not, the action must find nothing."""

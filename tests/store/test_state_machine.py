@@ -6,11 +6,27 @@ from pathlib import Path
 
 import pytest
 from hypothesis import Phase, settings
+from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvwire.errors import NotFoundError
-from kvwire.store import FolderStore, MemoryStore
-from kvwire.store.testing import CountingStore, FaultyStore, StoreFault, StoreMachine
+from kvwire.store import FolderStore, MemoryStore, open_tiers
+from kvwire.store.testing import CountingStore, FaultyStore, StoreFault, StoreMachine, StoreWrapper
+from kvwire.store.testing.samples import blob, catalog_entry
+from kvwire.transport import HttpStore
+from kvwire.transport.testing import serving
+
+
+def blobs_and_entries():
+    """Bytes that may lie under each key: a blob's are always the same."""
+    known = {}
+    for key, data in [blob(seed, size) for seed, size in enumerate((0, 1, 40, 64, 64))]:
+        known[key] = [data]
+    for name in ("one", "two"):
+        entries = [catalog_entry(name, seed, levels) for seed, levels in ((0, 1), (1, 1), (0, 3))]
+        known[entries[0][0]] = [data for _, data in entries]
+    return known
+
 
 FEW = settings(max_examples=30, stateful_step_count=30, deadline=None)
 
@@ -49,9 +65,83 @@ class PlainMachine(StoreMachine):
         return store
 
 
-@pytest.mark.parametrize("machine", [MemoryMachine, FolderMachine, PlainMachine])
+class BlobMachine(StoreMachine):
+    """Content-addressed objects and catalog entries alone: what a server takes."""
+
+    known = blobs_and_entries()
+    names = tuple(known)
+
+    def contents(self, key):
+        return st.sampled_from(self.known[key])
+
+
+class TieredMachine(BlobMachine):
+    """Tiers that hold a part of it, and forget their memory now and then."""
+
+    names = (*BlobMachine.names, *StoreMachine.names)
+    has_snapshots = False  # content is read from wherever it is left
+    write_back = False
+
+    def contents(self, key):
+        return super().contents(key) if key in self.known else StoreMachine.contents(self, key)
+
+    def open_store(self):
+        self.folder = Path(tempfile.mkdtemp())
+        self.remote = MemoryStore()
+        return self.tiers()
+
+    def tiers(self):
+        options = {"memory_bytes": 400, "folder": self.folder, "folder_bytes": 100_000, "write_back": self.write_back}
+        return open_tiers(Unclosed(self.remote), **options)
+
+    def reopen_store(self, store):
+        store.close()
+        return self.tiers()
+
+    def close_store(self, store):
+        store.close()
+        shutil.rmtree(self.folder)
+
+
+class WriteBackMachine(TieredMachine):
+    write_back = True
+
+
+class Unclosed(StoreWrapper):
+    """A remote outlives the tiers before it."""
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [MemoryMachine, FolderMachine, PlainMachine, TieredMachine, WriteBackMachine],
+    ids=lambda one: one.__name__,
+)
 def test_stores_behave_like_a_dictionary(machine):
     run_state_machine_as_test(machine, settings=FEW)
+
+
+def test_a_store_behind_http_behaves_like_a_dictionary():
+    origin = MemoryStore()
+
+    class HttpMachine(BlobMachine):
+        has_snapshots = False
+
+        def open_store(self):
+            return HttpStore(url)
+
+        def reopen_store(self, store):
+            store.close()
+            return HttpStore(url)
+
+        def close_store(self, store):
+            store.close()
+            origin.delete_many(list(origin.keys("")))
+
+    with serving(origin) as url:
+        run_state_machine_as_test(HttpMachine, settings=FEW)
 
 
 def forgetful(number, method, _key):
