@@ -277,6 +277,47 @@ async def test_a_failure_in_mid_answer_breaks_the_connection(client, caplog):
     assert all(record.levelno <= logging.WARNING for record in caplog.records)
 
 
+async def test_no_second_status_line_follows_a_first(caplog):
+    store = BrokenStore(after=100, error=RuntimeError("secret"))
+    store.put("fine", DATA)
+    async with serve(store, settings=ServerSettings(piece_bytes=100)) as url:
+        answer = await raw(url, "GET /fine HTTP/1.1")
+        assert answer.count(b"HTTP/1.1 ") == 1
+        assert answer.partition(b"\r\n\r\n")[2] == DATA[:100]
+        assert b"kvwire_store_errors_total 1.0" in await raw(url, "GET /metrics HTTP/1.1")
+
+
+class FarStore(MemoryStore):
+    """A store that cannot hold a version open, and tells how much was read at a time."""
+
+    snapshot = None
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def get(self, key, start=0, end=None):
+        data = super().get(key, start, end)
+        self.sizes.append(len(data))
+        return data
+
+
+async def test_a_far_store_is_read_in_growing_but_bounded_pieces(client):
+    store = FarStore()
+    data = bytes(range(256)) * 40_000
+    store.put("far", data)
+    settings = ServerSettings(piece_bytes=100_000, max_piece_bytes=1_000_000)
+    async with serve(store, settings=settings) as url:
+        async with client.get(f"{url}/far") as response:
+            assert await response.read() == data
+        assert store.sizes[:4] == [100_000, 200_000, 400_000, 800_000]
+        assert max(store.sizes) == 1_000_000
+        store.sizes.clear()
+        async with client.get(f"{url}/far", headers={"Range": "bytes=5-99"}) as response:
+            assert await response.read() == data[5:100]
+        assert store.sizes == [95]
+
+
 async def test_a_replaced_object_is_still_sent_whole(client, store):
     big, other = b"a" * 8_000_000, b"b" * 8_000_000
     store.put("k", big)

@@ -124,8 +124,7 @@ class ObjectServer:
             response = await self._route(exchange)
         except Exception as error:  # noqa: BLE001 - whatever it is, the client learns a status and nothing else
             refusal = refusal_of(error, exchange.request_id)
-            if refusal.reason == "store":
-                self._metrics.store_errors.inc()
+            exchange.store_failed = refusal.reason == "store"
             response = answer_of(refusal, exchange.request_id)
             if not exchange.request.content.is_eof():  # the rest of a refused upload is not waited for
                 response.force_close()
@@ -215,6 +214,8 @@ class ObjectServer:
         metrics.end(exchange.request.method, status, seconds, first_s)
         if exchange.sent_bytes:
             metrics.sent_bytes.inc(exchange.sent_bytes)
+        if exchange.store_failed:
+            metrics.store_errors.inc()
         if exchange.received_bytes:
             metrics.received_bytes.inc(exchange.received_bytes)
         if access_log.isEnabledFor(logging.INFO):

@@ -27,6 +27,7 @@ class Exchange:
     """One request, its id, and counts for logs and metrics.
 
     path: decoded, without the query. started: of ``time.perf_counter``; first_byte_at: of the same clock, 0 before.
+    store_failed: the store did not give what the answer needed.
     """
 
     request: web.BaseRequest
@@ -37,6 +38,7 @@ class Exchange:
     first_byte_at: float = 0.0
     sent_bytes: int = 0
     received_bytes: int = 0
+    store_failed: bool = False
 
     @classmethod
     def of(cls, request: web.BaseRequest) -> Exchange:

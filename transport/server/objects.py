@@ -36,15 +36,16 @@ class Objects:
     def __init__(self, store: Store, settings: ServerSettings, threads: Threads, *, guarded: bool) -> None:
         """Keep the store."""
         self._store = store
-        self._near = isinstance(store, FolderStore)
+        self._folder = store if isinstance(store, FolderStore) else None
         self._threads = threads
         self._sender = Sender(settings, threads)
         self._content_caching = f"{'private' if guarded else 'public'}, max-age=31536000, immutable"
 
     async def get(self, exchange: Exchange, key: str) -> web.StreamResponse:
         """Answer GET and HEAD."""
-        if self._near and content_digest(key):  # a file: opening it takes less time than a hop to a thread
-            reader = open_object(self._store, key)
+        reader: ObjectReader
+        if self._folder and content_digest(key):  # a file: opening it takes less time than a hop to a thread
+            reader = self._folder.snapshot(key)
         else:
             reader = await self._threads.run(lambda: open_object(self._store, key))
         try:

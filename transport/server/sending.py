@@ -52,15 +52,20 @@ class Sender:
         request = exchange.request
         file = cast("_OpenFile", reader) if hasattr(reader, "fileno") and _takes_files(request) else None
         first = b"" if file else await self._piece(reader, start, min(end, start + self._settings.piece_bytes))
-        await response.prepare(request)
-        exchange.begin_body()
         try:
+            await response.prepare(request)
+            exchange.begin_body()
             if file:
                 await self._send_file(exchange, file, start, end)
             else:
                 await self._send_pieces(exchange, response, reader, first, start, end)
-        except (KvwireError, TimeoutError, ConnectionError, OSError) as error:
-            _log.warning("request %s: an answer was broken off: %s", exchange.request_id, error or "too slow a client")
+        except Exception as error:  # noqa: BLE001 - whatever it is, no second status line may follow the first
+            exchange.store_failed = isinstance(error, KvwireError) or not isinstance(
+                error, TimeoutError | ConnectionError
+            )
+            level = logging.WARNING if exchange.store_failed else logging.INFO
+            words = error if str(error) else type(error).__name__
+            _log.log(level, "request %s: the answer was broken off: %s", exchange.request_id, words)
             break_off(request)
 
     async def _send_pieces(
@@ -84,9 +89,9 @@ class Sender:
                 exchange.sent_bytes += len(piece)
                 piece = await coming if coming else b""
         finally:
-            if coming is not None and not coming.done():
-                with suppress(KvwireError):
-                    await coming  # the reader is closed next
+            if coming is not None:
+                await asyncio.wait({coming})  # the reader is closed next
+                coming.cancelled() or coming.exception()  # asyncio logs errors that nobody looked at
 
     def _ahead(self, reader: ObjectReader, start: int, end: int) -> asyncio.Future[bytes]:
         return asyncio.ensure_future(self._piece(reader, start, end))
