@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import resource
 import signal
 import sys
 import time
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
 _GIB = 1 << 30
+_SPARE_FILES = 256  # of the store, the logs and Python itself
 
 
 def _option(name: str, **settings: Any) -> Callable[[Command], Command]:  # noqa: ANN401 - click's settings
@@ -97,6 +99,7 @@ def serve(**options: Unpack[_ServeOptions]) -> None:
     access = AccessSettings(
         options["token"] or None, options["tenants"], options["signing_keys"], options["metrics_token"] or None
     )
+    _raise_open_files(2 * options["max_connections"] + _SPARE_FILES)
     with closing(_served_store(options["store"])) as store:
         server = ObjectServer(store, access=access, settings=_settings(options))
         asyncio.run(_serve(server, tls, options))
@@ -161,6 +164,14 @@ def _served_store(address: str) -> Store:
         msg = f"{opened.root} is not a folder; check --store, or encode documents into it first"
         raise NotFoundError(msg)
     return opened
+
+
+def _raise_open_files(wanted: int) -> None:
+    """Raise this process's limit of open files towards what its connections may need, as far as it is allowed to."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
 
 
 def _log_to_stderr(level: str, layout: str) -> None:

@@ -159,7 +159,7 @@ class ObjectServer:
 
     def _rights(self, exchange: Exchange) -> Rights:
         request = exchange.request
-        address = request.remote or "unix"
+        address = request.remote or "unknown"
         try:
             return self._access.rights(request.method, exchange.path, exchange.query, request.headers, address)
         except RefusedError:

@@ -62,6 +62,6 @@ class Exchange:
             "bytes": self.sent_bytes,
             "received": self.received_bytes,
             "seconds": round(seconds, 6),
-            "client": request.remote or "unix",
+            "client": request.remote or "unknown",
             "range": request.headers.get("Range", "")[:100],
         }

@@ -37,7 +37,7 @@ class WatchedFile(Generic[_T]):
             self._seen = seen
             self.value = self._load()
         except KvwireError as error:
-            if self._seen is not None:  # told once, not at every look
+            if force or self._seen is not None:  # told once, not at every look
                 _log.error("%s; the version read before stays in force", error)
                 self._seen = _identity_or_none(self._path)
             return
