@@ -1,0 +1,425 @@
+"""Fetching through tiers: one request for all who want the same bytes, and nobody hangs on anybody."""
+
+import asyncio
+import hashlib
+import random
+from contextlib import closing, suppress
+from dataclasses import replace
+
+import pytest
+
+from kvwire.errors import ArgumentError, NotFoundError, StorageError
+from kvwire.store import MemoryStore, TierSettings, open_tiers
+from kvwire.store.testing import CountingStore, samples
+from kvwire.transport import BlobFetcher, HttpStore, SegmentError, StoreSource, open_source, read_object, serve
+from kvwire.transport.sources import ByteSource
+from kvwire.transport.tiered_source import TieredSource
+
+MIB = 1 << 20
+
+
+class Stepwise(ByteSource):
+    """Gives pieces of 100 bytes as it is allowed to; remembers what it gave. fails_at: the first byte of an error."""
+
+    def __init__(self, data, *, steps=None, fails_at=None):
+        self.data = data
+        self.steps = steps
+        self.fails_at = fails_at
+        self.given = []
+        self.requests = 0
+        self.distrusted = []
+        self.asked = asyncio.Event()
+        self.closed = False
+        self._size = None
+
+    url = "stepwise:"
+
+    @property
+    def size(self):
+        return self._size
+
+    async def read(self, start, end, sink):
+        self.requests += 1
+        self.asked.set()
+        await asyncio.sleep(0)  # no request is answered at once
+        self._size = len(self.data)
+        end = min(len(self.data), len(self.data) if end is None else end)
+        for first in range(start, end, 100):
+            last = min(end, first + 100)
+            if self.steps is not None:
+                await self.steps.acquire()
+            if self.fails_at is not None and last > self.fails_at:
+                msg = "the connection broke"
+                raise StorageError(msg)
+            self.given.append((first, last))
+            sink(self.data[first:last])
+
+    def distrust(self, start, end):
+        self.distrusted.append((start, end))
+
+    async def close(self):
+        self.closed = True
+
+    @property
+    def times(self):
+        """How often each byte was given."""
+        counts = [0] * len(self.data)
+        for first, last in self.given:
+            for position in range(first, last):
+                counts[position] += 1
+        return set(counts)
+
+
+KEY, DATA = samples.blob(1, 1000)
+
+
+@pytest.fixture
+def tiers(tmp_path):
+    with closing(open_tiers(MemoryStore(), memory_bytes=MIB, folder=tmp_path, folder_bytes=MIB)) as tiers:
+        yield tiers
+
+
+async def read(source, start=0, end=None):
+    pieces = []
+    await source.read(start, end, lambda data: pieces.append(bytes(data)))
+    return b"".join(pieces)
+
+
+async def until(holds):
+    async with asyncio.timeout(30):
+        while not holds():
+            await asyncio.sleep(0)
+
+
+async def test_bytes_are_passed_on_as_they_come_and_kept(tiers):
+    steps = asyncio.Semaphore(0)
+    remote = Stepwise(DATA, steps=steps)
+    source = TieredSource(tiers, KEY, remote)
+    came = []
+    reading = asyncio.create_task(source.read(0, None, lambda data: came.append(len(data))))
+    for number in range(1, 11):
+        steps.release()
+        await until(lambda number=number: sum(came) == 100 * number)
+    await reading
+    assert source.size == 1000
+    again = Stepwise(b"")
+    assert await read(TieredSource(tiers, KEY, again)) == DATA
+    assert again.requests == 0
+    assert tiers.counters().memory.hit_bytes == 1000
+
+
+async def test_cached_bytes_are_views_of_what_the_memory_holds(tiers):
+    remote = Stepwise(DATA)
+    await read(TieredSource(tiers, KEY, remote))
+    views = []
+    await TieredSource(tiers, KEY, remote).read(200, 700, views.append)
+    (view,) = views
+    assert isinstance(view, memoryview)
+    assert len(view.obj) == 1000
+    assert view == DATA[200:700]
+
+
+async def test_gaps_between_cached_ranges_are_all_that_is_asked_for(tiers):
+    remote = Stepwise(DATA)
+    source = TieredSource(tiers, KEY, remote)
+    for start, end in ((100, 200), (400, 500), (50, 450), (0, None), (0, 5000)):
+        assert await read(source, start, end) == DATA[start:end]
+    assert remote.times == {1}
+
+
+async def test_bytes_on_the_disk_are_read_from_there(tmp_path):
+    with closing(open_tiers(MemoryStore(), memory_bytes=0, folder=tmp_path, folder_bytes=MIB)) as tiers:
+        await read(TieredSource(tiers, KEY, Stepwise(DATA)), 100, 900)
+        assert tiers.settle(30)
+        remote = Stepwise(DATA)
+        assert await read(TieredSource(tiers, KEY, remote), 150, 850) == DATA[150:850]
+        assert remote.requests == 0
+        assert tiers.counters().disk.hits == 1
+        for path in tmp_path.rglob("*.ext"):
+            path.write_bytes(path.read_bytes()[:-1] + b"!")
+        assert await read(TieredSource(tiers, KEY, remote), 150, 850) == DATA[150:850]
+        assert remote.given[0][0] == 150
+        assert tiers.counters().disk.corrupt == 1
+
+
+async def test_readers_that_want_the_same_bytes_share_a_request(tiers):
+    steps = asyncio.Semaphore(0)
+    remote = Stepwise(DATA, steps=steps)
+    tasks = [asyncio.create_task(read(TieredSource(tiers, KEY, remote), start)) for start in (0, 0, 300, 999)]
+    await until(lambda: tiers.counters().remote.waits == 3)
+    for _ in range(10):
+        steps.release()
+    assert await asyncio.gather(*tasks) == [DATA, DATA, DATA[300:], DATA[999:]]
+    assert remote.times == {1}
+    assert remote.requests == 1
+
+
+async def test_who_waits_hears_what_has_come_before_all_of_it_has(tiers):
+    steps = asyncio.Semaphore(0)
+    remote = Stepwise(DATA, steps=steps)
+    leading = asyncio.create_task(read(TieredSource(tiers, KEY, remote)))
+    await remote.asked.wait()
+    came = []
+    waiting = asyncio.create_task(TieredSource(tiers, KEY, remote).read(50, None, came.append))
+    for _ in range(3):
+        steps.release()
+    async with asyncio.timeout(30):
+        while sum(map(len, came)) < 250:
+            await asyncio.sleep(0.01)
+    assert not leading.done()
+    for _ in range(7):
+        steps.release()
+    await asyncio.gather(leading, waiting)
+    assert b"".join(came) == DATA[50:]
+
+
+async def test_a_cancelled_leader_leaves_what_came_and_another_goes_on(tiers):
+    steps = asyncio.Semaphore(0)
+    remote = Stepwise(DATA, steps=steps)
+    leading = asyncio.create_task(read(TieredSource(tiers, KEY, remote)))
+    await remote.asked.wait()
+    waiting = [asyncio.create_task(read(TieredSource(tiers, KEY, remote))) for _ in range(5)]
+    await until(lambda: tiers.counters().remote.waits == 5)
+    for _ in range(4):
+        steps.release()
+    await until(lambda: len(remote.given) == 4)
+    leading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leading
+    for _ in range(6):
+        steps.release()
+    assert await asyncio.gather(*waiting) == [DATA] * 5
+    assert remote.times == {1}
+    assert remote.requests == 2
+
+
+async def test_a_cancelled_waiter_disturbs_nobody(tiers):
+    steps = asyncio.Semaphore(0)
+    remote = Stepwise(DATA, steps=steps)
+    tasks = [asyncio.create_task(read(TieredSource(tiers, KEY, remote))) for _ in range(4)]
+    await until(lambda: tiers.counters().remote.waits == 3)
+    tasks[1].cancel()
+    tasks[3].cancel()
+    for _ in range(10):
+        steps.release()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [isinstance(one, asyncio.CancelledError) or one == DATA for one in results] == [True] * 4
+    assert results[0] == results[2] == DATA
+    assert remote.requests == 1
+
+
+async def test_a_failed_leader_is_followed_by_one_who_waits(tiers):
+    steps = asyncio.Semaphore(0)
+    broken, sound = Stepwise(DATA, steps=steps, fails_at=500), Stepwise(DATA)
+    leading = asyncio.create_task(read(TieredSource(tiers, KEY, broken)))
+    await broken.asked.wait()
+    waiting = [asyncio.create_task(read(TieredSource(tiers, KEY, sound))) for _ in range(5)]
+    await until(lambda: tiers.counters().remote.waits == 5)
+    for _ in range(10):
+        steps.release()
+    with pytest.raises(StorageError):
+        await leading
+    assert await asyncio.gather(*waiting) == [DATA] * 5
+    assert sorted(broken.given) == [(start, start + 100) for start in range(0, 500, 100)]
+    assert sum(last - first for first, last in sound.given) == 500
+
+
+async def test_a_dead_remote_is_not_asked_once_for_each_of_a_thousand_readers(tiers):
+    steps = asyncio.Semaphore(0)
+    remote = Stepwise(DATA, steps=steps, fails_at=0)
+    tasks = [asyncio.create_task(read(TieredSource(tiers, KEY, remote))) for _ in range(1000)]
+    await remote.asked.wait()
+    await until(lambda: tiers.counters().remote.waits >= 999)
+    for _ in range(1000):
+        steps.release()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(one, StorageError) for one in results)
+    assert remote.requests == 2
+
+
+async def test_a_silent_leader_is_left_after_a_while(tmp_path):
+    quick = TierSettings(stall_s=0.05)
+    with closing(open_tiers(MemoryStore(), memory_bytes=MIB, settings=quick)) as tiers:
+        silent = Stepwise(DATA, steps=asyncio.Semaphore(0))
+        leading = asyncio.create_task(read(TieredSource(tiers, KEY, silent)))
+        await silent.asked.wait()
+        results = await asyncio.gather(*(read(TieredSource(tiers, KEY, Stepwise(DATA))) for _ in range(3)))
+        assert results == [DATA] * 3
+        assert tiers.counters().remote.takeovers == 1
+        leading.cancel()
+        with suppress(asyncio.CancelledError):
+            await leading
+
+
+async def test_a_source_that_asks_twice_for_the_same_bytes_hedges(tiers):
+    slow = asyncio.Semaphore(0)
+
+    class SecondIsFast(Stepwise):
+        async def read(self, start, end, sink):
+            self.steps = slow if self.requests == 0 else None
+            await super().read(start, end, sink)
+
+    remote = SecondIsFast(DATA)
+    source = TieredSource(tiers, KEY, remote)
+    first = asyncio.create_task(read(source))
+    await remote.asked.wait()
+    waiting = asyncio.create_task(read(TieredSource(tiers, KEY, Stepwise(DATA, fails_at=0))))
+    assert await read(source) == DATA
+    first.cancel()  # as a fetcher does once the second request has won
+    with suppress(asyncio.CancelledError):
+        await first
+    assert await waiting == DATA
+    assert remote.requests == 2
+
+
+async def test_distrusted_bytes_come_from_the_remote_next_time(tiers):
+    remote = Stepwise(DATA)
+    source = TieredSource(tiers, KEY, remote)
+    await read(source)
+    source.distrust(300, 400)
+    assert remote.distrusted == [(300, 400)]
+    assert await read(source) == DATA
+    assert remote.requests == 2
+    await source.close()
+    assert remote.closed
+
+
+async def test_bytes_that_were_distrusted_on_their_way_are_not_kept(tiers):
+    steps = asyncio.Semaphore(0)
+    remote = Stepwise(DATA, steps=steps)
+    source = TieredSource(tiers, KEY, remote)
+    first = asyncio.create_task(read(source))
+    await remote.asked.wait()
+    source.distrust(0, 1000)
+    for _ in range(30):
+        steps.release()
+    await first
+    assert tiers.counters().memory.extents == 0
+    assert await read(source) == DATA
+    assert remote.requests == 2
+
+
+async def test_a_source_is_one_use_however_often_it_is_read():
+    with closing(open_tiers(MemoryStore(), memory_bytes=MIB, admit_after=2)) as tiers:
+        for held in (0, 4, 4):
+            source = TieredSource(tiers, KEY, Stepwise(DATA))
+            for start in range(0, 1000, 250):
+                await read(source, start, start + 250)
+            assert tiers.counters().memory.extents == held
+
+
+async def test_a_remote_that_sends_too_much_spoils_nothing(tiers):
+    class Generous(Stepwise):
+        async def read(self, start, end, sink):
+            await super().read(start, 1000 if end is None else end + 100, sink)
+
+    with pytest.raises(StorageError):
+        await read(TieredSource(tiers, KEY, Generous(DATA)), 0, 300)
+    assert await read(TieredSource(tiers, KEY, Stepwise(DATA))) == DATA
+
+
+async def test_only_content_goes_through_the_tiers(tiers):
+    with pytest.raises(ArgumentError):
+        TieredSource(tiers, "v1/t/c/catalog/profile.json", Stepwise(DATA))
+    tiers.put(KEY, DATA)
+    assert isinstance(open_source(tiers, "v1/t/c/catalog/profile.json"), StoreSource)
+    assert isinstance(open_source(tiers, KEY), TieredSource)
+    with pytest.raises(NotFoundError):
+        await read_object(open_source(tiers, samples.blob(9)[0]))
+
+
+async def test_what_is_not_uploaded_yet_is_read_from_the_pending_folder(tmp_path, session):
+    store = HttpStore("http://127.0.0.1:1")  # nobody listens there
+    quick = TierSettings(close_s=0.01, backoff_s=30.0)
+    options = {"memory_bytes": 0, "folder": tmp_path, "folder_bytes": MIB, "write_back": True, "settings": quick}
+    with closing(open_tiers(store, **options)) as tiers:
+        tiers.put(KEY, DATA)
+        tiers.distrust(KEY)
+        assert await read_object(open_source(tiers, KEY, session)) == DATA
+
+
+# Whole fetches, over real HTTP.
+
+
+def content(fake, number, sizes):
+    blob = fake.build(sizes, seed=number)
+    return samples.SPACE.blob(hashlib.sha256(blob).hexdigest()), blob
+
+
+async def load(tiers, key, session, fake, settings):
+    """One load, as the executor does it: the head, then all segments; returns the number of segments."""
+    async with BlobFetcher(open_source(tiers, key, session), read_head=fake.read_head, settings=settings) as fetcher:
+        info = await fetcher.open()
+        segments = [segment for row in info.segments for segment in row]
+        arrived = 0
+        async for one in fetcher.fetch(segments):
+            assert not isinstance(one, SegmentError)
+            arrived += 1
+        return arrived
+
+
+async def test_a_thousand_loads_of_64_blobs_cross_the_link_once(fake, session, tmp_path):
+    behind = CountingStore(MemoryStore())
+    blobs = [content(fake, number, [[2_000, 5_000, 9_000]] * 3) for number in range(64)]
+    for key, blob in blobs:
+        behind.put(key, blob)
+    patient = replace(fake.FAST, head_bytes=1000, concurrency=2, hedge_factor=0)
+    async with serve(behind) as url:
+        options = {"memory_bytes": 16 * MIB, "folder": tmp_path, "folder_bytes": 16 * MIB}
+        with closing(open_tiers(HttpStore(url), **options)) as tiers:
+            order = [blobs[number % 64][0] for number in range(1000)]
+            random.Random(1).shuffle(order)
+            loads = [asyncio.create_task(load(tiers, key, session, fake, patient)) for key in order]
+            assert set(await asyncio.gather(*loads)) == {9}
+            counted = tiers.counters()
+            assert counted.remote.bytes == sum(len(blob) for _, blob in blobs)
+            assert counted.remote.failures == 0
+            assert counted.memory.held_bytes <= 16 * MIB
+    assert {behind.tally("read", key).bytes for key, _ in blobs} == {len(blob) for _, blob in blobs}
+
+
+async def test_loads_that_are_cancelled_at_random_leave_the_others_whole(fake, session):
+    behind = MemoryStore()
+    key, blob = content(fake, 1, [[4_000, 9_000]] * 20)
+    behind.put(key, blob)
+    rng = random.Random(4)
+    calm = replace(fake.FAST, max_bytes=10_000, hedge_factor=0)
+    async with serve(behind) as url:
+        for _ in range(5):
+            with closing(open_tiers(HttpStore(url), memory_bytes=MIB)) as tiers:
+                loads = [asyncio.create_task(load(tiers, key, session, fake, calm)) for _ in range(40)]
+                for _ in range(20):
+                    await asyncio.sleep(0.001)
+                    rng.choice(loads).cancel()
+                results = await asyncio.gather(*loads, return_exceptions=True)
+                assert all(one == 40 or isinstance(one, asyncio.CancelledError) for one in results)
+                assert 40 in results
+                assert tiers.counters().remote.bytes <= len(blob) + 40 * 10_000
+
+
+async def test_a_damaged_copy_is_found_by_the_fetcher_and_fetched_again(fake, session):
+    behind = CountingStore(MemoryStore())
+    key, blob = content(fake, 1, [[5_000]] * 4)
+    behind.put(key, blob)
+    async with serve(behind) as url:
+        with closing(open_tiers(HttpStore(url), memory_bytes=MIB)) as tiers:
+            tiers.cache.use(tiers.name(key))
+            tiers.cache.keep(tiers.name(key), 0, blob[:9_000] + bytes(1_000), len(blob))
+            assert await load(tiers, key, session, fake, fake.FAST) == 4
+            assert await read_object(open_source(tiers, key, session)) == blob
+            assert await load(tiers, key, session, fake, fake.FAST) == 4
+            assert tiers.counters().remote.bytes <= 2 * len(blob)
+
+
+async def test_a_blob_is_loaded_from_the_tiers_while_its_server_is_gone(fake, session, tmp_path):
+    behind = MemoryStore()
+    key, blob = content(fake, 1, [[5_000]] * 4)
+    behind.put(key, blob)
+    options = {"memory_bytes": 8_000, "folder": tmp_path, "folder_bytes": MIB}
+    small = replace(fake.FAST, max_bytes=6_000, head_bytes=600)
+    async with serve(behind) as url:
+        with closing(open_tiers(HttpStore(url), **options)) as tiers:
+            assert await load(tiers, key, session, fake, small) == 4
+    with closing(open_tiers(HttpStore(url), **options)) as tiers:
+        assert await load(tiers, key, session, fake, small) == 4
+        assert tiers.counters().remote.requests == 0
