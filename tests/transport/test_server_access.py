@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import json
 import logging
@@ -53,9 +54,9 @@ def signing_keys(tmp_path):
     return path
 
 
-@pytest.fixture(params=["memory", "folder"])
-def store(request, tmp_path):
-    store = MemoryStore() if request.param == "memory" else FolderStore(tmp_path / "store")
+@pytest.fixture
+def store(tmp_path):
+    store = FolderStore(tmp_path / "store")
     for key in KEYS.values():
         store.put(key, DATA)
     store.put("outside", b"x")
@@ -202,6 +203,7 @@ def test_reload_does_it_at_once(tokens, store):
     assert not find("GET", "/x", "", header, "a").write
 
 
+FIELDS = ("tenant", "namespace", "token_sha256", "write", "expires", "secret")
 BAD_TENANTS = [
     *("", "{}", "[", "[1]", "[[]]", '[{"tenant": "a"}]', "\xff", "[" * 100_000),
     '[{"tenant": "a", "namespace": "' + "a" * 32 + '", "token_sha256": "' + "0" * 64 + '"}]',
@@ -211,6 +213,8 @@ BAD_TENANTS = [
     '[{"tenant": "a", "token_sha256": "' + "G" * 64 + '"}]',
     '[{"tenant": "a", "token_sha256": "' + "0" * 64 + '", "write": 1}]',
     '[{"tenant": "a", "token_sha256": "' + "0" * 64 + '", "expires": true}]',
+    '[{"tenant": "a", "token_sha256": "' + "0" * 64 + '", "expires": NaN}]',
+    '[{"tenant": "a", "token_sha256": "' + "0" * 64 + '", "expires": 1' + "0" * 400 + "}]",
     '[{"tenant": "a", "token_sha256": "' + "0" * 64 + '", "expire": 1}]',
     '[{"tenant": "a", "tenant": "b", "token_sha256": "' + "0" * 64 + '"}]',
     json.dumps([{"tenant": name, "token_sha256": "0" * 64} for name in "ab"]),
@@ -230,6 +234,26 @@ def test_a_file_that_is_not_there_is_refused(tmp_path):
     for field in ("tenants", "signing_keys"):
         with pytest.raises(StorageError, match="cannot be read"):
             ObjectServer(MemoryStore(), access=AccessSettings(**{field: tmp_path / "absent"}))
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.just("0" * 64)
+    | st.just("0" * 32),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=3), inner),
+    max_leaves=8,
+)
+
+
+@given(st.binary(max_size=50) | json_values.map(lambda value: json.dumps(value).encode()))
+def test_whatever_a_file_holds_it_is_parsed_or_refused(data):
+    for parse in (TenantTokens.parse, SigningKeys.parse):
+        with contextlib.suppress(ArgumentError):
+            parse(data)
 
 
 @given(st.text(max_size=40))
@@ -352,7 +376,12 @@ async def test_secrets_are_in_no_log_and_no_answer(url, client, tokens, store, c
         async with client.get(target) as response:
             seen += [await response.text("latin-1"), str(response.headers)]
     host, port = url.removeprefix("http://").split(":")
-    for bad in ("GET /k HTTP/9.x", "GET  / HTTP/1.1", "G\x01T / HTTP/1.1", f"GET /{KEYS['anna']}?{address} HTTP/1.1"):
+    for bad in (
+        "GET /k HTTP/9.x",
+        "GET  / HTTP/1.1",
+        "G\x01T / HTTP/1.1",
+        f"GET /{KEYS['anna']}?{address} HTTP/1.1",
+    ):  # each with a header line that is none
         reader, writer = await asyncio.open_connection(host, port)
         lines = (bad, "Host: x", f"Authorization: Bearer {FULL}\x01", "Content-Length: x", "", "")
         writer.write("\r\n".join(lines).encode())
@@ -360,6 +389,10 @@ async def test_secrets_are_in_no_log_and_no_answer(url, client, tokens, store, c
         assert answer.split(b" ")[1] == b"400"
         seen.append(answer.decode("latin-1"))
         writer.close()
+    reader, writer = await asyncio.open_connection(host, port)
+    writer.write(f"GET http://user:wrong-token@h/{KEYS['anna']}?sig=x HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    assert b" 401 " in await reader.readuntil(b"\r\n")
+    writer.close()
     lines = [JsonLines().format(record) + TextLines().format(record) for record in caplog.records]
     assert any(KEYS["anna"] in line for line in lines)
     assert any('"status": 200' in line for line in lines)

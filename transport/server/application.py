@@ -234,8 +234,11 @@ class ObjectServer:
             await asyncio.sleep(interval_s)
             connections.sweep()
             if time.monotonic() >= refresh_at:
-                await self._threads.run(self._access.refresh)
                 refresh_at = time.monotonic() + _REFRESH_S
+                try:
+                    await self._threads.run(self._access.refresh)
+                except Exception:  # whatever it is, connections are looked after as before
+                    _log.exception("the credentials' files could not be looked at")
 
     async def _drain(self, connections: Connections) -> None:
         """Let running answers end, for as long as the settings say; then cut them."""

@@ -23,6 +23,7 @@ from .files import strict_json
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _TOKEN_BYTES = 32
+_FAR_FUTURE = 1e12
 _FIELDS = frozenset({"tenant", "namespace", "token_sha256", "write", "expires"})
 
 
@@ -117,16 +118,19 @@ def _checked(fields: Any) -> _Entry:  # noqa: ANN401 - JSON
     if ("tenant" in fields) == ("namespace" in fields):
         msg = "give either the tenant's name or its namespace"
         raise ArgumentError(msg)
-    digest, write, expires = fields.get("token_sha256"), fields.get("write", False), fields.get("expires", math.inf)
+    digest, write, expires = fields.get("token_sha256"), fields.get("write", False), fields.get("expires")
     if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
         msg = "token_sha256 is 64 lower-case hexadecimal digits"
         raise ArgumentError(msg)
-    if not isinstance(write, bool) or isinstance(expires, bool) or not isinstance(expires, int | float):
-        msg = "write is true or false, expires a number of Unix seconds"
+    if not isinstance(write, bool):
+        msg = "write is true or false"
+        raise ArgumentError(msg)
+    if expires is not None and (type(expires) not in (int, float) or not 0 <= expires < _FAR_FUTURE):
+        msg = "expires is a number of Unix seconds"
         raise ArgumentError(msg)
     if "tenant" in fields and not isinstance(fields["tenant"], str):
         msg = "a tenant's name is text"
         raise ArgumentError(msg)
     namespace = tenant_hash(fields["tenant"]) if "tenant" in fields else fields["namespace"]
     rights = Rights(f"token {digest}", namespace_prefix(namespace), write=write)
-    return _Entry(bytes.fromhex(digest), rights, float(expires))
+    return _Entry(bytes.fromhex(digest), rights, math.inf if expires is None else float(expires))

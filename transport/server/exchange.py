@@ -57,7 +57,7 @@ class Exchange:
         return {
             "request_id": self.request_id,
             "method": request.method,
-            "path": request.raw_path.partition("?")[0][:_MAX_LOGGED],
+            "path": request.rel_url.raw_path[:_MAX_LOGGED],
             "status": status,
             "bytes": self.sent_bytes,
             "received": self.received_bytes,

@@ -62,7 +62,7 @@ class WatchedFile(Generic[_T]):
 def strict_json(data: bytes) -> Any:  # noqa: ANN401 - JSON
     """Parse JSON; ArgumentError, which quotes nothing of the content, where it is none or a name appears twice."""
     try:
-        return json.loads(data.decode(), object_pairs_hook=_unique)
+        return json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         msg = f"not valid JSON at line {error.lineno}, column {error.colno}"
     except (ValueError, RecursionError):
@@ -75,6 +75,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(fields) != len(pairs):
         raise ValueError
     return fields
+
+
+def _no_constant(_: str) -> None:
+    raise ValueError  # NaN and Infinity are no JSON
 
 
 def _identity(path: Path) -> _Identity:
