@@ -1,5 +1,5 @@
 # Needs make and Python 3.11 or later; everything else goes into .venv.
-.PHONY: help .venv demo test check clean
+.PHONY: help .venv demo test test-servers check clean
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -9,6 +9,7 @@ READY = .venv/installed
 help:
 	@echo "make demo    run the demonstration; results go to demo/out"
 	@echo "make test    run the tests, JOBS=$(JOBS) at a time"
+	@echo "make test-servers   the tests that need real servers, which are downloaded"
 	@echo "make check   ruff, formatting and mypy"
 	@echo "make .venv   only the virtual environment, from PYTHON=$(PYTHON)"
 	@echo "make clean   remove everything that can be made again"
@@ -27,6 +28,10 @@ demo: $(READY)
 # A file's tests stay together, so that one worker compiles its numba kernels and the others find them cached.
 test: $(READY)
 	$(BIN)/pytest -n $(JOBS) --dist loadfile
+
+# Ceph's gateway, Swift and nginx, downloaded once into KVWIRE_SERVERS (~/.cache/kvwire-servers); Debian 12, no root.
+test-servers: $(READY)
+	$(BIN)/pytest -m servers tests/servers
 
 check: $(READY)
 	$(BIN)/ruff check

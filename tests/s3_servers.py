@@ -122,10 +122,10 @@ def strict_moto(folder: Path) -> Iterator[S3Server]:
             key = iam.create_access_key(UserName="kv")["AccessKey"]
             policy = {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "s3:*", "Resource": "*"}]}
             iam.put_user_policy(UserName="kv", PolicyName="all", PolicyDocument=json.dumps(policy))
-        yield _with_bucket(S3Server(endpoint, key["AccessKeyId"], key["SecretAccessKey"]))
+        yield with_bucket(S3Server(endpoint, key["AccessKeyId"], key["SecretAccessKey"]))
 
 
-def _with_bucket(server: S3Server) -> S3Server:
+def with_bucket(server: S3Server) -> S3Server:
     with closing(server.client()) as client:
         client.create_bucket(Bucket=BUCKET)
     return server
@@ -137,7 +137,7 @@ def ministack(folder: Path) -> Iterator[S3Server]:
     command = [str(Path(sys.executable).with_name("ministack"))]
     settings = {"BIND_HOST": "127.0.0.1", "GATEWAY_PORT": str(port), "SERVICES": "s3"}
     with program(command, port, folder / "ministack.log", **settings):
-        yield _with_bucket(S3Server(f"http://127.0.0.1:{port}", "test", "test"))
+        yield with_bucket(S3Server(f"http://127.0.0.1:{port}", "test", "test"))
 
 
 @contextmanager
@@ -145,7 +145,7 @@ def moto(folder: Path) -> Iterator[S3Server]:
     port = free_port()
     command = [str(Path(sys.executable).with_name("moto_server")), "-H", "127.0.0.1", "-p", str(port)]
     with program(command, port, folder / "moto.log"):
-        yield _with_bucket(S3Server(f"http://127.0.0.1:{port}", "test", "test"))
+        yield with_bucket(S3Server(f"http://127.0.0.1:{port}", "test", "test"))
 
 
 class S3Conformance(StoreConformance):

@@ -19,6 +19,7 @@ _MAX_WORDS = 200
 _MAX_SIZE = 10**18
 _FORBIDDEN, _CHANGED, _TOO_LARGE, _WRONG, _FULL = 403, 412, 413, 422, 507
 _UNKNOWN, _ABSENT, _BUSY = 401, (404, 410), (429, 503)
+_MOVED = (301, 308)
 _WRITES = ("PUT", "DELETE")
 _NOT_FOR_FILES = (400, 403, 404, 405, 410, 501)  # how servers of plain files answer what they do not do
 
@@ -32,7 +33,7 @@ def refusal(reply: Reply, method: str, key: str, url: str) -> KvwireError:
     if method in _WRITES and status in _NOT_FOR_FILES:
         msg = f"{url} is read-only (status {status}{told}): write to the store on the server's side"
         return StorageError(msg)
-    if status in _ABSENT:
+    if status in _ABSENT or (status in _MOVED and reply.fields.get("Location", "").endswith(f"/{key}/")):  # a folder
         return NotFoundError(f"{key} is not in {url}")
     if status == _WRONG:
         return ArgumentError(f"{url} refused {key} (status {status}{told}): the bytes do not belong to the key")

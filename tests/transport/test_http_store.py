@@ -302,6 +302,15 @@ def test_a_server_that_takes_an_upload_too_slowly_is_given_up():
             store.put("k", bytes(64 << 20))
 
 
+def test_a_folder_in_an_objects_place_is_no_object(answering):
+    url = answering(b"HTTP/1.1 301 X\r\nLocation: http://elsewhere/a/k/\r\nContent-Length: 0\r\n\r\n")
+    with closing(HttpStore(url)) as store:
+        with pytest.raises(NotFoundError):
+            store.get("a/k")
+        with pytest.raises(StorageError):
+            store.get("a/j")
+
+
 FILES_ONLY = [
     b"HTTP/1.1 405 X\r\nContent-Length: 3\r\n\r\n<p>",
     b"HTTP/1.1 403 X\r\nContent-Length: 3\r\n\r\n<p>",
