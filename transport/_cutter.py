@@ -15,7 +15,8 @@ T = TypeVar("T")
 class Cutter(Generic[T]):
     """Feed it the bytes of a range in order; it gives each piece when its last byte is in, and drops the gaps.
 
-    Pieces are copied out once, so that decoders find them aligned in memory and nothing keeps longer answers alive.
+    Pieces are copied out once, so that decoders find them aligned in memory and nothing keeps longer answers alive; one
+    that is all that was fed is given as it came.
     """
 
     def __init__(self, wanted: Range[T]) -> None:
@@ -47,7 +48,10 @@ class Cutter(Generic[T]):
             if piece.end > end:
                 break
             self._pending.popleft()
-            complete.append((piece, b"".join(self._parts)))
+            if len(self._parts) == 1 and self._parts[0].nbytes == len(data) and isinstance(data, bytes):
+                complete.append((piece, data))
+            else:
+                complete.append((piece, b"".join(self._parts)))
             self._parts = []
         self._at = end
         return complete
