@@ -381,7 +381,7 @@ async def test_secrets_are_in_no_log_and_no_answer(url, client, tokens, store, c
         "GET  / HTTP/1.1",
         "G\x01T / HTTP/1.1",
         f"GET /{KEYS['anna']}?{address} HTTP/1.1",
-    ):  # each with a header line that is none
+    ):
         reader, writer = await asyncio.open_connection(host, port)
         lines = (bad, "Host: x", f"Authorization: Bearer {FULL}\x01", "Content-Length: x", "", "")
         writer.write("\r\n".join(lines).encode())

@@ -237,7 +237,7 @@ class ObjectServer:
                 refresh_at = time.monotonic() + _REFRESH_S
                 try:
                     await self._threads.run(self._access.refresh)
-                except Exception:  # whatever it is, connections are looked after as before
+                except Exception:  # noqa: BLE001 - whatever it is, connections are looked after as before
                     _log.exception("the credentials' files could not be looked at")
 
     async def _drain(self, connections: Connections) -> None:
