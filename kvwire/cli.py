@@ -19,6 +19,7 @@ from kvwire.errors import ArgumentError, DeadlineError, KvwireError, NotFoundErr
 from kvwire.options import Place, store_options
 from kvwire.printing import describe, described, print_answer, print_encoded, print_levels
 from kvwire.serving import serve, sign, token
+from kvwire.store_commands import store_group
 from kvwire.texts import problem_with, read_texts
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ def _encode_all(corpus: Corpus, documents: Sequence[Any], *, force: bool) -> lis
     return done
 
 
-for _command in (serve, sign, token):
+for _command in (serve, sign, store_group, token):
     cli.add_command(_command)
 
 

@@ -18,6 +18,7 @@ from kvwire.store.base import (
 )
 from kvwire.store.catalog import Catalog, Page
 from kvwire.store.collecting import Collected, collect
+from kvwire.store.copying import Copied, copy_store
 from kvwire.store.entry import CatalogEntry
 from kvwire.store.folder import FolderStore
 from kvwire.store.keyring import Keyring
@@ -27,6 +28,7 @@ from kvwire.store.memory import MemoryStore
 from kvwire.store.opening import open_store
 from kvwire.store.tiers import TieredStore, TierSettings, open_tiers, parse_size
 from kvwire.store.uses import UseCounts, UseFile
+from kvwire.store.verifying import Damage, Verified, verify_store
 
 if TYPE_CHECKING:
     from kvwire.store.s3 import S3Store
@@ -36,6 +38,8 @@ __all__ = [
     "Catalog",
     "CatalogEntry",
     "Collected",
+    "Copied",
+    "Damage",
     "Data",
     "FolderStore",
     "HttpAddress",
@@ -54,11 +58,13 @@ __all__ = [
     "TieredStore",
     "UseCounts",
     "UseFile",
+    "Verified",
     "check_after",
     "check_key",
     "clamp_range",
     "collect",
     "content_digest",
+    "copy_store",
     "is_catalog_key",
     "open_object",
     "open_store",
@@ -67,6 +73,7 @@ __all__ = [
     "tenant_hash",
     "tenants",
     "text_digest",
+    "verify_store",
 ]
 
 

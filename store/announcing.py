@@ -42,12 +42,12 @@ def announce(store: Store, space: KeySpace, keys: Collection[str]) -> str:
     return at
 
 
-def wait_for_collectors(store: Store, space: KeySpace, keys: Collection[str]) -> None:
-    """Return once nobody is about to delete one of these objects, which is at once but for rare cases.
+def wait_for_collectors(store: Store, space: KeySpace, keys: Collection[str] | None) -> None:
+    """Return once nobody is about to delete one of these objects (None: any), which is at once but for rare cases.
 
     Called after writing entries that name them, and before making sure that they are still there.
     """
-    names = {_name(key) for key in keys}
+    names = None if keys is None else {_name(key) for key in keys}
     try:
         found = list(store.scan(space.announcements))
     except AuthError:  # who may not list relies on the grace period alone
@@ -60,14 +60,14 @@ def wait_for_collectors(store: Store, space: KeySpace, keys: Collection[str]) ->
             time.sleep(_POLL_S)
 
 
-def _names_any(store: Store, at: str, names: set[str]) -> bool:
+def _names_any(store: Store, at: str, names: set[str] | None) -> bool:
     try:
         told = parse_object(store.get(at, 0, MAX_ENTRY_BYTES + 1)).get("collecting")
     except NotFoundError:
         return False
     except CorruptError:
         return True  # it may name anything
-    return not isinstance(told, list) or any(name in names for name in told if isinstance(name, str))
+    return names is None or not isinstance(told, list) or any(name in names for name in told if isinstance(name, str))
 
 
 def _name(key: str) -> str:

@@ -32,12 +32,12 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvwire.errors import ArgumentError, CorruptError, NotFoundError, StorageError
+from kvwire.errors import ArgumentError, AuthError, CorruptError, FormatVersionError, NotFoundError, StorageError
 from kvwire.store.announcing import GRACE_S, LEASE_S, MAX_NAMES, announce
 from kvwire.store.catalog import Catalog
 from kvwire.store.folder import FolderStore
 from kvwire.store.keys import check_tenant, content_digest, text_digest
-from kvwire.store.listing import tenants
+from kvwire.store.listing import content, tenants
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -60,7 +60,8 @@ class Collected:
     """What was deleted, or would be.
 
     entries: of token sequences that no document has. leftovers: unfinished files. bytes: of all but entries.
-    failures: model configurations where a damaged entry hides what is needed, so that nothing was deleted, in words.
+    failures: model configurations where an entry that cannot be read hides what is needed, so that nothing was deleted,
+    in words.
     """
 
     blobs: int = 0
@@ -110,7 +111,7 @@ def collect(
             sweep = _Sweep(catalog, space, grace_s, dry_run=dry_run, on_progress=on_progress)
             try:
                 sweep.run()
-            except CorruptError as error:
+            except (AuthError, CorruptError, FormatVersionError) as error:
                 total += Collected(failures=(f"{space.root}: {error}",))
             total += sweep.done
     if isinstance(store, FolderStore) and not dry_run:
@@ -177,20 +178,8 @@ class _Sweep:
     def _is_garbage(self, digest: str, modified: float) -> bool:
         return bytes.fromhex(digest) not in self._marked and 0 < modified < time.time() - self._grace_s
 
-    def _content(self) -> Iterator[Listed]:
-        """Everything of the configuration but its catalog, which can be longer than all else."""
-        catalog, after = self._space.catalog, ""
-        while True:
-            for listed in self._store.scan(self._space.root, after):
-                if listed.key.startswith(catalog):
-                    after = f"{catalog}~"
-                    break
-                yield listed
-            else:
-                return
-
     def _garbage(self) -> Iterator[Listed]:
-        for count, listed in enumerate(self._content(), 1):
+        for count, listed in enumerate(content(self._store, self._space), 1):
             digest = self._digest(listed.key)
             if digest and self._is_garbage(digest, listed.modified):
                 yield listed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from kvwire.store.folder import FolderStore
@@ -12,37 +13,59 @@ from kvwire.store.memory import MemoryStore
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from kvwire.store.base import Store
+    from kvwire.store.base import Listed, Store
+    from kvwire.store.keys import KeySpace
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 _THREADS = 16
-_AHEAD = 64
-"""Objects asked for at a time where each costs a round trip."""
+_AHEAD = 4
+"""Items begun for each thread: enough that none waits for the one that takes the results."""
 
 
-def read_ahead(store: Store, keys: Iterable[str], read: Callable[[str], T]) -> Iterator[tuple[str, Callable[[], T]]]:
+def read_ahead(store: Store, keys: Iterable[str], read: Callable[[str], R]) -> Iterator[tuple[str, Callable[[], R]]]:
     """Keys in their order, each with a function that gives or raises what ``read`` of it does.
 
     A store on this machine is read when the function is called, any other one ahead and several objects at a time.
     """
     if isinstance(store, FolderStore | MemoryStore):
-        yield from ((key, lambda key=key: read(key)) for key in keys)
-        return
-    with ThreadPoolExecutor(_THREADS, "kvwire-catalog") as pool:
-        asked: deque[tuple[str, Future[T]]] = deque()
+        return ((key, partial(read, key)) for key in keys)
+    return ahead(keys, read, _THREADS)
+
+
+def ahead(items: Iterable[T], work: Callable[[T], R], threads: int) -> Iterator[tuple[T, Callable[[], R]]]:
+    """Items in their order, each with a function that gives or raises the result, which threads work out beforehand.
+
+    Only so many are begun that memory stays bounded, however many items there are.
+    """
+    with ThreadPoolExecutor(threads, "kvwire-store") as pool:
+        begun: deque[tuple[T, Future[R]]] = deque()
         try:
-            for key in keys:
-                asked.append((key, pool.submit(read, key)))
-                if len(asked) >= _AHEAD:
-                    first, found = asked.popleft()
-                    yield first, found.result
-            while asked:
-                first, found = asked.popleft()
-                yield first, found.result
+            for item in items:
+                begun.append((item, pool.submit(work, item)))
+                if len(begun) >= _AHEAD * threads:
+                    first, future = begun.popleft()
+                    yield first, future.result
+            while begun:
+                first, future = begun.popleft()
+                yield first, future.result
         finally:
-            for _, found in asked:
-                found.cancel()
+            for _, future in begun:
+                future.cancel()
+
+
+def content(store: Store, space: KeySpace) -> Iterator[Listed]:
+    """Everything of a configuration but its catalog, which can be longer than all else."""
+    catalog, after = space.catalog, ""
+    while True:
+        for listed in store.scan(space.root, after):
+            if listed.key.startswith(catalog):
+                after = f"{catalog}~"
+                break
+            yield listed
+        else:
+            return
 
 
 def tenants(store: Store) -> Iterator[str]:

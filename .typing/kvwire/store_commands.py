@@ -1,0 +1,1 @@
+../../kvwire/store_commands.py
