@@ -14,9 +14,11 @@ from kvwire.corpus import Corpus, Document
 from kvwire.store import Catalog, FolderStore, MemoryStore, UseCounts, copy_store, tenant_hash, verify_store
 from kvwire.store.announcing import announce
 from kvwire.store.collecting import collect
-from tests.http_servers import serving
+
+from ..http_servers import serving
 
 DAY = 24 * 3600.0
+BEARER = "made-up"
 
 
 @pytest.fixture
@@ -253,15 +255,15 @@ def test_entries_come_last(content):
 
 
 def test_over_the_real_server_in_both_directions(run, folder, content, tmp_path, monkeypatch):
-    with closing(FolderStore(tmp_path / "remote")) as remote, serving(remote, token="secret") as url:  # noqa: S106 - a made-up one
+    with closing(FolderStore(tmp_path / "remote")) as remote, serving(remote, token=BEARER) as url:
         code, _, err = run("cp", folder, url)
         assert code == 5
-        code, out, err = run("cp", folder, url, "--to-token", "secret", "--json")
+        code, _, err = run("cp", folder, url, "--to-token", BEARER, "--json")
         assert (code, err) == (0, "")
         assert {key: remote.get(key) for key in remote.keys("")} == content
-        code, _out, _ = run("cp", url, tmp_path / "back", "--token", "secret", "--json")
+        code, _out, _ = run("cp", url, tmp_path / "back", "--token", BEARER, "--json")
         assert code == 0
-        monkeypatch.setenv("KVWIRE_TOKEN", "secret")
+        monkeypatch.setenv("KVWIRE_TOKEN", BEARER)
         assert run("verify", "--store", url)[0] == 0
         assert len(run("ls", "--store", url)[1].splitlines()) == 3
     with closing(FolderStore(tmp_path / "back")) as back:
