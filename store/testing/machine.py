@@ -150,7 +150,7 @@ class StoreMachine(RuleBasedStateMachine):
         now = self.model.get(one.key)
         allowed = [one.data[start : start + length]]
         if not self.has_snapshots and now is not None:
-            allowed.append(now[start : start + length])
+            allowed.append(now[start : min(start + length, len(one.data))])
         try:
             assert one.reader.read(start, start + length) in allowed
         except KvwireError:
