@@ -21,6 +21,7 @@ from botocore.config import Config
 from botocore.exceptions import ClientError
 
 import kvwire.store.s3
+from kvwire.errors import KvwireError
 from kvwire.store import S3Settings, S3Store
 from kvwire.store._s3_address import S3Address
 from kvwire.store._s3_client import S3Client
@@ -146,6 +147,13 @@ def moto(folder: Path) -> Iterator[S3Server]:
     command = [str(Path(sys.executable).with_name("moto_server")), "-H", "127.0.0.1", "-p", str(port)]
     with program(command, port, folder / "moto.log"):
         yield with_bucket(S3Server(f"http://127.0.0.1:{port}", "test", "test"))
+
+
+def fails(call, *arguments):
+    """The call's kvwire error."""
+    with pytest.raises(KvwireError) as caught:
+        call(*arguments)
+    return caught.value
 
 
 class S3Conformance(StoreConformance):
