@@ -16,7 +16,7 @@ import click
 
 from kvwire import __version__
 from kvwire.errors import ArgumentError, DeadlineError, KvwireError, NotFoundError, StorageError
-from kvwire.options import Place, store_options
+from kvwire.options import Place, key, store_options
 from kvwire.printing import describe, described, print_answer, print_encoded, print_levels
 from kvwire.serving import serve, sign, token
 from kvwire.store_commands import store_group
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvwire.codec import Backend
     from kvwire.corpus import Corpus, Encoded
     from kvwire.engines.transformers import TransformersEngine
+    from kvwire.store import UseFile
 
 _MODEL = click.option("--model", required=True, envvar="KVWIRE_MODEL", help="Folder of a Hugging Face causal model.")
 _DEVICE = click.option(
@@ -48,6 +49,7 @@ _BACKEND = click.option(
     type=click.Choice(["auto", "triton", "numba"]),
     help="Kernels that code caches; auto: Triton's on a GPU.",
 )
+_USES = click.option("--uses", envvar="KVWIRE_USES", metavar="FILE", help="Where uses of documents are counted.")
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
 
 
@@ -98,6 +100,14 @@ def cli() -> None:
     help="Layers that readers compute anew, which makes blobs smaller.",
 )
 @click.option("--lossless", is_flag=True, help="Add a level that holds every number bit for bit.")
+@click.option(
+    "--encode-after",
+    default=0,
+    type=click.IntRange(0),
+    metavar="N",
+    help="Keep documents with fewer than N counted uses as text; needs --uses.",
+)
+@_USES
 @_BACKEND
 @_JSON
 def encode(
@@ -110,6 +120,8 @@ def encode(
     method: Literal["kvwire", "cachegen"],
     head_start: int,
     lossless: bool,
+    encode_after: int,
+    uses: str | None,
     backend: Backend,
     as_json: bool,
 ) -> None:
@@ -122,8 +134,8 @@ def encode(
     failures: dict[str, str] = {}
     texts = read_texts(paths, failures)
     engine = _engine(model, device, dtype)
-    opened = place.open_lasting()
-    corpus = Corpus(engine, opened, **place.whose(), coding=Coding(method, head_start, lossless, backend=backend))
+    opened, coding = place.open_lasting(), Coding(method, head_start, lossless, backend=backend)
+    corpus = Corpus(engine, opened, **place.whose(), coding=coding, uses=_use_file(uses))
     documents = []
     for document_id, text in texts.items():
         ids = engine.tokenize(text)
@@ -132,7 +144,7 @@ def encode(
             failures[document_id] = problem
         else:
             documents.append(Document(document_id, tuple(ids)))
-    done = _encode_all(corpus, documents, force=force)
+    done = _encode_all(corpus, documents, force=force, encode_after=encode_after)
     error = None
     if failures:
         error = ArgumentError(f"{len(failures)} of {len(done) + len(failures)} documents were left out")
@@ -153,19 +165,25 @@ def _engine(model: str, device: str, dtype: str) -> TransformersEngine:
     return open_engine(model, device=device, dtype=chosen)
 
 
-def _encode_all(corpus: Corpus, documents: Sequence[Any], *, force: bool) -> list[Encoded]:
+def _use_file(path: str | None) -> UseFile | None:
+    from kvwire.store import UseFile
+
+    return UseFile(path) if path else None
+
+
+def _encode_all(corpus: Corpus, documents: Sequence[Any], *, force: bool, encode_after: int) -> list[Encoded]:
     from tqdm import tqdm
 
     done = []
     total = sum(len(document.token_ids) for document in documents)
     with tqdm(total=total, unit="tok", disable=None, desc="encoding", file=sys.stderr) as bar:
-        for encoded in corpus.encode(documents, force=force):
+        for encoded in corpus.encode(documents, force=force, encode_after=encode_after):
             done.append(encoded)
-            bar.update(encoded.info.tokens)
+            bar.update(encoded.entry.tokens)
     return done
 
 
-for _command in (serve, sign, store_group, token):
+for _command in (key, serve, sign, store_group, token):
     cli.add_command(_command)
 
 
@@ -176,7 +194,6 @@ for _command in (serve, sign, store_group, token):
 @_JSON
 def inspect(blob: str, model: str | None, place: Place, as_json: bool) -> None:
     """Show what a blob holds: a .kvw file, which is checked to its end, or a document of a store."""
-    from kvwire.codec import inspect as read
     from kvwire.codec import verify
 
     path = Path(blob)
@@ -190,8 +207,8 @@ def inspect(blob: str, model: str | None, place: Place, as_json: bool) -> None:
         from kvwire.corpus import Corpus
 
         with closing(place.open()) as opened:
-            entry = Corpus(_engine(model, "cpu", "auto"), opened, **place.whose()).find(blob)
-            info = read(opened.get(entry.blob_key, 0, entry.head_bytes))
+            corpus = Corpus(_engine(model, "cpu", "auto"), opened, **place.whose())
+            info = corpus.read_head(corpus.find(blob))
     else:
         msg = f"{blob} is no file; to look up a document name --store and --model"
         raise NotFoundError(msg)
@@ -228,6 +245,7 @@ def inspect(blob: str, model: str | None, place: Place, as_json: bool) -> None:
     "--tokens", default=32, show_default=True, type=click.IntRange(min=1), help="Length of the answer at most."
 )
 @click.option("--texts", help="Folder of the documents' texts, for those whose blob is lost.")
+@_USES
 @_MODEL
 @store_options
 @_DEVICE
@@ -243,6 +261,7 @@ def ask(
     floor: int,
     tokens: int,
     texts: str | None,
+    uses: str | None,
     model: str,
     place: Place,
     device: str,
@@ -260,7 +279,7 @@ def ask(
     settings = LoadSettings(quality_floor=floor, backend=backend)
     known = {name: engine.tokenize(text) for name, text in read_texts([texts]).items()} if texts else None
     with closing(place.open()) as opened:
-        corpus = Corpus(engine, opened, **place.whose())
+        corpus = Corpus(engine, opened, **place.whose(), uses=_use_file(uses))
         loader = Loader(engine, corpus, link=parse_link(link) if link else None, settings=settings)
         answer = loader.ask(names, engine.tokenize(question), deadline_s=deadline, tokens=tokens, texts=known)
     error = None

@@ -327,3 +327,26 @@ def test_the_demo_on_a_folder_of_ones_own(small, tmp_path):
         assert row["bytes"]["kvwire"] * 2 < row["bytes"]["raw"]  # whichever levels this machine had time for
         assert row["decisions"]
     assert set(report["encode"]["bits_per_element"]) == {"coarse", "standard", "fine", "finer", "finest"}
+
+
+def test_rare_documents_are_kept_as_text_and_encoded_once_they_were_asked_for(run, tmp_path, texts, demo_model):
+    store, uses = tmp_path / "store", tmp_path / "uses"
+    encode = ["encode", texts, "--model", demo_model, "--store", store, "--encode-after", 1, "--uses", uses, "--json"]
+    code, out, err = run(*encode)
+    assert (code, err.count("Error")) == (0, 0)
+    assert all(row["text_only"] for row in json.loads(out)["documents"])
+    assert not list(store.rglob("*.kvw"))
+    code, _, err = run("inspect", json.loads(out)["documents"][0]["id"], "--model", demo_model, "--store", store)
+    assert code == 3
+    assert "kept as text" in err
+    name = json.loads(out)["documents"][0]["id"]
+    words = ["ask", "--docs", name, "--question", "So", "--model", demo_model, "--store", store, "--tokens", 2]
+    code, out, err = run(*words, "--uses", uses)
+    assert code == 0
+    assert "recomputed: " not in err  # nothing was missed: that is how it is kept
+    code, out, _ = run(*encode)
+    assert [("levels" in row, row["skipped"]) for row in json.loads(out)["documents"]] == [(True, False), (False, True)]
+    assert len(list(store.rglob("*.kvw"))) == 1
+    code, _, err = run(*encode[:6], "--encode-after", 1)
+    assert code == 2
+    assert "uses" in err
