@@ -146,7 +146,9 @@ class FolderStore(Store):
     def scan(self, prefix: str, after: str = "") -> Iterator[Listed]:
         """Objects whose keys start with ``prefix`` and come after ``after``, in order, found while iterating."""
         check_after(prefix, after)
-        return self._merged(self._rows.scan(prefix, after), self._walk(self._root, "", prefix, after))
+        above = prefix[: prefix.rfind("/") + 1]
+        files = self._walk(self._root.joinpath(*above.split("/")), above, prefix, after)
+        return self._merged(self._rows.scan(prefix, after), files)
 
     def remove_leftovers(self, before: float) -> tuple[int, int]:
         """Remove files that writers left unfinished before that time (Unix seconds); returns how many, and bytes."""
@@ -195,7 +197,7 @@ class FolderStore(Store):
             try:
                 with os.scandir(folder) as entries:
                     return sorted(name for entry in entries if (name := _listed(entry)))
-            except FileNotFoundError:  # never written to, or removed meanwhile
+            except (FileNotFoundError, NotADirectoryError):  # never written to, removed meanwhile, or an object
                 return []
 
     def _make_folder(self, folder: Path) -> None:
