@@ -14,7 +14,6 @@ from kvwire.codec import (
     encode,
     fit_cachegen_profile,
     fit_profile,
-    inspect,
     read_profile,
 )
 from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError, StorageError
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
     from kvwire.codec import AnyProfile, Backend
     from kvwire.engines.transformers import TransformersEngine
-    from kvwire.store import Store, UseCounts
+    from kvwire.store import Keyring, Store, UseCounts
     from kvwire.types import BlobInfo, CacheMeta, KVCache
 
 CALIBRATION_TOKENS = 16384
@@ -104,15 +103,16 @@ class Corpus:
         *,
         tenant: str = "default",
         salt: bytes = b"",
+        keyring: Keyring | None = None,
         coding: Coding | None = None,
         uses: UseCounts | None = None,
     ) -> None:
         """Keep the parts; nothing is read or written yet.
 
-        salt: see ``Catalog``. coding: matters to who encodes. uses: where loads are counted, if they are.
+        salt, keyring: see ``Catalog``. coding: matters to who encodes. uses: where loads are counted, if they are.
         """
         self._engine = engine
-        self.catalog = Catalog(store, tenant, salt)
+        self.catalog = Catalog(store, tenant, salt, keyring=keyring)
         self._config = engine.meta.config_digest()
         self._coding = coding or Coding()
         self._uses = uses
@@ -268,7 +268,7 @@ class Corpus:
         layers = 0 if profile is None or isinstance(profile, CacheGenProfile) else profile.head_start
         hidden = self._engine.head_start(document.token_ids, layers) if layers else None
         coding = self._coding
-        blob = encode(
+        plain = encode(
             cache,
             profile,
             coding.ladder,
@@ -277,7 +277,8 @@ class Corpus:
             hidden=hidden,
             backend=coding.backend,
         )
-        info = inspect(blob)
+        blob = self.catalog.seal(plain)
+        info = self.catalog.blob_reader().read_head(blob)
         self.catalog.put_text(self._config, document.token_ids, overwrite=True)
         entry = self.catalog.put_blob(
             self._config,
@@ -308,7 +309,7 @@ class Corpus:
                 return None
             if self.catalog.store.stat(entry.blob_key).size != entry.size:
                 return None
-            info = inspect(self.catalog.store.get(entry.blob_key, 0, entry.head_bytes))
+            info = self.read_head(entry)
         except (CorruptError, NotFoundError):
             return None  # a damaged entry or a blob that is gone is written again
         if not self._is_coded_so(info):
@@ -331,6 +332,13 @@ class Corpus:
         steps = [(level.name, level.step) for level in info.levels if not level.alone]
         wanted = coding.method == "cachegen" or steps == list(zip(ladder.names, ladder.steps, strict=True))
         return wanted and info.chunk_tokens == coding.chunk_tokens
+
+    def read_head(self, entry: CatalogEntry) -> BlobInfo:
+        """What the blob of an entry says of itself; NotFoundError where only the text is kept."""
+        if entry.is_text:
+            msg = f"{entry.document_id!r} is kept as text: it has no blob; kvwire store stat shows its entry"
+            raise NotFoundError(msg)
+        return self.catalog.blob_reader().read_head(self.catalog.store.get(entry.blob_key, 0, entry.head_bytes))
 
     def find(self, document_id: str) -> CatalogEntry:
         """A document's entry; raises NotFoundError that says how to encode it."""

@@ -10,12 +10,12 @@ import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar, cast
 
 from kvwire import controller as ctl
-from kvwire.codec import CHUNK_TOKENS, BlobDecoder, Profile, read_head
+from kvwire.codec import CHUNK_TOKENS, BlobDecoder, PlainBlob, Profile, read_head
 from kvwire.errors import ArgumentError, KvwireError, StorageError
 from kvwire.reuse import LinkedPrompt
 from kvwire.transport import BlobFetcher, LinkMeter, SegmentError, open_session, open_source
@@ -24,7 +24,7 @@ from kvwire.types import digest_tokens
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
-    from kvwire.codec import AnyProfile, Backend
+    from kvwire.codec import AnyProfile, Backend, BlobReader
     from kvwire.corpus import Corpus
     from kvwire.engines.transformers import TransformersEngine
     from kvwire.store import CatalogEntry
@@ -57,7 +57,7 @@ class _Document:
     source: Source
     token_ids: tuple[int, ...] | None
     info: BlobInfo | None = None
-    head: bytes = b""
+    reader: BlobReader = field(default_factory=PlainBlob)
     fetcher: BlobFetcher | None = None
     decoder: BlobDecoder | None = None
 
@@ -185,20 +185,17 @@ class Executor:
             return _Document(source, source.text)
         document = _Document(source, source.text)
 
-        def read(data: bytes) -> BlobInfo:
-            info = read_head(data)
-            document.head = data[: info.head_bytes]
-            return info
-
+        reader = document.reader = self._corpus.catalog.blob_reader()
         at = open_source(self._corpus.catalog.store, source.entry.blob_key, self._http)
         settings = replace(self._fetch_settings, head_bytes=source.entry.head_bytes)
-        fetcher = BlobFetcher(at, read_head=read, settings=settings, link=self._link, meter=self._meter)
+        known = partial(BlobFetcher, at, settings=settings, link=self._link, meter=self._meter)
+        fetcher = known(read_head=reader.read_head, check=reader.check)
         await self._stack.enter_async_context(fetcher)
         try:
             info = await _within(limit_s, fetcher)
             self._corpus.check_blob(info, source.entry)
         except KvwireError as error:
-            document.token_ids = source.text or self._ids_of(document.head, source.entry)
+            document.token_ids = source.text or self._ids_of(reader.head, source.entry)
             if document.token_ids is None:
                 document.token_ids = await self._stored_text(source.entry)
             if document.token_ids is None:
@@ -236,7 +233,9 @@ class Executor:
             if layers and wanted and document.token_ids is not None:
                 hidden = await self.compute(partial(self._engine.head_start, document.token_ids, layers))
             profile = document.source.profile
-            decoder = BlobDecoder(document.head, profile, out=part, offset=offset, hidden=hidden, backend=self._backend)
+            decoder = BlobDecoder(
+                document.reader.head, profile, out=part, offset=offset, hidden=hidden, backend=self._backend
+            )
             if decoder.kept is not None:
                 self.prompt.keep(index, decoder.kept)
             document.decoder = decoder

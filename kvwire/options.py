@@ -61,7 +61,7 @@ class Place:
 
     def whose(self) -> dict[str, Any]:
         """``tenant``, ``salt`` and ``keyring``, as ``Corpus`` and ``Catalog`` take them."""
-        return {"tenant": self.tenant, "salt": self.salt.encode()}
+        return {"tenant": self.tenant, "salt": self.salt.encode(), "keyring": self.keyring()}
 
     def keyring(self) -> Keyring | None:
         """The master keys, where a file of them is named."""
