@@ -28,7 +28,7 @@ def blobs_and_entries():
     return known
 
 
-FEW = settings(max_examples=30, stateful_step_count=30, deadline=None)
+FEW = settings(max_examples=20, stateful_step_count=30, deadline=None)
 
 
 class MemoryMachine(StoreMachine):

@@ -1,8 +1,10 @@
 """The stores of this process and this machine pass the suite."""
 
+from importlib.util import find_spec
+
 import pytest
 
-from kvwire.store import FolderStore, MemoryStore
+from kvwire.store import FolderStore, MemoryStore, testing
 from kvwire.store.memory import _Object
 from kvwire.store.testing import StoreConformance
 
@@ -46,3 +48,13 @@ class TestFolderStore(StoreConformance):
 
     def raw_delete(self, store, key):
         (store.root / key).unlink()
+
+
+def test_without_pytest_the_suite_says_what_to_install(monkeypatch):
+    real = find_spec
+    monkeypatch.setattr(testing, "find_spec", lambda name: None if name == "hypothesis" else real(name))
+    with pytest.raises(ImportError, match="pip install hypothesis"):
+        testing.StoreMachine  # noqa: B018 - looking it up imports it
+    assert testing.CountingStore(MemoryStore()).url == "memory:"
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        testing.Nothing  # noqa: B018

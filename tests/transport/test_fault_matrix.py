@@ -191,5 +191,5 @@ async def test_wrong_bytes_would_be_seen(http_benches, monkeypatch):
     assert outcome.startswith(WRONG)
     row = Row("", "", "", outcome, 1, 0, 0.1, 5.0)
     assert not row.holds
-    assert not replace(row, outcome=RIGHT, seconds=7.0).holds
+    assert not replace(row, outcome=RIGHT, seconds=8.0).holds
     assert replace(row, outcome=RIGHT).holds
