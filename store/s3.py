@@ -123,7 +123,7 @@ class S3Store(Store):
         delete_one(self._client, self._address.bucket, self._name(key))
 
     def delete_many(self, keys: Iterable[str]) -> None:
-        """Remove objects, 1000 with each request where the server can do that."""
+        """Remove objects, 250 with each request where the server can do that."""
         delete_in_batches(self._client, self._address.bucket, map(self._name, keys))
 
     def scan(self, prefix: str, after: str = "") -> Iterator[Listed]:
