@@ -7,8 +7,9 @@ from functools import partial
 
 import pytest
 
-from kvwire.store import S3Store
+from kvwire.store import S3Store, open_tiers
 from kvwire.transport import HttpStore, open_session, open_source
+from kvwire.transport.testing import FaultKind, ProxyFault, nth
 
 from ..s3_servers import free_port, ministack
 from . import fault_cases
@@ -193,3 +194,13 @@ async def test_wrong_bytes_would_be_seen(http_benches, monkeypatch):
     assert not row.holds
     assert not replace(row, outcome=RIGHT, seconds=8.0).holds
     assert replace(row, outcome=RIGHT).holds
+
+
+@pytest.mark.xfail(reason="opening a blob does not tell the source that the head was wrong", strict=False)
+async def test_a_head_damaged_on_its_way_into_a_cache_is_fetched_again(http_benches):
+    bench = http_benches[0]
+    bench.begin(nth(ProxyFault(FaultKind.FLIP, after=100), 0))
+    with closing(open_tiers(HttpStore(bench.proxy.url))) as tiers:
+        async with open_session() as session:
+            outcome, _ = await fetched(open_source(tiers, KEY, session), 5.0)
+    assert outcome == RIGHT
