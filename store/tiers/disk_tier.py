@@ -76,8 +76,11 @@ class DiskTier:
     def open(self) -> None:
         """Take a subfolder and account for what is in it; where that fails, it is tried again later."""
         try:
-            slot = take_slot(self._root)
-            found = sorted(_scan(slot.folder), key=lambda one: one[0])
+            with contextlib.ExitStack() as stack:
+                slot = take_slot(self._root)
+                stack.callback(slot.close)
+                found = sorted(_scan(slot.folder), key=lambda one: one[0])
+                stack.pop_all()
         except OSError as error:
             with self._lock:
                 self._failed(error)

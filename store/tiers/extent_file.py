@@ -11,9 +11,12 @@ import re
 import struct
 import zlib
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvwire.errors import CorruptError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _MAGIC = b"kvwext1\n"
 _FIELDS = struct.Struct("<8s32sQQQ")
@@ -37,10 +40,14 @@ class ExtentName:
     end: int
 
     @property
-    def path(self) -> Path:
+    def file_name(self) -> str:
+        """Name of the file."""
+        return f"{self.name.hex()}-{self.start:x}-{self.end:x}.ext"
+
+    @property
+    def path(self) -> str:
         """Path below the tier's folder; 256 folders keep each of them short."""
-        digits = self.name.hex()
-        return Path(digits[:2]) / f"{digits}-{self.start:x}-{self.end:x}.ext"
+        return f"{self.name[:1].hex()}/{self.file_name}"
 
     @property
     def file_bytes(self) -> int:
@@ -55,7 +62,7 @@ class ExtentName:
             return None
         start, end = int(match[2], 16), int(match[3], 16)
         named = cls(bytes.fromhex(match[1]), start, end)
-        return named if start < end and named.path.name == file_name else None
+        return named if start < end and named.file_name == file_name else None
 
 
 def write_extent(path: Path, extent: ExtentName, size: int | None, data: bytes) -> None:

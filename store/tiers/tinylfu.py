@@ -112,7 +112,10 @@ class WindowTinyLfu(Policy):
             self._probation.put(first, self._protected.take(first))
 
     def _segment_of(self, name: bytes) -> _Segment | None:
-        return next((one for one in (self._window, self._probation, self._protected) if name in one.sizes), None)
+        for segment in (self._protected, self._probation, self._window):
+            if name in segment.sizes:
+                return segment
+        return None
 
     def _objects(self) -> int:
         return len(self._window.sizes) + len(self._probation.sizes) + len(self._protected.sizes)

@@ -132,9 +132,9 @@ def test_settings_that_could_never_work_are_refused(wrong):
 @given(st.binary(min_size=32, max_size=32), RANGES)
 def test_a_file_name_says_which_extent_it_is(name, span):
     extent = ExtentName(name, *span)
-    assert ExtentName.parse(extent.path.name) == extent
-    assert ExtentName.parse(extent.path.name.upper()) is None
-    assert ExtentName.parse(extent.path.name + "x") is None
+    assert ExtentName.parse(extent.file_name) == extent
+    assert ExtentName.parse(extent.file_name.upper()) is None
+    assert ExtentName.parse(extent.file_name + "x") is None
 
 
 # Policies.

@@ -1,10 +1,12 @@
 """Writes that are acknowledged once they are safe on the local disk: order, durability, limits."""
 
+import os
 import random
 import subprocess
 import sys
 import threading
 from contextlib import ExitStack, closing, suppress
+from pathlib import Path
 
 import pytest
 
@@ -266,6 +268,29 @@ def test_where_the_pending_folder_fails_writes_go_to_the_remote_at_once(remote, 
         tiers.put(ENTRY, b"{}")
         assert remote.written == [key, ENTRY]
         assert tiers.counters().uploads.direct == 2
+
+
+def test_the_bytes_are_flushed_before_they_have_their_name_and_the_name_before_the_put_returns(
+    remote, tmp_path, monkeypatch
+):
+    remote.gate.clear()
+    key, data = samples.blob(1)
+    with closing(writing_back(remote, tmp_path)) as tiers:
+        flushed = []
+
+        def fsync(descriptor):
+            flushed.append((Path(f"/proc/self/fd/{descriptor}").readlink(), list(tmp_path.rglob("*.put"))))
+            real(descriptor)
+
+        real = os.fsync
+        monkeypatch.setattr(os, "fsync", fsync)
+        tiers.put(key, data)
+        monkeypatch.undo()
+        (file, before), (folder, after) = flushed
+        assert file.suffix == ".tmp"
+        assert folder.name == "pending"
+        assert (len(before), len(after)) == (0, 1)
+        remote.gate.set()
 
 
 def test_without_a_usable_folder_write_back_is_write_through(remote, tmp_path):
