@@ -12,22 +12,21 @@ import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import pytest
+from fault_parts import local
+from fault_parts import network as cases
+from fault_parts.servers import free_port, ministack
 from measure import RESULTS, ROOT, write_json
 
-sys.path.insert(0, str(ROOT))  # the cases lie beside the tests that hold them
 from kvwire.store import S3Store
 from kvwire.transport import HttpStore
-from tests.s3_servers import free_port, ministack
-from tests.transport import fault_cases as cases
-from tests.transport import local_fault_cases as local
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    Row = Any
+    from fault_parts.network import Row
+    from fault_parts.servers import S3Server
 
 _PAGE = """# What goes wrong, and how it ends
 
@@ -85,7 +84,7 @@ def listed(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def proxied(server: Any) -> list[Row]:  # noqa: ANN401 - tests are not typed
+def proxied(server: S3Server) -> list[Row]:
     """Faults that a proxy does, one at a time."""
     rows = []
     with cases.http_benches(1) as http, cases.s3_benches(server, 1) as s3:
@@ -94,7 +93,7 @@ def proxied(server: Any) -> list[Row]:  # noqa: ANN401 - tests are not typed
     return rows
 
 
-async def others(server: Any, folder: Path) -> list[Row]:  # noqa: ANN401
+async def others(server: S3Server, folder: Path) -> list[Row]:
     """Addresses that expire, hosts that cannot be reached, objects that change."""
     with cases.http_benches(1) as (http,), cases.s3_benches(server, 1) as (s3,), cases.signed_bench(folder) as signed:
         with cases.short_lived(s3) as store:
@@ -117,7 +116,7 @@ async def others(server: Any, folder: Path) -> list[Row]:  # noqa: ANN401
         return rows
 
 
-def disks_and_processes(server: Any, folder: Path, seed: int) -> list[Row]:  # noqa: ANN401
+def disks_and_processes(server: S3Server, folder: Path, seed: int) -> list[Row]:
     """Full and read-only disks, and ``kill -9``."""
     return [
         local.full_disk(folder / "full"),
@@ -163,12 +162,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "fault_matrix.json")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "faults.md")
     options = parser.parse_args()
-    with (
-        tempfile.TemporaryDirectory() as name,
-        ministack(Path(name)) as server,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        server.set_environment(patch)
+    with tempfile.TemporaryDirectory() as name, ministack() as server:
         rows = proxied(server)
         rows += asyncio.run(others(server, Path(name)))
         rows += disks_and_processes(server, Path(name), options.seed)

@@ -26,7 +26,8 @@ from contextlib import ExitStack, aclosing, closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the blobs' format lies beside the tests
+from fault_parts.servers import CREDENTIALS, ministack
+
 from kvwire.errors import KvwireError
 from kvwire.store import KeySpace, MemoryStore, S3Settings, S3Store, open_tiers
 from kvwire.store.tiers import TierSettings
@@ -41,8 +42,15 @@ from kvwire.transport import (
     open_session,
     open_source,
 )
-from kvwire.transport.testing import FaultKind, FaultProxy, ProxyFault, at_random, serving
-from tests.transport.fake_blobs import build, read_head
+from kvwire.transport.testing import (
+    FaultKind,
+    FaultProxy,
+    ProxyFault,
+    at_random,
+    build_blob,
+    read_blob_head,
+    serving,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -92,7 +100,9 @@ def blobs(seed: int) -> dict[str, bytes]:
     """Key and bytes of each blob; the same in both processes."""
     rng = random.Random(seed)
     built = [
-        build([[rng.randint(500, 30_000) for _ in range(3)] for _ in range(rng.randint(2, 10))], seed=seed + number)
+        build_blob(
+            [[rng.randint(500, 30_000) for _ in range(3)] for _ in range(rng.randint(2, 10))], seed=seed + number
+        )
         for number in range(BLOBS)
     ]
     return {SPACE.blob(hashlib.sha256(data).hexdigest()): data for data in built}
@@ -125,9 +135,7 @@ def http_server(seed: int) -> Iterator[str]:
 @contextmanager
 def s3_server(seed: int) -> Iterator[str]:
     """An S3 emulator."""
-    from tests.s3_servers import ministack
-
-    with tempfile.TemporaryDirectory() as name, ministack(Path(name)) as server:
+    with ministack() as server:
         with closing(S3Store(server.address("soak"))) as store:
             for key, data in blobs(seed).items():
                 store.put(key, data)
@@ -211,12 +219,12 @@ class Soak:
         data, level, started = self.blobs[key], self.rng.randrange(3), time.monotonic()
         source = open_source(self.tiers, key, self.session)
         misses: Counter[str] = Counter()
-        async with BlobFetcher(source, read_head=read_head, settings=FETCH, meter=self.meter) as fetcher:
+        async with BlobFetcher(source, read_head=read_blob_head, settings=FETCH, meter=self.meter) as fetcher:
             try:
                 async with asyncio.timeout(DEADLINE_S):
                     info = await fetcher.open()
             except TimeoutError as error:
-                return type(error).__name__ if isinstance(error, KvwireError) else "DeadlineError while opening"
+                return type(error).__name__ if isinstance(error, KvwireError) else "deadline while opening"
             wanted = [segment for row in info.segments for segment in row[: level + 1]]
             async with aclosing(fetcher.fetch(wanted, deadline=started + DEADLINE_S)) as results:
                 async for result in results:
@@ -344,7 +352,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "soak.json")
     parser.add_argument("--far-side", choices=["http", "s3"], help=argparse.SUPPRESS)
     options = parser.parse_args()
-    os.environ |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_EC2_METADATA_DISABLED": "true"}
+    os.environ |= CREDENTIALS
     if options.far_side:
         far_side(options.far_side, options.seed)
         return

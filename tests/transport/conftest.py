@@ -9,8 +9,8 @@ import pytest
 
 from kvwire.store import MemoryStore
 from kvwire.transport import BlobFetcher, FetchSettings, HttpSource, Patience, open_session
-
-from .fake_blobs import build, read_head
+from kvwire.transport.testing import build_blob as build
+from kvwire.transport.testing import read_blob_head as read_head
 
 KEY = "v1/blob.kvw"
 FAST = FetchSettings(backoff_s=0.001, gap_bytes=64, max_bytes=100_000, patience=Patience(5, 5))

@@ -1,9 +1,11 @@
 """Whatever goes wrong on the way ends in the right bytes or a clear error, in time."""
 
 import asyncio
+import sys
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -12,8 +14,18 @@ from kvwire.transport import HttpStore, open_session, open_source
 from kvwire.transport.testing import FaultKind, ProxyFault, nth
 
 from ..s3_servers import free_port, ministack
-from . import fault_cases
-from .fault_cases import (
+
+_FOLDER = str(Path(__file__).resolve().parents[2] / "benchmarks")
+sys.path.insert(0, _FOLDER)
+from fault_parts import network  # noqa: E402 - parts of a script in a folder beside the package
+from fault_parts.local import (  # noqa: E402
+    disk_that_becomes_read_only,
+    full_disk,
+    full_disk_tier,
+    killed_reader,
+    killed_writer,
+)
+from fault_parts.network import (  # noqa: E402
     BLOB,
     CHANGES,
     HTTP_SETTINGS,
@@ -39,7 +51,8 @@ from .fault_cases import (
     signed_bench,
     unreachable,
 )
-from .local_fault_cases import disk_that_becomes_read_only, full_disk, full_disk_tier, killed_reader, killed_writer
+
+sys.path.remove(_FOLDER)
 
 AT_A_TIME = 4
 
@@ -185,8 +198,8 @@ def test_a_reader_that_is_killed(tmp_path):
 
 
 async def test_wrong_bytes_would_be_seen(http_benches, monkeypatch):
-    monkeypatch.setattr(fault_cases, "BLOB", BLOB[:-1] + bytes([BLOB[-1] ^ 1]))
-    monkeypatch.setattr(fault_cases, "PROFILE", b"another")
+    monkeypatch.setattr(network, "BLOB", BLOB[:-1] + bytes([BLOB[-1] ^ 1]))
+    monkeypatch.setattr(network, "PROFILE", b"another")
     async with open_session() as session:
         outcome, _ = await fetched(open_source(http_benches[0].store, KEY, session), 5.0)
     assert outcome.startswith(WRONG)

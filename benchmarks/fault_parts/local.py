@@ -1,4 +1,4 @@
-"""Full disks, read-only disks, and processes that are killed: cases that a test and a benchmark share.
+"""Full disks, read-only disks, and processes that are killed: cases that the benchmark and the tests share.
 
 Writers and readers are processes of their own. What they leave behind is opened again here, and every object in it is
 compared with what its key says.
@@ -15,13 +15,19 @@ import subprocess
 import sys
 import time
 from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Any
 
+from fault_parts.network import RIGHT, WRONG, Row, named, seconds_since
 from kvwire.errors import KvwireError
 from kvwire.store import FolderStore, MemoryStore, S3Settings, S3Store, content_digest, open_tiers
 from kvwire.store.testing import CountingStore
 from kvwire.store.testing.samples import blob
 
-from .fault_cases import RIGHT, WRONG, Row, named, seconds_since
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from kvwire.store import Store, TieredStore
 
 PARTS = S3Settings(multipart_bytes=5 << 20, part_bytes=5 << 20)
 DEADLINE_S = 20.0
@@ -90,12 +96,12 @@ print(json.dumps([counted.tally("get").requests + counted.tally("read").requests
 """
 
 
-def _row(fault, when, transport, outcome, started, attempts=1, misses=0):
-    return Row(fault, when, transport, outcome, attempts, misses, seconds_since(started), DEADLINE_S)
+def _row(fault: str, when: str, where: str, outcome: str, started: float, attempts: int = 1) -> Row:
+    return Row(fault, when, where, outcome, attempts, 0, seconds_since(started), DEADLINE_S)
 
 
 @contextmanager
-def _program(text, place, size):
+def _program(text: str, place: str | Path, size: int) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", _PREAMBLE + text, str(place), str(size)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     try:
@@ -106,7 +112,7 @@ def _program(text, place, size):
         process.stdout.close()
 
 
-def _output(text, place, size):
+def _output(text: str, place: str | Path, size: int) -> Any:  # noqa: ANN401 - JSON
     with _program(text, place, size) as process:
         output = process.stdout.read()
         if process.wait(DEADLINE_S):
@@ -114,7 +120,7 @@ def _output(text, place, size):
         return json.loads(output)
 
 
-def full_disk(folder):
+def full_disk(folder: Path) -> Row:
     """A file system that takes no file above 100 kB, as a full one takes none above what is left."""
     started = time.monotonic()
     large, small = _output(_FULL_FOLDER, folder, 1_000_000) or (f"{WRONG}: the writer died", "")
@@ -125,7 +131,7 @@ def full_disk(folder):
     return _row("disk full", "while writing", "folder", outcome, started)
 
 
-def full_disk_tier(folder):
+def full_disk_tier(folder: Path) -> Row:
     """The disk tier cannot be written: reads go on, from the remote."""
     started = time.monotonic()
     found = _output(_FULL_TIER, folder, 1_000_000)
@@ -135,7 +141,7 @@ def full_disk_tier(folder):
 
 
 @contextmanager
-def read_only_disk(folder):
+def read_only_disk(folder: Path) -> Iterator[Callable[[], object] | None]:
     """A small file system that becomes read-only when ``lock()`` is called; None where this machine cannot have one."""
     folder.mkdir(parents=True, exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]
@@ -148,8 +154,8 @@ def read_only_disk(folder):
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def disk_that_becomes_read_only(folder):
-    """Writing fails with words, reading goes on. None where it cannot be tried."""
+def disk_that_becomes_read_only(folder: Path) -> list[Row]:
+    """Writing fails with words, reading goes on. No rows where it cannot be tried."""
     with read_only_disk(folder) as lock:
         if lock is None:
             return []
@@ -168,20 +174,20 @@ def disk_that_becomes_read_only(folder):
         return [*rows, _row("disk is read-only", "while reading", "disk tier", RIGHT if right else WRONG, started)]
 
 
-def _small_tiers(folder):
+def _small_tiers(folder: Path) -> TieredStore:
     remote = MemoryStore()
     for seed in range(4):
         remote.put(*blob(seed, 50_000))
     return open_tiers(remote, memory_bytes=0, folder=folder, folder_bytes=1 << 20)
 
 
-def _fill_tiers(folder):
+def _fill_tiers(folder: Path) -> None:
     with closing(_small_tiers(folder)) as tiers:
         for seed in range(2):
             tiers.get(blob(seed, 50_000)[0])
 
 
-def _outcome(action):
+def _outcome(action: Callable[[], object]) -> str:
     try:
         action()
     except KvwireError as error:
@@ -189,7 +195,7 @@ def _outcome(action):
     return RIGHT
 
 
-def killed_writer(kind, place, kills, seed):
+def killed_writer(kind: str, place: str | Path, kills: int, seed: int) -> Row:
     """A writer is killed in the middle of puts: what can be read is whole, and writing again heals the rest."""
     started, rng, done = time.monotonic(), random.Random(seed), 0
     for _ in range(kills):
@@ -209,7 +215,7 @@ def killed_writer(kind, place, kills, seed):
     return _row("kill -9 of the writer", "in mid-put", kind, outcome, started, done)
 
 
-def _opened(kind, place):
+def _opened(kind: str, place: str | Path) -> Store:
     if kind == "folder":
         return FolderStore(place)
     if kind == "s3, multipart":
@@ -221,7 +227,7 @@ def _opened(kind, place):
     return tiers
 
 
-def _damaged(store):
+def _damaged(store: Store) -> str | None:
     """A key whose bytes are not those that it names, if there is one."""
     for key in store.keys(""):
         if hashlib.sha256(store.get(key)).hexdigest() != content_digest(key):
@@ -229,7 +235,7 @@ def _damaged(store):
     return None
 
 
-def killed_reader(folder, kills, seed):
+def killed_reader(folder: Path, kills: int, seed: int) -> Row:
     """A reader that fills the disk tier is killed: the next process reads right bytes from what is left."""
     started, rng, done = time.monotonic(), random.Random(seed), 0
     for _ in range(kills):

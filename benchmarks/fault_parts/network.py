@@ -1,6 +1,6 @@
-"""What can go wrong between a store and a reader, as cases that a test and a benchmark share.
+"""What can go wrong between a store and a reader, as cases that the benchmark and the tests share.
 
-Here are those of servers and networks, ``local_fault_cases`` has those of disks and processes. Each case ends as a
+Here are those of servers and networks, ``local`` has those of disks and processes. Each case ends as a
 ``Row``: how it ended, after how many requests and seconds. Right bytes are compared with what was written; an error is
 one of ``kvwire.errors``; anything else is ``WRONG``.
 """
@@ -17,6 +17,7 @@ from collections import deque
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvwire.errors import KvwireError
 from kvwire.store import Catalog, HttpAddress, KeySpace, MemoryStore, S3Settings, S3Store, tenant_hash
@@ -34,8 +35,19 @@ from kvwire.transport import (
     sign_url,
 )
 from kvwire.transport.testing import FaultKind, FaultProxy, ProxyFault, nth, serving
+from kvwire.transport.testing import build_blob as build
+from kvwire.transport.testing import read_blob_head as read_head
 
-from .fake_blobs import build, read_head
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from kvwire.store import Store
+    from kvwire.transport import ByteSource
+    from kvwire.transport.http_source import Addresses
+    from kvwire.transport.testing.faults import FaultPlan
+
+    Run = Callable[["Bench"], Awaitable["Row"]]
 
 RIGHT = "right bytes"
 WRONG = "WRONG"
@@ -52,6 +64,16 @@ SHORT_PATIENCE = Patience(0.4, 0.4)
 WAITS = (FaultKind.SILENT, FaultKind.STALL)  # elsewhere a slow machine is no fault
 S3_SETTINGS = S3Settings(connect_s=1.0, stall_s=0.3, total_s=1.5, attempts=3)
 HTTP_SETTINGS = HttpStoreSettings(stall_s=0.3, total_s=1.5)
+
+
+class S3Server(Protocol):
+    """A running server with a bucket."""
+
+    endpoint: str
+
+    def address(self, prefix: str) -> str:
+        """The address of a store in the bucket."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -114,40 +136,47 @@ class Bench:
     """A server behind a proxy, and a store that reaches it through the proxy. origin: the same objects without it."""
 
     kind: str
-    origin: object
-    store: object
-    proxy: object
+    origin: Store
+    store: Any
+    proxy: FaultProxy
     requests: int = 0
     started: float = field(default_factory=time.monotonic)
 
-    def begin(self, plan=None):
+    def begin(self, plan: FaultPlan | None = None) -> None:
+        """Start the clock and the count of requests."""
         self.proxy.plan = plan
         self.requests = self.proxy.requests
         self.started = time.monotonic()
 
-    def row(self, fault, when, outcome, misses, deadline_s, how=""):
+    def row(self, fault: str, when: str, outcome: str, misses: int, deadline_s: float, how: str) -> Row:
+        """How a case that began with ``begin`` ended."""
         seconds = round(time.monotonic() - self.started, 3)
         attempts = self.proxy.requests - self.requests
         self.proxy.plan = None
         return Row(fault, when, self.kind + how, outcome, attempts, misses, seconds, deadline_s)
 
 
-def write_everything(store):
+def write_everything(store: Store) -> None:
     """What the cases read, written behind the proxy's back."""
     store.put(KEY, BLOB)
     store.put(SPACE.profile(hashlib.sha256(PROFILE).hexdigest()), PROFILE)
 
 
-def named(error):
+def named(error: KvwireError) -> str:
     """An error's class, with that of its cause where a segment's error only passes it on."""
     cause = error.__cause__ if isinstance(error, SegmentError) else None
     return f"{type(error).__name__} ({type(cause).__name__})" if cause else type(error).__name__
 
 
-async def fetched(source, deadline_s, settings=SETTINGS, between=None):
+async def fetched(
+    source: ByteSource,
+    deadline_s: float,
+    settings: FetchSettings = SETTINGS,
+    between: Callable[[], Awaitable[object]] | None = None,
+) -> tuple[str, int]:
     """Fetch the blob: how it ended, and how many segments are missing. ``between``: done when the head is in."""
     give_up_at = time.monotonic() + deadline_s
-    misses = []
+    misses: list[SegmentError] = []
     try:
         async with BlobFetcher(source, read_head=read_head, settings=settings) as fetcher:
             async with asyncio.timeout(deadline_s):
@@ -163,13 +192,13 @@ async def fetched(source, deadline_s, settings=SETTINGS, between=None):
     except KvwireError as error:
         return named(error), len(misses)
     except TimeoutError:
-        return "DeadlineError while opening", len(misses)
+        return "deadline of the caller while opening", len(misses)
     except Exception as error:  # noqa: BLE001 - what must not happen is told, not raised
         return f"{WRONG} kind of error: {type(error).__name__}: {error}", len(misses)
     return (named(misses[0]) if misses else RIGHT), len(misses)
 
 
-def got(store):
+def got(store: Store) -> str:
     """Read a profile as the front door does, through ``Store.get``: how it ended."""
     try:
         data = Catalog(store).get_profile(CONFIG, hashlib.sha256(PROFILE).hexdigest())
@@ -180,13 +209,14 @@ def got(store):
     return RIGHT if data == PROFILE else f"{WRONG} bytes"
 
 
-def plan_of(fault, when):
+def plan_of(fault: ProxyFault, when: str) -> FaultPlan:
+    """Which GETs of a fetch go wrong; the first one reads the head."""
     if when == "always":
         return nth(fault, *range(1, 10_000))
     return nth(fault, 0 if when == "head" else 1)
 
 
-async def by_fetcher(case, when, bench):
+async def by_fetcher(case: Case, when: str, bench: Bench) -> Row:
     """One case of a proxied fault, read in ranges by a BlobFetcher."""
     async with open_session() as session:
         source = open_source(bench.store, KEY, session)
@@ -196,7 +226,7 @@ async def by_fetcher(case, when, bench):
         return bench.row(case.name, WHENS[when], outcome, misses, case.deadline_s, ", ranges")
 
 
-async def by_get(case, when, bench):
+async def by_get(case: Case, when: str, bench: Bench) -> Row:
     """One case of a proxied fault, met by ``Store.get``: the first time, or always."""
     fault = replace(case.fault, rate=case.fault.rate / 2)  # the profile is small
     bench.begin(nth(fault, *range(10_000 if when == "always" else 1)))
@@ -206,7 +236,7 @@ async def by_get(case, when, bench):
 
 
 @contextmanager
-def http_benches(count):
+def http_benches(count: int) -> Iterator[list[Bench]]:
     """``kvwire serve`` behind that many proxies."""
     origin = MemoryStore()
     write_everything(origin)
@@ -218,7 +248,7 @@ def http_benches(count):
 
 
 @contextmanager
-def signed_bench(folder):
+def signed_bench(folder: Path) -> Iterator[Bench]:
     """``kvwire serve`` that takes signed URLs only, behind a proxy; there is no store that could sign."""
     keys = folder / "keys.json"
     keys.write_text(json.dumps({"one": {"secret": base64.b64encode(SECRET).decode()}}))
@@ -229,7 +259,7 @@ def signed_bench(folder):
 
 
 @contextmanager
-def s3_benches(server, count):
+def s3_benches(server: S3Server, count: int) -> Iterator[list[Bench]]:
     """An S3 server behind that many proxies; the environment holds its credentials."""
     address = server.address("matrix")
     with ExitStack() as stack:
@@ -240,17 +270,17 @@ def s3_benches(server, count):
         yield [Bench("s3", origin, *parts) for parts in zip(stores, proxies, strict=True)]
 
 
-def short_lived(bench):
+def short_lived(bench: Bench) -> closing[S3Store]:
     """The bench's S3 store, with addresses that live for a second."""
     return closing(S3Store(bench.store.url, settings=replace(S3_SETTINGS, address_s=1)))
 
 
-async def in_turns(calls, benches):
+async def in_turns(calls: Sequence[Run], benches: Sequence[Bench]) -> list[Row]:
     """Rows of many cases, as many at a time as there are benches; in the order of the calls."""
     left = deque(enumerate(calls))
-    rows = {}
+    rows: dict[int, Row] = {}
 
-    async def work(bench):
+    async def work(bench: Bench) -> None:
         await asyncio.to_thread(bench.store.get, KEY)  # a server's first answer takes its time
         while left:
             number, call = left.popleft()
@@ -260,15 +290,17 @@ async def in_turns(calls, benches):
     return [rows[number] for number in sorted(rows)]
 
 
-def all_ranges():
+def all_ranges() -> list[Run]:
+    """Every proxied fault, met while a blob is fetched."""
     return [partial(by_fetcher, case, when) for case in PROXIED for when in WHENS]
 
 
-def all_gets():
+def all_gets() -> list[Run]:
+    """Every proxied fault, met by ``Store.get``."""
     return [partial(by_get, case, when) for case in PROXIED for when in ("once", "always")]
 
 
-async def renewed_address(bench, find, name):
+async def renewed_address(bench: Bench, find: Addresses, name: str) -> Row:
     """Addresses that live for a second, and a reader that is told so only by the server."""
     async with open_session() as session:
         bench.begin()
@@ -276,7 +308,7 @@ async def renewed_address(bench, find, name):
         return bench.row(name, "while fetching", outcome, misses, 8.0, ", ranges")
 
 
-async def expired_address(bench, url, name):
+async def expired_address(bench: Bench, url: str, name: str) -> Row:
     """An address that nobody can renew."""
     async with open_session() as session:
         bench.begin()
@@ -284,7 +316,7 @@ async def expired_address(bench, url, name):
         return bench.row(name, "while fetching", outcome, misses, 8.0, ", ranges")
 
 
-async def unreachable(store, name, kind):
+async def unreachable(store: Store, name: str, kind: str) -> list[Row]:
     """A host that cannot be found, or where nobody listens: read in ranges, and by ``get``."""
     started = time.monotonic()
     async with open_session(connect_s=1.0) as session:
@@ -295,7 +327,7 @@ async def unreachable(store, name, kind):
     return [*rows, Row(name, "always", f"{kind}, get", outcome, 0, 1, seconds_since(started), 5.0)]
 
 
-async def changed_between(bench, name, change):
+async def changed_between(bench: Bench, name: str, change: Callable[[Store], None]) -> Row:
     """The object is really another one, or gone, when its head has been read."""
     try:
         async with open_session() as session:
@@ -307,23 +339,24 @@ async def changed_between(bench, name, change):
         write_everything(bench.origin)
 
 
-CHANGES = {
+CHANGES: dict[str, Callable[[Store], None]] = {
     "object really replaced": lambda origin: origin.put(KEY, build([[5_000, 10_000, 15_000]] * 12, seed=9)),
     "object deleted": lambda origin: origin.delete(KEY),
 }
 
 
-def seconds_since(started):
+def seconds_since(started: float) -> float:
+    """To the millisecond."""
     return round(time.monotonic() - started, 3)
 
 
-def signed_addresses(bench):
+def signed_addresses(bench: Bench) -> Addresses:
     """Signed URLs of ``kvwire serve`` that live for a second and say nothing of it."""
     return lambda refused: HttpAddress(  # noqa: ARG005 - there is nothing but fresh ones
         sign_url(bench.proxy.url, KEY, secret=SECRET, key_id="one", expires_at=time.time() + 1)
     )
 
 
-def presigned_addresses(store):
+def presigned_addresses(store: S3Store) -> Addresses:
     """Presigned S3 addresses that say nothing of their expiry."""
     return lambda refused: replace(store.http_address(KEY, renew=refused), expires_at=math.inf)

@@ -1,0 +1,60 @@
+"""A blob format of a few lines: tests of transfers need segments and checksums, and no tensors in them."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+import zlib
+from typing import TYPE_CHECKING
+
+from kvwire.errors import CorruptError, TruncatedError
+from kvwire.types import BlobInfo, CacheMeta, LevelInfo, SegmentInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_MAGIC = b"FAKE"
+_PREFIX = struct.Struct("<4sII")  # magic, bytes of the JSON that follows, its CRC-32
+
+
+def build_blob(sizes: Sequence[Sequence[int]], *, padding: int = 0, seed: int = 1) -> bytes:
+    """A blob with ``sizes[chunk][level]`` payload bytes, drawn from ``seed``; ``padding`` lengthens the head."""
+    rng = random.Random(seed)  # noqa: S311 - test data
+    payloads = [[rng.randbytes(size) for size in row] for row in sizes]
+    table = [[[len(data), zlib.crc32(data)] for data in row] for row in payloads]
+    body = json.dumps({"table": table, "padding": "x" * padding}).encode()
+    return _PREFIX.pack(_MAGIC, len(body), zlib.crc32(body)) + body + b"".join(map(b"".join, payloads))
+
+
+def read_blob_head(data: bytes) -> BlobInfo:
+    """What ``BlobFetcher`` needs to know of such a blob. Raises TruncatedError and CorruptError as the codec does."""
+    if len(data) < _PREFIX.size:
+        msg = "the head is not there yet"
+        raise TruncatedError(msg, _PREFIX.size)
+    magic, length, crc = _PREFIX.unpack_from(data)
+    if magic != _MAGIC:
+        msg = "these bytes are no plain blob: build one"
+        raise CorruptError(msg)
+    end = _PREFIX.size + length
+    if len(data) < end:
+        msg = "half of the head is not there yet"
+        raise TruncatedError(msg, end)
+    body = data[_PREFIX.size : end]
+    if zlib.crc32(body) != crc:
+        msg = "the head's CRC-32 is wrong: write the blob again"
+        raise CorruptError(msg)
+    return _info(json.loads(body)["table"], end)
+
+
+def _info(table: list[list[tuple[int, int]]], head_bytes: int) -> BlobInfo:
+    position = head_bytes
+    rows = []
+    for chunk, row in enumerate(table):
+        cells = []
+        for level, (size, crc) in enumerate(row):
+            cells.append(SegmentInfo(chunk, level, position, size, size, crc, 0, 0.0))
+            position += size
+        rows.append(tuple(cells))
+    levels = tuple(LevelInfo(str(number), 1.0, 0, 0, 0.0, 0.0) for number in range(len(table[0])))
+    return BlobInfo((1, 0), CacheMeta(), len(table), 1, head_bytes, position, "", levels, tuple(rows), None)
