@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 _SKEW_S = 3600.0
 """How far the store's clock and this machine's may be apart: entries that young are read again."""
+_UNFINISHED_S = 3600.0
+"""A temporary file that was written to within this time is somebody's, however short the grace."""
 _PIECE = 200
 """Deletions between looks at the clock."""
 _TELL_EVERY = 1000
@@ -115,7 +117,7 @@ def collect(
                 total += Collected(failures=(f"{space.root}: {error}",))
             total += sweep.done
     if isinstance(store, FolderStore) and not dry_run:
-        count, size = store.remove_leftovers(time.time() - grace_s)
+        count, size = store.remove_leftovers(time.time() - max(grace_s, _UNFINISHED_S))
         total += Collected(leftovers=count, bytes=size)
     return total
 
