@@ -68,7 +68,10 @@ class TieredStore(Store):
         return found
 
     def snapshot(self, key: str) -> ObjectReader:
-        """Hold one version open; content is read through the tiers and counted as one use."""
+        """Hold one version open; of content, opening is one use, and reading it goes through the tiers.
+
+        Content has one version only. It is not held on the remote: once it is deleted, what is not cached is gone.
+        """
         name = self.name(key)
         if name is None:
             return open_object(self._remote, key)

@@ -488,6 +488,7 @@ BLOBS = dict(samples.blob(number, size) for number, size in enumerate([1, 40, 30
 class TierMachine(StoreMachine):
     """Tiny tiers that evict all the time, in front of a memory store that outlives them."""
 
+    has_snapshots = False  # of content: what is not cached goes with the remote's copy
     names = (*BLOBS, "v1/t/c/catalog/a.json", "plain")
 
     def open_store(self):

@@ -276,6 +276,7 @@ def check(tiers, writes):
         assert tiers.settle(30)
     disk = tiers.counters().disk
     assert (disk.write_errors == 0) == writes, disk
+    assert disk.corrupt == 0, disk
     assert disk.held_bytes == sum(path.stat().st_size for path in folder.rglob("*.ext"))
     assert not list(folder.rglob("*.tmp"))
 
