@@ -192,7 +192,7 @@ class Executor:
         fetcher = known(read_head=reader.read_head, check=reader.check)
         await self._stack.enter_async_context(fetcher)
         try:
-            info = await _within(limit_s, fetcher)
+            info = await fetcher.open(deadline=None if limit_s is None else self.clock() + limit_s)
             self._corpus.check_blob(info, source.entry)
         except KvwireError as error:
             document.token_ids = source.text or self._ids_of(reader.head, source.entry)
@@ -382,14 +382,3 @@ class Executor:
 
 def _words(error: Exception) -> str:
     return str(error) if isinstance(error, KvwireError) else f"{type(error).__name__}: {error}"
-
-
-async def _within(limit_s: float | None, fetcher: BlobFetcher) -> BlobInfo:
-    try:
-        async with asyncio.timeout(limit_s):
-            return await fetcher.open()
-    except TimeoutError as error:
-        if isinstance(error, KvwireError):
-            raise
-        msg = f"{fetcher.url}: no head within {limit_s or 0:.2g} s; check the server and the network"
-        raise StorageError(msg) from error

@@ -65,7 +65,7 @@ class Store(Protocol):
         Meant for content-addressed keys, where whoever else writes the key writes the same bytes.
         """
         try:
-            if self.stat(key).size == len(data):
+            if self.stat(key).size == memoryview(data).nbytes:
                 return False
         except NotFoundError:
             pass
@@ -149,7 +149,7 @@ class Addressed(Protocol):
 
 
 class _PlainReader:
-    """Reads through ``Store.get``, for stores that keep no versions: of changes, only one of size is noticed."""
+    """Reads through ``Store.get``, for stores that keep no versions: of changes, only one that shortens is noticed."""
 
     def __init__(self, store: Store, key: str) -> None:
         self._store = store

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from kvwire.errors import AuthError, CorruptError, DeadlineError, KvwireError, NotFoundError, StorageError
 from kvwire.transport._cutter import Cutter
 from kvwire.transport.arrival import Arrival
-from kvwire.transport.errors import BusyError, ReplacedError, SegmentError, StalledError, segment_error
+from kvwire.transport.errors import ReplacedError, SegmentError, StalledError, segment_error
 from kvwire.transport.ranges import Piece, Range, coalesce, split
 
 if TYPE_CHECKING:
@@ -295,9 +295,7 @@ class FetchRun:
             piece.tag.failed += 1
             by_failures.setdefault(piece.tag.failed, []).append(piece)
         for failed, group in by_failures.items():
-            delay_s = settings.backoff(failed, self._jitter())
-            if isinstance(error, BusyError):
-                delay_s = max(delay_s, min(error.retry_after_s, settings.max_retry_after_s))
+            delay_s = settings.backoff(failed, self._jitter(), error)
             if failed > settings.retries or self._is_past(delay_s):
                 self._give_up([piece.tag for piece in group], error)
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import ssl
 import time
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from urllib3.exceptions import EmptyPoolError, HTTPError, ProtocolError
 from urllib3.exceptions import TimeoutError as UrllibTimeoutError
 
 from kvwire.errors import StorageError
+from kvwire.transport.http_semantics import retry_after_s
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -23,6 +25,7 @@ _PIECE_BYTES = 256 * 1024
 _MAX_WORDS = 200
 _FIRST_REFUSAL = 400
 _MAX_REFUSAL_BYTES = 4096  # of an error page
+_PASSING = (429, 500, 502, 503, 504)
 
 
 @dataclass(frozen=True)
@@ -31,11 +34,17 @@ class HttpStoreSettings:
 
     stall_s, total_s: longest waits, in seconds: for the connection or the next bytes, and for one whole body.
     connections: open at a time, of all threads together; more requests wait for one, up to stall_s.
+    attempts: at a request whose connection breaks or whose server is busy or fails; silence is waited for once.
+    backoff_s: pause before the second attempt, doubled for each next one; a server that says when to come back is
+    obeyed, up to max_wait_s.
     """
 
     stall_s: float = 15.0
     total_s: float = 600.0
     connections: int = 64
+    attempts: int = 3
+    backoff_s: float = 0.1
+    max_wait_s: float = 5.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,10 @@ class Reply:
     fields: Mapping[str, str]
     body: bytes
     cut: bool
+
+
+class _BrokenError(StorageError):
+    """A connection that failed at once, or in the middle of an answer."""
 
 
 class HttpExchange:
@@ -70,7 +83,27 @@ class HttpExchange:
         data: Data | None = None,
         limit: int | None = None,
     ) -> Reply:
-        """Send a request; its answer's body is read whole, or up to ``limit`` bytes. Raises StorageError."""
+        """Send a request; its answer's body is read whole, or up to ``limit`` bytes. Raises StorageError.
+
+        All requests of a store can be sent twice without harm.
+        """
+        for failed in range(1, self._settings.attempts):
+            wait_s = 0.0
+            try:
+                reply = self._ask_once(method, target, headers, data, limit)
+            except _BrokenError:
+                pass
+            else:
+                if reply.status not in _PASSING:
+                    return reply
+                wait_s = min(retry_after_s(reply.fields.get("Retry-After", "")), self._settings.max_wait_s)
+            spread = 0.5 + 0.5 * random.random()  # noqa: S311 - spreads retries, guards nothing
+            time.sleep(max(wait_s, self._settings.backoff_s * 2 ** (failed - 1) * spread))
+        return self._ask_once(method, target, headers, data, limit)
+
+    def _ask_once(
+        self, method: str, target: str, headers: Mapping[str, str], data: Data | None, limit: int | None
+    ) -> Reply:
         try:
             response = self._opened(method, target, {**self._headers, **headers}, data)
             try:
@@ -80,7 +113,8 @@ class HttpExchange:
                 response.release_conn()
         except (HTTPError, OSError) as error:
             msg = f"{self._name}: the connection failed ({_words(error)}); try again or check the server"
-            raise StorageError(msg) from error
+            silent = isinstance(error, UrllibTimeoutError | TimeoutError | EmptyPoolError)
+            raise (StorageError if silent else _BrokenError)(msg) from error
         return Reply(response.status, response.headers, body, cut)
 
     def close(self) -> None:

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError
+from kvwire.transport.errors import BusyError
 from kvwire.transport.sources import Patience
 
 if TYPE_CHECKING:
+    from kvwire.errors import KvwireError
     from kvwire.types import SegmentInfo
 
 
@@ -67,10 +69,14 @@ class FetchSettings:
             msg = "retries, gap_bytes, pauses and the settings of hedging must be 0 or more"
             raise ArgumentError(msg)
 
-    def backoff(self, attempt: int, jitter: float) -> float:
-        """Seconds before attempt number ``attempt`` (1 is the first retry); jitter: 0 to 1, of the upper half."""
+    def backoff(self, attempt: int, jitter: float, error: KvwireError | None = None) -> float:
+        """Seconds before attempt number ``attempt`` (1 is the first retry).
+
+        jitter: 0 to 1, of the upper half. error: what happened; a server that says when to come back is obeyed.
+        """
         full_s = min(self.max_backoff_s, self.backoff_s * 2.0 ** min(attempt - 1, 60))
-        return full_s * (0.5 + 0.5 * jitter)
+        told_s = error.retry_after_s if isinstance(error, BusyError) else 0.0
+        return max(full_s * (0.5 + 0.5 * jitter), min(told_s, self.max_retry_after_s))
 
 
 @dataclass

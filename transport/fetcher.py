@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 from isal.isal_zlib import crc32  # zlib's checksum, some 15 times as fast
 
-from kvwire.errors import CorruptError, StorageError, TruncatedError
+from kvwire.errors import CorruptError, DeadlineError, KvwireError, StorageError, TruncatedError
 from kvwire.transport._fetch_run import FATAL, FetchRun
 from kvwire.transport.arrival import Arrival, FetchCounts, FetchSettings
 from kvwire.transport.metering import LinkMeter
@@ -64,18 +64,32 @@ class BlobFetcher:
         """Where the blob is, for people."""
         return self._source.url
 
-    async def open(self) -> BlobInfo:
+    async def open(self, *, deadline: float | None = None) -> BlobInfo:
         """Read the head, in one request where it is no longer than ``head_bytes``.
 
-        Payload that comes along is kept for ``fetch``. Damaged heads and failed requests are tried again.
+        Payload that comes along is kept for ``fetch``. Damaged heads and failed requests are tried again. deadline: on
+        the meter's clock; a head that is not there by then is a DeadlineError.
         """
+        left_s = None if deadline is None else max(0.0, deadline - self._meter.now())
+        try:
+            async with asyncio.timeout(left_s):
+                return await self._open()
+        except TimeoutError as error:
+            if isinstance(error, KvwireError):
+                raise
+            msg = f"{self.url}: no head by the deadline; check the server and the network"
+            raise DeadlineError(msg) from error
+
+    async def _open(self) -> BlobInfo:
         for failed in range(1, self._settings.retries + 1):
             try:
                 return await self._open_once()
             except FATAL:
                 raise
-            except (StorageError, CorruptError):
-                await self._sleep(self._settings.backoff(failed, self._rng.random()))
+            except (StorageError, CorruptError) as error:
+                if isinstance(error, CorruptError):
+                    self._source.distrust(0, max(len(self._prefix), self._settings.head_bytes))
+                await self._sleep(self._settings.backoff(failed, self._rng.random(), error))
         return await self._open_once()
 
     async def fetch(

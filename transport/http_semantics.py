@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from dataclasses import dataclass
 from datetime import UTC
 from email.utils import parsedate_to_datetime
@@ -20,6 +21,7 @@ _RANGE = re.compile(r"bytes=[ \t]*(?:([0-9]+)-([0-9]*)|-([0-9]+))[ \t]*", re.IGN
 _TAG = re.compile(r'(W/)?"([\x21\x23-\x7e\x80-\uffff]*)"')
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)")
 _UNSATISFIED = re.compile(r"bytes \*/([0-9]{1,18})")
+_SECONDS = re.compile(r"[0-9]{1,9}")
 _MANY_DIGITS = 18  # any larger number is beyond the end of every object
 _BEYOND = 10**_MANY_DIGITS
 
@@ -126,3 +128,14 @@ def unsatisfied_size(field: str | None) -> int | None:
     """Size of the object in a 416 answer's Content-Range, or None where it is not told."""
     match = _UNSATISFIED.fullmatch(field or "")
     return int(match[1]) if match else None
+
+
+def retry_after_s(field: str) -> float:
+    """Seconds that a Retry-After asks to wait (RFC 9110 section 10.2.3), 0 where it does not say."""
+    field = field.strip()
+    if _SECONDS.fullmatch(field):
+        return float(field)
+    try:
+        return max(0.0, parsedate_to_datetime(field).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return 0.0

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, TypeAlias
 
 import aiohttp
@@ -16,7 +14,7 @@ from yarl import URL
 from kvwire.errors import ArgumentError, AuthError, KvwireError, NotFoundError, StorageError
 from kvwire.store import HttpAddress
 from kvwire.transport.errors import BusyError, ReplacedError
-from kvwire.transport.http_semantics import content_range, strong_etag, unsatisfied_size
+from kvwire.transport.http_semantics import content_range, retry_after_s, strong_etag, unsatisfied_size
 from kvwire.transport.sources import ByteSource
 
 if TYPE_CHECKING:
@@ -32,7 +30,6 @@ _OK, _PARTIAL, _GONE, _UNSATISFIABLE = 200, 206, 412, 416
 _REFUSED = (401, 403)
 _ABSENT = (404, 410)
 _BUSY = (429, 503)
-_SECONDS = re.compile(r"[0-9]{1,9}")
 
 
 def open_session(*, connect_s: float = _CONNECT_S) -> aiohttp.ClientSession:
@@ -213,7 +210,11 @@ class HttpSource(ByteSource):
         if status in _REFUSED:
             return AuthError(f"{self.url}: the server refused the credentials (status {status}); check the token")
         words = f"{self.url}: the server answered with status {status}; try again later"
-        return BusyError(words, _retry_after_s(response)) if status in _BUSY else StorageError(words)
+        return (
+            BusyError(words, retry_after_s(response.headers.get("Retry-After", "")))
+            if status in _BUSY
+            else StorageError(words)
+        )
 
     def _lied(self) -> StorageError:
         return StorageError(f"{self.url}: the server sent another number of bytes than it announced; try again")
@@ -226,14 +227,3 @@ class HttpSource(ByteSource):
         words = str(error) or type(error).__name__
         secret = self._target.url.raw_query_string if self._target else ""
         return type(error).__name__ if secret and secret in words else words
-
-
-def _retry_after_s(response: aiohttp.ClientResponse) -> float:
-    """Seconds that the server asks to wait (RFC 9110 section 10.2.3), 0 where it does not say."""
-    field = response.headers.get("Retry-After", "").strip()
-    if _SECONDS.fullmatch(field):
-        return float(field)
-    try:
-        return max(0.0, parsedate_to_datetime(field).timestamp() - time.time())
-    except (ValueError, OverflowError):
-        return 0.0

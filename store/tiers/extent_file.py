@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import re
 import struct
-import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from isal.isal_zlib import crc32
 
 from kvwire.errors import CorruptError
 
@@ -68,7 +69,7 @@ class ExtentName:
 def write_extent(path: Path, extent: ExtentName, size: int | None, data: bytes) -> None:
     """Write the file. It is not flushed: a crash may tear it, and the checksum tells. Raises OSError."""
     fields = _FIELDS.pack(_MAGIC, extent.name, extent.start, len(data), _UNKNOWN if size is None else size)
-    header = fields + _CRC.pack(zlib.crc32(data, zlib.crc32(fields)))
+    header = fields + _CRC.pack(crc32(data, crc32(fields)))
     descriptor = os.open(path, _CREATE_FLAGS, _MODE)
     try:
         left = [memoryview(header), memoryview(data)]
@@ -98,7 +99,7 @@ def read_extent(path: Path, extent: ExtentName) -> tuple[bytes, int | None]:
         magic, name, start, length, size = _FIELDS.unpack(fields)
         (crc,) = _CRC.unpack(header[_FIELDS.size :])
         is_right = (magic, name, start, length) == (_MAGIC, extent.name, extent.start, extent.end - extent.start)
-        if is_right and len(data) == length and zlib.crc32(data, zlib.crc32(fields)) == crc:
+        if is_right and len(data) == length and crc32(data, crc32(fields)) == crc:
             return data, None if size == _UNKNOWN else size
     msg = "an extent's file is torn or rotten: drop it and read the bytes again"
     raise CorruptError(msg)

@@ -11,9 +11,10 @@ import os
 import re
 import struct
 import threading
-import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from isal.isal_zlib import crc32
 
 from kvwire.errors import CorruptError
 from kvwire.store.keys import MAX_KEY_CHARS, check_key, content_digest
@@ -96,7 +97,7 @@ class PendingFolder:
         number = self._number()
         name = key.encode()
         fields = _FIELDS.pack(_MAGIC, len(name), len(data)) + name
-        header = fields[: _FIELDS.size] + _CRC.pack(zlib.crc32(data, zlib.crc32(fields))) + name
+        header = fields[: _FIELDS.size] + _CRC.pack(crc32(data, crc32(fields))) + name
         path, temporary = self._folder / _file(number), self._folder / f"{number:016}.tmp"
         try:
             descriptor = os.open(temporary, _CREATE_FLAGS, 0o600)
@@ -122,7 +123,7 @@ class PendingFolder:
             (crc,) = _CRC.unpack_from(whole, _FIELDS.size)
             start = _HEADER_BYTES + key_bytes
             named = whole[_HEADER_BYTES:start]
-            checked = zlib.crc32(memoryview(whole)[_HEADER_BYTES:], zlib.crc32(whole[: _FIELDS.size]))
+            checked = crc32(memoryview(whole)[_HEADER_BYTES:], crc32(whole[: _FIELDS.size]))
             if magic == _MAGIC and len(whole) == start + size and crc == checked and named == pending.key.encode():
                 return whole[start:]
         msg = f"the pending write of {pending.key or 'an unknown key'} is damaged: encode the document again"

@@ -209,7 +209,6 @@ async def test_wrong_bytes_would_be_seen(http_benches, monkeypatch):
     assert replace(row, outcome=RIGHT).holds
 
 
-@pytest.mark.xfail(reason="opening a blob does not tell the source that the head was wrong", strict=False)
 async def test_a_head_damaged_on_its_way_into_a_cache_is_fetched_again(http_benches):
     bench = http_benches[0]
     bench.begin(nth(ProxyFault(FaultKind.FLIP, after=100), 0))
