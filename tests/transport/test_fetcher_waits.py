@@ -454,3 +454,39 @@ async def test_chaos_with_hedges_gives_the_right_bytes(blob, misbehaving, fetche
             assert not bad
             check_all(blob, good)
     assert isinstance(next(iter(good.values())), Arrival)
+
+
+# Opening.
+
+
+async def test_a_head_that_misses_its_deadline(blob, misbehaving, fetcher_for):
+    async with misbehaving(blob, lambda *_: {"after": 10, "stall": True}) as server, fetcher_for(server.url) as fetcher:
+        started = time.monotonic()
+        with pytest.raises(DeadlineError, match="no head by the deadline"):
+            await fetcher.open(deadline=started + 0.2)
+        assert time.monotonic() - started < 3
+
+
+async def test_opening_obeys_a_server_that_says_when(blob, misbehaving, fetcher_for):
+    pauses = []
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+
+    fault = {"status": "429 Too Many Requests", "headers": ["Retry-After: 3"]}
+    plan = lambda number, *_: fault if number == 0 else None  # noqa: E731
+    async with misbehaving(blob, plan) as server, fetcher_for(server.url, sleep=sleep) as fetcher:
+        await fetcher.open()
+    assert pauses == [3]
+
+
+async def test_a_wrong_head_is_not_trusted_again(blob, fetcher_for, fake):
+    store = MemoryStore()
+    store.put(fake.KEY, blob)
+    source = Remembering(store, fake.KEY, 40)
+    async with fetcher_for(source) as fetcher:
+        info = await fetcher.open()
+    assert info.chunks == 12
+    ((start, end),) = source.distrusted
+    assert start == 0
+    assert end >= info.head_bytes
