@@ -27,13 +27,13 @@ class Place:
     """
 
     store: str | None
-    token: str | None = field(repr=False)
-    tenant: str
-    salt: str = field(repr=False)
-    keys: str | None
-    cache: str | None
-    cache_size: str
-    memory_size: str | None
+    token: str | None = field(default=None, repr=False)
+    tenant: str = "default"
+    salt: str = field(default="", repr=False)
+    keys: str | None = None
+    cache: str | None = None
+    cache_size: str = "10GB"
+    memory_size: str | None = None
 
     def open(self) -> Store:
         """The store, behind its tiers where some were asked for."""

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import click
 
-from kvwire.errors import ArgumentError, NotFoundError, StorageError
+from kvwire.errors import ArgumentError, StorageError
+from kvwire.options import Place
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvwire.store import Store
     from kvwire.transport import ObjectServer, ServerSettings, ServerTls
 
     Command = Callable[..., None]
@@ -46,6 +46,9 @@ def _number(name: str, default: float, text: str) -> Callable[[Command], Command
 
 class _ServeOptions(TypedDict):
     store: str
+    cache: str | None
+    cache_size: str
+    memory_size: str | None
     host: str
     port: int
     token: str | None
@@ -70,6 +73,9 @@ class _ServeOptions(TypedDict):
 
 @click.command()
 @_option("--store", required=True, help="file:///folder, s3://bucket/prefix, or another address of a store.")
+@_option("--cache", help="Folder of a local cache before the store.")
+@_option("--cache-size", default="10GB", show_default=True, help="Of the cache folder.")
+@_option("--memory-size", help="Of a cache in memory, such as 2GB.")
 @_option("--host", default="127.0.0.1", show_default=True, help="Address to bind; others than loopback need access.")
 @_option("--port", default=8473, show_default=True, type=click.IntRange(0, 65535), help="0: any free port.")
 @_option("--token", help="Bearer token with full rights.")
@@ -100,7 +106,13 @@ def serve(**options: Unpack[_ServeOptions]) -> None:
         options["token"] or None, options["tenants"], options["signing_keys"], options["metrics_token"] or None
     )
     _raise_open_files(2 * options["max_connections"] + _SPARE_FILES)
-    with closing(_served_store(options["store"])) as store:
+    place = Place(
+        options["store"],
+        cache=options["cache"],
+        cache_size=options["cache_size"],
+        memory_size=options["memory_size"],
+    )
+    with closing(place.open_lasting(exists=True)) as store:
         server = ObjectServer(store, access=access, settings=_settings(options))
         asyncio.run(_serve(server, tls, options))
 
@@ -149,21 +161,6 @@ def _tls(certificate: Path | None, private_key: Path | None) -> ServerTls | None
         msg = "TLS needs both --certificate and --private-key"
         raise ArgumentError(msg)
     return ServerTls(TlsFiles(certificate, private_key))
-
-
-def _served_store(address: str) -> Store:
-    """A store that outlives this process; a folder must be there already."""
-    from kvwire.open import open_store
-    from kvwire.store import FolderStore, MemoryStore
-
-    opened = open_store(address)
-    if isinstance(opened, MemoryStore):
-        msg = "a memory store ends with this command; name a folder: --store file:///path"
-        raise ArgumentError(msg)
-    if isinstance(opened, FolderStore) and not opened.root.is_dir():
-        msg = f"{opened.root} is not a folder; check --store, or encode documents into it first"
-        raise NotFoundError(msg)
-    return opened
 
 
 def _raise_open_files(wanted: int) -> None:

@@ -13,7 +13,7 @@ import heapq
 import itertools
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from kvwire.errors import NotFoundError
 from kvwire.store._file_reader import EtagCache, FileReader
@@ -36,18 +36,23 @@ _BATCH = 1000
 
 
 class FolderStore(Store):
-    """Objects as files below one folder, which is made on the first write. ``close`` closes the catalog's database."""
+    """Objects as files below one folder, which is made on the first write. ``close`` closes the catalog's database.
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    catalog: what becomes of catalog entries that are written: rows of the database, or files as well, so that any web
+    server can serve the folder. Both are read.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, catalog: Literal["rows", "files"] = "rows") -> None:
         """Keep the folder's absolute path; nothing is opened or made yet."""
         self._root = Path(root).absolute()
+        self._catalog = catalog
         self._etags = EtagCache()
         self._rows = CatalogRows(self._root)
 
     @property
     def url(self) -> str:
         """``file://`` and the folder."""
-        return self._root.as_uri()
+        return self._root.as_uri() + ("" if self._catalog == "rows" else "?catalog=files")
 
     @property
     def root(self) -> Path:
@@ -84,9 +89,17 @@ class FolderStore(Store):
     def put(self, key: str, data: Data) -> None:
         """Write the object; when this returns it survives a power cut."""
         path = self._path(key)
-        if is_catalog_key(key):
+        if self._is_row(key):
             self._put_rows([(key, data)])
             return
+        self._put_file(key, path, data)
+        if is_catalog_key(key):
+            self._rows.delete([key])  # which would be found first
+
+    def _is_row(self, key: str) -> bool:
+        return self._catalog == "rows" and is_catalog_key(key)
+
+    def _put_file(self, key: str, path: Path, data: Data) -> None:
         with writing(f"{key} in {self.url}"):
             for attempt in range(_FOLDER_ATTEMPTS):
                 try:
@@ -102,9 +115,9 @@ class FolderStore(Store):
         """Write objects; a thousand catalog entries at a time cost one flush of the disk."""
         pairs = iter(items)
         while batch := list(itertools.islice(pairs, _BATCH)):
-            rows = [(check_key(key), data) for key, data in batch if is_catalog_key(key)]
+            rows = [(check_key(key), data) for key, data in batch if self._is_row(key)]
             for key, data in batch:
-                if not is_catalog_key(key):
+                if not self._is_row(key):
                     self.put(key, data)
             if rows:
                 self._put_rows(rows)

@@ -47,10 +47,15 @@ def _memory(url: str) -> MemoryStore:
 def _folder(url: str) -> FolderStore:
     parts = urlsplit(url)
     path = unquote(parts.path)
-    if parts.netloc not in ("", "localhost") or not path.startswith("/") or parts.query or parts.fragment:
-        msg = f"{url!r} is not the address of a folder on this machine: write file:///absolute/path"
+    as_files = parts.query == "catalog=files"
+    is_local = parts.netloc in ("", "localhost") and path.startswith("/")
+    if not is_local or (parts.query and not as_files) or parts.fragment:
+        msg = (
+            f"{url!r} is not the address of a folder on this machine: write file:///absolute/path, "
+            "or file:///absolute/path?catalog=files for a folder that web servers read"
+        )
         raise ArgumentError(msg)
     if "\0" in path:
         msg = "a folder's path cannot hold a zero character"
         raise ArgumentError(msg)
-    return FolderStore(path)
+    return FolderStore(path, catalog="files" if as_files else "rows")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvwire.errors import NotFoundError, StorageError
-from kvwire.store import FolderStore
+from kvwire.store import FolderStore, open_store
 
 
 @pytest.fixture
@@ -18,6 +18,29 @@ def store(tmp_path):
 
 def files_below(root: Path) -> list[str]:
     return sorted(str(p.relative_to(root)) for p in root.rglob("*") if not p.is_dir())
+
+
+ENTRY = "v1/" + "ab" * 16 + "/" + "cd" * 8 + "/catalog/doc/aa/" + "aa" * 32 + ".json"
+
+
+def test_a_catalog_of_files_lies_there_for_any_web_server(tmp_path):
+    store = open_store((tmp_path / "s").as_uri() + "?catalog=files")
+    store.put(ENTRY, b"{}")
+    assert files_below(tmp_path / "s") == [ENTRY]
+    assert store.url.endswith("?catalog=files")
+
+
+def test_an_entry_moves_between_rows_and_files_with_its_writer(tmp_path):
+    rows, files = FolderStore(tmp_path), FolderStore(tmp_path, catalog="files")
+    rows.put(ENTRY, b"one")
+    assert files.get(ENTRY) == b"one"
+    files.put(ENTRY, b"two")
+    assert rows.get(ENTRY) == files.get(ENTRY) == b"two"
+    rows.put(ENTRY, b"three")
+    assert rows.get(ENTRY) == files.get(ENTRY) == b"three"
+    assert list(rows.keys("")) == list(files.keys("")) == [ENTRY]
+    files.delete(ENTRY)
+    assert list(rows.keys("")) == []
 
 
 def failing(code):

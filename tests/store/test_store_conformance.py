@@ -50,6 +50,14 @@ class TestFolderStore(StoreConformance):
         (store.root / key).unlink()
 
 
+class TestFolderStoreOfFiles(TestFolderStore):
+    """Catalog entries are files as well."""
+
+    @pytest.fixture
+    def store(self, tmp_path):
+        return FolderStore(tmp_path / "made" / "on demand", catalog="files")
+
+
 def test_without_pytest_the_suite_says_what_to_install(monkeypatch):
     real = find_spec
     monkeypatch.setattr(testing, "find_spec", lambda name: None if name == "hypothesis" else real(name))
