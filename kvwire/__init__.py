@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvwire.open import open_store
     from kvwire.quality import calibrate_error
     from kvwire.reuse import LinkedPrompt, link
+    from kvwire.store import Keyring, open_tiers
     from kvwire.types import CacheMeta, ChunkId, Decision, KVCache, LayerSpec, PagedKVCache, RopeRegime
 
 __version__ = "0.1.0"
@@ -55,6 +56,7 @@ _HOMES = {
     "kvwire.load": ("Answer", "Loader"),
     "kvwire.open": ("open_store",),
     "kvwire.reuse": ("LinkedPrompt", "link"),
+    "kvwire.store": ("Keyring", "open_tiers"),
     "kvwire.types": ("CacheMeta", "ChunkId", "Decision", "KVCache", "LayerSpec", "PagedKVCache", "RopeRegime"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -70,6 +72,7 @@ __all__ = [
     "Decision",
     "Document",
     "KVCache",
+    "Keyring",
     "Ladder",
     "LayerSpec",
     "LinkedPrompt",
@@ -89,6 +92,7 @@ __all__ = [
     "link",
     "open_engine",
     "open_store",
+    "open_tiers",
     "read_profile",
 ]
 
