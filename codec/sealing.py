@@ -4,9 +4,11 @@ A sealed object begins with a prologue that names the key. A sealed *blob* keeps
 one message, each segment another, each 16 bytes longer than what it hides. Exactly specified in docs/format.md.
 
 Keys. A keyring's master keys give each tenant a key of its own (HKDF, RFC 5869), and a tenant's key gives each object
-one of its own, salted with an id that is derived from the content. So no nonce can ever meet another content under the
-same key, nothing random is needed, and the same object sealed twice gives the same bytes, which content-addressed
-storage wants. Who reads a store learns lengths and which objects of one tenant are equal, and nothing else.
+one of its own, salted with an id that is derived from all that is sealed and said beside it. So no nonce can ever meet
+another message under the same key, nothing random is needed, and the same object sealed twice gives the same bytes,
+which content-addressed storage wants. Who reads a store learns lengths, which objects of one tenant are equal, and what
+the objects' names tell: a guess of a whole text or of a document's id can be confirmed. That an object is the newest of
+its name is not protected.
 """
 
 from __future__ import annotations
@@ -18,7 +20,15 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvwire.codec.container import MAX_HEAD_BYTES, read_head
-from kvwire.errors import ArgumentError, AuthError, CorruptError, FormatVersionError, TruncatedError
+from kvwire.errors import (
+    ArgumentError,
+    AuthError,
+    CorruptError,
+    FormatVersionError,
+    NotSealedError,
+    TruncatedError,
+)
+from kvwire.types import SEALED_MAGIC
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,7 +37,6 @@ if TYPE_CHECKING:
 
     from kvwire.types import BlobInfo, SegmentInfo
 
-SEALED_MAGIC = b"\x89KVE\r\n\x1a\n"
 KEY_BYTES = 32
 TAG_BYTES = 16
 _ID_BYTES = 16
@@ -58,9 +67,10 @@ class TenantKey:
             msg = f"a tenant's key has {KEY_BYTES} bytes and an id of {_ID_BYTES}; take them from a Keyring"
             raise ArgumentError(msg)
 
-    def object_id(self, content: bytes) -> bytes:
-        """What tells this content's key from all others: a keyed hash."""
-        return hmac.digest(self.key, b"kvwire object id" + hashlib.sha256(content).digest(), "sha256")[:_ID_BYTES]
+    def object_id(self, prologue: bytes, place: str, content: bytes) -> bytes:
+        """What tells one object's key from all others: a keyed hash. prologue: with zeros where the id will be."""
+        told = hashlib.sha256(place.encode()).digest() + hashlib.sha256(content).digest()
+        return hmac.digest(self.key, b"kvwire object id" + prologue + told, "sha256")[:_ID_BYTES]
 
     def cipher(self, object_id: bytes) -> AESGCM:
         """The cipher of one object."""
@@ -80,19 +90,24 @@ class TenantKeys:
         self._newest = keys[0]
         self._by_id = {key.key_id: key for key in reversed(keys)}
 
-    def seal(self, content: bytes) -> bytes:
-        """Seal an object in one part."""
-        sealed, cipher = self._begun(content, _OBJECT, len(content), _PROLOGUE.size + len(content) + TAG_BYTES)
-        return sealed + cipher.encrypt(_nonce(0), content, sealed)
+    def seal(self, content: bytes, place: str) -> bytes:
+        """Seal an object in one part. place: where it will lie, its key in the store: it opens nowhere else."""
+        size = _PROLOGUE.size + len(content) + TAG_BYTES
+        prologue, cipher = self._begun(content, _OBJECT, len(content), size, place)
+        return prologue + cipher.encrypt(_nonce(0), content, prologue + place.encode())
 
-    def unseal(self, sealed: bytes) -> bytes:
-        """The object's content. Raises CorruptError where it was changed, AuthError where no key here fits it."""
+    def unseal(self, sealed: bytes, place: str) -> bytes:
+        """The content of the object that lies at ``place``.
+
+        Raises CorruptError where it was changed or moved, NotSealedError, AuthError where no key here fits it.
+        """
         prologue = _parsed(sealed, _OBJECT)
         if len(sealed) != prologue.file_bytes or prologue.head_bytes + TAG_BYTES + _PROLOGUE.size != len(sealed):
             msg = f"a sealed object has {len(sealed)} bytes, not those that it claims; write it again"
             raise CorruptError(msg)
         cipher = self.cipher(prologue.key_id, prologue.object_id)
-        return _opened(cipher, 0, sealed[_PROLOGUE.size :], sealed[: _PROLOGUE.size], "the object")
+        associated = sealed[: _PROLOGUE.size] + place.encode()
+        return _opened(cipher, 0, sealed[_PROLOGUE.size :], associated, f"the object {place}")
 
     def seal_blob(self, blob: bytes) -> bytes:
         """Seal a blob, head and segments apart. Raises what ``read_head`` raises."""
@@ -102,7 +117,7 @@ class TenantKeys:
         if len(blob) != info.file_bytes:
             msg = f"the blob has {len(blob)} of {info.file_bytes} bytes; fetch it again"
             raise CorruptError(msg)
-        prologue, cipher = self._begun(blob, _BLOB, info.head_bytes, size)
+        prologue, cipher = self._begun(blob, _BLOB, info.head_bytes, size, "")
         parts = [prologue, cipher.encrypt(_nonce(0), blob[: info.head_bytes], prologue)]
         for number, segment in enumerate(segments, 1):
             parts.append(cipher.encrypt(_nonce(number), blob[segment.offset : segment.end], None))
@@ -121,14 +136,14 @@ class TenantKeys:
         """A reader of one sealed blob, range by range."""
         return SealedBlob(self)
 
-    def _begun(self, content: bytes, kind: int, head_bytes: int, file_bytes: int) -> tuple[bytes, AESGCM]:
+    def _begun(self, content: bytes, kind: int, head_bytes: int, file_bytes: int, place: str) -> tuple[bytes, AESGCM]:
         if max(head_bytes, len(content) if kind == _OBJECT else 0) > _MAX_PART_BYTES:
             msg = f"an object of {len(content)} bytes is too long to be sealed in one part; split it"
             raise ArgumentError(msg)
         key = self._newest
-        object_id = key.object_id(content)
-        fields = (SEALED_MAGIC, *_VERSION, 0, file_bytes, head_bytes, key.key_id, object_id, kind)
-        return _PROLOGUE.pack(*fields), key.cipher(object_id)
+        known = (SEALED_MAGIC, *_VERSION, 0, file_bytes, head_bytes, key.key_id)
+        object_id = key.object_id(_PROLOGUE.pack(*known, bytes(_ID_BYTES), kind), place, content)
+        return _PROLOGUE.pack(*known, object_id, kind), key.cipher(object_id)
 
     def cipher(self, key_id: bytes, object_id: bytes) -> AESGCM:
         """The cipher of an object that was sealed with the key of that id; AuthError where it is not at hand."""
@@ -152,7 +167,7 @@ class _Prologue(NamedTuple):
 def _parsed(data: bytes, kind: int) -> _Prologue:
     if not data or data[: len(SEALED_MAGIC)] != SEALED_MAGIC[: len(data)]:
         msg = "an object is not sealed, though this tenant's are; seal it by writing it again"
-        raise CorruptError(msg)
+        raise NotSealedError(msg)
     if len(data) < _PROLOGUE.size:
         msg = "a sealed object ends within its prologue; fetch it again"
         raise TruncatedError(msg, _PROLOGUE.size)

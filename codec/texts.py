@@ -11,11 +11,11 @@ from isal.isal_zlib import crc32
 from kvwire.codec.ids import MAX_BITS, MIN_BITS, id_bytes, pack_ids, unpack_ids
 from kvwire.codec.layout import decompress
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, TruncatedError
+from kvwire.types import TEXT_MAGIC
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-MAGIC = b"\x89KVT\r\n\x1a\n"
 VERSION = (1, 0)
 MAX_TEXT_TOKENS = 1 << 22
 """Several times the longest window of any model; read, they take 200 MB in Python."""
@@ -34,7 +34,7 @@ def pack_text(ids: Sequence[int]) -> bytes:
     bits, raw = pack_ids(ids, len(ids))
     frame = zstandard.ZstdCompressor(level=19, write_content_size=True).compress(raw)
     stored = frame if len(frame) < len(raw) <= _MOST_PACKED * len(frame) else raw
-    head = _PROLOGUE.pack(MAGIC, *VERSION, 0, 0, len(ids), len(stored), bits)
+    head = _PROLOGUE.pack(TEXT_MAGIC, *VERSION, 0, 0, len(ids), len(stored), bits)
     data = bytearray(head + stored)
     data[_CRC_AT : _CRC_AT + 4] = crc32(data).to_bytes(4, "little")
     return bytes(data)
@@ -42,7 +42,7 @@ def pack_text(ids: Sequence[int]) -> bytes:
 
 def read_text(data: bytes) -> tuple[int, ...]:
     """Token ids of a text's file. Raises TruncatedError, CorruptError or FormatVersionError."""
-    if data[: len(MAGIC)] != MAGIC[: len(data)]:
+    if data[: len(TEXT_MAGIC)] != TEXT_MAGIC[: len(data)]:
         msg = "this is no text of kvwire's; encode the document again"
         raise CorruptError(msg)
     if len(data) < _PROLOGUE.size:

@@ -45,6 +45,10 @@ class TruncatedError(CorruptError):
         self.needed = needed
 
 
+class NotSealedError(CorruptError):
+    """Readable bytes where sealed ones should be: written without the key, or put there by somebody else."""
+
+
 class FormatVersionError(KvwireError):
     """The bytes are of a format version, or use a feature, that this reader does not know."""
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from kvwire.errors import ArgumentError, CorruptError, KvwireError, NotFoundError
+from kvwire.errors import ArgumentError, AuthError, CorruptError, KvwireError, NotFoundError
 from kvwire.store.announcing import is_old, wait_for_collectors
 from kvwire.store.entry import MAX_ENTRY_BYTES, CatalogEntry, parse_object
 from kvwire.store.keys import KeySpace, check_digest, check_tenant, content_digest, tenant_hash
 from kvwire.store.listing import children, read_ahead
+from kvwire.types import SEALED_MAGIC
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -222,14 +223,15 @@ class Catalog:
         """
         space = self.keys(config)
         key = space.document(document_id)
-        if self._read(key, MAX_ENTRY_BYTES + 1) is None:
-            return False
         try:
             entry = self._entry(space, key)
         except CorruptError:
-            entry = None
+            self._store.delete(key)
+            return True
+        if entry is None:
+            return False
         self._store.delete(key)
-        if entry is not None and entry.token_digest:
+        if entry.token_digest:
             self._remove_tokens(space, entry)
         return True
 
@@ -370,10 +372,17 @@ class Catalog:
             data = self._store.get(key, 0, most)
         except NotFoundError:
             return None
-        return self._keys.unseal(data) if self._keys and not content_digest(key) else data
+        if content_digest(key):
+            return data
+        if self._keys:
+            return self._keys.unseal(data, key)
+        if data.startswith(SEALED_MAGIC):
+            msg = f"{key} is sealed: give the keyring that it was written with (--keys)"
+            raise AuthError(msg)
+        return data
 
     def _put_entry(self, key: str, data: bytes) -> None:
-        self._store.put(key, self._keys.seal(data) if self._keys and not content_digest(key) else data)
+        self._store.put(key, self._keys.seal(data, key) if self._keys and not content_digest(key) else data)
 
 
 def _misplaced(key: str) -> CorruptError:

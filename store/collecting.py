@@ -107,7 +107,7 @@ def collect(
         msg = f"a grace period is no time at least, {grace_s:g} s are less"
         raise ArgumentError(msg)
     total = Collected()
-    for tenant in _tenants(store, tenant_hash):
+    for tenant in tenants(store) if tenant_hash is None else [check_tenant(tenant_hash)]:
         catalog = Catalog.of_hash(store, tenant, keyring=keyring)
         for space in catalog.configurations():
             sweep = _Sweep(catalog, space, grace_s, dry_run=dry_run, on_progress=on_progress)
@@ -120,17 +120,6 @@ def collect(
         count, size = store.remove_leftovers(time.time() - max(grace_s, _UNFINISHED_S))
         total += Collected(leftovers=count, bytes=size)
     return total
-
-
-def _tenants(store: Store, tenant_hash: str | None) -> Iterator[str]:
-    if tenant_hash is not None:
-        yield check_tenant(tenant_hash)
-        return
-    for name in tenants(store):
-        try:
-            yield check_tenant(name)
-        except ArgumentError:  # somebody else's keys
-            continue
 
 
 class _Sweep:

@@ -93,6 +93,11 @@ def check_tenant(digest: str) -> str:
     return digest
 
 
+def is_tenant(name: str) -> bool:
+    """Whether a part of a key can be a tenant's hash."""
+    return _HEX32.fullmatch(name) is not None
+
+
 def _named(name: str, what: str) -> bytes:
     if not name or len(name) > MAX_NAME_CHARS:
         msg = f"a {what} needs a name of 1 to {MAX_NAME_CHARS} characters, got {len(name)}"

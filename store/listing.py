@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from kvwire.store.folder import FolderStore
+from kvwire.store.keys import is_tenant
 from kvwire.store.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -69,8 +70,8 @@ def content(store: Store, space: KeySpace) -> Iterator[Listed]:
 
 
 def tenants(store: Store) -> Iterator[str]:
-    """Hashes of the tenants that a store has anything of."""
-    return children(store, "v1/")
+    """Hashes of the tenants that a store has anything of; other people's keys are passed over."""
+    return (name for name in children(store, "v1/") if is_tenant(name))
 
 
 def children(store: Store, prefix: str) -> Iterator[str]:

@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvwire.errors import CorruptError, FormatVersionError, NotFoundError, TruncatedError
+from kvwire.errors import AuthError, CorruptError, FormatVersionError, NotFoundError, NotSealedError, TruncatedError
 from kvwire.store.base import open_object
 from kvwire.store.keys import content_digest, text_digest
 from kvwire.store.listing import ahead, content
@@ -101,9 +101,12 @@ class _Verifier:
             self._objects += 1
             self._bytes += listed.size
             self._tell(listed.size)
-        for entry in catalog.documents(space, on_error=self._report):
-            self._entries += 1
-            self._check_entry(space, entry, sound)
+        try:
+            for entry in catalog.documents(space, on_error=self._report):
+                self._entries += 1
+                self._check_entry(space, entry, sound)
+        except AuthError:  # sealed with a key that is not at hand: nothing can be said of them
+            self._sealed += 1
 
     def _check_object(self, listed: Listed) -> bool:
         """Whether what it holds could be checked; raises what is wrong."""
@@ -133,9 +136,11 @@ class _Verifier:
                 self._damaged.append(Damage(key, problem, deleted=False))
 
     def _report(self, key: str, error: KvwireError) -> None:
-        if self._delete:
+        """Note what is wrong. What this reader merely cannot read is not deleted."""
+        deleted = self._delete and not isinstance(error, NotSealedError | FormatVersionError)
+        if deleted:
             self._store.delete(key)
-        self._damaged.append(Damage(key, str(error), deleted=self._delete))
+        self._damaged.append(Damage(key, str(error), deleted=deleted))
 
 
 def _mark(key: str, size: int) -> bytes:

@@ -21,6 +21,7 @@ BLOBS = sorted(path.name for path in GOLDEN.glob("v*.kvw"))
 MASTER = bytes(range(32))
 ALICE = tenant_hash("alice")
 KEYS = Keyring([MASTER]).tenant(ALICE)
+PLACE = "v1/a/b/catalog/c.json"
 SMALL = (GOLDEN / "v1.0-small.kvw").read_bytes()
 
 
@@ -97,7 +98,7 @@ def test_bytes_after_the_end_are_noticed():
     with pytest.raises(CorruptError):
         KEYS.unseal_blob(KEYS.seal_blob(SMALL) + b"x")
     with pytest.raises(CorruptError):
-        KEYS.unseal(KEYS.seal(b"text") + b"x")
+        KEYS.unseal(KEYS.seal(b"text", PLACE) + b"x", PLACE)
 
 
 def test_a_segment_is_no_other_segment():
@@ -119,8 +120,8 @@ def test_a_segment_of_another_blob_is_noticed():
 
 
 def test_sealing_is_deterministic_and_contents_do_not_share_keystreams():
-    assert KEYS.seal(b"same") == KEYS.seal(b"same")
-    one, other = KEYS.seal(bytes(64)), KEYS.seal(bytes(63) + b"\1")
+    assert KEYS.seal(b"same", PLACE) == KEYS.seal(b"same", PLACE)
+    one, other = KEYS.seal(bytes(64), PLACE), KEYS.seal(bytes(63) + b"\1", PLACE)
     shared = sum(a == b for a, b in zip(one[64:127], other[64:127], strict=True))
     assert shared < 10  # of 63 equal bytes of content
 
@@ -128,36 +129,56 @@ def test_sealing_is_deterministic_and_contents_do_not_share_keystreams():
 @pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 100_000])
 def test_objects_come_back(size):
     content = hashlib.shake_128(b"x").digest(size)
-    sealed = KEYS.seal(content)
+    sealed = KEYS.seal(content, PLACE)
     assert len(sealed) == size + 80
-    assert KEYS.unseal(sealed) == content
+    assert KEYS.unseal(sealed, PLACE) == content
 
 
 @given(st.binary(max_size=100))
 def test_what_is_not_sealed_is_refused(data):
-    for call in (KEYS.unseal, KEYS.blob_reader().read_head):
+    for call in (lambda d: KEYS.unseal(d, PLACE), KEYS.blob_reader().read_head):
         with pytest.raises((CorruptError, FormatVersionError)):
             call(data)
 
 
 def test_a_blob_is_no_plain_object_and_the_other_way_round():
     with pytest.raises(CorruptError):
-        KEYS.unseal(KEYS.seal_blob(SMALL))
+        KEYS.unseal(KEYS.seal_blob(SMALL), PLACE)
     with pytest.raises(CorruptError):
-        KEYS.blob_reader().read_head(KEYS.seal(SMALL))
+        KEYS.blob_reader().read_head(KEYS.seal(SMALL, PLACE))
+
+
+def test_an_object_opens_in_its_place_alone():
+    sealed = KEYS.seal(b"pointer", PLACE)
+    with pytest.raises(CorruptError, match="changed"):
+        KEYS.unseal(sealed, "v1/a/other/catalog/c.json")
+
+
+def test_no_two_messages_share_a_key():
+    """Whatever differs, be it kind, place or content, the object id differs, and with it the key."""
+    ids = {
+        sealed[44:60]
+        for sealed in (
+            KEYS.seal(SMALL, PLACE),
+            KEYS.seal(SMALL, PLACE + "x"),
+            KEYS.seal(SMALL + b"x", PLACE),
+            KEYS.seal_blob(SMALL),
+        )
+    }
+    assert len(ids) == 4
 
 
 def test_a_tenant_cannot_open_what_another_sealed():
     ring = Keyring([MASTER])
     with pytest.raises(AuthError, match="tenant's name"):
-        ring.tenant("bob").unseal(ring.tenant("alice").seal(b"secret"))
+        ring.tenant("bob").unseal(ring.tenant("alice").seal(b"secret", PLACE), PLACE)
 
 
 def test_a_new_master_key_seals_and_the_old_one_still_opens():
     old, both = Keyring([MASTER]), Keyring([bytes(32), MASTER])
-    assert both.tenant("a").unseal(old.tenant("a").seal(b"x")) == b"x"
+    assert both.tenant("a").unseal(old.tenant("a").seal(b"x", PLACE), PLACE) == b"x"
     with pytest.raises(AuthError):
-        old.tenant("a").unseal(both.tenant("a").seal(b"x"))
+        old.tenant("a").unseal(both.tenant("a").seal(b"x", PLACE), PLACE)
 
 
 def test_a_segment_before_the_head_is_a_mistake_of_the_caller():
@@ -199,7 +220,7 @@ def test_a_keyring_file(tmp_path):
     path.chmod(0o600)
     ring = Keyring.read(path)
     path.write_text(first)
-    assert ring.tenant("t").unseal(Keyring.read(path).tenant("t").seal(b"x")) == b"x"
+    assert ring.tenant("t").unseal(Keyring.read(path).tenant("t").seal(b"x", PLACE), PLACE) == b"x"
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "short\n", "A" * 44, "AAAA" * 16])
@@ -250,7 +271,9 @@ def test_the_text_of_the_format_suffices_to_open_the_golden_file():
         content += cipher.decrypt(struct.pack("<QI", number, 0), part, None)
         position += len(part)
     assert content == SMALL
-    named = hmac.digest(tenant, b"kvwire object id" + hashlib.sha256(content).digest(), "sha256")
+    prologue = sealed[:44] + bytes(16) + sealed[60:64]
+    told = prologue + hashlib.sha256(b"").digest() + hashlib.sha256(content).digest()
+    named = hmac.digest(tenant, b"kvwire object id" + told, "sha256")
     assert object_id == named[:16]
 
 

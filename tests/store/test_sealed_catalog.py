@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvwire.errors import AuthError, CorruptError
-from kvwire.store import Catalog, FolderStore, Keyring, MemoryStore, collect, content_digest
+from kvwire.store import Catalog, FolderStore, Keyring, MemoryStore, collect, content_digest, verify_store
 
 CONFIG = "ab" * 32
 TOKENS = tuple(range(1000, 1100))
@@ -83,6 +83,42 @@ def test_an_entry_under_another_documents_key_is_not_believed(store):
     store.put(space.document("other"), store.get(space.document("secret plans")))
     with pytest.raises(CorruptError):
         catalog.by_document(CONFIG, "other")
+
+
+def test_a_pointer_of_another_configuration_is_not_believed(store):
+    catalog, _ = filled(store)
+    digest = catalog.put_profile(CONFIG, b"a profile")
+    catalog.set_current_profile(CONFIG, digest)
+    other = "cd" * 32
+    store.put(catalog.keys(other).current_profile, store.get(catalog.keys(CONFIG).current_profile))
+    with pytest.raises(CorruptError):
+        catalog.current_profile(other)
+
+
+def test_verifying_deletes_nothing_that_it_cannot_read(store):
+    alice, _ = filled(store)
+    plain, _ = filled(store, keyring=None, tenant="dave")
+    before = sorted(store.keys(""))
+    for ring in (None, RING, Keyring([bytes(32)])):
+        catalogs = [Catalog.of_hash(store, tenant, keyring=ring) for tenant in (alice.tenant, plain.tenant)]
+        verify_store(store, catalogs, delete_damaged=True)
+        assert sorted(store.keys("")) == before
+
+
+def test_a_damaged_or_unsealed_entry_can_be_removed(store):
+    catalog, entry = filled(store)
+    key = catalog.keys(CONFIG).document("secret plans")
+    for damaged in (b"{}", store.get(key)[:-1] + b"?"):
+        store.put(key, damaged)
+        assert catalog.remove(CONFIG, "secret plans")
+        assert not catalog.remove(CONFIG, "secret plans")
+    assert store.stat(entry.blob_key).size == entry.size
+
+
+def test_a_sealed_entry_without_keys_says_what_to_give(store):
+    filled(store)
+    with pytest.raises(AuthError, match="--keys"):
+        Catalog(store, "alice", b"salt").by_document(CONFIG, "secret plans")
 
 
 def test_another_tenants_objects_do_not_open(store):

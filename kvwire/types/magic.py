@@ -1,0 +1,8 @@
+"""First bytes of objects that are told apart without being parsed."""
+
+from __future__ import annotations
+
+SEALED_MAGIC = b"\x89KVE\r\n\x1a\n"
+"""Of a sealed object, format.md section 9."""
+TEXT_MAGIC = b"\x89KVT\r\n\x1a\n"
+"""Of a text, format.md section 8."""
