@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from kvwire.store._s3_settings import S3Settings
 from kvwire.store.base import (
     Addressed,
     Data,
@@ -26,6 +25,7 @@ from kvwire.store.keys import KeySpace, check_key, content_digest, is_catalog_ke
 from kvwire.store.listing import tenants
 from kvwire.store.memory import MemoryStore
 from kvwire.store.opening import open_store
+from kvwire.store.s3 import S3Settings
 from kvwire.store.tiers import TieredStore, TierSettings, open_tiers, parse_size
 from kvwire.store.uses import UseCounts, UseFile
 from kvwire.store.verifying import Damage, Verified, verify_store

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from kvwire.store.base import HttpAddress
 
 if TYPE_CHECKING:
-    from kvwire.store._s3_client import S3Client
-    from kvwire.store._s3_settings import S3Settings
+    from kvwire.store.s3.client import S3Client
+    from kvwire.store.s3.settings import S3Settings
 
 _RENEW_AT = 0.75  # of an address's life: the rest is for transfers that begin with it
 _LEAST_LIFE_S = 1

@@ -11,9 +11,9 @@ from kvwire.errors import KvwireError
 if TYPE_CHECKING:
     from mypy_boto3_s3.type_defs import CompletedPartTypeDef
 
-    from kvwire.store._s3_client import S3Client
-    from kvwire.store._s3_settings import S3Settings
     from kvwire.store.base import Data
+    from kvwire.store.s3.client import S3Client
+    from kvwire.store.s3.settings import S3Settings
 
 _log = logging.getLogger(__name__)
 _MOST_PARTS = 10_000  # S3's limit

@@ -1,4 +1,4 @@
-"""boto3, opened once for a store. Only this module and its neighbours ``_s3_*`` know it."""
+"""boto3, opened once for a store. Only the modules of this package know it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError
 
 from kvwire.errors import ArgumentError, KvwireError
-from kvwire.store._s3_errors import s3_errors
+from kvwire.store.s3.errors import s3_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from mypy_boto3_s3 import S3Client as BotoClient
 
-    from kvwire.store._s3_address import S3Address
-    from kvwire.store._s3_settings import S3Settings
+    from kvwire.store.s3.address import S3Address
+    from kvwire.store.s3.settings import S3Settings
 
 
 class S3Client:

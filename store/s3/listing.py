@@ -6,15 +6,15 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from kvwire.errors import ArgumentError, StorageError
-from kvwire.store._s3_errors import code_of, error_of, plain_code, status_of
-from kvwire.store._s3_reading import modified_at
 from kvwire.store.base import Listed
 from kvwire.store.keys import check_key
+from kvwire.store.s3.errors import code_of, error_of, plain_code, status_of
+from kvwire.store.s3.reading import modified_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from kvwire.store._s3_client import S3Client
+    from kvwire.store.s3.client import S3Client
 
 _BATCH = 250  # S3 takes 1000, but Swift, at 50 in a second, says nothing until all are gone: that looks like a stall
 _MOST_EMPTY_PAGES = 1000  # a server that skips many deleted objects may send some

@@ -9,22 +9,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvwire.errors import NotFoundError, StorageError
-from kvwire.store._s3_address import S3Address
-from kvwire.store._s3_client import S3Client
-from kvwire.store._s3_errors import is_taken, status_of
-from kvwire.store._s3_listing import delete_in_batches, delete_one, listed
-from kvwire.store._s3_presign import Presigner
-from kvwire.store._s3_reading import modified_at, range_header, read_answer, size_told, strong_tag
-from kvwire.store._s3_settings import S3Settings
-from kvwire.store._s3_upload import upload_in_parts
 from kvwire.store.base import ObjectStat, Store, check_after, clamp_range
 from kvwire.store.keys import check_key, content_digest
+from kvwire.store.s3.address import S3Address
+from kvwire.store.s3.client import S3Client
+from kvwire.store.s3.errors import is_taken, status_of
+from kvwire.store.s3.listing import delete_in_batches, delete_one, listed
+from kvwire.store.s3.presign import Presigner
+from kvwire.store.s3.reading import modified_at, range_header, read_answer, size_told, strong_tag
+from kvwire.store.s3.settings import S3Settings
+from kvwire.store.s3.upload import upload_in_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from kvwire.store._s3_upload import About, Target
     from kvwire.store.base import Data, HttpAddress, Listed
+    from kvwire.store.s3.upload import About, Target
 
 _UNSATISFIABLE = 416
 _IMMUTABLE = "private, max-age=31536000, immutable"  # private: shared caches must not hand out guarded objects
