@@ -20,6 +20,7 @@ from kvwire.store.collecting import Collected, collect
 from kvwire.store.copying import Copied, copy_store
 from kvwire.store.entry import CatalogEntry
 from kvwire.store.folder import FolderStore
+from kvwire.store.http_ranges import range_header, range_told
 from kvwire.store.keyring import Keyring
 from kvwire.store.keys import KeySpace, check_key, content_digest, is_catalog_key, tenant_hash, text_digest
 from kvwire.store.listing import tenants
@@ -70,6 +71,8 @@ __all__ = [
     "open_store",
     "open_tiers",
     "parse_size",
+    "range_header",
+    "range_told",
     "tenant_hash",
     "tenants",
     "text_digest",

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 _RANGE = re.compile(r"bytes=[ \t]*(?:([0-9]+)-([0-9]*)|-([0-9]+))[ \t]*", re.IGNORECASE)
 _TAG = re.compile(r'(W/)?"([\x21\x23-\x7e\x80-\uffff]*)"')
-_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)")
 _UNSATISFIED = re.compile(r"bytes \*/([0-9]{1,18})")
 _SECONDS = re.compile(r"[0-9]{1,9}")
 _MANY_DIGITS = 18  # any larger number is beyond the end of every object
@@ -72,9 +71,9 @@ def _is_after(modified: float, field: str | None) -> bool | None:
         return None
     try:
         date = parsedate_to_datetime(field)
-    except ValueError:
+        return math.floor(modified) > date.replace(tzinfo=date.tzinfo or UTC).timestamp()
+    except (ValueError, OverflowError):
         return None
-    return math.floor(modified) > date.replace(tzinfo=date.tzinfo or UTC).timestamp()
 
 
 def _ranged(wanted: str, size: int) -> Answer:
@@ -110,18 +109,6 @@ def strong_etag(field: str | None) -> str | None:
     """The ETag header's value as it must be sent back in If-Match, or None where it is missing, weak or malformed."""
     match = _TAG.fullmatch(field or "")
     return field if match and not match[1] else None
-
-
-def content_range(field: str | None) -> tuple[int, int, int | None] | None:
-    """Start, end (exclusive) and total size (None where unknown) of a Content-Range, or None where malformed."""
-    match = _CONTENT_RANGE.fullmatch(field or "")
-    if match is None:
-        return None
-    start, end = int(match[1]), int(match[2]) + 1
-    total = None if match[3] == "*" else int(match[3])
-    if start >= end or (total is not None and end > total):
-        return None
-    return start, end, total
 
 
 def unsatisfied_size(field: str | None) -> int | None:

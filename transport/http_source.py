@@ -12,9 +12,9 @@ import aiohttp
 from yarl import URL
 
 from kvwire.errors import ArgumentError, AuthError, KvwireError, NotFoundError, StorageError
-from kvwire.store import HttpAddress
+from kvwire.store import HttpAddress, range_header, range_told
 from kvwire.transport.errors import BusyError, ReplacedError
-from kvwire.transport.http_semantics import content_range, retry_after_s, strong_etag, unsatisfied_size
+from kvwire.transport.http_semantics import retry_after_s, strong_etag, unsatisfied_size
 from kvwire.transport.sources import ByteSource
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class HttpSource(ByteSource):
     async def _ask(self, target: _Target, start: int, end: int | None, sink: Sink) -> None:
         headers = dict(target.headers)
         if start or end is not None:
-            headers["Range"] = f"bytes={start}-{'' if end is None else end - 1}"
+            headers["Range"] = range_header(start, end)
         if self._etag:
             headers["If-Match"] = self._etag
         tls = target.address.tls or True
@@ -173,9 +173,8 @@ class HttpSource(ByteSource):
             raise StorageError(msg)
         if status == _OK:
             return self._whole(response, start, end)
-        told = content_range(response.headers.get("Content-Range"))
-        wanted_end = None if told is None else (told[1] if end is None else min(end, told[2] or end))
-        if told is None or told[0] != start or told[1] != wanted_end:
+        told = range_told(response.headers.get("Content-Range"), start, end)
+        if told is None:
             msg = f"{self.url}: asked for bytes from {start} to {end}, got others; the server's ranges are broken"
             raise StorageError(msg)
         self._learn(response, told[2])

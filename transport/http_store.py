@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlencode, urlsplit
 
 from kvwire.errors import ArgumentError, StorageError
-from kvwire.store import HttpAddress, ObjectStat, Store, check_after, check_key, clamp_range
+from kvwire.store import HttpAddress, ObjectStat, Store, check_after, check_key, clamp_range, range_header, range_told
 from kvwire.transport._http_exchange import HttpExchange, HttpStoreSettings, Reply
 from kvwire.transport._http_replies import MAX_PAGE_BYTES, PAGE_KEYS, page, refusal
-from kvwire.transport.http_semantics import content_range, strong_etag
+from kvwire.transport.http_semantics import strong_etag
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,6 +31,14 @@ _ABSENT = (404, 410)
 __all__ = ["HttpStore", "HttpStoreSettings"]
 
 
+def check_token(token: str) -> str:
+    """Return a bearer token, or raise ArgumentError where it cannot be sent."""
+    if not _TOKEN.fullmatch(token):
+        msg = "a bearer token has visible ASCII characters only: check for spaces or line ends around it"
+        raise ArgumentError(msg)
+    return token
+
+
 class HttpStore(Store):
     """Objects below ``http(s)://host[:port][/prefix]``; any number of threads may ask at once.
 
@@ -40,10 +48,7 @@ class HttpStore(Store):
     def __init__(self, url: str, *, token: str | None = None, settings: HttpStoreSettings | None = None) -> None:
         """Keep the address; nothing is connected yet."""
         self._parts = _address(url)
-        if token and not _TOKEN.fullmatch(token):
-            msg = "a bearer token has visible ASCII characters only: check for spaces or line ends around it"
-            raise ArgumentError(msg)
-        self._token = token or None
+        self._token = check_token(token) if token else None
         self._exchange = HttpExchange(self._parts, self._token, settings or HttpStoreSettings())
 
     @property
@@ -66,14 +71,15 @@ class HttpStore(Store):
         if end == start:
             self.stat(key)
             return b""
-        headers = {"Range": f"bytes={start}-{'' if end is None else end - 1}"} if start or end is not None else {}
+        headers = {"Range": range_header(start, end)} if start or end is not None else {}
         reply = self._ask("GET", key, headers, limit=end, allowed=(_OK, _PARTIAL, _UNSATISFIABLE))
         self._check_plain(key, reply)
         if reply.status == _UNSATISFIABLE:
             return b""
         if reply.status == _OK:  # the whole object: asked for, or a server without ranges
             return reply.body[start:end]
-        if not _is_range(reply, start, end):
+        told = range_told(reply.fields.get("Content-Range"), start, end)
+        if told is None or len(reply.body) != told[1] - told[0]:
             msg = f"{self.object_url(key)}: asked for bytes from {start} to {end}, got others; its ranges are broken"
             raise StorageError(msg)
         return reply.body
@@ -147,16 +153,6 @@ class HttpStore(Store):
         if reply.fields.get("Content-Encoding", "identity").lower() != "identity":
             msg = f"{self.object_url(key)}: the answer is compressed in transit; switch that off for these objects"
             raise StorageError(msg)
-
-
-def _is_range(reply: Reply, start: int, end: int | None) -> bool:
-    """Whether an answer is the range asked for, cut at the object's end and nowhere else."""
-    told = content_range(reply.fields.get("Content-Range"))
-    if told is None:
-        return False
-    first, stop, total = told
-    wanted = min(limit for limit in (end, total, stop if end is None else None) if limit is not None)
-    return first == start and stop == wanted and len(reply.body) == stop - first
 
 
 def _seconds(date: str | None) -> float:

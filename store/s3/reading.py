@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import time
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from kvwire.errors import StorageError
+from kvwire.store.http_ranges import range_told
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
 _PIECE_BYTES = 256 * 1024
 _PARTIAL = 206
 _TOO_LARGE = 10**18
@@ -39,28 +38,21 @@ def modified_at(answer: Mapping[str, Any]) -> float:
     return modified.timestamp() if isinstance(modified, datetime) else 0.0
 
 
-def range_header(start: int, end: int | None) -> str:
-    """The Range header for bytes ``start`` to ``end`` (exclusive; None: to the end)."""
-    return f"bytes={start}-{'' if end is None else end - 1}"
-
-
 def read_answer(answer: Mapping[str, Any], start: int, end: int | None, *, total_s: float, what: str) -> bytes:
     """The bytes ``start`` to ``end`` of the object from S3's answer; StorageError where it holds others, or too few."""
     length = size_told(answer)
     if answer["ResponseMetadata"]["HTTPStatusCode"] == _PARTIAL:
-        _check_range(str(answer.get("ContentRange")), length, start, end, what)
+        _check_range(answer.get("ContentRange"), length, start, end, what)
         return _read(answer["Body"], length, total_s, what)
     wanted = length if end is None else min(end, length)  # the whole object, asked for or not
     return _read(answer["Body"], wanted, total_s, what)[start:]
 
 
-def _check_range(told: str, length: int, start: int, end: int | None, what: str) -> None:
-    """The range told is the one asked for, cut at the object's end and nowhere else, and as long as the body."""
-    match = _CONTENT_RANGE.fullmatch(told)
-    if match:
-        first, stop, total = int(match[1]), int(match[2]) + 1, int(match[3])
-        if first == start and stop == (total if end is None else min(end, total)) and length == stop - first:
-            return
+def _check_range(field: str | None, length: int, start: int, end: int | None, what: str) -> None:
+    """The range told is the one asked for, as long as the body, and of an object whose size is told: S3 knows it."""
+    told = range_told(field, start, end)
+    if told is not None and told[2] is not None and length == told[1] - told[0]:
+        return
     msg = f"{what}: asked for bytes from {start} to {end}, got others; the server's ranges are broken"
     raise StorageError(msg)
 

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 from kvwire.errors import NotFoundError, StorageError
 from kvwire.store.base import ObjectStat, Store, check_after, clamp_range
+from kvwire.store.http_ranges import range_header
 from kvwire.store.keys import check_key, content_digest
 from kvwire.store.s3.address import S3Address
 from kvwire.store.s3.client import S3Client
 from kvwire.store.s3.errors import is_taken, status_of
 from kvwire.store.s3.listing import delete_in_batches, delete_one, listed
 from kvwire.store.s3.presign import Presigner
-from kvwire.store.s3.reading import modified_at, range_header, read_answer, size_told, strong_tag
+from kvwire.store.s3.reading import modified_at, read_answer, size_told, strong_tag
 from kvwire.store.s3.settings import S3Settings
 from kvwire.store.s3.upload import upload_in_parts
 

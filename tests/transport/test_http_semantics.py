@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.transport.http_semantics import Answer, answer, content_range, strong_etag, unsatisfied_size
+from kvwire.transport.http_semantics import Answer, answer, strong_etag, unsatisfied_size
 
 TAG = "abc"
 
@@ -101,24 +101,6 @@ def test_any_plain_range_is_a_slice_or_unsatisfiable(size, start, length):
 def test_any_text_gets_an_answer(text):
     for name in ("Range", "If-Range", "If-Match", "If-None-Match"):
         assert answer("GET", {name: text}, 10, TAG).status in (200, 206, 304, 412, 416)
-
-
-@pytest.mark.parametrize(
-    ("field", "result"),
-    [
-        ("bytes 0-9/10", (0, 10, 10)),
-        ("bytes 5-5/*", (5, 6, None)),
-        ("bytes 5-4/10", None),
-        ("bytes 5-10/10", None),
-        ("bytes */10", None),
-        ("bytes 0-9/10 ", None),
-        ("", None),
-        (None, None),
-        ("bytes 0-" + "9" * 30 + "/*", None),
-    ],
-)
-def test_content_range(field, result):
-    assert content_range(field) == result
 
 
 def test_small_fields():

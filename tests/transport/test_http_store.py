@@ -260,6 +260,12 @@ def test_bad_answers_are_storage_errors(answering, answer):
         store.get("k", 0, 10)
 
 
+def test_a_range_to_the_end_that_stops_before_it_is_an_error(answering):
+    url = answering(PARTIAL + b"5-9/99\r\nContent-Length: 5\r\n\r\nabcde")
+    with closing(HttpStore(url)) as store, pytest.raises(StorageError, match="ranges are broken"):
+        store.get("k", 5)
+
+
 def test_lookups_at_a_stopped_server_do_not_wait_for_each_other():
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listening:  # takes connections, answers nothing
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
