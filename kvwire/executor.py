@@ -187,7 +187,7 @@ class Executor:
 
         reader = document.reader = self._corpus.catalog.blob_reader()
         at = open_source(self._corpus.catalog.store, source.entry.blob_key, self._http)
-        settings = replace(self._fetch_settings, head_bytes=source.entry.head_bytes)
+        settings = replace(self._fetch_settings, head_bytes=max(1, source.entry.head_bytes))
         known = partial(BlobFetcher, at, settings=settings, link=self._link, meter=self._meter)
         fetcher = known(read_head=reader.read_head, check=reader.check)
         await self._stack.enter_async_context(fetcher)

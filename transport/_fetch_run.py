@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvwire.errors import AuthError, CorruptError, DeadlineError, KvwireError, NotFoundError, StorageError
 from kvwire.transport._cutter import Cutter
@@ -36,13 +36,24 @@ _LOOK_S = 0.05  # how often running requests are looked at, at most
 
 @dataclass(eq=False, slots=True)
 class Want:
-    """A segment that is wanted: attempts that failed, bytes that they cost, and parts that are in, by offset."""
+    """A segment that is wanted: failed attempts at its parts, the bytes they cost, and parts that are in, by offset."""
 
     segment: SegmentInfo
-    failed: int = 0
+    failures: dict[tuple[int, int], int] = field(default_factory=dict)
     spent_bytes: int = 0
     done: bool = False
     parts: dict[int, bytes] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> int:
+        """Attempts that failed, of the part that failed most often."""
+        return max(self.failures.values(), default=0)
+
+    def fail(self, piece: Piece[Want]) -> int:
+        """Count a failed attempt at a part; returns how many there were."""
+        place = (piece.offset, piece.length)
+        self.failures[place] = self.failures.get(place, 0) + 1
+        return self.failures[place]
 
     @property
     def piece(self) -> Piece[Want]:
@@ -57,6 +68,11 @@ class Want:
         if sum(map(len, self.parts.values())) < self.segment.stored:
             return None
         return b"".join(self.parts[offset] for offset in sorted(self.parts))
+
+
+def _is_wanted(piece: Piece[Want]) -> bool:
+    """Whether bytes are still missing: neither their segment is settled nor this part of it in."""
+    return not piece.tag.done and piece.offset not in piece.tag.parts
 
 
 @dataclass(eq=False, slots=True)
@@ -78,6 +94,19 @@ class _Attempt:
             self.task.cancel()
 
 
+class FetchHooks(NamedTuple):
+    """What a run asks of its fetcher.
+
+    check: a segment's content from what was stored. is_local: whether the bytes at hand did not cross the link.
+    jitter: a number from 0 to 1. sleep: waits.
+    """
+
+    check: Callable[[SegmentInfo, bytes], bytes]
+    is_local: Callable[[], bool]
+    jitter: Callable[[], float]
+    sleep: Callable[[float], Awaitable[object]]
+
+
 class _SupersededError(KvwireError):
     """The twin was first."""
 
@@ -91,9 +120,7 @@ class FetchRun:
         settings: FetchSettings,
         meter: LinkMeter,
         counts: FetchCounts,
-        check: Callable[[SegmentInfo, bytes], bytes],
-        jitter: Callable[[], float],
-        sleep: Callable[[float], Awaitable[object]],
+        hooks: FetchHooks,
         deadline: float | None = None,
     ) -> None:
         """Prepare; nothing is asked yet."""
@@ -101,9 +128,7 @@ class FetchRun:
         self._settings = settings
         self._meter = meter
         self._counts = counts
-        self._check = check
-        self._jitter = jitter
-        self._sleep = sleep
+        self._check, self._is_local, self._jitter, self._sleep = hooks
         self._deadline = deadline
         self._wants: list[Want] = []
         self._queue: deque[Range[Want]] = deque()
@@ -164,7 +189,7 @@ class FetchRun:
 
     async def _ask_later(self, pieces: Sequence[Piece[Want]], delay_s: float, *, apart: bool = False) -> None:
         await self._sleep(delay_s)
-        self._ask([piece for piece in pieces if not piece.tag.done], apart=apart)
+        self._ask([piece for piece in pieces if _is_wanted(piece)], apart=apart)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -181,8 +206,9 @@ class FetchRun:
         try:
             while self._queue:
                 await self._room.wait()
-                if self._queue:
-                    await self._attempt(self._queue.popleft())
+                wanted = self._queue.popleft() if self._queue else None
+                if wanted and any(_is_wanted(piece) for piece in wanted.pieces):
+                    await self._attempt(wanted)
         finally:
             self._workers -= 1
 
@@ -219,19 +245,23 @@ class FetchRun:
         self._running.discard(attempt)
         transfer = attempt.transfer
         transfer.end(silent=silent)
-        if transfer.first_byte_s is not None and not attempt.cutter.pending:
+        if transfer.first_byte_s is not None and not attempt.cutter.pending and not transfer.local_bytes:
             self._meter.pace.completed(transfer.first_byte_s, transfer.last_at - transfer.asked_at, transfer.bytes)
 
     # What comes in.
 
     def _take(self, attempt: _Attempt, data: Data) -> None:
-        attempt.transfer.received(len(data))
-        self._counts.wire_bytes += len(data)
+        if self._is_local():
+            attempt.transfer.received_locally(len(data))
+            self._counts.local_bytes += len(data)
+        else:
+            attempt.transfer.received(len(data))
+            self._counts.wire_bytes += len(data)
         for piece, body in attempt.cutter.feed(data):
             self._deliver(attempt, piece, body)
             attempt.position = piece.end
         twin = attempt.twin
-        if twin in self._running and all(piece.tag.done for piece in twin.cutter.pending):
+        if twin in self._running and not any(_is_wanted(piece) for piece in twin.cutter.pending):
             self._counts.hedges_won += attempt.is_hedge
             twin.break_off(_SupersededError())
 
@@ -274,7 +304,7 @@ class FetchRun:
 
     def _failed(self, attempt: _Attempt, error: KvwireError) -> None:
         self._counts.stalled += isinstance(error, StalledError)
-        pieces = [piece for piece in attempt.cutter.pending if not piece.tag.done]
+        pieces = [piece for piece in attempt.cutter.pending if _is_wanted(piece)]
         if not pieces:  # all had arrived before the answer broke
             return
         pieces[0].tag.spent_bytes += attempt.cutter.buffered_bytes
@@ -292,8 +322,7 @@ class FetchRun:
         settings = self._settings
         by_failures: dict[int, list[Piece[Want]]] = {}
         for piece in pieces:
-            piece.tag.failed += 1
-            by_failures.setdefault(piece.tag.failed, []).append(piece)
+            by_failures.setdefault(piece.tag.fail(piece), []).append(piece)
         for failed, group in by_failures.items():
             delay_s = settings.backoff(failed, self._jitter(), error)
             if failed > settings.retries or self._is_past(delay_s):
@@ -353,7 +382,7 @@ class FetchRun:
         return pace.is_overdue(age_s, size, factor=settings.hedge_factor, least_s=settings.hedge_least_s)
 
     def _hedge(self, slow: _Attempt) -> None:
-        pieces = [piece for piece in slow.cutter.pending if not piece.tag.done]
+        pieces = [piece for piece in slow.cutter.pending if _is_wanted(piece)]
         if pieces and self._meter.pace.may_hedge(self._settings.hedge_share):
             self._counts.hedges += 1
             wanted = Range(pieces[0].offset, pieces[-1].end, tuple(pieces))

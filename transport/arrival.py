@@ -85,8 +85,8 @@ class FetchCounts:
 
     requests: sent. retried: segments asked for again. hedges, hedges_won: second requests beside slow ones, and those
     that were first. corrupt: segments with a wrong checksum. stalled: requests given up because nothing came. late:
-    segments that missed the deadline. given_up: segments that never came. wire_bytes: received; used_bytes: of them, in
-    segments that were handed over.
+    segments that missed the deadline. given_up: segments that never came. wire_bytes, local_bytes: received over the
+    link, and from copies on this side of it; used_bytes: of them, in segments that were handed over.
     """
 
     requests: int = 0
@@ -98,4 +98,5 @@ class FetchCounts:
     late: int = 0
     given_up: int = 0
     wire_bytes: int = 0
+    local_bytes: int = 0
     used_bytes: int = 0

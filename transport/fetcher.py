@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 from isal.isal_zlib import crc32  # zlib's checksum, some 15 times as fast
 
 from kvwire.errors import CorruptError, DeadlineError, KvwireError, StorageError, TruncatedError
-from kvwire.transport._fetch_run import FATAL, FetchRun
+from kvwire.transport._fetch_run import FATAL, FetchHooks, FetchRun
 from kvwire.transport.arrival import Arrival, FetchCounts, FetchSettings
 from kvwire.transport.metering import LinkMeter
 from kvwire.transport.sources import LinkedSource, read_patiently
@@ -57,6 +57,8 @@ class BlobFetcher:
         self._rng = rng or random.Random()  # noqa: S311 - spreads retries, guards nothing
         self._sleep = sleep
         self._prefix = b""
+        self._next_is_local = False
+        self._source.on_local = self._mark_local
         self.counts = FetchCounts()
 
     @property
@@ -112,8 +114,8 @@ class BlobFetcher:
                 missing.append(segment)
             else:
                 at_hand.append(Arrival(segment, data))
-        parts = (self._source, self._settings, self._meter, self.counts, self._check)
-        run = FetchRun(*parts, self._rng.random, self._sleep, deadline)
+        hooks = FetchHooks(self._check, self._is_local, self._rng.random, self._sleep)
+        run = FetchRun(self._source, self._settings, self._meter, self.counts, hooks, deadline)
         try:
             run.start(missing)
             for arrival in at_hand:
@@ -146,8 +148,16 @@ class BlobFetcher:
         except CorruptError:
             return None
 
+    def _mark_local(self, _: int) -> None:
+        """What the sink gets next did not cross the link."""
+        self._next_is_local = True
+
+    def _is_local(self) -> bool:
+        was, self._next_is_local = self._next_is_local, False
+        return was
+
     async def _open_once(self) -> BlobInfo:
-        self._prefix = await self._read(0, self._settings.head_bytes)
+        self._prefix = await self._read(0, min(self._settings.head_bytes, self._settings.max_head_bytes))
         for _ in range(_MAX_HEAD_READS):
             try:
                 info = self._read_head(self._prefix)
@@ -182,8 +192,12 @@ class BlobFetcher:
         pieces: list[Data] = []
 
         def take(data: Data) -> None:
-            transfer.received(len(data))
-            self.counts.wire_bytes += len(data)
+            if self._is_local():
+                transfer.received_locally(len(data))
+                self.counts.local_bytes += len(data)
+            else:
+                transfer.received(len(data))
+                self.counts.wire_bytes += len(data)
             pieces.append(data)
 
         self.counts.requests += 1

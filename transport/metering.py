@@ -108,7 +108,7 @@ class Transfer:
     """One request and its answer; made by ``LinkMeter.begin``.
 
     asked_at, last_at: when it was sent, and when anything was last heard of it. first_byte_s: None before the first.
-    bytes: received so far.
+    bytes, local_bytes: received so far, over the link and from copies on this side of it.
     """
 
     def __init__(self, meter: LinkMeter, asked_at: float) -> None:
@@ -116,7 +116,12 @@ class Transfer:
         self._meter = meter
         self.asked_at = self.last_at = asked_at
         self.first_byte_s: float | None = None
-        self.bytes = 0
+        self.bytes = self.local_bytes = 0
+
+    def received_locally(self, size: int) -> None:
+        """Bytes came without crossing the link: they say nothing about it."""
+        self.last_at = self._meter.now()
+        self.local_bytes += size
 
     def received(self, size: int) -> None:
         """A piece of the answer came in."""

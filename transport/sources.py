@@ -27,7 +27,12 @@ _PIECE_BYTES = 256 * 1024
 
 
 class ByteSource(Protocol):
-    """One version of one object. Raises only ``kvwire.errors``; ReplacedError once the version is gone."""
+    """One version of one object. Raises only ``kvwire.errors``; ReplacedError once the version is gone.
+
+    on_local: called with a length right before the sink gets so many bytes that did not cross the link.
+    """
+
+    on_local: Callable[[int], None] | None = None
 
     @property
     def url(self) -> str:
@@ -92,7 +97,7 @@ class StoreSource(ByteSource):
         """Give bytes ``start`` to ``end``, in pieces of at most 256 KiB."""
         async with self._opening:
             if self._reader is None:
-                self._reader = await asyncio.to_thread(open_object, self._store, self._key)
+                self._reader = await self._opened()
         reader = self._reader
         stop = reader.size if end is None else min(end, reader.size)
         while start < stop:
@@ -103,11 +108,25 @@ class StoreSource(ByteSource):
             sink(piece)
             start += len(piece)
 
+    async def _opened(self) -> ObjectReader:
+        """Open the object in a thread; where nobody waits any more, what it opened is closed."""
+        opening = asyncio.ensure_future(asyncio.to_thread(open_object, self._store, self._key))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(_close_unwanted)
+            raise
+
     async def close(self) -> None:
         """Let go of the object."""
         if self._reader:
             self._reader.close()
             self._reader = None
+
+
+def _close_unwanted(opening: asyncio.Future[ObjectReader]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
 
 
 class LinkedSource(ByteSource):

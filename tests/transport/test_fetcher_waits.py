@@ -2,8 +2,9 @@
 
 import asyncio
 import random
+import threading
 import time
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwire.errors import ArgumentError, AuthError, DeadlineError, StorageError
-from kvwire.store import HttpAddress, MemoryStore
+from kvwire.store import FolderStore, HttpAddress, MemoryStore
 from kvwire.transport import (
     Arrival,
     BusyError,
@@ -490,3 +491,107 @@ async def test_a_wrong_head_is_not_trusted_again(blob, fetcher_for, fake):
     ((start, end),) = source.distrusted
     assert start == 0
     assert end >= info.head_bytes
+
+
+async def test_a_head_is_never_longer_than_allowed(blob, fetcher_for, fake):
+    class Asked(Remembering):
+        async def read(self, start, end, sink):
+            self.spans = [*getattr(self, "spans", []), (start, end)]
+            await super().read(start, end, sink)
+
+    store = MemoryStore()
+    store.put(fake.KEY, blob)
+    source = Asked(store, fake.KEY, -1)
+    settings = replace(fake.FAST, head_bytes=10**9, max_head_bytes=2_000)
+    async with fetcher_for(source, settings=settings) as fetcher:
+        await fetcher.open()
+    assert source.spans == [(0, 2_000)]
+
+
+async def test_an_object_opened_for_nobody_is_closed(tmp_path):
+    """Whoever asked was cancelled while the store opened the object."""
+    store, waits = FolderStore(tmp_path), threading.Event()
+    store.put("k", b"x" * 1000)
+    opened = []
+
+    class Slow(MemoryStore):
+        def snapshot(self, key):
+            waits.wait(5)
+            opened.append(store.snapshot(key))
+            return opened[-1]
+
+    source = StoreSource(Slow(), "k")
+    reading = asyncio.create_task(source.read(0, 10, lambda _: None))
+    await asyncio.sleep(0.05)
+    reading.cancel()
+    with suppress(asyncio.CancelledError):
+        await reading
+    waits.set()
+    while not opened or opened[0]._descriptor >= 0:
+        await asyncio.sleep(0.01)
+
+
+# Parts of long segments.
+
+
+async def test_every_part_has_its_own_attempts(misbehaving, fetcher_for, fake):
+    """Each of six parts fails as often as it may: the segment arrives all the same."""
+    blob, seen = fake.build([[400_000]]), {}
+    settings = replace(fake.FAST, max_bytes=70_000, head_bytes=2_000, retries=2)
+
+    def plan(number, start, _end):
+        seen[start] = seen.get(start, 0) + 1
+        return {"status": "500 Oops"} if number and seen[start] <= 2 else None
+
+    async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
+        info = await fetcher.open()
+        good, bad = await outcome(fetcher, [info.segments[0][0]])
+    assert not bad
+    check_all(blob, good)
+    assert next(iter(good.values())).attempts == 3
+
+
+async def test_parts_of_a_segment_that_was_given_up_are_not_asked_for(misbehaving, fetcher_for, fake):
+    blob = fake.build([[700_000]])
+    settings = replace(fake.FAST, max_bytes=70_000, head_bytes=2_000, retries=0, concurrency=1)
+    plan = lambda number, *_: {"status": "500 Oops"} if number else None  # noqa: E731
+    async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
+        info = await fetcher.open()
+        _, bad = await outcome(fetcher, [info.segments[0][0]])
+    assert len(bad) == 1
+    assert len(server.requests) == 2
+
+
+# Bytes that did not cross the link.
+
+
+class HalfLocal(StoreSource):
+    """Everything before ``border`` is a copy on this side of the link."""
+
+    border = 200_000
+
+    async def read(self, start, end, sink):
+        at = start
+
+        def take(piece):
+            nonlocal at
+            if at < self.border and self.on_local is not None:
+                self.on_local(len(piece))
+            at += len(piece)
+            sink(piece)
+
+        await super().read(start, end, take)
+
+
+async def test_local_bytes_say_nothing_about_the_link(store, blob, fetcher_for, fake):
+    samples = []
+    settings = replace(fake.FAST, max_bytes=20_000, gap_bytes=0)
+    async with fetcher_for(HalfLocal(store, fake.KEY), settings=settings, meter=LinkMeter(samples.append)) as fetcher:
+        info = await fetcher.open()
+        good, bad = await outcome(fetcher, behind_the_head(info))
+    assert not bad
+    check_all(blob, good)
+    counts = fetcher.counts
+    assert sum(sample.wire_bytes for sample in samples) == counts.wire_bytes
+    assert abs(counts.wire_bytes - (len(blob) - HalfLocal.border)) < 20_000
+    assert counts.local_bytes + counts.wire_bytes == HEAD + sum(s.stored for s in good)
