@@ -220,11 +220,7 @@ class Soak:
         source = open_source(self.tiers, key, self.session)
         misses: Counter[str] = Counter()
         async with BlobFetcher(source, read_head=read_blob_head, settings=FETCH, meter=self.meter) as fetcher:
-            try:
-                async with asyncio.timeout(DEADLINE_S):
-                    info = await fetcher.open()
-            except TimeoutError as error:
-                return type(error).__name__ if isinstance(error, KvwireError) else "deadline while opening"
+            info = await fetcher.open(deadline=started + DEADLINE_S)
             wanted = [segment for row in info.segments for segment in row[: level + 1]]
             async with aclosing(fetcher.fetch(wanted, deadline=started + DEADLINE_S)) as results:
                 async for result in results:

@@ -179,8 +179,7 @@ async def fetched(
     misses: list[SegmentError] = []
     try:
         async with BlobFetcher(source, read_head=read_head, settings=settings) as fetcher:
-            async with asyncio.timeout(deadline_s):
-                info = await fetcher.open()
+            info = await fetcher.open(deadline=give_up_at)
             if between:
                 await between()
             wanted = [segment for row in info.segments for segment in row]
@@ -191,8 +190,6 @@ async def fetched(
                     return f"{WRONG} bytes", 0
     except KvwireError as error:
         return named(error), len(misses)
-    except TimeoutError:
-        return "deadline of the caller while opening", len(misses)
     except Exception as error:  # noqa: BLE001 - what must not happen is told, not raised
         return f"{WRONG} kind of error: {type(error).__name__}: {error}", len(misses)
     return (named(misses[0]) if misses else RIGHT), len(misses)
