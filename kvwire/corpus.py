@@ -180,11 +180,12 @@ class Corpus:
         A blob and its text are in the store before the entry is; whoever stops in the middle loses only what was not
         yielded. Documents are prefilled one by one: in a batch their last bits would depend on their neighbours, and
         the same text must give the same blob.
-        force: encode and write again even what seems to be there. encode_after: documents with fewer counted uses are
-        kept as text, from which readers compute them; ``promote`` encodes them later.
+        force: encode and write again even what seems to be there, and fit a new profile where the one in use is
+        damaged, which is a CorruptError otherwise. encode_after: documents with fewer counted uses are kept as text,
+        from which readers compute them; ``promote`` encodes them later.
         """
         due = [document for document in documents if self._is_due(document.document_id, encode_after)]
-        profile, encoded = self._profile_for(due), {document.document_id for document in due}
+        profile, encoded = self._profile_for(due, force=force), {document.document_id for document in due}
         for document in documents:
             found = None if force else self._known(document, profile)
             if found is not None:
@@ -242,11 +243,18 @@ class Corpus:
         self.catalog.put_text(self._config, document.token_ids)
         return Encoded(entry, None, skipped=True, encode_s=0.0)
 
-    def _profile_for(self, documents: Sequence[Document]) -> AnyProfile | None:
-        """The profile in use; a new one where there is none, where it is lost, or where it was fitted on too little."""
+    def _profile_for(self, documents: Sequence[Document], *, force: bool) -> AnyProfile | None:
+        """The profile in use; a new one where there is none, where it is lost, or where it was fitted on too little.
+
+        One that cannot be read intact gives way only to ``force``: it may be whole for everybody else.
+        """
         try:
             profile = self.profile()
-        except (CorruptError, NotFoundError):
+        except NotFoundError:
+            profile = None
+        except CorruptError:
+            if not force:
+                raise
             profile = None
         if profile is not None and not self._is_wanted(profile):
             msg = (

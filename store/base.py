@@ -39,7 +39,7 @@ class Store(Protocol):
 
     Keys are checked by ``keys.check_key``: a bad one is an ArgumentError, a missing object a NotFoundError, anything
     that the disk or server did wrong a StorageError, refused credentials an AuthError. A store that inherits from this
-    class gets ``create``, ``delete_many`` and ``keys`` made of the other methods.
+    class gets ``create``, ``delete_many`` and ``keys`` made of the other methods, and a ``distrust`` that does nothing.
     """
 
     @property
@@ -80,6 +80,10 @@ class Store(Protocol):
         """Remove objects, in as few requests as the store knows how to."""
         for key in keys:
             self.delete(key)
+
+    def distrust(self, key: str, start: int = 0, end: int | None = None) -> None:
+        """Take note that bytes of this range were wrong: a store that keeps copies of its own forgets them."""
+        del key, start, end
 
     def scan(self, prefix: str, after: str = "") -> Iterator[Listed]:
         """Objects whose keys start with ``prefix`` and come after ``after``, in ascending order of keys."""

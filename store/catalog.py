@@ -10,7 +10,7 @@ import hashlib
 import json
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from kvwire.errors import ArgumentError, AuthError, CorruptError, KvwireError, NotFoundError
 from kvwire.store.announcing import is_old, wait_for_collectors
@@ -157,8 +157,7 @@ class Catalog:
         added = replace(entry, document_id=document_id)
         try:
             if is_old(self._store.stat(entry.blob_key).modified):
-                blob = self._store.get(entry.blob_key)
-                if hashlib.sha256(blob).hexdigest() != entry.sha256:
+                if (blob := self._intact(entry.blob_key)) is None:
                     return None
                 self._store.put(entry.blob_key, blob)
             self.add(added)
@@ -312,12 +311,14 @@ class Catalog:
 
     def get_profile(self, config: Config, digest: str) -> bytes:
         """Read a profile and check it against its digest: CorruptError where they differ."""
-        data = self._read(self.keys(config).profile(digest), _MAX_SMALL_BYTES)
-        if data is None:
+        try:
+            data = self._intact(self.keys(config).profile(digest), _MAX_SMALL_BYTES)
+        except NotFoundError as error:
             msg = f"profile {digest[:12]} is not in {self._store.url}: fit it again or copy it from where it is"
-            raise NotFoundError(msg)
-        if hashlib.sha256(data).hexdigest() != digest:
-            msg = f"profile {digest[:12]} is damaged in {self._store.url}: delete it and fit or copy it again"
+            raise NotFoundError(msg) from error
+        if data is None:
+            advice = "kvwire store verify --delete-damaged deletes it; then fit or copy it again"
+            msg = f"profile {digest[:12]} is damaged in {self._store.url}: {advice}"
             raise CorruptError(msg)
         return data
 
@@ -332,12 +333,20 @@ class Catalog:
         data = self._read(self.keys(config).current_profile, MAX_ENTRY_BYTES + 1)
         if data is None:
             return None
-        fields: dict[str, Any] = parse_object(data)
         try:
-            return check_digest(str(fields.get("profile_digest")), "the current profile's digest")
+            return check_digest(str(parse_object(data).get("profile_digest")), "the current profile's digest")
         except ArgumentError as error:
             msg = f"the catalog's pointer to the profile is damaged ({error}): set the current profile again"
             raise CorruptError(msg) from error
+
+    def _intact(self, key: str, most: int | None = None) -> bytes | None:
+        """Content that its key names by digest; None where it is damaged, not only in a copy of it nearby."""
+        for _ in range(2):
+            data = self._store.get(key, 0, most)
+            if hashlib.sha256(data).hexdigest() == content_digest(key):
+                return data
+            self._store.distrust(key)
+        return None
 
     def _is_young(self, key: str) -> bool:
         """Whether content is there and will be for a while."""
@@ -365,7 +374,7 @@ class Catalog:
             raise _misplaced(key)
         return entry
 
-    # Every byte of entries, pointers, profiles and texts goes through these two.
+    # Every byte of entries, pointers and texts goes through these two, and what is written of profiles.
 
     def _read(self, key: str, most: int) -> bytes | None:
         try:

@@ -72,6 +72,10 @@ class StoreWrapper(Store):
         """Remove objects; one call, whose key is empty."""
         self._do(Request("delete_many", ""), lambda _: self.inner.delete_many(keys))
 
+    def distrust(self, key: str, start: int = 0, end: int | None = None) -> None:
+        """Tell the inner store; no call that a subclass sees."""
+        self.inner.distrust(key, start, end)
+
     def scan(self, prefix: str, after: str = "") -> Iterator[Listed]:
         """List objects; one call, however long the listing is."""
         return self._do(Request("scan", prefix), lambda _: self.inner.scan(prefix, after))

@@ -4,7 +4,7 @@ import pytest
 
 from kvwire.codec import decode
 from kvwire.corpus import Corpus, Document
-from kvwire.errors import ArgumentError, NotFoundError
+from kvwire.errors import ArgumentError, CorruptError, NotFoundError
 from kvwire.load import Loader
 from kvwire.store import MemoryStore, UseCounts, collect
 
@@ -97,6 +97,25 @@ def test_a_blob_of_an_older_profile_is_not_given_up_for_its_text(small):
     assert not kept.entry.is_text
     (changed,) = corpus.encode([Document(name, tuple(ids[:-1]))], encode_after=5)
     assert changed.entry.is_text
+
+
+def test_a_profile_that_cannot_be_read_intact_stays_the_one_in_use(small):
+    store = MemoryStore()
+    Corpus(small.engine, store).set_profile(small.profile)
+    corpus = Corpus(small.engine, store)
+    config, (name, ids) = small.engine.meta.config_digest(), next(iter(small.tokens.items()))
+    key = corpus.catalog.keys(config).profile(small.profile.digest)
+    store.put(key, b"\0" + small.profile.data[1:])
+    with pytest.raises(CorruptError, match="delete-damaged"):
+        list(corpus.encode([Document(name, tuple(ids))]))
+    assert corpus.catalog.current_profile(config) == small.profile.digest
+    (encoded,) = corpus.encode([Document(name, tuple(ids))], force=True)
+    assert encoded.entry.profile_digest == corpus.catalog.current_profile(config) != small.profile.digest
+
+    corpus = Corpus(small.engine, store)
+    store.delete(corpus.catalog.keys(config).profile(encoded.entry.profile_digest))
+    (again,) = corpus.encode([Document("another", tuple(ids))])
+    assert corpus.profile().digest == again.entry.profile_digest
 
 
 def test_counting_needs_somewhere_to_count(small):

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError
-from kvwire.store import Catalog, CatalogEntry, FolderStore, KeySpace, MemoryStore, tenant_hash
+from kvwire.store import Catalog, CatalogEntry, FolderStore, KeySpace, MemoryStore, open_tiers, tenant_hash
 from kvwire.store.listing import tenants
+from kvwire.store.testing import FaultyStore, StoreFault
 from kvwire.types import digest_tokens
 
 CONFIG = "c" * 64
@@ -256,6 +257,51 @@ def test_profiles_are_written_once_checked_and_put_to_use(store):
         catalog.get_profile(CONFIG, digest)
 
 
+def flipping_once(method, ending):
+    """A plan in which the first such read gives a wrong bit."""
+    first = []
+
+    def plan(_number, called, key):
+        if called == method and key.endswith(ending) and not first:
+            first.append(key)
+            return StoreFault.FLIP
+        return None
+
+    return plan
+
+
+def test_a_profile_that_arrived_damaged_is_read_again_past_the_tiers(tmp_path):
+    remote = MemoryStore()
+    digest = Catalog(remote).put_profile(CONFIG, b"profile" * 1000)
+    faulty = FaultyStore(remote, flipping_once("get", ".kvp"))
+    with contextlib.closing(open_tiers(faulty, memory_bytes=1 << 20, folder=tmp_path, folder_bytes=1 << 24)) as tiers:
+        for _ in range(2):
+            assert Catalog(tiers).get_profile(CONFIG, digest) == b"profile" * 1000
+    assert faulty.faults == {StoreFault.FLIP: 1}
+
+
+def test_a_damaged_profile_is_not_kept_in_the_tiers():
+    remote = MemoryStore()
+    digest = Catalog(remote).put_profile(CONFIG, b"profile")
+    key = Catalog(remote).keys(CONFIG).profile(digest)
+    remote.put(key, b"prof1le")
+    with contextlib.closing(open_tiers(remote, memory_bytes=1 << 20)) as tiers:
+        with pytest.raises(CorruptError, match="delete-damaged"):
+            Catalog(tiers).get_profile(CONFIG, digest)
+        remote.put(key, b"profile")
+        assert Catalog(tiers).get_profile(CONFIG, digest) == b"profile"
+
+
+def test_a_blob_that_arrived_damaged_is_read_again_before_it_is_given_up():
+    remote = MemoryStore()
+    entry = put(Catalog(remote))
+    remote._objects[entry.blob_key].modified -= 13 * 3600
+    faulty = FaultyStore(remote, flipping_once("get", ".kvw"))
+    with contextlib.closing(open_tiers(faulty, memory_bytes=1 << 20)) as tiers:
+        assert Catalog(tiers).alias(entry, "other") is not None
+    assert faulty.faults == {StoreFault.FLIP: 1}
+
+
 def test_a_profile_that_was_never_written_cannot_be_put_to_use(store):
     with pytest.raises(NotFoundError):
         Catalog(store).set_current_profile(CONFIG, "0" * 64)
@@ -327,8 +373,10 @@ def test_tenants_and_configurations_are_listed_from_keys(store):
     alice = Catalog(store, "alice")
     alice.put_blob(OTHER_CONFIG, b"x", document_id="doc", head_bytes=0, tokens=1)
     store.put("v1/readme", b"an object in a tenant's place")
-    store.put("v1/aa/~~/strange", b"x")
-    assert sorted(tenants(store)) == sorted(["aa", tenant_hash("alice"), tenant_hash("bob")])
+    strange = "aa" * 16
+    store.put(f"v1/{strange}/~~/strange", b"x")
+    store.put("v1/aa/~~/of-somebody-else", b"x")
+    assert sorted(tenants(store)) == sorted([strange, tenant_hash("alice"), tenant_hash("bob")])
     spaces = list(alice.configurations())
     assert spaces == [alice.keys(CONFIG), alice.keys(OTHER_CONFIG)]
     assert [entry.document_id for space in spaces for entry in alice.documents(space)] == ["doc", "doc"]
