@@ -16,7 +16,7 @@ from kvwire.codec import (
     fit_profile,
     read_profile,
 )
-from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError, StorageError
+from kvwire.errors import ArgumentError, CorruptError, KvwireError, MismatchError, NotFoundError
 from kvwire.quality import calibrate_error
 from kvwire.store import Catalog, CatalogEntry
 from kvwire.types import digest_tokens
@@ -211,9 +211,9 @@ class Corpus:
         yield from self.encode(due)
 
     def count_use(self, document_id: str) -> None:
-        """Count one use of a document, where uses are counted. A disk that fails costs a count, not an answer."""
+        """Count one use of a document, where uses are counted. A file that fails costs a count, not an answer."""
         if self._uses is not None:
-            with suppress(StorageError):
+            with suppress(KvwireError):
                 self._uses.add(self._scope, document_id)
 
     def text(self, entry: CatalogEntry) -> tuple[int, ...]:

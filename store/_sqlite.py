@@ -33,10 +33,9 @@ _PAGE_BYTES = 16 << 10  # some twenty catalog entries: rows in the order of keys
 _STILL_ATTEMPTS = 10
 _DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_TOOBIG})
 _NOT_WRITABLE = frozenset({sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM})
+_HELD = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 _NO_LOCKS = "its file system cannot share a database between processes: use a local disk, an S3 bucket or kvwire serve"
 _ADVICE = {
-    sqlite3.SQLITE_BUSY: f"another process has held it for more than {BUSY_S:g} s: try again, or end that process",
-    sqlite3.SQLITE_LOCKED: f"another process has held it for more than {BUSY_S:g} s: try again, or end that process",
     sqlite3.SQLITE_FULL: "the disk is full: free space or move the store to a larger disk",
     sqlite3.SQLITE_IOERR: "the disk reported an input/output error: check its health and free space",
     sqlite3.SQLITE_PROTOCOL: _NO_LOCKS,
@@ -90,16 +89,20 @@ class Database:
     """One database file; nothing is opened or made before it is needed.
 
     schema: SQL that makes an empty one. version: of the schema, refused where the file has another. durable: whether a
-    transaction survives a power cut once ``write`` has returned. advice: what to do where the file is damaged.
+    transaction survives a power cut once ``write`` has returned. advice: what to do where the file is damaged. busy_s:
+    longest wait for another process's transaction, in seconds; None for BUSY_S.
     """
 
-    def __init__(self, path: Path, schema: str, *, version: int, durable: bool, advice: str) -> None:
+    def __init__(
+        self, path: Path, schema: str, *, version: int, durable: bool, advice: str, busy_s: float | None = None
+    ) -> None:
         """Keep the path."""
         self._path = path
         self._schema = schema
         self._version = version
         self._durable = durable
         self._advice = advice
+        self._busy_s = busy_s
         self._start()
 
     def read(self, query: Callable[[sqlite3.Connection], T], absent: T) -> T:
@@ -163,9 +166,8 @@ class Database:
         self._current().give(connection, identity)
 
     def _connect(self, how: str) -> sqlite3.Connection:
-        connection = sqlite3.connect(
-            f"{self._path.as_uri()}?{how}", uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False
-        )
+        name, wait_s = f"{self._path.as_uri()}?{how}", self._wait_s()
+        connection = sqlite3.connect(name, uri=True, timeout=wait_s, isolation_level=None, check_same_thread=False)
         try:
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
             connection.execute("PRAGMA trusted_schema=OFF")
@@ -176,6 +178,9 @@ class Database:
             connection.close()
             raise
         return connection
+
+    def _wait_s(self) -> float:
+        return BUSY_S if self._busy_s is None else self._busy_s
 
     def _check_version(self, connection: sqlite3.Connection) -> None:
         version = connection.execute("PRAGMA user_version").fetchone()[0]
@@ -255,7 +260,8 @@ class Database:
                 raise CorruptError(msg) from error
             if code in _NOT_WRITABLE and not os.access(self._path.parent, os.W_OK):
                 code = sqlite3.SQLITE_READONLY
-            msg = f"cannot {verb} {self._path}: {_ADVICE.get(code, str(error))}"
+            held = f"another process has held it for more than {self._wait_s():g} s: try again, or end that process"
+            msg = f"cannot {verb} {self._path}: {held if code in _HELD else _ADVICE.get(code, str(error))}"
             raise StorageError(msg) from error
 
 

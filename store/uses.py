@@ -29,6 +29,8 @@ _ADD = (
 _COUNT = "SELECT count FROM uses WHERE scope = ? AND document = ?"
 _REACHED = "SELECT document FROM uses WHERE scope = ? AND count >= ? ORDER BY count DESC, document"
 _ADVICE = "delete it; counting then starts anew"
+BUSY_S = 0.2
+"""Longest wait for another process that holds the file: a count is not worth an answer's delay."""
 
 
 class UseCounts:
@@ -63,13 +65,16 @@ class UseCounts:
 class UseFile(UseCounts):
     """Counts in a file, shared by the processes of one machine. A power cut may cost the last few uses."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Keep the path; the file is made at the first use. Raises NotFoundError where its folder is not there."""
+    def __init__(self, path: str | os.PathLike[str], *, busy_s: float = BUSY_S) -> None:
+        """Keep the path; the file is made at the first use. Raises NotFoundError where its folder is not there.
+
+        busy_s: seconds that a use waits for another process's, which takes less than a millisecond; StorageError then.
+        """
         path = Path(path).absolute()
         if not path.parent.is_dir():
             msg = f"{path.parent} is not a folder; make it, or name another file for the counts"
             raise NotFoundError(msg)
-        self._database = Database(path, _SCHEMA, version=_VERSION, durable=False, advice=_ADVICE)
+        self._database = Database(path, _SCHEMA, version=_VERSION, durable=False, advice=_ADVICE, busy_s=busy_s)
 
     def add(self, scope: str, document_id: str) -> None:
         """Count one use."""

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
+
 import pytest
 
 from kvwire.codec import decode
 from kvwire.corpus import Corpus, Document
-from kvwire.errors import ArgumentError, CorruptError, NotFoundError
+from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, NotFoundError
 from kvwire.load import Loader
-from kvwire.store import MemoryStore, UseCounts, collect
+from kvwire.store import MemoryStore, UseCounts, UseFile, collect
 
 
 def test_documents_come_in_order_whatever_is_known(small):
@@ -123,6 +126,22 @@ def test_counting_needs_somewhere_to_count(small):
     with pytest.raises(ArgumentError, match="uses"):
         list(corpus.encode([Document("a", (1, 2))], encode_after=1))
     assert list(corpus.promote(1)) == []
+
+
+@pytest.mark.parametrize("damage", ["bytes", "version"])
+def test_a_damaged_file_of_counts_costs_no_answer(small, tmp_path, damage):
+    path, name = tmp_path / "uses", next(iter(small.tokens))
+    if damage == "bytes":
+        path.write_bytes(b"not a database, " * 100)
+    else:
+        with closing(sqlite3.connect(path)) as later:
+            later.execute("PRAGMA user_version=99")
+    store = small.corpus().catalog.store
+    with closing(UseFile(path)) as uses:
+        corpus = Corpus(small.engine, store, uses=uses)
+        with pytest.raises(CorruptError if damage == "bytes" else FormatVersionError):
+            uses.add("a/", name)
+        assert Loader(small.engine, corpus, costs=small.costs).ask([name], [1, 2, 3]).misses == ()
 
 
 def test_nothing_that_a_corpus_needs_is_garbage(small):

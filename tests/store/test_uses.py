@@ -1,19 +1,21 @@
 """Uses are counted for each tenant and model, by several processes at once where there is a file."""
 
+import sqlite3
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
 
-from kvwire.errors import CorruptError, NotFoundError
+from kvwire.errors import CorruptError, NotFoundError, StorageError
 from kvwire.store.uses import UseCounts, UseFile
 
 
 @pytest.fixture(params=["memory", "file"])
 def uses(request, tmp_path):
-    with closing(UseCounts() if request.param == "memory" else UseFile(tmp_path / "uses.sqlite")) as counts:
+    with closing(UseCounts() if request.param == "memory" else UseFile(tmp_path / "uses.sqlite", busy_s=30)) as counts:
         yield counts
 
 
@@ -38,7 +40,7 @@ def test_no_use_is_lost_between_threads(uses):
 
 def test_a_file_is_shared_by_processes_and_outlives_them(tmp_path):
     code = (
-        "import sys; from kvwire.store.uses import UseFile; u = UseFile(sys.argv[1])\n"
+        "import sys; from kvwire.store.uses import UseFile; u = UseFile(sys.argv[1], busy_s=30)\n"
         "for _ in range(30): u.add('a/', 'x')"
     )
     others = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "uses")]) for _ in range(2)]
@@ -53,3 +55,18 @@ def test_bad_files_are_refused(tmp_path):
     (tmp_path / "uses").write_bytes(b"not a database, " * 100)
     with closing(UseFile(tmp_path / "uses")) as uses, pytest.raises(CorruptError, match="starts anew"):
         uses.add("a/", "x")
+
+
+def test_a_file_that_is_held_costs_a_use_and_little_time(tmp_path):
+    path = tmp_path / "uses"
+    with closing(UseFile(path)) as uses:
+        uses.add("a/", "x")
+        with closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            started = time.monotonic()
+            with pytest.raises(StorageError, match=r"more than 0\.2 s"):
+                uses.add("a/", "x")
+            assert time.monotonic() - started < 10  # a database otherwise waits 30 s
+            assert uses.count("a/", "x") == 1
+        uses.add("a/", "x")
+        assert uses.count("a/", "x") == 2
