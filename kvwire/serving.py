@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import click
 
-from kvwire.errors import ArgumentError, StorageError
+from kvwire.errors import ArgumentError
 from kvwire.options import Place
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
 _GIB = 1 << 30
+_FOLDER = click.Path(exists=True, file_okay=False, writable=True, path_type=Path)
 _SPARE_FILES = 256  # of the store, the logs and Python itself
 
 
@@ -39,13 +40,14 @@ def _file(name: str, text: str) -> Callable[[Command], Command]:
     return _option(name, type=click.Path(path_type=Path), help=text)
 
 
-def _number(name: str, default: float, text: str) -> Callable[[Command], Command]:
-    kind = click.IntRange(0) if isinstance(default, int) else click.FloatRange(0)
+def _number(name: str, default: float, text: str, least: int = 0) -> Callable[[Command], Command]:
+    kind = click.IntRange(least) if isinstance(default, int) else click.FloatRange(least)
     return _option(name, default=default, show_default=True, type=kind, help=text)
 
 
 class _ServeOptions(TypedDict):
     store: str
+    store_token: str | None
     cache: str | None
     cache_size: str
     memory_size: str | None
@@ -73,23 +75,24 @@ class _ServeOptions(TypedDict):
 
 @click.command()
 @_option("--store", required=True, help="file:///folder, s3://bucket/prefix, or another address of a store.")
+@_option("--store-token", help="Bearer token for a store behind http://.")
 @_option("--cache", help="Folder of a local cache before the store.")
 @_option("--cache-size", default="10GB", show_default=True, help="Of the cache folder.")
 @_option("--memory-size", help="Of a cache in memory, such as 2GB.")
 @_option("--host", default="127.0.0.1", show_default=True, help="Address to bind; others than loopback need access.")
 @_option("--port", default=8473, show_default=True, type=click.IntRange(0, 65535), help="0: any free port.")
-@_option("--token", help="Bearer token with full rights.")
+@_option("--token", help="Bearer token with full rights; 16 characters or more where other machines can ask.")
 @_file("--tenants", "JSON list of tenants' tokens, as hashes; read again when it changes and on SIGHUP.")
 @_file("--signing-keys", "JSON object of keys for signed URLs; read again likewise.")
 @_option("--metrics-token", help="Bearer token for /metrics alone.")
 @_file("--certificate", "PEM file for TLS, with its chain; read again on SIGHUP.")
 @_file("--private-key", "PEM file of the certificate's key.")
 @_option("--read-only", is_flag=True, help="Take no uploads and delete nothing.")
-@_file("--spool", "Folder for uploads that are under way.")
+@_option("--spool", type=_FOLDER, help="Folder for uploads that are under way.")
 @_number("--max-upload-bytes", 16 * _GIB, "Of one upload.")
-@_number("--max-spool-bytes", 64 * _GIB, "Of all uploads that are under way.")
-@_number("--max-requests", 512, "Answered at a time.")
-@_number("--max-connections", 1024, "Open at a time.")
+@_number("--max-spool-bytes", 64 * _GIB, "Of all uploads that are under way; one client has half of it.")
+@_number("--max-requests", 512, "Answered at a time.", least=1)
+@_number("--max-connections", 1024, "Open at a time.", least=1)
 @_number("--rate", 0.0, "Requests a second of one credential, or address without any; 0: no limit.")
 @_number("--burst", 100, "Requests at once, before the rate counts.")
 @_number("--shutdown-seconds", 30.0, "Given to running answers after SIGTERM.")
@@ -108,6 +111,7 @@ def serve(**options: Unpack[_ServeOptions]) -> None:
     _raise_open_files(2 * options["max_connections"] + _SPARE_FILES)
     place = Place(
         options["store"],
+        token=options["store_token"] or None,
         cache=options["cache"],
         cache_size=options["cache_size"],
         memory_size=options["memory_size"],
@@ -203,11 +207,7 @@ def sign(**options: Unpack[_SignOptions]) -> None:
     """Print a URL with which anyone may read (or write) the object KEY for a while."""
     from kvwire.transport import SigningKeys, sign_url
 
-    try:
-        keys = SigningKeys.parse(options["signing_keys"].read_bytes())
-    except OSError as error:
-        msg = f"{options['signing_keys']} cannot be read ({error.strerror}): check the path and its permissions"
-        raise StorageError(msg) from error
+    keys = SigningKeys.read(options["signing_keys"])
     expires_at = int(time.time()) + options["seconds"]
     url = sign_url(
         options["base_url"],
@@ -222,20 +222,27 @@ def sign(**options: Unpack[_SignOptions]) -> None:
 
 class _TokenOptions(TypedDict):
     tenant: str
+    salt: str
     write: bool
     as_json: bool
 
 
 @click.command()
 @_option("--tenant", default="default", show_default=True, help="Whose token; goes into the line for the tenants file.")
+@_option(
+    "--salt", default="", help="The deployment's secret, where keys are salted: the line then holds the namespace."
+)
 @click.option("--write", is_flag=True, help="The token may write.")
 @_JSON
 def token(**options: Unpack[_TokenOptions]) -> None:
     """Make a random bearer token; print it, and the line for the server's tenants file, which holds its hash alone."""
+    from kvwire.store import tenant_hash
     from kvwire.transport import new_token
 
+    tenant, salt = options["tenant"], options["salt"].encode()
+    whose = {"namespace": tenant_hash(tenant, salt)} if salt else {"tenant": tenant}
     made, digest = new_token()
-    entry = {"tenant": options["tenant"], "token_sha256": digest, "write": options["write"]}
+    entry = {**whose, "token_sha256": digest, "write": options["write"]}
     if options["as_json"]:
         click.echo(json.dumps({"token": made, "entry": entry}))
     else:

@@ -18,7 +18,7 @@ from kvwire.store.base import (
 from kvwire.store.catalog import Catalog, Page
 from kvwire.store.collecting import Collected, collect
 from kvwire.store.copying import Copied, copy_store
-from kvwire.store.entry import CatalogEntry
+from kvwire.store.entry import CatalogEntry, strict_json
 from kvwire.store.folder import FolderStore
 from kvwire.store.http_ranges import range_header, range_told
 from kvwire.store.keyring import Keyring
@@ -73,6 +73,7 @@ __all__ = [
     "parse_size",
     "range_header",
     "range_told",
+    "strict_json",
     "tenant_hash",
     "tenants",
     "text_digest",

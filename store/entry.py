@@ -78,15 +78,26 @@ class CatalogEntry:
             raise CorruptError(msg) from error
 
 
+def strict_json(data: bytes) -> Any:  # noqa: ANN401 - JSON
+    """Parse JSON. Raises ArgumentError, which quotes nothing of it, for NaN and where a name appears twice, too."""
+    try:
+        return json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        msg = f"not valid JSON at line {error.lineno}, column {error.colno}"
+    except (ValueError, RecursionError):
+        msg = "not valid JSON: it must be UTF-8, hardly nested, and name nothing twice in one object"
+    raise ArgumentError(msg)
+
+
 def parse_object(data: bytes) -> dict[str, Any]:
-    """Parse one JSON object; CorruptError for anything else, for duplicate names and for NaN."""
+    """Parse one JSON object as ``strict_json`` does; CorruptError for anything else, and beyond MAX_ENTRY_BYTES."""
     if len(data) > MAX_ENTRY_BYTES:
         msg = f"a catalog entry is longer than {MAX_ENTRY_BYTES} bytes"
         raise CorruptError(msg)
     try:
-        value = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        msg = f"a catalog entry is not valid JSON: {error}"
+        value = strict_json(data)
+    except ArgumentError as error:
+        msg = f"a catalog entry is {error}"
         raise CorruptError(msg) from error
     if not isinstance(value, dict):
         msg = f"a catalog entry must be a JSON object, got {type(value).__name__}"
@@ -97,14 +108,12 @@ def parse_object(data: bytes) -> dict[str, Any]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        msg = "the same name appears twice in an object"
-        raise ValueError(msg)
+        raise ValueError
     return fields
 
 
-def _no_constant(text: str) -> None:
-    msg = f"{text} is not a JSON number"
-    raise ValueError(msg)
+def _no_constant(_: str) -> None:
+    raise ValueError  # NaN and Infinity are no JSON
 
 
 def _field(fields: dict[str, Any], name: str, kind: type) -> Any:  # noqa: ANN401 - the type checked for is the caller's

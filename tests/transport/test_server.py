@@ -3,12 +3,13 @@
 import asyncio
 import json
 import logging
+import threading
 from email.utils import parsedate_to_datetime
 
 import aiohttp
 import pytest
 
-from kvwire.errors import AuthError, StorageError
+from kvwire.errors import AuthError, NotFoundError, StorageError
 from kvwire.store import FolderStore, MemoryStore
 from kvwire.transport import ServerSettings, serve
 from kvwire.transport.server import is_loopback
@@ -132,7 +133,7 @@ async def test_caching(url, client):
 async def raw(url, line, *headers):
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, port)
-    writer.write("\r\n".join([line, "Host: x", "Connection: close", *headers, "", ""]).encode())
+    writer.write("\r\n".join([line, "Host: localhost", "Connection: close", *headers, "", ""]).encode())
     answer = await reader.read()
     writer.close()
     await writer.wait_closed()
@@ -171,7 +172,10 @@ async def test_dates(url, client, store):
         date = response.headers["Last-Modified"]
     assert parsedate_to_datetime(date).timestamp() == int(store.stat(BLOB).modified)
     long_ago = "Sat, 01 Jan 2000 00:00:00 GMT"
+    too_late = "Mon, 01 Jan 2020 00:00:00 +99999999999999999999"
     for field, value, status in [
+        ("If-Modified-Since", too_late, 200),
+        ("If-Unmodified-Since", too_late, 200),
         ("If-Modified-Since", date, 304),
         ("If-Modified-Since", long_ago, 200),
         ("If-Unmodified-Since", date, 200),
@@ -262,6 +266,40 @@ async def test_store_failures_tell_nothing(client, error, status, caplog):
     assert caplog.records
 
 
+class SlowProbeStore(BrokenStore):
+    """Counts who asks for what is not there, and lets them wait."""
+
+    def __init__(self, error=None):
+        super().__init__(error=error)
+        self.asked = 0
+        self.go_on = threading.Event()
+
+    def stat(self, _key):
+        self.asked += 1
+        assert self.go_on.wait(20)
+        raise self.error
+
+
+@pytest.mark.parametrize(("error", "status"), [(NotFoundError("readyz"), 200), (StorageError("down"), 503)])
+async def test_many_probes_are_one_look_at_the_store(client, error, status, monkeypatch):
+    monkeypatch.setattr("kvwire.transport.server.readiness._GOOD_S", 1000.0)
+    store = SlowProbeStore(error)
+    async with serve(store) as url:
+
+        async def probe():
+            async with client.get(f"{url}/readyz") as response:
+                return response.status
+
+        probes = [asyncio.create_task(probe()) for _ in range(50)]
+        async with asyncio.timeout(20):
+            while b"kvwire_http_requests_in_flight 51.0" not in await raw(url, "GET /metrics HTTP/1.1"):
+                await asyncio.sleep(0.01)
+        store.go_on.set()
+        assert await asyncio.gather(*probes) == [status] * 50
+        assert await probe() == status
+        assert store.asked == 1
+
+
 async def test_a_failure_in_mid_answer_breaks_the_connection(client, caplog):
     store = BrokenStore(after=100)
     store.put("fine", DATA)
@@ -275,6 +313,25 @@ async def test_a_failure_in_mid_answer_breaks_the_connection(client, caplog):
         async with client.get(f"{url}/fine", headers={"Range": "bytes=500-"}) as response:
             assert response.status == 503  # told before the status line was out
     assert all(record.levelno <= logging.WARNING for record in caplog.records)
+
+
+async def test_a_client_that_leaves_is_no_failure(store, caplog):
+    caplog.set_level(logging.DEBUG, "kvwire")
+    store.put("big", bytes(50_000_000))
+    async with serve(store) as url:
+        for _ in range(3):
+            reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+            writer.write(b"GET /big HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            await reader.readexactly(1000)
+            writer.transport.abort()
+        async with asyncio.timeout(20):
+            while b"kvwire_http_requests_in_flight 1.0" not in (page := await raw(url, "GET /metrics HTTP/1.1")):
+                await asyncio.sleep(0.01)
+    assert b"kvwire_store_errors_total 0.0" in page
+    told = [record for record in caplog.records if "broken off" in record.getMessage()]
+    assert len(told) == 3
+    assert all(record.getMessage().endswith("the client went away") for record in told)
+    assert all(record.levelno == logging.DEBUG for record in told)
 
 
 async def test_no_second_status_line_follows_a_first(caplog):
@@ -342,7 +399,7 @@ async def test_a_client_that_takes_nothing_is_let_go(store, caplog):
     async with serve(store, settings=ServerSettings(send_s=0.2)) as url:
         host, port = url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, port)
-        writer.write(b"GET /k HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write(b"GET /k HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await asyncio.sleep(0.6)
         with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
             await reader.readexactly(30_000_000)
@@ -384,8 +441,8 @@ def test_loopback():
 
 
 async def test_the_token(store, client):
-    async with serve(store, token="s3cret-ä") as url:  # noqa: S106
-        refused = ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic s3cret-ä"}, {"Authorization": "x"})
+    async with serve(store, token="s3cret-0123456789") as url:  # noqa: S106
+        refused = [{}, *({"Authorization": words} for words in ("Bearer wrong", "Basic s3cret-0123456789", "x"))]
         for headers in refused:
             for path in (BLOB, "absent", "metrics", "../x"):
                 async with client.get(f"{url}/{path}", headers=headers) as response:
@@ -394,7 +451,7 @@ async def test_the_token(store, client):
         for path in ("healthz", "readyz"):
             async with client.get(f"{url}/{path}") as response:
                 assert response.status == 200
-        async with client.get(f"{url}/{BLOB}", headers={"Authorization": "bearer s3cret-ä"}) as response:
+        async with client.get(f"{url}/{BLOB}", headers={"Authorization": "bearer s3cret-0123456789"}) as response:
             assert await response.read() == DATA
             assert response.headers["Cache-Control"].startswith("private, ")
 

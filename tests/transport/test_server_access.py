@@ -18,13 +18,14 @@ from kvwire.errors import ArgumentError, AuthError, NotFoundError, StorageError
 from kvwire.store import FolderStore, MemoryStore, tenant_hash
 from kvwire.transport import AccessSettings, ServerSettings, SigningKeys, TextLines, new_token, serve, sign_url
 from kvwire.transport.server import JsonLines, ObjectServer, TenantTokens
+from kvwire.transport.server.files import WatchedFile
 
 DATA = bytes(range(256)) * 8
 DIGEST = hashlib.sha256(DATA).hexdigest()
 NAMES = ("anna", "berta")
 CONFIG = "c0" * 8
 KEYS = {name: f"v1/{tenant_hash(name)}/{CONFIG}/{DIGEST[:2]}/{DIGEST}.kvw" for name in NAMES}
-FULL = "full-token-é"
+FULL = "full-token-0123456789"
 SECRET = bytes(range(32))
 METRICS = "metrics-token"
 
@@ -51,6 +52,7 @@ def signing_keys(tmp_path):
     path.write_text(
         json.dumps({"k1": {"secret": secret}, "anna": {"secret": secret, "namespace": tenant_hash("anna")}})
     )
+    path.chmod(0o600)
     return path
 
 
@@ -201,6 +203,50 @@ def test_reload_does_it_at_once(tokens, store):
     os.utime(tokens["path"], ns=(about.st_atime_ns, about.st_mtime_ns))  # not even the time tells
     server.reload()
     assert not find("GET", "/x", "", header, "a").write
+
+
+def test_what_is_written_while_a_broken_version_is_read_is_seen(tmp_path, caplog):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+
+    def parse(data):
+        if data == b"half":
+            path.write_bytes(b"half and the rest")  # its writer ends just after it was read
+            msg = "not valid JSON"
+            raise ArgumentError(msg)
+        return data
+
+    watched = WatchedFile(path, parse)
+    path.write_bytes(b"half")
+    watched.refresh()
+    assert watched.value == b"old"
+    watched.refresh()
+    assert watched.value == b"half and the rest"
+    assert caplog.text.count("stays in force") == 1
+
+
+def test_signing_keys_that_others_can_read_are_refused(signing_keys, caplog):
+    access = AccessSettings(signing_keys=signing_keys)
+    server = ObjectServer(MemoryStore(), access=access)
+    for mode in (0o640, 0o604, 0o602):
+        signing_keys.chmod(mode)
+        with pytest.raises(AuthError, match="chmod 600") as caught:
+            ObjectServer(MemoryStore(), access=access)
+        assert base64.b64encode(SECRET).decode() not in str(caught.value)
+        with pytest.raises(AuthError):
+            SigningKeys.read(signing_keys)
+    server.reload()
+    assert "chmod 600" in caplog.text
+    signing_keys.chmod(0o400)
+    assert SigningKeys.read(signing_keys).secret("k1") == SECRET
+
+
+@pytest.mark.parametrize("token", ["abc ", " abc", "a b", "a\n", "a\tb", "é"])
+def test_tokens_that_cannot_be_sent_are_refused(token):
+    for access in (AccessSettings(token=token), AccessSettings(metrics_token=token)):
+        with pytest.raises(ArgumentError, match="visible ASCII") as caught:
+            ObjectServer(MemoryStore(), access=access)
+        assert "abc" not in str(caught.value)
 
 
 FIELDS = ("tenant", "namespace", "token_sha256", "write", "expires", "secret")
@@ -429,6 +475,24 @@ async def test_a_line_for_each_request(url, client, caplog):
     assert all("\n" not in TextLines().format(record) for record in caplog.records)
 
 
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "localhost.evil.example", "192.0.2.1", "x@[::1]", ""]
+)
+async def test_an_open_server_answers_only_to_names_of_this_machine(store, client, host):
+    """A page in a browser may let its own name lead to 127.0.0.1, and would then read all answers."""
+    async with serve(store) as url:
+        for path in (KEYS["anna"], "?list", "absent", "metrics"):
+            async with client.get(f"{url}/{path}", headers={"Host": host}) as response:
+                assert response.status == 403
+                assert DIGEST not in await response.text()
+        for own in ("localhost", "LOCALHOST:1", "127.0.0.1", "127.0.0.1:80", "[::1]", "[::1]:8473"):
+            async with client.get(f"{url}/{KEYS['anna']}", headers={"Host": own}) as response:
+                assert response.status == 200
+    headers = bearer(FULL) | {"Host": host}
+    async with serve(store, token=FULL) as url, client.get(f"{url}/outside", headers=headers) as response:
+        assert response.status == 200
+
+
 async def test_a_page_in_a_browser_cannot_write_to_an_open_server(store, client):
     async with serve(store) as url:
         for method in ("PUT", "DELETE"):
@@ -449,7 +513,11 @@ async def test_a_public_address_needs_objects_to_be_guarded(tokens, signing_keys
     with pytest.raises(AuthError):
         async with serve(MemoryStore(), "0.0.0.0", access=AccessSettings(metrics_token=METRICS)):
             pass
-    for access in (AccessSettings(tenants=tokens["path"]), AccessSettings(signing_keys=signing_keys)):
+    with pytest.raises(AuthError, match="16 characters"):
+        async with serve(MemoryStore(), "0.0.0.0", token="s" * 15):
+            pass
+    full = AccessSettings(token="s" * 16)
+    for access in (full, AccessSettings(tenants=tokens["path"]), AccessSettings(signing_keys=signing_keys)):
         caplog.clear()
         with pytest.raises(StorageError, match="cannot listen"):  # the address is nobody's: access was no obstacle
             async with serve(MemoryStore(), "192.0.2.1", access=access):

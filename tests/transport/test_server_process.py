@@ -1,5 +1,6 @@
 """``kvwire serve``, ``sign`` and ``token`` as processes: options, signals, logs, exit codes."""
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -51,6 +52,8 @@ def files(tmp_path):
     token, line = run(serving.token, "--tenant", "anna").output.splitlines()
     (tmp_path / "tenants.json").write_text(f"[{line}]")
     (tmp_path / "keys.json").write_text(json.dumps({"k": {"secret": "MDEyMzQ1Njc4OWFiY2RlZjAxMjM0NTY3ODlhYmNkZWY="}}))
+    for name in ("keys.json", "tenants.json"):
+        (tmp_path / name).chmod(0o600)
     return tmp_path, token
 
 
@@ -123,6 +126,8 @@ def test_a_server_from_start_to_end(files):
         (["--store", "{folder}/store", "--tenants", "{folder}/absent"], StorageError, "cannot be read"),
         (["--store", "{folder}/store", "--tenants", "{folder}/keys.json"], ArgumentError, "JSON list"),
         (["--store", "{folder}/store", "--signing-keys", "{folder}/tenants.json"], ArgumentError, "JSON object"),
+        (["--store", "{folder}/store", "--token", "a b"], ArgumentError, "visible ASCII"),
+        (["--store", "{folder}/store", "--host", "0.0.0.0", "--token", "short"], AuthError, "16 characters"),
         (["--store", "{folder}/store", "--certificate", "{folder}/keys.json"], ArgumentError, "--private-key"),
     ],
 )
@@ -133,8 +138,56 @@ def test_what_cannot_be_served(files, words, error, say):
 
 
 def test_wrong_usage(files):
-    for words in (["--port", "99999"], ["--log-level", "loud"], ["--max-requests", "-1"], []):
-        assert run(serving.serve, *words).exit_code == 2
+    for words in (
+        ["--port", "99999"],
+        ["--log-level", "loud"],
+        ["--max-requests", "0"],
+        ["--max-connections", "0"],
+        ["--spool", files[0] / "absent"],
+        ["--spool", files[0] / "keys.json"],
+    ):
+        result = run(serving.serve, "--store", files[0] / "store", *words)
+        assert result.exit_code == 2
+        assert words[0] in result.output
+    assert run(serving.serve).exit_code == 2
+
+
+def test_a_salted_tenants_line_holds_its_namespace():
+    words = ("--tenant", "anna", "--json")
+    made = json.loads(run(serving.token, *words, "--salt", "pepper").output)["entry"]
+    assert made == {"namespace": tenant_hash("anna", b"pepper"), "token_sha256": made["token_sha256"], "write": False}
+    given = CliRunner().invoke(serving.token, words, env={"KVWIRE_SALT": "pepper"})
+    assert json.loads(given.output)["entry"]["namespace"] == made["namespace"]
+
+
+def test_a_server_before_a_server(files):
+    """The token for the store behind is another than the one for those who ask."""
+    folder, token = files
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "kvwire",
+        "serve",
+        "--port",
+        "0",
+        "--json",
+        "--log-level",
+        "error",
+        "--store",
+    ]
+    with contextlib.ExitStack() as stack:
+
+        def start(store, **settings):
+            process = subprocess.Popen([*command, store], env=os.environ | settings, text=True, stdout=subprocess.PIPE)
+            stack.enter_context(process)
+            stack.callback(process.terminate)
+            return json.loads(process.stdout.readline())["url"]
+
+        behind = start((folder / "store").as_uri(), KVWIRE_TENANTS=str(folder / "tenants.json"))
+        before = start(behind, KVWIRE_TOKEN=token[:9], KVWIRE_STORE_TOKEN=token)
+        assert fetch(f"{before}/{BLOB}", token[:9]) == (200, DATA)
+        assert fetch(f"{before}/{BLOB}", token)[0] == 401
 
 
 def test_tokens_are_new_each_time():

@@ -126,6 +126,29 @@ async def test_a_new_certificate_is_taken_for_new_connections(store, files, tmp_
         assert await served_name(url, second) == "two"
 
 
+async def test_files_that_change_while_they_are_read_harm_nobody(store, files, tmp_path, monkeypatch, caplog):
+    """A reload comes from a signal: it takes one reading of the files or none, and raises nothing."""
+    tls = ServerTls(files)
+    first = trusting(files)
+    load = ssl.SSLContext.load_cert_chain
+
+    def load_once(context, *arguments, **options):
+        load(context, *arguments, **options)
+        files.private_key.write_bytes(b"nonsense")  # what comes next finds another file
+
+    async with serve(store, tls=tls) as url:
+        write_certificate(tmp_path, "two")
+        second = trusting(files)
+        monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", load_once)
+        tls.reload()
+        assert await served_name(url, second) == "two"
+        tls.reload()
+        assert "stays in use" in caplog.text
+        assert await served_name(url, second) == "two"
+        with pytest.raises(ssl.SSLError):
+            await served_name(url, first)
+
+
 def test_files_that_cannot_be_used(files, tmp_path):
     with pytest.raises(ArgumentError, match="PEM"):
         ServerTls(TlsFiles(tmp_path / "absent", files.private_key))

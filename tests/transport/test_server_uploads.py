@@ -17,8 +17,11 @@ import pytest
 from kvwire.codec import pack_text
 from kvwire.errors import StorageError
 from kvwire.store import Catalog, FolderStore, MemoryStore, tenant_hash
-from kvwire.transport import ServerSettings, serve
-from kvwire.transport.server.entries import SEALED_MAGIC
+from kvwire.transport import AccessSettings, ServerSettings, new_token, serve
+from kvwire.transport.server.limits import SpoolBudget
+from kvwire.transport.server.metrics import ServerMetrics
+from kvwire.transport.server.refusals import RefusedError
+from kvwire.types import SEALED_MAGIC
 
 DATA = bytes(range(256)) * 8192  # 2 MiB: several batches
 DIGEST = hashlib.sha256(DATA).hexdigest()
@@ -123,6 +126,52 @@ async def test_what_lies_there_decides(url, client, store):
     async with client.delete(f"{url}/{BLOB}", headers={"If-Match": '"other"'}) as response:
         assert response.status == 412
     assert store.get(BLOB) == DATA
+
+
+@pytest.mark.parametrize("suffix", ["kvw", "kvp", "kvt"])
+async def test_the_catalog_takes_no_blobs_and_no_texts(url, client, store, suffix):
+    """A folder would keep them as rows of its database, and read all of one for each range."""
+    key = f"{ROOT}catalog/{DIGEST}.{suffix}"
+    async with client.put(f"{url}/{key}", data=io.BytesIO(DATA)) as response:
+        assert response.status == 403
+    assert all_keys(store) == []
+
+
+async def test_what_changed_while_the_body_came_decides(url, client, store, entries):
+    """Of two that replace the same version, one wins, in whatever order their bodies come."""
+    key = next(key for key in entries if key.endswith("/profile.json"))
+    versions = [json.dumps({"profile_digest": digit * 64}).encode() for digit in "123"]
+    store.put(key, versions[0])
+    condition = f'If-Match: "{hashlib.sha256(versions[0]).hexdigest()}"'
+    for method in ("PUT", "DELETE"):
+        head = (f"PUT /{key} HTTP/1.1", f"Content-Length: {len(versions[1])}", condition, "Expect: 100-continue")
+        reader, writer = await raw(url, head)
+        assert await status_of(reader) == 100  # the condition held
+        await reader.readuntil(b"\r\n")
+        async with client.request(method, f"{url}/{key}", data=versions[2] if method == "PUT" else None) as response:
+            assert response.status in (201, 204)
+        writer.write(versions[1])
+        assert await status_of(reader) == 412
+        writer.close()
+        left = [store.get(key)] if method == "PUT" else all_keys(store)
+        assert left == ([versions[2]] if method == "PUT" else [])
+        store.put(key, versions[0])
+
+
+async def test_of_many_that_replace_one_version_one_wins(url, client, store, entries):
+    key = next(key for key in entries if key.endswith("/profile.json"))
+    store.put(key, entries[key])
+    condition = {"If-Match": f'"{hashlib.sha256(entries[key]).hexdigest()}"'}
+
+    async def replace(number):
+        data = json.dumps({"profile_digest": f"{number:064x}"}).encode()
+        async with client.put(f"{url}/{key}", data=data, headers=condition) as response:
+            return response.status
+
+    statuses = await asyncio.gather(*map(replace, range(20)))
+    assert sorted(statuses) == [201, *[412] * 19]
+    won = json.loads(store.get(key))["profile_digest"]
+    assert int(won, 16) == statuses.index(201)
 
 
 @pytest.mark.parametrize("key", ["a/k", "x.kvw", "v1/t/" + "0" * 63 + ".kvw", "v1/t/" + "0" * 64 + ".kvx", "readyz2"])
@@ -261,7 +310,7 @@ async def test_entries_belong_to_their_keys(url, client, store, entries):
 async def raw(url, head, body=b"", *, end=False):
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, port)
-    writer.write("\r\n".join([*head, "Host: x", "", ""]).encode() + body)
+    writer.write("\r\n".join([*head, "Host: localhost", "", ""]).encode() + body)
     if end:
         writer.write_eof()
     return reader, writer
@@ -286,7 +335,7 @@ async def test_a_client_that_goes_away_leaves_nothing(url, client, store, spool,
     async with asyncio.timeout(20):
         while not held_files(spool):
             await asyncio.sleep(0.01)
-    assert (await metrics(client, url))["kvwire_spool_bytes"] == len(DATA)
+    assert 1 << 20 <= (await metrics(client, url))["kvwire_spool_bytes"] < len(DATA)
     if how == "abort":
         writer.transport.abort()
     else:
@@ -359,7 +408,7 @@ async def test_a_slow_upload_is_given_up(store, spool, client):
 async def test_uploads_share_the_spool(store, spool, client):
     settings = ServerSettings(spool_folder=spool, max_spool_bytes=len(DATA) + 10)
     async with serve(store, settings=settings) as url:
-        _, writer = await raw(url, (f"PUT /{BLOB} HTTP/1.1", f"Content-Length: {len(DATA)}"), b"x")
+        _, writer = await raw(url, (f"PUT /{BLOB} HTTP/1.1", f"Content-Length: {len(DATA)}"), DATA[: 3 << 19])
         async with asyncio.timeout(20):
             while (await metrics(client, url))["kvwire_spool_bytes"] == 0:
                 await asyncio.sleep(0.01)
@@ -369,6 +418,48 @@ async def test_uploads_share_the_spool(store, spool, client):
         await settled(client, url)
         async with client.put(f"{url}/{BLOB}", data=io.BytesIO(DATA)) as response:
             assert response.status == 201
+
+
+def test_each_client_has_its_share_of_the_spool():
+    budget = SpoolBudget(100, 40, ServerMetrics())
+    with budget.share("a", 40) as one, budget.share("a", 40) as other, budget.share("b", 50) as third:
+        one.take(40)
+        other.take(10)
+        with pytest.raises(RefusedError, match="try again"):
+            other.take(1)
+        with pytest.raises(RefusedError, match="try again"), budget.share("a", 1):
+            pass
+        third.take(50)
+        with pytest.raises(RefusedError, match="try again"), budget.share("c", 1):
+            pass
+    with budget.share("a", 50) as again:
+        again.take(50)
+    large = SpoolBudget(100, 90, ServerMetrics())
+    with large.share("a", 90) as whole:  # one upload of the largest size always fits into an empty spool
+        whole.take(90)
+
+
+async def test_announcing_much_takes_no_room_from_others(store, spool, client, tmp_path):
+    made = {name: new_token() for name in ("anna", "berta")}
+    entries = [{"tenant": name, "token_sha256": digest, "write": True} for name, (_, digest) in made.items()]
+    tenants = tmp_path / "tenants.json"
+    tenants.write_text(json.dumps(entries))
+    settings = ServerSettings(spool_folder=spool, max_upload_bytes=1 << 30, max_spool_bytes=4 << 30)
+    async with serve(store, access=AccessSettings(tenants=tenants), settings=settings) as url:
+        writers = []
+        for n in range(4):
+            key = f"v1/{tenant_hash('anna')}/c/{n:064}.kvw"
+            authorization = f"Authorization: Bearer {made['anna'][0]}"
+            head = (f"PUT /{key} HTTP/1.1", f"Content-Length: {1 << 30}", authorization, "Expect: 100-continue")
+            reader, writer = await raw(url, head, b"x")
+            assert await status_of(reader) == 100
+            writers.append(writer)
+        key = f"v1/{tenant_hash('berta')}/c/{DIGEST}.kvw"
+        headers = {"Authorization": f"Bearer {made['berta'][0]}"}
+        async with client.put(f"{url}/{key}", data=io.BytesIO(DATA), headers=headers) as response:
+            assert response.status == 201
+        for writer in writers:
+            writer.transport.abort()
 
 
 class RefusingStore(MemoryStore):

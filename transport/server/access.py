@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
+import re
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from kvwire.transport.http_store import check_token
 
 from .credentials import Rights, TenantTokens
 from .files import WatchedFile
@@ -18,11 +22,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+_MIN_TOKEN_CHARS = 16
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9.-]+))(?::[0-9]{0,5})?")
+
+
 @dataclass(frozen=True)
 class AccessSettings:
     """Credentials that a server takes; none of them: everybody who can reach it may do everything.
 
     token: full rights. tenants, signing_keys: files, read again when they change. metrics_token: for /metrics alone.
+    Tokens have visible ASCII characters only.
     """
 
     token: str | None = field(default=None, repr=False)
@@ -40,16 +49,26 @@ class Access:
     """Decides on requests; holds the files' current content."""
 
     def __init__(self, settings: AccessSettings, clock: Callable[[], float] = time.time) -> None:
-        """Read the files. Raises StorageError or ArgumentError where one cannot be used."""
+        """Read the files. Raises StorageError, ArgumentError or AuthError where one, or a token, cannot be used."""
+        for token in (settings.token, settings.metrics_token):
+            if token is not None:
+                check_token(token)
         self._settings = settings
         self._clock = clock
         self._tenants = WatchedFile(settings.tenants, TenantTokens.parse) if settings.tenants else None
-        self._keys = WatchedFile(settings.signing_keys, SigningKeys.parse) if settings.signing_keys else None
+        self._keys = (
+            WatchedFile(settings.signing_keys, SigningKeys.parse, private=True) if settings.signing_keys else None
+        )
 
     @property
     def guarded(self) -> bool:
         """Whether objects are kept from those without credentials."""
         return self._settings.guarded
+
+    @property
+    def guessable(self) -> bool:
+        """Whether the token with full rights is so short that it could be guessed."""
+        return 0 < len(self._settings.token or "") < _MIN_TOKEN_CHARS
 
     def refresh(self, *, force: bool = False) -> None:
         """Read files again that have changed; ``force``: all of them."""
@@ -60,6 +79,7 @@ class Access:
     def rights(self, method: str, path: str, query: str, headers: Mapping[str, str], address: str) -> Rights:
         """Rights of a request; a RefusedError (401) where it has none."""
         if not self.guarded:
+            self.check_host(headers)
             if method not in ("GET", "HEAD") and "Origin" in headers:
                 raise RefusedError(403, "a web page may not write to a server without credentials")
             return Rights(f"address {address}", write=True, full=True)
@@ -71,6 +91,17 @@ class Access:
             wanted = "a valid token or signed URL" if self._keys else "a valid bearer token"
             raise RefusedError(401, f"{wanted} is needed", CHALLENGE, reason="credentials")
         return rights
+
+    def check_host(self, headers: Mapping[str, str]) -> None:
+        """Refuse (403) requests that do not name this machine, where the server has no credentials.
+
+        Any web page can have its own name lead to 127.0.0.1, and its visitors' browsers then let it read the answers.
+        """
+        if self.guarded:
+            return
+        match = _HOST.fullmatch(headers.get("Host", ""))
+        if match is None or not is_loopback((match[1] or match[2]).lower()):
+            raise RefusedError(403, "a server without credentials is asked for as 127.0.0.1, [::1] or localhost")
 
     def may_see_metrics(self, headers: Mapping[str, str]) -> bool:
         """Metrics are open where objects are and no token was set for them."""
@@ -89,6 +120,16 @@ class Access:
         if self._settings.token and _same(token, self._settings.token):
             return Rights("token", write=True, full=True)
         return self._tenants.value.find(token, self._clock()) if self._tenants else None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address; a name other than ``localhost`` counts as public."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _token(given: str | None) -> bytes:

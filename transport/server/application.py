@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from kvwire.errors import NotFoundError
 from kvwire.store import check_key
 
 from .access import Access, AccessSettings
 from .connections import Connection, Connections
 from .exchange import Exchange
 from .limits import RateLimiter
+from .locks import KeyLocks
 from .metrics import CONTENT_TYPE, ServerMetrics
 from .objects import Objects
+from .readiness import Readiness
 from .refusals import CHALLENGE, GONE, RefusedError, answer_of, common_headers, not_found, refusal_of
 from .settings import ServerSettings
 from .threads import Threads
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 
 access_log = logging.getLogger("kvwire.access")
 _log = logging.getLogger(__name__)
-_PROBE_KEY = "readyz"
-_READY_S = 1.0  # so long one look at the store answers all probes
 _REFRESH_S = 1.0
 _METHODS = "GET, HEAD, PUT, DELETE"
 _ERROR = 400
@@ -60,22 +59,27 @@ class ObjectServer:
         """Keep the store, read the credentials' files; nothing is bound. Raises StorageError, ArgumentError."""
         settings = settings or ServerSettings()
         access = access or AccessSettings()
-        self._store = store
         self._settings = settings
         self._access = Access(replace(access, token=token) if token else access)
         self._metrics = ServerMetrics()
         self._threads = Threads(settings.threads)
         self._rates = RateLimiter(settings.requests_per_s, settings.burst)
-        self._objects = Objects(store, settings, self._threads, guarded=self._access.guarded)
-        self._uploads = Uploads(store, settings, self._threads, self._metrics)
+        locks = KeyLocks()
+        self._objects = Objects(store, settings, self._threads, locks, guarded=self._access.guarded)
+        self._uploads = Uploads(store, settings, self._threads, locks, self._metrics)
+        self._readiness = Readiness(store, self._threads)
         self._running: set[asyncio.Task[None]] = set()
         self._draining = False
-        self._ready_until = 0.0
 
     @property
     def guarded(self) -> bool:
         """Whether objects are kept from those without credentials."""
         return self._access.guarded
+
+    @property
+    def guessable(self) -> bool:
+        """Whether the token with full rights is so short that it could be guessed."""
+        return self._access.guessable
 
     def reload(self) -> None:
         """Read the credentials' files again; what is broken is logged, and the old content stays."""
@@ -139,6 +143,7 @@ class ObjectServer:
         if self._metrics.in_flight > self._settings.max_requests:
             raise RefusedError(503, "too many requests at a time: try again later", {"Retry-After": "1"})
         if path == "/metrics":
+            self._access.check_host(exchange.request.headers)
             return self._metrics_page(exchange)
         rights = self._rights(exchange)
         self._take(rights.client)
@@ -154,12 +159,13 @@ class ObjectServer:
         if self._settings.read_only or not rights.write:
             raise RefusedError(403, "these credentials may not write", reason="rights")
         if method == "PUT":
-            return await self._uploads.put(exchange, key)
+            return await self._uploads.put(exchange, key, rights.client)
         return await self._objects.delete(exchange, key)
 
     def _rights(self, exchange: Exchange) -> Rights:
         request = exchange.request
         address = request.remote or "unknown"
+        self._slow_down(self._rates.look(f"address {address}"))  # before anything is compared: guessing shall take long
         try:
             return self._access.rights(request.method, exchange.path, exchange.query, request.headers, address)
         except RefusedError:
@@ -167,7 +173,9 @@ class ObjectServer:
             raise
 
     def _take(self, client: str) -> None:
-        wait_s = self._rates.take(client)
+        self._slow_down(self._rates.take(client))
+
+    def _slow_down(self, wait_s: float) -> None:
         if wait_s:
             self._metrics.rate_limited.inc()
             raise RefusedError(
@@ -190,18 +198,17 @@ class ObjectServer:
             return _text(exchange, "ok\n")
         if self._draining:
             raise RefusedError(503, "the server is stopping", {"Retry-After": "1"})
-        if time.monotonic() >= self._ready_until:
-            with suppress(NotFoundError):
-                await self._threads.run(lambda: self._store.stat(_PROBE_KEY))
-            self._ready_until = time.monotonic() + _READY_S
+        await self._readiness.check(exchange.request_id)
         return _text(exchange, "ready\n")
 
     def _metrics_page(self, exchange: Exchange) -> web.StreamResponse:
         request = exchange.request
         if request.method not in ("GET", "HEAD"):
             raise RefusedError(405, "no such method", {"Allow": "GET, HEAD"})
+        address = request.remote or "unknown"
+        self._slow_down(self._rates.look(f"address {address}"))
         if not self._access.may_see_metrics(request.headers):
-            self._take(f"address {request.remote or 'unix'}")
+            self._take(f"address {address}")
             raise RefusedError(401, "a token for metrics is needed", CHALLENGE)
         headers = {**common_headers(exchange.request_id), "Content-Type": CONTENT_TYPE, "Cache-Control": "no-store"}
         return web.Response(body=self._metrics.render(), headers=headers)

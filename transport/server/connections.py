@@ -91,7 +91,7 @@ class Connection(web.RequestHandler):
     give_up_at: of the loop's clock. busy: a request is being answered.
     """
 
-    __slots__ = ("_connections", "_in_header", "_link", "_refused", "busy", "give_up_at")
+    __slots__ = ("_connections", "_hung_up", "_in_header", "_link", "_refused", "busy", "give_up_at")
 
     def __init__(self, connections: Connections, **options: Any) -> None:  # noqa: ANN401 - aiohttp's options
         """Wait for a connection."""
@@ -99,6 +99,7 @@ class Connection(web.RequestHandler):
         self._connections = connections
         self._link: asyncio.Transport | None = None
         self._refused = False
+        self._hung_up = False
         self._in_header = True
         self.busy = False
         self.give_up_at = math.inf
@@ -147,17 +148,24 @@ class Connection(web.RequestHandler):
 
     def give_up(self) -> None:
         """Close an idle connection, and tell a client whose header is late."""
-        if self._link is not None and self._in_header:
+        if self._link is not None and self._in_header and not self._hung_up:
             self._connections.refused(408)
             self._link.write(_raw_answer(408, "Request Timeout", "the request's header took too long"))
         self.hang_up()
 
     def hang_up(self) -> None:
-        """Close; what is on its way is lost where the client does not take it at once."""
-        if self._link is not None:
-            link = self._link
-            self.force_close()
-            link.close() if not self.busy else link.abort()
+        """Close; what is on its way is lost where the client does not take it at once.
+
+        A close waits until all that was written is taken, which may be never: only what needs no waiting is closed so,
+        and what is still open when it is asked again is cut.
+        """
+        link = self._link
+        if link is None:
+            return
+        cut = self.busy or self._hung_up or link.get_write_buffer_size() > 0
+        self._hung_up = True
+        self.force_close()
+        link.abort() if cut else link.close()
 
     def handle_error(
         self,

@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvwire.errors import ArgumentError
-from kvwire.store import tenant_hash
-
-from .files import strict_json
+from kvwire.store import strict_json, tenant_hash
 
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")

@@ -13,9 +13,9 @@ import re
 from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError, CorruptError
-from kvwire.store import CatalogEntry, KeySpace, text_digest
+from kvwire.store import CatalogEntry, KeySpace, content_digest, is_catalog_key, strict_json, text_digest
+from kvwire.types import SEALED_MAGIC, TEXT_MAGIC
 
-from .files import strict_json
 from .refusals import RefusedError
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 MAX_ENTRY_BYTES = 1 << 20
 MAX_TEXT_BYTES = 64 << 20
-TEXT_MAGIC = b"\x89KVT\r\n\x1a\n"
-SEALED_MAGIC = b"\x89KVE\r\n\x1a\n"
 _ANY = re.compile(r".+/catalog/.+\.json")
 _ENTRY = re.compile(
     r"v1/(?P<tenant>[0-9a-f]{32})/(?P<config>[0-9a-f]{16})/catalog/"
@@ -33,9 +31,17 @@ _ENTRY = re.compile(
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-def limit_of(key: str) -> int | None:
-    """Bytes that an object without a content hash in its key may have; None where it cannot be written at all."""
-    if text_digest(key) is not None:
+def limit_of(key: str, content_bytes: int) -> int | None:
+    """Bytes that an object may have, ``content_bytes`` where its key has its hash; None where it cannot be written.
+
+    The catalog takes small entries alone: a folder keeps them as rows of a database.
+    """
+    by_content, text = content_digest(key) is not None, text_digest(key) is not None
+    if is_catalog_key(key) and (by_content or text):
+        return None
+    if by_content:
+        return content_bytes
+    if text:
         return MAX_TEXT_BYTES
     return MAX_ENTRY_BYTES if _ANY.fullmatch(key) else None
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+import os
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from kvwire.errors import ArgumentError, KvwireError, StorageError
+from kvwire.errors import ArgumentError, AuthError, KvwireError, StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,70 +15,61 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _MAX_BYTES = 64 << 20
-_Identity = tuple[int, int, int]
+_Identity = tuple[int, int, int, int]
 
 
 class WatchedFile(Generic[_T]):
-    """A parsed file. A new version that cannot be read or parsed is logged, and the old one stays in force."""
+    """A parsed file. A new version that cannot be read or parsed is logged, and the old one stays in force.
 
-    def __init__(self, path: Path, parse: Callable[[bytes], _T]) -> None:
-        """Read the file. Raises StorageError where it cannot be read, ArgumentError where it cannot be parsed."""
+    private: it is refused where others than its owner may read it.
+    """
+
+    def __init__(self, path: Path, parse: Callable[[bytes], _T], *, private: bool = False) -> None:
+        """Read the file. Raises StorageError, AuthError, or ArgumentError where it cannot be parsed."""
         self._path = path
         self._parse = parse
+        self._private = private
         self._seen: _Identity | None = _identity(path)
         self.value = self._load()
 
     def refresh(self, *, force: bool = False) -> None:
         """Read the file again where its time, size or inode differ; ``force``: in any case."""
+        seen = None
         try:
             seen = _identity(self._path)
             if seen == self._seen and not force:
                 return
-            self._seen = seen
             self.value = self._load()
         except KvwireError as error:
-            if force or self._seen is not None:  # told once, not at every look
+            if force or seen != self._seen:  # told once, not at every look
                 _log.error("%s; the version read before stays in force", error)
-                self._seen = _identity_or_none(self._path)
-            return
-        _log.info("%s was read again", self._path)
+        else:
+            _log.info("%s was read again", self._path)
+        self._seen = seen  # as it was before it was read: what is written meanwhile differs at the next look
 
     def _load(self) -> _T:
-        try:
-            with self._path.open("rb") as file:
-                data = file.read(_MAX_BYTES + 1)
-        except OSError as error:
-            raise _unreadable(self._path, error) from error
-        if len(data) > _MAX_BYTES:
-            msg = f"{self._path} is longer than {_MAX_BYTES} bytes: is it the right file?"
-            raise ArgumentError(msg)
-        try:
-            return self._parse(data)
-        except ArgumentError as error:
-            msg = f"{self._path}: {error}"
-            raise ArgumentError(msg) from None
+        return read_parsed(self._path, self._parse, private=self._private)
 
 
-def strict_json(data: bytes) -> Any:  # noqa: ANN401 - JSON
-    """Parse JSON; ArgumentError, which quotes nothing of the content, where it is none or a name appears twice."""
+def read_parsed(path: Path, parse: Callable[[bytes], _T], *, private: bool = False) -> _T:
+    """Content of a file. Raises as ``WatchedFile`` does."""
     try:
-        return json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
-    except json.JSONDecodeError as error:
-        msg = f"not valid JSON at line {error.lineno}, column {error.colno}"
-    except (ValueError, RecursionError):
-        msg = "not valid JSON: it must be UTF-8, hardly nested, and name nothing twice in one object"
-    raise ArgumentError(msg)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        raise ValueError
-    return fields
-
-
-def _no_constant(_: str) -> None:
-    raise ValueError  # NaN and Infinity are no JSON
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            data = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if private and mode & 0o077:
+        msg = f"{path} holds secrets and is open to others than its owner: chmod 600 it"
+        raise AuthError(msg)
+    if len(data) > _MAX_BYTES:
+        msg = f"{path} is longer than {_MAX_BYTES} bytes: is it the right file?"
+        raise ArgumentError(msg)
+    try:
+        return parse(data)
+    except ArgumentError as error:
+        msg = f"{path}: {error}"
+        raise ArgumentError(msg) from None
 
 
 def _identity(path: Path) -> _Identity:
@@ -86,14 +77,7 @@ def _identity(path: Path) -> _Identity:
         about = path.stat()
     except OSError as error:
         raise _unreadable(path, error) from error
-    return about.st_mtime_ns, about.st_size, about.st_ino
-
-
-def _identity_or_none(path: Path) -> _Identity | None:
-    try:
-        return _identity(path)
-    except StorageError:
-        return None
+    return about.st_mtime_ns, about.st_ctime_ns, about.st_size, about.st_ino  # the second: permissions, too
 
 
 def _unreadable(path: Path, error: OSError) -> StorageError:

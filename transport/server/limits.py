@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -35,13 +35,24 @@ class RateLimiter:
         if not self._rate:
             return 0.0
         now = self._clock()
-        left, since = self._buckets.pop(client, (self._burst, now))
-        left = min(self._burst, left + (now - since) * self._rate)
-        wait_s = 0.0 if left >= 1 else (1 - left) / self._rate
+        left = self._left(client, now)
+        wait_s = self._wait_s(left)
         self._buckets[client] = (left if wait_s else left - 1, now)
+        self._buckets.move_to_end(client)
         if len(self._buckets) > _MAX_BUCKETS:
             self._buckets.popitem(last=False)
         return wait_s
+
+    def look(self, client: str) -> float:
+        """What ``take`` would give, without taking."""
+        return self._wait_s(self._left(client, self._clock())) if self._rate else 0.0
+
+    def _left(self, client: str, now: float) -> float:
+        left, since = self._buckets.get(client, (self._burst, now))
+        return min(self._burst, left + (now - since) * self._rate)
+
+    def _wait_s(self, left: float) -> float:
+        return 0.0 if left >= 1 else (1 - left) / self._rate
 
     def __len__(self) -> int:
         """Buckets kept."""
@@ -49,23 +60,59 @@ class RateLimiter:
 
 
 class SpoolBudget:
-    """Bytes that all running uploads may take together."""
+    """Bytes that all running uploads hold together, and each client's share of them.
 
-    def __init__(self, limit: int, metrics: ServerMetrics) -> None:
+    limit: of all. upload_bytes: of the largest upload; one client has at most half of the limit, or this if it is more.
+    """
+
+    def __init__(self, limit: int, upload_bytes: int, metrics: ServerMetrics) -> None:
         """Start empty."""
         self._limit = limit
+        self._client_limit = min(limit, max(limit // 2, upload_bytes))
         self._used = 0
+        self._by_client: Counter[str] = Counter()
         self._metrics = metrics
 
     @contextmanager
-    def reserve(self, size: int) -> Iterator[None]:
-        """Set ``size`` bytes aside; a RefusedError where they are not free now."""
-        if self._used + size > self._limit:
-            raise RefusedError(503, "too many uploads at a time: try again later", {"Retry-After": "5"}, reason="spool")
-        self._used += size
-        self._metrics.spool_bytes.set(self._used)
+    def share(self, client: str, announced: int) -> Iterator[SpoolShare]:
+        """Bytes of one upload, given back at the end; a RefusedError where so many are not free now.
+
+        What is announced takes no room from others: only what has come counts.
+        """
+        self._check(client, announced)
+        share = SpoolShare(self, client)
         try:
-            yield
+            yield share
         finally:
-            self._used -= size
-            self._metrics.spool_bytes.set(self._used)
+            self._count(client, -share.taken)
+
+    def take(self, client: str, size: int) -> None:
+        """Count bytes that have come; a RefusedError where they are not free."""
+        self._check(client, size)
+        self._count(client, size)
+
+    def _check(self, client: str, size: int) -> None:
+        if self._used + size > self._limit or self._by_client[client] + size > self._client_limit:
+            raise RefusedError(503, "too many uploads at a time: try again later", {"Retry-After": "5"}, reason="spool")
+
+    def _count(self, client: str, size: int) -> None:
+        self._used += size
+        self._by_client[client] += size
+        if not self._by_client[client]:
+            del self._by_client[client]
+        self._metrics.spool_bytes.set(self._used)
+
+
+class SpoolShare:
+    """What one upload holds of the budget."""
+
+    def __init__(self, budget: SpoolBudget, client: str) -> None:
+        """Hold nothing yet."""
+        self._budget = budget
+        self._client = client
+        self.taken = 0
+
+    def take(self, size: int) -> None:
+        """Hold so many bytes more; a RefusedError where they are not free."""
+        self._budget.take(self._client, size)
+        self.taken += size

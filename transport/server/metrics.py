@@ -44,7 +44,7 @@ class ServerMetrics:
             "kvwire_uploads_refused", "Uploads not written, by reason.", ["reason"], registry=registry
         )
         self.store_errors = Counter("kvwire_store_errors", "Failures of the store behind.", registry=registry)
-        self.spool_bytes = Gauge("kvwire_spool_bytes", "Bytes set aside for running uploads.", registry=registry)
+        self.spool_bytes = Gauge("kvwire_spool_bytes", "Bytes of running uploads.", registry=registry)
 
     @property
     def in_flight(self) -> int:

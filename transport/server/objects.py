@@ -11,7 +11,7 @@ from urllib.parse import parse_qs
 from aiohttp import web
 
 from kvwire.errors import NotFoundError
-from kvwire.store import FolderStore, content_digest, open_object
+from kvwire.store import FolderStore, content_digest, is_catalog_key, open_object
 from kvwire.transport.http_semantics import answer, may_write
 
 from .refusals import RefusedError, common_headers
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from .credentials import Rights
     from .exchange import Exchange
+    from .locks import KeyLocks
     from .settings import ServerSettings
     from .threads import Threads
 
@@ -33,18 +34,21 @@ _TYPE = "application/octet-stream"
 class Objects:
     """Answers about objects of one store. guarded: shared caches must not keep them."""
 
-    def __init__(self, store: Store, settings: ServerSettings, threads: Threads, *, guarded: bool) -> None:
+    def __init__(
+        self, store: Store, settings: ServerSettings, threads: Threads, locks: KeyLocks, *, guarded: bool
+    ) -> None:
         """Keep the store."""
         self._store = store
         self._folder = store if isinstance(store, FolderStore) else None
         self._threads = threads
+        self._locks = locks
         self._sender = Sender(settings, threads)
         self._content_caching = f"{'private' if guarded else 'public'}, max-age=31536000, immutable"
 
     async def get(self, exchange: Exchange, key: str) -> web.StreamResponse:
         """Answer GET and HEAD."""
         reader: ObjectReader
-        if self._folder and content_digest(key):  # a file: opening it takes less time than a hop to a thread
+        if self._folder and content_digest(key) and not is_catalog_key(key):  # a file: faster opened than handed on
             reader = self._folder.snapshot(key)
         else:
             reader = await self._threads.run(lambda: open_object(self._store, key))
@@ -81,8 +85,9 @@ class Objects:
 
     async def delete(self, exchange: Exchange, key: str) -> web.StreamResponse:
         """Answer DELETE."""
-        await check_conditions(exchange, self._store, self._threads, key)
-        await self._threads.run(lambda: self._store.delete(key))
+        async with self._locks.of(key):
+            await check_conditions(exchange, self._store, self._threads, key)
+            await self._threads.finish(lambda: self._store.delete(key))
         return web.Response(status=204, headers={**common_headers(exchange.request_id), "Cache-Control": "no-store"})
 
     async def listing(self, exchange: Exchange, rights: Rights) -> web.StreamResponse:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from kvwire.errors import AuthError, StorageError
 
+from .access import is_loopback
 from .application import ObjectServer
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ async def serve(
 ) -> AsyncIterator[str]:
     """Serve a store while the block runs; gives the URL that was bound (port 0: any free port).
 
-    Raises AuthError where an address other than this machine's own would be bound without credentials, StorageError
-    where the address cannot be bound.
+    Raises AuthError where an address other than this machine's own would be bound without credentials or with a token
+    of fewer than 16 characters, StorageError where the address cannot be bound.
     """
     server = ObjectServer(store, token=token, access=access, settings=settings)
     async with listen(server, host, port, tls=tls) as url:
@@ -73,22 +73,15 @@ async def listen(
             listening.close()
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address; a name other than ``localhost`` counts as public."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def _check_public(server: ObjectServer, host: str, tls: ServerTls | None) -> None:
     if not server.guarded:
         msg = (
             f"{host or 'every address'} can be reached from outside: give a token, a tenants file or signing keys, "
             "or bind 127.0.0.1"
         )
+        raise AuthError(msg)
+    if server.guessable:
+        msg = f"{host or 'every address'} can be reached from outside: give a token of 16 characters or more"
         raise AuthError(msg)
     if tls is None:
         _log.warning("%s is served without TLS: tokens can be read on the way; give a certificate", host or "*")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _FILE_PIECE = 1 << 20  # sent before the clock for a client that takes nothing starts again
+_GONE = "the client went away"
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 
 
@@ -63,9 +64,7 @@ class Sender:
             exchange.store_failed = isinstance(error, KvwireError) or not isinstance(
                 error, TimeoutError | ConnectionError
             )
-            level = logging.WARNING if exchange.store_failed else logging.INFO
-            words = error if str(error) else type(error).__name__
-            _log.log(level, "request %s: the answer was broken off: %s", exchange.request_id, words)
+            _tell(exchange, error)
             break_off(request)
 
     async def _send_pieces(
@@ -121,18 +120,32 @@ class Sender:
         """Send without waiting what the socket takes at once, and only the rest through the event loop."""
         transport = exchange.request.transport
         if transport is None or transport.is_closing():
-            msg = "the client went away"
-            raise ConnectionResetError(msg)
+            raise ConnectionResetError(_GONE)
         sent = 0
         if not transport.get_write_buffer_size():
             with suppress(BlockingIOError):
                 sent = os.sendfile(transport.get_extra_info("socket").fileno(), file.fileno(), start, count)
             if sent == count:
                 return sent
-        async with asyncio.timeout(self._settings.send_s):
-            start, count = start + sent, count - sent
-            loop = asyncio.get_running_loop()
-            return sent + await loop.sendfile(transport, cast("IO[bytes]", file), start, count, fallback=False)
+        start, count = start + sent, count - sent
+        try:
+            async with asyncio.timeout(self._settings.send_s):
+                loop = asyncio.get_running_loop()
+                return sent + await loop.sendfile(transport, cast("IO[bytes]", file), start, count, fallback=False)
+        except asyncio.SendfileNotAvailableError:  # it does not say why: the same call, made again, does
+            if transport.is_closing():
+                raise ConnectionResetError(_GONE) from None
+            return sent + os.sendfile(transport.get_extra_info("socket").fileno(), file.fileno(), start, count)
+
+
+def _tell(exchange: Exchange, error: Exception) -> None:
+    """Log why an answer was broken off: a client that closes its connection is nothing that anybody must look at."""
+    if isinstance(error, ConnectionError):
+        _log.debug("request %s: the answer was broken off: %s", exchange.request_id, _GONE)
+        return
+    level = logging.WARNING if exchange.store_failed else logging.INFO
+    words = error if str(error) else type(error).__name__
+    _log.log(level, "request %s: the answer was broken off: %s", exchange.request_id, words)
 
 
 def break_off(request: web.BaseRequest) -> None:

@@ -1,7 +1,8 @@
 """URLs that carry their own permission: an HMAC over method, path, expiry and key id.
 
 The signing keys' file holds a JSON object: ``{"key id": {"secret": base64 of 32 bytes or more, "namespace": 32
-hexadecimal digits}}``; ``namespace`` may be left out. Whoever holds a secret can sign for all keys of its namespace.
+hexadecimal digits}}``; ``namespace`` may be left out. Whoever holds a secret can sign for all keys of its namespace, so
+only the file's owner may be able to read it.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ import re
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from kvwire.errors import ArgumentError, NotFoundError
-from kvwire.store import check_key
+from kvwire.store import check_key, strict_json
 
 from .credentials import Rights, namespace_prefix
-from .files import strict_json
+from .files import read_parsed
 from .refusals import CHALLENGE, RefusedError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 PARAMETERS = frozenset({"kid", "exp", "sig"})
 SIGNED_METHODS = ("GET", "PUT", "DELETE")
@@ -56,6 +60,11 @@ class SigningKeys:
             msg = "a signing keys' file holds a JSON object"
             raise ArgumentError(msg)
         return cls({_key_id(name): _signing_key(name, fields) for name, fields in listed.items()})
+
+    @classmethod
+    def read(cls, path: Path) -> SigningKeys:
+        """Read the file. Raises StorageError, ArgumentError, and AuthError where others than its owner may read it."""
+        return read_parsed(path, cls.parse, private=True)
 
     def secret(self, key_id: str) -> bytes:
         """Secret of a key; NotFoundError where there is none of that id."""

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from kvwire.store import Data, Store
 
     from .exchange import Exchange
+    from .limits import SpoolShare
+    from .locks import KeyLocks
     from .metrics import ServerMetrics
     from .settings import ServerSettings
     from .threads import Threads
@@ -75,18 +77,21 @@ class Spool:
 class Uploads:
     """Answers PUT."""
 
-    def __init__(self, store: Store, settings: ServerSettings, threads: Threads, metrics: ServerMetrics) -> None:
+    def __init__(
+        self, store: Store, settings: ServerSettings, threads: Threads, locks: KeyLocks, metrics: ServerMetrics
+    ) -> None:
         """Keep the store; nothing is made yet."""
         self._store = store
         self._settings = settings
         self._threads = threads
         self._metrics = metrics
-        self._budget = SpoolBudget(settings.max_spool_bytes, metrics)
+        self._locks = locks
+        self._budget = SpoolBudget(settings.max_spool_bytes, settings.max_upload_bytes, metrics)
 
-    async def put(self, exchange: Exchange, key: str) -> web.StreamResponse:
-        """Write one object, or refuse it and leave nothing."""
+    async def put(self, exchange: Exchange, key: str, client: str) -> web.StreamResponse:
+        """Write one object, or refuse it and leave nothing. client: whose share of the spool it takes."""
         try:
-            etag = await self._put(exchange, key)
+            etag = await self._put(exchange, key, client)
         except Exception as error:
             refusal = refusal_of(error, exchange.request_id)
             self._metrics.uploads_refused.labels(refusal.reason or "other").inc()
@@ -95,19 +100,21 @@ class Uploads:
         headers = {**common_headers(exchange.request_id), "ETag": f'"{etag}"', "Cache-Control": "no-store"}
         return web.Response(status=201, headers=headers)
 
-    async def _put(self, exchange: Exchange, key: str) -> str:
+    async def _put(self, exchange: Exchange, key: str, client: str) -> str:
         digest = content_digest(key)
-        limit = self._settings.max_upload_bytes if digest else limit_of(key)
+        limit = limit_of(key, self._settings.max_upload_bytes)
         if limit is None:
             raise RefusedError(403, "only blobs, profiles, texts and catalog entries can be written", reason="key")
         length = _length(exchange.request, limit)
         await check_conditions(exchange, self._store, self._threads, key)
-        with self._budget.reserve(length), closing(await self._threads.finish(self._spool)) as spool:
-            await self._receive(exchange, spool, length)
+        with self._budget.share(client, length) as share, closing(await self._threads.finish(self._spool)) as spool:
+            await self._receive(exchange, spool, share, length)
             if digest is not None and spool.sha256 != digest:
                 raise RefusedError(422, "the body's SHA-256 is not the one in the key", reason="digest")
             create = conditions(exchange.request).get("If-None-Match", "").strip() == "*"
-            await self._threads.finish(lambda: self._keep(key, spool, create=create))
+            async with self._locks.of(key):
+                await check_conditions(exchange, self._store, self._threads, key)  # the body may have taken an hour
+                await self._threads.finish(lambda: self._keep(key, spool, create=create))
             return spool.sha256
 
     def _spool(self) -> Spool:
@@ -117,13 +124,13 @@ class Uploads:
             folder.mkdir(parents=True, exist_ok=True)
         return Spool(folder)
 
-    async def _receive(self, exchange: Exchange, spool: Spool, length: int) -> None:
+    async def _receive(self, exchange: Exchange, spool: Spool, share: SpoolShare, length: int) -> None:
         request = exchange.request
         if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
             request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         try:
             async with asyncio.timeout(self._settings.upload_s):
-                await self._pieces(exchange, spool)
+                await self._pieces(exchange, spool, share)
         except TimeoutError as error:
             raise RefusedError(408, "the upload was too slow", reason="slow") from error
         except (web.RequestPayloadError, ConnectionError) as error:
@@ -131,7 +138,7 @@ class Uploads:
         if exchange.received_bytes != length:
             raise RefusedError(400, "the body's length is not the Content-Length", reason="length")
 
-    async def _pieces(self, exchange: Exchange, spool: Spool) -> None:
+    async def _pieces(self, exchange: Exchange, spool: Spool, share: SpoolShare) -> None:
         batch: list[bytes] = []
         held = 0
         more = True
@@ -143,6 +150,7 @@ class Uploads:
             held += len(piece)
             exchange.received_bytes += len(piece)
             if held >= _BATCH_BYTES or not more:
+                share.take(held)
                 await self._threads.finish(partial(spool.write, batch))
                 batch, held = [], 0
 
