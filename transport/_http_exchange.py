@@ -6,13 +6,14 @@ import random
 import ssl
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import urllib3
-from urllib3.exceptions import EmptyPoolError, HTTPError, ProtocolError
+from urllib3.exceptions import EmptyPoolError, HTTPError
 from urllib3.exceptions import TimeoutError as UrllibTimeoutError
 
 from kvwire.errors import StorageError
+from kvwire.transport._http_connection import BoundedPool, BoundedTlsPool, KeptClosedError
 from kvwire.transport.http_semantics import retry_after_s
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from kvwire.store import Data
 
 _PIECE_BYTES = 256 * 1024
+_TLS_PIECE_BYTES = 16 * 1024  # one record: a socket's limit of time over TLS is for one
 _MAX_WORDS = 200
 _FIRST_REFUSAL = 400
 _MAX_REFUSAL_BYTES = 4096  # of an error page
@@ -32,9 +34,11 @@ _PASSING = (429, 500, 502, 503, 504)
 class HttpStoreSettings:
     """Limits of an HTTP store.
 
-    stall_s, total_s: longest waits, in seconds: for the connection or the next bytes, and for one whole body.
+    stall_s, total_s: longest waits, in seconds: for the connection or the next bytes, and for one request, from its
+    first byte to its answer's last; none is sent again once total_s is over.
     connections: open at a time, of all threads together; more requests wait for one, up to stall_s.
-    attempts: at a request whose connection breaks or whose server is busy or fails; silence is waited for once.
+    attempts: at a request whose connection breaks or whose server is busy or fails; silence is waited for once. That
+    a server closed a connection which was kept is no failure: the request is sent again at once.
     backoff_s: pause before the second attempt, doubled for each next one; a server that says when to come back is
     obeyed, up to max_wait_s.
     """
@@ -61,6 +65,10 @@ class _BrokenError(StorageError):
     """A connection that failed at once, or in the middle of an answer."""
 
 
+class _KeptClosedError(_BrokenError):
+    """A connection that the server had closed since its last answer."""
+
+
 class HttpExchange:
     """Connections to one server, shared by all threads, each with its own while it asks.
 
@@ -73,6 +81,7 @@ class HttpExchange:
         self._headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {})
         self._settings = settings
         self._pool = _pool(parts, settings)
+        self._piece_bytes = _TLS_PIECE_BYTES if parts.scheme == "https" else _PIECE_BYTES
 
     def ask(
         self,
@@ -87,55 +96,66 @@ class HttpExchange:
 
         All requests of a store can be sent twice without harm.
         """
-        for failed in range(1, self._settings.attempts):
+        give_up_at = time.monotonic() + self._settings.total_s
+        failed, kept_closed = 0, False
+        while True:
             wait_s = 0.0
             try:
                 reply = self._ask_once(method, target, headers, data, limit)
-            except _BrokenError:
-                pass
+            except _BrokenError as error:
+                if isinstance(error, _KeptClosedError) and not kept_closed:
+                    kept_closed = True
+                    continue
+                if not self._may_repeat(failed, give_up_at):
+                    raise
             else:
-                if reply.status not in _PASSING:
+                if reply.status not in _PASSING or not self._may_repeat(failed, give_up_at):
                     return reply
                 wait_s = min(retry_after_s(reply.fields.get("Retry-After", "")), self._settings.max_wait_s)
+            failed += 1
             spread = 0.5 + 0.5 * random.random()  # noqa: S311 - spreads retries, guards nothing
             time.sleep(max(wait_s, self._settings.backoff_s * 2 ** (failed - 1) * spread))
-        return self._ask_once(method, target, headers, data, limit)
+
+    def _may_repeat(self, failed: int, give_up_at: float) -> bool:
+        return failed + 1 < self._settings.attempts and time.monotonic() < give_up_at
 
     def _ask_once(
         self, method: str, target: str, headers: Mapping[str, str], data: Data | None, limit: int | None
     ) -> Reply:
+        give_up_at = time.monotonic() + self._settings.total_s
         try:
-            response = self._opened(method, target, {**self._headers, **headers}, data)
+            response = self._sent(method, target, {**self._headers, **headers}, data)
             try:
-                body, cut = self._body(response, limit if response.status < _FIRST_REFUSAL else _MAX_REFUSAL_BYTES)
+                body, cut = _body(response, limit if response.status < _FIRST_REFUSAL else _MAX_REFUSAL_BYTES)
             finally:
                 response.close()  # without effect on a connection whose answer was read to its end
                 response.release_conn()
         except (HTTPError, OSError) as error:
-            msg = f"{self._name}: the connection failed ({_words(error)}); try again or check the server"
-            silent = isinstance(error, UrllibTimeoutError | TimeoutError | EmptyPoolError)
-            raise (StorageError if silent else _BrokenError)(msg) from error
+            # What urllib3 says may repeat what a server sent: it stays out of messages and tracebacks.
+            raise self._failure(error, is_late=time.monotonic() >= give_up_at) from None
         return Reply(response.status, response.headers, body, cut)
+
+    def _failure(self, error: HTTPError | OSError, *, is_late: bool) -> StorageError:
+        cause = _cause(error)
+        kind: type[StorageError] = StorageError
+        if isinstance(error, EmptyPoolError):
+            words = "all connections are busy"
+        elif isinstance(error, UrllibTimeoutError) or isinstance(cause, TimeoutError):
+            words = f"the answer took longer than {self._settings.total_s:g} s" if is_late else "timed out"
+        else:
+            kind = _KeptClosedError if isinstance(cause, KeptClosedError) else _BrokenError
+            reason = cause.strerror if isinstance(cause, OSError) else None  # from the system, not from the server
+            words = ": ".join(filter(None, (type(cause).__name__, reason)))[:_MAX_WORDS]
+        return kind(f"{self._name}: the connection failed ({words}); try again or check the server")
 
     def close(self) -> None:
         """Close the connections."""
         self._pool.close()
 
-    def _opened(
-        self, method: str, target: str, headers: Mapping[str, str], data: Data | None
-    ) -> urllib3.BaseHTTPResponse:
-        """An answer whose body is not read. A server may have closed a connection that was kept: that is no failure."""
-        try:
-            return self._sent(method, target, headers, data)
-        except ProtocolError as error:
-            if not isinstance(error.args[-1], ConnectionError):
-                raise
-        return self._sent(method, target, headers, data)
-
     def _sent(
         self, method: str, target: str, headers: Mapping[str, str], data: Data | None
     ) -> urllib3.BaseHTTPResponse:
-        body = None if data is None else _pieces(data, self._settings.total_s)
+        body = None if data is None else _pieces(data, self._piece_bytes)
         return self._pool.urlopen(
             method,
             target,
@@ -148,48 +168,37 @@ class HttpExchange:
             decode_content=False,
         )
 
-    def _body(self, response: urllib3.BaseHTTPResponse, limit: int | None) -> tuple[bytes, bool]:
-        """Read piece by piece: memory grows with what has come, not with what is announced."""
-        give_up_at = time.monotonic() + self._settings.total_s
-        pieces: list[bytes] = []
-        left = limit
-        while left is None or left > 0:
-            piece = response.read1(_PIECE_BYTES if left is None else min(left, _PIECE_BYTES))
-            if not piece:
-                return b"".join(pieces), False
-            pieces.append(piece)
-            left = None if left is None else left - len(piece)
-            _check_time(give_up_at, self._settings.total_s)
-        return b"".join(pieces), bool(response.read1(1))
-
 
 def _pool(parts: SplitResult, settings: HttpStoreSettings) -> urllib3.HTTPConnectionPool:
-    timeout = urllib3.Timeout(connect=settings.stall_s, read=settings.stall_s)
-    host, port, size = parts.hostname or "", parts.port, settings.connections
+    stall_s, total_s, size = settings.stall_s, settings.total_s, settings.connections
+    limits: dict[str, Any] = {"maxsize": size, "block": True, "stall_s": stall_s, "total_s": total_s}
+    limits["timeout"] = urllib3.Timeout(connect=stall_s, read=stall_s)
+    host, port = parts.hostname or "", parts.port
     if parts.scheme == "http":
-        return urllib3.HTTPConnectionPool(host, port, timeout=timeout, maxsize=size, block=True)
-    context = ssl.create_default_context()
-    return urllib3.HTTPSConnectionPool(host, port, timeout=timeout, maxsize=size, block=True, ssl_context=context)
+        return BoundedPool(host, port, **limits)
+    return BoundedTlsPool(host, port, ssl_context=ssl.create_default_context(), **limits)
 
 
-def _pieces(data: Data, total_s: float) -> Iterator[memoryview]:
+def _pieces(data: Data, piece_bytes: int) -> Iterator[memoryview]:
     """A body in pieces: a socket's limit of time is for one call, which would be the whole body otherwise."""
-    give_up_at = time.monotonic() + total_s
     view = memoryview(data).cast("B")
-    for start in range(0, len(view), _PIECE_BYTES):
-        _check_time(give_up_at, total_s)
-        yield view[start : start + _PIECE_BYTES]
+    for start in range(0, len(view), piece_bytes):
+        yield view[start : start + piece_bytes]
 
 
-def _check_time(give_up_at: float, total_s: float) -> None:
-    if time.monotonic() > give_up_at:
-        msg = f"timed out: the body took longer than {total_s:g} s"
-        raise TimeoutError(msg)
+def _body(response: urllib3.BaseHTTPResponse, limit: int | None) -> tuple[bytes, bool]:
+    """Read piece by piece: memory grows with what has come, not with what is announced."""
+    pieces: list[bytes] = []
+    left = limit
+    while left is None or left > 0:
+        piece = response.read1(_PIECE_BYTES if left is None else min(left, _PIECE_BYTES))
+        if not piece:
+            return b"".join(pieces), False
+        pieces.append(piece)
+        left = None if left is None else left - len(piece)
+    return b"".join(pieces), bool(response.read1(1))
 
 
-def _words(error: Exception) -> str:
-    if isinstance(error, EmptyPoolError):
-        return "all connections are busy"
-    if isinstance(error, UrllibTimeoutError):
-        return "timed out"
-    return (str(error) or type(error).__name__)[:_MAX_WORDS]
+def _cause(error: Exception) -> BaseException:
+    """What lies behind an error of urllib3, which names it among its arguments or as its cause."""
+    return next((one for one in error.args if isinstance(one, Exception)), error.__cause__ or error)

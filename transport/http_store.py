@@ -10,6 +10,8 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING
 from urllib.parse import urlencode, urlsplit
 
+from urllib3.util import parse_url
+
 from kvwire.errors import ArgumentError, StorageError
 from kvwire.store import HttpAddress, ObjectStat, Store, check_after, check_key, clamp_range, range_header, range_told
 from kvwire.transport._http_exchange import HttpExchange, HttpStoreSettings, Reply
@@ -166,6 +168,8 @@ def _address(url: str) -> SplitResult:
     try:
         parts = urlsplit(url)
         fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        parse_url(url)  # stricter about hosts
+        (parts.hostname or "").encode("idna")  # so are resolvers
     except ValueError:
         fits = False
     if fits and parts.username is not None:
