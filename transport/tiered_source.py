@@ -6,14 +6,16 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvwire.errors import ArgumentError, StorageError
+from kvwire.errors import ArgumentError, KvwireError, StorageError
 from kvwire.store import clamp_range
 from kvwire.store.tiers import Held, Leading, OnDisk, Waiting
 from kvwire.transport.sources import ByteSource
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvwire.store import Data, TieredStore
-    from kvwire.store.tiers import Flight
+    from kvwire.store.tiers import Extent, Flight, StoredFile
     from kvwire.transport.sources import Sink
 
 _LOOK_S = 1.0  # how often a reader that waits for another passes on what that one has got so far
@@ -46,23 +48,22 @@ class TieredSource(ByteSource):
     @property
     def size(self) -> int | None:
         """Length of the object, once anybody's read has told it."""
-        return self._cache.size(self._name) or self._remote.size
+        return self._cache.size(self._name, recent=True) or self._remote.size
 
     async def read(self, start: int, end: int | None, sink: Sink) -> None:
         """Give bytes ``start`` to ``end``, each from the nearest tier that has it, as they arrive."""
         clamp_range(start, end, 0)
-        if not self._used:
-            self._used = True
-            self._cache.use(self._name)
+        self._use()
         read = _Read(start, end, sink)
-        while (step := self._cache.step(self._name, read.position, end, self)) is not None:
-            match step:
+        while True:
+            match self._cache.step(self._name, read.position, end, self):
+                case None:
+                    if read.is_done or end is None or not self._cache.doubt(self._name):
+                        return
                 case Held(data):
-                    read.give(data)
+                    read.give(data, self.on_local)
                 case OnDisk(extent):
-                    loaded = await asyncio.to_thread(self._cache.load, self._name, extent)
-                    if loaded is not None:
-                        read.give(memoryview(loaded)[read.position - extent.start :])
+                    await self._load(extent, read)
                 case Waiting(flight) if flight.owner is self:
                     await self._hedge(flight, read)
                 case Waiting(flight):
@@ -81,6 +82,22 @@ class TieredSource(ByteSource):
         """Close the remote's source; what was read stays in the tiers."""
         await self._remote.close()
 
+    def _use(self) -> None:
+        """Count one use, however many reads there are."""
+        if not self._used:
+            self._used = True
+            self._cache.use(self._name)
+
+    async def _load(self, extent: Extent[StoredFile], read: _Read) -> None:
+        """Give bytes from the disk; none where it is too slow or damaged."""
+        loading = asyncio.wrap_future(self._cache.loading(self._name, extent))
+        await asyncio.wait({loading}, timeout=self._cache.stall_s)
+        if not loading.done():
+            loading.cancel()  # this reader's view of it alone
+            self._cache.skip_disk()
+        elif (data := loading.result()) is not None:
+            read.give(memoryview(data)[read.position - extent.start :], self.on_local)
+
     async def _lead(self, flight: Flight, read: _Read) -> None:
         """Fetch for all who wait."""
 
@@ -93,10 +110,20 @@ class TieredSource(ByteSource):
 
         try:
             await self._remote.read(flight.start, flight.end, take)
+            self._check_end(flight)
         except BaseException as error:
             self._cache.fail(flight, error)
+            is_empty = isinstance(error, KvwireError) and flight.position == flight.start
+            if is_empty and self._cache.believe(self._name, flight.start):
+                return  # as the disk remembers, the object ends here
             raise
         self._cache.finish(flight, self._remote.size)
+
+    def _check_end(self, flight: Flight) -> None:
+        size = self._remote.size
+        if size is not None and flight.position < min(size, flight.end):
+            msg = f"{self.url}: fewer bytes came than the object has; try again"
+            raise StorageError(msg)
 
     async def _wait(self, flight: Flight, read: _Read) -> None:
         """Pass on what another reader fetches."""
@@ -123,19 +150,21 @@ class TieredSource(ByteSource):
     async def _hedge(self, flight: Flight, read: _Read) -> None:
         """Fetch what this source is fetching already, and keep whatever comes first."""
         pieces: list[Data] = []
+        start, end = read.position, flight.end if read.end is None else min(read.end, flight.end)
 
         def take(data: Data) -> None:
             pieces.append(data)
             read.give(data)
 
-        start = read.position
-        await self._remote.read(start, flight.end if read.end is None else min(read.end, flight.end), take)
-        data = b"".join(pieces)
-        self._cache.fetched(len(data))
+        try:
+            await self._remote.read(start, end, take)
+        finally:  # also where the other request was faster, and this one is cancelled
+            data = b"".join(pieces)
+            self._cache.fetched(len(data))
+            if data and not flight.stale:
+                self._cache.keep(self._name, start, data[: end - start], self._remote.size)
         if not data:  # the object ends here, as the other request is about to tell
             await self._wait(flight, read)
-        elif not flight.stale:
-            self._cache.keep(self._name, start, data, self._remote.size)
 
 
 @dataclass
@@ -151,10 +180,12 @@ class _Read:
     def is_done(self) -> bool:
         return self.end is not None and self.position >= self.end
 
-    def give(self, data: Data) -> None:
-        """Pass on the next bytes, as far as they are wanted."""
+    def give(self, data: Data, on_local: Callable[[int], None] | None = None) -> None:
+        """Pass on the next bytes, as far as they are wanted; on_local: told of those that a tier had."""
         if self.end is not None and len(data) > self.end - self.position:
             data = memoryview(data)[: max(0, self.end - self.position)]
         if data:
             self.position += len(data)
+            if on_local is not None:
+                on_local(len(data))
             self.sink(data)

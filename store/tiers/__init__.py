@@ -2,6 +2,8 @@
 
 from kvwire.store.tiers.cache import Held, Leading, OnDisk, RangeCache, Waiting
 from kvwire.store.tiers.counters import Counters, PrefetchCounters, RemoteCounters, TierCounters, UploadCounters
+from kvwire.store.tiers.disk_tier import StoredFile
+from kvwire.store.tiers.extents import Extent
 from kvwire.store.tiers.flights import Flight
 from kvwire.store.tiers.opening import open_tiers, parse_size
 from kvwire.store.tiers.policy import POLICIES, Policy, make_policy
@@ -12,6 +14,7 @@ from kvwire.store.tiers.write_back import WriteBackStore
 __all__ = [
     "POLICIES",
     "Counters",
+    "Extent",
     "Flight",
     "Held",
     "Leading",
@@ -20,6 +23,7 @@ __all__ = [
     "PrefetchCounters",
     "RangeCache",
     "RemoteCounters",
+    "StoredFile",
     "TierCounters",
     "TierSettings",
     "TieredStore",

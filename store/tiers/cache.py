@@ -7,19 +7,22 @@ readers cannot wait for each other in a circle.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections import OrderedDict
-from concurrent.futures import InvalidStateError
-from contextlib import AbstractContextManager, nullcontext, suppress
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from kvwire.errors import KvwireError
 from kvwire.store.tiers.counters import Counters, RemoteCounters, TierCounters
 from kvwire.store.tiers.extents import Extent, ExtentMap
 from kvwire.store.tiers.flights import Flight
+from kvwire.store.tiers.sizes import TRUST_S, Sizes
 from kvwire.store.tiers.sketch import UseCounter
+from kvwire.store.tiers.worker import Worker
 
 if TYPE_CHECKING:
     from kvwire.store.tiers.disk_tier import DiskTier, StoredFile
@@ -27,8 +30,6 @@ if TYPE_CHECKING:
     from kvwire.store.tiers.settings import TierSettings
 
 T = TypeVar("T")
-
-_MOST_SIZES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Held:
 
 @dataclass(frozen=True)
 class OnDisk:
-    """The next bytes are in this file: call ``load``."""
+    """The next bytes are in this file: ``load`` it, or wait for its ``loading``, and ``skip_disk`` where that hangs."""
 
     extent: Extent[StoredFile]
 
@@ -71,10 +72,12 @@ class RangeCache:
         self._memory = memory
         self._disk = disk
         self._settings = settings
+        self.stall_s = settings.stall_s
         self._lock = lock
         self._uses = UseCounter(settings.admit_after)
         self._flights: dict[bytes, ExtentMap[Flight]] = {}
-        self._sizes: OrderedDict[bytes, int] = OrderedDict()
+        self._sizes = Sizes()
+        self._loads = Worker("kvwire-disk-load", settings.load_threads)
         self._foreground = 0
         self._quiet = threading.Condition(lock)
         self._remote = RemoteCounters()
@@ -87,15 +90,25 @@ class RangeCache:
             if self._disk:
                 self._disk.index.touched(name)
 
-    def size(self, name: bytes) -> int | None:
-        """Length of an object, where it is known."""
+    def size(self, name: bytes, *, recent: bool = False) -> int | None:
+        """Length of an object, where the remote has stated it; of late, with ``recent``."""
         with self._lock:
-            return self._sizes.get(name)
+            return self._sizes.stated(name, TRUST_S if recent else math.inf)
 
     def learn(self, name: bytes, size: int | None) -> None:
-        """Hear the length of an object."""
+        """Hear from the remote how long an object is."""
         with self._lock:
-            self._learn(name, size)
+            self._sizes.state(name, size)
+
+    def doubt(self, name: bytes) -> bool:
+        """A read ended short of what it asked for: tells whether the object's length has to be asked for again."""
+        with self._lock:
+            return self._sizes.doubt(name)
+
+    def believe(self, name: bytes, position: int) -> bool:
+        """The remote fails: tells whether the object ends at ``position`` or before, by what is remembered."""
+        with self._lock:
+            return self._sizes.believe(name, position)
 
     def step(self, name: bytes, position: int, end: int | None, owner: object, **lead: bool) -> Step:
         """What to do for the byte at ``position`` of a range to ``end`` (None: to the object's end).
@@ -104,7 +117,7 @@ class RangeCache:
         what nobody waits for yet.
         """
         with self._lock:
-            size = self._sizes.get(name)
+            size = self._sizes.stated(name)
             stop = size if end is None or (size is not None and size < end) else end
             if stop is not None and position >= stop:
                 return None
@@ -112,7 +125,7 @@ class RangeCache:
                 return _held(self._memory.index.counters, held, held.value, position, stop)
             self._memory.index.counters.misses += 1
             if self._disk:
-                if (stored := self._disk.index.at(name, position)) is not None:
+                if (stored := self._disk.at(name, position)) is not None:
                     data = stored.value.data
                     if data is None:
                         return OnDisk(stored)
@@ -124,21 +137,45 @@ class RangeCache:
             return Leading(self._depart(name, position, stop, owner, **lead))
 
     def load(self, name: bytes, extent: Extent[StoredFile]) -> bytes | None:
-        """Read a file and keep it in memory too; None where it cannot be read: ask ``step`` again. Blocks."""
-        with self._gate(extent):
-            with self._lock:
-                promoted = self._memory.index.at(name, extent.start)
-            if promoted is not None and (promoted.start, promoted.end) == (extent.start, extent.end):
-                return promoted.value  # by whoever was faster
-            return self._loaded(name, extent)
+        """Wait for ``loading``, ``stall_s`` at most; None where nothing comes of it: ask ``step`` again. Blocks."""
+        try:
+            return self.loading(name, extent).result(self.stall_s)
+        except TimeoutError:
+            self.skip_disk()
+            return None
 
-    def _gate(self, extent: Extent[StoredFile]) -> AbstractContextManager[object]:
-        """Lets one reader at a time load a file that the memory can take, so that the others find it there."""
-        if not self._memory.index.fits(extent.length):
-            return nullcontext()
+    def loading(self, name: bytes, extent: Extent[StoredFile]) -> Future[bytes | None]:
+        """Read a file in the background and keep it in memory too; None where it cannot be read: ask ``step`` again.
+
+        All who want the same file share one future, which none of them can cancel.
+        """
         with self._lock:
-            extent.value.gate = extent.value.gate or threading.Lock()
-            return extent.value.gate
+            if (loading := extent.value.loading) is not None:
+                return loading
+            future: Future[bytes | None] = Future()
+            future.set_running_or_notify_cancel()
+            promoted = self._memory.index.at(name, extent.start)
+            if promoted is not None and (promoted.start, promoted.end) == (extent.start, extent.end):
+                future.set_result(promoted.value)  # by whoever was faster
+                return future
+            extent.value.loading = future
+        self._loads.submit(partial(self._load, name, extent, future))
+        return future
+
+    def skip_disk(self) -> None:
+        """A load takes too long: what only the disk has comes from the remote for a while."""
+        with self._lock:
+            if self._disk:
+                self._disk.skip_reads()
+
+    def _load(self, name: bytes, extent: Extent[StoredFile], future: Future[bytes | None]) -> None:
+        data = None
+        try:
+            data = self._loaded(name, extent)
+        finally:
+            with self._lock:
+                extent.value.loading = None
+            future.set_result(data)
 
     def _loaded(self, name: bytes, extent: Extent[StoredFile]) -> bytes | None:
         if self._disk is None or (found := self._disk.load(name, extent)) is None:
@@ -148,9 +185,8 @@ class RangeCache:
             counters = self._disk.index.counters
             counters.hits += 1
             counters.hit_bytes += len(data)
-            if self._sizes.get(name) is None:
-                self._learn(name, size)
             if not extent.value.dropped:
+                self._sizes.tell(name, size)
                 self._keep(name, extent.start, data)
         return data
 
@@ -172,15 +208,14 @@ class RangeCache:
     def keep(self, name: bytes, start: int, data: bytes, size: int | None = None) -> None:
         """Take in bytes that came without a flight."""
         with self._lock:
-            self._learn(name, size)
+            self._sizes.state(name, size)
             self._keep(name, start, data)
 
-    def fetched(self, size: int, *, failed: bool = False) -> None:
+    def fetched(self, size: int) -> None:
         """Count a request that was made without a flight."""
         with self._lock:
             self._remote.requests += 1
             self._remote.bytes += size
-            self._remote.failures += failed
 
     def drop(self, name: bytes, start: int = 0, end: int | None = None) -> None:
         """Forget the bytes of a range in all tiers, and what of them is still on its way; None: the whole object."""
@@ -192,8 +227,7 @@ class RangeCache:
             for flight in gone:
                 flight.stale = True
                 self._take_off(flight)
-            if start == 0 and end is None:
-                self._sizes.pop(name, None)
+            self._sizes.forget(name)
 
     def wait_for_quiet(self, timeout_s: float) -> bool:
         """Wait until no reader in the foreground fetches anything; tells whether that came about in time."""
@@ -217,6 +251,7 @@ class RangeCache:
 
     def close(self) -> None:
         """Hand what only the memory holds to the disk, as far as time allows."""
+        self._loads.close(0.0)
         if self._disk is None:
             return
         give_up_at = time.monotonic() + self._settings.close_s
@@ -228,7 +263,7 @@ class RangeCache:
             if not has_room and not self._disk.drain(max(0.0, give_up_at - time.monotonic())):
                 break
             with self._lock:
-                self._disk.add(name, extent.start, extent.value, self._sizes.get(name))
+                self._disk.add(name, extent.start, extent.value, self._sizes.stated(name))
         self._disk.close()
 
     # Under the lock.
@@ -272,21 +307,14 @@ class RangeCache:
             if not self._foreground:
                 self._quiet.notify_all()
             self._remote.bytes += len(flight.data)
-            self._remote.failures += error is not None
             flight.error = error if isinstance(error, KvwireError) else None
+            self._remote.failures += flight.error is not None  # a leader that was cancelled is no failure of the remote
             if not flight.stale:
-                self._learn(flight.name, size)
+                self._sizes.state(flight.name, size)
                 if flight.data:
                     self._keep(flight.name, flight.start, flight.data)
         flight.pieces = []
         _resolve(flight)
-
-    def _learn(self, name: bytes, size: int | None) -> None:
-        if size is not None:
-            self._sizes[name] = size
-            self._sizes.move_to_end(name)
-            if len(self._sizes) > _MOST_SIZES:
-                self._sizes.popitem(last=False)
 
     def _keep(self, name: bytes, start: int, data: bytes) -> None:
         if not self._uses.admits(name):
@@ -294,7 +322,7 @@ class RangeCache:
             return
         for gone in self._memory.add(name, start, data):
             if self._disk:
-                self._disk.add(gone.name, gone.start, gone.data, self._sizes.get(gone.name))
+                self._disk.add(gone.name, gone.start, gone.data, self._sizes.stated(gone.name))
 
 
 def _held(counters: TierCounters, extent: Extent[T], data: bytes, position: int, stop: int | None) -> Held:

@@ -8,6 +8,7 @@ order in which the index changed, so the folder follows the index and equals it 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -24,6 +25,7 @@ from kvwire.store.tiers.worker import Worker
 if TYPE_CHECKING:
     import threading
     from collections.abc import Iterator
+    from concurrent.futures import Future
     from pathlib import Path
 
     from kvwire.store.tiers.extents import Extent
@@ -32,20 +34,23 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _TEMPORARY = "new.tmp"  # one is enough: one thread writes
+_NOT_OURS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # no file, or none that was written here
 _SUBFOLDER = re.compile(r"[0-9a-f]{2}")
 
 
 class StoredFile:
     """What stands for an extent: its bytes until they are written, then only its place on the disk."""
 
-    __slots__ = ("data", "dropped", "gate", "size")
+    __slots__ = ("data", "dropped", "loading", "size", "skipped_until")
 
     def __init__(self, data: bytes | None, size: int | None) -> None:
         """data: None once it is on the disk. size: of the object, where it is known."""
         self.data = data
         self.size = size
         self.dropped = False
-        self.gate: threading.Lock | None = None
+        self.loading: Future[bytes | None] | None = None
+        self.skipped_until = 0.0
+        """A failed read of it is not repeated before this time (monotonic)."""
 
 
 class DiskTier:
@@ -66,6 +71,8 @@ class DiskTier:
         self._slot: Slot | None = None
         self._dirty_bytes = 0
         self._off_until = 0.0
+        self._skipped_until = 0.0
+        self._opening = False
         self._failing = False
 
     @property
@@ -75,6 +82,10 @@ class DiskTier:
 
     def open(self) -> None:
         """Take a subfolder and account for what is in it; where that fails, it is tried again later."""
+        with self._lock:
+            if self._slot or self._opening:
+                return
+            self._opening = True
         try:
             with contextlib.ExitStack() as stack:
                 slot = take_slot(self._root)
@@ -83,9 +94,11 @@ class DiskTier:
                 stack.pop_all()
         except OSError as error:
             with self._lock:
+                self._opening = False
                 self._failed(error)
             return
         with self._lock:
+            self._opening = False
             self._slot = slot
             for _, named in found:  # the oldest first, as a policy would have met them
                 if self.index.gaps(named.name, named.start, named.end) == [(named.start, named.end)]:
@@ -117,16 +130,31 @@ class DiskTier:
         """Locked: whether the queue takes that many bytes."""
         return self._dirty_bytes + length <= self._settings.dirty_bytes
 
+    def at(self, name: bytes, position: int) -> Extent[StoredFile] | None:
+        """Locked: the extent that holds a byte, where it can be read now."""
+        extent = self.index.at(name, position)
+        if extent is None or extent.value.data is not None:
+            return extent
+        return None if time.monotonic() < max(self._skipped_until, extent.value.skipped_until) else extent
+
+    def skip_reads(self) -> None:
+        """Locked: a read takes too long, so leave all files alone for a while."""
+        if time.monotonic() >= self._skipped_until:
+            _log.warning("the disk tier is too slow and not read for now: look after the disk")
+        self._skipped_until = time.monotonic() + self._settings.retry_s
+
     def load(self, name: bytes, extent: Extent[StoredFile]) -> tuple[bytes, int | None] | None:
-        """The extent's bytes and the object's size; None where the file is gone or not what was written."""
+        """The extent's bytes and the object's size; None where it cannot be read now, or is not what was written."""
         if self._slot is None:
             return None
         named = ExtentName(name, extent.start, extent.end)
         try:
             return read_extent(self._slot.folder / named.path, named)
-        except (CorruptError, OSError):
+        except (CorruptError, OSError) as error:
             with self._lock:
-                if self.index.remove(name, extent):
+                if isinstance(error, OSError) and error.errno not in _NOT_OURS:
+                    extent.value.skipped_until = time.monotonic() + self._settings.retry_s
+                elif self.index.remove(name, extent):
                     self.index.counters.corrupt += 1
                     self._forget(name, extent)
             return None
@@ -151,7 +179,7 @@ class DiskTier:
         now = time.monotonic()
         if now < self._off_until:
             return False
-        if self._slot is None:
+        if self._slot is None and not self._opening:
             self._off_until = now + self._settings.retry_s
             self._worker.submit(self.open)
         return self._slot is not None

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING
 from kvwire.errors import KvwireError
 from kvwire.store.tiers.cache import Held, Leading, OnDisk, Waiting
 from kvwire.store.tiers.counters import PrefetchCounters
-from kvwire.store.tiers.reading import lead
+from kvwire.store.tiers.reading import RemoteObject, lead
 from kvwire.store.tiers.worker import Worker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kvwire.store.tiers.cache import RangeCache
     from kvwire.store.tiers.settings import TierSettings
 
@@ -35,13 +33,13 @@ class Prefetcher:
         self._closed = False
         self._counters = PrefetchCounters()
 
-    def hint(self, name: bytes, fetch: Callable[[int, int], bytes], start: int, end: int | None) -> None:
+    def hint(self, name: bytes, remote: RemoteObject, start: int, end: int | None) -> None:
         """Queue a range; dropped where too many wait already."""
         if self._worker.queued >= self._settings.prefetch_hints:
             self._counters.dropped += 1
             return
         self._counters.taken += 1
-        self._worker.submit(partial(self._walk, name, fetch, start, end))
+        self._worker.submit(partial(self._walk, name, remote, start, end))
 
     def counted(self) -> PrefetchCounters:
         """The counters."""
@@ -56,20 +54,18 @@ class Prefetcher:
         self._closed = True
         self._worker.close(self._settings.close_s)
 
-    def _walk(self, name: bytes, fetch: Callable[[int, int], bytes], start: int, end: int | None) -> None:
+    def _walk(self, name: bytes, remote: RemoteObject, start: int, end: int | None) -> None:
         position: int | None = start
         try:
             while position is not None and not self._closed and self._cache.admits(name):
                 if not self._cache.wait_for_quiet(_PATIENCE_S):
                     self._counters.dropped += 1
                     return
-                position = self._next(name, fetch, position, end, is_first=position == start)
+                position = self._next(name, remote, position, end)
         except KvwireError:
             return  # whoever reads the bytes will hear of it
 
-    def _next(
-        self, name: bytes, fetch: Callable[[int, int], bytes], position: int, end: int | None, *, is_first: bool
-    ) -> int | None:
+    def _next(self, name: bytes, remote: RemoteObject, position: int, end: int | None) -> int | None:
         """See to the next piece; returns where it ends, None at the end of all."""
         match self._cache.step(name, position, end, self, whole=True, background=True):
             case None:
@@ -81,5 +77,5 @@ class Prefetcher:
             case Waiting(flight):
                 return flight.end
             case Leading(flight):
-                fetched = lead(self._cache, flight, fetch, is_first=is_first)
+                fetched = lead(self._cache, flight, remote)
                 return flight.end if len(fetched) == flight.end - flight.start else None

@@ -3,33 +3,53 @@
 from __future__ import annotations
 
 from concurrent import futures
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvwire.errors import StorageError
+from kvwire.errors import KvwireError, StorageError
 from kvwire.store.tiers.cache import Held, Leading, OnDisk, RangeCache, Waiting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from kvwire.store.base import Store
     from kvwire.store.tiers.flights import Flight
 
 
-class TierReading:
-    """One read of one object. fetch: bytes from a start to an end, clamped, from the remote."""
+@dataclass(frozen=True)
+class RemoteObject:
+    """One object of the store below the tiers."""
 
-    def __init__(self, cache: RangeCache, name: bytes, fetch: Callable[[int, int], bytes]) -> None:
+    store: Store
+    key: str
+
+    def get(self, start: int, end: int) -> bytes:
+        """Bytes of a range, clamped at the end."""
+        return self.store.get(self.key, start, end)
+
+    def size(self) -> int:
+        """The length, as the store states it."""
+        return self.store.stat(self.key).size
+
+
+class TierReading:
+    """One read of one object."""
+
+    def __init__(self, cache: RangeCache, name: bytes, remote: RemoteObject) -> None:
         """Prepare."""
         self._cache = cache
         self._name = name
-        self._fetch = fetch
+        self._remote = remote
         self._failures = 0
 
     def read(self, start: int, end: int | None) -> bytes:
         """Bytes ``start`` to ``end``, clamped at the object's end."""
         pieces: list[memoryview] = []
         position = start
-        while (step := self._cache.step(self._name, position, end, self, whole=True)) is not None:
-            match step:
+        while True:
+            match self._cache.step(self._name, position, end, self, whole=True):
+                case None:
+                    if end is not None and position < end and self._cache.doubt(self._name):
+                        continue
+                    break
                 case Held(data):
                     piece = data
                 case OnDisk(extent):
@@ -37,7 +57,7 @@ class TierReading:
                 case Waiting(flight):
                     piece = self._awaited(flight, position)
                 case Leading(flight):
-                    piece = memoryview(lead(self._cache, flight, self._fetch, is_first=position == start))
+                    piece = memoryview(lead(self._cache, flight, self._remote))
                     if not piece:  # the object ends here
                         break
             piece = piece if end is None else piece[: end - position]
@@ -55,19 +75,32 @@ class TierReading:
         return data
 
 
-def lead(cache: RangeCache, flight: Flight, fetch: Callable[[int, int], bytes], *, is_first: bool) -> bytes:
-    """Fetch a flight's range in one call, and land it whatever happens. is_first: nothing was read before it."""
+def lead(cache: RangeCache, flight: Flight, remote: RemoteObject) -> bytes:
+    """Fetch a flight's range in one call, and land it whatever happens; no bytes where the object ends before it.
+
+    A short answer is the object's end where the store says so, and else a fault: StorageError.
+    """
+    size = None
     try:
-        data = _checked(fetch(flight.start, flight.end), flight)
+        data = _checked(remote.get(flight.start, flight.end), flight)
+        flight.feed(data)
+        if flight.position < flight.end:
+            size = remote.size()
+            _check_end(flight.position, min(size, flight.end))
     except BaseException as error:
         cache.fail(flight, error)
+        is_empty = isinstance(error, KvwireError) and flight.position == flight.start
+        if is_empty and cache.believe(flight.name, flight.start):
+            return b""
         raise
-    flight.feed(data)
-    stop = flight.start + len(data)
-    # No byte at all at the very start of a read may be far beyond the end, which tells no length.
-    is_end = stop < flight.end and (len(data) > 0 or not is_first)
-    cache.finish(flight, stop if is_end else None)
+    cache.finish(flight, size)
     return data
+
+
+def _check_end(position: int, end: int) -> None:
+    if position < end:
+        msg = f"the remote store gave {end - position} bytes less than the object has: try again"
+        raise StorageError(msg)
 
 
 def _checked(data: bytes, flight: Flight) -> bytes:

@@ -15,9 +15,10 @@ class TierSettings:
 
     admit_after: an object is kept from its n-th use on, 1 to 255; opening it is a use, and so is each ``get``.
     flight_bytes: longest range asked of the remote at once, and so the longest extent. stall_s: longest wait for the
-    next bytes of what another reader streams; answer_s: for what another reads as a whole. dirty_bytes: content that
-    may wait to be written to the disk; more is not kept there. retry_s: how long the disk is left alone after a failed
-    write. prefetch_threads, prefetch_bytes: at a time, and of one request; prefetch_hints: that may wait.
+    next bytes of what another reader streams, and for a file of the disk tier; answer_s: for what another reads as a
+    whole. dirty_bytes: content that may wait to be written to the disk; more is not kept there. load_threads: that read
+    files of the disk tier. retry_s: how long the disk is left alone after a write that failed, or a read that failed
+    or took too long. prefetch_threads, prefetch_bytes: at a time, and of one request; prefetch_hints: that may wait.
     upload_threads, backoff_s, max_backoff_s: of uploads in the background. put_s: longest wait of a put for room in the
     pending area or for its turn. close_s: longest wait for each thing that closing would like to finish.
     """
@@ -27,6 +28,7 @@ class TierSettings:
     stall_s: float = 10.0
     answer_s: float = 60.0
     dirty_bytes: int = 64 * _MIB
+    load_threads: int = 4
     retry_s: float = 30.0
     prefetch_threads: int = 2
     prefetch_bytes: int = _MIB
@@ -39,7 +41,7 @@ class TierSettings:
 
     def __post_init__(self) -> None:
         """Refuse settings with which nothing would ever move."""
-        counts = (self.flight_bytes, self.prefetch_bytes, self.prefetch_threads, self.upload_threads)
+        counts = (self.flight_bytes, self.prefetch_bytes, self.prefetch_threads, self.upload_threads, self.load_threads)
         if min(counts) < 1 or not 1 <= self.admit_after <= 255:  # noqa: PLR2004 - the sketch counts in bytes
             msg = "flight_bytes, prefetch_bytes, threads must be 1 or more, admit_after 1 to 255"
             raise ArgumentError(msg)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvwire.store.base import ObjectStat, Store, clamp_range, open_object
 from kvwire.store.keys import check_key, content_digest
 from kvwire.store.tiers.prefetching import Prefetcher
-from kvwire.store.tiers.reading import TierReading
+from kvwire.store.tiers.reading import RemoteObject, TierReading
 from kvwire.store.tiers.write_back import WriteBackStore
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class TieredStore(Store):
         """Hint that content will be read soon. It is fetched in the background, while nobody else fetches anything."""
         clamp_range(start, end, 0)
         if (name := self.name(key)) is not None:
-            self._prefetcher.hint(name, partial(self._remote.get, key), start, end)
+            self._prefetcher.hint(name, RemoteObject(self._remote, key), start, end)
 
     def distrust(self, key: str, start: int = 0, end: int | None = None) -> None:
         """Forget cached bytes of a range, because they were found wrong; the next read asks the remote."""
@@ -153,7 +153,7 @@ class TieredStore(Store):
 
     def _read(self, name: bytes, key: str, start: int, end: int | None) -> bytes:
         clamp_range(start, end, 0)
-        return TierReading(self.cache, name, partial(self._remote.get, key)).read(start, end)
+        return TierReading(self.cache, name, RemoteObject(self._remote, key)).read(start, end)
 
     def _forget(self, key: str) -> None:
         if (name := self.name(key)) is not None:

@@ -1,5 +1,6 @@
 """The disk tier where disks fail, files rot, processes are killed and others share the folder."""
 
+import errno
 import random
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import pytest
 
 from kvwire.store import FolderStore, MemoryStore, TierSettings, open_tiers
 from kvwire.store.testing import CountingStore, samples
+from kvwire.store.testing.races import together
+from kvwire.store.tiers import disk_tier
 from kvwire.store.tiers.extent_file import HEADER_BYTES
 
 MIB = 1 << 20
@@ -56,7 +59,7 @@ def test_a_new_process_finds_what_the_last_one_read(tmp_path):
         assert remote.tally("get").bytes == 4 * 200
 
 
-def test_what_a_file_says_of_the_objects_size_is_believed_once_it_was_checked(tmp_path):
+def test_what_a_file_says_of_the_objects_size_is_believed_where_the_remote_cannot_tell(tmp_path):
     remote = CountingStore(MemoryStore())
     [(key, data)] = filled(remote, 1)
     with on_disk(remote, tmp_path) as tiers:
@@ -67,7 +70,10 @@ def test_what_a_file_says_of_the_objects_size_is_believed_once_it_was_checked(tm
         with pytest.raises(Exception, match="not in this memory store"):
             tiers.stat(key)
         assert tiers.get(key) == data
-        assert remote.tally("get").requests == 0
+        assert remote.tally("get").bytes == 0
+        asked = remote.tally("get").requests
+        assert tiers.get(key) == data
+        assert remote.tally("get").requests == asked
 
 
 def flip(path):
@@ -389,6 +395,108 @@ def test_a_slow_disk_is_not_waited_for(tmp_path):
         free.set()
         assert tiers.settle(30)
         assert disk_bytes(tmp_path) == tiers.counters().disk.held_bytes
+
+
+# Disks that hang or fail for a moment.
+
+
+def test_where_the_disk_hangs_the_remote_is_asked_and_the_disk_left_alone(tmp_path, monkeypatch):
+    remote = CountingStore(MemoryStore())
+    pairs = filled(remote)
+    free = threading.Event()
+
+    def hang(*arguments):
+        assert free.wait(30)
+        return real(*arguments)
+
+    real = disk_tier.read_extent
+    monkeypatch.setattr(disk_tier, "read_extent", hang)
+    with on_disk(remote, tmp_path, settings=TierSettings(stall_s=0.05, retry_s=60.0)) as tiers:
+        for key, _ in pairs:
+            tiers.get(key)
+        assert tiers.settle(30)
+        remote.reset()
+        for key, data in pairs * 2:
+            assert tiers.get(key) == data
+        assert remote.tally("get").bytes == 8000
+        assert len([one for one in threading.enumerate() if one.name == "kvwire-disk-load"]) == 1
+        free.set()
+        assert tiers.counters().disk.corrupt == 0
+
+
+def test_readers_of_one_file_share_one_load(tmp_path, monkeypatch):
+    remote = CountingStore(MemoryStore())
+    [(key, data)] = filled(remote, 1)
+    loads = []
+    asked = threading.Barrier(9)
+
+    def slow(*arguments):
+        loads.append(arguments)
+        asked.wait(30)
+        return real(*arguments)
+
+    real = disk_tier.read_extent
+    with on_disk(remote, tmp_path) as tiers:
+        tiers.get(key)
+        assert tiers.settle(30)
+        step = tiers.cache.step(tiers.name(key), 0, 1000, "reader")
+        monkeypatch.setattr(disk_tier, "read_extent", slow)
+        results = []
+
+        def read():
+            future = tiers.cache.loading(tiers.name(key), step.extent)
+            asked.wait(30)
+            assert not future.cancel()
+            results.append(future.result(30))
+
+        together(*[read] * 8)
+        assert results == [data] * 8
+        assert len(loads) == 1
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.EIO])
+def test_an_error_of_the_moment_costs_a_hit_and_not_the_file(tmp_path, monkeypatch, number):
+    remote = CountingStore(MemoryStore())
+    [(key, data)] = filled(remote, 1)
+
+    def fail(*_):
+        raise OSError(number, "not now")
+
+    with on_disk(remote, tmp_path, settings=TierSettings(retry_s=0.2)) as tiers:
+        tiers.get(key)
+        assert tiers.settle(30)
+        with monkeypatch.context() as patch:
+            patch.setattr(disk_tier, "read_extent", fail)
+            assert tiers.get(key) == data
+        assert tiers.settle(30)
+        assert len(files(tmp_path)) == 1
+        assert tiers.counters().disk.corrupt == 0
+        remote.reset()
+        while not tiers.counters().disk.hits:
+            assert tiers.get(key) == data
+
+
+def test_opening_a_slow_folder_takes_one_slot_however_often_it_is_tried(tmp_path, monkeypatch):
+    (tmp_path / "cache").write_bytes(b"in the way")
+    remote = MemoryStore()
+    pairs = filled(remote, 8)
+    free = threading.Event()
+
+    def slow(root):
+        assert free.wait(30)
+        return real(root)
+
+    real = disk_tier.take_slot
+    with on_disk(remote, tmp_path / "cache", settings=TierSettings(retry_s=0.0)) as tiers:
+        (tmp_path / "cache").unlink()
+        monkeypatch.setattr(disk_tier, "take_slot", slow)
+        for key, data in pairs:
+            assert tiers.get(key) == data
+        for _ in range(3):
+            tiers.cache._disk._worker.submit(tiers.cache._disk.open)
+        free.set()
+        assert tiers.settle(30)
+        assert [one.name for one in (tmp_path / "cache").iterdir()] == ["slot-0"]
 
 
 # Killed at any moment.

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import random
+import threading
 from contextlib import closing, suppress
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import pytest
 from kvwire.errors import ArgumentError, NotFoundError, StorageError
 from kvwire.store import MemoryStore, TierSettings, open_tiers
 from kvwire.store.testing import CountingStore, samples
+from kvwire.store.tiers import disk_tier
 from kvwire.transport import BlobFetcher, HttpStore, SegmentError, StoreSource, open_source, read_object, serve
 from kvwire.transport.sources import ByteSource
 from kvwire.transport.tiered_source import TieredSource
@@ -270,6 +272,99 @@ async def test_a_source_that_asks_twice_for_the_same_bytes_hedges(tiers):
         await first
     assert await waiting == DATA
     assert remote.requests == 2
+
+
+async def test_requests_that_are_cancelled_are_counted_and_their_bytes_kept(tiers):
+    steps = [asyncio.Semaphore(0), asyncio.Semaphore(0)]
+
+    class Two(Stepwise):
+        async def read(self, start, end, sink):
+            self.steps = steps[self.requests]
+            await super().read(start, end, sink)
+
+    remote = Two(DATA)
+    source = TieredSource(tiers, KEY, remote)
+    first = asyncio.create_task(read(source))
+    await remote.asked.wait()
+    remote.asked.clear()
+    second = asyncio.create_task(read(source))
+    await remote.asked.wait()
+    for _ in range(3):
+        steps[1].release()
+    await until(lambda: len(remote.given) == 3)
+    for task in (second, first):
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+    counted = tiers.counters().remote
+    assert (counted.requests, counted.bytes, counted.failures) == (2, 300, 0)
+    assert await read(TieredSource(tiers, KEY, Stepwise(b"")), 0, 300) == DATA[:300]
+
+
+async def test_bytes_that_a_tier_had_are_told_apart_from_those_that_crossed_the_link(tmp_path):
+    options = {"memory_bytes": 900, "folder": tmp_path, "folder_bytes": MIB}
+    with closing(open_tiers(MemoryStore(), **options)) as tiers:
+        await read(TieredSource(tiers, KEY, Stepwise(DATA)), 0, 600)  # too large for the memory
+        assert tiers.settle(30)
+        await read(TieredSource(tiers, KEY, Stepwise(DATA)), 700, 800)
+        source = TieredSource(tiers, KEY, Stepwise(DATA))
+        told = []
+        source.on_local = lambda size: told.append(("local", size))
+        await source.read(50, 1000, lambda data: told.append(("given", len(data))))
+        assert told == [
+            ("local", 550),
+            ("given", 550),
+            ("given", 100),
+            ("local", 100),
+            ("given", 100),
+            ("given", 100),
+            ("given", 100),
+        ]
+
+
+async def test_a_disk_that_hangs_is_not_waited_for(tmp_path, monkeypatch):
+    free = threading.Event()
+
+    def hang(*arguments):
+        assert free.wait(30)
+        return real(*arguments)
+
+    real = disk_tier.read_extent
+    quick = TierSettings(stall_s=0.05, retry_s=60.0)
+    options = {"memory_bytes": 0, "folder": tmp_path, "folder_bytes": MIB, "settings": quick}
+    with closing(open_tiers(MemoryStore(), **options)) as tiers:
+        await read(TieredSource(tiers, KEY, Stepwise(DATA)))
+        assert tiers.settle(30)
+        monkeypatch.setattr(disk_tier, "read_extent", hang)
+        remote = Stepwise(DATA)
+        assert await asyncio.gather(*(read(TieredSource(tiers, KEY, remote)) for _ in range(8))) == [DATA] * 8
+        assert remote.requests == 1
+        free.set()
+
+
+async def test_fewer_bytes_than_the_object_has_are_an_error_and_not_its_end(tiers):
+    class Short(Stepwise):
+        async def read(self, start, end, sink):
+            await super().read(start, min(end, start + 500), sink)
+
+    source = TieredSource(tiers, KEY, Short(DATA))
+    with pytest.raises(StorageError):
+        await read(source)
+    assert await read(TieredSource(tiers, KEY, Stepwise(DATA))) == DATA
+    source.distrust(0, 100)
+    assert tiers.cache.size(tiers.name(KEY)) is None
+
+
+async def test_the_end_that_the_disk_remembers_counts_while_the_remote_is_gone(tmp_path):
+    options = {"memory_bytes": 0, "folder": tmp_path, "folder_bytes": MIB}
+    with closing(open_tiers(MemoryStore(), **options)) as tiers:
+        tiers.put(KEY, DATA)
+    with closing(open_tiers(MemoryStore(), **options)) as tiers:
+        gone = Stepwise(DATA, fails_at=0)
+        assert await read(TieredSource(tiers, KEY, gone), 0, 1000) == DATA
+        assert gone.requests == 0
+    with closing(open_tiers(MemoryStore(), **options)) as tiers:
+        assert await read(TieredSource(tiers, KEY, StoreSource(MemoryStore(), KEY)), 0, 5000) == DATA
 
 
 async def test_distrusted_bytes_come_from_the_remote_next_time(tiers):
