@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import urllib3
-from urllib3.exceptions import EmptyPoolError, HTTPError
+from urllib3.exceptions import EmptyPoolError, HTTPError, NewConnectionError
 from urllib3.exceptions import TimeoutError as UrllibTimeoutError
 
 from kvwire.errors import StorageError
@@ -137,10 +137,12 @@ class HttpExchange:
 
     def _failure(self, error: HTTPError | OSError, *, is_late: bool) -> StorageError:
         cause = _cause(error)
+        # A connection that was refused is a timeout to urllib3, for the sake of its older callers.
+        is_silent = isinstance(error, UrllibTimeoutError) and not isinstance(error, NewConnectionError)
         kind: type[StorageError] = StorageError
         if isinstance(error, EmptyPoolError):
             words = "all connections are busy"
-        elif isinstance(error, UrllibTimeoutError) or isinstance(cause, TimeoutError):
+        elif is_silent or isinstance(cause, TimeoutError):
             words = f"the answer took longer than {self._settings.total_s:g} s" if is_late else "timed out"
         else:
             kind = _KeptClosedError if isinstance(cause, KeptClosedError) else _BrokenError

@@ -25,6 +25,7 @@ Addresses: TypeAlias = Callable[[bool], HttpAddress]
 
 _CONNECT_S = 5.0
 _READ_BUFFER_BYTES = 512 * 1024
+_MAX_WORDS = 200
 _RENEW_BEFORE_S = 30.0  # an address that is about to expire is not used for another request
 _OK, _PARTIAL, _GONE, _UNSATISFIABLE = 200, 206, 412, 416
 _REFUSED = (401, 403)
@@ -58,10 +59,11 @@ class _Target:
     def of(cls, address: HttpAddress) -> _Target:
         try:
             url = URL(address.url, encoded=True)
-        except ValueError as error:
+            fits = url.scheme in ("http", "https") and url.host and url.port
+        except ValueError:
             msg = "an object's address is no URL: use http://host:port/key"
-            raise ArgumentError(msg) from error
-        if url.scheme not in ("http", "https") or not url.host:
+            raise ArgumentError(msg) from None  # the cause quotes the address
+        if not fits:
             msg = f"{address.url.partition('?')[0].rpartition('@')[2]!r} is not an http or https address"
             raise ArgumentError(msg)
         return cls(address, url, {"Accept-Encoding": "identity", **dict(address.headers)})
@@ -136,8 +138,8 @@ class HttpSource(ByteSource):
         except KvwireError:
             raise
         except (aiohttp.ClientError, OSError) as error:
-            msg = f"{self.url}: the connection failed ({self._words(error)}); try again or check the server"
-            raise StorageError(msg) from error
+            msg = f"{self.url}: the connection failed ({_words(error)}); try again or check the server"
+            raise StorageError(msg) from None  # the cause holds the whole URL and the headers
 
     async def _take(self, response: aiohttp.ClientResponse, start: int, end: int | None, sink: Sink) -> None:
         left = self._checked(response, start, end)
@@ -221,8 +223,8 @@ class HttpSource(ByteSource):
     def _replaced(self) -> ReplacedError:
         return ReplacedError(f"{self.url} was replaced while being read: open it again")
 
-    def _words(self, error: Exception) -> str:
-        """What happened, without the URL, whose query may be a secret."""
-        words = str(error) or type(error).__name__
-        secret = self._target.url.raw_query_string if self._target else ""
-        return type(error).__name__ if secret and secret in words else words
+
+def _words(error: Exception) -> str:
+    """What happened: the error's kind and the system's reason. Any other text may hold the URL's query or headers."""
+    reason = error.strerror if isinstance(error, OSError) else None
+    return ": ".join(filter(None, (type(error).__name__, reason)))[:_MAX_WORDS]

@@ -77,7 +77,7 @@ def _arguments() -> Iterator[None]:
         if isinstance(error, KvwireError | BotoCoreError):
             raise
         msg = "boto3 takes no such endpoint or region: check the address, and AWS_ENDPOINT_URL where it is set"
-        raise ArgumentError(msg) from error
+        raise ArgumentError(msg) from None  # the cause quotes the endpoint, which may hold a password
 
 
 def _config(settings: S3Settings, *, path_style: bool) -> Config:

@@ -1,6 +1,7 @@
 """The one place where boto3's errors become kvwire's.
 
-Messages carry the error's code and status, never what the server or the library wrote: that may quote a request.
+Messages carry the error's code and status, never what the server or the library wrote: that may quote a request, with
+its signature. The causes, which say it, are cut off.
 """
 
 from __future__ import annotations
@@ -69,14 +70,14 @@ def s3_errors(what: str) -> Iterator[None]:
     except KvwireError:
         raise
     except boto.ClientError as error:
-        raise _answered(error, what) from error
+        raise error_of(code_of(error), status_of(error), what) from None
     except RecursionError as error:  # boto3 follows redirections to other regions without counting them
-        raise error_of(type(error).__name__, _MOVED[0], what) from error
+        raise error_of(type(error).__name__, _MOVED[0], what) from None
     except (boto.BotoCoreError, HTTPError, OSError) as error:
-        raise _unanswered(error, what) from error
+        raise _unanswered(error, what) from None
     except (KeyError, TypeError, ValueError) as error:  # how boto3, and who uses it, meet answers that lack something
         msg = f"{what}: the answer makes no sense ({type(error).__name__}): check that the server speaks S3"
-        raise StorageError(msg) from error
+        raise StorageError(msg) from None
 
 
 def status_of(error: boto.ClientError) -> int:
@@ -117,10 +118,6 @@ def error_of(code: str, status: int, what: str) -> KvwireError:
     else:
         kind, advice = StorageError, "the server refused the request: check that it speaks S3"
     return kind(f"{what}: {advice} ({code}, status {status or 'unknown'})")
-
-
-def _answered(error: boto.ClientError, what: str) -> KvwireError:
-    return error_of(code_of(error), status_of(error), what)
 
 
 def _unanswered(error: Exception, what: str) -> KvwireError:

@@ -4,13 +4,14 @@ import re
 import secrets
 import threading
 import time
+import traceback
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
 
-from kvwire.errors import ArgumentError, AuthError, NotFoundError, StorageError
+from kvwire.errors import ArgumentError, AuthError, KvwireError, NotFoundError, StorageError
 from kvwire.store import S3Settings, S3Store, open_object
 
 from ..s3_servers import fails
@@ -268,3 +269,34 @@ def test_a_dripping_server_is_given_up(lying):
     lying.answers["GET"] = drip
     with pytest.raises(StorageError, match="longer than 2 s"):
         lying.store.get("k")
+
+
+@pytest.mark.parametrize("status", [200, 206, 400, 403, 500])
+@pytest.mark.parametrize("method", ["GET", "HEAD", "PUT"])
+def test_what_a_server_repeats_of_a_request_is_in_no_error(lying, method, status):
+    sent = []
+
+    def echo(request):
+        sent.append(request.headers["Authorization"])
+        headers = dict.fromkeys(("Content-Range", "ETag", "Last-Modified", "x-amz-error-message"), sent[-1])
+        return status, headers, error_page(status, "SignatureDoesNotMatch", sent[-1])[2]
+
+    lying.answers[method] = echo
+    calls = {
+        "GET": lambda: lying.store.get("k", 0, 10_000 if status == 206 else None),
+        "HEAD": lambda: lying.store.stat("k"),
+        "PUT": lambda: lying.store.put("k", b"x"),
+    }
+    try:
+        calls[method]()
+    except KvwireError as error:
+        told = "".join(traceback.format_exception(error)) + repr(error.__cause__)
+        assert sent[-1].rpartition("Signature=")[2] not in told
+    assert "Signature=" in sent[-1]
+
+
+def test_an_endpoint_that_is_none_is_not_repeated(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://user:hush@h h")
+    error = fails(S3Store, "s3://bucket?region=us-east-1")
+    assert isinstance(error, ArgumentError)
+    assert "hush" not in "".join(traceback.format_exception(error))
