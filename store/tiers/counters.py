@@ -50,7 +50,8 @@ class UploadCounters:
     failures: int = 0
     """Attempts that failed; each is tried again."""
     damaged: int = 0
-    """Pending files that were not what was written, and entries that may have named them: lost."""
+    """Pending files that were not what was written, entries that may have named them, and entries whose content was
+    deleted from the remote: lost."""
     direct: int = 0
     """Writes that went to the remote at once, because the pending area could not take them."""
 

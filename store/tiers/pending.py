@@ -11,13 +11,15 @@ import os
 import re
 import struct
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from isal.isal_zlib import crc32
 
 from kvwire.errors import CorruptError
+from kvwire.store._file_writer import sync_folder
 from kvwire.store.keys import MAX_KEY_CHARS, check_key, content_digest
+from kvwire.store.tiers.slots import make_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,11 +46,13 @@ class Pending:
     not_before: float = 0.0
     is_running: bool = False
     written: float = 0.0
+    is_checked: bool = False
+    is_content: bool = field(init=False)
+    """Whether the bytes are known by their digest, so that nothing needs to come before them."""
 
-    @property
-    def is_content(self) -> bool:
-        """Whether the bytes are known by their digest, so that nothing needs to come before them."""
-        return self.key is not None and content_digest(self.key) is not None
+    def __post_init__(self) -> None:
+        """Look at the key once: queues ask often."""
+        self.is_content = self.key is not None and content_digest(self.key) is not None
 
 
 class PendingFolder:
@@ -62,7 +66,7 @@ class PendingFolder:
 
     def load(self) -> list[Pending]:
         """What an earlier process left, in order; its temporary files are removed."""
-        self._folder.mkdir(mode=0o700, exist_ok=True)
+        make_folder(self._folder)
         found = []
         with os.scandir(self._folder) as entries:
             for entry in entries:
@@ -81,8 +85,8 @@ class PendingFolder:
             (other / _file(number)).rename(self._folder / _file(own))
             adopted.append(self._glance(own))
         if adopted:
-            _sync(self._folder)
-            _sync(other)
+            sync_folder(self._folder)
+            sync_folder(other)
         return adopted
 
     def numbers(self) -> list[int]:
@@ -107,7 +111,7 @@ class PendingFolder:
                 file.flush()
                 os.fsync(descriptor)
             temporary.rename(path)
-            _sync(self._folder)
+            sync_folder(self._folder)
         except BaseException:
             for one in (temporary, path):
                 with contextlib.suppress(OSError):
@@ -125,14 +129,28 @@ class PendingFolder:
             named = whole[_HEADER_BYTES:start]
             checked = crc32(memoryview(whole)[_HEADER_BYTES:], crc32(whole[: _FIELDS.size]))
             if magic == _MAGIC and len(whole) == start + size and crc == checked and named == pending.key.encode():
+                pending.is_checked = True
                 return whole[start:]
-        msg = f"the pending write of {pending.key or 'an unknown key'} is damaged: encode the document again"
-        raise CorruptError(msg)
+        raise _damaged(pending)
+
+    def read_range(self, pending: Pending, start: int, end: int) -> bytes:
+        """Some of the bytes; all are checked, as ``read`` does it, the first time alone."""
+        if not pending.is_checked:
+            return self.read(pending)[start:end]
+        pieces = []
+        with (self._folder / _file(pending.number)).open("rb", buffering=0) as file:
+            file.seek(_HEADER_BYTES + len((pending.key or "").encode()) + start)
+            while start < end and (piece := file.read(end - start)):
+                pieces.append(piece)
+                start += len(piece)
+        if start < end:
+            raise _damaged(pending)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def remove(self, pending: Pending) -> None:
         """Forget a write; flushed, or an old entry could come back after a crash."""
         (self._folder / _file(pending.number)).unlink(missing_ok=True)
-        _sync(self._folder)
+        sync_folder(self._folder)
 
     def _number(self) -> int:
         with self._lock:
@@ -153,13 +171,9 @@ class PendingFolder:
         return Pending(number, key, min(size, path.stat().st_size), written=path.stat().st_mtime)
 
 
+def _damaged(pending: Pending) -> CorruptError:
+    return CorruptError(f"the pending write of {pending.key or 'an unknown key'} is damaged: encode the document again")
+
+
 def _file(number: int) -> str:
     return f"{number:016}.put"
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,6 +11,8 @@ import fcntl
 import os
 from typing import TYPE_CHECKING
 
+from kvwire.store._file_writer import sync_folder
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
@@ -34,12 +36,23 @@ class Slot:
             self._descriptor = -1
 
 
+def make_folder(folder: Path) -> None:
+    """Make a private folder where there is none, and those above it; flushed, since pending writes rely on it."""
+    missing = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    for path in reversed(missing):
+        path.mkdir(mode=_MODE, exist_ok=True)
+        sync_folder(path.parent)
+
+
 def take_slot(root: Path) -> Slot:
     """The first free subfolder, made where there is none. Raises OSError where the folder cannot be used."""
-    root.mkdir(mode=_MODE, parents=True, exist_ok=True)
+    make_folder(root)
     for number in range(_MANY):
         folder = root / f"slot-{number}"
-        folder.mkdir(mode=_MODE, exist_ok=True)
+        make_folder(folder)
         if (slot := _locked(folder)) is not None:
             return slot
     msg = f"more than {_MANY} processes share {root}"

@@ -1,7 +1,8 @@
 """A store that acknowledges a write once it is safe on the local disk, and uploads it in the background.
 
 Order: content (known by its digest) is uploaded whenever its turn comes; any other write waits until everything that
-was acknowledged before it is on the remote. So nobody finds an entry on the remote without the blob that it names.
+was acknowledged before it is on the remote, and what it names is looked at once more, since a collector may have taken
+it meanwhile. So nobody finds an entry on the remote without the blob that it names.
 Reads through this store see what is pending.
 """
 
@@ -11,6 +12,7 @@ import hashlib
 import heapq
 import logging
 import random
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -22,6 +24,7 @@ from kvwire.errors import CorruptError, DeadlineError, KvwireError, NotFoundErro
 from kvwire.store.base import Listed, ObjectStat, Store, check_after, clamp_range, open_object
 from kvwire.store.keys import check_key, content_digest
 from kvwire.store.tiers.counters import UploadCounters
+from kvwire.store.tiers.entries import upload_entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from kvwire.store.tiers.settings import TierSettings
 
 _log = logging.getLogger(__name__)
+_ANNOUNCEMENTS = re.compile(r"v1/[^/]+/[^/]+/catalog/collecting/.*")
 
 
 class _BytesReader:
@@ -61,6 +65,7 @@ class WriteBackStore(Store):
         self._settings = settings
         self._changed = threading.Condition()
         self._queue: OrderedDict[int, Pending] = OrderedDict()
+        self._content: list[tuple[float, int, Pending]] = []  # a heap by the time of the next attempt
         self._latest: dict[str, Pending] = {}
         self._bytes = 0
         self._threads: list[threading.Thread] = []
@@ -90,18 +95,18 @@ class WriteBackStore(Store):
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         """Bytes of a range, of what is pending where anything is."""
-        if (data := self._pending_data(key)) is None:
-            return self._remote.get(key, start, end)
-        start, stop = clamp_range(start, end, len(data))
-        return data[start:stop]
+        data = self._pending_data(key, start, end)
+        return self._remote.get(key, start, end) if data is None else data
 
     def stat(self, key: str) -> ObjectStat:
         """Size and entity tag, of what is pending where anything is."""
-        if (data := self._pending_data(key)) is None:
-            return self._remote.stat(key)
         with self._changed:
             pending = self._latest.get(key)
-        return ObjectStat(len(data), _BytesReader(key, data).etag, pending.written if pending else time.time())
+        if pending is not None and (digest := content_digest(key)):
+            return ObjectStat(pending.size, digest, pending.written)
+        if pending is None or (data := self._pending_data(key)) is None:
+            return self._remote.stat(key)
+        return ObjectStat(len(data), _BytesReader(key, data).etag, pending.written)
 
     def snapshot(self, key: str) -> ObjectReader:
         """Hold one version open."""
@@ -116,6 +121,9 @@ class WriteBackStore(Store):
         """
         check_key(key)
         digest = content_digest(key)
+        if _ANNOUNCEMENTS.fullmatch(key):  # it has to be seen before anything is deleted
+            self._remote.put(key, data)
+            return
         is_right = digest is None or hashlib.sha256(data).hexdigest() == digest
         if not is_right or len(data) > self._limit_bytes:
             self._put_directly(key, data)
@@ -157,12 +165,24 @@ class WriteBackStore(Store):
         self._remote.delete_many(several)
 
     def scan(self, prefix: str, after: str = "") -> Iterator[Listed]:
-        """What the remote lists, together with what is pending."""
+        """What the remote lists, together with what is pending.
+
+        Announcements of collectors: none where the remote cannot be asked. Uploads wait for collectors in any case.
+        """
         check_after(prefix, after)
+        if _ANNOUNCEMENTS.fullmatch(prefix):
+            return self._announced(prefix, after)
         with self._changed:  # before the remote is asked: what is uploaded in between is in one of the two
             keys = sorted(key for key in self._latest if key.startswith(prefix) and key > after)
             own = [Listed(key, self._latest[key].size, self._latest[key].written) for key in keys]
         return _merged(own, self._remote.scan(prefix, after))
+
+    def _announced(self, prefix: str, after: str) -> Iterator[Listed]:
+        try:
+            return iter(list(self._remote.scan(prefix, after)))
+        except StorageError:
+            _log.info("the remote cannot be asked for announcements: uploads look for them")
+            return iter(())
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Wait until everything acknowledged so far is on the remote. Raises DeadlineError where it takes longer."""
@@ -210,15 +230,19 @@ class WriteBackStore(Store):
             self._bytes -= size
             self._changed.notify_all()
 
-    def _pending_data(self, key: str) -> bytes | None:
+    def _pending_data(self, key: str, start: int = 0, end: int | None = None) -> bytes | None:
         with self._changed:
             pending = self._latest.get(key)
         if pending is None:
             return None
+        start, end = clamp_range(start, end, pending.size)
         try:
-            return self._folder.read(pending)
-        except (CorruptError, OSError):
+            return self._folder.read_range(pending, start, end)
+        except (CorruptError, FileNotFoundError):
             return None  # uploaded meanwhile, or damaged: the remote is asked
+        except OSError as error:
+            msg = f"the pending write of {key} cannot be read now ({error.strerror}): try again"
+            raise StorageError(msg) from error
 
     def _call_off(self, keys: set[str]) -> None:
         with self._changed:
@@ -237,11 +261,16 @@ class WriteBackStore(Store):
         self._queue[pending.number] = pending
         if pending.key is not None:
             self._latest[pending.key] = pending
+        self._offer(pending)
         if len(self._threads) < min(self._settings.upload_threads, len(self._queue)) and not self._closed:
             thread = threading.Thread(target=self._work, name="kvwire-upload", daemon=True)
             self._threads.append(thread)
             thread.start()
         self._changed.notify_all()
+
+    def _offer(self, pending: Pending) -> None:
+        if pending.is_content:
+            heapq.heappush(self._content, (pending.not_before, pending.number, pending))
 
     def _give_up(self, several: list[Pending]) -> None:
         """Keep the upload threads off."""
@@ -250,14 +279,18 @@ class WriteBackStore(Store):
 
     def _choose(self) -> tuple[Pending | None, float | None]:
         """The write to upload next, or the seconds after which to look again."""
-        now, soonest, is_first = time.monotonic(), None, True
-        for pending in self._queue.values():
-            if not pending.is_running and (is_first or pending.is_content):
-                if pending.not_before <= now:
-                    return pending, None
-                soonest = min(soonest or pending.not_before, pending.not_before)
-            is_first = False
-        return None, None if soonest is None else soonest - now
+        while self._content and self._content[0][2].is_running:  # given up
+            heapq.heappop(self._content)
+        first = next(iter(self._queue.values()), None)
+        able = [first] if first is not None and not first.is_content and not first.is_running else []
+        able += [one for _, _, one in self._content[:1]]
+        now = time.monotonic()
+        for pending in able:
+            if pending.not_before <= now:
+                if pending.is_content:
+                    heapq.heappop(self._content)
+                return pending, None
+        return None, min((one.not_before - now for one in able), default=None)
 
     # On the upload threads.
 
@@ -276,9 +309,10 @@ class WriteBackStore(Store):
     def _upload(self, pending: Pending) -> None:
         error: Exception | None = None
         data: bytes | None = None
+        is_up = False
         try:
             data = self._folder.read(pending)
-            self._remote.put(pending.key or "", data)
+            is_up = self._put(pending, data)
         except (KvwireError, OSError) as met:
             error = met
         except Exception as met:  # noqa: BLE001 - a store that breaks its promise must not end the thread
@@ -286,7 +320,8 @@ class WriteBackStore(Store):
             error = met
         if error is None:
             with self._changed:
-                self._counters.uploaded += 1
+                self._counters.uploaded += is_up
+                self._counters.damaged += not is_up
                 self._trouble = ""
             self._remove([pending])
         elif data is None and isinstance(error, (CorruptError, FileNotFoundError)):
@@ -296,6 +331,15 @@ class WriteBackStore(Store):
                 pending.is_running = False
                 self._retry_later(pending, error)
                 self._changed.notify_all()
+
+    def _put(self, pending: Pending, data: bytes) -> bool:
+        key = pending.key or ""
+        if pending.is_content:
+            self._remote.put(key, data)
+        elif not upload_entry(self._remote, key, data):
+            _log.error("the content of a pending entry is gone from the remote: encode the document again")
+            return False
+        return True
 
     def _set_aside(self, damaged: Pending) -> None:
         """Give up a damaged write, and the entries behind it, which may name it."""
@@ -330,6 +374,7 @@ class WriteBackStore(Store):
         pause_s = min(settings.max_backoff_s, settings.backoff_s * 2.0 ** min(pending.failures, 60))
         pending.failures += 1
         pending.not_before = time.monotonic() + pause_s * random.uniform(0.5, 1)  # noqa: S311 - spreads retries
+        self._offer(pending)
 
 
 def _merged(own: list[Listed], remote: Iterator[Listed]) -> Iterator[Listed]:

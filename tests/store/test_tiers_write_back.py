@@ -1,18 +1,34 @@
 """Writes that are acknowledged once they are safe on the local disk: order, durability, limits."""
 
+import errno
+import json
 import os
 import random
 import subprocess
 import sys
 import threading
+import time
+from collections import OrderedDict
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
 
 from kvwire.errors import DeadlineError, NotFoundError, StorageError
-from kvwire.store import Catalog, FolderStore, MemoryStore, TierSettings, content_digest, open_tiers
+from kvwire.store import (
+    Catalog,
+    FolderStore,
+    KeySpace,
+    MemoryStore,
+    TierSettings,
+    collect,
+    content_digest,
+    open_tiers,
+    tenant_hash,
+)
+from kvwire.store.announcing import announce
 from kvwire.store.testing import CountingStore, FaultyStore, StoreFault, StoreWrapper, samples
+from kvwire.store.tiers import pending, write_back
 
 MIB = 1 << 20
 QUICK = {"backoff_s": 0.001, "max_backoff_s": 0.01}
@@ -246,24 +262,24 @@ def test_a_damaged_pending_blob_takes_the_entries_behind_it_along(remote, tmp_pa
 
 
 def test_a_pending_file_whose_header_is_damaged_is_given_up(remote, tmp_path):
-    pending = tmp_path / "slot-0" / "pending"
-    pending.mkdir(parents=True)
+    place = tmp_path / "slot-0" / "pending"
+    place.mkdir(parents=True)
     for number, content in enumerate([b"", b"short", b"kvwput1\n" + b"\xff" * 600]):
-        (pending / f"{number:016}.put").write_bytes(content)
-    (pending / "0000000000000009.tmp").write_bytes(b"half")
+        (place / f"{number:016}.put").write_bytes(content)
+    (place / "0000000000000009.tmp").write_bytes(b"half")
     with closing(writing_back(remote, tmp_path)) as tiers:
         tiers.flush(30)
         assert tiers.counters().uploads.damaged == 3
         assert tiers.counters().uploads.pending_bytes == 0
-        assert not list(pending.iterdir())
+        assert not list(place.iterdir())
 
 
 def test_where_the_pending_folder_fails_writes_go_to_the_remote_at_once(remote, tmp_path):
     key, data = samples.blob(1)
     with closing(writing_back(remote, tmp_path)) as tiers:
-        pending = tmp_path / "slot-0" / "pending"
-        pending.rmdir()
-        pending.write_bytes(b"in the way")
+        place = tmp_path / "slot-0" / "pending"
+        place.rmdir()
+        place.write_bytes(b"in the way")
         tiers.put(key, data)
         tiers.put(ENTRY, b"{}")
         assert remote.written == [key, ENTRY]
@@ -328,6 +344,236 @@ def test_readers_meet_a_write_at_every_moment_of_its_upload(tmp_path):
             while tiers.counters().uploads.pending:
                 assert tiers.get(key, 5, 2000) == data[5:2000]
             assert tiers.get(key) == data
+
+
+# Entries and collectors.
+
+CONFIG = "ab" * 32
+
+
+class NoEntries(Journal):
+    """Takes no catalog entries while ``is_closed``."""
+
+    is_closed = True
+
+    def _do(self, request, call):
+        if self.is_closed and request.method == "put" and "/catalog/" in request.key:
+            msg = "no entries now"
+            raise StorageError(msg)
+        return super()._do(request, call)
+
+
+def put_document(tiers, remote):
+    """Put a document, of which the remote then has the blob but not the entries; returns the entry."""
+    blob = samples.noise(1000)
+    entry = Catalog(tiers).put_blob(CONFIG, blob, document_id="doc", head_bytes=1, tokens=1, token_digest="cd" * 32)
+    until(lambda: entry.blob_key in remote.written)
+    return entry
+
+
+def until(holds):
+    give_up_at = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.001)
+
+
+def test_an_entry_whose_content_was_deleted_meanwhile_is_given_up(tmp_path):
+    remote = NoEntries(MemoryStore())
+    with closing(writing_back(remote, tmp_path)) as tiers:
+        entry = put_document(tiers, remote)
+        remote.inner.delete(entry.blob_key)
+        remote.is_closed = False
+        tiers.flush(30)
+        assert tiers.counters().uploads.damaged == 2
+        assert not list(remote.inner.keys(""))
+        assert Catalog(tiers).by_document(CONFIG, "doc") is None
+
+
+def test_content_that_grew_old_while_its_entry_was_pending_is_written_again(tmp_path):
+    remote = NoEntries(MemoryStore())
+    slow = {"backoff_s": 0.3, "max_backoff_s": 0.3}
+    with closing(writing_back(remote, tmp_path, settings=slow)) as tiers:
+        entry = put_document(tiers, remote)
+        remote.inner._objects[entry.blob_key].modified -= 2 * 86400
+        remote.is_closed = False
+        tiers.flush(30)
+        assert remote.inner.stat(entry.blob_key).modified > time.time() - 3600
+        assert Catalog(remote.inner).by_document(CONFIG, "doc") == entry
+        collect(remote.inner)
+        assert remote.inner.stat(entry.blob_key).size == 1000
+
+
+def test_an_entry_is_taken_back_where_a_collector_was_about_to_delete_its_content(tmp_path):
+    remote = NoEntries(MemoryStore())
+    with closing(writing_back(remote, tmp_path)) as tiers:
+        entry = put_document(tiers, remote)
+        space = Catalog(tiers).keys(CONFIG)
+        at = announce(remote.inner, space, [entry.blob_key])
+        remote.is_closed = False
+        until(lambda: space.token_entry("cd" * 32) in remote.written)
+        with pytest.raises(DeadlineError):
+            tiers.flush(0.1)
+        remote.inner.delete(entry.blob_key)
+        remote.inner.delete(at)
+        tiers.flush(30)
+        assert not list(remote.inner.keys(""))
+        assert tiers.counters().uploads.damaged == 2
+
+
+@pytest.mark.parametrize("data", [b"{}", b"sealed, or anything else", b'{"profile_digest": "no digest"}'])
+def test_what_cannot_be_read_is_uploaded_as_it_is(remote, tmp_path, data):
+    space = KeySpace.of(tenant_hash("t"), CONFIG)
+    keys = [space.document("a"), space.token_entry("cd" * 32), space.current_profile, f"{space.catalog}else.json"]
+    with closing(writing_back(remote, tmp_path)) as tiers:
+        for key in keys:
+            tiers.put(key, data)
+        tiers.flush(30)
+        assert remote.written == keys
+
+
+def test_a_pointer_and_a_text_entry_need_what_they_name(remote, tmp_path):
+    space = KeySpace.of(tenant_hash("default"), CONFIG)
+    profile = json.dumps({"profile_digest": "ef" * 32}).encode()
+    with closing(writing_back(remote, tmp_path)) as tiers:
+        tiers.put(space.current_profile, profile)
+        tiers.flush(30)
+        assert not remote.written
+        Catalog(tiers).add_text(CONFIG, "doc", [1, 2, 3])
+        tiers.flush(30)
+        assert len(remote.written) == 2
+        remote.inner.put(space.profile("ef" * 32), b"its bytes do not matter")
+        tiers.put(space.current_profile, profile)
+        tiers.flush(30)
+        assert remote.written[2] == space.current_profile
+
+
+def test_a_document_is_put_while_the_remote_is_down(remote, tmp_path):
+    remote.is_down = True
+    with closing(writing_back(remote, tmp_path)) as tiers:
+        blob = samples.noise(1000)
+        entry = Catalog(tiers).put_blob(CONFIG, blob, document_id="doc", head_bytes=1, tokens=1)
+        remote.is_down = False
+        tiers.flush(30)
+        assert Catalog(remote.inner).by_document(CONFIG, "doc") == entry
+        assert remote.inner.get(entry.blob_key) == blob
+
+
+def test_an_announcement_is_on_the_remote_before_anything_is_deleted(remote, tmp_path):
+    remote.is_down = True
+    space = KeySpace.of(tenant_hash("t"), CONFIG)
+    with closing(writing_back(remote, tmp_path)) as tiers:
+        with pytest.raises(StorageError):
+            announce(tiers, space, ["a"])
+        remote.is_down = False
+        at = announce(tiers, space, ["a"])
+        assert remote.inner.get(at)
+        assert list(tiers.keys(space.announcements)) == [at]
+        tiers.delete(at)
+        assert not list(tiers.keys(space.announcements))
+
+
+# Reading and queueing.
+
+
+def test_pending_content_is_checked_once_and_then_read_in_ranges(remote, tmp_path, monkeypatch):
+    remote.gate.clear()
+    (key, data), checks = samples.blob(1, 10_000), []
+
+    def check(*arguments):
+        checks.append(len(arguments[0]))
+        return real(*arguments)
+
+    real = pending.crc32
+    with closing(writing_back(remote, tmp_path, memory_bytes=0)) as tiers:
+        tiers.put(key, data)
+        assert remote.tried.wait(30)
+        monkeypatch.setattr(pending, "crc32", check)
+        assert tiers.stat(key).size == 10_000
+        below = tiers.origin(key)
+        for start in range(0, 11_000, 500):
+            assert below.get(key, start, start + 700) == data[start : start + 700]
+        assert below.get(key) == data
+        assert not checks
+        remote.gate.set()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO])
+def test_a_pending_write_that_cannot_be_read_now_is_not_taken_for_absent(remote, tmp_path, monkeypatch, number):
+    remote.gate.clear()
+    key, data = samples.blob(1)
+    real = Path.open
+
+    def fail(path, *arguments, **options):
+        if path.suffix == ".put":
+            raise OSError(number, "not now")
+        return real(path, *arguments, **options)
+
+    with closing(writing_back(remote, tmp_path, memory_bytes=0)) as tiers:
+        tiers.put(key, data)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "open", fail)
+            with pytest.raises(StorageError, match="not now"):
+                tiers.origin(key).get(key)
+        assert tiers.get(key) == data
+        remote.gate.set()
+        tiers.flush(30)
+        assert remote.inner.get(key) == data
+
+
+def test_choosing_what_to_upload_looks_at_few_writes_however_many_wait(tmp_path, monkeypatch):
+    looked = [0]
+
+    class Counting(OrderedDict):
+        def values(self):
+            for one in super().values():
+                looked[0] += 1
+                yield one
+
+    monkeypatch.setattr(write_back, "OrderedDict", Counting)
+    folder = pending.PendingFolder(tmp_path)
+    folder.load()
+    store = write_back.WriteBackStore(MemoryStore(), folder, MIB, TierSettings())
+    store._closed = True  # no threads
+    for number in range(200):
+        store.put(f"v1/t/c/catalog/doc/{number}.json", b"{}")
+    for number in range(200):
+        store.put(*samples.blob(number, 10))
+    looked[0] = 0
+    chosen = []
+    for _ in range(201):
+        one, _ = store._choose()
+        one.is_running = True
+        chosen.append(one)
+    assert looked[0] <= 2 * len(chosen)
+    assert [one.is_content for one in chosen] == [False] + 200 * [True]
+    assert store._choose() == (None, None)
+    chosen[5].is_running = False
+    store._retry_later(chosen[5], StorageError("down"))
+    one, pause_s = store._choose()
+    assert one is None
+    assert 0 < pause_s <= 0.5
+
+
+def test_new_folders_are_flushed_and_file_systems_that_cannot_are_borne_with(remote, tmp_path, monkeypatch):
+    flushed = set()
+
+    def fsync(descriptor):
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if path.is_dir():
+            flushed.add(path)
+            raise OSError(errno.EINVAL, "not for folders")
+        real(descriptor)
+
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", fsync)
+    key, data = samples.blob(1)
+    folder = tmp_path / "a" / "b"
+    with closing(writing_back(remote, folder)) as tiers:
+        tiers.put(key, data)
+        tiers.flush(30)
+        assert tiers.counters().uploads.direct == 0
+    assert {tmp_path, tmp_path / "a", folder, folder / "slot-0", folder / "slot-0" / "pending"} <= flushed
 
 
 VICTIM = """
