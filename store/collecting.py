@@ -16,8 +16,8 @@ ended before it. So, wherever the two meet:
 - W1 after C5: the content is written anew and is young.
 - Two collectors: announcements have names of their own, and a writer waits for each.
 - A collector that dies between C2 and C6 deletes nothing more; writers of the very objects that it named wait for a
-  lease. A collector that is slower than its lease stops before it deletes: what is left to trust is that no single
-  deletion is delayed by minutes on its way.
+  lease. A collector that is slower than its lease stops before it deletes, and goes on with what is left under another
+  announcement, from C2: what is left to trust is that no single deletion is delayed by minutes on its way.
 - A writer that dies before W2 leaves garbage, before W4 a document whose content is gone at worst: readers count a miss
   and compute the text, encoding the document again heals it.
 - Whoever writes content long before its entry (a copy, for one) is protected by the grace period, or repeats W3 and W4.
@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError, AuthError, CorruptError, FormatVersionError, NotFoundError, StorageError
@@ -37,7 +38,7 @@ from kvwire.store.announcing import GRACE_S, LEASE_S, MAX_NAMES, announce
 from kvwire.store.catalog import Catalog
 from kvwire.store.folder import FolderStore
 from kvwire.store.keys import check_tenant, content_digest, text_digest
-from kvwire.store.listing import content, tenants
+from kvwire.store.listing import content, read_ahead, tenants
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,7 +54,7 @@ _SKEW_S = 3600.0
 _UNFINISHED_S = 3600.0
 """A temporary file that was written to within this time is somebody's, however short the grace."""
 _PIECE = 200
-"""Deletions between looks at the clock."""
+"""Deletions between looks at the clock, which comes after as many looks at what is to be deleted."""
 _TELL_EVERY = 1000
 
 
@@ -62,8 +63,8 @@ class Collected:
     """What was deleted, or would be.
 
     entries: of token sequences that no document has. leftovers: unfinished files. bytes: of all but entries.
-    failures: model configurations where an entry that cannot be read hides what is needed, so that nothing was deleted,
-    in words.
+    failures: in words, model configurations where an entry that cannot be read hides what is needed, or where the store
+    failed, so that less was deleted than might be.
     """
 
     blobs: int = 0
@@ -101,25 +102,31 @@ def collect(
     tenant_hash: one tenant only. keyring: to read the entries of tenants whose are sealed; without it nothing of theirs
     is deleted. grace_s: seconds; content of unknown age counts as young. dry_run: delete nothing, and
     tell what would be. on_progress: called with ``"entries"`` or ``"objects"`` and how many more were looked at.
-    Safe beside writers and other collectors. Raises StorageError where the store fails.
+    Safe beside writers and other collectors. A store that fails later than at the list of tenants is told of in
+    ``failures``, and what else can be reached is collected; before, it raises StorageError.
     """
     if grace_s < 0:
         msg = f"a grace period is no time at least, {grace_s:g} s are less"
         raise ArgumentError(msg)
     total = Collected()
-    for tenant in tenants(store) if tenant_hash is None else [check_tenant(tenant_hash)]:
+    for tenant in list(tenants(store)) if tenant_hash is None else [check_tenant(tenant_hash)]:
         catalog = Catalog.of_hash(store, tenant, keyring=keyring)
-        for space in catalog.configurations():
-            sweep = _Sweep(catalog, space, grace_s, dry_run=dry_run, on_progress=on_progress)
-            try:
-                sweep.run()
-            except (AuthError, CorruptError, FormatVersionError) as error:
-                total += Collected(failures=(f"{space.root}: {error}",))
-            total += sweep.done
+        try:
+            for space in catalog.configurations():
+                total += _Sweep(catalog, space, grace_s, dry_run=dry_run, on_progress=on_progress).run()
+        except StorageError as error:
+            total += Collected(failures=(f"v1/{tenant}/: {error}",))
     if isinstance(store, FolderStore) and not dry_run:
-        count, size = store.remove_leftovers(time.time() - max(grace_s, _UNFINISHED_S))
-        total += Collected(leftovers=count, bytes=size)
+        total += _remove_leftovers(store, grace_s)
     return total
+
+
+def _remove_leftovers(store: FolderStore, grace_s: float) -> Collected:
+    try:
+        count, size = store.remove_leftovers(time.time() - max(grace_s, _UNFINISHED_S))
+    except StorageError as error:
+        return Collected(failures=(f"unfinished files: {error}",))
+    return Collected(leftovers=count, bytes=size)
 
 
 class _Sweep:
@@ -136,14 +143,18 @@ class _Sweep:
         self._tell = on_progress or (lambda _what, _count: None)
         self._marked: set[bytes] = set()
         self._marked_at = 0.0
-        self.done = Collected()
+        self._done = Collected()
 
-    def run(self) -> None:
-        self._mark()
-        self._batches(self._stale_tokens(), self._delete_tokens)
-        self._batches(self._garbage(), self._delete_content)
-        if not self._dry_run:
-            self._delete_dead_announcements()
+    def run(self) -> Collected:
+        try:
+            self._mark()
+            self._batches(self._stale_tokens(), self._delete_tokens)
+            self._batches(self._garbage(), self._delete_content)
+            if not self._dry_run:
+                self._delete_dead_announcements()
+        except (AuthError, CorruptError, FormatVersionError, StorageError) as error:
+            self._done += Collected(failures=(f"{self._space.root}: {error}",))
+        return self._done
 
     def _mark(self) -> None:
         """Read the entries: all at first, later those that may have been written since."""
@@ -178,68 +189,79 @@ class _Sweep:
                 self._tell("objects", _TELL_EVERY)
 
     def _digest(self, key: str) -> str | None:
-        """What a key of content names; None for whatever lies in a place of its own."""
+        """What a key of content or of an entry of tokens names; None for whatever lies in a place of its own."""
         space = self._space
-        sha256, text = content_digest(key), text_digest(key)
+        sha256, text, tokens = content_digest(key), text_digest(key), _token_digest(key)
         if text is not None:
             return text if key == space.text(text) else None
+        if tokens is not None:
+            return tokens if key == space.token_entry(tokens) else None
         return sha256 if sha256 is not None and key in (space.blob(sha256), space.profile(sha256)) else None
 
     def _stale_tokens(self) -> Iterator[Listed]:
-        prefix = self._space.token_entries
-        for listed in self._store.scan(prefix):
-            digest = _token_digest(listed.key)
-            if digest and listed.key == self._space.token_entry(digest) and self._is_garbage(digest, listed.modified):
+        for listed in self._store.scan(self._space.token_entries):
+            digest = self._digest(listed.key)
+            if digest and self._is_garbage(digest, listed.modified):
                 yield listed
 
     def _batches(self, found: Iterator[Listed], delete: Callable[[list[Listed]], None]) -> None:
-        batch: list[Listed] = []
-        for listed in found:
-            batch.append(listed)
-            if len(batch) == MAX_NAMES:
-                delete(batch)
-                batch = []
-        if batch:
+        while batch := list(islice(found, MAX_NAMES)):
             delete(batch)
 
     def _delete_tokens(self, batch: list[Listed]) -> None:
         if not self._dry_run:
             self._mark()
-            batch = [one for one in batch if self._is_still_garbage(one.key, _token_digest(one.key))]
+            batch = self._still_garbage(batch)
             self._store.delete_many(one.key for one in batch)
-        self.done = replace(self.done, entries=self.done.entries + len(batch))
+        self._done = replace(self._done, entries=self._done.entries + len(batch))
 
     def _delete_content(self, batch: list[Listed]) -> None:
         if self._dry_run:
             self._count(batch)
             return
+        while batch:
+            looked_at = self._delete_within_lease(batch)
+            if not looked_at:
+                msg = f"{self._store.url}: reading the catalog takes longer than {LEASE_S:g} s: collect nearer to it"
+                raise StorageError(msg)
+            batch = batch[looked_at:]
+
+    def _delete_within_lease(self, batch: list[Listed]) -> int:
+        """Delete what one announcement gives the time for; returns how many of the batch were done with."""
         stop_at = time.monotonic() + LEASE_S
         at = announce(self._store, self._space, [listed.key for listed in batch])
         try:
             self._mark()
             for start in range(0, len(batch), _PIECE):
-                piece = batch[start : start + _PIECE]
-                doomed = [one for one in piece if self._is_still_garbage(one.key, self._digest(one.key))]
+                doomed = self._still_garbage(batch[start : start + _PIECE])
                 if time.monotonic() > stop_at:
-                    msg = (
-                        f"{self._store.url}: reading the catalog takes longer than {LEASE_S:g} s: collect nearer to it"
-                    )
-                    raise StorageError(msg)
+                    return start
                 self._store.delete_many(one.key for one in doomed)
                 self._count(doomed)
         finally:
             self._store.delete(at)
+        return len(batch)
 
-    def _is_still_garbage(self, key: str, digest: str | None) -> bool:
+    def _still_garbage(self, batch: list[Listed]) -> list[Listed]:
+        """Those that were not written again, and that nothing marked meanwhile names."""
+        times = read_ahead(self._store, [one.key for one in batch], self._modified)
+        found = []
+        for one, (key, modified) in zip(batch, times, strict=True):
+            digest = self._digest(key)
+            if digest and self._is_garbage(digest, modified()):
+                found.append(one)
+        return found
+
+    def _modified(self, key: str) -> float:
         try:
-            return digest is not None and self._is_garbage(digest, self._store.stat(key).modified)
+            return self._store.stat(key).modified
         except NotFoundError:
-            return False
+            return 0.0
 
     def _count(self, deleted: list[Listed]) -> None:
         kinds = [listed.key.rpartition(".")[2] for listed in deleted]
         size = sum(listed.size for listed in deleted)
-        self.done += Collected(kinds.count("kvw"), kinds.count("kvp"), kinds.count("kvt"), bytes=size)
+        self._done += Collected(kinds.count("kvw"), kinds.count("kvp"), kinds.count("kvt"), bytes=size)
 
     def _delete_dead_announcements(self) -> None:
         dead = time.time() - 2 * LEASE_S - self._grace_s

@@ -4,16 +4,18 @@ import os
 import threading
 import time
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvwire.codec import pack_text
-from kvwire.errors import ArgumentError, StorageError
+from kvwire.errors import ArgumentError
 from kvwire.store import Catalog, FolderStore, MemoryStore, tenant_hash
 from kvwire.store.announcing import GRACE_S, LEASE_S, announce
 from kvwire.store.collecting import Collected, collect
+from kvwire.store.testing import FaultyStore, StoreFault, StoreWrapper
 from kvwire.types import digest_tokens
 
 CONFIG = "c" * 64
@@ -168,9 +170,99 @@ def test_a_slow_collector_deletes_nothing(store, catalog, monkeypatch):
     store.put(catalog.keys(CONFIG).blob("ab" * 32), b"nobody's")
     store.age(2 * DAY)
     monkeypatch.setattr("kvwire.store.collecting.LEASE_S", -1.0)
-    with pytest.raises(StorageError, match="takes longer"):
-        collect(store)
+    done = collect(store)
+    assert done.blobs == 0
+    assert "takes longer" in done.failures[0]
     assert sum(1 for _ in store.keys("")) == 1  # the announcement was taken back
+
+
+class FarStore(StoreWrapper):
+    """A store far away, on a clock of its own. announced, deleted: when it was done, in its seconds."""
+
+    def __init__(self, inner, latency_s):
+        super().__init__(inner)
+        self.latency_s, self.now, self.lock = latency_s, 0.0, threading.Lock()
+        self.announced, self.deleted = [], []
+
+    def _do(self, request, call):
+        with self.lock:
+            if request.method == "put":
+                self.announced.append(self.now)
+            self.now += self.latency_s
+            if request.method == "delete_many":
+                self.deleted.append((self.now, len(self.announced)))
+        return super()._do(request, call)
+
+
+def test_what_takes_longer_than_a_lease_is_collected_under_several(store, catalog, monkeypatch):
+    space = catalog.keys(CONFIG)
+    for number in range(1000):
+        store.put(space.blob(f"{number:064x}"), b"nobody's")
+    store.age(2 * DAY)
+    far = FarStore(store, 0.04)
+    monkeypatch.setattr("kvwire.store.collecting.time", SimpleNamespace(time=time.time, monotonic=lambda: far.now))
+    monkeypatch.setattr("kvwire.store.collecting.LEASE_S", 20.0)  # 500 round trips
+    done = collect(far)
+    assert (done.blobs, done.failures) == (1000, ())
+    assert list(store.keys("")) == []
+    assert len(far.announced) > 1
+    assert all(at - far.announced[of - 1] < 20.0 + 1.0 for at, of in far.deleted)
+
+
+class MeetingStore(StoreWrapper):
+    """Looks at objects wait until four threads are at it."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.met = threading.Barrier(4)
+
+    def _do(self, request, call):
+        if request.method == "stat":
+            self.met.wait(10)
+        return super()._do(request, call)
+
+
+def test_objects_of_far_stores_are_looked_at_several_at_a_time(store, catalog):
+    space = catalog.keys(CONFIG)
+    for number in range(32):
+        store.put(space.blob(f"{number:064x}"), b"nobody's")
+    store.age(2 * DAY)
+    assert collect(MeetingStore(store)).blobs == 32
+
+
+@pytest.mark.parametrize("method", ["get", "stat", "put", "scan"])
+def test_where_the_store_fails_the_other_tenants_are_collected_and_counted(store, method):
+    for name in ("alice", "bob", "carol"):
+        put(Catalog(store, name), "gone", b"gone")
+        put(Catalog(store, name), "kept", b"kept", (8,))
+        Catalog(store, name).remove(CONFIG, "gone")
+    store.age(2 * DAY)
+    failing = sorted(map(tenant_hash, ("alice", "bob", "carol")))[1]
+
+    def plan(_number, called, key):
+        return StoreFault.ERROR if called == method and key.startswith(f"v1/{failing}/") else None
+
+    done = collect(FaultyStore(store, plan))
+    (failure,) = done.failures
+    assert failing in failure
+    assert (done.blobs, done.texts) == (2, 2)
+
+
+def test_what_was_deleted_before_the_store_failed_is_counted(store, catalog):
+    space = catalog.keys(CONFIG)
+    for number in range(500):
+        store.put(space.blob(f"{number:064x}"), b"nobody's")
+    store.age(2 * DAY)
+    calls = []
+
+    def plan(_number, called, _key):
+        calls.append(called)
+        return StoreFault.ERROR if called == "delete_many" and calls.count(called) > 1 else None
+
+    done = collect(FaultyStore(store, plan))
+    assert len(done.failures) == 1
+    assert 0 < done.blobs < 500
+    assert done.blobs == 500 - len(list(store.keys(f"{space.root}00/")))
 
 
 def test_a_dead_collectors_announcement_is_neither_waited_for_nor_kept(store, catalog):
