@@ -22,7 +22,7 @@ from kvwire.transport.errors import ReplacedError, SegmentError, StalledError, s
 from kvwire.transport.ranges import Piece, Range, coalesce, split
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 
     from kvwire.store import Data
     from kvwire.transport.arrival import FetchCounts, FetchSettings
@@ -151,18 +151,22 @@ class FetchRun:
         self._ask([want.piece for want in self._wants])
         self._look_later()
 
-    async def results(self) -> AsyncGenerator[Arrival | SegmentError, None]:
-        """Give what comes, until each segment has come or failed."""
-        while self._left:
-            await self._news.wait()
-            self._news.clear()
-            while self._results:
-                result = self._results.popleft()
-                self._hold(-len(result.data) if isinstance(result, Arrival) else 0)
-                self._left -= 1
-                yield result
-            if self._left and self._fatal:
+    async def wait(self) -> bool:
+        """Wait for results to take; False when each segment has come or failed. Raises what ended the whole fetch."""
+        while self._left and not self._results:
+            if self._fatal:
                 raise self._fatal
+            self._news.clear()
+            await self._news.wait()
+        return self._left > 0
+
+    def take(self) -> Iterator[Arrival | SegmentError]:
+        """Results that are in."""
+        while self._results:
+            result = self._results.popleft()
+            self._hold(-len(result.data) if isinstance(result, Arrival) else 0)
+            self._left -= 1
+            yield result
 
     async def close(self) -> None:
         """Break off the requests that still run."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from contextlib import aclosing
 from typing import TYPE_CHECKING, Self
 
 from isal.isal_zlib import crc32  # zlib's checksum, some 15 times as fast
@@ -120,8 +119,8 @@ class BlobFetcher:
             run.start(missing)
             for arrival in at_hand:
                 yield arrival
-            async with aclosing(run.results()) as results:
-                async for result in results:
+            while await run.wait():
+                for result in run.take():
                     yield result
         finally:
             await run.close()
