@@ -81,8 +81,9 @@ class _Copier:
 
     def _copy_object(self, listed: Listed) -> int:
         data, sha256 = self._source.get(listed.key), content_digest(listed.key)
-        if sha256 is not None and listed.key.endswith(".kvw") and hashlib.sha256(data).hexdigest() != sha256:
-            msg = "its SHA-256 is not the one in its key: it is left out, encode the document again"
+        if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
+            again = "fit or copy the profile" if listed.key.endswith(".kvp") else "encode the document"
+            msg = f"its SHA-256 is not the one in its key: it is left out, {again} again"
             raise CorruptError(msg)
         self._target.put(listed.key, data)
         return len(data)
