@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvwire.errors import AuthError, CorruptError, FormatVersionError, NotFoundError, NotSealedError, TruncatedError
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from kvwire.errors import KvwireError
-    from kvwire.store.base import Listed, Store
+    from kvwire.store.base import Store
     from kvwire.store.catalog import Catalog
     from kvwire.store.entry import CatalogEntry
     from kvwire.store.keys import KeySpace
@@ -65,8 +66,9 @@ def verify_store(
 
     Blobs are checked against the hash in their key and, segment by segment, against their own checksums, a piece at a
     time. jobs: objects read at once. delete_damaged: delete content and entries that are damaged, so that documents are
-    computed from their text or encoded again; entries are kept where only their content is missing. on_progress:
-    called with the bytes of each object that was read. Raises StorageError where the store fails.
+    computed from their text or encoded again; entries are kept where only their content is missing, and whatever a
+    second look does not find damaged too, or finds written meanwhile. on_progress: called with the bytes of each object
+    that was read. Raises StorageError where the store fails.
     """
     verifier = _Verifier(store, jobs, delete_damaged=delete_damaged, on_progress=on_progress)
     for catalog in catalogs:
@@ -90,31 +92,32 @@ class _Verifier:
     def check(self, catalog: Catalog, space: KeySpace) -> None:
         sound: set[bytes] = set()
         known = (one for one in content(self._store, space) if content_digest(one.key) or text_digest(one.key))
-        for listed, checked in ahead(known, self._check_object, self._jobs):
+        for listed, checked in ahead(known, lambda listed: self._check_object(listed.key), self._jobs):
             try:
                 self._sealed += not checked()
                 sound.add(_mark(listed.key, listed.size))
             except NotFoundError:  # deleted since it was listed
                 continue
             except (CorruptError, FormatVersionError) as error:
-                self._report(listed.key, error)
+                self._report(listed.key, error, self._check_object)
             self._objects += 1
             self._bytes += listed.size
             self._tell(listed.size)
         try:
-            for entry in catalog.documents(space, on_error=self._report):
+            on_error = partial(self._report, look=lambda key: list(catalog.entries(space, [key])))
+            for entry in catalog.documents(space, on_error):
                 self._entries += 1
                 self._check_entry(space, entry, sound)
         except AuthError:  # sealed with a key that is not at hand: nothing can be said of them
             self._sealed += 1
 
-    def _check_object(self, listed: Listed) -> bool:
+    def _check_object(self, key: str) -> bool:
         """Whether what it holds could be checked; raises what is wrong."""
-        if listed.key.endswith(".kvw"):
-            return _check_blob(self._store, listed.key)
-        if listed.key.endswith(".kvt"):
-            return _check_text(self._store, listed.key)
-        return _check_profile(self._store, listed.key)
+        if key.endswith(".kvw"):
+            return _check_blob(self._store, key)
+        if key.endswith(".kvt"):
+            return _check_text(self._store, key)
+        return _check_profile(self._store, key)
 
     def _check_entry(self, space: KeySpace, entry: CatalogEntry, sound: set[bytes]) -> None:
         key = space.document(entry.document_id)
@@ -135,12 +138,29 @@ class _Verifier:
                 problem = f"the {what} of document {entry.document_id!r} is not there: encode it again"
                 self._damaged.append(Damage(key, problem, deleted=False))
 
-    def _report(self, key: str, error: KvwireError) -> None:
+    def _report(self, key: str, error: KvwireError, look: Callable[[str], object]) -> None:
         """Note what is wrong. What this reader merely cannot read is not deleted."""
-        deleted = self._delete and not isinstance(error, NotSealedError | FormatVersionError)
-        if deleted:
-            self._store.delete(key)
+        deleted = self._delete and _is_damage(error) and self._delete_damaged(key, look)
         self._damaged.append(Damage(key, str(error), deleted=deleted))
+
+    def _delete_damaged(self, key: str, look: Callable[[str], object]) -> bool:
+        """Delete what is damaged at a second look too, and was not written meanwhile; tells whether it was."""
+        self._store.distrust(key)
+        try:
+            before = self._store.stat(key)
+            try:
+                look(key)
+            except (CorruptError, FormatVersionError) as error:
+                if _is_damage(error) and self._store.stat(key) == before:
+                    self._store.delete(key)
+                    return True
+        except NotFoundError:  # deleted by somebody else
+            pass
+        return False
+
+
+def _is_damage(error: KvwireError) -> bool:
+    return not isinstance(error, NotSealedError | FormatVersionError)
 
 
 def _mark(key: str, size: int) -> bytes:

@@ -14,6 +14,7 @@ from kvwire.corpus import Corpus, Document
 from kvwire.store import Catalog, FolderStore, MemoryStore, UseCounts, copy_store, tenant_hash, verify_store
 from kvwire.store.announcing import announce
 from kvwire.store.collecting import collect
+from kvwire.store.testing import FaultyStore, StoreFault, StoreWrapper
 
 from ..http_servers import serving
 
@@ -190,6 +191,53 @@ def test_damage_anywhere_is_found_and_can_be_deleted(run, folder, content, kind,
     assert not path.exists()
 
 
+class Healing(StoreWrapper):
+    """A store in which somebody writes an object again right after it was looked at that often."""
+
+    def __init__(self, inner, key, data, looks):
+        super().__init__(inner)
+        self.key, self.data, self.looks = key, data, looks
+
+    def _do(self, request, call):
+        result = super()._do(request, call)
+        if request.key == self.key and request.method in ("get", "read"):
+            self.looks -= 1
+            if self.looks == 0:
+                self.inner.put(self.key, self.data)
+        return result
+
+
+@pytest.mark.parametrize("looks", [1, 2])
+@pytest.mark.parametrize("kind", ["kvw", "kvp", "kvt", "doc"])
+def test_what_was_written_again_meanwhile_is_not_deleted_as_damaged(folder, content, kind, looks):
+    with closing(FolderStore(folder)) as inner:
+        key = next(key for key in content if key.endswith(f".{kind}") or f"/catalog/{kind}/" in key)
+        inner.put(key, b"\0" + content[key][1:])
+        store = Healing(inner, key, content[key], looks)
+        (damage,) = verify_store(store, [Catalog(store)], delete_damaged=True).damaged
+        assert (damage.key, damage.deleted) == (key, False)
+        assert inner.get(key) == content[key]
+        assert verify_store(inner, [Catalog(inner)]).damaged == ()
+
+
+@pytest.mark.parametrize("kind", ["kvw", "kvp", "kvt", "doc"])
+def test_what_was_damaged_on_its_way_alone_is_not_deleted(folder, content, kind):
+    with closing(FolderStore(folder)) as inner:
+        key = next(key for key in content if key.endswith(f".{kind}") or f"/catalog/{kind}/" in key)
+        flipped = []
+
+        def plan(_number, method, at):
+            if at == key and method in ("get", "read") and not flipped:
+                flipped.append(at)
+                return StoreFault.TRUNCATE if kind == "doc" else StoreFault.FLIP
+            return None
+
+        store = FaultyStore(inner, plan)
+        verify_store(store, [Catalog(store)], delete_damaged=True)
+        assert flipped
+        assert inner.get(key) == content[key]
+
+
 def test_blobs_are_checked_piece_by_piece_as_if_whole(run, folder, content, monkeypatch):
     for piece in (1000, 4096, 65537):
         monkeypatch.setattr("kvwire.store.verifying._PIECE_BYTES", piece)
@@ -270,13 +318,19 @@ def test_over_the_real_server_in_both_directions(run, folder, content, tmp_path,
         assert {key: back.get(key) for key in back.keys("")} == content
 
 
-def test_what_is_damaged_is_not_copied(run, folder, content, tmp_path):
-    path = next(folder.rglob("*.kvw"))
+@pytest.mark.parametrize("kind", ["kvw", "kvp"])
+def test_what_is_damaged_is_not_copied(run, folder, content, tmp_path, kind):
+    path = next(folder.rglob(f"*.{kind}"))
+    sound = path.read_bytes()
     _flip(path, 5000)
     code, _, err = run("cp", folder, tmp_path / "copy")
     assert code == 4
     assert "SHA-256" in err
-    assert not (tmp_path / "copy" / path.relative_to(folder)).exists()
+    copied = tmp_path / "copy" / path.relative_to(folder)
+    assert not copied.exists()
+    path.write_bytes(sound)
+    assert run("cp", folder, tmp_path / "copy")[0] == 0
+    assert copied.read_bytes() == sound
 
 
 def test_a_copy_into_a_store_that_is_being_collected_is_whole(content):
