@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeGuard, TypeVar
 
 if TYPE_CHECKING:
     from kvwire.store import Data
@@ -37,6 +37,10 @@ class Cutter(Generic[T]):
 
     def feed(self, data: Data) -> list[tuple[Piece[T], bytes]]:
         """Take the next bytes; returns the pieces that they complete."""
+        if self._is_next_piece(data):
+            piece = self._pending.popleft()
+            self._at = piece.end
+            return [(piece, data)]
         view = memoryview(data)
         start, end = self._at, self._at + len(view)
         complete: list[tuple[Piece[T], bytes]] = []
@@ -48,10 +52,14 @@ class Cutter(Generic[T]):
             if piece.end > end:
                 break
             self._pending.popleft()
-            if len(self._parts) == 1 and self._parts[0].nbytes == len(data) and isinstance(data, bytes):
-                complete.append((piece, data))
-            else:
-                complete.append((piece, b"".join(self._parts)))
+            complete.append((piece, b"".join(self._parts)))
             self._parts = []
         self._at = end
         return complete
+
+    def _is_next_piece(self, data: Data) -> TypeGuard[bytes]:
+        """Whether the bytes are the next piece and nothing else, as short answers often are."""
+        if self._parts or len(self._pending) != 1 or type(data) is not bytes:
+            return False
+        piece = self._pending[0]
+        return piece.offset == self._at and piece.length == len(data)

@@ -211,7 +211,7 @@ class FetchRun:
             while self._queue:
                 await self._room.wait()
                 wanted = self._queue.popleft() if self._queue else None
-                if wanted and any(_is_wanted(piece) for piece in wanted.pieces):
+                if wanted and any(map(_is_wanted, wanted.pieces)):
                     await self._attempt(wanted)
         finally:
             self._workers -= 1

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import aiohttp
+from aiohttp.hdrs import CONTENT_ENCODING, CONTENT_RANGE, ETAG
 from yarl import URL
 
 from kvwire.errors import ArgumentError, AuthError, KvwireError, NotFoundError, StorageError
@@ -166,16 +167,16 @@ class HttpSource(ByteSource):
         """Number of bytes to expect. Raises where the answer is not the bytes asked for."""
         status = response.status
         if status == _UNSATISFIABLE:
-            self._learn(response, unsatisfied_size(response.headers.get("Content-Range")))
+            self._learn(response, unsatisfied_size(response.headers.get(CONTENT_RANGE)))
             return 0
         if status not in (_OK, _PARTIAL):
             raise self._refusal(status, response)
-        if response.headers.get("Content-Encoding", "identity").lower() != "identity":
+        if response.headers.get(CONTENT_ENCODING, "identity").lower() != "identity":
             msg = f"{self.url}: the answer is compressed in transit; switch that off for these objects"
             raise StorageError(msg)
         if status == _OK:
             return self._whole(response, start, end)
-        told = range_told(response.headers.get("Content-Range"), start, end)
+        told = self._range_told(response.headers.get(CONTENT_RANGE), start, end)
         if told is None:
             msg = f"{self.url}: asked for bytes from {start} to {end}, got others; the server's ranges are broken"
             raise StorageError(msg)
@@ -183,6 +184,13 @@ class HttpSource(ByteSource):
         if response.content_length not in (None, told[1] - start):
             raise self._lied()
         return told[1] - start
+
+    def _range_told(self, field: str | None, start: int, end: int | None) -> tuple[int, int, int | None] | None:
+        """``range_told``, without parsing what is just as expected."""
+        size = self._size
+        if end is not None and size is not None and end <= size and field == f"bytes {start}-{end - 1}/{size}":
+            return start, end, size
+        return range_told(field, start, end)
 
     def _whole(self, response: aiohttp.ClientResponse, start: int, end: int | None) -> int:
         size = response.content_length
@@ -194,7 +202,7 @@ class HttpSource(ByteSource):
 
     def _learn(self, response: aiohttp.ClientResponse, size: int | None) -> None:
         """Remember tag and size, or notice that they changed."""
-        field = response.headers.get("ETag")
+        field = response.headers.get(ETAG)
         etag = field if field == self._etag else strong_etag(field)
         known_tag, known_size = self._etag or etag, size if self._size is None else self._size
         if (etag and etag != known_tag) or (size is not None and size != known_size):

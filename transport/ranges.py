@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from kvwire.errors import ArgumentError
 
@@ -14,8 +13,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Piece(Generic[T]):
+class Piece(NamedTuple, Generic[T]):
     """``length`` bytes from ``offset``; ``tag`` is the caller's."""
 
     offset: int
@@ -28,8 +26,7 @@ class Piece(Generic[T]):
         return self.offset + self.length
 
 
-@dataclass(frozen=True)
-class Range(Generic[T]):
+class Range(NamedTuple, Generic[T]):
     """One request, for the bytes ``start`` to ``end``; its pieces lie in it in ascending order without overlap."""
 
     start: int
