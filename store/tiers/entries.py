@@ -17,6 +17,8 @@ from kvwire.store.entry import CatalogEntry, parse_object
 from kvwire.store.keys import KeySpace, content_digest, is_catalog_key
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvwire.store.base import Store
 
 
@@ -29,18 +31,21 @@ class _Named:
     others: tuple[str, ...] = ()
 
 
-def upload_entry(remote: Store, key: str, data: bytes) -> bool:
+def upload_entry(remote: Store, key: str, data: bytes, was_there: Callable[[str], bool]) -> bool:
     """Write an entry, or whatever else is not content, to the remote; False where what it names is gone for good.
 
     Content that is old enough to be collected is written again first. What cannot be read, such as a sealed entry, is
-    written as it is.
+    written as it is, and so is what names an object that never ``was_there``.
     """
     named = _named(key, data)
     if named is None:
         remote.put(key, data)
         return True
     if not _refresh(remote, named.needed):
-        return False
+        if was_there(named.needed):
+            return False
+        remote.put(key, data)
+        return True
     for other in named.others:
         _refresh(remote, other)
     remote.put(key, data)

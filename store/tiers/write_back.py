@@ -18,11 +18,13 @@ import time
 from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvwire.errors import CorruptError, DeadlineError, KvwireError, NotFoundError, StorageError
+from kvwire.store.announcing import GRACE_S
 from kvwire.store.base import Listed, ObjectStat, Store, check_after, clamp_range, open_object
-from kvwire.store.keys import check_key, content_digest
+from kvwire.store.keys import check_key, content_digest, is_catalog_key
 from kvwire.store.tiers.counters import UploadCounters
 from kvwire.store.tiers.entries import upload_entry
 
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _ANNOUNCEMENTS = re.compile(r"v1/[^/]+/[^/]+/catalog/collecting/.*")
+_MOST_UPLOADED = 1 << 14
 
 
 class _BytesReader:
@@ -67,6 +70,7 @@ class WriteBackStore(Store):
         self._queue: OrderedDict[int, Pending] = OrderedDict()
         self._content: list[tuple[float, int, Pending]] = []  # a heap by the time of the next attempt
         self._latest: dict[str, Pending] = {}
+        self._uploaded: OrderedDict[str, None] = OrderedDict()
         self._bytes = 0
         self._threads: list[threading.Thread] = []
         self._closed = False
@@ -336,10 +340,20 @@ class WriteBackStore(Store):
         key = pending.key or ""
         if pending.is_content:
             self._remote.put(key, data)
-        elif not upload_entry(self._remote, key, data):
+        elif not upload_entry(self._remote, key, data, partial(self._was_there, pending)):
             _log.error("the content of a pending entry is gone from the remote: encode the document again")
             return False
+        if not is_catalog_key(key):
+            with self._changed:
+                self._uploaded[key] = None
+                if len(self._uploaded) > _MOST_UPLOADED:
+                    self._uploaded.popitem(last=False)
         return True
+
+    def _was_there(self, entry: Pending, key: str) -> bool:
+        """Whether an object was on the remote when an entry was written, as far as can be known."""
+        with self._changed:
+            return key in self._uploaded or entry.written < time.time() - GRACE_S / 4
 
     def _set_aside(self, damaged: Pending) -> None:
         """Give up a damaged write, and the entries behind it, which may name it."""

@@ -432,20 +432,22 @@ def test_what_cannot_be_read_is_uploaded_as_it_is(remote, tmp_path, data):
         assert remote.written == keys
 
 
-def test_a_pointer_and_a_text_entry_need_what_they_name(remote, tmp_path):
+def test_a_pointer_that_waited_for_long_needs_what_it_names(remote, tmp_path, monkeypatch):
     space = KeySpace.of(tenant_hash("default"), CONFIG)
     profile = json.dumps({"profile_digest": "ef" * 32}).encode()
     with closing(writing_back(remote, tmp_path)) as tiers:
+        Catalog(tiers).add_text(CONFIG, "doc", [1, 2, 3])
         tiers.put(space.current_profile, profile)
         tiers.flush(30)
-        assert not remote.written
-        Catalog(tiers).add_text(CONFIG, "doc", [1, 2, 3])
+        assert len(remote.written) == 3  # nobody knows that the profile ever was there
+        monkeypatch.setattr(write_back, "GRACE_S", -60.0)
+        tiers.put(space.current_profile, profile)
         tiers.flush(30)
-        assert len(remote.written) == 2
+        assert len(remote.written) == 3
         remote.inner.put(space.profile("ef" * 32), b"its bytes do not matter")
         tiers.put(space.current_profile, profile)
         tiers.flush(30)
-        assert remote.written[2] == space.current_profile
+        assert remote.written[2:] == [space.current_profile] * 2
 
 
 def test_a_document_is_put_while_the_remote_is_down(remote, tmp_path):

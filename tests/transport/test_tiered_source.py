@@ -331,10 +331,10 @@ async def test_a_disk_that_hangs_is_not_waited_for(tmp_path, monkeypatch):
 
     real = disk_tier.read_extent
     quick = TierSettings(stall_s=0.05, retry_s=60.0)
-    options = {"memory_bytes": 0, "folder": tmp_path, "folder_bytes": MIB, "settings": quick}
+    options = {"memory_bytes": MIB, "folder": tmp_path, "folder_bytes": MIB, "settings": quick}
     with closing(open_tiers(MemoryStore(), **options)) as tiers:
         await read(TieredSource(tiers, KEY, Stepwise(DATA)))
-        assert tiers.settle(30)
+    with closing(open_tiers(MemoryStore(), **options)) as tiers:
         monkeypatch.setattr(disk_tier, "read_extent", hang)
         remote = Stepwise(DATA)
         assert await asyncio.gather(*(read(TieredSource(tiers, KEY, remote)) for _ in range(8))) == [DATA] * 8
