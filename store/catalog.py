@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, TypeAlias
 
-from kvwire.errors import ArgumentError, AuthError, CorruptError, KvwireError, NotFoundError
+from kvwire.errors import ArgumentError, AuthError, CorruptError, KvwireError, NotFoundError, StorageError
 from kvwire.store.announcing import is_old, wait_for_collectors
 from kvwire.store.entry import MAX_ENTRY_BYTES, CatalogEntry, parse_object
 from kvwire.store.keys import KeySpace, check_digest, check_tenant, content_digest, tenant_hash
@@ -349,10 +349,10 @@ class Catalog:
         return None
 
     def _is_young(self, key: str) -> bool:
-        """Whether content is there and will be for a while."""
+        """Whether content is there and will be for a while; where nobody can say, it is written again."""
         try:
             return not is_old(self._store.stat(key).modified)
-        except NotFoundError:
+        except (NotFoundError, StorageError):
             return False
 
     def _space_of(self, entry: CatalogEntry) -> KeySpace:

@@ -455,9 +455,12 @@ def test_a_document_is_put_while_the_remote_is_down(remote, tmp_path):
     with closing(writing_back(remote, tmp_path)) as tiers:
         blob = samples.noise(1000)
         entry = Catalog(tiers).put_blob(CONFIG, blob, document_id="doc", head_bytes=1, tokens=1)
+        text = Catalog(tiers).add_text(CONFIG, "other", [1, 2, 3])
         remote.is_down = False
         tiers.flush(30)
         assert Catalog(remote.inner).by_document(CONFIG, "doc") == entry
+        assert Catalog(remote.inner).by_document(CONFIG, "other") == text
+        assert Catalog(remote.inner).get_text(CONFIG, text.token_digest) == (1, 2, 3)
         assert remote.inner.get(entry.blob_key) == blob
 
 
