@@ -79,7 +79,7 @@ _OPTIONS = (
     click.option("--token", envvar="KVWIRE_TOKEN", help="Bearer token for http stores."),
     click.option("--tenant", default="default", envvar="KVWIRE_TENANT", show_default=True, help="Whose documents."),
     click.option(
-        "--salt", default="", envvar="KVWIRE_SALT", help="The deployment's secret, without which nobody finds a tenant's part."
+        "--salt", default="", envvar="KVWIRE_SALT", help="The deployment's secret: hides whose part is whose."
     ),
     click.option("--keys", envvar="KVWIRE_KEYS", help="File of master keys: objects are encrypted (kvwire key)."),
     click.option("--cache", envvar="KVWIRE_CACHE", help="Folder of a local cache before the store."),
