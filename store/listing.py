@@ -38,22 +38,22 @@ def read_ahead(store: Store, keys: Iterable[str], read: Callable[[str], R]) -> I
 def ahead(items: Iterable[T], work: Callable[[T], R], threads: int) -> Iterator[tuple[T, Callable[[], R]]]:
     """Items in their order, each with a function that gives or raises the result, which threads work out beforehand.
 
-    Only so many are begun that memory stays bounded, however many items there are.
+    Only so many are begun that memory stays bounded, however many items there are. What a consumer leaves is cancelled,
+    and threads that still work are not waited for: a generator may be ended by the garbage collector, anywhere.
     """
-    with ThreadPoolExecutor(threads, "kvwire-store") as pool:
-        begun: deque[tuple[T, Future[R]]] = deque()
-        try:
-            for item in items:
-                begun.append((item, pool.submit(work, item)))
-                if len(begun) >= _AHEAD * threads:
-                    first, future = begun.popleft()
-                    yield first, future.result
-            while begun:
+    pool = ThreadPoolExecutor(threads, "kvwire-store")
+    begun: deque[tuple[T, Future[R]]] = deque()
+    try:
+        for item in items:
+            begun.append((item, pool.submit(work, item)))
+            if len(begun) >= _AHEAD * threads:
                 first, future = begun.popleft()
                 yield first, future.result
-        finally:
-            for _, future in begun:
-                future.cancel()
+        while begun:
+            first, future = begun.popleft()
+            yield first, future.result
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def content(store: Store, space: KeySpace) -> Iterator[Listed]:
