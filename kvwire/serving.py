@@ -9,7 +9,7 @@ import resource
 import signal
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -19,7 +19,7 @@ from kvwire.errors import ArgumentError
 from kvwire.options import Place
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from kvwire.transport import ObjectServer, ServerSettings, ServerTls
 
@@ -101,9 +101,13 @@ class _ServeOptions(TypedDict):
 @_JSON
 def serve(**options: Unpack[_ServeOptions]) -> None:
     """Serve a store over HTTP until interrupted; other machines need --token, --tenants or --signing-keys."""
+    with _logs_on_stderr(options["log_level"], options["log_format"]):
+        _serve_store(options)
+
+
+def _serve_store(options: _ServeOptions) -> None:
     from kvwire.transport import AccessSettings, ObjectServer
 
-    _log_to_stderr(options["log_level"], options["log_format"])
     tls = _tls(options["certificate"], options["private_key"])
     access = AccessSettings(
         options["token"] or None, options["tenants"], options["signing_keys"], options["metrics_token"] or None
@@ -175,14 +179,24 @@ def _raise_open_files(wanted: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
 
 
-def _log_to_stderr(level: str, layout: str) -> None:
-    """One handler for all loggers; libraries only tell of what goes wrong."""
+@contextmanager
+def _logs_on_stderr(level: str, layout: str) -> Iterator[None]:
+    """One handler for all loggers while the block runs; libraries only tell of what goes wrong."""
     from kvwire.transport import JsonLines, TextLines
 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if layout == "json" else TextLines())
-    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
-    logging.getLogger("kvwire").setLevel(level.upper())
+    loggers = {logging.getLogger(): logging.WARNING, logging.getLogger("kvwire"): logging.getLevelName(level.upper())}
+    before = {logger: logger.level for logger in loggers}
+    logging.getLogger().addHandler(handler)
+    for logger, wanted in loggers.items():
+        logger.setLevel(wanted)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        for logger, old in before.items():
+            logger.setLevel(old)
 
 
 class _SignOptions(TypedDict):

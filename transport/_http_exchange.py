@@ -107,7 +107,7 @@ class HttpExchange:
                     kept_closed = True
                     continue
                 if not self._may_repeat(failed, give_up_at):
-                    raise
+                    raise StorageError(str(error)) from None
             else:
                 if reply.status not in _PASSING or not self._may_repeat(failed, give_up_at):
                     return reply

@@ -249,6 +249,7 @@ def signed_bench(folder: Path) -> Iterator[Bench]:
     """``kvwire serve`` that takes signed URLs only, behind a proxy; there is no store that could sign."""
     keys = folder / "keys.json"
     keys.write_text(json.dumps({"one": {"secret": base64.b64encode(SECRET).decode()}}))
+    keys.chmod(0o600)
     origin = MemoryStore()
     write_everything(origin)
     with serving(origin, access=AccessSettings(signing_keys=keys)) as url, FaultProxy(url) as proxy:
