@@ -249,6 +249,8 @@ def _server(folder: str) -> Iterator[str]:
         "--port",
         "0",
         "--json",
+        "--log-level",
+        "warning",
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603 - this very program
         try:

@@ -316,11 +316,12 @@ def test_serve_as_a_process(store):
         assert process.wait(20) == 0
 
 
-def test_the_demo_on_a_folder_of_ones_own(small, tmp_path):
+def test_the_demo_on_a_folder_of_ones_own(small, tmp_path, capfd):
     """A user's texts and model, no questions file, two quick links."""
     report = run_demo(
         small.engine, small.texts, out=tmp_path, links=["a=400mbit,1ms", "b=40mbit,5ms"], say=lambda _: None
     )
+    assert "kvwire.access" not in capfd.readouterr().err  # its server's log is not what a user came to see
     assert report == json.loads((tmp_path / "demo.json").read_text())
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert [row["name"] for row in report["links"]] == ["a", "b"]
