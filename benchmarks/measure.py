@@ -73,29 +73,32 @@ def summary(samples: Sequence[float]) -> dict[str, float]:
     return {"n": len(samples), "median": statistics.median(samples), "least": min(samples), "greatest": max(samples)}
 
 
-def interleaved(cases: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+def interleaved(
+    cases: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.thread_time
+) -> dict[str, list[float]]:
     """Seconds of each case, ``rounds`` times, the cases taking turns so that a busy moment hits all of them alike.
 
     The clock is this thread's processor time: what other processes take does not count, nor do a case's other threads.
+    For cases that let other threads work, pass another clock.
     Each case runs before, untimed: kernels compile and caches fill there. A turn repeats a short case back to back for
     about 20 ms: what is measured is the steady rate, not how a case finds the caches that the one before it left.
     """
-    turns = {name: _turns(case) for name, case in cases.items()}
+    turns = {name: _turns(case, clock) for name, case in cases.items()}
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(rounds):
         for name, case in cases.items():
-            start = time.thread_time()
+            start = clock()
             for _ in range(turns[name]):
                 case()
-            seconds[name].append((time.thread_time() - start) / turns[name])
+            seconds[name].append((clock() - start) / turns[name])
     return seconds
 
 
-def _turns(case: Callable[[], object]) -> int:
+def _turns(case: Callable[[], object], clock: Callable[[], float]) -> int:
     case()
-    start = time.thread_time()
+    start = clock()
     case()
-    return max(1, round(_TURN_S / max(time.thread_time() - start, 1e-6)))
+    return max(1, round(_TURN_S / max(clock() - start, 1e-6)))
 
 
 def ratios(slow: Sequence[float], fast: Sequence[float]) -> list[float]:
