@@ -184,6 +184,15 @@ class Soak:
         self.segments = 0
         self.late = 0
 
+    def results(self) -> dict[str, Any]:
+        """How the loads ended, and what was wrong."""
+        return {
+            "loads": dict(self.ends.most_common()),
+            "wrong_bytes": self.wrong,
+            "late": self.late,
+            "segments": self.segments,
+        }
+
     async def run(self, seconds: float) -> None:
         """Keep a number of loads going."""
         until = time.monotonic() + seconds
@@ -307,14 +316,9 @@ async def near_side(kind: str, seconds: float, seed: int, folder: Path) -> dict[
     leaks = {name: after[name] - before[name] for name in ("sockets", "files", "threads")}
     leaks["tasks"] = len(asyncio.all_tasks()) - tasks_before
     leaks["temporary files"], folder_bytes = left_in(folder)
-    half = len(samples) // 2
-    growth = [statistics.median(one["rss_kib"] for one in part) for part in (samples[half // 2 : half], samples[half:])]
     return {
         "seconds": seconds,
-        "loads": dict(soak.ends.most_common()),
-        "wrong_bytes": soak.wrong,
-        "late": soak.late,
-        "segments": soak.segments,
+        **soak.results(),
         "proxy": told,
         "memory_hits": counters.memory.hits,
         "disk_hits": counters.disk.hits,
@@ -322,8 +326,14 @@ async def near_side(kind: str, seconds: float, seed: int, folder: Path) -> dict[
         "folder_bytes": folder_bytes,
         "leaks": leaks,
         "most": {name: max(sample[name] for sample in samples) for name in samples[0]},
-        "rss_growth_kib": growth[1] - growth[0],
+        "rss_growth_kib": growth_of([sample["rss_kib"] for sample in samples]),
     }
+
+
+def growth_of(samples: list[int]) -> float:
+    """How much greater the second half's median is than the second quarter's, when everything has settled."""
+    half = len(samples) // 2
+    return statistics.median(samples[half:]) - statistics.median(samples[half // 2 : half])
 
 
 def verdict(results: dict[str, dict[str, Any]]) -> list[str]:

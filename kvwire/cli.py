@@ -1,4 +1,4 @@
-"""The command line: encode, serve, sign, token, inspect, ask, demo.
+"""The command line. Here: encode, inspect, ask, demo; serve, sign, token, store and key have modules of their own.
 
 Data goes to stdout, progress and errors to stderr. Every command takes ``--json``. Exit codes: 0 done, 2 wrong usage,
 3 not found, 4 corrupt, 5 not allowed, 6 deadline missed, 7 disk or network failed, 8 does not belong together.

@@ -11,7 +11,7 @@ import click
 from kvwire.errors import ArgumentError, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kvwire.store import Keyring, Store
 
@@ -70,6 +70,13 @@ class Place:
         return Keyring.read(self.keys) if self.keys else None
 
 
+_TIERS = (
+    click.option("--cache", envvar="KVWIRE_CACHE", help="Folder of a local cache before the store."),
+    click.option(
+        "--cache-size", default="10GB", envvar="KVWIRE_CACHE_SIZE", show_default=True, help="Of the cache folder."
+    ),
+    click.option("--memory-size", envvar="KVWIRE_MEMORY_SIZE", help="Of a cache in memory, such as 2GB."),
+)
 _OPTIONS = (
     click.option(
         "--store",
@@ -82,11 +89,7 @@ _OPTIONS = (
         "--salt", default="", envvar="KVWIRE_SALT", help="The deployment's secret: hides whose part is whose."
     ),
     click.option("--keys", envvar="KVWIRE_KEYS", help="File of master keys: objects are encrypted (kvwire key)."),
-    click.option("--cache", envvar="KVWIRE_CACHE", help="Folder of a local cache before the store."),
-    click.option(
-        "--cache-size", default="10GB", envvar="KVWIRE_CACHE_SIZE", show_default=True, help="Of the cache folder."
-    ),
-    click.option("--memory-size", envvar="KVWIRE_MEMORY_SIZE", help="Of a cache in memory, such as 2GB."),
+    *_TIERS,
 )
 _NAMES = ("store", "token", "tenant", "salt", "keys", "cache", "cache_size", "memory_size")
 
@@ -99,9 +102,18 @@ def store_options(command: Command) -> Command:
         place = Place(**{name: given.pop(name) for name in _NAMES})
         command(place=place, **given)
 
-    for option in reversed(_OPTIONS):
-        collected = option(collected)
-    return collected
+    return _with(_OPTIONS, collected)
+
+
+def tier_options(command: Command) -> Command:
+    """Give a command the options of the tiers before a store: ``cache``, ``cache_size`` and ``memory_size``."""
+    return _with(_TIERS, command)
+
+
+def _with(options: Sequence[Callable[[Command], Command]], command: Command) -> Command:
+    for option in reversed(options):
+        command = option(command)
+    return command
 
 
 @click.command("key")

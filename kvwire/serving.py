@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 import click
 
 from kvwire.errors import ArgumentError
-from kvwire.options import Place
+from kvwire.options import Place, tier_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -76,9 +76,7 @@ class _ServeOptions(TypedDict):
 @click.command()
 @_option("--store", required=True, help="file:///folder, s3://bucket/prefix, or another address of a store.")
 @_option("--store-token", help="Bearer token for a store behind http://.")
-@_option("--cache", help="Folder of a local cache before the store.")
-@_option("--cache-size", default="10GB", show_default=True, help="Of the cache folder.")
-@_option("--memory-size", help="Of a cache in memory, such as 2GB.")
+@tier_options
 @_option("--host", default="127.0.0.1", show_default=True, help="Address to bind; others than loopback need access.")
 @_option("--port", default=8473, show_default=True, type=click.IntRange(0, 65535), help="0: any free port.")
 @_option("--token", help="Bearer token with full rights; 16 characters or more where other machines can ask.")

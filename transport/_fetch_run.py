@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from kvwire.errors import AuthError, CorruptError, DeadlineError, KvwireError, NotFoundError, StorageError
 from kvwire.transport._cutter import Cutter
@@ -97,12 +97,12 @@ class _Attempt:
 class FetchHooks(NamedTuple):
     """What a run asks of its fetcher.
 
-    check: a segment's content from what was stored. is_local: whether the bytes at hand did not cross the link.
-    jitter: a number from 0 to 1. sleep: waits.
+    check: a segment's content from what was stored. received: counts so many bytes of a transfer. jitter: a number from
+    0 to 1. sleep: waits.
     """
 
     check: Callable[[SegmentInfo, bytes], bytes]
-    is_local: Callable[[], bool]
+    received: Callable[[Transfer, int], None]
     jitter: Callable[[], float]
     sleep: Callable[[float], Awaitable[object]]
 
@@ -128,7 +128,7 @@ class FetchRun:
         self._settings = settings
         self._meter = meter
         self._counts = counts
-        self._check, self._is_local, self._jitter, self._sleep = hooks
+        self._check, self._received, self._jitter, self._sleep = hooks
         self._deadline = deadline
         self._wants: list[Want] = []
         self._queue: deque[Range[Want]] = deque()
@@ -218,9 +218,7 @@ class FetchRun:
 
     async def _attempt(self, wanted: Range[Want], slow: _Attempt | None = None) -> None:
         """Ask for a range; ``slow``: beside this request, which takes too long."""
-        task = asyncio.current_task()
-        if task is None:
-            return
+        task = cast("asyncio.Task[None]", asyncio.current_task())
         attempt = _Attempt(wanted, Cutter(wanted), self._meter.begin(), task, wanted.start, slow is not None, slow)
         if slow:
             slow.twin = attempt
@@ -255,12 +253,7 @@ class FetchRun:
     # What comes in.
 
     def _take(self, attempt: _Attempt, data: Data) -> None:
-        if self._is_local():
-            attempt.transfer.received_locally(len(data))
-            self._counts.local_bytes += len(data)
-        else:
-            attempt.transfer.received(len(data))
-            self._counts.wire_bytes += len(data)
+        self._received(attempt.transfer, len(data))
         for piece, body in attempt.cutter.feed(data):
             self._deliver(attempt, piece, body)
             attempt.position = piece.end

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvwire.store import Data
     from kvwire.transport.errors import SegmentError
     from kvwire.transport.link import EmulatedLink
+    from kvwire.transport.metering import Transfer
     from kvwire.transport.sources import ByteSource
     from kvwire.types import BlobInfo, SegmentInfo
 
@@ -113,7 +114,7 @@ class BlobFetcher:
                 missing.append(segment)
             else:
                 at_hand.append(Arrival(segment, data))
-        hooks = FetchHooks(self._check, self._is_local, self._rng.random, self._sleep)
+        hooks = FetchHooks(self._check, self._received, self._rng.random, self._sleep)
         run = FetchRun(self._source, self._settings, self._meter, self.counts, hooks, deadline)
         try:
             run.start(missing)
@@ -151,9 +152,15 @@ class BlobFetcher:
         """What the sink gets next did not cross the link."""
         self._next_is_local = True
 
-    def _is_local(self) -> bool:
-        was, self._next_is_local = self._next_is_local, False
-        return was
+    def _received(self, transfer: Transfer, size: int) -> None:
+        """Count bytes that came in, over the link or, where the source has just said so, from a copy on this side."""
+        if self._next_is_local:
+            self._next_is_local = False
+            transfer.received_locally(size)
+            self.counts.local_bytes += size
+        else:
+            transfer.received(size)
+            self.counts.wire_bytes += size
 
     async def _open_once(self) -> BlobInfo:
         self._prefix = await self._read(0, min(self._settings.head_bytes, self._settings.max_head_bytes))
@@ -191,12 +198,7 @@ class BlobFetcher:
         pieces: list[Data] = []
 
         def take(data: Data) -> None:
-            if self._is_local():
-                transfer.received_locally(len(data))
-                self.counts.local_bytes += len(data)
-            else:
-                transfer.received(len(data))
-                self.counts.wire_bytes += len(data)
+            self._received(transfer, len(data))
             pieces.append(data)
 
         self.counts.requests += 1
