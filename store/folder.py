@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from kvwire.store.base import Data
-    from kvwire.store.rows import RowReader
+    from kvwire.store.held import HeldObject
 
 # Files are opened without following a link in the last step, and without waiting where someone left a FIFO.
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -59,7 +59,7 @@ class FolderStore(Store):
         """The folder."""
         return self._root
 
-    def snapshot(self, key: str) -> FileReader | RowReader:
+    def snapshot(self, key: str) -> FileReader | HeldObject:
         """Hold the object as it is now: a later replacement or deletion does not touch it."""
         path = self._path(key)
         is_row = is_catalog_key(key)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvwire.errors import NotFoundError
-from kvwire.store.base import Listed, ObjectStat, Store, check_after, clamp_range
-from kvwire.store.keys import check_key, entity_tag
+from kvwire.store.base import Listed, ObjectStat, Store, check_after
+from kvwire.store.held import HeldObject
+from kvwire.store.keys import check_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,36 +17,12 @@ if TYPE_CHECKING:
     from kvwire.store.base import Data, ObjectReader
 
 
-class _Object:
-    """Bytes and, once asked for, their tag. Neither changes, so holding this is holding the version."""
-
-    def __init__(self, key: str, data: bytes) -> None:
-        self._key = key
-        self.data = data
-        self.modified = time.time()
-
-    @cached_property
-    def etag(self) -> str:
-        return entity_tag(self._key, self.data)
-
-    @property
-    def size(self) -> int:
-        return len(self.data)
-
-    def read(self, start: int, end: int | None) -> bytes:
-        start, stop = clamp_range(start, end, len(self.data))
-        return self.data[start:stop]
-
-    def close(self) -> None:
-        pass
-
-
 class MemoryStore(Store):
     """Objects in a dictionary, for tests, demos and short-lived services."""
 
     def __init__(self) -> None:
         """Start empty."""
-        self._objects: dict[str, _Object] = {}
+        self._objects: dict[str, HeldObject] = {}
         self._lock = threading.Lock()
 
     @property
@@ -71,7 +47,7 @@ class MemoryStore(Store):
         """Keep a copy of the bytes."""
         check_key(key)
         with self._lock:
-            self._objects[key] = _Object(key, bytes(data))
+            self._objects[key] = HeldObject(key, bytes(data), time.time())
 
     def delete(self, key: str) -> None:
         """Forget the object, if there is one."""
@@ -95,7 +71,7 @@ class MemoryStore(Store):
         with self._lock:
             self._objects.clear()
 
-    def _find(self, key: str) -> _Object:
+    def _find(self, key: str) -> HeldObject:
         check_key(key)
         with self._lock:
             found = self._objects.get(key)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvwire.errors import CorruptError
 from kvwire.store._sqlite import Database
-from kvwire.store.base import Listed, clamp_range
-from kvwire.store.keys import entity_tag
+from kvwire.store.base import Listed
+from kvwire.store.held import HeldObject
 
 if TYPE_CHECKING:
     import sqlite3
@@ -37,34 +36,6 @@ _PAGE = 1000
 _ADVICE = "restore it from a copy, mend it with sqlite3's .recover, or delete it and encode the documents again"
 
 
-class RowReader:
-    """One version of one row; it never changes, so holding this is holding the version."""
-
-    def __init__(self, key: str, data: bytes, modified: float) -> None:
-        """Keep the row's content."""
-        self._key = key
-        self._data = data
-        self.modified = modified
-
-    @property
-    def size(self) -> int:
-        """Length in bytes."""
-        return len(self._data)
-
-    @cached_property
-    def etag(self) -> str:
-        """SHA-256 of the content."""
-        return entity_tag(self._key, self._data)
-
-    def read(self, start: int, end: int) -> bytes:
-        """Bytes ``start`` to ``end``, clamped."""
-        start, stop = clamp_range(start, end, len(self._data))
-        return self._data[start:stop]
-
-    def close(self) -> None:
-        """Nothing is held but memory."""
-
-
 class CatalogRows:
     """Keys and bytes in one table, ordered by key. Safe for threads and for processes of one machine."""
 
@@ -72,12 +43,12 @@ class CatalogRows:
         """Keep the path; the database is made on the first write, in a folder that must be there by then."""
         self._database = Database(folder / FILE_NAME, _SCHEMA, version=_VERSION, durable=True, advice=_ADVICE)
 
-    def find(self, key: str) -> RowReader | None:
+    def find(self, key: str) -> HeldObject | None:
         """The row of a key, or None."""
 
-        def query(connection: sqlite3.Connection) -> RowReader | None:
+        def query(connection: sqlite3.Connection) -> HeldObject | None:
             row = connection.execute(_FIND, (key,)).fetchone()
-            return RowReader(key, *_checked(row)) if row else None
+            return HeldObject(key, *_checked(row)) if row else None
 
         return self._database.read(query, None)
 

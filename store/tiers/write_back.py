@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 from kvwire.errors import CorruptError, DeadlineError, KvwireError, NotFoundError, StorageError
 from kvwire.store.announcing import GRACE_S
 from kvwire.store.base import Listed, ObjectStat, Store, check_after, clamp_range, open_object
-from kvwire.store.keys import check_key, content_digest, is_catalog_key
+from kvwire.store.held import HeldObject
+from kvwire.store.keys import check_key, content_digest, entity_tag, is_catalog_key
 from kvwire.store.tiers.counters import UploadCounters
 from kvwire.store.tiers.entries import upload_entry
 
@@ -39,22 +40,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _ANNOUNCEMENTS = re.compile(r"v1/[^/]+/[^/]+/catalog/collecting/.*")
 _MOST_UPLOADED = 1 << 14
-
-
-class _BytesReader:
-    """A pending write, held."""
-
-    def __init__(self, key: str, data: bytes) -> None:
-        self._data = data
-        self.size = len(data)
-        self.etag = content_digest(key) or hashlib.sha256(data).hexdigest()
-
-    def read(self, start: int, end: int) -> bytes:
-        start, stop = clamp_range(start, end, self.size)
-        return self._data[start:stop]
-
-    def close(self) -> None:
-        pass
 
 
 class WriteBackStore(Store):
@@ -110,12 +95,15 @@ class WriteBackStore(Store):
             return ObjectStat(pending.size, digest, pending.written)
         if pending is None or (data := self._pending_data(key)) is None:
             return self._remote.stat(key)
-        return ObjectStat(len(data), _BytesReader(key, data).etag, pending.written)
+        return ObjectStat(len(data), entity_tag(key, data), pending.written)
 
     def snapshot(self, key: str) -> ObjectReader:
         """Hold one version open."""
-        data = self._pending_data(key)
-        return open_object(self._remote, key) if data is None else _BytesReader(key, data)
+        with self._changed:
+            pending = self._latest.get(key)
+        if pending is None or (data := self._pending_data(key)) is None:
+            return open_object(self._remote, key)
+        return HeldObject(key, data, pending.written)
 
     def put(self, key: str, data: Data) -> None:
         """Make the write durable here; it survives a crash of this process or of the machine.

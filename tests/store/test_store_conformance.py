@@ -1,11 +1,12 @@
 """The stores of this process and this machine pass the suite."""
 
+import time
 from importlib.util import find_spec
 
 import pytest
 
 from kvwire.store import FolderStore, MemoryStore, testing
-from kvwire.store.memory import _Object
+from kvwire.store.held import HeldObject
 from kvwire.store.testing import StoreConformance
 
 
@@ -21,7 +22,7 @@ class TestMemoryStore(StoreConformance):
         return found and found.data
 
     def raw_set(self, store, key, data):
-        store._objects[key] = _Object(key, data)
+        store._objects[key] = HeldObject(key, data, time.time())
 
     def raw_delete(self, store, key):
         del store._objects[key]

@@ -1,11 +1,12 @@
 """A tiered store is a store: with roomy tiers, with tiers that hold next to nothing, and with delayed writes."""
 
+import time
 from types import MappingProxyType
 
 import pytest
 
 from kvwire.store import MemoryStore, open_tiers
-from kvwire.store.memory import _Object
+from kvwire.store.held import HeldObject
 from kvwire.store.testing import StoreConformance
 
 
@@ -31,7 +32,7 @@ class TierConformance(StoreConformance):
         return found and found.data
 
     def raw_set(self, store, key, data):
-        self.settled(store)._objects[key] = _Object(key, data)
+        self.settled(store)._objects[key] = HeldObject(key, data, time.time())
 
     def raw_delete(self, store, key):
         del self.settled(store)._objects[key]

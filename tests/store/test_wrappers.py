@@ -1,6 +1,7 @@
 """Stores around stores: they are stores themselves, and do what they were told to, no more and no less."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
@@ -8,7 +9,7 @@ import pytest
 
 from kvwire.errors import ArgumentError, KvwireError, NotFoundError, StorageError
 from kvwire.store import Addressed, FolderStore, HttpAddress, MemoryStore, Snapshots, open_object
-from kvwire.store.memory import _Object
+from kvwire.store.held import HeldObject
 from kvwire.store.testing import (
     CountingStore,
     FaultyStore,
@@ -32,7 +33,7 @@ class Wrapped(StoreConformance):
         return found and found.data
 
     def raw_set(self, store, key, data):
-        store.inner._objects[key] = _Object(key, data)
+        store.inner._objects[key] = HeldObject(key, data, time.time())
 
     def raw_delete(self, store, key):
         del store.inner._objects[key]
