@@ -12,7 +12,7 @@ from kvwire.transport.errors import (
 from kvwire.transport.fetcher import BlobFetcher
 from kvwire.transport.http_source import HttpSource, open_session
 from kvwire.transport.http_store import HttpStore, HttpStoreSettings
-from kvwire.transport.link import EmulatedLink, LinkSettings, parse_link
+from kvwire.transport.link import EmulatedLink, LinkSettings, RateSchedule, parse_link
 from kvwire.transport.metering import LinkMeter, LinkSample
 from kvwire.transport.opening import open_source
 from kvwire.transport.ranges import Piece, Range, coalesce, split
@@ -53,6 +53,7 @@ __all__ = [
     "Patience",
     "Piece",
     "Range",
+    "RateSchedule",
     "ReplacedError",
     "SegmentCorruptError",
     "SegmentError",

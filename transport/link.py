@@ -1,7 +1,8 @@
 """A slow link in front of a fast one: bandwidth shared by all requests, and one round trip before each response.
 
-The bucket keeps a debt in seconds, not a stock of packets: a sender who comes late, because sleeps overrun, is let
-through until it has caught up. So the rate holds whatever the timer's grain is.
+The bucket keeps a debt, not a stock of packets: a sender who comes late, because sleeps overrun, is let through until
+it has caught up. So the rate holds whatever the timer's grain is. The debt is kept as a place on the curve of the bytes
+that the link has carried by each instant, so that it stays right where the rate changes.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import asyncio
 import math
 import re
 import time
+from bisect import bisect_left, bisect_right
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError
@@ -61,17 +64,75 @@ def parse_link(text: str) -> LinkSettings:
     return LinkSettings(number / _BITS if size[3].startswith("bit") else number, seconds)
 
 
+@dataclass(frozen=True)
+class RateSchedule:
+    """Bytes per second over time, constant between changes.
+
+    times: seconds from the schedule's beginning at which each rate begins; the first is 0. rates: bytes per second; 0
+    is an outage. period_s: the schedule repeats after so many seconds; None: the last rate lasts.
+    Raises ArgumentError where the schedule makes no sense or ends in an outage for ever.
+    """
+
+    times: tuple[float, ...]
+    rates: tuple[float, ...]
+    period_s: float | None = None
+    _carried: tuple[float, ...] = field(init=False, repr=False, compare=False)  # bytes by each time and by the period
+
+    def __post_init__(self) -> None:
+        """Check, and add up the bytes."""
+        ends = [*self.times, math.inf if self.period_s is None else self.period_s]
+        ordered = self.times[:1] == (0,) and all(a < b for a, b in pairwise(ends))
+        if not ordered or len(self.rates) != len(self.times) or (self.period_s == math.inf):
+            msg = "a schedule needs times that rise from 0, one rate for each, and a finite period after the last time"
+            raise ArgumentError(msg)
+        flowing = self.rates[-1] if self.period_s is None else max(self.rates)
+        if not all(0 <= rate < math.inf for rate in self.rates) or flowing <= 0:
+            msg = (
+                "a schedule needs rates of 0 or more, and must not stay at 0: let it repeat or end with a rate above 0"
+            )
+            raise ArgumentError(msg)
+        steps = (rate * (b - a) for rate, (a, b) in zip(self.rates, pairwise(ends), strict=True))
+        object.__setattr__(self, "_carried", tuple(accumulate(steps, initial=0.0)))
+
+    @property
+    def slowest(self) -> float:
+        """Lowest rate above 0, in bytes per second."""
+        return min(rate for rate in self.rates if rate)
+
+    def bytes_by(self, moment: float) -> float:
+        """Bytes carried from the beginning until ``moment`` seconds; 0 before the beginning."""
+        whole, rest = (0.0, moment) if self.period_s is None else divmod(moment, self.period_s)
+        if moment <= 0:
+            return 0.0
+        index = bisect_right(self.times, rest) - 1
+        past = whole * self._carried[-1] if whole else 0.0
+        return past + self._carried[index] + self.rates[index] * (rest - self.times[index])
+
+    def moment_of(self, carried: float) -> float:
+        """First instant, in seconds from the beginning, by which so many bytes are carried."""
+        if carried <= 0:
+            return 0.0
+        whole, rest = 0.0, carried
+        if self.period_s is not None:
+            whole = math.ceil(carried / self._carried[-1]) - 1
+            rest = min(carried - whole * self._carried[-1], self._carried[-1])
+        index = max(0, bisect_left(self._carried, rest) - 1)
+        start = whole * self.period_s if self.period_s is not None else 0.0
+        return start + self.times[index] + (rest - self._carried[index]) / self.rates[index]
+
+
 class EmulatedLink:
     """Delays bytes as a link would. One instance is one link: all requests over it share its bandwidth.
 
-    burst_bytes: most that a delayed sender may catch up on at once; by default what the link carries in 20 ms. An idle
-    link saves nothing up: a transfer that starts on it gets the bandwidth and no more.
+    bandwidth: bytes per second, or a schedule of them, which starts with the first request or with ``begin``.
+    rtt_s: seconds of a round trip. burst_bytes: most that a delayed sender may catch up on at once; by default what the
+    link carries in 20 ms. An idle link saves nothing up: a transfer that starts on it gets the bandwidth and no more.
     clock, sleep: for tests.
     """
 
     def __init__(
         self,
-        bandwidth_bytes_s: float,
+        bandwidth: float | RateSchedule,
         rtt_s: float = 0.0,
         *,
         burst_bytes: float | None = None,
@@ -79,13 +140,16 @@ class EmulatedLink:
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
         """Start idle."""
-        self.settings = LinkSettings(bandwidth_bytes_s, rtt_s)
-        burst = max(_PACKET_BYTES, bandwidth_bytes_s * _CATCH_UP_S) if burst_bytes is None else burst_bytes
-        self._credit_s = burst / bandwidth_bytes_s
+        if not isinstance(bandwidth, RateSchedule):
+            bandwidth = RateSchedule((0.0,), (LinkSettings(bandwidth, rtt_s).bandwidth_bytes_s,))
+        self._schedule = bandwidth
+        self._rtt_s = LinkSettings(bandwidth.slowest, rtt_s).rtt_s
+        self._burst_bytes = burst_bytes
         self._clock = clock
         self._sleep = sleep
         self._senders = 0
-        self._free_at = -math.inf
+        self._began: float | None = None
+        self._sent = 0.0  # bytes, on the schedule's curve: those that were let pass and those that nobody sent
 
     @classmethod
     def of(cls, settings: LinkSettings) -> EmulatedLink:
@@ -94,23 +158,33 @@ class EmulatedLink:
 
     @property
     def piece_bytes(self) -> int:
-        """Largest piece to send at once, so that arrivals are spread as on a real link: 10 ms of bandwidth."""
-        wanted = int(self.settings.bandwidth_bytes_s * _PIECE_S)
+        """Largest piece to send at once, so that arrivals are spread as on a real link: 10 ms of the lowest rate."""
+        wanted = int(self._schedule.slowest * _PIECE_S)
         return max(_PACKET_BYTES, min(_MAX_PIECE_BYTES, wanted))
 
     def now(self) -> float:
         """The link's clock."""
         return self._clock()
 
+    def begin(self) -> None:
+        """Start the schedule now, again where it runs already. Raises ArgumentError while a response is being sent."""
+        if self._senders:
+            msg = "a link cannot begin anew while it carries a response: begin before the first request"
+            raise ArgumentError(msg)
+        self._began, self._sent = self._clock(), 0.0
+
     async def round_trip(self, asked_at: float) -> None:
         """Wait until a round trip has passed since the request was sent."""
-        await self._until(asked_at + self.settings.rtt_s)
+        if self._began is None:
+            self._began = asked_at
+        await self._until(asked_at + self._rtt_s)
 
     @asynccontextmanager
     async def sending(self) -> AsyncIterator[None]:
         """Around the pieces of one response: while any is being sent, delays are made up for."""
         if not self._senders:
-            self._free_at = max(self._free_at, self._clock())
+            began = self._beginning()
+            self._sent = max(self._sent, self._schedule.bytes_by(self._clock() - began))
         self._senders += 1
         try:
             yield
@@ -119,8 +193,21 @@ class EmulatedLink:
 
     async def transmit(self, size: int) -> None:
         """Take ``size`` bytes' time on the link, and return when the last of them would have arrived."""
-        self._free_at = max(self._free_at, self._clock() - self._credit_s) + size / self.settings.bandwidth_bytes_s
-        await self._until(self._free_at)
+        began = self._beginning()
+        self._sent = max(self._sent, self._caught_up(self._clock() - began)) + size
+        await self._until(began + self._schedule.moment_of(self._sent))
+
+    def _beginning(self) -> float:
+        if self._began is None:
+            self._began = self._clock()
+        return self._began
+
+    def _caught_up(self, elapsed: float) -> float:
+        """Least place on the curve that a sender is put at, however late it is."""
+        carried = self._schedule.bytes_by(elapsed)
+        if self._burst_bytes is not None:
+            return carried - self._burst_bytes
+        return min(carried - _PACKET_BYTES, self._schedule.bytes_by(elapsed - _CATCH_UP_S))
 
     async def _until(self, moment: float) -> None:
         delay = moment - self._clock()
