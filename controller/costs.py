@@ -1,10 +1,10 @@
-"""What computing costs: seconds of prefill, decode and linking, fitted from samples and corrected while loading."""
+"""What computing costs: seconds of prefill, decode and linking, and fits of them to samples."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
-from math import exp, isfinite, log
+from math import isfinite
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -76,68 +76,21 @@ class CostModel:
 
     link_s_per_token: seconds per prompt token to link the chunks into one cache at the end.
     query_tokens: tokens of the question, computed last, with the whole prompt as context.
-    decode_overlap: share of decode time that costs recomputation nothing, 0 (one stream does both) to 1.
     """
 
     prefill: PrefillCost
     decode: DecodeCost
     link_s_per_token: float = 0.0
     query_tokens: int = 0
-    decode_overlap: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse costs below 0 and an overlap outside 0 to 1."""
+        """Refuse costs below 0."""
         _check_coefficients(self.link_s_per_token, self.query_tokens)
-        if not 0 <= self.decode_overlap <= 1:
-            msg = f"decode_overlap must lie between 0 and 1, got {self.decode_overlap}"
-            raise ArgumentError(msg)
 
     def closing_s(self, prompt_tokens: int) -> float:
         """Seconds from the last chunk being ready to the first token: linking and the question's prefill."""
         query = self.prefill.seconds(self.query_tokens, prompt_tokens) if self.query_tokens else 0.0
         return self.link_s_per_token * prompt_tokens + query
-
-    def corrected(self, correction: CostCorrection) -> CostModel:
-        """The model with the ratios measured so far applied."""
-        prefill = self.prefill.scaled(correction.prefill.value)
-        return replace(self, prefill=prefill, decode=self.decode.scaled(correction.decode.value))
-
-
-class CostRatio:
-    """Moving average of measured over predicted seconds, in logarithms so that 2x and 1/2 cancel."""
-
-    def __init__(self, weight: float = 0.5, limit: float = 16.0) -> None:
-        """Start at 1; ``weight`` in (0, 1] is a sample's, whose ratio is clamped to ``limit`` and 1 / ``limit``."""
-        if not (0 < weight <= 1 and limit >= 1):
-            msg = f"a weight must lie in (0, 1] and a limit be at least 1, got {weight} and {limit}"
-            raise ArgumentError(msg)
-        self._weight = weight
-        self._limit = limit
-        self._log = 0.0
-
-    def add(self, measured_s: float, predicted_s: float) -> None:
-        """Compare one measurement with what the uncorrected model said, both in seconds."""
-        if not (isfinite(measured_s) and measured_s >= 0):
-            msg = f"a measured time must be a finite number of seconds, at least 0, got {measured_s}"
-            raise ArgumentError(msg)
-        if predicted_s <= 0:
-            return  # nothing to scale
-        ratio = min(max(measured_s / predicted_s, 1 / self._limit), self._limit)
-        self._log += self._weight * (log(ratio) - self._log)
-
-    @property
-    def value(self) -> float:
-        """Factor to apply to predictions."""
-        return exp(self._log)
-
-
-class CostCorrection:
-    """The two ratios, of prefill and of decode, that heal a wrong prior during a load."""
-
-    def __init__(self, weight: float = 0.5) -> None:
-        """Start both ratios at 1; ``weight`` in (0, 1] is that of each sample."""
-        self.prefill = CostRatio(weight)
-        self.decode = CostRatio(weight)
 
 
 def fit_prefill(samples: Iterable[tuple[int, int, float]]) -> PrefillCost:

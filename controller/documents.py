@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
+from math import isfinite
 from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError
@@ -14,16 +15,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DocumentPlanInput:
-    """One document: tokens of each chunk, and bytes of each chunk's levels.
+    """One document: tokens of each chunk, and bytes and errors of each chunk's levels.
 
     tokens[chunk]: tokens. fetch_bytes[chunk][level]: bytes of levels 0..level together; a chunk may end early where
     its finer segments are missing, and is empty where none is there. fetch_bytes is empty without a blob.
     has_text: the token ids are known, so that chunks can be recomputed.
+    errors[chunk][level]: measured error once decoded up to a level, of the same shape; empty where nobody measured it,
+    which counts as a tenth for each level. layered: a finer level adds to the coarser ones, so that a chunk can be
+    refined; otherwise each level is fetched on its own. head_start: share of the document's forward pass that its
+    reader computes before it can decode, 0 to 1; see ``fit_profile``.
     """
 
     tokens: tuple[int, ...]
     fetch_bytes: tuple[tuple[int, ...], ...] = ()
     has_text: bool = True
+    errors: tuple[tuple[float, ...], ...] = ()
+    layered: bool = True
+    head_start: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be."""
@@ -37,20 +45,39 @@ class DocumentPlanInput:
             if min(sizes, default=0) < 0 or list(sizes) != sorted(sizes):
                 msg = f"bytes up to a level must be at least 0 and grow with the level, got {sizes}"
                 raise ArgumentError(msg)
+        if not 0 <= self.head_start <= 1:
+            msg = f"a head start is a share of a forward pass, 0 to 1, got {self.head_start}"
+            raise ArgumentError(msg)
+        self._check_errors()
+
+    def _check_errors(self) -> None:
+        if not self.errors:
+            return
+        if [len(row) for row in self.errors] != [len(row) for row in self.fetch_bytes]:
+            msg = "errors must be given for exactly the levels that bytes are given for"
+            raise ArgumentError(msg)
+        if any(not (isfinite(error) and error >= 0) for row in self.errors for error in row):
+            msg = "errors must be finite and at least 0"
+            raise ArgumentError(msg)
 
     @classmethod
-    def from_blob(cls, info: BlobInfo, *, has_text: bool | None = None) -> DocumentPlanInput:
+    def from_blob(
+        cls, info: BlobInfo, *, has_text: bool | None = None, head_start: float = 0.0
+    ) -> DocumentPlanInput:
         """Take a blob's index. ``has_text`` defaults to whether the blob carries its token ids."""
         spans = [info.chunk_span(chunk) for chunk in range(info.chunks)]
         # A lossless level is many times larger and helps no answer: it is planned only where there is nothing else.
         # Levels that stand alone may be shorter than coarser ones: planning counts the longest so far.
         planned = sum(not level.lossless for level in info.levels) or len(info.levels)
+        levels = range(planned)
         sizes = tuple(
-            tuple(accumulate((info.chunk_bytes(chunk, level) for level in range(min(planned, len(segments)))), max))
+            tuple(accumulate((info.chunk_bytes(chunk, level) for level in levels[: len(segments)]), max))
             for chunk, segments in enumerate(info.segments)
         )
+        errors = tuple(tuple(segment.error for segment in segments[:planned]) for segments in info.segments)
         known = info.token_ids is not None if has_text is None else has_text
-        return cls(tuple(stop - start for start, stop in spans), sizes, known)
+        layered = not any(info.levels[level].alone for level in levels)
+        return cls(tuple(stop - start for start, stop in spans), sizes, known, errors, layered, head_start)
 
     @property
     def has_blob(self) -> bool:

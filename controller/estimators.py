@@ -1,84 +1,137 @@
 """Causal estimates of a link: bytes per second while it is busy, and the time to the first byte.
 
-Only what has already been measured goes in; there is no clock here. Method of the adaptive players (dash.js, Shaka,
-hls.js): the smaller of a fast and a slow moving average, tiny samples kept back, a safety factor on top.
+Only what has already been measured goes in; there is no clock here. Methods: the smaller of a fast and a slow moving
+average, with tiny samples kept back (dash.js, Shaka, hls.js), and a lower bound that recent errors of prediction widen
+(RobustMPC: Yin et al., SIGCOMM 2015). Unlike players, loads last a second or less: see ``Memory``.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections import deque
 from dataclasses import dataclass
-from math import exp2, isfinite
+from math import exp, exp2, inf, isfinite, log
+from statistics import median
 
 from kvwire.errors import ArgumentError
+
+_MOST_INTERVALS = 1024
+_MOST_ERROR = 9.0  # a silent link is infinitely slower than expected
+_ERROR_KEPT = 0.75  # of the largest recent error, after one more sample: 5 % of it is left after ten
+_LEAST_ERROR = 0.02  # no link is steadier
+_LONG_S = 5.0
+_TELLING_BYTES = 4500  # three packets
+_MOST_HOLDS = 10
+_JUMP = 1.5  # factor off the estimate that is taken for more than noise where samples repeat it
+_FALL_SAMPLES = 2
+_RISE_SAMPLES = 4  # buffers on the way can look like a rise for a moment
+_WINDOW = 9
+_TRUSTED_SAMPLES = 3
+_MAD_TO_SIGMA = 1.4826  # of a normal distribution
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a moving average looks back on: its half-life in busy seconds or in bytes, whichever is over sooner.
+
+    samples: least number of samples in a half-life that is over by bytes, so that no single sample of a fast link turns
+    the average; time counts whatever the number of samples.
+    """
+
+    seconds: float
+    size: float = inf
+    samples: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse an average that would never or at once forget."""
+        if not (0 < self.seconds < inf and self.size > 0 and self.samples > 0):
+            msg = f"a memory needs seconds, bytes and samples above 0, got {self}"
+            raise ArgumentError(msg)
+
+    def half_lives(self, size: int, seconds: float) -> float:
+        """How many half-lives a sample of ``size`` bytes in ``seconds`` busy seconds takes up."""
+        return seconds / self.seconds + min(size / self.size, 1 / self.samples)
 
 
 @dataclass(frozen=True)
 class BandwidthSettings:
     """How quickly a bandwidth estimate follows the link.
 
-    fast_half_life_s, slow_half_life_s: busy seconds after which a sample weighs half. Players use 2 and 5; a prompt
-    loads within a second or so, hence less.
+    fast, slow: memories of the two averages. Players use 2 and 5 seconds; a prompt loads within a second or so, on fast
+    links within a few hundredths, hence less, and bytes besides.
+    prior: how soon the prior is forgotten.
+    prior_error: expected relative error of a prior of which nothing is known.
     min_bytes, min_busy_s: a sample is kept back until it holds that many bytes over that many busy seconds.
-    max_hold_s: busy seconds after which it counts whatever its bytes, so that a dead link shows.
-    safety: factor between ``value`` and ``low``.
-    prior_half_life_s: busy seconds after which the prior weighs half of what it did.
+    max_hold_s: busy seconds after which it counts whatever its bytes, so that a dead link shows; up to ten times that
+    where too few bytes came, and were due, to tell a slow link from a dead one.
     memory_s: seconds of past transfers against which overlap is checked.
     """
 
-    fast_half_life_s: float = 0.5
-    slow_half_life_s: float = 2.0
+    fast: Memory = Memory(0.15, 4e6, 1.5)
+    slow: Memory = Memory(0.6, 16e6, 6.0)
+    prior: Memory = Memory(0.05, 50e3, 0.4)
+    prior_error: float = 0.5
     min_bytes: int = 16_000
     min_busy_s: float = 0.001
     max_hold_s: float = 0.05
-    safety: float = 0.9
-    prior_half_life_s: float = 0.1
     memory_s: float = 30.0
 
     def __post_init__(self) -> None:
         """Refuse settings under which no estimate would follow anything."""
-        half_lives = (self.fast_half_life_s, self.slow_half_life_s, self.prior_half_life_s)
-        if min(*half_lives, self.min_busy_s, self.max_hold_s) <= 0 or not 0 < self.safety <= 1:
-            msg = "half-lives, min_busy_s and max_hold_s must be above 0 and safety must lie in (0, 1]"
+        positive = min(self.min_busy_s, self.max_hold_s, self.memory_s) > 0
+        if not (positive and self.min_bytes >= 0 and 0 <= self.prior_error < inf):
+            msg = "min_busy_s, max_hold_s and memory_s must be above 0, min_bytes and prior_error at least 0"
             raise ArgumentError(msg)
 
 
 class _Average:
-    """Moving average of a rate, weighted by seconds, without the bias towards the 0 that it starts from."""
+    """Bytes over seconds, both fading at the same pace, so that however samples are cut they weigh by their time."""
 
-    def __init__(self, half_life_s: float) -> None:
-        self._half_life_s = half_life_s
-        self._sum = 0.0
-        self._weight = 0.0
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._size = 0.0
+        self._seconds = 0.0
 
-    def add(self, rate: float, seconds: float) -> None:
-        keep = exp2(-seconds / self._half_life_s)
-        self._sum = keep * self._sum + (1 - keep) * rate
-        self._weight = keep * self._weight + (1 - keep)
+    def add(self, size: int, seconds: float, shed: float = 0.0) -> None:
+        """Take in a sample; ``shed``: half-lives by which the past fades besides."""
+        keep = exp2(-self._memory.half_lives(size, seconds) - shed)
+        self._size = keep * self._size + size
+        self._seconds = keep * self._seconds + seconds
 
     @property
     def value(self) -> float:
-        return self._sum / self._weight if self._weight > 0 else 0.0
+        return self._size / self._seconds if self._seconds > 0 else 0.0
 
 
 class BandwidthEstimator:
     """Bytes per busy second of a link, from transfers that may run side by side.
 
-    A second in which four requests are open counts once: the estimate is of the link, not of a request.
+    A second in which four requests are open counts once: the estimate is of the link, not of a request. What came from
+    a copy on this side of the link says nothing about it and must not be added.
     """
 
-    def __init__(self, prior: float, settings: BandwidthSettings | None = None) -> None:
-        """Start from ``prior`` bytes per second, which fades as measurements come in."""
-        if not (isfinite(prior) and prior >= 0):
-            msg = f"a bandwidth prior must be a finite number of bytes per second, at least 0, got {prior}"
+    def __init__(
+        self, prior: float, settings: BandwidthSettings | None = None, *, prior_error: float | None = None
+    ) -> None:
+        """Start from ``prior`` bytes per second, which is forgotten as measurements come in; 0: nothing is known.
+
+        prior_error: relative error to expect of it, by default the settings'.
+        """
+        self._settings = settings or BandwidthSettings()
+        error = self._settings.prior_error if prior_error is None else prior_error
+        if not (0 <= prior < inf and 0 <= error < inf):
+            msg = f"a bandwidth prior and its error must be finite numbers, at least 0, got {prior} and {error}"
             raise ArgumentError(msg)
         self._prior = prior
-        self._settings = settings or BandwidthSettings()
-        self._fast = _Average(self._settings.fast_half_life_s)
-        self._slow = _Average(self._settings.slow_half_life_s)
-        self._covered: list[tuple[float, float]] = []
+        self._prior_share = 1.0
+        self._fast, self._slow = _Average(self._settings.fast), _Average(self._settings.slow)
+        self._long = _Average(Memory(_LONG_S))
+        self._busy = _BusyTime(self._settings.memory_s)
         self._held_bytes = 0
         self._held_s = 0.0
-        self._busy_s = 0.0
+        self._samples = 0
+        self._streak = 0  # samples in a row that were far below the estimate, negative, or far above it
+        self._below = self._above = error
 
     def add(self, size: int, started: float, ended: float) -> None:
         """Take in ``size`` bytes that arrived between two instants, in seconds of any one clock.
@@ -90,80 +143,196 @@ class BandwidthEstimator:
             msg = f"a transfer needs at least 0 bytes and must not end before it starts, got {size}, {started}..{ended}"
             raise ArgumentError(msg)
         self._held_bytes += size
-        self._held_s += self._claim(started, ended)
-        ripe = self._held_bytes >= self._settings.min_bytes and self._held_s >= self._settings.min_busy_s
-        if ripe or self._held_s >= self._settings.max_hold_s:
-            self._take()
+        self._held_s += self._busy.claim(started, ended)
+        if self._is_ripe:
+            self._take(self._held_bytes, self._held_s)
+            self._held_bytes, self._held_s = 0, 0.0
 
-    def _claim(self, started: float, ended: float) -> float:
-        """Mark an interval as busy; returns the seconds of it that were not yet."""
-        fresh, at = 0.0, started
-        for low, high in self._covered:
-            if low > at:
-                fresh += max(0.0, min(low, ended) - at)
-            at = max(at, high)
-        fresh += max(0.0, ended - at)
-        self._covered = _merged([*self._covered, (started, ended)], ended - self._settings.memory_s)
-        return fresh
+    @property
+    def _is_ripe(self) -> bool:
+        size, seconds, settings = self._held_bytes, self._held_s, self._settings
+        if size >= settings.min_bytes:
+            return seconds >= settings.min_busy_s
+        # Between two packets of a slow link there is silence, too.
+        telling = max(size, seconds * self.value) >= _TELLING_BYTES or seconds >= _MOST_HOLDS * settings.max_hold_s
+        return telling and seconds >= settings.max_hold_s
 
-    def _take(self) -> None:
-        rate = self._held_bytes / self._held_s
-        self._fast.add(rate, self._held_s)
-        self._slow.add(rate, self._held_s)
-        self._busy_s += self._held_s
-        self._held_bytes, self._held_s = 0, 0.0
+    def _take(self, size: int, seconds: float) -> None:
+        shed = 0.0
+        self._below, self._above = self._below * _ERROR_KEPT, self._above * _ERROR_KEPT
+        if self._samples:
+            # Errors are the measurements' own: that the prior was wrong does not make the link unsteady.
+            expected, rate = max(self._measured, 1.0), max(size / seconds, 1.0)
+            self._count_streak(rate / expected)
+            # A sample is shorter than what is planned: one that nothing bears out is half noise.
+            share = 1.0 if abs(self._streak) > 1 else 0.5
+            self._below = max(self._below, share * min(expected / rate - 1, _MOST_ERROR))
+            self._above = max(self._above, share * min(rate / expected - 1, _MOST_ERROR))
+            shed = 1.0 if self._streak <= -_FALL_SAMPLES or self._streak >= _RISE_SAMPLES else 0.0
+        self._fast.add(size, seconds, shed)
+        self._slow.add(size, seconds, shed)
+        self._long.add(size, seconds)
+        self._prior_share *= exp2(-self._settings.prior.half_lives(size, seconds))
+        self._samples += 1
+
+    def _count_streak(self, ratio: float) -> None:
+        if ratio < 1 / _JUMP:
+            self._streak = min(self._streak, 0) - 1
+        elif ratio > _JUMP:
+            self._streak = max(self._streak, 0) + 1
+        else:
+            self._streak = 0
+
+    @property
+    def _measured(self) -> float:
+        return min(self._fast.value, self._slow.value)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether any sample has counted yet."""
+        return self._samples > 0
 
     @property
     def confidence(self) -> float:
         """Share of the estimate that is measured rather than prior, 0 to 1."""
-        return 1.0 - exp2(-self._busy_s / self._settings.prior_half_life_s)
+        return 1.0 - self._prior_share
 
     @property
     def value(self) -> float:
         """Expected bytes per second."""
-        measured = min(self._fast.value, self._slow.value)
-        return self._prior + self.confidence * (measured - self._prior)
+        if not self._samples or not self._prior:
+            return self._measured if self._samples else self._prior
+        # In logarithms: a prior that is far too high fades as soon as one that is far too low.
+        measured, prior = log(max(self._measured, 1.0)), log(max(self._prior, 1.0))
+        return exp(measured + self._prior_share * (prior - measured))
 
     @property
     def low(self) -> float:
-        """Bytes per second to plan with: ``value`` under the safety factor."""
-        return self._settings.safety * self.value
+        """Bytes per second to plan with: what there would be if the estimate erred as much as it lately did."""
+        value = min(self.value, max(self._measured, 1.0)) if self._samples else self.value
+        return value / (1 + max(self._below, _LEAST_ERROR))
+
+    @property
+    def high(self) -> float:
+        """Bytes per second that the link may well give, likewise."""
+        return max(self.value, self._measured) * (1 + max(self._above, _LEAST_ERROR))
+
+    @property
+    def error(self) -> float:
+        """Relative error by which the estimate was lately too high, decaying from the largest; 0 to 9."""
+        return max(self._below, _LEAST_ERROR)
+
+    @property
+    def usual(self) -> float:
+        """Bytes per second over the last busy seconds: what a later load starts from, a stall at the end or not."""
+        return self._long.value if self._samples else self._prior
 
 
-def _merged(intervals: list[tuple[float, float]], oldest: float) -> list[tuple[float, float]]:
-    """Disjoint intervals in order, without those that ended before ``oldest``."""
-    merged: list[tuple[float, float]] = []
-    for low, high in sorted(intervals):
-        if merged and low <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], high))
-        elif high >= oldest:
-            merged.append((low, high))
-    return merged
+class _BusyTime:
+    """Seconds that transfers cover together; amortised O(1) for intervals that come about in order."""
+
+    def __init__(self, memory_s: float) -> None:
+        self._memory_s = memory_s
+        # Disjoint intervals in order.
+        self._starts: list[float] = []
+        self._ends: list[float] = []
+
+    def claim(self, started: float, ended: float) -> float:
+        """Mark an interval as busy; returns the seconds of it that were not yet."""
+        first = bisect_left(self._ends, started)
+        stop = bisect_right(self._starts, ended, first)
+        covered = sum(
+            min(high, ended) - max(low, started)
+            for low, high in zip(self._starts[first:stop], self._ends[first:stop], strict=True)
+        )
+        if first < stop:
+            low, high = min(started, self._starts[first]), max(ended, self._ends[stop - 1])
+        else:
+            low, high = started, ended
+        self._starts[first:stop], self._ends[first:stop] = [low], [high]
+        self._forget()
+        return max(0.0, ended - started - covered)
+
+    def _forget(self) -> None:
+        """Drop what is old, many at a time, so that dropping costs nothing on average."""
+        if len(self._ends) > _MOST_INTERVALS:
+            old = bisect_left(self._ends, self._ends[-1] - self._memory_s)
+            old = max(old, _MOST_INTERVALS // 2)
+            del self._starts[:old], self._ends[:old]
+
+
+class RecentMedian:
+    """Median of the last few measurements of a quantity, which a single outlier does not move.
+
+    The prior counts as one measurement until there are three.
+    """
+
+    def __init__(self, prior: float, spread: float = 0.5) -> None:
+        """Start at ``prior``, a finite number of at least 0, with a relative 1-sigma error of ``spread``."""
+        if not (0 <= prior < inf and 0 <= spread < inf):
+            msg = f"a prior and its spread must be finite numbers, at least 0, got {prior} and {spread}"
+            raise ArgumentError(msg)
+        self._prior = prior
+        self._spread = spread
+        self._recent: deque[float] = deque(maxlen=_WINDOW)
+
+    def add(self, measured: float) -> None:
+        """Take in one measurement."""
+        if not 0 <= measured < inf:
+            msg = f"a measurement must be a finite number, at least 0, got {measured}"
+            raise ArgumentError(msg)
+        self._recent.append(measured)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether anything was measured yet."""
+        return bool(self._recent)
+
+    @property
+    def value(self) -> float:
+        """Expected value."""
+        return median(self._taken)
+
+    @property
+    def deviation(self) -> float:
+        """One standard deviation: of the measurements, and at least what so few of them cannot rule out."""
+        value = self.value
+        measured = _MAD_TO_SIGMA * median(abs(taken - value) for taken in self._taken)
+        return max(measured, self._spread * value / (1 + len(self._recent)))
+
+    @property
+    def _taken(self) -> list[float]:
+        known = len(self._recent) >= _TRUSTED_SAMPLES
+        return [*self._recent] if known else [self._prior, *self._recent]
 
 
 class TtfbEstimator:
-    """Seconds from a request to its first byte: a moving average that starts at a prior."""
+    """Seconds from a request to its first byte: a median of the last few, starting at a prior."""
 
-    def __init__(self, prior_s: float, weight: float = 0.3) -> None:
-        """Start at ``prior_s`` seconds; ``weight`` in (0, 1] is that of each new sample."""
-        if not (isfinite(prior_s) and prior_s >= 0 and 0 < weight <= 1):
-            msg = f"a prior must be at least 0 s and a weight in (0, 1], got {prior_s} and {weight}"
-            raise ArgumentError(msg)
-        self._value = prior_s
-        self._weight = weight
-        self._samples = 0
+    def __init__(self, prior_s: float, spread: float = 0.5) -> None:
+        """Start at ``prior_s`` seconds, of which a relative 1-sigma error of ``spread`` is expected."""
+        self._recent = RecentMedian(prior_s, spread)
 
     def add(self, seconds: float) -> None:
         """Take in one measured time to first byte, in seconds."""
-        if not (isfinite(seconds) and seconds >= 0):
-            msg = f"a time to first byte must be a finite number of seconds, at least 0, got {seconds}"
-            raise ArgumentError(msg)
-        # The first measurements count more than the prior, which is only a guess.
-        self._samples += 1
-        weight = max(self._weight, 1 / (1 + self._samples))
-        self._value += weight * (seconds - self._value)
+        self._recent.add(seconds)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether any request was answered yet."""
+        return self._recent.is_measured
 
     @property
     def value(self) -> float:
         """Expected seconds to the first byte."""
-        return self._value
+        return self._recent.value
+
+    @property
+    def deviation(self) -> float:
+        """One standard deviation, in seconds."""
+        return self._recent.deviation
+
+    @property
+    def high(self) -> float:
+        """Seconds that most requests do not exceed: two standard deviations more."""
+        return self._recent.value + 2 * self._recent.deviation

@@ -1,4 +1,7 @@
-"""What happens to a load and what it asks for: events go in, instructions come out. Plain data, no behaviour."""
+"""What happens to loads and what they ask for: events go in, instructions come out. Plain data, no behaviour.
+
+Instants are seconds of the clock that the controller is driven by. A ``ChunkId`` names its load.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,31 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from kvwire.types import ChunkId, Decision
 
+    from .documents import DocumentPlanInput
+    from .settings import Goal
+
 
 @dataclass(frozen=True)
-class Started:
-    """The first event. deadline_s: seconds from now until the first token is due, or None."""
+class Asked:
+    """A load begins. documents: how many it has. query_tokens: of the question. goal: what is wanted, and by when."""
 
-    deadline_s: float | None = None
+    load: int
+    documents: int
+    query_tokens: int
+    goal: Goal
+
+
+@dataclass(frozen=True)
+class IndexKnown:
+    """What can be done about a document is known now.
+
+    variants: the same document as blobs with different head starts, chunk for chunk of the same tokens; usually one.
+    A document whose blob is of no use has one variant without bytes.
+    """
+
+    load: int
+    document: int
+    variants: tuple[DocumentPlanInput, ...]
 
 
 @dataclass(frozen=True)
@@ -25,10 +47,10 @@ class FirstByte:
 
 @dataclass(frozen=True)
 class TransferProgress:
-    """Bytes came between two instants of the session's clock.
+    """Bytes came between two instants.
 
     started: the first byte's arrival, or the end of this request's last report; never the sending of the request.
-    Report several times within the session's ``stall_s``. chunk: whose bytes; None: the oldest open request's.
+    Report several times within the settings' ``stall_s``. chunk: whose bytes; None: the oldest open request's.
     """
 
     bytes: int
@@ -39,15 +61,19 @@ class TransferProgress:
 
 @dataclass(frozen=True)
 class ChunkArrived:
-    """All bytes of a chunk's levels 0..level are here and sound."""
+    """A fetch is over and its bytes are sound up to ``level``, which is below the level asked for where some are lost.
+
+    trouble: what was lost, in words.
+    """
 
     chunk: ChunkId
     level: int
+    trouble: str = ""
 
 
 @dataclass(frozen=True)
 class ChunkFailed:
-    """A chunk's fetch is given up: missing, corrupt, or the link is gone."""
+    """A fetch is over and brought nothing of use: missing, corrupt, or the link is gone."""
 
     chunk: ChunkId
     reason: str
@@ -55,17 +81,21 @@ class ChunkFailed:
 
 @dataclass(frozen=True)
 class DecodeDone:
-    """A chunk is decoded, in ``seconds`` of compute."""
+    """A batch of chunks is decoded, in ``seconds`` of compute."""
 
-    chunk: ChunkId
+    chunks: tuple[ChunkId, ...]
     seconds: float
 
 
 @dataclass(frozen=True)
 class DecodeFailed:
-    """A chunk's bytes cannot be decoded."""
+    """A batch is over and some of its chunks cannot be decoded; the others can be used.
 
-    chunk: ChunkId
+    bad: these chunks, at least one.
+    """
+
+    chunks: tuple[ChunkId, ...]
+    bad: tuple[ChunkId, ...]
     reason: str
 
 
@@ -86,25 +116,57 @@ class RecomputeFailed:
 
 
 @dataclass(frozen=True)
+class HeadStartDone:
+    """A document's first layers are computed, in ``seconds``: its chunks can be decoded."""
+
+    load: int
+    document: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class HeadStartFailed:
+    """A document's first layers cannot be computed: its blob is of no use."""
+
+    load: int
+    document: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Tick:
-    """Time has passed: send one every 50 ms or so while fetches are open, so that a silent link is noticed."""
+    """Time has passed: send one at ``Controller.wake_at``, and as often besides as you like."""
+
+
+@dataclass(frozen=True)
+class Left:
+    """Nobody waits for a load any more."""
+
+    load: int
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """Fetch levels 0..level of a chunk. ``bytes`` of them."""
+    """Fetch levels first..level of a chunk, ``bytes`` of them.
+
+    first above 0: a refinement; what is below has arrived. variant: which of the document's blobs. until: the instant
+    after which the bytes are of no use: give up then at the latest, and say ``ChunkFailed``.
+    """
 
     chunk: ChunkId
+    first: int
     level: int
     bytes: int
+    variant: int
+    until: float
 
 
 @dataclass(frozen=True)
 class Decode:
-    """Decode an arrived chunk."""
+    """Decode chunks of one document, each at its level, from all bytes of it that have arrived."""
 
-    chunk: ChunkId
-    level: int
+    chunks: tuple[ChunkId, ...]
+    levels: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -116,29 +178,49 @@ class Recompute:
 
 
 @dataclass(frozen=True)
+class HeadStart:
+    """Compute the first layers of a document, for this variant of its blob."""
+
+    load: int
+    document: int
+    variant: int
+
+
+@dataclass(frozen=True)
 class Cancel:
-    """Stop a fetch; whatever is still reported about it is ignored."""
+    """Stop a fetch; whatever is still reported about it is ignored. reason: in words."""
+
+    chunk: ChunkId
+    reason: str
+
+
+@dataclass(frozen=True)
+class Release:
+    """Forget the bytes that were fetched for a chunk: they are not asked for again."""
 
     chunk: ChunkId
 
 
 @dataclass(frozen=True)
 class Finish:
-    """All chunks are ready. decisions: what was done, in prompt order."""
+    """All chunks of a load are ready. decisions: what was done, in prompt order."""
 
+    load: int
     decisions: tuple[Decision, ...]
     reason: str
 
 
 @dataclass(frozen=True)
 class Fail:
-    """The prompt cannot be made ready: a chunk can neither be fetched nor recomputed."""
+    """A prompt cannot be made ready: a chunk can neither be fetched nor recomputed."""
 
+    load: int
     reason: str
 
 
 Event: TypeAlias = (
-    Started
+    Asked
+    | IndexKnown
     | FirstByte
     | TransferProgress
     | ChunkArrived
@@ -147,14 +229,17 @@ Event: TypeAlias = (
     | DecodeFailed
     | RecomputeDone
     | RecomputeFailed
+    | HeadStartDone
+    | HeadStartFailed
     | Tick
+    | Left
 )
-Instruction: TypeAlias = Fetch | Decode | Recompute | Cancel | Finish | Fail
+Instruction: TypeAlias = Fetch | Decode | Recompute | HeadStart | Cancel | Release | Finish | Fail
 
 
 @dataclass(frozen=True)
 class LogEntry:
-    """One call of ``LoadSession.handle``: enough of them replay a load."""
+    """One call of ``Controller.handle``: enough of them replay what happened."""
 
     now: float
     event: Event

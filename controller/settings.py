@@ -1,43 +1,99 @@
-"""Settings of a load session."""
+"""What a load is to achieve, and how loads are steered."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
+from typing import Literal
 
 from kvwire.errors import ArgumentError
 
+Objective = Literal["earliest", "quality", "cheapest"]
+
 
 @dataclass(frozen=True, kw_only=True)
-class SessionSettings:
-    """How a load is steered.
+class Goal:
+    """What a load is to achieve.
 
-    quality_floor: the lowest level that may be fetched where there is a choice.
-    max_in_flight: fetches open at once; few, so that later decisions can still change.
-    compute_workers: 1: decoding and recomputing take turns; 2: one decode may run beside one recomputation.
-    merge_chunks: chunks of one forward pass at most; few, so that the meeting point can still move.
-    stall_s: seconds without a byte after which the link counts as dead until one comes.
-    replan_s: seconds for which a plan is used again, so that planning a long prompt does not crowd out the loading.
-    reserve_s: seconds of the deadline that plans leave unused, for what no model foresees.
-    cancel_margin: a fetch is given up for recomputation where it would take that many times as long.
+    objective: ``earliest``: the soonest first token at the quality floor. ``quality``: the least error with the first
+    token by the deadline. ``cheapest``: the fewest bytes with the first token by the deadline. Where nothing is in
+    time, the soonest first token.
+    deadline_s: seconds from the asking to the first token; None: there is none, and only ``earliest`` makes sense.
+    floor, ceiling: the lowest level to use where there is a choice, and the finest worth waiting for (None: any).
     """
 
-    quality_floor: int
-    max_in_flight: int = 4
-    compute_workers: int = 1
-    merge_chunks: int = 4
+    objective: Objective = "earliest"
+    deadline_s: float | None = None
+    floor: int = 0
+    ceiling: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse goals that nobody can mean."""
+        if self.objective not in ("earliest", "quality", "cheapest"):
+            msg = f"an objective is earliest, quality or cheapest, got {self.objective!r}"
+            raise ArgumentError(msg)
+        if self.deadline_s is not None and not isfinite(self.deadline_s):
+            msg = f"a deadline must be a finite number of seconds, or None for none, got {self.deadline_s}"
+            raise ArgumentError(msg)
+        if self.deadline_s is None and self.objective != "earliest":
+            msg = f"{self.objective} needs a deadline; give one, or ask for the earliest first token"
+            raise ArgumentError(msg)
+        if self.floor < 0 or (self.ceiling is not None and self.ceiling < self.floor):
+            msg = f"a floor must be at least 0 and a ceiling no lower, got {self.floor} and {self.ceiling}"
+            raise ArgumentError(msg)
+
+    @classmethod
+    def within(cls, deadline_s: float | None, *, floor: int = 0) -> Goal:
+        """The best quality within a deadline, or the soonest first token where there is none."""
+        return cls(objective="earliest" if deadline_s is None else "quality", deadline_s=deadline_s, floor=floor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControllerSettings:
+    """How loads are steered.
+
+    max_in_flight: fetches open at once. horizon_s: besides what two round trips carry, bytes are asked for that
+    far ahead; little, so that later decisions can still change.
+    workers: 1: decoding and recomputing take turns; 2: each has a lane of its own.
+    decode_batch: chunks decoded in one go at most.
+    max_pass_s: a forward pass is not made longer than this where that can be helped, so that others get their turn.
+    stall_s: seconds without a byte after which the link counts as dead until one comes.
+    patience_s: seconds that a fetch may take where nothing else says how long.
+    max_failures: fetches of one document in a row that bring nothing, after which its blob is given up.
+    replan_s: seconds for which a plan is used again.
+    reserve_s: seconds of a deadline that plans leave unused, for what no model foresees.
+    cancel_margin: a fetch is given up for recomputation where it would take that many times as long.
+    memory_bytes: of what was asked for, has arrived or is kept for refinement, over all loads.
+    stretch: a load without a deadline counts as due after this many times what it takes alone; who is due first goes
+    first.
+    """
+
+    max_in_flight: int = 8
+    horizon_s: float = 0.02
+    workers: int = 1
+    decode_batch: int = 1
+    max_pass_s: float = 0.5
     stall_s: float = 0.25
-    replan_s: float = 0.02
-    reserve_s: float = 0.02
+    patience_s: float = 30.0
+    max_failures: int = 3
+    replan_s: float = 0.005
+    reserve_s: float = 0.01
     cancel_margin: float = 1.5
+    memory_bytes: int = 1 << 32
+    stretch: float = 3.0
 
     def __post_init__(self) -> None:
         """Refuse settings under which no load would end."""
-        if self.quality_floor < 0 or self.max_in_flight < 1 or self.merge_chunks < 1:
-            msg = "quality_floor must be at least 0, max_in_flight and merge_chunks at least 1"
+        if min(self.max_in_flight, self.decode_batch, self.max_failures, self.memory_bytes) < 1:
+            msg = "max_in_flight, decode_batch, max_failures and memory_bytes must be at least 1"
             raise ArgumentError(msg)
-        if self.compute_workers not in (1, 2):
-            msg = f"compute_workers must be 1 or 2, got {self.compute_workers}"
+        if self.workers not in (1, 2):
+            msg = f"workers must be 1 or 2, got {self.workers}"
             raise ArgumentError(msg)
-        if not (self.stall_s > 0 and self.cancel_margin >= 1 and min(self.reserve_s, self.replan_s) >= 0):
-            msg = "stall_s must be above 0, cancel_margin at least 1, reserve_s and replan_s at least 0"
+        positive = (self.stall_s, self.patience_s, self.max_pass_s, self.stretch)
+        if not (min(positive) > 0 and self.cancel_margin >= 1):
+            msg = "stall_s, patience_s, max_pass_s and stretch must be above 0 and cancel_margin at least 1"
+            raise ArgumentError(msg)
+        if min(self.reserve_s, self.replan_s, self.horizon_s) < 0:
+            msg = "reserve_s, replan_s and horizon_s must be at least 0"
             raise ArgumentError(msg)

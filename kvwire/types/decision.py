@@ -8,10 +8,11 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class ChunkId:
-    """A chunk of one of the prompt's documents, both counted from 0 in prompt order."""
+    """A chunk of one of a prompt's documents, both counted from 0 in prompt order; load: which prompt is meant."""
 
     document: int
     chunk: int
+    load: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,235 @@
+"""The state of every chunk of a load, and the one table of moves between states."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvwire.errors import ArgumentError
+from kvwire.types import ChunkId, Decision
+
+from .policies.base import Columns, Refinable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from .documents import DocumentPlanInput
+    from .policies.base import Flags, Floats, Ints
+
+
+class ChunkState(IntEnum):
+    """Where a chunk is on its way into the prompt. From READY on it is valid there, and only becomes better."""
+
+    PLANNED = 0  # nothing started; every plan may decide anew
+    FETCHING = 1
+    ARRIVED = 2
+    DECODING = 3
+    RECOMPUTING = 4
+    READY = 5
+    REFINING = 6  # ready, and a finer level is being fetched
+    REFINED = 7  # ready, and a finer level is here
+    REDECODING = 8  # being overwritten with a finer level
+    FAILED = 9  # neither way is left
+
+
+_S = ChunkState
+
+# Every move there is. Back to PLANNED: one way into the prompt is lost, or given up, and the other is left.
+MOVES: dict[ChunkState, frozenset[ChunkState]] = {
+    _S.PLANNED: frozenset({_S.FETCHING, _S.RECOMPUTING, _S.FAILED}),
+    _S.FETCHING: frozenset({_S.ARRIVED, _S.PLANNED}),
+    _S.ARRIVED: frozenset({_S.DECODING, _S.PLANNED}),
+    _S.DECODING: frozenset({_S.READY, _S.PLANNED}),
+    _S.RECOMPUTING: frozenset({_S.READY, _S.PLANNED}),
+    _S.READY: frozenset({_S.REFINING}),
+    _S.REFINING: frozenset({_S.REFINED, _S.READY}),
+    _S.REFINED: frozenset({_S.REDECODING, _S.READY}),
+    _S.REDECODING: frozenset({_S.READY, _S.ARRIVED}),  # ARRIVED: spoilt, but what it was made from is still here
+    _S.FAILED: frozenset(),
+}
+
+VALID = (_S.READY, _S.REFINING, _S.REFINED)
+"""States in which a chunk of the prompt can be used as it is."""
+
+
+class DocumentBoard:
+    """The chunks of one document as arrays, one column each.
+
+    level: asked for or in the prompt. valid_level: in the prompt; RECOMPUTE (-1) where it was recomputed. held: bytes
+    that were asked for or have arrived and are not released. bytes_left: of the open fetch.
+    """
+
+    def __init__(self, load: int, number: int, variants: tuple[DocumentPlanInput, ...]) -> None:
+        """Lay out a column for every chunk; the first variant is the chosen one until ``choose``."""
+        self.load, self.number, self.variants = load, number, variants
+        if not variants or any(variant.tokens != variants[0].tokens for variant in variants):
+            msg = f"document {number} needs at least one variant, and all of them chunks of the same tokens"
+            raise ArgumentError(msg)
+        tokens = variants[0].tokens
+        count = self.count = len(tokens)
+        self.tokens = np.array(tokens, np.int64)
+        self.context = np.array([0, *accumulate(tokens)][:-1], np.int64)
+        self.state = np.zeros(count, np.uint8)
+        self.level = np.full(count, -1, np.int64)
+        self.valid_level = np.full(count, -1, np.int64)
+        self.held = np.zeros(count, np.int64)
+        self.bytes_left = np.zeros(count, np.int64)
+        self.reasons: dict[int, str] = {}
+        self.troubles: dict[int, str] = {}
+        self.failures = 0
+        self.head_done = False
+        self.head_running = False
+        self.choose(0)
+
+    def choose(self, variant: int) -> None:
+        """Take one of the variants; before anything is fetched."""
+        self.variant = variant
+        self.input = chosen = self.variants[variant]
+        self.can_text = np.full(self.count, any(each.has_text for each in self.variants))
+        levels = max(chosen.finest + 1, 1)
+        rows = chosen.fetch_bytes or ((),) * self.count
+        self.top = np.array([len(row) - 1 for row in rows], np.int64)
+        self.sizes = np.array([_padded(row, levels) for row in rows], np.int64).T.copy()
+        errors = chosen.errors or tuple(tuple(0.1 ** (1 + k) for k in range(len(row))) for row in rows)
+        self.errors = np.array([_padded(row, levels) for row in errors], np.float64).T.copy()
+        finest = [row[-1] for row in errors if len(row) == levels]
+        self.exact_error = max(finest) if chosen.has_blob and finest else 0.0
+        for chunk in np.flatnonzero((self.top < 0) & ~self.can_text).tolist():
+            self.troubles[chunk] = "it has neither text nor a segment to fetch"
+            self.move(chunk, _S.FAILED)
+
+    def id(self, chunk: int) -> ChunkId:
+        """The chunk's name."""
+        return ChunkId(self.number, chunk, self.load)
+
+    def move(self, chunk: int, state: ChunkState) -> None:
+        """Go to another state. Raises ArgumentError where ``MOVES`` has no such move."""
+        old = ChunkState(int(self.state[chunk]))
+        if state not in MOVES[old]:
+            msg = f"{self.id(chunk)} is {old.name.lower()}: it cannot become {state.name.lower()}; report outcomes once"
+            raise ArgumentError(msg)
+        self.state[chunk] = state
+
+    def lose(self, chunk: int, trouble: str, *, fetch: bool) -> None:
+        """Go back to planned without one of the two ways, and fail where the other is gone as well."""
+        self.move(chunk, _S.PLANNED)
+        if fetch:
+            self.top[chunk] = -1
+        else:
+            self.can_text[chunk] = False
+        self.level[chunk] = -1
+        self.note(chunk, trouble)
+        if self.top[chunk] < 0 and not self.can_text[chunk]:
+            self.move(chunk, _S.FAILED)
+
+    def give_up_blob(self, trouble: str, *, all_of_it: bool = False) -> None:
+        """Fetch nothing more of this document where its text stands in, or not even where it does not."""
+        for chunk in np.flatnonzero((self.state == _S.PLANNED) & (self.top >= 0)).tolist():
+            if self.can_text[chunk] or all_of_it:
+                self.top[chunk] = -1
+                self.note(chunk, trouble)
+                if not self.can_text[chunk]:
+                    self.move(chunk, _S.FAILED)
+
+    def note(self, chunk: int, trouble: str) -> None:
+        """Remember what went wrong."""
+        before = self.troubles.get(chunk)
+        self.troubles[chunk] = f"{before}; {trouble}" if before else trouble
+
+    def size(self, chunk: int, level: int) -> int:
+        """Bytes of a chunk up to a level; 0 below level 0."""
+        return int(self.sizes[level, chunk]) if level >= 0 else 0
+
+    def prefill_span(self, first: int, last: int) -> tuple[int, int]:
+        """Tokens of chunks first..last, and tokens before them."""
+        return int(self.tokens[first : last + 1].sum()), int(self.context[first])
+
+    def ready_before(self) -> int:
+        """The first chunk that is not valid yet; the number of chunks where all are."""
+        missing = np.flatnonzero(~self.valid)
+        return int(missing[0]) if len(missing) else self.count
+
+    @property
+    def valid(self) -> Flags:
+        """Chunks that can be used as they are."""
+        return np.isin(self.state, VALID)
+
+    @property
+    def head_s_share(self) -> float:
+        """Share of the document's forward pass that is still needed before anything of it can be decoded."""
+        return 0.0 if self.head_done or self.head_running else self.input.head_start
+
+    def decision(self, chunk: int) -> Decision:
+        """What was done with a chunk."""
+        reason, trouble = self.reasons.get(chunk, ""), self.troubles.get(chunk)
+        level = int(self.valid_level[chunk])
+        text = f"{reason} ({trouble})" if trouble else reason
+        return Decision(self.id(chunk), "recompute" if level < 0 else "fetch", None if level < 0 else level, text)
+
+
+def _padded(row: tuple[float, ...], levels: int) -> list[float]:
+    """A row of levels, its last entry repeated; zeros where it is empty."""
+    return [*row, *(row[-1:] or (0,)) * (levels - len(row))]
+
+
+def columns_of(documents: Iterable[DocumentBoard], head_s: dict[int, float]) -> tuple[Columns, Ints, Ints]:
+    """Chunks that nothing was started for, with their documents' positions in the list and numbers ``[n]``."""
+    boards = list(documents)
+    picks = [np.flatnonzero(board.state == _S.PLANNED) for board in boards]
+    where = np.repeat(np.arange(len(boards)), [len(pick) for pick in picks])
+    chunk = np.concatenate([*picks, np.zeros(0, np.int64)]).astype(np.int64)
+    levels = max((len(board.sizes) for board in boards), default=1)
+
+    def joined(values: list[Ints], dtype: type = np.int64) -> Ints:
+        return np.concatenate([*values, np.zeros(0, dtype)]).astype(dtype)
+
+    def picked(name: str, dtype: type = np.int64) -> Ints:
+        return joined([getattr(board, name)[pick] for board, pick in zip(boards, picks, strict=True)], dtype)
+
+    def spread(values: list[float], dtype: type = np.float64) -> Floats:
+        return np.array([*values, 0], dtype)[where]
+
+    columns = Columns(
+        document=spread([board.number for board in boards], np.int64),
+        chunk=chunk,
+        tokens=picked("tokens"),
+        context=picked("context"),
+        sizes=_stack([board.sizes[:, pick] for board, pick in zip(boards, picks, strict=True)], levels),
+        errors=_stack([board.errors[:, pick] for board, pick in zip(boards, picks, strict=True)], levels),
+        top=picked("top"),
+        finest=spread([board.input.finest for board in boards], np.int64),
+        exact_error=spread([board.exact_error for board in boards]),
+        can_text=picked("can_text", np.bool_),
+        layered=spread([board.input.layered for board in boards], np.bool_),
+        head_s=spread([head_s.get(board.number, 0.0) for board in boards]),
+    )
+    return columns, where, chunk
+
+
+def _stack(parts: list[Floats], levels: int) -> Floats:
+    """Parts ``[own levels, n]`` side by side, each with its last level repeated ``[levels, total]``."""
+    grown = [part[np.minimum(np.arange(levels), len(part) - 1)] for part in parts]
+    return np.concatenate(grown, axis=1) if grown else np.zeros((levels, 0))
+
+
+def refinable_of(boards: list[DocumentBoard]) -> tuple[Refinable, Ints, Ints]:
+    """Chunks that are ready at a level of a layered blob whose bytes are still held, as columns."""
+    picks = [
+        np.flatnonzero((board.state == _S.READY) & (board.held > 0) & (board.valid_level >= 0)) for board in boards
+    ]
+    where = np.repeat(np.arange(len(boards)), [len(pick) for pick in picks])
+    chunk = np.concatenate([*picks, np.zeros(0, np.int64)]).astype(np.int64)
+    levels = max((len(board.sizes) for board in boards), default=1)
+    pairs = list(zip(boards, picks, strict=True))
+    none = np.zeros(0, np.int64)
+    refinable = Refinable(
+        level=np.concatenate([*(board.valid_level[pick] for board, pick in pairs), none]),
+        top=np.concatenate([*(board.top[pick] for board, pick in pairs), none]),
+        sizes=_stack([board.sizes[:, pick] for board, pick in pairs], levels).astype(np.int64),
+        errors=_stack([board.errors[:, pick] for board, pick in pairs], levels),
+        tokens=np.concatenate([*(board.tokens[pick] for board, pick in pairs), none]),
+    )
+    return refinable, where, chunk

@@ -1,0 +1,332 @@
+"""All loads that share a link and an engine as one state machine: events in, instructions out; no clock, thread or socket.
+
+``handle`` takes an event in, moves chunks between the states of ``board.MOVES``, and then hands out what the link and
+the lanes are free for. Who goes first is in ``dispatch.py``.
+"""
+
+from __future__ import annotations
+
+from math import inf, isfinite
+from typing import TYPE_CHECKING
+
+from kvwire.errors import ArgumentError
+
+from . import events as ev
+from .board import ChunkState, DocumentBoard
+from .dispatch import Dispatcher
+from .load import Load
+from .policies.adaptive import Adaptive
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvwire.types import ChunkId
+
+    from .documents import DocumentPlanInput
+    from .estimates import Estimates
+    from .policies.base import Policy
+    from .settings import ControllerSettings
+
+_S = ChunkState
+
+
+class Controller:
+    """Steers loads from ``Asked`` to ``Finish`` or ``Fail``, of which exactly one comes for each, once.
+
+    Whoever drives it carries out the instructions and reports what happens, and sends a ``Tick`` at ``wake_at``. An
+    event that cannot happen in the present state raises ArgumentError and changes nothing; what is still reported of a
+    cancelled fetch or of a load that is over is ignored.
+
+    record: called with every event and its instructions; feeding the events to an equal new controller gives the same
+    instructions, see ``replay``. Estimates are updated in place and may serve other controllers of the same link.
+    """
+
+    def __init__(
+        self,
+        estimates: Estimates,
+        settings: ControllerSettings,
+        policy: Policy | None = None,
+        *,
+        record: Callable[[ev.LogEntry], object] | None = None,
+    ) -> None:
+        """Start without loads."""
+        self.estimates = estimates
+        self._loads: dict[int, Load] = {}
+        self._newest = -1
+        self._now = -inf
+        self._cancelled: set[ChunkId] = set()
+        self._record = record
+        self._dispatch = Dispatcher(estimates, settings, policy or Adaptive(), self._loads)
+        self._settings = settings
+
+    @property
+    def loads(self) -> dict[int, Load]:
+        """Loads under way, by their numbers; to look at."""
+        return self._loads
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that were asked for, have arrived or are kept, over all loads."""
+        return self._dispatch.held
+
+    @property
+    def wake_at(self) -> float:
+        """Instant at which to send a ``Tick`` unless something else happens before; infinite where there is no need."""
+        return self._dispatch.wake_at(self._now)
+
+    def handle(self, event: ev.Event, now: float) -> list[ev.Instruction]:
+        """Take in one event at ``now`` seconds of any clock that never goes back; returns what to do."""
+        if not isfinite(now) or now < self._now:
+            msg = f"time must be finite and never go back: {now} after {self._now}"
+            raise ArgumentError(msg)
+        out: list[ev.Instruction] = []
+        # Taking in comes first: it raises before it changes anything.
+        if self._take(event, now, out):
+            self._dispatch.act(now, out)
+        self._cancelled |= {each.chunk for each in out if isinstance(each, ev.Cancel)}
+        self._cancelled = {chunk for chunk in self._cancelled if chunk.load in self._loads}
+        self._now = now
+        if self._record:
+            self._record(ev.LogEntry(now, event, tuple(out)))
+        return out
+
+    def _take(self, event: ev.Event, now: float, out: list[ev.Instruction]) -> bool:  # noqa: C901 - a case for each event
+        """Take in an event; returns whether there may be something to do."""
+        link = self._dispatch.link
+        match event:
+            case ev.Asked():
+                self._asked(event, now)
+            case ev.IndexKnown(load, document, variants):
+                return self._index(load, document, variants, now)
+            case ev.FirstByte(seconds):
+                link.first_byte(seconds)
+                return False
+            case ev.TransferProgress(size, started, ended, chunk):
+                link.progress(size, started, ended, chunk)
+                return False
+            case ev.ChunkArrived(chunk, level, trouble):
+                return self._arrived(chunk, level, trouble, now)
+            case ev.ChunkFailed(chunk, reason):
+                return self._fetch_failed(chunk, reason, now)
+            case ev.DecodeDone(chunks, seconds):
+                self._decoded(chunks, (), seconds, "", out)
+            case ev.DecodeFailed(chunks, bad, reason):
+                self._decoded(chunks, bad, None, reason, out)
+            case ev.RecomputeDone(chunks, seconds):
+                self._recomputed(chunks, seconds)
+            case ev.RecomputeFailed(chunk, reason):
+                self._recompute_failed(chunk, reason)
+            case ev.HeadStartDone(load, document, seconds):
+                self._head_started(load, document, seconds)
+            case ev.HeadStartFailed(load, document, reason):
+                self._head_failed(load, document, reason, out)
+            case ev.Tick():
+                link.watch(now)
+            case ev.Left(load):
+                known = self._load(load)
+                if known:
+                    self._dispatch.end(known, out)
+        return True
+
+    def _load(self, number: int) -> Load | None:
+        """A load under way; None where it is over. Raises ArgumentError for one that never was."""
+        if number > self._newest:
+            msg = f"load {number} was never asked for"
+            raise ArgumentError(msg)
+        return self._loads.get(number)
+
+    def _asked(self, event: ev.Asked, now: float) -> None:
+        if event.load <= self._newest:
+            msg = f"loads are numbered upwards: {event.load} after {self._newest}"
+            raise ArgumentError(msg)
+        self._loads[event.load] = Load(event, now)
+        self._newest = event.load
+
+    def _index(self, number: int, document: int, variants: tuple[DocumentPlanInput, ...], now: float) -> bool:
+        load = self._load(number)
+        if load:
+            self._dispatch.add(load, load.add(document, variants), now)
+        return load is not None
+
+    def _place(self, chunk: ChunkId) -> tuple[Load, DocumentBoard] | None:
+        """Where a chunk is; None where its load is over. Raises ArgumentError for a chunk that there is not."""
+        load = self._load(chunk.load)
+        if load is None:
+            return None
+        board = load.board(chunk.document)
+        if not 0 <= chunk.chunk < board.count:
+            msg = f"{chunk} is not part of this load"
+            raise ArgumentError(msg)
+        return load, board
+
+    def _fetched(self, chunk: ChunkId) -> tuple[Load, DocumentBoard] | None:
+        """Where a chunk is whose fetch is over; None where nobody cares any more."""
+        if chunk in self._cancelled:
+            self._cancelled.discard(chunk)
+            return None
+        place = self._place(chunk)
+        if place is None:
+            return None
+        state = ChunkState(int(place[1].state[chunk.chunk]))
+        if state not in (_S.FETCHING, _S.REFINING):
+            msg = f"{chunk} is {state.name.lower()}, not being fetched; report each outcome once"
+            raise ArgumentError(msg)
+        return place
+
+    def _arrived(self, chunk: ChunkId, level: int, trouble: str, now: float) -> bool:
+        place = self._fetched(chunk)
+        if place is None:
+            return False
+        load, board = place
+        at, asked = chunk.chunk, int(board.level[chunk.chunk])
+        if not 0 <= level <= asked:
+            msg = f"level {level} of {chunk} arrived, level {asked} was asked for"
+            raise ArgumentError(msg)
+        refining = board.state[at] == _S.REFINING
+        too_coarse = level <= board.valid_level[at] if refining else level < load.goal.floor and board.can_text[at]
+        if level < asked and too_coarse:
+            return self._fetch_failed(chunk, trouble or f"only level {level} is there", now)
+        self._dispatch.link.close(chunk, now, arrived=True)
+        board.failures = 0
+        if level < asked:
+            board.note(at, trouble)
+            board.top[at] = level
+            self._dispatch.hold(board, at, board.size(at, level))
+        board.level[at] = level
+        board.move(at, _S.REFINED if refining else _S.ARRIVED)
+        return True
+
+    def _fetch_failed(self, chunk: ChunkId, reason: str, now: float) -> bool:
+        place = self._fetched(chunk)
+        if place is None:
+            return False
+        load, board = place
+        self._dispatch.link.close(chunk, now, arrived=False)
+        load.planned_at = -inf
+        if board.state[chunk.chunk] == _S.REFINING:
+            board.note(chunk.chunk, f"refinement failed: {reason}")
+            self._dispatch.settle(board, chunk.chunk)
+            return True
+        self._lose(load, board, chunk.chunk, f"fetch failed: {reason}")
+        board.failures += 1
+        if board.failures >= self._settings.max_failures:
+            board.give_up_blob(f"{board.failures} fetches in a row failed")
+        return True
+
+    def _lose(self, load: Load, board: DocumentBoard, chunk: int, trouble: str) -> None:
+        """Lose what was or should have been fetched for a chunk."""
+        board.lose(chunk, trouble, fetch=True)
+        self._dispatch.hold(board, chunk, 0)
+        load.planned_at = -inf
+        load.fallbacks += bool(board.can_text[chunk])
+
+    def _decoded(
+        self, chunks: tuple[ChunkId, ...], bad: tuple[ChunkId, ...], seconds: float | None, reason: str,
+        out: list[ev.Instruction],
+    ) -> None:  # fmt: skip
+        if seconds is None and not (bad and set(bad) <= set(chunks)):
+            msg = "a decode that failed names at least one of its own chunks"
+            raise ArgumentError(msg)
+        if seconds is not None:
+            _check_seconds(seconds)
+        first = chunks[0] if chunks else None
+        numbers = (first.load, first.document) if first else (-1, -1)
+        self._dispatch.lanes.end("decode", "decode", chunks, *numbers)
+        place = self._place(chunks[0])
+        if place is None:
+            return
+        load, board = place
+        if seconds is not None:
+            size = sum(board.size(chunk.chunk, int(board.level[chunk.chunk])) for chunk in chunks)
+            tokens = sum(int(board.tokens[chunk.chunk]) for chunk in chunks)
+            self.estimates.decode.add(tokens, size, seconds)
+        for chunk in chunks:
+            self._decoded_one(load, board, chunk.chunk, reason if chunk in bad else None, out)
+
+    def _decoded_one(
+        self, load: Load, board: DocumentBoard, chunk: int, trouble: str | None, out: list[ev.Instruction]
+    ) -> None:
+        if trouble is None:
+            board.move(chunk, _S.READY)
+            board.valid_level[chunk] = board.level[chunk]
+            self._dispatch.keep_or_release(load, board, chunk, out)
+        elif board.state[chunk] == _S.REDECODING:
+            # What was valid is spoilt; its own bytes are still here, and nothing finer is tried again.
+            board.note(chunk, f"refinement cannot be decoded: {trouble}")
+            board.move(chunk, _S.ARRIVED)
+            board.level[chunk] = board.top[chunk] = board.valid_level[chunk]
+            self._dispatch.hold(board, chunk, board.size(chunk, int(board.level[chunk])))
+        else:
+            self._lose(load, board, chunk, f"decode failed: {trouble}")
+            out.append(ev.Release(board.id(chunk)))
+
+    def _recomputed(self, chunks: tuple[ChunkId, ...], seconds: float) -> None:
+        _check_seconds(seconds)
+        load_number, document = (chunks[0].load, chunks[0].document) if chunks else (-1, -1)
+        self._dispatch.lanes.end("prefill", "recompute", chunks, load_number, document)
+        place = self._place(chunks[0])
+        if place is None:
+            return
+        _, board = place
+        for chunk in chunks:
+            board.move(chunk.chunk, _S.READY)
+            board.valid_level[chunk.chunk] = -1
+        self.estimates.prefill.add(*board.prefill_span(chunks[0].chunk, chunks[-1].chunk), seconds)
+
+    def _recompute_failed(self, chunk: ChunkId, reason: str) -> None:
+        job = self._dispatch.lanes.running("prefill")
+        if job is None or job.kind != "recompute" or chunk not in job.chunks:
+            msg = f"{chunk} is not being recomputed; name a chunk of the pass that failed"
+            raise ArgumentError(msg)
+        self._dispatch.lanes.end("prefill", "recompute", job.chunks, job.load, job.document)
+        place = self._place(chunk)
+        if place is None:
+            return
+        load, board = place
+        load.planned_at = -inf
+        for other in job.chunks:
+            if other == chunk:
+                board.lose(other.chunk, f"recomputation failed: {reason}", fetch=False)
+            else:
+                board.move(other.chunk, _S.PLANNED)
+
+    def _head_started(self, number: int, document: int, seconds: float) -> None:
+        _check_seconds(seconds)
+        self._dispatch.lanes.end("prefill", "head start", (), number, document)
+        load = self._load(number)
+        if load:
+            board = load.board(document)
+            board.head_done, board.head_running = True, False
+
+    def _head_failed(self, number: int, document: int, reason: str, out: list[ev.Instruction]) -> None:
+        self._dispatch.lanes.end("prefill", "head start", (), number, document)
+        load = self._load(number)
+        if load is None:
+            return
+        board = load.board(document)
+        board.head_running = False
+        trouble = f"its head start failed: {reason}"
+        for chunk in range(board.count):
+            state = board.state[chunk]
+            if state == _S.FETCHING:
+                self._dispatch.link.close(board.id(chunk), 0.0, arrived=False)
+                out.append(ev.Cancel(board.id(chunk), trouble))
+            if state in (_S.FETCHING, _S.ARRIVED):
+                self._lose(load, board, chunk, trouble)
+                out.append(ev.Release(board.id(chunk)))
+        board.give_up_blob(trouble, all_of_it=True)
+
+
+def _check_seconds(seconds: float) -> None:
+    if not (isfinite(seconds) and seconds >= 0):
+        msg = f"a measured time must be a finite number of seconds, at least 0, got {seconds}"
+        raise ArgumentError(msg)
+
+
+def replay(log: list[ev.LogEntry], controller: Controller) -> None:
+    """Feed a log's events to a new controller; raises ArgumentError at the first instruction that differs."""
+    for number, entry in enumerate(log):
+        given = tuple(controller.handle(entry.event, entry.now))
+        if given != entry.instructions:
+            msg = f"entry {number}: {given} instead of {entry.instructions}; is it the same policy, settings and estimates?"
+            raise ArgumentError(msg)

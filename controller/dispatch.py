@@ -1,0 +1,387 @@
+"""Who gets the link and the lanes next, and what for.
+
+Loads are served in the order in which they are due; one without a deadline counts as due after some times what it takes
+alone, so that nobody waits for ever. A load that is late anyway comes after those that can still be in time, but every
+fourth turn goes to the one that has waited longest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from . import events as ev
+from .board import ChunkState
+from .lanes import Job, Lanes
+from .link import Flight, Link
+from .policies.base import Columns, PlanRequest, Promised
+
+if TYPE_CHECKING:
+    from .board import DocumentBoard
+    from .costs import CostModel
+    from .estimates import Estimates
+    from .load import Load, Place
+    from .policies.base import Policy
+    from .settings import ControllerSettings
+
+_S = ChunkState
+_LONG_PASS = 10.0  # a pass of that many times its fixed cost may end: going on would save less than a tenth of it
+_TICK_S = 0.05
+_TURNS = 4
+
+
+class Dispatcher:
+    """Hands out what the link and the lanes are free for. held: bytes asked for, arrived or kept."""
+
+    def __init__(
+        self, estimates: Estimates, settings: ControllerSettings, policy: Policy, loads: dict[int, Load]
+    ) -> None:
+        """Start idle. loads: those under way, by number; ended ones are taken out."""
+        self._estimates, self._settings, self._policy, self._loads = estimates, settings, policy, loads
+        self.link = Link(estimates, settings.stall_s)
+        self.lanes = Lanes(settings.workers)
+        self.held = 0
+        self._turn = 0
+
+    def wake_at(self, now: float) -> float:
+        """Instant of the next tick that is needed."""
+        cuts = [self._cut(load) for load in self._loads.values() if load.is_promised()]
+        regular = now + _TICK_S if self.link.flights else inf
+        return max(now, min([self.link.stalls_at, regular, *(cut for cut in cuts if cut > now)]))
+
+    # What is held.
+
+    def hold(self, board: DocumentBoard, chunk: int, size: int) -> None:
+        """Note how many bytes are held for a chunk from now on."""
+        self.held += size - int(board.held[chunk])
+        board.held[chunk] = size
+
+    def settle(self, board: DocumentBoard, chunk: int) -> None:
+        """A chunk that was to become better stays as it is."""
+        board.move(chunk, _S.READY)
+        board.level[chunk] = board.top[chunk] = board.valid_level[chunk]
+        self.hold(board, chunk, board.size(chunk, int(board.valid_level[chunk])))
+
+    def keep_or_release(self, load: Load, board: DocumentBoard, chunk: int, out: list[ev.Instruction]) -> None:
+        """Forget a decoded chunk's bytes unless a refinement may build on them."""
+        goal = load.goal
+        finest = int(board.top[chunk]) if goal.ceiling is None else min(int(board.top[chunk]), goal.ceiling)
+        refinable = goal.objective == "quality" and board.input.layered and board.valid_level[chunk] < finest
+        if not refinable:
+            self.release(board, chunk, out)
+
+    def release(self, board: DocumentBoard, chunk: int, out: list[ev.Instruction]) -> None:
+        """Forget a chunk's bytes."""
+        if board.held[chunk]:
+            self.hold(board, chunk, 0)
+            out.append(ev.Release(board.id(chunk)))
+
+    def add(self, load: Load, board: DocumentBoard, now: float) -> None:
+        """Choose a new document's variant, and leave out levels that would never fit into memory."""
+        if len(board.variants) > 1:
+            board.choose(min(range(len(board.variants)), key=lambda variant: self._score(load, board, variant, now)))
+        fitting = (board.sizes <= self._settings.memory_bytes).sum(axis=0) - 1
+        for chunk in np.flatnonzero(fitting < board.top).tolist():
+            board.top[chunk] = fitting[chunk]
+            board.note(chunk, f"finer levels exceed the memory bound of {self._settings.memory_bytes} bytes")
+            if board.top[chunk] < 0 and not board.can_text[chunk]:
+                board.move(chunk, _S.FAILED)
+
+    def _score(self, load: Load, board: DocumentBoard, variant: int, now: float) -> tuple[bool, float, float]:
+        """How good the prompt as far as it is known would be with a variant; less is better."""
+        board.choose(variant)
+        plan = self._policy.plan(self._request(load, now))
+        goal = {"earliest": 0.0, "quality": plan.error, "cheapest": float(plan.bytes)}[load.goal.objective]
+        return not plan.in_time, goal if plan.in_time else 0.0, plan.finish_s
+
+    # What comes next.
+
+    def act(self, now: float, out: list[ev.Instruction]) -> None:
+        """End loads that are over, then give free lanes and the link something to do."""
+        for load in list(self._loads.values()):
+            self._conclude(load, now, out)
+        if not self._loads:
+            return
+        order = self._order()
+        for load in order:
+            if now - load.planned_at >= self._settings.replan_s:
+                self._plan(load, now)
+        order = self._order()
+        for load in order:
+            self._decode(load, now, out)
+        for load in order:
+            self._compute(load, now, out)
+        for load in order:
+            self._fetch(load, now, out)
+        for load in order:
+            self._refine(load, now, out)
+        for load in order:
+            self._reclaim(load, now, out)
+        for load in order:
+            self._conclude(load, now, out)
+
+    def _rank(self, load: Load) -> tuple[bool, float, int]:
+        """Whether a load is late anyway, when it is due, and its number; less goes first."""
+        if load.due == inf:
+            return False, load.asked_at + self._settings.stretch * (load.alone_s or 0.0), load.number
+        finish = load.planned_at + load.plan.finish_s if load.plan else -inf
+        return finish > load.due, load.due, load.number
+
+    def _order(self) -> list[Load]:
+        order = sorted(self._loads.values(), key=self._rank)
+        if len(order) > 1 and self._turn % _TURNS == _TURNS - 1:
+            oldest = min(order, key=lambda load: load.asked_at)
+            order.remove(oldest)
+            order.insert(0, oldest)
+        return order
+
+    def _costs(self, load: Load) -> CostModel:
+        return self._estimates.costs(load.query_tokens)
+
+    def _cut(self, load: Load) -> float:
+        """Instant at which a load is handed over as it is, so that the first token is in time."""
+        return load.due - self._settings.reserve_s - self._costs(load).closing_s(load.prompt_tokens)
+
+    def _plan(self, load: Load, now: float) -> None:
+        if not load.boards:
+            return
+        request = self._request(load, now)
+        load.follow(self._policy.plan(request), request, now)
+        if load.alone_s is None and load.is_known and load.plan:
+            load.alone_s = now - load.asked_at + load.plan.finish_s
+
+    def _request(self, load: Load, now: float) -> PlanRequest:
+        costs, settings, link = self._costs(load), self._settings, self.link
+        ahead = [other for other in self._loads.values() if self._rank(other) < self._rank(load)]
+        flights = link.flights
+        promised = Promised(
+            wire=np.array([flight.left for flight in flights], np.float64),
+            work_s=np.array([flight.decode_s for flight in flights], np.float64),
+            prefill_s=self.lanes.left_s("prefill", now) + sum(other.compute_s for other in ahead),
+            decode_s=self.lanes.left_s("decode", now) + self._backlog_s(costs),
+            ahead_bytes=float(sum(other.plan.bytes for other in ahead if other.plan)),
+        )
+        base = PlanRequest(
+            chunks=_NOTHING, costs=costs, goal=load.goal, bandwidth=link.bandwidth, bandwidth_low=link.bandwidth_low,
+            prompt_tokens=0, chunks_total=0, promised=promised,
+            left_s=None if load.due == inf else load.due - now - settings.reserve_s,
+            lead_s=link.lead_s(now), ttfb_s=link.ttfb_s, parallel=settings.max_in_flight, workers=settings.workers,
+            decode_batch=settings.decode_batch, throughput=link.throughput, now=now,
+        )  # fmt: skip
+        return load.request(base, costs)
+
+    def _backlog_s(self, costs: CostModel) -> float:
+        """Seconds of decoding for what has arrived, over all loads."""
+        seconds = 0.0
+        for load in self._loads.values():
+            for board in load.boards:
+                chunks = np.flatnonzero((board.state == _S.ARRIVED) | (board.state == _S.REFINED))
+                if len(chunks):
+                    sizes = board.sizes[board.level[chunks], chunks]
+                    base = costs.decode.base_s * -(-len(chunks) // self._settings.decode_batch)
+                    each = costs.decode.token_s * board.tokens[chunks] + costs.decode.byte_s * sizes
+                    seconds += base + float(each.sum())
+        return seconds
+
+    def _decode(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
+        """Decode what arrived, of one document: what is not valid yet before what only becomes better."""
+        if not self.lanes.is_free("decode"):
+            return
+        for state, then in ((_S.ARRIVED, _S.DECODING), (_S.REFINED, _S.REDECODING)):
+            for board in load.boards:
+                chunks = np.flatnonzero(board.state == state)[: self._settings.decode_batch].tolist()
+                if chunks and (board.head_done or not board.input.head_start):
+                    for chunk in chunks:
+                        board.move(chunk, then)
+                    size = sum(board.size(chunk, int(board.level[chunk])) for chunk in chunks)
+                    seconds = self._costs(load).decode.seconds(int(board.tokens[chunks].sum()), size)
+                    ids = tuple(board.id(chunk) for chunk in chunks)
+                    self.lanes.start("decode", Job("decode", load.number, board.number, ids, now, seconds))
+                    out.append(ev.Decode(ids, tuple(int(board.level[chunk]) for chunk in chunks)))
+                    self._turn += 1
+                    return
+
+    def _compute(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
+        """Compute a head start that fetched chunks wait for, or the next forward pass of the plan."""
+        if not self.lanes.is_free("prefill"):
+            return
+        costs = self._costs(load)
+        for board in load.boards:
+            waited_for = np.isin(board.state, (_S.FETCHING, _S.ARRIVED)).any()
+            if board.head_s_share and waited_for:
+                seconds = board.head_s_share * costs.prefill.seconds(int(board.tokens.sum()))
+                board.head_running = True
+                self.lanes.start("prefill", Job("head start", load.number, board.number, (), now, seconds))
+                out.append(ev.HeadStart(load.number, board.number, board.variant))
+                return
+        found = load.next_pass(costs, self._pass_limit_s(load, costs))
+        if found:
+            self._start_pass(load, *found, now, out)
+
+    def _pass_limit_s(self, load: Load, costs: CostModel) -> float:
+        """Seconds after which a pass ends: half of what is to be recomputed, so that the meeting point can still move."""
+        if not self._policy.gives_up:
+            return inf
+        least = _LONG_PASS * costs.prefill.base_s
+        return max(least, min(self._settings.max_pass_s, load.compute_s / 2))
+
+    def _start_pass(
+        self, load: Load, board: DocumentBoard, run: list[int], now: float, out: list[ev.Instruction]
+    ) -> None:
+        for chunk in run:
+            board.reasons[chunk] = load.reason(board, chunk)
+            board.move(chunk, _S.RECOMPUTING)
+            board.level[chunk] = -1
+        seconds = self._costs(load).prefill.seconds(*board.prefill_span(run[0], run[-1]))
+        ids = tuple(board.id(chunk) for chunk in run)
+        self.lanes.start("prefill", Job("recompute", load.number, board.number, ids, now, seconds))
+        load.compute_s = max(0.0, load.compute_s - seconds)
+        self._turn += 1
+        out.append(ev.Recompute(ids[0], ids[-1]))
+
+    def _window_open(self) -> bool:
+        """Whether another fetch may be opened: enough to keep the link busy, little enough to decide late."""
+        settings, link = self._settings, self.link
+        window = self._policy.window
+        if window is not None:
+            return len(link.flights) < window
+        if len(link.flights) >= settings.max_in_flight:
+            return False
+        horizon = (2 * link.ttfb_s + settings.horizon_s) * link.bandwidth
+        return len(link.flights) < 2 or link.open_bytes < horizon  # noqa: PLR2004 - one to come in, one behind it
+
+    def _fetch(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
+        """Open the fetches that the plan wants next."""
+        while load.waiting and self._window_open():
+            board, chunk, level = load.waiting[0]
+            if board.state[chunk] != _S.PLANNED or board.top[chunk] < level:
+                load.waiting.pop(0)
+                continue
+            if not self._make_room(load, board.size(chunk, level), out):
+                return
+            load.waiting.pop(0)
+            board.reasons[chunk] = load.reason(board, chunk)
+            board.move(chunk, _S.FETCHING)
+            self._ask(load, (board, chunk), 0, level, now + self._settings.patience_s, now, out)
+            if load.plan:
+                load.plan = replace(load.plan, bytes=max(0, load.plan.bytes - board.size(chunk, level)))
+
+    def _ask(
+        self, load: Load, place: Place, first: int, level: int, until: float, now: float, out: list[ev.Instruction]
+    ) -> None:
+        board, chunk = place
+        size = board.size(chunk, level) - (board.size(chunk, first - 1) if first else 0)
+        board.level[chunk] = level
+        self.hold(board, chunk, board.size(chunk, level))
+        work = self._costs(load).decode.seconds(int(board.tokens[chunk]), board.size(chunk, level))
+        self.link.ask(Flight(board.id(chunk), size, size, now, until, work))
+        self._turn += 1
+        out.append(ev.Fetch(board.id(chunk), first, level, size, board.variant, until))
+
+    def _make_room(self, load: Load, size: int, out: list[ev.Instruction]) -> bool:
+        """Forget what is only kept for refinements, as far as that is needed."""
+        while self.held + size > self._settings.memory_bytes:
+            everyone = [load, *(other for other in self._loads.values() if other is not load)]
+            ready = (place for each in everyone for place in each.having(_S.READY))
+            kept = next((place for place in ready if place[0].held[place[1]]), None)
+            if kept is None:
+                return False
+            self.release(*kept, out)
+        return True
+
+    def _refine(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
+        """Open the refinements that the plan names, once nothing else is to be fetched."""
+        while load.refine and not load.waiting and self._window_open():
+            board, chunk = load.refine.pop(0)
+            level = int(board.valid_level[chunk]) + 1
+            more = board.size(chunk, level) - board.size(chunk, level - 1) if board.top[chunk] >= level else 0
+            usable = board.state[chunk] == _S.READY and board.held[chunk] and board.top[chunk] >= level
+            if usable and self.held + more <= self._settings.memory_bytes:
+                board.reasons[chunk] = "refined: time is left"
+                board.move(chunk, _S.REFINING)
+                self._ask(load, (board, chunk), level, level, self._cut(load), now, out)
+
+    def _reclaim(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
+        """Give up fetches that idle compute would beat."""
+        if not self._policy.gives_up or not self.lanes.is_free("prefill"):
+            return
+        costs = self._costs(load)
+        for board in load.boards:
+            run: list[int] = []
+            for chunk in range(board.ready_before(), board.count):
+                if board.state[chunk] != _S.FETCHING or not board.can_text[chunk]:
+                    break
+                size = board.size(chunk, int(board.level[chunk]))
+                tokens, context = board.prefill_span(chunk, chunk)
+                ready_s = self.link.arrival_s(board.id(chunk), now) + costs.decode.seconds(tokens, size)
+                if ready_s <= self._settings.cancel_margin * costs.prefill.seconds(*board.prefill_span((run or [chunk])[0], chunk)):
+                    break
+                run.append(chunk)
+            if run:
+                self._give_up(load, board, run, now, out)
+                return
+
+    def _give_up(self, load: Load, board: DocumentBoard, run: list[int], now: float, out: list[ev.Instruction]) -> None:
+        trouble = "the link is silent" if self.link.stalled else "the link became slow"
+        for chunk in run:
+            self.link.close(board.id(chunk), now, arrived=False)
+            board.lose(chunk, trouble, fetch=True)
+            self.hold(board, chunk, 0)
+            load.fallbacks += 1
+            out.append(ev.Cancel(board.id(chunk), trouble))
+        self._start_pass(load, board, run, now, out)
+        for chunk in run:
+            board.reasons[chunk] = "sooner than its fetch"
+
+    # How loads end.
+
+    def _conclude(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
+        """End a load that is ready or cannot become so."""
+        if load.number not in self._loads:
+            return
+        failed = next(load.having(_S.FAILED), None)
+        if failed:
+            board, chunk = failed
+            self.end(load, out)
+            out.append(ev.Fail(load.number, f"{board.id(chunk)} cannot be made ready: {board.troubles[chunk]}"))
+        elif load.is_ready and not self._becomes_better(load, now):
+            for board, chunk in [*load.having(_S.REFINED)]:
+                self.settle(board, chunk)
+            decisions = tuple(board.decision(chunk) for board in load.boards for chunk in range(board.count))
+            self.end(load, out)
+            out.append(ev.Finish(load.number, decisions, self._verdict(load, now)))
+
+    def _becomes_better(self, load: Load, now: float) -> bool:
+        """Whether it is worth waiting for refinements."""
+        if load.goal.objective != "quality" or now >= self._cut(load):
+            return False
+        if load.is_promised():
+            return True
+        if now - load.planned_at > 0:
+            self._plan(load, now)
+        return bool(load.refine)
+
+    def _verdict(self, load: Load, now: float) -> str:
+        if load.due == inf:
+            return "all chunks are ready"
+        left = load.due - now - self._costs(load).closing_s(load.prompt_tokens)
+        return f"in time by {left:.3f} s" if left >= 0 else f"late by {-left:.3f} s"
+
+    def end(self, load: Load, out: list[ev.Instruction]) -> None:
+        """Take a load out: its fetches are cancelled and its bytes forgotten."""
+        for board, chunk in load.having(_S.FETCHING, _S.REFINING):
+            self.link.close(board.id(chunk), 0.0, arrived=False)
+            out.append(ev.Cancel(board.id(chunk), "nobody waits for it any more"))
+        for board in load.boards:
+            for chunk in np.flatnonzero(board.held).tolist():
+                self.release(board, chunk, out)
+        del self._loads[load.number]
+
+
+_NOTHING = Columns(
+    *(np.zeros(0, np.int64),) * 4, np.zeros((1, 0), np.int64), np.zeros((1, 0)), *(np.zeros(0, np.int64),) * 2,
+    np.zeros(0), np.zeros(0, np.bool_), np.zeros(0, np.bool_), np.zeros(0),
+)  # fmt: skip

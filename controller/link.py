@@ -1,0 +1,130 @@
+"""The link that all loads share: open fetches in the order of their requests, and whether bytes still come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvwire.types import ChunkId
+
+    from .estimates import Estimates
+
+_SLOWEST = 1.0  # bytes per second
+
+
+@dataclass(eq=False)
+class Flight:
+    """One open fetch. size, left: bytes of it, and those still to come. decode_s: what decoding will take then."""
+
+    chunk: ChunkId
+    size: int
+    left: int
+    asked: float
+    until: float
+    decode_s: float
+
+
+class Link:
+    """Open fetches and what the estimators make of them. Times are the controller's, in seconds."""
+
+    def __init__(self, estimates: Estimates, stall_s: float) -> None:
+        """Start idle."""
+        self._estimates = estimates
+        self._stall_s = stall_s
+        self.flights: list[Flight] = []
+        self._since = 0.0  # the last byte, or the request that ended idleness
+        self._flowing = False  # a byte came since then
+        self.stalled = False
+        self.throughput: float | None = None
+
+    @property
+    def open_bytes(self) -> int:
+        """Bytes that are still to come."""
+        return sum(flight.left for flight in self.flights)
+
+    @property
+    def bandwidth(self) -> float:
+        """Expected bytes per second; 0 while the link is silent."""
+        return 0.0 if self.stalled else self._estimates.bandwidth.value
+
+    @property
+    def bandwidth_low(self) -> float:
+        """Bytes per second to rely on; 0 while the link is silent."""
+        return 0.0 if self.stalled else self._estimates.bandwidth.low
+
+    @property
+    def ttfb_s(self) -> float:
+        """Expected seconds to a request's first byte."""
+        return self._estimates.ttfb.value
+
+    def ask(self, flight: Flight) -> None:
+        """Note that a fetch was asked for."""
+        if not self.flights:
+            self._since, self._flowing = flight.asked, False
+        self.flights.append(flight)
+
+    def close(self, chunk: ChunkId, now: float, *, arrived: bool) -> Flight | None:
+        """Note that a fetch ended, one way or another; None where none of this chunk was open."""
+        flight = next((flight for flight in self.flights if flight.chunk == chunk), None)
+        if flight is None:
+            return None
+        self.flights.remove(flight)
+        if arrived:
+            self.alive(now)
+            self.throughput = flight.size / max(now - flight.asked, 1e-9)
+        return flight
+
+    def first_byte(self, seconds: float) -> None:
+        """Take in a time to first byte."""
+        self._estimates.ttfb.add(seconds)
+
+    def progress(self, size: int, started: float, ended: float, chunk: ChunkId | None) -> None:
+        """Take in bytes that came."""
+        self._estimates.bandwidth.add(size, started, ended)
+        if size:
+            self.alive(ended)
+        for flight in self.flights:
+            if chunk is None or flight.chunk == chunk:
+                taken = min(size, flight.left)
+                flight.left -= taken
+                size -= taken
+
+    def alive(self, now: float) -> None:
+        """Note that the link delivers."""
+        self._since = max(self._since, now)
+        self._flowing = True
+        self.stalled = False
+
+    def watch(self, now: float) -> None:
+        """Notice silence: it lowers the estimate and, after the stall time, marks the link as dead."""
+        if now >= self.stalls_at and not self.stalled:
+            self._estimates.bandwidth.add(0, self._silent_from, max(now, self._silent_from))
+            self.stalled = True
+
+    @property
+    def _silent_from(self) -> float:
+        return self._since if self._flowing else self._since + self._estimates.ttfb.value
+
+    @property
+    def stalls_at(self) -> float:
+        """Instant at which the link counts as dead unless a byte comes; infinite where none is awaited."""
+        return self._silent_from + self._stall_s if self.flights and not self.stalled else inf
+
+    def lead_s(self, now: float) -> float:
+        """Seconds until the link can deliver the next byte."""
+        if not self.flights:
+            return self._estimates.ttfb.value
+        return 0.0 if self._flowing else max(0.0, self._estimates.ttfb.value - (now - self._since))
+
+    def arrival_s(self, chunk: ChunkId, now: float) -> float:
+        """Seconds until an open fetch should have arrived; infinite on a dead link."""
+        if self.bandwidth <= 0:
+            return inf
+        ahead = 0
+        for flight in self.flights:
+            ahead += flight.left
+            if flight.chunk == chunk:
+                break
+        return self.lead_s(now) + ahead / max(self.bandwidth, _SLOWEST)

@@ -1,0 +1,151 @@
+"""One load: its goal, its documents as far as they are known, and its latest plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvwire.errors import ArgumentError
+
+from .board import ChunkState, DocumentBoard, columns_of, refinable_of
+from .policies.base import RECOMPUTE, PlanRequest
+from .policies.timeline import prefill_s
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .costs import CostModel
+    from .documents import DocumentPlanInput
+    from .events import Asked
+    from .policies.base import Plan, Policy
+
+Place = tuple[DocumentBoard, int]
+"""A chunk: its document and its number there."""
+
+
+class Load:
+    """A prompt on its way. due: instant of the deadline, infinite without one.
+
+    plan: the latest; planned_at: when it was made. waiting: chunks that it fetches, next one first. refine: the
+    refinements that it names. compute_s: seconds of recomputation that it holds. fallbacks: chunks for which a fetch or
+    a decode was given up for recomputation.
+    """
+
+    def __init__(self, asked: Asked, now: float) -> None:
+        """Lay the load out; its documents come later."""
+        if asked.documents < 1 or asked.query_tokens < 0:
+            msg = f"a load needs at least one document and a question of 0 tokens or more, got {asked}"
+            raise ArgumentError(msg)
+        self.number, self.goal, self.asked_at = asked.load, asked.goal, now
+        self.query_tokens = asked.query_tokens
+        self.due = inf if asked.goal.deadline_s is None else now + asked.goal.deadline_s
+        self.alone_s: float | None = None
+        self._slots: list[DocumentBoard | None] = [None] * asked.documents
+        self.boards: list[DocumentBoard] = []
+        self.plan: Plan | None = None
+        self.planned_at = -inf
+        self.waiting: list[tuple[DocumentBoard, int, int]] = []
+        self.recompute: dict[int, set[int]] = {}
+        self.refine: list[Place] = []
+        self.compute_s = 0.0
+        self.fallbacks = 0
+
+    def add(self, number: int, variants: tuple[DocumentPlanInput, ...]) -> DocumentBoard:
+        """Make a document known. Raises ArgumentError where it is known already or not of this load."""
+        if not 0 <= number < len(self._slots) or self._slots[number] is not None:
+            msg = f"load {self.number} has no document {number} whose index is still missing"
+            raise ArgumentError(msg)
+        board = self._slots[number] = DocumentBoard(self.number, number, variants)
+        self.boards = [slot for slot in self._slots if slot is not None]
+        self.planned_at = -inf
+        return board
+
+    def board(self, document: int) -> DocumentBoard:
+        """A document that is known. Raises ArgumentError for others."""
+        board = self._slots[document] if 0 <= document < len(self._slots) else None
+        if board is None:
+            msg = f"document {document} of load {self.number} is not known"
+            raise ArgumentError(msg)
+        return board
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all documents are."""
+        return None not in self._slots
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the documents that are known."""
+        return sum(int(board.context[-1] + board.tokens[-1]) for board in self.boards)
+
+    def having(self, *states: ChunkState) -> Iterator[Place]:
+        """Chunks in any of some states, in prompt order."""
+        for board in self.boards:
+            for chunk in np.flatnonzero(np.isin(board.state, states)).tolist():
+                yield board, chunk
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all chunks are valid."""
+        return self.is_known and all(bool(board.valid.all()) for board in self.boards)
+
+    def is_promised(self) -> bool:
+        """Whether a finer level of any chunk is on its way."""
+        return next(self.having(ChunkState.REFINING, ChunkState.REFINED, ChunkState.REDECODING), None) is not None
+
+    def request(self, base: PlanRequest, costs: CostModel) -> PlanRequest:
+        """What a plan for the open chunks depends on; ``base`` knows the link and the lanes."""
+        heads = {
+            board.number: board.head_s_share * costs.prefill.seconds(int(board.tokens.sum()))
+            for board in self.boards
+            if board.head_s_share
+        }
+        columns, where, chunk = columns_of(self.boards, heads)
+        self._where, self._chunk = where, chunk
+        refinable = None
+        if not len(chunk):
+            refinable, self._refine_where, self._refine_chunk = refinable_of(self.boards)
+            if self.goal.ceiling is not None:
+                refinable = replace(refinable, top=np.minimum(refinable.top, self.goal.ceiling))
+        total = sum(board.count for board in self.boards)
+        return replace(
+            base, chunks=columns, goal=self.goal, prompt_tokens=self.prompt_tokens, chunks_total=total,
+            refinable=refinable, costs=costs, started=self.asked_at,
+        )  # fmt: skip
+
+    def follow(self, plan: Plan, request: PlanRequest, now: float) -> None:
+        """Take over a plan for the request made last."""
+        self.plan, self.planned_at = plan, now
+        levels, where, chunk = plan.levels.tolist(), self._where.tolist(), self._chunk.tolist()
+        self.waiting = [(self.boards[where[at]], chunk[at], levels[at]) for at in plan.order]
+        self.recompute = {}
+        for at in np.flatnonzero(plan.levels == RECOMPUTE).tolist():
+            self.recompute.setdefault(where[at], set()).add(chunk[at])
+        self.compute_s = float(prefill_s(request)[plan.levels == RECOMPUTE].sum()) if len(chunk) else 0.0
+        self.lifted = {(where[at], chunk[at]) for at in plan.lifted}
+        self.refine = [(self.boards[self._refine_where[at]], int(self._refine_chunk[at])) for at in plan.refine]
+
+    def next_pass(self, costs: CostModel, limit_s: float) -> tuple[DocumentBoard, list[int]] | None:
+        """Chunks of the first forward pass that can run now and that the plan wants; None where there is none."""
+        for at, board in enumerate(self.boards):
+            wanted = self.recompute.get(at)
+            first = board.ready_before() if wanted else board.count
+            run: list[int] = []
+            for chunk in range(first, board.count):
+                if chunk not in (wanted or ()) or board.state[chunk] != ChunkState.PLANNED:
+                    break
+                if run and costs.prefill.seconds(*board.prefill_span(first, chunk - 1)) >= limit_s:
+                    break
+                run.append(chunk)
+            if run:
+                return board, run
+        return None
+
+    def reason(self, board: DocumentBoard, chunk: int) -> str:
+        """Why the plan does with a chunk what it does."""
+        if (self.boards.index(board), chunk) in self.lifted:
+            return "lifted: time is left"
+        return self.plan.reason if self.plan else ""

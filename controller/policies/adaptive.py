@@ -1,0 +1,139 @@
+"""The controller's own policy: both resources always busy, the least error that is in time, safe against bad estimates.
+
+Model predictive control over uniform levels and meeting points (see ``timeline.py``): sizes are known from the indexes,
+so one estimate of the link gives every finishing time. With a deadline it plans with the bandwidth to rely on (as
+RobustMPC does, Yin et al., SIGCOMM 2015), spends what that leaves on single chunks by error removed per byte, and what
+turns out to be left on refinements of chunks that are valid already. Slack is carried forward, since every plan is of
+what is left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .base import RECOMPUTE, Plan
+from .timeline import Timeline, decode_s, wire_s
+
+if TYPE_CHECKING:
+    from .base import Ints, PlanRequest
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """The least that the goal asks for, soonest, while nothing is known of the future but estimates."""
+
+    name: str = "adaptive"
+    window: int | None = None
+    gives_up: bool = True
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """Decide for every open chunk, and name refinements where all are under way."""
+        if not request.chunks.count:
+            return _only_refine(request)
+        if request.goal.objective == "earliest" or request.left_s is None:
+            return _earliest(request)
+        timeline = Timeline(request, _targets(request), request.bandwidth_low)
+        feasible = timeline.finish_s <= request.left_s
+        if not feasible.any():
+            return _earliest(request)
+        if request.goal.objective == "cheapest":
+            score = np.where(feasible, timeline.bytes, np.inf)
+            row, split = np.unravel_index(int(np.argmin(score)), score.shape)
+            return _written(request, timeline, int(row), int(split), "fewest bytes in time")
+        score = np.where(feasible, timeline.error, np.inf)
+        # Among equals, as where all levels end alike, the one that fetches least: argmin takes the first split.
+        row, split = np.unravel_index(int(np.argmin(score)), score.shape)
+        return _lifted(request, timeline, int(row), int(split))
+
+
+def _targets(request: PlanRequest) -> Ints:
+    """Uniform levels to consider ``[targets]``; never empty."""
+    goal = request.goal
+    finest = max(int(request.chunks.finest.max()), goal.floor)
+    return np.arange(goal.floor, min(finest, finest if goal.ceiling is None else goal.ceiling) + 1)
+
+
+def _earliest(request: PlanRequest) -> Plan:
+    """The soonest finish at the floor, by the expected bandwidth: errors to either side cost the same."""
+    timeline = Timeline(request, np.array([request.goal.floor]), request.bandwidth)
+    split = int(np.argmin(timeline.finish_s[0]))
+    return _written(request, timeline, 0, split, "soonest")
+
+
+def _written(request: PlanRequest, timeline: Timeline, row: int, split: int, reason: str) -> Plan:
+    order = timeline.order[row, :split]
+    levels = np.full(request.chunks.count, RECOMPUTE)
+    levels[order] = timeline.levels[row, order]
+    finish_s = float(timeline.finish_s[row, split])
+    return Plan(
+        levels=levels,
+        order=order.tolist(),
+        finish_s=finish_s,
+        error=float(timeline.error[row, split]) / int(request.chunks.tokens.sum()),
+        bytes=int(timeline.bytes[row, split]),
+        in_time=request.left_s is None or finish_s <= request.left_s,
+        reason=reason,
+    )
+
+
+def _lifted(request: PlanRequest, timeline: Timeline, row: int, split: int) -> Plan:
+    """Give single chunks the next level while the plan stays in time: most error removed per byte first."""
+    plan = _written(request, timeline, row, split, "least error in time")
+    chunks, order = request.chunks, timeline.order[row, :split]
+    levels = plan.levels
+    top = chunks.top if request.goal.ceiling is None else np.minimum(chunks.top, request.goal.ceiling)
+    able = order[levels[order] < top[order]]
+    if not len(able):
+        return plan
+    finer = levels.copy()
+    finer[able] += 1
+    more = (chunks.bytes_at(finer) - chunks.bytes_at(levels))[able]
+    gain = (chunks.tokens * (chunks.errors_at(levels) - chunks.errors_at(finer)))[able]
+    # A chunk that grows holds up the link and its own decode; both at once is the most that it can cost.
+    costs = more / max(request.bandwidth_low, 1.0) + request.costs.decode.byte_s * more
+    best = np.argsort(-gain / np.maximum(more, 1), kind="stable")
+    left = (inf if request.left_s is None else request.left_s) - plan.finish_s
+    chosen = able[best[: int(np.searchsorted(np.cumsum(costs[best]), left, side="right"))]]
+    levels[chosen] += 1
+    return Plan(
+        levels=levels,
+        order=plan.order,
+        finish_s=plan.finish_s + float(costs[best[: len(chosen)]].sum()),
+        error=float((chunks.tokens * chunks.errors_at(levels)).sum()) / int(chunks.tokens.sum()),
+        bytes=int(chunks.bytes_at(levels).sum()),
+        in_time=True,
+        reason=plan.reason,
+        lifted=frozenset(chosen.tolist()),
+    )
+
+
+def _only_refine(request: PlanRequest) -> Plan:
+    """Everything is under way: what is open ends so and so, and these refinements still fit before the deadline."""
+    timeline = Timeline(request, np.array([request.goal.floor]), request.bandwidth_low)
+    finish_s = float(timeline.finish_s[0, 0])
+    in_time = request.left_s is None or finish_s <= request.left_s
+    nothing = Plan(np.zeros(0, np.int64), (), finish_s, 0.0, 0, in_time, "all is under way")
+    some = request.refinable
+    if some is None or request.goal.objective != "quality" or request.left_s is None or not in_time:
+        return nothing
+    open_to_it = np.flatnonzero(some.level < some.top)
+    if not len(open_to_it):
+        return nothing
+    level = some.level[open_to_it]
+    more = some.sizes[level + 1, open_to_it] - some.sizes[level, open_to_it]
+    gain = some.tokens[open_to_it] * (some.errors[level, open_to_it] - some.errors[level + 1, open_to_it])
+    best = np.argsort(-gain / np.maximum(more, 1), kind="stable")
+    wire = np.asarray(wire_s(request, more, request.bandwidth_low))[best]
+    work = np.asarray(decode_s(request, some.tokens[open_to_it], some.sizes[level + 1, open_to_it]))[best]
+    # Each is decoded anew when it is there; its decode may be the last thing that happens.
+    closing = request.costs.closing_s(request.prompt_tokens)
+    link = request.lead_s + float(request.promised.wire.sum()) / max(request.bandwidth_low, 1.0) + np.cumsum(wire)
+    ends = np.maximum(link + work, finish_s - closing + np.cumsum(work)) + closing
+    fitting = best[: int(np.searchsorted(ends, request.left_s, side="right"))]
+    return Plan(
+        nothing.levels, (), finish_s, 0.0, 0, in_time, "time is left", refine=open_to_it[fitting].tolist()
+    )

@@ -1,0 +1,92 @@
+"""The naive twin of the timeline: each candidate is played through event by event; for tests, and as the rule itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .base import RECOMPUTE, SLOWEST
+from .timeline import decode_s, prefill_s, wire_s
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .base import Ints, PlanRequest
+
+
+def fetch_order(request: PlanRequest, levels: Ints) -> list[int]:
+    """Columns that a level can be fetched of: those that must be first, then the others, each from the back."""
+    chunks = request.chunks
+    columns = [column for column in range(chunks.count - 1, -1, -1) if levels[column] != RECOMPUTE]
+    forced = [column for column in columns if not chunks.can_text[column]]
+    return forced + [column for column in columns if chunks.can_text[column]]
+
+
+def splits(request: PlanRequest, levels: Ints) -> Iterator[int]:
+    """Numbers of chunks that may be fetched: from those that must be to all that can be."""
+    order = fetch_order(request, levels)
+    forced = sum(not request.chunks.can_text[column] for column in order)
+    yield from range(forced, len(order) + 1)
+
+
+def finish_naive(request: PlanRequest, levels: Ints, split: int, bandwidth: float) -> float:
+    """Seconds to the first token when the first ``split`` chunks of the fetch order are fetched, the others recomputed."""
+    chunks = request.chunks
+    order = fetch_order(request, levels)
+    tail = order[:split]
+    sizes = chunks.bytes_at(levels)
+    arrivals, link = _arrivals(request, [int(sizes[column]) for column in tail], tail, bandwidth)
+    now, late = _recomputations(request, levels, order, tail)
+    documents = {int(chunks.document[column]) for column in tail}
+    heads = {int(d): float(s) for d, s in zip(chunks.document, chunks.head_s, strict=True) if int(d) in documents}
+    now += request.promised.prefill_s + sum(heads.values())
+    if request.workers == 1:
+        end = _play(now + request.promised.decode_s, arrivals, late, link)
+    else:
+        decoding = _play(request.promised.decode_s, arrivals, 0.0, link)
+        end = max(decoding, max(now, link) + late if late else now)
+    return end + request.costs.closing_s(request.prompt_tokens)
+
+
+def _arrivals(
+    request: PlanRequest, sizes: list[int], tail: list[int], bandwidth: float
+) -> tuple[list[tuple[float, float]], float]:
+    """``(arrival, work)`` in the order of the link, and when the link has delivered all of it."""
+    promised, at = request.promised, request.lead_s
+    arrivals = []
+    for left, work in zip(promised.wire, promised.work_s, strict=True):
+        at += float(left) / max(bandwidth, SLOWEST)
+        arrivals.append((at, float(work)))
+    at += promised.ahead_bytes / max(bandwidth, SLOWEST)
+    for column, size in zip(tail, sizes, strict=True):
+        at += float(wire_s(request, size, bandwidth))
+        arrivals.append((at, float(decode_s(request, request.chunks.tokens[column], size))))
+    return arrivals, at
+
+
+def _recomputations(request: PlanRequest, levels: Ints, order: list[int], tail: list[int]) -> tuple[float, float]:
+    """Seconds of compute that are possible now, and that wait for the link."""
+    chunks = request.chunks
+    seconds = prefill_s(request)
+    free = [column for column in tail if chunks.can_text[column]]
+    now = late = 0.0
+    for column in set(range(chunks.count)) - set(tail):
+        earlier = [c for c in order if c < column and chunks.document[c] == chunks.document[column]]
+        waits = levels[column] == RECOMPUTE and earlier and free and column >= min(free)
+        if waits:
+            late += float(seconds[column])
+        else:
+            now += float(seconds[column])
+    return now, late
+
+
+def _play(now: float, arrivals: list[tuple[float, float]], late: float, link: float) -> float:
+    """When one worker is done: with ``now`` seconds of work at hand, work that arrives, and ``late`` seconds after it."""
+    clock, backlog = 0.0, now
+    for at, work in arrivals:
+        done = min(backlog, max(0.0, at - clock))
+        backlog += work - done
+        clock = max(clock, at)
+    if late:
+        backlog = max(0.0, backlog - max(0.0, link - clock)) + late
+        clock = max(clock, link)
+    return clock + backlog

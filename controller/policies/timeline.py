@@ -1,0 +1,182 @@
+"""When the first token comes, for every uniform level and every meeting point at once.
+
+The model of a load that planning uses; ``naive.py`` plays the same model through event by event.
+
+* The link delivers one thing after another: what others ask for first, open requests, chunks that must be fetched, then
+  the others from the back of the prompt. Recomputation takes the rest, from the front (Cake, arXiv 2410.03065).
+* A decode can begin when its bytes are there. With one worker decoding and recomputing share it, with two each has one.
+* A worker never idles while it could work, so it ends at the largest, over all instants at which work becomes possible,
+  of that instant plus all its work that becomes possible then or later.
+* Chunks that only recomputation can give can be recomputed now where nothing before them in their document is to be
+  fetched; otherwise, behind the meeting point, when the link has delivered everything.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .base import SLOWEST
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from .base import Columns, Floats, Ints, PlanRequest
+
+
+def levels_for(request: PlanRequest, targets: Ints) -> Ints:
+    """Level of each chunk for each uniform target, RECOMPUTE where it cannot be fetched ``[targets, n]``."""
+    return request.chunks.level_for(targets[:, None])
+
+
+def wire_s(request: PlanRequest, sizes: Any, bandwidth: float) -> Any:
+    """Seconds for which a fetch of some bytes holds up the next one; sizes: ``[...]``, 0 for no fetch."""
+    # Requests that share a link end together, and it idles for one time to first byte until the next ones deliver.
+    return np.where(sizes > 0, sizes / max(bandwidth, SLOWEST) + request.ttfb_s / request.parallel, 0.0)
+
+
+def decode_s(request: PlanRequest, tokens: Ints, sizes: Any) -> Any:
+    """Seconds of a decode lane that chunks of some bytes take; 0 where nothing is fetched."""
+    cost = request.costs.decode
+    each = cost.base_s / request.decode_batch + cost.token_s * tokens + cost.byte_s * sizes
+    return np.where(sizes > 0, each, 0.0)
+
+
+def prefill_s(request: PlanRequest) -> Floats:
+    """Seconds of compute of each chunk when it is recomputed: a pass's fixed cost falls on a run's first ``[n]``."""
+    chunks, cost = request.chunks, request.costs.prefill
+    pairs = chunks.tokens * (chunks.context + chunks.tokens / 2)
+    seconds = cost.token_s * chunks.tokens + cost.pair_s * pairs
+    first = np.ones(chunks.count, np.bool_)
+    first[1:] = (np.diff(chunks.document) != 0) | (np.diff(chunks.chunk) != 1)
+    return seconds + cost.base_s * first
+
+
+class Timeline:
+    """All candidates of one request at one bandwidth: target levels times numbers of chunks that are fetched.
+
+    finish_s, error, bytes: ``[targets, splits]``: seconds from now to the first token; error summed over tokens of the
+    open chunks; bytes of open chunks to fetch. Split k fetches the first k chunks of ``order`` of that target, from
+    ``least`` on, which must be fetched; splits beyond the number of chunks that can be fetched repeat the last one.
+    """
+
+    def __init__(self, request: PlanRequest, targets: Ints, bandwidth: float) -> None:
+        """Evaluate. targets: uniform levels ``[targets]``."""
+        chunks = request.chunks
+        self._request = request
+        self.levels = levels_for(request, targets)
+        self.sizes = chunks.bytes_at(self.levels)
+        fetched = self.levels >= 0
+        forced = fetched & ~chunks.can_text
+        # Forced chunks first, then from the back; what is not fetched comes last and costs the link nothing.
+        rank = np.where(forced, 0, np.where(fetched, 1, 2)) * chunks.count + np.arange(chunks.count)[::-1]
+        self.order = np.argsort(rank, axis=1, kind="stable")
+        self.counts = fetched.sum(axis=1)
+        self.least = forced.sum(axis=1)
+        wire, work = wire_s(request, self.sizes, bandwidth), decode_s(request, chunks.tokens, self.sizes)
+        link, decoding = self._lanes(wire, work, bandwidth)
+        computing, late = self._computing(fetched)
+        self.finish_s = self._finish(link, decoding, computing, late)
+        self._totals()
+
+    def _sorted(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Columns ``[targets, n]`` in each target's order."""
+        return np.take_along_axis(np.broadcast_to(values, self.order.shape), self.order, axis=1)
+
+    def _cumulated(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Sums over the first k columns of each target's order, k from 0 to n ``[targets, n + 1]``."""
+        out = np.zeros((len(values), values.shape[1] + 1), values.dtype)
+        np.cumsum(values, axis=1, out=out[:, 1:])
+        return out
+
+    def _lanes(self, wire: Floats, work: Floats, bandwidth: float) -> tuple[Floats, Floats]:
+        """Ends of the link and of a decode lane that does nothing else, for every split ``[targets, n + 1]``."""
+        request = self._request
+        promised = request.promised
+        begun = request.lead_s + np.cumsum(promised.wire) / max(bandwidth, SLOWEST)  # arrivals of open requests
+        done = np.cumsum(promised.work_s)
+        # The largest arrival minus the work that arrived before it: what arrives later only adds to both.
+        head = float(np.max(begun - (done - promised.work_s), initial=-np.inf))
+        busy = float(done[-1]) if len(done) else 0.0
+        last = float(begun[-1]) if len(begun) else request.lead_s
+        last += promised.ahead_bytes / max(bandwidth, SLOWEST)
+        link = last + self._cumulated(self._sorted(wire))
+        link[:, 0] = float(begun[-1]) if len(begun) else 0.0  # nothing is waited for without a fetch
+        tail = self._cumulated(self._sorted(work))
+        gaps = np.full(link.shape, head)
+        np.maximum.accumulate(link[:, 1:] - tail[:, :-1] - busy, axis=1, out=gaps[:, 1:])
+        self._work = promised.decode_s + busy + tail
+        return link, np.maximum(np.maximum(gaps, head) + busy + tail, self._work)
+
+    def _computing(self, fetched: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+        """Compute that is possible now, and compute that waits for the link, for every split ``[targets, n + 1]``."""
+        request = self._request
+        chunks = request.chunks
+        seconds = prefill_s(request)
+        either = fetched & chunks.can_text
+        lost = ~fetched & _behind_fetched(chunks, fetched)
+        both = np.where(either, seconds, 0.0)
+        front = both.sum(axis=1, keepdims=True) - self._cumulated(self._sorted(both))
+        cold = np.where(fetched | lost, 0.0, seconds).sum(axis=1, keepdims=True)
+        # Lost chunks behind the first one fetched wait; those before it belong to the front.
+        after = np.zeros((len(fetched), chunks.count + 1))
+        after[:, :-1] = np.cumsum(np.where(lost, seconds, 0.0)[:, ::-1], axis=1)[:, ::-1]
+        # The split's first column in the prompt, among those that may be fetched or not; none: nothing is behind it.
+        lead = np.full(self.finish_shape, chunks.count)
+        lead[:, 1:] = np.where(self._sorted(either), self.order, chunks.count)
+        lead = np.minimum.accumulate(lead, axis=1)
+        late = np.take_along_axis(after, lead, axis=1)
+        front += after[:, :1] - late
+        heads = self._heads(fetched)
+        return request.promised.prefill_s + front + cold + heads, late
+
+    @property
+    def finish_shape(self) -> tuple[int, int]:
+        """Targets and splits."""
+        return len(self.order), self.order.shape[1] + 1
+
+    def _heads(self, fetched: NDArray[np.bool_]) -> Floats:
+        """Head starts of documents of which anything is fetched, for every split ``[targets, n + 1]``."""
+        chunks = self._request.chunks
+        if not chunks.head_s.any():
+            return np.zeros(self.finish_shape)
+        in_order = np.broadcast_to(chunks.document, self.order.shape)
+        document = np.take_along_axis(in_order, self.order, axis=1)
+        seconds = self._sorted(np.where(fetched, chunks.head_s, 0.0))
+        # Documents are fetched one after another, apart from forced chunks: each counts where it first appears.
+        first = np.ones(document.shape, np.bool_)
+        for row, documents in enumerate(document):
+            _, where = np.unique(documents, return_index=True)
+            first[row] = False
+            first[row, where] = True
+        return self._cumulated(np.where(first, seconds, 0.0))
+
+    def _finish(self, link: Floats, decoding: Floats, computing: Floats, late: Floats) -> Floats:
+        request = self._request
+        if request.workers == 1:
+            # One worker: all work that is possible now, or arrivals with what follows them.
+            now = computing + self._work
+            end = np.maximum(now, decoding) + late
+        else:
+            waits = np.where(late > 0, np.maximum(computing, link) + late, computing)
+            end = np.maximum(waits, decoding)
+        end = end + request.costs.closing_s(request.prompt_tokens)
+        columns = np.arange(end.shape[1])
+        usable = (columns >= self.least[:, None]) & (columns <= self.counts[:, None])
+        return np.where(usable, end, np.inf)
+
+    def _totals(self) -> None:
+        chunks = self._request.chunks
+        exact = chunks.tokens * chunks.exact_error
+        gained = chunks.tokens * chunks.errors_at(self.levels) - exact
+        self.error = exact.sum() + self._cumulated(self._sorted(gained))
+        self.bytes = self._cumulated(self._sorted(self.sizes))
+
+
+def _behind_fetched(chunks: Columns, fetched: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Chunks with an earlier one of their document among those that may be fetched ``[targets, n]``."""
+    before = np.zeros((len(fetched), chunks.count + 1), np.int64)
+    np.cumsum(fetched, axis=1, out=before[:, 1:])
+    starts = np.searchsorted(chunks.document, chunks.document, side="left")
+    return np.asarray(before[:, :-1] > before[:, starts])

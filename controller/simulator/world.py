@@ -1,0 +1,322 @@
+"""Drives a real controller through a modelled link and modelled compute, from event to event.
+
+The link is a fluid: requests whose round trip is over share its rate equally. Lanes take what the true costs say, times
+noise. Everything that the controller learns, it learns through its events, as in a real load.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field, replace
+from itertools import count
+from math import inf
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from kvwire.errors import ArgumentError
+from kvwire.types import ChunkId
+
+from .. import events as ev
+from .outcome import Lane, Outcome, Span
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvwire.types import Decision
+
+    from ..core import Controller
+    from ..costs import CostModel
+    from ..documents import DocumentPlanInput
+    from ..settings import Goal
+    from .rates import RateTrace
+
+_REPORT_S = 0.005
+_DONE_BYTES = 0.5
+_GRAIN_S = 1e-12
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A load that comes in. at: instant of the asking. documents[d]: its variants. index_s: until indexes are known."""
+
+    at: float
+    documents: tuple[tuple[DocumentPlanInput, ...], ...]
+    goal: Goal
+    query_tokens: int = 32
+    index_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What goes wrong, by chance. fail, stall, corrupt: probabilities of a fetch to break off, to stand still for
+    ``stall_s`` before its first byte, and to be undecodable. noise: sigma of the logarithm of compute times.
+    """
+
+    fail: float = 0.0
+    stall: float = 0.0
+    stall_s: float = 0.5
+    corrupt: float = 0.0
+    noise: float = 0.0
+
+
+@dataclass(eq=False)
+class _Flow:
+    fetch: ev.Fetch
+    asked: float
+    begins: float
+    left: float
+    fails_at: float  # bytes left at which it breaks off
+    corrupt: bool
+    begun: bool = False
+
+
+@dataclass(eq=False)
+class _Job:
+    instruction: ev.Decode | ev.Recompute | ev.HeadStart
+    began: float
+    ends: float
+
+
+@dataclass(eq=False)
+class _Run:
+    """A load in the world. received: bytes that came for it. corrupt: chunks that cannot be decoded."""
+
+    arrival: Arrival
+    number: int
+    received: float = 0.0
+    corrupt: set[ChunkId] = field(default_factory=set)
+    spans: list[Span] = field(default_factory=list)
+    outcome: Outcome | None = None
+
+
+class World:
+    """One link and one engine. costs: what compute truly costs. rate: what the link truly carries from instant 0 on."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        rate: RateTrace,
+        costs: CostModel,
+        *,
+        rtt_s: float = 0.0,
+        trouble: Trouble | None = None,
+        seed: int = 0,
+        limit_s: float = 3600.0,
+    ) -> None:
+        """Start at instant 0. limit_s: simulated seconds after which something must be wrong."""
+        self._controller, self._rate, self._costs, self._rtt_s = controller, rate, costs, rtt_s
+        self._trouble = trouble or Trouble()
+        self._random = np.random.default_rng(seed)
+        self._limit_s = limit_s
+        self._now = 0.0
+        self._queue: list[tuple[float, int, object]] = []
+        self._ids = count()
+        self._runs: dict[int, _Run] = {}
+        self._flows: dict[ChunkId, _Flow] = {}
+        self._moved = 0.0  # bytes since the last report
+        self._reported_at = 0.0
+        self._jobs: dict[Lane, _Job] = {}
+        self._variants: dict[tuple[int, int], int] = {}
+
+    def run(self, arrivals: Sequence[Arrival]) -> list[Outcome]:
+        """Let loads come in and play everything to its end; outcomes in the order of ``arrivals``."""
+        for number, arrival in enumerate(arrivals):
+            self._runs[number] = _Run(arrival, number)
+            self._at(arrival.at, ("ask", number))
+        while any(run.outcome is None for run in self._runs.values()):
+            self._step()
+        return [run.outcome for run in self._runs.values() if run.outcome]
+
+    def _at(self, moment: float, what: object) -> None:
+        heapq.heappush(self._queue, (moment, next(self._ids), what))
+
+    def _step(self) -> None:
+        """Go to the next instant at which anything happens, and let it happen."""
+        planned = self._queue[0][0] if self._queue else inf
+        moment = max(self._now, min(planned, self._link_moment(), self._controller.wake_at, self._job_moment()))
+        if moment > self._limit_s:
+            open_loads = [run.number for run in self._runs.values() if run.outcome is None]
+            msg = f"loads {open_loads} are not over after {self._limit_s} simulated seconds"
+            raise ArgumentError(msg)
+        self._flow(moment)
+        self._now = moment
+        while self._queue and self._queue[0][0] <= moment:
+            self._happen(heapq.heappop(self._queue)[2])
+        self._begin_flows()
+        self._report()
+        self._end_flows()
+        self._end_jobs()
+        if self._controller.wake_at <= moment:
+            self._tell(ev.Tick())
+
+    def _happen(self, what: object) -> None:
+        match what:
+            case ("ask", int(number)):
+                arrival = self._runs[number].arrival
+                self._tell(ev.Asked(number, len(arrival.documents), arrival.query_tokens, arrival.goal))
+                index_s = self._rtt_s if arrival.index_s is None else arrival.index_s
+                for document in range(len(arrival.documents)):
+                    self._at(self._now + index_s, ("index", number, document))
+            case ("index", int(number), int(document)):
+                self._tell(ev.IndexKnown(number, document, self._runs[number].arrival.documents[document]))
+
+    def _tell(self, event: ev.Event) -> None:
+        for instruction in self._controller.handle(event, self._now):
+            self._obey(instruction)
+
+    def _obey(self, instruction: ev.Instruction) -> None:
+        match instruction:
+            case ev.Fetch():
+                self._open(instruction)
+            case ev.Decode(chunks, levels):
+                run = self._runs[chunks[0].load]
+                document = self._input(run, chunks[0].document)
+                sizes = [document.fetch_bytes[c.chunk][level] for c, level in zip(chunks, levels, strict=True)]
+                seconds = self._costs.decode.seconds(sum(document.tokens[c.chunk] for c in chunks), sum(sizes))
+                self._start("decode", instruction, seconds)
+            case ev.Recompute(first, last):
+                tokens = self._input(self._runs[first.load], first.document).tokens
+                new, before = sum(tokens[first.chunk : last.chunk + 1]), sum(tokens[: first.chunk])
+                self._start("prefill", instruction, self._costs.prefill.seconds(new, before))
+            case ev.HeadStart(load, document, variant):
+                chosen = self._runs[load].arrival.documents[document][variant]
+                self._variants[load, document] = variant
+                seconds = chosen.head_start * self._costs.prefill.seconds(sum(chosen.tokens))
+                self._start("prefill", instruction, seconds)
+            case ev.Cancel(chunk):
+                flow = self._flows.pop(chunk, None)
+                if flow:
+                    self._span(flow.fetch.chunk, "link", flow.asked, "cancelled")
+            case ev.Finish(load, decisions, reason):
+                self._finish(self._runs[load], decisions, reason)
+            case ev.Fail(load, reason):
+                self._finish(self._runs[load], (), reason)
+
+    def _input(self, run: _Run, document: int) -> DocumentPlanInput:
+        return run.arrival.documents[document][self._variants.get((run.number, document), 0)]
+
+    # The link.
+
+    def _open(self, fetch: ev.Fetch) -> None:
+        self._variants[fetch.chunk.load, fetch.chunk.document] = fetch.variant
+        chance = self._random.random(3)
+        trouble = self._trouble
+        stall_s = trouble.stall_s if chance[1] < trouble.stall else 0.0
+        fails_at = fetch.bytes * self._random.random() if chance[0] < trouble.fail else -1.0
+        begins = self._now + self._rtt_s + stall_s
+        corrupt = bool(chance[2] < trouble.corrupt)
+        self._flows[fetch.chunk] = _Flow(fetch, self._now, begins, float(fetch.bytes), fails_at, corrupt)
+
+    def _sharing(self) -> list[_Flow]:
+        return [flow for flow in self._flows.values() if flow.begun]
+
+    def _link_moment(self) -> float:
+        """When the next request begins, ends or is given up, or when a report is due."""
+        moment = min((min(flow.begins, flow.fetch.until) for flow in self._flows.values() if not flow.begun), default=inf)
+        sharing = self._sharing()
+        if sharing:
+            least = min(flow.left - max(flow.fails_at, 0.0) for flow in sharing)
+            ends = self._rate.time_to(max(0.0, least) * len(sharing), self._now)
+            given_up = min(flow.fetch.until for flow in sharing)
+            moment = min(moment, ends + _GRAIN_S, given_up, self._reported_at + _REPORT_S)
+        return moment
+
+    def _flow(self, moment: float) -> None:
+        """Move bytes until an instant."""
+        sharing = self._sharing()
+        if not sharing:
+            return
+        each = self._rate.bytes_between(self._now, moment) / len(sharing)
+        for flow in sharing:
+            moved = min(each, flow.left)
+            flow.left -= moved
+            self._moved += moved
+            self._runs[flow.fetch.chunk.load].received += moved
+
+    def _begin_flows(self) -> None:
+        for flow in [flow for flow in self._flows.values() if not flow.begun and flow.begins <= self._now]:
+            if not self._sharing():
+                self._reported_at, self._moved = self._now, 0.0
+            flow.begun = True
+            self._tell(ev.FirstByte(self._now - flow.asked))
+
+    def _report(self) -> None:
+        ended = any(flow.left <= _DONE_BYTES for flow in self._sharing())
+        due = self._now - self._reported_at >= _REPORT_S - _GRAIN_S
+        if self._moved >= 1 and self._now > self._reported_at and (ended or due):
+            whole = int(self._moved)
+            self._moved -= whole
+            started, self._reported_at = self._reported_at, self._now
+            self._tell(ev.TransferProgress(whole, started, self._now))
+
+    def _end_flows(self) -> None:
+        for chunk, flow in list(self._flows.items()):
+            if self._flows.get(chunk) is not flow:
+                continue  # cancelled by what another's end brought about
+            late = self._now >= flow.fetch.until
+            if flow.begun and flow.left <= _DONE_BYTES and not late:
+                self._end_flow(flow, "fetch")
+                if flow.corrupt:
+                    self._runs[chunk.load].corrupt.add(chunk)
+                self._tell(ev.ChunkArrived(chunk, flow.fetch.level))
+            elif late or (flow.begun and flow.left <= flow.fails_at + _DONE_BYTES):
+                self._end_flow(flow, "failed")
+                self._tell(ev.ChunkFailed(chunk, "not in time" if late else "connection reset"))
+
+    def _end_flow(self, flow: _Flow, what: Literal["fetch", "failed"]) -> None:
+        del self._flows[flow.fetch.chunk]
+        self._span(flow.fetch.chunk, "link", flow.asked, what)
+
+    def _span(self, chunk: ChunkId, lane: Lane, began: float, what: str) -> None:
+        run = self._runs[chunk.load]
+        level = self._flows[chunk].fetch.level if chunk in self._flows else None
+        run.spans.append(Span(lane, began, self._now, chunk.document, chunk.chunk, chunk.chunk, what, level))
+
+    # The lanes.
+
+    def _start(self, lane: Lane, instruction: ev.Decode | ev.Recompute | ev.HeadStart, seconds: float) -> None:
+        if self._trouble.noise:
+            seconds *= float(np.exp(self._trouble.noise * self._random.standard_normal()))
+        self._jobs[lane] = _Job(instruction, self._now, self._now + seconds)
+
+    def _job_moment(self) -> float:
+        return min((job.ends for job in self._jobs.values()), default=inf)
+
+    def _end_jobs(self) -> None:
+        for lane, job in list(self._jobs.items()):
+            if job.ends > self._now:
+                continue
+            del self._jobs[lane]
+            seconds = job.ends - job.began
+            match job.instruction:
+                case ev.Decode(chunks):
+                    self._note(lane, job, chunks[0], chunks[-1].chunk, "decode")
+                    corrupt = self._runs[chunks[0].load].corrupt
+                    bad = tuple(chunk for chunk in chunks if chunk in corrupt)
+                    corrupt.difference_update(bad)
+                    self._tell(ev.DecodeFailed(chunks, bad, "checksum") if bad else ev.DecodeDone(chunks, seconds))
+                case ev.Recompute(first, last):
+                    self._note(lane, job, first, last.chunk, "recompute")
+                    numbers = range(first.chunk, last.chunk + 1)
+                    self._tell(ev.RecomputeDone(tuple(replace(first, chunk=n) for n in numbers), seconds))
+                case ev.HeadStart(load, document):
+                    self._note(lane, job, ChunkId(document, 0, load), 0, "head start")
+                    self._tell(ev.HeadStartDone(load, document, seconds))
+
+    def _note(self, lane: Lane, job: _Job, first: ChunkId, last: int, what: str) -> None:
+        spans = self._runs[first.load].spans
+        spans.append(Span(lane, job.began, job.ends, first.document, first.chunk, last, what, None))
+
+    # The end.
+
+    def _finish(self, run: _Run, decisions: tuple[Decision, ...], reason: str) -> None:
+        arrival = run.arrival
+        inputs = [self._input(run, document) for document in range(len(arrival.documents))]
+        prompt_tokens = sum(sum(document.tokens) for document in inputs)
+        closing_s = replace(self._costs, query_tokens=arrival.query_tokens).closing_s(prompt_tokens)
+        ready_s = self._now - arrival.at
+        run.outcome = Outcome.of(
+            inputs, decisions, reason=reason, ready_s=ready_s, ttft_s=ready_s + closing_s,
+            deadline_s=arrival.goal.deadline_s, received=round(run.received), asked_at=arrival.at, spans=tuple(run.spans),
+        )  # fmt: skip

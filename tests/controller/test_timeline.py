@@ -1,0 +1,42 @@
+"""The vectorised timeline against playing every candidate through."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from kvwire.controller.policies.base import RECOMPUTE
+from kvwire.controller.policies.naive import fetch_order, finish_naive, splits
+from kvwire.controller.policies.timeline import Timeline
+
+from .requests import LEVELS, plan_requests
+
+TARGETS = np.arange(LEVELS)
+
+
+@given(plan_requests())
+@settings(max_examples=300, deadline=None)
+def test_every_candidate_ends_when_playing_it_through_ends(request):
+    timeline = Timeline(request, TARGETS, request.bandwidth)
+    for row, levels in enumerate(timeline.levels):
+        usable = list(splits(request, levels))
+        for split in usable:
+            expected = finish_naive(request, levels, split, request.bandwidth)
+            assert timeline.finish_s[row, split] == pytest.approx(expected, rel=1e-9, abs=1e-9)
+        others = np.delete(timeline.finish_s[row], usable)
+        assert np.isinf(others).all()
+
+
+@given(plan_requests())
+@settings(max_examples=100, deadline=None)
+def test_totals_are_those_of_the_chunks_that_are_fetched(request):
+    timeline = Timeline(request, TARGETS, request.bandwidth)
+    chunks = request.chunks
+    for row, levels in enumerate(timeline.levels):
+        for split in splits(request, levels):
+            tail = fetch_order(request, levels)[:split]
+            assert list(timeline.order[row, :split]) == tail
+            chosen = np.full(chunks.count, RECOMPUTE)
+            chosen[tail] = levels[tail]
+            assert timeline.bytes[row, split] == chunks.bytes_at(chosen).sum()
+            assert timeline.error[row, split] == pytest.approx((chunks.tokens * chunks.errors_at(chosen)).sum())
