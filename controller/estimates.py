@@ -1,0 +1,186 @@
+"""All that is estimated of one link and one engine, and how it is written down between runs."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from math import exp2, isfinite
+from typing import TYPE_CHECKING, Self
+
+from kvwire.errors import ArgumentError, CorruptError
+
+from .costs import CostModel, DecodeCost, PrefillCost
+from .estimators import BandwidthEstimator, TtfbEstimator
+from .learning import MOST_KNOWN, ClosingEstimator, DecodeEstimator, PrefillEstimator
+
+if TYPE_CHECKING:
+    from .estimators import BandwidthSettings
+
+STATE_VERSION = 1
+_AGE_HALF_LIFE_S = 600.0  # a link measured an hour ago may be another by now
+_WEAK_ERROR = 1.0  # of such a link's bandwidth
+_WEAK_SPREAD = 0.5  # of its time to first byte
+_SLOWEST, _FASTEST = 1e3, 1e13  # bytes per second; a link slower than that was dead, not slow
+_LONGEST_S = 3600.0
+_LARGEST_ERROR = 10.0
+_PREFILL = ("base_s", "token_s", "pair_s")
+_DECODE = ("base_s", "token_s", "byte_s")
+_ADVICE = "delete what was remembered; it is measured again"
+
+
+class Estimates:
+    """Running estimates of a link and of an engine's costs; loads update them in place.
+
+    bandwidth, ttfb: of the link. prefill, decode, closing: of the engine on its device.
+    """
+
+    def __init__(
+        self,
+        costs: CostModel,
+        bandwidth_prior: float,
+        ttfb_prior_s: float,
+        *,
+        settings: BandwidthSettings | None = None,
+    ) -> None:
+        """Start from priors: costs, bytes per second and seconds to the first byte."""
+        self.bandwidth = BandwidthEstimator(bandwidth_prior, settings)
+        self.ttfb = TtfbEstimator(ttfb_prior_s)
+        self.prefill = PrefillEstimator(costs.prefill)
+        self.decode = DecodeEstimator(costs.decode)
+        self.closing = ClosingEstimator(costs.link_s_per_token)
+
+    def costs(self, query_tokens: int = 0) -> CostModel:
+        """What computing costs by what is known now, for a question of that many tokens."""
+        return CostModel(self.prefill.cost, self.decode.cost, self.closing.link_s_per_token, query_tokens)
+
+    def copy(self) -> Self:
+        """Estimates that know the same and learn apart."""
+        return deepcopy(self)
+
+    @property
+    def knows_link(self) -> bool:
+        """Whether anything was measured of the link since the priors."""
+        return self.bandwidth.is_measured or self.ttfb.is_measured
+
+    @property
+    def knows_engine(self) -> bool:
+        """Whether anything was measured of the engine since the priors."""
+        return self.prefill.is_measured or self.decode.is_measured or self.closing.is_measured
+
+    def to_state(self) -> dict[str, object]:
+        """What ``of_state`` reads, as plain JSON: ``version``, ``link`` and ``engine``."""
+        ttfb = min(self.ttfb.value, _LONGEST_S)
+        spread = self.ttfb.deviation / ttfb if ttfb else _WEAK_SPREAD
+        prefill, decode = self.prefill.cost, self.decode.cost
+        return {
+            "version": STATE_VERSION,
+            "link": {
+                "bandwidth": min(max(self.bandwidth.usual, _SLOWEST), _FASTEST),
+                "bandwidth_error": min(self.bandwidth.error, _LARGEST_ERROR),
+                "ttfb_s": ttfb,
+                "ttfb_spread": min(spread, _LARGEST_ERROR),
+            },
+            "engine": {
+                "prefill": _learnt(self.prefill, (prefill.base_s, prefill.token_s, prefill.pair_s), _PREFILL),
+                "decode": _learnt(self.decode, (decode.base_s, decode.token_s, decode.byte_s), _DECODE),
+                "link_s_per_token": min(self.closing.link_s_per_token, _LONGEST_S),
+            },
+        }
+
+    @classmethod
+    def of_state(
+        cls,
+        state: object,
+        costs: CostModel | None,
+        bandwidth_prior: float,
+        ttfb_prior_s: float,
+        *,
+        age_s: float = 0.0,
+        settings: BandwidthSettings | None = None,
+    ) -> Self:
+        """Estimates that start where others were, ``age_s`` seconds ago.
+
+        state: from ``to_state``; ``link`` or ``engine`` may be missing, then the priors hold. An engine's costs stay;
+        a link's are trusted the less the older they are. costs: None where the state has an engine.
+        Raises CorruptError for a state that was never written, ArgumentError for wrong priors or none.
+        """
+        if not (isfinite(age_s) and age_s >= 0):
+            msg = f"an age must be a finite number of seconds, at least 0, got {age_s}"
+            raise ArgumentError(msg)
+        parts = _parts(state)
+        engine = _Engine(parts["engine"]) if "engine" in parts else None
+        known = engine.costs if engine else costs
+        if known is None:
+            msg = "the state tells nothing of the engine; pass its costs"
+            raise ArgumentError(msg)
+        made = cls(known, bandwidth_prior, ttfb_prior_s, settings=settings)
+        if engine:
+            made.prefill, made.decode = engine.prefill, engine.decode
+        if "link" in parts:
+            link = _Fields(parts["link"], "link", ("bandwidth", "bandwidth_error", "ttfb_s", "ttfb_spread"))
+            bandwidth = link.number("bandwidth", _FASTEST, _SLOWEST)
+            error = _aged(link.number("bandwidth_error", _LARGEST_ERROR), _WEAK_ERROR, age_s)
+            made.bandwidth = BandwidthEstimator(bandwidth, settings, prior_error=error)
+            spread = _aged(link.number("ttfb_spread", _LARGEST_ERROR), _WEAK_SPREAD, age_s)
+            made.ttfb = TtfbEstimator(link.number("ttfb_s", _LONGEST_S), spread)
+        return made
+
+
+class _Engine:
+    """Costs of an engine, read from a state."""
+
+    def __init__(self, part: object) -> None:
+        fields = _Fields(part, "engine", ("prefill", "decode", "link_s_per_token"))
+        prefill, spread, known = _read_learnt(fields.values["prefill"], "prefill", _PREFILL)
+        self.prefill = PrefillEstimator(PrefillCost(*prefill), spread=spread, known=known)
+        decode, spread, known = _read_learnt(fields.values["decode"], "decode", _DECODE)
+        self.decode = DecodeEstimator(DecodeCost(*decode), spread=spread, known=known)
+        self.costs = CostModel(self.prefill.cost, self.decode.cost, fields.number("link_s_per_token", _LONGEST_S))
+
+
+class _Fields:
+    """A JSON object with exactly these names; raises CorruptError where it is not."""
+
+    def __init__(self, part: object, what: str, names: tuple[str, ...]) -> None:
+        if not isinstance(part, dict) or set(part) != set(names):
+            msg = f"the remembered {what} must be an object of {', '.join(names)}; {_ADVICE}"
+            raise CorruptError(msg)
+        self.values: dict[str, object] = part
+        self._what = what
+
+    def number(self, name: str, most: float, least: float = 0.0) -> float:
+        """A finite number between two bounds."""
+        value = self.values[name]
+        # Compared before it is converted: an integer may be too large for a float. NaN compares false.
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+            msg = f"{name} of the remembered {self._what} must be a number from {least:g} to {most:g}; {_ADVICE}"
+            raise CorruptError(msg)
+        return float(value)
+
+
+def _parts(state: object) -> dict[str, object]:
+    if not isinstance(state, dict) or not set(state) <= {"version", "link", "engine"}:
+        msg = f"remembered estimates must be an object of version, link and engine; {_ADVICE}"
+        raise CorruptError(msg)
+    version = state.get("version")
+    if version != STATE_VERSION or isinstance(version, bool):
+        msg = f"the remembered estimates are not of version {STATE_VERSION}; {_ADVICE}"
+        raise CorruptError(msg)
+    return state
+
+
+def _learnt(
+    estimator: PrefillEstimator | DecodeEstimator, coefficients: tuple[float, float, float], names: tuple[str, ...]
+) -> dict[str, float]:
+    state = {name: min(value, _LONGEST_S) for name, value in zip(names, coefficients, strict=True)}
+    return {**state, "spread": min(estimator.spread, _LARGEST_ERROR), "known": estimator.known}
+
+
+def _read_learnt(part: object, what: str, names: tuple[str, ...]) -> tuple[list[float], float, int]:
+    fields = _Fields(part, what, (*names, "spread", "known"))
+    coefficients = [fields.number(name, _LONGEST_S) for name in names]
+    return coefficients, fields.number("spread", _LARGEST_ERROR), int(fields.number("known", MOST_KNOWN))
+
+
+def _aged(error: float, weak: float, age_s: float) -> float:
+    """An error that grows with age to that of a weak prior, which a larger one is already."""
+    return error if error >= weak else weak + (error - weak) * exp2(-age_s / _AGE_HALF_LIFE_S)

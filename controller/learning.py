@@ -1,0 +1,315 @@
+"""Costs learnt while loading: a wrong prior heals after a measurement or two, its shape as they grow diverse."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from math import exp, inf, isfinite, log
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvwire.errors import ArgumentError
+
+from .costs import DecodeCost, PrefillCost
+from .estimators import RecentMedian
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Row = tuple[float, float, float]
+    Array = NDArray[np.float64]
+
+DEFAULT_SPREAD = 0.5
+"""Relative 1-sigma error expected of a cost of which nothing is known."""
+MOST_KNOWN = 8
+"""Measurements that are enough to trust a fit; more of them change nothing."""
+_WINDOW = 64
+_STRATUM = 8
+_HALF_LIFE = 16.0  # samples after which one weighs half
+_LEAST_WEIGHT = 0.05  # of the only sample of its size, however old
+_PRIOR_WEIGHT = 0.5  # of a sample, in the scale: one sample outvotes a guess, two outvote what is known
+_RIDGE = 0.001  # (noise of a sample over the relative error of a prior's coefficients) squared
+_FLOOR = 0.1  # share of a sample's time that a coefficient may explain though the prior says 0
+_MOST_LOG = log(64)  # a first pass that compiles kernels may take that many times as long
+_ROUNDS = 3
+_KNEE = 0.02  # relative errors up to this are no outliers
+_DRIFT_SAMPLES = 3
+_SETTLED_SAMPLES = 8
+_LEAST_DRIFT = 0.1
+_MOST_UNFITTED = 4  # fits cost a fraction of a millisecond
+_SPREAD_WEIGHT = 0.15
+_MOST_ERROR = 0.7  # in logarithms: an outlier does not cast doubt on all the rest
+_MEAN_TO_SIGMA = 1.2533  # of a normal distribution's absolute errors
+_SHORTEST_S, _LONGEST_S = 1e-9, 1e6
+
+
+class _Window:
+    """A bounded choice of samples: the latest of each size, so that many alike do not push out the rare long one."""
+
+    def __init__(self) -> None:
+        self._strata: dict[tuple[int, ...], deque[tuple[int, Row, float]]] = defaultdict(lambda: deque(maxlen=_STRATUM))
+        self._added = 0
+
+    def add(self, row: Row, seconds: float) -> None:
+        """Take in a sample; where there are too many, the oldest of the best known size goes."""
+        stratum = tuple(int(value).bit_length() for value in row)
+        self._strata[stratum].append((self._added, row, seconds))
+        self._added += 1
+        if sum(map(len, self._strata.values())) > _WINDOW:
+            fullest = max(self._strata, key=lambda key: (len(self._strata[key]), -self._strata[key][0][0]))
+            self._strata[fullest].popleft()
+            if not self._strata[fullest]:
+                del self._strata[fullest]
+
+    def rescale(self, ratio: float) -> None:
+        """Make all samples but the latest ``ratio`` times as long: the speed has changed to what those show."""
+        before = self._added - _DRIFT_SAMPLES
+        for stratum in self._strata.values():
+            for index, (number, row, seconds) in enumerate(stratum):
+                if number < before:
+                    stratum[index] = (number, row, seconds * ratio)
+
+    @property
+    def added(self) -> int:
+        """Samples taken in so far, those that are gone included."""
+        return self._added
+
+    def arrays(self) -> tuple[Array, Array, Array]:
+        """Rows ``[samples, 3]``, seconds and weights ``[samples]``, oldest first."""
+        samples = sorted(sample for stratum in self._strata.values() for sample in stratum)
+        rows = np.array([row for _, row, _ in samples])
+        age = self._added - 1 - np.array([number for number, _, _ in samples], dtype=np.float64)
+        weights = np.maximum(np.exp2(-age / _HALF_LIFE), _LEAST_WEIGHT)
+        return rows, np.array([seconds for _, _, seconds in samples]), weights
+
+
+class _Learner:
+    """Three coefficients of a cost that is linear in a row of three numbers.
+
+    The prior's scale is set first, by the median ratio of measured to expected seconds; then a ridge fit around the
+    scaled prior lets diverse samples change the shape as far as they can tell. Where the latest samples agree that the
+    machine's speed has changed, the earlier ones are brought to the new speed.
+    """
+
+    def __init__(self, prior: Row, spread: float, known: int) -> None:
+        if not (0 <= spread < inf and known >= 0):
+            msg = f"a spread must be a finite number and known a count, both at least 0, got {spread} and {known}"
+            raise ArgumentError(msg)
+        self._prior = np.array(prior)
+        self._prior_known = min(known, MOST_KNOWN)
+        self._window = _Window()
+        self._error = spread / _MEAN_TO_SIGMA
+        self._fitted = self._prior
+        self._unfitted = 0  # samples that came since
+
+    def add(self, row: Row, seconds: float) -> None:
+        if not (isfinite(seconds) and seconds >= 0 and all(isfinite(value) and value >= 0 for value in row)):
+            msg = f"a measurement needs finite numbers of at least 0, got {row} in {seconds} s"
+            raise ArgumentError(msg)
+        seconds = min(max(seconds, _SHORTEST_S), _LONGEST_S)
+        if self._unfitted >= (_MOST_UNFITTED if self._window.added > _SETTLED_SAMPLES else 1):
+            self._refit()
+        expected = float(self._fitted @ row)
+        # That a mere guess was wrong says nothing about the next prediction.
+        if expected > 0 and (self._window.added or self._prior_known):
+            error = min(abs(log(seconds / expected)), _MOST_ERROR)
+            weight = max(_SPREAD_WEIGHT, 1 / (self._prior_known + self._window.added + 1))
+            self._error += weight * (error - self._error)
+        self._window.add(row, seconds)
+        self._unfitted += 1
+
+    @property
+    def known(self) -> int:
+        return min(self._prior_known + self._window.added, MOST_KNOWN)
+
+    @property
+    def is_measured(self) -> bool:
+        return self._window.added > 0
+
+    @property
+    def spread(self) -> float:
+        return _MEAN_TO_SIGMA * self._error
+
+    @property
+    def coefficients(self) -> Array:
+        if self._unfitted:
+            self._refit()
+        return self._fitted
+
+    def _refit(self) -> None:
+        rows, seconds, weights = self._window.arrays()
+        fit = _ridge(rows, seconds, weights, self._scaled_prior(rows, seconds, weights))
+        drift = _drift(np.log(seconds / np.maximum(rows @ fit, _SHORTEST_S)), weights)
+        if drift:
+            self._window.rescale(exp(drift))
+        self._fitted, self._unfitted = fit * exp(drift), 0
+
+    def _scaled_prior(self, rows: Array, seconds: Array, weights: Array) -> Array:
+        expected = rows @ self._prior
+        if not (expected > 0).all():
+            return self._prior
+        ratios = np.clip(np.log(seconds / expected), -_MOST_LOG, _MOST_LOG)
+        trust = _PRIOR_WEIGHT + self._prior_known / MOST_KNOWN
+        return self._prior * exp(_median(np.append(ratios, 0.0), np.append(weights, trust)))
+
+
+class PrefillEstimator:
+    """Cost of forward passes, as measured."""
+
+    def __init__(self, prior: PrefillCost, *, spread: float = DEFAULT_SPREAD, known: int = 0) -> None:
+        """Start from ``prior``, with a relative 1-sigma error of ``spread``, learnt from ``known`` measurements."""
+        self._learner = _Learner((prior.base_s, prior.token_s, prior.pair_s), spread, known)
+
+    def add(self, tokens: int, context: int, seconds: float) -> None:
+        """Take in one pass over ``tokens`` new tokens behind ``context`` tokens that were ready."""
+        self._learner.add((1.0, float(tokens), tokens * (context + tokens / 2)), seconds)
+
+    @property
+    def cost(self) -> PrefillCost:
+        """The fit so far; made when asked for, once for all that came since."""
+        return PrefillCost(*map(float, self._learner.coefficients))
+
+    @property
+    def spread(self) -> float:
+        """Relative 1-sigma error of predictions, from what they lately were off by."""
+        return self._learner.spread
+
+    @property
+    def high(self) -> float:
+        """Factor that most passes stay under: two standard deviations."""
+        return 1 + 2 * self._learner.spread
+
+    @property
+    def known(self) -> int:
+        """Measurements behind the fit, those of the prior included, up to ``MOST_KNOWN``."""
+        return self._learner.known
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether anything was measured since the prior."""
+        return self._learner.is_measured
+
+
+class DecodeEstimator:
+    """Cost of decoding, as measured."""
+
+    def __init__(self, prior: DecodeCost, *, spread: float = DEFAULT_SPREAD, known: int = 0) -> None:
+        """Start from ``prior``, with a relative 1-sigma error of ``spread``, learnt from ``known`` measurements."""
+        self._learner = _Learner((prior.base_s, prior.token_s, prior.byte_s), spread, known)
+
+    def add(self, tokens: int, size: int, seconds: float, count: int = 1) -> None:
+        """Take in ``tokens`` tokens decoded from ``size`` bytes.
+
+        count: times that the fixed cost was paid: 1 for a batch that is decoded at once, its chunks where they are
+        decoded one after another.
+        """
+        if count < 1:
+            msg = f"a measurement is of at least one decode, got {count}"
+            raise ArgumentError(msg)
+        self._learner.add((float(count), float(tokens), float(size)), seconds)
+
+    @property
+    def cost(self) -> DecodeCost:
+        """The fit so far; made when asked for, once for all that came since."""
+        return DecodeCost(*map(float, self._learner.coefficients))
+
+    @property
+    def spread(self) -> float:
+        """Relative 1-sigma error of predictions, from what they lately were off by."""
+        return self._learner.spread
+
+    @property
+    def high(self) -> float:
+        """Factor that most decodes stay under: two standard deviations."""
+        return 1 + 2 * self._learner.spread
+
+    @property
+    def known(self) -> int:
+        """Measurements behind the fit, those of the prior included, up to ``MOST_KNOWN``."""
+        return self._learner.known
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether anything was measured since the prior."""
+        return self._learner.is_measured
+
+
+class ClosingEstimator:
+    """Seconds per prompt token of linking and handing the cache over, beyond the question's forward pass."""
+
+    def __init__(self, prior: float) -> None:
+        """Start at ``prior`` seconds per token."""
+        self._recent = RecentMedian(prior)
+
+    def add(self, prompt_tokens: int, seconds: float) -> None:
+        """Take in one closing, less what the question's pass should take: below 0, it cost nothing."""
+        if prompt_tokens < 1 or not isfinite(seconds):
+            msg = f"a closing has tokens and a finite number of seconds, got {prompt_tokens} and {seconds}"
+            raise ArgumentError(msg)
+        self._recent.add(max(0.0, seconds) / prompt_tokens)
+
+    @property
+    def link_s_per_token(self) -> float:
+        """Expected seconds per prompt token."""
+        return self._recent.value
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether any load was closed yet."""
+        return self._recent.is_measured
+
+
+def _median(values: Array, weights: Array) -> float:
+    """Weighted median; of two values the first that half of the weight does not exceed."""
+    order = np.argsort(values)
+    total = np.cumsum(weights[order])
+    return float(values[order][np.searchsorted(total, total[-1] / 2)])
+
+
+def _ridge(rows: Array, seconds: Array, weights: Array, prior: Array) -> Array:
+    """Non-negative least squares of relative errors, held to a prior; outliers are weighted down (Huber).
+
+    rows: ``[samples, 3]``; seconds, weights: ``[samples]``; prior: ``[3]``, of the right scale. Returns ``[3]``.
+    """
+    width = _widths(rows, seconds, prior)
+    unit = centre = prior / width
+    expected = seconds  # no outliers to begin with; a time that is far too long weighs little all the same
+    for _ in range(_ROUNDS):
+        inverse = 1 / np.maximum(expected, _SHORTEST_S)
+        errors = np.abs(expected - seconds) * inverse
+        knee = max(1.5 * _median(errors, weights), _KNEE)
+        root = inverse * np.sqrt(weights * np.minimum(1.0, knee / np.maximum(errors, _KNEE)))
+        # In units of the prior's own uncertainty the ridge is the same for all three.
+        scaled = rows * (width * root[:, None])
+        normal = scaled.T @ scaled + _RIDGE * np.eye(3)
+        unit = _non_negative(normal, scaled.T @ (seconds * root) + _RIDGE * centre)
+        expected = rows @ (unit * width)
+    return unit * width
+
+
+def _non_negative(normal: Array, target: Array) -> Array:
+    """Solve normal equations ``[3, 3]``, with what comes out negative set to 0 and the rest solved again."""
+    free = np.ones(len(target), dtype=bool)
+    fit = np.asarray(np.linalg.solve(normal, target), dtype=np.float64)
+    while (fit < 0).any():
+        free &= fit > 0
+        fit = np.zeros(len(target))
+        fit[free] = np.linalg.solve(normal[np.ix_(free, free)], target[free])
+    return fit
+
+
+def _widths(rows: Array, seconds: Array, prior: Array) -> Array:
+    """How far each coefficient may be from the prior's: as far as it is large, and as far as samples suggest."""
+    expected = rows @ prior if prior.any() else seconds
+    most = float(np.sort(expected)[len(expected) // 2]) / np.maximum(rows.max(axis=0), 1.0)
+    widths: Array = np.maximum(prior, (_FLOOR if prior.any() else 1.0) * most)
+    return widths
+
+
+def _drift(residuals: Array, weights: Array) -> float:
+    """Logarithm by which all of the latest samples, oldest first, show the machine to be slower than the fit."""
+    if len(residuals) < _SETTLED_SAMPLES:
+        return 0.0  # the shape may be what is wrong
+    latest = sorted(map(float, residuals[-_DRIFT_SAMPLES:]))[_DRIFT_SAMPLES // 2]
+    noise = 3 * _median(np.abs(residuals), weights)
+    return latest if abs(latest) > max(noise, _LEAST_DRIFT) else 0.0
