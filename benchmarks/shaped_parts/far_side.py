@@ -2,7 +2,7 @@
 
 far_side.py serve FOLDER ADDRESS TOKEN    in the namespace: a folder's objects; prints the URL
 far_side.py delay NAMESPACE NEAR FAR S    outside: carries packets from one tun device to the other, S seconds late
-far_side.py shape DEVICE ADDRESS          in the namespace: changes the rate when it is time; a packet to ADDRESS follows
+far_side.py shape DEVICE ADDRESS          in the namespace: changes the rate in time; packets to ADDRESS follow
 """
 
 from __future__ import annotations
