@@ -215,21 +215,32 @@ def _stack(parts: list[Floats], levels: int) -> Floats:
     return np.concatenate(grown, axis=1) if grown else np.zeros((levels, 0))
 
 
-def refinable_of(boards: list[DocumentBoard]) -> tuple[Refinable, Ints, Ints]:
-    """Chunks that are ready at a level of a layered blob whose bytes are still held, as columns."""
+_RAISABLE = (_S.FETCHING, _S.ARRIVED, _S.DECODING, _S.READY, _S.REFINING, _S.REFINED, _S.REDECODING)
+
+
+def refinable_of(boards: list[DocumentBoard], ceiling: int | None) -> tuple[Refinable, Ints, Ints]:
+    """Chunks of layered blobs that have a finer level than was asked for, with their documents' positions and numbers."""
     picks = [
-        np.flatnonzero((board.state == _S.READY) & (board.held > 0) & (board.valid_level >= 0)) for board in boards
+        np.flatnonzero(np.isin(board.state, _RAISABLE) & (board.held > 0) & (board.level < _most(board.top, ceiling)))
+        if board.input.layered
+        else np.zeros(0, np.int64)
+        for board in boards
     ]
     where = np.repeat(np.arange(len(boards)), [len(pick) for pick in picks])
-    chunk = np.concatenate([*picks, np.zeros(0, np.int64)]).astype(np.int64)
     levels = max((len(board.sizes) for board in boards), default=1)
     pairs = list(zip(boards, picks, strict=True))
     none = np.zeros(0, np.int64)
+    chunk = np.concatenate([*picks, none])
     refinable = Refinable(
-        level=np.concatenate([*(board.valid_level[pick] for board, pick in pairs), none]),
-        top=np.concatenate([*(board.top[pick] for board, pick in pairs), none]),
+        level=np.concatenate([*(board.level[pick] for board, pick in pairs), none]),
+        top=_most(np.concatenate([*(board.top[pick] for board, pick in pairs), none]), ceiling),
         sizes=_stack([board.sizes[:, pick] for board, pick in pairs], levels).astype(np.int64),
         errors=_stack([board.errors[:, pick] for board, pick in pairs], levels),
         tokens=np.concatenate([*(board.tokens[pick] for board, pick in pairs), none]),
+        ready=np.concatenate([*(board.state[pick] == _S.READY for board, pick in pairs), none]).astype(np.bool_),
     )
     return refinable, where, chunk
+
+
+def _most(top: Ints, ceiling: int | None) -> Ints:
+    return top if ceiling is None else np.minimum(top, ceiling)

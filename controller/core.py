@@ -99,7 +99,7 @@ class Controller:
             case ev.IndexKnown(load, document, variants):
                 return self._index(load, document, variants, now)
             case ev.FirstByte(seconds):
-                link.first_byte(seconds)
+                link.first_byte(seconds, now)
                 return False
             case ev.TransferProgress(size, started, ended, chunk):
                 link.progress(size, started, ended, chunk)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _S = ChunkState
 _LONG_PASS = 10.0  # a pass of that many times its fixed cost may end: going on would save less than a tenth of it
 _TICK_S = 0.05
+_LEAST_TICK_S = 0.001
 _TURNS = 4
 
 
@@ -50,6 +51,8 @@ class Dispatcher:
         """Instant of the next tick that is needed."""
         cuts = [self._cut(load) for load in self._loads.values() if load.is_promised()]
         regular = now + _TICK_S if self.link.flights else inf
+        if not self.link.flights and any(load.boards and not load.is_ready for load in self._loads.values()):
+            regular = now + max(self._settings.replan_s, _LEAST_TICK_S)
         return max(now, min([self.link.stalls_at, regular, *(cut for cut in cuts if cut > now)]))
 
     # What is held.
@@ -107,7 +110,8 @@ class Dispatcher:
             return
         order = self._order()
         for load in order:
-            if now - load.planned_at >= self._settings.replan_s:
+            idle = now > load.planned_at and not self.link.flights and not load.waiting
+            if idle or now - load.planned_at >= self._settings.replan_s:
                 self._plan(load, now)
         order = self._order()
         for load in order:
@@ -226,6 +230,8 @@ class Dispatcher:
         if not self._policy.gives_up:
             return inf
         least = _LONG_PASS * costs.prefill.base_s
+        if load.compute_s < 2 * least:
+            return inf
         return max(least, min(self._settings.max_pass_s, load.compute_s / 2))
 
     def _start_pass(

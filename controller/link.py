@@ -27,7 +27,10 @@ class Flight:
 
 
 class Link:
-    """Open fetches and what the estimators make of them. Times are the controller's, in seconds."""
+    """Open fetches and what the estimators make of them. Times are the controller's, in seconds.
+
+    throughput: bytes per second of what arrived since the link was last idle, from its first byte on; None at first.
+    """
 
     def __init__(self, estimates: Estimates, stall_s: float) -> None:
         """Start idle."""
@@ -38,6 +41,7 @@ class Link:
         self._flowing = False  # a byte came since then
         self.stalled = False
         self.throughput: float | None = None
+        self._period_bytes, self._period_began = 0, inf
 
     @property
     def open_bytes(self) -> int:
@@ -63,6 +67,7 @@ class Link:
         """Note that a fetch was asked for."""
         if not self.flights:
             self._since, self._flowing = flight.asked, False
+            self._period_bytes, self._period_began = 0, inf
         self.flights.append(flight)
 
     def close(self, chunk: ChunkId, now: float, *, arrived: bool) -> Flight | None:
@@ -73,12 +78,15 @@ class Link:
         self.flights.remove(flight)
         if arrived:
             self.alive(now)
-            self.throughput = flight.size / max(now - flight.asked, 1e-9)
+            self._period_bytes += flight.size
+            if now > self._period_began:
+                self.throughput = self._period_bytes / (now - self._period_began)
         return flight
 
-    def first_byte(self, seconds: float) -> None:
+    def first_byte(self, seconds: float, now: float) -> None:
         """Take in a time to first byte."""
         self._estimates.ttfb.add(seconds)
+        self._period_began = min(self._period_began, now)
 
     def progress(self, size: int, started: float, ended: float, chunk: ChunkId | None) -> None:
         """Take in bytes that came."""

@@ -103,13 +103,14 @@ class Load:
             for board in self.boards
             if board.head_s_share
         }
-        columns, where, chunk = columns_of(self.boards, heads)
-        self._where, self._chunk = where, chunk
+        columns, self._where, self._chunk = columns_of(self.boards, heads)
         refinable = None
-        if not len(chunk):
-            refinable, self._refine_where, self._refine_chunk = refinable_of(self.boards)
-            if self.goal.ceiling is not None:
-                refinable = replace(refinable, top=np.minimum(refinable.top, self.goal.ceiling))
+        if self.goal.objective == "quality":
+            refinable, self._refine_where, self._refine_chunk = refinable_of(self.boards, self.goal.ceiling)
+        # What the other documents need is not known yet: until then the known ones get their share of everything.
+        share = len(self.boards) / len(self._slots)
+        costs = replace(costs, prefill=costs.prefill.scaled(1 / share), decode=costs.decode.scaled(1 / share))
+        base = replace(base, bandwidth=base.bandwidth * share, bandwidth_low=base.bandwidth_low * share)
         total = sum(board.count for board in self.boards)
         return replace(
             base, chunks=columns, goal=self.goal, prompt_tokens=self.prompt_tokens, chunks_total=total,

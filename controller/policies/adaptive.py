@@ -9,7 +9,7 @@ what is left.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,9 @@ from .timeline import Timeline, decode_s, wire_s
 
 if TYPE_CHECKING:
     from .base import Ints, PlanRequest
+
+
+_AS_GOOD = 1.001
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,9 @@ class Adaptive:
             score = np.where(feasible, timeline.bytes, np.inf)
             row, split = np.unravel_index(int(np.argmin(score)), score.shape)
             return _written(request, timeline, int(row), int(split), "fewest bytes in time")
-        score = np.where(feasible, timeline.error, np.inf)
-        # Among equals, as where all levels end alike, the one that fetches least: argmin takes the first split.
+        least = float(timeline.error[feasible].min())
+        # Of those that are as good as the best, the soonest.
+        score = np.where(feasible & (timeline.error <= least * _AS_GOOD), timeline.finish_s, np.inf)
         row, split = np.unravel_index(int(np.argmin(score)), score.shape)
         return _lifted(request, timeline, int(row), int(split))
 
@@ -59,7 +63,8 @@ def _targets(request: PlanRequest) -> Ints:
 
 def _earliest(request: PlanRequest) -> Plan:
     """The soonest finish at the floor, by the expected bandwidth: errors to either side cost the same."""
-    timeline = Timeline(request, np.array([request.goal.floor]), request.bandwidth)
+    as_it_is = replace(request, refinable=None)
+    timeline = Timeline(as_it_is, np.array([request.goal.floor]), request.bandwidth)
     split = int(np.argmin(timeline.finish_s[0]))
     return _written(request, timeline, 0, split, "soonest")
 
@@ -113,14 +118,14 @@ def _lifted(request: PlanRequest, timeline: Timeline, row: int, split: int) -> P
 
 def _only_refine(request: PlanRequest) -> Plan:
     """Everything is under way: what is open ends so and so, and these refinements still fit before the deadline."""
-    timeline = Timeline(request, np.array([request.goal.floor]), request.bandwidth_low)
+    timeline = Timeline(replace(request, refinable=None), np.array([request.goal.floor]), request.bandwidth_low)
     finish_s = float(timeline.finish_s[0, 0])
     in_time = request.left_s is None or finish_s <= request.left_s
     nothing = Plan(np.zeros(0, np.int64), (), finish_s, 0.0, 0, in_time, "all is under way")
     some = request.refinable
     if some is None or request.goal.objective != "quality" or request.left_s is None or not in_time:
         return nothing
-    open_to_it = np.flatnonzero(some.level < some.top)
+    open_to_it = np.flatnonzero(some.ready & (some.level < some.top))
     if not len(open_to_it):
         return nothing
     level = some.level[open_to_it]

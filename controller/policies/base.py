@@ -91,10 +91,10 @@ class Columns:
 
 @dataclass(frozen=True, eq=False)
 class Refinable:
-    """Chunks that are valid in the prompt and could become better; m of them.
+    """Chunks that have been fetched, or are being fetched, and could become better; m of them.
 
-    level, top: where they are and the finest they could become ``[m]``. sizes, errors: as in ``Columns`` ``[L, m]``.
-    tokens: ``[m]``.
+    level, top: asked for so far, and the finest that they could become ``[m]``. ready: valid in the prompt and idle, so
+    that a refinement can be asked for now ``[m]``. sizes, errors: as in ``Columns`` ``[L, m]``. tokens: ``[m]``.
     """
 
     level: Ints
@@ -102,6 +102,7 @@ class Refinable:
     sizes: Ints
     errors: Floats
     tokens: Ints
+    ready: Flags
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,12 +124,12 @@ class Promised:
 class PlanRequest:
     """Everything that a plan depends on.
 
-    chunks: nothing has been started for them. refinable: ready, but could be better. promised: see there.
+    chunks: nothing has been started for them. refinable: under way or ready, but could be better; None where the goal
+    does not ask for that. promised: see there.
     left_s: seconds until the first token is due, None for no deadline; the reserve is taken off already.
     prompt_tokens: of all documents. bandwidth, bandwidth_low: bytes per second, expected and to rely on.
     lead_s: until the link delivers again, at most one time to first byte. ttfb_s, parallel: what a request waits, and
-    how many may be open. throughput: bytes per second of the last fetch from its request to its end, None before the
-    first. now, started: instants, for policies that look into the future. chunks_total: of the whole load.
+    how many may be open. throughput: bytes per second since the link was last idle, None before the first. now, started: instants, for policies that look into the future. chunks_total: of the whole load.
     """
 
     chunks: Columns

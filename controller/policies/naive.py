@@ -28,21 +28,29 @@ def splits(request: PlanRequest, levels: Ints) -> Iterator[int]:
     yield from range(forced, len(order) + 1)
 
 
-def finish_naive(request: PlanRequest, levels: Ints, split: int, bandwidth: float) -> float:
-    """Seconds to the first token when the first ``split`` chunks of the fetch order are fetched, the others recomputed."""
+def finish_naive(request: PlanRequest, target: int, levels: Ints, split: int, bandwidth: float) -> float:
+    """Seconds to the first token when the first ``split`` chunks of the fetch order are fetched, the others recomputed.
+
+    levels: of each chunk for the uniform ``target``, to which chunks under way are raised in the end.
+    """
     chunks = request.chunks
     order = fetch_order(request, levels)
     tail = order[:split]
     sizes = chunks.bytes_at(levels)
     arrivals, link = _arrivals(request, [int(sizes[column]) for column in tail], tail, bandwidth)
     now, late = _recomputations(request, levels, order, tail)
+    raised = _raising(request, target, bandwidth)
+    if raised:
+        link += sum(wire for wire, _ in raised)
+        arrivals.append((link, sum(work for _, work in raised)))
     documents = {int(chunks.document[column]) for column in tail}
     heads = {int(d): float(s) for d, s in zip(chunks.document, chunks.head_s, strict=True) if int(d) in documents}
     now += request.promised.prefill_s + sum(heads.values())
     if request.workers == 1:
-        end = _play(now + request.promised.decode_s, arrivals, late, link)
+        waiting = [(link, late)] if late else []
+        end = _play(now + request.promised.decode_s, sorted([*arrivals, *waiting]))
     else:
-        decoding = _play(request.promised.decode_s, arrivals, 0.0, link)
+        decoding = _play(request.promised.decode_s, arrivals)
         end = max(decoding, max(now, link) + late if late else now)
     return end + request.costs.closing_s(request.prompt_tokens)
 
@@ -63,6 +71,18 @@ def _arrivals(
     return arrivals, at
 
 
+def _raising(request: PlanRequest, target: int, bandwidth: float) -> list[tuple[float, float]]:
+    """``(seconds on the link, decode)`` of each chunk that is raised."""
+    some, out = request.refinable, []
+    for column in range(len(some.level) if some else 0):
+        level, to = int(some.level[column]), min(target, int(some.top[column]))
+        if to > level:
+            size = int(some.sizes[to, column])
+            wire = float(wire_s(request, size - int(some.sizes[level, column]), bandwidth))
+            out.append((wire, float(decode_s(request, some.tokens[column], size))))
+    return out
+
+
 def _recomputations(request: PlanRequest, levels: Ints, order: list[int], tail: list[int]) -> tuple[float, float]:
     """Seconds of compute that are possible now, and that wait for the link."""
     chunks = request.chunks
@@ -79,14 +99,11 @@ def _recomputations(request: PlanRequest, levels: Ints, order: list[int], tail: 
     return now, late
 
 
-def _play(now: float, arrivals: list[tuple[float, float]], late: float, link: float) -> float:
-    """When one worker is done: with ``now`` seconds of work at hand, work that arrives, and ``late`` seconds after it."""
+def _play(now: float, arrivals: list[tuple[float, float]]) -> float:
+    """When one worker is done with ``now`` seconds of work at hand and work that arrives."""
     clock, backlog = 0.0, now
     for at, work in arrivals:
         done = min(backlog, max(0.0, at - clock))
         backlog += work - done
         clock = max(clock, at)
-    if late:
-        backlog = max(0.0, backlog - max(0.0, link - clock)) + late
-        clock = max(clock, link)
     return clock + backlog

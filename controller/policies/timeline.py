@@ -7,6 +7,7 @@ The model of a load that planning uses; ``naive.py`` plays the same model throug
 * A decode can begin when its bytes are there. With one worker decoding and recomputing share it, with two each has one.
 * A worker never idles while it could work, so it ends at the largest, over all instants at which work becomes possible,
   of that instant plus all its work that becomes possible then or later.
+* Chunks that are under way or ready at a level below the target are raised to it when all else has been fetched.
 * Chunks that only recomputation can give can be recomputed now where nothing before them in their document is to be
   fetched; otherwise, behind the meeting point, when the link has delivered everything.
 """
@@ -57,7 +58,7 @@ class Timeline:
     """All candidates of one request at one bandwidth: target levels times numbers of chunks that are fetched.
 
     finish_s, error, bytes: ``[targets, splits]``: seconds from now to the first token; error summed over tokens of the
-    open chunks; bytes of open chunks to fetch. Split k fetches the first k chunks of ``order`` of that target, from
+    open chunks and of those to be raised; bytes of open chunks to fetch. Split k fetches the first k chunks of ``order`` of that target, from
     ``least`` on, which must be fetched; splits beyond the number of chunks that can be fetched repeat the last one.
     """
 
@@ -75,10 +76,11 @@ class Timeline:
         self.counts = fetched.sum(axis=1)
         self.least = forced.sum(axis=1)
         wire, work = wire_s(request, self.sizes, bandwidth), decode_s(request, chunks.tokens, self.sizes)
-        link, decoding = self._lanes(wire, work, bandwidth)
+        raised = Raised(request, targets, bandwidth)
+        link, decoding = self._lanes(wire, work, bandwidth, raised)
         computing, late = self._computing(fetched)
         self.finish_s = self._finish(link, decoding, computing, late)
-        self._totals()
+        self._totals(raised)
 
     def _sorted(self, values: NDArray[Any]) -> NDArray[Any]:
         """Columns ``[targets, n]`` in each target's order."""
@@ -90,7 +92,7 @@ class Timeline:
         np.cumsum(values, axis=1, out=out[:, 1:])
         return out
 
-    def _lanes(self, wire: Floats, work: Floats, bandwidth: float) -> tuple[Floats, Floats]:
+    def _lanes(self, wire: Floats, work: Floats, bandwidth: float, raised: Raised) -> tuple[Floats, Floats]:
         """Ends of the link and of a decode lane that does nothing else, for every split ``[targets, n + 1]``."""
         request = self._request
         promised = request.promised
@@ -102,12 +104,14 @@ class Timeline:
         last = float(begun[-1]) if len(begun) else request.lead_s
         last += promised.ahead_bytes / max(bandwidth, SLOWEST)
         link = last + self._cumulated(self._sorted(wire))
-        link[:, 0] = float(begun[-1]) if len(begun) else 0.0  # nothing is waited for without a fetch
         tail = self._cumulated(self._sorted(work))
         gaps = np.full(link.shape, head)
         np.maximum.accumulate(link[:, 1:] - tail[:, :-1] - busy, axis=1, out=gaps[:, 1:])
-        self._work = promised.decode_s + busy + tail
-        return link, np.maximum(np.maximum(gaps, head) + busy + tail, self._work)
+        self._work = promised.decode_s + busy + tail + raised.decode_s[:, None]
+        arrivals = np.maximum(gaps, head) + busy + tail
+        last_s = np.where(raised.wire_s > 0, raised.wire_s, -np.inf)[:, None] + link
+        link = link + raised.wire_s[:, None]
+        return link, np.maximum(np.maximum(arrivals, last_s) + raised.decode_s[:, None], self._work)
 
     def _computing(self, fetched: NDArray[np.bool_]) -> tuple[Floats, Floats]:
         """Compute that is possible now, and compute that waits for the link, for every split ``[targets, n + 1]``."""
@@ -166,12 +170,32 @@ class Timeline:
         usable = (columns >= self.least[:, None]) & (columns <= self.counts[:, None])
         return np.where(usable, end, np.inf)
 
-    def _totals(self) -> None:
+    def _totals(self, raised: Raised) -> None:
         chunks = self._request.chunks
         exact = chunks.tokens * chunks.exact_error
         gained = chunks.tokens * chunks.errors_at(self.levels) - exact
-        self.error = exact.sum() + self._cumulated(self._sorted(gained))
+        self.error = raised.error[:, None] + exact.sum() + self._cumulated(self._sorted(gained))
         self.bytes = self._cumulated(self._sorted(self.sizes))
+
+
+class Raised:
+    """What raising chunks that are under way or ready to each target takes.
+
+    wire_s, decode_s: seconds ``[targets]``. error: summed over their tokens then ``[targets]``.
+    """
+
+    def __init__(self, request: PlanRequest, targets: Ints, bandwidth: float) -> None:
+        """Add up; all zero where nothing can be raised."""
+        some = request.refinable
+        self.wire_s = self.decode_s = self.error = np.zeros(len(targets))
+        if some is None or not len(some.level):
+            return
+        column = np.arange(len(some.level))
+        to = np.maximum(np.minimum(targets[:, None], some.top), some.level)
+        more = some.sizes[to, column] - some.sizes[some.level, column]
+        self.wire_s = wire_s(request, more, bandwidth).sum(axis=1)
+        self.decode_s = np.where(more > 0, decode_s(request, some.tokens, some.sizes[to, column]), 0.0).sum(axis=1)
+        self.error = (some.tokens * some.errors[to, column]).sum(axis=1)
 
 
 def _behind_fetched(chunks: Columns, fetched: NDArray[np.bool_]) -> NDArray[np.bool_]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 from kvwire.controller import CostModel, DecodeCost, Goal, PrefillCost
-from kvwire.controller.policies.base import Columns, PlanRequest, Promised
+from kvwire.controller.policies.base import Columns, PlanRequest, Promised, Refinable
 
 LEVELS = 4
 
@@ -48,6 +48,22 @@ SECONDS = st.floats(0, 0.5)
 
 
 @st.composite
+def refinables(draw):
+    """Chunks under way at any level below their finest."""
+    rows = draw(st.lists(st.tuples(st.integers(1, 512), st.integers(0, 2), st.booleans()), min_size=1, max_size=5))
+    tokens = np.array([row[0] for row in rows])
+    steps = np.arange(LEVELS)[:, None]
+    return Refinable(
+        level=np.array([row[1] for row in rows]),
+        top=np.full(len(rows), LEVELS - 1),
+        sizes=tokens * 10 * 3**steps,
+        errors=np.ones(len(rows)) * 0.1 ** (1.0 + steps),
+        tokens=tokens,
+        ready=np.array([row[2] for row in rows]),
+    )
+
+
+@st.composite
 def plan_requests(draw):
     """Any request, small enough to be played through."""
     flights = draw(st.lists(st.tuples(st.floats(0, 1e6), SECONDS), max_size=3))
@@ -77,6 +93,7 @@ def plan_requests(draw):
             draw(st.floats(0, 1e6)),
         ),
         left_s=deadline,
+        refinable=draw(st.one_of(st.none(), refinables())),
         lead_s=draw(SECONDS),
         ttfb_s=draw(st.floats(0, 0.1)),
         parallel=draw(st.integers(1, 8)),

@@ -1,17 +1,32 @@
 from __future__ import annotations
 
-from math import nan
+from math import inf, log, nan
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.controller import CostCorrection, CostModel, CostRatio, DecodeCost, PrefillCost, fit_decode, fit_prefill
+from kvwire.controller.costs import CostModel, DecodeCost, PrefillCost, fit_decode, fit_prefill
+from kvwire.controller.learning import ClosingEstimator, DecodeEstimator, PrefillEstimator
 from kvwire.errors import ArgumentError
 
 TRUE = PrefillCost(0.01, 5e-5, 2e-9)
+TRUE_DECODE = DecodeCost(0.002, 1e-6, 3e-9)
 GRID = [(tokens, context) for tokens in (64, 256, 1024) for context in (0, 512, 4096, 16384)]
+
+
+def worst(estimator, true=TRUE, grid=GRID):
+    """Largest error of predictions, in logarithms."""
+    cost = estimator.cost
+    return max(abs(log(cost.seconds(*at) / true.seconds(*at))) for at in grid)
+
+
+def passes(count, seed=0, noise=0.05, speed=1.0):
+    rng = np.random.default_rng(seed)
+    for _ in range(count):
+        tokens, context = int(rng.choice([64, 256, 512, 1024])), int(rng.integers(0, 16384))
+        yield tokens, context, TRUE.seconds(tokens, context) * speed * float(rng.lognormal(0, noise))
 
 
 @given(st.integers(1, 4000), st.integers(1, 4000), st.integers(0, 50_000))
@@ -54,24 +69,129 @@ def test_fit_refuses_what_it_cannot_use():
             fit_prefill(samples)
 
 
-def test_a_prior_twice_off_heals_in_a_few_samples():
-    correction = CostCorrection()
-    for _ in range(5):
-        correction.prefill.add(0.2, 0.1)
-        correction.decode.add(0.05, 0.1)
-    model = CostModel(TRUE, DecodeCost(0.1, 0)).corrected(correction)
-    assert model.prefill.seconds(256) == pytest.approx(2 * TRUE.seconds(256), rel=0.05)
-    assert model.decode.seconds(256, 0) == pytest.approx(0.05, rel=0.05)
+@given(st.floats(1 / 16, 16), st.sampled_from(GRID), st.sampled_from(GRID))
+def test_a_prior_of_the_wrong_scale_heals_with_one_pass(wrong, first, second):
+    estimator = PrefillEstimator(TRUE.scaled(wrong))
+    estimator.add(*first, TRUE.seconds(*first))
+    assert worst(estimator) < 0.02
+    estimator.add(*second, TRUE.seconds(*second))
+    assert worst(estimator) < 0.02
 
 
-def test_a_ratio_is_clamped_and_free_work_is_skipped():
-    ratio = CostRatio(weight=1.0)
-    ratio.add(1e9, 1e-3)
-    assert ratio.value == pytest.approx(16)
-    ratio.add(1.0, 0.0)
-    assert ratio.value == pytest.approx(16)
-    with pytest.raises(ArgumentError):
-        ratio.add(-1, 1)
+@given(st.floats(1 / 16, 16))
+def test_what_is_known_well_yields_to_two_passes_not_to_one(wrong):
+    estimator = PrefillEstimator(TRUE.scaled(wrong), spread=0.1, known=8)
+    estimator.add(256, 0, TRUE.seconds(256))
+    estimator.add(256, 512, TRUE.seconds(256, 512))
+    assert worst(estimator) < 0.02
+
+
+def test_a_slow_first_pass_is_forgiven():
+    estimator = PrefillEstimator(TRUE)
+    estimator.add(256, 0, 20 * TRUE.seconds(256))
+    for _ in range(2):
+        estimator.add(256, 0, TRUE.seconds(256))
+    assert estimator.cost.seconds(256) == pytest.approx(TRUE.seconds(256), rel=0.1)
+    assert worst(estimator) < 0.3
+
+
+@pytest.mark.parametrize("prior", [PrefillCost(0.001, 2e-4, 1e-8), PrefillCost(0.01, 5e-5), PrefillCost(0, 0)])
+def test_the_shape_is_learnt_from_diverse_passes(prior):
+    for seed in range(4):
+        estimator = PrefillEstimator(prior)
+        for sample in passes(32, seed):
+            estimator.add(*sample)
+        assert worst(estimator) < 0.2
+        assert 0.02 < estimator.spread < 0.25
+
+
+def test_one_outlier_among_many_changes_little():
+    estimator = PrefillEstimator(TRUE)
+    for index, (tokens, context, seconds) in enumerate(passes(32)):
+        estimator.add(tokens, context, seconds * (10 if index == 20 else 1))
+    assert worst(estimator) < 0.15
+
+
+def test_many_equal_passes_do_not_push_out_the_rare_long_one():
+    estimator = PrefillEstimator(PrefillCost(0.01, 5e-5))
+    for context in (4096, 8192, 16384):
+        estimator.add(1024, context, TRUE.seconds(1024, context))
+    for _ in range(500):
+        estimator.add(256, 0, TRUE.seconds(256))
+    assert estimator.cost.seconds(1024, 16384) == pytest.approx(TRUE.seconds(1024, 16384), rel=0.15)
+    assert len(estimator._learner._window.arrays()[1]) <= 64
+
+
+def test_equal_noisy_passes_invent_no_shape():
+    rng = np.random.default_rng(0)
+    estimator = PrefillEstimator(TRUE)
+    for _ in range(30):
+        estimator.add(256, 0, TRUE.seconds(256) * float(rng.lognormal(0, 0.1)))
+    assert worst(estimator) < 0.25
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_a_change_of_speed_is_followed_after_a_few_passes_and_stays_so(noise):
+    estimator = PrefillEstimator(TRUE)
+    for sample in passes(30, noise=noise):
+        estimator.add(*sample)
+    slower = TRUE.scaled(2.5)
+    for count, sample in enumerate(passes(40, 1, noise, 2.5), 1):
+        estimator.add(*sample)
+        if count >= 4:
+            assert worst(estimator, slower) < 0.35
+    assert worst(estimator, slower) < 0.2
+
+
+def test_spread_tells_what_predictions_are_off_by():
+    assert PrefillEstimator(TRUE).spread == pytest.approx(0.5)
+    assert PrefillEstimator(TRUE).high == pytest.approx(2)
+    for noise in (0.0, 0.05, 0.2):
+        estimator = PrefillEstimator(TRUE.scaled(3))
+        for sample in passes(60, noise=noise):
+            estimator.add(*sample)
+        assert estimator.spread == pytest.approx(noise, rel=0.6, abs=0.02)
+        assert estimator.high == 1 + 2 * estimator.spread
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**6), st.floats(0, 1e9)), max_size=80))
+def test_any_measurements_give_a_cost(samples):
+    estimator = PrefillEstimator(TRUE)
+    for sample in samples:
+        estimator.add(*sample)
+    cost = estimator.cost
+    assert 0 <= cost.seconds(1000, 1000) < inf
+    assert 0 <= estimator.spread < inf
+    assert estimator.known == min(8, len(samples))
+
+
+def test_decoding_is_learnt_alone_and_in_batches():
+    rng = np.random.default_rng(0)
+    grid = [(256, size) for size in (10_000, 100_000, 1_000_000)]
+    estimator = DecodeEstimator(DecodeCost(0.01, 1e-5, 1e-10))
+    for _ in range(40):
+        size, count = int(rng.integers(5_000, 2_000_000)), int(rng.integers(1, 5))
+        seconds = TRUE_DECODE.base_s * count + TRUE_DECODE.seconds(256 * count, size) - TRUE_DECODE.base_s
+        estimator.add(256 * count, size, seconds, count)
+    assert worst(estimator, TRUE_DECODE, grid) < 0.15
+    assert estimator.spread < 0.1
+    assert estimator.high == 1 + 2 * estimator.spread
+    assert estimator.known == 8
+
+
+def test_free_decoding_is_a_prior_like_any_other():
+    estimator = DecodeEstimator(DecodeCost(0, 0))
+    assert estimator.cost.seconds(256, 1000) == 0
+    estimator.add(256, 100_000, 0.01)
+    assert estimator.cost.seconds(256, 100_000) == pytest.approx(0.01, rel=0.05)
+
+
+def test_closing_follows_and_forgives_an_outlier():
+    closing = ClosingEstimator(0.0)
+    assert not closing.is_measured
+    for seconds in (0.1, 0.1, 5.0, 0.1, -0.1):
+        closing.add(1000, seconds)
+    assert closing.link_s_per_token == pytest.approx(1e-4)
 
 
 def test_closing_counts_linking_and_the_question():
@@ -80,11 +200,21 @@ def test_closing_counts_linking_and_the_question():
     assert CostModel(TRUE, DecodeCost(0, 0)).closing_s(1000) == 0
 
 
-def test_costs_that_cannot_be_are_refused():
-    for bad in (-1.0, nan):
+def test_costs_and_measurements_that_cannot_be_are_refused():
+    for bad in (-1.0, nan, inf):
         with pytest.raises(ArgumentError):
             PrefillCost(bad, 0)
         with pytest.raises(ArgumentError):
             DecodeCost(0, 0, bad)
+        with pytest.raises(ArgumentError):
+            PrefillEstimator(TRUE).add(256, 0, bad)
+        with pytest.raises(ArgumentError):
+            PrefillEstimator(TRUE, spread=bad)
+        with pytest.raises(ArgumentError):
+            ClosingEstimator(bad)
     with pytest.raises(ArgumentError):
-        CostModel(TRUE, DecodeCost(0, 0), decode_overlap=1.5)
+        DecodeEstimator(TRUE_DECODE).add(-256, 0, 0.1)
+    with pytest.raises(ArgumentError):
+        DecodeEstimator(TRUE_DECODE).add(256, 0, 0.1, 0)
+    with pytest.raises(ArgumentError):
+        ClosingEstimator(0).add(0, 0.1)

@@ -11,6 +11,14 @@ from kvwire.controller.policies.timeline import Timeline
 
 from .requests import LEVELS, plan_requests
 
+def raised_error(some, target):
+    """Error of chunks under way once they are raised, summed over tokens."""
+    if some is None:
+        return 0.0
+    to = [max(level, min(target, top)) for level, top in zip(some.level, some.top, strict=True)]
+    return sum(some.tokens[at] * some.errors[level, at] for at, level in enumerate(to))
+
+
 TARGETS = np.arange(LEVELS)
 
 
@@ -21,7 +29,7 @@ def test_every_candidate_ends_when_playing_it_through_ends(request):
     for row, levels in enumerate(timeline.levels):
         usable = list(splits(request, levels))
         for split in usable:
-            expected = finish_naive(request, levels, split, request.bandwidth)
+            expected = finish_naive(request, row, levels, split, request.bandwidth)
             assert timeline.finish_s[row, split] == pytest.approx(expected, rel=1e-9, abs=1e-9)
         others = np.delete(timeline.finish_s[row], usable)
         assert np.isinf(others).all()
@@ -39,4 +47,5 @@ def test_totals_are_those_of_the_chunks_that_are_fetched(request):
             chosen = np.full(chunks.count, RECOMPUTE)
             chosen[tail] = levels[tail]
             assert timeline.bytes[row, split] == chunks.bytes_at(chosen).sum()
-            assert timeline.error[row, split] == pytest.approx((chunks.tokens * chunks.errors_at(chosen)).sum())
+            error = (chunks.tokens * chunks.errors_at(chosen)).sum() + raised_error(request.refinable, row)
+            assert timeline.error[row, split] == pytest.approx(error)

@@ -1,0 +1,40 @@
+"""Every chunk at one level, in prompt order; what cannot be had so is recomputed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvwire.errors import ArgumentError
+
+from .written import written
+
+if TYPE_CHECKING:
+    from .base import Plan, PlanRequest
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Fetches ``level`` of everything, or the finest that a document has where it has fewer."""
+
+    level: int
+    window: int | None = None
+    gives_up: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse a level that cannot be."""
+        if self.level < 0:
+            msg = f"a level is 0 or more, got {self.level}"
+            raise ArgumentError(msg)
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return f"level {self.level}"
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """Fetch whatever can be."""
+        levels = request.chunks.level_for(self.level)
+        return written(request, levels, np.flatnonzero(levels >= 0).tolist(), f"always level {self.level}")
