@@ -20,8 +20,8 @@ _MOST_ERROR = 9.0  # a silent link is infinitely slower than expected
 _ERROR_KEPT = 0.75  # of the largest recent error, after one more sample: 5 % of it is left after ten
 _LEAST_ERROR = 0.02  # no link is steadier
 _LONG_S = 5.0
-_TELLING_BYTES = 4500  # three packets
-_MOST_HOLDS = 10
+_TELLING_BYTES = 3000  # two packets
+_MOST_HOLDS = 6
 _JUMP = 1.5  # factor off the estimate that is taken for more than noise where samples repeat it
 _FALL_SAMPLES = 2
 _RISE_SAMPLES = 4  # buffers on the way can look like a rise for a moment
@@ -62,14 +62,14 @@ class BandwidthSettings:
     prior: how soon the prior is forgotten.
     prior_error: expected relative error of a prior of which nothing is known.
     min_bytes, min_busy_s: a sample is kept back until it holds that many bytes over that many busy seconds.
-    max_hold_s: busy seconds after which it counts whatever its bytes, so that a dead link shows; up to ten times that
+    max_hold_s: busy seconds after which it counts whatever its bytes, so that a dead link shows; up to six times that
     where too few bytes came, and were due, to tell a slow link from a dead one.
     memory_s: seconds of past transfers against which overlap is checked.
     """
 
     fast: Memory = Memory(0.15, 4e6, 1.5)
     slow: Memory = Memory(0.6, 16e6, 6.0)
-    prior: Memory = Memory(0.05, 50e3, 0.4)
+    prior: Memory = Memory(0.05, 20e3, 0.4)
     prior_error: float = 0.5
     min_bytes: int = 16_000
     min_busy_s: float = 0.001

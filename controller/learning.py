@@ -26,13 +26,14 @@ MOST_KNOWN = 8
 _WINDOW = 64
 _STRATUM = 8
 _HALF_LIFE = 16.0  # samples after which one weighs half
-_LEAST_WEIGHT = 0.05  # of the only sample of its size, however old
+_LEAST_WEIGHT = 0.25  # of the only sample of its size, however old
 _PRIOR_WEIGHT = 0.5  # of a sample, in the scale: one sample outvotes a guess, two outvote what is known
-_RIDGE = 0.001  # (noise of a sample over the relative error of a prior's coefficients) squared
+_RIDGE = 0.0003  # (noise of a sample over the relative error of a prior's coefficients) squared
 _FLOOR = 0.1  # share of a sample's time that a coefficient may explain though the prior says 0
-_MOST_LOG = log(64)  # a first pass that compiles kernels may take that many times as long
+_MOST_RATIO = 64  # of one measurement to what was expected; the next may go on from there
 _ROUNDS = 3
-_KNEE = 0.02  # relative errors up to this are no outliers
+_ROUNDING = 1e-12  # keeps what is to be solved regular
+_KNEE = 0.05  # relative errors up to this are no outliers
 _DRIFT_SAMPLES = 3
 _SETTLED_SAMPLES = 8
 _LEAST_DRIFT = 0.1
@@ -110,6 +111,8 @@ class _Learner:
         if self._unfitted >= (_MOST_UNFITTED if self._window.added > _SETTLED_SAMPLES else 1):
             self._refit()
         expected = float(self._fitted @ row)
+        if expected > 0:
+            seconds = min(max(seconds, expected / _MOST_RATIO), expected * _MOST_RATIO)
         # That a mere guess was wrong says nothing about the next prediction.
         if expected > 0 and (self._window.added or self._prior_known):
             error = min(abs(log(seconds / expected)), _MOST_ERROR)
@@ -148,7 +151,7 @@ class _Learner:
         expected = rows @ self._prior
         if not (expected > 0).all():
             return self._prior
-        ratios = np.clip(np.log(seconds / expected), -_MOST_LOG, _MOST_LOG)
+        ratios = np.log(seconds / expected)
         trust = _PRIOR_WEIGHT + self._prior_known / MOST_KNOWN
         return self._prior * exp(_median(np.append(ratios, 0.0), np.append(weights, trust)))
 
@@ -281,7 +284,8 @@ def _ridge(rows: Array, seconds: Array, weights: Array, prior: Array) -> Array:
         root = inverse * np.sqrt(weights * np.minimum(1.0, knee / np.maximum(errors, _KNEE)))
         # In units of the prior's own uncertainty the ridge is the same for all three.
         scaled = rows * (width * root[:, None])
-        normal = scaled.T @ scaled + _RIDGE * np.eye(3)
+        normal = scaled.T @ scaled
+        normal += (_RIDGE + _ROUNDING * float(normal.trace())) * np.eye(3)
         unit = _non_negative(normal, scaled.T @ (seconds * root) + _RIDGE * centre)
         expected = rows @ (unit * width)
     return unit * width
@@ -301,7 +305,7 @@ def _non_negative(normal: Array, target: Array) -> Array:
 def _widths(rows: Array, seconds: Array, prior: Array) -> Array:
     """How far each coefficient may be from the prior's: as far as it is large, and as far as samples suggest."""
     expected = rows @ prior if prior.any() else seconds
-    most = float(np.sort(expected)[len(expected) // 2]) / np.maximum(rows.max(axis=0), 1.0)
+    most = expected[rows.argmax(axis=0)] / np.maximum(rows.max(axis=0), 1.0)
     widths: Array = np.maximum(prior, (_FLOOR if prior.any() else 1.0) * most)
     return widths
 
