@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from itertools import permutations, product
+from itertools import pairwise, permutations, product
 from math import inf
 
 import pytest
@@ -260,8 +260,8 @@ def test_more_time_is_never_worse(workers):
     quality = [case.bound("quality", soonest * stretch) for stretch in stretches]
     cheapest = [case.bound("cheapest", soonest * stretch) for stretch in stretches]
     assert all(found.in_time for found in quality + cheapest)
-    assert all(a.error >= b.error * (1 - 1e-3) for a, b in zip(quality, quality[1:], strict=False))
-    assert all(a.bytes >= b.bytes * (1 - 1e-3) for a, b in zip(cheapest, cheapest[1:], strict=False))
+    assert all(a.error >= b.error * (1 - 1e-3) for a, b in pairwise(quality))
+    assert all(a.bytes >= b.bytes * (1 - 1e-3) for a, b in pairwise(cheapest))
     assert quality[0].error > quality[-1].error
     assert cheapest[0].bytes > cheapest[-1].bytes
 

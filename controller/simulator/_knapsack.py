@@ -1,0 +1,171 @@
+"""Lower bounds of two knapsack problems, each by dynamic programming and by linear relaxation, whichever is higher."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+
+_ZOOMS = 9
+_POINTS = 7  # prices tried for each resource and zoom
+_SHRINK = 0.45
+_ROUNDS = 3  # of leaving options out, each of which may show that others cannot be either
+_SLACK = 1e-9  # relative; for rounding
+_LARGEST, _SMALLEST = 1e4, 1e-6  # prices worth trying, in objective per budget
+
+
+def _cells(items: int) -> int:
+    """Cells of a budget: rounding down loses at most one for each item."""
+    return min(max(32 * items, 2048), 16384)
+
+
+class Savings:
+    """The most that can be saved, for every budget: each item may be bought once and saves of several kinds.
+
+    Kinds are bounded independently of each other.
+    """
+
+    def __init__(self, cost: Floats, saved: Floats, most: float) -> None:
+        """Prepare budgets from 0 to ``most``. cost: ``[items]``, above 0; saved: ``[items, kinds]``, at least 0."""
+        self._cells = _cells(len(cost))
+        self._cell = max(most, 1e-12) / self._cells
+        # Costs are rounded down: every true choice stays possible, at no less than it saves.
+        steps = np.minimum(np.floor(cost / self._cell * (1 - 1e-12)), self._cells + 1).astype(np.int64)
+        self._steps = steps
+        self._best = np.zeros((saved.shape[1], self._cells + 1))
+        self._bought = np.zeros((len(cost), self._cells + 1), dtype=np.bool_)
+        for item, step in enumerate(steps.tolist()):
+            if step <= self._cells:
+                with_it = self._best[:, : self._cells + 1 - step] + saved[item][:, None]
+                self._bought[item, step:] = with_it[0] > self._best[0, step:]
+                np.maximum(self._best[:, step:], with_it, out=self._best[:, step:])
+        self._hulls = [_hull(cost, saved[:, kind]) for kind in range(saved.shape[1])]
+
+    def most(self, budget: float) -> Floats:
+        """The most that can be saved of each kind, ``[kinds]``."""
+        linear = np.array([np.interp(budget, costs, gains) for costs, gains in self._hulls])
+        return np.asarray(np.minimum(self._best[:, self._index(budget)], linear), dtype=np.float64)
+
+    def choice(self, budget: float) -> NDArray[np.bool_]:
+        """Items that save the most of the first kind, ``[items]``, by dynamic programming."""
+        at = self._index(budget)
+        chosen = np.zeros(len(self._steps), dtype=np.bool_)
+        for item in range(len(self._steps) - 1, -1, -1):
+            if self._bought[item, at]:
+                chosen[item] = True
+                at -= int(self._steps[item])
+        return chosen
+
+    def _index(self, budget: float) -> int:
+        return int(min(max(budget, 0.0) / self._cell * (1 + 1e-12), self._cells))
+
+
+def _hull(cost: Floats, saved: Floats) -> tuple[Floats, Floats]:
+    order = np.argsort(-saved / cost, kind="stable")
+    zero = np.zeros(1)
+    return np.concatenate([zero, np.cumsum(cost[order])]), np.concatenate([zero, np.cumsum(saved[order])])
+
+
+def least_value(value: Floats, uses: Floats, budgets: Floats) -> tuple[float, NDArray[np.int64]]:
+    """Bound the least sum of values over choices of one option for each item, each resource within its budget.
+
+    value: ``[items, options]``, infinite where an option is not there. uses: ``[resources, items, options]``.
+    budgets: ``[resources]``, raised to the least that can be used. Returns the bound, and the choice ``[items]`` that
+    dynamic programming ends with: it keeps to the prices' mix of the budgets, not always to each of them.
+
+    Prices of the resources that make the Lagrangian bound highest mix the resources into one; dynamic programming
+    over that one gives a bound that is at least as high, but for its rounding.
+    """
+    least = np.where(np.isfinite(value), uses, inf).min(axis=2).sum(axis=1)
+    budgets = np.maximum(budgets, least) * (1 + _SLACK)
+    value = _possible(value, uses, budgets)
+    there = np.isfinite(value)
+    tight = np.where(there, uses, 0.0).max(axis=2).sum(axis=1) > budgets
+    if not tight.any():
+        return float(value.min(axis=1).sum()), value.argmin(axis=1)
+    # Counted above each item's least use: only the rest of a budget is there to choose about.
+    scale = np.maximum(budgets[tight], 1e-300)
+    parts = np.where(there, uses[tight], 0.0) / scale[:, None, None]
+    prices, bound = _prices(value, parts)
+    bounds = [bound]
+    choices = []
+    for mix in _mixes(prices):
+        found, choice = _mixed(value, parts, mix)
+        bounds.append(found)
+        choices.append(choice)
+    best = int(np.argmax(bounds[1:]))
+    return max(bounds), choices[best]
+
+
+def _possible(value: Floats, uses: Floats, budgets: Floats) -> Floats:
+    """Values without the options that leave too little for the other items' least uses."""
+    for _ in range(_ROUNDS):
+        least = np.where(np.isfinite(value), uses, inf).min(axis=2)
+        room = budgets[:, None] - least.sum(axis=1)[:, None] + least
+        fits = (uses <= room[:, :, None]).all(axis=0) & np.isfinite(value)
+        # Where nothing fits, rounding or a budget that its own least uses exceed is at work: such items stay.
+        fits |= ~fits.any(axis=1)[:, None]
+        value = np.where(fits, value, inf)
+    return value
+
+
+def _mixes(prices: Floats) -> list[Floats]:
+    """The prices' own mix, and where there are several resources, each alone and half-way between."""
+    own = prices / prices.sum()
+    if len(prices) == 1:
+        return [own]
+    alone = np.eye(len(prices))
+    return [own, *alone, *((own + alone) / 2)]
+
+
+def _prices(value: Floats, parts: Floats) -> tuple[Floats, float]:
+    """Prices of the resources, budgets counting 1, at which the Lagrangian bound is high, and that bound."""
+    finite = np.where(np.isfinite(value), value, 0.0)
+    unit = float(finite.max(axis=1).sum()) or 1.0
+    flat = parts.reshape(len(parts), -1)
+    centre = np.full(len(parts), (np.log(_LARGEST) + np.log(_SMALLEST)) / 2)
+    width = (np.log(_LARGEST) - np.log(_SMALLEST)) / 2
+    best, best_prices = -inf, np.exp(centre) * unit
+    for _ in range(_ZOOMS):
+        axes = np.meshgrid(*[np.linspace(at - width, at + width, _POINTS) for at in centre], indexing="ij")
+        logs = np.stack([axis.ravel() for axis in axes], axis=1)
+        tried = np.exp(logs) * unit
+        priced = (tried @ flat).reshape(len(tried), *value.shape) + value
+        bounds = priced.min(axis=2).sum(axis=1) - tried.sum(axis=1)
+        at = int(bounds.argmax())
+        if bounds[at] > best:
+            best, best_prices, centre = float(bounds[at]), tried[at], logs[at]
+        width *= _SHRINK
+    return best_prices, best
+
+
+def _mixed(value: Floats, parts: Floats, mix: Floats) -> tuple[float, NDArray[np.int64]]:
+    """Dynamic programming with one budget of 1 for the weighted sum of the resources; ``mix`` sums to 1."""
+    use = np.where(np.isfinite(value), np.tensordot(mix, parts, axes=1), inf)
+    # Counted above each item's least use, which is no choice: only what is left of the budget is cut into cells.
+    least = use.min(axis=1)
+    cells = _cells(len(value))
+    cell = max(1.0 - float(least.sum()), 1e-12) / cells
+    steps = np.minimum(np.floor((use - least[:, None]) / cell * (1 - 1e-9)), cells + 1).astype(np.int64)
+    best = np.zeros(cells + 1)
+    chosen = np.zeros((len(value), cells + 1), dtype=np.int8)
+    for item in range(len(value)):
+        following = np.full(cells + 1, inf)
+        for option in np.flatnonzero(steps[item] <= cells).tolist():
+            step = int(steps[item, option])
+            candidate = best[: cells + 1 - step] + value[item, option]
+            better = candidate < following[step:]
+            np.copyto(following[step:], candidate, where=better)
+            chosen[item, step:][better] = option
+        best = following
+    at, choice = cells, np.zeros(len(value), dtype=np.int64)
+    for item in range(len(value) - 1, -1, -1):
+        choice[item] = chosen[item, at]
+        at -= int(steps[item, choice[item]])
+    return float(best[cells]), choice

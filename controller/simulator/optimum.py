@@ -1,0 +1,378 @@
+"""The offline optimum of one load: a bound on what any controller could do that sees the whole future.
+
+Every schedule obeys the following, whatever its order; the bound is the best choice of recomputing or fetching, for
+each chunk, that obeys it:
+
+- what is fetched goes through the link between the first round trip's end and the last arrival, at the true rates;
+- the decode of what arrives last, and so at least the shortest decode that there is, comes after that arrival;
+- all decodes come after the first arrival, the least that can be fetched at all, and share one lane;
+- all recomputation shares one lane, which with one worker is also that of the decodes; a recomputed chunk costs what
+  its own context makes it cost, and a pass's and a decode's fixed cost come once each, if at all.
+
+What is relaxed, always in the optimistic direction: the order on the link and in the lanes (that recomputing waits for
+earlier chunks to be decoded, that a decode waits for its own bytes, that neither is interrupted), fixed costs beyond
+the first, and round trips beyond the first. Choices are bounded by dynamic programming with costs rounded down, and by
+a linear relaxation; where several resources are short at once, by one weighted sum of them (a surrogate constraint:
+Glover 1968, Operations Research 16(4)). So ``error``, ``bytes`` and the choice itself may belong to no schedule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf, isfinite
+from typing import TYPE_CHECKING, Literal, get_args
+
+import numpy as np
+
+from kvwire.errors import ArgumentError
+
+from ._knapsack import Savings, least_value
+from .outcome import error_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from ..costs import CostModel
+    from ..documents import DocumentPlanInput
+    from .rates import RateTrace
+
+    Floats = NDArray[np.float64]
+
+Objective = Literal["earliest", "quality", "cheapest"]
+
+_HALVINGS = 50
+_SLACK = 1e-9  # of a deadline, relative; for rounding
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """What no controller can better, by the objective's own figure; the others are those of the choice behind it.
+
+    ttft_s: seconds from the load's start; infinite, and never in time, where the link does not bring what must be
+    fetched. error: mean over tokens. bytes: fetched. in_time: whether ``ttft_s`` is within the deadline, if there is
+    one. recomputed: chunks; fetched[level]: chunks fetched up to that level.
+    """
+
+    ttft_s: float
+    error: float
+    bytes: float
+    in_time: bool
+    recomputed: int
+    fetched: tuple[int, ...]
+
+
+def optimum(  # noqa: PLR0913 - a load has as many sides
+    documents: Sequence[DocumentPlanInput],
+    costs: CostModel,
+    rate: RateTrace,
+    *,
+    start_s: float = 0.0,
+    rtt_s: float = 0.0,
+    objective: Objective,
+    deadline_s: float | None = None,
+    floor: int = 0,
+    workers: int = 1,
+) -> Optimum:
+    """Bound a load that begins ``start_s`` after the trace does.
+
+    objective: "earliest" (least ``ttft_s``), "quality" (least ``error`` within the deadline) or "cheapest" (fewest
+    ``bytes`` within it); the latter two become "earliest" where nothing is in time. rtt_s: before the first byte.
+    deadline_s: seconds from the load's start to the first token, or None for no limit. floor: the lowest level
+    that may be fetched where there is a choice. workers: 1 (decoding and recomputing take turns) or 2 (a lane each).
+    Raises ArgumentError for a chunk that can neither be fetched nor recomputed, and for settings that cannot be.
+    """
+    _check(objective, workers, floor, start_s, rtt_s, deadline_s)
+    load = _Load(_Options(documents, costs, floor), costs, rate, start_s, rtt_s, workers)
+    limit = inf if deadline_s is None else deadline_s
+    closing_s = costs.closing_s(int(load.options.tokens.sum()))
+    ways = [_Way(load, recompute=r, fetch=f) for r, f in ((True, True), (False, True), (True, False))]
+    ways = [way for way in ways if way.is_open]
+    soonest = min(ways, key=lambda way: way.earliest_s)
+    ready_s, choice = soonest.earliest_s, soonest.choice_by(soonest.earliest_s)
+    by_s = limit * (1 + _SLACK) - closing_s
+    in_time = [way for way in ways if way.earliest_s <= by_s and isfinite(way.earliest_s)]
+    if objective == "earliest" or not in_time:
+        return load.options.outcome(choice, ready_s + closing_s, limit)
+    way, choice, size, error = (_cheapest if objective == "cheapest" else _finest)(in_time, by_s)
+    return load.options.outcome(choice, min(way.ready_s(choice) + closing_s, limit), limit, size=size, error=error)
+
+
+def _cheapest(ways: list[_Way], by_s: float) -> tuple[_Way, NDArray[np.int64], float, None]:
+    way = min(ways, key=lambda way: way.least_bytes(by_s))
+    return way, way.choice_by(by_s), way.least_bytes(by_s), None
+
+
+def _finest(ways: list[_Way], by_s: float) -> tuple[_Way, NDArray[np.int64], None, float]:
+    found = [(way, *way.least_error(by_s)) for way in ways]
+    way, error, choice = min(found, key=lambda each: each[1])
+    return way, choice, None, error
+
+
+def _check(objective: str, workers: int, floor: int, *times: float | None) -> None:
+    if objective not in get_args(Objective) or workers not in {1, 2} or floor < 0:
+        msg = (
+            f"an objective is one of {', '.join(get_args(Objective))}, workers are 1 or 2 and a floor is at least 0, "
+            f"got {objective!r}, {workers} and {floor}"
+        )
+        raise ArgumentError(msg)
+    if any(time is not None and not (isfinite(time) and time >= 0) for time in times):
+        msg = f"start, round trip and deadline must be finite seconds of at least 0, got {times}"
+        raise ArgumentError(msg)
+
+
+class _Options:
+    """What can be done about each chunk, as arrays ``[chunks, 1 + levels]``: recompute, or fetch a level.
+
+    size: bytes. prefill_s, decode_s: seconds without fixed costs. error: share of the load's mean; infinite where the
+    option is not there. shortest_decode_s: of any arrival that completes a chunk; first_bytes: of any arrival.
+    """
+
+    def __init__(self, documents: Sequence[DocumentPlanInput], costs: CostModel, floor: int) -> None:
+        chunks = sum(len(document.tokens) for document in documents)
+        if not chunks:
+            msg = "a load needs at least one document"
+            raise ArgumentError(msg)
+        shape = (chunks, 2 + max(document.finest for document in documents))
+        self.tokens = np.concatenate([np.array(document.tokens, dtype=np.float64) for document in documents])
+        self.size, self.prefill_s, self.decode_s = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        self.error = np.full(shape, inf)
+        self.shortest_decode_s = self.first_bytes = inf
+        row = 0
+        for document in documents:
+            self._add(document, costs, floor, row)
+            row += len(document.tokens)
+        self.error *= (self.tokens / self.tokens.sum())[:, None]
+
+    def _add(self, document: DocumentPlanInput, costs: CostModel, floor: int, row: int) -> None:
+        context = 0
+        exact = error_of(document, 0, None)
+        for chunk, tokens in enumerate(document.tokens):
+            sizes = document.fetch_bytes[chunk] if document.fetch_bytes else ()
+            lowest = _lowest_level(document, sizes, floor)
+            if lowest is None and not document.has_text:
+                msg = f"chunk {chunk} of a document has neither text nor a level to fetch; give it one of them"
+                raise ArgumentError(msg)
+            seconds = costs.prefill.marginal(tokens, context)
+            if document.has_text:
+                self.prefill_s[row, 0] = seconds
+                self.error[row, 0] = exact
+            if lowest is not None:
+                # The reader's head start counts for the whole pass, and recomputing goes on from there.
+                self.prefill_s[row, 1:] = document.head_start * seconds
+                fetched = np.array(sizes[lowest:], dtype=np.float64)
+                levels = slice(1 + lowest, 1 + len(sizes))
+                self.size[row, levels] = fetched
+                self.decode_s[row, levels] = costs.decode.token_s * tokens + costs.decode.byte_s * fetched
+                self.error[row, levels] = [error_of(document, chunk, level) for level in range(lowest, len(sizes))]
+                self._arrival(document, costs, tokens, sizes, lowest)
+            context += tokens
+            row += 1
+
+    def _arrival(
+        self, document: DocumentPlanInput, costs: CostModel, tokens: int, sizes: tuple[int, ...], lowest: int
+    ) -> None:
+        """Note the least that the first arrival and the last one can be: layers may come one by one."""
+        layers = np.diff(sizes, prepend=0) if document.layered else np.array(sizes[lowest:])
+        self.first_bytes = min(self.first_bytes, float(layers[0]))
+        last_s = costs.decode.token_s * tokens + costs.decode.byte_s * float(layers.min())
+        self.shortest_decode_s = min(self.shortest_decode_s, last_s)
+
+    @cached_property
+    def can_recompute(self) -> NDArray[np.bool_]:
+        """Which chunks have text."""
+        return np.asarray(np.isfinite(self.error[:, 0]), dtype=np.bool_)
+
+    @cached_property
+    def lowest(self) -> NDArray[np.int64]:
+        """The option that fetches least, for each chunk; 0 where none can be fetched."""
+        there = np.isfinite(self.error[:, 1:])
+        return np.where(there.any(axis=1), 1 + there.argmax(axis=1), 0) if there.size else np.zeros(len(there), int)
+
+    def sums(self, choice: NDArray[np.int64]) -> tuple[float, float, float]:
+        """Bytes, seconds of decode and seconds of prefill of a choice."""
+        rows = np.arange(len(choice))
+        return tuple(float(part[rows, choice].sum()) for part in (self.size, self.decode_s, self.prefill_s))  # type: ignore[return-value]
+
+    def outcome(
+        self,
+        choice: NDArray[np.int64],
+        ttft_s: float,
+        limit_s: float,
+        *,
+        size: float | None = None,
+        error: float | None = None,
+    ) -> Optimum:
+        """Put the result together; the choice's own bytes and error where none are given."""
+        counts = np.bincount(choice, minlength=self.error.shape[1]).tolist()
+        own = float(self.error[np.arange(len(choice)), choice].sum())
+        fetched = self.sums(choice)[0] if size is None else size
+        in_time = isfinite(ttft_s) and ttft_s <= limit_s
+        return Optimum(ttft_s, own if error is None else error, fetched, in_time, counts[0], tuple(counts[1:]))
+
+
+def _lowest_level(document: DocumentPlanInput, sizes: tuple[int, ...], floor: int) -> int | None:
+    """The lowest level of a chunk that may be fetched: the document's finest stands for all above it."""
+    wanted = min(floor, document.finest)
+    if 0 <= wanted < len(sizes):
+        return wanted
+    return None if document.has_text or not sizes else len(sizes) - 1
+
+
+@dataclass(frozen=True)
+class _Load:
+    """A load and what it meets. Instants are seconds from its start."""
+
+    options: _Options
+    costs: CostModel
+    rate: RateTrace
+    start_s: float
+    rtt_s: float
+    workers: int
+
+    @cached_property
+    def first_arrival_s(self) -> float:
+        """Before this nothing can be decoded."""
+        return self.arrival_s(self.options.first_bytes) if isfinite(self.options.first_bytes) else inf
+
+    def arrival_s(self, size: float) -> float:
+        """When so many bytes can be here."""
+        return self.rate.time_to(size, self.start_s + self.rtt_s) - self.start_s
+
+    def bytes_by(self, instant_s: float) -> float:
+        """Bytes that can be here by an instant."""
+        if instant_s < self.rtt_s:
+            return -1.0
+        return self.rate.bytes_between(self.start_s + self.rtt_s, self.start_s + instant_s)
+
+
+@dataclass(frozen=True, eq=False)
+class _Way:
+    """Loads that recompute something, fetch something, or do both: each with the fixed costs that this takes."""
+
+    load: _Load
+    recompute: bool
+    fetch: bool
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the documents allow for it."""
+        can_fetch, can_recompute = self.load.options.lowest > 0, self.load.options.can_recompute
+        if self.recompute and self.fetch:
+            return bool(can_fetch.any() and can_recompute.any())
+        return bool(can_fetch.all() if self.fetch else can_recompute.all())
+
+    def ready_s(self, choice: NDArray[np.int64]) -> float:
+        """The soonest that a choice's sums allow all chunks to be ready, in seconds from the start."""
+        size, decode_s, prefill_s = self.load.options.sums(choice)
+        lane_s = self._fixed_s + prefill_s + (decode_s if self._shared else 0.0)
+        if not self.fetch:
+            return lane_s
+        base_s = self.load.costs.decode.base_s
+        return max(lane_s, self.load.arrival_s(size) + self._tail_s, self.load.first_arrival_s + base_s + decode_s)
+
+    @cached_property
+    def earliest_s(self) -> float:
+        """The soonest that all chunks can be ready, whatever is chosen at or above the floor."""
+        fetching, recomputing = self._extremes
+        high = min(self.ready_s(fetching), self.ready_s(recomputing))
+        if not (self.fetch and self.recompute) or not isfinite(high):
+            return high
+        savings, low = self._savings(high), 0.0
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self._fits(savings, middle) else (middle, high)
+        return high
+
+    def choice_by(self, instant_s: float) -> NDArray[np.int64]:
+        """The choice that fetches least among those whose computing is done by an instant."""
+        fetching, recomputing = self._extremes
+        if not (self.fetch and self.recompute) or not isfinite(instant_s):
+            return recomputing
+        bought = np.zeros(len(fetching), dtype=np.bool_)
+        bought[self._swaps] = self._savings(instant_s).choice(self._spare_s(instant_s))
+        return np.where(bought, recomputing, self._leanest)
+
+    def least_bytes(self, instant_s: float) -> float:
+        """The fewest bytes that must be fetched for computing to be done by an instant."""
+        if not (self.fetch and self.recompute) or not isfinite(instant_s):
+            return self.load.options.sums(self._extremes[1])[0]
+        saved = self._savings(instant_s).most(self._spare_s(instant_s))
+        return max(0.0, self.load.options.sums(self._leanest)[0] - float(saved[0]))
+
+    def least_error(self, instant_s: float) -> tuple[float, NDArray[np.int64]]:
+        """The least error that can be ready by an instant, no sooner than ``earliest_s``, and a choice near it."""
+        options = self.load.options
+        value = options.error.copy()
+        value[:, 0 if not self.recompute else slice(0)] = inf
+        value[:, slice(0) if self.fetch else slice(1, None)] = inf
+        lane = options.prefill_s + options.decode_s if self._shared else options.prefill_s
+        budgets = np.full(3, inf)
+        if isfinite(instant_s):
+            decode_s = instant_s - self.load.first_arrival_s - self.load.costs.decode.base_s if self.fetch else inf
+            size = self.load.bytes_by(instant_s - self._tail_s) if self.fetch else inf
+            budgets = np.array([size, decode_s, instant_s - self._fixed_s])
+        return least_value(value, np.stack([options.size, options.decode_s, lane]), budgets)
+
+    @property
+    def _shared(self) -> bool:
+        return self.load.workers == 1
+
+    @property
+    def _fixed_s(self) -> float:
+        """Fixed costs in the lane that recomputes."""
+        costs = self.load.costs
+        decode_s = costs.decode.base_s if self.fetch and self._shared else 0.0
+        return decode_s + (costs.prefill.base_s if self.recompute else 0.0)
+
+    @property
+    def _tail_s(self) -> float:
+        """Seconds from the last arrival on."""
+        return self.load.costs.decode.base_s + self.load.options.shortest_decode_s
+
+    @cached_property
+    def _extremes(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The choices to fetch, and to recompute, all that can be."""
+        options = self.load.options
+        fetching = options.lowest if self.fetch else np.zeros_like(options.lowest)
+        return fetching, np.where(options.can_recompute, 0, fetching) if self.recompute else fetching
+
+    def _lane_s(self, choice: NDArray[np.int64]) -> Floats:
+        """Seconds of each chunk in the lane that recomputes."""
+        options, rows = self.load.options, np.arange(len(choice))
+        decode_s = options.decode_s[rows, choice] if self._shared else 0.0
+        return np.asarray(options.prefill_s[rows, choice] + decode_s)
+
+    @cached_property
+    def _leanest(self) -> NDArray[np.int64]:
+        """The choice with the least computing: to fetch, but where recomputing costs no more."""
+        fetching, recomputing = self._extremes
+        return np.where(self._lane_s(recomputing) <= self._lane_s(fetching), recomputing, fetching)
+
+    @cached_property
+    def _swaps(self) -> NDArray[np.bool_]:
+        """Chunks that spare compute can spare the link."""
+        return np.asarray(self._leanest != self._extremes[1])
+
+    def _spare_s(self, instant_s: float) -> float:
+        return instant_s - self._fixed_s - float(self._lane_s(self._leanest).sum())
+
+    def _savings(self, latest_s: float) -> Savings:
+        """What recomputing saves of bytes and of decode, for compute that ends by ``latest_s`` or sooner."""
+        options, rows = self.load.options, np.flatnonzero(self._swaps)
+        leanest, recomputing = self._leanest, self._extremes[1]
+        cost = (self._lane_s(recomputing) - self._lane_s(leanest))[rows]
+        saved = np.stack([options.size[rows, leanest[rows]], options.decode_s[rows, leanest[rows]]], axis=1)
+        return Savings(cost, saved, min(float(cost.sum()), max(self._spare_s(latest_s), 0.0)))
+
+    def _fits(self, savings: Savings, instant_s: float) -> bool:
+        """Whether everything can be ready by an instant."""
+        spare_s = self._spare_s(instant_s)
+        if spare_s < 0:
+            return False
+        size, decode_s, _ = self.load.options.sums(self._leanest)
+        least = np.array([size, decode_s]) - savings.most(spare_s)
+        room_s = instant_s - self.load.first_arrival_s - self.load.costs.decode.base_s
+        return bool(least[0] <= self.load.bytes_by(instant_s - self._tail_s) and least[1] <= room_s)
