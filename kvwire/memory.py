@@ -1,0 +1,290 @@
+"""Where estimates live between processes, so that a first load is not blind.
+
+One small file for all links and engines. It is a convenience: whatever is wrong with it, loads go on without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import math
+import os
+import re
+import secrets
+import time
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, cast
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from kvwire.controller import CostModel, DecodeCost, PrefillCost
+from kvwire.controller.estimates import Estimates
+from kvwire.errors import CorruptError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    Entries = dict[str, dict[str, object]]
+
+_log = logging.getLogger(__name__)
+
+VARIABLE = "KVWIRE_ESTIMATES"
+"""Environment variable: path of the file, or ``off``."""
+_VERSION = 1
+_PARTS = ("link", "engine")
+_MOST_ENTRIES = 128  # of each part
+_MOST_KEY_CHARS = 300
+_MOST_BYTES = 1 << 20
+_LOCK_PATIENCE_S = 5.0
+_LOCK_POLL_S = 0.005
+_FOLDER_MODE, _FILE_MODE = 0o700, 0o600
+_END_OF_TIME = 1e11  # seconds since 1970
+_PORTS = {"http": 80, "https": 443}
+_PLAIN = re.compile(r"[\w.+ -]{1,80}(/[\w.+ -]{1,80})?")  # what may be written as it is; anything else as its digest
+_NO_COSTS = CostModel(PrefillCost(0, 0), DecodeCost(0, 0))
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """What is known of a link and an engine: a state for ``Estimates.of_state``, and the age of the link's part.
+
+    The state lacks ``link`` or ``engine`` where nothing is known of it.
+    """
+
+    state: dict[str, object]
+    age_s: float
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether the engine's costs are known, so that they need not be measured before a load."""
+        return "engine" in self.state
+
+
+class EstimatesFile:
+    """Estimates by link and by engine. No method raises for what is wrong with the file or its disk."""
+
+    def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
+        """Keep them in ``path``; None: remember nothing. clock: seconds since 1970."""
+        self._path = path
+        self._clock = clock
+        self._warned = False
+
+    @classmethod
+    def of_environment(cls, environment: Mapping[str, str] = os.environ) -> EstimatesFile:
+        """The file that ``KVWIRE_ESTIMATES`` names, or ``kvwire/estimates.json`` among the user's caches."""
+        named = environment.get(VARIABLE, "")
+        if named.lower() == "off":
+            return cls(None)
+        try:
+            return cls(Path(named).expanduser() if named else _caches(environment) / "kvwire" / "estimates.json")
+        except RuntimeError:  # this user has no home
+            return cls(None)
+
+    def recall(self, link: str, engine: str) -> Remembered:
+        """What is known of a link (see ``link_key``) and an engine (``engine_key``); reads a small file."""
+        entries = self._read()
+        state: dict[str, object] = {"version": _VERSION}
+        age_s = 0.0
+        for part, key in zip(_PARTS, (link, engine), strict=True):
+            entry = entries[part].get(key)
+            if entry is None or not self._is_sound(part, entry["state"]):
+                continue
+            state[part] = entry["state"]
+            if part == "link":
+                age_s = max(0.0, self._clock() - _saved(entry))
+        return Remembered(state, age_s)
+
+    def remember(self, link: str, engine: str, estimates: Estimates) -> None:
+        """Write down what was measured; what other processes wrote of others stays. Waits for a lock: use a thread."""
+        state = estimates.to_state()
+        known = {"link": estimates.knows_link, "engine": estimates.knows_engine}
+        keys = dict(zip(_PARTS, (link, engine), strict=True))
+        new = {part: (keys[part], state[part]) for part in _PARTS if known[part]}
+        if self._path is None or not new:
+            return
+        try:
+            self._path.parent.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
+            with _locked(self._path):
+                entries = self._sound(self._read())
+                now = self._clock()
+                for part, (key, value) in new.items():
+                    entries[part][key] = {"saved": now, "state": value}
+                _replace(self._path, _encoded(entries, now))
+        except OSError as error:
+            self._warn(f"cannot write {self._path}: {error.strerror or error}; estimates are not remembered")
+
+    def _read(self) -> dict[str, Entries]:
+        nothing: dict[str, Entries] = {part: {} for part in _PARTS}
+        if self._path is None:
+            return nothing
+        try:
+            return _decoded(_content(self._path))
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self._warn(f"cannot read {self._path}: {error.strerror or error}; loads start from priors")
+        except (CorruptError, ValueError, RecursionError):
+            self._warn(f"{self._path} holds no estimates; it is written anew")
+        return nothing
+
+    def _sound(self, entries: dict[str, Entries]) -> dict[str, Entries]:
+        return {
+            part: {key: entry for key, entry in entries[part].items() if self._is_sound(part, entry["state"])}
+            for part in _PARTS
+        }
+
+    def _is_sound(self, part: str, state: object) -> bool:
+        try:
+            Estimates.of_state({"version": _VERSION, part: state}, _NO_COSTS, 1.0, 0.0)
+        except CorruptError as error:
+            self._warn(f"{self._path}: {error}")
+            return False
+        return True
+
+    def _warn(self, what: str) -> None:
+        if not self._warned:
+            self._warned = True
+            _log.warning("%s", what)
+
+
+def link_key(url: str, emulated: str = "") -> str:
+    """Name of the link to a store: scheme, host, port and bucket; no path, query or user, hence nothing secret.
+
+    url: the store's address, or a folder's path. emulated: settings of an emulated link before it, as text.
+    """
+    try:
+        place = _place(url)
+    except ValueError:
+        place = "unknown"
+    return f"{place} behind {_digest(emulated)}" if emulated else place
+
+
+def engine_key(model: str, revision: str, device: str, dtype: str, threads: int, backend: str = "") -> str:
+    """Name of an engine: what its speed depends on.
+
+    device: the name of the hardware, not only its kind. backend: which kernels decode, where that is not a default.
+    """
+    parts = (model, revision, device, dtype, str(threads), backend)
+    return " | ".join(part if _PLAIN.fullmatch(part) else _digest(part) for part in parts if part)
+
+
+def _place(url: str) -> str:
+    parts = urlsplit(url)
+    scheme = parts.scheme.lower()
+    if scheme in ("", "file"):
+        return f"folder {_digest(os.path.realpath(unquote(parts.path)))}"
+    if scheme in _PORTS:
+        return f"{scheme}://{_host(url)}"
+    if scheme != "s3":
+        return scheme if _PLAIN.fullmatch(scheme) else "unknown"
+    options = parse_qs(parts.query, max_num_fields=9)
+    bucket, region = parts.netloc.rpartition("@")[2], options.get("region", [""])[0]
+    where = _host(options["endpoint"][0]) if "endpoint" in options else region
+    return f"s3://{bucket if _PLAIN.fullmatch(bucket) else _digest(bucket)} at {where or 'default'}"[:_MOST_KEY_CHARS]
+
+
+def _host(url: str) -> str:
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    return f"{host if len(host) < _MOST_KEY_CHARS // 2 else _digest(host)}:{parts.port or _PORTS.get(parts.scheme, 0)}"
+
+
+def _digest(text: str) -> str:
+    return "#" + sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def _caches(environment: Mapping[str, str]) -> Path:
+    """The user's folder of caches, by the XDG base directory specification, which ignores relative paths."""
+    named = Path(environment.get("XDG_CACHE_HOME", ""))
+    return named if named.is_absolute() else Path.home() / ".cache"
+
+
+def _content(path: Path) -> bytes:
+    if path.exists() and not path.is_file():
+        _refuse()  # reading a pipe would make a load wait
+    with path.open("rb") as file:
+        return file.read(_MOST_BYTES + 1)
+
+
+def _decoded(content: bytes) -> dict[str, Entries]:
+    """Entries by part and key; CorruptError, ValueError or RecursionError for anything that was not written here."""
+    if len(content) > _MOST_BYTES:
+        _refuse()
+    whole = json.loads(content, parse_constant=_refuse, parse_float=_finite)
+    if not isinstance(whole, dict) or set(whole) != {"version", *_PARTS} or whole["version"] != _VERSION:
+        _refuse()
+    for part in _PARTS:
+        entries = whole[part]
+        if not isinstance(entries, dict) or len(entries) > _MOST_ENTRIES:
+            _refuse()
+        for key, entry in entries.items():
+            if len(key) > _MOST_KEY_CHARS or not isinstance(entry, dict) or set(entry) != {"saved", "state"}:
+                _refuse()
+            saved = entry["saved"]
+            if isinstance(saved, bool) or not isinstance(saved, (int, float)) or not 0 <= saved < _END_OF_TIME:
+                _refuse()
+    return {part: whole[part] for part in _PARTS}
+
+
+def _refuse(_: str = "") -> NoReturn:
+    msg = "not a file of estimates"
+    raise CorruptError(msg)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _refuse()
+
+
+def _saved(entry: dict[str, object]) -> float:
+    return cast("float", entry["saved"])
+
+
+def _saved_item(item: tuple[str, dict[str, object]]) -> float:
+    return _saved(item[1])
+
+
+def _encoded(entries: dict[str, Entries], now: float) -> bytes:
+    """The file's content, without the oldest entries where there are too many."""
+    whole: dict[str, object] = {"version": _VERSION}
+    for part in _PARTS:
+        for entry in entries[part].values():
+            entry["saved"] = min(_saved(entry), now)  # a clock that was wrong once must not keep it forever
+        latest = sorted(entries[part].items(), key=_saved_item, reverse=True)
+        whole[part] = dict(latest[:_MOST_ENTRIES])
+    return json.dumps(whole, allow_nan=False).encode()
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock beside a file; raises OSError where others hold it for too long."""
+    descriptor = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _FILE_MODE)
+    try:
+        patience = time.monotonic() + _LOCK_PATIENCE_S
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= patience:
+                    raise
+                time.sleep(_LOCK_POLL_S)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all; not flushed, since losing it costs nothing but measuring again."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(8)}")
+    try:
+        temporary.touch(_FILE_MODE, exist_ok=False)
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
