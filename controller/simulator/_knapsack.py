@@ -16,6 +16,7 @@ _ZOOMS = 9
 _POINTS = 7  # prices tried for each resource and zoom
 _SHRINK = 0.45
 _ROUNDS = 3  # of leaving options out, each of which may show that others cannot be either
+_FEW = 8  # items
 _SLACK = 1e-9  # relative; for rounding
 _LARGEST, _SMALLEST = 1e4, 1e-6  # prices worth trying, in objective per budget
 
@@ -95,7 +96,7 @@ def least_value(value: Floats, uses: Floats, budgets: Floats) -> tuple[float, ND
     prices, bound = _prices(value, parts)
     bounds = [bound]
     choices = []
-    for mix in _mixes(prices):
+    for mix in _mixes(prices, len(value)):
         found, choice = _mixed(value, parts, mix)
         bounds.append(found)
         choices.append(choice)
@@ -115,10 +116,10 @@ def _possible(value: Floats, uses: Floats, budgets: Floats) -> Floats:
     return value
 
 
-def _mixes(prices: Floats) -> list[Floats]:
-    """The prices' own mix, and where there are several resources, each alone and half-way between."""
+def _mixes(prices: Floats, items: int) -> list[Floats]:
+    """The prices' own mix; for few items, where others may bound higher, also each resource alone and half-way."""
     own = prices / prices.sum()
-    if len(prices) == 1:
+    if len(prices) == 1 or items > _FEW:
         return [own]
     alone = np.eye(len(prices))
     return [own, *alone, *((own + alone) / 2)]

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from itertools import product
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvwire.controller.simulator._knapsack import Savings, least_value
+
+
+def exact_least_value(value, uses, budgets):
+    """The least sum of values over all choices that fit."""
+    items, options = value.shape
+    rows = np.arange(items)
+    choices = [np.array(choice) for choice in product(range(options), repeat=items)]
+    fitting = [
+        float(value[rows, choice].sum()) for choice in choices if (uses[:, rows, choice].sum(axis=1) <= budgets).all()
+    ]
+    return min(fitting, default=inf)
+
+
+def problem(seed, items, options, resources):
+    """Options that cost more of each resource the less their value is, and one that costs only the last."""
+    draw = np.random.default_rng(seed)
+    grown = np.cumsum(draw.uniform(0.2, 1.0, (items, options)), axis=1)
+    value = 4.0**-grown
+    uses = grown * draw.uniform(0.5, 1.5, (resources, items, options))
+    uses[:-1, :, 0] = 0
+    uses[-1, :, 0] *= draw.uniform(1, 5)
+    low, high = uses.min(axis=2).sum(axis=1), uses.max(axis=2).sum(axis=1)
+    return value, uses, low + (high - low) * draw.uniform(0.2, 0.8, resources)
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 10**6), items=st.integers(1, 5), resources=st.integers(1, 3))
+def test_no_choice_that_fits_has_less_value_than_the_bound(seed, items, resources):
+    value, uses, budgets = problem(seed, items, 4, resources)
+    bound, _ = least_value(value, uses, budgets)
+    assert bound <= exact_least_value(value, uses, budgets) * (1 + 1e-9)
+
+
+def test_with_one_resource_the_bound_is_met_and_its_choice_fits():
+    gaps = []
+    for seed in range(30):
+        value, uses, budgets = problem(seed, 5, 4, 1)
+        bound, choice = least_value(value, uses, budgets)
+        gaps.append(exact_least_value(value, uses, budgets) / bound - 1)
+        # Rounding loses at most a cell for each item.
+        assert uses[0, np.arange(5), choice].sum() <= budgets[0] * (1 + 5 / 2048)
+    assert np.median(gaps) < 1e-6
+    assert max(gaps) < 0.05
+
+
+def test_options_that_are_not_there_are_not_chosen():
+    value = np.array([[inf, 3.0, 1.0], [5.0, inf, 2.0]])
+    uses = np.array([[[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]]])
+    bound, choice = least_value(value, uses, np.array([3.0]))
+    assert bound == pytest.approx(5.0)
+    assert choice.tolist() == [1, 2]
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 10**6), items=st.integers(1, 8), share=st.floats(0, 1))
+def test_no_purchase_saves_more_than_the_bound(seed, items, share):
+    draw = np.random.default_rng(seed)
+    cost, saved = draw.uniform(0.01, 1, items), draw.uniform(0, 1, (items, 2))
+    most = float(cost.sum())
+    bought = np.array(list(product((0.0, 1.0), repeat=items)))
+    fits = bought[bought @ cost <= share * most]
+    bound = Savings(cost, saved, most).most(share * most)
+    assert (bound * (1 + 1e-9) + 1e-12 >= (fits @ saved).max(axis=0)).all()
+
+
+def test_the_items_bought_save_what_is_promised():
+    draw = np.random.default_rng(3)
+    cost, saved = draw.uniform(0.01, 1, 50), draw.uniform(0, 1, (50, 1))
+    savings = Savings(cost, saved, float(cost.sum()))
+    for budget in (0.0, 0.1, 3.0, 10.0, 100.0):
+        chosen = savings.choice(budget)
+        assert saved[chosen].sum() >= savings.most(budget)[0] * (1 - 1e-9)
+        assert cost[chosen].sum() <= budget * (1 + 1e-9) + 50 * cost.sum() / 2048
