@@ -1,0 +1,134 @@
+"""Documents with real segment sizes: those of the demonstration's documents, brought to other lengths and models.
+
+``segment_sizes.json`` holds what benchmarks/segment_sizes.py measured with the real codec: bits for each element and
+error of every chunk and level. Here a model's chunk takes the rate of a measured one. That assumes that the
+demonstration's small model is as hard to code, element for element, as the other: true for itself alone, and a stand-in
+elsewhere. Real blobs of a model go in through ``DocumentPlanInput.from_blob`` instead.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvwire.errors import ArgumentError, NotFoundError
+
+from ..documents import DocumentPlanInput
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .models import Model
+
+CHUNK_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class ChunkRates:
+    """One measured chunk. bits[level], errors[level]: bits for each element that are fetched, and the error then."""
+
+    bits: tuple[float, ...]
+    errors: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class MethodRates:
+    """One way of coding. firsts, others: chunks at the beginning of a document, and behind; whole ones only.
+
+    head_start: share of the forward pass that a reader computes before decoding.
+    """
+
+    levels: tuple[str, ...]
+    layered: bool
+    head_start: float
+    firsts: tuple[ChunkRates, ...]
+    others: tuple[ChunkRates, ...]
+
+
+@cache
+def measured() -> dict[str, MethodRates]:
+    """The measured methods by name: ``kvwire``, ``kvwire-head-start-1``, ``kvwire-head-start-2``, ``cachegen``."""
+    text = resources.files(__package__).joinpath("segment_sizes.json").read_text(encoding="utf-8")
+    return {name: _method(entry) for name, entry in json.loads(text)["results"].items()}
+
+
+def documents_for(
+    model: Model, lengths: Sequence[int], *, method: str = "kvwire", seed: int = 0
+) -> list[DocumentPlanInput]:
+    """Documents of these lengths, in tokens, as a model's caches would be encoded, in chunks of 256 tokens.
+
+    Each chunk takes bits and errors of a measured one, drawn at random: a document's first chunk of a first one, the
+    others of the others. The same seed gives the same documents. Raises NotFoundError for an unknown method.
+    """
+    if method not in measured():
+        msg = f"no sizes are known of method {method!r}; choose one of {', '.join(measured())}"
+        raise NotFoundError(msg)
+    rates, rng = measured()[method], np.random.default_rng(seed)
+    documents = []
+    for length in lengths:
+        tokens = chunk_lengths(length)
+        drawn = [_draw(rates.others if index else rates.firsts, rng) for index in range(len(tokens))]
+        documents.append(
+            DocumentPlanInput(
+                tokens=tokens,
+                fetch_bytes=tuple(
+                    _sizes(chunk, count * model.cache_elements) for chunk, count in zip(drawn, tokens, strict=True)
+                ),
+                errors=tuple(chunk.errors for chunk in drawn),
+                layered=rates.layered,
+                head_start=rates.head_start,
+            )
+        )
+    return documents
+
+
+def raw_documents_for(model: Model, lengths: Sequence[int]) -> list[DocumentPlanInput]:
+    """The same documents as plain bfloat16: one level without error; ``costs(..., raw=True)`` decodes it by copying."""
+    documents = []
+    for length in lengths:
+        tokens = chunk_lengths(length)
+        sizes = tuple((count * model.cache_bytes,) for count in tokens)
+        documents.append(DocumentPlanInput(tokens=tokens, fetch_bytes=sizes, errors=((0.0,),) * len(tokens)))
+    return documents
+
+
+def chunk_lengths(tokens: int) -> tuple[int, ...]:
+    """Tokens of each chunk of a document; all but the last have 256."""
+    if tokens < 1:
+        msg = f"a document needs at least one token, got {tokens}"
+        raise ArgumentError(msg)
+    whole, rest = divmod(tokens, CHUNK_TOKENS)
+    return (CHUNK_TOKENS,) * whole + ((rest,) if rest else ())
+
+
+def _draw(chunks: Sequence[ChunkRates], rng: np.random.Generator) -> ChunkRates:
+    return chunks[int(rng.integers(len(chunks)))]
+
+
+def _sizes(chunk: ChunkRates, elements: int) -> tuple[int, ...]:
+    return tuple(ceil(bits * elements / 8) for bits in chunk.bits)
+
+
+def _method(entry: Any) -> MethodRates:  # noqa: ANN401 - the package's own file
+    chunks = [document["chunks"] for document in entry["documents"]]
+    return MethodRates(
+        levels=tuple(entry["levels"]),
+        layered=entry["layered"],
+        head_start=entry["head_start"],
+        firsts=_whole([rows[0] for rows in chunks]),
+        others=_whole([chunk for rows in chunks for chunk in rows[1:]]),
+    )
+
+
+def _whole(chunks: list[Any]) -> tuple[ChunkRates, ...]:
+    return tuple(
+        ChunkRates(tuple(chunk["bits_per_element"]), tuple(chunk["errors"]))
+        for chunk in chunks
+        if chunk["tokens"] == CHUNK_TOKENS
+    )

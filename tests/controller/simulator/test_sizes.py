@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+
+import kvwire
+from kvwire.controller.simulator import documents_for, model_named, raw_documents_for
+from kvwire.controller.simulator.sizes import measured
+from kvwire.errors import ArgumentError, NotFoundError
+
+DEMO, LLAMA = model_named("demo"), model_named("llama-3.1-8b")
+
+
+@pytest.mark.parametrize("method", ["kvwire", "kvwire-head-start-1", "kvwire-head-start-2", "cachegen"])
+def test_documents_have_sizes_that_grow_and_errors_that_fall(method):
+    (document,) = documents_for(LLAMA, [1000], method=method)
+    assert document.tokens == (256, 256, 256, 232)
+    for sizes, errors in zip(document.fetch_bytes, document.errors, strict=True):
+        assert list(sizes) == sorted(set(sizes))
+        assert list(errors) == sorted(set(errors), reverse=True)
+        assert 0 < errors[-1] < errors[0] < 1
+    assert document.layered == (method != "cachegen")
+
+
+def test_the_same_seed_gives_the_same_documents():
+    assert documents_for(LLAMA, [5000, 300], seed=3) == documents_for(LLAMA, [5000, 300], seed=3)
+    assert documents_for(LLAMA, [5000, 300], seed=3) != documents_for(LLAMA, [5000, 300], seed=4)
+
+
+def test_sizes_follow_the_model_and_the_measured_rates():
+    (small,), (large,) = documents_for(DEMO, [2560]), documents_for(LLAMA, [2560])
+    ratio = LLAMA.cache_elements / DEMO.cache_elements
+    assert sum(row[-1] for row in large.fetch_bytes) == pytest.approx(
+        ratio * sum(row[-1] for row in small.fetch_bytes), rel=0.01
+    )
+    known = [chunk.bits for chunk in measured()["kvwire"].others]
+    for sizes in large.fetch_bytes[1:]:
+        bits = [8 * size / (256 * LLAMA.cache_elements) for size in sizes]
+        assert any(bits == pytest.approx(row, rel=1e-3) for row in known)
+
+
+def test_a_head_start_is_a_share_of_the_demonstration_model():
+    shares = [measured()[name].head_start for name in ("kvwire", "kvwire-head-start-1", "kvwire-head-start-2")]
+    assert shares == pytest.approx([0, 1 / 6, 2 / 6], rel=1e-4)
+    assert documents_for(DEMO, [100], method="kvwire-head-start-1")[0].head_start == shares[1]
+
+
+def test_a_raw_document_is_its_bytes_without_error():
+    (document,) = raw_documents_for(LLAMA, [300])
+    assert document.tokens == (256, 44)
+    assert document.fetch_bytes == ((256 * 131_072,), (44 * 131_072,))
+    assert document.errors == ((0.0,), (0.0,))
+
+
+def test_impossible_documents_are_refused():
+    with pytest.raises(ArgumentError):
+        documents_for(DEMO, [0])
+    with pytest.raises(NotFoundError, match="cachegen"):
+        documents_for(DEMO, [100], method="zip")
+
+
+def test_the_measured_methods_are_those_that_the_codec_has_now():
+    assert measured()["kvwire"].levels == kvwire.Ladder().names
+    for rates in measured().values():
+        assert len(rates.firsts) > 1
+        assert len(rates.others) > 10
+        assert {len(chunk.bits) for chunk in (*rates.firsts, *rates.others)} == {len(rates.levels)}
