@@ -30,7 +30,7 @@ _FAR_SIDE = Path(__file__).with_name("far_side.py")
 _PREFIX = "kvwire-shaped-"
 _MTU = 1500
 _WIRE_SHARE = 1448 / 1514  # payload of a full packet: 14 bytes of Ethernet, 20 of IPv4, 32 of TCP with timestamps
-_LEAST_BURST = 2 * 1514
+_LEAST_BURST = 1600  # a full packet; tbf fills its stock at every change of the rate, so more would add up
 _NEED = "a shaped link needs Linux, root with CAP_NET_ADMIN and CAP_SYS_ADMIN, and the programs ip and tc (iproute2)"
 
 
@@ -46,7 +46,7 @@ class ShapingSettings:
     """
 
     burst_s: float = 0.002
-    burst_bytes: tuple[int, int] = (2 * _LEAST_BURST, 1 << 20)
+    burst_bytes: tuple[int, int] = (_LEAST_BURST, 1 << 20)
     queue_s: float = 0.1
     queue_bytes: int = 64 * 1024
     congestion: str = "cubic"
