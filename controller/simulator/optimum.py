@@ -14,6 +14,9 @@ earlier chunks to be decoded, that a decode waits for its own bytes, that neithe
 the first, and round trips beyond the first. Choices are bounded by dynamic programming with costs rounded down, and by
 a linear relaxation; where several resources are short at once, by one weighted sum of them (a surrogate constraint:
 Glover 1968, Operations Research 16(4)). So ``error``, ``bytes`` and the choice itself may belong to no schedule.
+
+The time that a mean load's best schedule takes is about 2 % above the bound; it is tens of percent above in the few
+loads of two to eight chunks where recomputing has to wait for a chunk that is fetched.
 """
 
 from __future__ import annotations
@@ -148,7 +151,7 @@ class _Options:
 
     def _add(self, document: DocumentPlanInput, costs: CostModel, floor: int, row: int) -> None:
         context = 0
-        exact = error_of(document, 0, None)
+        exact = error_of(document, 0, None) if document.finest >= 0 else 0.0
         for chunk, tokens in enumerate(document.tokens):
             sizes = document.fetch_bytes[chunk] if document.fetch_bytes else ()
             lowest = _lowest_level(document, sizes, floor)

@@ -287,6 +287,11 @@ def test_the_floor_holds_where_there_is_a_choice():
     assert (bare.recomputed, bare.fetched) == (0, (1, 1))
 
 
+def test_a_blob_without_segments_leaves_recomputing():
+    found = optimum([DocumentPlanInput((256, 256), ((), ()))], COSTS, STEADY, objective="earliest")
+    assert (found.recomputed, found.error) == (2, 0.0)
+
+
 def test_a_head_start_is_computed_for_what_is_fetched():
     costs = CostModel(PrefillCost(0, 1e-3), DecodeCost(0, 0))
     found = optimum([alike(4, head_start=0.25)], costs, STEADY, objective="earliest")
