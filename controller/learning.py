@@ -42,6 +42,7 @@ _SPREAD_WEIGHT = 0.15
 _MOST_ERROR = 0.7  # in logarithms: an outlier does not cast doubt on all the rest
 _MEAN_TO_SIGMA = 1.2533  # of a normal distribution's absolute errors
 _SHORTEST_S, _LONGEST_S = 1e-9, 1e6
+_LEAST_COST = 1e-18  # seconds; below it is noise of arithmetic, and no ratio could be taken
 
 
 class _Window:
@@ -96,7 +97,7 @@ class _Learner:
         if not (0 <= spread < inf and known >= 0):
             msg = f"a spread must be a finite number and known a count, both at least 0, got {spread} and {known}"
             raise ArgumentError(msg)
-        self._prior = np.array(prior)
+        self._prior = _rounded(np.array(prior))
         self._prior_known = min(known, MOST_KNOWN)
         self._window = _Window()
         self._error = spread / _MEAN_TO_SIGMA
@@ -107,12 +108,12 @@ class _Learner:
         if not (isfinite(seconds) and seconds >= 0 and all(isfinite(value) and value >= 0 for value in row)):
             msg = f"a measurement needs finite numbers of at least 0, got {row} in {seconds} s"
             raise ArgumentError(msg)
-        seconds = min(max(seconds, _SHORTEST_S), _LONGEST_S)
         if self._unfitted >= (_MOST_UNFITTED if self._window.added > _SETTLED_SAMPLES else 1):
             self._refit()
         expected = float(self._fitted @ row)
         if expected > 0:
-            seconds = min(max(seconds, expected / _MOST_RATIO), expected * _MOST_RATIO)
+            seconds = min(max(seconds, expected / _MOST_RATIO), max(expected, _SHORTEST_S) * _MOST_RATIO)
+        seconds = min(max(seconds, _SHORTEST_S), _LONGEST_S)
         # That a mere guess was wrong says nothing about the next prediction.
         if expected > 0 and (self._window.added or self._prior_known):
             error = min(abs(log(seconds / expected)), _MOST_ERROR)
@@ -145,7 +146,7 @@ class _Learner:
         drift = _drift(np.log(seconds / np.maximum(rows @ fit, _SHORTEST_S)), weights)
         if drift:
             self._window.rescale(exp(drift))
-        self._fitted, self._unfitted = fit * exp(drift), 0
+        self._fitted, self._unfitted = _rounded(fit * exp(drift)), 0
 
     def _scaled_prior(self, rows: Array, seconds: Array, weights: Array) -> Array:
         expected = rows @ self._prior
@@ -260,6 +261,10 @@ class ClosingEstimator:
     def is_measured(self) -> bool:
         """Whether any load was closed yet."""
         return self._recent.is_measured
+
+
+def _rounded(coefficients: Array) -> Array:
+    return np.where(coefficients < _LEAST_COST, 0.0, coefficients)
 
 
 def _median(values: Array, weights: Array) -> float:

@@ -154,9 +154,12 @@ def test_spread_tells_what_predictions_are_off_by():
         assert estimator.high == 1 + 2 * estimator.spread
 
 
-@given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**6), st.floats(0, 1e9)), max_size=80))
-def test_any_measurements_give_a_cost(samples):
-    estimator = PrefillEstimator(TRUE)
+@given(
+    st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**6), st.floats(0, 1e9)), max_size=80),
+    st.tuples(st.floats(0, 10), st.floats(0, 1), st.floats(0, 1)),
+)
+def test_any_measurements_give_a_cost(samples, prior):
+    estimator = PrefillEstimator(PrefillCost(*prior))
     for sample in samples:
         estimator.add(*sample)
     cost = estimator.cost
