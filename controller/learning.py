@@ -309,7 +309,8 @@ def _non_negative(normal: Array, target: Array) -> Array:
 
 def _widths(rows: Array, seconds: Array, prior: Array) -> Array:
     """How far each coefficient may be from the prior's: as far as it is large, and as far as samples suggest."""
-    expected = rows @ prior if prior.any() else seconds
+    expected = rows @ prior
+    expected = np.where(expected > 0, expected, seconds)
     most = expected[rows.argmax(axis=0)] / np.maximum(rows.max(axis=0), 1.0)
     widths: Array = np.maximum(prior, (_FLOOR if prior.any() else 1.0) * most)
     return widths

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from kvwire.controller import CostModel, DecodeCost, PrefillCost
-from kvwire.controller.estimates import Estimates
+from kvwire.controller import CostModel, DecodeCost, Estimates, PrefillCost
 from kvwire.errors import CorruptError
 
 if TYPE_CHECKING:

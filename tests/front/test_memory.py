@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvwire.controller import CostModel, DecodeCost, PrefillCost
-from kvwire.controller.estimates import Estimates
+from kvwire.controller import CostModel, DecodeCost, Estimates, PrefillCost
 from kvwire.memory import EstimatesFile, Remembered, engine_key, link_key
 
 MB = 1_000_000
@@ -87,8 +86,7 @@ def test_an_entry_from_the_future_does_not_stay_forever(path):
 WRITER = """
 import sys
 from pathlib import Path
-from kvwire.controller import CostModel, DecodeCost, PrefillCost
-from kvwire.controller.estimates import Estimates
+from kvwire.controller import CostModel, DecodeCost, Estimates, PrefillCost
 from kvwire.memory import EstimatesFile
 
 estimates = Estimates(CostModel(PrefillCost(0.01, 5e-5), DecodeCost(0.002, 1e-6)), 1e6, 0.02)
