@@ -1,89 +1,61 @@
-"""The thin executor around the controller's session: it carries out instructions and reports what happened.
+"""The thin executor of one load: it carries out the controller's instructions and reports what happened.
 
-It decides nothing. Fetching runs on the event loop; forward passes run in one worker thread, decoding in the same or in
-another, so that the link and the processor are busy at once.
+It decides nothing. Fetching runs on the event loop, forward passes in one thread and decoding in the same or in another
+(see ``steering``), so that the link and the processor are busy at once.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, field, replace
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Self
 
-from kvwire import controller as ctl
-from kvwire.codec import CHUNK_TOKENS, BlobDecoder, PlainBlob, Profile, read_head
+import torch
+
+from kvwire.codec import BlobDecoder
+from kvwire.controller import events as ev
 from kvwire.errors import ArgumentError, KvwireError, StorageError
+from kvwire.heads import HeadReader, OpenDocument
 from kvwire.reuse import LinkedPrompt
-from kvwire.transport import BlobFetcher, LinkMeter, SegmentError, open_session, open_source
-from kvwire.types import digest_tokens
+from kvwire.transport import SegmentError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 
-    from kvwire.codec import AnyProfile, Backend, BlobReader
+    from torch import Tensor
+
+    from kvwire.codec import Backend
+    from kvwire.controller import DocumentPlanInput, Goal
     from kvwire.corpus import Corpus
     from kvwire.engines.transformers import TransformersEngine
-    from kvwire.store import CatalogEntry
-    from kvwire.transport import EmulatedLink, FetchSettings, LinkSample
-    from kvwire.types import BlobInfo, ChunkId
+    from kvwire.heads import Source
+    from kvwire.steering import Steering
+    from kvwire.transport import Arrival, FetchSettings
+    from kvwire.types import ChunkId, SegmentInfo
 
-T = TypeVar("T")
-_TICK_S = 0.05
-
-
-@dataclass(frozen=True)
-class Source:
-    """A document as the catalog knows it before anything is fetched.
-
-    entry None: only its text is known or kept. profile None: the blob carries its own, or the profile could not be
-    read, as ``trouble`` says.
-    """
-
-    document_id: str
-    entry: CatalogEntry | None
-    profile: AnyProfile | None
-    text: tuple[int, ...] | None
-    trouble: str = ""
+Piece = tuple[int, list[bytes], int]
+"""A chunk's number, the segments that its level needs, and the level."""
+_GONE = "nobody waits for it any more"
 
 
-@dataclass(eq=False)
-class _Document:
-    """A document of a running load. decoder None: its blob cannot be used, its text stands in."""
+@dataclass(frozen=True, kw_only=True)
+class ExecutorSettings:
+    """How a load is carried out: limits as in ``HeadReader``, the rest as in ``LoadSettings``."""
 
-    source: Source
-    token_ids: tuple[int, ...] | None
-    info: BlobInfo | None = None
-    reader: BlobReader = field(default_factory=PlainBlob)
-    fetcher: BlobFetcher | None = None
-    decoder: BlobDecoder | None = None
-
-    @property
-    def tokens(self) -> int:
-        return self.info.tokens if self.info else len(self.token_ids or ())
-
-    def span(self, chunk: int) -> tuple[int, int]:
-        if self.info:
-            return self.info.chunk_span(chunk)
-        return chunk * CHUNK_TOKENS, min((chunk + 1) * CHUNK_TOKENS, self.tokens)
-
-    def plan_input(self) -> ctl.DocumentPlanInput:
-        has_text = self.token_ids is not None
-        if self.info and self.decoder:
-            return ctl.DocumentPlanInput.from_blob(self.info, has_text=has_text)
-        step = self.info.chunk_tokens if self.info else CHUNK_TOKENS
-        spans = [self.span(chunk) for chunk in range(-(-self.tokens // step))]
-        return ctl.DocumentPlanInput(tuple(stop - start for start, stop in spans), (), has_text)
+    fetch: FetchSettings
+    backend: Backend
+    limit_s: float
+    patience_s: float
 
 
 class Executor:
-    """One load: ``open`` the blobs' heads, then ``drive`` a session to its end; ``prompt`` is then complete.
+    """One load, from ``run`` to ``Finish``; ``prompt`` is then complete.
 
-    misses: what went wrong and was healed by recomputing, in words. bytes: received, heads included. decode_s,
-    recompute_s: compute spent. fetched_at: when the last bytes that were used arrived, on ``clock``.
+    misses: what went wrong and was healed by recomputing, in words. inputs: what planning was told, by document.
+    decode_s, recompute_s: compute spent. fetched_at: when the last bytes that were used arrived, on steering's clock.
+    predicted_s: see ``Steering.predicted_s``.
     """
 
     def __init__(
@@ -91,208 +63,94 @@ class Executor:
         engine: TransformersEngine,
         corpus: Corpus,
         sources: Sequence[Source],
-        *,
-        link: EmulatedLink | None,
-        fetch: FetchSettings,
-        backend: Backend = "auto",
-        workers: int = 1,
+        steering: Steering,
+        settings: ExecutorSettings,
     ) -> None:
-        """Take the parts; enter the context to begin. workers: 2 to decode beside forward passes."""
-        self._engine = engine
-        self._corpus = corpus
-        self._sources = sources
-        self._link = link
-        self._fetch_settings = fetch
-        self._backend, self._workers = backend, workers
-        self.clock = time.monotonic
-        self._meter = LinkMeter(self._sampled, self.clock)
-        self._samples: list[LinkSample] = []
-        self._events: asyncio.Queue[ctl.Event | BaseException] = asyncio.Queue()
-        self._arrived: dict[ChunkId, tuple[int, list[bytes]]] = {}
+        """Take the parts; enter the context to begin."""
+        self._engine, self._sources, self._steering = engine, sources, steering
+        self._backend = settings.backend
+        limits = {"limit_s": settings.limit_s, "patience_s": settings.patience_s}
+        self._heads = HeadReader(corpus, steering, settings.fetch, **limits)
+        self._number = -1
+        self._documents: dict[int, OpenDocument] = {}
+        self._parts: dict[ChunkId, dict[int, bytes]] = {}
         self._fetches: dict[ChunkId, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._documents: list[_Document] = []
+        self._is_gone = False
+        self.inputs: dict[int, DocumentPlanInput] = {}
         self.misses: list[str] = []
-        self.bytes = 0
         self.decode_s = self.recompute_s = self.fetched_at = 0.0
+        self.predicted_s: float | None = None
 
     async def __aenter__(self) -> Self:
-        """Open the connection pool and the compute thread."""
-        self._stack = AsyncExitStack()
-        self._http = await self._stack.enter_async_context(open_session())
-        self._pool = ThreadPoolExecutor(1, "kvwire-compute")
-        self._decode_pool = self._pool if self._workers == 1 else ThreadPoolExecutor(1, "kvwire-decode")
+        """Begin."""
+        self._done: asyncio.Future[ev.Finish] = asyncio.get_running_loop().create_future()
+        await self._heads.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Stop everything that is still under way."""
+        """Leave the load and stop everything of it that is under way, but for a job that a thread is at."""
+        self._is_gone = True
+        self._steering.leave(self._number)
+        self._done.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._stack.aclose()
-        for pool in {self._pool, self._decode_pool}:
-            await asyncio.to_thread(pool.shutdown, wait=True, cancel_futures=True)
+        await self._heads.__aexit__()
+        self._parts.clear()
 
-    async def compute(self, work: Callable[[], T]) -> T:
-        """Run work in the compute thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+    @property
+    def bytes(self) -> int:
+        """Received over the link, heads included."""
+        return self._heads.wire_bytes
 
-    def samples(self) -> list[LinkSample]:
-        """What the link showed since the last call."""
-        taken, self._samples = self._samples, []
-        return taken
+    async def run(self, query_tokens: int, goal: Goal) -> ev.Finish:
+        """Lay out the prompt and fill it.
 
-    def _sampled(self, sample: LinkSample) -> None:
-        self._samples.append(sample)
-        self.bytes += sample.wire_bytes
-
-    async def open(self, query_tokens: int, *, limit_s: float) -> list[ctl.DocumentPlanInput]:
-        """Read all heads at once and lay out the prompt; returns what a session plans with.
-
-        limit_s: longest wait for a head whose document could be recomputed instead; other heads are waited for as long
-        as the fetcher's patience lasts.
-        Raises what reading a head raised where the document's text is not known either, and ArgumentError where the
-        prompt does not fit the model's window.
+        Raises ArgumentError where the prompt does not fit the model's window, what reading a head raised where the
+        document's text is not known either, and StorageError where a chunk can be neither fetched nor recomputed.
         """
-        limits = [None if source.text is None else limit_s for source in self._sources]
-        opening = [
-            asyncio.create_task(self._open(source, limit)) for source, limit in zip(self._sources, limits, strict=True)
-        ]
-        try:
-            self._documents = list(await asyncio.gather(*opening))
-        finally:
-            for task in opening:
-                task.cancel()
-            await asyncio.gather(*opening, return_exceptions=True)
-        total = sum(document.tokens for document in self._documents) + query_tokens
+        tokens = [source.tokens for source in self._sources]
+        total = sum(tokens) + query_tokens
         if total > self._engine.window:
             msg = (
                 f"documents and question are {total} tokens, the model's window is {self._engine.window}; "
                 "name fewer documents"
             )
             raise ArgumentError(msg)
-        tokens = [document.tokens for document in self._documents]
         dtype, device = self._engine.model.dtype, self._engine.device
         self.prompt = LinkedPrompt(tokens, self._engine.meta, dtype=dtype, device=device)
-        for index, document in enumerate(self._documents):
-            await self._add_decoder(index, document)
-        return [document.plan_input() for document in self._documents]
+        count = len(tokens)
+        self._number = self._steering.begin(self, lambda number: ev.Asked(number, count, query_tokens, goal))
+        for index in range(count):
+            self._spawn(self._open(index))
+        return await self._done
 
-    async def _open(self, source: Source, limit_s: float | None) -> _Document:
-        if source.entry is None:
-            if source.trouble:
-                self.misses.append(f"{source.document_id}: {source.trouble}")
-            return _Document(source, source.text)
-        document = _Document(source, source.text)
+    def fail(self, error: BaseException) -> None:
+        """End the load with an error."""
+        if not self._done.done():
+            self._done.set_exception(error)
 
-        reader = document.reader = self._corpus.catalog.blob_reader()
-        at = open_source(self._corpus.catalog.store, source.entry.blob_key, self._http)
-        settings = replace(self._fetch_settings, head_bytes=max(1, source.entry.head_bytes))
-        known = partial(BlobFetcher, at, settings=settings, link=self._link, meter=self._meter)
-        fetcher = known(read_head=reader.read_head, check=reader.check)
-        await self._stack.enter_async_context(fetcher)
-        try:
-            info = await fetcher.open(deadline=None if limit_s is None else self.clock() + limit_s)
-            self._corpus.check_blob(info, source.entry)
-        except KvwireError as error:
-            document.token_ids = source.text or self._ids_of(reader.head, source.entry)
-            if document.token_ids is None:
-                document.token_ids = await self._stored_text(source.entry)
-            if document.token_ids is None:
-                raise
-            self.misses.append(f"{source.document_id}: {error}")
-            return document
-        if source.text is not None and info.token_ids not in (None, source.text):
-            self.misses.append(f"{source.document_id}: its text has changed since it was encoded; encode it again")
-            return document
-        self.fetched_at = self.clock()
-        document.info, document.fetcher, document.token_ids = info, fetcher, info.token_ids or source.text
-        return document
-
-    def _ids_of(self, head: bytes, entry: CatalogEntry) -> tuple[int, ...] | None:
-        """Token ids from a head whose blob is of no use otherwise, where they are the ones that the catalog names."""
-        ids = read_head(head).token_ids if head else None
-        return ids if ids is not None and digest_tokens(ids) == entry.token_digest else None
-
-    async def _stored_text(self, entry: CatalogEntry) -> tuple[int, ...] | None:
-        """Token ids from beside the blob, None where they are lost too."""
-        try:
-            return await asyncio.to_thread(self._corpus.text, entry)
-        except KvwireError:
-            return None
-
-    async def _add_decoder(self, index: int, document: _Document) -> None:
-        if not document.info:
-            return
-        try:
-            if document.source.trouble:
-                raise StorageError(document.source.trouble)
-            part, offset = self.prompt.document(index), self.prompt.offset(index)
-            hidden, layers = None, document.info.head_start
-            wanted = isinstance(document.source.profile, Profile) and document.source.profile.hidden_size
-            if layers and wanted and document.token_ids is not None:
-                hidden = await self.compute(partial(self._engine.head_start, document.token_ids, layers))
-            profile = document.source.profile
-            decoder = BlobDecoder(
-                document.reader.head, profile, out=part, offset=offset, hidden=hidden, backend=self._backend
-            )
-            if decoder.kept is not None:
-                self.prompt.keep(index, decoder.kept)
-            document.decoder = decoder
-        except KvwireError as error:
-            if document.token_ids is None:
-                raise
-            self.misses.append(f"{document.source.document_id}: {error}")
-
-    async def drive(self, session: ctl.LoadSession, deadline_s: float | None) -> ctl.Finish:
-        """Feed events to the session and carry out what it says until it is over.
-
-        Raises StorageError where a chunk can be neither fetched nor recomputed.
-        """
-        ticker = self._spawn(self._tick())
-        event: ctl.Event = ctl.Started(deadline_s)
-        try:
-            while True:
-                for instruction in session.handle(event, self.clock()):
-                    if isinstance(instruction, ctl.Finish):
-                        return instruction
-                    self._carry_out(instruction)
-                came = await self._events.get()
-                if isinstance(came, BaseException):
-                    raise came
-                event = came
-                for sample in self.samples():
-                    self._report(session, sample)
-        finally:
-            ticker.cancel()
-
-    def _report(self, session: ctl.LoadSession, sample: LinkSample) -> None:
-        """Measurements bring no instructions; the event that follows them does."""
-        now = self.clock()
-        if sample.first_byte_s is not None:
-            session.handle(ctl.FirstByte(sample.first_byte_s), now)
-        if sample.timed_bytes:
-            session.handle(ctl.TransferProgress(sample.timed_bytes, sample.started, sample.ended), now)
-
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(_TICK_S)
-            self._meter.flush()
-            self._events.put_nowait(ctl.Tick())
-
-    def _carry_out(self, instruction: ctl.Instruction) -> None:
+    def carry_out(self, instruction: ev.Instruction) -> None:
+        """Begin what the controller asks for."""
         match instruction:
-            case ctl.Fetch(chunk, level):
-                self._fetches[chunk] = self._spawn(self._fetch(chunk, level))
-            case ctl.Decode(chunk, _):
-                self._spawn(self._decode(chunk))
-            case ctl.Recompute(first, last):
-                self._spawn(self._recompute(first, last))
-            case ctl.Cancel(chunk):
-                self.misses.append(f"{self._name(chunk)}: given up, recomputing it is sooner")
-                self._fetches[chunk].cancel()
-            case ctl.Fail(reason):
-                raise StorageError(reason)
+            case ev.Fetch(chunk=chunk):
+                self._fetches[chunk] = self._spawn(self._fetch(instruction))
+            case ev.Decode(chunks, levels):
+                self._steering.run(self._decode(chunks, levels))
+            case ev.Recompute(first, last):
+                self._steering.run(self._recompute(first, last))
+            case ev.HeadStart(document=document):
+                self._steering.run(self._start_head(document))
+            case ev.Cancel(chunk, reason):
+                self._cancel(chunk, reason)
+            case ev.Release(chunk):
+                self._parts.pop(chunk, None)
+            case ev.Finish():
+                if not self._done.done():
+                    self._done.set_result(instruction)
+            case ev.Fail(reason=reason):
+                self.fail(StorageError(reason))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -301,68 +159,145 @@ class Executor:
         return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """End the load with the error of a task that broke: it reports nothing any more, and would be waited for."""
+        """Fail with the error of a task that broke: it reports nothing any more, and would be waited for."""
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self._events.put_nowait(error)
+            self.fail(error)
 
-    def _name(self, chunk: ChunkId) -> str:
-        return f"{self._documents[chunk.document].source.document_id} chunk {chunk.chunk}"
+    def _lost(self, chunk: ChunkId, words: str) -> None:
+        self.misses.append(f"{self._sources[chunk.document].document_id} chunk {chunk.chunk}: {words}")
 
-    def _lost(self, chunk: ChunkId, error: Exception) -> None:
-        self.misses.append(f"{self._name(chunk)}: {_words(error)}")
+    # Heads.
 
-    async def _fetch(self, chunk: ChunkId, level: int) -> None:
-        try:
-            parts = await self._segments(chunk, level)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the chunk can be recomputed
-            self._lost(chunk, error)
-            self._events.put_nowait(ctl.ChunkFailed(chunk, _words(error)))
-            return
-        self.fetched_at = self.clock()
-        self._arrived[chunk] = (level, parts)
-        self._events.put_nowait(ctl.ChunkArrived(chunk, level))
+    async def _open(self, index: int) -> None:
+        document = await self._heads.open(self._sources[index])
+        if document.info and not document.head_start:
+            try:
+                document.decoder = self._decoder(index, document, None)
+            except KvwireError as error:
+                if document.token_ids is None:
+                    raise
+                document.trouble = str(error)
+        if document.info:
+            self.fetched_at = self._steering.clock()
+        if document.trouble:
+            self.misses.append(f"{document.source.document_id}: {document.trouble}")
+        self._documents[index] = document
+        given = self.inputs[index] = document.plan_input(len(self._engine.meta.layers))
+        self._steering.tell(ev.IndexKnown(self._number, index, (given,)))
+        if self.predicted_s is None:
+            self.predicted_s = self._steering.predicted_s(self._number)
 
-    async def _segments(self, chunk: ChunkId, level: int) -> list[bytes]:
-        """What a chunk needs for a level; raises the first segment's error."""
-        document = self._documents[chunk.document]
-        if document.info is None or document.fetcher is None:
-            msg = f"{self._name(chunk)} has no blob to fetch from"
-            raise ArgumentError(msg)
+    def _decoder(self, index: int, document: OpenDocument, hidden: Tensor | None) -> BlobDecoder:
+        """What decodes a document into its place in the prompt."""
+        decoder = BlobDecoder(
+            document.reader.head, document.source.profile, out=self.prompt.document(index),
+            offset=self.prompt.offset(index), hidden=hidden, backend=self._backend,
+        )  # fmt: skip
+        if decoder.kept is not None:
+            self.prompt.keep(index, decoder.kept)
+        return decoder
+
+    # The link.
+
+    async def _fetch(self, asked: ev.Fetch) -> None:
+        chunk, document = asked.chunk, self._documents[asked.chunk.document]
+        info, fetcher = document.info, document.fetcher
+        reads = [each for each in info.reads(chunk.chunk, asked.level) if each.level >= asked.first] if info else []
         parts: dict[int, bytes] = {}
-        reads = document.info.reads(chunk.chunk, level)
-        async with aclosing(document.fetcher.fetch(reads)) as arrivals:
-            async for arrival in arrivals:
-                if isinstance(arrival, SegmentError):
-                    raise arrival
-                parts[arrival.segment.level] = arrival.data
-        return [parts[segment.level] for segment in reads]
-
-    async def _decode(self, chunk: ChunkId) -> None:
-        decoder, (level, parts) = self._documents[chunk.document].decoder, self._arrived.pop(chunk)
-        known = cast("BlobDecoder", decoder)  # planned only where there is one
-        work = partial(known.decode_chunk, chunk.chunk, parts, level)
-        try:
-            timed = partial(self._timed, work)
-            seconds = await asyncio.get_running_loop().run_in_executor(self._decode_pool, timed)
-        except Exception as error:  # noqa: BLE001 - out of memory, for one: the chunk can be recomputed
-            self._lost(chunk, error)
-            self._events.put_nowait(ctl.DecodeFailed(chunk, _words(error)))
+        trouble = "" if fetcher else "its blob is not open"
+        if fetcher:
+            try:
+                trouble = await _received(fetcher.fetch(reads, deadline=asked.until), reads, parts)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the chunk can be recomputed
+                trouble = _words(error)
+        sound = next((at for at, each in enumerate(reads) if each.level not in parts), len(reads))
+        if trouble and not asked.first:
+            self._lost(chunk, trouble)
+        if not sound:
+            self._steering.tell(ev.ChunkFailed(chunk, trouble))
             return
+        self.fetched_at = self._steering.clock()
+        self._parts.setdefault(chunk, {}).update((each.level, parts[each.level]) for each in reads[:sound])
+        self._steering.tell(ev.ChunkArrived(chunk, reads[sound - 1].level, trouble))
+
+    def _cancel(self, chunk: ChunkId, reason: str) -> None:
+        task = self._fetches.pop(chunk, None)
+        if task:
+            task.cancel()
+        if chunk not in self._parts:
+            self._lost(chunk, f"given up: {reason}")
+
+    # The lanes.
+
+    async def _decode(self, chunks: tuple[ChunkId, ...], levels: tuple[int, ...]) -> None:
+        bad: dict[int, Exception] = {}
+        try:
+            seconds = await self._steering.decode(partial(self._timed, partial(self._decode_here, chunks, levels, bad)))
+        except Exception as error:  # noqa: BLE001 - out of memory, for one: chunks can be recomputed
+            bad = dict.fromkeys((chunk.chunk for chunk in chunks), error)
+            seconds = 0.0
         self.decode_s += seconds
-        self._events.put_nowait(ctl.DecodeDone(chunk, seconds))
+        if not bad:
+            self._steering.tell(ev.DecodeDone(chunks, seconds))
+            return
+        lost = tuple(chunk for chunk in chunks if chunk.chunk in bad)
+        for chunk in lost:
+            self._lost(chunk, _words(bad[chunk.chunk]))
+        self._steering.tell(ev.DecodeFailed(chunks, lost, _words(bad[lost[0].chunk])))
+
+    def _decode_here(self, chunks: tuple[ChunkId, ...], levels: tuple[int, ...], bad: dict[int, Exception]) -> None:
+        """Decode chunks of one document in the decode thread; those that cannot be are put into ``bad``."""
+        document = self._documents[chunks[0].document]
+        if self._is_gone or not document.decoder or not document.info:
+            raise StorageError(_GONE)
+        pieces: list[Piece] = []
+        for chunk, level in zip(chunks, levels, strict=True):
+            reads = document.info.reads(chunk.chunk, level)
+            pieces.append((chunk.chunk, [self._parts[chunk][each.level] for each in reads], level))
+        if document.decoder.on_gpu and len(pieces) > 1:
+            try:
+                document.decoder.submit(pieces).wait()
+            except Exception:  # noqa: BLE001, S110 - one by one shows which it is, and needs less memory
+                pass
+            else:
+                return
+        for piece in pieces:
+            try:
+                document.decoder.decode_chunk(*piece)
+            except Exception as error:  # noqa: BLE001 - the others are not concerned
+                bad[piece[0]] = error
 
     async def _recompute(self, first: ChunkId, last: ChunkId) -> None:
+        chunks = tuple(replace(first, chunk=index) for index in range(first.chunk, last.chunk + 1))
+        failed = [first]
         try:
-            seconds = await self.compute(lambda: self._timed(lambda: self._extend(first, last)))
-        except Exception as error:  # noqa: BLE001 - the session knows whether there is another way
-            self._lost(first, error)
-            self._events.put_nowait(ctl.RecomputeFailed(first, _words(error)))
+            seconds = await self._steering.compute(partial(self._timed, partial(self._extend_all, chunks, failed)))
+        except Exception as error:  # noqa: BLE001 - the controller knows whether there is another way
+            self._lost(failed[0], _words(error))
+            self._steering.tell(ev.RecomputeFailed(failed[0], _words(error)))
             return
         self.recompute_s += seconds
-        chunks = tuple(replace(first, chunk=index) for index in range(first.chunk, last.chunk + 1))
-        self._events.put_nowait(ctl.RecomputeDone(chunks, seconds))
+        self._steering.tell(ev.RecomputeDone(chunks, seconds))
+
+    def _extend_all(self, chunks: tuple[ChunkId, ...], failed: list[ChunkId]) -> None:
+        """Compute chunks in one pass, or one by one where that fails: shorter passes need less memory.
+
+        failed: is made to hold the chunk that is being computed.
+        """
+        if self._is_gone:
+            raise StorageError(_GONE)
+        try:
+            self._extend(chunks[0], chunks[-1])
+        except Exception:
+            if len(chunks) == 1:
+                raise
+        else:
+            return
+        for chunk in chunks:
+            failed[0] = chunk
+            self._extend(chunk, chunk)
 
     def _extend(self, first: ChunkId, last: ChunkId) -> None:
         """Compute chunks on top of what is ready of their document, and write them into the prompt."""
@@ -374,10 +309,46 @@ class Executor:
         piece = self._engine.extend(prefix, ids, offset=self.prompt.offset(first.document))
         self.prompt.write(first.document, start, piece)
 
+    async def _start_head(self, index: int) -> None:
+        try:
+            seconds = await self._steering.compute(partial(self._timed, partial(self._start_here, index)))
+        except Exception as error:  # noqa: BLE001 - the document can be recomputed
+            self.misses.append(f"{self._sources[index].document_id}: {_words(error)}")
+            self._steering.tell(ev.HeadStartFailed(self._number, index, _words(error)))
+            return
+        self._steering.tell(ev.HeadStartDone(self._number, index, seconds))
+
+    def _start_here(self, index: int) -> None:
+        document = self._documents[index]
+        if self._is_gone:
+            raise StorageError(_GONE)
+        hidden = self._engine.head_start(document.token_ids or (), document.head_start)
+        document.decoder = self._decoder(index, document, hidden)
+
     def _timed(self, work: Callable[[], object]) -> float:
-        started = self.clock()
+        """Seconds that work took, what it gave a GPU to do included."""
+        started = self._steering.clock()
         work()
-        return self.clock() - started
+        if self._engine.device.type == "cuda":
+            torch.cuda.current_stream(self._engine.device).synchronize()
+        return self._steering.clock() - started
+
+
+async def _received(
+    arrivals: AsyncGenerator[Arrival | SegmentError, None], reads: Sequence[SegmentInfo], parts: dict[int, bytes]
+) -> str:
+    """Collect segments by level until all that are of use are in; returns what was lost, in words."""
+    trouble, useful = "", len(reads)
+    async with aclosing(arrivals):
+        async for arrival in arrivals:
+            if isinstance(arrival, SegmentError):
+                trouble = trouble or _words(arrival)
+                useful = min(useful, reads.index(arrival.segment))
+            else:
+                parts[arrival.segment.level] = arrival.data
+            if all(each.level in parts for each in reads[:useful]):
+                break
+    return trouble
 
 
 def _words(error: Exception) -> str:

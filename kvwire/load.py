@@ -3,57 +3,81 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import platform
+import threading
 import time
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
+import torch
+
 from kvwire import controller as ctl
 from kvwire.calibrate import measure_costs
 from kvwire.codec import uses_triton
+from kvwire.controller.simulator.outcome import error_of
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError, StorageError
-from kvwire.executor import Executor, Source
+from kvwire.executor import Executor, ExecutorSettings
+from kvwire.heads import Source
+from kvwire.memory import EstimatesFile, engine_key, link_key
+from kvwire.steering import Steering, Threads
 from kvwire.transport import EmulatedLink, FetchSettings
+from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from concurrent.futures import Future
 
     from torch import Tensor
+    from transformers import DynamicCache
 
     from kvwire.codec import AnyProfile, Backend
+    from kvwire.controller import LogEntry, Objective, Policy
+    from kvwire.controller import events as ev
     from kvwire.corpus import Corpus
     from kvwire.engines.transformers import TransformersEngine
     from kvwire.reuse import LinkedPrompt
-    from kvwire.transport import LinkSample, LinkSettings
+    from kvwire.transport import LinkSettings
     from kvwire.types import Decision
 
 
 _OPEN_SHARE = 0.25
 """Share of a deadline that a head may take where the document's text is known: recomputing needs the rest."""
 _OPEN_LEAST_S = 0.1
-_LEARNING = 0.5
-"""Weight of the latest load in what the closing costs."""
+_GPU_BATCH = 8
+"""Chunks decoded at once on a GPU, whose queues a single one does not fill."""
 
 
 @dataclass(frozen=True)
 class LoadSettings:
     """How prompts are loaded.
 
-    quality_floor: the lowest level that may be used where there is a choice. bandwidth_prior: bytes per second assumed
-    before anything was measured. ttfb_prior_s: likewise for the time to first byte. max_in_flight: chunks fetched at
-    once. open_s: longest wait for a blob's head where the document's text is given. fetch: the fetcher's settings.
-    backend: which kernels decode. compute_workers: 2 to decode beside forward passes, 1 to take turns; None: 2 where a
-    GPU does both, since decoding has queues of its own there.
+    quality_floor: the lowest level that may be used where there is a choice. quality_ceiling: the finest level that is
+    worth waiting for, None for any. bandwidth_prior: bytes per second assumed before anything was measured.
+    ttfb_prior_s: likewise for the time to first byte. max_in_flight: chunks fetched at once. memory_bytes: of blobs,
+    fetched or kept for refinement, over all loads of an event loop. open_s: longest wait for a blob's head where the
+    document's text is known or stored; patience_s: for any other, and for anything else that nothing stands in for.
+    fetch: the fetcher's settings. backend: which kernels decode. compute_workers: 2 to decode beside forward passes, 1
+    to take turns; None: 2 where a GPU does both, since decoding has queues of its own there. policy: decides instead of
+    the controller's own, for comparisons. record: called with every event and what it led to; ``controller.replay``
+    takes these.
     """
 
     quality_floor: int = 0
+    quality_ceiling: int | None = None
     bandwidth_prior: float = 12.5e6
     ttfb_prior_s: float = 0.02
     max_in_flight: int = 8
+    memory_bytes: int = 1 << 32
     open_s: float = 5.0
+    patience_s: float = 30.0
     fetch: FetchSettings = field(default_factory=lambda: FetchSettings(concurrency=8, retries=2))
     backend: Backend = "auto"
     compute_workers: Literal[1, 2] | None = None
+    policy: Policy | None = None
+    record: Callable[[LogEntry], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +102,9 @@ class Answer:
     """The first token and how it came about.
 
     logits: of the question's last token, float32 ``[vocabulary]``. prompt: the linked cache of all documents.
-    misses: what went wrong on the way and was healed by recomputing, in words. bytes: fetched, heads included.
+    misses: what went wrong on the way and was healed by recomputing, or with a lower level, in words. bytes: fetched,
+    heads included. predicted_s: what ``timing.ttft_s`` was planned to be once all heads were read. error: mean over the
+    documents' tokens of the measured errors of the levels in use; a recomputed chunk counts with its blob's finest.
     """
 
     first_token: int
@@ -91,13 +117,17 @@ class Answer:
     timing: Timing
     bytes: int
     misses: tuple[str, ...]
+    predicted_s: float | None = None
+    error: float = 0.0
 
 
 class Loader:
     """Answers questions over documents of a corpus.
 
-    costs: measured on this engine when left out, which takes a second or two. link: an emulated link in front of the
-    store. Estimates of the link and corrections of the costs live on from load to load.
+    costs: measured on this engine when left out, which takes a second or two, unless they are remembered. link: an
+    emulated link in front of the store. memory: where estimates of links and engines live between processes, by default
+    what ``KVWIRE_ESTIMATES`` says. Estimates live on from load to load. Calls may overlap, on one event loop or on
+    several: those on one loop are steered by one controller, and all share a thread for each lane of compute.
     """
 
     def __init__(
@@ -108,18 +138,48 @@ class Loader:
         costs: ctl.CostModel | None = None,
         link: LinkSettings | None = None,
         settings: LoadSettings | None = None,
+        memory: EstimatesFile | None = None,
     ) -> None:
-        """Measure costs where none are given; reads the profile in use, writes nothing."""
+        """Measure costs where none are given or remembered; reads the profile in use, writes nothing."""
         self._engine = engine
         self._corpus = corpus
-        self._settings = settings or LoadSettings()
+        self._settings = chosen = settings or LoadSettings()
         self._link = link
-        self.costs = costs or measure_costs(engine, _profile_in_use(corpus), self._settings.backend)
-        self._bandwidth = ctl.BandwidthEstimator(self._settings.bandwidth_prior)
-        self._ttfb = ctl.TtfbEstimator(self._settings.ttfb_prior_s)
-        self._correction = ctl.CostCorrection()
-        beside = uses_triton(self._settings.backend, engine.device) and engine.device.type != "cpu"
-        self._workers = self._settings.compute_workers or (2 if beside else 1)
+        on_gpu = uses_triton(chosen.backend, engine.device) and engine.device.type != "cpu"
+        self._controls = ctl.ControllerSettings(
+            max_in_flight=chosen.max_in_flight,
+            memory_bytes=chosen.memory_bytes,
+            patience_s=chosen.patience_s,
+            workers=chosen.compute_workers or (2 if on_gpu else 1),
+            decode_batch=_GPU_BATCH if on_gpu else 1,
+        )
+        self._threads = Threads(self._controls.workers)
+        self._lock = threading.Lock()
+        self._steerings: dict[asyncio.AbstractEventLoop, Steering] = {}
+        self._memory = memory or EstimatesFile.of_environment()
+        self._keys = _keys(engine, corpus, link, chosen.backend)
+        self._writing: Future[None] | None = None
+        self._estimates = self._first_estimates(costs)
+
+    def _first_estimates(self, costs: ctl.CostModel | None) -> ctl.Estimates:
+        """What is remembered of the link, and of the engine unless its costs are given."""
+        known, chosen = self._memory.recall(*self._keys), self._settings
+        state = {part: value for part, value in known.state.items() if part != "engine" or costs is None}
+        if costs is None and not known.has_engine:
+            costs = measure_costs(self._engine, _profile_in_use(self._corpus), chosen.backend)
+        priors = (chosen.bandwidth_prior, chosen.ttfb_prior_s)
+        return ctl.Estimates.of_state(state, costs, *priors, age_s=known.age_s)
+
+    @property
+    def costs(self) -> ctl.CostModel:
+        """What computing costs on this engine, by what is known now."""
+        return self.estimates.costs()
+
+    @property
+    def estimates(self) -> ctl.Estimates:
+        """A copy of what is known of the link and the engine now."""
+        with self._lock:
+            return self._estimates.copy()
 
     def ask(
         self,
@@ -127,18 +187,22 @@ class Loader:
         question: Sequence[int],
         *,
         deadline_s: float | None = None,
+        objective: Objective | None = None,
         tokens: int = 1,
         texts: Mapping[str, Sequence[int]] | None = None,
     ) -> Answer:
         """Link the documents' caches, run the question, and return the answer.
 
-        documents: ids in the order of the prompt. question: token ids. deadline_s: until the first token, from now;
-        None: the soonest first token. tokens: length of the answer at most. texts: token ids of documents, for those
-        whose blob is lost; blobs that can be read carry their own.
+        documents: ids in the order of the prompt. question: token ids. deadline_s: until the first token, from now.
+        objective: see ``Goal``; None: the best quality within the deadline, or, without one, the soonest first token.
+        tokens: length of the answer at most. texts: token ids of documents, for those whose blob is lost; blobs that
+        can be read carry their own.
         Raises NotFoundError for a document that is neither in the store nor in ``texts``, ArgumentError where the
         prompt does not fit the model's window.
         """
-        return asyncio.run(self.ask_async(documents, question, deadline_s=deadline_s, tokens=tokens, texts=texts))
+        return asyncio.run(
+            self.ask_async(documents, question, deadline_s=deadline_s, objective=objective, tokens=tokens, texts=texts)
+        )
 
     async def ask_async(
         self,
@@ -146,58 +210,128 @@ class Loader:
         question: Sequence[int],
         *,
         deadline_s: float | None = None,
+        objective: Objective | None = None,
         tokens: int = 1,
         texts: Mapping[str, Sequence[int]] | None = None,
     ) -> Answer:
-        """``ask`` for callers with an event loop of their own."""
+        """``ask`` for callers with an event loop of their own; the loop must be the same until this returns."""
         if not documents or not question:
             msg = "a prompt needs at least one document and a question of at least one token"
             raise ArgumentError(msg)
         started = time.monotonic()
-        looked_up = (asyncio.to_thread(self._source, document_id, texts or {}) for document_id in documents)
-        sources = await asyncio.gather(*looked_up)
-        link = EmulatedLink.of(self._link) if self._link else None
-        async with Executor(
-            self._engine, self._corpus, sources, link=link, fetch=self._settings.fetch, backend=self._settings.backend
-        ) as executor:
-            return await self._answer(executor, list(question), started, deadline_s, tokens)
+        goal = self._goal(deadline_s, objective)
+        chosen = self._settings
+        soon = chosen.open_s
+        if deadline_s is not None:
+            soon = min(soon, max(_OPEN_SHARE * deadline_s, _OPEN_LEAST_S))
+        settings = ExecutorSettings(
+            fetch=chosen.fetch, backend=chosen.backend, limit_s=soon, patience_s=chosen.patience_s
+        )
+        async with self._steered() as steering:
+            texts = texts or {}
+            found = (self._found(steering, name, texts.get(name), soon) for name in documents)
+            sources = await asyncio.gather(*found)
+            async with Executor(self._engine, self._corpus, sources, steering, settings) as executor:
+                left = None if deadline_s is None else deadline_s - (steering.clock() - started)
+                asked = steering.clock() - started
+                finish = await executor.run(len(question), replace(goal, deadline_s=left))
+                return await self._answer(steering, executor, finish, list(question), started, asked, tokens)
+
+    def _goal(self, deadline_s: float | None, objective: Objective | None) -> ctl.Goal:
+        chosen = self._settings
+        return ctl.Goal(
+            objective=objective or ("earliest" if deadline_s is None else "quality"),
+            deadline_s=deadline_s,
+            floor=chosen.quality_floor,
+            ceiling=chosen.quality_ceiling,
+        )
+
+    @asynccontextmanager
+    async def _steered(self) -> AsyncIterator[Steering]:
+        """What steers the loads of this event loop; it ends with the last of them."""
+        loop = asyncio.get_running_loop()
+        steering = self._steerings.get(loop)
+        if steering is None or steering.is_broken:
+            chosen = self._settings
+            controller = ctl.Controller(self._estimates, self._controls, chosen.policy, record=chosen.record)
+            link = EmulatedLink.of(self._link) if self._link else None
+            steering = self._steerings[loop] = Steering(controller, self._lock, self._threads, link)
+        steering.users += 1
+        try:
+            yield steering
+        finally:
+            steering.users -= 1
+            if not steering.users:
+                if self._steerings.get(loop) is steering:
+                    del self._steerings[loop]
+                await steering.close()
 
     async def _answer(
-        self, executor: Executor, question: list[int], started: float, deadline_s: float | None, tokens: int
-    ) -> Answer:
-        clock = executor.clock
-        longest = self._settings.open_s
-        soon = longest if deadline_s is None else min(longest, max(_OPEN_SHARE * deadline_s, _OPEN_LEAST_S))
-        inputs = await executor.open(len(question), limit_s=soon)
-        for sample in executor.samples():
-            self._observe(sample)
-        left = None if deadline_s is None else deadline_s - (clock() - started)
-        finish = await executor.drive(self.session(inputs, len(question)), left)
-        linking = clock()
-        prompt, start = executor.prompt.cache, executor.prompt.cache.tokens
-        past = await executor.compute(partial(self._engine.past_key_values, prompt))
-        querying = clock()
-        logits = (await executor.compute(partial(self._engine.forward, past, question, start, logits=1)))[-1].float()
-        first = int(logits.argmax())
-        done = clock()
+        self, steering: Steering, executor: Executor, finish: ev.Finish, question: list[int],
+        started: float, asked_s: float, tokens: int,
+    ) -> Answer:  # fmt: skip
+        closing = await steering.compute(partial(self._close, executor.prompt, question))
         timing = Timing(
-            ttft_s=done - started,
+            ttft_s=closing.done - started,
             fetch_s=max(0.0, executor.fetched_at - started),
             decode_s=executor.decode_s,
             recompute_s=executor.recompute_s,
-            link_s=querying - linking,
-            query_s=done - querying,
+            link_s=closing.link_s,
+            query_s=closing.query_s,
         )
-        self._learn_closing(done - linking, start, len(question))
-        out = await executor.compute(partial(self._engine.generate, past, first, start + len(question), tokens))
+        first = int(closing.logits.argmax())
+        start = executor.prompt.cache.tokens + len(question)
+        out = await self._generate(steering, closing.past, first, start, tokens)
         text = self._engine.detokenize(out) if self._engine.has_tokenizer else ""
-        facts = (finish.decisions, finish.reason, timing, executor.bytes, tuple(executor.misses))
-        return Answer(first, logits.cpu(), tuple(out), text, executor.prompt, *facts)
+        self._remember()
+        predicted_s = None if executor.predicted_s is None else asked_s + executor.predicted_s
+        return Answer(
+            first, closing.logits.cpu(), tuple(out), text, executor.prompt, finish.decisions, finish.reason, timing,
+            executor.bytes, tuple(executor.misses), predicted_s, _error(executor, finish.decisions),
+        )  # fmt: skip
 
-    def _source(self, document_id: str, texts: Mapping[str, Sequence[int]]) -> Source:
-        """What the catalog knows of a document, its profile included."""
-        known = texts.get(document_id)
-        text = None if known is None else tuple(known)
+    def _close(self, prompt: LinkedPrompt, question: list[int]) -> _Closing:
+        """Hand the prompt over to the engine and run the question, in the compute thread."""
+        linking = time.monotonic()
+        tokens = prompt.cache.tokens
+        past = self._engine.past_key_values(prompt.cache)
+        querying = time.monotonic()
+        logits = self._engine.forward(past, question, tokens, logits=1)[-1].float().cpu()
+        done = time.monotonic()
+        with self._lock:
+            expected_s = self._estimates.prefill.cost.seconds(len(question), tokens)
+            self._estimates.closing.add(tokens, done - linking - expected_s)
+        return _Closing(past, logits, querying - linking, done - querying, done)
+
+    async def _generate(self, steering: Steering, past: DynamicCache, first: int, start: int, tokens: int) -> list[int]:
+        """Greedy continuation, token by token, so that other loads get their turns in between."""
+        out = [first]
+        while len(out) < tokens:
+            step = partial(self._engine.generate, past, out[-1], start + len(out) - 1, 2)
+            more = (await steering.compute(step))[1:]
+            if not more:
+                break
+            out += more
+        return out
+
+    def _remember(self) -> None:
+        """Write estimates down in a thread; while that runs, later loads leave it to those after them."""
+        if self._writing is None or self._writing.done():
+            work = partial(self._memory.remember, *self._keys, self.estimates)
+            self._writing = self._threads.store.submit(work)
+
+    async def _found(self, steering: Steering, document_id: str, text: Sequence[int] | None, limit_s: float) -> Source:
+        """What the catalog knows of a document, its profile included; only its text where the catalog is silent."""
+        known = None if text is None else tuple(text)
+        work = partial(self._source, document_id, known)
+        try:
+            return await steering.look_up(work, self._settings.patience_s if known is None else limit_s)
+        except StorageError as error:
+            if known is None:
+                raise
+            return Source(document_id, None, None, known, str(error))
+
+    def _source(self, document_id: str, text: tuple[int, ...] | None) -> Source:
         try:
             entry = self._corpus.find(document_id)
         except (NotFoundError, CorruptError, StorageError) as error:
@@ -207,36 +341,47 @@ class Loader:
         self._corpus.count_use(document_id)
         if entry.is_text:
             return Source(document_id, None, None, text or self._corpus.text(entry))
+        if text is not None and (len(text) != entry.tokens or entry.token_digest not in ("", digest_tokens(text))):
+            trouble = "its text has changed since it was encoded; encode it again"
+            return Source(document_id, None, None, text, trouble)
         try:
             profile = self._corpus.profile(entry.profile_digest) if entry.profile_digest else None
         except (NotFoundError, CorruptError, StorageError) as error:
             return Source(document_id, entry, None, text, str(error))
         return Source(document_id, entry, profile, text)
 
-    def _observe(self, sample: LinkSample) -> None:
-        """Learn from the head requests, which came before there was a session."""
-        if sample.first_byte_s is not None:
-            self._ttfb.add(sample.first_byte_s)
-        if sample.timed_bytes:
-            self._bandwidth.add(sample.timed_bytes, sample.started, sample.ended)
 
-    def _learn_closing(self, measured_s: float, prompt_tokens: int, query_tokens: int) -> None:
-        """Move the cost of handing the cache over half-way to what it was this time, so that deadlines allow for it."""
-        missing_s = measured_s - replace(self.costs, query_tokens=query_tokens).closing_s(prompt_tokens)
-        link_s = max(0.0, self.costs.link_s_per_token + _LEARNING * missing_s / prompt_tokens)
-        self.costs = replace(self.costs, link_s_per_token=link_s)
+@dataclass(frozen=True, eq=False)
+class _Closing:
+    """The question's pass. done: instant of the first token."""
 
-    def session(self, documents: Sequence[ctl.DocumentPlanInput], query_tokens: int) -> ctl.LoadSession:
-        """A controller session with the estimates so far."""
-        costs = replace(self.costs, query_tokens=query_tokens)
-        settings = ctl.SessionSettings(
-            quality_floor=self._settings.quality_floor,
-            max_in_flight=self._settings.max_in_flight,
-            compute_workers=self._workers,
-        )
-        return ctl.LoadSession(
-            documents, costs, settings, bandwidth=self._bandwidth, ttfb=self._ttfb, correction=self._correction
-        )
+    past: DynamicCache
+    logits: Tensor
+    link_s: float
+    query_s: float
+    done: float
+
+
+def _error(executor: Executor, decisions: Sequence[Decision]) -> float:
+    """Mean over tokens of the errors that chunks ended with."""
+    total, tokens = 0.0, 0
+    for decision in decisions:
+        given, chunk = executor.inputs[decision.chunk.document], decision.chunk.chunk
+        total += given.tokens[chunk] * error_of(given, chunk, decision.level)
+        tokens += given.tokens[chunk]
+    return total / max(tokens, 1)
+
+
+def _keys(engine: TransformersEngine, corpus: Corpus, link: LinkSettings | None, backend: Backend) -> tuple[str, str]:
+    """Names of the link and the engine in the file of estimates."""
+    on_gpu = engine.device.type == "cuda"
+    device = torch.cuda.get_device_name(engine.device) if on_gpu else f"{platform.machine()} {os.cpu_count()}"
+    meta, dtype = engine.meta, str(engine.model.dtype).removeprefix("torch.")
+    kernels = "" if backend == "auto" else backend
+    return (
+        link_key(corpus.catalog.store.url, str(link) if link else ""),
+        engine_key(meta.model_id, meta.model_revision, device, dtype, torch.get_num_threads(), kernels),
+    )
 
 
 def _profile_in_use(corpus: Corpus) -> AnyProfile | None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+os.environ["KVWIRE_ESTIMATES"] = "off"  # what tests measure is nobody's business
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are defined: no test needs a GPU
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -1,0 +1,1 @@
+../../kvwire/steering.py

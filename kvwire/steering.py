@@ -1,0 +1,191 @@
+"""Drives one controller on one event loop: events go in, instructions go to the executors of their loads.
+
+It decides nothing. A controller hands out at most one job for each lane over all of its loads, so one thread for each
+lane is enough for all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from math import inf
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from kvwire.controller import events as ev
+from kvwire.errors import KvwireError, StorageError
+from kvwire.transport import LinkMeter, open_session
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Coroutine
+
+    from kvwire.controller import Controller
+    from kvwire.transport import EmulatedLink, LinkSample
+
+T = TypeVar("T")
+_LOOK_UPS = 16  # in stores at a time
+_LEAST_WAIT_S = 0.001  # the grain of event loops' timers
+
+
+class Carrier(Protocol):
+    """Carries out a load's instructions."""
+
+    def carry_out(self, instruction: ev.Instruction) -> None:
+        """Begin what is asked for; report its outcome later, with ``Steering.tell``."""
+
+    def fail(self, error: BaseException) -> None:
+        """Steering broke: nothing more will come."""
+
+
+class Threads:
+    """Threads for all loads of a loader: they start when they are needed and end with it.
+
+    compute, decode: one each, the same where ``workers`` is 1. store: for stores that block.
+    """
+
+    def __init__(self, workers: int) -> None:
+        """Start none yet."""
+        self.compute = ThreadPoolExecutor(1, "kvwire-compute")
+        self.decode = self.compute if workers == 1 else ThreadPoolExecutor(1, "kvwire-decode")
+        self.store = ThreadPoolExecutor(_LOOK_UPS, "kvwire-store")
+
+
+class Steering:
+    """One controller with its link, shared by the loads of one event loop.
+
+    lock: held while the controller works, since its estimates are shared with other loops. link: emulated, before the
+    store. users: loads that hold on to it. is_broken: it takes no loads any more.
+    """
+
+    def __init__(
+        self, controller: Controller, lock: threading.Lock, threads: Threads, link: EmulatedLink | None
+    ) -> None:
+        """Open a connection pool; to be called on the event loop."""
+        self._controller, self._lock, self._threads = controller, lock, threads
+        self.link = link
+        self.clock = time.monotonic
+        self._samples: list[LinkSample] = []
+        self.meter = LinkMeter(self._samples.append, self.clock)
+        self.http = open_session()
+        self._numbers = count()
+        self._carriers: dict[int, Carrier] = {}
+        self._jobs: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self.users = 0
+        self.is_broken = False
+
+    async def close(self) -> None:
+        """Wait for the jobs that still run, then close the connections."""
+        if self._timer:
+            self._timer.cancel()
+        await asyncio.gather(*self._jobs, return_exceptions=True)
+        await self.http.close()
+
+    def begin(self, carrier: Carrier, asked: Callable[[int], ev.Asked]) -> int:
+        """Ask for a load; returns its number. asked: makes the event."""
+        number = next(self._numbers)
+        self._carriers[number] = carrier
+        self.tell(asked(number))
+        return number
+
+    def leave(self, number: int) -> None:
+        """Nobody waits for a load any more, or it is over."""
+        if number in self._controller.loads:
+            self.tell(ev.Left(number))
+        self._carriers.pop(number, None)
+
+    def predicted_s(self, number: int) -> float | None:
+        """Seconds from the asking to the first token as planned when all documents were known; None before."""
+        load = self._controller.loads.get(number)
+        return load.alone_s if load else None
+
+    def tell(self, event: ev.Event) -> None:
+        """Report what happened, and have its instructions carried out."""
+        if self.is_broken:
+            return
+        try:
+            instructions, wake_at = self._handled(event)
+            for instruction in instructions:
+                carrier = self._carriers.get(_load_of(instruction))
+                if carrier:
+                    carrier.carry_out(instruction)
+            self._wake(wake_at)
+        except Exception as error:  # noqa: BLE001 - no load may wait for what never comes
+            self._break(error)
+
+    def _handled(self, event: ev.Event) -> tuple[list[ev.Instruction], float]:
+        """Take in an event, after the measurements that came before it: those bring no instructions."""
+        samples = self._samples[:]
+        self._samples.clear()
+        with self._lock:
+            now = self.clock()
+            for sample in samples:
+                if sample.first_byte_s is not None:
+                    self._controller.handle(ev.FirstByte(sample.first_byte_s), now)
+                if sample.timed_bytes:
+                    progress = ev.TransferProgress(sample.timed_bytes, sample.started, sample.ended)
+                    self._controller.handle(progress, now)
+            return self._controller.handle(event, now), self._controller.wake_at
+
+    def _wake(self, at: float) -> None:
+        if self._timer:
+            self._timer.cancel()
+        delay_s = max(_LEAST_WAIT_S, at - self.clock())
+        self._timer = None if at == inf else asyncio.get_running_loop().call_later(delay_s, self._tick)
+
+    def _tick(self) -> None:
+        self.meter.flush()
+        self.tell(ev.Tick())
+
+    def _break(self, error: Exception) -> None:
+        """End all loads with an error that nobody foresaw."""
+        self.is_broken = True
+        msg = f"steering loads failed ({type(error).__name__}: {error}); ask again, and report this"
+        broken = StorageError(msg)
+        broken.__cause__ = error
+        for carrier in self._carriers.values():
+            carrier.fail(broken)
+
+    def run(self, job: Coroutine[None, None, None]) -> None:
+        """Run a job of a lane, which reports its end even where its load is over by then."""
+        task = asyncio.create_task(job)
+        self._jobs.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._jobs.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):
+            self._break(error)
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        """Run work in the compute thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads.compute, work)
+
+    async def decode(self, work: Callable[[], T]) -> T:
+        """Run work in the decode thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads.decode, work)
+
+    async def look_up(self, work: Callable[[], T], limit_s: float) -> T:
+        """Run work that reads a store; raises StorageError where it takes too long."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(limit_s):
+                return await loop.run_in_executor(self._threads.store, work)
+        except TimeoutError as error:
+            if isinstance(error, KvwireError):
+                raise
+            msg = f"the store did not answer within {limit_s:g} s; check it and the network"
+            raise StorageError(msg) from error
+
+
+def _load_of(instruction: ev.Instruction) -> int:
+    match instruction:
+        case ev.Fetch(chunk=chunk) | ev.Cancel(chunk=chunk) | ev.Release(chunk=chunk) | ev.Recompute(first=chunk):
+            return chunk.load
+        case ev.Decode(chunks=chunks):
+            return chunks[0].load
+        case ev.HeadStart(load=load) | ev.Finish(load=load) | ev.Fail(load=load):
+            return load
