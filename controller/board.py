@@ -11,6 +11,7 @@ import numpy as np
 from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId, Decision
 
+from .documents import UNMEASURED
 from .policies.base import Columns, Refinable
 
 if TYPE_CHECKING:
@@ -93,10 +94,9 @@ class DocumentBoard:
         rows = chosen.fetch_bytes or ((),) * self.count
         self.top = np.array([len(row) - 1 for row in rows], np.int64)
         self.sizes = np.array([_padded(row, levels) for row in rows], np.int64).T.copy()
-        errors = chosen.errors or tuple(tuple(0.1 ** (1 + k) for k in range(len(row))) for row in rows)
+        errors = chosen.errors or tuple(tuple(UNMEASURED ** (1 + k) for k in range(len(row))) for row in rows)
         self.errors = np.array([_padded(row, levels) for row in errors], np.float64).T.copy()
-        finest = [row[-1] for row in errors if len(row) == levels]
-        self.exact_error = max(finest) if chosen.has_blob and finest else 0.0
+        self.exact_error = self.errors[-1] if chosen.has_blob else np.zeros(self.count)
         for chunk in np.flatnonzero((self.top < 0) & ~self.can_text).tolist():
             self.troubles[chunk] = "it has neither text nor a segment to fetch"
             self.move(chunk, _S.FAILED)
@@ -201,7 +201,7 @@ def columns_of(documents: Iterable[DocumentBoard], head_s: dict[int, float]) -> 
         errors=_stack([board.errors[:, pick] for board, pick in zip(boards, picks, strict=True)], levels),
         top=picked("top"),
         finest=spread([board.input.finest for board in boards], np.int64),
-        exact_error=spread([board.exact_error for board in boards]),
+        exact_error=picked("exact_error", np.float64),
         can_text=picked("can_text", np.bool_),
         layered=spread([board.input.layered for board in boards], np.bool_),
         head_s=spread([head_s.get(board.number, 0.0) for board in boards]),

@@ -105,7 +105,7 @@ class Controller:
                 link.progress(size, started, ended, chunk)
                 return False
             case ev.ChunkArrived(chunk, level, trouble):
-                return self._arrived(chunk, level, trouble, now)
+                return self._arrived(chunk, level, trouble, now, out)
             case ev.ChunkFailed(chunk, reason):
                 return self._fetch_failed(chunk, reason, now)
             case ev.DecodeDone(chunks, seconds):
@@ -173,7 +173,7 @@ class Controller:
             raise ArgumentError(msg)
         return place
 
-    def _arrived(self, chunk: ChunkId, level: int, trouble: str, now: float) -> bool:
+    def _arrived(self, chunk: ChunkId, level: int, trouble: str, now: float, out: list[ev.Instruction]) -> bool:
         place = self._fetched(chunk)
         if place is None:
             return False
@@ -185,6 +185,8 @@ class Controller:
         refining = board.state[at] == _S.REFINING
         too_coarse = level <= board.valid_level[at] if refining else level < load.goal.floor and board.can_text[at]
         if level < asked and too_coarse:
+            if not refining:
+                out.append(ev.Release(chunk))
             return self._fetch_failed(chunk, trouble or f"only level {level} is there", now)
         self._dispatch.link.close(chunk, now, arrived=True)
         board.failures = 0

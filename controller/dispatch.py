@@ -49,7 +49,8 @@ class Dispatcher:
 
     def wake_at(self, now: float) -> float:
         """Instant of the next tick that is needed."""
-        cuts = [self._cut(load) for load in self._loads.values() if load.is_promised()]
+        refining = (load for load in self._loads.values() if load.goal.objective == "quality" and load.is_promised())
+        cuts = [self._cut(load) for load in refining]
         regular = now + _TICK_S if self.link.flights else inf
         if not self.link.flights and any(load.boards and not load.is_ready for load in self._loads.values()):
             regular = now + max(self._settings.replan_s, _LEAST_TICK_S)
@@ -196,6 +197,9 @@ class Dispatcher:
             return
         for state, then in ((_S.ARRIVED, _S.DECODING), (_S.REFINED, _S.REDECODING)):
             for board in load.boards:
+                # A forward pass reads what is before it in its document: nothing of that is overwritten meanwhile.
+                if then == _S.REDECODING and self._is_extended(board):
+                    continue
                 chunks = np.flatnonzero(board.state == state)[: self._settings.decode_batch].tolist()
                 if chunks and (board.head_done or not board.input.head_start):
                     for chunk in chunks:
@@ -207,6 +211,11 @@ class Dispatcher:
                     out.append(ev.Decode(ids, tuple(int(board.level[chunk]) for chunk in chunks)))
                     self._turn += 1
                     return
+
+    def _is_extended(self, board: DocumentBoard) -> bool:
+        """Whether a forward pass over chunks of a document is running."""
+        job = self.lanes.running("prefill")
+        return job is not None and job.kind == "recompute" and (job.load, job.document) == (board.load, board.number)
 
     def _compute(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Compute a head start that fetched chunks wait for, or the next forward pass of the plan."""

@@ -12,6 +12,9 @@ from kvwire.errors import ArgumentError
 if TYPE_CHECKING:
     from kvwire.types import BlobInfo
 
+UNMEASURED = 0.1
+"""Error of each level over that of the one before, where nobody measured."""
+
 
 @dataclass(frozen=True)
 class DocumentPlanInput:
@@ -78,6 +81,14 @@ class DocumentPlanInput:
         known = info.token_ids is not None if has_text is None else has_text
         layered = not any(info.levels[level].alone for level in levels)
         return cls(tuple(stop - start for start, stop in spans), sizes, known, errors, layered, head_start)
+
+    def error(self, chunk: int, level: int | None) -> float:
+        """Error that a chunk counts with; level None: recomputed, which counts as the finest that it has."""
+        row = self.fetch_bytes[chunk] if self.has_blob else ()
+        if not row:
+            return 0.0
+        at = len(row) - 1 if level is None else level
+        return self.errors[chunk][at] if self.errors else UNMEASURED ** (1 + at)
 
     @property
     def has_blob(self) -> bool:

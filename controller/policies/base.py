@@ -37,7 +37,7 @@ class Columns:
     document, chunk, tokens: ``[n]``. context: tokens before the chunk in its document ``[n]``.
     sizes: bytes of levels 0..k ``[L, n]``. errors: once decoded up to k ``[L, n]``. Both repeat the last level that a
     chunk has. top: finest level that can be fetched, -1 for none ``[n]``. finest: the document's finest ``[n]``.
-    exact_error: what a recomputed chunk counts with: its document's finest error, 0 without a blob ``[n]``.
+    exact_error: what a recomputed chunk counts with: its own finest error, 0 without a blob ``[n]``.
     can_text: the chunk can be recomputed ``[n]``. layered: it can be refined ``[n]``.
     head_s: seconds of head start that its document still needs if any of it is fetched ``[n]``.
     """

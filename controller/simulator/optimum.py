@@ -31,7 +31,6 @@ import numpy as np
 from kvwire.errors import ArgumentError
 
 from ._knapsack import Savings, least_value
-from .outcome import error_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -151,7 +150,6 @@ class _Options:
 
     def _add(self, document: DocumentPlanInput, costs: CostModel, floor: int, row: int) -> None:
         context = 0
-        exact = error_of(document, 0, None) if document.finest >= 0 else 0.0
         for chunk, tokens in enumerate(document.tokens):
             sizes = document.fetch_bytes[chunk] if document.fetch_bytes else ()
             lowest = _lowest_level(document, sizes, floor)
@@ -161,7 +159,7 @@ class _Options:
             seconds = costs.prefill.marginal(tokens, context)
             if document.has_text:
                 self.prefill_s[row, 0] = seconds
-                self.error[row, 0] = exact
+                self.error[row, 0] = document.error(chunk, None)
             if lowest is not None:
                 # The reader's head start counts for the whole pass, and recomputing goes on from there.
                 self.prefill_s[row, 1:] = document.head_start * seconds
@@ -169,7 +167,7 @@ class _Options:
                 levels = slice(1 + lowest, 1 + len(sizes))
                 self.size[row, levels] = fetched
                 self.decode_s[row, levels] = costs.decode.token_s * tokens + costs.decode.byte_s * fetched
-                self.error[row, levels] = [error_of(document, chunk, level) for level in range(lowest, len(sizes))]
+                self.error[row, levels] = [document.error(chunk, level) for level in range(lowest, len(sizes))]
                 self._arrival(document, costs, tokens, sizes, lowest)
             context += tokens
             row += 1

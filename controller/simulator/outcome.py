@@ -38,7 +38,7 @@ class Outcome:
     """One load, times in seconds from its asking.
 
     ready_s: until all chunks were ready. ttft_s: until the first token. in_time: by the deadline, or there was none.
-    error: mean over tokens, a recomputed chunk counts with its document's finest error. received: bytes over the link;
+    error: mean over tokens, a recomputed chunk counts with its finest error. received: bytes over the link;
     wasted: those of them that are not in the prompt. recomputed: tokens. failed: there was no first token.
     levels: tokens at each level. decisions, spans: what was done; asked_at: the instant that spans count from.
     """
@@ -79,7 +79,7 @@ class Outcome:
             document, chunk = documents[decision.chunk.document], decision.chunk.chunk
             size = document.tokens[chunk]
             tokens += size
-            error += size * error_of(document, chunk, decision.level)
+            error += size * document.error(chunk, decision.level)
             if decision.level is None:
                 recomputed += size
             else:
@@ -90,14 +90,3 @@ class Outcome:
             wasted=max(0, received - used), recomputed=recomputed, levels=tuple(levels), failed=not decisions,
             reason=reason, asked_at=asked_at, decisions=tuple(decisions), spans=spans,
         )  # fmt: skip
-
-
-def error_of(document: DocumentPlanInput, chunk: int, level: int | None) -> float:
-    """Error that a chunk counts with; level None: recomputed, which counts as the document's finest."""
-    if not document.has_blob:
-        return 0.0
-    if level is not None:
-        return document.errors[chunk][level] if document.errors else 0.1 ** (1 + level)
-    finest = document.finest
-    rows = document.errors or tuple(tuple(0.1 ** (1 + k) for k in range(len(row))) for row in document.fetch_bytes)
-    return max(row[finest] for row in rows if len(row) > finest)

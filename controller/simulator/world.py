@@ -219,7 +219,8 @@ class World:
             least = min(flow.left - max(flow.fails_at, 0.0) for flow in sharing)
             ends = self._rate.time_to(max(0.0, least) * len(sharing), self._now)
             given_up = min(flow.fetch.until for flow in sharing)
-            moment = min(moment, ends + _GRAIN_S, given_up, self._reported_at + _REPORT_S)
+            report = self._reported_at + _REPORT_S
+            moment = min(moment, ends + _GRAIN_S, given_up, report if report > self._now else self._now + _REPORT_S)
         return moment
 
     def _flow(self, moment: float) -> None:
