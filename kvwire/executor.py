@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvwire.controller import DocumentPlanInput, Goal
     from kvwire.corpus import Corpus
     from kvwire.engines.transformers import TransformersEngine
-    from kvwire.heads import Source
+    from kvwire.heads import Limits, Source
     from kvwire.steering import Steering
     from kvwire.transport import Arrival, FetchSettings
     from kvwire.types import ChunkId, SegmentInfo
@@ -42,12 +42,11 @@ _GONE = "nobody waits for it any more"
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutorSettings:
-    """How a load is carried out: limits as in ``HeadReader``, the rest as in ``LoadSettings``."""
+    """How a load is carried out, as in ``LoadSettings``."""
 
     fetch: FetchSettings
     backend: Backend
-    limit_s: float
-    patience_s: float
+    limits: Limits
 
 
 class Executor:
@@ -69,8 +68,7 @@ class Executor:
         """Take the parts; enter the context to begin."""
         self._engine, self._sources, self._steering = engine, sources, steering
         self._backend = settings.backend
-        limits = {"limit_s": settings.limit_s, "patience_s": settings.patience_s}
-        self._heads = HeadReader(corpus, steering, settings.fetch, **limits)
+        self._heads = HeadReader(corpus, steering, settings.fetch, settings.limits)
         self._number = -1
         self._documents: dict[int, OpenDocument] = {}
         self._parts: dict[ChunkId, dict[int, bytes]] = {}

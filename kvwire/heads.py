@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 from kvwire import controller as ctl
 from kvwire.codec import CHUNK_TOKENS, PlainBlob, Profile, read_head
-from kvwire.errors import DeadlineError, KvwireError, StorageError
+from kvwire.errors import CorruptError, DeadlineError, KvwireError, NotFoundError, StorageError
 from kvwire.transport import BlobFetcher, open_source
 from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from typing import Self
 
     from kvwire.codec import AnyProfile, BlobDecoder, BlobReader
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from kvwire.store import CatalogEntry
     from kvwire.transport import FetchSettings
     from kvwire.types import BlobInfo
+
+
+_CHANGED = "its text has changed since it was encoded; encode it again"
 
 
 @dataclass(frozen=True)
@@ -86,18 +90,56 @@ class OpenDocument:
         return ctl.DocumentPlanInput(tuple(stop - start for start, stop in spans), (), has_text)
 
 
-class HeadReader:
-    """Reads heads of blobs, and texts where heads fail or are late; closes what it opened at its end.
+@dataclass(frozen=True)
+class Limits:
+    """Seconds to wait for the catalog, a head or a text.
 
-    limit_s: longest wait for a head whose document's text is known or stored; patience_s: for any other.
+    soon: where the document's text is known, or for a head where it may be stored; patience: for anything else.
     """
 
-    def __init__(
-        self, corpus: Corpus, steering: Steering, settings: FetchSettings, *, limit_s: float, patience_s: float
-    ) -> None:
+    soon: float
+    patience: float
+
+
+async def find_source(
+    corpus: Corpus, steering: Steering, document_id: str, texts: Mapping[str, Sequence[int]] | None, limits: Limits
+) -> Source:
+    """What the catalog knows of a document, its profile included; its text alone where the catalog fails.
+
+    texts: token ids by document, as far as the caller knows them. Raises what the catalog raises for other documents.
+    """
+    given = (texts or {}).get(document_id)
+    text = None if given is None else tuple(given)
+    try:
+        wait_s = limits.patience if text is None else limits.soon
+        return await steering.look_up(partial(_look_up, corpus, document_id, text), wait_s)
+    except (NotFoundError, CorruptError, StorageError) as error:
+        if text is None:
+            raise
+        return Source(document_id, None, None, text, str(error))
+
+
+def _look_up(corpus: Corpus, document_id: str, text: tuple[int, ...] | None) -> Source:
+    entry = corpus.find(document_id)
+    corpus.count_use(document_id)
+    if entry.is_text:
+        return Source(document_id, None, None, text or corpus.text(entry))
+    if text is not None and (len(text) != entry.tokens or entry.token_digest not in ("", digest_tokens(text))):
+        return Source(document_id, None, None, text, _CHANGED)
+    try:
+        profile = corpus.profile(entry.profile_digest) if entry.profile_digest else None
+    except (NotFoundError, CorruptError, StorageError) as error:
+        return Source(document_id, entry, None, text, str(error))
+    return Source(document_id, entry, profile, text)
+
+
+class HeadReader:
+    """Reads heads of blobs, and texts where heads fail or are late; closes what it opened at its end."""
+
+    def __init__(self, corpus: Corpus, steering: Steering, settings: FetchSettings, limits: Limits) -> None:
         """Read nothing yet."""
         self._corpus, self._steering, self._settings = corpus, steering, settings
-        self._limit_s, self._patience_s = min(limit_s, patience_s), patience_s
+        self._limits = Limits(min(limits.soon, limits.patience), limits.patience)
         self._stack = AsyncExitStack()
         self._fetchers: list[BlobFetcher] = []
 
@@ -135,7 +177,7 @@ class HeadReader:
                 raise
             return document
         if source.text is not None and info.token_ids not in (None, source.text):
-            document.trouble = "its text has changed since it was encoded; encode it again"
+            document.trouble = _CHANGED
             return document
         document.info, document.token_ids = info, info.token_ids or source.text
         profile = source.profile
@@ -152,13 +194,13 @@ class HeadReader:
         fetcher = known(read_head=reader.read_head, check=reader.check)
         document.fetcher = await self._stack.enter_async_context(fetcher)
         self._fetchers.append(fetcher)
-        opening = asyncio.create_task(fetcher.open(deadline=self._steering.clock() + self._patience_s))
+        opening = asyncio.create_task(fetcher.open(deadline=self._steering.clock() + self._limits.patience))
         try:
-            await asyncio.wait({opening}, timeout=self._limit_s)
+            await asyncio.wait({opening}, timeout=self._limits.soon)
             if not opening.done() and document.token_ids is None:
                 document.token_ids = await self._stored_text(entry)
             if not opening.done() and document.token_ids is not None:
-                msg = f"{fetcher.url}: no head within {self._limit_s:.3g} s; check the server and the network"
+                msg = f"{fetcher.url}: no head within {self._limits.soon:.3g} s; check the server and the network"
                 raise DeadlineError(msg)
             info = await opening
         finally:
@@ -179,7 +221,7 @@ class HeadReader:
     async def _stored_text(self, entry: CatalogEntry) -> tuple[int, ...] | None:
         """Token ids from beside the blob, None where they are lost too or do not come in time."""
         try:
-            ids = await self._steering.look_up(partial(self._corpus.text, entry), self._patience_s)
+            ids = await self._steering.look_up(partial(self._corpus.text, entry), self._limits.patience)
         except KvwireError:
             return None
         return ids if self._fits(ids, entry) else None

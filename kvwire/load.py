@@ -17,14 +17,12 @@ import torch
 from kvwire import controller as ctl
 from kvwire.calibrate import measure_costs
 from kvwire.codec import uses_triton
-from kvwire.controller.simulator.outcome import error_of
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError, StorageError
 from kvwire.executor import Executor, ExecutorSettings
-from kvwire.heads import Source
+from kvwire.heads import Limits, find_source
 from kvwire.memory import EstimatesFile, engine_key, link_key
 from kvwire.steering import Steering, Threads
-from kvwire.transport import EmulatedLink, FetchSettings
-from kvwire.types import digest_tokens
+from kvwire.transport import EmulatedLink, FetchSettings, LinkSettings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
     from kvwire.corpus import Corpus
     from kvwire.engines.transformers import TransformersEngine
     from kvwire.reuse import LinkedPrompt
-    from kvwire.transport import LinkSettings
     from kvwire.types import Decision
 
 
@@ -126,8 +123,9 @@ class Loader:
 
     costs: measured on this engine when left out, which takes a second or two, unless they are remembered. link: an
     emulated link in front of the store. memory: where estimates of links and engines live between processes, by default
-    what ``KVWIRE_ESTIMATES`` says. Estimates live on from load to load. Calls may overlap, on one event loop or on
-    several: those on one loop are steered by one controller, and all share a thread for each lane of compute.
+    what ``KVWIRE_ESTIMATES`` says, and nowhere where ``link`` is a link itself rather than its settings. Estimates live
+    on from load to load. Calls may overlap, on one event loop or on several: those on one loop are steered by one
+    controller, and all share a thread for each lane of compute.
     """
 
     def __init__(
@@ -136,7 +134,7 @@ class Loader:
         corpus: Corpus,
         *,
         costs: ctl.CostModel | None = None,
-        link: LinkSettings | None = None,
+        link: LinkSettings | EmulatedLink | None = None,
         settings: LoadSettings | None = None,
         memory: EstimatesFile | None = None,
     ) -> None:
@@ -154,10 +152,11 @@ class Loader:
             decode_batch=_GPU_BATCH if on_gpu else 1,
         )
         self._threads = Threads(self._controls.workers)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a record may ask for the estimates
         self._steerings: dict[asyncio.AbstractEventLoop, Steering] = {}
-        self._memory = memory or EstimatesFile.of_environment()
-        self._keys = _keys(engine, corpus, link, chosen.backend)
+        lasting = not isinstance(link, EmulatedLink)
+        self._memory = memory or (EstimatesFile.of_environment() if lasting else EstimatesFile(None))
+        self._keys = _keys(engine, corpus, str(link) if link and lasting else "", chosen.backend)
         self._writing: Future[None] | None = None
         self._estimates = self._first_estimates(costs)
 
@@ -224,12 +223,10 @@ class Loader:
         soon = chosen.open_s
         if deadline_s is not None:
             soon = min(soon, max(_OPEN_SHARE * deadline_s, _OPEN_LEAST_S))
-        settings = ExecutorSettings(
-            fetch=chosen.fetch, backend=chosen.backend, limit_s=soon, patience_s=chosen.patience_s
-        )
+        limits = Limits(soon, chosen.patience_s)
+        settings = ExecutorSettings(fetch=chosen.fetch, backend=chosen.backend, limits=limits)
         async with self._steered() as steering:
-            texts = texts or {}
-            found = (self._found(steering, name, texts.get(name), soon) for name in documents)
+            found = (find_source(self._corpus, steering, name, texts, limits) for name in documents)
             sources = await asyncio.gather(*found)
             async with Executor(self._engine, self._corpus, sources, steering, settings) as executor:
                 left = None if deadline_s is None else deadline_s - (steering.clock() - started)
@@ -254,7 +251,7 @@ class Loader:
         if steering is None or steering.is_broken:
             chosen = self._settings
             controller = ctl.Controller(self._estimates, self._controls, chosen.policy, record=chosen.record)
-            link = EmulatedLink.of(self._link) if self._link else None
+            link = EmulatedLink.of(self._link) if isinstance(self._link, LinkSettings) else self._link
             steering = self._steerings[loop] = Steering(controller, self._lock, self._threads, link)
         steering.users += 1
         try:
@@ -320,36 +317,6 @@ class Loader:
             work = partial(self._memory.remember, *self._keys, self.estimates)
             self._writing = self._threads.store.submit(work)
 
-    async def _found(self, steering: Steering, document_id: str, text: Sequence[int] | None, limit_s: float) -> Source:
-        """What the catalog knows of a document, its profile included; only its text where the catalog is silent."""
-        known = None if text is None else tuple(text)
-        work = partial(self._source, document_id, known)
-        try:
-            return await steering.look_up(work, self._settings.patience_s if known is None else limit_s)
-        except StorageError as error:
-            if known is None:
-                raise
-            return Source(document_id, None, None, known, str(error))
-
-    def _source(self, document_id: str, text: tuple[int, ...] | None) -> Source:
-        try:
-            entry = self._corpus.find(document_id)
-        except (NotFoundError, CorruptError, StorageError) as error:
-            if text is None:
-                raise
-            return Source(document_id, None, None, text, str(error))
-        self._corpus.count_use(document_id)
-        if entry.is_text:
-            return Source(document_id, None, None, text or self._corpus.text(entry))
-        if text is not None and (len(text) != entry.tokens or entry.token_digest not in ("", digest_tokens(text))):
-            trouble = "its text has changed since it was encoded; encode it again"
-            return Source(document_id, None, None, text, trouble)
-        try:
-            profile = self._corpus.profile(entry.profile_digest) if entry.profile_digest else None
-        except (NotFoundError, CorruptError, StorageError) as error:
-            return Source(document_id, entry, None, text, str(error))
-        return Source(document_id, entry, profile, text)
-
 
 @dataclass(frozen=True, eq=False)
 class _Closing:
@@ -367,21 +334,19 @@ def _error(executor: Executor, decisions: Sequence[Decision]) -> float:
     total, tokens = 0.0, 0
     for decision in decisions:
         given, chunk = executor.inputs[decision.chunk.document], decision.chunk.chunk
-        total += given.tokens[chunk] * error_of(given, chunk, decision.level)
+        total += given.tokens[chunk] * given.error(chunk, decision.level)
         tokens += given.tokens[chunk]
     return total / max(tokens, 1)
 
 
-def _keys(engine: TransformersEngine, corpus: Corpus, link: LinkSettings | None, backend: Backend) -> tuple[str, str]:
+def _keys(engine: TransformersEngine, corpus: Corpus, emulated: str, backend: Backend) -> tuple[str, str]:
     """Names of the link and the engine in the file of estimates."""
     on_gpu = engine.device.type == "cuda"
     device = torch.cuda.get_device_name(engine.device) if on_gpu else f"{platform.machine()} {os.cpu_count()}"
     meta, dtype = engine.meta, str(engine.model.dtype).removeprefix("torch.")
     kernels = "" if backend == "auto" else backend
-    return (
-        link_key(corpus.catalog.store.url, str(link) if link else ""),
-        engine_key(meta.model_id, meta.model_revision, device, dtype, torch.get_num_threads(), kernels),
-    )
+    named = engine_key(meta.model_id, meta.model_revision, device, dtype, torch.get_num_threads(), kernels)
+    return link_key(corpus.catalog.store.url, emulated), named
 
 
 def _profile_in_use(corpus: Corpus) -> AnyProfile | None:

@@ -60,7 +60,7 @@ class Steering:
     """
 
     def __init__(
-        self, controller: Controller, lock: threading.Lock, threads: Threads, link: EmulatedLink | None
+        self, controller: Controller, lock: threading.RLock, threads: Threads, link: EmulatedLink | None
     ) -> None:
         """Open a connection pool; to be called on the event loop."""
         self._controller, self._lock, self._threads = controller, lock, threads

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvwire.controller import events as ev
 from kvwire.corpus import Corpus
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, NotFoundError, StorageError
 from kvwire.load import Loader, LoadSettings
@@ -280,6 +281,41 @@ def test_a_silent_server_does_not_hold_a_load_up(small, reference):
     assert len(answer.misses) == len(small.tokens)
     assert answer.timing.fetch_s == 0
     assert reference.compare(small.engine, answer.prompt.cache)[0] < 1e-6
+
+
+def test_a_stored_text_stands_in_for_a_head_that_is_late(small, reference):
+    corpus = small.corpus()
+    with silent() as url:
+        remote = Corpus(small.engine, _split(corpus.catalog.store, url))
+        answer = _ask(small, remote, settings=LoadSettings(open_s=30.0), deadline_s=1.0)
+    assert len(answer.misses) == len(small.tokens)
+    assert all("no head within 0.25 s" in miss for miss in answer.misses)
+    assert {d.action for d in answer.decisions} == {"recompute"}
+    assert reference.compare(small.engine, answer.prompt.cache)[0] < 1e-6
+
+
+def test_heads_are_not_waited_for_one_by_one(small, reference):
+    """What is known is fetched while the head of another document is still awaited."""
+    corpus, config = small.corpus(), small.engine.meta.config_digest()
+    late = corpus.catalog.by_document(config, _names(small)[0]).blob_key
+    fetched, log = threading.Event(), []
+    snapshot = corpus.catalog.store.snapshot
+
+    def patient(key):
+        assert key != late or fetched.wait(10)
+        return snapshot(key)
+
+    def record(entry):
+        log.append(entry)
+        if isinstance(entry.event, ev.ChunkArrived):
+            fetched.set()
+
+    corpus.catalog.store.snapshot = patient
+    answer = _ask(small, corpus, settings=LoadSettings(quality_floor=4, record=record))
+    known = [entry.event.document for entry in log if isinstance(entry.event, ev.IndexKnown)]
+    assert known == [1, 0]
+    assert not answer.misses
+    assert reference.compare(small.engine, answer.prompt.cache)[0] < 1e-4
 
 
 def _broken(*_args, **_named):

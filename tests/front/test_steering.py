@@ -1,0 +1,341 @@
+"""One controller for all loads of an event loop: what they share, and what happens when one of them goes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from kvwire.controller import Controller, Policy, PrefillCost, replay
+from kvwire.controller import events as ev
+from kvwire.controller.policies import Fixed
+from kvwire.corpus import Coding, Corpus, Document
+from kvwire.errors import StorageError
+from kvwire.load import Loader, LoadSettings
+from kvwire.memory import EstimatesFile
+from kvwire.quality import Reference
+from kvwire.store import MemoryStore
+from kvwire.transport import EmulatedLink, RateSchedule, parse_link
+
+if TYPE_CHECKING:
+    from kvwire.controller import LogEntry
+    from kvwire.controller.policies import Plan, PlanRequest
+
+QUESTION = "It was plain to everybody that"
+FLOOR = Fixed(0)
+FINE = 1.5e-4
+"""KL divergence that the finest level stays under."""
+
+
+@dataclass(frozen=True)
+class StepByStep:
+    """Fetches the lowest level of everything, then level after level of everything until the deadline."""
+
+    name: str = "step by step"
+    window: int | None = None
+    gives_up: bool = False
+
+    def plan(self, request: PlanRequest) -> Plan:
+        plan, some = FLOOR.plan(request), request.refinable
+        refine = () if some is None else np.flatnonzero(some.level < some.top).tolist()
+        return replace(plan, refine=refine)
+
+
+@pytest.fixture(scope="module")
+def question(small):
+    return small.engine.tokenize(QUESTION)
+
+
+@pytest.fixture(scope="module")
+def references(small, question):
+    return {
+        order: Reference.of(small.engine, [small.tokens[name] for name in order], question, 4)
+        for order in _orders(small)
+    }
+
+
+def _orders(small):
+    first, second = small.tokens
+    return (first,), (second,), (first, second), (second, first)
+
+
+def _loader(small, corpus=None, *, link=None, log=None, **settings):
+    record = None if log is None else log.append
+    chosen = LoadSettings(record=record, **settings)
+    return Loader(small.engine, corpus or small.corpus(), costs=small.costs, link=link, settings=chosen)
+
+
+def _given(log: list[LogEntry], kind: type) -> list[ev.Instruction]:
+    return [each for entry in log for each in entry.instructions if isinstance(each, kind)]
+
+
+def _levels(answer):
+    return [decision.level for decision in answer.decisions]
+
+
+def test_loads_of_one_loop_share_a_controller_and_all_are_right(small, question, references):
+    log: list[LogEntry] = []
+    loader = _loader(small, link=parse_link("20mbit,5ms"), log=log, quality_floor=4)
+
+    async def all_at_once():
+        return await asyncio.gather(*(loader.ask_async(order, question, tokens=4) for order in references))
+
+    answers = asyncio.run(all_at_once())
+    for answer, reference in zip(answers, references.values(), strict=True):
+        assert reference.compare(small.engine, answer.prompt.cache)[0] < FINE
+        assert not answer.misses
+    asked = [entry.event.load for entry in log if isinstance(entry.event, ev.Asked)]
+    assert asked == sorted(asked) == list(range(len(references)))
+    assert {each.load for each in _given(log, ev.Finish)} == set(asked)
+    assert _most_jobs(log) == 1
+
+
+def _most_jobs(log):
+    """Jobs that were open at once, over all loads."""
+    begun = (ev.Decode, ev.Recompute, ev.HeadStart)
+    ended = (ev.DecodeDone, ev.DecodeFailed, ev.RecomputeDone, ev.RecomputeFailed, ev.HeadStartDone, ev.HeadStartFailed)
+    most = now = 0
+    for entry in log:
+        now += sum(isinstance(each, begun) for each in entry.instructions) - isinstance(entry.event, ended)
+        most = max(most, now)
+    return most
+
+
+def test_loads_of_several_threads_are_all_right(small, question, references):
+    loader = _loader(small, link=parse_link("50mbit,2ms"), quality_floor=4)
+    orders = [*references, *references]
+    with ThreadPoolExecutor(len(orders)) as pool:
+        answers = list(pool.map(lambda order: loader.ask(order, question), orders))
+    for order, answer in zip(orders, answers, strict=True):
+        assert references[order].compare(small.engine, answer.prompt.cache)[0] < FINE
+        assert not answer.misses
+    assert loader.estimates.knows_link
+
+
+def test_a_link_that_becomes_fast_gives_finer_levels_than_planned_at_first(small, question, references):
+    order = tuple(small.tokens)
+    log: list[LogEntry] = []
+    link = EmulatedLink(RateSchedule((0.0, 0.4), (20e3, 5e6)), 0.002)
+    loader = _loader(small, link=link, log=log, bandwidth_prior=20e3, policy=StepByStep())
+    answer = loader.ask(order, question, deadline_s=5.0)
+    assert {fetch.level for fetch in _given(log, ev.Fetch) if not fetch.first} == {0}
+    assert _levels(answer) == [4] * 5
+    assert references[order].compare(small.engine, answer.prompt.cache)[0] < FINE
+    assert answer.timing.ttft_s < 5.0
+    assert not answer.misses
+
+
+def test_the_controllers_own_policy_refines_where_the_link_turns_out_fast(small, question):
+    order, log = tuple(small.tokens), []
+    slow = replace(small.costs, prefill=PrefillCost(0.5, 0.01))  # recomputing is out of the question
+    settings = LoadSettings(record=log.append, bandwidth_prior=5e3)
+    loader = Loader(small.engine, small.corpus(), costs=slow, link=EmulatedLink(5e6, 0.002), settings=settings)
+    answer = loader.ask(order, question, deadline_s=4.0)
+    assert min(fetch.level for fetch in _given(log, ev.Fetch) if not fetch.first) < 4
+    assert set(_levels(answer)) <= {4, None}
+    assert 4 in _levels(answer)
+
+
+def _damage_level(corpus, small, name, chunk, level):
+    entry = corpus.catalog.by_document(small.engine.meta.config_digest(), name)
+    blob = bytearray(corpus.catalog.store.get(entry.blob_key))
+    blob[corpus.read_head(entry).segments[chunk][level].offset + 5] ^= 0x40
+    corpus.catalog.store.put(entry.blob_key, bytes(blob))
+
+
+def test_of_a_fetch_that_lost_a_level_the_lower_ones_are_used(small, question):
+    name, corpus = next(iter(small.tokens)), small.corpus()
+    _damage_level(corpus, small, name, 1, 3)
+    answer = _loader(small, corpus, policy=Fixed(4)).ask([name], question)
+    assert _levels(answer) == [4, 2]
+    assert any("level 3" in miss for miss in answer.misses)
+
+
+def test_of_a_fetch_that_lost_its_lowest_level_nothing_is_used(small, question, references):
+    name, corpus = next(iter(small.tokens)), small.corpus()
+    _damage_level(corpus, small, name, 1, 0)
+    answer = _loader(small, corpus, policy=Fixed(4)).ask([name], question)
+    assert _levels(answer) == [4, None]
+    assert references[(name,)].compare(small.engine, answer.prompt.cache)[0] < FINE
+
+
+def test_a_refinement_that_cannot_be_decoded_leaves_what_there_was(small, question, references, monkeypatch):
+    from kvwire.codec import BlobDecoder
+
+    order, decode_chunk = tuple(small.tokens), BlobDecoder.decode_chunk
+
+    def spoils(self, chunk, segments, level=None):
+        decode_chunk(self, chunk, segments, level)
+        if level:
+            start, stop = self.info.chunk_span(chunk)
+            for tensor in (*self.cache.keys, *self.cache.values):
+                tensor[:, start:stop] = float("nan")
+            msg = "out of memory"
+            raise RuntimeError(msg)
+
+    monkeypatch.setattr(BlobDecoder, "decode_chunk", spoils)
+    answer = _loader(small, policy=StepByStep()).ask(order, question, deadline_s=5.0)
+    assert _levels(answer) == [0] * 5
+    assert all("out of memory" in decision.reason for decision in answer.decisions)
+    assert references[order].compare(small.engine, answer.prompt.cache)[0] < 0.02
+
+
+def _with_head_start(small):
+    coding = Coding(head_start=1)
+    corpus = Corpus(small.engine, MemoryStore(), coding=coding)
+    for _ in corpus.encode([Document(name, tuple(ids)) for name, ids in small.tokens.items()]):
+        pass
+    return corpus
+
+
+def test_a_head_start_delays_no_fetch_and_decoding_waits_for_it(small, question, references, monkeypatch):
+    order, log = tuple(small.tokens), []
+    corpus, fetched = _with_head_start(small), threading.Event()
+    head_start = type(small.engine).head_start
+
+    def slow(*args):
+        assert fetched.wait(10)  # as long as a first layer takes: until something was fetched beside it
+        return head_start(*args)
+
+    def record(entry):
+        log.append(entry)
+        if isinstance(entry.event, ev.ChunkArrived):
+            fetched.set()
+
+    monkeypatch.setattr(type(small.engine), "head_start", slow)
+    loader = Loader(small.engine, corpus, costs=small.costs, settings=LoadSettings(policy=Fixed(4), record=record))
+    answer = loader.ask(order, question)
+    assert _levels(answer) == [4] * 5
+    assert references[order].compare(small.engine, answer.prompt.cache)[0] < FINE
+    done = [at for at, entry in enumerate(log) if isinstance(entry.event, ev.HeadStartDone)]
+    decodes = [at for at, entry in enumerate(log) if any(isinstance(each, ev.Decode) for each in entry.instructions)]
+    assert len(done) == len(order)
+    assert min(decodes) >= min(done)
+
+
+def test_a_head_start_that_fails_means_recomputing(small, question, references, monkeypatch):
+    def broken(*_):
+        msg = "out of memory"
+        raise RuntimeError(msg)
+
+    order, corpus = tuple(small.tokens), _with_head_start(small)
+    monkeypatch.setattr(type(small.engine), "head_start", broken)
+    answer = _loader(small, corpus, policy=Fixed(4)).ask(order, question)
+    assert _levels(answer) == [None] * 5
+    assert len(answer.misses) >= len(order)
+    assert references[order].compare(small.engine, answer.prompt.cache)[0] < 1e-6
+
+
+def test_a_pass_that_needs_too_much_memory_is_made_in_parts(small, question, references, monkeypatch):
+    order, extend = tuple(small.tokens), type(small.engine).extend
+
+    def bounded(self, prefix, ids, **options):
+        if len(ids) > 256:
+            msg = "out of memory"
+            raise RuntimeError(msg)
+        return extend(self, prefix, ids, **options)
+
+    monkeypatch.setattr(type(small.engine), "extend", bounded)
+    text = {name: tuple(ids) for name, ids in small.tokens.items()}
+    corpus = small.corpus()
+    for name in order:
+        corpus.catalog.store.delete(corpus.find(name).blob_key)
+    answer = _loader(small, corpus).ask(order, question, texts=text)
+    assert _levels(answer) == [None] * 5
+    assert references[order].compare(small.engine, answer.prompt.cache)[0] < 1e-6
+
+
+def test_a_cancelled_load_leaves_nothing_behind_and_disturbs_nobody(small, question, references):
+    order, log = tuple(small.tokens), []
+    loader = _loader(small, link=EmulatedLink(60e3, 0.005), log=log, policy=Fixed(4))
+
+    async def one_goes():
+        goes = asyncio.create_task(loader.ask_async(order, question))
+        stays = asyncio.create_task(loader.ask_async(order[:1], question))
+        while not any(fetch.chunk.load == 0 for fetch in _given(log, ev.Fetch)):
+            await asyncio.sleep(0.001)
+        (steering,) = loader._steerings.values()
+        goes.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await goes
+        assert 0 not in steering._controller.loads
+        answer = await stays
+        assert not steering._controller.loads
+        assert steering._controller.held_bytes == 0
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return answer
+
+    answer = asyncio.run(one_goes())
+    assert references[order[:1]].compare(small.engine, answer.prompt.cache)[0] < FINE
+    assert not loader._steerings
+    left = next(entry for entry in log if isinstance(entry.event, ev.Left))
+    assert any(isinstance(each, ev.Cancel) for each in left.instructions)
+
+
+@pytest.mark.parametrize("deadline_s", [None, 2.0])
+def test_the_log_of_a_real_load_replays_exactly(small, question, deadline_s):
+    log: list[LogEntry] = []
+    loader = _loader(small, link=EmulatedLink(RateSchedule((0.0, 0.2), (60e3, 2e6)), 0.01), log=log)
+    before = loader.estimates
+    answer = loader.ask(tuple(small.tokens), question, deadline_s=deadline_s)
+    assert any(isinstance(entry.event, ev.TransferProgress) for entry in log)
+    assert _given(log, ev.Finish)[0].decisions == answer.decisions
+    replay(log, Controller(before, loader._controls))
+
+
+class _BreaksOnce(Fixed):
+    broken = False
+
+    def plan(self, request):
+        if not _BreaksOnce.broken:
+            _BreaksOnce.broken = True
+            msg = "nobody foresaw this"
+            raise RuntimeError(msg)
+        return super().plan(request)
+
+
+def test_a_policy_that_breaks_ends_its_loads_and_later_ones_go_on(small, question):
+    loader = _loader(small, policy=_BreaksOnce(4))
+    with pytest.raises(StorageError, match="nobody foresaw this"):
+        loader.ask(tuple(small.tokens), question)
+    assert _levels(loader.ask(tuple(small.tokens), question)) == [4] * 5
+
+
+def test_what_a_load_measured_is_remembered(small, question, tmp_path, monkeypatch):
+    memory, corpus = EstimatesFile(tmp_path / "estimates.json"), small.corpus()
+    link = parse_link("8mbit,1ms")
+    loader = Loader(small.engine, corpus, costs=small.costs, link=link, memory=memory)
+    loader.ask(tuple(small.tokens), question, deadline_s=2.0)
+    loader._writing.result(10)
+    monkeypatch.setattr("kvwire.load.measure_costs", None)  # not needed any more
+    again = Loader(small.engine, corpus, link=link, memory=memory)
+    assert again.estimates.bandwidth.value == pytest.approx(1e6, rel=0.5)
+    assert again.costs.decode.seconds(256, 5000) > 0
+
+
+def test_prediction_and_error_are_told(small, question):
+    loader = _loader(small, policy=Fixed(0))
+    coarse = loader.ask(tuple(small.tokens), question)
+    fine = _loader(small, policy=Fixed(4)).ask(tuple(small.tokens), question)
+    assert 0 < fine.error < 1e-3 < coarse.error < 0.2
+    assert 0 < coarse.predicted_s < 60
+
+
+def test_the_fewest_bytes_in_time_are_fewer_than_the_best_quality_takes(small, question):
+    answers = [
+        _loader(small, link=EmulatedLink(2e6, 0.002)).ask(
+            tuple(small.tokens), question, deadline_s=4.0, objective=objective
+        )
+        for objective in ("cheapest", "quality")
+    ]
+    assert answers[0].bytes < answers[1].bytes
+
+
+def test_policies_of_tests_are_policies():
+    policy: Policy = StepByStep()
+    assert policy.plan
