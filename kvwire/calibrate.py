@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvwire.codec import BlobDecoder, Profile, encode, inspect
+from kvwire.codec import BlobDecoder, Profile, encode
 from kvwire.controller import CostModel, fit_decode, fit_prefill
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvwire.codec import AnyProfile, Backend
     from kvwire.controller import PrefillCost
     from kvwire.engines.transformers import TransformersEngine
+    from kvwire.types import KVCache
 
 _PASSES = ((32, 0), (256, 0), (1024, 0), (256, 768), (32, 2048))
 """(new tokens, tokens before them): enough to tell fixed cost, cost of a token and cost of attention apart."""
@@ -33,14 +34,40 @@ def measure_costs(
     profile None: decoding is timed with the identity transform. The model's cache content is real, its text is random.
     backend: which kernels decode.
     """
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = int(engine.model.config.get_text_config(decoder=True).vocab_size)
     longest = min(engine.window, max(new + before for new, before in _PASSES))
-    ids = torch.randint(0, vocabulary, (longest,), generator=generator).tolist()
+    ids = _random_ids(engine, longest)
     passes = [(new, before) for new, before in _PASSES if new + before <= longest] or [(longest, 0)]
     prefill = fit_prefill([(new, before, _prefill_s(engine, ids, new, before)) for new, before in passes])
     decode = fit_decode(_decode_samples(engine, ids, profile, backend))
     return CostModel(prefill, decode, link_s_per_token=_link_s(engine, ids, prefill))
+
+
+def warm_up(engine: TransformersEngine, profile: AnyProfile | None = None, backend: Backend = "auto") -> None:
+    """Do a little of everything once, so that no load waits for kernels and libraries; for costs that are known."""
+    ids = _random_ids(engine, min(engine.window, 2 * _QUESTION))
+    (cache,) = engine.prefill([ids])
+    engine.extend(cache.slice(0, len(ids) - 1), ids[-1:])
+    decoder, blob = _coded(engine, cache, ids, profile, backend)
+    level = len(decoder.info.levels) - 1
+    decoder.decode_chunk(0, [blob[segment.offset : segment.end] for segment in decoder.info.reads(0, level)], level)
+    engine.forward(engine.past_key_values(cache.slice(0, len(ids) - 1)), ids[-1:], len(ids) - 1, logits=1)
+
+
+def _random_ids(engine: TransformersEngine, count: int) -> list[int]:
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = int(engine.model.config.get_text_config(decoder=True).vocab_size)
+    return torch.randint(0, vocabulary, (count,), generator=generator).tolist()
+
+
+def _coded(
+    engine: TransformersEngine, part: KVCache, ids: list[int], profile: AnyProfile | None, backend: Backend
+) -> tuple[BlobDecoder, bytes]:
+    """A cache as a blob, and what decodes it on this engine's device."""
+    layers = profile.head_start if isinstance(profile, Profile) else 0
+    hidden = engine.head_start(ids[: part.tokens], layers) if layers else None
+    blob = encode(part, profile, hidden=hidden, backend=backend)
+    dtype, device = engine.model.dtype, engine.device
+    return BlobDecoder(blob, profile, device=device, dtype=dtype, hidden=hidden, backend=backend), blob
 
 
 def _link_s(engine: TransformersEngine, ids: list[int], prefill: PrefillCost) -> float:
@@ -65,13 +92,8 @@ def _decode_samples(
     (cache,) = engine.prefill([ids[:_TOKENS]])
     for tokens in (min(64, cache.tokens), cache.tokens):
         part = cache.slice(0, tokens)
-        layers = profile.head_start if isinstance(profile, Profile) else 0
-        hidden = engine.head_start(ids[:tokens], layers) if layers else None
-        blob = encode(part, profile, hidden=hidden, backend=backend)
-        decoder = BlobDecoder(
-            blob, profile, device=engine.device, dtype=engine.model.dtype, hidden=hidden, backend=backend
-        )
-        info = inspect(blob)
+        decoder, blob = _coded(engine, part, ids, profile, backend)
+        info = decoder.info
         for level in (0, len(info.levels) - 1):
             pieces = [blob[segment.offset : segment.end] for segment in info.reads(0, level)]
             seconds = _best(partial(decoder.decode_chunk, 0, pieces, level), engine)

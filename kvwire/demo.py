@@ -22,6 +22,7 @@ from kvwire.calibrate import measure_costs
 from kvwire.corpus import Corpus, Document
 from kvwire.errors import ArgumentError, StorageError
 from kvwire.load import Loader
+from kvwire.memory import EstimatesFile
 from kvwire.open import open_store
 from kvwire.quality import Reference
 from kvwire.texts import problem_with
@@ -129,7 +130,8 @@ class _Comparison:
     def over(self, name: str, link: LinkSettings, deadline: float) -> dict[str, Any]:
         """All three ways over one link."""
         first = self._prompts[0]
-        loader = Loader(self._engine, self._corpus, costs=self._costs, link=link)
+        nothing = EstimatesFile(None)  # a link of this comparison alone is not worth remembering
+        loader = Loader(self._engine, self._corpus, costs=self._costs, link=link, memory=nothing)
         loader.ask(first.documents, first.question, deadline_s=deadline)  # a server in use knows its link
         raw_s, raw_bytes = self._raw.ttft(self._engine, self._corpus.catalog.store, first, link)
         again = raw_s * _REPEATS < _RAW_BUDGET_S  # then the first one only warms up

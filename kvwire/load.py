@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from kvwire import controller as ctl
-from kvwire.calibrate import measure_costs
+from kvwire.calibrate import measure_costs, warm_up
 from kvwire.codec import uses_triton
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError, StorageError
 from kvwire.executor import Executor, ExecutorSettings
@@ -138,7 +138,7 @@ class Loader:
         settings: LoadSettings | None = None,
         memory: EstimatesFile | None = None,
     ) -> None:
-        """Measure costs where none are given or remembered; reads the profile in use, writes nothing."""
+        """Measure costs where none are given, or warm up where they are remembered; writes nothing."""
         self._engine = engine
         self._corpus = corpus
         self._settings = chosen = settings or LoadSettings()
@@ -164,8 +164,12 @@ class Loader:
         """What is remembered of the link, and of the engine unless its costs are given."""
         known, chosen = self._memory.recall(*self._keys), self._settings
         state = {part: value for part, value in known.state.items() if part != "engine" or costs is None}
-        if costs is None and not known.has_engine:
-            costs = measure_costs(self._engine, _profile_in_use(self._corpus), chosen.backend)
+        if costs is None:
+            profile = _profile_in_use(self._corpus)
+            if known.has_engine:
+                warm_up(self._engine, profile, chosen.backend)
+            else:
+                costs = measure_costs(self._engine, profile, chosen.backend)
         priors = (chosen.bandwidth_prior, chosen.ttfb_prior_s)
         return ctl.Estimates.of_state(state, costs, *priors, age_s=known.age_s)
 

@@ -116,7 +116,8 @@ def print_answer(names: Sequence[str], answer: Answer, *, as_json: bool, error: 
         click.echo(
             json.dumps(
                 {"text": answer.text, "tokens": list(answer.tokens), "decisions": decisions, "bytes": answer.bytes,
-                 "misses": list(answer.misses), "reason": answer.reason} | parts | described(error)
+                 "misses": list(answer.misses), "reason": answer.reason, "predicted_s": answer.predicted_s,
+                 "measured_error": answer.error} | parts | described(error)
             )
         )  # fmt: skip
         return
