@@ -20,7 +20,8 @@ Lane = Literal["link", "decode", "prefill"]
 class Span:
     """Something that took from ``began`` to ``ended`` (instants): chunks first..last of a document on a lane.
 
-    what: ``fetch``, ``failed``, ``cancelled``, ``decode``, ``recompute`` or ``head start``. level: of a fetch.
+    what: ``fetch``, ``failed``, ``cancelled``, ``decode``, ``recompute`` or ``head start``. level: of a fetch, and the
+    coarsest of a decode.
     """
 
     lane: Lane
@@ -68,7 +69,7 @@ class Outcome:
         return -10 * log10(self.error) if self.error > 0 else float("inf")
 
     @classmethod
-    def of(
+    def of(  # noqa: PLR0913 - a load has as many sides
         cls, documents: Sequence[DocumentPlanInput], decisions: Sequence[Decision], *, reason: str, ready_s: float,
         ttft_s: float, deadline_s: float | None, received: int, asked_at: float, spans: tuple[Span, ...],
     ) -> Outcome:  # fmt: skip

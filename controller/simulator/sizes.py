@@ -90,12 +90,17 @@ def documents_for(
 
 def raw_documents_for(model: Model, lengths: Sequence[int]) -> list[DocumentPlanInput]:
     """The same documents as plain bfloat16: one level without error; ``costs(..., raw=True)`` decodes it by copying."""
-    documents = []
-    for length in lengths:
-        tokens = chunk_lengths(length)
-        sizes = tuple((count * model.cache_bytes,) for count in tokens)
-        documents.append(DocumentPlanInput(tokens=tokens, fetch_bytes=sizes, errors=((0.0,),) * len(tokens)))
-    return documents
+    return [raw_of(model, DocumentPlanInput(tokens=chunk_lengths(length))) for length in lengths]
+
+
+def raw_of(model: Model, document: DocumentPlanInput) -> DocumentPlanInput:
+    """A document as plain bfloat16, counting with the same error as when it is recomputed: its finest, or 0."""
+    return DocumentPlanInput(
+        tokens=document.tokens,
+        fetch_bytes=tuple((count * model.cache_bytes,) for count in document.tokens),
+        has_text=document.has_text,
+        errors=tuple((document.error(chunk, None),) for chunk in range(len(document.tokens))),
+    )
 
 
 def chunk_lengths(tokens: int) -> tuple[int, ...]:

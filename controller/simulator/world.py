@@ -32,25 +32,33 @@ if TYPE_CHECKING:
     from .rates import RateTrace
 
 _REPORT_S = 0.005
+_SELDOM_S = 0.1  # well within what counts as a stall
+_REPORTS = 0.01  # of a load's age, so that long loads do not drown in reports
 _DONE_BYTES = 0.5
 _GRAIN_S = 1e-12
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A load that comes in. at: instant of the asking. documents[d]: its variants. index_s: until indexes are known."""
+    """A load that comes in. at: instant of the asking. documents[d]: its variants. index_s: until indexes are known.
+
+    leaves_s: seconds after which nobody waits for it any more.
+    """
 
     at: float
     documents: tuple[tuple[DocumentPlanInput, ...], ...]
     goal: Goal
     query_tokens: int = 32
     index_s: float | None = None
+    leaves_s: float = inf
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """What goes wrong, by chance. fail, stall, corrupt: probabilities of a fetch to break off, to stand still for
-    ``stall_s`` before its first byte, and to be undecodable. noise: sigma of the logarithm of compute times.
+    """What goes wrong, by chance.
+
+    fail, stall, corrupt: probabilities of a fetch to break off, to stand still for ``stall_s`` before its first byte,
+    and to be undecodable. noise: sigma of the logarithm of compute times.
     """
 
     fail: float = 0.0
@@ -58,6 +66,15 @@ class Trouble:
     stall_s: float = 0.5
     corrupt: float = 0.0
     noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse chances that are none."""
+        chances = all(0 <= chance <= 1 for chance in (self.fail, self.stall, self.corrupt))
+        if not (chances and 0 <= self.stall_s < inf and 0 <= self.noise < inf):
+            msg = (
+                f"fail, stall and corrupt are chances from 0 to 1, stall_s and noise finite and at least 0, got {self}"
+            )
+            raise ArgumentError(msg)
 
 
 @dataclass(eq=False)
@@ -155,11 +172,15 @@ class World:
             case ("ask", int(number)):
                 arrival = self._runs[number].arrival
                 self._tell(ev.Asked(number, len(arrival.documents), arrival.query_tokens, arrival.goal))
+                self._at(self._now + arrival.leaves_s, ("leave", number))
                 index_s = self._rtt_s if arrival.index_s is None else arrival.index_s
                 for document in range(len(arrival.documents)):
                     self._at(self._now + index_s, ("index", number, document))
             case ("index", int(number), int(document)):
                 self._tell(ev.IndexKnown(number, document, self._runs[number].arrival.documents[document]))
+            case ("leave", int(number)) if self._runs[number].outcome is None:
+                self._tell(ev.Left(number))
+                self._finish(self._runs[number], (), "nobody waits for it any more")
 
     def _tell(self, event: ev.Event) -> None:
         for instruction in self._controller.handle(event, self._now):
@@ -187,7 +208,7 @@ class World:
             case ev.Cancel(chunk):
                 flow = self._flows.pop(chunk, None)
                 if flow:
-                    self._span(flow.fetch.chunk, "link", flow.asked, "cancelled")
+                    self._span(flow, "cancelled")
             case ev.Finish(load, decisions, reason):
                 self._finish(self._runs[load], decisions, reason)
             case ev.Fail(load, reason):
@@ -213,14 +234,17 @@ class World:
 
     def _link_moment(self) -> float:
         """When the next request begins, ends or is given up, or when a report is due."""
-        moment = min((min(flow.begins, flow.fetch.until) for flow in self._flows.values() if not flow.begun), default=inf)
+        moment = min(
+            (min(flow.begins, flow.fetch.until) for flow in self._flows.values() if not flow.begun), default=inf
+        )
         sharing = self._sharing()
         if sharing:
             least = min(flow.left - max(flow.fails_at, 0.0) for flow in sharing)
             ends = self._rate.time_to(max(0.0, least) * len(sharing), self._now)
             given_up = min(flow.fetch.until for flow in sharing)
-            report = self._reported_at + _REPORT_S
-            moment = min(moment, ends + _GRAIN_S, given_up, report if report > self._now else self._now + _REPORT_S)
+            pause_s = self._pause_s()
+            report = self._reported_at + pause_s
+            moment = min(moment, ends + _GRAIN_S, given_up, report if report > self._now else self._now + pause_s)
         return moment
 
     def _flow(self, moment: float) -> None:
@@ -244,12 +268,18 @@ class World:
 
     def _report(self) -> None:
         ended = any(flow.left <= _DONE_BYTES for flow in self._sharing())
-        due = self._now - self._reported_at >= _REPORT_S - _GRAIN_S
+        due = self._now - self._reported_at >= self._pause_s() - _GRAIN_S
         if self._moved >= 1 and self._now > self._reported_at and (ended or due):
             whole = int(self._moved)
             self._moved -= whole
             started, self._reported_at = self._reported_at, self._now
             self._tell(ev.TransferProgress(whole, started, self._now))
+
+    def _pause_s(self) -> float:
+        """Seconds between reports: short for loads that are young."""
+        asked = (run.arrival.at for run in self._runs.values() if run.outcome is None)
+        since = max((at for at in asked if at <= self._now), default=0.0)
+        return min(max(_REPORT_S, _REPORTS * (self._reported_at - since)), _SELDOM_S)
 
     def _end_flows(self) -> None:
         for chunk, flow in list(self._flows.items()):
@@ -267,12 +297,12 @@ class World:
 
     def _end_flow(self, flow: _Flow, what: Literal["fetch", "failed"]) -> None:
         del self._flows[flow.fetch.chunk]
-        self._span(flow.fetch.chunk, "link", flow.asked, what)
+        self._span(flow, what)
 
-    def _span(self, chunk: ChunkId, lane: Lane, began: float, what: str) -> None:
-        run = self._runs[chunk.load]
-        level = self._flows[chunk].fetch.level if chunk in self._flows else None
-        run.spans.append(Span(lane, began, self._now, chunk.document, chunk.chunk, chunk.chunk, what, level))
+    def _span(self, flow: _Flow, what: str) -> None:
+        chunk, level = flow.fetch.chunk, flow.fetch.level
+        span = Span("link", flow.asked, self._now, chunk.document, chunk.chunk, chunk.chunk, what, level)
+        self._runs[chunk.load].spans.append(span)
 
     # The lanes.
 
@@ -291,8 +321,8 @@ class World:
             del self._jobs[lane]
             seconds = job.ends - job.began
             match job.instruction:
-                case ev.Decode(chunks):
-                    self._note(lane, job, chunks[0], chunks[-1].chunk, "decode")
+                case ev.Decode(chunks, levels):
+                    self._note(lane, job, chunks[0], chunks[-1].chunk, "decode", min(levels))
                     corrupt = self._runs[chunks[0].load].corrupt
                     bad = tuple(chunk for chunk in chunks if chunk in corrupt)
                     corrupt.difference_update(bad)
@@ -305,9 +335,9 @@ class World:
                     self._note(lane, job, ChunkId(document, 0, load), 0, "head start")
                     self._tell(ev.HeadStartDone(load, document, seconds))
 
-    def _note(self, lane: Lane, job: _Job, first: ChunkId, last: int, what: str) -> None:
+    def _note(self, lane: Lane, job: _Job, first: ChunkId, last: int, what: str, level: int | None = None) -> None:
         spans = self._runs[first.load].spans
-        spans.append(Span(lane, job.began, job.ends, first.document, first.chunk, last, what, None))
+        spans.append(Span(lane, job.began, job.ends, first.document, first.chunk, last, what, level))
 
     # The end.
 
@@ -319,5 +349,6 @@ class World:
         ready_s = self._now - arrival.at
         run.outcome = Outcome.of(
             inputs, decisions, reason=reason, ready_s=ready_s, ttft_s=ready_s + closing_s,
-            deadline_s=arrival.goal.deadline_s, received=round(run.received), asked_at=arrival.at, spans=tuple(run.spans),
+            deadline_s=arrival.goal.deadline_s, received=round(run.received), asked_at=arrival.at,
+            spans=tuple(run.spans),
         )  # fmt: skip

@@ -1,0 +1,39 @@
+"""Policies by name, for tables and the command line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvwire.errors import NotFoundError
+
+from ..policies import Adaptive, CacheGen, CacheGenArtefact, Fixed, Raw, Text
+
+if TYPE_CHECKING:
+    from ..policies import Policy
+    from .rates import RateTrace
+
+_SIMPLE: dict[str, type[Policy]] = {"adaptive": Adaptive, "cachegen": CacheGen, "text": Text, "raw": Raw}
+_LEVEL = "level-"
+_MOST_LEVELS = 8
+
+
+def policy_names(levels: int) -> tuple[str, ...]:
+    """Names of all policies for documents of so many levels."""
+    fixed = tuple(f"{_LEVEL}{level}" for level in range(levels))
+    return ("adaptive", "cachegen", "cachegen-artefact", *fixed, "text", "raw")
+
+
+def policy_named(name: str, rate: RateTrace) -> Policy:
+    """A policy of ``policy_names``; raises NotFoundError that lists them.
+
+    rate: the true one, which CacheGen's released artefact looks into.
+    """
+    if name in _SIMPLE:
+        return _SIMPLE[name]()
+    if name == "cachegen-artefact":
+        return CacheGenArtefact(lambda now, seconds: rate.bytes_between(now, now + seconds) / seconds)
+    level = name.removeprefix(_LEVEL)
+    if level != name and level.isdecimal() and level.isascii() and int(level) < _MOST_LEVELS:
+        return Fixed(int(level))
+    msg = f"no policy is called {name!r}; choose one of {', '.join(policy_names(1))} and other levels"
+    raise NotFoundError(msg)
