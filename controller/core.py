@@ -145,7 +145,7 @@ class Controller:
     def _index(self, number: int, document: int, variants: tuple[DocumentPlanInput, ...], now: float) -> bool:
         load = self._load(number)
         if load:
-            self._dispatch.add(load, load.add(document, variants), now)
+            self._dispatch.add(load, load.add(document, variants, now), now)
         return load is not None
 
     def _place(self, chunk: ChunkId) -> tuple[Load, DocumentBoard] | None:

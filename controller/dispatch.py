@@ -86,7 +86,12 @@ class Dispatcher:
     def add(self, load: Load, board: DocumentBoard, now: float) -> None:
         """Choose a new document's variant, and leave out levels that would never fit into memory."""
         if len(board.variants) > 1:
-            board.choose(min(range(len(board.variants)), key=lambda variant: self._score(load, board, variant, now)))
+            self._choose(board, min(range(len(board.variants)), key=lambda each: self._score(load, board, each, now)))
+        else:
+            self._choose(board, 0)
+
+    def _choose(self, board: DocumentBoard, variant: int) -> None:
+        board.choose(variant)
         fitting = (board.sizes <= self._settings.memory_bytes).sum(axis=0) - 1
         for chunk in np.flatnonzero(fitting < board.top).tolist():
             board.top[chunk] = fitting[chunk]
@@ -94,12 +99,13 @@ class Dispatcher:
             if board.top[chunk] < 0 and not board.can_text[chunk]:
                 board.move(chunk, _S.FAILED)
 
-    def _score(self, load: Load, board: DocumentBoard, variant: int, now: float) -> tuple[bool, float, float]:
+    def _score(self, load: Load, board: DocumentBoard, variant: int, now: float) -> tuple[bool, bool, float, float]:
         """How good the prompt as far as it is known would be with a variant; less is better."""
-        board.choose(variant)
+        self._choose(board, variant)
         plan = self._policy.plan(self._request(load, now))
         goal = {"earliest": 0.0, "quality": plan.error, "cheapest": float(plan.bytes)}[load.goal.objective]
-        return not plan.in_time, goal if plan.in_time else 0.0, plan.finish_s
+        hopeless = bool((board.state == _S.FAILED).any())
+        return hopeless, not plan.in_time, goal if plan.in_time else 0.0, plan.finish_s
 
     # What comes next.
 
@@ -192,25 +198,34 @@ class Dispatcher:
         return seconds
 
     def _decode(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
-        """Decode what arrived, of one document: what is not valid yet before what only becomes better."""
+        """Decode what arrived, of the document of which most did: what is not valid yet before what becomes better."""
         if not self.lanes.is_free("decode"):
             return
         for state, then in ((_S.ARRIVED, _S.DECODING), (_S.REFINED, _S.REDECODING)):
-            for board in load.boards:
-                # A forward pass reads what is before it in its document: nothing of that is overwritten meanwhile.
-                if then == _S.REDECODING and self._is_extended(board):
-                    continue
-                chunks = np.flatnonzero(board.state == state)[: self._settings.decode_batch].tolist()
-                if chunks and (board.head_done or not board.input.head_start):
-                    for chunk in chunks:
-                        board.move(chunk, then)
-                    size = sum(board.size(chunk, int(board.level[chunk])) for chunk in chunks)
-                    seconds = self._costs(load).decode.seconds(int(board.tokens[chunks].sum()), size)
-                    ids = tuple(board.id(chunk) for chunk in chunks)
-                    self.lanes.start("decode", Job("decode", load.number, board.number, ids, now, seconds))
-                    out.append(ev.Decode(ids, tuple(int(board.level[chunk]) for chunk in chunks)))
-                    self._turn += 1
-                    return
+            # A forward pass reads what is before it in its document: nothing of that is overwritten meanwhile.
+            able = [
+                board
+                for board in load.boards
+                if (board.head_done or not board.input.head_start)
+                and not (then == _S.REDECODING and self._is_extended(board))
+            ]
+            board = max(able, key=lambda board: int((board.state == state).sum()), default=None)
+            chunks = np.flatnonzero(board.state == state)[: self._settings.decode_batch].tolist() if board else []
+            if board and chunks:
+                self._start_decode(load, board, chunks, then, now, out)
+                return
+
+    def _start_decode(
+        self, load: Load, board: DocumentBoard, chunks: list[int], then: ChunkState, now: float, out: list[ev.Instruction]
+    ) -> None:
+        for chunk in chunks:
+            board.move(chunk, then)
+        size = sum(board.size(chunk, int(board.level[chunk])) for chunk in chunks)
+        seconds = self._costs(load).decode.seconds(int(board.tokens[chunks].sum()), size)
+        ids = tuple(board.id(chunk) for chunk in chunks)
+        self.lanes.start("decode", Job("decode", load.number, board.number, ids, now, seconds))
+        out.append(ev.Decode(ids, tuple(int(board.level[chunk]) for chunk in chunks)))
+        self._turn += 1
 
     def _is_extended(self, board: DocumentBoard) -> bool:
         """Whether a forward pass over chunks of a document is running."""
@@ -230,6 +245,8 @@ class Dispatcher:
                 self.lanes.start("prefill", Job("head start", load.number, board.number, (), now, seconds))
                 out.append(ev.HeadStart(load.number, board.number, board.variant))
                 return
+        if not load.is_known and now - load.known_since < self.link.ttfb_s:
+            return  # the other indexes are about to come, and may change what is worth computing
         found = load.next_pass(costs, self._pass_limit_s(load, costs))
         if found:
             self._start_pass(load, *found, now, out)
@@ -291,7 +308,8 @@ class Dispatcher:
         size = board.size(chunk, level) - (board.size(chunk, first - 1) if first else 0)
         board.level[chunk] = level
         self.hold(board, chunk, board.size(chunk, level))
-        work = self._costs(load).decode.seconds(int(board.tokens[chunk]), board.size(chunk, level))
+        decode, batch = self._costs(load).decode, self._settings.decode_batch
+        work = decode.seconds(int(board.tokens[chunk]), board.size(chunk, level)) - decode.base_s * (1 - 1 / batch)
         self.link.ask(Flight(board.id(chunk), size, size, now, until, work))
         self._turn += 1
         out.append(ev.Fetch(board.id(chunk), first, level, size, board.variant, until))

@@ -29,7 +29,7 @@ Place = tuple[DocumentBoard, int]
 class Load:
     """A prompt on its way. due: instant of the deadline, infinite without one.
 
-    plan: the latest; planned_at: when it was made. waiting: chunks that it fetches, next one first. refine: the
+    known_since: instant at which the first document was known. plan: the latest; planned_at: when it was made. waiting: chunks that it fetches, next one first. refine: the
     refinements that it names. compute_s: seconds of recomputation that it holds. fallbacks: chunks for which a fetch or
     a decode was given up for recomputation.
     """
@@ -43,6 +43,7 @@ class Load:
         self.query_tokens = asked.query_tokens
         self.due = inf if asked.goal.deadline_s is None else now + asked.goal.deadline_s
         self.alone_s: float | None = None
+        self.known_since = inf
         self._slots: list[DocumentBoard | None] = [None] * asked.documents
         self.boards: list[DocumentBoard] = []
         self.plan: Plan | None = None
@@ -53,7 +54,7 @@ class Load:
         self.compute_s = 0.0
         self.fallbacks = 0
 
-    def add(self, number: int, variants: tuple[DocumentPlanInput, ...]) -> DocumentBoard:
+    def add(self, number: int, variants: tuple[DocumentPlanInput, ...], now: float) -> DocumentBoard:
         """Make a document known. Raises ArgumentError where it is known already or not of this load."""
         if not 0 <= number < len(self._slots) or self._slots[number] is not None:
             msg = f"load {self.number} has no document {number} whose index is still missing"
@@ -61,6 +62,7 @@ class Load:
         board = self._slots[number] = DocumentBoard(self.number, number, variants)
         self.boards = [slot for slot in self._slots if slot is not None]
         self.planned_at = -inf
+        self.known_since = min(self.known_since, now)
         return board
 
     def board(self, document: int) -> DocumentBoard:

@@ -69,7 +69,7 @@ class ControllerSettings:
     """
 
     max_in_flight: int = 8
-    horizon_s: float = 0.02
+    horizon_s: float = 0.01
     workers: int = 1
     decode_batch: int = 1
     max_pass_s: float = 0.5
