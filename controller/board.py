@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ from .policies.base import Columns, Refinable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from numpy.typing import NDArray
 
     from .documents import DocumentPlanInput
     from .policies.base import Flags, Floats, Ints
@@ -56,6 +59,16 @@ VALID = (_S.READY, _S.REFINING, _S.REFINED)
 """States in which a chunk of the prompt can be used as it is."""
 
 
+@cache
+def _members(states: tuple[ChunkState, ...]) -> Flags:
+    return np.isin(np.arange(len(ChunkState)), states)
+
+
+def among(state: NDArray[np.uint8], states: tuple[ChunkState, ...]) -> Flags:
+    """Which of some states are any of others; quicker than ``isin``."""
+    return np.asarray(_members(states)[state])
+
+
 class DocumentBoard:
     """The chunks of one document as arrays, one column each.
 
@@ -79,8 +92,8 @@ class DocumentBoard:
         self.held = np.zeros(count, np.int64)
         self.bytes_left = np.zeros(count, np.int64)
         self.reasons: dict[int, str] = {}
-        self.troubles: dict[int, str] = {}
         self.failures = 0
+        self._given_up: dict[int, int] = {}  # finest levels of chunks that nobody tried to fetch
         self.head_done = False
         self.head_running = False
         self.choose(0)
@@ -88,6 +101,8 @@ class DocumentBoard:
     def choose(self, variant: int) -> None:
         """Take one of the variants; before anything is fetched."""
         self.variant = variant
+        self.state[:] = _S.PLANNED
+        self.troubles: dict[int, str] = {}
         self.input = chosen = self.variants[variant]
         self.can_text = np.full(self.count, any(each.has_text for each in self.variants))
         levels = max(chosen.finest + 1, 1)
@@ -114,12 +129,16 @@ class DocumentBoard:
         self.state[chunk] = state
 
     def lose(self, chunk: int, trouble: str, *, fetch: bool) -> None:
-        """Go back to planned without one of the two ways, and fail where the other is gone as well."""
+        """Go back to planned without one of the two ways, and fail where the other is gone as well.
+
+        Without its text, a chunk that was given up with its document's blob is tried after all.
+        """
         self.move(chunk, _S.PLANNED)
         if fetch:
             self.top[chunk] = -1
         else:
             self.can_text[chunk] = False
+            self.top[chunk] = max(int(self.top[chunk]), self._given_up.pop(chunk, -1))
         self.level[chunk] = -1
         self.note(chunk, trouble)
         if self.top[chunk] < 0 and not self.can_text[chunk]:
@@ -127,8 +146,12 @@ class DocumentBoard:
 
     def give_up_blob(self, trouble: str, *, all_of_it: bool = False) -> None:
         """Fetch nothing more of this document where its text stands in, or not even where it does not."""
+        if all_of_it:
+            self._given_up.clear()
         for chunk in np.flatnonzero((self.state == _S.PLANNED) & (self.top >= 0)).tolist():
             if self.can_text[chunk] or all_of_it:
+                if not all_of_it:
+                    self._given_up[chunk] = int(self.top[chunk])
                 self.top[chunk] = -1
                 self.note(chunk, trouble)
                 if not self.can_text[chunk]:
@@ -155,7 +178,7 @@ class DocumentBoard:
     @property
     def valid(self) -> Flags:
         """Chunks that can be used as they are."""
-        return np.isin(self.state, VALID)
+        return among(self.state, VALID)
 
     @property
     def head_s_share(self) -> float:
@@ -221,7 +244,7 @@ _RAISABLE = (_S.FETCHING, _S.ARRIVED, _S.DECODING, _S.READY, _S.REFINING, _S.REF
 def refinable_of(boards: list[DocumentBoard], ceiling: int | None) -> tuple[Refinable, Ints, Ints]:
     """Chunks of layered blobs that have a finer level than was asked for, with their documents' positions and numbers."""
     picks = [
-        np.flatnonzero(np.isin(board.state, _RAISABLE) & (board.held > 0) & (board.level < _most(board.top, ceiling)))
+        np.flatnonzero(among(board.state, _RAISABLE) & (board.held > 0) & (board.level < _most(board.top, ceiling)))
         if board.input.layered
         else np.zeros(0, np.int64)
         for board in boards

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from . import events as ev
-from .board import ChunkState
+from .board import ChunkState, among
 from .lanes import Job, Lanes
 from .link import Flight, Link
 from .policies.base import Columns, PlanRequest, Promised
@@ -238,7 +238,7 @@ class Dispatcher:
             return
         costs = self._costs(load)
         for board in load.boards:
-            waited_for = np.isin(board.state, (_S.FETCHING, _S.ARRIVED)).any()
+            waited_for = among(board.state, (_S.FETCHING, _S.ARRIVED)).any()
             if board.head_s_share and waited_for:
                 seconds = board.head_s_share * costs.prefill.seconds(int(board.tokens.sum()))
                 board.head_running = True

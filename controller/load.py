@@ -10,7 +10,7 @@ import numpy as np
 
 from kvwire.errors import ArgumentError
 
-from .board import ChunkState, DocumentBoard, columns_of, refinable_of
+from .board import ChunkState, DocumentBoard, among, columns_of, refinable_of
 from .policies.base import RECOMPUTE, PlanRequest
 from .policies.timeline import prefill_s
 
@@ -86,7 +86,7 @@ class Load:
     def having(self, *states: ChunkState) -> Iterator[Place]:
         """Chunks in any of some states, in prompt order."""
         for board in self.boards:
-            for chunk in np.flatnonzero(np.isin(board.state, states)).tolist():
+            for chunk in np.flatnonzero(among(board.state, states)).tolist():
                 yield board, chunk
 
     @property
