@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
+from math import inf, isfinite
 from typing import TYPE_CHECKING
+
+from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
     from kvwire.types import ChunkId
@@ -90,6 +92,9 @@ class Link:
 
     def progress(self, size: int, started: float, ended: float, chunk: ChunkId | None) -> None:
         """Take in bytes that came."""
+        if not isfinite(size):
+            msg = f"a transfer needs a finite number of bytes, got {size}"
+            raise ArgumentError(msg)
         self._estimates.bandwidth.add(size, started, ended)
         if size:
             self.alive(ended)
