@@ -1,0 +1,22 @@
+"""The controller in random courses of events, against a model that knows what is allowed."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from .courses import Course
+
+COURSES = int(os.environ.get("KVWIRE_COURSES", "300"))
+PARTS = 8
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_whatever_happens_every_load_ends_once_and_no_rule_is_broken(part):
+    for seed in range(part, COURSES, PARTS):
+        try:
+            Course(seed).play()
+        except Exception as error:
+            error.add_note(f"in course {seed}")
+            raise
