@@ -1,0 +1,71 @@
+"""Links that the controller is measured on: recorded ones, brought to data centres' rates, and made ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvwire.controller.simulator import (
+    RateTrace,
+    ar1,
+    parse_log_json,
+    parse_mbit_lines,
+    steps,
+    token_bucket,
+    with_outages,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    Maker = Callable[[float, np.random.Generator], RateTrace]
+
+GBIT = 1e9 / 8
+"""Bytes per second."""
+LEAST_GBIT, MOST_GBIT = 0.1, 40.0
+STRETCH = 0.1
+"""Recorded traces have a sample a second or so: a tenth of that lets the link change within a load."""
+
+
+def recorded(folder: Path) -> dict[str, RateTrace]:
+    """Every trace of a folder of collections, by collection and name."""
+    found = {}
+    for path in sorted(folder.glob("*/*")):
+        read = {".json": parse_log_json, ".txt": parse_mbit_lines}.get(path.suffix)
+        if read:
+            found[f"{path.parent.name}/{path.stem}"] = read(path.read_text(encoding="utf-8"))
+    if not found:
+        message = f"no traces in {folder}; name a folder of collections with --traces"
+        raise SystemExit(message)
+    return found
+
+
+def made() -> dict[str, Maker]:
+    """Links that are made, for any mean rate."""
+    return {
+        "made/steady": lambda mean, rng: ar1(rng, mean, sigma=0.2, correlation=0.95),
+        "made/wild": lambda mean, rng: ar1(rng, mean, sigma=0.9, correlation=0.8),
+        "made/fall": lambda mean, _: steps([(0.0, 2 * mean), (0.4, 0.2 * mean), (1.0, 0.8 * mean)], 1.5),
+        "made/rise": lambda mean, _: steps([(0.0, 0.25 * mean), (0.3, 2 * mean)], 0.7).scaled(mean),
+        "made/bucket": lambda mean, _: token_bucket(4 * mean, mean, 2 * mean),
+        "made/outages": lambda mean, _: with_outages(steps([(0.0, mean)], 2.0), [(0.2, 0.3)]).scaled(mean),
+    }
+
+
+def links(folder: Path, seed: tuple[int, ...]) -> list[tuple[str, float, RateTrace]]:
+    """All links with their names and means in Gbit/s, each at a rate that is drawn log-uniformly."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for name, trace in recorded(folder).items():
+        gbit = _draw(rng)
+        out.append((name, gbit, trace.scaled(gbit * GBIT).stretched(STRETCH)))
+    for name, make in made().items():
+        gbit = _draw(rng)
+        out.append((name, gbit, make(gbit * GBIT, rng)))
+    return out
+
+
+def _draw(rng: np.random.Generator) -> float:
+    return float(np.exp(rng.uniform(np.log(LEAST_GBIT), np.log(MOST_GBIT))))

@@ -1,0 +1,228 @@
+"""Deadlines on links that vary: the controller beside CacheGen's, fixed levels, text and raw caches.
+
+    python benchmarks/controller_traces.py --traces ../shared/traces
+
+plays, in the simulator, a load over every recorded link and some made ones, for every model, prompt length and
+deadline, with each policy in turn on exactly the same link, documents and moment. The goal is the best quality within
+the deadline. Estimates are those of a process that has loaded over the link once before. See docs/simulator.md for
+what is modelled, and benchmarks/README.md for the columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from controller_parts.links import LEAST_GBIT, MOST_GBIT, STRETCH, links
+from measure import RESULTS, SHARED, table, write_json
+
+from kvwire.controller import Goal
+from kvwire.controller.simulator import (
+    Scenario,
+    Scored,
+    Summary,
+    machine_named,
+    model_named,
+    policy_named,
+    policy_names,
+    simulate,
+    variants_for,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from kvwire.controller.simulator import RateTrace
+
+MACHINES = {
+    "llama-3.1-8b": "a100",
+    "llama-3.1-70b": "4xh100",
+    "deepseek-v3": "8xh200",
+    "qwen3-32b": "4xa100",
+}
+LENGTHS = {4096: 4, 32768: 8}
+"""Documents of a prompt of so many tokens."""
+DEADLINES_S = (0.5, 1.0, 2.0)
+LEVELS = 5
+BY_DEADLINE = ("adaptive", "cachegen", "cachegen-artefact")
+"""Policies that look at the deadline; what the others do is the same for all deadlines, and is played once."""
+GIVEN_UP_S = 30.0
+STARTS_S = (4.0, 20.0)
+RTT_S = 0.002
+WORST = 12
+
+
+@dataclass(frozen=True)
+class Case:
+    """One link, prompt and model, for all deadlines and policies."""
+
+    model: str
+    length: int
+    link: str
+    gbit: float
+    rate: RateTrace
+    start_s: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One load; everything that figures are taken from."""
+
+    model: str
+    length: int
+    deadline_s: float
+    policy: str
+    link: str
+    gbit: float
+    scored: Scored
+
+
+def cases(options: argparse.Namespace) -> Iterator[Case]:
+    """Everything that is to be played, the same for the same seed."""
+    for number, model in enumerate(options.models):
+        for length in options.lengths:
+            drawn = links(options.traces, (options.seed, number, length))[:: options.every]
+            rng = np.random.default_rng((options.seed, number, length, 1))
+            for index, (link, gbit, rate) in enumerate(drawn):
+                yield Case(model, length, link, gbit, rate, float(rng.uniform(*STARTS_S)), options.seed + index)
+
+
+def play(case: Case, deadlines_s: tuple[float, ...]) -> list[Run]:
+    """All deadlines and policies of a case."""
+    model, machine = model_named(case.model), machine_named(MACHINES[case.model])
+    count = LENGTHS[case.length]
+    documents = variants_for(model, [case.length // count] * count, seed=case.seed)
+    runs = []
+    blind: dict[str, Any] = {}
+    for deadline_s in deadlines_s:
+        scenario = Scenario(
+            model=model, machine=machine, documents=documents, rate=case.rate, rtt_s=RTT_S, start_s=case.start_s,
+            goal=Goal(objective="quality", deadline_s=deadline_s), leaves_s=GIVEN_UP_S, seed=case.seed,
+        )  # fmt: skip
+        assert scenario.begins_s == case.start_s, "the load that warms up took longer than expected"
+        for name in policy_names(LEVELS):
+            if name in blind:
+                outcome = replace(blind[name], deadline_s=deadline_s)
+            else:
+                outcome = replace(simulate(scenario, policy_named(name, case.rate))[0], spans=(), decisions=())
+                if name not in BY_DEADLINE:
+                    blind[name] = outcome
+            scored = Scored(scenario.goal, outcome, scenario.bounds[0])
+            runs.append(Run(case.model, case.length, deadline_s, name, case.link, case.gbit, scored))
+    return runs
+
+
+def played(options: argparse.Namespace) -> Iterator[Run]:
+    """All runs, in the order of the cases, on as many processes as asked for."""
+    todo = list(cases(options))
+    if options.jobs > 1:
+        with ProcessPoolExecutor(options.jobs) as pool:
+            for done, runs in enumerate(pool.map(play, todo, [options.deadlines] * len(todo), chunksize=2), 1):
+                _tell(done, len(todo))
+                yield from runs
+    else:
+        for done, case in enumerate(todo, 1):
+            yield from play(case, options.deadlines)
+            _tell(done, len(todo))
+
+
+def _tell(done: int, of: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{done}/{of} links played", end="" if done < of else "\n", file=sys.stderr, flush=True)
+
+
+def summaries(runs: Iterable[Run]) -> dict[str, dict[str, Summary]]:
+    """Figures of each policy, for all, each model, each length, each deadline, and each of their combinations."""
+    groups: dict[str, dict[str, list[Scored]]] = defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        whole = f"{run.model} {run.length} {run.deadline_s:g} s"
+        for key in ("all", run.model, f"{run.length} tokens", f"{run.deadline_s:g} s", whole):
+            groups[key][run.policy].append(run.scored)
+    return {key: {name: Summary.of(scored) for name, scored in each.items()} for key, each in groups.items()}
+
+
+def shown(name: str, figures: Summary) -> list[str]:
+    """A line of the table."""
+    regret = [f"{share:.1%}" for share in figures.regret] if figures.regret else ["-", "-"]
+    half = f"{figures.ttft_s[1]:.3f}" if figures.ttft_s else "-"
+    quality = "-" if figures.quality_db is None else f"{figures.quality_db:.1f}"
+    wasted = f"{figures.wasted / max(figures.received, 1):.1%}"
+    late = "-" if figures.late is None else f"{figures.late:.0%}"
+    misses = [f"{count / figures.loads:.1%}" for count in (figures.missed, figures.avoidable)]
+    return [name, *misses, *regret, quality, half, late, wasted, f"{figures.recomputed:.0%}"]
+
+
+HEAD = (
+    "policy", "missed", "avoidable", "regret p50", "p90", "dB in time", "TTFT p50", "late by", "wasted", "recomputed",
+)  # fmt: skip
+
+
+def worst(runs: list[Run], policy: str) -> list[dict[str, Any]]:
+    """The loads that a policy lost most on: misses that the bound does not have, then the largest regrets."""
+    mine = [run for run in runs if run.policy == policy]
+    misses = sorted((run for run in mine if run.scored.avoidable), key=lambda run: run.scored.late, reverse=True)
+    rest = [run for run in mine if run.scored.regret is not None]
+    rest.sort(key=lambda run: run.scored.regret or 0.0, reverse=True)
+    return [
+        {
+            "model": run.model, "tokens": run.length, "deadline_s": run.deadline_s, "link": run.link,
+            "gbit_s": run.gbit, "ttft_s": run.scored.outcome.ttft_s, "bound_ttft_s": run.scored.bound.ttft_s,
+            "regret": run.scored.regret, "error": run.scored.outcome.error, "bound_error": run.scored.bound.error,
+        }
+        for run in [*misses[:WORST], *rest[:WORST]]
+    ]  # fmt: skip
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traces", type=Path, default=SHARED / "traces", help="folder of collections of traces")
+    parser.add_argument("--models", nargs="+", default=list(MACHINES)[:3], choices=list(MACHINES))
+    parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS), choices=list(LENGTHS))
+    parser.add_argument("--deadlines", nargs="+", type=float, default=list(DEADLINES_S), help="seconds")
+    parser.add_argument("--every", type=int, default=1, help="only every n-th link")
+    parser.add_argument("--quick", action="store_true", help="every fifth link, the longest prompt, a second")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=RESULTS / "controller_traces.json")
+    options = parser.parse_args()
+    if options.quick:
+        options.every, options.lengths, options.deadlines = 5, [max(LENGTHS)], [1.0]
+    options.deadlines = tuple(options.deadlines)
+    return options
+
+
+def main() -> None:
+    """Play, print and write down."""
+    options, began = arguments(), time.perf_counter()
+    runs = list(played(options))
+    found = summaries(runs)
+    for key, figures in found.items():
+        if key.count(" ") < 2:
+            ours = figures["adaptive"]
+            print(f"\n{key}: {ours.loads} loads, of which nobody could keep {ours.missed_by_bound} deadlines")
+            print(table(HEAD, [shown(name, each) for name, each in figures.items()]))
+    seconds = time.perf_counter() - began
+    print(f"\n{len(runs)} loads in {seconds:.0f} s")
+    settings = {
+        "seed": options.seed, "machines": {name: MACHINES[name] for name in options.models}, "stretch": STRETCH,
+        "gbit_s": [LEAST_GBIT, MOST_GBIT], "rtt_s": RTT_S, "given_up_s": GIVEN_UP_S, "documents": LENGTHS,
+        "deadlines_s": options.deadlines, "links": sorted({run.link for run in runs}), "seconds": seconds,
+    }  # fmt: skip
+    results = {
+        "summaries": {key: {name: asdict(each) for name, each in by.items()} for key, by in found.items()},
+        "worst": worst(runs, "adaptive"),
+    }
+    write_json(options.out, "controller_traces", settings, results)
+
+
+if __name__ == "__main__":
+    main()
