@@ -115,6 +115,7 @@ class Dispatcher:
             self._conclude(load, now, out)
         if not self._loads:
             return
+        self.link.retry(now)
         order = self._order()
         for load in order:
             idle = now > load.planned_at and not self.link.flights and not load.waiting

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .estimates import Estimates
 
 _SLOWEST = 1.0  # bytes per second
+_MOST_DOUBLINGS = 6
 
 
 @dataclass(eq=False)
@@ -42,6 +43,8 @@ class Link:
         self._since = 0.0  # the last byte, or the request that ended idleness
         self._flowing = False  # a byte came since then
         self.stalled = False
+        self._stalls = 0  # in a row, without a byte in between
+        self._retry_at = inf
         self.throughput: float | None = None
         self._period_bytes, self._period_began = 0, inf
 
@@ -109,12 +112,24 @@ class Link:
         self._since = max(self._since, now)
         self._flowing = True
         self.stalled = False
+        self._stalls = 0
 
     def watch(self, now: float) -> None:
-        """Notice silence: it lowers the estimate and, after the stall time, marks the link as dead."""
-        if now >= self.stalls_at and not self.stalled:
-            self._estimates.bandwidth.add(0, self._silent_from, max(now, self._silent_from))
+        """Notice silence: after the stall time it marks the link as dead.
+
+        It is no measurement: what ends a silence reports it with its bytes, and of a link that died nothing is learnt
+        about the one that comes back.
+        """
+        if now >= self.stalls_at:
             self.stalled = True
+            # Longer each time: every try costs the chunks that it asks for.
+            self._retry_at = now + self._stall_s * 2**self._stalls
+            self._stalls = min(self._stalls + 1, _MOST_DOUBLINGS)
+
+    def retry(self, now: float) -> None:
+        """Take a dead link for what it was once it is idle and has rested: only another fetch can tell."""
+        if self.stalled and not self.flights and now >= self._retry_at:
+            self.stalled = False
 
     @property
     def _silent_from(self) -> float:
