@@ -8,7 +8,7 @@ import pytest
 
 from .courses import Course
 
-COURSES = int(os.environ.get("KVWIRE_COURSES", "300"))
+COURSES = int(os.environ.get("KVWIRE_COURSES", "200"))
 PARTS = 8
 
 
