@@ -44,7 +44,6 @@ _OPEN_SHARE = 0.25
 """Share of a deadline that a head may take where the document's text is known: recomputing needs the rest."""
 _OPEN_LEAST_S = 0.1
 _GPU_BATCH = 8
-"""Chunks decoded at once on a GPU, whose queues a single one does not fill."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +56,10 @@ class LoadSettings:
     fetched or kept for refinement, over all loads of an event loop. open_s: longest wait for a blob's head where the
     document's text is known or stored; patience_s: for any other, and for anything else that nothing stands in for.
     fetch: the fetcher's settings. backend: which kernels decode. compute_workers: 2 to decode beside forward passes, 1
-    to take turns; None: 2 where a GPU does both, since decoding has queues of its own there. policy: decides instead of
-    the controller's own, for comparisons. record: called with every event and what it led to; ``controller.replay``
-    takes these.
+    to take turns; None: 2 where a GPU does both, since decoding has queues of its own there. decode_batch: chunks of a
+    document that are decoded in one go; None: several on a GPU, which a single one does not fill. policy: decides
+    instead of the controller's own, for comparisons. record: called with every event and what it led to;
+    ``controller.replay`` takes these.
     """
 
     quality_floor: int = 0
@@ -73,6 +73,7 @@ class LoadSettings:
     fetch: FetchSettings = field(default_factory=lambda: FetchSettings(concurrency=8, retries=2))
     backend: Backend = "auto"
     compute_workers: Literal[1, 2] | None = None
+    decode_batch: int | None = None
     policy: Policy | None = None
     record: Callable[[LogEntry], object] | None = None
 
@@ -149,7 +150,7 @@ class Loader:
             memory_bytes=chosen.memory_bytes,
             patience_s=chosen.patience_s,
             workers=chosen.compute_workers or (2 if on_gpu else 1),
-            decode_batch=_GPU_BATCH if on_gpu else 1,
+            decode_batch=chosen.decode_batch or (_GPU_BATCH if on_gpu else 1),
         )
         self._threads = Threads(self._controls.workers)
         self._lock = threading.RLock()  # a record may ask for the estimates

@@ -218,6 +218,53 @@ def test_a_head_start_delays_no_fetch_and_decoding_waits_for_it(small, question,
     assert min(decodes) >= min(done)
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+def test_chunks_that_wait_are_decoded_together_and_bad_ones_are_named(
+    small, question, references, at_once, monkeypatch
+):
+    """at_once: as on a GPU, which is given all chunks in one go."""
+    from kvwire.codec import BlobDecoder
+
+    order, log, corpus, fetched = tuple(small.tokens)[1:], [], _with_head_start(small), threading.Semaphore(0)
+    head_start, spoilt = type(small.engine).head_start, []
+    decode_chunk, submit = BlobDecoder.decode_chunk, BlobDecoder.submit
+
+    def slow(*args):
+        assert all(fetched.acquire(timeout=10) for _ in range(3))
+        return head_start(*args)
+
+    def spoils(self, chunk, segments, level=None):
+        if chunk in spoilt:
+            msg = "out of memory"
+            raise RuntimeError(msg)
+        decode_chunk(self, chunk, segments, level)
+
+    def together(self, chunks):
+        assert at_once or len(chunks) == 1
+        if spoilt and len(chunks) > 1:
+            msg = "out of memory"
+            raise RuntimeError(msg)
+        return submit(self, chunks)
+
+    def record(entry):
+        log.append(entry)
+        if isinstance(entry.event, ev.ChunkArrived):
+            fetched.release()
+
+    monkeypatch.setattr(type(small.engine), "head_start", slow)
+    monkeypatch.setattr(BlobDecoder, "on_gpu", property(lambda _: at_once))
+    monkeypatch.setattr(BlobDecoder, "decode_chunk", spoils)
+    monkeypatch.setattr(BlobDecoder, "submit", together)
+    settings = LoadSettings(policy=Fixed(4), record=record, decode_batch=4, compute_workers=2)
+    answers = []
+    for spoilt[:] in ([], [1]):
+        loader = Loader(small.engine, corpus, costs=small.costs, settings=settings)
+        answers.append(loader.ask(order, question))
+        assert references[order].compare(small.engine, answers[-1].prompt.cache)[0] < FINE
+    assert [len(decode.chunks) for decode in _given(log, ev.Decode)] == [3, 3]
+    assert [_levels(answer) for answer in answers] == [[4, 4, 4], [4, None, 4]]
+
+
 def test_a_head_start_that_fails_means_recomputing(small, question, references, monkeypatch):
     def broken(*_):
         msg = "out of memory"
