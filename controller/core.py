@@ -103,7 +103,7 @@ class Controller:
                 return False
             case ev.TransferProgress(size, started, ended, chunk):
                 link.progress(size, started, ended, chunk)
-                return False
+                return self._dispatch.can_fetch
             case ev.ChunkArrived(chunk, level, trouble):
                 return self._arrived(chunk, level, trouble, now, out)
             case ev.ChunkFailed(chunk, reason):

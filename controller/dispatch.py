@@ -286,6 +286,11 @@ class Dispatcher:
         horizon = (2 * link.ttfb_s + settings.horizon_s) * link.bandwidth
         return len(link.flights) < 2 or link.open_bytes < horizon  # noqa: PLR2004 - one to come in, one behind it
 
+    @property
+    def can_fetch(self) -> bool:
+        """Whether a fetch that a plan names may be opened."""
+        return any(load.waiting or load.refine for load in self._loads.values()) and self._window_open()
+
     def _fetch(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Open the fetches that the plan wants next."""
         while load.waiting and self._window_open():
