@@ -1,4 +1,4 @@
-"""The command line. Here: encode, inspect, ask, demo; serve, sign, token, store and key have modules of their own.
+"""The command line. Here: encode, inspect, ask, demo; the other commands have modules of their own.
 
 Data goes to stdout, progress and errors to stderr. Every command takes ``--json``. Exit codes: 0 done, 2 wrong usage,
 3 not found, 4 corrupt, 5 not allowed, 6 deadline missed, 7 disk or network failed, 8 does not belong together.
@@ -17,6 +17,7 @@ import click
 from kvwire import __version__
 from kvwire.errors import ArgumentError, DeadlineError, KvwireError, NotFoundError, StorageError
 from kvwire.options import Place, key, store_options
+from kvwire.plan_command import plan
 from kvwire.printing import describe, described, print_answer, print_encoded, print_levels
 from kvwire.serving import serve, sign, token
 from kvwire.store_commands import store_group
@@ -183,7 +184,7 @@ def _encode_all(corpus: Corpus, documents: Sequence[Any], *, force: bool, encode
     return done
 
 
-for _command in (key, serve, sign, store_group, token):
+for _command in (key, plan, serve, sign, store_group, token):
     cli.add_command(_command)
 
 

@@ -1,0 +1,1 @@
+../../kvwire/break_even.py

@@ -1,0 +1,1 @@
+../../kvwire/plan_command.py

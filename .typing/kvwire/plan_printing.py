@@ -1,0 +1,1 @@
+../../kvwire/plan_printing.py

@@ -1,0 +1,1 @@
+../../kvwire/planning.py
