@@ -66,6 +66,9 @@ def _earliest(request: PlanRequest) -> Plan:
     as_it_is = replace(request, refinable=None)
     timeline = Timeline(as_it_is, np.array([request.goal.floor]), request.bandwidth)
     split = int(np.argmin(timeline.finish_s[0]))
+    if not split and timeline.counts[0] and not len(request.promised.wire):
+        # An idle link tells nothing. One chunk, the last that compute would come to, costs no time, and may tell much.
+        return replace(_written(request, timeline, 0, 1, "soonest"), finish_s=float(timeline.finish_s[0, 0]))
     return _written(request, timeline, 0, split, "soonest")
 
 
