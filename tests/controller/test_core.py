@@ -1,0 +1,384 @@
+"""What the controller does with one load, one behaviour at a time."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+
+from kvwire.controller import Controller, ControllerSettings, DocumentPlanInput, Estimates, Goal
+from kvwire.controller import events as ev
+from kvwire.controller.policies import Fixed
+from kvwire.controller.simulator.rates import RateTrace
+from kvwire.controller.simulator.world import Arrival, Trouble
+from kvwire.errors import ArgumentError
+from kvwire.types import ChunkId
+
+from .playing import COSTS, MB, RTT_S, document, play
+
+
+def quality(deadline_s, **more):
+    return Goal(objective="quality", deadline_s=deadline_s, **more)
+
+
+def cheapest(deadline_s, **more):
+    return Goal(objective="cheapest", deadline_s=deadline_s, **more)
+
+
+def one(goal, rate, *variants, **more):
+    """One load of one document; returns its outcome and all that was played."""
+    played = play([Arrival(0.0, (variants or (document(),),), goal)], rate, **more)
+    return played.outcomes[0], played
+
+
+# Goals.
+
+
+def test_the_soonest_load_meets_in_the_middle():
+    outcome, played = one(Goal(), 1 * MB)
+    assert outcome.recomputed > 0
+    assert sum(outcome.levels) > 0
+    passes = [each.last.chunk for _, each in played.instructions(ev.Recompute)]
+    fetched = [each.chunk.chunk for _, each in played.instructions(ev.Fetch)]
+    assert max(passes) < min(fetched)
+    alone = min(one(Goal(), rate)[0].ttft_s for rate in (1.0, 1 * MB))
+    assert outcome.ttft_s < 0.5 * one(Goal(), 1.0)[0].ttft_s
+    assert alone == outcome.ttft_s
+
+
+def test_a_fast_link_is_not_waited_for_recomputation():
+    outcome, _ = one(Goal(), 100 * MB)
+    assert outcome.recomputed == 0
+
+
+@pytest.mark.parametrize("floor", [0, 1, 2])
+def test_nothing_below_the_floor_is_fetched_where_text_is_known(floor):
+    outcome, _ = one(Goal(floor=floor), 30 * MB)
+    assert sum(outcome.levels[:floor]) == 0
+    assert outcome.levels[floor] > 0
+
+
+def test_nothing_above_the_ceiling_is_fetched():
+    outcome, played = one(quality(5.0, ceiling=1), 30 * MB, document(text=False))
+    assert outcome.levels == (0, 2048, 0, 0)
+    assert not played.refinements()
+
+
+def test_a_quality_load_ends_early_when_the_finest_is_there():
+    outcome, _ = one(quality(10.0), 30 * MB, document(text=False))
+    assert outcome.levels == (0, 0, 0, 2048)
+    assert outcome.ttft_s < 0.1
+
+
+@pytest.mark.parametrize("deadline_s", [0.1, 0.15, 0.2])
+def test_the_tighter_the_deadline_the_coarser_and_always_in_time(deadline_s):
+    outcome, _ = one(quality(deadline_s), 5 * MB, document(text=False))
+    assert outcome.in_time
+    later, _ = one(quality(deadline_s + 0.1), 5 * MB, document(text=False))
+    assert later.error < outcome.error
+
+
+def test_the_cheapest_load_fetches_the_fewest_bytes_that_are_in_time():
+    wide, _ = one(cheapest(1.0), 3 * MB)
+    tight, _ = one(cheapest(0.2), 3 * MB)
+    soonest, _ = one(Goal(), 3 * MB)
+    assert wide.received == 0
+    assert wide.recomputed == 2048
+    assert 0 < tight.received < soonest.received
+    assert tight.in_time
+
+
+def test_a_deadline_in_the_past_gets_the_soonest_first_token():
+    late, _ = one(quality(-1.0), 3 * MB)
+    soonest, _ = one(Goal(), 3 * MB)
+    assert not late.in_time
+    assert late.ttft_s == pytest.approx(soonest.ttft_s, rel=0.05)
+    assert "late by" in late.reason
+
+
+# Slack, refinements.
+
+
+def test_slack_is_carried_forward():
+    """On a link ten times as good as it seemed, what is saved at the start makes the rest finer."""
+    outcome, _ = one(quality(0.4), 10 * MB, document(16, text=False), prior=1 * MB)
+    steady, _ = one(quality(0.4), 1 * MB, document(16, text=False))
+    assert outcome.in_time
+    assert outcome.error < 0.1 * steady.error
+
+
+def test_refinements_begin_once_everything_is_on_its_way():
+    _, played = one(quality(0.3), 10 * MB, document(text=False), prior=0.5 * MB)
+    assert played.refinements()
+    fetches = [fetch for _, fetch in played.instructions(ev.Fetch)]
+    first = next(at for at, fetch in enumerate(fetches) if fetch.first)
+    assert {fetch.chunk.chunk for fetch in fetches[:first]} == set(range(8))
+
+
+def test_refinements_that_remove_most_error_per_byte_go_first():
+    errors = tuple((rough, 0.01) for rough in (0.1, 0.3, 0.2))
+    uneven = DocumentPlanInput((256,) * 3, ((12_800, 1_280_000),) * 3, has_text=False, errors=errors)
+    steps = ByHand(quality(0.5), uneven, prior=0.4 * MB, decode_batch=3)
+    chunks = steps.valid_at_level_0()
+    fetches = [each for each in steps.quick_link(chunks) if isinstance(each, ev.Fetch)]
+    assert [(fetch.chunk.chunk, fetch.first, fetch.level) for fetch in fetches] == [(1, 1, 1), (2, 1, 1), (0, 1, 1)]
+
+
+def test_refining_stops_at_the_cut_with_a_valid_prompt():
+    big = document(16, text=False, scale=20)
+    outcome, played = one(quality(0.6), 10 * MB, big, prior=5 * MB)
+    assert outcome.in_time
+    assert len(outcome.decisions) == 16
+    assert not outcome.failed
+    assert played.log[-1].now < 0.6
+
+
+def test_a_refinement_that_is_late_is_cancelled_and_the_load_is_in_time():
+    uneven = DocumentPlanInput((256,), ((12_800, 1_280_000),), has_text=False)
+    steps = ByHand(quality(0.5), uneven, prior=0.4 * MB, stall_s=10.0)
+    chunks = steps.valid_at_level_0()
+    (fetch,) = (each for each in steps.quick_link(chunks) if isinstance(each, ev.Fetch))
+    out = []
+    while not out:
+        out = steps.tell(ev.Tick(), steps.controller.wake_at)
+    assert [type(each) for each in out] == [ev.Cancel, ev.Release, ev.Finish]
+    assert steps.now == pytest.approx(fetch.until)
+    finish = out[-1]
+    assert finish.decisions[0].level == 0
+    assert "in time" in finish.reason
+
+
+def test_a_corrupt_refinement_leaves_the_level_that_was_there():
+    steps = ByHand(quality(10.0), document(1, 2, text=False))
+    fetch = steps.begin()
+    assert (fetch.first, fetch.level) == (0, 1)
+    decode = steps.only(ev.Decode, ev.ChunkArrived(fetch.chunk, 0, "level 1 is missing"))
+    assert decode.levels == (0,)
+    steps.only(ev.Finish, ev.DecodeDone(decode.chunks, 0.001))
+
+
+def test_what_a_corrupt_refinement_spoilt_is_decoded_again_at_its_old_level():
+    steps = ByHand(quality(0.5), document(1, 2, text=False, scale=100), prior=0.4 * MB)
+    fetch = steps.begin()
+    assert fetch.level == 0
+    assert not steps.tell(ev.TransferProgress(fetch.bytes, 0.02, 0.021), 0.021)  # 1.28 GB/s
+    decode = steps.only(ev.Decode, ev.ChunkArrived(fetch.chunk, 0))
+    finer = steps.only(ev.Fetch, ev.DecodeDone(decode.chunks, 0.001))
+    assert (finer.first, finer.level) == (1, 1)
+    again = steps.only(ev.Decode, ev.ChunkArrived(fetch.chunk, 1))
+    assert again.levels == (1,)
+    healed = steps.only(ev.Decode, ev.DecodeFailed(again.chunks, again.chunks, "checksum"))
+    assert healed.levels == (0,)
+    out = steps.tell(ev.DecodeDone(healed.chunks, 0.001))
+    finish = out[-1]
+    assert isinstance(finish, ev.Finish)
+    assert finish.decisions[0].level == 0
+    assert "refinement cannot be decoded: checksum" in finish.decisions[0].reason
+
+
+# Troubles.
+
+
+def test_a_link_that_dies_for_good_costs_time_and_nothing_else():
+    outcome, played = one(Goal(), RateTrace((0.0, 0.03), (3 * MB, 0.0)), document(16))
+    assert not outcome.failed
+    assert sum(outcome.levels) + outcome.recomputed == 16 * 256
+    assert any("silent" in each.reason for _, each in played.instructions(ev.Cancel))
+    alone = COSTS.prefill.seconds(16 * 256)
+    assert outcome.ttft_s < alone + 0.5
+
+
+def test_a_stall_that_passes_is_sat_out_where_there_is_no_text():
+    outcome, _ = one(Goal(), RateTrace((0.0, 0.03, 1.5), (3 * MB, 0.0, 3 * MB)), document(text=False))
+    assert not outcome.failed
+    assert 1.5 < outcome.ttft_s < 1.8
+
+
+def test_a_link_that_died_is_used_again_when_it_is_back():
+    rate = RateTrace((0.0, 0.02, 5.0), (5 * MB, 0.0, 5 * MB))
+    arrivals = [Arrival(at, ((document(),),), Goal()) for at in (0.0, 10.0)]
+    dead, back = play(arrivals, rate).outcomes
+    assert dead.recomputed == 2048
+    assert back.recomputed <= 512
+    assert back.ttft_s < 0.5 * dead.ttft_s
+
+
+def test_a_dead_link_costs_later_loads_less_and_less():
+    arrivals = [Arrival(1.0 * at, ((document(),),), Goal()) for at in range(30)]
+    outcomes = play(arrivals, RateTrace((0.0, 0.02), (5 * MB, 0.0))).outcomes
+    alone = COSTS.prefill.seconds(2048)
+    delayed = [outcome.ttft_s > 1.2 * alone for outcome in outcomes]
+    assert sum(delayed[:10]) > sum(delayed[10:20]) >= sum(delayed[20:])
+    assert all(outcome.ttft_s < alone + 0.35 for outcome in outcomes)
+
+
+def test_a_blob_of_which_nothing_comes_is_given_up():
+    outcome, played = one(Goal(), 30 * MB, document(16), trouble=Trouble(fail=1.0), max_failures=3, max_in_flight=1)
+    assert outcome.recomputed == 16 * 256
+    assert len(played.instructions(ev.Fetch)) == 3
+    assert any("3 fetches in a row failed" in decision.reason for decision in outcome.decisions)
+
+
+def test_a_chunk_given_up_with_its_blob_is_fetched_when_its_text_fails():
+    steps = ByHand(Goal(), document(3, 1), max_failures=1, max_in_flight=1)
+    assert steps.begin().chunk.chunk == 2
+    steps.tell(ev.ChunkFailed(ChunkId(0, 2), "missing"))
+    recompute = steps.only(ev.Recompute, ev.RecomputeDone((ChunkId(0, 0),), 0.03))
+    assert (recompute.first.chunk, recompute.last.chunk) == (1, 2)
+    again = steps.only(ev.Fetch, ev.RecomputeFailed(ChunkId(0, 1), "memory"))
+    assert again.chunk.chunk == 1
+
+
+def test_corrupt_chunks_are_recomputed():
+    outcome, played = one(Goal(), 30 * MB, trouble=Trouble(corrupt=1.0))
+    assert outcome.recomputed == 2048
+    assert len(played.instructions(ev.Release)) == len(played.instructions(ev.Fetch))
+    assert any("decode failed: checksum" in decision.reason for decision in outcome.decisions)
+
+
+def test_a_chunk_that_can_neither_be_fetched_nor_recomputed_fails_the_load():
+    outcome, _ = one(Goal(), 30 * MB, document(text=False), trouble=Trouble(fail=1.0))
+    assert outcome.failed
+    assert "fetch failed" in outcome.reason
+
+
+def test_a_memory_bound_below_any_chunk_means_recomputing():
+    outcome, played = one(Goal(), 30 * MB, memory_bytes=1000)
+    assert outcome.recomputed == 2048
+    assert not played.instructions(ev.Fetch)
+
+
+def test_a_memory_bound_below_any_chunk_fails_a_load_without_text():
+    outcome, _ = one(Goal(), 30 * MB, document(text=False), memory_bytes=1000)
+    assert outcome.failed
+    assert "memory bound of 1000 bytes" in outcome.reason
+
+
+def test_a_small_memory_bound_makes_chunks_wait_for_each_other():
+    outcome, _ = one(Goal(), 30 * MB, document(text=False), memory_bytes=30_000)
+    assert outcome.levels == (2048, 0, 0, 0)
+
+
+# Head starts, variants, indexes.
+
+
+def test_a_head_start_holds_up_decoding_and_not_fetching():
+    _, played = one(Goal(), 30 * MB, document(text=False, head=0.3))
+    began = played.instructions(ev.HeadStart)[0][0]
+    done = next(entry.now for entry in played.log if isinstance(entry.event, ev.HeadStartDone))
+    fetched = [now for now, _ in played.instructions(ev.Fetch)]
+    assert min(fetched) <= began
+    assert sum(now < done for now in fetched) == 8
+    assert played.instructions(ev.Decode)[0][0] >= done
+
+
+@pytest.mark.parametrize(("rate", "variant"), [(0.3 * MB, 1), (30 * MB, 0)])
+def test_a_slow_link_gets_the_smaller_blob_with_more_head_start(rate, variant):
+    _, played = one(Goal(), rate, document(), document(scale=0.25, head=0.3))
+    assert {fetch.variant for _, fetch in played.instructions(ev.Fetch)} == {variant}
+
+
+def test_a_variant_that_lacks_a_segment_that_nothing_stands_in_for_is_not_chosen():
+    tokens, sizes = (256, 256), ((100,), (100,))
+    broken = DocumentPlanInput(tokens, ((10,), ()), has_text=False)
+    whole = DocumentPlanInput(tokens, sizes, has_text=False)
+    for variants, right in (((broken, whole), 1), ((whole, broken), 0)):
+        outcome, played = one(Goal(), 30 * MB, *variants)
+        assert not outcome.failed
+        assert {fetch.variant for _, fetch in played.instructions(ev.Fetch)} == {right}
+
+
+def test_a_variant_that_does_not_fit_into_memory_is_not_chosen():
+    outcome, played = one(Goal(), 30 * MB, document(text=False), document(text=False, scale=0.1), memory_bytes=2000)
+    assert not outcome.failed
+    assert {fetch.variant for _, fetch in played.instructions(ev.Fetch)} == {1}
+
+
+def test_documents_that_are_known_begin_before_the_others_are():
+    steps = ByHand(Goal(), document(2), documents=2)
+    fetch = steps.begin()
+    assert fetch.chunk.document == 0
+    assert steps.controller.loads
+
+
+def test_a_load_none_of_whose_documents_is_known_needs_no_tick():
+    controller = Controller(Estimates(COSTS, MB, RTT_S), ControllerSettings())
+    assert controller.handle(ev.Asked(0, 1, 0, Goal()), 0.0) == []
+    assert controller.wake_at == inf
+
+
+# What cannot be.
+
+
+def test_whoever_left_gets_nothing_more():
+    steps = ByHand(Goal(), document(2))
+    fetch = steps.begin()
+    out = steps.tell(ev.Left(0))
+    assert ev.Cancel(fetch.chunk, "nobody waits for it any more") in out
+    assert steps.tell(ev.ChunkArrived(fetch.chunk, 0)) == []
+    assert steps.controller.held_bytes == 0
+    assert steps.controller.wake_at == inf
+
+
+def test_an_outcome_reported_twice_is_refused():
+    steps = ByHand(Goal(), document(2, text=False))
+    fetch = steps.begin()
+    steps.tell(ev.ChunkArrived(fetch.chunk, fetch.level))
+    with pytest.raises(ArgumentError, match="report each outcome once"):
+        steps.tell(ev.ChunkArrived(fetch.chunk, fetch.level))
+
+
+def test_time_never_goes_back():
+    steps = ByHand(Goal(), document(2))
+    steps.begin()
+    with pytest.raises(ArgumentError, match="never go back"):
+        steps.tell(ev.Tick(), -1.0)
+
+
+def test_a_policy_without_giving_up_waits_for_its_fetches():
+    outcome, played = one(Goal(), RateTrace((0.0, 0.03, 1.0), (3 * MB, 0.0, 3 * MB)), policy=Fixed(0))
+    assert not played.instructions(ev.Cancel)
+    assert outcome.levels[0] == 2048
+
+
+class ByHand:
+    """A controller with one load of one kind of document, told event by event."""
+
+    def __init__(self, goal, *variants, prior=30 * MB, documents=1, **settings):
+        self.controller = Controller(Estimates(COSTS, prior, RTT_S), ControllerSettings(**settings))
+        self._goal, self._variants, self._documents = goal, variants, documents
+        self.now = 0.0
+
+    def begin(self):
+        """The first fetch that is asked for once the first document is known."""
+        self.tell(ev.Asked(0, self._documents, 0, self._goal))
+        out = self.tell(ev.IndexKnown(0, 0, self._variants))
+        return next(each for each in out if isinstance(each, ev.Fetch))
+
+    def tell(self, event, now=None):
+        self.now = self.now + 0.001 if now is None else now
+        return self.controller.handle(event, self.now)
+
+    def valid_at_level_0(self):
+        """Answer until all but the last decode is done; returns the chunks of that one."""
+        self.begin()
+        chunks = tuple(ChunkId(0, chunk) for chunk in range(len(self._variants[0].tokens)))
+        waiting = [self.tell(ev.ChunkArrived(chunk, 0)) for chunk in reversed(chunks)]
+        decodes = [each for out in waiting for each in out if isinstance(each, ev.Decode)]
+        done = decodes[0].chunks
+        while len(done) < len(chunks):
+            rest = [each for each in self.tell(ev.DecodeDone(decodes[-1].chunks, 0.001)) if isinstance(each, ev.Decode)]
+            decodes += rest
+            done += rest[0].chunks
+        return decodes[-1].chunks
+
+    def quick_link(self, chunks):
+        """Learn that the link is fast, and finish the last decode."""
+        for _ in range(4):
+            self.tell(ev.TransferProgress(1_000_000, self.now, self.now + 0.001))
+        return self.tell(ev.DecodeDone(chunks, 0.001))
+
+    def only(self, kind, event):
+        """The one instruction of a kind that follows an event."""
+        (found,) = [each for each in self.tell(event) if isinstance(each, kind)]
+        return found
