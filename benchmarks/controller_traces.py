@@ -195,7 +195,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS / "controller_traces.json")
     options = parser.parse_args()
     if options.quick:
-        options.every, options.lengths, options.deadlines = 5, [max(LENGTHS)], [1.0]
+        options.every, options.lengths, options.deadlines = max(options.every, 5), [max(LENGTHS)], [1.0]
     options.deadlines = tuple(options.deadlines)
     return options
 

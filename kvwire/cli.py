@@ -20,6 +20,7 @@ from kvwire.options import Place, key, store_options
 from kvwire.plan_command import plan
 from kvwire.printing import describe, described, print_answer, print_encoded, print_levels
 from kvwire.serving import serve, sign, token
+from kvwire.simulate_command import simulate
 from kvwire.store_commands import store_group
 from kvwire.texts import problem_with, read_texts
 
@@ -184,7 +185,7 @@ def _encode_all(corpus: Corpus, documents: Sequence[Any], *, force: bool, encode
     return done
 
 
-for _command in (key, plan, serve, sign, store_group, token):
+for _command in (key, plan, serve, sign, simulate, store_group, token):
     cli.add_command(_command)
 
 

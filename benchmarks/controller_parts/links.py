@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,7 +50,7 @@ def made() -> dict[str, Maker]:
         "made/wild": lambda mean, rng: ar1(rng, mean, sigma=0.9, correlation=0.8),
         "made/fall": lambda mean, _: steps([(0.0, 2 * mean), (0.4, 0.2 * mean), (1.0, 0.8 * mean)], 1.5),
         "made/rise": lambda mean, _: steps([(0.0, 0.25 * mean), (0.3, 2 * mean)], 0.7).scaled(mean),
-        "made/bucket": lambda mean, _: token_bucket(4 * mean, mean, 2 * mean),
+        "made/bucket": lambda mean, _: replace(token_bucket(4 * mean, mean, mean), period_s=1.0).scaled(mean),
         "made/outages": lambda mean, _: with_outages(steps([(0.0, mean)], 2.0), [(0.2, 0.3)]).scaled(mean),
     }
 

@@ -1,0 +1,1 @@
+../../kvwire/simulate_command.py

@@ -1,0 +1,1 @@
+../../kvwire/simulated_links.py

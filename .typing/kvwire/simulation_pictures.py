@@ -1,0 +1,1 @@
+../../kvwire/simulation_pictures.py
