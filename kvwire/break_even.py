@@ -27,8 +27,9 @@ _GROWTH = 1.5
 class BreakEven:
     """A bandwidth from which on something holds, by the policy's first plan.
 
-    what: ``fetches``: at least one chunk is fetched; ``fetches all``: none is recomputed; ``beats text``: fetching all
-    at ``level`` is sooner than recomputing all; ``in time``: the deadline is met with ``level`` as the floor.
+    what: ``fetches``: more than one chunk is fetched, a single one may only try the link; ``fetches all``: none is
+    recomputed; ``beats text``: fetching all at ``level`` is sooner than recomputing all; ``in time``: the deadline is
+    met with ``level`` as the floor.
     bandwidth: bytes per second, None where it holds always or never between ``SLOWEST`` and ``FASTEST``.
     """
 
@@ -40,7 +41,7 @@ class BreakEven:
 
 def find_break_evens(situation: Situation) -> Iterator[BreakEven]:
     """All of a prompt, in the order of ``What``, levels upwards; ``in time`` only where there is a deadline."""
-    yield _break_even("fetches", None, lambda b: situation.at(b).forecast().plan.bytes > 0)
+    yield _break_even("fetches", None, lambda b: len(situation.at(b).forecast().plan.order) > 1)
     yield _break_even("fetches all", None, lambda b: RECOMPUTE not in situation.at(b).forecast().levels.values())
     yield from _beating_text(situation)
     goal = situation.goal

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -97,10 +98,12 @@ def _goal(options: PlanOptions) -> Goal:
 
 def _settings(options: PlanOptions) -> ControllerSettings:
     from kvwire.controller import ControllerSettings
+    from kvwire.controller.simulator import settings_for
 
-    workers = 1 if options.is_modelled or not options.device.startswith("cuda") else 2
     if options.machine:
-        workers = options.modelled()[0].workers
-    if options.workers:
-        workers = int(options.workers)
-    return ControllerSettings(workers=workers, decode_batch=_GPU_BATCH if workers > 1 else 1)
+        chosen = settings_for(options.modelled()[0])
+    elif options.device.startswith("cuda") and not options.is_modelled:
+        chosen = ControllerSettings(workers=2, decode_batch=_GPU_BATCH)
+    else:
+        chosen = ControllerSettings()
+    return replace(chosen, workers=int(options.workers)) if options.workers else chosen

@@ -25,7 +25,7 @@ _NAME = 28
 _PREFIXES = ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"), (1.0, "bit/s"))
 _SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _TITLES = {
-    "fetches": "anything is fetched",
+    "fetches": "several chunks are fetched",
     "fetches all": "nothing is recomputed",
     "beats text": "level {} alone beats text",
     "in time": "level {} as floor is in time",

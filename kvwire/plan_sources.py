@@ -125,8 +125,7 @@ class Sources:
 
     def _made_up(self, context: str) -> Prompt:
         """Documents of equal lengths with sizes as measured."""
-        from kvwire.controller.simulator import costs, documents_for
-        from kvwire.controller.simulator.sizes import measured
+        from kvwire.controller.simulator import costs, documents_for, measured
         from kvwire.planning import Details
 
         match, count = _COUNT.fullmatch(context.lower()), self._options.documents

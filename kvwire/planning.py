@@ -17,15 +17,14 @@ from kvwire import controller as ctl
 from kvwire.break_even import BreakEven, find_break_evens, find_unchanged
 from kvwire.controller import events as ev
 from kvwire.controller.policies import RECOMPUTE, Adaptive, CacheGen, Fixed, Plan, Raw, Text
-from kvwire.controller.simulator import constant
-from kvwire.controller.simulator.world import Arrival, World
+from kvwire.controller.simulator import Arrival, World, constant
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvwire.controller.policies import PlanRequest, Policy
-    from kvwire.controller.simulator.outcome import Outcome
+    from kvwire.controller.simulator import Outcome
 
     Variants = tuple[ctl.DocumentPlanInput, ...]
 
@@ -357,17 +356,19 @@ class Situation:
         return found
 
     def _raw(self) -> Situation:
-        """The same documents as uncompressed caches, whose heads say next to nothing."""
-        each = self.details.raw_token_bytes
+        """The same documents as uncompressed caches, which count with the same error as recomputed ones."""
+        details, documents = self.details, [variants[0] for variants in self.documents]
+        sizes = [tuple((tokens * details.raw_token_bytes,) for tokens in each.tokens) for each in documents]
+        errors = [tuple((each.error(chunk, None),) for chunk in range(len(each.tokens))) for each in documents]
         raw = tuple(
-            (ctl.DocumentPlanInput(document.tokens, tuple((n * each,) for n in document.tokens), document.has_text,
-                                   ((0.0,),) * len(document.tokens)),)
-            for document, *_ in self.documents
-        )  # fmt: skip
-        costs = replace(self.estimates.costs(), decode=self.details.raw_decode)
+            (ctl.DocumentPlanInput(each.tokens, size, each.has_text, error),)
+            for each, size, error in zip(documents, sizes, errors, strict=True)
+        )
+        costs = replace(self.estimates.costs(), decode=details.raw_decode)
         estimates = known_link(costs, self.bandwidth, self.estimates.ttfb.value)
         goal = replace(self.goal, floor=0, ceiling=None)
-        return replace(self, documents=raw, estimates=estimates, goal=goal, details=Details())
+        only = Details(level_kl=tuple(each[-1:] for each in details.level_kl))
+        return replace(self, documents=raw, estimates=estimates, goal=goal, details=only)
 
 
 def _chunks(forecast: Forecast, played: Played | None) -> list[PlannedChunk]:
