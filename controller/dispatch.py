@@ -49,7 +49,7 @@ class Dispatcher:
 
     def wake_at(self, now: float) -> float:
         """Instant of the next tick that is needed."""
-        refining = (load for load in self._loads.values() if load.goal.objective == "quality" and load.is_promised())
+        refining = (load for load in self._loads.values() if load.goal.objective == "quality" and load.is_ready)
         cuts = [self._cut(load) for load in refining]
         regular = now + _TICK_S if self.link.flights else inf
         if not self.link.flights and any(load.boards and not load.is_ready for load in self._loads.values()):
@@ -333,7 +333,8 @@ class Dispatcher:
 
     def _refine(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Open the refinements that the plan names, once nothing else is to be fetched."""
-        while load.refine and not load.waiting and self._window_open():
+        cut = self._cut(load)
+        while load.refine and not load.waiting and now < cut and self._window_open():
             board, chunk = load.refine.pop(0)
             level = int(board.valid_level[chunk]) + 1
             more = board.size(chunk, level) - board.size(chunk, level - 1) if board.top[chunk] >= level else 0
@@ -341,7 +342,7 @@ class Dispatcher:
             if usable and self.held + more <= self._settings.memory_bytes:
                 board.reasons[chunk] = "refined: time is left"
                 board.move(chunk, _S.REFINING)
-                self._ask(load, (board, chunk), level, level, self._cut(load), now, out)
+                self._ask(load, (board, chunk), level, level, cut, now, out)
 
     def _reclaim(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Give up fetches that idle compute would beat."""
