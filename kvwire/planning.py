@@ -70,10 +70,9 @@ class Prediction:
     """What would come of a policy, in seconds from the asking; the parts overlap.
 
     ttft_s: to the first token. heads_s: until all heads are read. link_s: while chunks are being fetched. decode_s,
-    prefill_s: compute for chunks. closing_s: from the last chunk to the first token. bytes: fetched. error: mean over
-    the documents' tokens. kl: likewise, in nats; None where blobs do not tell. levels: tokens at each level;
-    recomputed: the other tokens. played: in the simulator; otherwise the load is so long that this is what the policy
-    expects.
+    prefill_s: compute for chunks. closing_s: from the last chunk to the first token. bytes: of chunks over the link,
+    in vain or not. error: mean over tokens. kl: likewise, in nats; None where blobs do not tell. levels: tokens at each
+    level; recomputed: the others. played: in the simulator; a load too long for that is as the policy expects.
     """
 
     name: str
