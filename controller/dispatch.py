@@ -179,11 +179,16 @@ class Dispatcher:
         base = PlanRequest(
             chunks=_NOTHING, costs=costs, goal=load.goal, bandwidth=link.bandwidth, bandwidth_low=link.bandwidth_low,
             prompt_tokens=0, chunks_total=0, promised=promised,
-            left_s=None if load.due == inf else load.due - now - settings.reserve_s,
+            left_s=None if load.due == inf else load.due - now - settings.reserve_s - self._beside_s(load),
             lead_s=link.lead_s(now), ttfb_s=link.ttfb_s, parallel=settings.max_in_flight, workers=settings.workers,
             decode_batch=settings.decode_batch, throughput=link.throughput, now=now,
         )  # fmt: skip
         return load.request(base, costs)
+
+    def _beside_s(self, load: Load) -> float:
+        """Seconds by which fetches of other loads, which share the link with a load's last ones, may hold these up."""
+        others = any(other.waiting or other.refine for other in self._loads.values() if other is not load)
+        return 2 * self.link.ttfb_s + self._settings.horizon_s if others else 0.0
 
     def _backlog_s(self, costs: CostModel) -> float:
         """Seconds of decoding for what has arrived, over all loads."""
