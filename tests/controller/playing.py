@@ -58,11 +58,16 @@ def _load_of(instruction):
     return instruction.load
 
 
-def play(arrivals, rate, *, prior=None, policy=None, trouble=None, seed=0, limit_s=200.0, **settings):
-    """Play loads. rate: bytes per second, or a trace; prior: what is believed at first, the truth by default."""
+def play(arrivals, rate, *, prior=None, policy=None, trouble=None, seed=0, limit_s=200.0, wrap=None, **settings):
+    """Play loads. rate: bytes per second, or a trace; prior: what is believed at first, the truth by default.
+
+    wrap: makes what drives the world of the controller, the controller itself by default.
+    """
     trace = rate if isinstance(rate, RateTrace) else RateTrace((0.0,), (rate,))
     log = []
     estimates = Estimates(COSTS, prior or trace.at(0.0), RTT_S)
     controller = Controller(estimates, ControllerSettings(**settings), policy, record=log.append)
-    world = World(controller, trace, COSTS, rtt_s=RTT_S, trouble=trouble, seed=seed, limit_s=limit_s)
+    world = World(
+        wrap(controller) if wrap else controller, trace, COSTS, rtt_s=RTT_S, trouble=trouble, seed=seed, limit_s=limit_s
+    )
     return Played(world.run(arrivals), log)

@@ -1,0 +1,153 @@
+"""States of chunks, and the one table of moves between them."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from kvwire.controller import DocumentPlanInput
+from kvwire.controller.board import MOVES, ChunkState, DocumentBoard
+from kvwire.errors import ArgumentError
+from kvwire.types import ChunkId
+
+S = ChunkState
+ALLOWED = {
+    (S.PLANNED, S.FETCHING), (S.PLANNED, S.RECOMPUTING), (S.PLANNED, S.FAILED),
+    (S.FETCHING, S.ARRIVED), (S.FETCHING, S.PLANNED),
+    (S.ARRIVED, S.DECODING), (S.ARRIVED, S.PLANNED),
+    (S.DECODING, S.READY), (S.DECODING, S.PLANNED),
+    (S.RECOMPUTING, S.READY), (S.RECOMPUTING, S.PLANNED),
+    (S.READY, S.REFINING),
+    (S.REFINING, S.REFINED), (S.REFINING, S.READY),
+    (S.REFINED, S.REDECODING), (S.REFINED, S.READY),
+    (S.REDECODING, S.READY), (S.REDECODING, S.ARRIVED),
+}  # fmt: skip
+
+
+def board(*tops, text=True, **more):
+    """A document with a chunk of 10 tokens and 100, 200, ... bytes for each finest level; -1: no segment."""
+    rows = tuple(tuple(100 * (level + 1) for level in range(top + 1)) for top in tops)
+    return DocumentBoard(0, 0, (DocumentPlanInput((10,) * len(tops), rows, text, **more),))
+
+
+@pytest.mark.parametrize(("before", "after"), [*product(S, S)], ids=lambda state: state.name)
+def test_the_table_is_the_whole_truth(before, after):
+    made = board(1)
+    made.state[0] = before
+    if (before, after) in ALLOWED:
+        made.move(0, after)
+        assert made.state[0] == after
+    else:
+        with pytest.raises(ArgumentError, match=f"is {before.name.lower()}: it cannot become {after.name.lower()}"):
+            made.move(0, after)
+        assert made.state[0] == before
+
+
+def test_every_state_is_in_the_table_and_can_be_reached():
+    assert set(MOVES) == set(S)
+    assert {after for _, after in ALLOWED} == set(S)
+
+
+def test_a_lost_fetch_leaves_the_text():
+    made = board(1, 1)
+    made.move(0, S.FETCHING)
+    made.lose(0, "missing", fetch=True)
+    assert made.state.tolist() == [S.PLANNED, S.PLANNED]
+    assert made.top.tolist() == [-1, 1]
+    made.move(0, S.RECOMPUTING)
+    made.lose(0, "memory", fetch=False)
+    assert made.state[0] == S.FAILED
+    assert made.troubles[0] == "missing; memory"
+
+
+def test_a_lost_recomputation_leaves_the_segments():
+    made = board(1)
+    made.move(0, S.RECOMPUTING)
+    made.lose(0, "memory", fetch=False)
+    assert (made.state[0], made.top[0], bool(made.can_text[0])) == (S.PLANNED, 1, False)
+
+
+def test_a_chunk_without_any_way_fails_at_once():
+    assert board(1, -1, text=False).state.tolist() == [S.PLANNED, S.FAILED]
+
+
+def test_a_blob_is_given_up_where_text_stands_in():
+    made = board(1, 1, 1)
+    made.move(1, S.FETCHING)
+    made.give_up_blob("the store is gone")
+    assert made.top.tolist() == [-1, 1, -1]
+    assert made.state.tolist() == [S.PLANNED, S.FETCHING, S.PLANNED]
+
+
+def test_a_blob_is_not_given_up_where_nothing_stands_in_for_it():
+    made = board(1, 1, text=False)
+    made.give_up_blob("three failed")
+    assert made.top.tolist() == [1, 1]
+
+
+def test_a_blob_of_no_use_fails_chunks_without_text():
+    made = board(1, 1, text=False)
+    made.give_up_blob("no head start", all_of_it=True)
+    assert made.state.tolist() == [S.FAILED, S.FAILED]
+
+
+def test_what_was_given_up_comes_back_where_the_text_fails():
+    made = board(1, 0)
+    made.give_up_blob("three failed")
+    made.move(0, S.RECOMPUTING)
+    made.lose(0, "memory", fetch=False)
+    assert (made.state[0], made.top[0]) == (S.PLANNED, 1)
+    assert made.top[1] == -1
+
+
+def test_what_is_of_no_use_does_not_come_back():
+    made = board(1)
+    made.give_up_blob("three failed")
+    made.give_up_blob("no head start", all_of_it=True)
+    made.move(0, S.RECOMPUTING)
+    made.lose(0, "memory", fetch=False)
+    assert made.state[0] == S.FAILED
+
+
+def test_variants_can_be_tried_one_after_another():
+    tokens = (10, 10)
+    variants = (
+        DocumentPlanInput(tokens, ((5,), ()), has_text=False),
+        DocumentPlanInput(tokens, ((5, 9), (5, 9)), has_text=False),
+    )
+    made = DocumentBoard(0, 0, variants)
+    assert made.state[1] == S.FAILED
+    for _ in range(2):
+        made.choose(1)
+        assert made.state.tolist() == [S.PLANNED, S.PLANNED]
+        assert not made.troubles
+        made.choose(0)
+        assert made.state[1] == S.FAILED
+
+
+def test_text_of_any_variant_is_text_of_all():
+    made = DocumentBoard(0, 0, (DocumentPlanInput((10,), ((5,),), has_text=False), DocumentPlanInput((10,))))
+    assert made.can_text.all()
+
+
+def test_variants_of_different_tokens_are_refused():
+    with pytest.raises(ArgumentError, match="chunks of the same tokens"):
+        DocumentBoard(0, 0, (DocumentPlanInput((10,)), DocumentPlanInput((5, 5))))
+
+
+def test_a_pass_counts_the_tokens_before_it():
+    made = board(1, 1, 1)
+    assert made.prefill_span(1, 2) == (20, 10)
+    assert made.ready_before() == 0
+    made.state[:2] = S.READY
+    assert made.ready_before() == 2
+
+
+def test_a_decision_tells_what_is_in_the_prompt_and_why():
+    made = board(1)
+    made.reasons[0] = "soonest"
+    made.note(0, "decode failed")
+    made.valid_level[0] = 1
+    assert str(made.decision(0).reason) == "soonest (decode failed)"
+    assert (made.decision(0).chunk, made.decision(0).action, made.decision(0).level) == (ChunkId(0, 0), "fetch", 1)
