@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _S = ChunkState
 _LONG_PASS = 10.0  # a pass of that many times its fixed cost may end: going on would save less than a tenth of it
+_DOUBT = 1.25  # estimates that may be wrong by less are relied on
 _TICK_S = 0.05
 _LEAST_TICK_S = 0.001
 _TURNS = 4
@@ -253,18 +254,33 @@ class Dispatcher:
                 return
         if not load.is_known and now - load.known_since < self.link.ttfb_s:
             return  # the other indexes are about to come, and may change what is worth computing
-        found = load.next_pass(costs, self._pass_limit_s(load, costs))
-        if found:
-            self._start_pass(load, *found, now, out)
+        limit_s = self._pass_limit_s(load, costs, now)
+        found = load.next_pass(costs, limit_s)
+        if found is None:
+            return
+        board, run = found
+        first = run[0]
+        if board.top[first] >= 0 and costs.prefill.seconds(*board.prefill_span(first, first)) > limit_s:
+            # Perhaps too slow even for one chunk: it is fetched as well as the others.
+            load.fetch_instead(board, first)
+        else:
+            self._start_pass(load, board, run, now, out)
 
-    def _pass_limit_s(self, load: Load, costs: CostModel) -> float:
-        """Seconds after which a pass ends: half of what is to be recomputed, so that the meeting point can still move."""
-        if not self._policy.gives_up:
+    def _pass_limit_s(self, load: Load, costs: CostModel, now: float) -> float:
+        """Seconds that a pass may take: half of what is to be recomputed, so that the meeting point can still move.
+
+        Less while costs or link are hardly known: a pass cannot be called back, and should not be what ends last.
+        """
+        if not self._policy.gives_up or load.plan is None:
             return inf
         least = _LONG_PASS * costs.prefill.base_s
-        if load.compute_s < 2 * least:
-            return inf
-        return max(least, min(self._settings.max_pass_s, load.compute_s / 2))
+        limit = inf if load.compute_s < 2 * least else max(least, min(self._settings.max_pass_s, load.compute_s / 2))
+        if not load.plan.bytes and not self.link.flights:
+            return limit
+        bandwidth = self._estimates.bandwidth
+        doubt = max(self._estimates.prefill.high, bandwidth.high / max(bandwidth.value, 1.0))
+        ready_s = load.planned_at + load.plan.finish_s - costs.closing_s(load.prompt_tokens) - now
+        return min(limit, ready_s / doubt) if doubt > _DOUBT else limit
 
     def _start_pass(
         self, load: Load, board: DocumentBoard, run: list[int], now: float, out: list[ev.Instruction]
@@ -288,7 +304,7 @@ class Dispatcher:
             return len(link.flights) < window
         if len(link.flights) >= settings.max_in_flight:
             return False
-        horizon = (2 * link.ttfb_s + settings.horizon_s) * link.bandwidth
+        horizon = (2 * link.ttfb_s + settings.horizon_s) * link.bandwidth_low
         return len(link.flights) < 2 or link.open_bytes < horizon  # noqa: PLR2004 - one to come in, one behind it
 
     @property

@@ -140,12 +140,17 @@ class Load:
             for chunk in range(first, board.count):
                 if chunk not in (wanted or ()) or board.state[chunk] != ChunkState.PLANNED:
                     break
-                if run and costs.prefill.seconds(*board.prefill_span(first, chunk - 1)) >= limit_s:
+                if run and costs.prefill.seconds(*board.prefill_span(first, chunk)) > limit_s:
                     break
                 run.append(chunk)
             if run:
                 return board, run
         return None
+
+    def fetch_instead(self, board: DocumentBoard, chunk: int) -> None:
+        """Fetch a chunk that the plan would have recomputed, at the quality floor."""
+        self.recompute[self.boards.index(board)].discard(chunk)
+        self.waiting.append((board, chunk, min(self.goal.floor, int(board.top[chunk]))))
 
     def reason(self, board: DocumentBoard, chunk: int) -> str:
         """Why the plan does with a chunk what it does."""
