@@ -385,9 +385,8 @@ def _write(out: Path, report: dict[str, Any], results: Sequence[_Result]) -> Non
             times = [scored.outcome.ttft_s for scored in result.scored if not scored.outcome.failed]
             panels.setdefault(", ".join(result.case.group), {}).setdefault(result.policy, []).extend(times)
         draw_cdf(panels, first.scenario.goal.deadline_s, out / "ttft.png")
-        draw_load(
-            results[0].scored[0].outcome, ", ".join((*results[0].case.group, results[0].case.link)), out / "load.png"
-        )
+        title = ", ".join((*first.group, first.link, results[0].policy))
+        draw_load(results[0].scored[0].outcome, title, out / "load.png")
     except OSError as error:
         msg = f"{out} cannot be written ({error.strerror}); choose another --out"
         raise StorageError(msg) from error

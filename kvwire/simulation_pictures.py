@@ -25,7 +25,7 @@ _LEAST_SHADE, _MOST_SHADE = 0.12, 0.95
 _RECOMPUTED, _HEAD_START, _LOST = "#D55E00", "#CC79A7", "#BBBBBB"
 _LANES = (("link", "link", 2.4), ("decode", "decoder", 1.0), ("prefill", "prefill", 1.0))
 _GAP = 0.35
-_LABEL_SHARE = 0.09
+_LABEL_SHARE = 0.075
 """Share of the width from which on a bar has room for words."""
 
 # Okabe and Ito's palette; dashes say the same again.
@@ -160,7 +160,10 @@ def draw_cdf(panels: Mapping[str, Mapping[str, Sequence[float]]], deadline_s: fl
     for axes in grid[::columns]:
         axes.set_ylabel("share of loads")
     named = {label: handle for axes in grid for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    order = sorted(named, key=lambda label: (label != "adaptive", label == "deadline"))
+    figure.legend(
+        [named[label] for label in order], order, loc="outside lower center", ncols=4, frameon=False, fontsize=9
+    )
     figure.suptitle("Share of loads whose first token has come (simulated)", fontsize=11, weight="bold")
     figure.savefig(path, dpi=130)
 
@@ -179,6 +182,8 @@ def _curves(axes: Axes, policies: Mapping[str, Sequence[float]]) -> None:
         axes.step(*steps, where="post", color=color, linestyle=dashes, linewidth=width, label=label)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:.1g}" if f"{value:e}"[0] in "25" else ""))
+    axes.tick_params(axis="x", which="minor", labelsize=8)
     axes.set_ylim(0, 1.02)
     axes.grid(visible=True, which="major", color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
