@@ -109,10 +109,11 @@ def test_real_blobs_take_the_place_of_drawn_sizes(run, small, tmp_path, monkeypa
 
 
 def test_priors_may_be_wrong_and_estimates_cold(run):
-    words = (*QUICK, "--policy", "adaptive", "--json")
+    words = (*QUICK, "--policy", "cachegen", "--json")
     right = json.loads(run(*words, "--cold")[1])["loads"][0]
-    wrong = json.loads(run(*words, "--prior", "bandwidth=8,prefill=0.2")[1])["loads"][0]
-    assert wrong["ttft_s"] > right["ttft_s"]
+    wrong = json.loads(run(*words, "--prior", "bandwidth=0.001,prefill=0.5")[1])["loads"][0]
+    assert right["recomputed"] == 0
+    assert wrong["recomputed"] > 0
 
 
 @pytest.mark.parametrize(
