@@ -220,13 +220,16 @@ def test_a_blob_of_which_nothing_comes_is_given_up():
 
 
 def test_a_chunk_given_up_with_its_blob_is_fetched_when_its_text_fails():
-    steps = ByHand(Goal(), document(3, 1), max_failures=1, max_in_flight=1)
-    assert steps.begin().chunk.chunk == 2
-    steps.tell(ev.ChunkFailed(ChunkId(0, 2), "missing"))
-    recompute = steps.only(ev.Recompute, ev.RecomputeDone((ChunkId(0, 0),), 0.03))
-    assert (recompute.first.chunk, recompute.last.chunk) == (1, 2)
-    again = steps.only(ev.Fetch, ev.RecomputeFailed(ChunkId(0, 1), "memory"))
-    assert again.chunk.chunk == 1
+    steps = ByHand(Goal(), document(4, 1), max_failures=1, max_in_flight=1)
+    lost = steps.begin().chunk
+    out = steps.tell(ev.ChunkFailed(lost, "missing"))
+    running = steps.pass_
+    if running and not any(isinstance(each, ev.Recompute) for each in out):  # it began before
+        numbers = range(running.first.chunk, running.last.chunk + 1)
+        steps.tell(ev.RecomputeDone(tuple(ChunkId(0, number) for number in numbers), 0.03))
+    given_up = steps.pass_.first
+    assert given_up != lost
+    assert steps.only(ev.Fetch, ev.RecomputeFailed(given_up, "memory")).chunk == given_up
 
 
 def test_corrupt_chunks_are_recomputed():
@@ -348,6 +351,7 @@ class ByHand:
         self.controller = Controller(Estimates(COSTS, prior, RTT_S), ControllerSettings(**settings))
         self._goal, self._variants, self._documents = goal, variants, documents
         self.now = 0.0
+        self.pass_ = None  # the latest forward pass
 
     def begin(self):
         """The first fetch that is asked for once the first document is known."""
@@ -357,7 +361,9 @@ class ByHand:
 
     def tell(self, event, now=None):
         self.now = self.now + 0.001 if now is None else now
-        return self.controller.handle(event, self.now)
+        out = self.controller.handle(event, self.now)
+        self.pass_ = next((each for each in out if isinstance(each, ev.Recompute)), self.pass_)
+        return out
 
     def valid_at_level_0(self):
         """Answer until all but the last decode is done; returns the chunks of that one."""

@@ -1,0 +1,209 @@
+"""Each policy's rule, on requests made by hand or at random."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from kvwire.controller import CostModel, DecodeCost, Goal, PrefillCost
+from kvwire.controller.policies import (
+    RECOMPUTE,
+    Adaptive,
+    CacheGen,
+    CacheGenArtefact,
+    Fixed,
+    PlanRequest,
+    Promised,
+    Raw,
+    Refinable,
+    Text,
+)
+from kvwire.controller.policies.base import SLOWEST
+from kvwire.controller.policies.cachegen import STRETCH_TOKENS
+from kvwire.controller.policies.naive import fetch_order, finish_naive, splits
+from kvwire.errors import ArgumentError
+
+from .requests import LEVELS, columns, plan_requests
+
+COSTS = CostModel(PrefillCost(0.0, 1e-4), DecodeCost(0.0, 0.0), 0.0)
+
+
+def request(chunks=3, *, tokens=512, top=3, text=True, deadline_s=None, objective="quality", bandwidth=1e6, **more):
+    """One document of equal chunks: 10, 30, 90 and 270 bytes for each token up to each level."""
+    made = columns([([(tokens, top, text, 0)] * chunks, 0.0)])
+    goal = more.pop("goal", None) or Goal(
+        objective="earliest" if deadline_s is None else objective, deadline_s=deadline_s, floor=more.pop("floor", 0)
+    )
+    return PlanRequest(
+        chunks=made, costs=COSTS, goal=goal, bandwidth=bandwidth, bandwidth_low=bandwidth,
+        prompt_tokens=tokens * chunks, chunks_total=chunks, left_s=deadline_s, **more,
+    )  # fmt: skip
+
+
+# CacheGen.
+
+
+def test_cachegen_takes_text_where_it_is_in_time():
+    plan = CacheGen().plan(request(deadline_s=0.2))  # 1536 tokens at 0.1 ms
+    assert plan.levels.tolist() == [RECOMPUTE] * 3
+
+
+@pytest.mark.parametrize(("throughput", "level"), [(4.2e6, 3), (1.4e6, 2), (0.5e6, 1), (0.2e6, 0), (0.01e6, 0)])
+def test_cachegen_takes_the_finest_level_that_fits_by_the_last_throughput(throughput, level):
+    plan = CacheGen().plan(request(deadline_s=0.1, bandwidth=1.0, throughput=throughput))
+    assert plan.levels.tolist() == [level] * 3
+    assert list(plan.order) == [0, 1, 2]
+
+
+def test_cachegen_starts_from_the_expected_bandwidth():
+    assert CacheGen().plan(request(deadline_s=0.1, bandwidth=1.4e6)).levels.tolist() == [2] * 3
+
+
+def test_cachegen_decides_for_one_stretch_and_waits_for_it():
+    asked = request(8, deadline_s=0.3)
+    plan = CacheGen().plan(asked)
+    assert list(plan.order) == list(range(STRETCH_TOKENS // 512))
+    busy = replace(asked, promised=Promised(wire=np.array([1.0]), work_s=np.array([0.0])))
+    assert not list(CacheGen().plan(busy).order)
+
+
+def test_cachegen_keeps_to_the_floor():
+    plan = CacheGen().plan(request(deadline_s=0.01, floor=2, bandwidth=1e3))
+    assert plan.levels.tolist() == [2] * 3
+
+
+@pytest.mark.parametrize(("bandwidth", "level"), [(1e4, RECOMPUTE), (1e6, 0)])
+def test_cachegen_without_a_deadline_takes_what_is_sooner(bandwidth, level):
+    assert CacheGen().plan(request(bandwidth=bandwidth)).levels.tolist() == [level] * 3
+
+
+def artefact(bandwidth):
+    asked = []
+
+    def true(start, seconds):
+        asked.append((start, seconds))
+        return bandwidth
+
+    return CacheGenArtefact(true), asked
+
+
+def test_the_artefact_sees_the_true_bandwidth_and_splits_the_deadline_evenly():
+    policy, asked = artefact(2.8e6)
+    plan = policy.plan(request(6, deadline_s=0.3, bandwidth=1.0, now=7.0))
+    assert asked == [(7.0, 0.15)]  # half of the tokens
+    assert plan.levels[:3].tolist() == [3] * 3  # 414,720 bytes are there in 0.148 s
+
+
+def test_the_artefact_prices_text_at_a_fifth_of_a_second_whatever_it_takes():
+    slow = CostModel(PrefillCost(100.0, 1.0), DecodeCost(0.0, 0.0), 0.0)
+    policy, _ = artefact(1.0)
+    assert policy.plan(replace(request(deadline_s=0.21), costs=slow)).levels.tolist() == [RECOMPUTE] * 3
+    assert policy.plan(request(deadline_s=0.19)).levels.tolist() == [RECOMPUTE] * 3  # nothing fits: the quickest
+
+
+# Simple ones.
+
+
+def test_a_fixed_level_is_that_level_or_the_next_best():
+    made = columns([([(100, 3, True, 0), (100, 0, True, 0), (100, 0, False, 0)], 0.0), ([(100, 1, True, 0)], 0.0)])
+    asked = replace(request(), chunks=made)
+    assert Fixed(2).plan(asked).levels.tolist() == [2, RECOMPUTE, 0, 1]
+    assert list(Fixed(2).plan(asked).order) == [0, 2, 3]
+    with pytest.raises(ArgumentError):
+        Fixed(-1)
+
+
+def test_raw_fetches_the_only_level():
+    assert Raw().plan(request(top=0)).levels.tolist() == [0] * 3
+    assert Raw().name == "raw"
+
+
+def test_text_recomputes_whatever_it_can():
+    made = columns([([(100, 3, True, 0), (100, 3, False, 0)], 0.0)])
+    plan = Text().plan(replace(request(), chunks=made))
+    assert plan.levels.tolist() == [RECOMPUTE, 3]
+    assert list(plan.order) == [1]
+
+
+# Adaptive, against every candidate played through.
+
+
+def candidates(asked, bandwidth):
+    """All uniform targets within floor and ceiling and all meeting points: finish, error, bytes of each."""
+    goal, chunks = asked.goal, asked.chunks
+    finest = max(int(chunks.finest.max()), goal.floor)
+    highest = finest if goal.ceiling is None else min(finest, goal.ceiling)
+    for target in range(goal.floor, highest + 1):
+        levels = chunks.level_for(target)
+        for split in splits(asked, levels):
+            tail = fetch_order(asked, levels)[:split]
+            chosen = np.full(chunks.count, RECOMPUTE)
+            chosen[tail] = levels[tail]
+            error = float((chunks.tokens * chunks.errors_at(chosen)).sum()) + raised(asked, target)
+            finish_s = finish_naive(asked, target, levels, split, bandwidth)
+            yield finish_s, error / int(chunks.tokens.sum()), int(chunks.bytes_at(chosen).sum())
+
+
+def raised(asked, target):
+    """Error, summed over tokens, of what is under way once it is raised to a target."""
+    some = asked.refinable
+    if some is None:
+        return 0.0
+    to = np.maximum(some.level, np.minimum(target, some.top))
+    return float((some.tokens * some.errors[to, np.arange(len(to))]).sum())
+
+
+@given(plan_requests())
+@settings(max_examples=150, deadline=None)
+def test_adaptive_is_the_best_of_its_class(asked):
+    plan = Adaptive().plan(asked)
+    some = None if asked.goal.objective == "earliest" or asked.left_s is None else asked.refinable
+    careful = list(candidates(replace(asked, refinable=some), asked.bandwidth_low))
+    in_time = [each for each in careful if asked.left_s is not None and each[0] <= asked.left_s]
+    if asked.goal.objective == "earliest" or not in_time:
+        floor = Goal(floor=asked.goal.floor, ceiling=asked.goal.floor)
+        soonest = min(each[0] for each in candidates(replace(asked, goal=floor, refinable=None), asked.bandwidth))
+        assert plan.finish_s == pytest.approx(soonest)
+    elif asked.goal.objective == "cheapest":
+        assert plan.bytes == min(each[2] for each in in_time)
+        assert plan.in_time
+    else:
+        assert plan.error <= min(each[1] for each in in_time) * 1.0011
+        assert plan.in_time
+
+
+@given(plan_requests())
+@settings(max_examples=150, deadline=None)
+def test_lifts_keep_the_plan_in_time(asked):
+    """A plan with lifts is played through at its own levels."""
+    plan = Adaptive().plan(asked)
+    if asked.goal.objective != "quality" or not plan.in_time or not plan.lifted:
+        return
+    target = max(range(LEVELS), key=lambda level: (plan.levels == level).sum())
+    lifted = np.array(sorted(plan.lifted))
+    assert (plan.levels[lifted] <= asked.chunks.top[lifted]).all()
+    levels = np.where(plan.levels >= 0, plan.levels, asked.chunks.level_for(target))
+    split = int((plan.levels >= 0).sum())
+    as_it_is = replace(asked, refinable=None)
+    assert fetch_order(as_it_is, levels)[:split] == list(plan.order)
+    assert finish_naive(as_it_is, target, levels, split, asked.bandwidth_low) <= asked.left_s + 1e-9
+
+
+def test_refinements_go_by_error_removed_per_byte_and_stop_at_the_deadline():
+    level_0, level_1 = np.array([0.1, 0.4, 0.2]), np.array([0.01, 0.01, 0.01])
+    some = Refinable(
+        level=np.zeros(3, np.int64), top=np.ones(3, np.int64), sizes=np.array([[100] * 3, [1100] * 3]),
+        errors=np.stack([level_0, level_1]), tokens=np.full(3, 10), ready=np.array([True, True, True]),
+    )  # fmt: skip
+    nothing = columns([([(1, 0, True, 0)], 0.0)])
+    none = replace(nothing, **{
+        name: value[..., :0] for name, value in vars(nothing).items() if isinstance(value, np.ndarray)
+    })  # fmt: skip
+    asked = replace(request(deadline_s=2.5e-3), chunks=none, refinable=some, bandwidth=1e6, bandwidth_low=1e6)
+    assert list(Adaptive().plan(asked).refine) == [1, 2]
+    assert list(Adaptive().plan(replace(asked, left_s=10.0)).refine) == [1, 2, 0]
+    assert list(Adaptive().plan(replace(asked, left_s=0.5e-3)).refine) == []
+    assert list(Adaptive().plan(replace(asked, bandwidth_low=SLOWEST)).refine) == []
