@@ -63,6 +63,8 @@ _OPTIONS = (
                  metavar="SECONDS", help="Between loads that come together."),
     click.option("--trouble", default="", metavar="NAME=VALUE,...",
                  help="Chances of fetches: fail, stall (for stall_s), corrupt; noise: sigma of compute times."),
+    click.option("--patience", "patience_s", default=600.0, show_default=True, metavar="SECONDS",
+                 type=click.FloatRange(0, 86400, min_open=True), help="After which a load counts as failed."),
     click.option("--cold", is_flag=True, help="No earlier load has taught the estimates."),
     click.option("--prior", default="", metavar="NAME=FACTOR,...",
                  help="Priors are wrong by factors, bandwidth=2,prefill=0.5; implies --cold."),
@@ -97,6 +99,7 @@ class _Asked:
     together: int
     every_s: float
     trouble: str
+    patience_s: float
     cold: bool
     prior: str
     seed: int
@@ -174,7 +177,7 @@ def _cases(asked: _Asked) -> Iterator[_Case]:
                         start_s=_start_s(link, (asked.seed, number, load)),
                         asked=tuple(each * asked.every_s for each in range(asked.together)), trouble=trouble,
                         warm=not (asked.cold or prior), bandwidth_error=prior.get("bandwidth", 1.0),
-                        prefill_error=prior.get("prefill", 1.0), seed=asked.seed + load,
+                        prefill_error=prior.get("prefill", 1.0), leaves_s=asked.patience_s, seed=asked.seed + load,
                     )  # fmt: skip
                     yield _Case((model_name, machine_name, prompt), link.name, load, scenario)
 

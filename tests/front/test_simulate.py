@@ -108,6 +108,15 @@ def test_real_blobs_take_the_place_of_drawn_sizes(run, small, tmp_path, monkeypa
     assert "--model" in err
 
 
+def test_who_loses_patience_gets_no_first_token(run):
+    words = ("--link", "10mbit", "--policy", "raw", "--patience", "0.5")
+    code, out, _ = run(*QUICK, *words, "--json")
+    assert code == 0
+    assert json.loads(out)["summaries"][0]["failed"] == 1
+    assert json.loads(out)["summaries"][0]["ttft_s"] is None
+    assert run(*QUICK, *words)[1].splitlines()[3].split()[:3] == ["raw", "-", "-"]
+
+
 def test_priors_may_be_wrong_and_estimates_cold(run):
     words = (*QUICK, "--policy", "cachegen", "--json")
     right = json.loads(run(*words, "--cold")[1])["loads"][0]

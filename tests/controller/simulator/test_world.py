@@ -1,0 +1,117 @@
+"""The modelled world keeps its own laws: lanes, links and bytes, whatever the controller asks for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from kvwire.controller import Controller, Goal
+from kvwire.controller import events as ev
+from kvwire.controller.simulator import (
+    Scenario,
+    Trouble,
+    ar1,
+    constant,
+    machine_named,
+    model_named,
+    policy_named,
+    settings_for,
+    simulate,
+    variants_for,
+)
+from kvwire.controller.simulator.world import Arrival, World
+from kvwire.errors import ArgumentError
+
+MODEL, RATE = model_named("llama-3.1-8b"), 60e6
+GOAL = Goal(objective="quality", deadline_s=0.4)
+
+
+def scenario(**changed) -> Scenario:
+    wanted = {
+        "model": MODEL, "machine": machine_named("h100"), "documents": variants_for(MODEL, [1500, 2000]),
+        "rate": ar1(np.random.default_rng(2), RATE, sigma=0.5, correlation=0.8, step_s=0.02), "goal": GOAL,
+        "warm": False, "asked": (0.0, 0.03),
+        "trouble": Trouble(fail=0.1, stall=0.1, stall_s=0.05, corrupt=0.1, noise=0.3),
+    }  # fmt: skip
+    return Scenario(**(wanted | changed))
+
+
+def spans(outcomes, *lanes):
+    return sorted((s for each in outcomes for s in each.spans if s.lane in lanes), key=lambda span: span.began)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_lane_does_one_thing_at_a_time(seed):
+    scene = scenario(seed=seed)
+    outcomes = simulate(scene, policy_named("adaptive", scene.rate))
+    for lane in ("decode", "prefill"):
+        found = spans(outcomes, lane)
+        assert found
+        assert all(a.ended <= b.began + 1e-12 for a, b in pairwise(found))
+
+
+def test_one_worker_takes_turns():
+    scene = scenario(machine=replace(machine_named("h100"), workers=1))
+    found = spans(simulate(scene, policy_named("adaptive", scene.rate)), "decode", "prefill")
+    assert {span.lane for span in found} == {"decode", "prefill"}
+    assert all(a.ended <= b.began + 1e-12 for a, b in pairwise(found))
+
+
+def test_spans_of_the_link_tell_the_level_and_what_became_of_it():
+    scene = scenario(seed=1)
+    outcomes = simulate(scene, policy_named("level-2", scene.rate))
+    found = spans(outcomes, "link")
+    assert {span.what for span in found} == {"fetch", "failed"}
+    assert {span.level for span in found} == {2}
+    assert all(span.ended - span.began >= scene.rtt_s for span in found if span.what == "fetch")
+
+
+def test_without_troubles_every_byte_is_in_the_prompt_and_the_link_never_exceeds_its_rate():
+    scene = scenario(trouble=Trouble(), asked=(0.0,), rate=constant(RATE))
+    (outcome,) = simulate(scene, policy_named("level-1", scene.rate))
+    sizes = [row[1] for (document,) in scene.documents for row in document.fetch_bytes]
+    assert outcome.received == pytest.approx(sum(sizes), abs=len(sizes))
+    assert outcome.wasted <= len(sizes)
+    ended = max(span.ended for span in spans([outcome], "link"))
+    assert sum(sizes) / RATE <= ended - outcome.asked_at - 2 * scene.rtt_s + 1e-6
+
+
+def test_troubles_cost_bytes_and_time():
+    calm = scenario(trouble=Trouble(), asked=(0.0,))
+    rough = replace(calm, trouble=Trouble(corrupt=1.0))
+    policy = policy_named("level-1", calm.rate)
+    good, bad = simulate(calm, policy)[0], simulate(rough, policy)[0]
+    assert bad.recomputed == 3500  # what cannot be decoded has its text
+    assert bad.wasted == bad.received > 0
+    assert bad.ttft_s > good.ttft_s
+
+
+def test_what_is_reported_is_what_came():
+    events: list[ev.LogEntry] = []
+    scene = scenario(trouble=Trouble(), asked=(0.0,))
+    (outcome,) = simulate(scene, policy_named("level-1", scene.rate), record=events.append)
+    reports = [entry.event for entry in events if isinstance(entry.event, ev.TransferProgress)]
+    assert sum(report.bytes for report in reports) == pytest.approx(outcome.received, abs=len(reports))
+    assert all(a.ended <= b.started + 1e-9 for a, b in pairwise(reports))
+    assert all(report.started < report.ended for report in reports)
+
+
+def test_long_loads_are_reported_seldom_but_within_what_counts_as_a_stall():
+    events: list[ev.LogEntry] = []
+    scene = scenario(trouble=Trouble(), asked=(0.0,), rate=constant(2e6))
+    (outcome,) = simulate(scene, policy_named("level-2", scene.rate), record=events.append)
+    ends = [entry.now for entry in events if isinstance(entry.event, ev.TransferProgress)]
+    assert outcome.ttft_s > 2
+    assert max(b - a for a, b in pairwise(ends)) <= 0.1 + scene.rtt_s
+    assert len(ends) < 100 + 100 * np.log2(outcome.ttft_s / 0.25)
+
+
+def test_a_load_that_never_ends_is_an_error_and_not_a_hang():
+    scene = scenario(asked=(0.0,), trouble=Trouble())
+    controller = Controller(scene.estimates(), settings_for(scene.machine), policy_named("raw", scene.rate))
+    world = World(controller, constant(1.0), scene.costs, limit_s=5.0)
+    with pytest.raises(ArgumentError, match="not over"):
+        world.run([Arrival(0.0, tuple((replace(d, has_text=False),) for (d,) in scene.documents), GOAL)])
