@@ -105,7 +105,8 @@ class DocumentBoard:
         self.troubles: dict[int, str] = {}
         self.input = chosen = self.variants[variant]
         self.can_text = np.full(self.count, any(each.has_text for each in self.variants))
-        levels = max(chosen.finest + 1, 1)
+        self.finest = chosen.finest
+        levels = max(self.finest + 1, 1)
         rows = chosen.fetch_bytes or ((),) * self.count
         self.top = np.array([len(row) - 1 for row in rows], np.int64)
         self.sizes = np.array([_padded(row, levels) for row in rows], np.int64).T.copy()
@@ -223,7 +224,7 @@ def columns_of(documents: Iterable[DocumentBoard], head_s: dict[int, float]) -> 
         sizes=_stack([board.sizes[:, pick] for board, pick in zip(boards, picks, strict=True)], levels),
         errors=_stack([board.errors[:, pick] for board, pick in zip(boards, picks, strict=True)], levels),
         top=picked("top"),
-        finest=spread([board.input.finest for board in boards], np.int64),
+        finest=spread([board.finest for board in boards], np.int64),
         exact_error=picked("exact_error", np.float64),
         can_text=picked("can_text", np.bool_),
         layered=spread([board.input.layered for board in boards], np.bool_),
