@@ -19,7 +19,7 @@ from kvwire.transport import LinkMeter, open_session
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Iterator
 
     from kvwire.controller import Controller
     from kvwire.transport import EmulatedLink, LinkSample
@@ -116,18 +116,13 @@ class Steering:
             self._break(error)
 
     def _handled(self, event: ev.Event) -> tuple[list[ev.Instruction], float]:
-        """Take in an event, after the measurements that came before it: those bring no instructions."""
-        samples = self._samples[:]
+        """Take in an event, after the measurements that came before it."""
+        events = [each for sample in self._samples for each in _measured(sample)]
         self._samples.clear()
         with self._lock:
             now = self.clock()
-            for sample in samples:
-                if sample.first_byte_s is not None:
-                    self._controller.handle(ev.FirstByte(sample.first_byte_s), now)
-                if sample.timed_bytes:
-                    progress = ev.TransferProgress(sample.timed_bytes, sample.started, sample.ended)
-                    self._controller.handle(progress, now)
-            return self._controller.handle(event, now), self._controller.wake_at
+            instructions = [each for known in (*events, event) for each in self._controller.handle(known, now)]
+            return instructions, self._controller.wake_at
 
     def _wake(self, at: float) -> None:
         if self._timer:
@@ -179,6 +174,13 @@ class Steering:
                 raise
             msg = f"the store did not answer within {limit_s:g} s; check it and the network"
             raise StorageError(msg) from error
+
+
+def _measured(sample: LinkSample) -> Iterator[ev.Event]:
+    if sample.first_byte_s is not None:
+        yield ev.FirstByte(sample.first_byte_s)
+    if sample.timed_bytes:
+        yield ev.TransferProgress(sample.timed_bytes, sample.started, sample.ended)
 
 
 def _load_of(instruction: ev.Instruction) -> int:
