@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvwire.codec import Backend
+    from kvwire.codec import Backend, Pending
     from kvwire.controller import DocumentPlanInput, Goal
     from kvwire.corpus import Corpus
     from kvwire.engines.transformers import TransformersEngine
@@ -230,42 +230,65 @@ class Executor:
     # The lanes.
 
     async def _decode(self, chunks: tuple[ChunkId, ...], levels: tuple[int, ...]) -> None:
-        bad: dict[int, Exception] = {}
+        bad: dict[ChunkId, Exception] = {}
         try:
             seconds = await self._steering.decode(partial(self._timed, partial(self._decode_here, chunks, levels, bad)))
         except Exception as error:  # noqa: BLE001 - out of memory, for one: chunks can be recomputed
-            bad = dict.fromkeys((chunk.chunk for chunk in chunks), error)
-            seconds = 0.0
+            bad, seconds = dict.fromkeys(chunks, error), 0.0
         self.decode_s += seconds
         if not bad:
             self._steering.tell(ev.DecodeDone(chunks, seconds))
             return
-        lost = tuple(chunk for chunk in chunks if chunk.chunk in bad)
-        for chunk in lost:
-            self._lost(chunk, _words(bad[chunk.chunk]))
-        self._steering.tell(ev.DecodeFailed(chunks, lost, _words(bad[lost[0].chunk])))
+        for chunk, trouble in bad.items():
+            self._lost(chunk, _words(trouble))
+        lost = tuple(chunk for chunk in chunks if chunk in bad)
+        self._steering.tell(ev.DecodeFailed(chunks, lost, _words(bad[lost[0]])))
 
-    def _decode_here(self, chunks: tuple[ChunkId, ...], levels: tuple[int, ...], bad: dict[int, Exception]) -> None:
-        """Decode chunks of one document in the decode thread; those that cannot be are put into ``bad``."""
-        document = self._documents[chunks[0].document]
-        if self._is_gone or not document.decoder or not document.info:
+    def _decode_here(self, chunks: tuple[ChunkId, ...], levels: tuple[int, ...], bad: dict[ChunkId, Exception]) -> None:
+        """Decode chunks in the decode thread; those that cannot be are put into ``bad``."""
+        if self._is_gone:
             raise StorageError(_GONE)
-        pieces: list[Piece] = []
+        pieces: dict[int, dict[ChunkId, Piece]] = {}
         for chunk, level in zip(chunks, levels, strict=True):
-            reads = document.info.reads(chunk.chunk, level)
-            pieces.append((chunk.chunk, [self._parts[chunk][each.level] for each in reads], level))
-        if document.decoder.on_gpu and len(pieces) > 1:
+            info = self._documents[chunk.document].info
+            reads = info.reads(chunk.chunk, level) if info else ()
+            piece = (chunk.chunk, [self._parts[chunk][each.level] for each in reads], level)
+            pieces.setdefault(chunk.document, {})[chunk] = piece
+        for chunk, piece in self._left_by_gpu(pieces).items():
             try:
-                document.decoder.submit(pieces).wait()
-            except Exception:  # noqa: BLE001, S110 - one by one shows which it is, and needs less memory
-                pass
-            else:
-                return
-        for piece in pieces:
-            try:
-                document.decoder.decode_chunk(*piece)
+                self._decoder_of(chunk.document).decode_chunk(*piece)
             except Exception as error:  # noqa: BLE001 - the others are not concerned
-                bad[piece[0]] = error
+                bad[chunk] = error
+
+    def _left_by_gpu(self, pieces: dict[int, dict[ChunkId, Piece]]) -> dict[ChunkId, Piece]:
+        """Have a GPU decode documents' pieces all at once; returns those that are no work for it, or that failed.
+
+        One by one then shows which of them it is, and needs less memory.
+        """
+        given: list[tuple[Pending, dict[ChunkId, Piece]]] = []
+        left: dict[ChunkId, Piece] = {}
+        for document, mine in pieces.items():
+            decoder = self._decoder_of(document)
+            if not decoder.on_gpu:
+                left.update(mine)
+                continue
+            try:
+                given.append((decoder.submit(list(mine.values())), mine))
+            except Exception:  # noqa: BLE001 - see above
+                left.update(mine)
+        for pending, mine in given:
+            try:
+                pending.wait()
+            except Exception:  # noqa: BLE001 - see above
+                left.update(mine)
+        return left
+
+    def _decoder_of(self, document: int) -> BlobDecoder:
+        decoder = self._documents[document].decoder
+        if decoder is None:
+            msg = f"document {document} has no decoder yet: its head start comes first"
+            raise ArgumentError(msg)
+        return decoder
 
     async def _recompute(self, first: ChunkId, last: ChunkId) -> None:
         chunks = tuple(replace(first, chunk=index) for index in range(first.chunk, last.chunk + 1))
@@ -347,6 +370,17 @@ async def _received(
             if all(each.level in parts for each in reads[:useful]):
                 break
     return trouble
+
+
+def _succeeded(submitted: Pending | None) -> bool:
+    """Wait for a batch; whether there was one and all of it was decoded."""
+    if submitted is None:
+        return False
+    try:
+        submitted.wait()
+    except Exception:  # noqa: BLE001 - one by one shows which it is, and needs less memory
+        return False
+    return True
 
 
 def _words(error: Exception) -> str:
