@@ -450,14 +450,14 @@ class Course:
         self.jobs[lane] = job
 
     def _decode(self, job):
-        first = job.chunks[0]
-        load = self.loads[first.load]
-        assert first.load not in self.over
+        number = job.chunks[0].load
+        load = self.loads[number]
+        assert number not in self.over
         assert len(set(job.chunks)) == len(job.chunks) == len(job.levels) <= self.settings.decode_batch
-        variant = load.documents[first.document][load.variant[first.document]]
-        assert not variant.head_start or load.heads[first.document] == "done"
         for chunk, level in zip(job.chunks, job.levels, strict=True):
-            assert (chunk.load, chunk.document) == (first.load, first.document)
+            assert chunk.load == number
+            variant = load.documents[chunk.document][load.variant[chunk.document]]
+            assert not variant.head_start or load.heads[chunk.document] == "done"
             assert self.here[chunk] == level
             assert chunk not in self.open
             if chunk in self.valid:
