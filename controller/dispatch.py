@@ -260,7 +260,7 @@ class Dispatcher:
             return
         board, run = found
         first = run[0]
-        if board.top[first] >= 0 and costs.prefill.seconds(*board.prefill_span(first, first)) > limit_s:
+        if board.top[first] >= min(load.goal.floor, max(board.finest, 0)) and costs.prefill.seconds(*board.prefill_span(first, first)) > limit_s:
             # Perhaps too slow even for one chunk: it is fetched as well as the others.
             load.fetch_instead(board, first)
         else:
