@@ -13,15 +13,12 @@ from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId, Decision
 
 from .documents import UNMEASURED
-from .policies.base import Columns, Refinable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from numpy.typing import NDArray
 
     from .documents import DocumentPlanInput
-    from .policies.base import Flags, Floats, Ints
+    from .policies.base import Flags
 
 
 class ChunkState(IntEnum):
@@ -197,74 +194,3 @@ class DocumentBoard:
 def _padded(row: tuple[float, ...], levels: int) -> list[float]:
     """A row of levels, its last entry repeated; zeros where it is empty."""
     return [*row, *(row[-1:] or (0,)) * (levels - len(row))]
-
-
-def columns_of(documents: Iterable[DocumentBoard], head_s: dict[int, float]) -> tuple[Columns, Ints, Ints]:
-    """Chunks that nothing was started for, with their documents' positions in the list and numbers ``[n]``."""
-    boards = list(documents)
-    picks = [np.flatnonzero(board.state == _S.PLANNED) for board in boards]
-    where = np.repeat(np.arange(len(boards)), [len(pick) for pick in picks])
-    chunk = np.concatenate([*picks, np.zeros(0, np.int64)]).astype(np.int64)
-    levels = max((len(board.sizes) for board in boards), default=1)
-
-    def joined(values: list[Ints], dtype: type = np.int64) -> Ints:
-        return np.concatenate([*values, np.zeros(0, dtype)]).astype(dtype)
-
-    def picked(name: str, dtype: type = np.int64) -> Ints:
-        return joined([getattr(board, name)[pick] for board, pick in zip(boards, picks, strict=True)], dtype)
-
-    def spread(values: list[float], dtype: type = np.float64) -> Floats:
-        return np.array([*values, 0], dtype)[where]
-
-    columns = Columns(
-        document=spread([board.number for board in boards], np.int64),
-        chunk=chunk,
-        tokens=picked("tokens"),
-        context=picked("context"),
-        sizes=_stack([board.sizes[:, pick] for board, pick in zip(boards, picks, strict=True)], levels),
-        errors=_stack([board.errors[:, pick] for board, pick in zip(boards, picks, strict=True)], levels),
-        top=picked("top"),
-        finest=spread([board.finest for board in boards], np.int64),
-        exact_error=picked("exact_error", np.float64),
-        can_text=picked("can_text", np.bool_),
-        layered=spread([board.input.layered for board in boards], np.bool_),
-        head_s=spread([head_s.get(board.number, 0.0) for board in boards]),
-    )
-    return columns, where, chunk
-
-
-def _stack(parts: list[Floats], levels: int) -> Floats:
-    """Parts ``[own levels, n]`` side by side, each with its last level repeated ``[levels, total]``."""
-    grown = [part[np.minimum(np.arange(levels), len(part) - 1)] for part in parts]
-    return np.concatenate(grown, axis=1) if grown else np.zeros((levels, 0))
-
-
-_RAISABLE = (_S.FETCHING, _S.ARRIVED, _S.DECODING, _S.READY, _S.REFINING, _S.REFINED, _S.REDECODING)
-
-
-def refinable_of(boards: list[DocumentBoard], ceiling: int | None) -> tuple[Refinable, Ints, Ints]:
-    """Chunks of layered blobs that have a finer level than was asked for, with their documents' positions and numbers."""
-    picks = [
-        np.flatnonzero(among(board.state, _RAISABLE) & (board.held > 0) & (board.level < _most(board.top, ceiling)))
-        if board.input.layered
-        else np.zeros(0, np.int64)
-        for board in boards
-    ]
-    where = np.repeat(np.arange(len(boards)), [len(pick) for pick in picks])
-    levels = max((len(board.sizes) for board in boards), default=1)
-    pairs = list(zip(boards, picks, strict=True))
-    none = np.zeros(0, np.int64)
-    chunk = np.concatenate([*picks, none])
-    refinable = Refinable(
-        level=np.concatenate([*(board.level[pick] for board, pick in pairs), none]),
-        top=_most(np.concatenate([*(board.top[pick] for board, pick in pairs), none]), ceiling),
-        sizes=_stack([board.sizes[:, pick] for board, pick in pairs], levels).astype(np.int64),
-        errors=_stack([board.errors[:, pick] for board, pick in pairs], levels),
-        tokens=np.concatenate([*(board.tokens[pick] for board, pick in pairs), none]),
-        ready=np.concatenate([*(board.state[pick] == _S.READY for board, pick in pairs), none]).astype(np.bool_),
-    )
-    return refinable, where, chunk
-
-
-def _most(top: Ints, ceiling: int | None) -> Ints:
-    return top if ceiling is None else np.minimum(top, ceiling)

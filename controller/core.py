@@ -1,4 +1,4 @@
-"""All loads that share a link and an engine as one state machine: events in, instructions out; no clock, thread or socket.
+"""All loads that share a link and an engine as one state machine: events in, instructions out; no clock, no I/O.
 
 ``handle`` takes an event in, moves chunks between the states of ``board.MOVES``, and then hands out what the link and
 the lanes are free for. Who goes first is in ``dispatch.py``.
@@ -90,7 +90,7 @@ class Controller:
             self._record(ev.LogEntry(now, event, tuple(out)))
         return out
 
-    def _take(self, event: ev.Event, now: float, out: list[ev.Instruction]) -> bool:  # noqa: C901 - a case for each event
+    def _take(self, event: ev.Event, now: float, out: list[ev.Instruction]) -> bool:  # noqa: C901, PLR0912 - a case for each event
         """Take in an event; returns whether there may be something to do."""
         link = self._dispatch.link
         match event:
@@ -234,21 +234,24 @@ class Controller:
         first = chunks[0] if chunks else None
         numbers = (first.load, first.document) if first else (-1, -1)
         self._dispatch.lanes.end("decode", "decode", chunks, *numbers)
-        place = self._place(chunks[0])
-        if place is None:
+        load = self._load(chunks[0].load)
+        if load is None:
             return
-        load, board = place
+        boards = [load.board(chunk.document) for chunk in chunks]
+        pairs = list(zip(boards, chunks, strict=True))
         if seconds is not None:
-            size = sum(board.size(chunk.chunk, int(board.level[chunk.chunk])) for chunk in chunks)
-            tokens = sum(int(board.tokens[chunk.chunk]) for chunk in chunks)
+            size = sum(board.size(chunk.chunk, int(board.level[chunk.chunk])) for board, chunk in pairs)
+            tokens = sum(int(board.tokens[chunk.chunk]) for board, chunk in pairs)
             self.estimates.decode.add(tokens, size, seconds)
-        for chunk in chunks:
+        for board, chunk in pairs:
             self._decoded_one(load, board, chunk.chunk, reason if chunk in bad else None, out)
 
     def _decoded_one(
         self, load: Load, board: DocumentBoard, chunk: int, trouble: str | None, out: list[ev.Instruction]
     ) -> None:
         if trouble is None:
+            if board.state[chunk] == _S.REDECODING:
+                board.reasons[chunk] = "refined: time was left"
             board.move(chunk, _S.READY)
             board.valid_level[chunk] = board.level[chunk]
             self._dispatch.keep_or_release(load, board, chunk, out)
@@ -330,5 +333,5 @@ def replay(log: list[ev.LogEntry], controller: Controller) -> None:
     for number, entry in enumerate(log):
         given = tuple(controller.handle(entry.event, entry.now))
         if given != entry.instructions:
-            msg = f"entry {number}: {given} instead of {entry.instructions}; is it the same policy, settings and estimates?"
+            msg = f"entry {number}: {given} instead of {entry.instructions}; compare policy, settings and estimates"
             raise ArgumentError(msg)

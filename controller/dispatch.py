@@ -15,15 +15,15 @@ import numpy as np
 
 from . import events as ev
 from .board import ChunkState, among
-from .lanes import Job, Lanes
-from .link import Flight, Link
+from .lanes import Job
 from .policies.base import Columns, PlanRequest, Promised
+from .resources import Resources
 
 if TYPE_CHECKING:
     from .board import DocumentBoard
     from .costs import CostModel
     from .estimates import Estimates
-    from .load import Load, Place
+    from .load import Load
     from .policies.base import Policy
     from .settings import ControllerSettings
 
@@ -35,54 +35,25 @@ _LEAST_TICK_S = 0.001
 _TURNS = 4
 
 
-class Dispatcher:
-    """Hands out what the link and the lanes are free for. held: bytes asked for, arrived or kept."""
+class Dispatcher(Resources):
+    """Hands out what the link and the lanes are free for."""
 
     def __init__(
         self, estimates: Estimates, settings: ControllerSettings, policy: Policy, loads: dict[int, Load]
     ) -> None:
         """Start idle. loads: those under way, by number; ended ones are taken out."""
-        self._estimates, self._settings, self._policy, self._loads = estimates, settings, policy, loads
-        self.link = Link(estimates, settings.stall_s)
-        self.lanes = Lanes(settings.workers)
-        self.held = 0
-        self._turn = 0
+        super().__init__(estimates, settings, loads)
+        self._policy = policy
 
     def wake_at(self, now: float) -> float:
         """Instant of the next tick that is needed."""
         refining = (load for load in self._loads.values() if load.goal.objective == "quality" and load.is_ready)
         cuts = [self._cut(load) for load in refining]
-        regular = now + _TICK_S if self.link.flights else inf
-        if not self.link.flights and any(load.boards and not load.is_ready for load in self._loads.values()):
+        undecided = any(load.is_undecided for load in self._loads.values())
+        regular = now + _TICK_S if self.link.flights or undecided else inf
+        if undecided and not self.link.flights and self.lanes.is_free("prefill"):
             regular = now + max(self._settings.replan_s, _LEAST_TICK_S)
         return max(now, min([self.link.stalls_at, regular, *(cut for cut in cuts if cut > now)]))
-
-    # What is held.
-
-    def hold(self, board: DocumentBoard, chunk: int, size: int) -> None:
-        """Note how many bytes are held for a chunk from now on."""
-        self.held += size - int(board.held[chunk])
-        board.held[chunk] = size
-
-    def settle(self, board: DocumentBoard, chunk: int) -> None:
-        """A chunk that was to become better stays as it is."""
-        board.move(chunk, _S.READY)
-        board.level[chunk] = board.top[chunk] = board.valid_level[chunk]
-        self.hold(board, chunk, board.size(chunk, int(board.valid_level[chunk])))
-
-    def keep_or_release(self, load: Load, board: DocumentBoard, chunk: int, out: list[ev.Instruction]) -> None:
-        """Forget a decoded chunk's bytes unless a refinement may build on them."""
-        goal = load.goal
-        finest = int(board.top[chunk]) if goal.ceiling is None else min(int(board.top[chunk]), goal.ceiling)
-        refinable = goal.objective == "quality" and board.input.layered and board.valid_level[chunk] < finest
-        if not refinable:
-            self.release(board, chunk, out)
-
-    def release(self, board: DocumentBoard, chunk: int, out: list[ev.Instruction]) -> None:
-        """Forget a chunk's bytes."""
-        if board.held[chunk]:
-            self.hold(board, chunk, 0)
-            out.append(ev.Release(board.id(chunk)))
 
     def add(self, load: Load, board: DocumentBoard, now: float) -> None:
         """Choose a new document's variant, and leave out levels that would never fit into memory."""
@@ -123,18 +94,9 @@ class Dispatcher:
             if idle or now - load.planned_at >= self._settings.replan_s:
                 self._plan(load, now)
         order = self._order()
-        for load in order:
-            self._decode(load, now, out)
-        for load in order:
-            self._compute(load, now, out)
-        for load in order:
-            self._fetch(load, now, out)
-        for load in order:
-            self._refine(load, now, out)
-        for load in order:
-            self._reclaim(load, now, out)
-        for load in order:
-            self._conclude(load, now, out)
+        for begin in (self._decode, self._compute, self._fetch, self._refine, self._reclaim, self._conclude):
+            for load in order:
+                begin(load, now, out)
 
     def _rank(self, load: Load) -> tuple[bool, float, int]:
         """Whether a load is late anyway, when it is due, and its number; less goes first."""
@@ -151,15 +113,12 @@ class Dispatcher:
             order.insert(0, oldest)
         return order
 
-    def _costs(self, load: Load) -> CostModel:
-        return self._estimates.costs(load.query_tokens)
-
     def _cut(self, load: Load) -> float:
         """Instant at which a load is handed over as it is, so that the first token is in time."""
-        return load.due - self._settings.reserve_s - self._costs(load).closing_s(load.prompt_tokens)
+        return load.due - self._settings.reserve_s - self.costs_of(load).closing_s(load.prompt_tokens)
 
     def _plan(self, load: Load, now: float) -> None:
-        if not load.boards:
+        if not load.is_undecided and (load.alone_s is not None or not load.boards):
             return
         request = self._request(load, now)
         load.follow(self._policy.plan(request), request, now)
@@ -167,7 +126,7 @@ class Dispatcher:
             load.alone_s = now - load.asked_at + load.plan.finish_s
 
     def _request(self, load: Load, now: float) -> PlanRequest:
-        costs, settings, link = self._costs(load), self._settings, self.link
+        costs, settings, link = self.costs_of(load), self._settings, self.link
         ahead = [other for other in self._loads.values() if self._rank(other) < self._rank(load)]
         flights = link.flights
         promised = Promised(
@@ -179,7 +138,7 @@ class Dispatcher:
         )
         base = PlanRequest(
             chunks=_NOTHING, costs=costs, goal=load.goal, bandwidth=link.bandwidth, bandwidth_low=link.bandwidth_low,
-            prompt_tokens=0, chunks_total=0, promised=promised,
+            prompt_tokens=0, promised=promised,
             left_s=None if load.due == inf else load.due - now - settings.reserve_s - self._beside_s(load),
             lead_s=link.lead_s(now), ttfb_s=link.ttfb_s, parallel=settings.max_in_flight, workers=settings.workers,
             decode_batch=settings.decode_batch, throughput=link.throughput, now=now,
@@ -205,34 +164,20 @@ class Dispatcher:
         return seconds
 
     def _decode(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
-        """Decode what arrived, of the document of which most did: what is not valid yet before what becomes better."""
+        """Decode what arrived, in one batch: what is not valid yet before what only becomes better."""
         if not self.lanes.is_free("decode"):
             return
         for state, then in ((_S.ARRIVED, _S.DECODING), (_S.REFINED, _S.REDECODING)):
-            # A forward pass reads what is before it in its document: nothing of that is overwritten meanwhile.
-            able = [
-                board
-                for board in load.boards
+            places = [
+                (board, chunk)
+                for board, chunk in load.having(state)
                 if (board.head_done or not board.input.head_start)
+                # A forward pass reads what is before it in its document: nothing of that is overwritten meanwhile.
                 and not (then == _S.REDECODING and self._is_extended(board))
             ]
-            board = max(able, key=lambda board: int((board.state == state).sum()), default=None)
-            chunks = np.flatnonzero(board.state == state)[: self._settings.decode_batch].tolist() if board else []
-            if board and chunks:
-                self._start_decode(load, board, chunks, then, now, out)
+            if places:
+                self.start_decode(load, places[: self._settings.decode_batch], then, now, out)
                 return
-
-    def _start_decode(
-        self, load: Load, board: DocumentBoard, chunks: list[int], then: ChunkState, now: float, out: list[ev.Instruction]
-    ) -> None:
-        for chunk in chunks:
-            board.move(chunk, then)
-        size = sum(board.size(chunk, int(board.level[chunk])) for chunk in chunks)
-        seconds = self._costs(load).decode.seconds(int(board.tokens[chunks].sum()), size)
-        ids = tuple(board.id(chunk) for chunk in chunks)
-        self.lanes.start("decode", Job("decode", load.number, board.number, ids, now, seconds))
-        out.append(ev.Decode(ids, tuple(int(board.level[chunk]) for chunk in chunks)))
-        self._turn += 1
 
     def _is_extended(self, board: DocumentBoard) -> bool:
         """Whether a forward pass over chunks of a document is running."""
@@ -243,7 +188,7 @@ class Dispatcher:
         """Compute a head start that fetched chunks wait for, or the next forward pass of the plan."""
         if not self.lanes.is_free("prefill"):
             return
-        costs = self._costs(load)
+        costs = self.costs_of(load)
         for board in load.boards:
             waited_for = among(board.state, (_S.FETCHING, _S.ARRIVED)).any()
             if board.head_s_share and waited_for:
@@ -260,11 +205,14 @@ class Dispatcher:
             return
         board, run = found
         first = run[0]
-        if board.top[first] >= min(load.goal.floor, max(board.finest, 0)) and costs.prefill.seconds(*board.prefill_span(first, first)) > limit_s:
+        if (
+            board.top[first] >= min(load.goal.floor, max(board.finest, 0))
+            and costs.prefill.seconds(*board.prefill_span(first, first)) > limit_s
+        ):
             # Perhaps too slow even for one chunk: it is fetched as well as the others.
             load.fetch_instead(board, first)
         else:
-            self._start_pass(load, board, run, now, out)
+            self.start_pass(load, board, run, now, out)
 
     def _pass_limit_s(self, load: Load, costs: CostModel, now: float) -> float:
         """Seconds that a pass may take: half of what is to be recomputed, so that the meeting point can still move.
@@ -281,20 +229,6 @@ class Dispatcher:
         doubt = max(self._estimates.prefill.high, bandwidth.high / max(bandwidth.value, 1.0))
         ready_s = load.planned_at + load.plan.finish_s - costs.closing_s(load.prompt_tokens) - now
         return min(limit, ready_s / doubt) if doubt > _DOUBT else limit
-
-    def _start_pass(
-        self, load: Load, board: DocumentBoard, run: list[int], now: float, out: list[ev.Instruction]
-    ) -> None:
-        for chunk in run:
-            board.reasons[chunk] = load.reason(board, chunk)
-            board.move(chunk, _S.RECOMPUTING)
-            board.level[chunk] = -1
-        seconds = self._costs(load).prefill.seconds(*board.prefill_span(run[0], run[-1]))
-        ids = tuple(board.id(chunk) for chunk in run)
-        self.lanes.start("prefill", Job("recompute", load.number, board.number, ids, now, seconds))
-        load.compute_s = max(0.0, load.compute_s - seconds)
-        self._turn += 1
-        out.append(ev.Recompute(ids[0], ids[-1]))
 
     def _window_open(self) -> bool:
         """Whether another fetch may be opened: enough to keep the link busy, little enough to decide late."""
@@ -319,38 +253,14 @@ class Dispatcher:
             if board.state[chunk] != _S.PLANNED or board.top[chunk] < level:
                 load.waiting.pop(0)
                 continue
-            if not self._make_room(load, board.size(chunk, level), out):
+            if not self.make_room(load, board.size(chunk, level), out):
                 return
             load.waiting.pop(0)
             board.reasons[chunk] = load.reason(board, chunk)
             board.move(chunk, _S.FETCHING)
-            self._ask(load, (board, chunk), 0, level, now + self._settings.patience_s, now, out)
+            self.ask(load, (board, chunk), 0, level, now + self._settings.patience_s, now, out)
             if load.plan:
                 load.plan = replace(load.plan, bytes=max(0, load.plan.bytes - board.size(chunk, level)))
-
-    def _ask(
-        self, load: Load, place: Place, first: int, level: int, until: float, now: float, out: list[ev.Instruction]
-    ) -> None:
-        board, chunk = place
-        size = board.size(chunk, level) - (board.size(chunk, first - 1) if first else 0)
-        board.level[chunk] = level
-        self.hold(board, chunk, board.size(chunk, level))
-        decode, batch = self._costs(load).decode, self._settings.decode_batch
-        work = decode.seconds(int(board.tokens[chunk]), board.size(chunk, level)) - decode.base_s * (1 - 1 / batch)
-        self.link.ask(Flight(board.id(chunk), size, size, now, until, work))
-        self._turn += 1
-        out.append(ev.Fetch(board.id(chunk), first, level, size, board.variant, until))
-
-    def _make_room(self, load: Load, size: int, out: list[ev.Instruction]) -> bool:
-        """Forget what is only kept for refinements, as far as that is needed."""
-        while self.held + size > self._settings.memory_bytes:
-            everyone = [load, *(other for other in self._loads.values() if other is not load)]
-            ready = (place for each in everyone for place in each.having(_S.READY))
-            kept = next((place for place in ready if place[0].held[place[1]]), None)
-            if kept is None:
-                return False
-            self.release(*kept, out)
-        return True
 
     def _refine(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Open the refinements that the plan names, once nothing else is to be fetched."""
@@ -361,41 +271,30 @@ class Dispatcher:
             more = board.size(chunk, level) - board.size(chunk, level - 1) if board.top[chunk] >= level else 0
             usable = board.state[chunk] == _S.READY and board.held[chunk] and board.top[chunk] >= level
             if usable and self.held + more <= self._settings.memory_bytes:
-                board.reasons[chunk] = "refined: time is left"
                 board.move(chunk, _S.REFINING)
-                self._ask(load, (board, chunk), level, level, cut, now, out)
+                self.ask(load, (board, chunk), level, level, cut, now, out)
 
     def _reclaim(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Give up fetches that idle compute would beat."""
         if not self._policy.gives_up or not self.lanes.is_free("prefill"):
             return
-        costs = self._costs(load)
+        costs = self.costs_of(load)
         for board in load.boards:
             run: list[int] = []
             for chunk in range(board.ready_before(), board.count):
                 if board.state[chunk] != _S.FETCHING or not board.can_text[chunk]:
                     break
                 size = board.size(chunk, int(board.level[chunk]))
-                tokens, context = board.prefill_span(chunk, chunk)
+                tokens = int(board.tokens[chunk])
                 ready_s = self.link.arrival_s(board.id(chunk), now) + costs.decode.seconds(tokens, size)
-                if ready_s <= self._settings.cancel_margin * costs.prefill.seconds(*board.prefill_span((run or [chunk])[0], chunk)):
+                if ready_s <= self._settings.cancel_margin * costs.prefill.seconds(
+                    *board.prefill_span((run or [chunk])[0], chunk)
+                ):
                     break
                 run.append(chunk)
             if run:
-                self._give_up(load, board, run, now, out)
+                self.give_up(load, board, run, now, out)
                 return
-
-    def _give_up(self, load: Load, board: DocumentBoard, run: list[int], now: float, out: list[ev.Instruction]) -> None:
-        trouble = "the link is silent" if self.link.stalled else "the link became slow"
-        for chunk in run:
-            self.link.close(board.id(chunk), now, arrived=False)
-            board.lose(chunk, trouble, fetch=True)
-            self.hold(board, chunk, 0)
-            load.fallbacks += 1
-            out.append(ev.Cancel(board.id(chunk), trouble))
-        self._start_pass(load, board, run, now, out)
-        for chunk in run:
-            board.reasons[chunk] = "sooner than its fetch"
 
     # How loads end.
 
@@ -428,7 +327,7 @@ class Dispatcher:
     def _verdict(self, load: Load, now: float) -> str:
         if load.due == inf:
             return "all chunks are ready"
-        left = load.due - now - self._costs(load).closing_s(load.prompt_tokens)
+        left = load.due - now - self.costs_of(load).closing_s(load.prompt_tokens)
         return f"in time by {left:.3f} s" if left >= 0 else f"late by {-left:.3f} s"
 
     def end(self, load: Load, out: list[ev.Instruction]) -> None:
@@ -444,5 +343,5 @@ class Dispatcher:
 
 _NOTHING = Columns(
     *(np.zeros(0, np.int64),) * 4, np.zeros((1, 0), np.int64), np.zeros((1, 0)), *(np.zeros(0, np.int64),) * 2,
-    np.zeros(0), np.zeros(0, np.bool_), np.zeros(0, np.bool_), np.zeros(0),
+    np.zeros(0), np.zeros(0, np.bool_), np.zeros(0),
 )  # fmt: skip

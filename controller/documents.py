@@ -64,9 +64,7 @@ class DocumentPlanInput:
             raise ArgumentError(msg)
 
     @classmethod
-    def from_blob(
-        cls, info: BlobInfo, *, has_text: bool | None = None, head_start: float = 0.0
-    ) -> DocumentPlanInput:
+    def from_blob(cls, info: BlobInfo, *, has_text: bool | None = None, head_start: float = 0.0) -> DocumentPlanInput:
         """Take a blob's index. ``has_text`` defaults to whether the blob carries its token ids."""
         spans = [info.chunk_span(chunk) for chunk in range(info.chunks)]
         # A lossless level is many times larger and helps no answer: it is planned only where there is nothing else.

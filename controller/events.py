@@ -163,7 +163,7 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Decode:
-    """Decode chunks of one document, each at its level, from all bytes of it that have arrived."""
+    """Decode chunks of one load, each at its level, from all bytes of it that have arrived."""
 
     chunks: tuple[ChunkId, ...]
     levels: tuple[int, ...]

@@ -10,7 +10,8 @@ import numpy as np
 
 from kvwire.errors import ArgumentError
 
-from .board import ChunkState, DocumentBoard, among, columns_of, refinable_of
+from .board import ChunkState, DocumentBoard, among
+from .columns import open_columns, refinable_columns
 from .policies.base import RECOMPUTE, PlanRequest
 from .policies.timeline import prefill_s
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from .costs import CostModel
     from .documents import DocumentPlanInput
     from .events import Asked
-    from .policies.base import Plan, Policy
+    from .policies.base import Plan
 
 Place = tuple[DocumentBoard, int]
 """A chunk: its document and its number there."""
@@ -29,9 +30,9 @@ Place = tuple[DocumentBoard, int]
 class Load:
     """A prompt on its way. due: instant of the deadline, infinite without one.
 
-    known_since: instant at which the first document was known. plan: the latest; planned_at: when it was made. waiting: chunks that it fetches, next one first. refine: the
-    refinements that it names. compute_s: seconds of recomputation that it holds. fallbacks: chunks for which a fetch or
-    a decode was given up for recomputation.
+    known_since: instant at which the first document was known. plan: the latest; planned_at: when it was made.
+    waiting: chunks that it fetches, next one first. refine: the refinements that it names. compute_s: seconds of
+    recomputation that it holds. fallbacks: chunks for which a fetch or decode was given up for recomputation.
     """
 
     def __init__(self, asked: Asked, now: float) -> None:
@@ -94,6 +95,16 @@ class Load:
         """Whether all chunks are valid."""
         return self.is_known and all(bool(board.valid.all()) for board in self.boards)
 
+    @property
+    def is_undecided(self) -> bool:
+        """Whether a plan could still change anything: a chunk that nothing was started for, or that may be refined."""
+        for board in self.boards:
+            if (board.state == ChunkState.PLANNED).any():
+                return True
+            if self.goal.objective == "quality" and ((board.state == ChunkState.READY) & (board.held > 0)).any():
+                return True
+        return False
+
     def is_promised(self) -> bool:
         """Whether a finer level of any chunk is on its way."""
         return next(self.having(ChunkState.REFINING, ChunkState.REFINED, ChunkState.REDECODING), None) is not None
@@ -105,31 +116,29 @@ class Load:
             for board in self.boards
             if board.head_s_share
         }
-        columns, self._where, self._chunk = columns_of(self.boards, heads)
+        columns, self._open = open_columns(self.boards, heads)
         refinable = None
         if self.goal.objective == "quality":
-            refinable, self._refine_where, self._refine_chunk = refinable_of(self.boards, self.goal.ceiling)
+            refinable, self._refinable = refinable_columns(self.boards, self.goal.ceiling)
         # What the other documents need is not known yet: until then the known ones get their share of everything.
         share = len(self.boards) / len(self._slots)
         costs = replace(costs, prefill=costs.prefill.scaled(1 / share), decode=costs.decode.scaled(1 / share))
         base = replace(base, bandwidth=base.bandwidth * share, bandwidth_low=base.bandwidth_low * share)
-        total = sum(board.count for board in self.boards)
         return replace(
-            base, chunks=columns, goal=self.goal, prompt_tokens=self.prompt_tokens, chunks_total=total,
-            refinable=refinable, costs=costs, started=self.asked_at,
-        )  # fmt: skip
+            base, chunks=columns, goal=self.goal, prompt_tokens=self.prompt_tokens, refinable=refinable, costs=costs
+        )
 
     def follow(self, plan: Plan, request: PlanRequest, now: float) -> None:
         """Take over a plan for the request made last."""
         self.plan, self.planned_at = plan, now
-        levels, where, chunk = plan.levels.tolist(), self._where.tolist(), self._chunk.tolist()
+        levels, where, chunk = plan.levels.tolist(), self._open.where.tolist(), self._open.chunk.tolist()
         self.waiting = [(self.boards[where[at]], chunk[at], levels[at]) for at in plan.order]
         self.recompute = {}
         for at in np.flatnonzero(plan.levels == RECOMPUTE).tolist():
             self.recompute.setdefault(where[at], set()).add(chunk[at])
         self.compute_s = float(prefill_s(request)[plan.levels == RECOMPUTE].sum()) if len(chunk) else 0.0
         self.lifted = {(where[at], chunk[at]) for at in plan.lifted}
-        self.refine = [(self.boards[self._refine_where[at]], int(self._refine_chunk[at])) for at in plan.refine]
+        self.refine = [(self.boards[self._refinable.where[at]], int(self._refinable.chunk[at])) for at in plan.refine]
 
     def next_pass(self, costs: CostModel, limit_s: float) -> tuple[DocumentBoard, list[int]] | None:
         """Chunks of the first forward pass that can run now and that the plan wants; None where there is none."""

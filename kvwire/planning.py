@@ -166,14 +166,14 @@ class _Patient:
     choosing: variants are to be chosen from, which asks for plans of the documents known so far.
     """
 
-    def __init__(self, policy: Policy, chunks: int, *, choosing: bool) -> None:
-        self._policy, self._chunks, self._choosing = policy, chunks, choosing
+    def __init__(self, policy: Policy, tokens: int, *, choosing: bool) -> None:
+        self._policy, self._tokens, self._choosing = policy, tokens, choosing
         self.name, self.window, self.gives_up = policy.name, policy.window, policy.gives_up
 
     def plan(self, request: PlanRequest) -> Plan:
         """Ask the policy."""
         levels = np.zeros(request.chunks.count, np.int64)
-        if request.chunks_total == self._chunks:
+        if request.prompt_tokens == self._tokens:
             self.asked, self.answered = request, self._policy.plan(request)
             return self.answered
         if self._choosing:
@@ -255,9 +255,9 @@ class Situation:
 
     def forecast(self, policy: Policy | None = None) -> Forecast:
         """What a policy plans when all heads are read and nothing has begun."""
-        count = sum(len(variants[0].tokens) for variants in self.documents)
+        tokens = sum(sum(variants[0].tokens) for variants in self.documents)
         choosing = any(len(variants) > 1 for variants in self.documents)
-        patient = _Patient(policy or Adaptive(), count, choosing=choosing)
+        patient = _Patient(policy or Adaptive(), tokens, choosing=choosing)
         controller = ctl.Controller(self.estimates.copy(), self.settings, patient)
         controller.handle(ev.Asked(0, len(self.documents), self.query_tokens, self.goal), 0.0)
         for number, variants in enumerate(self.documents):

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .base import RECOMPUTE, Plan
-from .timeline import Timeline, decode_s, wire_s
+from .timeline import Timeline, decode_s, prefill_s, wire_s
 
 if TYPE_CHECKING:
     from .base import Ints, PlanRequest
 
 
 _AS_GOOD = 1.001
+_LONG = 40.0  # recomputation of that many times a pass's fixed cost can afford one more pass
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,9 @@ def _earliest(request: PlanRequest) -> Plan:
     as_it_is = replace(request, refinable=None)
     timeline = Timeline(as_it_is, np.array([request.goal.floor]), request.bandwidth)
     split = int(np.argmin(timeline.finish_s[0]))
-    if not split and timeline.counts[0] and not len(request.promised.wire):
-        # An idle link tells nothing. One chunk, the last that compute would come to, costs no time, and may tell much.
+    worth_it = request.bandwidth > 0 and float(prefill_s(request).sum()) > _LONG * request.costs.prefill.base_s
+    if not split and timeline.counts[0] and not len(request.promised.wire) and worth_it:
+        # An idle link tells nothing. One chunk, the last that compute would come to, costs little, and may tell much.
         return replace(_written(request, timeline, 0, 1, "soonest"), finish_s=float(timeline.finish_s[0, 0]))
     return _written(request, timeline, 0, split, "soonest")
 
@@ -142,6 +144,4 @@ def _only_refine(request: PlanRequest) -> Plan:
     link = request.lead_s + float(request.promised.wire.sum()) / max(request.bandwidth_low, 1.0) + np.cumsum(wire)
     ends = np.maximum(link + work, finish_s - closing + np.cumsum(work)) + closing
     fitting = best[: int(np.searchsorted(ends, request.left_s, side="right"))]
-    return Plan(
-        nothing.levels, (), finish_s, 0.0, 0, in_time, "time is left", refine=open_to_it[fitting].tolist()
-    )
+    return Plan(nothing.levels, (), finish_s, 0.0, 0, in_time, "time is left", refine=open_to_it[fitting].tolist())

@@ -38,7 +38,7 @@ class Columns:
     sizes: bytes of levels 0..k ``[L, n]``. errors: once decoded up to k ``[L, n]``. Both repeat the last level that a
     chunk has. top: finest level that can be fetched, -1 for none ``[n]``. finest: the document's finest ``[n]``.
     exact_error: what a recomputed chunk counts with: its own finest error, 0 without a blob ``[n]``.
-    can_text: the chunk can be recomputed ``[n]``. layered: it can be refined ``[n]``.
+    can_text: the chunk can be recomputed ``[n]``.
     head_s: seconds of head start that its document still needs if any of it is fetched ``[n]``.
     """
 
@@ -52,7 +52,6 @@ class Columns:
     finest: Ints
     exact_error: Floats
     can_text: Flags
-    layered: Flags
     head_s: Floats
 
     @property
@@ -109,8 +108,8 @@ class Refinable:
 class Promised:
     """What has been asked for already, by this load or by others that go first.
 
-    wire: bytes that each open fetch still needs, in the order of the requests ``[q]``. work_s: decoding that each brings
-    ``[q]``. prefill_s, decode_s: compute that runs or waits. ahead_bytes: what others will fetch first.
+    wire: bytes that each open fetch still needs, in the order of the requests ``[q]``. work_s: decoding that each
+    brings ``[q]``. prefill_s, decode_s: compute that runs or waits. ahead_bytes: what others will fetch first.
     """
 
     wire: Floats = field(default_factory=lambda: np.zeros(0))
@@ -129,7 +128,8 @@ class PlanRequest:
     left_s: seconds until the first token is due, None for no deadline; the reserve is taken off already.
     prompt_tokens: of all documents. bandwidth, bandwidth_low: bytes per second, expected and to rely on.
     lead_s: until the link delivers again, at most one time to first byte. ttfb_s, parallel: what a request waits, and
-    how many may be open. throughput: bytes per second since the link was last idle, None before the first. now, started: instants, for policies that look into the future. chunks_total: of the whole load.
+    how many may be open. throughput: bytes per second since the link was last idle, None before the first. now: the
+    instant, for policies that look into the future.
     """
 
     chunks: Columns
@@ -138,7 +138,6 @@ class PlanRequest:
     bandwidth: float
     bandwidth_low: float
     prompt_tokens: int
-    chunks_total: int
     refinable: Refinable | None = None
     promised: Promised = field(default_factory=Promised)
     left_s: float | None = None
@@ -149,7 +148,6 @@ class PlanRequest:
     decode_batch: int = 1
     throughput: float | None = None
     now: float = 0.0
-    started: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)

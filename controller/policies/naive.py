@@ -1,8 +1,10 @@
-"""The naive twin of the timeline: each candidate is played through event by event; for tests, and as the rule itself."""
+"""The naive twin of the timeline: each candidate is played through event by event; for tests, and as the rule."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from .base import RECOMPUTE, SLOWEST
 from .timeline import decode_s, prefill_s, wire_s
@@ -66,20 +68,30 @@ def _arrivals(
         arrivals.append((at, float(work)))
     at += promised.ahead_bytes / max(bandwidth, SLOWEST)
     for column, size in zip(tail, sizes, strict=True):
-        at += float(wire_s(request, size, bandwidth))
-        arrivals.append((at, float(decode_s(request, request.chunks.tokens[column], size))))
+        at += _wire_s(request, size, bandwidth)
+        arrivals.append((at, _decode_s(request, int(request.chunks.tokens[column]), size)))
     return arrivals, at
+
+
+def _wire_s(request: PlanRequest, size: int, bandwidth: float) -> float:
+    return float(wire_s(request, np.array([size]), bandwidth)[0])
+
+
+def _decode_s(request: PlanRequest, tokens: int, size: int) -> float:
+    return float(decode_s(request, np.array([tokens]), np.array([size]))[0])
 
 
 def _raising(request: PlanRequest, target: int, bandwidth: float) -> list[tuple[float, float]]:
     """``(seconds on the link, decode)`` of each chunk that is raised."""
     some, out = request.refinable, []
-    for column in range(len(some.level) if some else 0):
+    if some is None:
+        return []
+    for column in range(len(some.level)):
         level, to = int(some.level[column]), min(target, int(some.top[column]))
         if to > level:
             size = int(some.sizes[to, column])
-            wire = float(wire_s(request, size - int(some.sizes[level, column]), bandwidth))
-            out.append((wire, float(decode_s(request, some.tokens[column], size))))
+            wire = _wire_s(request, size - int(some.sizes[level, column]), bandwidth)
+            out.append((wire, _decode_s(request, int(some.tokens[column]), size)))
     return out
 
 

@@ -31,13 +31,13 @@ def levels_for(request: PlanRequest, targets: Ints) -> Ints:
     return request.chunks.level_for(targets[:, None])
 
 
-def wire_s(request: PlanRequest, sizes: Any, bandwidth: float) -> Any:
+def wire_s(request: PlanRequest, sizes: Ints, bandwidth: float) -> Floats:
     """Seconds for which a fetch of some bytes holds up the next one; sizes: ``[...]``, 0 for no fetch."""
     # Requests that share a link end together, and it idles for one time to first byte until the next ones deliver.
     return np.where(sizes > 0, sizes / max(bandwidth, SLOWEST) + request.ttfb_s / request.parallel, 0.0)
 
 
-def decode_s(request: PlanRequest, tokens: Ints, sizes: Any) -> Any:
+def decode_s(request: PlanRequest, tokens: Ints, sizes: Ints) -> Floats:
     """Seconds of a decode lane that chunks of some bytes take; 0 where nothing is fetched."""
     cost = request.costs.decode
     each = cost.base_s / request.decode_batch + cost.token_s * tokens + cost.byte_s * sizes
@@ -58,8 +58,8 @@ class Timeline:
     """All candidates of one request at one bandwidth: target levels times numbers of chunks that are fetched.
 
     finish_s, error, bytes: ``[targets, splits]``: seconds from now to the first token; error summed over tokens of the
-    open chunks and of those to be raised; bytes of open chunks to fetch. Split k fetches the first k chunks of ``order`` of that target, from
-    ``least`` on, which must be fetched; splits beyond the number of chunks that can be fetched repeat the last one.
+    open chunks and of those to be raised; bytes of open chunks to fetch. Split k fetches the first k chunks of ``order`` of
+    that target, from ``least`` on, which must be fetched; other splits end never.
     """
 
     def __init__(self, request: PlanRequest, targets: Ints, bandwidth: float) -> None:

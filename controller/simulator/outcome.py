@@ -21,7 +21,7 @@ class Span:
     """Something that took from ``began`` to ``ended`` (instants): chunks first..last of a document on a lane.
 
     what: ``fetch``, ``failed``, ``cancelled``, ``decode``, ``recompute`` or ``head start``. level: of a fetch, and the
-    coarsest of a decode.
+    coarsest of a decode. A decode of several documents names the first one and its chunks.
     """
 
     lane: Lane

@@ -192,10 +192,10 @@ class World:
                 self._open(instruction)
             case ev.Decode(chunks, levels):
                 run = self._runs[chunks[0].load]
-                document = self._input(run, chunks[0].document)
-                sizes = [document.fetch_bytes[c.chunk][level] for c, level in zip(chunks, levels, strict=True)]
-                seconds = self._costs.decode.seconds(sum(document.tokens[c.chunk] for c in chunks), sum(sizes))
-                self._start("decode", instruction, seconds)
+                inputs = [(self._input(run, c.document), c.chunk) for c in chunks]
+                whole = sum(document.tokens[chunk] for document, chunk in inputs)
+                size = sum(d.fetch_bytes[chunk][level] for (d, chunk), level in zip(inputs, levels, strict=True))
+                self._start("decode", instruction, self._costs.decode.seconds(whole, size))
             case ev.Recompute(first, last):
                 tokens = self._input(self._runs[first.load], first.document).tokens
                 new, before = sum(tokens[first.chunk : last.chunk + 1]), sum(tokens[: first.chunk])
@@ -322,7 +322,8 @@ class World:
             seconds = job.ends - job.began
             match job.instruction:
                 case ev.Decode(chunks, levels):
-                    self._note(lane, job, chunks[0], chunks[-1].chunk, "decode", min(levels))
+                    for chunk, level in zip(chunks, levels, strict=True):
+                        self._note(lane, job, chunk, chunk.chunk, "decode", level)
                     corrupt = self._runs[chunks[0].load].corrupt
                     bad = tuple(chunk for chunk in chunks if chunk in corrupt)
                     corrupt.difference_update(bad)

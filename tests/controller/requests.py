@@ -16,7 +16,7 @@ def columns(documents):
     for number, (chunks, head_s) in enumerate(documents):
         context = 0
         for index, (tokens, top, can_text, number_of) in enumerate(chunks):
-            sizes = [tokens * 10 * 3**min(level, max(top, 0)) for level in range(LEVELS)]
+            sizes = [tokens * 10 * 3 ** min(level, max(top, 0)) for level in range(LEVELS)]
             errors = [0.1 ** (1 + min(level, max(top, 0))) * (1 + number_of / 10) for level in range(LEVELS)]
             text = can_text or top < 0
             finest = max(row[1] for row in chunks)
@@ -35,13 +35,15 @@ def columns(documents):
         finest=finest,
         exact_error=np.where(finest >= 0, 0.1 ** (1.0 + finest), 0.0),
         can_text=np.array(data[8], dtype=bool),
-        layered=np.ones(len(rows), dtype=bool),
         head_s=np.array(data[9], dtype=float),
     )
 
 
 CHUNK = st.tuples(
-    st.integers(1, 512), st.sampled_from([3, 3, 3, 2, 0, -1]), st.sampled_from([True, True, True, False]), st.integers(0, 9)
+    st.integers(1, 512),
+    st.sampled_from([3, 3, 3, 2, 0, -1]),
+    st.sampled_from([True, True, True, False]),
+    st.integers(0, 9),
 )
 DOCUMENT = st.tuples(st.lists(CHUNK, min_size=1, max_size=6), st.sampled_from([0.0, 0.0, 0.05]))
 SECONDS = st.floats(0, 0.5)
@@ -84,7 +86,6 @@ def plan_requests(draw):
         bandwidth=bandwidth,
         bandwidth_low=bandwidth * draw(st.floats(0.3, 1)),
         prompt_tokens=int(chunks.tokens.sum()),
-        chunks_total=chunks.count,
         promised=Promised(
             np.array([left for left, _ in flights]),
             np.array([work for _, work in flights]),

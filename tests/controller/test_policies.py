@@ -39,7 +39,7 @@ def request(chunks=3, *, tokens=512, top=3, text=True, deadline_s=None, objectiv
     )
     return PlanRequest(
         chunks=made, costs=COSTS, goal=goal, bandwidth=bandwidth, bandwidth_low=bandwidth,
-        prompt_tokens=tokens * chunks, chunks_total=chunks, left_s=deadline_s, **more,
+        prompt_tokens=tokens * chunks, left_s=deadline_s, **more,
     )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ def recorded(policy):
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 def test_a_load_with_troubles_happens_again(policy):
     log, new = recorded(policy)
-    assert len(log) > 50
+    assert len(log) > 20
     replay([load_entry(dump_entry(entry)) for entry in log], new)
 
 
@@ -56,7 +56,7 @@ def test_a_changed_log_is_noticed():
 
 def test_other_estimates_are_noticed():
     log, _ = recorded(Adaptive())
-    with pytest.raises(ArgumentError, match="same policy, settings and estimates"):
+    with pytest.raises(ArgumentError, match="compare policy, settings and estimates"):
         replay(log, Controller(Estimates(COSTS, 100 * MB, RTT_S), ControllerSettings(workers=2, decode_batch=2)))
 
 

@@ -11,6 +11,7 @@ from kvwire.controller.policies.timeline import Timeline
 
 from .requests import LEVELS, plan_requests
 
+
 def raised_error(some, target):
     """Error of chunks under way once they are raised, summed over tokens."""
     if some is None:

@@ -1,0 +1,125 @@
+"""What all loads share: the link, the lanes, and the bytes that are held; and what begins on them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from . import events as ev
+from .board import ChunkState
+from .lanes import Job, Lanes
+from .link import Flight, Link
+
+if TYPE_CHECKING:
+    from .board import DocumentBoard
+    from .costs import CostModel
+    from .estimates import Estimates
+    from .load import Load, Place
+    from .settings import ControllerSettings
+
+_S = ChunkState
+
+
+class Resources:
+    """One link, two lanes and a bound on bytes. held: bytes asked for, arrived or kept.
+
+    turns: things begun so far. loads: those under way, by number.
+    """
+
+    def __init__(self, estimates: Estimates, settings: ControllerSettings, loads: dict[int, Load]) -> None:
+        """Start idle."""
+        self._estimates, self._settings, self._loads = estimates, settings, loads
+        self.link = Link(estimates, settings.stall_s)
+        self.lanes = Lanes(settings.workers)
+        self.held = 0
+        self._turn = 0
+
+    def hold(self, board: DocumentBoard, chunk: int, size: int) -> None:
+        """Note how many bytes are held for a chunk from now on."""
+        self.held += size - int(board.held[chunk])
+        board.held[chunk] = size
+
+    def release(self, board: DocumentBoard, chunk: int, out: list[ev.Instruction]) -> None:
+        """Forget a chunk's bytes."""
+        if board.held[chunk]:
+            self.hold(board, chunk, 0)
+            out.append(ev.Release(board.id(chunk)))
+
+    def keep_or_release(self, load: Load, board: DocumentBoard, chunk: int, out: list[ev.Instruction]) -> None:
+        """Forget a decoded chunk's bytes unless a refinement may build on them."""
+        goal = load.goal
+        finest = int(board.top[chunk]) if goal.ceiling is None else min(int(board.top[chunk]), goal.ceiling)
+        refinable = goal.objective == "quality" and board.input.layered and board.valid_level[chunk] < finest
+        if not refinable:
+            self.release(board, chunk, out)
+
+    def settle(self, board: DocumentBoard, chunk: int) -> None:
+        """A chunk that was to become better stays as it is."""
+        board.move(chunk, _S.READY)
+        board.level[chunk] = board.top[chunk] = board.valid_level[chunk]
+        self.hold(board, chunk, board.size(chunk, int(board.valid_level[chunk])))
+
+    def make_room(self, load: Load, size: int, out: list[ev.Instruction]) -> bool:
+        """Forget what is only kept for refinements, as far as that is needed."""
+        while self.held + size > self._settings.memory_bytes:
+            everyone = [load, *(other for other in self._loads.values() if other is not load)]
+            ready = (place for each in everyone for place in each.having(_S.READY))
+            kept = next((place for place in ready if place[0].held[place[1]]), None)
+            if kept is None:
+                return False
+            self.release(*kept, out)
+        return True
+
+    def costs_of(self, load: Load) -> CostModel:
+        return self._estimates.costs(load.query_tokens)
+
+    def ask(
+        self, load: Load, place: Place, first: int, level: int, until: float, now: float, out: list[ev.Instruction]
+    ) -> None:
+        board, chunk = place
+        size = board.size(chunk, level) - (board.size(chunk, first - 1) if first else 0)
+        board.level[chunk] = level
+        self.hold(board, chunk, board.size(chunk, level))
+        decode, batch = self.costs_of(load).decode, self._settings.decode_batch
+        work = decode.seconds(int(board.tokens[chunk]), board.size(chunk, level)) - decode.base_s * (1 - 1 / batch)
+        self.link.ask(Flight(board.id(chunk), size, size, now, until, work))
+        self._turn += 1
+        out.append(ev.Fetch(board.id(chunk), first, level, size, board.variant, until))
+
+    def give_up(self, load: Load, board: DocumentBoard, run: list[int], now: float, out: list[ev.Instruction]) -> None:
+        trouble = "the link is silent" if self.link.stalled else "the link became slow"
+        for chunk in run:
+            self.link.close(board.id(chunk), now, arrived=False)
+            board.lose(chunk, trouble, fetch=True)
+            self.hold(board, chunk, 0)
+            load.fallbacks += 1
+            out.append(ev.Cancel(board.id(chunk), trouble))
+        self.start_pass(load, board, run, now, out)
+        for chunk in run:
+            board.reasons[chunk] = "sooner than its fetch"
+
+    def start_pass(
+        self, load: Load, board: DocumentBoard, run: list[int], now: float, out: list[ev.Instruction]
+    ) -> None:
+        for chunk in run:
+            board.reasons[chunk] = load.reason(board, chunk)
+            board.move(chunk, _S.RECOMPUTING)
+            board.level[chunk] = -1
+        seconds = self.costs_of(load).prefill.seconds(*board.prefill_span(run[0], run[-1]))
+        ids = tuple(board.id(chunk) for chunk in run)
+        self.lanes.start("prefill", Job("recompute", load.number, board.number, ids, now, seconds))
+        load.compute_s = max(0.0, load.compute_s - seconds)
+        self._turn += 1
+        out.append(ev.Recompute(ids[0], ids[-1]))
+
+    def start_decode(
+        self, load: Load, places: list[Place], then: ChunkState, now: float, out: list[ev.Instruction]
+    ) -> None:
+        for board, chunk in places:
+            board.move(chunk, then)
+        levels = tuple(int(board.level[chunk]) for board, chunk in places)
+        size = sum(board.size(chunk, level) for (board, chunk), level in zip(places, levels, strict=True))
+        seconds = self.costs_of(load).decode.seconds(sum(int(board.tokens[chunk]) for board, chunk in places), size)
+        ids = tuple(board.id(chunk) for board, chunk in places)
+        self.lanes.start("decode", Job("decode", load.number, ids[0].document, ids, now, seconds))
+        out.append(ev.Decode(ids, levels))
+        self._turn += 1
