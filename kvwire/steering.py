@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _LOOK_UPS = 16  # in stores at a time
 _LEAST_WAIT_S = 0.001  # the grain of event loops' timers
+_LATE_S = 0.02  # a timer that late tells of a loop that was blocked
+_GRACE_S = 0.01
 
 
 class Carrier(Protocol):
@@ -127,10 +129,20 @@ class Steering:
     def _wake(self, at: float) -> None:
         if self._timer:
             self._timer.cancel()
-        delay_s = max(_LEAST_WAIT_S, at - self.clock())
-        self._timer = None if at == inf else asyncio.get_running_loop().call_later(delay_s, self._tick)
+        self._timer = None if at == inf else self._call_at(at, self._tick)
 
-    def _tick(self) -> None:
+    def _call_at(self, at: float, work: Callable[[float], object]) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(max(_LEAST_WAIT_S, at - self.clock()), work, at)
+
+    def _tick(self, due: float) -> None:
+        """Tell that time has passed; where the loop was blocked, what came in meanwhile is taken in first."""
+        now = self.clock()
+        if now - due > _LATE_S:
+            self._timer = self._call_at(now + _GRACE_S, self._tick_now)
+        else:
+            self._tick_now(now)
+
+    def _tick_now(self, _: float) -> None:
         self.meter.flush()
         self.tell(ev.Tick())
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from kvwire.errors import StorageError
 from kvwire.load import Loader, LoadSettings
 from kvwire.memory import EstimatesFile
 from kvwire.quality import Reference
+from kvwire.steering import Steering, Threads
 from kvwire.store import MemoryStore
 from kvwire.transport import EmulatedLink, RateSchedule, parse_link
 
@@ -333,6 +336,38 @@ def test_the_log_of_a_real_load_replays_exactly(small, question, deadline_s):
     assert any(isinstance(entry.event, ev.TransferProgress) for entry in log)
     assert _given(log, ev.Finish)[0].decisions == answer.decisions
     replay(log, Controller(before, loader._controls))
+
+
+class _Clockwork:
+    """A controller that only wants a tick, 10 ms after every event."""
+
+    loads: ClassVar[dict[int, object]] = {}
+
+    def __init__(self):
+        self.events = []
+        self.wake_at = math.inf
+
+    def handle(self, event, now):
+        self.events.append(event)
+        self.wake_at = now + 0.01
+        return []
+
+
+def test_what_came_while_the_loop_was_blocked_is_told_before_the_tick():
+    arrived = ev.FirstByte(0.01)
+
+    async def block():
+        loop, controller = asyncio.get_running_loop(), _Clockwork()
+        steering = Steering(controller, threading.RLock(), Threads(1), None)
+        steering.tell(ev.FirstByte(0.0))
+        time.sleep(0.05)  # noqa: ASYNC251 - as a thread does that holds the interpreter's lock
+        loop.call_soon(loop.call_soon, loop.call_soon, steering.tell, arrived)  # from the socket to the fetcher
+        while not isinstance(controller.events[-1], ev.Tick):
+            await asyncio.sleep(0.001)
+        await steering.close()
+        return controller.events
+
+    assert asyncio.run(block())[1:] == [arrived, ev.Tick()]
 
 
 class _BreaksOnce(Fixed):
