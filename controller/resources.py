@@ -70,11 +70,13 @@ class Resources:
         return True
 
     def costs_of(self, load: Load) -> CostModel:
+        """What computing costs for a load, by what is known now."""
         return self._estimates.costs(load.query_tokens)
 
     def ask(
         self, load: Load, place: Place, first: int, level: int, until: float, now: float, out: list[ev.Instruction]
     ) -> None:
+        """Open a fetch of levels first..level of a chunk."""
         board, chunk = place
         size = board.size(chunk, level) - (board.size(chunk, first - 1) if first else 0)
         board.level[chunk] = level
@@ -86,6 +88,7 @@ class Resources:
         out.append(ev.Fetch(board.id(chunk), first, level, size, board.variant, until))
 
     def give_up(self, load: Load, board: DocumentBoard, run: list[int], now: float, out: list[ev.Instruction]) -> None:
+        """Cancel the fetches of neighbouring chunks, and recompute these at once."""
         trouble = "the link is silent" if self.link.stalled else "the link became slow"
         for chunk in run:
             self.link.close(board.id(chunk), now, arrived=False)
@@ -100,6 +103,7 @@ class Resources:
     def start_pass(
         self, load: Load, board: DocumentBoard, run: list[int], now: float, out: list[ev.Instruction]
     ) -> None:
+        """Begin a forward pass over neighbouring chunks of a document."""
         for chunk in run:
             board.reasons[chunk] = load.reason(board, chunk)
             board.move(chunk, _S.RECOMPUTING)
@@ -114,6 +118,7 @@ class Resources:
     def start_decode(
         self, load: Load, places: list[Place], then: ChunkState, now: float, out: list[ev.Instruction]
     ) -> None:
+        """Begin to decode a batch."""
         for board, chunk in places:
             board.move(chunk, then)
         levels = tuple(int(board.level[chunk]) for board, chunk in places)

@@ -58,8 +58,8 @@ class Timeline:
     """All candidates of one request at one bandwidth: target levels times numbers of chunks that are fetched.
 
     finish_s, error, bytes: ``[targets, splits]``: seconds from now to the first token; error summed over tokens of the
-    open chunks and of those to be raised; bytes of open chunks to fetch. Split k fetches the first k chunks of ``order`` of
-    that target, from ``least`` on, which must be fetched; other splits end never.
+    open chunks and of those to be raised; bytes of open chunks to fetch. Split k fetches the first k chunks of
+    ``order`` of that target, from ``least`` on, which must be fetched; other splits end never.
     """
 
     def __init__(self, request: PlanRequest, targets: Ints, bandwidth: float) -> None:
