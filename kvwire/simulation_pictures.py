@@ -25,8 +25,8 @@ _LEAST_SHADE, _MOST_SHADE = 0.12, 0.95
 _RECOMPUTED, _HEAD_START, _LOST = "#D55E00", "#CC79A7", "#BBBBBB"
 _LANES = (("link", "link", 2.4), ("decode", "decoder", 1.0), ("prefill", "prefill", 1.0))
 _GAP = 0.35
-_LABEL_SHARE = 0.075
-"""Share of the width from which on a bar has room for words."""
+_LETTER_SHARE = 0.0085
+"""Share of the width that a letter on a bar takes."""
 
 # Okabe and Ito's palette; dashes say the same again.
 _LINES = (
@@ -45,7 +45,7 @@ def draw_load(outcome: Outcome, title: str, path: Path) -> None:
     top, places = 0.0, []
     end_s = max(outcome.ttft_s, outcome.deadline_s or 0.0)
     for lane, name, height in reversed(_LANES):
-        _lane(axes, outcome, [span for span in outcome.spans if span.lane == lane], (top, height), finest)
+        _lane(axes, outcome, _jobs(span for span in outcome.spans if span.lane == lane), (top, height), finest)
         places.append((top + height / 2, name))
         top += height + _GAP
     axes.set_yticks([place for place, _ in places], [name for _, name in places])
@@ -83,6 +83,16 @@ def _marks(outcome: Outcome) -> Iterable[tuple[float, str, str, str]]:
         yield outcome.deadline_s, "#D00000", "--", f"deadline {outcome.deadline_s * 1e3:.0f} ms"
 
 
+def _jobs(spans: Iterable[Span]) -> list[Span]:
+    """Spans, those of a batch as one: its coarsest."""
+    batches: dict[tuple[str, float, float, int], Span] = {}
+    for number, span in enumerate(spans):
+        key = (span.what, span.began, span.ended, 0 if span.what == "decode" else number)
+        if key not in batches or (span.level or 0) < (batches[key].level or 0):
+            batches[key] = span
+    return list(batches.values())
+
+
 def _lane(axes: Axes, outcome: Outcome, spans: Sequence[Span], place: tuple[float, float], finest: int) -> None:
     """Bars of one lane; what overlaps in time lies in rows above each other."""
     bottom, height = place
@@ -102,7 +112,7 @@ def _lane(axes: Axes, outcome: Outcome, spans: Sequence[Span], place: tuple[floa
             bottom + (row + 0.5) * each, long_s, left=left, height=each * (0.9 if len(rows) > 1 else 1.0),
             color=_color(span, finest), hatch="////" if lost else None, edgecolor="white", linewidth=0.5,
         )  # fmt: skip
-        if span.lane == "prefill" and long_s > _LABEL_SHARE * width_s:
+        if span.lane == "prefill" and long_s > _LETTER_SHARE * len(_name(span)) * width_s:
             axes.text(left + long_s / 2, bottom + height / 2, _name(span), ha="center", va="center", fontsize=8,
                       color="white", clip_on=True)  # fmt: skip
 

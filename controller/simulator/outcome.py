@@ -20,8 +20,8 @@ Lane = Literal["link", "decode", "prefill"]
 class Span:
     """Something that took from ``began`` to ``ended`` (instants): chunks first..last of a document on a lane.
 
-    what: ``fetch``, ``failed``, ``cancelled``, ``decode``, ``recompute`` or ``head start``. level: of a fetch, and the
-    coarsest of a decode. A decode of several documents names the first one and its chunks.
+    what: ``fetch``, ``failed``, ``cancelled``, ``decode``, ``recompute`` or ``head start``. level: of a fetch or a
+    decode; chunks that are decoded in one batch have a span each, at the same time.
     """
 
     lane: Lane
