@@ -10,87 +10,83 @@ from .board import ChunkState, among
 from .policies.base import Columns, Refinable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
     from .board import DocumentBoard
-    from .policies.base import Floats, Ints
+    from .policies.base import Flags, Floats, Ints
 
 _S = ChunkState
 _RAISABLE = (_S.FETCHING, _S.ARRIVED, _S.DECODING, _S.READY, _S.REFINING, _S.REFINED, _S.REDECODING)
 
 
-class Selection:
-    """Some chunks of each of some documents; n in all.
+class SideBySide:
+    """All chunks of some documents; n in all. What never changes is laid out once, and again for other variants.
 
     where: position of each one's document in the list ``[n]``. chunk: its number there ``[n]``.
     """
 
-    def __init__(self, boards: Sequence[DocumentBoard], picks: Sequence[Ints]) -> None:
-        """Take the chosen chunks of each document."""
-        self._pairs = list(zip(boards, picks, strict=True))
-        self._levels = max((len(board.sizes) for board in boards), default=1)
-        self.where: Ints = np.repeat(np.arange(len(boards)), [len(pick) for pick in picks])
-        self.chunk: Ints = self.picked(lambda board: np.arange(board.count), np.int64)
+    def __init__(self, boards: Sequence[DocumentBoard]) -> None:
+        """Lay out what never changes."""
+        self._boards = boards
+        counts = [board.count for board in boards]
+        levels = max((len(board.sizes) for board in boards), default=1)
+        self.where: Ints = np.repeat(np.arange(len(boards)), counts)
+        self.chunk: Ints = np.concatenate([np.arange(0), *(np.arange(count) for count in counts)])
+        self._document: Ints = np.array([*(board.number for board in boards), 0])[self.where]
+        self._finest: Ints = np.array([*(board.finest for board in boards), 0])[self.where]
+        self._layered: Flags = np.array([*(board.input.layered for board in boards), False])[self.where]
+        self._tokens: Ints = self._joined("tokens", np.int64)
+        self._context: Ints = self._joined("context", np.int64)
+        self._exact_error: Floats = self._joined("exact_error", np.float64)
+        self._sizes: Ints = self._stacked("sizes", levels, np.int64)
+        self._errors: Floats = self._stacked("errors", levels, np.float64)
 
-    def picked(self, values: Callable[[DocumentBoard], NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
-        """A row of each document's ``[its chunks]``, of the chosen chunks ``[n]``."""
-        rows = [values(board)[pick] for board, pick in self._pairs]
-        return np.concatenate([*rows, np.zeros(0, dtype)]).astype(dtype)
+    def _joined(self, name: str, dtype: type[np.generic]) -> NDArray[Any]:
+        """Rows ``[its chunks]`` of all documents ``[n]``."""
+        return np.concatenate([np.zeros(0, dtype), *(getattr(board, name) for board in self._boards)])
 
-    def spread(self, values: Callable[[DocumentBoard], float], dtype: type[np.generic]) -> NDArray[Any]:
-        """A figure of each document, for each of its chosen chunks ``[n]``."""
-        return np.array([*(values(board) for board, _ in self._pairs), 0], dtype)[self.where]
+    def _stacked(self, name: str, levels: int, dtype: type[np.generic]) -> NDArray[Any]:
+        """Rows ``[own levels, its chunks]`` of all documents, the last level repeated ``[levels, n]``."""
+        parts = [getattr(board, name) for board in self._boards]
+        grown = [part[np.minimum(np.arange(levels), len(part) - 1)] for part in parts]
+        return np.concatenate([np.zeros((levels, 0), dtype), *grown], axis=1)
 
-    def stacked(self, values: Callable[[DocumentBoard], NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
-        """Rows ``[own levels, its chunks]`` of each document, its last level repeated ``[levels, n]``."""
-        parts = []
-        for board, pick in self._pairs:
-            rows = values(board)
-            parts.append(rows[np.minimum(np.arange(self._levels), len(rows) - 1)][:, pick])
-        return np.concatenate([*parts, np.zeros((self._levels, 0), dtype)], axis=1).astype(dtype)
+    def open(self, head_s: dict[int, float]) -> tuple[Columns, Ints]:
+        """Chunks that nothing was started for, and which of all they are.
 
+        head_s: seconds of head start that documents still need, by number.
+        """
+        picked = np.flatnonzero(self._joined("state", np.uint8) == _S.PLANNED)
+        columns = Columns(
+            document=self._document[picked],
+            chunk=self.chunk[picked],
+            tokens=self._tokens[picked],
+            context=self._context[picked],
+            sizes=self._sizes[:, picked],
+            errors=self._errors[:, picked],
+            top=self._joined("top", np.int64)[picked],
+            finest=self._finest[picked],
+            exact_error=self._exact_error[picked],
+            can_text=self._joined("can_text", np.bool_)[picked],
+            head_s=np.array([*(head_s.get(board.number, 0.0) for board in self._boards), 0.0])[self.where[picked]],
+        )
+        return columns, picked
 
-def open_columns(boards: Sequence[DocumentBoard], head_s: dict[int, float]) -> tuple[Columns, Selection]:
-    """Chunks that nothing was started for. head_s: seconds of head start that documents still need, by number."""
-    some = Selection(boards, [np.flatnonzero(board.state == _S.PLANNED) for board in boards])
-    columns = Columns(
-        document=some.spread(lambda board: board.number, np.int64),
-        chunk=some.chunk,
-        tokens=some.picked(lambda board: board.tokens, np.int64),
-        context=some.picked(lambda board: board.context, np.int64),
-        sizes=some.stacked(lambda board: board.sizes, np.int64),
-        errors=some.stacked(lambda board: board.errors, np.float64),
-        top=some.picked(lambda board: board.top, np.int64),
-        finest=some.spread(lambda board: board.finest, np.int64),
-        exact_error=some.picked(lambda board: board.exact_error, np.float64),
-        can_text=some.picked(lambda board: board.can_text, np.bool_),
-        head_s=some.spread(lambda board: head_s.get(board.number, 0.0), np.float64),
-    )
-    return columns, some
-
-
-def refinable_columns(boards: Sequence[DocumentBoard], ceiling: int | None) -> tuple[Refinable, Selection]:
-    """Chunks of layered blobs that have a finer level than was asked for, up to a ceiling."""
-
-    def most(board: DocumentBoard) -> Ints:
-        return board.top if ceiling is None else np.minimum(board.top, ceiling)
-
-    def able(board: DocumentBoard) -> Ints:
-        if not board.input.layered:
-            return np.zeros(0, np.int64)
-        return np.flatnonzero(among(board.state, _RAISABLE) & (board.held > 0) & (board.level < most(board)))
-
-    some = Selection(boards, [able(board) for board in boards])
-    sizes: Ints = some.stacked(lambda board: board.sizes, np.int64)
-    errors: Floats = some.stacked(lambda board: board.errors, np.float64)
-    refinable = Refinable(
-        level=some.picked(lambda board: board.level, np.int64),
-        top=some.picked(most, np.int64),
-        sizes=sizes,
-        errors=errors,
-        tokens=some.picked(lambda board: board.tokens, np.int64),
-        ready=some.picked(lambda board: board.state == _S.READY, np.bool_),
-    )
-    return refinable, some
+    def refinable(self, ceiling: int | None) -> tuple[Refinable, Ints]:
+        """Chunks of layered blobs that have a finer level than was asked for, up to a ceiling; and which they are."""
+        state, level = self._joined("state", np.uint8), self._joined("level", np.int64)
+        top = self._joined("top", np.int64)
+        most = top if ceiling is None else np.minimum(top, ceiling)
+        held = self._joined("held", np.int64) > 0
+        picked = np.flatnonzero(self._layered & held & (level < most) & among(state, _RAISABLE))
+        refinable = Refinable(
+            level=level[picked],
+            top=most[picked],
+            sizes=self._sizes[:, picked],
+            errors=self._errors[:, picked],
+            tokens=self._tokens[picked],
+            ready=state[picked] == _S.READY,
+        )
+        return refinable, picked

@@ -11,7 +11,7 @@ import numpy as np
 from kvwire.errors import ArgumentError
 
 from .board import ChunkState, DocumentBoard, among
-from .columns import open_columns, refinable_columns
+from .columns import SideBySide
 from .policies.base import RECOMPUTE, PlanRequest
 from .policies.timeline import prefill_s
 
@@ -54,6 +54,7 @@ class Load:
         self.refine: list[Place] = []
         self.compute_s = 0.0
         self.fallbacks = 0
+        self._laid_out: list[tuple[int, int]] | None = None
 
     def add(self, number: int, variants: tuple[DocumentPlanInput, ...], now: float) -> DocumentBoard:
         """Make a document known. Raises ArgumentError where it is known already or not of this load."""
@@ -116,14 +117,18 @@ class Load:
             for board in self.boards
             if board.head_s_share
         }
-        columns, self._open = open_columns(self.boards, heads)
+        variants = [(board.number, board.variant) for board in self.boards]
+        if self._laid_out != variants:
+            self._columns, self._laid_out = SideBySide(self.boards), variants
+        columns, self._open = self._columns.open(heads)
         refinable = None
         if self.goal.objective == "quality":
-            refinable, self._refinable = refinable_columns(self.boards, self.goal.ceiling)
-        # What the other documents need is not known yet: until then the known ones get their share of everything.
+            refinable, self._refinable = self._columns.refinable(self.goal.ceiling)
         share = len(self.boards) / len(self._slots)
-        costs = replace(costs, prefill=costs.prefill.scaled(1 / share), decode=costs.decode.scaled(1 / share))
-        base = replace(base, bandwidth=base.bandwidth * share, bandwidth_low=base.bandwidth_low * share)
+        if share < 1:
+            # What the other documents need is not known yet: until then the known ones get their share of everything.
+            costs = replace(costs, prefill=costs.prefill.scaled(1 / share), decode=costs.decode.scaled(1 / share))
+            base = replace(base, bandwidth=base.bandwidth * share, bandwidth_low=base.bandwidth_low * share)
         return replace(
             base, chunks=columns, goal=self.goal, prompt_tokens=self.prompt_tokens, refinable=refinable, costs=costs
         )
@@ -131,14 +136,16 @@ class Load:
     def follow(self, plan: Plan, request: PlanRequest, now: float) -> None:
         """Take over a plan for the request made last."""
         self.plan, self.planned_at = plan, now
-        levels, where, chunk = plan.levels.tolist(), self._open.where.tolist(), self._open.chunk.tolist()
+        where, chunk = self._columns.where[self._open].tolist(), self._columns.chunk[self._open].tolist()
+        levels = plan.levels.tolist()
         self.waiting = [(self.boards[where[at]], chunk[at], levels[at]) for at in plan.order]
         self.recompute = {}
         for at in np.flatnonzero(plan.levels == RECOMPUTE).tolist():
             self.recompute.setdefault(where[at], set()).add(chunk[at])
         self.compute_s = float(prefill_s(request)[plan.levels == RECOMPUTE].sum()) if len(chunk) else 0.0
         self.lifted = {(where[at], chunk[at]) for at in plan.lifted}
-        self.refine = [(self.boards[self._refinable.where[at]], int(self._refinable.chunk[at])) for at in plan.refine]
+        places = [self._refinable[at] for at in plan.refine]
+        self.refine = [(self.boards[self._columns.where[at]], int(self._columns.chunk[at])) for at in places]
 
     def next_pass(self, costs: CostModel, limit_s: float) -> tuple[DocumentBoard, list[int]] | None:
         """Chunks of the first forward pass that can run now and that the plan wants; None where there is none."""

@@ -72,7 +72,11 @@ class Timeline:
         forced = fetched & ~chunks.can_text
         # Forced chunks first, then from the back; what is not fetched comes last and costs the link nothing.
         rank = np.where(forced, 0, np.where(fetched, 1, 2)) * chunks.count + np.arange(chunks.count)[::-1]
-        self.order = np.argsort(rank, axis=1, kind="stable")
+        self._alike = bool((rank == rank[:1]).all())  # the usual case, and much quicker
+        if self._alike:
+            self.order = np.broadcast_to(np.argsort(rank[0], kind="stable"), rank.shape)
+        else:
+            self.order = np.argsort(rank, axis=1, kind="stable")
         self.counts = fetched.sum(axis=1)
         self.least = forced.sum(axis=1)
         wire, work = wire_s(request, self.sizes, bandwidth), decode_s(request, chunks.tokens, self.sizes)
@@ -84,6 +88,8 @@ class Timeline:
 
     def _sorted(self, values: NDArray[Any]) -> NDArray[Any]:
         """Columns ``[targets, n]`` in each target's order."""
+        if self._alike:
+            return np.broadcast_to(values, self.order.shape)[:, self.order[0]]
         return np.take_along_axis(np.broadcast_to(values, self.order.shape), self.order, axis=1)
 
     def _cumulated(self, values: NDArray[Any]) -> NDArray[Any]:
@@ -123,6 +129,9 @@ class Timeline:
         both = np.where(either, seconds, 0.0)
         front = both.sum(axis=1, keepdims=True) - self._cumulated(self._sorted(both))
         cold = np.where(fetched | lost, 0.0, seconds).sum(axis=1, keepdims=True)
+        heads = self._heads(fetched)
+        if not lost.any():
+            return request.promised.prefill_s + front + cold + heads, np.zeros(self.finish_shape)
         # Lost chunks behind the first one fetched wait; those before it belong to the front.
         after = np.zeros((len(fetched), chunks.count + 1))
         after[:, :-1] = np.cumsum(np.where(lost, seconds, 0.0)[:, ::-1], axis=1)[:, ::-1]
@@ -132,7 +141,6 @@ class Timeline:
         lead = np.minimum.accumulate(lead, axis=1)
         late = np.take_along_axis(after, lead, axis=1)
         front += after[:, :1] - late
-        heads = self._heads(fetched)
         return request.promised.prefill_s + front + cold + heads, late
 
     @property
@@ -200,6 +208,8 @@ class Raised:
 
 def _behind_fetched(chunks: Columns, fetched: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Chunks with an earlier one of their document among those that may be fetched ``[targets, n]``."""
+    if fetched.all():
+        return np.zeros(fetched.shape, np.bool_)
     before = np.zeros((len(fetched), chunks.count + 1), np.int64)
     np.cumsum(fetched, axis=1, out=before[:, 1:])
     starts = np.searchsorted(chunks.document, chunks.document, side="left")
