@@ -50,7 +50,7 @@ class TransferProgress:
     """Bytes came between two instants.
 
     started: the first byte's arrival, or the end of this request's last report; never the sending of the request.
-    Report several times within the settings' ``stall_s``. chunk: whose bytes; None: the oldest open request's.
+    Report several times within the settings' ``stall_s``. chunk: whose bytes; None: nobody knows.
     """
 
     bytes: int

@@ -83,6 +83,7 @@ class Link:
         self.flights.remove(flight)
         if arrived:
             self.alive(now)
+            self._return(flight.left)
             self._period_bytes += flight.size
             if now > self._period_began:
                 self.throughput = self._period_bytes / (now - self._period_began)
@@ -101,11 +102,23 @@ class Link:
         self._estimates.bandwidth.add(size, started, ended)
         if size:
             self.alive(ended)
+        self._credit(size, [flight for flight in self.flights if chunk in (None, flight.chunk)], ended)
+
+    def _credit(self, size: int, flights: list[Flight], now: float) -> None:
+        """Share bytes of which nobody knows whose they are: equally among requests whose first byte can have come."""
+        begun = [each for each in flights if each.left and now - each.asked >= self._estimates.ttfb.value]
+        sharing = sorted(begun or flights, key=lambda flight: flight.left)
+        for at, flight in enumerate(sharing):
+            taken = min(size // (len(sharing) - at), flight.left)
+            flight.left -= taken
+            size -= taken
+
+    def _return(self, size: int) -> None:
+        """Bytes that were credited to others belonged to a fetch that has arrived."""
         for flight in self.flights:
-            if chunk is None or flight.chunk == chunk:
-                taken = min(size, flight.left)
-                flight.left -= taken
-                size -= taken
+            given = min(size, flight.size - flight.left)
+            flight.left += given
+            size -= given
 
     def alive(self, now: float) -> None:
         """Note that the link delivers."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .base import RECOMPUTE, Plan
+from .base import RECOMPUTE, SLOWEST, Plan
 from .timeline import Timeline, decode_s, prefill_s, wire_s
 
 if TYPE_CHECKING:
@@ -52,7 +52,9 @@ class Adaptive:
         # Of those that are as good as the best, the soonest.
         score = np.where(feasible & (timeline.error <= least * _AS_GOOD), timeline.finish_s, np.inf)
         row, split = np.unravel_index(int(np.argmin(score)), score.shape)
-        return _lifted(request, timeline, int(row), int(split))
+        plan = _lifted(request, timeline, int(row), int(split))
+        # The link need not wait for what is only computed.
+        return plan if plan.order else replace(plan, refine=_refinements(request, plan.finish_s))
 
 
 def _targets(request: PlanRequest) -> Ints:
@@ -122,26 +124,30 @@ def _lifted(request: PlanRequest, timeline: Timeline, row: int, split: int) -> P
 
 
 def _only_refine(request: PlanRequest) -> Plan:
-    """Everything is under way: what is open ends so and so, and these refinements still fit before the deadline."""
+    """Everything is under way, and ends so and so."""
     timeline = Timeline(replace(request, refinable=None), np.array([request.goal.floor]), request.bandwidth_low)
     finish_s = float(timeline.finish_s[0, 0])
     in_time = request.left_s is None or finish_s <= request.left_s
-    nothing = Plan(np.zeros(0, np.int64), (), finish_s, 0.0, 0, in_time, "all is under way")
-    some = request.refinable
-    if some is None or request.goal.objective != "quality" or request.left_s is None or not in_time:
-        return nothing
-    open_to_it = np.flatnonzero(some.ready & (some.level < some.top))
-    if not len(open_to_it):
-        return nothing
-    level = some.level[open_to_it]
-    more = some.sizes[level + 1, open_to_it] - some.sizes[level, open_to_it]
-    gain = some.tokens[open_to_it] * (some.errors[level, open_to_it] - some.errors[level + 1, open_to_it])
+    plan = Plan(np.zeros(0, np.int64), (), finish_s, 0.0, 0, in_time, "all is under way")
+    return replace(plan, refine=_refinements(request, finish_s))
+
+
+def _refinements(request: PlanRequest, finish_s: float) -> list[int]:
+    """Refinements that still fit before the deadline, most error removed per byte first."""
+    some, left_s = request.refinable, request.left_s
+    if some is None or request.goal.objective != "quality" or left_s is None or finish_s > left_s:
+        return []
+    able = np.flatnonzero(some.ready & (some.level < some.top))
+    level = some.level[able]
+    more = some.sizes[level + 1, able] - some.sizes[level, able]
+    gain = some.tokens[able] * (some.errors[level, able] - some.errors[level + 1, able])
     best = np.argsort(-gain / np.maximum(more, 1), kind="stable")
-    wire = np.asarray(wire_s(request, more, request.bandwidth_low))[best]
-    work = np.asarray(decode_s(request, some.tokens[open_to_it], some.sizes[level + 1, open_to_it]))[best]
-    # Each is decoded anew when it is there; its decode may be the last thing that happens.
-    closing = request.costs.closing_s(request.prompt_tokens)
-    link = request.lead_s + float(request.promised.wire.sum()) / max(request.bandwidth_low, 1.0) + np.cumsum(wire)
-    ends = np.maximum(link + work, finish_s - closing + np.cumsum(work)) + closing
-    fitting = best[: int(np.searchsorted(ends, request.left_s, side="right"))]
-    return Plan(nothing.levels, (), finish_s, 0.0, 0, in_time, "time is left", refine=open_to_it[fitting].tolist())
+    wire = wire_s(request, more, request.bandwidth_low)[best]
+    work = decode_s(request, some.tokens[able], some.sizes[level + 1, able])[best]
+    # Each is decoded anew when it is there, behind what its lane has to do anyway.
+    promised, closing_s = request.promised, request.costs.closing_s(request.prompt_tokens)
+    ready_s = finish_s - closing_s
+    lane_s = ready_s if request.workers == 1 else promised.decode_s + float(promised.work_s.sum())
+    link_s = request.lead_s + float(promised.wire.sum()) / max(request.bandwidth_low, SLOWEST) + np.cumsum(wire)
+    ends = np.maximum(np.maximum(link_s + work, lane_s + np.cumsum(work)), ready_s) + closing_s
+    return [int(at) for at in able[best[: int(np.searchsorted(ends, left_s, side="right"))]]]
