@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvwire.codec import Backend
+    from kvwire.controller import Objective
     from kvwire.corpus import Corpus, Encoded
     from kvwire.engines.transformers import TransformersEngine
     from kvwire.store import UseFile
@@ -233,7 +234,7 @@ def inspect(blob: str, model: str | None, place: Place, as_json: bool) -> None:
 @click.option(
     "--deadline",
     type=click.FloatRange(min=0, min_open=True),
-    help="Seconds to the first token; without it, the soonest first token.",
+    help="Seconds to the first token.",
 )
 @click.option("--link", help="Emulate a link: 50mbit or 50mbit,20ms.")
 @click.option(
@@ -242,6 +243,17 @@ def inspect(blob: str, model: str | None, place: Place, as_json: bool) -> None:
     show_default=True,
     type=click.IntRange(0, 7),
     help="Lowest level to use where there is a choice.",
+)
+@click.option(
+    "--ceiling",
+    type=click.IntRange(0, 7),
+    help="Finest level that is worth waiting for; any without it.",
+)
+@click.option(
+    "--objective",
+    type=click.Choice(["earliest", "quality", "cheapest"]),
+    help="The soonest first token, or the best quality or the fewest bytes within the deadline; by default quality "
+    "with a deadline, and earliest without.",
 )
 @click.option(
     "--tokens", default=32, show_default=True, type=click.IntRange(min=1), help="Length of the answer at most."
@@ -261,6 +273,8 @@ def ask(
     deadline: float | None,
     link: str | None,
     floor: int,
+    ceiling: int | None,
+    objective: Objective | None,
     tokens: int,
     texts: str | None,
     uses: str | None,
@@ -278,12 +292,14 @@ def ask(
 
     names = [*docs, *more_docs]
     engine = _engine(model, device, dtype)
-    settings = LoadSettings(quality_floor=floor, backend=backend)
+    settings = LoadSettings(quality_floor=floor, quality_ceiling=ceiling, backend=backend)
     known = {name: engine.tokenize(text) for name, text in read_texts([texts]).items()} if texts else None
     with closing(place.open()) as opened:
         corpus = Corpus(engine, opened, **place.whose(), uses=_use_file(uses))
         loader = Loader(engine, corpus, link=parse_link(link) if link else None, settings=settings)
-        answer = loader.ask(names, engine.tokenize(question), deadline_s=deadline, tokens=tokens, texts=known)
+        answer = loader.ask(
+            names, engine.tokenize(question), deadline_s=deadline, objective=objective, tokens=tokens, texts=known
+        )
     error = None
     if deadline is not None and answer.timing.ttft_s > deadline:
         error = DeadlineError(

@@ -125,7 +125,7 @@ def print_answer(names: Sequence[str], answer: Answer, *, as_json: bool, error: 
         what = "recompute" if decision.action == "recompute" else f"level {decision.level}"
         click.echo(f"{names[decision.chunk.document]} chunk {decision.chunk.chunk}: {what}  ({decision.reason})")
     for miss in answer.misses:
-        click.echo(f"kvwire: recomputed: {miss}", err=True)
+        click.echo(f"kvwire: {_outcome(names, answer, miss)}: {miss}", err=True)
     spent = ", ".join(
         f"{name} {getattr(timing, field) * 1e3:.0f}"
         for name, field in (
@@ -136,3 +136,15 @@ def print_answer(names: Sequence[str], answer: Answer, *, as_json: bool, error: 
     click.echo(f"\nfirst token after {timing.ttft_s * 1e3:.0f} ms: {spent} ms (parts overlap)")
     click.echo(f"{answer.bytes / 1e3:.0f} kB fetched; {answer.reason}\n")
     click.echo(answer.text)
+
+
+def _outcome(names: Sequence[str], answer: Answer, miss: str) -> str:
+    """What became of the chunks that a miss names, or of all chunks where it names none."""
+    found = [f"{names[d.chunk.document]} chunk {d.chunk.chunk}: " for d in answer.decisions]
+    of_chunk = [d for d, name in zip(answer.decisions, found, strict=True) if miss.startswith(name)]
+    of_document = [d for d in answer.decisions if miss.startswith(f"{names[d.chunk.document]}: ")]
+    levels = {d.level for d in of_chunk or of_document}
+    if levels <= {None}:
+        return "recomputed"
+    used = ", ".join(str(level) for level in sorted(level for level in levels if level is not None))
+    return f"used at level {used}" + (" and recomputed in part" if None in levels else "")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -16,6 +17,9 @@ from safetensors.torch import load_file, save_file
 from kvwire.cli import main
 from kvwire.codec import read_head
 from kvwire.demo import run_demo
+from kvwire.load import Timing
+from kvwire.printing import print_answer
+from kvwire.types import ChunkId, Decision
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -354,3 +358,35 @@ def test_rare_documents_are_kept_as_text_and_encoded_once_they_were_asked_for(ru
     code, _, err = run(*encode[:6], "--encode-after", 1)
     assert code == 2
     assert "uses" in err
+
+
+def test_an_objective_and_a_ceiling_are_passed_on(run, store, demo_model, documents):
+    words = ["ask", "--docs", next(iter(documents)), "--question", "So", "--model", demo_model, "--store", store]
+    words += ["--tokens", "2"]
+    code, out, _ = run(*words, "--deadline", "60", "--ceiling", "2", "--json")
+    assert code == 0
+    assert {d["level"] for d in json.loads(out)["decisions"]} <= {0, 1, 2, None}
+    code, out, _ = run(*words, "--deadline", "60", "--objective", "cheapest", "--json")
+    assert code == 0
+    assert {d["level"] for d in json.loads(out)["decisions"]} == {None}  # in a minute all can be computed
+    code, _, err = run(*words, "--objective", "quality")
+    assert code == 2
+    assert "needs a deadline" in err
+    code, _, err = run(*words, "--ceiling", "1", "--floor", "2")
+    assert code == 2
+    assert "ceiling" in err
+
+
+def test_of_a_chunk_that_was_used_at_a_lower_level_nobody_says_that_it_was_recomputed(capsys):
+    actions = (("fetch", 2), ("recompute", None), ("fetch", 0), ("recompute", None))
+    decisions = tuple(
+        Decision(ChunkId(at // 2, at % 2), action, level, "") for at, (action, level) in enumerate(actions)
+    )
+    misses = ("a chunk 0: level 3 is damaged", "a chunk 1: lost", "b: its head is damaged")
+    answer = SimpleNamespace(
+        decisions=decisions, misses=misses, timing=Timing(0, 0, 0, 0, 0, 0), bytes=0, reason="", text=""
+    )
+    print_answer(["a", "b"], answer, as_json=False)
+    lines = capsys.readouterr().err.splitlines()
+    said = ("used at level 2", "recomputed", "used at level 0 and recomputed in part")
+    assert lines == [f"kvwire: {words}: {miss}" for words, miss in zip(said, misses, strict=True)]
