@@ -118,14 +118,19 @@ class World:
         *,
         rtt_s: float = 0.0,
         trouble: Trouble | None = None,
+        lane_s: float = 0.0,
         seed: int = 0,
         limit_s: float = 3600.0,
     ) -> None:
-        """Start at instant 0. limit_s: simulated seconds after which something must be wrong."""
+        """Start at instant 0. limit_s: simulated seconds after which something must be wrong.
+
+        lane_s: seconds for which a lane stands idle around each job, because its driver has to hear of the end and to
+        begin the next one; no job's own seconds hold them.
+        """
         self._controller, self._rate, self._costs, self._rtt_s = controller, rate, costs, rtt_s
         self._trouble = trouble or Trouble()
         self._random = np.random.default_rng(seed)
-        self._limit_s = limit_s
+        self._lane_s, self._limit_s = lane_s, limit_s
         self._now = 0.0
         self._queue: list[tuple[float, int, object]] = []
         self._ids = count()
@@ -309,7 +314,7 @@ class World:
     def _start(self, lane: Lane, instruction: ev.Decode | ev.Recompute | ev.HeadStart, seconds: float) -> None:
         if self._trouble.noise:
             seconds *= float(np.exp(self._trouble.noise * self._random.standard_normal()))
-        self._jobs[lane] = _Job(instruction, self._now, self._now + seconds)
+        self._jobs[lane] = _Job(instruction, self._now, self._now + seconds + self._lane_s)
 
     def _job_moment(self) -> float:
         return min((job.ends for job in self._jobs.values()), default=inf)
@@ -319,7 +324,7 @@ class World:
             if job.ends > self._now:
                 continue
             del self._jobs[lane]
-            seconds = job.ends - job.began
+            seconds = max(0.0, job.ends - job.began - self._lane_s)
             match job.instruction:
                 case ev.Decode(chunks, levels):
                     for chunk, level in zip(chunks, levels, strict=True):

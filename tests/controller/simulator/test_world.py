@@ -120,3 +120,16 @@ def test_a_load_that_never_ends_is_an_error_and_not_a_hang():
     world = World(controller, constant(1.0), scene.costs, limit_s=5.0)
     with pytest.raises(ArgumentError, match="not over"):
         world.run([Arrival(0.0, tuple((replace(d, has_text=False),) for (d,) in scene.documents), GOAL)])
+
+
+def test_a_lane_that_stands_idle_between_jobs_delays_what_follows_but_not_what_is_measured():
+    scene, events = scenario(asked=(0.0,), trouble=Trouble()), []
+    ends = []
+    for lane_s in (0.0, 0.01):
+        policy = policy_named("text", scene.rate)
+        controller = Controller(scene.estimates(), settings_for(scene.machine), policy, record=events.append)
+        world = World(controller, scene.rate, scene.costs, lane_s=lane_s)
+        ends.append(world.run([Arrival(0.0, scene.documents, GOAL)])[0].ready_s)
+    passes = [entry.event.seconds for entry in events if isinstance(entry.event, ev.RecomputeDone)]
+    assert passes[: len(passes) // 2] == pytest.approx(passes[len(passes) // 2 :])
+    assert ends[1] - ends[0] == pytest.approx(0.01 * len(passes) / 2)
