@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _S = ChunkState
 _LONG_PASS = 10.0  # a pass of that many times its fixed cost may end: going on would save less than a tenth of it
-_DOUBT = 1.25  # estimates that may be wrong by less are relied on
+_DOUBT = 1.6  # estimates that may be wrong by less are relied on
 _TICK_S = 0.05
 _LEAST_TICK_S = 0.001
 _TURNS = 4
