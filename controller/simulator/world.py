@@ -110,7 +110,7 @@ class _Run:
 class World:
     """One link and one engine. costs: what compute truly costs. rate: what the link truly carries from instant 0 on."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a world has as many sides
         self,
         controller: Controller,
         rate: RateTrace,
@@ -119,13 +119,15 @@ class World:
         rtt_s: float = 0.0,
         trouble: Trouble | None = None,
         lane_s: float = 0.0,
+        workers: int = 2,
         seed: int = 0,
         limit_s: float = 3600.0,
     ) -> None:
         """Start at instant 0. limit_s: simulated seconds after which something must be wrong.
 
         lane_s: seconds for which a lane stands idle around each job, because its driver has to hear of the end and to
-        begin the next one; no job's own seconds hold them.
+        begin the next one; no job's own seconds hold them. workers: closings take turns with forward passes, and where
+        it is 1 with decoding as well.
         """
         self._controller, self._rate, self._costs, self._rtt_s = controller, rate, costs, rtt_s
         self._trouble = trouble or Trouble()
@@ -139,6 +141,8 @@ class World:
         self._moved = 0.0  # bytes since the last report
         self._reported_at = 0.0
         self._jobs: dict[Lane, _Job] = {}
+        self._closing: tuple[Lane, ...] = ("prefill",) if workers > 1 else ("prefill", "decode")
+        self._closed_at = 0.0  # when all closings so far are over
         self._variants: dict[tuple[int, int], int] = {}
 
     def run(self, arrivals: Sequence[Arrival]) -> list[Outcome]:
@@ -314,7 +318,8 @@ class World:
     def _start(self, lane: Lane, instruction: ev.Decode | ev.Recompute | ev.HeadStart, seconds: float) -> None:
         if self._trouble.noise:
             seconds *= float(np.exp(self._trouble.noise * self._random.standard_normal()))
-        self._jobs[lane] = _Job(instruction, self._now, self._now + seconds + self._lane_s)
+        began = max(self._now, self._closed_at) if lane in self._closing else self._now
+        self._jobs[lane] = _Job(instruction, began, began + seconds + self._lane_s)
 
     def _job_moment(self) -> float:
         return min((job.ends for job in self._jobs.values()), default=inf)
@@ -352,9 +357,13 @@ class World:
         inputs = [self._input(run, document) for document in range(len(arrival.documents))]
         prompt_tokens = sum(sum(document.tokens) for document in inputs)
         closing_s = replace(self._costs, query_tokens=arrival.query_tokens).closing_s(prompt_tokens)
+        if decisions:
+            busy = (job.ends - self._lane_s for lane, job in self._jobs.items() if lane in self._closing)
+            self._closed_at = max(self._now, self._closed_at, *busy) + closing_s
         ready_s = self._now - arrival.at
+        ttft_s = self._closed_at - arrival.at if decisions else ready_s + closing_s
         run.outcome = Outcome.of(
-            inputs, decisions, reason=reason, ready_s=ready_s, ttft_s=ready_s + closing_s,
+            inputs, decisions, reason=reason, ready_s=ready_s, ttft_s=ttft_s,
             deadline_s=arrival.goal.deadline_s, received=round(run.received), asked_at=arrival.at,
             spans=tuple(run.spans),
         )  # fmt: skip

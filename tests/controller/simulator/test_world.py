@@ -133,3 +133,19 @@ def test_a_lane_that_stands_idle_between_jobs_delays_what_follows_but_not_what_i
     passes = [entry.event.seconds for entry in events if isinstance(entry.event, ev.RecomputeDone)]
     assert passes[: len(passes) // 2] == pytest.approx(passes[len(passes) // 2 :])
     assert ends[1] - ends[0] == pytest.approx(0.01 * len(passes) / 2)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_closings_of_several_loads_take_turns_on_the_engine(workers):
+    scene = scenario(trouble=Trouble(), rate=constant(1e9))
+    settings = replace(settings_for(scene.machine), workers=workers)
+    controller = Controller(scene.estimates(), settings, policy_named("level-0", scene.rate))
+    costs = replace(scene.costs, link_s_per_token=1e-5)
+    world = World(controller, scene.rate, costs, workers=workers)
+    found = world.run([Arrival(0.0, scene.documents, GOAL), Arrival(0.0, scene.documents, GOAL)])
+    closing_s = replace(costs, query_tokens=32).closing_s(3500)
+    first, second = sorted(outcome.ttft_s for outcome in found)
+    assert second - first >= closing_s - 1e-9
+    decodes = jobs(found, "decode")
+    overlap = sum(max(0.0, min(b, first) - max(a, first - closing_s)) for a, b in decodes)
+    assert overlap == pytest.approx(0.0, abs=1e-9) if workers == 1 else overlap > 0
