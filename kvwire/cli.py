@@ -259,6 +259,12 @@ def inspect(blob: str, model: str | None, place: Place, as_json: bool) -> None:
     "--tokens", default=32, show_default=True, type=click.IntRange(min=1), help="Length of the answer at most."
 )
 @click.option("--texts", help="Folder of the documents' texts, for those whose blob is lost.")
+@click.option(
+    "--variant-tenant",
+    "variants",
+    multiple=True,
+    help="Tenant that has the documents encoded for another head start, to be used where that is sooner; repeatable.",
+)
 @_USES
 @_MODEL
 @store_options
@@ -277,6 +283,7 @@ def ask(
     objective: Objective | None,
     tokens: int,
     texts: str | None,
+    variants: tuple[str, ...],
     uses: str | None,
     model: str,
     place: Place,
@@ -296,7 +303,9 @@ def ask(
     known = {name: engine.tokenize(text) for name, text in read_texts([texts]).items()} if texts else None
     with closing(place.open()) as opened:
         corpus = Corpus(engine, opened, **place.whose(), uses=_use_file(uses))
-        loader = Loader(engine, corpus, link=parse_link(link) if link else None, settings=settings)
+        others = [Corpus(engine, opened, **(place.whose() | {"tenant": tenant})) for tenant in variants]
+        emulated = parse_link(link) if link else None
+        loader = Loader(engine, corpus, variants=others, link=emulated, settings=settings)
         answer = loader.ask(
             names, engine.tokenize(question), deadline_s=deadline, objective=objective, tokens=tokens, texts=known
         )

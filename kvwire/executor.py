@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from kvwire.codec import Backend, Pending
     from kvwire.controller import DocumentPlanInput, Goal
-    from kvwire.corpus import Corpus
     from kvwire.engines.transformers import TransformersEngine
     from kvwire.heads import Limits, Source
     from kvwire.steering import Steering
@@ -60,7 +59,6 @@ class Executor:
     def __init__(
         self,
         engine: TransformersEngine,
-        corpus: Corpus,
         sources: Sequence[Source],
         steering: Steering,
         settings: ExecutorSettings,
@@ -68,9 +66,10 @@ class Executor:
         """Take the parts; enter the context to begin."""
         self._engine, self._sources, self._steering = engine, sources, steering
         self._backend = settings.backend
-        self._heads = HeadReader(corpus, steering, settings.fetch, settings.limits)
+        self._heads = HeadReader(steering, settings.fetch, settings.limits)
         self._number = -1
         self._documents: dict[int, OpenDocument] = {}
+        self._variants: dict[int, list[OpenDocument]] = {}
         self._parts: dict[ChunkId, dict[int, bytes]] = {}
         self._fetches: dict[ChunkId, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -133,12 +132,14 @@ class Executor:
         """Begin what the controller asks for."""
         match instruction:
             case ev.Fetch(chunk=chunk):
+                self._choose(chunk.document, instruction.variant)
                 self._fetches[chunk] = self._spawn(self._fetch(instruction))
             case ev.Decode(chunks, levels):
                 self._steering.run(self._decode(chunks, levels))
             case ev.Recompute(first, last):
                 self._steering.run(self._recompute(first, last))
             case ev.HeadStart(document=document):
+                self._choose(document, instruction.variant)
                 self._steering.run(self._start_head(document))
             case ev.Cancel(chunk, reason):
                 self._cancel(chunk, reason)
@@ -169,10 +170,11 @@ class Executor:
     # Heads.
 
     async def _open(self, index: int) -> None:
-        document = await self._heads.open(self._sources[index])
+        document, *others = await self._heads.open_all(self._sources[index])
         if document.info and not document.head_start:
             try:
                 document.decoder = self._decoder(index, document, None)
+                self._keep(index, document.decoder)
             except KvwireError as error:
                 if document.token_ids is None:
                     raise
@@ -181,21 +183,41 @@ class Executor:
             self.fetched_at = self._steering.clock()
         if document.trouble:
             self.misses.append(f"{document.source.document_id}: {document.trouble}")
-        self._documents[index] = document
-        given = self.inputs[index] = document.plan_input(len(self._engine.meta.layers))
-        self._steering.tell(ev.IndexKnown(self._number, index, (given,)))
+        is_pruned = document.decoder is not None and document.decoder.kept is not None
+        usable = (each for each in others if not is_pruned and self._can_decode(index, each))
+        self._documents[index], self._variants[index] = document, [document, *usable]
+        inputs = tuple(each.plan_input(len(self._engine.meta.layers)) for each in self._variants[index])
+        self.inputs[index] = inputs[0]
+        self._steering.tell(ev.IndexKnown(self._number, index, inputs))
         if self.predicted_s is None:
             self.predicted_s = self._steering.predicted_s(self._number)
 
+    def _can_decode(self, index: int, variant: OpenDocument) -> bool:
+        """Whether a variant is of use; a pruned one is another cache. What is wrong with it does not matter."""
+        try:
+            variant.plan_input(1)
+            variant.decoder = None if variant.head_start else self._decoder(index, variant, None)
+        except Exception:  # noqa: BLE001 - whatever it is, there are others
+            return False
+        return variant.decoder is None or variant.decoder.kept is None
+
+    def _choose(self, index: int, variant: int) -> None:
+        """Go by a document's variant from now on; the controller settles on one before it asks for anything of it."""
+        document = self._variants[index][variant]
+        if document is not self._documents[index]:
+            self._documents[index] = document
+            self.inputs[index] = document.plan_input(len(self._engine.meta.layers))
+
     def _decoder(self, index: int, document: OpenDocument, hidden: Tensor | None) -> BlobDecoder:
         """What decodes a document into its place in the prompt."""
-        decoder = BlobDecoder(
+        return BlobDecoder(
             document.reader.head, document.source.profile, out=self.prompt.document(index),
             offset=self.prompt.offset(index), hidden=hidden, backend=self._backend,
         )  # fmt: skip
+
+    def _keep(self, index: int, decoder: BlobDecoder) -> None:
         if decoder.kept is not None:
             self.prompt.keep(index, decoder.kept)
-        return decoder
 
     # The link.
 
@@ -231,13 +253,15 @@ class Executor:
 
     async def _decode(self, chunks: tuple[ChunkId, ...], levels: tuple[int, ...]) -> None:
         bad: dict[ChunkId, Exception] = {}
+        began = self._steering.clock()
         try:
             seconds = await self._steering.decode(partial(self._timed, partial(self._decode_here, chunks, levels, bad)))
         except Exception as error:  # noqa: BLE001 - out of memory, for one: chunks can be recomputed
             bad, seconds = dict.fromkeys(chunks, error), 0.0
         self.decode_s += seconds
         if not bad:
-            self._steering.tell(ev.DecodeDone(chunks, seconds))
+            # Until here the lane was taken: threads that wake up and a busy loop cost as much as computing.
+            self._steering.tell(ev.DecodeDone(chunks, self._steering.clock() - began))
             return
         for chunk, trouble in bad.items():
             self._lost(chunk, _words(trouble))
@@ -345,6 +369,7 @@ class Executor:
             raise StorageError(_GONE)
         hidden = self._engine.head_start(document.token_ids or (), document.head_start)
         document.decoder = self._decoder(index, document, hidden)
+        self._keep(index, document.decoder)
 
     def _timed(self, work: Callable[[], object]) -> float:
         """Seconds that work took, what it gave a GPU to do included."""
@@ -370,17 +395,6 @@ async def _received(
             if all(each.level in parts for each in reads[:useful]):
                 break
     return trouble
-
-
-def _succeeded(submitted: Pending | None) -> bool:
-    """Wait for a batch; whether there was one and all of it was decoded."""
-    if submitted is None:
-        return False
-    try:
-        submitted.wait()
-    except Exception:  # noqa: BLE001 - one by one shows which it is, and needs less memory
-        return False
-    return True
 
 
 def _words(error: Exception) -> str:

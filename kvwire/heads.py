@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from kvwire import controller as ctl
 from kvwire.codec import CHUNK_TOKENS, PlainBlob, Profile, read_head
@@ -15,7 +16,7 @@ from kvwire.transport import BlobFetcher, open_source
 from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Coroutine, Mapping, Sequence
     from typing import Self
 
     from kvwire.codec import AnyProfile, BlobDecoder, BlobReader
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from kvwire.transport import FetchSettings
     from kvwire.types import BlobInfo
 
-
+T = TypeVar("T")
 _CHANGED = "its text has changed since it was encoded; encode it again"
 
 
@@ -34,14 +35,23 @@ class Source:
     """A document as the catalog knows it before anything is fetched.
 
     entry None: only its text is known or kept. profile None: the blob carries its own, or the profile could not be
-    read, as ``trouble`` says.
+    read, as ``trouble`` says. variants: the same text in further corpora.
     """
 
+    corpus: Corpus
     document_id: str
     entry: CatalogEntry | None
     profile: AnyProfile | None
     text: tuple[int, ...] | None
     trouble: str = ""
+    variants: tuple[Source, ...] = ()
+
+    @property
+    def token_digest(self) -> str:
+        """Of the document's text; empty where it is not known."""
+        if self.text is not None:
+            return digest_tokens(self.text)
+        return self.entry.token_digest if self.entry else ""
 
     @property
     def tokens(self) -> int:
@@ -73,6 +83,28 @@ class OpenDocument:
         """Whether chunks can be fetched and decoded, after a head start where one is needed."""
         return self.decoder is not None or self.head_start > 0
 
+    @property
+    def chunk_tokens(self) -> int:
+        """Length of its chunks, but for the last."""
+        return self.info.chunk_tokens if self.info else CHUNK_TOKENS
+
+    def use(self, info: BlobInfo, token_ids: tuple[int, ...] | None) -> None:
+        """Take in what the head says and what the text is known to be."""
+        self.info, self.token_ids = info, token_ids
+        profile = self.source.profile
+        if token_ids is not None and isinstance(profile, Profile) and profile.hidden_size:
+            self.head_start = info.head_start
+
+    def joins(self, first: OpenDocument) -> bool:
+        """Whether this has the very chunks of another, whose text it then takes over."""
+        info, ids = self.info, first.token_ids
+        if info is None or (info.tokens, info.chunk_tokens) != (first.source.tokens, first.chunk_tokens):
+            return False
+        if ids is not None and info.token_ids not in (None, ids):
+            return False
+        self.use(info, ids)
+        return True
+
     def span(self, chunk: int) -> tuple[int, int]:
         """First token of a chunk, and the first token after it."""
         if self.info:
@@ -85,8 +117,7 @@ class OpenDocument:
         if self.info and self.has_blob:
             share = min(1.0, self.head_start / layers)
             return ctl.DocumentPlanInput.from_blob(self.info, has_text=has_text, head_start=share)
-        step = self.info.chunk_tokens if self.info else CHUNK_TOKENS
-        spans = [self.span(chunk) for chunk in range(-(-self.source.tokens // step))]
+        spans = [self.span(chunk) for chunk in range(-(-self.source.tokens // self.chunk_tokens))]
         return ctl.DocumentPlanInput(tuple(stop - start for start, stop in spans), (), has_text)
 
 
@@ -94,52 +125,100 @@ class OpenDocument:
 class Limits:
     """Seconds to wait for the catalog, a head or a text.
 
-    soon: where the document's text is known, or for a head where it may be stored; patience: for anything else.
+    soon: where the document's text is known, or for a head where it may be stored; patience: for anything else. extra:
+    further wait for variants, see ``_beside``.
     """
 
     soon: float
     patience: float
+    extra: float
 
 
 async def find_source(
-    corpus: Corpus, steering: Steering, document_id: str, texts: Mapping[str, Sequence[int]] | None, limits: Limits
+    corpora: Sequence[Corpus],
+    steering: Steering,
+    document_id: str,
+    texts: Mapping[str, Sequence[int]] | None,
+    limits: Limits,
 ) -> Source:
-    """What the catalog knows of a document, its profile included; its text alone where the catalog fails.
+    """What the first corpus knows of a document, its profile included; its text alone where the catalog fails.
 
-    texts: token ids by document, as far as the caller knows them. Raises what the catalog raises for other documents.
+    corpora: those after the first may have variants; one that fails, is late or has another text has none. A use is
+    counted in the first alone. texts: token ids by document, as far as the caller knows them. Raises what the catalog
+    raises for other documents.
     """
     given = (texts or {}).get(document_id)
     text = None if given is None else tuple(given)
+    looking = _find_first(corpora[0], steering, document_id, text, limits)
+    others = [steering.look_up(partial(_look_up_variant, each, document_id), limits.soon) for each in corpora[1:]]
+    first, found = await _beside(looking, others, limits)
+    return replace(first, variants=tuple(each for each in found if each.token_digest == first.token_digest != ""))
+
+
+async def _beside(
+    first: Coroutine[None, None, T], others: Sequence[Coroutine[None, None, T]], limits: Limits
+) -> tuple[T, list[T]]:
+    """What comes of the first, and of those of the others that succeed and are in time.
+
+    They are given ``limits.extra`` more than the first, or twice as long as it, since they share the link, but never
+    more than ``limits.soon`` altogether.
+    """
+    started = time.monotonic()
+    tasks = [asyncio.create_task(each) for each in others]
+    try:
+        result = await first
+        if tasks:
+            took = time.monotonic() - started
+            await asyncio.wait(tasks, timeout=max(0.0, min(max(limits.extra, took), limits.soon - took)))
+        done = [task for task in tasks if task.done()]
+        return result, [task.result() for task in done if not (task.cancelled() or task.exception())]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _find_first(
+    corpus: Corpus, steering: Steering, document_id: str, text: tuple[int, ...] | None, limits: Limits
+) -> Source:
     try:
         wait_s = limits.patience if text is None else limits.soon
         return await steering.look_up(partial(_look_up, corpus, document_id, text), wait_s)
     except (NotFoundError, CorruptError, StorageError) as error:
         if text is None:
             raise
-        return Source(document_id, None, None, text, str(error))
+        return Source(corpus, document_id, None, None, text, str(error))
+
+
+def _look_up_variant(corpus: Corpus, document_id: str) -> Source:
+    entry = corpus.find(document_id)
+    if entry.is_text:
+        msg = f"{document_id!r} is kept as text in {corpus.catalog.store.url}: that is no variant of a blob"
+        raise NotFoundError(msg)
+    return Source(corpus, document_id, entry, corpus.profile(entry.profile_digest), None)
 
 
 def _look_up(corpus: Corpus, document_id: str, text: tuple[int, ...] | None) -> Source:
     entry = corpus.find(document_id)
     corpus.count_use(document_id)
     if entry.is_text:
-        return Source(document_id, None, None, text or corpus.text(entry))
+        return Source(corpus, document_id, None, None, text or corpus.text(entry))
     if text is not None and (len(text) != entry.tokens or entry.token_digest not in ("", digest_tokens(text))):
-        return Source(document_id, None, None, text, _CHANGED)
+        return Source(corpus, document_id, None, None, text, _CHANGED)
     try:
         profile = corpus.profile(entry.profile_digest) if entry.profile_digest else None
     except (NotFoundError, CorruptError, StorageError) as error:
-        return Source(document_id, entry, None, text, str(error))
-    return Source(document_id, entry, profile, text)
+        return Source(corpus, document_id, entry, None, text, str(error))
+    return Source(corpus, document_id, entry, profile, text)
 
 
 class HeadReader:
     """Reads heads of blobs, and texts where heads fail or are late; closes what it opened at its end."""
 
-    def __init__(self, corpus: Corpus, steering: Steering, settings: FetchSettings, limits: Limits) -> None:
+    def __init__(self, steering: Steering, settings: FetchSettings, limits: Limits) -> None:
         """Read nothing yet."""
-        self._corpus, self._steering, self._settings = corpus, steering, settings
-        self._limits = Limits(min(limits.soon, limits.patience), limits.patience)
+        self._steering, self._settings = steering, settings
+        self._limits = replace(limits, soon=min(limits.soon, limits.patience))
         self._stack = AsyncExitStack()
         self._fetchers: list[BlobFetcher] = []
 
@@ -155,6 +234,23 @@ class HeadReader:
     def wire_bytes(self) -> int:
         """Bytes that came over the link so far, for all documents together, heads and chunks."""
         return sum(fetcher.counts.wire_bytes for fetcher in self._fetchers)
+
+    async def open_all(self, source: Source) -> list[OpenDocument]:
+        """``open`` of a document, and those of its variants whose heads are sound, in time and of the same chunks."""
+        variants = [self._open_variant(each) for each in source.variants]
+        first, others = await _beside(self.open(source), variants, self._limits)
+        return [first, *(each for each in others if each.joins(first))]
+
+    async def _open_variant(self, source: Source) -> OpenDocument:
+        """Read a variant's head; without a text to stand in for it, raises whatever is wrong."""
+        document = OpenDocument(source, None)
+        if source.entry is None:
+            msg = f"{source.document_id!r} has no blob there"
+            raise NotFoundError(msg)
+        fetcher = await self._fetcher(document, source.entry)
+        document.info = await fetcher.open(deadline=self._steering.clock() + self._limits.soon)
+        source.corpus.check_blob(document.info, source.entry)
+        return document
 
     async def open(self, source: Source) -> OpenDocument:
         """Read a document's head; where that fails, is late or is of another document, find its text.
@@ -172,33 +268,38 @@ class HeadReader:
         except KvwireError as error:
             document.trouble, document.fetcher = str(error), None
             if document.token_ids is None:
-                document.token_ids = self._ids_of(document.reader.head, entry) or await self._stored_text(entry)
+                document.token_ids = self._ids_of(document.reader.head, entry) or await self._stored_text(
+                    source.corpus, entry
+                )
             if document.token_ids is None:
                 raise
             return document
         if source.text is not None and info.token_ids not in (None, source.text):
             document.trouble = _CHANGED
             return document
-        document.info, document.token_ids = info, info.token_ids or source.text
-        profile = source.profile
-        if document.token_ids is not None and isinstance(profile, Profile) and profile.hidden_size:
-            document.head_start = info.head_start
+        document.use(info, info.token_ids or source.text)
         return document
 
-    async def _head(self, document: OpenDocument, entry: CatalogEntry) -> BlobInfo:
-        """The head, checked against the catalog; a DeadlineError where it is late and the text is there."""
-        reader = document.reader = self._corpus.catalog.blob_reader()
-        source = open_source(self._corpus.catalog.store, entry.blob_key, self._steering.http)
+    async def _fetcher(self, document: OpenDocument, entry: CatalogEntry) -> BlobFetcher:
+        """What reads a document's blob, open until the end of this reader."""
+        catalog = document.source.corpus.catalog
+        reader = document.reader = catalog.blob_reader()
+        source = open_source(catalog.store, entry.blob_key, self._steering.http)
         settings = replace(self._settings, head_bytes=max(1, entry.head_bytes))
         known = partial(BlobFetcher, source, settings=settings, link=self._steering.link, meter=self._steering.meter)
         fetcher = known(read_head=reader.read_head, check=reader.check)
         document.fetcher = await self._stack.enter_async_context(fetcher)
         self._fetchers.append(fetcher)
+        return fetcher
+
+    async def _head(self, document: OpenDocument, entry: CatalogEntry) -> BlobInfo:
+        """The head, checked against the catalog; a DeadlineError where it is late and the text is there."""
+        fetcher = await self._fetcher(document, entry)
         opening = asyncio.create_task(fetcher.open(deadline=self._steering.clock() + self._limits.patience))
         try:
             await asyncio.wait({opening}, timeout=self._limits.soon)
             if not opening.done() and document.token_ids is None:
-                document.token_ids = await self._stored_text(entry)
+                document.token_ids = await self._stored_text(document.source.corpus, entry)
             if not opening.done() and document.token_ids is not None:
                 msg = f"{fetcher.url}: no head within {self._limits.soon:.3g} s; check the server and the network"
                 raise DeadlineError(msg)
@@ -206,7 +307,7 @@ class HeadReader:
         finally:
             opening.cancel()
             await asyncio.gather(opening, return_exceptions=True)
-        self._corpus.check_blob(info, entry)
+        document.source.corpus.check_blob(info, entry)
         return info
 
     def _ids_of(self, head: bytes, entry: CatalogEntry) -> tuple[int, ...] | None:
@@ -218,10 +319,10 @@ class HeadReader:
         """Whether a text is the entry's: the prompt has been laid out for that many tokens."""
         return len(ids) == entry.tokens and digest_tokens(ids) == entry.token_digest
 
-    async def _stored_text(self, entry: CatalogEntry) -> tuple[int, ...] | None:
+    async def _stored_text(self, corpus: Corpus, entry: CatalogEntry) -> tuple[int, ...] | None:
         """Token ids from beside the blob, None where they are lost too or do not come in time."""
         try:
-            ids = await self._steering.look_up(partial(self._corpus.text, entry), self._limits.patience)
+            ids = await self._steering.look_up(partial(corpus.text, entry), self._limits.patience)
         except KvwireError:
             return None
         return ids if self._fits(ids, entry) else None

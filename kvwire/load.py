@@ -7,7 +7,7 @@ import os
 import platform
 import threading
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -17,7 +17,7 @@ import torch
 from kvwire import controller as ctl
 from kvwire.calibrate import measure_costs, warm_up
 from kvwire.codec import uses_triton
-from kvwire.errors import ArgumentError, CorruptError, NotFoundError, StorageError
+from kvwire.errors import ArgumentError, CorruptError, KvwireError, NotFoundError, StorageError
 from kvwire.executor import Executor, ExecutorSettings
 from kvwire.heads import Limits, find_source
 from kvwire.memory import EstimatesFile, engine_key, link_key
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _OPEN_SHARE = 0.25
 """Share of a deadline that a head may take where the document's text is known: recomputing needs the rest."""
 _OPEN_LEAST_S = 0.1
-_GPU_BATCH = 8
+_GPU_BATCH, _CPU_BATCH = 8, 4
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class LoadSettings:
     fetched or kept for refinement, over all loads of an event loop. open_s: longest wait for a blob's head where the
     document's text is known or stored; patience_s: for any other, and for anything else that nothing stands in for.
     fetch: the fetcher's settings. backend: which kernels decode. compute_workers: 2 to decode beside forward passes, 1
-    to take turns; None: 2 where a GPU does both, since decoding has queues of its own there. decode_batch: chunks of a
-    document that are decoded in one go; None: several on a GPU, which a single one does not fill. policy: decides
+    to take turns; None: 2 where a GPU does both, since decoding has queues of its own there. decode_batch: chunks
+    that are decoded in one go; None: a few, and more on a GPU, which few do not fill. policy: decides
     instead of the controller's own, for comparisons. record: called with every event and what it led to;
     ``controller.replay`` takes these.
     """
@@ -122,6 +122,8 @@ class Answer:
 class Loader:
     """Answers questions over documents of a corpus.
 
+    variants: further corpora, reached over the same link, that hold the same documents with other head starts; of each
+    document the blob that suits the link and the engine is used. What they lack or bring late is done without.
     costs: measured on this engine when left out, which takes a second or two, unless they are remembered. link: an
     emulated link in front of the store. memory: where estimates of links and engines live between processes, by default
     what ``KVWIRE_ESTIMATES`` says, and nowhere where ``link`` is a link itself rather than its settings. Estimates live
@@ -134,6 +136,7 @@ class Loader:
         engine: TransformersEngine,
         corpus: Corpus,
         *,
+        variants: Sequence[Corpus] = (),
         costs: ctl.CostModel | None = None,
         link: LinkSettings | EmulatedLink | None = None,
         settings: LoadSettings | None = None,
@@ -141,7 +144,7 @@ class Loader:
     ) -> None:
         """Measure costs where none are given, or warm up where they are remembered; writes nothing."""
         self._engine = engine
-        self._corpus = corpus
+        self._corpora = (corpus, *variants)
         self._settings = chosen = settings or LoadSettings()
         self._link = link
         on_gpu = uses_triton(chosen.backend, engine.device) and engine.device.type != "cpu"
@@ -150,7 +153,7 @@ class Loader:
             memory_bytes=chosen.memory_bytes,
             patience_s=chosen.patience_s,
             workers=chosen.compute_workers or (2 if on_gpu else 1),
-            decode_batch=chosen.decode_batch or (_GPU_BATCH if on_gpu else 1),
+            decode_batch=chosen.decode_batch or (_GPU_BATCH if on_gpu else _CPU_BATCH),
         )
         self._threads = Threads(self._controls.workers)
         self._lock = threading.RLock()  # a record may ask for the estimates
@@ -166,7 +169,10 @@ class Loader:
         known, chosen = self._memory.recall(*self._keys), self._settings
         state = {part: value for part, value in known.state.items() if part != "engine" or costs is None}
         if costs is None:
-            profile = _profile_in_use(self._corpus)
+            profile = _profile_in_use(self._corpora[0])
+            for variant in self._corpora[1:]:
+                with suppress(KvwireError):
+                    variant.profile()  # the first load will not wait for it
             if known.has_engine:
                 warm_up(self._engine, profile, chosen.backend)
             else:
@@ -228,12 +234,13 @@ class Loader:
         soon = chosen.open_s
         if deadline_s is not None:
             soon = min(soon, max(_OPEN_SHARE * deadline_s, _OPEN_LEAST_S))
-        limits = Limits(soon, chosen.patience_s)
+        with self._lock:
+            limits = Limits(soon, chosen.patience_s, self._estimates.ttfb.value)
         settings = ExecutorSettings(fetch=chosen.fetch, backend=chosen.backend, limits=limits)
         async with self._steered() as steering:
-            found = (find_source(self._corpus, steering, name, texts, limits) for name in documents)
+            found = (find_source(self._corpora, steering, name, texts, limits) for name in documents)
             sources = await asyncio.gather(*found)
-            async with Executor(self._engine, self._corpus, sources, steering, settings) as executor:
+            async with Executor(self._engine, sources, steering, settings) as executor:
                 left = None if deadline_s is None else deadline_s - (steering.clock() - started)
                 asked = steering.clock() - started
                 finish = await executor.run(len(question), replace(goal, deadline_s=left))
