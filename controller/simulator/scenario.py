@@ -160,7 +160,7 @@ def settings_for(machine: Machine) -> ControllerSettings:
     """How to steer loads of a machine: GPUs decode many chunks at once and sit at links that carry many requests."""
     if machine.workers == 1:
         return ControllerSettings()
-    return ControllerSettings(workers=machine.workers, decode_batch=64, max_in_flight=16)
+    return ControllerSettings(workers=machine.workers, decode_batch=64, max_in_flight=128, horizon_s=0.005)
 
 
 def simulate(
