@@ -70,7 +70,7 @@ class DocumentBoard:
     """The chunks of one document as arrays, one column each.
 
     level: asked for or in the prompt. valid_level: in the prompt; RECOMPUTE (-1) where it was recomputed. held: bytes
-    that were asked for or have arrived and are not released. bytes_left: of the open fetch.
+    that were asked for or have arrived and are not released.
     """
 
     def __init__(self, load: int, number: int, variants: tuple[DocumentPlanInput, ...]) -> None:
@@ -87,7 +87,6 @@ class DocumentBoard:
         self.level = np.full(count, -1, np.int64)
         self.valid_level = np.full(count, -1, np.int64)
         self.held = np.zeros(count, np.int64)
-        self.bytes_left = np.zeros(count, np.int64)
         self.reasons: dict[int, str] = {}
         self.failures = 0
         self._given_up: dict[int, int] = {}  # finest levels of chunks that nobody tried to fetch
@@ -166,7 +165,8 @@ class DocumentBoard:
 
     def prefill_span(self, first: int, last: int) -> tuple[int, int]:
         """Tokens of chunks first..last, and tokens before them."""
-        return int(self.tokens[first : last + 1].sum()), int(self.context[first])
+        start = int(self.context[first])
+        return int(self.context[last] + self.tokens[last]) - start, start
 
     def ready_before(self) -> int:
         """The first chunk that is not valid yet; the number of chunks where all are."""

@@ -31,7 +31,7 @@ _S = ChunkState
 
 
 class Controller:
-    """Steers loads from ``Asked`` to ``Finish`` or ``Fail``, of which exactly one comes for each, once.
+    """Steers loads from ``Asked`` to ``Finish`` or ``Fail``, of which one comes for each, once, unless it has ``Left``.
 
     Whoever drives it carries out the instructions and reports what happens, and sends a ``Tick`` at ``wake_at``. An
     event that cannot happen in the present state raises ArgumentError and changes nothing; what is still reported of a
@@ -83,8 +83,9 @@ class Controller:
         # Taking in comes first: it raises before it changes anything.
         if self._take(event, now, out):
             self._dispatch.act(now, out)
-        self._cancelled |= {each.chunk for each in out if isinstance(each, ev.Cancel)}
-        self._cancelled = {chunk for chunk in self._cancelled if chunk.load in self._loads}
+        cancelled = {each.chunk for each in out if isinstance(each, ev.Cancel)}
+        if cancelled:
+            self._cancelled = {chunk for chunk in self._cancelled | cancelled if chunk.load in self._loads}
         self._now = now
         if self._record:
             self._record(ev.LogEntry(now, event, tuple(out)))
@@ -107,7 +108,7 @@ class Controller:
             case ev.ChunkArrived(chunk, level, trouble):
                 return self._arrived(chunk, level, trouble, now, out)
             case ev.ChunkFailed(chunk, reason):
-                return self._fetch_failed(chunk, reason, now)
+                return self._fetch_failed(chunk, reason)
             case ev.DecodeDone(chunks, seconds):
                 self._decoded(chunks, (), seconds, "", out)
             case ev.DecodeFailed(chunks, bad, reason):
@@ -187,8 +188,8 @@ class Controller:
         if level < asked and too_coarse:
             if not refining:
                 out.append(ev.Release(chunk))
-            return self._fetch_failed(chunk, trouble or f"only level {level} is there", now)
-        self._dispatch.link.close(chunk, now, arrived=True)
+            return self._fetch_failed(chunk, trouble or f"only level {level} is there")
+        self._dispatch.link.arrived(chunk, now)
         board.failures = 0
         if level < asked:
             board.note(at, trouble)
@@ -198,12 +199,12 @@ class Controller:
         board.move(at, _S.REFINED if refining else _S.ARRIVED)
         return True
 
-    def _fetch_failed(self, chunk: ChunkId, reason: str, now: float) -> bool:
+    def _fetch_failed(self, chunk: ChunkId, reason: str) -> bool:
         place = self._fetched(chunk)
         if place is None:
             return False
         load, board = place
-        self._dispatch.link.close(chunk, now, arrived=False)
+        self._dispatch.link.drop(chunk)
         load.planned_at = -inf
         if board.state[chunk.chunk] == _S.REFINING:
             board.note(chunk.chunk, f"refinement failed: {reason}")
@@ -233,18 +234,15 @@ class Controller:
             _check_seconds(seconds)
         first = chunks[0] if chunks else None
         numbers = (first.load, first.document) if first else (-1, -1)
-        self._dispatch.lanes.end("decode", "decode", chunks, *numbers)
-        load = self._load(chunks[0].load)
+        job = self._dispatch.lanes.end("decode", "decode", chunks, *numbers)
+        if seconds is not None:
+            self.estimates.decode.add(job.tokens, job.size, seconds)
+        load = self._load(job.load)
         if load is None:
             return
-        boards = [load.board(chunk.document) for chunk in chunks]
-        pairs = list(zip(boards, chunks, strict=True))
-        if seconds is not None:
-            size = sum(board.size(chunk.chunk, int(board.level[chunk.chunk])) for board, chunk in pairs)
-            tokens = sum(int(board.tokens[chunk.chunk]) for board, chunk in pairs)
-            self.estimates.decode.add(tokens, size, seconds)
-        for board, chunk in pairs:
-            self._decoded_one(load, board, chunk.chunk, reason if chunk in bad else None, out)
+        for chunk in chunks:
+            trouble = reason if chunk in bad else None
+            self._decoded_one(load, load.board(chunk.document), chunk.chunk, trouble, out)
 
     def _decoded_one(
         self, load: Load, board: DocumentBoard, chunk: int, trouble: str | None, out: list[ev.Instruction]
@@ -268,15 +266,15 @@ class Controller:
     def _recomputed(self, chunks: tuple[ChunkId, ...], seconds: float) -> None:
         _check_seconds(seconds)
         load_number, document = (chunks[0].load, chunks[0].document) if chunks else (-1, -1)
-        self._dispatch.lanes.end("prefill", "recompute", chunks, load_number, document)
-        place = self._place(chunks[0])
-        if place is None:
+        job = self._dispatch.lanes.end("prefill", "recompute", chunks, load_number, document)
+        self.estimates.prefill.add(job.tokens, job.context, seconds)
+        load = self._load(job.load)
+        if load is None:
             return
-        _, board = place
+        board = load.board(document)
         for chunk in chunks:
             board.move(chunk.chunk, _S.READY)
             board.valid_level[chunk.chunk] = -1
-        self.estimates.prefill.add(*board.prefill_span(chunks[0].chunk, chunks[-1].chunk), seconds)
 
     def _recompute_failed(self, chunk: ChunkId, reason: str) -> None:
         job = self._dispatch.lanes.running("prefill")
@@ -314,7 +312,7 @@ class Controller:
         for chunk in range(board.count):
             state = board.state[chunk]
             if state == _S.FETCHING:
-                self._dispatch.link.close(board.id(chunk), 0.0, arrived=False)
+                self._dispatch.link.drop(board.id(chunk))
                 out.append(ev.Cancel(board.id(chunk), trouble))
             if state in (_S.FETCHING, _S.ARRIVED):
                 self._lose(load, board, chunk, trouble)

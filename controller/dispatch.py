@@ -1,8 +1,8 @@
 """Who gets the link and the lanes next, and what for.
 
-Loads are served in the order in which they are due; one without a deadline counts as due after some times what it takes
-alone, so that nobody waits for ever. A load that is late anyway comes after those that can still be in time, but every
-fourth turn goes to the one that has waited longest.
+Loads are served in the order in which they are due; one without a deadline counts as due after some times what its
+first plan expects, so that nobody waits for ever. A load that is late anyway comes after those that can still be in
+time, but every fourth turn goes to a late one, to that which has begun nothing for longest.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ _DOUBT = 1.6  # estimates that may be wrong by less are relied on
 _TICK_S = 0.05
 _LEAST_TICK_S = 0.001
 _TURNS = 4
+_PLANS = 4  # plans made for one event, besides those of loads whose turn it is
 
 
 class Dispatcher(Resources):
@@ -88,29 +89,39 @@ class Dispatcher(Resources):
         if not self._loads:
             return
         self.link.retry(now)
+        self.backlog_s = None
+        for load in sorted(self._loads.values(), key=lambda load: load.planned_at)[:_PLANS]:
+            self._refresh(load, now)
         order = self._order()
-        for load in order:
-            idle = now > load.planned_at and not self.link.flights and not load.waiting
-            if idle or now - load.planned_at >= self._settings.replan_s:
-                self._plan(load, now)
-        order = self._order()
-        for begin in (self._decode, self._compute, self._fetch, self._refine, self._reclaim, self._conclude):
+        steps = (
+            self._decode, self._compute, self._redecode, self._fetch, self._refine, self._reclaim, self._conclude,
+        )  # fmt: skip
+        for begin in steps:
             for load in order:
                 begin(load, now, out)
+
+    def _refresh(self, load: Load, now: float) -> None:
+        """Plan anew unless the plan is fresh."""
+        idle = now > load.planned_at and not self.link.flights and not load.waiting
+        if idle or now - load.planned_at >= self._settings.replan_s:
+            self._plan(load, now)
 
     def _rank(self, load: Load) -> tuple[bool, float, int]:
         """Whether a load is late anyway, when it is due, and its number; less goes first."""
         if load.due == inf:
-            return False, load.asked_at + self._settings.stretch * (load.alone_s or 0.0), load.number
+            # Before anything is known of it nobody can tell, and those who are due go first.
+            due = inf if load.first_s is None else load.asked_at + self._settings.stretch * load.first_s
+            return False, due, load.number
         finish = load.planned_at + load.plan.finish_s if load.plan else -inf
         return finish > load.due, load.due, load.number
 
     def _order(self) -> list[Load]:
         order = sorted(self._loads.values(), key=self._rank)
-        if len(order) > 1 and self._turn % _TURNS == _TURNS - 1:
-            oldest = min(order, key=lambda load: load.asked_at)
-            order.remove(oldest)
-            order.insert(0, oldest)
+        if len(order) > 1 and self.turns % _TURNS == _TURNS - 1:
+            late = [load for load in order if self._rank(load)[0] and load.is_undecided]
+            longest = min(late, key=lambda load: load.began, default=order[0])
+            order.remove(longest)
+            order.insert(0, longest)
         return order
 
     def _cut(self, load: Load) -> float:
@@ -118,12 +129,12 @@ class Dispatcher(Resources):
         return load.due - self._settings.reserve_s - self.costs_of(load).closing_s(load.prompt_tokens)
 
     def _plan(self, load: Load, now: float) -> None:
-        if not load.is_undecided and (load.alone_s is not None or not load.boards):
+        if not load.is_undecided and (load.first_s is not None or not load.boards):
             return
         request = self._request(load, now)
         load.follow(self._policy.plan(request), request, now)
-        if load.alone_s is None and load.is_known and load.plan:
-            load.alone_s = now - load.asked_at + load.plan.finish_s
+        if load.first_s is None and load.is_known and load.plan:
+            load.first_s = now - load.asked_at + load.plan.finish_s
 
     def _request(self, load: Load, now: float) -> PlanRequest:
         costs, settings, link = self.costs_of(load), self._settings, self.link
@@ -151,7 +162,9 @@ class Dispatcher(Resources):
         return 2 * self.link.ttfb_s + self._settings.horizon_s if others else 0.0
 
     def _backlog_s(self, costs: CostModel) -> float:
-        """Seconds of decoding for what has arrived, over all loads."""
+        """Seconds of decoding for what has arrived, over all loads; worked out once until that changes."""
+        if self.backlog_s is not None:
+            return self.backlog_s
         seconds = 0.0
         for load in self._loads.values():
             for board in load.boards:
@@ -161,23 +174,22 @@ class Dispatcher(Resources):
                     base = costs.decode.base_s * -(-len(chunks) // self._settings.decode_batch)
                     each = costs.decode.token_s * board.tokens[chunks] + costs.decode.byte_s * sizes
                     seconds += base + float(each.sum())
+        self.backlog_s = seconds
         return seconds
 
     def _decode(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
-        """Decode what arrived, in one batch: what is not valid yet before what only becomes better."""
-        if not self.lanes.is_free("decode"):
-            return
-        for state, then in ((_S.ARRIVED, _S.DECODING), (_S.REFINED, _S.REDECODING)):
-            places = [
-                (board, chunk)
-                for board, chunk in load.having(state)
-                if (board.head_done or not board.input.head_start)
-                # A forward pass reads what is before it in its document: nothing of that is overwritten meanwhile.
-                and not (then == _S.REDECODING and self._is_extended(board))
-            ]
-            if places:
-                self.start_decode(load, places[: self._settings.decode_batch], then, now, out)
-                return
+        """Decode what arrived and is not valid yet, in one batch."""
+        if self.lanes.is_free("decode"):
+            arrived = load.having(_S.ARRIVED)
+            places = [(board, chunk) for board, chunk in arrived if board.head_done or not board.input.head_start]
+            self.start_decode(load, places[: self._settings.decode_batch], _S.DECODING, now, out)
+
+    def _redecode(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
+        """Decode refinements, in one batch, after all that somebody waits for."""
+        if self.lanes.is_free("decode"):
+            # A forward pass reads what is before it in its document: nothing of that is overwritten meanwhile.
+            places = [place for place in load.having(_S.REFINED) if not self._is_extended(place[0])]
+            self.start_decode(load, places[: self._settings.decode_batch], _S.REDECODING, now, out)
 
     def _is_extended(self, board: DocumentBoard) -> bool:
         """Whether a forward pass over chunks of a document is running."""
@@ -195,10 +207,12 @@ class Dispatcher(Resources):
                 seconds = board.head_s_share * costs.prefill.seconds(int(board.tokens.sum()))
                 board.head_running = True
                 self.lanes.start("prefill", Job("head start", load.number, board.number, (), now, seconds))
+                load.began = self.turn()
                 out.append(ev.HeadStart(load.number, board.number, board.variant))
                 return
         if not load.is_known and now - load.known_since < self.link.ttfb_s:
             return  # the other indexes are about to come, and may change what is worth computing
+        self._refresh(load, now)
         limit_s = self._pass_limit_s(load, costs, now)
         found = load.next_pass(costs, limit_s)
         if found is None:
@@ -233,9 +247,6 @@ class Dispatcher(Resources):
     def _window_open(self) -> bool:
         """Whether another fetch may be opened: enough to keep the link busy, little enough to decide late."""
         settings, link = self._settings, self.link
-        window = self._policy.window
-        if window is not None:
-            return len(link.flights) < window
         if len(link.flights) >= settings.max_in_flight:
             return False
         horizon = (2 * link.ttfb_s + settings.horizon_s) * link.bandwidth_low
@@ -248,6 +259,9 @@ class Dispatcher(Resources):
 
     def _fetch(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Open the fetches that the plan wants next."""
+        if not self._window_open():
+            return
+        self._refresh(load, now)
         while load.waiting and self._window_open():
             board, chunk, level = load.waiting[0]
             if board.state[chunk] != _S.PLANNED or board.top[chunk] < level:
@@ -333,7 +347,7 @@ class Dispatcher(Resources):
     def end(self, load: Load, out: list[ev.Instruction]) -> None:
         """Take a load out: its fetches are cancelled and its bytes forgotten."""
         for board, chunk in load.having(_S.FETCHING, _S.REFINING):
-            self.link.close(board.id(chunk), 0.0, arrived=False)
+            self.link.drop(board.id(chunk))
             out.append(ev.Cancel(board.id(chunk), "nobody waits for it any more"))
         for board in load.boards:
             for chunk in np.flatnonzero(board.held).tolist():

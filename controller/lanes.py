@@ -15,7 +15,7 @@ Lane = Literal["prefill", "decode"]
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """What a lane does. expected_s: by the estimates when it began."""
+    """What a lane does. expected_s: by the estimates when it began. tokens, context, size (bytes): of it all."""
 
     kind: Literal["decode", "recompute", "head start"]
     load: int
@@ -23,6 +23,9 @@ class Job:
     chunks: tuple[ChunkId, ...]
     began: float
     expected_s: float
+    tokens: int = 0
+    context: int = 0
+    size: int = 0
 
     def left_s(self, now: float) -> float:
         """Seconds that it should still take."""

@@ -75,19 +75,21 @@ class Link:
             self._period_bytes, self._period_began = 0, inf
         self.flights.append(flight)
 
-    def close(self, chunk: ChunkId, now: float, *, arrived: bool) -> Flight | None:
-        """Note that a fetch ended, one way or another; None where none of this chunk was open."""
+    def drop(self, chunk: ChunkId) -> None:
+        """Note that a fetch brings nothing."""
+        self.flights = [flight for flight in self.flights if flight.chunk != chunk]
+
+    def arrived(self, chunk: ChunkId, now: float) -> None:
+        """Note that a fetch has brought what was asked for."""
         flight = next((flight for flight in self.flights if flight.chunk == chunk), None)
         if flight is None:
-            return None
+            return
         self.flights.remove(flight)
-        if arrived:
-            self.alive(now)
-            self._return(flight.left)
-            self._period_bytes += flight.size
-            if now > self._period_began:
-                self.throughput = self._period_bytes / (now - self._period_began)
-        return flight
+        self.alive(now)
+        self._return(flight.left)
+        self._period_bytes += flight.size
+        if now > self._period_began:
+            self.throughput = self._period_bytes / (now - self._period_began)
 
     def first_byte(self, seconds: float, now: float) -> None:
         """Take in a time to first byte."""

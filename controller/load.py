@@ -30,6 +30,7 @@ Place = tuple[DocumentBoard, int]
 class Load:
     """A prompt on its way. due: instant of the deadline, infinite without one.
 
+    first_s: what its first complete plan expected. began: number of the last thing begun for it.
     known_since: instant at which the first document was known. plan: the latest; planned_at: when it was made.
     waiting: chunks that it fetches, next one first. refine: the refinements that it names. compute_s: seconds of
     recomputation that it holds. fallbacks: chunks for which a fetch or decode was given up for recomputation.
@@ -43,7 +44,8 @@ class Load:
         self.number, self.goal, self.asked_at = asked.load, asked.goal, now
         self.query_tokens = asked.query_tokens
         self.due = inf if asked.goal.deadline_s is None else now + asked.goal.deadline_s
-        self.alone_s: float | None = None
+        self.first_s: float | None = None
+        self.began = 0
         self.known_since = inf
         self._slots: list[DocumentBoard | None] = [None] * asked.documents
         self.boards: list[DocumentBoard] = []

@@ -22,7 +22,7 @@ _S = ChunkState
 class Resources:
     """One link, two lanes and a bound on bytes. held: bytes asked for, arrived or kept.
 
-    turns: things begun so far. loads: those under way, by number.
+    turns: things begun so far. backlog_s: seconds of decoding for what has arrived, None where that has to be counted.
     """
 
     def __init__(self, estimates: Estimates, settings: ControllerSettings, loads: dict[int, Load]) -> None:
@@ -31,7 +31,13 @@ class Resources:
         self.link = Link(estimates, settings.stall_s)
         self.lanes = Lanes(settings.workers)
         self.held = 0
-        self._turn = 0
+        self.turns = 0
+        self.backlog_s: float | None = None
+
+    def turn(self) -> int:
+        """Count another thing begun; returns its number."""
+        self.turns += 1
+        return self.turns
 
     def hold(self, board: DocumentBoard, chunk: int, size: int) -> None:
         """Note how many bytes are held for a chunk from now on."""
@@ -60,14 +66,13 @@ class Resources:
 
     def make_room(self, load: Load, size: int, out: list[ev.Instruction]) -> bool:
         """Forget what is only kept for refinements, as far as that is needed."""
-        while self.held + size > self._settings.memory_bytes:
-            everyone = [load, *(other for other in self._loads.values() if other is not load)]
-            ready = (place for each in everyone for place in each.having(_S.READY))
-            kept = next((place for place in ready if place[0].held[place[1]]), None)
-            if kept is None:
-                return False
-            self.release(*kept, out)
-        return True
+        others = [each for each in self._loads.values() if each is not load]
+        for each in (*sorted(others, key=lambda other: -other.due), load):
+            for board, chunk in each.having(_S.READY):
+                if self.held + size <= self._settings.memory_bytes:
+                    return True
+                self.release(board, chunk, out)
+        return self.held + size <= self._settings.memory_bytes
 
     def costs_of(self, load: Load) -> CostModel:
         """What computing costs for a load, by what is known now."""
@@ -84,14 +89,14 @@ class Resources:
         decode, batch = self.costs_of(load).decode, self._settings.decode_batch
         work = decode.seconds(int(board.tokens[chunk]), board.size(chunk, level)) - decode.base_s * (1 - 1 / batch)
         self.link.ask(Flight(board.id(chunk), size, size, now, until, work))
-        self._turn += 1
+        load.began = self.turn()
         out.append(ev.Fetch(board.id(chunk), first, level, size, board.variant, until))
 
     def give_up(self, load: Load, board: DocumentBoard, run: list[int], now: float, out: list[ev.Instruction]) -> None:
         """Cancel the fetches of neighbouring chunks, and recompute these at once."""
         trouble = "the link is silent" if self.link.stalled else "the link became slow"
         for chunk in run:
-            self.link.close(board.id(chunk), now, arrived=False)
+            self.link.drop(board.id(chunk))
             board.lose(chunk, trouble, fetch=True)
             self.hold(board, chunk, 0)
             load.fallbacks += 1
@@ -108,23 +113,29 @@ class Resources:
             board.reasons[chunk] = load.reason(board, chunk)
             board.move(chunk, _S.RECOMPUTING)
             board.level[chunk] = -1
-        seconds = self.costs_of(load).prefill.seconds(*board.prefill_span(run[0], run[-1]))
+        tokens, context = board.prefill_span(run[0], run[-1])
+        seconds = self.costs_of(load).prefill.seconds(tokens, context)
         ids = tuple(board.id(chunk) for chunk in run)
-        self.lanes.start("prefill", Job("recompute", load.number, board.number, ids, now, seconds))
+        job = Job("recompute", load.number, board.number, ids, now, seconds, tokens=tokens, context=context)
+        self.lanes.start("prefill", job)
         load.compute_s = max(0.0, load.compute_s - seconds)
-        self._turn += 1
+        load.began = self.turn()
         out.append(ev.Recompute(ids[0], ids[-1]))
 
     def start_decode(
         self, load: Load, places: list[Place], then: ChunkState, now: float, out: list[ev.Instruction]
     ) -> None:
-        """Begin to decode a batch."""
+        """Begin to decode a batch, if there is any."""
+        if not places:
+            return
         for board, chunk in places:
             board.move(chunk, then)
         levels = tuple(int(board.level[chunk]) for board, chunk in places)
         size = sum(board.size(chunk, level) for (board, chunk), level in zip(places, levels, strict=True))
-        seconds = self.costs_of(load).decode.seconds(sum(int(board.tokens[chunk]) for board, chunk in places), size)
+        tokens = sum(int(board.tokens[chunk]) for board, chunk in places)
+        seconds = self.costs_of(load).decode.seconds(tokens, size)
         ids = tuple(board.id(chunk) for board, chunk in places)
-        self.lanes.start("decode", Job("decode", load.number, ids[0].document, ids, now, seconds))
+        job = Job("decode", load.number, ids[0].document, ids, now, seconds, tokens=tokens, size=size)
+        self.lanes.start("decode", job)
+        load.began, self.backlog_s = self.turn(), None
         out.append(ev.Decode(ids, levels))
-        self._turn += 1

@@ -64,8 +64,8 @@ class ControllerSettings:
     reserve_s: seconds of a deadline that plans leave unused, for what no model foresees.
     cancel_margin: a fetch is given up for recomputation where it would take that many times as long.
     memory_bytes: of what was asked for, has arrived or is kept for refinement, over all loads.
-    stretch: a load without a deadline counts as due after this many times what it takes alone; who is due first goes
-    first.
+    stretch: a load without a deadline counts as due after this many times what its first plan expects; who is due
+    first goes first.
     """
 
     max_in_flight: int = 8
@@ -89,6 +89,13 @@ class ControllerSettings:
             raise ArgumentError(msg)
         if self.workers not in (1, 2):
             msg = f"workers must be 1 or 2, got {self.workers}"
+            raise ArgumentError(msg)
+        figures = (
+            self.horizon_s, self.max_pass_s, self.stall_s, self.patience_s, self.replan_s, self.reserve_s,
+            self.cancel_margin, self.stretch,
+        )  # fmt: skip
+        if not all(isfinite(figure) for figure in figures):
+            msg = f"all settings must be finite numbers, got {self}"
             raise ArgumentError(msg)
         positive = (self.stall_s, self.patience_s, self.max_pass_s, self.stretch)
         if not (min(positive) > 0 and self.cancel_margin >= 1):

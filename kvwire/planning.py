@@ -168,7 +168,7 @@ class _Patient:
 
     def __init__(self, policy: Policy, tokens: int, *, choosing: bool) -> None:
         self._policy, self._tokens, self._choosing = policy, tokens, choosing
-        self.name, self.window, self.gives_up = policy.name, policy.window, policy.gives_up
+        self.name, self.gives_up = policy.name, policy.gives_up
 
     def plan(self, request: PlanRequest) -> Plan:
         """Ask the policy."""

@@ -101,7 +101,7 @@ class Steering:
     def predicted_s(self, number: int) -> float | None:
         """Seconds from the asking to the first token as planned when all documents were known; None before."""
         load = self._controller.loads.get(number)
-        return load.alone_s if load else None
+        return load.first_s if load else None
 
     def tell(self, event: ev.Event) -> None:
         """Report what happened, and have its instructions carried out."""

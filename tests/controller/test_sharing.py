@@ -121,3 +121,13 @@ def test_a_load_that_leaves_frees_its_share():
     assert left[0].failed
     assert left[1].ttft_s <= both[1].ttft_s
     assert left[1].ttft_s < 1.5 * alone(arrivals[1], 2 * MB) + 0.03
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_late_load_gets_its_turns_beside_a_stream_of_loads_that_can_be_in_time(workers):
+    late = Arrival(0.0, fetched(chunks=4), quality(0.001))
+    stream = [Arrival(0.02 * number, fetched(chunks=4), quality(0.3)) for number in range(100)]
+    played = play([late, *stream], 4 * MB, workers=workers)
+    # The stream alone keeps the link busy to its end, and the late load would come last.
+    assert max(outcome.asked_at + outcome.ready_s for outcome in played.outcomes[1:]) > 1.9
+    assert played.outcomes[0].ready_s < 1.0
