@@ -47,7 +47,7 @@ class Counted:
 
     def __init__(self) -> None:
         """Start at none."""
-        self.name, self.window, self.gives_up = "counted", None, True
+        self.name, self.gives_up = "counted", True
         self.plans = 0
         self.largest: PlanRequest | None = None
         self._policy = Adaptive()

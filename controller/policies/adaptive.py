@@ -31,7 +31,6 @@ class Adaptive:
     """The least that the goal asks for, soonest, while nothing is known of the future but estimates."""
 
     name: str = "adaptive"
-    window: int | None = None
     gives_up: bool = True
 
     def plan(self, request: PlanRequest) -> Plan:

@@ -173,11 +173,7 @@ class Plan:
 
 
 class Policy(Protocol):
-    """Decides what to do with the chunks of a load, whenever the link or compute can take something new.
-
-    name: for tables. window: fetches open at once, None for the controller's own limits. gives_up: fetches may be
-    given up for recomputation where that is sooner.
-    """
+    """Decides what to do with the chunks of a load, whenever the link or compute can take something new."""
 
     @property
     def name(self) -> str:
@@ -185,13 +181,13 @@ class Policy(Protocol):
         ...
 
     @property
-    def window(self) -> int | None:
-        """Fetches open at once at most; None: as many as the controller sees fit."""
-        ...
-
-    @property
     def gives_up(self) -> bool:
-        """Whether a fetch is given up where recomputing is sooner."""
+        """Whether the controller may second-guess the policy.
+
+        True: a fetch is given up where recomputing is sooner, and a forward pass is kept short enough for plans to
+        change their minds. False: fetches run to their end, passes are as long as the plan allows, and ``simulate``
+        lifts the patience that would give fetches up on slow links.
+        """
         ...
 
     def plan(self, request: PlanRequest) -> Plan:

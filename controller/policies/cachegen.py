@@ -1,6 +1,8 @@
 """CacheGen's controller (arXiv 2310.07240, section 5.3), and what its released artefact does instead.
 
-Both take one stretch of the prompt after another, of about 1,500 tokens, and decide anew for each.
+Both decide for one stretch of the prompt after another, of about 1,500 tokens, whatever documents these are of. Here a
+choice is made anew whenever the controller plans, and holds for what is asked for until then: requests follow one
+another without a gap, as those of a stream do, and recomputation goes forward by one stretch at a time.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .base import RECOMPUTE, SLOWEST
+from .timeline import prefill_s
 from .written import written
 
 if TYPE_CHECKING:
@@ -25,24 +28,24 @@ STRETCH_TOKENS = 1536
 
 @dataclass(frozen=True)
 class CacheGen:
-    """The paper's rule, causal: the rest of the prompt at the throughput of the previous stretch.
+    """The paper's rule, causal: the rest of the prompt at the throughput so far, see ``PlanRequest.throughput``.
 
-    Text, which loses nothing, where recomputing the rest is in time; otherwise the finest level at which fetching the
-    rest is; otherwise the coarsest. Decoding counts nothing, for it overlaps with fetching. Without a deadline, the
-    level that is fetched soonest, or text where that is sooner.
+    Text, which loses nothing, where recomputing the rest is in time, each document by itself; otherwise the finest
+    level at which fetching the rest is; otherwise the coarsest. Decoding counts nothing, for it overlaps with fetching.
+    Without a deadline, the level that is fetched soonest, or text where that is sooner.
     """
 
     name: str = "cachegen"
-    window: int | None = None
     gives_up: bool = False
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Decide for the next stretch, once the one before it is here."""
+        """Decide for the next stretch."""
         bandwidth = max(request.throughput or request.bandwidth, SLOWEST)
         chunks, costs = request.chunks, request.costs
-        floor, levels = request.goal.floor, chunks.levels
-        text_s = request.promised.prefill_s + costs.prefill.seconds(int(chunks.tokens.sum()), 0)
-        fetch_s = [float(chunks.bytes_at(chunks.level_for(level)).sum()) / bandwidth for level in range(floor, levels)]
+        floor = request.goal.floor
+        text_s = request.promised.prefill_s + float(prefill_s(request)[chunks.can_text].sum())
+        sizes = [chunks.bytes_at(chunks.level_for(level)).sum() for level in _levels(request)]
+        fetch_s = [float(size) / bandwidth for size in sizes]
         if request.left_s is None:
             choice = RECOMPUTE if text_s <= min(fetch_s, default=inf) else floor
         else:
@@ -66,21 +69,16 @@ class CacheGenArtefact:
     bandwidth: Callable[[float, float], float]
     text_s: float = 0.2
     name: str = "cachegen-artefact"
-    window: int | None = None
     gives_up: bool = False
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Decide for the next stretch, once the one before it is here."""
+        """Decide for the next stretch."""
         chunks, goal = request.chunks, request.goal
-        if not chunks.count:
-            return _next_stretch(request, RECOMPUTE)
-        total = request.prompt_tokens
-        share = int(chunks.tokens[_stretch(request)].sum()) / max(total, 1)
-        budget = inf if goal.deadline_s is None else goal.deadline_s * share
         stretch = _stretch(request)
-        sizes = [chunks.bytes_at(chunks.level_for(level))[stretch].sum() for level in range(goal.floor, chunks.levels)]
-        window = budget if budget < inf else self.text_s
-        true = max(self.bandwidth(request.now, window), SLOWEST)
+        share = int(chunks.tokens[stretch].sum()) / max(request.prompt_tokens, 1)
+        budget = inf if goal.deadline_s is None else goal.deadline_s * share
+        sizes = [chunks.bytes_at(chunks.level_for(level))[stretch].sum() for level in _levels(request)]
+        true = max(self.bandwidth(request.now, budget if 0 < budget < inf else self.text_s), SLOWEST)
         times = {RECOMPUTE: self.text_s} | {goal.floor + at: float(size) / true for at, size in enumerate(sizes)}
         # Text is exact, then the finer level.
         ranked = [RECOMPUTE, *sorted((level for level in times if level >= 0), reverse=True)]
@@ -88,26 +86,30 @@ class CacheGenArtefact:
         return _next_stretch(request, fitting[0] if fitting else min(times, key=lambda level: times[level]))
 
 
+def _levels(request: PlanRequest) -> range:
+    """Levels to choose from."""
+    goal, levels = request.goal, request.chunks.levels
+    return range(goal.floor, levels if goal.ceiling is None else min(levels, goal.ceiling + 1))
+
+
 def _stretch(request: PlanRequest) -> Ints:
-    """Columns of the next stretch: neighbours of one document."""
-    chunks = request.chunks
-    if not chunks.count:
-        return np.zeros(0, np.int64)
-    before = np.cumsum(chunks.tokens) - chunks.tokens
-    same = (chunks.document == chunks.document[0]) & (chunks.chunk - chunks.chunk[0] == np.arange(chunks.count))
-    return np.flatnonzero(same & (before < STRETCH_TOKENS))
+    """Columns of the next stretch: the first ones in the prompt."""
+    tokens = request.chunks.tokens
+    return np.flatnonzero(np.cumsum(tokens) - tokens < STRETCH_TOKENS)
 
 
 def _next_stretch(request: PlanRequest, choice: int) -> Plan:
-    """Start the next stretch unless one is still on its way; what comes behind is left open."""
+    """Recompute the next stretch and leave the rest open, or fetch what the controller asks for before it plans again.
+
+    What can only be fetched is fetched in any case, what can only be recomputed is recomputed.
+    """
     chunks = request.chunks
-    stretch = _stretch(request)
-    rest = chunks.level_for(request.goal.floor)
-    levels = np.where(rest == RECOMPUTE, np.where(chunks.top >= 0, chunks.top, RECOMPUTE), rest)
     if choice == RECOMPUTE:
-        levels[stretch] = np.where(chunks.can_text[stretch], RECOMPUTE, chunks.top[stretch])
-    else:
-        levels[stretch] = chunks.level_for(choice)[stretch]
-    idle = not len(request.promised.wire)
-    order = stretch[levels[stretch] >= 0].tolist() if idle else []
-    return written(request, levels, order, "text is in time" if choice == RECOMPUTE else "by the last throughput")
+        floor = chunks.level_for(request.goal.floor)
+        levels = np.where((floor == RECOMPUTE) & chunks.can_fetch, chunks.top, floor)
+        stretch = _stretch(request)
+        levels[stretch] = np.where(chunks.can_text, RECOMPUTE, chunks.top)[stretch]
+        order = stretch[levels[stretch] >= 0]
+        return written(request, levels, order.tolist(), "text is in time")
+    levels = chunks.level_for(choice)
+    return written(request, levels, np.flatnonzero(levels >= 0).tolist(), "by the last throughput")

@@ -20,7 +20,6 @@ class Fixed:
     """Fetches ``level`` of everything, or the finest that a document has where it has fewer."""
 
     level: int
-    window: int | None = None
     gives_up: bool = False
 
     def __post_init__(self) -> None:
@@ -32,7 +31,7 @@ class Fixed:
     @property
     def name(self) -> str:
         """For tables."""
-        return f"level {self.level}"
+        return f"level-{self.level}"
 
     def plan(self, request: PlanRequest) -> Plan:
         """Fetch whatever can be."""

@@ -19,7 +19,6 @@ class Text:
     """Recomputes each document in one pass."""
 
     name: str = "text"
-    window: int | None = None
     gives_up: bool = False
 
     def plan(self, request: PlanRequest) -> Plan:

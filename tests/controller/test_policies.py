@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvwire.controller import CostModel, DecodeCost, Goal, PrefillCost
 from kvwire.controller.policies import (
@@ -62,12 +63,34 @@ def test_cachegen_starts_from_the_expected_bandwidth():
     assert CacheGen().plan(request(deadline_s=0.1, bandwidth=1.4e6)).levels.tolist() == [2] * 3
 
 
-def test_cachegen_decides_for_one_stretch_and_waits_for_it():
-    asked = request(8, deadline_s=0.3)
-    plan = CacheGen().plan(asked)
-    assert list(plan.order) == list(range(STRETCH_TOKENS // 512))
-    busy = replace(asked, promised=Promised(wire=np.array([1.0]), work_s=np.array([0.0])))
-    assert not list(CacheGen().plan(busy).order)
+def test_cachegen_recomputes_one_stretch_over_documents_and_leaves_the_rest_open():
+    made = columns([([(512, 3, True, 0)] * 2, 0.0)] * 4)
+    plan = CacheGen().plan(replace(request(8, deadline_s=1.0), chunks=made))
+    ahead = STRETCH_TOKENS // 512
+    assert plan.levels.tolist() == [RECOMPUTE] * ahead + [0] * (8 - ahead)
+    assert not list(plan.order)
+
+
+def test_cachegen_asks_on_while_earlier_requests_are_open():
+    busy = request(8, deadline_s=0.3, promised=Promised(wire=np.array([1e6]), work_s=np.array([0.0])))
+    assert list(CacheGen().plan(busy).order) == list(range(8))
+
+
+def test_cachegen_prices_text_document_by_document():
+    """Two documents cost less than one pass over both, whose later half would attend to the earlier one."""
+    costs = CostModel(PrefillCost(0.0, 1e-4, 1e-7), DecodeCost(0.0, 0.0), 0.0)
+    made = columns([([(512, 3, True, 0)] * 3, 0.0)] * 2)
+    asked = replace(request(6), chunks=made, costs=costs)
+    alone_s, at_once_s = 2 * costs.prefill.seconds(1536), costs.prefill.seconds(3072)
+    for left_s, text in ((alone_s * 1.01, True), (alone_s * 0.99, False)):
+        assert left_s < at_once_s
+        plan = CacheGen().plan(replace(asked, goal=Goal.within(left_s), left_s=left_s))
+        assert (plan.levels[0] == RECOMPUTE) == text
+
+
+def test_cachegen_keeps_to_the_ceiling():
+    asked = request(deadline_s=0.1, goal=Goal(objective="quality", deadline_s=0.1, ceiling=1), bandwidth=1e9)
+    assert CacheGen().plan(asked).levels.tolist() == [1] * 3
 
 
 def test_cachegen_keeps_to_the_floor():
@@ -104,6 +127,13 @@ def test_the_artefact_prices_text_at_a_fifth_of_a_second_whatever_it_takes():
     assert policy.plan(request(deadline_s=0.19)).levels.tolist() == [RECOMPUTE] * 3  # nothing fits: the quickest
 
 
+@pytest.mark.parametrize("deadline_s", [0.0, -0.1])
+def test_the_artefact_takes_the_quickest_where_the_deadline_is_over(deadline_s):
+    policy, asked = artefact(1e9)
+    assert policy.plan(request(deadline_s=deadline_s)).levels.tolist() == [0] * 3
+    assert asked == [(0.0, 0.2)]
+
+
 # Simple ones.
 
 
@@ -112,6 +142,7 @@ def test_a_fixed_level_is_that_level_or_the_next_best():
     asked = replace(request(), chunks=made)
     assert Fixed(2).plan(asked).levels.tolist() == [2, RECOMPUTE, 0, 1]
     assert list(Fixed(2).plan(asked).order) == [0, 2, 3]
+    assert Fixed(2).name == "level-2"
     with pytest.raises(ArgumentError):
         Fixed(-1)
 
@@ -175,21 +206,51 @@ def test_adaptive_is_the_best_of_its_class(asked):
         assert plan.in_time
 
 
-@given(plan_requests())
+@st.composite
+def liftable(draw):
+    """Requests for quality whose deadline some uniform level meets with a little to spare, but no finer one."""
+    asked = replace(draw(plan_requests()), refinable=None)
+    asked = replace(asked, goal=replace(asked.goal, objective="quality", deadline_s=1.0))
+    level = draw(st.integers(asked.goal.floor, LEVELS - 2))
+    soonest = [min(times(asked, each)) for each in (level, level + 1)]
+    left_s = soonest[0] + draw(st.floats(0.05, 0.95)) * max(0.0, soonest[1] - soonest[0])
+    return replace(asked, left_s=left_s)
+
+
+def times(asked, level):
+    levels = asked.chunks.level_for(level)
+    return [finish_naive(asked, level, levels, split, asked.bandwidth_low) for split in splits(asked, levels)]
+
+
+LIFTED = []
+
+
+@given(liftable())
 @settings(max_examples=150, deadline=None)
-def test_lifts_keep_the_plan_in_time(asked):
+def check_lifts(asked):
     """A plan with lifts is played through at its own levels."""
     plan = Adaptive().plan(asked)
-    if asked.goal.objective != "quality" or not plan.in_time or not plan.lifted:
+    if not plan.lifted:
         return
-    target = max(range(LEVELS), key=lambda level: (plan.levels == level).sum())
-    lifted = np.array(sorted(plan.lifted))
+    LIFTED.append(plan)
+    lifted, fetched = np.array(sorted(plan.lifted)), plan.levels >= 0
     assert (plan.levels[lifted] <= asked.chunks.top[lifted]).all()
-    levels = np.where(plan.levels >= 0, plan.levels, asked.chunks.level_for(target))
-    split = int((plan.levels >= 0).sum())
-    as_it_is = replace(asked, refinable=None)
-    assert fetch_order(as_it_is, levels)[:split] == list(plan.order)
-    assert finish_naive(as_it_is, target, levels, split, asked.bandwidth_low) <= asked.left_s + 1e-9
+    base = plan.levels.copy()
+    base[lifted] -= 1
+    ends = []
+    for target in range(asked.goal.floor, LEVELS):
+        uniform = asked.chunks.level_for(target)
+        split = int(fetched.sum())
+        if (uniform == base)[fetched].all() and fetch_order(asked, uniform)[:split] == list(plan.order):
+            levels = np.where(fetched, plan.levels, uniform)
+            ends.append(finish_naive(asked, target, levels, split, asked.bandwidth_low))
+    assert min(ends) <= asked.left_s + 1e-9
+
+
+def test_lifts_keep_the_plan_in_time():
+    LIFTED.clear()
+    check_lifts()
+    assert len(LIFTED) >= 15
 
 
 def test_refinements_go_by_error_removed_per_byte_and_stop_at_the_deadline():
