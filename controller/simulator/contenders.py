@@ -19,7 +19,7 @@ _MOST_LEVELS = 8
 
 def policy_names(levels: int) -> tuple[str, ...]:
     """Names of all policies for documents of so many levels."""
-    fixed = tuple(f"{_LEVEL}{level}" for level in range(levels))
+    fixed = tuple(Fixed(level).name for level in range(levels))
     return ("adaptive", "cachegen", "cachegen-artefact", *fixed, "text", "raw")
 
 

@@ -56,7 +56,8 @@ class Scored:
             return None
         if self.goal.objective == "cheapest":
             return self.outcome.received / self.bound.bytes - 1 if self.bound.bytes else None
-        return 1 - decibels(self.outcome.error) / decibels(self.bound.error)
+        best = decibels(self.bound.error)
+        return 1 - decibels(self.outcome.error) / best if best > 0 else None
 
 
 def decibels(error: float) -> float:

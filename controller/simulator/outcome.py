@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import log10
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -62,11 +61,6 @@ class Outcome:
     def in_time(self) -> bool:
         """Whether the first token came by the deadline, or there was none."""
         return not self.failed and (self.deadline_s is None or self.ttft_s <= self.deadline_s)
-
-    @property
-    def quality_db(self) -> float:
-        """Error in decibels, higher is better; infinite for none."""
-        return -10 * log10(self.error) if self.error > 0 else float("inf")
 
     @classmethod
     def of(  # noqa: PLR0913 - a load has as many sides

@@ -5,7 +5,7 @@ Everything follows from the scenario alone: the same one gives the same outcomes
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import inf, isfinite
 from typing import TYPE_CHECKING
@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from kvwire.errors import ArgumentError
 
 from ..core import Controller
+from ..documents import DocumentPlanInput
 from ..estimates import Estimates
-from ..policies import Adaptive, Raw
+from ..policies import Adaptive, Raw, Text
 from ..settings import ControllerSettings, Goal
 from .machines import costs
 from .optimum import optimum
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ..costs import CostModel
-    from ..documents import DocumentPlanInput
     from ..events import LogEntry
     from ..policies import Policy
     from .machines import Machine
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .outcome import Outcome
     from .rates import RateTrace
 
-Variants = tuple["DocumentPlanInput", ...]
+Variants = tuple[DocumentPlanInput, ...]
 
 _PAUSE_S = 0.5  # between the load that makes estimates warm and the first one that counts
 _LIMIT_S = 1e5
@@ -106,7 +106,8 @@ class Scenario:
         if not self.warm:
             return estimates, self.start_s
         controller = Controller(estimates, settings_for(self.machine), Adaptive())
-        world = World(controller, self.rate, self.costs, rtt_s=self.rtt_s, limit_s=_LIMIT_S)
+        workers = self.machine.workers
+        world = World(controller, self.rate, self.costs, rtt_s=self.rtt_s, workers=workers, limit_s=_LIMIT_S)
         (earlier,) = world.run([Arrival(0.0, self.documents, self.goal, self.query_tokens)])
         return estimates, max(self.start_s, earlier.ttft_s + _PAUSE_S)
 
@@ -123,8 +124,8 @@ class Scenario:
     def bounds(self) -> tuple[Optimum, ...]:
         """What no controller could better, for each load as if it were alone.
 
-        The indexes' round trip counts. Where documents have several variants: the best of the bounds for each variant
-        taken by all documents; mixing them might be better still.
+        The indexes' round trip counts, which ``Text`` does without. Where documents have several variants: the best of
+        the bounds for each variant taken by all documents; mixing them might be better still.
         """
         return tuple(self._bound(self.begins_s + at) for at in self.asked)
 
@@ -134,15 +135,35 @@ class Scenario:
         left_s = None if goal.deadline_s is None else max(0.0, goal.deadline_s - self.rtt_s)
         found = [
             optimum(
-                [variants[number] for variants in self.documents], self.costs, self.rate, start_s=at + self.rtt_s,
-                rtt_s=self.rtt_s, objective=goal.objective, deadline_s=left_s, floor=goal.floor,
-                workers=self.machine.workers,
+                [_up_to(variants[number], goal.ceiling) for variants in self.documents], self.costs, self.rate,
+                start_s=at + self.rtt_s, rtt_s=self.rtt_s, objective=goal.objective, deadline_s=left_s,
+                floor=goal.floor, workers=self.machine.workers,
             )
             for number in range(count)
         ]  # fmt: skip
         figure = {"earliest": "ttft_s", "quality": "error", "cheapest": "bytes"}[goal.objective]
         best = min(found, key=lambda each: (not each.in_time, getattr(each, figure) if each.in_time else each.ttft_s))
         return replace(best, ttft_s=best.ttft_s + self.rtt_s)
+
+
+@dataclass(frozen=True)
+class _UpTo(DocumentPlanInput):
+    """A document without levels above a goal's ceiling. recomputed[chunk]: error of each chunk once recomputed."""
+
+    recomputed: tuple[float, ...] = ()
+
+    def error(self, chunk: int, level: int | None) -> float:
+        """A recomputed chunk counts with the finest error that it has, whatever the ceiling."""
+        return self.recomputed[chunk] if level is None else super().error(chunk, level)
+
+
+def _up_to(document: DocumentPlanInput, ceiling: int | None) -> DocumentPlanInput:
+    if ceiling is None:
+        return document
+    same = {each.name: getattr(document, each.name) for each in fields(DocumentPlanInput)}
+    for name in ("fetch_bytes", "errors"):
+        same[name] = tuple(row[: ceiling + 1] for row in same[name])
+    return _UpTo(**same, recomputed=tuple(document.error(chunk, None) for chunk in range(len(document.tokens))))
 
 
 def variants_for(
@@ -172,24 +193,30 @@ def simulate(
 ) -> list[Outcome]:
     """Play a scenario under a policy; one outcome for each load, in the order of ``scenario.asked``.
 
-    ``Raw`` gets the documents as plain bfloat16 and decodes by copying. record: called with every step of the
-    controller.
+    ``Raw`` gets the documents as plain bfloat16 and decodes by copying, ``Text`` waits for no index of documents whose
+    text there is. record: called with every step of the controller. Raises ArgumentError for settings of another number
+    of workers than the machine has.
     """
     chosen = settings or settings_for(scenario.machine)
+    if chosen.workers != scenario.machine.workers:
+        msg = f"settings of {chosen.workers} workers for {scenario.machine.name}, which has {scenario.machine.workers}"
+        raise ArgumentError(msg)
     if not policy.gives_up:
         # Such a policy waits: patience would turn it into another one on slow links.
-        chosen = replace(chosen, patience_s=inf)
+        chosen = replace(chosen, patience_s=_LIMIT_S)
     documents, true, estimates = scenario.documents, scenario.costs, scenario.estimates()
     if isinstance(policy, Raw):
         documents = tuple((raw_of(scenario.model, variants[0]),) for variants in documents)
         true = replace(costs(scenario.model, scenario.machine, raw=True), query_tokens=scenario.query_tokens)
     world = World(
         Controller(estimates, chosen, policy, record=record), scenario.rate, true, rtt_s=scenario.rtt_s,
-        trouble=scenario.trouble, seed=scenario.seed, limit_s=scenario.begins_s + _LIMIT_S,
+        trouble=scenario.trouble, workers=chosen.workers, seed=scenario.seed, limit_s=scenario.begins_s + _LIMIT_S,
     )  # fmt: skip
     begin = scenario.begins_s
+    at_once = isinstance(policy, Text) and all(variants[0].has_text for variants in documents)
+    index_s = 0.0 if at_once else None
     arrivals = [
-        Arrival(begin + at, documents, scenario.goal, scenario.query_tokens, leaves_s=scenario.leaves_s)
+        Arrival(begin + at, documents, scenario.goal, scenario.query_tokens, index_s, scenario.leaves_s)
         for at in scenario.asked
     ]
     return world.run(arrivals)

@@ -1,7 +1,8 @@
 """Drives a real controller through a modelled link and modelled compute, from event to event.
 
 The link is a fluid: requests whose round trip is over share its rate equally. Lanes take what the true costs say, times
-noise. Everything that the controller learns, it learns through its events, as in a real load.
+noise. Everything that the controller learns, it learns through its events, as in a real load. What no real driver could
+do, such as decoding bytes that are not here, is refused.
 """
 
 from __future__ import annotations
@@ -97,12 +98,17 @@ class _Job:
 
 @dataclass(eq=False)
 class _Run:
-    """A load in the world. received: bytes that came for it. corrupt: chunks that cannot be decoded."""
+    """A load in the world. received: bytes that came for it. corrupt: chunks that cannot be decoded.
+
+    here: level up to which a chunk's bytes are here. valid: chunks that are in the prompt.
+    """
 
     arrival: Arrival
     number: int
     received: float = 0.0
     corrupt: set[ChunkId] = field(default_factory=set)
+    here: dict[ChunkId, int] = field(default_factory=dict)
+    valid: set[ChunkId] = field(default_factory=set)
     spans: list[Span] = field(default_factory=list)
     outcome: Outcome | None = None
 
@@ -126,12 +132,14 @@ class World:
         """Start at instant 0. limit_s: simulated seconds after which something must be wrong.
 
         lane_s: seconds for which a lane stands idle around each job, because its driver has to hear of the end and to
-        begin the next one; no job's own seconds hold them. workers: closings take turns with forward passes, and where
-        it is 1 with decoding as well.
+        begin the next one; no job's own seconds hold them. workers: 2: a lane each for forward passes and for decoding,
+        closings take turns with the former; 1: one thing at a time. seed: of troubles, which depend on chunk and level
+        alone, so that they are the same under every policy.
         """
         self._controller, self._rate, self._costs, self._rtt_s = controller, rate, costs, rtt_s
         self._trouble = trouble or Trouble()
-        self._random = np.random.default_rng(seed)
+        self._seed, self._workers = seed, workers
+        self._noise = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(0,)))
         self._lane_s, self._limit_s = lane_s, limit_s
         self._now = 0.0
         self._queue: list[tuple[float, int, object]] = []
@@ -195,18 +203,24 @@ class World:
         for instruction in self._controller.handle(event, self._now):
             self._obey(instruction)
 
-    def _obey(self, instruction: ev.Instruction) -> None:
+    def _obey(self, instruction: ev.Instruction) -> None:  # noqa: C901 - a case for each instruction
         match instruction:
             case ev.Fetch():
                 self._open(instruction)
             case ev.Decode(chunks, levels):
                 run = self._runs[chunks[0].load]
+                for chunk, level in zip(chunks, levels, strict=True):
+                    _require(run.here.get(chunk, -1) >= level, f"level {level} of {chunk} to decode is not all here")
+                run.valid.difference_update(chunks)
                 inputs = [(self._input(run, c.document), c.chunk) for c in chunks]
                 whole = sum(document.tokens[chunk] for document, chunk in inputs)
                 size = sum(d.fetch_bytes[chunk][level] for (d, chunk), level in zip(inputs, levels, strict=True))
                 self._start("decode", instruction, self._costs.decode.seconds(whole, size))
             case ev.Recompute(first, last):
-                tokens = self._input(self._runs[first.load], first.document).tokens
+                run = self._runs[first.load]
+                ready = all(replace(first, chunk=chunk) in run.valid for chunk in range(first.chunk))
+                _require(ready, f"{first} is to be recomputed: something before it is not in the prompt")
+                tokens = self._input(run, first.document).tokens
                 new, before = sum(tokens[first.chunk : last.chunk + 1]), sum(tokens[: first.chunk])
                 self._start("prefill", instruction, self._costs.prefill.seconds(new, before))
             case ev.HeadStart(load, document, variant):
@@ -218,6 +232,8 @@ class World:
                 flow = self._flows.pop(chunk, None)
                 if flow:
                     self._span(flow, "cancelled")
+            case ev.Release(chunk):
+                self._runs[chunk.load].here.pop(chunk, None)
             case ev.Finish(load, decisions, reason):
                 self._finish(self._runs[load], decisions, reason)
             case ev.Fail(load, reason):
@@ -229,14 +245,18 @@ class World:
     # The link.
 
     def _open(self, fetch: ev.Fetch) -> None:
-        self._variants[fetch.chunk.load, fetch.chunk.document] = fetch.variant
-        chance = self._random.random(3)
-        trouble = self._trouble
+        chunk, trouble = fetch.chunk, self._trouble
+        lacking = self._runs[chunk.load].here.get(chunk, -1) + 1
+        _require(chunk not in self._flows, f"{chunk} is to be fetched: it is being fetched already")
+        _require(fetch.first == lacking, f"{chunk} is to be fetched from {fetch.first} on: {lacking} comes next")
+        self._variants[chunk.load, chunk.document] = fetch.variant
+        key = (1, chunk.load, chunk.document, chunk.chunk, fetch.first)
+        chance = np.random.default_rng(np.random.SeedSequence(self._seed, spawn_key=key)).random(4)
         stall_s = trouble.stall_s if chance[1] < trouble.stall else 0.0
-        fails_at = fetch.bytes * self._random.random() if chance[0] < trouble.fail else -1.0
+        fails_at = float(fetch.bytes * chance[3]) if chance[0] < trouble.fail else -1.0
         begins = self._now + self._rtt_s + stall_s
         corrupt = bool(chance[2] < trouble.corrupt)
-        self._flows[fetch.chunk] = _Flow(fetch, self._now, begins, float(fetch.bytes), fails_at, corrupt)
+        self._flows[chunk] = _Flow(fetch, self._now, begins, float(fetch.bytes), fails_at, corrupt)
 
     def _sharing(self) -> list[_Flow]:
         return [flow for flow in self._flows.values() if flow.begun]
@@ -299,6 +319,7 @@ class World:
                 self._end_flow(flow, "fetch")
                 if flow.corrupt:
                     self._runs[chunk.load].corrupt.add(chunk)
+                self._runs[chunk.load].here[chunk] = flow.fetch.level
                 self._tell(ev.ChunkArrived(chunk, flow.fetch.level))
             elif late or (flow.begun and flow.left <= flow.fails_at + _DONE_BYTES):
                 self._end_flow(flow, "failed")
@@ -316,8 +337,9 @@ class World:
     # The lanes.
 
     def _start(self, lane: Lane, instruction: ev.Decode | ev.Recompute | ev.HeadStart, seconds: float) -> None:
-        if self._trouble.noise:
-            seconds *= float(np.exp(self._trouble.noise * self._random.standard_normal()))
+        busy = self._jobs if self._workers == 1 else {lane} & set(self._jobs)
+        _require(not busy, f"{instruction} is to begin: its lane is busy")
+        seconds *= float(np.exp(self._trouble.noise * self._noise.standard_normal()))
         began = max(self._now, self._closed_at) if lane in self._closing else self._now
         self._jobs[lane] = _Job(instruction, began, began + seconds + self._lane_s)
 
@@ -334,14 +356,16 @@ class World:
                 case ev.Decode(chunks, levels):
                     for chunk, level in zip(chunks, levels, strict=True):
                         self._note(lane, job, chunk, chunk.chunk, "decode", level)
-                    corrupt = self._runs[chunks[0].load].corrupt
-                    bad = tuple(chunk for chunk in chunks if chunk in corrupt)
-                    corrupt.difference_update(bad)
+                    run = self._runs[chunks[0].load]
+                    bad = tuple(chunk for chunk in chunks if chunk in run.corrupt)
+                    run.corrupt.difference_update(bad)
+                    run.valid.update(set(chunks).difference(bad))
                     self._tell(ev.DecodeFailed(chunks, bad, "checksum") if bad else ev.DecodeDone(chunks, seconds))
                 case ev.Recompute(first, last):
                     self._note(lane, job, first, last.chunk, "recompute")
-                    numbers = range(first.chunk, last.chunk + 1)
-                    self._tell(ev.RecomputeDone(tuple(replace(first, chunk=n) for n in numbers), seconds))
+                    done = tuple(replace(first, chunk=chunk) for chunk in range(first.chunk, last.chunk + 1))
+                    self._runs[first.load].valid.update(done)
+                    self._tell(ev.RecomputeDone(done, seconds))
                 case ev.HeadStart(load, document):
                     self._note(lane, job, ChunkId(document, 0, load), 0, "head start")
                     self._tell(ev.HeadStartDone(load, document, seconds))
@@ -367,3 +391,10 @@ class World:
             deadline_s=arrival.goal.deadline_s, received=round(run.received), asked_at=arrival.at,
             spans=tuple(run.spans),
         )  # fmt: skip
+
+
+def _require(holds: bool, trouble: str) -> None:  # noqa: FBT001 - a condition
+    """Raises ArgumentError with what no driver could do, unless a condition holds."""
+    if not holds:
+        msg = f"{trouble}; the controller must not ask for that"
+        raise ArgumentError(msg)

@@ -31,6 +31,11 @@ def test_regret_of_quality_counts_only_where_both_are_in_time():
     assert Scored(IN_A_SECOND, outcome(0.9), bound(in_time=False)).regret is None
 
 
+@pytest.mark.parametrize("error", [1.0, 2.0])
+def test_there_is_no_share_of_no_quality_to_lose(error):
+    assert Scored(IN_A_SECOND, outcome(0.9, error=error), bound(error=error)).regret is None
+
+
 def test_regret_of_the_earliest_is_the_time_lost():
     assert Scored(Goal(), outcome(0.6, deadline_s=None), bound()).regret == pytest.approx(0.2)
     assert Scored(Goal(), outcome(0.6, deadline_s=None, failed=True), bound()).regret is None

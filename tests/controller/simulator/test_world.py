@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from kvwire.controller import Controller, Goal
+from kvwire.controller import Controller, CostModel, DecodeCost, DocumentPlanInput, Goal, PrefillCost
 from kvwire.controller import events as ev
 from kvwire.controller.simulator import (
     Scenario,
@@ -24,6 +24,7 @@ from kvwire.controller.simulator import (
 )
 from kvwire.controller.simulator.world import Arrival, World
 from kvwire.errors import ArgumentError
+from kvwire.types import ChunkId
 
 MODEL, RATE = model_named("llama-3.1-8b"), 60e6
 GOAL = Goal(objective="quality", deadline_s=0.4)
@@ -149,3 +150,43 @@ def test_closings_of_several_loads_take_turns_on_the_engine(workers):
     decodes = jobs(found, "decode")
     overlap = sum(max(0.0, min(b, first) - max(a, first - closing_s)) for a, b in decodes)
     assert overlap == pytest.approx(0.0, abs=1e-9) if workers == 1 else overlap > 0
+
+
+class Stub:
+    """Answers each kind of event with the same instructions, once."""
+
+    def __init__(self, answers):
+        self.wake_at, self._answers = 1.0, dict(answers)
+
+    def handle(self, event, now):
+        self.wake_at = now + 1.0
+        return self._answers.pop(type(event), [])
+
+
+A, B = ChunkId(0, 0, 0), ChunkId(0, 1, 0)
+FETCH = ev.Fetch(A, 0, 0, 100, 0, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("workers", "answers", "trouble"),
+    [
+        (2, {ev.Asked: [ev.Recompute(A, A), ev.Recompute(A, A)]}, "lane is busy"),
+        (2, {ev.Asked: [ev.HeadStart(0, 0, 0), ev.Recompute(A, A)]}, "lane is busy"),
+        (1, {ev.Asked: [FETCH, ev.Recompute(A, A)], ev.ChunkArrived: [ev.Decode((A,), (0,))]}, "lane is busy"),
+        (2, {ev.Asked: [ev.Decode((A,), (0,))]}, "not all here"),
+        (2, {ev.Asked: [FETCH], ev.FirstByte: [ev.Decode((A,), (0,))]}, "not all here"),
+        (2, {ev.Asked: [FETCH], ev.ChunkArrived: [ev.Decode((A,), (1,))]}, "not all here"),
+        (2, {ev.Asked: [FETCH], ev.ChunkArrived: [ev.Release(A), ev.Decode((A,), (0,))]}, "not all here"),
+        (2, {ev.Asked: [ev.Recompute(B, B)]}, "not in the prompt"),
+        (2, {ev.Asked: [FETCH], ev.ChunkArrived: [ev.Recompute(B, B)]}, "not in the prompt"),
+        (2, {ev.Asked: [FETCH, FETCH]}, "already"),
+        (2, {ev.Asked: [FETCH], ev.ChunkArrived: [FETCH]}, "1 comes next"),
+        (2, {ev.Asked: [replace(FETCH, first=1, level=1)]}, "0 comes next"),
+    ],
+)
+def test_what_no_driver_could_do_is_refused(workers, answers, trouble):
+    costs = CostModel(PrefillCost(1.0, 0.0), DecodeCost(1.0, 0.0))
+    world = World(Stub(answers), constant(1e4), costs, rtt_s=0.01, workers=workers, limit_s=0.5)
+    document = DocumentPlanInput((256, 256), ((100, 200), (100, 200)))
+    with pytest.raises(ArgumentError, match=trouble):
+        world.run([Arrival(0.0, ((document,),), GOAL, index_s=0.001)])
