@@ -20,7 +20,7 @@ from .documents import DocumentPlanInput
 from .settings import Goal, Objective
 
 MOST_CHARACTERS = 16_000_000
-"""Of a line: an index of a hundred thousand chunks of ten levels, and what a reader takes in at most."""
+"""Of a line, written or read: an index of forty thousand chunks of ten levels."""
 _MOST_DEPTH = 8  # of nested values; a log has six
 _LARGEST = 1 << 53  # of integers, as in other languages' JSON
 _NAMES = {
@@ -37,17 +37,24 @@ _ADVICE = "the log is damaged or of another version; record the load again"
 
 
 def dump_entry(entry: ev.LogEntry) -> str:
-    """One line, without its end. Raises ArgumentError for numbers that JSON cannot hold, such as NaN."""
+    """One line, without its end.
+
+    Raises ArgumentError for numbers that JSON cannot hold, such as NaN, and beyond MOST_CHARACTERS.
+    """
     line = {
         "now": entry.now,
         "event": _plain_kind(entry.event),
         "instructions": [_plain_kind(each) for each in entry.instructions],
     }
     try:
-        return json.dumps(line, allow_nan=False, separators=(",", ":"))
+        text = json.dumps(line, allow_nan=False, separators=(",", ":"))
     except ValueError as error:
         msg = f"an entry with a number that is not finite cannot be written: {error}"
         raise ArgumentError(msg) from error
+    if len(text) > MOST_CHARACTERS:
+        msg = f"an entry takes {MOST_CHARACTERS} characters at most, not {len(text)}; split the document"
+        raise ArgumentError(msg)
+    return text
 
 
 def load_entry(line: str) -> ev.LogEntry:

@@ -14,6 +14,7 @@ from kvwire.controller import Controller, ControllerSettings, DocumentPlanInput,
 from kvwire.controller import events as ev
 from kvwire.controller.log import dump_entry, load_entry
 from kvwire.controller.policies import Adaptive, CacheGen, CacheGenArtefact, Fixed, Raw, Text
+from kvwire.controller.simulator import Scenario, constant, machine_named, model_named, simulate, variants_for
 from kvwire.controller.simulator.rates import RateTrace
 from kvwire.controller.simulator.world import Arrival, Trouble, World
 from kvwire.errors import ArgumentError, CorruptError
@@ -129,6 +130,30 @@ def test_what_was_never_written_is_refused(line):
 def test_a_line_beyond_any_log_is_refused_unread():
     with pytest.raises(CorruptError, match="characters at most"):
         load_entry(" " * 16_000_001)
+
+
+def test_a_line_that_nobody_would_read_is_not_written():
+    with pytest.raises(ArgumentError, match="characters at most"):
+        dump_entry(LogEntry(0.0, ev.ChunkFailed(ChunkId(0, 0, 0), "x" * 16_000_000), ()))
+
+
+def test_an_index_of_forty_thousand_chunks_of_ten_levels_can_be_written():
+    chunks, sizes = 40_000, tuple(range(1 << 33, (1 << 33) + 10))
+    errors = tuple(1.2345678901234567e-05 for _ in sizes)
+    document = DocumentPlanInput((256,) * chunks, (sizes,) * chunks, True, (errors,) * chunks)
+    assert len(dump_entry(LogEntry(0.0, ev.IndexKnown(0, 0, (document,)), ()))) > 10_000_000
+
+
+def test_a_simulated_load_of_a_rival_can_be_written_down_and_lived_again():
+    model = model_named("llama-3.1-8b")
+    scene = Scenario(
+        model=model, machine=machine_named("h100"), documents=variants_for(model, [1000]), rate=constant(1e7),
+        goal=Goal(), warm=False,
+    )  # fmt: skip
+    log = []
+    simulate(scene, Fixed(0), record=log.append)
+    assert any(isinstance(each, ev.Fetch) for entry in log for each in entry.instructions)
+    assert [load_entry(dump_entry(entry)) for entry in log] == log
 
 
 @pytest.mark.parametrize("number", [nan, inf])
