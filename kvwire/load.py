@@ -260,7 +260,7 @@ class Loader:
         """What steers the loads of this event loop; it ends with the last of them."""
         loop = asyncio.get_running_loop()
         steering = self._steerings.get(loop)
-        if steering is None or steering.is_broken:
+        if steering is None or steering.broken:
             chosen = self._settings
             controller = ctl.Controller(self._estimates, self._controls, chosen.policy, record=chosen.record)
             link = EmulatedLink.of(self._link) if isinstance(self._link, LinkSettings) else self._link

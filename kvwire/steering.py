@@ -58,7 +58,7 @@ class Steering:
     """One controller with its link, shared by the loads of one event loop.
 
     lock: held while the controller works, since its estimates are shared with other loops. link: emulated, before the
-    store. users: loads that hold on to it. is_broken: it takes no loads any more.
+    store. users: loads that hold on to it. broken: why it takes no loads any more, None while it does.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Steering:
         self._jobs: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self.users = 0
-        self.is_broken = False
+        self.broken: StorageError | None = None
 
     async def close(self) -> None:
         """Wait for the jobs that still run, then close the connections."""
@@ -86,7 +86,9 @@ class Steering:
         await self.http.close()
 
     def begin(self, carrier: Carrier, asked: Callable[[int], ev.Asked]) -> int:
-        """Ask for a load; returns its number. asked: makes the event."""
+        """Ask for a load; returns its number. asked: makes the event. Raises StorageError where steering is broken."""
+        if self.broken:
+            raise self.broken
         number = next(self._numbers)
         self._carriers[number] = carrier
         self.tell(asked(number))
@@ -105,8 +107,8 @@ class Steering:
 
     def tell(self, event: ev.Event) -> None:
         """Report what happened, and have its instructions carried out."""
-        if self.is_broken:
-            return
+        if self.broken:
+            return  # all loads have failed
         try:
             instructions, wake_at = self._handled(event)
             for instruction in instructions:
@@ -148,12 +150,11 @@ class Steering:
 
     def _break(self, error: Exception) -> None:
         """End all loads with an error that nobody foresaw."""
-        self.is_broken = True
         msg = f"steering loads failed ({type(error).__name__}: {error}); ask again, and report this"
-        broken = StorageError(msg)
-        broken.__cause__ = error
+        self.broken = StorageError(msg)
+        self.broken.__cause__ = error
         for carrier in self._carriers.values():
-            carrier.fail(broken)
+            carrier.fail(self.broken)
 
     def run(self, job: Coroutine[None, None, None]) -> None:
         """Run a job of a lane, which reports its end even where its load is over by then."""

@@ -388,6 +388,32 @@ def test_a_policy_that_breaks_ends_its_loads_and_later_ones_go_on(small, questio
     assert _levels(loader.ask(tuple(small.tokens), question)) == [4] * 5
 
 
+def test_a_load_that_still_looks_documents_up_ends_with_what_broke_steering(small, question, monkeypatch):
+    monkeypatch.setattr(_BreaksOnce, "broken", False)
+    (first, second), corpus, gone = small.tokens, small.corpus(), threading.Event()
+    find = corpus.find
+
+    def late(name):
+        assert name == first or gone.wait(10)
+        return find(name)
+
+    corpus.find = late
+    loader = _loader(small, corpus, policy=_BreaksOnce(4))
+
+    async def both():
+        slow = asyncio.create_task(loader.ask_async([second], question))
+        try:
+            with pytest.raises(StorageError, match="nobody foresaw this"):
+                await loader.ask_async([first], question)
+        finally:
+            gone.set()
+        with pytest.raises(StorageError, match="nobody foresaw this"):
+            await asyncio.wait_for(slow, 10)
+        return await loader.ask_async([second], question)
+
+    assert set(_levels(asyncio.run(both()))) == {4}
+
+
 def test_what_a_load_measured_is_remembered(small, question, tmp_path, monkeypatch):
     memory, corpus = EstimatesFile(tmp_path / "estimates.json"), small.corpus()
     link = parse_link("8mbit,1ms")
