@@ -88,7 +88,7 @@ class EstimatesFile:
         state: dict[str, object] = {"version": _VERSION}
         age_s = 0.0
         for part, key in zip(_PARTS, (link, engine), strict=True):
-            entry = entries[part].get(key)
+            entry = entries[part].get(key) if entries else None
             if entry is None or not self._is_sound(part, entry["state"]):
                 continue
             state[part] = entry["state"]
@@ -97,37 +97,52 @@ class EstimatesFile:
         return Remembered(state, age_s)
 
     def remember(self, link: str, engine: str, estimates: Estimates) -> None:
-        """Write down what was measured; what other processes wrote of others stays. Waits for a lock: use a thread."""
+        """Write down what was measured; what other processes wrote of others stays. Waits for a lock: use a thread.
+
+        Only a regular file of estimates, an empty one or none is written; a symbolic link stays, its target is written.
+        """
         state = estimates.to_state()
         known = {"link": estimates.knows_link, "engine": estimates.knows_engine}
         keys = dict(zip(_PARTS, (link, engine), strict=True))
         new = {part: (keys[part], state[part]) for part in _PARTS if known[part]}
-        if self._path is None or not new:
+        if self._path is None or not new or self._read() is None:
             return
         try:
-            self._path.parent.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
-            with _locked(self._path):
-                entries = self._sound(self._read())
-                now = self._clock()
+            path = Path(os.path.realpath(self._path))
+            path.parent.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
+            with _locked(path):
+                read = self._read()
+                if read is None:
+                    return
+                entries, now = self._sound(read), self._clock()
                 for part, (key, value) in new.items():
                     entries[part][key] = {"saved": now, "state": value}
-                _replace(self._path, _encoded(entries, now))
-        except OSError as error:
-            self._warn(f"cannot write {self._path}: {error.strerror or error}; estimates are not remembered")
+                _replace(path, _encoded(entries, now))
+        except (OSError, ValueError) as error:
+            self._warn(f"cannot write {self._path}: {_words(error)}; estimates are not remembered")
 
-    def _read(self) -> dict[str, Entries]:
+    def _read(self) -> dict[str, Entries] | None:
+        """What the file holds; None where something else is there, which must not be written over."""
         nothing: dict[str, Entries] = {part: {} for part in _PARTS}
         if self._path is None:
             return nothing
         try:
-            return _decoded(_content(self._path))
+            content = _content(self._path)
         except FileNotFoundError:
-            pass
-        except OSError as error:
-            self._warn(f"cannot read {self._path}: {error.strerror or error}; loads start from priors")
+            return nothing
+        except (OSError, ValueError) as error:
+            self._warn(f"cannot read {self._path}: {_words(error)}; loads start from priors, and nothing is remembered")
+            return None
+        if not content:
+            return nothing
+        try:
+            return _decoded(content)
         except (CorruptError, ValueError, RecursionError):
-            self._warn(f"{self._path} holds no estimates; it is written anew")
-        return nothing
+            other = _what_else(content)
+            self._warn(
+                f"{self._path} {other + ', and is left as it is' if other else 'is damaged; it is written anew'}"
+            )
+            return None if other else nothing
 
     def _sound(self, entries: dict[str, Entries]) -> dict[str, Entries]:
         return {
@@ -203,7 +218,8 @@ def _caches(environment: Mapping[str, str]) -> Path:
 
 def _content(path: Path) -> bytes:
     if path.exists() and not path.is_file():
-        _refuse()  # reading a pipe would make a load wait
+        msg = "not a regular file"
+        raise ValueError(msg)  # reading a pipe would make a load wait
     with path.open("rb") as file:
         return file.read(_MOST_BYTES + 1)
 
@@ -226,6 +242,26 @@ def _decoded(content: bytes) -> dict[str, Entries]:
             if isinstance(saved, bool) or not isinstance(saved, (int, float)) or not 0 <= saved < _END_OF_TIME:
                 _refuse()
     return {part: whole[part] for part in _PARTS}
+
+
+def _what_else(content: bytes) -> str:
+    """What a file is, in words, that was not written here by this version; empty for one that only is damaged."""
+    try:
+        whole = json.loads(content)
+    except (ValueError, RecursionError):
+        return "is no file of estimates"
+    if not isinstance(whole, dict) or set(whole) != {"version", *_PARTS}:
+        return "is no file of estimates"
+    version = whole["version"]
+    if isinstance(version, bool) or not isinstance(version, int) or version < _VERSION:
+        return "is no file of estimates"
+    if version > _VERSION:
+        return "was written by a newer version of kvwire"
+    return "" if all(isinstance(whole[part], dict) for part in _PARTS) else "is no file of estimates"
+
+
+def _words(error: OSError | ValueError) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _refuse(_: str = "") -> NoReturn:

@@ -118,8 +118,7 @@ def sound() -> dict[str, object]:
     return {"version": 1, **{part: {part: {"saved": 1.0, "state": state[part]}} for part in ("link", "engine")}}
 
 
-DAMAGED = [
-    b"",
+OTHERS = [
     b"{",
     b"\xff\xfe",
     b"null",
@@ -127,11 +126,15 @@ DAMAGED = [
     b"1" * 10_000,
     b'{"version": 1}',
     b" " * 2_000_000,
+    b"API_KEY=abc\n",
+    b'{"version": 1, "link": "https://example.org", "engine": "v8"}',
+    json.dumps({**sound(), "version": 2}).encode(),
+    json.dumps({**sound(), "more": {}}).encode(),
+]
+DAMAGED = [
     json.dumps(sound()).replace("1.0,", "NaN,", 1).encode(),
     json.dumps(sound()).replace("1.0,", "1e999,", 1).encode(),
     json.dumps(sound()).replace("1.0,", "true,", 1).encode(),
-    json.dumps({**sound(), "version": 2}).encode(),
-    json.dumps({**sound(), "more": {}}).encode(),
     json.dumps({**sound(), "link": {"link": {"saved": 1.0}}}).encode(),
     json.dumps({**sound(), "link": {"x" * 1000: {"saved": 1.0, "state": {}}}}).encode(),
     json.dumps({**sound(), "link": {f"{i}": {"saved": 1.0, "state": {}} for i in range(200)}}).encode(),
@@ -149,6 +152,39 @@ def test_a_damaged_file_is_told_once_and_written_anew(path, content, caplog):
     assert [record.name for record in caplog.records] == ["kvwire.memory"]
     file.remember("link", "engine", estimates())
     assert file.recall("link", "engine").has_engine
+
+
+@pytest.mark.parametrize("content", OTHERS, ids=[str(index) for index in range(len(OTHERS))])
+def test_a_file_of_something_else_is_told_once_and_left_alone(path, content, caplog):
+    path.parent.mkdir()
+    path.write_bytes(content)
+    file = EstimatesFile(path)
+    with caplog.at_level(logging.WARNING):
+        assert file.recall("link", "engine").state == {"version": 1}
+        file.remember("link", "engine", estimates())
+    (record,) = caplog.records
+    assert "left as it is" in record.message
+    assert ("newer version" in record.message) == (b'"version": 2' in content)
+    assert path.read_bytes() == content
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_an_empty_file_is_filled(path, caplog):
+    path.parent.mkdir()
+    path.touch()
+    EstimatesFile(path).remember("link", "engine", estimates())
+    assert EstimatesFile(path).recall("link", "engine").has_engine
+    assert not caplog.records
+
+
+def test_a_symbolic_link_stays_and_its_target_is_written(path, tmp_path):
+    path.parent.mkdir()
+    target = tmp_path / "elsewhere" / "kept.json"
+    path.symlink_to(target)
+    for key in ("a", "b"):
+        EstimatesFile(path).remember(key, "engine", estimates())
+    assert path.is_symlink()
+    assert set(json.loads(target.read_text())["link"]) == {"a", "b"}
 
 
 def test_an_undamaged_file_is_read(path):
@@ -174,16 +210,19 @@ def test_a_place_that_cannot_be_used_is_told_once_and_costs_nothing(tmp_path, ca
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
-    places = [tmp_path / "file" / "estimates.json", tmp_path / "folder", tmp_path / "pipe", Path("/proc/estimates")]
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    within = [tmp_path / name for name in ("file/estimates.json", "folder", "pipe", "loop", "a\0b")]
+    places = [*within, Path("/proc/estimates"), Path("/dev/null")]
     for place in places:
         caplog.clear()
         file = EstimatesFile(place)
         with caplog.at_level(logging.WARNING):
             file.recall("link", "engine")
-            if place.name != "pipe":
-                file.remember("link", "engine", estimates())
-                file.remember("link", "engine", estimates())
+            file.remember("link", "engine", estimates())
+            file.remember("link", "engine", estimates())
         assert len(caplog.records) == 1
+    assert (tmp_path / "pipe").is_fifo()
+    assert {entry.name for entry in tmp_path.iterdir()} == {"file", "folder", "pipe", "loop"}
 
 
 def test_a_full_disk_leaves_the_old_file_and_nothing_else(path, monkeypatch, caplog):
