@@ -100,7 +100,7 @@ class Controller:
             case ev.IndexKnown(load, document, variants):
                 return self._index(load, document, variants, now)
             case ev.FirstByte(seconds):
-                link.first_byte(seconds, now)
+                link.first_byte(seconds)
                 return False
             case ev.TransferProgress(size, started, ended, chunk):
                 link.progress(size, started, ended, chunk)

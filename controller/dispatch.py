@@ -102,8 +102,8 @@ class Dispatcher(Resources):
 
     def _refresh(self, load: Load, now: float) -> None:
         """Plan anew unless the plan is fresh."""
-        idle = now > load.planned_at and not self.link.flights and not load.waiting
-        if idle or now - load.planned_at >= self._settings.replan_s:
+        idle = not self.link.flights and not load.waiting
+        if now > load.planned_at and (idle or now - load.planned_at >= self._settings.replan_s):
             self._plan(load, now)
 
     def _rank(self, load: Load) -> tuple[bool, float, int]:
@@ -152,7 +152,7 @@ class Dispatcher(Resources):
             prompt_tokens=0, promised=promised,
             left_s=None if load.due == inf else load.due - now - settings.reserve_s - self._beside_s(load),
             lead_s=link.lead_s(now), ttfb_s=link.ttfb_s, parallel=settings.max_in_flight, workers=settings.workers,
-            decode_batch=settings.decode_batch, throughput=link.throughput, now=now,
+            decode_batch=settings.decode_batch, now=now,
         )  # fmt: skip
         return load.request(base, costs)
 
@@ -213,36 +213,38 @@ class Dispatcher(Resources):
         if not load.is_known and now - load.known_since < self.link.ttfb_s:
             return  # the other indexes are about to come, and may change what is worth computing
         self._refresh(load, now)
-        limit_s = self._pass_limit_s(load, costs, now)
-        found = load.next_pass(costs, limit_s)
+        sure_s = self._sure_s(load, costs, now)
+        found = load.next_pass(costs, min(self._pass_limit_s(load, costs), sure_s))
         if found is None:
             return
         board, run = found
         first = run[0]
-        if (
-            board.top[first] >= min(load.goal.floor, max(board.finest, 0))
-            and costs.prefill.seconds(*board.prefill_span(first, first)) > limit_s
-        ):
+        can_fetch = board.top[first] >= min(load.goal.floor, max(board.finest, 0))
+        if can_fetch and costs.prefill.seconds(*board.prefill_span(first, first)) > sure_s:
             # Perhaps too slow even for one chunk: it is fetched as well as the others.
             load.fetch_instead(board, first)
         else:
             self.start_pass(load, board, run, now, out)
 
-    def _pass_limit_s(self, load: Load, costs: CostModel, now: float) -> float:
-        """Seconds that a pass may take: half of what is to be recomputed, so that the meeting point can still move.
-
-        Less while costs or link are hardly known: a pass cannot be called back, and should not be what ends last.
-        """
-        if not self._policy.gives_up or load.plan is None:
-            return inf
+    def _pass_limit_s(self, load: Load, costs: CostModel) -> float:
+        """Seconds that a pass may take: half of what is to be recomputed, so that the meeting point can still move."""
         least = _LONG_PASS * costs.prefill.base_s
-        limit = inf if load.compute_s < 2 * least else max(least, min(self._settings.max_pass_s, load.compute_s / 2))
-        if not load.plan.bytes and not self.link.flights:
-            return limit
+        if not self._policy.gives_up or load.compute_s < 2 * least:
+            return inf
+        return max(least, min(self._settings.max_pass_s, load.compute_s / 2))
+
+    def _sure_s(self, load: Load, costs: CostModel, now: float) -> float:
+        """Seconds that a pass may be expected to take while costs or link are hardly known.
+
+        A pass cannot be called back, and even if it takes longer than expected it should not be what ends last.
+        """
         bandwidth = self._estimates.bandwidth
         doubt = max(self._estimates.prefill.high, bandwidth.high / max(bandwidth.value, 1.0))
-        ready_s = load.planned_at + load.plan.finish_s - costs.closing_s(load.prompt_tokens) - now
-        return min(limit, ready_s / doubt) if doubt > _DOUBT else limit
+        if not self._policy.gives_up or load.plan is None or doubt <= _DOUBT:
+            return inf
+        if not load.plan.bytes and not self.link.flights:
+            return inf
+        return (load.planned_at + load.plan.finish_s - costs.closing_s(load.prompt_tokens) - now) / doubt
 
     def _window_open(self) -> bool:
         """Whether another fetch may be opened: enough to keep the link busy, little enough to decide late."""

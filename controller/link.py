@@ -30,10 +30,7 @@ class Flight:
 
 
 class Link:
-    """Open fetches and what the estimators make of them. Times are the controller's, in seconds.
-
-    throughput: bytes per second of what arrived since the link was last idle, from its first byte on; None at first.
-    """
+    """Open fetches and what the estimators make of them. Times are the controller's, in seconds."""
 
     def __init__(self, estimates: Estimates, stall_s: float) -> None:
         """Start idle."""
@@ -45,8 +42,6 @@ class Link:
         self.stalled = False
         self._stalls = 0  # in a row, without a byte in between
         self._retry_at = inf
-        self.throughput: float | None = None
-        self._period_bytes, self._period_began = 0, inf
 
     @property
     def open_bytes(self) -> int:
@@ -72,7 +67,6 @@ class Link:
         """Note that a fetch was asked for."""
         if not self.flights:
             self._since, self._flowing = flight.asked, False
-            self._period_bytes, self._period_began = 0, inf
         self.flights.append(flight)
 
     def drop(self, chunk: ChunkId) -> None:
@@ -87,14 +81,10 @@ class Link:
         self.flights.remove(flight)
         self.alive(now)
         self._return(flight.left)
-        self._period_bytes += flight.size
-        if now > self._period_began:
-            self.throughput = self._period_bytes / (now - self._period_began)
 
-    def first_byte(self, seconds: float, now: float) -> None:
+    def first_byte(self, seconds: float) -> None:
         """Take in a time to first byte."""
         self._estimates.ttfb.add(seconds)
-        self._period_began = min(self._period_began, now)
 
     def progress(self, size: int, started: float, ended: float, chunk: ChunkId | None) -> None:
         """Take in bytes that came."""

@@ -128,8 +128,7 @@ class PlanRequest:
     left_s: seconds until the first token is due, None for no deadline; the reserve is taken off already.
     prompt_tokens: of all documents. bandwidth, bandwidth_low: bytes per second, expected and to rely on.
     lead_s: until the link delivers again, at most one time to first byte. ttfb_s, parallel: what a request waits, and
-    how many may be open. throughput: bytes per second since the link was last idle, None before the first. now: the
-    instant, for policies that look into the future.
+    how many may be open. now: the instant, for policies that look into the future.
     """
 
     chunks: Columns
@@ -146,7 +145,6 @@ class PlanRequest:
     parallel: int = 1
     workers: int = 1
     decode_batch: int = 1
-    throughput: float | None = None
     now: float = 0.0
 
 

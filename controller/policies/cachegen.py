@@ -28,7 +28,7 @@ STRETCH_TOKENS = 1536
 
 @dataclass(frozen=True)
 class CacheGen:
-    """The paper's rule, causal: the rest of the prompt at the throughput so far, see ``PlanRequest.throughput``.
+    """The paper's rule, causal: the rest of the prompt at the throughput that the link has shown.
 
     Text, which loses nothing, where recomputing the rest is in time, each document by itself; otherwise the finest
     level at which fetching the rest is; otherwise the coarsest. Decoding counts nothing, for it overlaps with fetching.
@@ -40,7 +40,7 @@ class CacheGen:
 
     def plan(self, request: PlanRequest) -> Plan:
         """Decide for the next stretch."""
-        bandwidth = max(request.throughput or request.bandwidth, SLOWEST)
+        bandwidth = max(request.bandwidth, SLOWEST)
         chunks, costs = request.chunks, request.costs
         floor = request.goal.floor
         text_s = request.promised.prefill_s + float(prefill_s(request)[chunks.can_text].sum())
@@ -112,4 +112,4 @@ def _next_stretch(request: PlanRequest, choice: int) -> Plan:
         order = stretch[levels[stretch] >= 0]
         return written(request, levels, order.tolist(), "text is in time")
     levels = chunks.level_for(choice)
-    return written(request, levels, np.flatnonzero(levels >= 0).tolist(), "by the last throughput")
+    return written(request, levels, np.flatnonzero(levels >= 0).tolist(), "by the throughput so far")
