@@ -64,7 +64,7 @@ def plan(*, place: Place, **given: Any) -> None:  # noqa: ANN401 - click's value
     from kvwire.planning import plan_load
 
     options = PlanOptions(**given)
-    options.check()
+    options.check(store_named=place.store is not None)
     without = place.store is None and not options.needs_store
     with nullcontext() if without else closing(place.open_lasting(exists=True)) as store:
         sources = Sources(options, place, store)

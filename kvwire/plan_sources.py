@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from kvwire.command_inputs import read_file_head, read_link, read_machine, read_shape, read_tokens
 from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError, StorageError
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from kvwire.types import BlobInfo
 
 _BLOB = ".kvw"
-_COUNT = re.compile(r"(\d{1,9})(k?)")
 _MOST_TOKENS = 1 << 22
 _MOST_BYTES = 1 << 24  # of a file of estimates: a long plan's chunks may be in it
 _RAW_BYTES = 2  # of an element: caches that are not coded are bfloat16
@@ -51,11 +51,13 @@ class PlanOptions:
     compare: bool
     as_json: bool
 
-    def check(self) -> None:
-        """Refuse options that do not go together."""
+    def check(self, *, store_named: bool) -> None:
+        """Refuse options that do not go together, and files that are none."""
         wrong = ""
-        if (self.context is None) == (not self.names):
-            wrong = "name documents (--docs A B C), or make some up (--context 32k), not both"
+        if self.context is None and not self.names:
+            wrong = "nothing to plan: name documents (--docs A B C), or make some up (--context 32k)"
+        elif self.context is not None and self.names:
+            wrong = "documents are either named (--docs) or made up (--context), not both: leave one out"
         elif bool(self.machine) != bool(self.shape):
             wrong = "--machine and --shape go together: a machine's costs depend on the model's shape"
         elif self.machine and self.estimates:
@@ -66,6 +68,11 @@ class PlanOptions:
             wrong = "whose costs? give --model, --machine with --shape, or --estimates"
         if wrong:
             raise ArgumentError(wrong)
+        for name in self.names:
+            looks_like_file = name.endswith(_BLOB) or (os.sep in name and not store_named)
+            if looks_like_file and not _is_file(name):
+                msg = f"{name} is not a {_BLOB} file; check the path, or name a document's id and its --store"
+                raise NotFoundError(msg)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -84,9 +91,7 @@ class PlanOptions:
 
     def modelled(self) -> tuple[Machine, Model]:
         """The machine and the shape that were named."""
-        from kvwire.controller.simulator import machine_named, model_named
-
-        return machine_named(self.machine or ""), model_named(self.shape or "")
+        return read_machine(self.machine or ""), read_shape(self.shape or "")
 
 
 @dataclass(frozen=True)
@@ -128,10 +133,9 @@ class Sources:
         from kvwire.controller.simulator import costs, documents_for, measured
         from kvwire.planning import Details
 
-        match, count = _COUNT.fullmatch(context.lower()), self._options.documents
-        tokens = int(match[1]) * (1024 if match[2] else 1) if match else 0
-        if not count <= tokens <= _MOST_TOKENS:
-            msg = f"{context!r} is no length of {count} documents: write 32k or 32768, up to {_MOST_TOKENS}"
+        tokens, count = read_tokens(context, _MOST_TOKENS), self._options.documents
+        if tokens < count:
+            msg = f"{tokens} tokens do not make {count} documents; make up a longer context, or fewer documents"
             raise ArgumentError(msg)
         machine, model = self._options.modelled()
         lengths = [tokens // count + (number < tokens % count) for number in range(count)]
@@ -145,7 +149,7 @@ class Sources:
     def _head(self, name: str) -> BlobInfo | int:
         """What a document's blob says of itself; its tokens where only the text is kept."""
         if _is_file(name):
-            info = _file_head(Path(name))
+            info = read_file_head(Path(name))
         elif self._store is None:
             msg = f"{name} is no {_BLOB} file; to look it up as a document's id name --store"
             raise NotFoundError(msg)
@@ -201,9 +205,8 @@ class Sources:
         """Of the engine or machine, and of the link that was named or is remembered."""
         from kvwire.memory import EstimatesFile, link_key
         from kvwire.planning import known_link
-        from kvwire.transport import parse_link
 
-        link = parse_link(self._options.link) if self._options.link else None
+        link = read_link(self._options.link) if self._options.link else None
         state: dict[str, object] = {"version": 1}
         age_s = 0.0
         if self._store is not None:
@@ -236,16 +239,6 @@ class Sources:
 
 def _is_file(name: str) -> bool:
     return name.endswith(_BLOB) and Path(name).is_file()
-
-
-def _file_head(path: Path) -> BlobInfo:
-    from kvwire.codec import inspect
-
-    try:
-        return inspect(path.read_bytes())
-    except OSError as error:
-        msg = f"{path} cannot be read ({error.strerror})"
-        raise StorageError(msg) from error
 
 
 def _input(head: BlobInfo | int) -> DocumentPlanInput:

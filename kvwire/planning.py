@@ -387,13 +387,14 @@ def _chunks(forecast: Forecast, played: Played | None) -> list[PlannedChunk]:
 
 
 def _played_lanes(outcome: Outcome) -> tuple[float, float, float]:
-    """Seconds in which something was being fetched, and of decoding and prefill."""
-    spans = sorted((span.began, span.ended) for span in outcome.spans if span.lane == "link")
+    """Seconds in which something was being fetched, decoded and recomputed; spans of one lane may overlap."""
+    link, decode, prefill = (_busy_s(outcome, lane) for lane in ("link", "decode", "prefill"))
+    return link, decode, prefill
+
+
+def _busy_s(outcome: Outcome, lane: str) -> float:
     busy, until = 0.0, -inf
-    for began, ended in spans:
+    for began, ended in sorted((span.began, span.ended) for span in outcome.spans if span.lane == lane):
         busy += max(0.0, ended - max(began, until))
         until = max(until, ended)
-    decoding, computing = (
-        sum(span.ended - span.began for span in outcome.spans if span.lane == lane) for lane in ("decode", "prefill")
-    )
-    return busy, decoding, computing
+    return busy

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
+from kvwire.command_inputs import read_file_head, read_link, read_machine, read_shape, read_tokens
 from kvwire.errors import ArgumentError, MismatchError, NotFoundError, StorageError
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     Command = Callable[..., None]
 
-_TOKENS = re.compile(r"([0-9]{1,8})(k?)")
 _MOST_TOKENS = 1 << 23
 _SPREAD_S = 60.0  # loads on a link that repeats begin anywhere in its first so many seconds
 _NAMED = 4  # links in the table's head
@@ -156,7 +155,7 @@ def simulate(**given: Any) -> None:  # noqa: ANN401 - click's values
 
 def _cases(asked: _Asked) -> Iterator[_Case]:
     from kvwire.controller import Goal
-    from kvwire.controller.simulator import Scenario, Trouble, machine_named, model_named
+    from kvwire.controller.simulator import Scenario, Trouble
 
     if len(asked.machines) not in {1, len(asked.models)}:
         msg = f"{len(asked.machines)} machines for {len(asked.models)} models; name one, or one for each model"
@@ -167,7 +166,7 @@ def _cases(asked: _Asked) -> Iterator[_Case]:
     trouble = Trouble(**_pairs(asked.trouble, ("fail", "stall", "stall_s", "corrupt", "noise"), "--trouble"))
     machines = asked.machines * (len(asked.models) if len(asked.machines) == 1 else 1)
     for model_name, machine_name in zip(asked.models, machines, strict=True):
-        model, machine = model_named(model_name), machine_named(machine_name)
+        model, machine = read_shape(model_name), read_machine(machine_name)
         for prompt, documents in _prompts(asked, model):
             for number, link in enumerate(links):
                 for load in range(asked.loads):
@@ -200,7 +199,7 @@ def _prompts(asked: _Asked, model: Model) -> list[tuple[str, Callable[[int], tup
     count = asked.documents or 4
     prompts: list[tuple[str, Callable[[int], tuple[Variants, ...]]]] = []
     for text in (asked.contexts or "8k").split(","):
-        tokens = _tokens(text)
+        tokens = read_tokens(text, _MOST_TOKENS)
         lengths = [tokens // count + (each < tokens % count) for each in range(count)]
         if not lengths[-1]:
             msg = f"{tokens} tokens do not make {count} documents"
@@ -216,28 +215,10 @@ def _drawn(model: Model, lengths: Sequence[int], asked: _Asked, load: int) -> tu
     return variants_for(model, lengths, asked.methods, asked.seed + load)
 
 
-def _tokens(text: str) -> int:
-    found = _TOKENS.fullmatch(text.strip().lower())
-    tokens = int(found[1]) * (1024 if found[2] else 1) if found else 0
-    if not 0 < tokens <= _MOST_TOKENS:
-        msg = f"{text[:40]!r} is no length of a prompt: write tokens, such as 4000 or 32k, at most 8192k"
-        raise ArgumentError(msg)
-    return tokens
-
-
 def _blob(path: str, model: Model) -> Any:  # noqa: ANN401 - DocumentPlanInput, imported late
-    from kvwire.codec import inspect
     from kvwire.controller import DocumentPlanInput
 
-    file = Path(path)
-    if not file.is_file():
-        msg = f"{path} is not a file; --blob takes .kvw files, as kvwire encode writes them"
-        raise NotFoundError(msg)
-    try:
-        info = inspect(file.read_bytes())
-    except OSError as error:
-        msg = f"{path} cannot be read ({error.strerror})"
-        raise StorageError(msg) from error
+    info = read_file_head(Path(path))
     if info.meta.elements_per_token != model.cache_elements:
         msg = (
             f"{path} holds {info.meta.elements_per_token} elements for each token, {model.name} has "
@@ -249,9 +230,8 @@ def _blob(path: str, model: Model) -> Any:  # noqa: ANN401 - DocumentPlanInput, 
 
 def _links(asked: _Asked) -> list[NamedLink]:
     from kvwire.simulated_links import made_link, recorded_link, steady_link, with_outage
-    from kvwire.transport import parse_link
 
-    mean = parse_link(asked.mean).bandwidth_bytes_s if asked.mean else None
+    mean = read_link(asked.mean).bandwidth_bytes_s if asked.mean else None
     links = [steady_link(text) for text in asked.links]
     links += [recorded_link(path, mean, asked.stretch) for path in asked.traces]
     links += [made_link(text, asked.seed) for text in asked.made]

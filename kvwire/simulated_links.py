@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvwire.command_inputs import read_link
 from kvwire.controller.simulator import (
     ar1,
     constant,
@@ -20,7 +21,6 @@ from kvwire.controller.simulator import (
 )
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError, StorageError
 from kvwire.store.tiers import parse_size
-from kvwire.transport import parse_link
 
 if TYPE_CHECKING:
     from kvwire.controller.simulator import RateTrace
@@ -43,7 +43,7 @@ class NamedLink:
 
 def steady_link(text: str) -> NamedLink:
     """A constant rate, and a round trip if it is told: ``1gbit`` or ``1gbit,5ms``. Raises ArgumentError."""
-    link = parse_link(text)
+    link = read_link(text)
     return NamedLink(text, constant(link.bandwidth_bytes_s), link.rtt_s if "," in text else None)
 
 
@@ -124,7 +124,7 @@ def number(text: str) -> float:
 
 
 def _rate(text: str) -> float:
-    return parse_link(text).bandwidth_bytes_s
+    return read_link(text).bandwidth_bytes_s
 
 
 def _led(name: str, rate: RateTrace) -> NamedLink:

@@ -374,7 +374,7 @@ def test_a_missed_deadline_is_an_error_beside_the_plan(run):
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        ((), 2, "name documents"),
+        ((), 2, "nothing to plan"),
         (("--docs", "a", "--context", "1k"), 2, "not both"),
         (("--context", "1k"), 2, "--machine and --shape"),
         (("--context", "1k", "--machine", "h100"), 2, "go together"),
@@ -382,7 +382,12 @@ def test_a_missed_deadline_is_an_error_beside_the_plan(run):
         (("--context", "1k", "--machine", "x", "--shape", "demo", "--link", "1gbit"), 3, "no machine is called"),
         (("--context", "no", "--machine", "h100", "--shape", "demo", "--link", "1gbit"), 2, "no length"),
         (("--context", "1k", "--machine", "h100", "--shape", "demo", "--link", "fast"), 2, "not a link"),
-        (("--docs", "a.kvw", "--machine", "h100", "--shape", "demo", "--link", "1gbit"), 2, "no store is named"),
+        (("--docs", "a", "--machine", "h100", "--shape", "demo", "--link", "1gbit"), 2, "no store is named"),
+        (("a.kvw", "--machine", "h100", "--shape", "demo", "--link", "1gbit"), 3, "a.kvw is not a .kvw file"),
+        (("b/a", "--machine", "h100", "--shape", "demo", "--link", "1gbit"), 3, "b/a is not a .kvw file"),
+        (("a.kvw", "--store", "file:///", "--machine", "h100", "--shape", "demo"), 3, "a.kvw is not a .kvw file"),
+        (("--context", "3", "--documents", 4, "--machine", "h100", "--shape", "demo"), 2, "4 documents"),
+        (("--context", "1k", "--machine", "h100", "--shape", "demo", "--link", "0mbit"), 2, "above 0"),
         (("--docs", "a"), 2, "whose costs"),
     ],
 )

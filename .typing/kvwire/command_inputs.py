@@ -1,0 +1,1 @@
+../../kvwire/command_inputs.py

@@ -1,0 +1,94 @@
+"""What ``kvwire plan`` and ``kvwire simulate`` read alike: heads of blob files, lengths, links, machines and shapes."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, NotFoundError, StorageError, TruncatedError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from pathlib import Path
+
+    from kvwire.controller.simulator import Machine, Model
+    from kvwire.transport import LinkSettings
+    from kvwire.types import BlobInfo
+
+_PREFIX_BYTES = 1 << 16  # most heads are shorter
+_TOKENS = re.compile(r"([0-9]{1,9})(k?)")
+_MOST_NAMED = 40  # characters of what somebody wrote that errors repeat
+
+
+def read_file_head(path: Path) -> BlobInfo:
+    """What a blob file says of itself; no more of it is read than its head.
+
+    Raises NotFoundError, StorageError, CorruptError, TruncatedError and FormatVersionError, which name the file.
+    """
+    from kvwire.codec import inspect
+
+    if not path.is_file():
+        msg = f"{path} is not a file; name a .kvw file, as kvwire encode writes them"
+        raise NotFoundError(msg)
+    try:
+        with path.open("rb") as file:
+            data = file.read(_PREFIX_BYTES)
+            try:
+                return inspect(data)
+            except TruncatedError as error:
+                more = file.read(max(0, error.needed - len(data)))  # of a head that the format bounds
+                return inspect(data + more)
+    except OSError as error:
+        msg = f"{path} cannot be read ({error.strerror})"
+        raise StorageError(msg) from error
+    except TruncatedError as error:
+        msg = f"{path}: {error}"
+        raise TruncatedError(msg, error.needed) from error
+    except (CorruptError, FormatVersionError) as error:
+        msg = f"{path}: {error}"
+        raise type(error)(msg) from error
+
+
+def read_tokens(text: str, most: int) -> int:
+    """A number of tokens such as 4000 or 32k, which is 32768. Raises ArgumentError below 1 and above ``most``."""
+    found = _TOKENS.fullmatch(text.strip().lower())
+    tokens = int(found[1]) * (1024 if found[2] else 1) if found else 0
+    if not 0 < tokens <= most:
+        named = text[:_MOST_NAMED]
+        msg = f"{named!r} is no length of a prompt: write tokens, such as 4000 or 32k, at most {most // 1024}k"
+        raise ArgumentError(msg)
+    return tokens
+
+
+def read_link(text: str) -> LinkSettings:
+    """A link such as ``1gbit`` or ``1gbit,2ms``. Raises ArgumentError."""
+    from kvwire.transport import parse_link
+
+    try:
+        return parse_link(text)
+    except ArgumentError as error:
+        named = text[:_MOST_NAMED]
+        msg = f"{named!r} is not a link: write a bandwidth above 0, such as 50mbit or 6.25MB/s, or 50mbit,20ms"
+        raise ArgumentError(msg) from error
+
+
+def read_machine(name: str) -> Machine:
+    """A machine by name. Raises NotFoundError."""
+    from kvwire.controller.simulator import MACHINES
+
+    _check_name("machine", name, MACHINES)
+    return MACHINES[name]
+
+
+def read_shape(name: str) -> Model:
+    """A model's shape by name. Raises NotFoundError."""
+    from kvwire.controller.simulator import MODELS
+
+    _check_name("model shape", name, MODELS)
+    return MODELS[name]
+
+
+def _check_name(kind: str, name: str, known: Collection[str]) -> None:
+    if name not in known:
+        msg = f"no {kind} is called {name[:_MOST_NAMED]!r}; choose one of {', '.join(known)}"
+        raise NotFoundError(msg)

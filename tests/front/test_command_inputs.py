@@ -1,0 +1,68 @@
+"""What the commands read alike, above all heads of blob files, of which nothing else is read."""
+
+from __future__ import annotations
+
+import pytest
+
+import kvwire
+from kvwire.command_inputs import read_file_head, read_link, read_machine, read_shape, read_tokens
+from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, NotFoundError, TruncatedError
+
+
+@pytest.fixture(scope="module")
+def blob(small):
+    cache = small.engine.prefill([next(iter(small.tokens.values()))])[0]
+    return kvwire.encode(cache, profile=small.profile)
+
+
+def test_of_a_large_file_the_head_alone_is_read(blob, tmp_path):
+    info = kvwire.inspect(blob)
+    path = tmp_path / "large.kvw"
+    with path.open("wb") as file:
+        file.write(blob[: info.head_bytes])
+        file.truncate(1 << 37)  # sparse, and more than fits into memory
+    assert read_file_head(path).head_bytes == info.head_bytes
+
+
+def test_a_head_longer_than_the_first_read_is_completed(blob, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvwire.command_inputs._PREFIX_BYTES", 100)
+    path = tmp_path / "one.kvw"
+    path.write_bytes(blob)
+    assert read_file_head(path).tokens == kvwire.inspect(blob).tokens
+
+
+def test_errors_of_heads_name_the_file(blob, tmp_path):
+    head = kvwire.inspect(blob).head_bytes
+    newer = bytearray(blob)
+    newer[8:10] = b"\xff\xff"
+    cases = [
+        (blob[:50], TruncatedError),
+        (blob[: head - 1], TruncatedError),
+        (b"text", CorruptError),
+        (b"", CorruptError),
+    ]
+    for content, kind in [*cases, (bytes(newer), (FormatVersionError, CorruptError))]:
+        path = tmp_path / "bad.kvw"
+        path.write_bytes(content)
+        with pytest.raises(kind, match=r"bad\.kvw: "):
+            read_file_head(path)
+    with pytest.raises(NotFoundError, match=r"none\.kvw"):
+        read_file_head(tmp_path / "none.kvw")
+
+
+def test_lengths_are_counted_in_tokens_or_1024_of_them():
+    assert (read_tokens("4000", 1 << 20), read_tokens(" 32K ", 1 << 20)) == (4000, 32768)
+    for text in ("", "0", "0k", "-1", "1.5k", "2048k", "k", "٣"):
+        with pytest.raises(ArgumentError, match="at most 1024k"):
+            read_tokens(text, 1 << 20)
+
+
+def test_names_and_links_are_refused_in_plain_words():
+    for text in ("0mbit", "fast", "1gbit,"):
+        with pytest.raises(ArgumentError, match="bandwidth above 0") as caught:
+            read_link(text)
+        assert "Settings" not in str(caught.value)
+    with pytest.raises(NotFoundError, match="h100, "):
+        read_machine("toaster")
+    with pytest.raises(NotFoundError, match="llama"):
+        read_shape("gpt-9")
