@@ -124,7 +124,8 @@ class Loader:
 
     variants: further corpora, reached over the same link, that hold the same documents with other head starts; of each
     document the blob that suits the link and the engine is used. What they lack or bring late is done without.
-    costs: measured on this engine when left out, which takes a second or two, unless they are remembered. link: an
+    costs: measured on this engine when left out, which takes a second or two, unless they are remembered; such that
+    are given here, and what is learnt on top of them, are not written down. link: an
     emulated link in front of the store. memory: where estimates of links and engines live between processes, by default
     what ``KVWIRE_ESTIMATES`` says, and nowhere where ``link`` is a link itself rather than its settings. Estimates live
     on from load to load. Calls may overlap, on one event loop or on several: those on one loop are steered by one
@@ -162,6 +163,7 @@ class Loader:
         self._memory = memory or (EstimatesFile.of_environment() if lasting else EstimatesFile(None))
         self._keys = _keys(engine, corpus, str(link) if link and lasting else "", chosen.backend)
         self._writing: Future[None] | None = None
+        self._has_measured_costs = costs is None  # by now, or by who wrote them down
         self._estimates = self._first_estimates(costs)
 
     def _first_estimates(self, costs: ctl.CostModel | None) -> ctl.Estimates:
@@ -326,8 +328,9 @@ class Loader:
     def _remember(self) -> None:
         """Write estimates down in a thread; while that runs, later loads leave it to those after them."""
         if self._writing is None or self._writing.done():
-            work = partial(self._memory.remember, *self._keys, self.estimates)
-            self._writing = self._threads.store.submit(work)
+            link, engine = self._keys
+            known = engine if self._has_measured_costs else None
+            self._writing = self._threads.store.submit(self._memory.remember, link, known, self.estimates)
 
 
 @dataclass(frozen=True, eq=False)

@@ -96,15 +96,17 @@ class EstimatesFile:
                 age_s = max(0.0, self._clock() - _saved(entry))
         return Remembered(state, age_s)
 
-    def remember(self, link: str, engine: str, estimates: Estimates) -> None:
+    def remember(self, link: str, engine: str | None, estimates: Estimates) -> None:
         """Write down what was measured; what other processes wrote of others stays. Waits for a lock: use a thread.
 
+        engine: None where the estimates began with costs that were not measured on it. Else these are written too
+        where nothing was measured since, unless something is known already.
         Only a regular file of estimates, an empty one or none is written; a symbolic link stays, its target is written.
         """
         state = estimates.to_state()
-        known = {"link": estimates.knows_link, "engine": estimates.knows_engine}
-        keys = dict(zip(_PARTS, (link, engine), strict=True))
-        new = {part: (keys[part], state[part]) for part in _PARTS if known[part]}
+        new = {"link": (link, state["link"])} if estimates.knows_link else {}
+        if engine is not None:
+            new["engine"] = engine, state["engine"]
         if self._path is None or not new or self._read() is None:
             return
         try:
@@ -116,7 +118,8 @@ class EstimatesFile:
                     return
                 entries, now = self._sound(read), self._clock()
                 for part, (key, value) in new.items():
-                    entries[part][key] = {"saved": now, "state": value}
+                    if part == "link" or estimates.knows_engine or key not in entries[part]:
+                        entries[part][key] = {"saved": now, "state": value}
                 _replace(path, _encoded(entries, now))
         except (OSError, ValueError) as error:
             self._warn(f"cannot write {self._path}: {_words(error)}; estimates are not remembered")

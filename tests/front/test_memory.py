@@ -56,11 +56,22 @@ def test_links_and_engines_are_known_apart(path):
 
 def test_what_was_not_measured_keeps_what_was_known(path):
     file = EstimatesFile(path)
-    file.remember("link", "engine", estimates(link=False, engine=False))
+    file.remember("link", None, estimates(link=False))
     assert not path.exists()
+    file.remember("link", None, estimates())
+    assert not file.recall("link", "engine").has_engine
     file.remember("link", "engine", estimates())
-    file.remember("link", "engine", estimates(link=False))
-    assert bandwidth(file.recall("link", "engine")) == pytest.approx(40 * MB)
+    file.remember("link", "engine", estimates(link=False, engine=False))
+    known = file.recall("link", "engine")
+    assert bandwidth(known) == pytest.approx(40 * MB)
+    assert Estimates.of_state(known.state, None, MB, 0.02).costs() == estimates().costs()
+
+
+def test_costs_that_were_measured_beforehand_are_kept_though_no_load_measured_any(path):
+    EstimatesFile(path).remember("link", "engine", estimates(link=False, engine=False))
+    known = EstimatesFile(path).recall("link", "engine")
+    assert set(known.state) == {"version", "engine"}
+    assert Estimates.of_state(known.state, None, MB, 0.02).costs() == COSTS
 
 
 def test_the_oldest_entries_go(path):

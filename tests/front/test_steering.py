@@ -417,13 +417,27 @@ def test_a_load_that_still_looks_documents_up_ends_with_what_broke_steering(smal
 def test_what_a_load_measured_is_remembered(small, question, tmp_path, monkeypatch):
     memory, corpus = EstimatesFile(tmp_path / "estimates.json"), small.corpus()
     link = parse_link("8mbit,1ms")
-    loader = Loader(small.engine, corpus, costs=small.costs, link=link, memory=memory)
+    monkeypatch.setattr("kvwire.load.measure_costs", lambda *_: small.costs)
+    loader = Loader(small.engine, corpus, link=link, memory=memory)
     loader.ask(tuple(small.tokens), question, deadline_s=2.0)
     loader._writing.result(10)
     monkeypatch.setattr("kvwire.load.measure_costs", None)  # not needed any more
     again = Loader(small.engine, corpus, link=link, memory=memory)
     assert again.estimates.bandwidth.value == pytest.approx(1e6, rel=0.5)
-    assert again.costs.decode.seconds(256, 5000) > 0
+    assert again.costs == loader.costs
+
+
+def test_costs_that_a_caller_gave_are_not_remembered_as_measured(small, question, tmp_path, monkeypatch):
+    memory, corpus = EstimatesFile(tmp_path / "estimates.json"), small.corpus()
+    link, wrong = parse_link("8mbit,1ms"), replace(small.costs, prefill=PrefillCost(9.0, 9.0))
+    loader = Loader(small.engine, corpus, costs=wrong, link=link, memory=memory)
+    loader.ask(tuple(small.tokens), question, deadline_s=2.0)
+    loader._writing.result(10)
+    assert loader.estimates.knows_engine
+    monkeypatch.setattr("kvwire.load.measure_costs", lambda *_: small.costs)
+    again = Loader(small.engine, corpus, link=link, memory=memory)
+    assert again.costs == small.costs
+    assert set(memory.recall(*loader._keys).state) == {"version", "link"}
 
 
 def test_prediction_and_error_are_told(small, question):
