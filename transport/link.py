@@ -114,8 +114,10 @@ class RateSchedule:
             return 0.0
         whole, rest = 0.0, carried
         if self.period_s is not None:
-            whole = math.ceil(carried / self._carried[-1]) - 1
+            whole = max(0, math.ceil(carried / self._carried[-1]) - 1)
             rest = min(carried - whole * self._carried[-1], self._carried[-1])
+            if rest <= 0:  # rounding: the end of a period is where its last byte is carried, not where an outage ends
+                whole, rest = whole - 1, self._carried[-1]
         index = max(0, bisect_left(self._carried, rest) - 1)
         start = whole * self.period_s if self.period_s is not None else 0.0
         return start + self.times[index] + (rest - self._carried[index]) / self.rates[index]

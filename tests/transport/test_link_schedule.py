@@ -81,6 +81,22 @@ def test_the_sum_is_the_integral_and_moments_invert_it(schedule, moment):
     assert schedule.bytes_by(reached) == pytest.approx(carried, rel=1e-9, abs=1e-2)
 
 
+@given(st.floats(1e-3, 1e8), st.floats(1e-3, 10), st.floats(1e-3, 10), st.integers(1, 10**9))
+def test_whole_periods_that_begin_with_an_outage_end_with_their_last_byte(rate, outage, flow, periods):
+    schedule = RateSchedule((0.0, outage), (0.0, rate), outage + flow)
+    carried = periods * schedule.bytes_by(outage + flow)
+    for wanted in (math.nextafter(carried, 0), carried, math.nextafter(carried, math.inf)):
+        reached = schedule.moment_of(wanted) - periods * (outage + flow)
+        slack = 1e-6 * periods * (outage + flow)
+        assert min(abs(reached), abs(reached - outage)) < slack  # a byte more comes after the next outage
+
+
+def test_a_sum_that_rounds_to_whole_periods_is_there_at_their_end():
+    schedule = RateSchedule((0.0, 1.0), (0.0, 1 / 49), 2.0)  # of which 25 periods, divided by one, round up
+    for whole in range(1, 100):
+        assert schedule.moment_of(whole * schedule.bytes_by(2.0)) == pytest.approx(2 * whole)
+
+
 def test_the_last_rate_lasts_without_a_period():
     schedule = RateSchedule((0.0, 2.0), (100.0, 10.0))
     assert schedule.bytes_by(102) == pytest.approx(1200)
