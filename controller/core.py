@@ -99,8 +99,8 @@ class Controller:
                 self._asked(event, now)
             case ev.IndexKnown(load, document, variants):
                 return self._index(load, document, variants, now)
-            case ev.FirstByte(seconds):
-                link.first_byte(seconds)
+            case ev.FirstByte() | ev.Closed():
+                self._learn(event)
                 return False
             case ev.TransferProgress(size, started, ended, chunk):
                 link.progress(size, started, ended, chunk)
@@ -128,6 +128,14 @@ class Controller:
                 if known:
                     self._dispatch.end(known, out)
         return True
+
+    def _learn(self, event: ev.FirstByte | ev.Closed) -> None:
+        """Take in what only feeds the estimates."""
+        if isinstance(event, ev.FirstByte):
+            self._dispatch.link.first_byte(event.seconds)
+            return
+        self._load(event.load)  # over by now, as a rule, but asked for
+        self.estimates.closing.add(event.prompt_tokens, event.seconds)
 
     def _load(self, number: int) -> Load | None:
         """A load under way; None where it is over. Raises ArgumentError for one that never was."""

@@ -134,6 +134,19 @@ class HeadStartFailed:
 
 
 @dataclass(frozen=True)
+class Closed:
+    """A load that was finished is linked and handed over to the engine: it feeds the estimates.
+
+    seconds: linking and handing over, which is what it took beyond the time expected of the question's pass; below 0
+    where that was quicker.
+    """
+
+    load: int
+    prompt_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time has passed: send one at ``Controller.wake_at``, and as often besides as you like."""
 
@@ -231,6 +244,7 @@ Event: TypeAlias = (
     | RecomputeFailed
     | HeadStartDone
     | HeadStartFailed
+    | Closed
     | Tick
     | Left
 )

@@ -7,7 +7,6 @@ It decides nothing. Fetching runs on the event loop, forward passes in one threa
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Self
@@ -17,12 +16,11 @@ import torch
 from kvwire.codec import BlobDecoder
 from kvwire.controller import events as ev
 from kvwire.errors import ArgumentError, KvwireError, StorageError
-from kvwire.heads import HeadReader, OpenDocument
+from kvwire.heads import HeadReader, OpenDocument, in_words
 from kvwire.reuse import LinkedPrompt
-from kvwire.transport import SegmentError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
     from torch import Tensor
 
@@ -31,8 +29,8 @@ if TYPE_CHECKING:
     from kvwire.engines.transformers import TransformersEngine
     from kvwire.heads import Limits, Source
     from kvwire.steering import Steering
-    from kvwire.transport import Arrival, FetchSettings
-    from kvwire.types import ChunkId, SegmentInfo
+    from kvwire.transport import FetchSettings
+    from kvwire.types import ChunkId
 
 Piece = tuple[int, list[bytes], int]
 """A chunk's number, the segments that its level needs, and the level."""
@@ -53,7 +51,7 @@ class Executor:
 
     misses: what went wrong and was healed by recomputing, in words. inputs: what planning was told, by document.
     decode_s, recompute_s: compute spent. fetched_at: when the last bytes that were used arrived, on steering's clock.
-    predicted_s: see ``Steering.predicted_s``.
+    predicted_s: see ``Steering.predicted_s``. number: the load's, for the controller; -1 before ``run``.
     """
 
     def __init__(
@@ -67,7 +65,7 @@ class Executor:
         self._engine, self._sources, self._steering = engine, sources, steering
         self._backend = settings.backend
         self._heads = HeadReader(steering, settings.fetch, settings.limits)
-        self._number = -1
+        self.number = -1
         self._documents: dict[int, OpenDocument] = {}
         self._variants: dict[int, list[OpenDocument]] = {}
         self._parts: dict[ChunkId, dict[int, bytes]] = {}
@@ -88,7 +86,7 @@ class Executor:
     async def __aexit__(self, *_: object) -> None:
         """Leave the load and stop everything of it that is under way, but for a job that a thread is at."""
         self._is_gone = True
-        self._steering.leave(self._number)
+        self._steering.leave(self.number)
         self._done.cancel()
         for task in self._tasks:
             task.cancel()
@@ -118,7 +116,7 @@ class Executor:
         dtype, device = self._engine.model.dtype, self._engine.device
         self.prompt = LinkedPrompt(tokens, self._engine.meta, dtype=dtype, device=device)
         count = len(tokens)
-        self._number = self._steering.begin(self, lambda number: ev.Asked(number, count, query_tokens, goal))
+        self.number = self._steering.begin(self, lambda number: ev.Asked(number, count, query_tokens, goal))
         for index in range(count):
             self._spawn(self._open(index))
         return await self._done
@@ -188,9 +186,9 @@ class Executor:
         self._documents[index], self._variants[index] = document, [document, *usable]
         inputs = tuple(each.plan_input(len(self._engine.meta.layers)) for each in self._variants[index])
         self.inputs[index] = inputs[0]
-        self._steering.tell(ev.IndexKnown(self._number, index, inputs))
+        self._steering.tell(ev.IndexKnown(self.number, index, inputs))
         if self.predicted_s is None:
-            self.predicted_s = self._steering.predicted_s(self._number)
+            self.predicted_s = self._steering.predicted_s(self.number)
 
     def _can_decode(self, index: int, variant: OpenDocument) -> bool:
         """Whether a variant is of use; a pruned one is another cache. What is wrong with it does not matter."""
@@ -223,15 +221,10 @@ class Executor:
 
     async def _fetch(self, asked: ev.Fetch) -> None:
         chunk, document = asked.chunk, self._documents[asked.chunk.document]
-        info, fetcher = document.info, document.fetcher
+        info = document.info
         reads = [each for each in info.reads(chunk.chunk, asked.level) if each.level >= asked.first] if info else []
         parts: dict[int, bytes] = {}
-        trouble = "" if fetcher else "its blob is not open"
-        if fetcher:
-            try:
-                trouble = await _received(fetcher.fetch(reads, deadline=asked.until), reads, parts)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the chunk can be recomputed
-                trouble = _words(error)
+        trouble = await document.fetch(reads, asked.until, parts)
         sound = next((at for at, each in enumerate(reads) if each.level not in parts), len(reads))
         if trouble and not asked.first:
             self._lost(chunk, trouble)
@@ -264,9 +257,9 @@ class Executor:
             self._steering.tell(ev.DecodeDone(chunks, self._steering.clock() - began))
             return
         for chunk, trouble in bad.items():
-            self._lost(chunk, _words(trouble))
+            self._lost(chunk, in_words(trouble))
         lost = tuple(chunk for chunk in chunks if chunk in bad)
-        self._steering.tell(ev.DecodeFailed(chunks, lost, _words(bad[lost[0]])))
+        self._steering.tell(ev.DecodeFailed(chunks, lost, in_words(bad[lost[0]])))
 
     def _decode_here(self, chunks: tuple[ChunkId, ...], levels: tuple[int, ...], bad: dict[ChunkId, Exception]) -> None:
         """Decode chunks in the decode thread; those that cannot be are put into ``bad``."""
@@ -320,8 +313,8 @@ class Executor:
         try:
             seconds = await self._steering.compute(partial(self._timed, partial(self._extend_all, chunks, failed)))
         except Exception as error:  # noqa: BLE001 - the controller knows whether there is another way
-            self._lost(failed[0], _words(error))
-            self._steering.tell(ev.RecomputeFailed(failed[0], _words(error)))
+            self._lost(failed[0], in_words(error))
+            self._steering.tell(ev.RecomputeFailed(failed[0], in_words(error)))
             return
         self.recompute_s += seconds
         self._steering.tell(ev.RecomputeDone(chunks, seconds))
@@ -358,10 +351,10 @@ class Executor:
         try:
             seconds = await self._steering.compute(partial(self._timed, partial(self._start_here, index)))
         except Exception as error:  # noqa: BLE001 - the document can be recomputed
-            self.misses.append(f"{self._sources[index].document_id}: {_words(error)}")
-            self._steering.tell(ev.HeadStartFailed(self._number, index, _words(error)))
+            self.misses.append(f"{self._sources[index].document_id}: {in_words(error)}")
+            self._steering.tell(ev.HeadStartFailed(self.number, index, in_words(error)))
             return
-        self._steering.tell(ev.HeadStartDone(self._number, index, seconds))
+        self._steering.tell(ev.HeadStartDone(self.number, index, seconds))
 
     def _start_here(self, index: int) -> None:
         document = self._documents[index]
@@ -378,24 +371,3 @@ class Executor:
         if self._engine.device.type == "cuda":
             torch.cuda.current_stream(self._engine.device).synchronize()
         return self._steering.clock() - started
-
-
-async def _received(
-    arrivals: AsyncGenerator[Arrival | SegmentError, None], reads: Sequence[SegmentInfo], parts: dict[int, bytes]
-) -> str:
-    """Collect segments by level until all that are of use are in; returns what was lost, in words."""
-    trouble, useful = "", len(reads)
-    async with aclosing(arrivals):
-        async for arrival in arrivals:
-            if isinstance(arrival, SegmentError):
-                trouble = trouble or _words(arrival)
-                useful = min(useful, reads.index(arrival.segment))
-            else:
-                parts[arrival.segment.level] = arrival.data
-            if all(each.level in parts for each in reads[:useful]):
-                break
-    return trouble
-
-
-def _words(error: Exception) -> str:
-    return str(error) if isinstance(error, KvwireError) else f"{type(error).__name__}: {error}"

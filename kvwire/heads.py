@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from kvwire import controller as ctl
 from kvwire.codec import CHUNK_TOKENS, PlainBlob, Profile, read_head
 from kvwire.errors import CorruptError, DeadlineError, KvwireError, NotFoundError, StorageError
-from kvwire.transport import BlobFetcher, open_source
+from kvwire.transport import BlobFetcher, SegmentError, open_source
 from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvwire.steering import Steering
     from kvwire.store import CatalogEntry
     from kvwire.transport import FetchSettings
-    from kvwire.types import BlobInfo
+    from kvwire.types import BlobInfo, SegmentInfo
 
 T = TypeVar("T")
 _CHANGED = "its text has changed since it was encoded; encode it again"
@@ -111,6 +111,28 @@ class OpenDocument:
             return self.info.chunk_span(chunk)
         return chunk * CHUNK_TOKENS, min((chunk + 1) * CHUNK_TOKENS, self.source.tokens)
 
+    async def fetch(self, reads: Sequence[SegmentInfo], until: float, parts: dict[int, bytes]) -> str:
+        """Fetch a chunk's segments, lowest level first, into ``parts`` by level; returns what was lost, in words.
+
+        until: instant at which to give up. Ends as soon as all that are of use are in: those below one that is lost.
+        """
+        if self.fetcher is None:
+            return "its blob is not open"
+        trouble, useful = "", len(reads)
+        try:
+            async with aclosing(self.fetcher.fetch(reads, deadline=until)) as arrivals:
+                async for arrival in arrivals:
+                    if isinstance(arrival, SegmentError):
+                        trouble = trouble or in_words(arrival)
+                        useful = min(useful, reads.index(arrival.segment))
+                    else:
+                        parts[arrival.segment.level] = arrival.data
+                    if all(each.level in parts for each in reads[:useful]):
+                        break
+        except Exception as error:  # noqa: BLE001 - whatever it is, the chunk can be recomputed
+            return in_words(error)
+        return trouble
+
     def plan_input(self, layers: int) -> ctl.DocumentPlanInput:
         """What planning needs to know; layers: of the model."""
         has_text = self.token_ids is not None
@@ -119,6 +141,11 @@ class OpenDocument:
             return ctl.DocumentPlanInput.from_blob(self.info, has_text=has_text, head_start=share)
         spans = [self.span(chunk) for chunk in range(-(-self.source.tokens // self.chunk_tokens))]
         return ctl.DocumentPlanInput(tuple(stop - start for start, stop in spans), (), has_text)
+
+
+def in_words(error: Exception) -> str:
+    """What went wrong, with the kind of error where it is not one of this package."""
+    return str(error) if isinstance(error, KvwireError) else f"{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import torch
 from kvwire import controller as ctl
 from kvwire.calibrate import measure_costs, warm_up
 from kvwire.codec import uses_triton
+from kvwire.controller import events as ev
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, NotFoundError, StorageError
 from kvwire.executor import Executor, ExecutorSettings
 from kvwire.heads import Limits, find_source
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
     from kvwire.codec import AnyProfile, Backend
     from kvwire.controller import LogEntry, Objective, Policy
-    from kvwire.controller import events as ev
     from kvwire.corpus import Corpus
     from kvwire.engines.transformers import TransformersEngine
     from kvwire.reuse import LinkedPrompt
@@ -282,6 +282,7 @@ class Loader:
         started: float, asked_s: float, tokens: int,
     ) -> Answer:  # fmt: skip
         closing = await steering.compute(partial(self._close, executor.prompt, question))
+        steering.tell(ev.Closed(executor.number, executor.prompt.cache.tokens, closing.beyond_s))
         timing = Timing(
             ttft_s=closing.done - started,
             fetch_s=max(0.0, executor.fetched_at - started),
@@ -311,8 +312,7 @@ class Loader:
         done = time.monotonic()
         with self._lock:
             expected_s = self._estimates.prefill.cost.seconds(len(question), tokens)
-            self._estimates.closing.add(tokens, done - linking - expected_s)
-        return _Closing(past, logits, querying - linking, done - querying, done)
+        return _Closing(past, logits, querying - linking, done - querying, done, done - linking - expected_s)
 
     async def _generate(self, steering: Steering, past: DynamicCache, first: int, start: int, tokens: int) -> list[int]:
         """Greedy continuation, token by token, so that other loads get their turns in between."""
@@ -335,13 +335,14 @@ class Loader:
 
 @dataclass(frozen=True, eq=False)
 class _Closing:
-    """The question's pass. done: instant of the first token."""
+    """The question's pass. done: instant of the first token. beyond_s: all that it took less the expected pass."""
 
     past: DynamicCache
     logits: Tensor
     link_s: float
     query_s: float
     done: float
+    beyond_s: float
 
 
 def _error(executor: Executor, decisions: Sequence[Decision]) -> float:

@@ -15,6 +15,7 @@ import pytest
 
 from kvwire.controller import Controller, Policy, PrefillCost, replay
 from kvwire.controller import events as ev
+from kvwire.controller.log import dump_entry, load_entry
 from kvwire.controller.policies import Fixed
 from kvwire.corpus import Coding, Corpus, Document
 from kvwire.errors import StorageError
@@ -336,6 +337,31 @@ def test_the_log_of_a_real_load_replays_exactly(small, question, deadline_s):
     assert any(isinstance(entry.event, ev.TransferProgress) for entry in log)
     assert _given(log, ev.Finish)[0].decisions == answer.decisions
     replay(log, Controller(before, loader._controls))
+
+
+def test_the_log_of_overlapping_loads_replays_exactly_as_written(small, question):
+    log: list[LogEntry] = []
+    loader = _loader(small, link=EmulatedLink(150e3, 0.01), log=log, policy=Fixed(4))
+    before, (first, second) = loader.estimates, small.tokens
+
+    async def one_after_the_other():
+        short = asyncio.create_task(loader.ask_async([first], question))
+        while not _given(log, ev.Fetch):
+            await asyncio.sleep(0.001)
+        return [await short, await loader.ask_async([second], question)]
+
+    async def both():
+        async with loader._steered():  # by one controller, whoever ends first
+            await asyncio.gather(one_after_the_other(), loader.ask_async([second, first], question, deadline_s=9.0))
+
+    asyncio.run(both())
+    kinds = [type(entry.event) for entry in log]
+    assert kinds.count(ev.Closed) == 3
+    assert ev.IndexKnown in kinds[kinds.index(ev.Closed) :]  # what a load's end told was there for another's plans
+    controller = Controller(before, loader._controls, Fixed(4))
+    replay([load_entry(dump_entry(entry)) for entry in log], controller)
+    assert controller.estimates.costs() == loader.costs
+    assert before.closing.is_measured
 
 
 class _Clockwork:
