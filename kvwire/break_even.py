@@ -41,8 +41,8 @@ class BreakEven:
 
 def find_break_evens(situation: Situation) -> Iterator[BreakEven]:
     """All of a prompt, in the order of ``What``, levels upwards; ``in time`` only where there is a deadline."""
-    yield _break_even("fetches", None, lambda b: len(situation.at(b).forecast().plan.order) > 1)
-    yield _break_even("fetches all", None, lambda b: RECOMPUTE not in situation.at(b).forecast().levels.values())
+    yield _break_even("fetches", None, lambda b: len(situation.forecast(bandwidth=b).plan.order) > 1)
+    yield _break_even("fetches all", None, lambda b: RECOMPUTE not in situation.forecast(bandwidth=b).levels.values())
     yield from _beating_text(situation)
     goal = situation.goal
     for level in range(goal.floor, situation.finest + 1) if goal.deadline_s is not None else ():
@@ -64,7 +64,7 @@ def find_unchanged(situation: Situation, forecast: Forecast) -> tuple[float | No
     """The next bandwidths below and above at which the first plan is another than ``forecast``."""
 
     def same(bandwidth: float) -> bool:
-        return situation.at(bandwidth).forecast().levels == forecast.levels
+        return situation.forecast(bandwidth=bandwidth).levels == forecast.levels
 
     return _edge(same, situation.bandwidth, -1), _edge(same, situation.bandwidth, 1)
 
@@ -74,7 +74,7 @@ class _InTime:
     situation: Situation
 
     def __call__(self, bandwidth: float) -> bool:
-        return self.situation.at(bandwidth).forecast().plan.in_time
+        return self.situation.forecast(bandwidth=bandwidth).plan.in_time
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class _Sooner:
     than_s: float
 
     def __call__(self, bandwidth: float) -> bool:
-        return self.situation.at(bandwidth).forecast().plan.finish_s < self.than_s
+        return self.situation.forecast(bandwidth=bandwidth).plan.finish_s < self.than_s
 
 
 def _as_text(document: ctl.DocumentPlanInput) -> ctl.DocumentPlanInput:

@@ -17,6 +17,7 @@ from kvwire.plan_sources import PlanOptions, Sources
 if TYPE_CHECKING:
     from kvwire.controller import ControllerSettings, Goal, Objective
 
+_MANY = 16  # documents
 _GPU_BATCH = 8  # chunks decoded in one go, as loads do on a GPU
 
 
@@ -25,7 +26,7 @@ _GPU_BATCH = 8  # chunks decoded in one go, as loads do on a GPU
 @click.argument("more_docs", nargs=-1)
 @click.option("--context", metavar="TOKENS", help="Instead of --docs: a prompt of so many tokens, such as 32k.")
 @click.option(
-    "--documents", default=1, show_default=True, type=click.IntRange(1, 4096), help="Of which --context is made."
+    "--documents", default=1, show_default=True, type=click.IntRange(1, 128), help="Of which --context is made."
 )
 @click.option("--model", envvar="KVWIRE_MODEL", help="Folder of the model, whose costs are remembered or measured.")
 @click.option("--device", default="cpu", envvar="KVWIRE_DEVICE", show_default=True, help="Where the model runs.")
@@ -69,6 +70,8 @@ def plan(*, place: Place, **given: Any) -> None:  # noqa: ANN401 - click's value
     with nullcontext() if without else closing(place.open_lasting(exists=True)) as store:
         sources = Sources(options, place, store)
         prompt, estimates = sources.prompt(), sources.estimates()
+    if sys.stderr.isatty() and len(prompt.inputs) > _MANY:
+        click.echo(f"planning {len(prompt.inputs)} documents takes some seconds; --no-compare is faster", err=True)
     made = plan_load(
         prompt.inputs,
         estimates,

@@ -99,7 +99,7 @@ def _verdict(plan: LoadPlan) -> Iterator[str]:
              ("recomputing", made.prefill_s), ("closing", made.closing_s))  # fmt: skip
     yield f"{', '.join(f'{name} {_time(seconds)}' for name, seconds in parts)} (parts overlap)."
     if not made.played:
-        yield "The load is too long to be played through: these are the sums that the policy expects."
+        yield "The load is too large to be played through: these are the sums that the policy expects."
 
 
 def _chunk_table(names: Sequence[str], plan: LoadPlan) -> Iterator[str]:
@@ -133,7 +133,7 @@ def _alternatives(plan: LoadPlan) -> Iterator[str]:
             f"{_decibels(each).removesuffix(' dB'):>7}{kl:>9}  {in_time}"
         )
     if not all(each.played for each in plan.alternatives):
-        yield "~: too long to be played through; as the policy expects it"
+        yield "~: too large to be played through; as the policy expects it"
 
 
 def _break_evens(plan: LoadPlan) -> Iterator[str]:

@@ -8,27 +8,30 @@ Where a bandwidth turns a plan into another is found by asking again, by bisecti
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf, log10
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from kvwire import controller as ctl
 from kvwire.break_even import BreakEven, find_break_evens, find_unchanged
 from kvwire.controller import events as ev
-from kvwire.controller.policies import RECOMPUTE, Adaptive, CacheGen, Fixed, Plan, Raw, Text
+from kvwire.controller.policies import RECOMPUTE, Adaptive, CacheGen, Fixed, Raw, Text
 from kvwire.controller.simulator import Arrival, World, constant
 from kvwire.errors import ArgumentError
+from kvwire.inquiry import Inquiry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvwire.controller.policies import PlanRequest, Policy
+    from kvwire.controller.policies import Plan, Policy
     from kvwire.controller.simulator import Outcome
 
     Variants = tuple[ctl.DocumentPlanInput, ...]
 
 _MOST_PLAYED_S = 30.0  # a longer load takes the simulator too long; what its policy expects must do
+_MOST_PLAYED_DOCUMENTS = 64  # likewise
+MOST_DOCUMENTS = 128
+"""Of one plan: the time that planning takes grows with their square."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,10 +135,10 @@ def plan_load(
 
     estimates: of link and engine; see ``known_link`` for a link that is known. They stay as they are. goal: by default
     the soonest first token. compare: also work out alternatives and break-even points.
-    Raises ArgumentError where a chunk has neither text nor a segment to fetch.
+    Raises ArgumentError for too many documents, and where a chunk has neither text nor a segment to fetch.
     """
-    if not documents:
-        msg = "a plan needs at least one document"
+    if not 1 <= len(documents) <= MOST_DOCUMENTS:
+        msg = f"a plan needs at least one document and takes up to {MOST_DOCUMENTS}, got {len(documents)}; plan fewer"
         raise ArgumentError(msg)
     variants = tuple(each if isinstance(each, tuple) else (each,) for each in documents)
     situation = Situation(
@@ -158,27 +161,6 @@ def known_link(costs: ctl.CostModel | ctl.Estimates, bandwidth: float, ttfb_s: f
     made.bandwidth = ctl.BandwidthEstimator(bandwidth, prior_error=0.0)
     made.ttfb = ctl.TtfbEstimator(ttfb_s, 0.0)
     return made
-
-
-class _Patient:
-    """A policy that begins nothing before all documents are known, and keeps what it was asked and answered last.
-
-    choosing: variants are to be chosen from, which asks for plans of the documents known so far.
-    """
-
-    def __init__(self, policy: Policy, tokens: int, *, choosing: bool) -> None:
-        self._policy, self._tokens, self._choosing = policy, tokens, choosing
-        self.name, self.gives_up = policy.name, policy.gives_up
-
-    def plan(self, request: PlanRequest) -> Plan:
-        """Ask the policy."""
-        levels = np.zeros(request.chunks.count, np.int64)
-        if request.prompt_tokens == self._tokens:
-            self.asked, self.answered = request, self._policy.plan(request)
-            return self.answered
-        if self._choosing:
-            return replace(self._policy.plan(request), levels=levels, order=())
-        return Plan(levels, (), 0.0, 0.0, 0, in_time=True, reason="not all documents are known")
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,18 +206,12 @@ class Situation:
     @property
     def heads_s(self) -> float:
         """Seconds until all heads are read."""
-        return self.estimates.ttfb.value + self.details.head_bytes / self.bandwidth
+        return self._heads_s(self.bandwidth)
 
     @property
     def costs(self) -> ctl.CostModel:
         """What computing costs."""
         return self.estimates.costs(self.query_tokens)
-
-    def at(self, bandwidth: float) -> Situation:
-        """The same over another link, whose estimate errs as much."""
-        estimates = self.estimates.copy()
-        estimates.bandwidth = ctl.BandwidthEstimator(bandwidth, prior_error=self.estimates.bandwidth.error)
-        return replace(self, estimates=estimates)
 
     def load_plan(self, *, compare: bool) -> LoadPlan:
         """Everything about it."""
@@ -253,28 +229,32 @@ class Situation:
 
     # One policy.
 
-    def forecast(self, policy: Policy | None = None) -> Forecast:
-        """What a policy plans when all heads are read and nothing has begun."""
-        tokens = sum(sum(variants[0].tokens) for variants in self.documents)
-        choosing = any(len(variants) > 1 for variants in self.documents)
-        patient = _Patient(policy or Adaptive(), tokens, choosing=choosing)
-        controller = ctl.Controller(self.estimates.copy(), self.settings, patient)
-        controller.handle(ev.Asked(0, len(self.documents), self.query_tokens, self.goal), 0.0)
-        for number, variants in enumerate(self.documents):
-            for instruction in controller.handle(ev.IndexKnown(0, number, variants), self.heads_s):
-                if isinstance(instruction, ev.Fail):
-                    msg = f"{instruction.reason}; give the document's text, or encode it again"
-                    raise ArgumentError(msg)
-        chunks, plan = patient.asked.chunks, patient.answered
-        closing_s = self.costs.closing_s(patient.asked.prompt_tokens)
+    def forecast(self, policy: Policy | None = None, bandwidth: float | None = None) -> Forecast:
+        """What a policy plans when all heads are read and nothing has begun.
+
+        bandwidth: of another link, whose estimate errs as much.
+        """
+        estimator = self.estimates.bandwidth
+        if bandwidth is not None:
+            estimator = ctl.BandwidthEstimator(bandwidth, prior_error=estimator.error)
+        heads_s = self._heads_s(estimator.value)
+        answered = self._inquiry.ask(policy or Adaptive(), estimator, heads_s)
+        chunks, plan = answered.asked.chunks, answered.plan
         places = zip(chunks.document.tolist(), chunks.chunk.tolist(), strict=True)
         levels = dict(zip(places, plan.levels.tolist(), strict=True))
-        inputs = tuple(board.input for board in controller.loads[0].boards)
-        return Forecast(plan, self.heads_s, closing_s, levels, inputs)
+        closing_s = self.costs.closing_s(answered.asked.prompt_tokens)
+        return Forecast(plan, heads_s, closing_s, levels, answered.inputs)
+
+    @cached_property
+    def _inquiry(self) -> Inquiry:
+        return Inquiry(self.documents, self.estimates, self.goal, self.settings, self.query_tokens)
+
+    def _heads_s(self, bandwidth: float) -> float:
+        return self.estimates.ttfb.value + self.details.head_bytes / bandwidth
 
     def play(self, policy: Policy, forecast: Forecast) -> Played | None:
         """What comes of it on a link that keeps its bandwidth; None where that would take too long to find out."""
-        if forecast.ttft_s > _MOST_PLAYED_S:
+        if forecast.ttft_s > _MOST_PLAYED_S or len(self.documents) > _MOST_PLAYED_DOCUMENTS:
             return None
         log: list[ctl.LogEntry] = []
         controller = ctl.Controller(self.estimates.copy(), self.settings, policy, record=log.append)

@@ -12,12 +12,12 @@ import pytest
 from kvwire import controller as ctl
 from kvwire.break_even import FASTEST, SLOWEST
 from kvwire.cli import main
-from kvwire.controller.policies import Adaptive, Fixed
+from kvwire.controller.policies import Adaptive, CacheGen, Fixed
 from kvwire.controller.simulator import Arrival, World, constant, costs, documents_for, machine_named, model_named
 from kvwire.corpus import Corpus, Document
 from kvwire.errors import ArgumentError
 from kvwire.memory import EstimatesFile, link_key
-from kvwire.planning import Details, known_link, plan_load
+from kvwire.planning import Details, Situation, known_link, plan_load
 from kvwire.store import FolderStore
 
 MODEL, MACHINE = model_named("llama-3.1-8b"), machine_named("h100")
@@ -174,6 +174,28 @@ def test_a_load_that_is_too_long_to_be_played_is_as_its_policy_expects(prompt):
     assert not plan.prediction.played
     assert plan.prediction.ttft_s == plan.expected_s > plan.prediction.bytes / 1e3
     assert [chunk.level for chunk in plan.chunks] == [0] * len(plan.chunks)
+
+
+def test_many_documents_are_planned_though_not_played_and_too_many_are_refused():
+    many = documents_for(MODEL, [128] * 65)
+    plan = made(many)
+    assert not plan.prediction.played
+    assert sorted({chunk.document for chunk in plan.chunks}) == list(range(65))
+    with pytest.raises(ArgumentError, match="up to 128"):
+        made(many * 2)
+
+
+def test_asking_again_is_the_same_as_asking_anew(prompt):
+    """However a prompt was asked about before, and with a deadline that counts from the asking."""
+    goal = ctl.Goal(objective="quality", deadline_s=0.2)
+    old = Situation(tuple((each,) for each in prompt), known_link(COSTS, BANDWIDTH, RTT_S), goal, SETTINGS, 32,
+                    Details(head_bytes=100_000))  # fmt: skip
+    for bandwidth in (1e5, 1e9, 1e6, 1e8):
+        for policy in (Adaptive(), Fixed(1), CacheGen()):
+            again, anew = (each.forecast(policy, bandwidth) for each in (old, replace(old)))
+            assert again.levels == anew.levels
+            assert again.plan.finish_s == pytest.approx(anew.plan.finish_s)
+            assert again.plan.in_time == anew.plan.in_time
 
 
 def test_a_variant_is_chosen_and_counted(prompt):

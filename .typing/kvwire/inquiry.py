@@ -1,0 +1,1 @@
+../../kvwire/inquiry.py
