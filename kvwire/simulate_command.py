@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from kvwire.controller import Objective
-    from kvwire.controller.simulator import Model, Outcome, Scenario, Scored, Summary
+    from kvwire.controller.simulator import Model, Scenario, Scored, Summary
     from kvwire.controller.simulator.scenario import Variants
     from kvwire.simulated_links import NamedLink
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _MOST_TOKENS = 1 << 23
 _SPREAD_S = 60.0  # loads on a link that repeats begin anywhere in its first so many seconds
+_MOST_LOADS = 20_000  # for each policy, so that they fit into memory
 _NAMED = 4  # links in the table's head
 _FIRST_S = 5.0  # leaves time for the earlier load
 
@@ -43,7 +45,7 @@ _OPTIONS = (
                  help="Steady: 1gbit, or 1gbit,5ms with a round trip."),
     click.option("--trace", "traces", multiple=True, metavar="FILE", help="Recorded: .json, or lines of s and Mbit/s."),
     click.option("--mean", metavar="RATE", help="Scale recorded links to this mean."),
-    click.option("--stretch", default=1.0, show_default=True, help="Stretch recorded links in time; below 1: faster."),
+    click.option("--stretch", type=float, help="Stretch recorded links in time; below 1: faster.  [default: 1]"),
     click.option("--made", "made", multiple=True, metavar="FORMULA",
                  help="ar1:1gbit,0.5,0.9 or steps:0=1gbit,0.5=100mbit or bucket:10gbit,1gbit,100MB."),
     click.option("--outage", "outages", multiple=True, metavar="START,LENGTH", help="On every link, in seconds."),
@@ -55,7 +57,7 @@ _OPTIONS = (
     click.option("--floor", default=0, show_default=True, type=click.IntRange(0, 7), help="Lowest level to use."),
     click.option("--policy", "policies", multiple=True,
                  help="adaptive, cachegen, cachegen-artefact, level-0 and so on, text, raw.  [default: all]"),
-    click.option("--loads", default=1, show_default=True, type=click.IntRange(1, 100_000), help="One after another."),
+    click.option("--loads", default=1, show_default=True, type=click.IntRange(1, 10_000), help="One after another."),
     click.option("--together", default=1, show_default=True, type=click.IntRange(1, 1000),
                  help="Loads that share link and machine each time."),
     click.option("--every", "every_s", default=0.1, show_default=True, type=click.FloatRange(0, 3600),
@@ -86,7 +88,7 @@ class _Asked:
     links: tuple[str, ...]
     traces: tuple[str, ...]
     mean: str | None
-    stretch: float
+    stretch: float | None
     made: tuple[str, ...]
     outages: tuple[str, ...]
     rtt_s: float
@@ -136,10 +138,12 @@ def simulate(**given: Any) -> None:  # noqa: ANN401 - click's values
 
     kvwire simulate --link 1gbit --context 32k --documents 8 --deadline 0.5 --policy adaptive --policy text
     """
+    from tqdm import tqdm
+
     asked = _Asked(**given)
     if asked.out:
         _check_pictures()
-    cases = list(_cases(asked))
+    cases = list(tqdm(_cases(asked), unit="load", disable=None, desc="drawing", file=sys.stderr, delay=1.0))
     results = list(_played(asked, cases))
     report = _report(asked, results)
     if asked.out:
@@ -163,7 +167,12 @@ def _cases(asked: _Asked) -> Iterator[_Case]:
     objective = asked.objective or ("earliest" if asked.deadline is None else "quality")
     goal = Goal(objective=objective, deadline_s=asked.deadline, floor=asked.floor)
     prior, links = _pairs(asked.prior, ("bandwidth", "prefill"), "--prior"), _links(asked)
-    trouble = Trouble(**_pairs(asked.trouble, ("fail", "stall", "stall_s", "corrupt", "noise"), "--trouble"))
+    trouble = Trouble(**_troubles(asked.trouble))
+    prompts = 1 if asked.blobs else len((asked.contexts or "").split(","))
+    count = len(asked.models) * prompts * len(links) * asked.loads * asked.together
+    if count > _MOST_LOADS:
+        msg = f"these are {count} loads for each policy, of at most {_MOST_LOADS}: lower --loads or --together"
+        raise ArgumentError(msg)
     machines = asked.machines * (len(asked.models) if len(asked.machines) == 1 else 1)
     for model_name, machine_name in zip(asked.models, machines, strict=True):
         model, machine = read_shape(model_name), read_machine(machine_name)
@@ -231,14 +240,30 @@ def _blob(path: str, model: Model) -> Any:  # noqa: ANN401 - DocumentPlanInput, 
 def _links(asked: _Asked) -> list[NamedLink]:
     from kvwire.simulated_links import made_link, recorded_link, steady_link, with_outage
 
+    if not asked.traces and (asked.mean is not None or asked.stretch is not None):
+        msg = "--mean and --stretch change recorded links: name one with --trace, or leave them out"
+        raise ArgumentError(msg)
+    stretch = 1.0 if asked.stretch is None else asked.stretch
+    if not 0 < stretch < inf:
+        msg = f"--stretch takes a number above 0, got {stretch}"
+        raise ArgumentError(msg)
     mean = read_link(asked.mean).bandwidth_bytes_s if asked.mean else None
     links = [steady_link(text) for text in asked.links]
-    links += [recorded_link(path, mean, asked.stretch) for path in asked.traces]
+    links += [recorded_link(path, mean, stretch) for path in asked.traces]
     links += [made_link(text, asked.seed) for text in asked.made]
     links = links or [steady_link("1gbit")]
     for outage in asked.outages:
         links = [with_outage(link, outage) for link in links]
     return links
+
+
+def _troubles(text: str) -> dict[str, float]:
+    found = _pairs(text, ("fail", "stall", "stall_s", "corrupt", "noise"), "--trouble")
+    for name in ("fail", "stall", "corrupt"):
+        if found.get(name, 0.0) > 1:
+            msg = f"--trouble: fail, stall and corrupt are chances from 0 to 1, got {name}={found[name]:g}"
+            raise ArgumentError(msg)
+    return found
 
 
 def _pairs(text: str, names: Sequence[str], option: str) -> dict[str, float]:
@@ -271,15 +296,12 @@ def _played(asked: _Asked, cases: Sequence[_Case]) -> Iterator[_Result]:
         for case in cases:
             for name in names:
                 outcomes = play(case.scenario, policy_named(name, case.scenario.rate))
-                kept = [_plain(outcome) if case.number else outcome for outcome in outcomes]
+                kept = [
+                    replace(each, spans=(), decisions=()) if case.number else each for each in outcomes
+                ]  # for pictures
                 pairs = zip(kept, case.scenario.bounds, strict=True)
                 yield _Result(case, name, tuple(Scored(case.scenario.goal, *pair) for pair in pairs))
                 bar.update()
-
-
-def _plain(outcome: Outcome) -> Outcome:
-    """Without what only a picture of it needs."""
-    return replace(outcome, spans=(), decisions=())
 
 
 def _groups(results: Sequence[_Result]) -> dict[tuple[str, str, str], dict[str, Summary]]:

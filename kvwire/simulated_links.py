@@ -110,8 +110,12 @@ def with_outage(link: NamedLink, text: str) -> NamedLink:
         msg = f"{text!r} is no outage: write its start and its length in seconds, such as 0.3,0.5"
         raise ArgumentError(msg)
     led = link if link.rate.period_s is not None or link.start_s is not None else _led(link.name, link.rate)
-    at = number(start) + (led.start_s or 0.0)
-    rate = with_outages(led.rate, [(at, number(length))])
+    begins, lasts, period_s = number(start), number(length), led.rate.period_s
+    if not lasts or (period_s is not None and begins + lasts > period_s):
+        within = "" if period_s is None else f" and ends within the {period_s:g} s after which {link.name} repeats"
+        msg = f"{text!r} is no outage: it lasts some time{within}; write its start and its length, such as 0.3,0.5"
+        raise ArgumentError(msg)
+    rate = with_outages(led.rate, [(begins + (led.start_s or 0.0), lasts)])
     return replace(link, name=f"{link.name}, out at {text}", rate=rate, start_s=led.start_s)
 
 

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 
+_MOST_SIGMA = 10.0  # larger ones leave the range of numbers
+
+
 @dataclass(frozen=True)
 class RateTrace:
     """Bytes per second over time, constant in pieces; a rate of 0 is an outage.
@@ -154,12 +157,16 @@ def ar1(
 ) -> RateTrace:
     """A link whose logarithmic rate is a first-order autoregression.
 
-    mean_bytes_s: mean of the trace, exactly. sigma: standard deviation of the natural logarithm. correlation: of the
-    logarithms of neighbouring steps, 0 to below 1. step_s: seconds of a piece. length_s: seconds before it repeats.
+    mean_bytes_s: mean of the trace, exactly. sigma: standard deviation of the natural logarithm, at most 10.
+    correlation: of the logarithms of neighbouring steps, 0 to below 1. step_s: seconds of a piece. length_s: seconds
+    before it repeats.
     """
     count = round(length_s / step_s) if step_s > 0 and isfinite(length_s) else 0
-    if not (count >= 1 and sigma >= 0 and 0 <= correlation < 1):
-        msg = "step_s must be above 0 and fit length_s, sigma be at least 0 and correlation lie between 0 and 1"
+    if not (count >= 1 and 0 <= sigma <= _MOST_SIGMA and 0 <= correlation < 1):
+        msg = (
+            f"step_s must be above 0 and fit length_s, sigma lie between 0 and {_MOST_SIGMA:g} and correlation between "
+            "0 and below 1"
+        )
         raise ArgumentError(msg)
     noise = rng.standard_normal(count)
     level, levels = noise[0], [noise[0]]

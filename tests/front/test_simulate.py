@@ -79,7 +79,7 @@ def test_a_picture_bears_policies_without_a_first_token(tmp_path):
 
 def test_without_matplotlib_pictures_are_refused_before_anything_is_played(run, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "kvwire.simulation_pictures", None)
-    code, _, err = run("--loads", "100000", "--out", tmp_path / "out")
+    code, _, err = run("--loads", "10000", "--out", tmp_path / "out")
     assert code == 3
     assert "pip install" in err
     assert not (tmp_path / "out").exists()
@@ -140,7 +140,16 @@ def test_priors_may_be_wrong_and_estimates_cold(run):
         (["--trace", "absent.txt"], 3, "absent.txt"),
         (["--made", "sine:1gbit"], 2, "ar1:1gbit"),
         (["--outage", "1"], 2, "0.3,0.5"),
-        (["--trouble", "fail=2"], 2, "chances"),
+        (["--trouble", "fail=2"], 2, "got fail=2"),
+        (["--link", "0mbit"], 2, "bandwidth above 0"),
+        (["--made", "steps:0=0mbit"], 2, "bandwidth above 0"),
+        (["--made", "ar1:1gbit,9e9,0.5"], 2, "sigma"),
+        (["--made", "ar1:1gbit,0.5,0.9", "--outage", "59.9,0.5"], 2, "within the 60 s"),
+        (["--outage", "0,0"], 2, "lasts some time"),
+        (["--stretch", "2"], 2, "--trace"),
+        (["--mean", "1gbit"], 2, "--trace"),
+        (["--trace", "absent.txt", "--stretch", "nan"], 2, "above 0"),
+        (["--loads", "10000", "--together", "1000"], 2, "lower --loads"),
         (["--trouble", "fire=1"], 2, "corrupt=NUMBER"),
         (["--trouble", "fail=nan"], 2, "number"),
         (["--prior", "bandwidth=0"], 2, "above 0"),
@@ -155,6 +164,7 @@ def test_bad_input_is_told_with_what_to_do(run, words, code, said):
     got, out, err = run(*words)
     assert got == code
     assert said in err
+    assert not any(internal in err for internal in ("Trouble(", "make a M", "LinkSettings", "Warning"))
     assert not out
 
 
