@@ -1,0 +1,1 @@
+"""Parts of the benchmark of predicted times to the first token."""

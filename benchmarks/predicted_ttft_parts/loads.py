@@ -1,0 +1,187 @@
+"""Real loads, and the same ones in the simulator."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from kvwire import controller as ctl
+from kvwire.controller import events as ev
+from kvwire.controller.simulator import Arrival, World
+from kvwire.load import Loader, LoadSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvwire.controller import CostModel, Estimates, LogEntry, Policy
+    from kvwire.corpus import Corpus
+    from kvwire.engines.transformers import TransformersEngine
+    from kvwire.load import Answer
+    from kvwire.transport import EmulatedLink
+    from kvwire.types import ChunkId
+    from predicted_ttft_parts.links import Link
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Documents by id, and a question as token ids."""
+
+    documents: tuple[str, ...]
+    question: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A policy and its goal. deadline_s: None without one."""
+
+    name: str
+    policy: Policy
+    deadline_s: float | None = None
+
+    @property
+    def goal(self) -> ctl.Goal:
+        """As ``Loader.ask`` makes it."""
+        return ctl.Goal.within(self.deadline_s)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a load, or several at once, took, and what was known before.
+
+    ttft_s: of each. catalog_s: until the catalog's lookups were over. log: of the controller, ``began`` on its clock.
+    """
+
+    known: Estimates
+    ttft_s: tuple[float, ...]
+    catalog_s: float
+    answers: tuple[Answer, ...]
+    log: tuple[LogEntry, ...]
+    began: float
+
+    @property
+    def inputs(self) -> dict[tuple[int, int], tuple[ctl.DocumentPlanInput, ...]]:
+        """What the controller was told of each load's documents."""
+        known = [entry.event for entry in self.log if isinstance(entry.event, ev.IndexKnown)]
+        return {(event.load, event.document): event.variants for event in known}
+
+    @property
+    def heads_s(self) -> float:
+        """Seconds from the end of the catalog's lookups until the last head was known."""
+        known = max(entry.now for entry in self.log if isinstance(entry.event, ev.IndexKnown))
+        return known - self.began - self.catalog_s
+
+    @property
+    def idle_s(self) -> list[float]:
+        """Seconds by which each job took longer, from instruction to report, than it says itself."""
+        begun = {
+            _first(each): entry.now
+            for entry in self.log
+            for each in entry.instructions
+            if isinstance(each, ev.Decode | ev.Recompute)
+        }
+        done = [
+            (entry.now, entry.event) for entry in self.log if isinstance(entry.event, ev.DecodeDone | ev.RecomputeDone)
+        ]
+        return [now - begun[event.chunks[0]] - event.seconds for now, event in done]
+
+    @property
+    def handing_over_s(self) -> float:
+        """Seconds between the last chunk's being ready and the beginning of the closing."""
+        ends = [entry.now for entry in self.log for each in entry.instructions if isinstance(each, ev.Finish)]
+        timing = self.answers[0].timing
+        return timing.ttft_s - (max(ends) - self.began) - timing.link_s - timing.query_s
+
+
+def _first(job: ev.Decode | ev.Recompute) -> ChunkId:
+    return job.chunks[0] if isinstance(job, ev.Decode) else job.first
+
+
+@dataclass(eq=False)
+class Contender:
+    """One way over one link, with estimates of its own."""
+
+    engine: TransformersEngine
+    corpus: Corpus
+    link: EmulatedLink | None
+    way: Way
+    costs: CostModel
+    bandwidth: float
+    rtt_s: float
+    _log: list[LogEntry] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Make the loader."""
+        settings = LoadSettings(
+            policy=self.way.policy, bandwidth_prior=self.bandwidth, ttfb_prior_s=self.rtt_s, record=self._log.append
+        )
+        self.loader = Loader(self.engine, self.corpus, costs=self.costs, link=self.link, settings=settings)
+
+    @property
+    def settings(self) -> ctl.ControllerSettings:
+        """What steers the loader's loads."""
+        return self.loader._controls  # noqa: SLF001 - nobody else needs them
+
+    def load(self, *prompts: Prompt) -> Loaded:
+        """Answer prompts, all at once."""
+        self._log.clear()
+        known = self.loader.estimates
+        if self.link:
+            self.link.begin()
+        began = time.monotonic()
+        answers = asyncio.run(self._ask(prompts))
+        log = tuple(self._log)
+        asked = [entry.now - began for entry in log if isinstance(entry.event, ev.Asked)]
+        times = tuple(answer.timing.ttft_s for answer in answers)
+        return Loaded(known, times, max(asked), tuple(answers), log, began)
+
+    async def _ask(self, prompts: Sequence[Prompt]) -> list[Answer]:
+        asks = (self.loader.ask_async(p.documents, p.question, deadline_s=self.way.deadline_s) for p in prompts)
+        return await asyncio.gather(*asks)
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the simulator is told besides policy, sizes and costs.
+
+    catalog_s: until the catalog's lookups are over. connected_s, answered_s: seconds to the first byte of a small
+    request, over a new connection and over one that is there. head_bytes: of a load's documents. open_s: to open one of
+    them, on the machine. lane_s: see ``World``. handing_over_s: from the last chunk to the closing.
+    """
+
+    link: Link
+    head_bytes: int
+    catalog_s: float
+    connected_s: float
+    answered_s: float
+    open_s: float
+    lane_s: float
+    handing_over_s: float
+    settings: ctl.ControllerSettings
+
+    def heads_s(self, loads: int, documents: int) -> float:
+        """Seconds from the end of the lookups until all heads of some loads, of so many documents each, are known."""
+        began = self.catalog_s + self.connected_s
+        received = self.link.rate.time_to(self.head_bytes * loads, began)
+        return received - self.catalog_s + self.open_s * loads * documents
+
+    def ttft_s(
+        self,
+        way: Way,
+        known: Estimates,
+        inputs: Sequence[Sequence[tuple[ctl.DocumentPlanInput, ...]]],
+        query_tokens: int,
+    ) -> list[float]:
+        """Predicted times to the first token of loads that come in at once; inputs[load][document]: variants."""
+        controller = ctl.Controller(known.copy(), self.settings, way.policy)
+        costs = known.costs(query_tokens)
+        world = World(
+            controller, self.link.rate, costs, rtt_s=self.answered_s, lane_s=self.lane_s, workers=self.settings.workers
+        )
+        goal = way.goal
+        if goal.deadline_s is not None:
+            goal = replace(goal, deadline_s=goal.deadline_s - self.catalog_s)
+        heads_s = self.heads_s(len(inputs), len(inputs[0]))
+        arrivals = [Arrival(self.catalog_s, tuple(documents), goal, query_tokens, heads_s) for documents in inputs]
+        return [self.catalog_s + outcome.ttft_s + self.handing_over_s for outcome in world.run(arrivals)]
