@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-import platform
 import threading
 import time
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 
+from kvwire import __version__
 from kvwire import controller as ctl
 from kvwire.calibrate import measure_costs, warm_up
 from kvwire.codec import uses_triton
@@ -21,12 +21,12 @@ from kvwire.controller import events as ev
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, NotFoundError, StorageError
 from kvwire.executor import Executor, ExecutorSettings
 from kvwire.heads import Limits, find_source
-from kvwire.memory import EstimatesFile, engine_key, link_key
+from kvwire.memory import EstimatesFile, engine_key, link_key, processor
 from kvwire.steering import Steering, Threads
 from kvwire.transport import EmulatedLink, FetchSettings, LinkSettings
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
     from concurrent.futures import Future
 
     from torch import Tensor
@@ -40,10 +40,12 @@ if TYPE_CHECKING:
     from kvwire.types import Decision
 
 
+T = TypeVar("T")
 _OPEN_SHARE = 0.25
 """Share of a deadline that a head may take where the document's text is known: recomputing needs the rest."""
 _OPEN_LEAST_S = 0.1
-_GPU_BATCH, _CPU_BATCH = 8, 4
+_GPU_BATCH, _CPU_BATCH = 32, 4
+_HORIZON_S = 0.02  # for so long threads that hold the interpreter's lock may keep an event loop from asking for more
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class LoadSettings:
     quality_ceiling: int | None = None
     bandwidth_prior: float = 12.5e6
     ttfb_prior_s: float = 0.02
-    max_in_flight: int = 8
+    max_in_flight: int = 32
     memory_bytes: int = 1 << 32
     open_s: float = 5.0
     patience_s: float = 30.0
@@ -76,6 +78,18 @@ class LoadSettings:
     decode_batch: int | None = None
     policy: Policy | None = None
     record: Callable[[LogEntry], object] | None = None
+
+
+def controls_of(settings: LoadSettings, *, on_gpu: bool) -> ctl.ControllerSettings:
+    """How the controller of a loader with these settings steers; on_gpu: whether a GPU decodes and computes."""
+    return ctl.ControllerSettings(
+        max_in_flight=settings.max_in_flight,
+        horizon_s=_HORIZON_S,
+        memory_bytes=settings.memory_bytes,
+        patience_s=settings.patience_s,
+        workers=settings.compute_workers or (2 if on_gpu else 1),
+        decode_batch=settings.decode_batch or (_GPU_BATCH if on_gpu else _CPU_BATCH),
+    )
 
 
 @dataclass(frozen=True)
@@ -101,7 +115,8 @@ class Answer:
 
     logits: of the question's last token, float32 ``[vocabulary]``. prompt: the linked cache of all documents.
     misses: what went wrong on the way and was healed by recomputing, or with a lower level, in words. bytes: fetched,
-    heads included. predicted_s: what ``timing.ttft_s`` was planned to be once all heads were read. error: mean over the
+    heads included. predicted_s: the time to first token that the first complete plan expected, counted from the asking;
+    None where there was none. error: mean over the
     documents' tokens of the measured errors of the levels in use; a recomputed chunk counts with its blob's finest.
     """
 
@@ -149,13 +164,7 @@ class Loader:
         self._settings = chosen = settings or LoadSettings()
         self._link = link
         on_gpu = uses_triton(chosen.backend, engine.device) and engine.device.type != "cpu"
-        self._controls = ctl.ControllerSettings(
-            max_in_flight=chosen.max_in_flight,
-            memory_bytes=chosen.memory_bytes,
-            patience_s=chosen.patience_s,
-            workers=chosen.compute_workers or (2 if on_gpu else 1),
-            decode_batch=chosen.decode_batch or (_GPU_BATCH if on_gpu else _CPU_BATCH),
-        )
+        self._controls = controls_of(chosen, on_gpu=on_gpu)
         self._threads = Threads(self._controls.workers)
         self._lock = threading.RLock()  # a record may ask for the estimates
         self._steerings: dict[asyncio.AbstractEventLoop, Steering] = {}
@@ -240,8 +249,8 @@ class Loader:
             limits = Limits(soon, chosen.patience_s, self._estimates.ttfb.value)
         settings = ExecutorSettings(fetch=chosen.fetch, backend=chosen.backend, limits=limits)
         async with self._steered() as steering:
-            found = (find_source(self._corpora, steering, name, texts, limits) for name in documents)
-            sources = await asyncio.gather(*found)
+            found = [find_source(self._corpora, steering, name, texts, limits) for name in documents]
+            sources = await _all_of(found)
             async with Executor(self._engine, sources, steering, settings) as executor:
                 left = None if deadline_s is None else deadline_s - (steering.clock() - started)
                 asked = steering.clock() - started
@@ -333,6 +342,18 @@ class Loader:
             self._writing = self._threads.store.submit(self._memory.remember, link, known, self.estimates)
 
 
+async def _all_of(works: Sequence[Coroutine[None, None, T]]) -> list[T]:
+    """What comes of works side by side; with the first error, which is raised as it is, the others are stopped."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except ExceptionGroup as errors:
+        first = errors.exceptions[0]
+    else:
+        return [task.result() for task in tasks]
+    raise first
+
+
 @dataclass(frozen=True, eq=False)
 class _Closing:
     """The question's pass. done: instant of the first token. beyond_s: all that it took less the expected pass."""
@@ -358,10 +379,11 @@ def _error(executor: Executor, decisions: Sequence[Decision]) -> float:
 def _keys(engine: TransformersEngine, corpus: Corpus, emulated: str, backend: Backend) -> tuple[str, str]:
     """Names of the link and the engine in the file of estimates."""
     on_gpu = engine.device.type == "cuda"
-    device = torch.cuda.get_device_name(engine.device) if on_gpu else f"{platform.machine()} {os.cpu_count()}"
+    device = torch.cuda.get_device_name(engine.device) if on_gpu else f"{processor()} {os.cpu_count()}"
     meta, dtype = engine.meta, str(engine.model.dtype).removeprefix("torch.")
     kernels = "" if backend == "auto" else backend
-    named = engine_key(meta.model_id, meta.model_revision, device, dtype, torch.get_num_threads(), kernels)
+    versions = f"torch {torch.__version__} kvwire {__version__}"
+    named = engine_key(meta.model_id, meta.model_revision, device, dtype, torch.get_num_threads(), kernels, versions)
     return link_key(corpus.catalog.store.url, emulated), named
 
 

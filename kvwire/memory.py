@@ -11,11 +11,13 @@ import json
 import logging
 import math
 import os
+import platform
 import re
 import secrets
 import time
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -40,6 +42,7 @@ _MOST_BYTES = 1 << 20
 _LOCK_PATIENCE_S = 5.0
 _LOCK_POLL_S = 0.005
 _FOLDER_MODE, _FILE_MODE = 0o700, 0o600
+_CPU_LINES, _CPU_CHARS = 64, 70
 _END_OF_TIME = 1e11  # seconds since 1970
 _PORTS = {"http": 80, "https": 443}
 _PLAIN = re.compile(r"[\w.+ -]{1,80}(/[\w.+ -]{1,80})?")  # what may be written as it is; anything else as its digest
@@ -179,13 +182,26 @@ def link_key(url: str, emulated: str = "") -> str:
     return f"{place} behind {_digest(emulated)}" if emulated else place
 
 
-def engine_key(model: str, revision: str, device: str, dtype: str, threads: int, backend: str = "") -> str:
+def engine_key(
+    model: str, revision: str, device: str, dtype: str, threads: int, backend: str = "", versions: str = ""
+) -> str:
     """Name of an engine: what its speed depends on.
 
     device: the name of the hardware, not only its kind. backend: which kernels decode, where that is not a default.
+    versions: of the software that computes.
     """
-    parts = (model, revision, device, dtype, str(threads), backend)
+    parts = (model, revision, device, dtype, str(threads), backend, versions)
     return " | ".join(part if _PLAIN.fullmatch(part) else _digest(part) for part in parts if part)
+
+
+def processor() -> str:
+    """The processor's name where the system tells it, and its kind in any case."""
+    name = platform.processor()
+    with contextlib.suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as file:
+        lines = (line.partition(":") for line in islice(file, _CPU_LINES))
+        name = next((value for key, _, value in lines if key.strip() == "model name"), name)
+    words = re.sub(r"[^\w.+-]+", " ", f"{name} {platform.machine()}").split()
+    return " ".join(dict.fromkeys(words))[:_CPU_CHARS]
 
 
 def _place(url: str) -> str:

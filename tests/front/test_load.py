@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import platform
 import socket
 import threading
 from contextlib import closing, contextmanager, suppress
@@ -9,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import kvwire
 from kvwire.controller import events as ev
 from kvwire.corpus import Corpus
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, NotFoundError, StorageError
-from kvwire.load import Loader, LoadSettings
+from kvwire.load import Loader, LoadSettings, controls_of
 from kvwire.open import open_store
 from kvwire.quality import Reference
 from kvwire.reuse import link
@@ -370,6 +372,51 @@ def test_unknown_documents_and_prompts_that_do_not_fit(small):
         loader.ask([], [1])
     with pytest.raises(KvwireError):
         loader.ask(_names(small), [])
+
+
+def test_nothing_is_looked_up_any_more_after_the_first_error(small, monkeypatch):
+    corpus, let_go = small.corpus(), threading.Event()
+    find, (first, second) = corpus.find, _names(small)
+    asked = threading.Event()
+
+    def slow(name):
+        if name == first:
+            asked.set()
+            assert let_go.wait(10)
+        else:
+            assert asked.wait(10)
+        return find("nobody" if name == second else name)
+
+    monkeypatch.setattr(corpus, "find", slow)
+    loader = Loader(small.engine, corpus, costs=small.costs)
+
+    async def ask():
+        try:
+            with pytest.raises(NotFoundError, match="nobody"):
+                await loader.ask_async([first, second], [1])
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+        finally:
+            let_go.set()
+
+    asyncio.run(ask())
+
+
+def test_controls_are_those_of_the_settings():
+    assert controls_of(LoadSettings(), on_gpu=False).workers == 1
+    on_gpu = controls_of(LoadSettings(), on_gpu=True)
+    assert (on_gpu.workers, on_gpu.max_in_flight) == (2, LoadSettings().max_in_flight)
+    assert on_gpu.decode_batch > controls_of(LoadSettings(), on_gpu=False).decode_batch
+    given = controls_of(LoadSettings(compute_workers=1, decode_batch=3, memory_bytes=9, patience_s=2.0), on_gpu=True)
+    assert (given.workers, given.decode_batch, given.memory_bytes, given.patience_s) == (1, 3, 9, 2.0)
+
+
+def test_an_engines_name_tells_processor_and_versions(small):
+    import torch
+
+    _, engine = Loader(small.engine, small.corpus(), costs=small.costs)._keys
+    parts = engine.split(" | ")
+    assert f"torch {torch.__version__} kvwire {kvwire.__version__}" in parts
+    assert any(platform.machine() in part for part in parts)
 
 
 def test_measured_costs_are_plausible(small):
