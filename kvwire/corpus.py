@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -118,6 +119,7 @@ class Corpus:
         self._uses = uses
         self._scope = self.catalog.keys(self._config).root
         self._profiles: dict[str, AnyProfile] = {}
+        self._reading = threading.Lock()
 
     @property
     def meta(self) -> CacheMeta:
@@ -129,9 +131,10 @@ class Corpus:
         digest = digest if digest is not None else self.catalog.current_profile(self._config)
         if not digest:
             return None
-        if digest not in self._profiles:
-            self._profiles[digest] = read_profile(self.catalog.get_profile(self._config, digest))
-        return self._profiles[digest]
+        with self._reading:  # documents that are looked up at the same time share one reading
+            if digest not in self._profiles:
+                self._profiles[digest] = read_profile(self.catalog.get_profile(self._config, digest))
+            return self._profiles[digest]
 
     def set_profile(self, profile: AnyProfile) -> None:
         """Store a profile and use it for what is encoded from now on."""
