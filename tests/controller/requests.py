@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from hypothesis import strategies as st
+
 from kvwire.controller import CostModel, DecodeCost, Goal, PrefillCost
 from kvwire.controller.policies.base import Columns, PlanRequest, Promised, Refinable
 

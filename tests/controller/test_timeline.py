@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given, settings
+
 from kvwire.controller.policies.base import RECOMPUTE
 from kvwire.controller.policies.naive import fetch_order, finish_naive, splits
 from kvwire.controller.policies.timeline import Timeline
