@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import closing, nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,10 +14,9 @@ from kvwire.plan_printing import print_plan
 from kvwire.plan_sources import PlanOptions, Sources
 
 if TYPE_CHECKING:
-    from kvwire.controller import ControllerSettings, Goal, Objective
+    from kvwire.controller import Goal, Objective
 
 _MANY = 16  # documents
-_GPU_BATCH = 8  # chunks decoded in one go, as loads do on a GPU
 
 
 @click.command("plan")
@@ -69,14 +67,14 @@ def plan(*, place: Place, **given: Any) -> None:  # noqa: ANN401 - click's value
     without = place.store is None and not options.needs_store
     with nullcontext() if without else closing(place.open_lasting(exists=True)) as store:
         sources = Sources(options, place, store)
-        prompt, estimates = sources.prompt(), sources.estimates()
+        prompt, estimates, settings = sources.prompt(), sources.estimates(), sources.settings()
     if sys.stderr.isatty() and len(prompt.inputs) > _MANY:
         click.echo(f"planning {len(prompt.inputs)} documents takes some seconds; --no-compare is faster", err=True)
     made = plan_load(
         prompt.inputs,
         estimates,
         _goal(options),
-        settings=_settings(options),
+        settings=settings,
         query_tokens=options.question_tokens,
         details=prompt.details,
         compare=options.compare,
@@ -86,7 +84,7 @@ def plan(*, place: Place, **given: Any) -> None:  # noqa: ANN401 - click's value
         error = DeadlineError(
             f"the first token would come after {ttft_s:.3f} s, the deadline is {options.deadline:g} s"
         )
-    print_plan(prompt.names, made, estimates, as_json=options.as_json, error=error)
+    print_plan(prompt.names, made, estimates, settings, as_json=options.as_json, error=error)
     if error:
         click.echo(f"kvwire: {error}", err=True)
         sys.exit(error.exit_code)
@@ -97,16 +95,3 @@ def _goal(options: PlanOptions) -> Goal:
 
     usual: Objective = "earliest" if options.deadline is None else "quality"
     return Goal(objective=options.objective or usual, deadline_s=options.deadline, floor=options.floor)
-
-
-def _settings(options: PlanOptions) -> ControllerSettings:
-    from kvwire.controller import ControllerSettings
-    from kvwire.controller.simulator import settings_for
-
-    if options.machine:
-        chosen = settings_for(options.modelled()[0])
-    elif options.device.startswith("cuda") and not options.is_modelled:
-        chosen = ControllerSettings(workers=2, decode_batch=_GPU_BATCH)
-    else:
-        chosen = ControllerSettings()
-    return replace(chosen, workers=int(options.workers)) if options.workers else chosen

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvwire.break_even import FASTEST, SLOWEST
 from kvwire.printing import described
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvwire.break_even import BreakEven
-    from kvwire.controller import Estimates
+    from kvwire.controller import ControllerSettings, Estimates
     from kvwire.errors import KvwireError
     from kvwire.planning import LoadPlan, PlannedChunk, Prediction
 
@@ -33,11 +34,14 @@ _TITLES = {
 
 
 def print_plan(
-    names: Sequence[str], plan: LoadPlan, estimates: Estimates, *, as_json: bool, error: KvwireError | None = None
-) -> None:
-    """Show a plan. names: of the documents. estimates: that it was made with."""
+    names: Sequence[str], plan: LoadPlan, estimates: Estimates, settings: ControllerSettings, *, as_json: bool,
+    error: KvwireError | None = None,
+) -> None:  # fmt: skip
+    """Show a plan. names: of the documents. estimates, settings: that it was made with."""
     if as_json:
-        shown = describe_plan(names, plan) | {"estimates": estimates.to_state()} | described(error)
+        compute = {"workers": settings.workers, "decode_batch": settings.decode_batch}
+        made_with = {"estimates": estimates.to_state(), "compute": compute}
+        shown = describe_plan(names, plan) | made_with | described(error)
         click.echo(json.dumps(shown, allow_nan=False))
         return
     for line in (*_verdict(plan), *_chunk_table(names, plan)):
@@ -63,6 +67,7 @@ def describe_plan(names: Sequence[str], plan: LoadPlan) -> dict[str, Any]:
         "levels": list(plan.level_names),
         "alternatives": [_described(each) for each in plan.alternatives],
         "break_evens": [asdict(each) for each in plan.break_evens],
+        "searched": {"slowest": SLOWEST, "fastest": FASTEST},
         "unchanged": {"below": below, "above": above},
     }
 
@@ -141,6 +146,9 @@ def _break_evens(plan: LoadPlan) -> Iterator[str]:
     for each in plan.break_evens:
         title = _TITLES[each.what].format(each.level)
         yield f"{title:<{_NAME}}{_point(each):>14}"
+    if not SLOWEST <= plan.bandwidth <= FASTEST:
+        yield f"the link lies outside the range that was searched, {_rate(SLOWEST)} to {_rate(FASTEST)}"
+        return
     below, above = (None if edge is None else _rate(edge) for edge in plan.unchanged)
     edges = [f"below {below}" if below else "", f"above {above}" if above else ""]
     yield f"some chunk changes: {' and '.join(filter(None, edges)) or 'at no bandwidth'}"

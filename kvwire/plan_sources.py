@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvwire.command_inputs import read_file_head, read_link, read_machine, read_shape, read_tokens
 from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError, StorageError
 
 if TYPE_CHECKING:
-    from kvwire.controller import DocumentPlanInput, Estimates, Objective
+    from kvwire.controller import ControllerSettings, DocumentPlanInput, Estimates, Objective
     from kvwire.controller.simulator import Machine, Model
     from kvwire.corpus import Corpus
     from kvwire.engines.transformers import TransformersEngine
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _BLOB = ".kvw"
 _MOST_TOKENS = 1 << 22
 _MOST_BYTES = 1 << 24  # of a file of estimates: a long plan's chunks may be in it
+_BOUNDS = {"workers": 2, "decode_batch": 1 << 16}
 _RAW_BYTES = 2  # of an element: caches that are not coded are bfloat16
 
 
@@ -213,13 +214,28 @@ class Sources:
             known = EstimatesFile.of_environment().recall(link_key(self._store.url), "")
             state, age_s = known.state, known.age_s
         if self._options.estimates:
-            state |= _read_state(Path(self._options.estimates))
+            state |= _read_plan(Path(self._options.estimates))["estimates"]
         if link is None and "link" not in state:
             where = f"the link to {self._store.url}" if self._store else "any link"
             msg = f"nothing is remembered of {where}: give --link, such as 1gbit,2ms, or load from the store once"
             raise ArgumentError(msg)
         estimates = self._engine_estimates(state, age_s)
         return known_link(estimates, link.bandwidth_bytes_s, link.rtt_s) if link else estimates
+
+    def settings(self) -> ControllerSettings:
+        """How loads would be steered: on the machine, as the file of estimates says, or by the device."""
+        from kvwire.controller.simulator import settings_for
+        from kvwire.load import LoadSettings, controls_of
+
+        options = self._options
+        if options.machine:
+            chosen = settings_for(options.modelled()[0])
+        else:
+            on_gpu = options.device.startswith("cuda") and not options.estimates
+            chosen = controls_of(LoadSettings(), on_gpu=on_gpu)
+        if options.estimates:
+            chosen = replace(chosen, **_read_plan(Path(options.estimates)).get("compute", {}))
+        return replace(chosen, workers=int(options.workers)) if options.workers else chosen
 
     def _engine_estimates(self, state: dict[str, object], age_s: float) -> Estimates:
         from kvwire.controller import Estimates
@@ -283,8 +299,8 @@ def _engine(model: str, device: str, dtype: str) -> TransformersEngine:
     return open_engine(model, device=device, dtype=usual if dtype == "auto" else getattr(torch, dtype))
 
 
-def _read_state(path: Path) -> dict[str, object]:
-    """What a plan printed as ``estimates``, alone or with the whole plan around it; what is in it is checked later."""
+def _read_plan(path: Path) -> dict[str, Any]:
+    """Of a printed plan ``estimates``, which are checked later, and ``compute`` unless estimates stand alone."""
     try:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
@@ -298,9 +314,20 @@ def _read_state(path: Path) -> dict[str, object]:
         state = json.loads(content) if len(content) <= _MOST_BYTES else None
     except (ValueError, RecursionError):
         state = None
+    compute = None
     if isinstance(state, dict) and isinstance(state.get("estimates"), dict):
-        state = state["estimates"]
+        state, compute = state["estimates"], state.get("compute")
     if not isinstance(state, dict) or "engine" not in state:
         msg = f"{path} holds no estimates of an engine; name what kvwire plan --json printed"
         raise CorruptError(msg)
-    return state
+    return {"estimates": state} if compute is None else {"estimates": state, "compute": _checked(compute, path)}
+
+
+def _checked(compute: object, path: Path) -> dict[str, int]:
+    """Lanes and batches of an engine."""
+    if isinstance(compute, dict) and compute.keys() == _BOUNDS.keys():
+        found = {name: value for name, value in compute.items() if type(value) is int}
+        if len(found) == len(_BOUNDS) and all(1 <= found[name] <= most for name, most in _BOUNDS.items()):
+            return found
+    msg = f"{path}: compute must hold {' and '.join(_BOUNDS)}, as kvwire plan --json printed them; print it anew"
+    raise CorruptError(msg)

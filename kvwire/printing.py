@@ -99,27 +99,7 @@ def print_answer(names: Sequence[str], answer: Answer, *, as_json: bool, error: 
     """Decisions, misses, where the time went, and the text."""
     timing = answer.timing
     if as_json:
-        decisions = [
-            {
-                "document": names[d.chunk.document],
-                "chunk": d.chunk.chunk,
-                "action": d.action,
-                "level": d.level,
-                "reason": d.reason,
-            }
-            for d in answer.decisions
-        ]
-        parts = {
-            name: getattr(timing, name)
-            for name in ("ttft_s", "fetch_s", "decode_s", "recompute_s", "link_s", "query_s")
-        }
-        click.echo(
-            json.dumps(
-                {"text": answer.text, "tokens": list(answer.tokens), "decisions": decisions, "bytes": answer.bytes,
-                 "misses": list(answer.misses), "reason": answer.reason, "predicted_s": answer.predicted_s,
-                 "measured_error": answer.error} | parts | described(error)
-            )
-        )  # fmt: skip
+        click.echo(json.dumps(_described_answer(names, answer) | described(error)))
         return
     for decision in answer.decisions:
         what = "recompute" if decision.action == "recompute" else f"level {decision.level}"
@@ -136,6 +116,25 @@ def print_answer(names: Sequence[str], answer: Answer, *, as_json: bool, error: 
     click.echo(f"\nfirst token after {timing.ttft_s * 1e3:.0f} ms: {spent} ms (parts overlap)")
     click.echo(f"{answer.bytes / 1e3:.0f} kB fetched; {answer.reason}\n")
     click.echo(answer.text)
+
+
+def _described_answer(names: Sequence[str], answer: Answer) -> dict[str, Any]:
+    decisions = [
+        {
+            "document": names[d.chunk.document],
+            "chunk": d.chunk.chunk,
+            "action": d.action,
+            "level": d.level,
+            "reason": d.reason,
+        }
+        for d in answer.decisions
+    ]
+    parts = ("ttft_s", "fetch_s", "decode_s", "recompute_s", "link_s", "query_s")
+    return {
+        "text": answer.text, "tokens": list(answer.tokens), "decisions": decisions, "bytes": answer.bytes,
+        "misses": list(answer.misses), "reason": answer.reason, "predicted_s": answer.predicted_s,
+        "measured_error": answer.error, **{name: getattr(answer.timing, name) for name in parts},
+    }  # fmt: skip
 
 
 def _outcome(names: Sequence[str], answer: Answer, miss: str) -> str:

@@ -16,6 +16,7 @@ from kvwire.controller.policies import Adaptive, CacheGen, Fixed
 from kvwire.controller.simulator import Arrival, World, constant, costs, documents_for, machine_named, model_named
 from kvwire.corpus import Corpus, Document
 from kvwire.errors import ArgumentError
+from kvwire.load import LoadSettings, controls_of
 from kvwire.memory import EstimatesFile, link_key
 from kvwire.planning import Details, Situation, known_link, plan_load
 from kvwire.store import FolderStore
@@ -280,7 +281,9 @@ def test_real_heads_are_planned_without_weights(run, small, folder, estimates):
     infos = [corpus.read_head(corpus.find(name)) for name in names]
     details = Details(head_bytes=sum(info.head_bytes for info in infos))
     inputs = [ctl.DocumentPlanInput.from_blob(info) for info in infos]
-    plan = plan_load(inputs, known_link(small.costs, 5000.0, 0.01), details=details, compare=False)
+    settings = controls_of(LoadSettings(), on_gpu=False)
+    estimates = known_link(small.costs, 5000.0, 0.01)
+    plan = plan_load(inputs, estimates, settings=settings, details=details, compare=False)
     assert report["prediction"]["ttft_s"] == pytest.approx(plan.prediction.ttft_s)
     assert [(row["document"], row["chunk"], row["level"]) for row in report["chunks"]] == [
         (names[chunk.document], chunk.chunk, chunk.level) for chunk in plan.chunks
@@ -296,6 +299,27 @@ def test_real_heads_are_planned_without_weights(run, small, folder, estimates):
 
     again = json.loads(run(*words)[1])
     assert again == report
+
+
+def test_lanes_and_batches_travel_with_estimates(run, small, folder, estimates):
+    words = ("--docs", *small.tokens, "--store", folder, "--estimates", estimates, "--link", "1mbit", "--no-compare")
+    assert json.loads(run(*words, "--json")[1])["compute"] == {"workers": 1, "decode_batch": 4}
+    state = json.loads(estimates.read_text())
+    estimates.write_text(json.dumps(state | {"compute": {"workers": 2, "decode_batch": 16}}))
+    assert json.loads(run(*words, "--json")[1])["compute"] == {"workers": 2, "decode_batch": 16}
+    assert json.loads(run(*words, "--workers", 1, "--json")[1])["compute"]["workers"] == 1
+    for bad in ([], {}, {"workers": 3, "decode_batch": 1}, {"workers": 1.0, "decode_batch": 1}):
+        estimates.write_text(json.dumps(state | {"compute": bad}))
+        code, _, err = run(*words)
+        assert (code, "compute must hold" in err) == (4, True), bad
+
+
+def test_a_link_outside_the_searched_range_is_told(run):
+    words = ("--context", "1k", "--machine", "h100", "--shape", "llama-3.1-8b", "--link", "1kbit,2ms")
+    code, out, _ = run(*words)
+    assert code == 0
+    assert "outside the range that was searched, 8 kbit/s to" in out
+    assert "some chunk changes" not in out
 
 
 def test_the_engine_is_measured_where_nothing_is_known_of_it(run, small, folder, demo_model):
