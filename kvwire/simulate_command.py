@@ -296,9 +296,7 @@ def _played(asked: _Asked, cases: Sequence[_Case]) -> Iterator[_Result]:
         for case in cases:
             for name in names:
                 outcomes = play(case.scenario, policy_named(name, case.scenario.rate))
-                kept = [
-                    replace(each, spans=(), decisions=()) if case.number else each for each in outcomes
-                ]  # for pictures
+                kept = [replace(each, spans=(), decisions=()) if case.number else each for each in outcomes]
                 pairs = zip(kept, case.scenario.bounds, strict=True)
                 yield _Result(case, name, tuple(Scored(case.scenario.goal, *pair) for pair in pairs))
                 bar.update()
