@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from .estimates import Estimates
 
+_FORGET = 1.02  # growth of the least round trip for each answer, since links change
 _SLOWEST = 1.0  # bytes per second
 _MOST_DOUBLINGS = 6
 
@@ -30,7 +31,10 @@ class Flight:
 
 
 class Link:
-    """Open fetches and what the estimators make of them. Times are the controller's, in seconds."""
+    """Open fetches and what the estimators make of them. Times are the controller's, in seconds.
+
+    round_trip_s: the least time to first byte of late. Unlike the usual one it does not grow with what is asked for.
+    """
 
     def __init__(self, estimates: Estimates, stall_s: float) -> None:
         """Start idle."""
@@ -42,6 +46,7 @@ class Link:
         self.stalled = False
         self._stalls = 0  # in a row, without a byte in between
         self._retry_at = inf
+        self.round_trip_s = estimates.ttfb.value
 
     @property
     def open_bytes(self) -> int:
@@ -85,6 +90,7 @@ class Link:
     def first_byte(self, seconds: float) -> None:
         """Take in a time to first byte."""
         self._estimates.ttfb.add(seconds)
+        self.round_trip_s = min(seconds, self.round_trip_s * _FORGET)
 
     def progress(self, size: int, started: float, ended: float, chunk: ChunkId | None) -> None:
         """Take in bytes that came."""

@@ -45,7 +45,7 @@ _OPEN_SHARE = 0.25
 """Share of a deadline that a head may take where the document's text is known: recomputing needs the rest."""
 _OPEN_LEAST_S = 0.1
 _GPU_BATCH, _CPU_BATCH = 32, 4
-_HORIZON_S = 0.02  # for so long threads that hold the interpreter's lock may keep an event loop from asking for more
+_HORIZON_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class LoadSettings:
     quality_ceiling: int | None = None
     bandwidth_prior: float = 12.5e6
     ttfb_prior_s: float = 0.02
-    max_in_flight: int = 32
+    max_in_flight: int = 16
     memory_bytes: int = 1 << 32
     open_s: float = 5.0
     patience_s: float = 30.0
