@@ -132,9 +132,8 @@ class _Comparison:
         first = self._prompts[0]
         nothing = EstimatesFile(None)  # a link of this comparison alone is not worth remembering
         loader = Loader(self._engine, self._corpus, costs=self._costs, link=link, memory=nothing)
-        loader.ask(
-            first.documents, first.question, deadline_s=deadline, objective="earliest"
-        )  # a server in use knows its link
+        # A server in use knows its link.
+        loader.ask(first.documents, first.question, deadline_s=deadline, objective="earliest")
         raw_s, raw_bytes = self._raw.ttft(self._engine, self._corpus.catalog.store, first, link)
         again = raw_s * _REPEATS < _RAW_BUDGET_S  # then the first one only warms up
         times: dict[str, list[float]] = {"text": [], "raw": [] if again else [raw_s], "kvwire": []}
