@@ -253,6 +253,20 @@ async def test_running_answers_end_before_the_server(store):
         assert whole.partition(b"\r\n\r\n")[2] == BIG
 
 
+async def test_the_end_of_an_answer_that_its_client_is_slow_to_take_is_not_cut(store):
+    store.put("big", BIG)
+    async with running(store, shutdown_s=20) as (server, url, stop), connected(url) as (reader, writer):
+        writer.write(get("big"))
+        whole = await reader.readexactly(1000)
+        await stopped(server, stop)
+        while server._running:  # the last of it is written then, and waits in the server for its client
+            whole += await reader.read(1 << 16)
+        for _ in range(10):
+            await asyncio.sleep(0.01)
+        whole += await reader.read()
+        assert whole.partition(b"\r\n\r\n")[2] == BIG
+
+
 async def test_the_server_stops_although_a_client_takes_nothing(store):
     store.put("big", BIG)
     async with running(store, shutdown_s=0.2) as (server, url, stop), connected(url) as (reader, writer):

@@ -248,8 +248,10 @@ class ObjectServer:
                     _log.exception("the credentials' files could not be looked at")
 
     async def _drain(self, connections: Connections) -> None:
-        """Let running answers end, for as long as the settings say; then cut them."""
+        """Let running answers end and be taken, for as long as the settings say; then cut them."""
         self._draining = True
+        clock = asyncio.get_running_loop().time
+        until = clock() + self._settings.shutdown_s
         await asyncio.sleep(0)  # requests that have come in before are running now
         connections.close_idle()
         running = set(self._running)
@@ -260,6 +262,8 @@ class ObjectServer:
             if late:
                 _log.warning("%d answers were cut off, since the server stops", len(late))
                 await asyncio.wait(late, timeout=self._settings.shutdown_s)
+        # An answer that is written has its end in a buffer still, where the client is slow to take it.
+        await connections.flush(max(0.0, until - clock()))
         connections.abort()
         await connections.shutdown(1.0)
 

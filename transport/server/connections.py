@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from .settings import ServerSettings
 
 _LINGERING_S = 5.0  # an unread body is read for so long, so that its sender sees why it was refused
+_FLUSH_S = 0.01
 _TOO_LONG = "LineTooLong"
 
 
@@ -77,7 +79,16 @@ class Connections(web.Server):
         """Close connections without a running request; the others end with their answers."""
         self.pre_shutdown()
         for connection in [one for one in self._open if not one.busy]:
-            connection.hang_up()
+            connection.finish()
+
+    async def flush(self, limit_s: float) -> None:
+        """Close all connections, and wait until clients have taken what was written, ``limit_s`` seconds at most."""
+        for connection in list(self._open):
+            connection.finish()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while self._open:
+                    await asyncio.sleep(_FLUSH_S)
 
     def abort(self) -> None:
         """Cut what is still open."""
@@ -152,6 +163,13 @@ class Connection(web.RequestHandler):
             self._connections.refused(408)
             self._link.write(_raw_answer(408, "Request Timeout", "the request's header took too long"))
         self.hang_up()
+
+    def finish(self) -> None:
+        """Close once the client has taken all that was written, which may be never; ``hang_up`` cuts it then."""
+        if self._link is not None:
+            self._hung_up = True
+            self.force_close()
+            self._link.close()
 
     def hang_up(self) -> None:
         """Close; what is on its way is lost where the client does not take it at once.
