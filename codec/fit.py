@@ -205,7 +205,7 @@ def _basis(
     energies, vectors = energies.flip(0), vectors.flip(1)
     # Only many tokens can tell that a direction is empty; a few leave most directions unseen.
     kept = max(1, int((energies.clamp(min=0).sqrt() >= cut).sum())) if tokens >= len(energies) else len(energies)
-    rows = (inverse @ vectors[:, :kept]).T
+    rows = (inverse @ vectors[:, :kept]).T.contiguous()  # by columns, decoding would take three times as long
     spread = class_of(energies[:kept].clamp(min=0).sqrt().numpy())
     blocks = tuple(_compact(block).contiguous().numpy() for block in metric)
     stored = _in_8_bits(rows) if small else rows.bfloat16()

@@ -44,7 +44,7 @@ T = TypeVar("T")
 _OPEN_SHARE = 0.25
 """Share of a deadline that a head may take where the document's text is known: recomputing needs the rest."""
 _OPEN_LEAST_S = 0.1
-_GPU_BATCH, _CPU_BATCH = 32, 4
+_GPU_BATCH = 32  # a CPU decodes chunks one after another: one by one each is ready, and known to be, at once
 _HORIZON_S = 0.01
 
 
@@ -59,7 +59,7 @@ class LoadSettings:
     document's text is known or stored; patience_s: for any other, and for anything else that nothing stands in for.
     fetch: the fetcher's settings. backend: which kernels decode. compute_workers: 2 to decode beside forward passes, 1
     to take turns; None: 2 where a GPU does both, since decoding has queues of its own there. decode_batch: chunks
-    that are decoded in one go; None: a few, and more on a GPU, which few do not fill. policy: decides
+    that are decoded in one go; None: one, and more on a GPU, which few do not fill. policy: decides
     instead of the controller's own, for comparisons. record: called with every event and what it led to;
     ``controller.replay`` takes these.
     """
@@ -88,7 +88,7 @@ def controls_of(settings: LoadSettings, *, on_gpu: bool) -> ctl.ControllerSettin
         memory_bytes=settings.memory_bytes,
         patience_s=settings.patience_s,
         workers=settings.compute_workers or (2 if on_gpu else 1),
-        decode_batch=settings.decode_batch or (_GPU_BATCH if on_gpu else _CPU_BATCH),
+        decode_batch=settings.decode_batch or (_GPU_BATCH if on_gpu else 1),
     )
 
 

@@ -303,7 +303,7 @@ def test_real_heads_are_planned_without_weights(run, small, folder, estimates):
 
 def test_lanes_and_batches_travel_with_estimates(run, small, folder, estimates):
     words = ("--docs", *small.tokens, "--store", folder, "--estimates", estimates, "--link", "1mbit", "--no-compare")
-    assert json.loads(run(*words, "--json")[1])["compute"] == {"workers": 1, "decode_batch": 4}
+    assert json.loads(run(*words, "--json")[1])["compute"] == {"workers": 1, "decode_batch": 1}
     state = json.loads(estimates.read_text())
     estimates.write_text(json.dumps(state | {"compute": {"workers": 2, "decode_batch": 16}}))
     assert json.loads(run(*words, "--json")[1])["compute"] == {"workers": 2, "decode_batch": 16}
