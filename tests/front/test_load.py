@@ -20,6 +20,8 @@ from kvwire.quality import Reference
 from kvwire.reuse import link
 from kvwire.transport import FetchSettings, HttpStore, Patience, parse_link, serve
 
+from .answers import troubles
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -149,7 +151,7 @@ def test_decoding_beside_forward_passes_gives_the_same(small, reference):
     answer = _ask(small, small.corpus(), link="8mbit,1ms", settings=settings, tokens=8)
     assert reference.compare(small.engine, answer.prompt.cache)[0] < 1e-4
     assert "fetch" in {decision.action for decision in answer.decisions}
-    assert not answer.misses
+    assert not troubles(answer.misses)
 
 
 def test_a_link_too_slow_for_anything_means_recomputing_exactly(small, reference):

@@ -26,6 +26,8 @@ from kvwire.steering import Steering, Threads
 from kvwire.store import MemoryStore
 from kvwire.transport import EmulatedLink, RateSchedule, parse_link
 
+from .answers import troubles
+
 if TYPE_CHECKING:
     from kvwire.controller import LogEntry
     from kvwire.controller.policies import Plan, PlanRequest
@@ -92,7 +94,7 @@ def test_loads_of_one_loop_share_a_controller_and_all_are_right(small, question,
     answers = asyncio.run(all_at_once())
     for answer, reference in zip(answers, references.values(), strict=True):
         assert reference.compare(small.engine, answer.prompt.cache)[0] < FINE
-        assert all("given up: the link became slow" in miss for miss in answer.misses)  # four share it
+        assert not troubles(answer.misses)
     asked = [entry.event.load for entry in log if isinstance(entry.event, ev.Asked)]
     assert asked == sorted(asked) == list(range(len(references)))
     assert {each.load for each in _given(log, ev.Finish)} == set(asked)
@@ -117,7 +119,7 @@ def test_loads_of_several_threads_are_all_right(small, question, references):
         answers = list(pool.map(lambda order: loader.ask(order, question), orders))
     for order, answer in zip(orders, answers, strict=True):
         assert references[order].compare(small.engine, answer.prompt.cache)[0] < FINE
-        assert not answer.misses
+        assert not troubles(answer.misses)
     assert loader.estimates.knows_link
 
 
