@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from kvwire.codec import _kernels
+from kvwire.codec.profile import REPEATS
 from kvwire.codec.transform import fast_bfloat16, scatter_planes, synthesise, synthesised
 
 if TYPE_CHECKING:
@@ -86,16 +87,23 @@ def _product(state: ChunkState, columns: slice, group: Group, *, halved: bool) -
     if not len(wide):
         return small @ rows
     # A wide column goes in several, one for each of its digits of eight bits: each is exact.
-    at = torch.from_numpy(wide)
-    rest = torch.from_numpy(values[:, wide]).long()
-    parts, scale = [small], _EXACT
+    first = len(group.first_rows)
+    leads = int(wide[-1]) < first <= len(rows)  # the KLT has sorted them
+    at = torch.arange(first) if leads else torch.from_numpy(wide)
+    rest = torch.from_numpy(values)[:, at].long()
     carry = torch.div(rest + _EXACT // 2, _EXACT, rounding_mode="floor")
     small[:, at] = torch.where(carry == 0, small[:, at], (rest - _EXACT * carry).bfloat16())
+    digits, scale = [], _EXACT
     while bool(carry.any()):
         rest, carry = carry, torch.div(carry + _EXACT // 2, _EXACT, rounding_mode="floor")
-        parts.append((scale * (rest - _EXACT * carry)).bfloat16())
+        digits.append((scale * (rest - _EXACT * carry)).bfloat16())
         scale *= _EXACT
-    return torch.cat(parts, 1) @ torch.cat([rows, *[rows[at]] * (len(parts) - 1)])
+    if leads and len(digits) <= REPEATS:
+        # No copy of all rows, which would take longer than the product.
+        several = group.repeated_rows[(REPEATS - len(digits)) * first :][: len(digits) * first + len(rows)]
+    else:
+        several = torch.cat([*[rows[at]] * len(digits), rows])
+    return torch.cat([*digits, small], 1) @ several
 
 
 def _place(

@@ -39,6 +39,9 @@ _STEEPEST = 8.0
 _STEEPEST_ROW = 120
 """Powers of two that a row may be scaled by: within bfloat16's range."""
 _MATRIX = 2
+REPEATS = 2
+"""Digits of eight bits, besides the lowest, for which ``Group.repeated_rows`` has rows."""
+_FIRST_ROWS = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +83,16 @@ class Group:
     def synthesis(self) -> torch.Tensor | None:
         """float32 ``[rank, width]``, coefficients to elements; None for the identity."""
         return None if self.rows is None else self.rows.float()
+
+    @property
+    def first_rows(self) -> torch.Tensor:
+        """The rows of the coefficients that may be large: they come first."""
+        return cast("torch.Tensor", self.rows)[:_FIRST_ROWS]
+
+    @cached_property
+    def repeated_rows(self) -> torch.Tensor:
+        """All rows behind ``REPEATS`` copies of the first ones, so that digits of large coefficients find theirs."""
+        return torch.cat([*[self.first_rows] * REPEATS, cast("torch.Tensor", self.rows)])
 
     @cached_property
     def analysis(self) -> torch.Tensor | None:

@@ -97,13 +97,16 @@ def test_float32_is_placed_as_the_plain_way_does(seed, tokens, rank, largest, of
 
 @pytest.mark.parametrize("halved", [False, True], ids=["float32 products", "bfloat16 products"])
 @pytest.mark.parametrize("offset", [None, 1000])
-@pytest.mark.parametrize("largest", [2, 256, 300, 65_536, 70_000])
+@pytest.mark.parametrize("largest", [2, 256, 300, 65_536, 70_000, 2**24])
 def test_bfloat16_is_placed_within_two_units_in_the_last_place(monkeypatch, halved, offset, largest):
     """Of the larger of a token's product and its sum: an element may cancel against what was expected."""
     monkeypatch.setattr(place, "fast_bfloat16", lambda: halved)
     for seed in range(12):
-        state, group, expected, step = problem(seed, 9, 20, largest, rows_of_expected=3)
-        columns, turns = slice(1, 21), turns_at(offset, 9)
+        rank, beyond = (20, 0) if seed % 3 else (60, 20 * (seed % 2))
+        state, group, expected, step = problem(seed, 9, rank, largest, rows_of_expected=3)
+        if rank > 32:  # only the first ones are large
+            state.values[:, 33 + beyond :] = np.clip(state.values[:, 33 + beyond :], -200, 200)
+        columns, turns = slice(1, 1 + rank), turns_at(offset, 9)
         strided = seed % 2 > 0
         fast, exact = output(9, torch.bfloat16, strided=strided), output(9, torch.float32, strided=False)
         place_group(state, group, columns, step, expected, fast, META, 0, turns)
