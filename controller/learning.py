@@ -38,6 +38,7 @@ _DRIFT_SAMPLES = 3
 _SETTLED_SAMPLES = 8
 _LEAST_DRIFT = 0.1
 _MOST_UNFITTED = 4  # fits cost a fraction of a millisecond
+_SURPRISE = 2.0  # times the usual error
 _SPREAD_WEIGHT = 0.15
 _MOST_ERROR = 0.7  # in logarithms: an outlier does not cast doubt on all the rest
 _MEAN_TO_SIGMA = 1.2533  # of a normal distribution's absolute errors
@@ -103,24 +104,27 @@ class _Learner:
         self._error = spread / _MEAN_TO_SIGMA
         self._fitted = self._prior
         self._unfitted = 0  # samples that came since
+        self._is_due = False
 
     def add(self, row: Row, seconds: float) -> None:
         if not (isfinite(seconds) and seconds >= 0 and all(isfinite(value) and value >= 0 for value in row)):
             msg = f"a measurement needs finite numbers of at least 0, got {row} in {seconds} s"
             raise ArgumentError(msg)
-        if self._unfitted >= (_MOST_UNFITTED if self._window.added > _SETTLED_SAMPLES else 1):
+        if self._is_due:
             self._refit()
         expected = float(self._fitted @ row)
         if expected > 0:
             seconds = min(max(seconds, expected / _MOST_RATIO), max(expected, _SHORTEST_S) * _MOST_RATIO)
         seconds = min(max(seconds, _SHORTEST_S), _LONGEST_S)
+        error = min(abs(log(seconds / expected)), _MOST_ERROR) if expected > 0 else _MOST_ERROR
+        self._is_due = error > max(_LEAST_DRIFT, _SURPRISE * self._error)
         # That a mere guess was wrong says nothing about the next prediction.
         if expected > 0 and (self._window.added or self._prior_known):
-            error = min(abs(log(seconds / expected)), _MOST_ERROR)
             weight = max(_SPREAD_WEIGHT, 1 / (self._prior_known + self._window.added + 1))
             self._error += weight * (error - self._error)
         self._window.add(row, seconds)
         self._unfitted += 1
+        self._is_due |= self._window.added <= _SETTLED_SAMPLES or self._unfitted >= _MOST_UNFITTED
 
     @property
     def known(self) -> int:
@@ -136,7 +140,8 @@ class _Learner:
 
     @property
     def coefficients(self) -> Array:
-        if self._unfitted:
+        """The fit: anew for each of the first samples and for a surprising one, later for every few."""
+        if self._is_due:
             self._refit()
         return self._fitted
 
@@ -146,7 +151,7 @@ class _Learner:
         drift = _drift(np.log(seconds / np.maximum(rows @ fit, _SHORTEST_S)), weights)
         if drift:
             self._window.rescale(exp(drift))
-        self._fitted, self._unfitted = _rounded(fit * exp(drift)), 0
+        self._fitted, self._unfitted, self._is_due = _rounded(fit * exp(drift)), 0, False
 
     def _scaled_prior(self, rows: Array, seconds: Array, weights: Array) -> Array:
         expected = rows @ self._prior
@@ -157,12 +162,39 @@ class _Learner:
         return self._prior * exp(_median(np.append(ratios, 0.0), np.append(weights, trust)))
 
 
-class PrefillEstimator:
+class _Estimator:
+    """What is learnt of a cost."""
+
+    def __init__(self, prior: Row, spread: float, known: int) -> None:
+        self._learner = _Learner(prior, spread, known)
+
+    @property
+    def spread(self) -> float:
+        """Relative 1-sigma error of predictions, from what they lately were off by."""
+        return self._learner.spread
+
+    @property
+    def high(self) -> float:
+        """Factor that most measurements stay under: two standard deviations."""
+        return 1 + 2 * self._learner.spread
+
+    @property
+    def known(self) -> int:
+        """Measurements behind the fit, those of the prior included, up to ``MOST_KNOWN``."""
+        return self._learner.known
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether anything was measured since the prior."""
+        return self._learner.is_measured
+
+
+class PrefillEstimator(_Estimator):
     """Cost of forward passes, as measured."""
 
     def __init__(self, prior: PrefillCost, *, spread: float = DEFAULT_SPREAD, known: int = 0) -> None:
         """Start from ``prior``, with a relative 1-sigma error of ``spread``, learnt from ``known`` measurements."""
-        self._learner = _Learner((prior.base_s, prior.token_s, prior.pair_s), spread, known)
+        super().__init__((prior.base_s, prior.token_s, prior.pair_s), spread, known)
 
     def add(self, tokens: int, context: int, seconds: float) -> None:
         """Take in one pass over ``tokens`` new tokens behind ``context`` tokens that were ready."""
@@ -170,72 +202,25 @@ class PrefillEstimator:
 
     @property
     def cost(self) -> PrefillCost:
-        """The fit so far; made when asked for, once for all that came since."""
+        """The fit so far, see ``_Learner.coefficients``."""
         return PrefillCost(*map(float, self._learner.coefficients))
 
-    @property
-    def spread(self) -> float:
-        """Relative 1-sigma error of predictions, from what they lately were off by."""
-        return self._learner.spread
 
-    @property
-    def high(self) -> float:
-        """Factor that most passes stay under: two standard deviations."""
-        return 1 + 2 * self._learner.spread
-
-    @property
-    def known(self) -> int:
-        """Measurements behind the fit, those of the prior included, up to ``MOST_KNOWN``."""
-        return self._learner.known
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether anything was measured since the prior."""
-        return self._learner.is_measured
-
-
-class DecodeEstimator:
+class DecodeEstimator(_Estimator):
     """Cost of decoding, as measured."""
 
     def __init__(self, prior: DecodeCost, *, spread: float = DEFAULT_SPREAD, known: int = 0) -> None:
         """Start from ``prior``, with a relative 1-sigma error of ``spread``, learnt from ``known`` measurements."""
-        self._learner = _Learner((prior.base_s, prior.token_s, prior.byte_s), spread, known)
+        super().__init__((prior.base_s, prior.token_s, prior.byte_s), spread, known)
 
-    def add(self, tokens: int, size: int, seconds: float, count: int = 1) -> None:
-        """Take in ``tokens`` tokens decoded from ``size`` bytes.
-
-        count: times that the fixed cost was paid: 1 for a batch that is decoded at once, its chunks where they are
-        decoded one after another.
-        """
-        if count < 1:
-            msg = f"a measurement is of at least one decode, got {count}"
-            raise ArgumentError(msg)
-        self._learner.add((float(count), float(tokens), float(size)), seconds)
+    def add(self, tokens: int, size: int, seconds: float) -> None:
+        """Take in ``tokens`` tokens decoded from ``size`` bytes, in a batch that pays the fixed cost once."""
+        self._learner.add((1.0, float(tokens), float(size)), seconds)
 
     @property
     def cost(self) -> DecodeCost:
-        """The fit so far; made when asked for, once for all that came since."""
+        """The fit so far, see ``_Learner.coefficients``."""
         return DecodeCost(*map(float, self._learner.coefficients))
-
-    @property
-    def spread(self) -> float:
-        """Relative 1-sigma error of predictions, from what they lately were off by."""
-        return self._learner.spread
-
-    @property
-    def high(self) -> float:
-        """Factor that most decodes stay under: two standard deviations."""
-        return 1 + 2 * self._learner.spread
-
-    @property
-    def known(self) -> int:
-        """Measurements behind the fit, those of the prior included, up to ``MOST_KNOWN``."""
-        return self._learner.known
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether anything was measured since the prior."""
-        return self._learner.is_measured
 
 
 class ClosingEstimator:

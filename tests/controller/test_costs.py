@@ -174,8 +174,7 @@ def test_decoding_is_learnt_alone_and_in_batches():
     estimator = DecodeEstimator(DecodeCost(0.01, 1e-5, 1e-10))
     for _ in range(40):
         size, count = int(rng.integers(5_000, 2_000_000)), int(rng.integers(1, 5))
-        seconds = TRUE_DECODE.base_s * count + TRUE_DECODE.seconds(256 * count, size) - TRUE_DECODE.base_s
-        estimator.add(256 * count, size, seconds, count)
+        estimator.add(256 * count, size, TRUE_DECODE.seconds(256 * count, size))
     assert worst(estimator, TRUE_DECODE, grid) < 0.15
     assert estimator.spread < 0.1
     assert estimator.high == 1 + 2 * estimator.spread
@@ -187,6 +186,19 @@ def test_free_decoding_is_a_prior_like_any_other():
     assert estimator.cost.seconds(256, 1000) == 0
     estimator.add(256, 100_000, 0.01)
     assert estimator.cost.seconds(256, 100_000) == pytest.approx(0.01, rel=0.05)
+
+
+def test_a_settled_fit_is_made_anew_for_a_surprise_and_for_every_few_samples():
+    estimator, rng = DecodeEstimator(DecodeCost(0.01, 1e-5)), np.random.default_rng(0)
+    fits = []
+    for _ in range(40):
+        estimator.add(256, 50_000, 0.02 * rng.uniform(0.95, 1.05))
+        fits.append(estimator.cost.seconds(256, 50_000))
+    changed = np.flatnonzero(np.diff(fits[9:])) + 1
+    assert 0 < len(changed) < 15
+    assert np.diff(changed).max() <= 4
+    estimator.add(256, 50_000, 0.04)
+    assert estimator.cost.seconds(256, 50_000) != fits[-1]
 
 
 def test_closing_follows_and_forgives_an_outlier():
@@ -217,7 +229,5 @@ def test_costs_and_measurements_that_cannot_be_are_refused():
             ClosingEstimator(bad)
     with pytest.raises(ArgumentError):
         DecodeEstimator(TRUE_DECODE).add(-256, 0, 0.1)
-    with pytest.raises(ArgumentError):
-        DecodeEstimator(TRUE_DECODE).add(256, 0, 0.1, 0)
     with pytest.raises(ArgumentError):
         ClosingEstimator(0).add(0, 0.1)
