@@ -54,7 +54,7 @@ def each(work: Callable[[_In], _Out], items: Iterable[_In], threads: int | None)
     if count <= 1:
         with one_core():
             return [work(item) for item in listed]
-    with ThreadPoolExecutor(count, "kvwire-codec", initializer=_stay_on_one_core) as pool:
+    with ThreadPoolExecutor(count, "kvwire-codec", initializer=stay_on_one_core) as pool:
         running = [pool.submit(work, item) for item in listed]
         try:
             return [future.result() for future in running]
@@ -63,5 +63,6 @@ def each(work: Callable[[_In], _Out], items: Iterable[_In], threads: int | None)
                 future.cancel()
 
 
-def _stay_on_one_core() -> None:
+def stay_on_one_core() -> None:
+    """Keep the matrix products of this thread on this thread, for good."""
     _controller().limit(limits=1, user_api="openmp")

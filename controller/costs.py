@@ -51,7 +51,10 @@ class PrefillCost:
 
 @dataclass(frozen=True)
 class DecodeCost:
-    """Seconds to decode one chunk: ``base_s + token_s * tokens + byte_s * bytes``."""
+    """Seconds to decode a batch: ``base_s + token_s * tokens + byte_s * bytes``.
+
+    tokens, bytes: of all its chunks, or, where several threads decode chunks side by side, of the busiest one's.
+    """
 
     base_s: float
     token_s: float
@@ -62,12 +65,16 @@ class DecodeCost:
         _check_coefficients(self.base_s, self.token_s, self.byte_s)
 
     def seconds(self, tokens: int, size: int) -> float:
-        """Seconds to decode a chunk of ``tokens`` tokens from ``size`` bytes."""
+        """Seconds to decode ``tokens`` tokens from ``size`` bytes in one batch."""
         return self.base_s + self.token_s * tokens + self.byte_s * size
 
     def scaled(self, ratio: float) -> DecodeCost:
         """The same shape of cost, ``ratio`` times as slow."""
         return DecodeCost(self.base_s * ratio, self.token_s * ratio, self.byte_s * ratio)
+
+    def shared(self, batch: int, threads: int) -> DecodeCost:
+        """What a chunk of many costs: the fixed cost comes once for ``batch`` of them, the rest is for all threads."""
+        return DecodeCost(self.base_s / batch, self.token_s / threads, self.byte_s / threads)
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,11 @@ class CostModel:
         """Seconds from the last chunk being ready to the first token: linking and the question's prefill."""
         query = self.prefill.seconds(self.query_tokens, prompt_tokens) if self.query_tokens else 0.0
         return self.link_s_per_token * prompt_tokens + query
+
+
+def busiest(chunks: int, threads: int) -> float:
+    """Share of the work on some chunks, all alike, that the busiest of some threads does."""
+    return -(-chunks // threads) / chunks
 
 
 def fit_prefill(samples: Iterable[tuple[int, int, float]]) -> PrefillCost:

@@ -137,7 +137,7 @@ class Dispatcher(Resources):
             load.first_s = now - load.asked_at + load.plan.finish_s
 
     def _request(self, load: Load, now: float) -> PlanRequest:
-        costs, settings, link = self.costs_of(load), self._settings, self.link
+        costs, settings, link = self.costs_among_many(load), self._settings, self.link
         ahead = [other for other in self._loads.values() if self._rank(other) < self._rank(load)]
         flights = link.flights
         promised = Promised(
@@ -152,9 +152,9 @@ class Dispatcher(Resources):
             prompt_tokens=0, promised=promised,
             left_s=None if load.due == inf else load.due - now - settings.reserve_s - self._beside_s(load),
             lead_s=link.lead_s(now), ttfb_s=link.ttfb_s, parallel=settings.max_in_flight, workers=settings.workers,
-            decode_batch=settings.decode_batch, now=now,
+            now=now,
         )  # fmt: skip
-        return load.request(base, costs)
+        return load.request(base)
 
     def _beside_s(self, load: Load) -> float:
         """Seconds by which fetches of other loads, which share the link with a load's last ones, may hold these up."""
@@ -171,9 +171,8 @@ class Dispatcher(Resources):
                 chunks = np.flatnonzero((board.state == _S.ARRIVED) | (board.state == _S.REFINED))
                 if len(chunks):
                     sizes = board.sizes[board.level[chunks], chunks]
-                    base = costs.decode.base_s * -(-len(chunks) // self._settings.decode_batch)
                     each = costs.decode.token_s * board.tokens[chunks] + costs.decode.byte_s * sizes
-                    seconds += base + float(each.sum())
+                    seconds += costs.decode.base_s * len(chunks) + float(each.sum())
         self.backlog_s = seconds
         return seconds
 

@@ -15,7 +15,10 @@ Lane = Literal["prefill", "decode"]
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """What a lane does. expected_s: by the estimates when it began. tokens, context, size (bytes): of it all."""
+    """What a lane does. expected_s: by the estimates when it began.
+
+    tokens, context, size (bytes): of it all, and of a decode in several threads of the busiest one's share.
+    """
 
     kind: Literal["decode", "recompute", "head start"]
     load: int

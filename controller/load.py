@@ -112,8 +112,9 @@ class Load:
         """Whether a finer level of any chunk is on its way."""
         return next(self.having(ChunkState.REFINING, ChunkState.REFINED, ChunkState.REDECODING), None) is not None
 
-    def request(self, base: PlanRequest, costs: CostModel) -> PlanRequest:
-        """What a plan for the open chunks depends on; ``base`` knows the link and the lanes."""
+    def request(self, base: PlanRequest) -> PlanRequest:
+        """What a plan for the open chunks depends on; ``base`` knows the costs, the link and the lanes."""
+        costs = base.costs
         heads = {
             board.number: board.head_s_share * costs.prefill.seconds(int(board.tokens.sum()))
             for board in self.boards

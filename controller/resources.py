@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from . import events as ev
 from .board import ChunkState
+from .costs import busiest
 from .lanes import Job, Lanes
 from .link import Flight, Link
 
@@ -78,6 +80,11 @@ class Resources:
         """What computing costs for a load, by what is known now."""
         return self._estimates.costs(load.query_tokens)
 
+    def costs_among_many(self, load: Load) -> CostModel:
+        """``costs_of`` with what decoding costs for a chunk of many, which share batches and threads."""
+        costs, settings = self.costs_of(load), self._settings
+        return replace(costs, decode=costs.decode.shared(settings.decode_batch, settings.decode_threads))
+
     def ask(
         self, load: Load, place: Place, first: int, level: int, until: float, now: float, out: list[ev.Instruction]
     ) -> None:
@@ -86,8 +93,8 @@ class Resources:
         size = board.size(chunk, level) - (board.size(chunk, first - 1) if first else 0)
         board.level[chunk] = level
         self.hold(board, chunk, board.size(chunk, level))
-        decode, batch = self.costs_of(load).decode, self._settings.decode_batch
-        work = decode.seconds(int(board.tokens[chunk]), board.size(chunk, level)) - decode.base_s * (1 - 1 / batch)
+        decode = self.costs_among_many(load).decode
+        work = decode.seconds(int(board.tokens[chunk]), board.size(chunk, level))
         self.link.ask(Flight(board.id(chunk), size, size, now, until, work))
         load.began = self.turn()
         out.append(ev.Fetch(board.id(chunk), first, level, size, board.variant, until))
@@ -131,8 +138,9 @@ class Resources:
         for board, chunk in places:
             board.move(chunk, then)
         levels = tuple(int(board.level[chunk]) for board, chunk in places)
-        size = sum(board.size(chunk, level) for (board, chunk), level in zip(places, levels, strict=True))
-        tokens = sum(int(board.tokens[chunk]) for board, chunk in places)
+        share = busiest(len(places), self._settings.decode_threads)
+        whole = sum(board.size(chunk, level) for (board, chunk), level in zip(places, levels, strict=True))
+        size, tokens = round(share * whole), round(share * sum(int(board.tokens[chunk]) for board, chunk in places))
         seconds = self.costs_of(load).decode.seconds(tokens, size)
         ids = tuple(board.id(chunk) for board, chunk in places)
         job = Job("decode", load.number, ids[0].document, ids, now, seconds, tokens=tokens, size=size)

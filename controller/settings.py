@@ -55,7 +55,7 @@ class ControllerSettings:
     max_in_flight: fetches open at once. horizon_s: besides what two round trips carry, bytes are asked for that
     far ahead; little, so that later decisions can still change.
     workers: 1: decoding and recomputing take turns; 2: each has a lane of its own.
-    decode_batch: chunks decoded in one go at most.
+    decode_batch: chunks decoded in one go at most. decode_threads: how many of them side by side, each by one thread.
     max_pass_s: a forward pass is not made longer than this where that can be helped, so that others get their turn.
     stall_s: seconds without a byte after which the link counts as dead until one comes.
     patience_s: seconds that a fetch may take where nothing else says how long.
@@ -72,6 +72,7 @@ class ControllerSettings:
     horizon_s: float = 0.01
     workers: int = 1
     decode_batch: int = 1
+    decode_threads: int = 1
     max_pass_s: float = 0.5
     stall_s: float = 0.25
     patience_s: float = 30.0
@@ -84,8 +85,9 @@ class ControllerSettings:
 
     def __post_init__(self) -> None:
         """Refuse settings under which no load would end."""
-        if min(self.max_in_flight, self.decode_batch, self.max_failures, self.memory_bytes) < 1:
-            msg = "max_in_flight, decode_batch, max_failures and memory_bytes must be at least 1"
+        counts = (self.max_in_flight, self.decode_batch, self.decode_threads, self.max_failures, self.memory_bytes)
+        if min(counts) < 1:
+            msg = "max_in_flight, decode_batch, decode_threads, max_failures and memory_bytes must be at least 1"
             raise ArgumentError(msg)
         if self.workers not in (1, 2):
             msg = f"workers must be 1 or 2, got {self.workers}"

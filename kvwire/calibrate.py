@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from kvwire.codec import BlobDecoder, Profile, encode
+from kvwire.codec.workers import one_core
 from kvwire.controller import CostModel, fit_decode, fit_prefill
 
 if TYPE_CHECKING:
@@ -96,7 +98,8 @@ def _decode_samples(
         info = decoder.info
         for level in (0, len(info.levels) - 1):
             pieces = [blob[segment.offset : segment.end] for segment in info.reads(0, level)]
-            seconds = _best(partial(decoder.decode_chunk, 0, pieces, level), engine)
+            with nullcontext() if decoder.on_gpu else one_core():  # as loads do, chunks side by side
+                seconds = _best(partial(decoder.decode_chunk, 0, pieces, level), engine)
             samples.append((tokens, sum(map(len, pieces)), seconds))
     return samples
 

@@ -271,11 +271,18 @@ class Executor:
             reads = info.reads(chunk.chunk, level) if info else ()
             piece = (chunk.chunk, [self._parts[chunk][each.level] for each in reads], level)
             pieces.setdefault(chunk.document, {})[chunk] = piece
-        for chunk, piece in self._left_by_gpu(pieces).items():
-            try:
-                self._decoder_of(chunk.document).decode_chunk(*piece)
-            except Exception as error:  # noqa: BLE001 - the others are not concerned
-                bad[chunk] = error
+        left = self._left_by_gpu(pieces)
+        troubles = self._steering.abreast(self._decode_one, left.items())
+        bad.update((chunk, trouble) for chunk, trouble in zip(left, troubles, strict=True) if trouble)
+
+    def _decode_one(self, what: tuple[ChunkId, Piece]) -> Exception | None:
+        """Decode a chunk on the processor, or as the only one on a GPU; returns why that cannot be."""
+        chunk, piece = what
+        try:
+            self._decoder_of(chunk.document).decode_chunk(*piece)
+        except Exception as error:  # noqa: BLE001 - the others are not concerned
+            return error
+        return None
 
     def _left_by_gpu(self, pieces: dict[int, dict[ChunkId, Piece]]) -> dict[ChunkId, Piece]:
         """Have a GPU decode documents' pieces all at once; returns those that are no work for it, or that failed.

@@ -17,6 +17,7 @@ from kvwire import __version__
 from kvwire import controller as ctl
 from kvwire.calibrate import measure_costs, warm_up
 from kvwire.codec import uses_triton
+from kvwire.codec.workers import cores
 from kvwire.controller import events as ev
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, NotFoundError, StorageError
 from kvwire.executor import Executor, ExecutorSettings
@@ -44,7 +45,9 @@ T = TypeVar("T")
 _OPEN_SHARE = 0.25
 """Share of a deadline that a head may take where the document's text is known: recomputing needs the rest."""
 _OPEN_LEAST_S = 0.1
-_GPU_BATCH = 32  # a CPU decodes chunks one after another: one by one each is ready, and known to be, at once
+_GPU_BATCH = 32
+_MOST_THREADS = 8
+_ROUNDS = 2  # of chunks that a CPU decodes in one go: telling of each that it is done costs time, too
 _HORIZON_S = 0.01
 
 
@@ -59,7 +62,8 @@ class LoadSettings:
     document's text is known or stored; patience_s: for any other, and for anything else that nothing stands in for.
     fetch: the fetcher's settings. backend: which kernels decode. compute_workers: 2 to decode beside forward passes, 1
     to take turns; None: 2 where a GPU does both, since decoding has queues of its own there. decode_batch: chunks
-    that are decoded in one go; None: one, and more on a GPU, which few do not fill. policy: decides
+    that are decoded in one go, decode_threads: how many of them a CPU decodes side by side; None: as suits the machine.
+    policy: decides
     instead of the controller's own, for comparisons. record: called with every event and what it led to;
     ``controller.replay`` takes these.
     """
@@ -76,19 +80,22 @@ class LoadSettings:
     backend: Backend = "auto"
     compute_workers: Literal[1, 2] | None = None
     decode_batch: int | None = None
+    decode_threads: int | None = None
     policy: Policy | None = None
     record: Callable[[LogEntry], object] | None = None
 
 
 def controls_of(settings: LoadSettings, *, on_gpu: bool) -> ctl.ControllerSettings:
     """How the controller of a loader with these settings steers; on_gpu: whether a GPU decodes and computes."""
+    threads = settings.decode_threads or (1 if on_gpu else min(cores(), _MOST_THREADS))
     return ctl.ControllerSettings(
         max_in_flight=settings.max_in_flight,
         horizon_s=_HORIZON_S,
         memory_bytes=settings.memory_bytes,
         patience_s=settings.patience_s,
         workers=settings.compute_workers or (2 if on_gpu else 1),
-        decode_batch=settings.decode_batch or (_GPU_BATCH if on_gpu else 1),
+        decode_batch=settings.decode_batch or (_GPU_BATCH if on_gpu else _ROUNDS * threads),
+        decode_threads=threads,
     )
 
 
@@ -165,7 +172,7 @@ class Loader:
         self._link = link
         on_gpu = uses_triton(chosen.backend, engine.device) and engine.device.type != "cpu"
         self._controls = controls_of(chosen, on_gpu=on_gpu)
-        self._threads = Threads(self._controls.workers)
+        self._threads = Threads(self._controls.workers, self._controls.decode_threads)
         self._lock = threading.RLock()  # a record may ask for the estimates
         self._steerings: dict[asyncio.AbstractEventLoop, Steering] = {}
         lasting = not isinstance(link, EmulatedLink)

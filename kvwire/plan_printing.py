@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvwire.break_even import FASTEST, SLOWEST
+from kvwire.plan_sources import COMPUTE
 from kvwire.printing import described
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def print_plan(
 ) -> None:  # fmt: skip
     """Show a plan. names: of the documents. estimates, settings: that it was made with."""
     if as_json:
-        compute = {"workers": settings.workers, "decode_batch": settings.decode_batch}
+        compute = {name: getattr(settings, name) for name in COMPUTE}
         made_with = {"estimates": estimates.to_state(), "compute": compute}
         shown = describe_plan(names, plan) | made_with | described(error)
         click.echo(json.dumps(shown, allow_nan=False))

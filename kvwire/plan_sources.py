@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 _BLOB = ".kvw"
 _MOST_TOKENS = 1 << 22
 _MOST_BYTES = 1 << 24  # of a file of estimates: a long plan's chunks may be in it
-_BOUNDS = {"workers": 2, "decode_batch": 1 << 16}
+COMPUTE = {"workers": 2, "decode_batch": 1 << 16, "decode_threads": 1 << 10}
+"""Of the settings, what depends on the engine's machine, and the most that each may be."""
 _RAW_BYTES = 2  # of an element: caches that are not coded are bfloat16
 
 
@@ -325,9 +326,9 @@ def _read_plan(path: Path) -> dict[str, Any]:
 
 def _checked(compute: object, path: Path) -> dict[str, int]:
     """Lanes and batches of an engine."""
-    if isinstance(compute, dict) and compute.keys() == _BOUNDS.keys():
+    if isinstance(compute, dict) and compute.keys() == COMPUTE.keys():
         found = {name: value for name, value in compute.items() if type(value) is int}
-        if len(found) == len(_BOUNDS) and all(1 <= found[name] <= most for name, most in _BOUNDS.items()):
+        if len(found) == len(COMPUTE) and all(1 <= found[name] <= most for name, most in COMPUTE.items()):
             return found
-    msg = f"{path}: compute must hold {' and '.join(_BOUNDS)}, as kvwire plan --json printed them; print it anew"
+    msg = f"{path}: compute must hold {', '.join(COMPUTE)}, as kvwire plan --json printed them; print it anew"
     raise CorruptError(msg)

@@ -258,7 +258,10 @@ class Situation:
             return None
         log: list[ctl.LogEntry] = []
         controller = ctl.Controller(self.estimates.copy(), self.settings, policy, record=log.append)
-        world = World(controller, constant(self.bandwidth), self.costs, rtt_s=self.estimates.ttfb.value)
+        world = World(
+            controller, constant(self.bandwidth), self.costs, rtt_s=self.estimates.ttfb.value,
+            workers=self.settings.workers, decode_threads=self.settings.decode_threads,
+        )  # fmt: skip
         (outcome,) = world.run([Arrival(0.0, self.documents, self.goal, self.query_tokens, self.heads_s)])
         fetches = [each for entry in log for each in entry.instructions if isinstance(each, ev.Fetch)]
         variants = {fetch.chunk.document: fetch.variant for fetch in fetches}

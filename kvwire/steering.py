@@ -13,18 +13,20 @@ from itertools import count
 from math import inf
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from kvwire.codec.workers import stay_on_one_core
 from kvwire.controller import events as ev
 from kvwire.errors import KvwireError, StorageError
 from kvwire.transport import LinkMeter, open_session
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Coroutine, Iterator
+    from collections.abc import Callable, Coroutine, Iterable, Iterator
 
     from kvwire.controller import Controller
     from kvwire.transport import EmulatedLink, LinkSample
 
 T = TypeVar("T")
+U = TypeVar("U")
 _LOOK_UPS = 16  # in stores at a time
 _LEAST_WAIT_S = 0.001  # the grain of event loops' timers
 _LATE_S = 0.02  # a timer that late tells of a loop that was blocked
@@ -44,13 +46,15 @@ class Carrier(Protocol):
 class Threads:
     """Threads for all loads of a loader: they start when they are needed and end with it.
 
-    compute, decode: one each, the same where ``workers`` is 1. store: for stores that block.
+    compute, decode: one each, the same where ``workers`` is 1. abreast: for chunks that the processor decodes side by
+    side. store: for stores that block.
     """
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, abreast: int = 1) -> None:
         """Start none yet."""
         self.compute = ThreadPoolExecutor(1, "kvwire-compute")
         self.decode = self.compute if workers == 1 else ThreadPoolExecutor(1, "kvwire-decode")
+        self.abreast = ThreadPoolExecutor(abreast, "kvwire-codec", initializer=stay_on_one_core)
         self.store = ThreadPoolExecutor(_LOOK_UPS, "kvwire-store")
 
 
@@ -175,6 +179,10 @@ class Steering:
     async def decode(self, work: Callable[[], T]) -> T:
         """Run work in the decode thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads.decode, work)
+
+    def abreast(self, work: Callable[[U], T], items: Iterable[U]) -> list[T]:
+        """``[work(item) for item in items]`` side by side, each on one core; to be called in a lane's thread."""
+        return list(self._threads.abreast.map(work, items))
 
     async def look_up(self, work: Callable[[], T], limit_s: float) -> T:
         """Run work that reads a store; raises StorageError where it takes too long."""

@@ -177,7 +177,13 @@ class Model:
         controller = ctl.Controller(known.copy(), self.settings, way.policy)
         costs = known.costs(query_tokens)
         world = World(
-            controller, self.link.rate, costs, rtt_s=self.answered_s, lane_s=self.lane_s, workers=self.settings.workers
+            controller,
+            self.link.rate,
+            costs,
+            rtt_s=self.answered_s,
+            lane_s=self.lane_s,
+            workers=self.settings.workers,
+            decode_threads=self.settings.decode_threads,
         )
         goal = way.goal
         if goal.deadline_s is not None:

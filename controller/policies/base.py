@@ -124,7 +124,7 @@ class PlanRequest:
     """Everything that a plan depends on.
 
     chunks: nothing has been started for them. refinable: under way or ready, but could be better; None where the goal
-    does not ask for that. promised: see there.
+    does not ask for that. promised: see there. costs: those of decoding are of a chunk among many.
     left_s: seconds until the first token is due, None for no deadline; the reserve is taken off already.
     prompt_tokens: of all documents. bandwidth, bandwidth_low: bytes per second, expected and to rely on.
     lead_s: until the link delivers again, at most one time to first byte. ttfb_s, parallel: what a request waits, and
@@ -144,7 +144,6 @@ class PlanRequest:
     ttfb_s: float = 0.0
     parallel: int = 1
     workers: int = 1
-    decode_batch: int = 1
     now: float = 0.0
 
 

@@ -40,8 +40,7 @@ def wire_s(request: PlanRequest, sizes: Ints, bandwidth: float) -> Floats:
 def decode_s(request: PlanRequest, tokens: Ints, sizes: Ints) -> Floats:
     """Seconds of a decode lane that chunks of some bytes take; 0 where nothing is fetched."""
     cost = request.costs.decode
-    each = cost.base_s / request.decode_batch + cost.token_s * tokens + cost.byte_s * sizes
-    return np.where(sizes > 0, each, 0.0)
+    return np.where(sizes > 0, cost.base_s + cost.token_s * tokens + cost.byte_s * sizes, 0.0)
 
 
 def prefill_s(request: PlanRequest) -> Floats:

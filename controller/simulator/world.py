@@ -19,6 +19,7 @@ from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId
 
 from .. import events as ev
+from ..costs import busiest
 from .outcome import Lane, Outcome, Span
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ class World:
         trouble: Trouble | None = None,
         lane_s: float = 0.0,
         workers: int = 2,
+        decode_threads: int = 1,
         seed: int = 0,
         limit_s: float = 3600.0,
     ) -> None:
@@ -133,12 +135,12 @@ class World:
 
         lane_s: seconds for which a lane stands idle around each job, because its driver has to hear of the end and to
         begin the next one; no job's own seconds hold them. workers: 2: a lane each for forward passes and for decoding,
-        closings take turns with the former; 1: one thing at a time. seed: of troubles, which depend on chunk and level
-        alone, so that they are the same under every policy.
+        closings take turns with the former; 1: one thing at a time. decode_threads: see ``ControllerSettings``.
+        seed: of troubles, which depend on chunk and level alone, so that they are the same under every policy.
         """
         self._controller, self._rate, self._costs, self._rtt_s = controller, rate, costs, rtt_s
         self._trouble = trouble or Trouble()
-        self._seed, self._workers = seed, workers
+        self._seed, self._workers, self._decode_threads = seed, workers, decode_threads
         self._noise = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(0,)))
         self._lane_s, self._limit_s = lane_s, limit_s
         self._now = 0.0
@@ -215,7 +217,9 @@ class World:
                 inputs = [(self._input(run, c.document), c.chunk) for c in chunks]
                 whole = sum(document.tokens[chunk] for document, chunk in inputs)
                 size = sum(d.fetch_bytes[chunk][level] for (d, chunk), level in zip(inputs, levels, strict=True))
-                self._start("decode", instruction, self._costs.decode.seconds(whole, size))
+                share = busiest(len(chunks), self._decode_threads)
+                seconds = self._costs.decode.seconds(round(share * whole), round(share * size))
+                self._start("decode", instruction, seconds)
             case ev.Recompute(first, last):
                 run = self._runs[first.load]
                 ready = all(replace(first, chunk=chunk) in run.valid for chunk in range(first.chunk))

@@ -112,7 +112,8 @@ class Course:
         pick = self.random.choice
         return ControllerSettings(
             max_in_flight=pick([1, 2, 3, 8]), horizon_s=pick([0.0, 0.02, 1.0]), workers=pick([1, 2]),
-            decode_batch=pick([1, 2, 4]), max_pass_s=pick([0.001, 0.5]), stall_s=pick([0.01, 0.25]),
+            decode_batch=pick([1, 2, 4]), decode_threads=pick([1, 1, 2]),
+            max_pass_s=pick([0.001, 0.5]), stall_s=pick([0.01, 0.25]),
             max_failures=pick([1, 2, 3]), replan_s=pick([0.0, 0.005, 0.1]), reserve_s=pick([0.0, 0.01]),
             cancel_margin=pick([1.0, 1.5]), memory_bytes=pick([50, 1000, 20_000, 1 << 32, 1 << 32][3 * self.calm :]),
         )  # fmt: skip

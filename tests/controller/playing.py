@@ -32,10 +32,11 @@ def document(chunks=8, levels=4, *, text=True, head=0.0, layered=True, tokens=25
 
 @dataclass
 class Played:
-    """What became of loads, and what the controller was told and said."""
+    """What became of loads, what the controller was told and said, and what it learnt."""
 
     outcomes: list
     log: list
+    estimates: Estimates
 
     def instructions(self, kind, load=0):
         """Instructions of a kind that name a chunk of a load, with their instants."""
@@ -68,6 +69,7 @@ def play(arrivals, rate, *, prior=None, policy=None, trouble=None, seed=0, limit
     estimates = Estimates(COSTS, prior or trace.at(0.0), RTT_S)
     controller = Controller(estimates, ControllerSettings(**settings), policy, record=log.append)
     world = World(
-        wrap(controller) if wrap else controller, trace, COSTS, rtt_s=RTT_S, trouble=trouble, seed=seed, limit_s=limit_s
-    )
-    return Played(world.run(arrivals), log)
+        wrap(controller) if wrap else controller, trace, COSTS, rtt_s=RTT_S, trouble=trouble, seed=seed,
+        decode_threads=settings.get("decode_threads", 1), limit_s=limit_s,
+    )  # fmt: skip
+    return Played(world.run(arrivals), log, controller.estimates)

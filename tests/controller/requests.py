@@ -100,5 +100,4 @@ def plan_requests(draw):
         ttfb_s=draw(st.floats(0, 0.1)),
         parallel=draw(st.integers(1, 8)),
         workers=draw(st.sampled_from([1, 2])),
-        decode_batch=draw(st.sampled_from([1, 4])),
     )

@@ -115,6 +115,22 @@ def test_refinements_begin_once_everything_is_on_its_way():
     assert {fetch.chunk.chunk for fetch in fetches[:first]} == set(range(8))
 
 
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_chunks_of_a_batch_are_decoded_side_by_side(threads):
+    """As many as there are threads at a time; that nothing new is learnt of the costs shows that they are told so."""
+    fine = document(16, scale=40)
+    _, played = one(Goal(floor=2), 1000 * MB, fine, decode_batch=8, decode_threads=threads, workers=2)
+    decodes = [each for _, each in played.instructions(ev.Decode)]
+    assert 4 < max(len(each.chunks) for each in decodes) <= 8
+    seconds = [entry.event.seconds for entry in played.log if isinstance(entry.event, ev.DecodeDone)]
+    work_s = COSTS.decode.seconds(256, fine.fetch_bytes[0][2]) - COSTS.decode.base_s
+    for each, took_s in zip(decodes, seconds, strict=True):
+        rounds = -(-len(each.chunks) // threads)
+        assert took_s == pytest.approx(COSTS.decode.base_s + work_s * rounds, rel=1e-3)
+    learnt = played.estimates.decode.cost
+    assert learnt.seconds(256, 50_000) == pytest.approx(COSTS.decode.seconds(256, 50_000), rel=0.01)
+
+
 def test_refinements_that_remove_most_error_per_byte_go_first():
     errors = tuple((rough, 0.01) for rough in (0.1, 0.3, 0.2))
     uneven = DocumentPlanInput((256,) * 3, ((12_800, 1_280_000),) * 3, has_text=False, errors=errors)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.controller.costs import CostModel, DecodeCost, PrefillCost, fit_decode, fit_prefill
+from kvwire.controller.costs import CostModel, DecodeCost, PrefillCost, busiest, fit_decode, fit_prefill
 from kvwire.controller.learning import ClosingEstimator, DecodeEstimator, PrefillEstimator
 from kvwire.errors import ArgumentError
 
@@ -186,6 +186,12 @@ def test_free_decoding_is_a_prior_like_any_other():
     assert estimator.cost.seconds(256, 1000) == 0
     estimator.add(256, 100_000, 0.01)
     assert estimator.cost.seconds(256, 100_000) == pytest.approx(0.01, rel=0.05)
+
+
+def test_what_batches_and_threads_share():
+    cost = DecodeCost(0.004, 1e-5, 1e-8)
+    assert cost.shared(4, 2) == DecodeCost(0.001, 5e-6, 5e-9)
+    assert [busiest(chunks, 2) for chunks in (1, 2, 3, 4)] == [1, 1 / 2, 2 / 3, 1 / 2]
 
 
 def test_a_settled_fit_is_made_anew_for_a_surprise_and_for_every_few_samples():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import kvwire
+from kvwire.codec.workers import cores
 from kvwire.controller import events as ev
 from kvwire.corpus import Corpus
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, NotFoundError, StorageError
@@ -407,7 +408,9 @@ def test_controls_are_those_of_the_settings():
     assert controls_of(LoadSettings(), on_gpu=False).workers == 1
     on_gpu = controls_of(LoadSettings(), on_gpu=True)
     assert (on_gpu.workers, on_gpu.max_in_flight) == (2, LoadSettings().max_in_flight)
-    assert on_gpu.decode_batch > controls_of(LoadSettings(), on_gpu=False).decode_batch
+    assert on_gpu.decode_batch > on_gpu.decode_threads == 1
+    assert controls_of(LoadSettings(), on_gpu=False).decode_threads == min(cores(), 8)
+    assert controls_of(LoadSettings(decode_threads=3), on_gpu=False).decode_batch == 6
     given = controls_of(LoadSettings(compute_workers=1, decode_batch=3, memory_bytes=9, patience_s=2.0), on_gpu=True)
     assert (given.workers, given.decode_batch, given.memory_bytes, given.patience_s) == (1, 3, 9, 2.0)
 

@@ -18,6 +18,7 @@ from kvwire.corpus import Corpus, Document
 from kvwire.errors import ArgumentError
 from kvwire.load import LoadSettings, controls_of
 from kvwire.memory import EstimatesFile, link_key
+from kvwire.plan_sources import COMPUTE
 from kvwire.planning import Details, Situation, known_link, plan_load
 from kvwire.store import FolderStore
 
@@ -303,12 +304,14 @@ def test_real_heads_are_planned_without_weights(run, small, folder, estimates):
 
 def test_lanes_and_batches_travel_with_estimates(run, small, folder, estimates):
     words = ("--docs", *small.tokens, "--store", folder, "--estimates", estimates, "--link", "1mbit", "--no-compare")
-    assert json.loads(run(*words, "--json")[1])["compute"] == {"workers": 1, "decode_batch": 1}
+    here = controls_of(LoadSettings(), on_gpu=False)
+    assert json.loads(run(*words, "--json")[1])["compute"] == {name: getattr(here, name) for name in COMPUTE}
     state = json.loads(estimates.read_text())
-    estimates.write_text(json.dumps(state | {"compute": {"workers": 2, "decode_batch": 16}}))
-    assert json.loads(run(*words, "--json")[1])["compute"] == {"workers": 2, "decode_batch": 16}
+    other = {"workers": 2, "decode_batch": 16, "decode_threads": 4}
+    estimates.write_text(json.dumps(state | {"compute": other}))
+    assert json.loads(run(*words, "--json")[1])["compute"] == other
     assert json.loads(run(*words, "--workers", 1, "--json")[1])["compute"]["workers"] == 1
-    for bad in ([], {}, {"workers": 3, "decode_batch": 1}, {"workers": 1.0, "decode_batch": 1}):
+    for bad in ([], {}, other | {"workers": 3}, other | {"workers": 1.0}, {"workers": 1, "decode_batch": 1}):
         estimates.write_text(json.dumps(state | {"compute": bad}))
         code, _, err = run(*words)
         assert (code, "compute must hold" in err) == (4, True), bad

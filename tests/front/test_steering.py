@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import pytest
+import torch
 
+from kvwire.codec import BlobDecoder
 from kvwire.controller import Controller, Policy, PrefillCost, replay
 from kvwire.controller import events as ev
 from kvwire.controller.log import dump_entry, load_entry
@@ -171,8 +173,6 @@ def test_of_a_fetch_that_lost_its_lowest_level_nothing_is_used(small, question, 
 
 
 def test_a_refinement_that_cannot_be_decoded_leaves_what_there_was(small, question, references, monkeypatch):
-    from kvwire.codec import BlobDecoder
-
     order, decode_chunk = tuple(small.tokens), BlobDecoder.decode_chunk
 
     def spoils(self, chunk, segments, level=None):
@@ -229,7 +229,6 @@ def test_chunks_that_wait_are_decoded_together_and_bad_ones_are_named(
     small, question, references, at_once, monkeypatch
 ):
     """at_once: as on a GPU, which is given all chunks in one go."""
-    from kvwire.codec import BlobDecoder
 
     order, log, corpus, fetched = tuple(small.tokens)[1:], [], _with_head_start(small), threading.Semaphore(0)
     head_start, spoilt = type(small.engine).head_start, []
@@ -269,6 +268,31 @@ def test_chunks_that_wait_are_decoded_together_and_bad_ones_are_named(
         assert references[order].compare(small.engine, answers[-1].prompt.cache)[0] < FINE
     assert [len(decode.chunks) for decode in _given(log, ev.Decode)] == [3, 3]
     assert [_levels(answer) for answer in answers] == [[4, 4, 4], [4, None, 4]]
+
+
+def test_a_processor_decodes_several_chunks_side_by_side(small, question, references, monkeypatch):
+    order, decode_chunk = tuple(small.tokens), BlobDecoder.decode_chunk
+    lock, running, most = threading.Lock(), 0, 0
+
+    def counted(self, *args):
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.05)
+        decode_chunk(self, *args)
+        with lock:
+            running -= 1
+
+    settings = {"policy": Fixed(4), "decode_batch": 4}
+    one_by_one = _loader(small, decode_threads=1, **settings).ask(order, question)
+    monkeypatch.setattr(BlobDecoder, "decode_chunk", counted)
+    side_by_side = _loader(small, decode_threads=2, **settings).ask(order, question)
+    assert most == 2
+    assert _levels(one_by_one) == _levels(side_by_side) == [4] * 5
+    for ours, theirs in zip(side_by_side.prompt.cache.keys, one_by_one.prompt.cache.keys, strict=True):
+        assert torch.equal(ours, theirs)
+    assert references[order].compare(small.engine, side_by_side.prompt.cache)[0] < FINE
 
 
 def test_a_head_start_that_fails_means_recomputing(small, question, references, monkeypatch):

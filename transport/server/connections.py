@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from .settings import ServerSettings
 
 _LINGERING_S = 5.0  # an unread body is read for so long, so that its sender sees why it was refused
-_FLUSH_S = 0.01
 _TOO_LONG = "LineTooLong"
 
 
@@ -40,6 +39,8 @@ class Connections(web.Server):
         self.refused = refused
         self._metrics = metrics
         self._open: set[Connection] = set()
+        self._all_closed = asyncio.Event()
+        self._all_closed.set()
 
     def __call__(self) -> Connection:
         """Protocol of a new connection."""
@@ -61,12 +62,15 @@ class Connections(web.Server):
             self._metrics.connections_refused.inc()
             return False
         self._open.add(connection)
+        self._all_closed.clear()
         self._metrics.connections.set(len(self._open))
         return True
 
     def leave(self, connection: Connection) -> None:
         """A connection is over."""
         self._open.discard(connection)
+        if not self._open:
+            self._all_closed.set()
         self._metrics.connections.set(len(self._open))
 
     def sweep(self) -> None:
@@ -87,8 +91,7 @@ class Connections(web.Server):
             connection.finish()
         with suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                while self._open:
-                    await asyncio.sleep(_FLUSH_S)
+                await self._all_closed.wait()
 
     def abort(self) -> None:
         """Cut what is still open."""
