@@ -1,6 +1,7 @@
 """Drives a real controller through a modelled link and modelled compute, from event to event.
 
-The link is a fluid: requests whose round trip is over share its rate equally. Lanes take what the true costs say, times
+The link is a fluid: the first packets of answers come one after another, in the order of the requests, and share its
+rate equally with answers that are past theirs. Lanes take what the true costs say, times
 noise. Everything that the controller learns, it learns through its events, as in a real load. What no real driver could
 do, such as decoding bytes that are not here, is refused.
 """
@@ -37,6 +38,7 @@ _REPORT_S = 0.005
 _SELDOM_S = 0.1  # well within what counts as a stall
 _REPORTS = 0.01  # of a load's age, so that long loads do not drown in reports
 _DONE_BYTES = 0.5
+_BURST_BYTES = 14_600  # ten packets, the initial window of RFC 6928
 _GRAIN_S = 1e-12
 
 
@@ -88,6 +90,17 @@ class _Flow:
     fails_at: float  # bytes left at which it breaks off
     corrupt: bool
     begun: bool = False
+
+    @property
+    def burst(self) -> float:
+        """Bytes of the first packets that are still to come."""
+        return self.left - max(0, self.fetch.bytes - _BURST_BYTES)
+
+    @property
+    def stretch(self) -> float:
+        """Bytes until it ends, breaks off or has brought its first packets."""
+        rest = self.left - max(self.fails_at, 0.0)
+        return min(rest, self.burst) if self.burst > _DONE_BYTES else rest
 
 
 @dataclass(eq=False)
@@ -262,19 +275,25 @@ class World:
         corrupt = bool(chance[2] < trouble.corrupt)
         self._flows[chunk] = _Flow(fetch, self._now, begins, float(fetch.bytes), fails_at, corrupt)
 
-    def _sharing(self) -> list[_Flow]:
+    def _begun(self) -> list[_Flow]:
         return [flow for flow in self._flows.values() if flow.begun]
+
+    def _served(self) -> list[_Flow]:
+        """Who has the link, in equal shares: the first of those whose first packets wait, and all past theirs."""
+        begun = self._begun()
+        first = next((flow for flow in begun if flow.burst > _DONE_BYTES), None)
+        return [flow for flow in begun if flow is first or flow.burst <= _DONE_BYTES]
 
     def _link_moment(self) -> float:
         """When the next request begins, ends or is given up, or when a report is due."""
         moment = min(
             (min(flow.begins, flow.fetch.until) for flow in self._flows.values() if not flow.begun), default=inf
         )
-        sharing = self._sharing()
-        if sharing:
-            least = min(flow.left - max(flow.fails_at, 0.0) for flow in sharing)
-            ends = self._rate.time_to(max(0.0, least) * len(sharing), self._now)
-            given_up = min(flow.fetch.until for flow in sharing)
+        served = self._served()
+        if served:
+            least = min(flow.stretch for flow in served)
+            ends = self._rate.time_to(max(0.0, least) * len(served), self._now)
+            given_up = min(flow.fetch.until for flow in self._begun())
             pause_s = self._pause_s()
             report = self._reported_at + pause_s
             moment = min(moment, ends + _GRAIN_S, given_up, report if report > self._now else self._now + pause_s)
@@ -282,11 +301,11 @@ class World:
 
     def _flow(self, moment: float) -> None:
         """Move bytes until an instant."""
-        sharing = self._sharing()
-        if not sharing:
+        served = self._served()
+        if not served:
             return
-        each = self._rate.bytes_between(self._now, moment) / len(sharing)
-        for flow in sharing:
+        each = self._rate.bytes_between(self._now, moment) / len(served)
+        for flow in served:
             moved = min(each, flow.left)
             flow.left -= moved
             self._moved += moved
@@ -294,13 +313,13 @@ class World:
 
     def _begin_flows(self) -> None:
         for flow in [flow for flow in self._flows.values() if not flow.begun and flow.begins <= self._now]:
-            if not self._sharing():
+            if not self._begun():
                 self._reported_at, self._moved = self._now, 0.0
             flow.begun = True
             self._tell(ev.FirstByte(self._now - flow.asked))
 
     def _report(self) -> None:
-        ended = any(flow.left <= _DONE_BYTES for flow in self._sharing())
+        ended = any(flow.left <= _DONE_BYTES for flow in self._begun())
         due = self._now - self._reported_at >= self._pause_s() - _GRAIN_S
         if self._moved >= 1 and self._now > self._reported_at and (ended or due):
             whole = int(self._moved)
