@@ -294,7 +294,8 @@ class Situation:
 
     def _planned_lanes(self, chunks: Sequence[PlannedChunk]) -> tuple[float, float, float]:
         """Seconds of link, decoding and recomputing by sizes alone."""
-        decode, prefill = self.costs.decode, self.costs.prefill
+        decode = self.costs.decode.shared(self.settings.decode_batch, self.settings.decode_threads)
+        prefill = self.costs.prefill
         fetched = [chunk for chunk in chunks if chunk.level is not None]
         computed = sum(prefill.marginal(c.tokens, c.tokens * c.chunk) for c in chunks if c.level is None)
         link_s = sum(chunk.bytes for chunk in fetched) / self.bandwidth
