@@ -192,7 +192,7 @@ def _curves(axes: Axes, policies: Mapping[str, Sequence[float]]) -> None:
         axes.step(*steps, where="post", color=color, linestyle=dashes, linewidth=width, label=label)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:.1g}" if f"{value:e}"[0] in "25" else ""))
+    axes.xaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else ""))
     axes.tick_params(axis="x", which="minor", labelsize=8)
     axes.set_ylim(0, 1.02)
     axes.grid(visible=True, which="major", color="#dddddd", linewidth=0.6)
