@@ -91,7 +91,10 @@ class Group:
 
     @cached_property
     def repeated_rows(self) -> torch.Tensor:
-        """All rows behind ``REPEATS`` copies of the first ones, so that digits of large coefficients find theirs."""
+        """All rows behind ``REPEATS`` copies of the first ones, so that digits of large coefficients find theirs.
+
+        A second copy of the rows, kept as long as the profile, on processors that multiply bfloat16 matrices.
+        """
         return torch.cat([*[self.first_rows] * REPEATS, cast("torch.Tensor", self.rows)])
 
     @cached_property

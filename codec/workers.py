@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
 from threadpoolctl import ThreadpoolController
 
 from kvwire.errors import ArgumentError
@@ -37,6 +38,7 @@ def _controller() -> ThreadpoolController:
 @contextmanager
 def one_core() -> Iterator[None]:
     """Keep the matrix products of this thread on this thread."""
+    torch.get_num_threads()  # makes torch set up this thread now, and not on top of the limit
     with _controller().limit(limits=1, user_api="openmp"):
         yield
 
@@ -65,4 +67,5 @@ def each(work: Callable[[_In], _Out], items: Iterable[_In], threads: int | None)
 
 def stay_on_one_core() -> None:
     """Keep the matrix products of this thread on this thread, for good."""
+    torch.get_num_threads()  # see above
     _controller().limit(limits=1, user_api="openmp")

@@ -73,8 +73,9 @@ class DecodeCost:
         return DecodeCost(self.base_s * ratio, self.token_s * ratio, self.byte_s * ratio)
 
     def shared(self, batch: int, threads: int) -> DecodeCost:
-        """What a chunk of many costs: the fixed cost comes once for ``batch`` of them, the rest is for all threads."""
-        return DecodeCost(self.base_s / batch, self.token_s / threads, self.byte_s / threads)
+        """What a chunk of many costs, all alike: a batch pays the fixed part once, its threads share the rest."""
+        share = -(-batch // threads) / batch
+        return DecodeCost(self.base_s / batch, self.token_s * share, self.byte_s * share)
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,13 @@ class CostModel:
         return self.link_s_per_token * prompt_tokens + query
 
 
-def busiest(chunks: int, threads: int) -> float:
-    """Share of the work on some chunks, all alike, that the busiest of some threads does."""
-    return -(-chunks // threads) / chunks
+def busiest(chunks: Sequence[tuple[int, int]], threads: int) -> tuple[int, int]:
+    """What the busiest of some threads has to do, each chunk going to whoever has least; all tokens and bytes."""
+    given = [(0, 0)] * threads
+    for tokens, size in chunks:
+        least = given.index(min(given))
+        given[least] = (given[least][0] + tokens, given[least][1] + size)
+    return max(given)
 
 
 def fit_prefill(samples: Iterable[tuple[int, int, float]]) -> PrefillCost:

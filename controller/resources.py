@@ -138,9 +138,11 @@ class Resources:
         for board, chunk in places:
             board.move(chunk, then)
         levels = tuple(int(board.level[chunk]) for board, chunk in places)
-        share = busiest(len(places), self._settings.decode_threads)
-        whole = sum(board.size(chunk, level) for (board, chunk), level in zip(places, levels, strict=True))
-        size, tokens = round(share * whole), round(share * sum(int(board.tokens[chunk]) for board, chunk in places))
+        chunks = [
+            (int(board.tokens[chunk]), board.size(chunk, level))
+            for (board, chunk), level in zip(places, levels, strict=True)
+        ]
+        tokens, size = busiest(chunks, self._settings.decode_threads)
         seconds = self.costs_of(load).decode.seconds(tokens, size)
         ids = tuple(board.id(chunk) for board, chunk in places)
         job = Job("decode", load.number, ids[0].document, ids, now, seconds, tokens=tokens, size=size)

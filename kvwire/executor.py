@@ -262,7 +262,7 @@ class Executor:
         self._steering.tell(ev.DecodeFailed(chunks, lost, in_words(bad[lost[0]])))
 
     def _decode_here(self, chunks: tuple[ChunkId, ...], levels: tuple[int, ...], bad: dict[ChunkId, Exception]) -> None:
-        """Decode chunks in the decode thread; those that cannot be are put into ``bad``."""
+        """Decode chunks, from the decode thread; those that cannot be are put into ``bad``."""
         if self._is_gone:
             raise StorageError(_GONE)
         pieces: dict[int, dict[ChunkId, Piece]] = {}

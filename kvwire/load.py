@@ -63,9 +63,8 @@ class LoadSettings:
     fetch: the fetcher's settings. backend: which kernels decode. compute_workers: 2 to decode beside forward passes, 1
     to take turns; None: 2 where a GPU does both, since decoding has queues of its own there. decode_batch: chunks
     that are decoded in one go, decode_threads: how many of them a CPU decodes side by side; None: as suits the machine.
-    policy: decides
-    instead of the controller's own, for comparisons. record: called with every event and what it led to;
-    ``controller.replay`` takes these.
+    policy: decides instead of the controller's own, for comparisons. record: called with every event and what it led
+    to; ``controller.replay`` takes these.
     """
 
     quality_floor: int = 0
@@ -87,7 +86,7 @@ class LoadSettings:
 
 def controls_of(settings: LoadSettings, *, on_gpu: bool) -> ctl.ControllerSettings:
     """How the controller of a loader with these settings steers; on_gpu: whether a GPU decodes and computes."""
-    threads = settings.decode_threads or (1 if on_gpu else min(cores(), _MOST_THREADS))
+    threads = 1 if on_gpu else settings.decode_threads or min(cores(), _MOST_THREADS)
     return ctl.ControllerSettings(
         max_in_flight=settings.max_in_flight,
         horizon_s=_HORIZON_S,
@@ -151,7 +150,8 @@ class Loader:
     emulated link in front of the store. memory: where estimates of links and engines live between processes, by default
     what ``KVWIRE_ESTIMATES`` says, and nowhere where ``link`` is a link itself rather than its settings. Estimates live
     on from load to load. Calls may overlap, on one event loop or on several: those on one loop are steered by one
-    controller, and all share a thread for each lane of compute.
+    controller, and all share a thread for each lane of compute, and
+    the threads in which a CPU decodes chunks side by side.
     """
 
     def __init__(

@@ -195,11 +195,14 @@ def simulate(
 
     ``Raw`` gets the documents as plain bfloat16 and decodes by copying, ``Text`` waits for no index of documents whose
     text there is. record: called with every step of the controller. Raises ArgumentError for settings of another number
-    of workers than the machine has.
+    of workers than the machine has, or of several threads for decoding, which the bounds do not know.
     """
     chosen = settings or settings_for(scenario.machine)
     if chosen.workers != scenario.machine.workers:
         msg = f"settings of {chosen.workers} workers for {scenario.machine.name}, which has {scenario.machine.workers}"
+        raise ArgumentError(msg)
+    if chosen.decode_threads > 1:
+        msg = f"machines decode one batch at a time, not in {chosen.decode_threads} threads; leave decode_threads at 1"
         raise ArgumentError(msg)
     if not policy.gives_up:
         # Such a policy waits: patience would turn it into another one on slow links.

@@ -1,9 +1,9 @@
 """Drives a real controller through a modelled link and modelled compute, from event to event.
 
 The link is a fluid: the first packets of answers come one after another, in the order of the requests, and share its
-rate equally with answers that are past theirs. Lanes take what the true costs say, times
-noise. Everything that the controller learns, it learns through its events, as in a real load. What no real driver could
-do, such as decoding bytes that are not here, is refused.
+rate equally with answers that are past theirs. Lanes take what the true costs say, times noise. Everything that the
+controller learns, it learns through its events, as in a real load. What no real driver could do, such as decoding bytes
+that are not here, is refused.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ class _Flow:
     fails_at: float  # bytes left at which it breaks off
     corrupt: bool
     begun: bool = False
+    is_heard: bool = False
 
     @property
     def burst(self) -> float:
@@ -228,10 +229,11 @@ class World:
                     _require(run.here.get(chunk, -1) >= level, f"level {level} of {chunk} to decode is not all here")
                 run.valid.difference_update(chunks)
                 inputs = [(self._input(run, c.document), c.chunk) for c in chunks]
-                whole = sum(document.tokens[chunk] for document, chunk in inputs)
-                size = sum(d.fetch_bytes[chunk][level] for (d, chunk), level in zip(inputs, levels, strict=True))
-                share = busiest(len(chunks), self._decode_threads)
-                seconds = self._costs.decode.seconds(round(share * whole), round(share * size))
+                work = [
+                    (document.tokens[chunk], document.fetch_bytes[chunk][level])
+                    for (document, chunk), level in zip(inputs, levels, strict=True)
+                ]
+                seconds = self._costs.decode.seconds(*busiest(work, self._decode_threads))
                 self._start("decode", instruction, seconds)
             case ev.Recompute(first, last):
                 run = self._runs[first.load]
@@ -316,7 +318,10 @@ class World:
             if not self._begun():
                 self._reported_at, self._moved = self._now, 0.0
             flow.begun = True
-            self._tell(ev.FirstByte(self._now - flow.asked))
+        for flow in self._served():
+            if not flow.is_heard:
+                flow.is_heard = True
+                self._tell(ev.FirstByte(self._now - flow.asked))
 
     def _report(self) -> None:
         ended = any(flow.left <= _DONE_BYTES for flow in self._begun())

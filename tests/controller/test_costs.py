@@ -191,7 +191,13 @@ def test_free_decoding_is_a_prior_like_any_other():
 def test_what_batches_and_threads_share():
     cost = DecodeCost(0.004, 1e-5, 1e-8)
     assert cost.shared(4, 2) == DecodeCost(0.001, 5e-6, 5e-9)
-    assert [busiest(chunks, 2) for chunks in (1, 2, 3, 4)] == [1, 1 / 2, 2 / 3, 1 / 2]
+    shares = [cost.shared(batch, 8).token_s / 1e-5 for batch in (1, 2, 8, 9, 16)]
+    assert shares == pytest.approx([1, 1 / 2, 1 / 8, 2 / 9, 1 / 8])
+    chunks = [(256, 10), (256, 10), (256, 20), (16, 1), (256, 10)]
+    assert busiest(chunks, 1) == (1040, 51)
+    assert busiest(chunks, 2) == (528, 21)
+    assert busiest(chunks[:4], 2) == (512, 30)
+    assert busiest(chunks[2:4], 8) == (256, 20)
 
 
 def test_a_settled_fit_is_made_anew_for_a_surprise_and_for_every_few_samples():

@@ -7,6 +7,7 @@ import hashlib
 import ipaddress
 import json
 import shutil
+import socket
 import ssl
 
 import aiohttp
@@ -18,7 +19,7 @@ from cryptography.x509.oid import NameOID
 
 from kvwire.errors import ArgumentError
 from kvwire.store import FolderStore
-from kvwire.transport import ServerTls, TlsFiles, serve
+from kvwire.transport import ServerSettings, ServerTls, TlsFiles, serve
 
 DATA = bytes(range(256)) * 8192  # 2 MiB
 DIGEST = hashlib.sha256(DATA).hexdigest()
@@ -98,13 +99,52 @@ async def test_old_tls_and_plain_text_are_refused(store, files):
         host, port = url.removeprefix("https://").split(":")
         assert ServerTls(files).context.minimum_version == ssl.TLSVersion.TLSv1_2
         reader, writer = await asyncio.open_connection(host, port)
-        writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
         async with asyncio.timeout(20):
             with contextlib.suppress(ConnectionError):
                 assert not (await reader.read()).startswith(b"HTTP")
         writer.close()
         async with aiohttp.ClientSession() as client, client.get(f"{url}/healthz", ssl=trusting(files)) as response:
             assert response.status == 200
+
+
+async def idle_client(url, context):
+    """A blocking connection that has had one answer and reads no more, not even the end of the connection."""
+    host, port = url.removeprefix("https://").split(":")
+
+    def ask():
+        secured = context.wrap_socket(socket.create_connection((host, int(port))), server_hostname=host)
+        secured.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert secured.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        return secured
+
+    return await asyncio.to_thread(ask)
+
+
+async def test_an_idle_client_over_tls_does_not_hold_up_the_stop(store, files):
+    async with asyncio.timeout(60):
+        async with serve(store, tls=ServerTls(files), settings=ServerSettings(shutdown_s=600)) as url:
+            client = await idle_client(url, trusting(files))
+    client.close()
+
+
+async def test_a_client_over_tls_that_is_slow_gets_the_end_of_its_answer(store, files):
+    async with serve(store, tls=ServerTls(files), settings=ServerSettings(shutdown_s=60)) as url:
+        host, port = url.removeprefix("https://").split(":")
+        reader, writer = await asyncio.open_connection(host, port, ssl=trusting(files), limit=1 << 14)
+        writer.write(f"GET /{BLOB} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        whole = await reader.readexactly(1000)
+
+        async def take_slowly():
+            parts = [whole]
+            while part := await reader.read(1 << 16):
+                parts.append(part)
+                await asyncio.sleep(0.02)
+            return b"".join(parts)
+
+        taking = asyncio.create_task(take_slowly())
+    assert (await taking).partition(b"\r\n\r\n")[2] == DATA
+    writer.close()
 
 
 async def test_a_new_certificate_is_taken_for_new_connections(store, files, tmp_path, caplog):

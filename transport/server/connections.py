@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from .metrics import ServerMetrics
     from .settings import ServerSettings
 
+_CLOSING_S = 1.0
+_FLUSH_S = 0.02
 _LINGERING_S = 5.0  # an unread body is read for so long, so that its sender sees why it was refused
 _TOO_LONG = "LineTooLong"
 
@@ -86,12 +88,19 @@ class Connections(web.Server):
             connection.finish()
 
     async def flush(self, limit_s: float) -> None:
-        """Close all connections, and wait until clients have taken what was written, ``limit_s`` seconds at most."""
+        """Close all connections, and wait until clients have taken what was written, ``limit_s`` seconds at most.
+
+        For clients that owe no more than their side of closing, which TLS has, it waits a second.
+        """
         for connection in list(self._open):
             connection.finish()
         with suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                await self._all_closed.wait()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_CLOSING_S):
+                        await self._all_closed.wait()
+                while any(connection.unsent for connection in self._open):  # noqa: ASYNC110 - no buffer tells
+                    await asyncio.sleep(_FLUSH_S)
 
     def abort(self) -> None:
         """Cut what is still open."""
@@ -167,12 +176,16 @@ class Connection(web.RequestHandler):
             self._link.write(_raw_answer(408, "Request Timeout", "the request's header took too long"))
         self.hang_up()
 
+    @property
+    def unsent(self) -> int:
+        """Bytes that were written and that the client has not made room for."""
+        return self._link.get_write_buffer_size() if self._link is not None else 0
+
     def finish(self) -> None:
         """Close once the client has taken all that was written, which may be never; ``hang_up`` cuts it then."""
         if self._link is not None:
             self._hung_up = True
             self.force_close()
-            self._link.close()
 
     def hang_up(self) -> None:
         """Close; what is on its way is lost where the client does not take it at once.
@@ -185,8 +198,9 @@ class Connection(web.RequestHandler):
             return
         cut = self.busy or self._hung_up or link.get_write_buffer_size() > 0
         self._hung_up = True
-        self.force_close()
-        link.abort() if cut else link.close()
+        self.force_close()  # closes once: a TLS transport that is closed twice can no longer be cut
+        if cut:
+            link.abort()
 
     def handle_error(
         self,

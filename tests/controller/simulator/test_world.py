@@ -163,6 +163,42 @@ class Stub:
         return self._answers.pop(type(event), [])
 
 
+def first_bytes_and_arrivals(*sizes):
+    """Instants of what fetches of one load bring at 100 kB/s, after a round trip of 0.1 s; by chunk, in order."""
+    fetches = [ev.Fetch(ChunkId(0, at, 0), 0, 0, size, 0, 100.0) for at, size in enumerate(sizes)]
+    heard, arrived = [], {}
+
+    class Listener(Stub):
+        def handle(self, event, now):
+            if isinstance(event, ev.FirstByte):
+                heard.append(event.seconds)
+            if isinstance(event, ev.ChunkArrived):
+                arrived[event.chunk.chunk] = now
+                if len(arrived) == len(sizes):
+                    return [ev.Finish(0, (), "all are here")]
+            return super().handle(event, now)
+
+    world = World(
+        Listener({ev.Asked: fetches}), constant(1e5), CostModel(PrefillCost(0, 0), DecodeCost(0, 0)), rtt_s=0.1
+    )
+    document = DocumentPlanInput((256,) * len(sizes), tuple((size,) for size in sizes))
+    world.run([Arrival(0.0, ((document,),), GOAL, index_s=0.0)])
+    return heard, [arrived[at] for at in range(len(sizes))]
+
+
+def test_first_packets_come_one_after_another():
+    heard, arrived = first_bytes_and_arrivals(10_000, 14_600, 5_000)
+    assert heard == pytest.approx([0.1, 0.2, 0.346], abs=1e-3)
+    assert arrived == pytest.approx([0.2, 0.346, 0.396], abs=1e-3)
+
+
+def test_answers_past_their_first_packets_share_the_link():
+    heard, arrived = first_bytes_and_arrivals(34_600, 34_600, 10_000)
+    # 14,600 bytes of the first alone, then of the second beside as many of the first, the rest in thirds.
+    assert heard == pytest.approx([0.1, 0.246, 0.538], abs=1e-3)
+    assert arrived == pytest.approx([0.7, 0.892, 0.792], abs=1e-3)
+
+
 A, B = ChunkId(0, 0, 0), ChunkId(0, 1, 0)
 FETCH = ev.Fetch(A, 0, 0, 100, 0, 10.0)
 
