@@ -250,7 +250,7 @@ class Dispatcher(Resources):
         settings, link = self._settings, self.link
         if len(link.flights) >= settings.max_in_flight:
             return False
-        horizon = (2 * link.round_trip_s + settings.horizon_s) * link.bandwidth_low
+        horizon = (2 * link.ttfb_s + settings.horizon_s) * link.bandwidth_low
         return len(link.flights) < 2 or link.open_bytes < horizon  # noqa: PLR2004 - one to come in, one behind it
 
     @property

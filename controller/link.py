@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from .estimates import Estimates
 
-_FORGET = 1.02  # growth of the least round trip for each answer, since links change
 _SLOWEST = 1.0  # bytes per second
 _MOST_DOUBLINGS = 6
 
@@ -31,10 +30,7 @@ class Flight:
 
 
 class Link:
-    """Open fetches and what the estimators make of them. Times are the controller's, in seconds.
-
-    round_trip_s: the least time to first byte of late. Unlike the usual one it does not grow with what is asked for.
-    """
+    """Open fetches and what the estimators make of them. Times are the controller's, in seconds."""
 
     def __init__(self, estimates: Estimates, stall_s: float) -> None:
         """Start idle."""
@@ -46,7 +42,6 @@ class Link:
         self.stalled = False
         self._stalls = 0  # in a row, without a byte in between
         self._retry_at = inf
-        self.round_trip_s = estimates.ttfb.value
 
     @property
     def open_bytes(self) -> int:
@@ -88,9 +83,12 @@ class Link:
         self._return(flight.left)
 
     def first_byte(self, seconds: float) -> None:
-        """Take in a time to first byte."""
-        self._estimates.ttfb.add(seconds)
-        self.round_trip_s = min(seconds, self.round_trip_s * _FORGET)
+        """Take in a time to first byte, unless it may have been spent in a queue behind what was asked for before."""
+        if not (isfinite(seconds) and seconds >= 0):
+            msg = f"a time to first byte must be a finite number of seconds, at least 0, got {seconds}"
+            raise ArgumentError(msg)
+        if not (self.flights and self._flowing):
+            self._estimates.ttfb.add(seconds)
 
     def progress(self, size: int, started: float, ended: float, chunk: ChunkId | None) -> None:
         """Take in bytes that came."""

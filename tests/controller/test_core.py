@@ -140,6 +140,21 @@ def test_refinements_that_remove_most_error_per_byte_go_first():
     assert [(fetch.chunk.chunk, fetch.first, fetch.level) for fetch in fetches] == [(1, 1, 1), (2, 1, 1), (0, 1, 1)]
 
 
+def test_a_first_byte_that_came_behind_others_tells_nothing_of_the_round_trip():
+    steps = ByHand(quality(0.5), document(), prior=1 * MB)
+    ttfb = steps.controller.estimates.ttfb
+    steps.begin()
+    for _ in range(4):
+        steps.tell(ev.FirstByte(0.02))  # nothing has come yet: nothing can be in the way
+    assert ttfb.value == pytest.approx(0.02)
+    steps.tell(ev.TransferProgress(1000, steps.now, steps.now + 0.001))
+    for _ in range(4):
+        steps.tell(ev.FirstByte(0.2))
+    assert ttfb.value == pytest.approx(0.02)
+    with pytest.raises(ArgumentError, match="first byte"):
+        steps.tell(ev.FirstByte(-0.2))
+
+
 def test_refining_stops_at_the_cut_with_a_valid_prompt():
     big = document(16, text=False, scale=20)
     outcome, played = one(quality(0.6), 10 * MB, big, prior=5 * MB)
