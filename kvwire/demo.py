@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvwire.transport import LinkSettings
 
 LINKS = ("slow=10mbit,60ms", "middling=50mbit,20ms", "fast=500mbit,5ms")
-DEADLINE_SHARE = 0.25
+DEADLINE_SHARE = 0.5
 """The deadline, as a share of the measured time of recomputing from text: it means the same on every machine."""
 _REPEATS = 5
 _RAW_BUDGET_S = 8.0
