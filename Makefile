@@ -25,6 +25,7 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/kvwire demo
 
+# KVWIRE_EXPLORE=1 makes property tests draw new examples instead of the same ones in every run.
 # A file's tests stay together, so that one worker compiles its numba kernels and the others find them cached.
 test: $(READY)
 	$(BIN)/pytest -n $(JOBS) --dist loadfile

@@ -15,11 +15,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def pytest_configure() -> None:
-    """Make runs even: no hypothesis deadline, and one torch thread in each xdist worker.
+    """Make runs even: the same examples in each, no hypothesis deadline, and one torch thread in each xdist worker.
 
     A first call may compile a kernel, which no deadline allows for; workers with full thread pools fight over cores.
+    With KVWIRE_EXPLORE set, hypothesis draws new examples in every run.
     """
-    settings.register_profile("kvwire", deadline=None)
+    settings.register_profile("kvwire", deadline=None, derandomize="KVWIRE_EXPLORE" not in os.environ)
     settings.load_profile("kvwire")
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)

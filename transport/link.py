@@ -32,6 +32,7 @@ _PACKET_BYTES = 1500
 _PIECE_S = 0.01
 _MAX_PIECE_BYTES = 256 * 1024
 _CATCH_UP_S = 0.02  # longest delay of a sender that is made up for, by default
+_ROUNDING = 1e-12  # of a sum of bytes
 
 
 @dataclass(frozen=True)
@@ -113,12 +114,13 @@ class RateSchedule:
         if carried <= 0:
             return 0.0
         whole, rest = 0.0, carried
+        slack = _ROUNDING * carried  # what rounding adds does not wait for the end of an outage
         if self.period_s is not None:
             whole = max(0, math.ceil(carried / self._carried[-1]) - 1)
             rest = min(carried - whole * self._carried[-1], self._carried[-1])
-            if rest <= 0:  # rounding: the end of a period is where its last byte is carried, not where an outage ends
+            if rest <= slack:  # the end of a period is where its last byte is carried
                 whole, rest = whole - 1, self._carried[-1]
-        index = max(0, bisect_left(self._carried, rest) - 1)
+        index = max(0, bisect_left(self._carried, rest - slack) - 1)
         start = whole * self.period_s if self.period_s is not None else 0.0
         return start + self.times[index] + (rest - self._carried[index]) / self.rates[index]
 

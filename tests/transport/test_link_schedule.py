@@ -7,7 +7,7 @@ import math
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvwire.errors import ArgumentError
@@ -73,6 +73,7 @@ def test_bytes_that_end_with_an_outage_are_there_when_it_begins(carried, moment)
 
 
 @given(schedules(), st.floats(0, 20))
+@example(RateSchedule((0, 0.01, 0.02, 0.03, 0.1), (0.0, 0.0, 1e4, 0.0, 1e4), 0.11), 3.0)  # rounds up in an outage
 def test_the_sum_is_the_integral_and_moments_invert_it(schedule, moment):
     carried = schedule.bytes_by(moment)
     assert carried == pytest.approx(naive_bytes(schedule, moment), rel=1e-9, abs=1e-3)
