@@ -21,7 +21,7 @@ from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
 from measure import RESULTS, ROOT, one_thread, table, write_json
-from predicted_ttft_parts.links import Link, first_bytes, local_server
+from predicted_ttft_parts.links import Link, first_bytes
 from predicted_ttft_parts.loads import Contender, Loaded, Model, Prompt, Way
 from predicted_ttft_parts.machine import others_busy
 from predicted_ttft_parts.picture import draw
@@ -31,6 +31,7 @@ from kvwire.calibrate import measure_costs
 from kvwire.controller import Adaptive
 from kvwire.controller.policies import CacheGen, Fixed, Text
 from kvwire.corpus import Corpus, Document
+from kvwire.demo import local_server
 from kvwire.store import FolderStore
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kvwire.codec import _kernels
-from kvwire.codec.profile import REPEATS
+from kvwire.codec.profile import FIRST_ROWS, REPEATS
 from kvwire.codec.transform import fast_bfloat16, scatter_planes, synthesise, synthesised
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _product(state: ChunkState, columns: slice, group: Group, *, halved: bool) -
     if not len(wide):
         return small @ rows
     # A wide column goes in several, one for each of its digits of eight bits: each is exact.
-    first = len(group.first_rows)
+    first = min(FIRST_ROWS, group.rank)
     leads = int(wide[-1]) < first <= len(rows)  # the KLT has sorted them
     at = torch.arange(first) if leads else torch.from_numpy(wide)
     rest = torch.from_numpy(values)[:, at].long()

@@ -41,7 +41,8 @@ _STEEPEST_ROW = 120
 _MATRIX = 2
 REPEATS = 2
 """Digits of eight bits, besides the lowest, for which ``Group.repeated_rows`` has rows."""
-_FIRST_ROWS = 32
+FIRST_ROWS = 32
+"""Rows of the coefficients that may be large: they come first."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,18 +85,14 @@ class Group:
         """float32 ``[rank, width]``, coefficients to elements; None for the identity."""
         return None if self.rows is None else self.rows.float()
 
-    @property
-    def first_rows(self) -> torch.Tensor:
-        """The rows of the coefficients that may be large: they come first."""
-        return cast("torch.Tensor", self.rows)[:_FIRST_ROWS]
-
     @cached_property
     def repeated_rows(self) -> torch.Tensor:
         """All rows behind ``REPEATS`` copies of the first ones, so that digits of large coefficients find theirs.
 
         A second copy of the rows, kept as long as the profile, on processors that multiply bfloat16 matrices.
         """
-        return torch.cat([*[self.first_rows] * REPEATS, cast("torch.Tensor", self.rows)])
+        rows = cast("torch.Tensor", self.rows)  # the identity has none
+        return torch.cat([*[rows[:FIRST_ROWS]] * REPEATS, rows])
 
     @cached_property
     def analysis(self) -> torch.Tensor | None:

@@ -79,7 +79,7 @@ def run_demo(
         references = [
             Reference.of(engine, [tokens[d] for d in p.documents], p.question, _ANSWER_TOKENS) for p in prompts
         ]
-        with _server(folder) as url, closing(open_store(url)) as remote:
+        with local_server(folder) as url, closing(open_store(url)) as remote:
             comparison = _Comparison(engine, remote, tokens, prompts, references, raw)
             comparison.text()  # warms the engine up
             text_s = statistics.median(comparison.text() for _ in range(3))
@@ -241,8 +241,8 @@ def _encode(
 
 
 @contextmanager
-def _server(folder: str) -> Iterator[str]:
-    """A ``kvwire serve`` process on a free port of loopback."""
+def local_server(folder: Path | str) -> Iterator[str]:
+    """A ``kvwire serve`` process on a free port of loopback; its URL."""
     command = [
         sys.executable,
         "-P",

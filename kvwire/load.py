@@ -45,10 +45,8 @@ T = TypeVar("T")
 _OPEN_SHARE = 0.25
 """Share of a deadline that a head may take where the document's text is known: recomputing needs the rest."""
 _OPEN_LEAST_S = 0.1
-_GPU_BATCH = 32
-_MOST_THREADS = 8
+_GPU_BATCH, _MOST_THREADS, _HORIZON_S = 32, 8, 0.01
 _ROUNDS = 2  # of chunks that a CPU decodes in one go: telling of each that it is done costs time, too
-_HORIZON_S = 0.01
 
 
 @dataclass(frozen=True)

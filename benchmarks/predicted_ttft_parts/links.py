@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -13,7 +10,6 @@ from typing import TYPE_CHECKING
 from shaped_parts.shaped_link import shaped_link
 
 from kvwire.controller.simulator import RateTrace, constant
-from kvwire.errors import StorageError
 from kvwire.open import open_store
 from kvwire.transport import EmulatedLink, LinkedSource, RateSchedule, open_session, open_source
 
@@ -74,20 +70,3 @@ async def first_bytes(store: Store, key: str, link: EmulatedLink | None) -> tupl
             await (LinkedSource(source, link) if link else source).read(0, 1, len)
             seconds.append(time.monotonic() - began)
     return seconds[0], seconds[1]
-
-
-@contextmanager
-def local_server(folder: Path) -> Iterator[str]:
-    """A ``kvwire serve`` process on a free port of loopback; its URL."""
-    options = ["--store", folder.resolve().as_uri(), "--port", "0", "--json", "--log-level", "warning"]
-    command = [sys.executable, "-P", "-m", "kvwire", "serve", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            line = process.stdout.readline() if process.stdout else ""
-            if not line:
-                msg = "the server did not start; see its message above"
-                raise StorageError(msg)
-            yield json.loads(line)["url"]
-        finally:
-            process.terminate()
-            process.wait(10)

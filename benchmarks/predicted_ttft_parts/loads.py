@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvwire import controller as ctl
 from kvwire.controller import events as ev
 from kvwire.controller.simulator import Arrival, World
-from kvwire.load import Loader, LoadSettings
+from kvwire.load import Loader, LoadSettings, controls_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,16 +112,12 @@ class Contender:
     _log: list[LogEntry] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Make the loader."""
-        settings = LoadSettings(
+        """Make the loader; settings: what steers its loads."""
+        chosen = LoadSettings(
             policy=self.way.policy, bandwidth_prior=self.bandwidth, ttfb_prior_s=self.rtt_s, record=self._log.append
         )
-        self.loader = Loader(self.engine, self.corpus, costs=self.costs, link=self.link, settings=settings)
-
-    @property
-    def settings(self) -> ctl.ControllerSettings:
-        """What steers the loader's loads."""
-        return self.loader._controls  # noqa: SLF001 - nobody else needs them
+        self.loader = Loader(self.engine, self.corpus, costs=self.costs, link=self.link, settings=chosen)
+        self.settings = controls_of(chosen, on_gpu=False)
 
     def load(self, *prompts: Prompt) -> Loaded:
         """Answer prompts, all at once."""

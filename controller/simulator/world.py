@@ -21,6 +21,7 @@ from kvwire.types import ChunkId
 
 from .. import events as ev
 from ..costs import busiest
+from .flows import DONE_BYTES, Flow, served
 from .outcome import Lane, Outcome, Span
 
 if TYPE_CHECKING:
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 _REPORT_S = 0.005
 _SELDOM_S = 0.1  # well within what counts as a stall
 _REPORTS = 0.01  # of a load's age, so that long loads do not drown in reports
-_DONE_BYTES = 0.5
-_BURST_BYTES = 14_600  # ten packets, the initial window of RFC 6928
 _GRAIN_S = 1e-12
 
 
@@ -79,29 +78,6 @@ class Trouble:
                 f"fail, stall and corrupt are chances from 0 to 1, stall_s and noise finite and at least 0, got {self}"
             )
             raise ArgumentError(msg)
-
-
-@dataclass(eq=False)
-class _Flow:
-    fetch: ev.Fetch
-    asked: float
-    begins: float
-    left: float
-    fails_at: float  # bytes left at which it breaks off
-    corrupt: bool
-    begun: bool = False
-    is_heard: bool = False
-
-    @property
-    def burst(self) -> float:
-        """Bytes of the first packets that are still to come."""
-        return self.left - max(0, self.fetch.bytes - _BURST_BYTES)
-
-    @property
-    def stretch(self) -> float:
-        """Bytes until it ends, breaks off or has brought its first packets."""
-        rest = self.left - max(self.fails_at, 0.0)
-        return min(rest, self.burst) if self.burst > _DONE_BYTES else rest
 
 
 @dataclass(eq=False)
@@ -161,7 +137,7 @@ class World:
         self._queue: list[tuple[float, int, object]] = []
         self._ids = count()
         self._runs: dict[int, _Run] = {}
-        self._flows: dict[ChunkId, _Flow] = {}
+        self._flows: dict[ChunkId, Flow] = {}
         self._moved = 0.0  # bytes since the last report
         self._reported_at = 0.0
         self._jobs: dict[Lane, _Job] = {}
@@ -275,26 +251,20 @@ class World:
         fails_at = float(fetch.bytes * chance[3]) if chance[0] < trouble.fail else -1.0
         begins = self._now + self._rtt_s + stall_s
         corrupt = bool(chance[2] < trouble.corrupt)
-        self._flows[chunk] = _Flow(fetch, self._now, begins, float(fetch.bytes), fails_at, corrupt)
+        self._flows[chunk] = Flow(fetch, self._now, begins, float(fetch.bytes), fails_at, corrupt)
 
-    def _begun(self) -> list[_Flow]:
+    def _begun(self) -> list[Flow]:
         return [flow for flow in self._flows.values() if flow.begun]
-
-    def _served(self) -> list[_Flow]:
-        """Who has the link, in equal shares: the first of those whose first packets wait, and all past theirs."""
-        begun = self._begun()
-        first = next((flow for flow in begun if flow.burst > _DONE_BYTES), None)
-        return [flow for flow in begun if flow is first or flow.burst <= _DONE_BYTES]
 
     def _link_moment(self) -> float:
         """When the next request begins, ends or is given up, or when a report is due."""
         moment = min(
             (min(flow.begins, flow.fetch.until) for flow in self._flows.values() if not flow.begun), default=inf
         )
-        served = self._served()
-        if served:
-            least = min(flow.stretch for flow in served)
-            ends = self._rate.time_to(max(0.0, least) * len(served), self._now)
+        carried = served(self._flows.values())
+        if carried:
+            least = min(flow.stretch for flow in carried)
+            ends = self._rate.time_to(max(0.0, least) * len(carried), self._now)
             given_up = min(flow.fetch.until for flow in self._begun())
             pause_s = self._pause_s()
             report = self._reported_at + pause_s
@@ -303,11 +273,11 @@ class World:
 
     def _flow(self, moment: float) -> None:
         """Move bytes until an instant."""
-        served = self._served()
-        if not served:
+        carried = served(self._flows.values())
+        if not carried:
             return
-        each = self._rate.bytes_between(self._now, moment) / len(served)
-        for flow in served:
+        each = self._rate.bytes_between(self._now, moment) / len(carried)
+        for flow in carried:
             moved = min(each, flow.left)
             flow.left -= moved
             self._moved += moved
@@ -318,13 +288,13 @@ class World:
             if not self._begun():
                 self._reported_at, self._moved = self._now, 0.0
             flow.begun = True
-        for flow in self._served():
+        for flow in served(self._flows.values()):
             if not flow.is_heard:
                 flow.is_heard = True
                 self._tell(ev.FirstByte(self._now - flow.asked))
 
     def _report(self) -> None:
-        ended = any(flow.left <= _DONE_BYTES for flow in self._begun())
+        ended = any(flow.left <= DONE_BYTES for flow in self._begun())
         due = self._now - self._reported_at >= self._pause_s() - _GRAIN_S
         if self._moved >= 1 and self._now > self._reported_at and (ended or due):
             whole = int(self._moved)
@@ -343,21 +313,21 @@ class World:
             if self._flows.get(chunk) is not flow:
                 continue  # cancelled by what another's end brought about
             late = self._now >= flow.fetch.until
-            if flow.begun and flow.left <= _DONE_BYTES and not late:
+            if flow.begun and flow.left <= DONE_BYTES and not late:
                 self._end_flow(flow, "fetch")
                 if flow.corrupt:
                     self._runs[chunk.load].corrupt.add(chunk)
                 self._runs[chunk.load].here[chunk] = flow.fetch.level
                 self._tell(ev.ChunkArrived(chunk, flow.fetch.level))
-            elif late or (flow.begun and flow.left <= flow.fails_at + _DONE_BYTES):
+            elif late or (flow.begun and flow.left <= flow.fails_at + DONE_BYTES):
                 self._end_flow(flow, "failed")
                 self._tell(ev.ChunkFailed(chunk, "not in time" if late else "connection reset"))
 
-    def _end_flow(self, flow: _Flow, what: Literal["fetch", "failed"]) -> None:
+    def _end_flow(self, flow: Flow, what: Literal["fetch", "failed"]) -> None:
         del self._flows[flow.fetch.chunk]
         self._span(flow, what)
 
-    def _span(self, flow: _Flow, what: str) -> None:
+    def _span(self, flow: Flow, what: str) -> None:
         chunk, level = flow.fetch.chunk, flow.fetch.level
         span = Span("link", flow.asked, self._now, chunk.document, chunk.chunk, chunk.chunk, what, level)
         self._runs[chunk.load].spans.append(span)
