@@ -19,8 +19,8 @@ _BURST_BYTES = 14_600  # ten packets, the initial window of RFC 6928
 class Flow:
     """One answer. asked, begins: instants of the request and of the end of its round trip.
 
-    left: bytes still to come; fails_at: at how many of them it breaks off, below 0 for never. corrupt: what comes cannot be
-    decoded. begun: the round trip is over. is_heard: so is the wait behind others.
+    left: bytes still to come; fails_at: at how many of them it breaks off, below 0 for never. corrupt: it cannot
+    be decoded. begun: the round trip is over. is_heard: so is the wait behind others.
     """
 
     fetch: Fetch
