@@ -1,5 +1,5 @@
 # Needs make and Python 3.11 or later; everything else goes into .venv.
-.PHONY: help .venv demo test test-servers check clean
+.PHONY: help .venv other-python demo test test-servers check check-install clean
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -11,15 +11,24 @@ help:
 	@echo "make test    run the tests, JOBS=$(JOBS) at a time"
 	@echo "make test-servers   the tests that need real servers, which are downloaded"
 	@echo "make check   ruff, formatting and mypy"
-	@echo "make .venv   only the virtual environment, from PYTHON=$(PYTHON)"
+	@echo "make check-install   requirements against the package index alone; the wheel in a clean environment"
+	@echo "make .venv   only the virtual environment, from PYTHON=$(PYTHON), with its torch where it has one"
 	@echo "make clean   remove everything that can be made again"
 
 .venv: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+# Whoever names a PYTHON gets an environment of that one: what there is of another is made anew.
+ifneq ($(origin PYTHON),file)
+ifneq ($(shell cat .venv/python 2>/dev/null),$(shell command -v $(PYTHON)))
+$(READY): other-python
+endif
+endif
+other-python: ;
+
+$(READY): pyproject.toml constraints.txt scripts/set_up.py
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("kvwire needs Python 3.11 or later, $(PYTHON) is " + sys.version.split()[0] + "; try: make PYTHON=python3.11")'
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,demo]'
+	@$(PYTHON) scripts/set_up.py
+	@command -v $(PYTHON) > .venv/python
 	@touch $(READY)
 
 demo: $(READY)
@@ -38,6 +47,9 @@ check: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+check-install: $(READY)
+	scripts/check_install.sh
 
 clean:
 	rm -rf .venv build dist demo/out kvwire.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -185,7 +185,7 @@ def decode_streams(
     flag = tl.maximum(flag, tl.where(unlisted, MISCOUNTED, 0))
     if CHECK:
         wrong = live & ((x != 65536) | (p != end))
-        flag = tl.maximum(flag, DAMAGED * tl.max(wrong.to(tl.int32), axis=0))
+        flag = tl.maximum(flag, tl.max(wrong.to(tl.int32), axis=0) * DAMAGED)
     tl.atomic_max(flags + chunk, flag, sem="relaxed")
     tl.debug_barrier()
     tl.atomic_add(progress + 1 + stream, 1, sem="release")

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from functools import lru_cache
 from typing import Literal
 
+import numpy as np
 import torch
 
 from kvwire.errors import ArgumentError
@@ -19,6 +21,9 @@ Backend = Literal["auto", "triton", "numba"]
 """``auto``: Triton on a GPU where it can run, else numba. ``triton`` and ``numba`` force either."""
 BACKENDS: tuple[Backend, ...] = ("auto", "triton", "numba")
 _LEAST_CAPABILITY = (8, 0)
+_LEAST_TRITON = (3, 3)
+_LEAST_INTERPRETER = (3, 7)
+"""Of Triton, where NumPy is 2.4 or later, which no longer takes arrays of one element for numbers."""
 _LOG = logging.getLogger("kvwire.codec")
 
 
@@ -51,31 +56,55 @@ def interpreted() -> bool:
 
 def _missing(device: torch.device) -> str:
     """What keeps Triton from running on a device, and what to do; empty where nothing does."""
-    kind = device.type
-    if not _installed():
+    version = _triton_version()
+    if version is None:
         return "Triton is not installed; pip install 'kvwire[gpu]'"
-    if kind == "cpu" and not interpreted():
+    if version < _LEAST_TRITON:
+        return f"Triton {version[0]}.{version[1]} is too old; pip install --upgrade torch 'kvwire[gpu]'"
+    if device.type == "cpu":
+        return _missing_on_the_processor(version)
+    if device.type == "cuda":
+        return _missing_on_the_gpu(device)
+    return f"they are written for CUDA and ROCm, not for {device.type}"
+
+
+def _missing_on_the_processor(version: tuple[int, ...]) -> str:
+    if not interpreted():
         return "the processor runs them only in Triton's interpreter; set TRITON_INTERPRET=1 before starting Python"
-    if kind not in {"cpu", "cuda"}:
-        return f"they are written for CUDA and ROCm, not for {kind}"
-    if kind == "cuda" and interpreted():
+    if version < _LEAST_INTERPRETER and _release(np.__version__) >= (2, 4):
+        return (
+            f"the interpreter of Triton {version[0]}.{version[1]} fails with NumPy {np.__version__}; "
+            "pip install 'numpy<2.4', or 'triton>=3.7' with a torch that allows it (2.12 and later)"
+        )
+    return ""
+
+
+def _missing_on_the_gpu(device: torch.device) -> str:
+    if interpreted():
         return "TRITON_INTERPRET is set, and the interpreter would read the GPU's tensors on the processor; unset it"
-    return (
-        "" if kind == "cpu" or torch.cuda.is_available() else "torch sees no GPU; check its CUDA build and the driver"
-    )
+    if not torch.cuda.is_available():
+        return "torch sees no GPU; check its CUDA build and the driver"
+    if torch.version.hip is None and (capability := torch.cuda.get_device_capability(device)) < _LEAST_CAPABILITY:
+        return f"its compute capability is {capability[0]}.{capability[1]}, and they need 8.0 or later"
+    return _driver_trouble()
 
 
 @lru_cache(maxsize=1)
-def _installed() -> bool:
+def _triton_version() -> tuple[int, ...] | None:
+    """Major and minor number of the Triton that can be imported; None where none can."""
     try:
-        import triton  # noqa: F401
+        import triton
     except Exception:  # noqa: BLE001 - a broken installation fails in many ways
-        return False
-    return True
+        return None
+    return _release(triton.__version__)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 @lru_cache(maxsize=1)
-def _trouble() -> str:
+def _driver_trouble() -> str:
     """What Triton says when it is to reach the GPU: it compiles a stub of the driver, which takes a C compiler."""
     try:
         from triton.runtime import driver

@@ -168,6 +168,7 @@ def _address(url: str) -> SplitResult:
     try:
         parts = urlsplit(url)
         fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        fits = fits and not re.search(r"\s", parts.netloc)
         parse_url(url)  # stricter about hosts
         (parts.hostname or "").encode("idna")  # so are resolvers
     except ValueError:

@@ -93,6 +93,8 @@ def _model(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
             f"{folder}'s weights lack or misshape {len(wrong)} tensors ({wrong[0]}, ...); copy the model's files again"
         )
         raise CorruptError(msg)
+    if getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # some transformers take sdpa for these and leave the capping out
     return model  # type: ignore[no-any-return]
 
 

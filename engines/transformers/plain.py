@@ -19,8 +19,11 @@ def filled(pairs: Iterable[tuple[Tensor, Tensor]], config: PreTrainedConfig | No
 
     config: the model's, so that sliding layers keep only what they see; None: every layer keeps every token.
     """
-    data = [(keys, values) if keys.numel() else (None, None) for keys, values in pairs]
-    return DynamicCache(data or None, config=config)
+    cache = DynamicCache(config=config)
+    for layer, (keys, values) in enumerate(pairs):
+        if keys.numel():
+            cache.update(keys, values, layer)
+    return cache
 
 
 def tensors_of(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:

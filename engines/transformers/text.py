@@ -210,11 +210,23 @@ def _principal(entries: Tensor) -> Tensor:
     """Principal axes of centred rows, ``[elements, components]``, from the smaller of the two Gram matrices."""
     kept = min(ATLAS_FEATURES, *entries.shape)
     if len(entries) >= entries.shape[1]:
-        axes: Tensor = torch.linalg.eigh(entries.T @ entries)[1]
+        axes: Tensor = _eigh(entries.T @ entries)[1]
     else:
-        energies, rows = torch.linalg.eigh(entries @ entries.T)
+        energies, rows = _eigh(entries @ entries.T)
         axes = entries.T @ (rows / energies.clamp(min=1e-9 * float(energies[-1])).sqrt())
     return axes.flip(1)[:, :kept]
+
+
+def _eigh(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of a float32 Gram matrix.
+
+    torch 2.6 asks for too little working memory in float32 from some 2,900 rows on, and LAPACK refuses: float64 then.
+    """
+    try:
+        energies, axes = torch.linalg.eigh(gram)
+    except RuntimeError:
+        energies, axes = (part.float() for part in torch.linalg.eigh(gram.double()))
+    return energies, axes
 
 
 def _guessed(features: Tensor, known: Tensor, others: Tensor) -> Tensor:

@@ -42,13 +42,27 @@ class S3Client:
             self._credentials: Any = session.get_credentials()  # refreshes itself where it is temporary
             self.tls = _tls(session, self._boto.meta.endpoint_url)
         self._boto.meta.events.register("before-sign.s3.DeleteObjects", _add_md5)
+        self._answers = threading.local()  # boto3 calls back in the thread that asks
+        self._boto.meta.events.register("before-parse.s3.GetObject", self._keep_body)
 
     @contextmanager
     def asking(self, what: str = "") -> Iterator[BotoClient]:
-        """boto3's client, for one request and its answer. Errors inside become kvwire's; ``what`` names the object."""
+        """boto3's client, for one request and its answer. Errors inside become kvwire's; ``what`` names the object.
+
+        Whatever is left of the answer at the end is closed: boto3 itself drops the body of one that it cannot parse.
+        """
         url = self._address.url
         with self._slots, s3_errors(f"{what} in {url}" if what else url):
-            yield self._boto
+            try:
+                yield self._boto
+            finally:
+                body = self._answers.__dict__.pop("body", None)
+                if body is not None:
+                    body.close()
+
+    def _keep_body(self, response_dict: dict[str, Any], **_: object) -> None:
+        body = response_dict.get("body")
+        self._answers.body = body if hasattr(body, "close") else None  # bytes, where S3 refused
 
     @contextmanager
     def signing(self, what: str) -> Iterator[BotoClient]:

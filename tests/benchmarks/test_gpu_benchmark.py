@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 
 import kvwire
 from kvwire.errors import CorruptError
@@ -74,6 +76,8 @@ def test_an_unknown_shape_is_refused():
 def test_the_prefill_caches_what_the_shape_says(name):
     shape = shapes.tiny(shapes.named(name))
     model = prefill.build(shape, 2, _CPU)
+    if name.startswith("deepseek") and Version(transformers.__version__) < Version("5.15"):
+        pytest.skip("earlier versions of transformers cache expanded keys, not latents")
     expected = [((s.kv_heads, 5, s.key_dim), (s.kv_heads, 5, s.value_dim)) for s in shape.specs]
     assert prefill.cache_shapes(model, 5) == expected
     weights = [p for p in model.model.layers[0].parameters() if p.ndim == 2]

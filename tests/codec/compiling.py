@@ -19,6 +19,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 
 @dataclass(frozen=True)
 class Report:
@@ -45,7 +47,7 @@ def compile_for(
 
     signature: type of each argument that is not constant, such as ``*i32``, ``u32``. constexprs: the constant ones.
     arch: compute capability such as 80 or 90, or an AMD target such as ``gfx942``. Raises RuntimeError with the
-    compiler's words where it refuses.
+    compiler's words where it refuses. Skips the test where the installed Triton lacks AMD's linker.
     """
     job = {
         "module": kernel.fn.__module__,
@@ -59,6 +61,8 @@ def compile_for(
     worker.stdin.write(json.dumps(job) + "\n")
     worker.stdin.flush()
     answer = json.loads(worker.stdout.readline() or '{"error": "the compiling process has died"}')
+    if "ROCm linker" in answer.get("error", ""):
+        pytest.skip("before 3.5, Triton compiles for AMD only where ROCm is installed")
     if "error" in answer:
         raise RuntimeError(answer["error"])
     return Report(**answer)

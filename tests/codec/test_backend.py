@@ -28,7 +28,7 @@ def test_the_processor_is_numbas_unless_triton_is_forced():
 
 
 def test_a_gpu_without_triton_falls_back_and_says_so_once(monkeypatch, caplog):
-    monkeypatch.setattr(backend, "_installed", lambda: False)
+    monkeypatch.setattr(backend, "_triton_version", lambda: None)
     with caplog.at_level(logging.WARNING, "kvwire.codec"):
         assert not backend.uses_triton("auto", "cuda")
         assert not backend.uses_triton("auto", "cuda:0")
@@ -49,6 +49,33 @@ def test_what_is_missing_is_named(monkeypatch):
     if not torch.cuda.is_available():
         with pytest.raises(ArgumentError, match="torch sees no GPU"):
             backend.uses_triton("triton", "cuda")
+
+
+def test_versions_that_cannot_work_are_refused_with_what_to_install(monkeypatch):
+    monkeypatch.setattr(backend, "_triton_version", lambda: (3, 2))
+    with pytest.raises(ArgumentError, match=r"Triton 3\.2 is too old; pip install --upgrade torch"):
+        backend.uses_triton("triton", "cuda")
+    monkeypatch.setattr(backend, "_triton_version", lambda: (3, 6))
+    monkeypatch.setattr(backend.np, "__version__", "2.4.0rc1")
+    with pytest.raises(ArgumentError, match=r"3\.6 fails with NumPy 2\.4\.0rc1; pip install 'numpy<2\.4'"):
+        backend.uses_triton("triton", "cpu")
+    monkeypatch.setattr(backend.np, "__version__", "2.3.5")
+    assert backend.uses_triton("triton", "cpu")
+
+
+def test_gpus_that_cannot_run_the_kernels_are_told(monkeypatch, caplog):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    assert not backend.uses_triton("auto", "cuda")
+    assert "compute capability is 7.5, and they need 8.0" in caplog.text
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(backend, "_driver_trouble", lambda: "")
+    assert backend.uses_triton("auto", "cuda:0")
+    monkeypatch.setattr(backend, "_driver_trouble", lambda: "no compiler")
+    with pytest.raises(ArgumentError, match="cannot run on cuda: no compiler"):
+        backend.uses_triton("triton", "cuda")
 
 
 def test_unknown_backends_are_refused():

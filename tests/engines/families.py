@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 import transformers
+from packaging.version import Version
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from kvwire.engines.transformers import TransformersEngine
@@ -42,6 +44,8 @@ def _rope(kind: str, **parameters: object) -> dict[str, object]:
 
 
 def _config(name: str, **options: object) -> PreTrainedConfig:
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
     return getattr(transformers, name)(**{**_COMMON, **options})
 
 
@@ -134,6 +138,7 @@ FAMILIES = tuple(_MAKERS)
 INTERLEAVED = ("cohere", "glm", "deepseek-v2")
 LATENT = ("deepseek-v3", "deepseek-v3-yarn", "deepseek-v2", "minicpm3", "glm4-moe-lite", "youtu", "axk1", "longcat")
 """Multi-head latent attention: the latent is cached as keys, the rotated part as values."""
+LATENTS_ARE_CACHED = Version(transformers.__version__) >= Version("5.15")
 SLIDES = ("mistral", "gemma3", "gemma2", "gpt-oss", "gemma4")
 EAGER = ("gemma2", "gpt-oss")
 """Families without an sdpa path in transformers."""
@@ -162,8 +167,11 @@ def make_config(name: str, **options: object) -> PreTrainedConfig:
 
 
 def config_of(family: str) -> PreTrainedConfig:
-    """A fresh configuration."""
-    return _MAKERS[family]()
+    """A fresh configuration; skips the test where the installed transformers does not have the family."""
+    config = _MAKERS[family]()
+    if family in LATENT and not LATENTS_ARE_CACHED:
+        pytest.skip(f"transformers {transformers.__version__} caches expanded keys, not latents; 5.15 does")
+    return config
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """The S3 store before servers that lie, refuse, drip or redirect without end."""
 
+import gc
 import re
 import secrets
 import threading
@@ -7,6 +8,7 @@ import time
 import traceback
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -108,6 +110,23 @@ def test_strange_headers_give_kvwires_errors_or_the_bytes(lying, headers):
             assert call() == right
         except StorageError:
             continue
+
+
+def open_files():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.parametrize("answer", [(200, {"Last-Modified": "never"}, b"01234"), ranged("3-7/99", b"01234")])
+def test_answers_that_are_refused_are_closed(lying, answer):
+    lying.answers["GET"] = answer
+    gc.disable()  # which would close them some time
+    try:
+        before = open_files()
+        for _ in range(10):
+            assert isinstance(fails(lying.store.get, "k", 2, 7), StorageError)
+        assert open_files() <= before + 4  # the server's side of the last ones
+    finally:
+        gc.enable()
 
 
 def test_uploads_that_are_answered_with_nothing_are_refused(liar):

@@ -1,0 +1,97 @@
+"""``make .venv``: which torch the environment takes, and what a person is shown. Nothing here needs a network."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = """
+[build-system]
+requires = ["setuptools>=77"]
+build-backend = "setuptools.build_meta"
+[project]
+name = "small"
+version = "1"
+dependencies = ["torch>=2.6", {more}]
+optional-dependencies = {{ dev = [], demo = [] }}
+[tool.setuptools]
+packages = []
+"""
+
+
+def describe(project: Path, more: str = "") -> None:
+    """Write a project that needs torch, and one package more perhaps."""
+    (project / "pyproject.toml").write_text(PROJECT.format(more=more), encoding="utf-8")
+
+
+def make(project: Path) -> subprocess.CompletedProcess[str]:
+    """``make .venv`` with the Python that runs the tests, which has torch, and without an index."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "MAKE"))}
+    environment |= {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_NO_BUILD_ISOLATION": "0"}
+    command = ["make", ".venv", f"PYTHON={sys.executable}"]
+    return subprocess.run(
+        command, cwd=project, env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+
+
+@pytest.fixture
+def project(tmp_path):
+    for name in ("Makefile", "constraints.txt", "scripts/set_up.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def test_a_failure_is_told_and_the_torch_that_is_there_is_used(project):
+    describe(project, '"no-such-package-of-ours==1"')
+    failed = make(project)
+    assert failed.returncode != 0
+    assert "No matching distribution found for no-such-package-of-ours==1" in failed.stdout
+    assert ".venv/set_up.log" in failed.stdout
+    assert len(failed.stdout.splitlines()) < 40
+
+    describe(project)
+    done = make(project)  # the failure left nothing that passes for an environment
+    assert done.returncode == 0, done.stdout + done.stderr
+    version = metadata.version("torch")
+    first, last = done.stdout.splitlines()
+    assert f"torch {version} from " in first
+    assert ".venv: ready after " in last
+    assert done.stderr == ""
+    pins = (project / ".venv" / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    assert [pin for pin in pins if pin.startswith(("torch==", "triton=="))] == [f"torch=={version}"]
+    where = "import torch; print(torch.__version__, torch.__file__)"
+    ours, its = (
+        subprocess.run([python, "-c", where], capture_output=True, text=True, check=True).stdout
+        for python in (sys.executable, project / ".venv" / "bin" / "python")
+    )
+    assert its == ours
+
+    assert make(project).stdout == "make: Nothing to be done for '.venv'.\n"
+    (project / ".venv" / "python").write_text("/somewhere/python3.99\n", encoding="utf-8")
+    assert ".venv: ready after " in make(project).stdout  # another Python was named
+
+
+def test_a_torch_that_is_too_old_or_the_environments_own_is_not_used(project, monkeypatch, capsys):
+    spec = importlib.util.spec_from_file_location("set_up", project / "scripts" / "set_up.py")
+    set_up = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "set_up", set_up)
+    spec.loader.exec_module(set_up)
+    describe(project)
+    found = set_up._torch_of_this_python()
+    assert found.version == metadata.version("torch")
+    assert (found.folder / "torch").is_dir()
+    (project / "pyproject.toml").write_text(PROJECT.format(more="").replace("2.6", "99.0"), encoding="utf-8")
+    assert set_up._torch_of_this_python() is None
+    assert "is too old, kvwire needs 99.0" in capsys.readouterr().out
+    describe(project)
+    monkeypatch.setattr(set_up, "HOME", found.folder.parent)
+    assert set_up._torch_of_this_python() is None
