@@ -23,6 +23,8 @@ HOME = ROOT / ".venv"
 LOG = HOME / "set_up.log"
 _STEP = re.compile(r"(Collecting|Downloading|Building|Installing|Preparing) .*")
 _SHOWN_LINES = 25
+_NEW_INTERPRETER = [2, 12]
+"""Of torch: the first whose Triton has an interpreter that works with NumPy 2.4."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,9 @@ def _torch_of_this_python() -> Torch | None:
     folder = Path(str(found.locate_file(""))).resolve()
     if folder.is_relative_to(HOME):
         return None
-    needs = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
-    (least,) = (need.removeprefix("torch>=") for need in needs if need.startswith("torch>="))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needs = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    least = max((need.removeprefix("torch>=") for need in needs if need.startswith("torch>=")), key=_major_minor)
     if _major_minor(found.version) < _major_minor(least):
         _say(f"torch {found.version} in {folder} is too old, kvwire needs {least}; another one is installed")
         return None
@@ -105,6 +108,8 @@ def _pins(torch: Torch | None) -> str:
     if torch is None:
         return pins
     kept = [line for line in pins.splitlines() if not line.startswith(("torch==", "triton==", "setuptools=="))]
+    if _major_minor(torch.version) < _NEW_INTERPRETER:
+        kept = [line for line in kept if not line.startswith("numpy==")] + ["numpy<2.4"]
     return "\n".join([*kept, f"torch=={torch.version}", ""])
 
 

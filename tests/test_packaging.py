@@ -18,7 +18,7 @@ TYPING = ROOT / ".typing" / "kvwire"
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
 PACKAGES: list[str] = SETUPTOOLS["packages"]
 FOLDERS: dict[str, str] = SETUPTOOLS["package-dir"]
-BESIDE = ("benchmarks", "demo", "tests")
+BESIDE = ("benchmarks", "demo", "scripts", "tests")
 
 IMPORT_ALL = """
 import importlib, pathlib, sys

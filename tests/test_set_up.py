@@ -89,6 +89,8 @@ def test_a_torch_that_is_too_old_or_the_environments_own_is_not_used(project, mo
     found = set_up._torch_of_this_python()
     assert found.version == metadata.version("torch")
     assert (found.folder / "torch").is_dir()
+    assert "numpy<2.4" in set_up._pins(set_up.Torch("2.11.0+cpu", found.folder)).splitlines()
+    assert "numpy<2.4" not in set_up._pins(set_up.Torch("2.12.0", found.folder))
     (project / "pyproject.toml").write_text(PROJECT.format(more="").replace("2.6", "99.0"), encoding="utf-8")
     assert set_up._torch_of_this_python() is None
     assert "is too old, kvwire needs 99.0" in capsys.readouterr().out
