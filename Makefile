@@ -1,7 +1,8 @@
 # Needs make and Python 3.11 or later; everything else goes into .venv.
 .PHONY: help .venv other-python demo test test-servers check check-install clean
 
-PYTHON ?= python3
+# The Python that .venv is of, so that a change of the requirements renews it as it is.
+PYTHON ?= $(or $(shell test -x "$$(cat .venv/python 2>/dev/null)" && cat .venv/python),python3)
 JOBS ?= 2
 BIN = .venv/bin
 READY = .venv/installed
@@ -11,7 +12,7 @@ help:
 	@echo "make test    run the tests, JOBS=$(JOBS) at a time"
 	@echo "make test-servers   the tests that need real servers, which are downloaded"
 	@echo "make check   ruff, formatting and mypy"
-	@echo "make check-install   requirements against the package index alone; the wheel in a clean environment"
+	@echo "make check-install   requirements against the package index alone; the wheel in a clean environment, with a torch of its own"
 	@echo "make .venv   only the virtual environment, from PYTHON=$(PYTHON), with its torch where it has one"
 	@echo "make clean   remove everything that can be made again"
 
@@ -19,16 +20,16 @@ help:
 
 # Whoever names a PYTHON gets an environment of that one: what there is of another is made anew.
 ifneq ($(origin PYTHON),file)
-ifneq ($(shell cat .venv/python 2>/dev/null),$(shell command -v $(PYTHON)))
+ifneq ($(shell cat .venv/python 2>/dev/null),$(shell "$(PYTHON)" -c 'import sys; print(sys.executable)' 2>/dev/null))
 $(READY): other-python
 endif
 endif
 other-python: ;
 
 $(READY): pyproject.toml constraints.txt scripts/set_up.py
-	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("kvwire needs Python 3.11 or later, $(PYTHON) is " + sys.version.split()[0] + "; try: make PYTHON=python3.11")'
-	@$(PYTHON) scripts/set_up.py
-	@command -v $(PYTHON) > .venv/python
+	@"$(PYTHON)" -c 'import sys; sys.version_info >= (3, 11) or sys.exit("kvwire needs Python 3.11 or later, $(PYTHON) is " + sys.version.split()[0] + "; try: make PYTHON=python3.11")'
+	@"$(PYTHON)" scripts/set_up.py
+	@"$(PYTHON)" -c 'import sys; print(sys.executable)' > .venv/python
 	@touch $(READY)
 
 demo: $(READY)

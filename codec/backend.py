@@ -65,7 +65,7 @@ def _missing(device: torch.device) -> str:
         return _missing_on_the_processor(version)
     if device.type == "cuda":
         return _missing_on_the_gpu(device)
-    return f"they are written for CUDA and ROCm, not for {device.type}"
+    return f"they are written for CUDA and ROCm, not for {device.type}; use backend='numba'"
 
 
 def _missing_on_the_processor(version: tuple[int, ...]) -> str:
@@ -85,7 +85,8 @@ def _missing_on_the_gpu(device: torch.device) -> str:
     if not torch.cuda.is_available():
         return "torch sees no GPU; check its CUDA build and the driver"
     if torch.version.hip is None and (capability := torch.cuda.get_device_capability(device)) < _LEAST_CAPABILITY:
-        return f"its compute capability is {capability[0]}.{capability[1]}, and they need 8.0 or later"
+        found = ".".join(map(str, capability))
+        return f"its compute capability is {found}, and they need 8.0 or later; use backend='numba'"
     return _driver_trouble()
 
 
@@ -94,9 +95,10 @@ def _triton_version() -> tuple[int, ...] | None:
     """Major and minor number of the Triton that can be imported; None where none can."""
     try:
         import triton
+
+        return _release(triton.__version__)
     except Exception:  # noqa: BLE001 - a broken installation fails in many ways
         return None
-    return _release(triton.__version__)
 
 
 def _release(version: str) -> tuple[int, ...]:

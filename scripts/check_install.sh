@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # What users meet: requirements that resolve from the package index alone, for each Python that pyproject.toml claims and
-# that is here; and the wheel, without extras, in a clean environment. Needs .venv (make .venv) and the index.
+# that is here; and the wheel, without extras, in a clean environment, for which pip installs torch as it is configured
+# (gigabytes, where no CPU build is offered). Needs .venv (make .venv) and the index.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 work=$(mktemp -d)
@@ -30,15 +31,16 @@ quietly() {
 quietly .venv/bin/python -m venv "$work/tools"
 quietly "$work/tools/bin/pip" install --upgrade pip build
 
-# No local wheels, no configuration, no further index: what a stranger's pip sees.
+# No local wheels, no configuration, no further index: what a stranger's pip sees. PIP_INDEX_URL may name a mirror.
 resolve() {
     local python=$1
     shift
-    quietly env -u PIP_EXTRA_INDEX_URL PIP_FIND_LINKS= PIP_CONFIG_FILE=/dev/null \
+    quietly env -u PIP_EXTRA_INDEX_URL -u PIP_CONSTRAINT -u PIP_PRE -u PIP_NO_INDEX PIP_FIND_LINKS= PIP_CONFIG_FILE=/dev/null \
         "$work/tools/bin/pip" --python "$python" install --dry-run --ignore-installed --only-binary :all: "$@"
 }
-quietly "$work/tools/bin/python" -m build --wheel --outdir "$work/dist" .
+quietly "$work/tools/bin/python" -m build --outdir "$work/dist" .  # the wheel from the sdist
 wheel=$(echo "$work"/dist/kvwire-*.whl)
+newest=
 for version in $(sed -n 's/.*"Programming Language :: Python :: \(3\.[0-9]*\)".*/\1/p' pyproject.toml); do
     python=$(find_python "$version")
     if [ -z "$python" ]; then
@@ -47,9 +49,14 @@ for version in $(sed -n 's/.*"Programming Language :: Python :: \(3\.[0-9]*\)".*
     fi
     resolve "$python" -c constraints.txt "$wheel[dev,demo]"
     echo "Python $version: the two commands' requirements resolve from the index alone"
+    newest=$python
 done
-resolve "$python" "$wheel[dev,demo,gpu]"
-echo "Python $version: the newest versions that are allowed resolve too"
+if [ -z "$newest" ]; then
+    echo "none of the Pythons that pyproject.toml claims is on PATH or among pyenv's; install one" >&2
+    exit 1
+fi
+resolve "$newest" "$wheel[dev,demo,gpu]"
+echo "$("$newest" --version): the newest versions that are allowed resolve too"
 
 quietly .venv/bin/python -m venv "$work/clean"
 quietly "$work/clean/bin/pip" install -c constraints.txt "$wheel"

@@ -1,8 +1,8 @@
 """Make ``.venv``, in which kvwire is developed: pinned packages, and the torch that is there already.
 
-``make .venv`` runs this with ``PYTHON``. Where that Python has torch, a CPU build for example, ``.venv`` uses it and
-takes no other; else pip installs the pinned one. pip's words go to ``.venv/set_up.log``; a terminal sees the step that
-it is at, and a failure is printed.
+``make .venv`` runs this with ``PYTHON``. Where that Python has torch, a CPU build for example, ``.venv`` takes no
+other: it sees that Python's packages behind its own. Else pip installs the pinned torch. pip's words go to
+``.venv/set_up.log``; a terminal sees the step that it is at, and a failure is printed.
 """
 
 from __future__ import annotations
@@ -46,16 +46,22 @@ def main() -> int:
     beside = _site_packages() / "torch_beside.pth"
     line = f"{torch.folder}\n" if torch else ""
     renewable = _is_this_pythons() and beside.is_file() and beside.read_text(encoding="utf-8") == line
-    venv.create(HOME, clear=not renewable, with_pip=True, symlinks=True)
+    try:
+        venv.create(HOME, clear=not renewable, with_pip=True, symlinks=True)
+    except subprocess.CalledProcessError as error:
+        words = (error.output or b"").decode(errors="replace")
+        _say(f"{sys.executable} makes no environment with pip (Debian and Ubuntu: install python3-venv)\n{words}")
+        return 1
+    # Up to 3.11, venv puts an old setuptools in front of the one that torch came with.
+    if torch and not renewable and (status := _pip("uninstall", "-y", "setuptools")):
+        return status
     beside.write_text(line, encoding="utf-8")
     pins = HOME / "constraints.txt"
     pins.write_text(_pins(torch), encoding="utf-8")
     whose = f"torch {torch.version} from {torch.folder}" if torch else "installing torch too"
     _say(f"Python {sys.version.split()[0]}, {whose}")
 
-    # Up to 3.11, venv puts an old setuptools in front of the one that torch came with.
-    status = _pip("uninstall", "-y", "setuptools") if torch and not renewable else 0
-    status = status or _pip("install", "--progress-bar", "off", "-c", str(pins), "-e", f"{ROOT}[dev,demo]")
+    status = _pip("install", "--progress-bar", "off", "-c", str(pins), "-e", f"{ROOT}[dev,demo]")
     if status:
         _say(f"pip failed; the end of {LOG.relative_to(ROOT)}:\n{_failure()}")
         return status
@@ -89,6 +95,10 @@ def _torch_of_this_python() -> Torch | None:
     folder = Path(str(found.locate_file(""))).resolve()
     if folder.is_relative_to(HOME):
         return None
+    if str(folder).startswith(str(HOME)):  # pip compares the same way, and would take those packages for .venv's own
+        sys.exit(f".venv: {folder} lies in a folder whose name begins with .venv; rename it, or name another PYTHON")
+    if (folder / "kvwire").exists():
+        sys.exit(f".venv: {folder} has a kvwire of its own, which would hide this one; name another PYTHON")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     needs = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
     least = max((need.removeprefix("torch>=") for need in needs if need.startswith("torch>=")), key=_major_minor)
@@ -133,11 +143,10 @@ def _pip(*words: str) -> int:
 
 
 def _failure() -> str:
-    """Of the log, the lines around the first error that pip reports, or else its end."""
+    """Of the log, the first error that pip reports, and the end."""
     lines = LOG.read_text(encoding="utf-8").splitlines()
-    first = next((number for number, line in enumerate(lines) if line.startswith("ERROR")), len(lines))
-    begin = max(0, min(first, len(lines)) - _SHOWN_LINES // 2)
-    return "\n".join(lines[begin:][-_SHOWN_LINES:] if first == len(lines) else lines[begin:][:_SHOWN_LINES])
+    first = [line for line in lines[:-_SHOWN_LINES] if line.startswith("ERROR")][:1]
+    return "\n".join([*first, *lines[-_SHOWN_LINES:]])
 
 
 if __name__ == "__main__":

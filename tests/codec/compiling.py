@@ -21,6 +21,8 @@ from typing import Any
 
 import pytest
 
+from kvwire.codec import backend
+
 
 @dataclass(frozen=True)
 class Report:
@@ -61,7 +63,7 @@ def compile_for(
     worker.stdin.write(json.dumps(job) + "\n")
     worker.stdin.flush()
     answer = json.loads(worker.stdout.readline() or '{"error": "the compiling process has died"}')
-    if "ROCm linker" in answer.get("error", ""):
+    if "ROCm linker" in answer.get("error", "") and backend._triton_version() < (3, 5):
         pytest.skip("before 3.5, Triton compiles for AMD only where ROCm is installed")
     if "error" in answer:
         raise RuntimeError(answer["error"])

@@ -236,3 +236,20 @@ def test_samples_and_batches_change_nothing(monkeypatch):
     size = engine.model.config.hidden_size
     assert part.features.shape == (VOCABULARY, size + 40)
     assert bool((part.features[:, size:].square().sum(1) > 0).all())
+
+
+def test_axes_are_found_where_float32_is_refused(monkeypatch):
+    """As torch 2.6 does for large matrices."""
+    entries = torch.randn(30, 5, generator=torch.Generator().manual_seed(3)) * torch.arange(1, 6)
+    wanted = text._principal(entries)
+    real = torch.linalg.eigh
+
+    def refusing(matrix):
+        if matrix.dtype == torch.float32:
+            raise RuntimeError
+        return real(matrix)
+
+    monkeypatch.setattr(torch.linalg, "eigh", refusing)
+    found = text._principal(entries)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.abs(), wanted.abs(), rtol=1e-4, atol=1e-4)
