@@ -9,6 +9,7 @@ import sysconfig
 import tomllib
 import venv
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -110,8 +111,9 @@ def test_the_wheel_works_without_the_repository(wheel: Path, tmp_path: Path) -> 
     python = home / "bin" / "python"
     run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
     # A path in a .pth file is searched last and its own .pth files are not read: the dependencies come from the running
-    # environment, an editable kvwire there stays out of sight.
-    paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    # environment, and torch perhaps from beside it; an editable kvwire there stays out of sight.
+    torch = metadata.distribution("torch").locate_file("")
+    paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), str(torch)}
     (site,) = home.glob("lib/python*/site-packages")
     (site / "dependencies.pth").write_text("\n".join(sorted(paths)) + "\n", encoding="utf-8")
     run(python, "-I", "-c", IMPORT_ALL, *PACKAGES, cwd=tmp_path)
