@@ -185,6 +185,7 @@ def decode_streams(
     flag = tl.maximum(flag, tl.where(unlisted, MISCOUNTED, 0))
     if CHECK:
         wrong = live & ((x != 65536) | (p != end))
+        # With the constant on the left, Triton 3.7's interpreter takes the product for a constant.
         flag = tl.maximum(flag, tl.max(wrong.to(tl.int32), axis=0) * DAMAGED)
     tl.atomic_max(flags + chunk, flag, sem="relaxed")
     tl.debug_barrier()

@@ -53,15 +53,14 @@ def main() -> int:
         _say(f"{sys.executable} makes no environment with pip (Debian and Ubuntu: install python3-venv)\n{words}")
         return 1
     # Up to 3.11, venv puts an old setuptools in front of the one that torch came with.
-    if torch and not renewable and (status := _pip("uninstall", "-y", "setuptools")):
-        return status
+    status = _pip("uninstall", "-y", "setuptools") if torch and not renewable else 0
     beside.write_text(line, encoding="utf-8")
     pins = HOME / "constraints.txt"
     pins.write_text(_pins(torch), encoding="utf-8")
     whose = f"torch {torch.version} from {torch.folder}" if torch else "installing torch too"
     _say(f"Python {sys.version.split()[0]}, {whose}")
 
-    status = _pip("install", "--progress-bar", "off", "-c", str(pins), "-e", f"{ROOT}[dev,demo]")
+    status = status or _pip("install", "--progress-bar", "off", "-c", str(pins), "-e", f"{ROOT}[dev,demo]")
     if status:
         _say(f"pip failed; the end of {LOG.relative_to(ROOT)}:\n{_failure()}")
         return status
