@@ -28,9 +28,9 @@ from versus_cachegen import CONTINUATION, Exact, compare, predictions
 
 import kvwire
 from kvwire.codec import Ladder
-from kvwire.codec.positions import positions_off
-from kvwire.codec.prediction import Text
-from kvwire.codec.profile import planes_of
+from kvwire.codec.planes import planes_of
+from kvwire.codec.prediction.text import Text
+from kvwire.codec.transform.positions import positions_off
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -39,7 +39,8 @@ import zstandard
 from measure import CHARACTERS_PER_TOKEN, ROOT, add_common_options, ratios, summary, table, write_json
 
 import kvwire
-from kvwire.codec import Ladder, positions_off, positions_on, prediction
+from kvwire.codec import Ladder, positions_off, positions_on
+from kvwire.codec.prediction import text as prediction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

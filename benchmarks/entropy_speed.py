@@ -34,8 +34,10 @@ from measure import (
 )
 
 import kvwire
-from kvwire.codec import Ladder, rans, segment
-from kvwire.codec.tables import ALPHABET, BIAS, CLASSES, CONTEXTS, fit_tables
+from kvwire.codec import Ladder
+from kvwire.codec.entropy import rans
+from kvwire.codec.entropy.tables import ALPHABET, BIAS, CLASSES, CONTEXTS, fit_tables
+from kvwire.codec.format import segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -27,11 +27,11 @@ from predicted_ttft_parts.machine import others_busy
 from predicted_ttft_parts.picture import draw
 
 import kvwire
-from kvwire.calibrate import measure_costs
+from kvwire.comparison.run import local_server
 from kvwire.controller import Adaptive
 from kvwire.controller.policies import CacheGen, Fixed, Text
-from kvwire.corpus import Corpus, Document
-from kvwire.demo import local_server
+from kvwire.runtime.corpus import Corpus, Document
+from kvwire.runtime.costs import measure_costs
 from kvwire.store import FolderStore
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ import torch
 from measure import ROOT, one_thread, table, write_json
 
 import kvwire
-from kvwire.codec.prediction import Text
-from kvwire.codec.transform import analyse, energy_of
+from kvwire.codec.prediction.text import Text
+from kvwire.codec.transform.analysis import analyse, energy_of
 
 if TYPE_CHECKING:
     from kvwire import KVCache, TransformersEngine

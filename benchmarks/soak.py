@@ -30,7 +30,7 @@ from fault_parts.servers import CREDENTIALS, ministack
 
 from kvwire.errors import KvwireError
 from kvwire.store import KeySpace, MemoryStore, S3Settings, S3Store, open_tiers
-from kvwire.store.tiers import TierSettings
+from kvwire.store.cache import TierSettings
 from kvwire.transport import (
     BlobFetcher,
     FetchSettings,

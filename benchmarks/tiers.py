@@ -22,9 +22,9 @@ from isal.isal_zlib import crc32
 from measure import RESULTS, interleaved, summary, table, write_json
 
 from kvwire.store import FolderStore, MemoryStore, open_tiers
+from kvwire.store.cache import POLICIES, make_policy
+from kvwire.store.cache.extent_file import HEADER_BYTES
 from kvwire.store.testing import samples
-from kvwire.store.tiers import POLICIES, make_policy
-from kvwire.store.tiers.extent_file import HEADER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -1,29 +1,33 @@
 """Tensors to bits and back: positions, transform, quantiser, tables, entropy coder, container."""
 
-from kvwire.codec.backend import Backend, uses_triton
-from kvwire.codec.cachegen import CacheGenProfile, fit_cachegen_profile
-from kvwire.codec.container import read_head
-from kvwire.codec.decode import BlobDecoder, decode
-from kvwire.codec.encode import CHUNK_TOKENS, encode
-from kvwire.codec.fit import fit_profile
-from kvwire.codec.inspection import inspect, level_index, verify
-from kvwire.codec.positions import positions_off, positions_on, rotate, rotation, shift_keys
-from kvwire.codec.profile import Plane, Profile, planes_of
-from kvwire.codec.quantiser import Ladder
-from kvwire.codec.queues import Mark, Pending
-from kvwire.codec.sealing import BlobReader, PlainBlob, SealedBlob, TenantKey, TenantKeys, derived, is_sealed
-from kvwire.codec.sensitivity import perturbed
-from kvwire.codec.statistics import Statistics, Vocabulary
-from kvwire.codec.stored import AnyProfile, read_profile
-from kvwire.codec.texts import pack_text, read_text
-from kvwire.types import CacheMeta, KVCache, PagedKVCache
+from typing import TYPE_CHECKING
+
+from kvwire._lazy import lazy
+
+if TYPE_CHECKING:
+    from kvwire.codec.api.decode import BlobDecoder, decode
+    from kvwire.codec.api.encode import CHUNK_TOKENS, encode
+    from kvwire.codec.api.inspect import inspect, level_index, verify
+    from kvwire.codec.backend import Backend, uses_triton
+    from kvwire.codec.fitting.fit import fit_profile
+    from kvwire.codec.fitting.sensitivity import perturbed
+    from kvwire.codec.fitting.statistics import Statistics, Vocabulary
+    from kvwire.codec.format.container import read_head
+    from kvwire.codec.format.texts import pack_text, read_text
+    from kvwire.codec.gpu.streams import Mark, Pending
+    from kvwire.codec.kinds.cachegen import CacheGenProfile, fit_cachegen_profile
+    from kvwire.codec.kinds.profiles import AnyProfile, read_profile
+    from kvwire.codec.planes import Plane, planes_of
+    from kvwire.codec.profile.profile import Profile
+    from kvwire.codec.transform.positions import positions_off, positions_on, rotate, rotation, shift_keys
+    from kvwire.codec.transform.quantiser import Ladder
+    from kvwire.types import CacheMeta, KVCache, PagedKVCache
 
 __all__ = [
     "CHUNK_TOKENS",
     "AnyProfile",
     "Backend",
     "BlobDecoder",
-    "BlobReader",
     "CacheGenProfile",
     "CacheMeta",
     "KVCache",
@@ -31,21 +35,15 @@ __all__ = [
     "Mark",
     "PagedKVCache",
     "Pending",
-    "PlainBlob",
     "Plane",
     "Profile",
-    "SealedBlob",
     "Statistics",
-    "TenantKey",
-    "TenantKeys",
     "Vocabulary",
     "decode",
-    "derived",
     "encode",
     "fit_cachegen_profile",
     "fit_profile",
     "inspect",
-    "is_sealed",
     "level_index",
     "pack_text",
     "perturbed",
@@ -61,3 +59,26 @@ __all__ = [
     "uses_triton",
     "verify",
 ]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "kvwire.codec.api.decode": ("BlobDecoder", "decode"),
+        "kvwire.codec.api.encode": ("CHUNK_TOKENS", "encode"),
+        "kvwire.codec.api.inspect": ("inspect", "level_index", "verify"),
+        "kvwire.codec.backend": ("Backend", "uses_triton"),
+        "kvwire.codec.fitting.fit": ("fit_profile",),
+        "kvwire.codec.fitting.sensitivity": ("perturbed",),
+        "kvwire.codec.fitting.statistics": ("Statistics", "Vocabulary"),
+        "kvwire.codec.format.container": ("read_head",),
+        "kvwire.codec.format.texts": ("pack_text", "read_text"),
+        "kvwire.codec.gpu.streams": ("Mark", "Pending"),
+        "kvwire.codec.kinds.cachegen": ("CacheGenProfile", "fit_cachegen_profile"),
+        "kvwire.codec.kinds.profiles": ("AnyProfile", "read_profile"),
+        "kvwire.codec.planes": ("Plane", "planes_of"),
+        "kvwire.codec.profile.profile": ("Profile",),
+        "kvwire.codec.transform.positions": ("positions_off", "positions_on", "rotate", "rotation", "shift_keys"),
+        "kvwire.codec.transform.quantiser": ("Ladder",),
+        "kvwire.types": ("CacheMeta", "KVCache", "PagedKVCache"),
+    },
+)

@@ -1,13 +1,18 @@
 """Decides, chunk by chunk, whether to recompute or to fetch and how finely; does no I/O and owns no clock."""
 
-from .core import Controller, replay
-from .costs import CostModel, DecodeCost, PrefillCost, fit_decode, fit_prefill
-from .documents import DocumentPlanInput
-from .estimates import Estimates
-from .estimators import BandwidthEstimator, BandwidthSettings, TtfbEstimator
-from .events import LogEntry
-from .policies import Adaptive, Policy
-from .settings import ControllerSettings, Goal, Objective
+from typing import TYPE_CHECKING
+
+from kvwire._lazy import lazy
+
+if TYPE_CHECKING:
+    from kvwire.controller.core import Controller, replay
+    from kvwire.controller.costs import CostModel, DecodeCost, PrefillCost, fit_decode, fit_prefill
+    from kvwire.controller.documents import DocumentPlanInput
+    from kvwire.controller.estimates import Estimates
+    from kvwire.controller.estimators import BandwidthEstimator, BandwidthSettings, TtfbEstimator
+    from kvwire.controller.events import LogEntry
+    from kvwire.controller.policies import Adaptive, Policy
+    from kvwire.controller.settings import ControllerSettings, Goal, Objective
 
 __all__ = [
     "Adaptive",
@@ -29,3 +34,17 @@ __all__ = [
     "fit_prefill",
     "replay",
 ]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "kvwire.controller.core": ("Controller", "replay"),
+        "kvwire.controller.costs": ("CostModel", "DecodeCost", "PrefillCost", "fit_decode", "fit_prefill"),
+        "kvwire.controller.documents": ("DocumentPlanInput",),
+        "kvwire.controller.estimates": ("Estimates",),
+        "kvwire.controller.estimators": ("BandwidthEstimator", "BandwidthSettings", "TtfbEstimator"),
+        "kvwire.controller.events": ("LogEntry",),
+        "kvwire.controller.policies": ("Adaptive", "Policy"),
+        "kvwire.controller.settings": ("ControllerSettings", "Goal", "Objective"),
+    },
+)

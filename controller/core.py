@@ -9,23 +9,21 @@ from __future__ import annotations
 from math import inf, isfinite
 from typing import TYPE_CHECKING
 
+from kvwire.controller import events as ev
+from kvwire.controller.dispatch import Dispatcher
+from kvwire.controller.document_state import ChunkState, DocumentBoard
+from kvwire.controller.load import Load
+from kvwire.controller.policies.adaptive import Adaptive
 from kvwire.errors import ArgumentError
-
-from . import events as ev
-from .board import ChunkState, DocumentBoard
-from .dispatch import Dispatcher
-from .load import Load
-from .policies.adaptive import Adaptive
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvwire.controller.documents import DocumentPlanInput
+    from kvwire.controller.estimates import Estimates
+    from kvwire.controller.policies.base import Policy
+    from kvwire.controller.settings import ControllerSettings
     from kvwire.types import ChunkId
-
-    from .documents import DocumentPlanInput
-    from .estimates import Estimates
-    from .policies.base import Policy
-    from .settings import ControllerSettings
 
 _S = ChunkState
 

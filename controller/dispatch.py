@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from . import events as ev
-from .board import ChunkState, among
-from .lanes import Job
-from .policies.base import Columns, PlanRequest, Promised
-from .resources import Resources
+from kvwire.controller import events as ev
+from kvwire.controller.document_state import ChunkState, among
+from kvwire.controller.lanes import Job
+from kvwire.controller.policies.base import Columns, PlanRequest, Promised
+from kvwire.controller.resources import Resources
 
 if TYPE_CHECKING:
-    from .board import DocumentBoard
-    from .costs import CostModel
-    from .estimates import Estimates
-    from .load import Load
-    from .policies.base import Policy
-    from .settings import ControllerSettings
+    from kvwire.controller.costs import CostModel
+    from kvwire.controller.document_state import DocumentBoard
+    from kvwire.controller.estimates import Estimates
+    from kvwire.controller.load import Load
+    from kvwire.controller.policies.base import Policy
+    from kvwire.controller.settings import ControllerSettings
 
 _S = ChunkState
 _LONG_PASS = 10.0  # a pass of that many times its fixed cost may end: going on would save less than a tenth of it

@@ -6,14 +6,13 @@ from copy import deepcopy
 from math import exp2, isfinite
 from typing import TYPE_CHECKING, Self
 
+from kvwire.controller.costs import CostModel, DecodeCost, PrefillCost
+from kvwire.controller.estimators import BandwidthEstimator, TtfbEstimator
+from kvwire.controller.learning import MOST_KNOWN, ClosingEstimator, DecodeEstimator, PrefillEstimator
 from kvwire.errors import ArgumentError, CorruptError
 
-from .costs import CostModel, DecodeCost, PrefillCost
-from .estimators import BandwidthEstimator, TtfbEstimator
-from .learning import MOST_KNOWN, ClosingEstimator, DecodeEstimator, PrefillEstimator
-
 if TYPE_CHECKING:
-    from .estimators import BandwidthSettings
+    from kvwire.controller.estimators import BandwidthSettings
 
 STATE_VERSION = 1
 _AGE_HALF_LIFE_S = 600.0  # a link measured an hour ago may be another by now

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvwire.controller.costs import DecodeCost, PrefillCost
+from kvwire.controller.estimators import RecentMedian
 from kvwire.errors import ArgumentError
-
-from .costs import DecodeCost, PrefillCost
-from .estimators import RecentMedian
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -8,20 +8,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvwire.controller.chunk_table import SideBySide
+from kvwire.controller.document_state import ChunkState, DocumentBoard, among
+from kvwire.controller.policies.base import RECOMPUTE, PlanRequest
+from kvwire.controller.policies.timeline import prefill_s
 from kvwire.errors import ArgumentError
-
-from .board import ChunkState, DocumentBoard, among
-from .columns import SideBySide
-from .policies.base import RECOMPUTE, PlanRequest
-from .policies.timeline import prefill_s
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from .costs import CostModel
-    from .documents import DocumentPlanInput
-    from .events import Asked
-    from .policies.base import Plan
+    from kvwire.controller.costs import CostModel
+    from kvwire.controller.documents import DocumentPlanInput
+    from kvwire.controller.events import Asked
+    from kvwire.controller.policies.base import Plan
 
 Place = tuple[DocumentBoard, int]
 """A chunk: its document and its number there."""

@@ -12,12 +12,11 @@ from math import isfinite
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from kvwire.controller import events as ev
+from kvwire.controller.documents import DocumentPlanInput
+from kvwire.controller.settings import Goal, Objective
 from kvwire.errors import ArgumentError, CorruptError
 from kvwire.types import ChunkId, Decision
-
-from . import events as ev
-from .documents import DocumentPlanInput
-from .settings import Goal, Objective
 
 MOST_CHARACTERS = 16_000_000
 """Of a line, written or read: an index of forty thousand chunks of ten levels."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from . import events as ev
-from .board import ChunkState
-from .costs import busiest
-from .lanes import Job, Lanes
-from .link import Flight, Link
+from kvwire.controller import events as ev
+from kvwire.controller.costs import busiest
+from kvwire.controller.document_state import ChunkState
+from kvwire.controller.inflight import Flight, Link
+from kvwire.controller.lanes import Job, Lanes
 
 if TYPE_CHECKING:
-    from .board import DocumentBoard
-    from .costs import CostModel
-    from .estimates import Estimates
-    from .load import Load, Place
-    from .settings import ControllerSettings
+    from kvwire.controller.costs import CostModel
+    from kvwire.controller.document_state import DocumentBoard
+    from kvwire.controller.estimates import Estimates
+    from kvwire.controller.load import Load, Place
+    from kvwire.controller.settings import ControllerSettings
 
 _S = ChunkState
 

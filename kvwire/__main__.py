@@ -1,6 +1,6 @@
 """``python -m kvwire``."""
 
-from kvwire.cli import main
+from kvwire.cli.app import main
 
 if __name__ == "__main__":
     main()

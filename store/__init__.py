@@ -2,37 +2,37 @@
 
 from typing import TYPE_CHECKING
 
-from kvwire.store.base import (
-    Addressed,
-    Data,
-    HttpAddress,
-    Listed,
-    ObjectReader,
-    ObjectStat,
-    Snapshots,
-    Store,
-    check_after,
-    clamp_range,
-    open_object,
-)
-from kvwire.store.catalog import Catalog, Page
-from kvwire.store.collecting import Collected, collect
-from kvwire.store.copying import Copied, copy_store
-from kvwire.store.entry import CatalogEntry, strict_json
-from kvwire.store.folder import FolderStore
-from kvwire.store.http_ranges import range_header, range_told
-from kvwire.store.keyring import Keyring
-from kvwire.store.keys import KeySpace, check_key, content_digest, is_catalog_key, tenant_hash, text_digest
-from kvwire.store.listing import tenants
-from kvwire.store.memory import MemoryStore
-from kvwire.store.opening import open_store
-from kvwire.store.s3 import S3Settings
-from kvwire.store.tiers import TieredStore, TierSettings, open_tiers, parse_size
-from kvwire.store.uses import UseCounts, UseFile
-from kvwire.store.verifying import Damage, Verified, verify_store
+from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
-    from kvwire.store.s3 import S3Store
+    from kvwire.store.backends.folder.store import FolderStore
+    from kvwire.store.backends.memory import MemoryStore
+    from kvwire.store.backends.s3 import S3Settings, S3Store
+    from kvwire.store.base import (
+        Addressed,
+        Data,
+        HttpAddress,
+        Listed,
+        ObjectReader,
+        ObjectStat,
+        Snapshots,
+        Store,
+        check_after,
+        clamp_range,
+        open_object,
+    )
+    from kvwire.store.cache import TieredStore, TierSettings, open_tiers, parse_size
+    from kvwire.store.catalog.catalog import Catalog, Page
+    from kvwire.store.catalog.entry import CatalogEntry, strict_json
+    from kvwire.store.catalog.uses import UseCounts, UseFile
+    from kvwire.store.crypto.keyring import Keyring
+    from kvwire.store.http_ranges import range_header, range_told
+    from kvwire.store.keys import KeySpace, check_key, content_digest, is_catalog_key, tenant_hash, text_digest
+    from kvwire.store.listing import tenants
+    from kvwire.store.schemes import open_store
+    from kvwire.store.upkeep.collect import Collected, collect
+    from kvwire.store.upkeep.copy import Copied, copy_store
+    from kvwire.store.upkeep.verify import Damage, Verified, verify_store
 
 __all__ = [
     "Addressed",
@@ -80,12 +80,43 @@ __all__ = [
     "verify_store",
 ]
 
-
-def __getattr__(name: str) -> object:
-    """Import the S3 store, and boto3 with it, when it is asked for."""
-    if name != "S3Store":
-        msg = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(msg)
-    from kvwire.store.s3 import S3Store
-
-    return S3Store
+__getattr__ = lazy(
+    __name__,
+    {
+        "kvwire.store.backends.folder.store": ("FolderStore",),
+        "kvwire.store.backends.memory": ("MemoryStore",),
+        "kvwire.store.backends.s3": ("S3Settings", "S3Store"),
+        "kvwire.store.base": (
+            "Addressed",
+            "Data",
+            "HttpAddress",
+            "Listed",
+            "ObjectReader",
+            "ObjectStat",
+            "Snapshots",
+            "Store",
+            "check_after",
+            "clamp_range",
+            "open_object",
+        ),
+        "kvwire.store.cache": ("TierSettings", "TieredStore", "open_tiers", "parse_size"),
+        "kvwire.store.catalog.catalog": ("Catalog", "Page"),
+        "kvwire.store.catalog.entry": ("CatalogEntry", "strict_json"),
+        "kvwire.store.catalog.uses": ("UseCounts", "UseFile"),
+        "kvwire.store.crypto.keyring": ("Keyring",),
+        "kvwire.store.http_ranges": ("range_header", "range_told"),
+        "kvwire.store.keys": (
+            "KeySpace",
+            "check_key",
+            "content_digest",
+            "is_catalog_key",
+            "tenant_hash",
+            "text_digest",
+        ),
+        "kvwire.store.listing": ("tenants",),
+        "kvwire.store.schemes": ("open_store",),
+        "kvwire.store.upkeep.collect": ("Collected", "collect"),
+        "kvwire.store.upkeep.copy": ("Copied", "copy_store"),
+        "kvwire.store.upkeep.verify": ("Damage", "Verified", "verify_store"),
+    },
+)

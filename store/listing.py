@@ -7,9 +7,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from kvwire.store.folder import FolderStore
+from kvwire.store.backends.folder.store import FolderStore
+from kvwire.store.backends.memory import MemoryStore
 from kvwire.store.keys import is_tenant
-from kvwire.store.memory import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -20,11 +20,11 @@ import pytest
 from botocore.config import Config
 from botocore.exceptions import ClientError
 
-import kvwire.store.s3.store
+import kvwire.store.backends.s3.store
 from kvwire.errors import KvwireError
 from kvwire.store import S3Settings, S3Store
-from kvwire.store.s3.address import S3Address
-from kvwire.store.s3.client import S3Client
+from kvwire.store.backends.s3.address import S3Address
+from kvwire.store.backends.s3.client import S3Client
 from kvwire.store.testing import StoreConformance
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class S3Conformance(StoreConformance):
         with pytest.MonkeyPatch.context() as patch, closing(server.client()) as raw:
             server.set_environment(patch)
             shared = S3Client(S3Address.parse(server.address()), cls.settings)
-            patch.setattr(kvwire.store.s3.store, "S3Client", lambda *_: shared)
+            patch.setattr(kvwire.store.backends.s3.store, "S3Client", lambda *_: shared)
             yield raw
             shared.close()
 

@@ -1,36 +1,41 @@
 """Bytes over links: range fetcher, HTTP server and store, emulated link."""
 
-from kvwire.transport.arrival import Arrival, FetchCounts, FetchSettings
-from kvwire.transport.errors import (
-    BusyError,
-    ReplacedError,
-    SegmentCorruptError,
-    SegmentError,
-    SegmentStorageError,
-    StalledError,
-)
-from kvwire.transport.fetcher import BlobFetcher
-from kvwire.transport.http_source import HttpSource, open_session
-from kvwire.transport.http_store import HttpStore, HttpStoreSettings
-from kvwire.transport.link import EmulatedLink, LinkSettings, RateSchedule, parse_link
-from kvwire.transport.metering import LinkMeter, LinkSample
-from kvwire.transport.opening import open_source
-from kvwire.transport.ranges import Piece, Range, coalesce, split
-from kvwire.transport.server import (
-    AccessSettings,
-    JsonLines,
-    ObjectServer,
-    ServerSettings,
-    ServerTls,
-    SigningKeys,
-    TextLines,
-    TlsFiles,
-    listen,
-    new_token,
-    serve,
-    sign_url,
-)
-from kvwire.transport.sources import ByteSource, LinkedSource, Patience, Sink, StoreSource, read_object
+from typing import TYPE_CHECKING
+
+from kvwire._lazy import lazy
+
+if TYPE_CHECKING:
+    from kvwire.store.backends.http.store import HttpStore, HttpStoreSettings
+    from kvwire.transport.emulation.links import EmulatedLink, LinkSettings, RateSchedule, parse_link
+    from kvwire.transport.errors import (
+        BusyError,
+        ReplacedError,
+        SegmentCorruptError,
+        SegmentError,
+        SegmentStorageError,
+        StalledError,
+    )
+    from kvwire.transport.fetch.fetcher import BlobFetcher
+    from kvwire.transport.fetch.metering import LinkMeter, LinkSample
+    from kvwire.transport.fetch.ranges import Piece, Range, coalesce, split
+    from kvwire.transport.fetch.types import Arrival, FetchCounts, FetchSettings
+    from kvwire.transport.server import (
+        AccessSettings,
+        JsonLines,
+        ObjectServer,
+        ServerSettings,
+        ServerTls,
+        SigningKeys,
+        TextLines,
+        TlsFiles,
+        listen,
+        new_token,
+        serve,
+        sign_url,
+    )
+    from kvwire.transport.sources.base import ByteSource, LinkedSource, Patience, Sink, StoreSource, read_object
+    from kvwire.transport.sources.http import HttpSource, open_session
+    from kvwire.transport.sources.opening import open_source
 
 __all__ = [
     "AccessSettings",
@@ -77,3 +82,47 @@ __all__ = [
     "sign_url",
     "split",
 ]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "kvwire.store.backends.http.store": ("HttpStore", "HttpStoreSettings"),
+        "kvwire.transport.emulation.links": ("EmulatedLink", "LinkSettings", "RateSchedule", "parse_link"),
+        "kvwire.transport.errors": (
+            "BusyError",
+            "ReplacedError",
+            "SegmentCorruptError",
+            "SegmentError",
+            "SegmentStorageError",
+            "StalledError",
+        ),
+        "kvwire.transport.fetch.fetcher": ("BlobFetcher",),
+        "kvwire.transport.fetch.metering": ("LinkMeter", "LinkSample"),
+        "kvwire.transport.fetch.ranges": ("Piece", "Range", "coalesce", "split"),
+        "kvwire.transport.fetch.types": ("Arrival", "FetchCounts", "FetchSettings"),
+        "kvwire.transport.server": (
+            "AccessSettings",
+            "JsonLines",
+            "ObjectServer",
+            "ServerSettings",
+            "ServerTls",
+            "SigningKeys",
+            "TextLines",
+            "TlsFiles",
+            "listen",
+            "new_token",
+            "serve",
+            "sign_url",
+        ),
+        "kvwire.transport.sources.base": (
+            "ByteSource",
+            "LinkedSource",
+            "Patience",
+            "Sink",
+            "StoreSource",
+            "read_object",
+        ),
+        "kvwire.transport.sources.http": ("HttpSource", "open_session"),
+        "kvwire.transport.sources.opening": ("open_source",),
+    },
+)

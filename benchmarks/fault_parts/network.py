@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from kvwire.store import Store
     from kvwire.transport import ByteSource
-    from kvwire.transport.http_source import Addresses
+    from kvwire.transport.sources.http import Addresses
     from kvwire.transport.testing.faults import FaultPlan
 
     Run = Callable[["Bench"], Awaitable["Row"]]

@@ -10,12 +10,12 @@ import torch
 
 import kvwire
 from kvwire.codec import CHUNK_TOKENS
-from kvwire.codec.container import parse_head
-from kvwire.codec.device_decode import Batch, DeviceDecoder, Workspace
-from kvwire.codec.device_profile import on_device
-from kvwire.codec.prediction import Text
-from kvwire.codec.segment import ChunkState, decode_segment
-from kvwire.codec.staging import Piece, Staged
+from kvwire.codec.format.container import parse_head
+from kvwire.codec.format.segment import ChunkState, decode_segment
+from kvwire.codec.gpu.decode import Batch, DeviceDecoder, Workspace
+from kvwire.codec.gpu.profile import on_device
+from kvwire.codec.gpu.staging import Piece, Staged
+from kvwire.codec.prediction.text import Text
 
 if TYPE_CHECKING:
     import numpy as np

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvwire.codec.layout import elements_per_token
+from kvwire.codec.format.metadata_json import elements_per_token
 from kvwire.types import CacheMeta, LayerSpec, RopeRegime
 
 BYTES = 2

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from shaped_parts.shaped_link import shaped_link
 
 from kvwire.controller.simulator import RateTrace, constant
-from kvwire.open import open_store
+from kvwire.store.schemes import open_store
 from kvwire.transport import EmulatedLink, LinkedSource, RateSchedule, open_session, open_source
 
 if TYPE_CHECKING:

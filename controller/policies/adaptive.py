@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .base import RECOMPUTE, SLOWEST, Plan
-from .timeline import Timeline, decode_s, prefill_s, wire_s
+from kvwire.controller.policies.base import RECOMPUTE, SLOWEST, Plan
+from kvwire.controller.policies.timeline import Timeline, decode_s, prefill_s, wire_s
 
 if TYPE_CHECKING:
-    from .base import Ints, PlanRequest
+    from kvwire.controller.policies.base import Ints, PlanRequest
 
 
 _AS_GOOD = 1.001

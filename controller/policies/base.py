@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ..costs import CostModel
-    from ..settings import Goal
+    from kvwire.controller.costs import CostModel
+    from kvwire.controller.settings import Goal
 
     Ints = NDArray[np.int64]
     Floats = NDArray[np.float64]

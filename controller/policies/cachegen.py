@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .base import RECOMPUTE, SLOWEST
-from .timeline import prefill_s
-from .written import written
+from kvwire.controller.policies.base import RECOMPUTE, SLOWEST
+from kvwire.controller.policies.sequential import written
+from kvwire.controller.policies.timeline import prefill_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .base import Ints, Plan, PlanRequest
+    from kvwire.controller.policies.base import Ints, Plan, PlanRequest
 
 STRETCH_TOKENS = 1536
 """The paper's chunks; several of ours make one."""

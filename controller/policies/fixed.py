@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvwire.controller.policies.sequential import written
 from kvwire.errors import ArgumentError
 
-from .written import written
-
 if TYPE_CHECKING:
-    from .base import Plan, PlanRequest
+    from kvwire.controller.policies.base import Plan, PlanRequest
 
 
 @dataclass(frozen=True)

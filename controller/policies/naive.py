@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .base import RECOMPUTE, SLOWEST
-from .timeline import decode_s, prefill_s, wire_s
+from kvwire.controller.policies.base import RECOMPUTE, SLOWEST
+from kvwire.controller.policies.timeline import decode_s, prefill_s, wire_s
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from .base import Ints, PlanRequest
+    from kvwire.controller.policies.base import Ints, PlanRequest
 
 
 def fetch_order(request: PlanRequest, levels: Ints) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .fixed import Fixed
+from kvwire.controller.policies.fixed import Fixed
 
 
 @dataclass(frozen=True)

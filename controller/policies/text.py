@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .base import RECOMPUTE
-from .written import written
+from kvwire.controller.policies.base import RECOMPUTE
+from kvwire.controller.policies.sequential import written
 
 if TYPE_CHECKING:
-    from .base import Plan, PlanRequest
+    from kvwire.controller.policies.base import Plan, PlanRequest
 
 
 @dataclass(frozen=True)

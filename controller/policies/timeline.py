@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .base import SLOWEST
+from kvwire.controller.policies.base import SLOWEST
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from .base import Columns, Floats, Ints, PlanRequest
+    from kvwire.controller.policies.base import Columns, Floats, Ints, PlanRequest
 
 
 def levels_for(request: PlanRequest, targets: Ints) -> Ints:

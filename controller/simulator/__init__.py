@@ -1,16 +1,21 @@
 """A modelled world for the controller: links, models, machines, documents and loads, and how well loads went."""
 
-from .contenders import policy_named, policy_names
-from .machines import MACHINES, Machine, costs, machine_named
-from .metrics import Scored, Summary, decibels
-from .models import MODELS, Model, model_named
-from .optimum import Optimum, optimum
-from .outcome import Outcome, Span
-from .rates import RateTrace, ar1, constant, steps, token_bucket, with_outages
-from .scenario import Scenario, settings_for, simulate, variants_for
-from .sizes import documents_for, measured, raw_documents_for, raw_of
-from .traces import parse_log_json, parse_mbit_lines
-from .world import Arrival, Trouble, World
+from typing import TYPE_CHECKING
+
+from kvwire._lazy import lazy
+
+if TYPE_CHECKING:
+    from kvwire.controller.simulator.contenders import policy_named, policy_names
+    from kvwire.controller.simulator.machines import MACHINES, Machine, costs, machine_named
+    from kvwire.controller.simulator.metrics import Scored, Summary, decibels
+    from kvwire.controller.simulator.models import MODELS, Model, model_named
+    from kvwire.controller.simulator.optimum import Optimum, optimum
+    from kvwire.controller.simulator.outcome import Outcome, Span
+    from kvwire.controller.simulator.rates import RateTrace, ar1, constant, steps, token_bucket, with_outages
+    from kvwire.controller.simulator.scenario import Scenario, settings_for, simulate, variants_for
+    from kvwire.controller.simulator.sizes import documents_for, measured, raw_documents_for, raw_of
+    from kvwire.controller.simulator.traces import parse_log_json, parse_mbit_lines
+    from kvwire.controller.simulator.world import Arrival, Trouble, World
 
 __all__ = [
     "MACHINES",
@@ -49,3 +54,20 @@ __all__ = [
     "variants_for",
     "with_outages",
 ]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "kvwire.controller.simulator.contenders": ("policy_named", "policy_names"),
+        "kvwire.controller.simulator.machines": ("MACHINES", "Machine", "costs", "machine_named"),
+        "kvwire.controller.simulator.metrics": ("Scored", "Summary", "decibels"),
+        "kvwire.controller.simulator.models": ("MODELS", "Model", "model_named"),
+        "kvwire.controller.simulator.optimum": ("Optimum", "optimum"),
+        "kvwire.controller.simulator.outcome": ("Outcome", "Span"),
+        "kvwire.controller.simulator.rates": ("RateTrace", "ar1", "constant", "steps", "token_bucket", "with_outages"),
+        "kvwire.controller.simulator.scenario": ("Scenario", "settings_for", "simulate", "variants_for"),
+        "kvwire.controller.simulator.sizes": ("documents_for", "measured", "raw_documents_for", "raw_of"),
+        "kvwire.controller.simulator.traces": ("parse_log_json", "parse_mbit_lines"),
+        "kvwire.controller.simulator.world": ("Arrival", "Trouble", "World"),
+    },
+)

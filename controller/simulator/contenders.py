@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvwire.controller.policies import Adaptive, CacheGen, CacheGenArtefact, Fixed, Raw, Text
 from kvwire.errors import NotFoundError
 
-from ..policies import Adaptive, CacheGen, CacheGenArtefact, Fixed, Raw, Text
-
 if TYPE_CHECKING:
-    from ..policies import Policy
-    from .rates import RateTrace
+    from kvwire.controller.policies import Policy
+    from kvwire.controller.simulator.rates import RateTrace
 
 _SIMPLE: dict[str, type[Policy]] = {"adaptive": Adaptive, "cachegen": CacheGen, "text": Text, "raw": Raw}
 _LEVEL = "level-"

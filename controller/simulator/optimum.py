@@ -28,18 +28,17 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
+from kvwire.controller.simulator._knapsack import Savings, least_value
 from kvwire.errors import ArgumentError
-
-from ._knapsack import Savings, least_value
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from ..costs import CostModel
-    from ..documents import DocumentPlanInput
-    from .rates import RateTrace
+    from kvwire.controller.costs import CostModel
+    from kvwire.controller.documents import DocumentPlanInput
+    from kvwire.controller.simulator.rates import RateTrace
 
     Floats = NDArray[np.float64]
 

@@ -10,29 +10,28 @@ from functools import cached_property
 from math import inf, isfinite
 from typing import TYPE_CHECKING
 
+from kvwire.controller.core import Controller
+from kvwire.controller.documents import DocumentPlanInput
+from kvwire.controller.estimates import Estimates
+from kvwire.controller.policies import Adaptive, Raw, Text
+from kvwire.controller.settings import ControllerSettings, Goal
+from kvwire.controller.simulator.machines import costs
+from kvwire.controller.simulator.optimum import optimum
+from kvwire.controller.simulator.sizes import documents_for, raw_of
+from kvwire.controller.simulator.world import Arrival, Trouble, World
 from kvwire.errors import ArgumentError
-
-from ..core import Controller
-from ..documents import DocumentPlanInput
-from ..estimates import Estimates
-from ..policies import Adaptive, Raw, Text
-from ..settings import ControllerSettings, Goal
-from .machines import costs
-from .optimum import optimum
-from .sizes import documents_for, raw_of
-from .world import Arrival, Trouble, World
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ..costs import CostModel
-    from ..events import LogEntry
-    from ..policies import Policy
-    from .machines import Machine
-    from .models import Model
-    from .optimum import Optimum
-    from .outcome import Outcome
-    from .rates import RateTrace
+    from kvwire.controller.costs import CostModel
+    from kvwire.controller.events import LogEntry
+    from kvwire.controller.policies import Policy
+    from kvwire.controller.simulator.machines import Machine
+    from kvwire.controller.simulator.models import Model
+    from kvwire.controller.simulator.optimum import Optimum
+    from kvwire.controller.simulator.outcome import Outcome
+    from kvwire.controller.simulator.rates import RateTrace
 
 Variants = tuple[DocumentPlanInput, ...]
 

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvwire.controller.documents import DocumentPlanInput
 from kvwire.errors import ArgumentError, NotFoundError
-
-from ..documents import DocumentPlanInput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .models import Model
+    from kvwire.controller.simulator.models import Model
 
 CHUNK_TOKENS = 256
 

@@ -16,24 +16,22 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from kvwire.controller import events as ev
+from kvwire.controller.costs import busiest
+from kvwire.controller.simulator.flows import DONE_BYTES, Flow, served
+from kvwire.controller.simulator.outcome import Lane, Outcome, Span
 from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId
-
-from .. import events as ev
-from ..costs import busiest
-from .flows import DONE_BYTES, Flow, served
-from .outcome import Lane, Outcome, Span
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvwire.controller.core import Controller
+    from kvwire.controller.costs import CostModel
+    from kvwire.controller.documents import DocumentPlanInput
+    from kvwire.controller.settings import Goal
+    from kvwire.controller.simulator.rates import RateTrace
     from kvwire.types import Decision
-
-    from ..core import Controller
-    from ..costs import CostModel
-    from ..documents import DocumentPlanInput
-    from ..settings import Goal
-    from .rates import RateTrace
 
 _REPORT_S = 0.005
 _SELDOM_S = 0.1  # well within what counts as a stall

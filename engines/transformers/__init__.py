@@ -1,6 +1,22 @@
 """The adapter for Hugging Face transformers."""
 
-from kvwire.engines.transformers.engine import TransformersEngine
-from kvwire.engines.transformers.opening import open_engine
+from typing import TYPE_CHECKING
 
-__all__ = ["TransformersEngine", "open_engine"]
+from kvwire._lazy import lazy
+
+if TYPE_CHECKING:
+    from kvwire.engines.transformers.engine import TransformersEngine
+    from kvwire.engines.transformers.opening import open_engine
+
+__all__ = [
+    "TransformersEngine",
+    "open_engine",
+]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "kvwire.engines.transformers.engine": ("TransformersEngine",),
+        "kvwire.engines.transformers.opening": ("open_engine",),
+    },
+)

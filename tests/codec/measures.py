@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvwire.codec import positions_off
-from kvwire.codec.transform import gather_planes
+from kvwire.codec.transform.analysis import gather_planes
 
 
 def measured(cache, decoded, profile):

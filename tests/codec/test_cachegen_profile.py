@@ -12,10 +12,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvwire.codec import KVCache, cachegen
-from kvwire.codec.cachegen import CacheGenProfile, decode_cachegen, encode_cachegen, fit_cachegen_profile
-from kvwire.codec.cachegen_coder import decode_rows, encode_rows, frequencies_of
-from kvwire.codec.transform import gather
+from kvwire.codec import KVCache
+from kvwire.codec.entropy.range_coder import decode_rows, encode_rows, frequencies_of
+from kvwire.codec.kinds import cachegen
+from kvwire.codec.kinds.cachegen import CacheGenProfile, decode_cachegen, encode_cachegen, fit_cachegen_profile
+from kvwire.codec.transform.analysis import gather
 from kvwire.errors import (
     ArgumentError,
     CacheValueError,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvwire.codec import (
+from kvwire.codec import (  # fmt: skip
     BlobDecoder,
     CacheMeta,
     KVCache,
@@ -19,8 +19,8 @@ from kvwire.codec import (
     level_index,
     positions_off,
     read_head,
-    transform,
-)  # fmt: skip
+)
+from kvwire.codec.transform import analysis  # fmt: skip
 from kvwire.errors import ArgumentError, CacheValueError, MismatchError, RopeRegimeError
 
 from .conftest import LADDER
@@ -260,7 +260,7 @@ def test_products_in_bfloat16_cost_next_to_nothing(monkeypatch, cache, profile):
     """On processors that are faster so: the same rate and error to a per cent, and any decoder reads the blob."""
     infos, errors = [], []
     for fast in (False, True):
-        monkeypatch.setattr(transform, "fast_bfloat16", lambda fast=fast: fast)
+        monkeypatch.setattr(analysis, "fast_bfloat16", lambda fast=fast: fast)
         blob = encode(cache, profile, LADDER)
         infos.append(inspect(blob))
         errors.append(measured(cache, decode(blob, None, profile), profile))

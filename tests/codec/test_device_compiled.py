@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvwire.codec import _triton as kernels
-from kvwire.codec import _triton_place as placing
-from kvwire.codec.staging import BLOCK
+from kvwire.codec.gpu import decode_kernels as kernels
+from kvwire.codec.gpu import reconstruct_kernels as placing
+from kvwire.codec.gpu.staging import BLOCK
 
 from .compiling import compile_for
 

@@ -14,17 +14,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvwire.codec import BlobDecoder, Ladder, Profile, decode, encode, fit_profile, inspect, queues, segment, staging
-from kvwire.codec import _triton as kernels
-from kvwire.codec.container import parse_head
-from kvwire.codec.device_decode import Workspace, _bytes
-from kvwire.codec.device_profile import on_device
-from kvwire.codec.profile import Group
-from kvwire.codec.rans import Lanes, encode_base, encode_ternary
-from kvwire.codec.rans_naive import decode_lanes
-from kvwire.codec.segment import ChunkState, Parts, decode_segment
-from kvwire.codec.staging import BLOCK, Piece, described, open_piece, stage
-from kvwire.codec.tables import ALPHABET, CLASSES, CONTEXTS, Tables, fit_tables
+from kvwire.codec import BlobDecoder, Ladder, Profile, decode, encode, fit_profile, inspect
+from kvwire.codec.entropy.rans import Lanes, encode_base, encode_ternary
+from kvwire.codec.entropy.rans_naive import decode_lanes
+from kvwire.codec.entropy.tables import ALPHABET, CLASSES, CONTEXTS, Tables, fit_tables
+from kvwire.codec.format import segment
+from kvwire.codec.format.container import parse_head
+from kvwire.codec.format.segment import ChunkState, Parts, decode_segment
+from kvwire.codec.gpu import decode_kernels as kernels
+from kvwire.codec.gpu import staging
+from kvwire.codec.gpu import streams as queues
+from kvwire.codec.gpu.decode import Workspace, _bytes
+from kvwire.codec.gpu.profile import on_device
+from kvwire.codec.gpu.staging import BLOCK, Piece, described, open_piece, stage
+from kvwire.codec.profile.group import Group
 from kvwire.errors import ArgumentError, CorruptError
 from kvwire.types import KVCache, LayerSpec, PagedKVCache, RopeRegime
 

@@ -13,30 +13,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvwire.codec import (
-    Ladder,
-    _kernels,
-    decode,
-    device_encode,
-    device_transform,
-    encode,
-    fit_profile,
-    positions_on,
-    read_head,
-    transform,
-)
-from kvwire.codec import _triton_encode as kernels
-from kvwire.codec.device_encode import DeviceEncoder, encode_batch, encode_streams, split_values
-from kvwire.codec.device_profile import DeviceProfile, on_device, packed_tables
-from kvwire.codec.device_transform import Transform
-from kvwire.codec.fit import identity_profile
-from kvwire.codec.prediction import Text
-from kvwire.codec.profile import Group, Profile
-from kvwire.codec.quantiser import split_levels
-from kvwire.codec.rans import encode_base, encode_ternary
-from kvwire.codec.rans_naive import encode_lanes
-from kvwire.codec.segment import ChunkState, encode_segment
-from kvwire.codec.tables import CLASSES, CONTEXTS, Tables, column_classes, fit_tables
+from kvwire.codec import Ladder, decode, encode, fit_profile, positions_on, read_head
+from kvwire.codec.entropy import kernels as numba_kernels
+from kvwire.codec.entropy.rans import encode_base, encode_ternary
+from kvwire.codec.entropy.rans_naive import encode_lanes
+from kvwire.codec.entropy.tables import CLASSES, CONTEXTS, Tables, column_classes, fit_tables
+from kvwire.codec.fitting.fit import identity_profile
+from kvwire.codec.format.segment import ChunkState, encode_segment
+from kvwire.codec.gpu import analysis as gpu_analysis
+from kvwire.codec.gpu import encode as gpu_encode
+from kvwire.codec.gpu import encode_kernels as kernels
+from kvwire.codec.gpu.analysis import Transform
+from kvwire.codec.gpu.encode import DeviceEncoder, encode_batch, encode_streams, split_values
+from kvwire.codec.gpu.profile import DeviceProfile, on_device, packed_tables
+from kvwire.codec.prediction.text import Text
+from kvwire.codec.profile.group import Group
+from kvwire.codec.profile.profile import Profile
+from kvwire.codec.transform import analysis
+from kvwire.codec.transform.quantiser import split_levels
 from kvwire.errors import CacheValueError
 from kvwire.types import KVCache
 
@@ -193,23 +187,23 @@ def test_equal_coefficients_give_equal_classes_and_errors():
     rng = np.random.default_rng(4)
     bounds, steps = (0, 9, 40, 41), Ladder().steps
     coefficients = (rng.laplace(0, 1, (41, 30)) * np.logspace(-3, 2, 30)).astype(np.float32)
-    unit, squares = device_encode.measured(torch.from_numpy(coefficients), bounds)
+    unit, squares = gpu_encode.measured(torch.from_numpy(coefficients), bounds)
     profile = profile_of(FITTED, np.zeros(30))
     known = DeviceProfile(profile, CPU)
-    values, largest = device_encode._quantised(torch.from_numpy(coefficients), steps[-1])
-    assert np.array_equal(values.numpy(), device_encode.quantise(coefficients, steps[-1]))
+    values, largest = gpu_encode._quantised(torch.from_numpy(coefficients), steps[-1])
+    assert np.array_equal(values.numpy(), gpu_encode.quantise(coefficients, steps[-1]))
     assert float(largest) == pytest.approx(abs(coefficients).max() / steps[-1], rel=1e-6)
     batch = split_values(values, unit, bounds, Ladder().shifts, known)
-    missed = device_encode.squared_errors(torch.from_numpy(coefficients), batch, steps, known)
+    missed = gpu_encode.squared_errors(torch.from_numpy(coefficients), batch, steps, known)
     for chunk, (start, stop) in enumerate(pairwise(bounds)):
         part = coefficients[start:stop]
         assert np.array_equal(unit[chunk].numpy(), column_classes(part))
-        assert float(squares[chunk].sum()) == pytest.approx(transform.energy_of(part), rel=1e-5)
+        assert float(squares[chunk].sum()) == pytest.approx(analysis.energy_of(part), rel=1e-5)
         by_level, _ = split_levels(values.numpy()[start:stop], len(steps))
         for level, step in enumerate(steps):
             wanted = np.zeros(30, np.float32)
             sizes = FITTED.sizes[batch.classes[chunk, level].numpy()]
-            _kernels.squared_error(part, by_level[level], sizes, step, wanted)
+            numba_kernels.squared_error(part, by_level[level], sizes, step, wanted)
             assert float(missed[chunk, level]) == pytest.approx(float(wanted.sum()), rel=1e-4)
 
 
@@ -273,11 +267,11 @@ def test_coefficients_of_long_chunks_are_the_processors(profile, step):
     text = Text(profile, 300, cache.token_ids)
     known = DeviceProfile(profile, CPU)
     made = Transform(cache, text, known, step).analyse(spans)
-    values, _ = device_encode._quantised(made.coefficients, step)
+    values, _ = gpu_encode._quantised(made.coefficients, step)
     assert torch.isfinite(made.sums).all()
     for chunk, (start, stop) in enumerate(spans):
-        exact, dropped = transform.analyse(cache, text, start, stop, step)
-        difference = abs(values[start:stop].numpy() - device_encode.quantise(exact, step))
+        exact, dropped = analysis.analyse(cache, text, start, stop, step)
+        difference = abs(values[start:stop].numpy() - gpu_encode.quantise(exact, step))
         assert difference.max() <= 1
         assert (difference > 0).mean() < 2e-3
         assert float(made.dropped[chunk]) == pytest.approx(dropped, rel=1e-2, abs=1e-3)
@@ -300,8 +294,8 @@ def test_without_a_text_at_coarse_and_fine_steps(narrow_profile, ladder):
 @pytest.mark.parametrize("fast", [False, True])
 def test_products_in_bfloat16_repeat_tokens_with_large_coefficients(monkeypatch, narrow_profile, fast):
     """Both ways run on every processor."""
-    monkeypatch.setattr(transform, "fast_bfloat16", lambda: fast)
-    monkeypatch.setattr(device_transform, "_multiplies_bfloat16", lambda _: fast)
+    monkeypatch.setattr(analysis, "fast_bfloat16", lambda: fast)
+    monkeypatch.setattr(gpu_analysis, "_multiplies_bfloat16", lambda _: fast)
     cache = make_cache(8, 3, layers=NARROW)
     for tensor in (*cache.keys, *cache.values):
         tensor[:, [2, 6]] *= 3000
@@ -394,8 +388,8 @@ def test_a_profile_is_copied_to_a_device_once_and_goes_with_it(plain_profile):
     assert known() is None
 
 
-COLUMNS = {"BLOCK": device_encode._COLUMN_BLOCK}
-TILES = {"ROWS": device_encode._ROW_BLOCK, **COLUMNS}
+COLUMNS = {"BLOCK": gpu_encode._COLUMN_BLOCK}
+TILES = {"ROWS": gpu_encode._ROW_BLOCK, **COLUMNS}
 WHOLE = {"columns": "i32", "bounds": "*i64"}
 KERNELS = {
     "measure": (WHOLE | {"coefficients": "*fp32", "magnitudes": "*fp32", "squares": "*fp32"}, COLUMNS, 4),
@@ -410,11 +404,11 @@ KERNELS = {
     "encode_lanes": (
         {"symbols": "*u8", "stride": "i32", "streams": "*i64", "stream_of": "*i32", "columns": "*i32", "rows": "*i32"}
         | {"packed": "*i32", "words": "*i16", "states": "*i32", "begins": "*i64", "counts": "*i32", "lanes": "i32"},
-        {"BLOCK": device_encode._LANE_BLOCK}, 2
+        {"BLOCK": gpu_encode._LANE_BLOCK}, 2
     ),
     "gather_words": (
         {"words": "*i16", "begins": "*i64", "counts": "*i32", "targets": "*i64", "out": "*i16"},
-        {"BLOCK": device_encode._WORD_BLOCK}, 4
+        {"BLOCK": gpu_encode._WORD_BLOCK}, 4
     ),
 }  # fmt: skip
 

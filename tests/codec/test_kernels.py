@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvwire.codec import _kernels
-from kvwire.codec.tables import CLASSES, CONTEXTS, POINTS
+from kvwire.codec.entropy import kernels
+from kvwire.codec.entropy.tables import CLASSES, CONTEXTS, POINTS
 
 
 @pytest.fixture(params=[(1, 1), (7, 30), (40, 3), (5, 0)], ids=str)
@@ -26,13 +26,13 @@ def symbols_for(values, columns, largest):
 
 def test_contexts(values, columns):
     out = np.full((len(values), len(columns)), 77, np.uint8)
-    _kernels.contexts_of(values, columns, out)
+    kernels.contexts_of(values, columns, out)
     assert np.array_equal(out, np.minimum(np.abs(values[:, columns]), 2))
 
 
 def test_contexts_of_the_most_negative_number_stay_in_range():
     out = np.full((1, 1), 77, np.uint8)
-    _kernels.contexts_of(np.full((1, 1), -(2**31), np.int32), np.zeros(1, np.uint32), out)
+    kernels.contexts_of(np.full((1, 1), -(2**31), np.int32), np.zeros(1, np.uint32), out)
     assert out[0, 0] <= 2
 
 
@@ -40,7 +40,7 @@ def test_refine(values, columns):
     symbols = symbols_for(values, columns, 2)
     expected = values.copy()
     expected[:, columns] = 3 * values[:, columns] + np.where(values[:, columns] < 0, -1, 1) * (symbols.astype(int) - 1)
-    _kernels.refine(values, columns, symbols)
+    kernels.refine(values, columns, symbols)
     assert np.array_equal(values, expected)
 
 
@@ -48,7 +48,7 @@ def test_place(values, columns):
     symbols = symbols_for(values, columns, 255)
     expected = values.copy()
     expected[:, columns] = symbols.astype(int) - 128
-    _kernels.place(values, columns, symbols)
+    kernels.place(values, columns, symbols)
     assert np.array_equal(values, expected)
 
 
@@ -75,7 +75,7 @@ def small(values):
 
 def test_dequantise(small):
     out, sizes = np.full(small.shape, np.nan, np.float32), sizes_for(small)
-    _kernels.dequantise(small, sizes, 0.3, out)
+    kernels.dequantise(small, sizes, 0.3, out)
     assert np.array_equal(out, dequantised(small, sizes, 0.3))
 
 
@@ -85,7 +85,7 @@ def test_squared_error(small):
     noise = np.random.default_rng(6).uniform(-0.15, 0.15, small.shape)
     exact = np.where(small == 0, noise, np.copysign(abs(0.3 * small + noise), small)).astype(np.float32)
     out = np.ones(small.shape[1], np.float32)
-    _kernels.squared_error(exact, small, sizes, 0.3, out)
+    kernels.squared_error(exact, small, sizes, 0.3, out)
     expected = 1 + np.square(exact.astype(np.float64) - dequantised(small, sizes, 0.3)).sum(0)
     np.testing.assert_allclose(out, expected, rtol=1e-4)
 
@@ -95,7 +95,7 @@ def test_to_bfloat16(largest):
     values = np.random.default_rng(largest).integers(-largest, largest + 1, (50, 9)).astype(np.int32)
     values[0, 0], sizes = -largest, sizes_for(values)
     out, widest = np.empty(values.shape, np.uint16), np.full(9, 77, np.uint32)
-    _kernels.to_bfloat16(values, sizes, out, widest)
+    kernels.to_bfloat16(values, sizes, out, widest)
     expected = torch.from_numpy(dequantised(values, sizes, 1.0)).bfloat16()
     assert torch.equal(torch.from_numpy(out).view(torch.bfloat16), expected)
     assert widest.tolist() == abs(values).max(0).tolist()
@@ -112,7 +112,7 @@ def test_points_are_counted(small):
         if classes[column] and 1 <= abs(value) <= 2:
             short = abs(value) - abs(float(exact[token, column])) / 0.3
             expected[classes[column] - 1, abs(value) - 1] += (1, short)
-    _kernels.count_points(exact, small, classes, 0.3, counts)
+    kernels.count_points(exact, small, classes, 0.3, counts)
     np.testing.assert_allclose(counts, expected, atol=1e-5)
 
 
@@ -122,12 +122,12 @@ def test_counts(values):
     base, expected = np.zeros((CLASSES, 256), np.int64), np.zeros((CLASSES, 256), np.int64)
     bytes_ = np.where(np.abs(values) < 128, values + 128, 0)
     np.add.at(expected, ((classes - 1)[used], bytes_[:, used]), 1)
-    _kernels.count_base(values, classes, base)
+    kernels.count_base(values, classes, base)
     assert np.array_equal(base, expected)
 
     symbols = symbols_for(values, classes, 2)
     ternary, expected = np.zeros((CLASSES, CONTEXTS, 3), np.int64), np.zeros((CLASSES, CONTEXTS, 3), np.int64)
     context = np.minimum(np.abs(values), 2)
     np.add.at(expected, ((classes - 1)[used], context[:, used], symbols[:, used]), 1)
-    _kernels.count_ternary(values, symbols, classes, ternary)
+    kernels.count_ternary(values, symbols, classes, ternary)
     assert np.array_equal(ternary, expected)

@@ -12,9 +12,11 @@ import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvwire.codec import KVCache, _exponents, lossless
-from kvwire.codec._exponents import Fields
-from kvwire.codec.lossless import FORMATS, decode_lossless, encode_lossless
+from kvwire.codec import KVCache
+from kvwire.codec.entropy import exponent_kernels
+from kvwire.codec.entropy.exponent_kernels import Fields
+from kvwire.codec.kinds import lossless_streams
+from kvwire.codec.kinds.lossless_streams import FORMATS, decode_lossless, encode_lossless
 from kvwire.errors import ArgumentError, CorruptError
 from kvwire.types import CacheMeta, LayerSpec
 
@@ -211,7 +213,7 @@ def test_rows_that_repeat_are_stored_once():
 
 
 def test_a_hash_that_collides_changes_nothing(monkeypatch):
-    monkeypatch.setattr(lossless, "_codes", lambda bits: np.minimum(np.arange(bits.shape[1]), 1))
+    monkeypatch.setattr(lossless_streams, "_codes", lambda bits: np.minimum(np.arange(bits.shape[1]), 1))
     cache = make(40, (LayerSpec(2, 8, 8),), torch.bfloat16, normal)
     check(cache)
     assert encode_lossless(cache, 0, 40)[1] == 40 * 32
@@ -269,7 +271,7 @@ def test_split_and_join_do_as_their_naive_twins(dtype, shape, at, spared, seed):
     flips = rng.integers(0, 2, columns).astype(np.uint8)
     symbols = np.full((shape[1], before + columns + 1), 77, np.uint8)
     raw = np.zeros((at + bits.size * fields.raw) // 64 + 2, np.uint64)
-    _exponents.split(bits, fields, references, flips, symbols, before, raw, at)
+    exponent_kernels.split(bits, fields, references, flips, symbols, before, raw, at)
     wanted, wanted_raw = naive_split(bits, fields, references, flips)
     assert np.array_equal(symbols[:, before:-1], wanted)
     assert (symbols[:, :before] == 77).all()
@@ -281,7 +283,7 @@ def test_split_and_join_do_as_their_naive_twins(dtype, shape, at, spared, seed):
     escaped = (symbols[:, before:-1] >> 7 - fields.distance) % 2**fields.distance == fields.escape
     escaped = escaped.reshape(shape[1], shape[0], shape[2]).transpose(1, 0, 2) & (fields.exponent > fields.distance)
     back = np.full(shape, 77, kind)
-    _exponents.join(symbols, before, fields, references, flips, raw, at, back)
+    exponent_kernels.join(symbols, before, fields, references, flips, raw, at, back)
     assert np.array_equal(back[~escaped], bits[~escaped])
     unknown = kind.type(fields.top << fields.mantissa)
     assert np.array_equal(back[escaped] | unknown, bits[escaped] | unknown)
@@ -301,7 +303,7 @@ def test_survey_does_as_numpy(dtype, shape, seed):
     )
     columns = shape[0] * shape[2]
     references, negatives, union = np.zeros(columns, np.uint16), np.zeros(columns, np.uint32), np.zeros(1, np.uint64)
-    _exponents.survey(bits, fields, references, negatives, union)
+    exponent_kernels.survey(bits, fields, references, negatives, union)
     sign, exponent, _ = naive_parts(bits.astype(object), fields)
     assert negatives.tolist() == sign.sum(1).ravel().tolist()
     assert references.tolist() == np.where(exponent < fields.top, exponent, 0).max(1).ravel().tolist()
@@ -312,14 +314,14 @@ def test_survey_does_as_numpy(dtype, shape, seed):
 def test_histogram_does_as_numpy(shape):
     symbols = np.random.default_rng(1).integers(0, 256, shape).astype(np.uint8)
     counts = np.zeros((shape[1], 256), np.uint32)
-    _exponents.histogram(symbols, counts)
+    exponent_kernels.histogram(symbols, counts)
     assert np.array_equal(counts, [np.bincount(column, minlength=256) for column in symbols.T] or counts)
 
 
 def test_class_tables_look_up_what_they_count():
     base = np.zeros((3, 256), np.uint16)
     base[0, 200], base[1, [3, 7]], base[2, :16] = 4096, (4095, 1), 256
-    lookup = lossless.ClassTables.of(base).lookup.reshape(3, 4096)
+    lookup = lossless_streams.ClassTables.of(base).lookup.reshape(3, 4096)
     for row, frequencies in zip(lookup, base, strict=True):
         slots = np.repeat(np.arange(256), frequencies)
         starts = np.cumsum(frequencies, dtype=np.int64) - frequencies
@@ -378,15 +380,15 @@ def test_what_is_cut_off_or_appended_is_refused(which):
 
 def relisted(data, name, change):
     """The segment with another content of one list."""
-    fixed = list(lossless._HEADER.unpack_from(data))
-    index = lossless._LISTS.index(name)
-    at = lossless._HEADER.size + sum(fixed[:index])
+    fixed = list(lossless_streams._HEADER.unpack_from(data))
+    index = lossless_streams._LISTS.index(name)
+    at = lossless_streams._HEADER.size + sum(fixed[:index])
     packed = data[at : at + fixed[index]]
     raw = bytearray(zstandard.ZstdDecompressor().decompress(packed) if packed else b"")
     packed = zstandard.ZstdCompressor().compress(bytes(change(raw)))
     rest = data[at + fixed[index] :]
     fixed[index] = len(packed)
-    return lossless._HEADER.pack(*fixed) + data[lossless._HEADER.size : at] + packed + rest
+    return lossless_streams._HEADER.pack(*fixed) + data[lossless_streams._HEADER.size : at] + packed + rest
 
 
 def setting(index, value):
@@ -406,7 +408,7 @@ def setting(index, value):
         ("escape", setting(-1, 255), "exponent"),
         ("block", setting(0, 127), "spares"),
         ("row", setting(0, 1), "rows"),
-        *[(name, lambda raw: raw + b"\0", "another length") for name in lossless._LISTS],
+        *[(name, lambda raw: raw + b"\0", "another length") for name in lossless_streams._LISTS],
     ],
 )
 def test_lists_are_checked(name, change, match):
@@ -421,26 +423,28 @@ def test_lists_are_checked(name, change, match):
     ("field", "value"), [(0, 2**32 - 1), (6, 2**32 - 1), (7, 1), (8, 0), (8, 65535), (10, 0), (10, 33)]
 )
 def test_headers_are_checked(field, value):
-    fixed = list(lossless._HEADER.unpack_from(SEGMENTS[0]))
+    fixed = list(lossless_streams._HEADER.unpack_from(SEGMENTS[0]))
     fixed[field] = value
-    assert not refused_or_decoded(lossless._HEADER.pack(*fixed) + SEGMENTS[0][lossless._HEADER.size :], TARGETS[0])
+    assert not refused_or_decoded(
+        lossless_streams._HEADER.pack(*fixed) + SEGMENTS[0][lossless_streams._HEADER.size :], TARGETS[0]
+    )
 
 
 def test_a_stream_needs_columns():
     """The second stream of a segment in which no rows repeat cannot hold lanes."""
     data, cache = SEGMENTS[3], TARGETS[3]
-    fixed = list(lossless._HEADER.unpack_from(data))
-    at = lossless._HEADER.size + sum(fixed[:6]) + 6 * fixed[8] + 2 * fixed[6]
+    fixed = list(lossless_streams._HEADER.unpack_from(data))
+    at = lossless_streams._HEADER.size + sum(fixed[:6]) + 6 * fixed[8] + 2 * fixed[6]
     fixed[9] = 1
     lane = struct.pack("<IH", 65536, 0)
     assert not refused_or_decoded(
-        lossless._HEADER.pack(*fixed) + data[lossless._HEADER.size : at] + lane + data[at:], cache
+        lossless_streams._HEADER.pack(*fixed) + data[lossless_streams._HEADER.size : at] + lane + data[at:], cache
     )
 
 
 def test_a_frame_that_claims_much_is_refused_before_memory_is_taken():
     data, cache = SEGMENTS[0], TARGETS[0]
-    bombs = [relisted(data, name, lambda _: b"\0" * (1 << 26)) for name in lossless._LISTS]
+    bombs = [relisted(data, name, lambda _: b"\0" * (1 << 26)) for name in lossless_streams._LISTS]
     refused_or_decoded(data, cache)
     tracemalloc.start()
     try:

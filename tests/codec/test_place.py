@@ -8,12 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvwire.codec import CacheMeta, KVCache, place, rotation
-from kvwire.codec.place import coefficients_of, place_group
-from kvwire.codec.profile import Group
-from kvwire.codec.segment import ChunkState
-from kvwire.codec.tables import CLASSES, CONTEXTS, fit_tables
-from kvwire.codec.transform import scatter_planes, synthesise
+from kvwire.codec import CacheMeta, KVCache, rotation
+from kvwire.codec.entropy.tables import CLASSES, CONTEXTS, fit_tables
+from kvwire.codec.format.segment import ChunkState
+from kvwire.codec.profile.group import Group
+from kvwire.codec.transform import reconstruct
+from kvwire.codec.transform.analysis import scatter_planes, synthesise
+from kvwire.codec.transform.reconstruct import coefficients_of, place_group
 from kvwire.types import LayerSpec, RopeRegime
 
 TABLES = fit_tables(np.zeros((CLASSES, 256)), np.zeros((CLASSES, CONTEXTS, 3)))
@@ -100,7 +101,7 @@ def test_float32_is_placed_as_the_plain_way_does(seed, tokens, rank, largest, of
 @pytest.mark.parametrize("largest", [2, 256, 300, 65_536, 70_000, 2**24])
 def test_bfloat16_is_placed_within_two_units_in_the_last_place(monkeypatch, halved, offset, largest):
     """Of the larger of a token's product and its sum: an element may cancel against what was expected."""
-    monkeypatch.setattr(place, "fast_bfloat16", lambda: halved)
+    monkeypatch.setattr(reconstruct, "fast_bfloat16", lambda: halved)
     for seed in range(12):
         rank, beyond = (20, 0) if seed % 3 else (60, 20 * (seed % 2))
         state, group, expected, step = problem(seed, 9, rank, largest, rows_of_expected=3)
@@ -119,7 +120,7 @@ def test_bfloat16_is_placed_within_two_units_in_the_last_place(monkeypatch, halv
 @pytest.mark.parametrize("largest", [3, 256])
 def test_values_up_to_256_are_exact_in_bfloat16(monkeypatch, largest):
     """One column, no rotation, nothing expected: what comes out is the product rounded once."""
-    monkeypatch.setattr(place, "fast_bfloat16", lambda: True)
+    monkeypatch.setattr(reconstruct, "fast_bfloat16", lambda: True)
     state, group, _, _ = problem(1, 30, 1, largest, rows_of_expected=1)
     state.classes[:] = 1
     out = output(30, torch.bfloat16, strided=False)

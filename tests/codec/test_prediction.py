@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire.codec import BlobDecoder, KVCache, Profile, decode, encode, fit_profile, inspect
-from kvwire.codec import profile as profile_module
-from kvwire.codec.fit import identity_profile
-from kvwire.codec.moments import Features, feature_moments, group_moments
-from kvwire.codec.prediction import Text, expected_naive
-from kvwire.codec.quantiser import Ladder
-from kvwire.codec.transform import gather_planes
+from kvwire.codec.fitting.fit import identity_profile
+from kvwire.codec.fitting.moments import Features, feature_moments, group_moments
+from kvwire.codec.prediction.text import Text, expected_naive
+from kvwire.codec.profile import profile as profile_module
+from kvwire.codec.transform.analysis import gather_planes
+from kvwire.codec.transform.quantiser import Ladder
 from kvwire.errors import ArgumentError, CacheValueError, CorruptError, MismatchError
 
 from . import surgery as cut
@@ -199,7 +199,7 @@ def test_a_head_start_that_the_profile_does_not_have_is_refused(head_profile):
 
 @pytest.mark.parametrize("hidden", [False, True])
 def test_moments_gathered_in_parts_are_those_of_everything(monkeypatch, hidden):
-    from kvwire.codec import moments
+    from kvwire.codec.fitting import moments
 
     monkeypatch.setattr(moments, "_CHUNK", 37)
     caches = [make_cache(tokens, seed, scale=3.0) for tokens, seed in ((100, 1), (1, 2), (74, 3))]

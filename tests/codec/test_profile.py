@@ -20,9 +20,9 @@ from kvwire.codec import (
     positions_off,
     positions_on,
 )
-from kvwire.codec.fit import group_planes, identity_profile
-from kvwire.codec.profile import planes_of
-from kvwire.codec.segment import ChunkState
+from kvwire.codec.fitting.fit import group_planes, identity_profile
+from kvwire.codec.format.segment import ChunkState
+from kvwire.codec.planes import planes_of
 from kvwire.errors import ArgumentError, CacheValueError, CorruptError, MismatchError
 from kvwire.types import LayerSpec
 

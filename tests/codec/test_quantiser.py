@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwire.codec import Ladder
-from kvwire.codec.quantiser import LARGEST, ladder_for, quantise, split_levels, split_levels_naive
+from kvwire.codec.entropy.tables import LARGEST
+from kvwire.codec.transform.quantiser import ladder_for, quantise, split_levels, split_levels_naive
 from kvwire.errors import ArgumentError, CacheValueError
 
 

@@ -7,10 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvwire.codec import _kernels
-from kvwire.codec.rans import MAX_LANES, Lanes, decode_base, decode_ternary, encode_base, encode_ternary, lanes_for
-from kvwire.codec.rans_naive import decode_lanes, encode_lanes
-from kvwire.codec.tables import CLASSES, CONTEXTS, fit_tables
+from kvwire.codec.entropy import kernels
+from kvwire.codec.entropy.rans import (
+    MAX_LANES,
+    Lanes,
+    decode_base,
+    decode_ternary,
+    encode_base,
+    encode_ternary,
+    lanes_for,
+)
+from kvwire.codec.entropy.rans_naive import decode_lanes, encode_lanes
+from kvwire.codec.entropy.tables import CLASSES, CONTEXTS, fit_tables
 from kvwire.errors import CorruptError
 
 TABLES = fit_tables(np.zeros((CLASSES, 256)), np.zeros((CLASSES, CONTEXTS, 3)))
@@ -118,5 +126,5 @@ def test_kernels_are_compiled_without_aliases():
     """The vector code of the lane loops hangs on it."""
     from numba.core.compiler import Flags
 
-    for kernel in (_kernels.decode_lookup, _kernels.decode_ternary):
+    for kernel in (kernels.decode_lookup, kernels.decode_ternary):
         assert kernel._compiler._customize_flags(Flags()).noalias

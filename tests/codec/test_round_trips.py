@@ -313,7 +313,7 @@ def test_a_sink_among_ordinary_tokens_keeps_its_precision(monkeypatch):
         return sum(float((a[:, 0] - b[:, 0]).square().sum()) for a, b in pairs)
 
     found = error_of_the_sink()
-    monkeypatch.setattr("kvwire.codec.transform.HALVED_STEP", float("inf"))
+    monkeypatch.setattr("kvwire.codec.transform.analysis.HALVED_STEP", float("inf"))
     assert found < 1.1 * error_of_the_sink()
 
 

@@ -12,9 +12,10 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.codec import PlainBlob, TenantKey, TenantKeys, decode, inspect, is_sealed, read_head, read_profile
+from kvwire.codec import decode, inspect, read_head, read_profile
 from kvwire.errors import ArgumentError, AuthError, CorruptError, FormatVersionError, NotFoundError, TruncatedError
 from kvwire.store import Keyring, tenant_hash
+from kvwire.store.crypto.sealing import PlainBlob, TenantKey, TenantKeys, is_sealed
 
 GOLDEN = Path(__file__).parent / "golden"
 BLOBS = sorted(path.name for path in GOLDEN.glob("v*.kvw"))

@@ -7,8 +7,8 @@ import pytest
 import zstandard
 
 from kvwire.codec import Ladder, Profile, fit_profile
-from kvwire.codec.arrays import MAX_PACKED_BYTES, MAX_PACKED_TOTAL, pack_arrays, unpack_arrays
-from kvwire.codec.fit import identity_profile
+from kvwire.codec.fitting.fit import identity_profile
+from kvwire.codec.format.arrays import MAX_PACKED_BYTES, MAX_PACKED_TOTAL, pack_arrays, unpack_arrays
 from kvwire.errors import CorruptError, FormatVersionError, TruncatedError
 
 from . import surgery as cut

@@ -9,8 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvwire.codec.rans import decode_base, encode_base
-from kvwire.codec.tables import ALPHABET, CLASSES, CONTEXTS, ESCAPE, FINEST_SCALE, class_of, clip_class, fit_tables
+from kvwire.codec.entropy.rans import decode_base, encode_base
+from kvwire.codec.entropy.tables import (
+    ALPHABET,
+    CLASSES,
+    CONTEXTS,
+    ESCAPE,
+    FINEST_SCALE,
+    class_of,
+    clip_class,
+    fit_tables,
+)
 from kvwire.errors import CorruptError
 
 PURE = fit_tables(np.zeros((CLASSES, 256)), np.zeros((CLASSES, CONTEXTS, 3)))

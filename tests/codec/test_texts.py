@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwire.codec import pack_text, read_text
-from kvwire.codec.texts import MAX_TEXT_TOKENS
+from kvwire.codec.format.texts import MAX_TEXT_TOKENS
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, TruncatedError
 
 IDS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=300) | st.lists(

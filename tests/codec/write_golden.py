@@ -27,8 +27,8 @@ from kvwire.codec import (
     positions_on,
     read_profile,
 )
-from kvwire.codec.container import CODEC_LANES, VERSION, parse_head
-from kvwire.codec.segment import ChunkState, decode_segment
+from kvwire.codec.format.container import CODEC_LANES, VERSION, parse_head
+from kvwire.codec.format.segment import ChunkState, decode_segment
 
 GOLDEN = Path(__file__).parent / "golden"
 STEM = f"v{VERSION[0]}.{VERSION[1]}"

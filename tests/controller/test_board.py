@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from kvwire.controller import DocumentPlanInput
-from kvwire.controller.board import MOVES, ChunkState, DocumentBoard
+from kvwire.controller.document_state import MOVES, ChunkState, DocumentBoard
 from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvwire.codec import encode, positions_off
-from kvwire.codec.decode import BlobDecoder
+from kvwire.codec.api.decode import BlobDecoder
 from kvwire.engines.transformers.waiting import held
 from kvwire.errors import ArgumentError
 from kvwire.types import KVCache

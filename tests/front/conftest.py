@@ -11,8 +11,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvwire import controller as ctl
-from kvwire.corpus import Corpus, Document
 from kvwire.engines.transformers import TransformersEngine, open_engine
+from kvwire.runtime.corpus import Corpus, Document
 from kvwire.store import MemoryStore
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from types import SimpleNamespace
 import pytest
 from safetensors.torch import load_file, save_file
 
-from kvwire.cli import main
+from kvwire.cli.app import main
+from kvwire.cli.printing import print_answer
 from kvwire.codec import read_head
-from kvwire.demo import run_demo
-from kvwire.load import Timing
-from kvwire.printing import print_answer
+from kvwire.comparison.run import run_demo
+from kvwire.runtime.loader import Timing
 from kvwire.types import ChunkId, Decision
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +52,7 @@ def texts(tmp_path_factory, documents):
 @pytest.fixture(scope="session")
 def filled(tmp_path_factory, small):
     """A folder store with the small corpus."""
-    from kvwire.corpus import Corpus, Document
+    from kvwire.runtime.corpus import Corpus, Document
     from kvwire.store import FolderStore
 
     folder = tmp_path_factory.mktemp("store")

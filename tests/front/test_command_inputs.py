@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import kvwire
-from kvwire.command_inputs import read_file_head, read_link, read_machine, read_shape, read_tokens
+from kvwire.cli.inputs import read_file_head, read_link, read_machine, read_shape, read_tokens
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, NotFoundError, TruncatedError
 
 
@@ -25,7 +25,7 @@ def test_of_a_large_file_the_head_alone_is_read(blob, tmp_path):
 
 
 def test_a_head_longer_than_the_first_read_is_completed(blob, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvwire.command_inputs._PREFIX_BYTES", 100)
+    monkeypatch.setattr("kvwire.cli.inputs._PREFIX_BYTES", 100)
     path = tmp_path / "one.kvw"
     path.write_bytes(blob)
     assert read_file_head(path).tokens == kvwire.inspect(blob).tokens

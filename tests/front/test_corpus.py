@@ -6,9 +6,9 @@ from contextlib import closing
 import pytest
 
 from kvwire.codec import decode
-from kvwire.corpus import Corpus, Document
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, NotFoundError
-from kvwire.load import Loader
+from kvwire.runtime.corpus import Corpus, Document
+from kvwire.runtime.loader import Loader
 from kvwire.store import MemoryStore, UseCounts, UseFile, collect
 
 

@@ -13,12 +13,12 @@ import pytest
 import kvwire
 from kvwire.codec.workers import cores
 from kvwire.controller import events as ev
-from kvwire.corpus import Corpus
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, NotFoundError, StorageError
-from kvwire.load import Loader, LoadSettings, controls_of
-from kvwire.open import open_store
-from kvwire.quality import Reference
 from kvwire.reuse import link
+from kvwire.runtime.corpus import Corpus
+from kvwire.runtime.loader import Loader, LoadSettings, controls_of
+from kvwire.runtime.quality import Reference
+from kvwire.store.schemes import open_store
 from kvwire.transport import FetchSettings, HttpStore, Patience, parse_link, serve
 
 from .answers import troubles
@@ -425,7 +425,7 @@ def test_an_engines_name_tells_processor_and_versions(small):
 
 
 def test_measured_costs_are_plausible(small):
-    from kvwire.calibrate import measure_costs
+    from kvwire.runtime.costs import measure_costs
 
     costs = measure_costs(small.engine, small.profile)
     assert 0 < costs.prefill.seconds(256) < 60

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvwire.controller import CostModel, DecodeCost, Estimates, PrefillCost
-from kvwire.memory import EstimatesFile, Remembered, engine_key, link_key
+from kvwire.runtime.estimates_file import EstimatesFile, Remembered, engine_key, link_key
 
 MB = 1_000_000
 COSTS = CostModel(PrefillCost(0.01, 5e-5, 2e-9), DecodeCost(0.002, 1e-6, 3e-9), 1e-6)
@@ -98,7 +98,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from kvwire.controller import CostModel, DecodeCost, Estimates, PrefillCost
-from kvwire.memory import EstimatesFile
+from kvwire.runtime.estimates_file import EstimatesFile
 
 estimates = Estimates(CostModel(PrefillCost(0.01, 5e-5), DecodeCost(0.002, 1e-6)), 1e6, 0.02)
 estimates.bandwidth.add(1_000_000, 0.0, 1.0)
@@ -160,7 +160,7 @@ def test_a_damaged_file_is_told_once_and_written_anew(path, content, caplog):
     with caplog.at_level(logging.WARNING):
         assert file.recall("link", "engine").state == {"version": 1}
         assert file.recall("link", "engine").state == {"version": 1}
-    assert [record.name for record in caplog.records] == ["kvwire.memory"]
+    assert [record.name for record in caplog.records] == ["kvwire.runtime.estimates_file"]
     file.remember("link", "engine", estimates())
     assert file.recall("link", "engine").has_engine
 
@@ -254,7 +254,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(path, monkeypatch, cap
 def test_a_lock_that_is_never_let_go_is_given_up(path, monkeypatch, caplog):
     import fcntl
 
-    monkeypatch.setattr("kvwire.memory._LOCK_PATIENCE_S", 0.02)
+    monkeypatch.setattr("kvwire.runtime.estimates_file._LOCK_PATIENCE_S", 0.02)
     path.parent.mkdir()
     with path.with_name(f"{path.name}.lock").open("w") as held, caplog.at_level(logging.WARNING):
         fcntl.flock(held, fcntl.LOCK_EX)

@@ -8,13 +8,13 @@ from contextlib import closing
 import pytest
 from click.testing import CliRunner
 
-from kvwire.cli import cli
+from kvwire.cli.app import cli
 from kvwire.controller.policies import Fixed
-from kvwire.corpus import Corpus, Document
 from kvwire.errors import AuthError, CorruptError
-from kvwire.load import Loader, LoadSettings
-from kvwire.open import open_store
+from kvwire.runtime.corpus import Corpus, Document
+from kvwire.runtime.loader import Loader, LoadSettings
 from kvwire.store import FolderStore, Keyring, MemoryStore, TieredStore
+from kvwire.store.schemes import open_store
 from kvwire.transport import parse_link
 
 from ..s3_servers import ministack

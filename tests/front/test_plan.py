@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from kvwire import controller as ctl
-from kvwire.break_even import FASTEST, SLOWEST
-from kvwire.cli import main
+from kvwire.cli.app import main
+from kvwire.cli.plan_inputs import COMPUTE
 from kvwire.controller.policies import Adaptive, CacheGen, Fixed
 from kvwire.controller.simulator import Arrival, World, constant, costs, documents_for, machine_named, model_named
-from kvwire.corpus import Corpus, Document
 from kvwire.errors import ArgumentError
-from kvwire.load import LoadSettings, controls_of
-from kvwire.memory import EstimatesFile, link_key
-from kvwire.plan_sources import COMPUTE
-from kvwire.planning import Details, Situation, known_link, plan_load
+from kvwire.runtime.corpus import Corpus, Document
+from kvwire.runtime.estimates_file import EstimatesFile, link_key
+from kvwire.runtime.loader import LoadSettings, controls_of
 from kvwire.store import FolderStore
+from kvwire.whatif.break_even import FASTEST, SLOWEST
+from kvwire.whatif.plan import Details, Situation, known_link, plan_load
 
 MODEL, MACHINE = model_named("llama-3.1-8b"), machine_named("h100")
 COSTS = costs(MODEL, MACHINE)

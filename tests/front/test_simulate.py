@@ -8,10 +8,10 @@ import sys
 import pytest
 
 import kvwire
-from kvwire.cli import main
+from kvwire.cli.app import main
+from kvwire.cli.links import LEAD_S, made_link, recorded_link, steady_link, with_outage
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError
-from kvwire.simulated_links import LEAD_S, made_link, recorded_link, steady_link, with_outage
-from kvwire.simulation_pictures import draw_cdf
+from kvwire.whatif.pictures import draw_cdf
 
 QUICK = ("--context", "2k", "--documents", "2", "--machine", "a100")
 
@@ -78,7 +78,7 @@ def test_a_picture_bears_policies_without_a_first_token(tmp_path):
 
 
 def test_without_matplotlib_pictures_are_refused_before_anything_is_played(run, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "kvwire.simulation_pictures", None)
+    monkeypatch.setitem(sys.modules, "kvwire.whatif.pictures", None)
     code, _, err = run("--loads", "10000", "--out", tmp_path / "out")
     assert code == 3
     assert "pip install" in err

@@ -19,12 +19,12 @@ from kvwire.controller import Controller, Policy, PrefillCost, replay
 from kvwire.controller import events as ev
 from kvwire.controller.log import dump_entry, load_entry
 from kvwire.controller.policies import Fixed
-from kvwire.corpus import Coding, Corpus, Document
 from kvwire.errors import StorageError
-from kvwire.load import Loader, LoadSettings
-from kvwire.memory import EstimatesFile
-from kvwire.quality import Reference
-from kvwire.steering import Steering, Threads
+from kvwire.runtime.corpus import Coding, Corpus, Document
+from kvwire.runtime.driver import Steering, Threads
+from kvwire.runtime.estimates_file import EstimatesFile
+from kvwire.runtime.loader import Loader, LoadSettings
+from kvwire.runtime.quality import Reference
 from kvwire.store import MemoryStore
 from kvwire.transport import EmulatedLink, RateSchedule, parse_link
 
@@ -469,11 +469,11 @@ def test_a_load_that_still_looks_documents_up_ends_with_what_broke_steering(smal
 def test_what_a_load_measured_is_remembered(small, question, tmp_path, monkeypatch):
     memory, corpus = EstimatesFile(tmp_path / "estimates.json"), small.corpus()
     link = parse_link("8mbit,1ms")
-    monkeypatch.setattr("kvwire.load.measure_costs", lambda *_: small.costs)
+    monkeypatch.setattr("kvwire.runtime.loader.measure_costs", lambda *_: small.costs)
     loader = Loader(small.engine, corpus, link=link, memory=memory)
     loader.ask(tuple(small.tokens), question, deadline_s=2.0)
     loader._writing.result(10)
-    monkeypatch.setattr("kvwire.load.measure_costs", None)  # not needed any more
+    monkeypatch.setattr("kvwire.runtime.loader.measure_costs", None)  # not needed any more
     again = Loader(small.engine, corpus, link=link, memory=memory)
     assert again.estimates.bandwidth.value == pytest.approx(1e6, rel=0.5)
     assert again.costs == loader.costs
@@ -486,7 +486,7 @@ def test_costs_that_a_caller_gave_are_not_remembered_as_measured(small, question
     loader.ask(tuple(small.tokens), question, deadline_s=2.0)
     loader._writing.result(10)
     assert loader.estimates.knows_engine
-    monkeypatch.setattr("kvwire.load.measure_costs", lambda *_: small.costs)
+    monkeypatch.setattr("kvwire.runtime.loader.measure_costs", lambda *_: small.costs)
     again = Loader(small.engine, corpus, link=link, memory=memory)
     assert again.costs == small.costs
     assert set(memory.recall(*loader._keys).state) == {"version", "link"}

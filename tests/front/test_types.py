@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvwire
-from kvwire.codec.layout import layers_from_json, layers_to_json, meta_from_json, meta_to_json
+from kvwire.codec.format.metadata_json import layers_from_json, layers_to_json, meta_from_json, meta_to_json
 from kvwire.errors import ArgumentError, CorruptError, KvwireError
 from kvwire.types import CacheMeta, KVCache, LayerSpec, RopeRegime, digest_tokens
 

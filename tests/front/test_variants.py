@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvwire.cli import main
+from kvwire.cli.app import main
 from kvwire.controller import CostModel, DecodeCost, PrefillCost
 from kvwire.controller import events as ev
-from kvwire.corpus import Coding, Corpus, Document
 from kvwire.errors import AuthError
-from kvwire.load import Loader, LoadSettings
-from kvwire.quality import Reference
+from kvwire.runtime.corpus import Coding, Corpus, Document
+from kvwire.runtime.loader import Loader, LoadSettings
+from kvwire.runtime.quality import Reference
 from kvwire.store import FolderStore, MemoryStore
 from kvwire.transport import EmulatedLink
 

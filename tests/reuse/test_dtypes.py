@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvwire.codec import decode, encode, fit_profile, positions_off, positions_on, rotation, shift_keys
-from kvwire.codec.transform import gather_planes, scatter_planes
+from kvwire.codec.transform.analysis import gather_planes, scatter_planes
 from kvwire.reuse import LinkedPrompt, link, moved
 from kvwire.types import CacheMeta, KVCache, LayerSpec, RopeRegime
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from kvwire.codec import pack_text
 from kvwire.errors import ArgumentError
 from kvwire.store import Catalog, FolderStore, MemoryStore, tenant_hash
-from kvwire.store.announcing import GRACE_S, LEASE_S, announce
-from kvwire.store.collecting import Collected, collect
+from kvwire.store.catalog.announcements import GRACE_S, LEASE_S, announce
 from kvwire.store.testing import FaultyStore, StoreFault, StoreWrapper
+from kvwire.store.upkeep.collect import Collected, collect
 from kvwire.types import digest_tokens
 
 CONFIG = "c" * 64
@@ -169,7 +169,7 @@ def test_progress_counts_everything_that_was_looked_at(store, catalog):
 def test_a_slow_collector_deletes_nothing(store, catalog, monkeypatch):
     store.put(catalog.keys(CONFIG).blob("ab" * 32), b"nobody's")
     store.age(2 * DAY)
-    monkeypatch.setattr("kvwire.store.collecting.LEASE_S", -1.0)
+    monkeypatch.setattr("kvwire.store.upkeep.collect.LEASE_S", -1.0)
     done = collect(store)
     assert done.blobs == 0
     assert "takes longer" in done.failures[0]
@@ -200,8 +200,8 @@ def test_what_takes_longer_than_a_lease_is_collected_under_several(store, catalo
         store.put(space.blob(f"{number:064x}"), b"nobody's")
     store.age(2 * DAY)
     far = FarStore(store, 0.04)
-    monkeypatch.setattr("kvwire.store.collecting.time", SimpleNamespace(time=time.time, monotonic=lambda: far.now))
-    monkeypatch.setattr("kvwire.store.collecting.LEASE_S", 20.0)  # 500 round trips
+    monkeypatch.setattr("kvwire.store.upkeep.collect.time", SimpleNamespace(time=time.time, monotonic=lambda: far.now))
+    monkeypatch.setattr("kvwire.store.upkeep.collect.LEASE_S", 20.0)  # 500 round trips
     done = collect(far)
     assert (done.blobs, done.failures) == (1000, ())
     assert list(store.keys("")) == []
@@ -380,7 +380,7 @@ def _replaced(catalog, _):
 def _check_order(monkeypatch, writers, collectors, grace, age, in_catalog, turns):
     schedule = Schedule(turns)
     store = SteppingStore(schedule)
-    monkeypatch.setattr("kvwire.store.announcing.time.sleep", schedule.step)
+    monkeypatch.setattr("kvwire.store.catalog.announcements.time.sleep", schedule.step)
     catalog = Catalog(store)
     catalog.put_profile(CONFIG, b"profile")
     entry = put(catalog, "removed")

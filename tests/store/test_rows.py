@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvwire.errors import CorruptError, FormatVersionError, NotFoundError, StorageError
 from kvwire.store import FolderStore, MemoryStore
-from kvwire.store.rows import FILE_NAME
+from kvwire.store.backends.folder.rows import FILE_NAME
 
 ROOT = "v1/tenant/config/"
 ENTRY = f"{ROOT}catalog/doc/aa/entry.json"
@@ -251,7 +251,7 @@ def test_a_file_system_without_shared_memory_is_refused(store, monkeypatch):
 
 
 def test_a_writer_that_never_ends_is_waited_for_and_then_named(store, monkeypatch):
-    monkeypatch.setattr("kvwire.store._sqlite.BUSY_S", 0.05)
+    monkeypatch.setattr("kvwire.store.files.sqlite.BUSY_S", 0.05)
     store.put(ENTRY, b"x")
     store.close()
     with closing(sqlite3.connect(store.root / FILE_NAME, isolation_level=None)) as connection:
@@ -318,7 +318,7 @@ def test_a_file_that_cannot_be_opened_as_it_is_is_not_read_past_unmerged_changes
     """Reading as if nothing could change is the last resort, and never with changes beside the file."""
     with closing(FolderStore(disk)) as store:
         store.put(ENTRY, b"entry")
-        monkeypatch.setattr("kvwire.store._sqlite.Database._connect_to_read", lambda _: None)
+        monkeypatch.setattr("kvwire.store.files.sqlite.Database._connect_to_read", lambda _: None)
         store._rows.close()
         (disk / f"{FILE_NAME}-wal").write_bytes(b"x")
         with pytest.raises(StorageError, match="not yet merged"):

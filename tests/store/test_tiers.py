@@ -15,9 +15,9 @@ from hypothesis.stateful import rule
 
 from kvwire.errors import ArgumentError, KvwireError, NotFoundError, StorageError
 from kvwire.store import Addressed, MemoryStore, TierSettings, open_object, open_tiers
+from kvwire.store.cache import Leading, Waiting, sizes
 from kvwire.store.testing import CountingStore, FaultyStore, StoreFault, StoreMachine, StoreWrapper, samples
 from kvwire.store.testing.races import together
-from kvwire.store.tiers import Leading, Waiting, sizes
 
 MIB = 1 << 20
 

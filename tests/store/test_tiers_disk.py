@@ -10,10 +10,10 @@ from contextlib import ExitStack, closing
 import pytest
 
 from kvwire.store import FolderStore, MemoryStore, TierSettings, open_tiers
+from kvwire.store.cache import disk_tier
+from kvwire.store.cache.extent_file import HEADER_BYTES
 from kvwire.store.testing import CountingStore, samples
 from kvwire.store.testing.races import together
-from kvwire.store.tiers import disk_tier
-from kvwire.store.tiers.extent_file import HEADER_BYTES
 
 MIB = 1 << 20
 

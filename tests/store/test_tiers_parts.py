@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from kvwire.errors import ArgumentError
 from kvwire.store import parse_size
-from kvwire.store.tiers import POLICIES, TierSettings, make_policy
-from kvwire.store.tiers.extent_file import ExtentName
-from kvwire.store.tiers.extents import ExtentMap
-from kvwire.store.tiers.sketch import FrequencySketch, UseCounter
+from kvwire.store.cache import POLICIES, TierSettings, make_policy
+from kvwire.store.cache.extent_file import ExtentName
+from kvwire.store.cache.extents import ExtentMap
+from kvwire.store.cache.sketch import FrequencySketch, UseCounter
 
 SPAN = 24
 RANGES = st.tuples(st.integers(0, SPAN), st.integers(1, 8)).map(lambda pair: (pair[0], pair[0] + pair[1]))

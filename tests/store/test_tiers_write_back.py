@@ -26,9 +26,9 @@ from kvwire.store import (
     open_tiers,
     tenant_hash,
 )
-from kvwire.store.announcing import announce
+from kvwire.store.cache import pending, write_back
+from kvwire.store.catalog.announcements import announce
 from kvwire.store.testing import CountingStore, FaultyStore, StoreFault, StoreWrapper, samples
-from kvwire.store.tiers import pending, write_back
 
 MIB = 1 << 20
 QUICK = {"backoff_s": 0.001, "max_backoff_s": 0.01}

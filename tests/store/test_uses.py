@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 
 from kvwire.errors import CorruptError, NotFoundError, StorageError
-from kvwire.store.uses import UseCounts, UseFile
+from kvwire.store.catalog.uses import UseCounts, UseFile
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -40,7 +40,7 @@ def test_no_use_is_lost_between_threads(uses):
 
 def test_a_file_is_shared_by_processes_and_outlives_them(tmp_path):
     code = (
-        "import sys; from kvwire.store.uses import UseFile; u = UseFile(sys.argv[1], busy_s=30)\n"
+        "import sys; from kvwire.store.catalog.uses import UseFile; u = UseFile(sys.argv[1], busy_s=30)\n"
         "for _ in range(30): u.add('a/', 'x')"
     )
     others = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "uses")]) for _ in range(2)]

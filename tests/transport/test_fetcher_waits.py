@@ -25,7 +25,7 @@ from kvwire.transport import (
     StoreSource,
     split,
 )
-from kvwire.transport.pace import Pace
+from kvwire.transport.fetch.hedging import Pace
 
 HEAD = 65536
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.transport.http_semantics import Answer, answer, strong_etag, unsatisfied_size
+from kvwire.store.backends.http.semantics import Answer, answer, strong_etag, unsatisfied_size
 
 TAG = "abc"
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvwire.errors import ArgumentError
 from kvwire.transport import Piece, Range, coalesce
-from kvwire.transport._cutter import Cutter
+from kvwire.transport.fetch.cutter import Cutter
 
 
 def naive(pieces, gap_bytes, max_bytes):

@@ -17,7 +17,7 @@ import urllib.request
 import pytest
 from click.testing import CliRunner
 
-from kvwire import serving
+from kvwire.cli import serve
 from kvwire.errors import ArgumentError, AuthError, KvwireError, NotFoundError, StorageError
 from kvwire.store import FolderStore, tenant_hash
 
@@ -49,7 +49,7 @@ def files(tmp_path):
     """A store with one blob, a tenants file and a signing keys' file; and anna's token."""
     store = FolderStore(tmp_path / "store")
     store.put(BLOB, DATA)
-    token, line = run(serving.token, "--tenant", "anna").output.splitlines()
+    token, line = run(serve.token, "--tenant", "anna").output.splitlines()
     (tmp_path / "tenants.json").write_text(f"[{line}]")
     (tmp_path / "keys.json").write_text(json.dumps({"k": {"secret": "MDEyMzQ1Njc4OWFiY2RlZjAxMjM0NTY3ODlhYmNkZWY="}}))
     for name in ("keys.json", "tenants.json"):
@@ -93,7 +93,7 @@ def test_a_server_from_start_to_end(files):
         assert fetch(f"{url}/{BLOB}", token) == (200, DATA)
         assert fetch(f"{url}/{BLOB}")[0] == 401
         words = ("--base-url", url, "--signing-keys", folder / "keys.json", "--key-id", "k", "--seconds", "60")
-        signed = run(serving.sign, BLOB, *words).output.strip()
+        signed = run(serve.sign, BLOB, *words).output.strip()
         assert fetch(signed) == (200, DATA)
 
         entries = json.loads(tenants.read_text())
@@ -133,7 +133,7 @@ def test_a_server_from_start_to_end(files):
 )
 def test_what_cannot_be_served(files, words, error, say):
     with pytest.raises(error, match=say) as caught:
-        run(serving.serve, *[word.format(folder=files[0]) for word in words])
+        run(serve.serve, *[word.format(folder=files[0]) for word in words])
     assert isinstance(caught.value, KvwireError)
 
 
@@ -146,17 +146,17 @@ def test_wrong_usage(files):
         ["--spool", files[0] / "absent"],
         ["--spool", files[0] / "keys.json"],
     ):
-        result = run(serving.serve, "--store", files[0] / "store", *words)
+        result = run(serve.serve, "--store", files[0] / "store", *words)
         assert result.exit_code == 2
         assert words[0] in result.output
-    assert run(serving.serve).exit_code == 2
+    assert run(serve.serve).exit_code == 2
 
 
 def test_a_salted_tenants_line_holds_its_namespace():
     words = ("--tenant", "anna", "--json")
-    made = json.loads(run(serving.token, *words, "--salt", "pepper").output)["entry"]
+    made = json.loads(run(serve.token, *words, "--salt", "pepper").output)["entry"]
     assert made == {"namespace": tenant_hash("anna", b"pepper"), "token_sha256": made["token_sha256"], "write": False}
-    given = CliRunner().invoke(serving.token, words, env={"KVWIRE_SALT": "pepper"})
+    given = CliRunner().invoke(serve.token, words, env={"KVWIRE_SALT": "pepper"})
     assert json.loads(given.output)["entry"]["namespace"] == made["namespace"]
 
 
@@ -191,7 +191,7 @@ def test_a_server_before_a_server(files):
 
 
 def test_tokens_are_new_each_time():
-    made = [json.loads(run(serving.token, "--tenant", "t", "--write", "--json").output) for _ in range(3)]
+    made = [json.loads(run(serve.token, "--tenant", "t", "--write", "--json").output) for _ in range(3)]
     assert len({one["token"] for one in made}) == 3
     for one in made:
         digest = hashlib.sha256(one["token"].encode()).hexdigest()
@@ -202,10 +202,10 @@ def test_signing_says_what_is_wrong(files):
     folder = files[0]
     base = ["--base-url", "https://h", "--key-id"]
     with pytest.raises(NotFoundError, match="no key"):
-        run(serving.sign, BLOB, *base, "other", "--signing-keys", folder / "keys.json")
+        run(serve.sign, BLOB, *base, "other", "--signing-keys", folder / "keys.json")
     with pytest.raises(StorageError, match="cannot be read"):
-        run(serving.sign, BLOB, *base, "k", "--signing-keys", folder / "absent")
+        run(serve.sign, BLOB, *base, "k", "--signing-keys", folder / "absent")
     with pytest.raises(ArgumentError):
-        run(serving.sign, "../x", *base, "k", "--signing-keys", folder / "keys.json")
-    told = json.loads(run(serving.sign, BLOB, *base, "k", "--signing-keys", folder / "keys.json", "--json").output)
+        run(serve.sign, "../x", *base, "k", "--signing-keys", folder / "keys.json")
+    told = json.loads(run(serve.sign, BLOB, *base, "k", "--signing-keys", folder / "keys.json", "--json").output)
     assert told["url"].startswith(f"https://h/{BLOB}?kid=k&exp={told['expires']}&sig=")

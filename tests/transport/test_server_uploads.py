@@ -18,9 +18,9 @@ from kvwire.codec import pack_text
 from kvwire.errors import StorageError
 from kvwire.store import Catalog, FolderStore, MemoryStore, tenant_hash
 from kvwire.transport import AccessSettings, ServerSettings, new_token, serve
+from kvwire.transport.server.http_errors import RefusedError
 from kvwire.transport.server.limits import SpoolBudget
 from kvwire.transport.server.metrics import ServerMetrics
-from kvwire.transport.server.refusals import RefusedError
 from kvwire.types import SEALED_MAGIC
 
 DATA = bytes(range(256)) * 8192  # 2 MiB: several batches

@@ -11,11 +11,11 @@ import pytest
 
 from kvwire.errors import ArgumentError, NotFoundError, StorageError
 from kvwire.store import MemoryStore, TierSettings, open_tiers
+from kvwire.store.cache import disk_tier
 from kvwire.store.testing import CountingStore, samples
-from kvwire.store.tiers import disk_tier
 from kvwire.transport import BlobFetcher, HttpStore, SegmentError, StoreSource, open_source, read_object, serve
-from kvwire.transport.sources import ByteSource
-from kvwire.transport.tiered_source import TieredSource
+from kvwire.transport.sources.base import ByteSource
+from kvwire.transport.sources.tiered import TieredSource
 
 MIB = 1 << 20
 

@@ -10,12 +10,11 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvwire.transport.http_store import check_token
-
-from .credentials import Rights, TenantTokens
-from .files import WatchedFile
-from .refusals import CHALLENGE, RefusedError
-from .signing import SigningKeys, is_signed
+from kvwire.store.backends.http.store import check_token
+from kvwire.transport.server.credentials import Rights, TenantTokens
+from kvwire.transport.server.files import WatchedFile
+from kvwire.transport.server.http_errors import CHALLENGE, RefusedError
+from kvwire.transport.server.signing import SigningKeys, is_signed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

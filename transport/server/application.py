@@ -13,26 +13,32 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from kvwire.store import check_key
-
-from .access import Access, AccessSettings
-from .connections import Connection, Connections
-from .exchange import Exchange
-from .limits import RateLimiter
-from .locks import KeyLocks
-from .metrics import CONTENT_TYPE, ServerMetrics
-from .objects import Objects
-from .readiness import Readiness
-from .refusals import CHALLENGE, GONE, RefusedError, answer_of, common_headers, not_found, refusal_of
-from .settings import ServerSettings
-from .threads import Threads
-from .uploads import Uploads
+from kvwire.transport.server.access import Access, AccessSettings
+from kvwire.transport.server.connections import Connection, Connections
+from kvwire.transport.server.http_errors import (
+    CHALLENGE,
+    GONE,
+    RefusedError,
+    answer_of,
+    common_headers,
+    not_found,
+    refusal_of,
+)
+from kvwire.transport.server.limits import RateLimiter
+from kvwire.transport.server.locks import KeyLocks
+from kvwire.transport.server.metrics import CONTENT_TYPE, ServerMetrics
+from kvwire.transport.server.objects import Objects
+from kvwire.transport.server.readiness import Readiness
+from kvwire.transport.server.request_context import Exchange
+from kvwire.transport.server.settings import ServerSettings
+from kvwire.transport.server.threads import Threads
+from kvwire.transport.server.uploads import Uploads
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from kvwire.store import Store
-
-    from .credentials import Rights
+    from kvwire.transport.server.credentials import Rights
 
 access_log = logging.getLogger("kvwire.access")
 _log = logging.getLogger(__name__)

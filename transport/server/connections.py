@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from .exchange import new_request_id
-from .refusals import RefusedError, answer_of
+from kvwire.transport.server.http_errors import RefusedError, answer_of
+from kvwire.transport.server.request_context import new_request_id
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from .metrics import ServerMetrics
-    from .settings import ServerSettings
+    from kvwire.transport.server.metrics import ServerMetrics
+    from kvwire.transport.server.settings import ServerSettings
 
 _CLOSING_S = 1.0
 _FLUSH_S = 0.02

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError, CorruptError
 from kvwire.store import CatalogEntry, KeySpace, content_digest, is_catalog_key, strict_json, text_digest
+from kvwire.transport.server.http_errors import RefusedError
 from kvwire.types import SEALED_MAGIC, TEXT_MAGIC
-
-from .refusals import RefusedError
 
 if TYPE_CHECKING:
     from kvwire.store import Data

@@ -7,12 +7,12 @@ from collections import Counter, OrderedDict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from .refusals import RefusedError
+from kvwire.transport.server.http_errors import RefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from .metrics import ServerMetrics
+    from kvwire.transport.server.metrics import ServerMetrics
 
 _MAX_BUCKETS = 16384
 

@@ -12,19 +12,17 @@ from aiohttp import web
 
 from kvwire.errors import NotFoundError
 from kvwire.store import FolderStore, content_digest, is_catalog_key, open_object
-from kvwire.transport.http_semantics import answer, may_write
-
-from .refusals import RefusedError, common_headers
-from .sending import Sender
+from kvwire.store.backends.http.semantics import answer, may_write
+from kvwire.transport.server.http_errors import RefusedError, common_headers
+from kvwire.transport.server.sending import Sender
 
 if TYPE_CHECKING:
     from kvwire.store import Listed, ObjectReader, Store
-
-    from .credentials import Rights
-    from .exchange import Exchange
-    from .locks import KeyLocks
-    from .settings import ServerSettings
-    from .threads import Threads
+    from kvwire.transport.server.credentials import Rights
+    from kvwire.transport.server.locks import KeyLocks
+    from kvwire.transport.server.request_context import Exchange
+    from kvwire.transport.server.settings import ServerSettings
+    from kvwire.transport.server.threads import Threads
 
 CONDITIONS = ("If-Match", "If-None-Match", "If-Modified-Since", "If-Unmodified-Since", "If-Range", "Range")
 MAX_LISTED = 1000

@@ -7,13 +7,11 @@ import time
 from typing import TYPE_CHECKING
 
 from kvwire.errors import NotFoundError
-
-from .refusals import RefusedError, refusal_of
+from kvwire.transport.server.http_errors import RefusedError, refusal_of
 
 if TYPE_CHECKING:
     from kvwire.store import Store
-
-    from .threads import Threads
+    from kvwire.transport.server.threads import Threads
 
 _PROBE_KEY = "readyz"
 _GOOD_S = 1.0  # so long one look at the store answers all probes, whatever it found

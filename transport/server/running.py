@@ -8,18 +8,16 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from kvwire.errors import AuthError, StorageError
-
-from .access import is_loopback
-from .application import ObjectServer
+from kvwire.transport.server.access import is_loopback
+from kvwire.transport.server.application import ObjectServer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from kvwire.store import Store
-
-    from .access import AccessSettings
-    from .settings import ServerSettings
-    from .tls import ServerTls
+    from kvwire.transport.server.access import AccessSettings
+    from kvwire.transport.server.settings import ServerSettings
+    from kvwire.transport.server.tls import ServerTls
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 1024

@@ -15,10 +15,9 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from kvwire.store import ObjectReader
-
-    from .exchange import Exchange
-    from .settings import ServerSettings
-    from .threads import Threads
+    from kvwire.transport.server.request_context import Exchange
+    from kvwire.transport.server.settings import ServerSettings
+    from kvwire.transport.server.threads import Threads
 
 _log = logging.getLogger(__name__)
 _FILE_PIECE = 1 << 20  # sent before the clock for a client that takes nothing starts again

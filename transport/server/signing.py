@@ -19,10 +19,9 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from kvwire.errors import ArgumentError, NotFoundError
 from kvwire.store import check_key, strict_json
-
-from .credentials import Rights, namespace_prefix
-from .files import read_parsed
-from .refusals import CHALLENGE, RefusedError
+from kvwire.transport.server.credentials import Rights, namespace_prefix
+from kvwire.transport.server.files import read_parsed
+from kvwire.transport.server.http_errors import CHALLENGE, RefusedError
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,24 +15,22 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from kvwire.store import FolderStore, content_digest
-
-from .entries import check_entry, limit_of
-from .limits import SpoolBudget
-from .objects import check_conditions, conditions
-from .refusals import GONE, RefusedError, common_headers, refusal_of
+from kvwire.transport.server.entries import check_entry, limit_of
+from kvwire.transport.server.http_errors import GONE, RefusedError, common_headers, refusal_of
+from kvwire.transport.server.limits import SpoolBudget
+from kvwire.transport.server.objects import check_conditions, conditions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from kvwire.store import Data, Store
-
-    from .exchange import Exchange
-    from .limits import SpoolShare
-    from .locks import KeyLocks
-    from .metrics import ServerMetrics
-    from .settings import ServerSettings
-    from .threads import Threads
+    from kvwire.transport.server.limits import SpoolShare
+    from kvwire.transport.server.locks import KeyLocks
+    from kvwire.transport.server.metrics import ServerMetrics
+    from kvwire.transport.server.request_context import Exchange
+    from kvwire.transport.server.settings import ServerSettings
+    from kvwire.transport.server.threads import Threads
 
 _BATCH_BYTES = 1 << 20  # hashed and written at a time: a hop between threads costs as much as hashing 100 KB
 _LENGTH = re.compile(r"[0-9]{1,18}")

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kvwire.codec import CacheMeta, KVCache, Profile, decode, encode
-from kvwire.codec import profile as profile_module
-from kvwire.codec.arrays import pack_arrays
+from kvwire.codec.format.arrays import pack_arrays
+from kvwire.codec.profile import profile as profile_module
 from kvwire.errors import CorruptError, KvwireError, MismatchError
 from kvwire.types import LayerSpec
 

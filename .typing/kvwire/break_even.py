@@ -1,1 +1,0 @@
-../../kvwire/break_even.py

@@ -1,1 +1,0 @@
-../../kvwire/calibrate.py

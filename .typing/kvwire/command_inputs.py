@@ -1,1 +1,0 @@
-../../kvwire/command_inputs.py

@@ -1,1 +1,0 @@
-../../kvwire/options.py

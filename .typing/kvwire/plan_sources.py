@@ -1,1 +1,0 @@
-../../kvwire/plan_sources.py

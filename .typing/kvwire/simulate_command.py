@@ -1,1 +1,0 @@
-../../kvwire/simulate_command.py

@@ -1,1 +1,0 @@
-../../kvwire/simulated_links.py

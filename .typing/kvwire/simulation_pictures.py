@@ -1,1 +1,0 @@
-../../kvwire/simulation_pictures.py

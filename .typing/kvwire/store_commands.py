@@ -1,1 +1,0 @@
-../../kvwire/store_commands.py

@@ -1,0 +1,187 @@
+"""Classes of coefficients and the integer frequency tables that they select.
+
+A coefficient's class says how wide its symbols spread: the scale of a Laplacian, in quantiser steps, on a grid of ratio
+3^(1/6). One refinement divides the step by three and so raises every class by exactly six. Tables hold integers only:
+they decode identically on every machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvwire.codec.entropy.rans_naive import PROBABILITY_BITS
+from kvwire.errors import CorruptError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+CLASSES = 42
+"""Scales from 0.05 to 91 steps: below, a column is all zeros; above, the alphabet is left through escapes anyway."""
+FINEST_SCALE = 0.05
+GRID_PER_LEVEL = 6
+"""Classes gained when the step is divided by three."""
+ALPHABET = 256
+"""Base symbols are bytes: value + 128; byte 0 is the escape, whose value travels beside the stream."""
+BIAS = 128
+ESCAPE = 0
+LARGEST = 2**28
+"""Quantised values stay below this at every level, where all arithmetic fits 32 bits."""
+CONTEXTS = 3
+"""A refinement's context: |q| of the level below, capped at 2."""
+_TOTAL = 1 << PROBABILITY_BITS
+POINTS = 2
+"""Sizes that have a reconstruction point of their own; larger values stand for themselves."""
+_TOTAL_POINT = 1 << 16
+_PRIOR_COUNT = 256.0
+"""Symbols that the Laplacian prior is worth against counted ones."""
+
+
+def class_of(scale: NDArray[np.floating]) -> NDArray[np.int64]:
+    """Unclipped class of a scale (mean magnitude times sqrt 2) in steps; very negative where the scale is 0."""
+    safe = np.maximum(np.asarray(scale, np.float64), 1e-30)
+    steps: NDArray[np.int64] = np.rint(GRID_PER_LEVEL * np.log(safe / FINEST_SCALE) / np.log(3.0)).astype(np.int64)
+    return steps + 1
+
+
+def column_classes(coefficients: NDArray[np.floating]) -> NDArray[np.int64]:
+    """Unclipped class at unit step of every column of ``[tokens, columns]``."""
+    return class_of(np.abs(coefficients).mean(0) * np.sqrt(2))
+
+
+def clip_class(classes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Classes that have a table: 1 to CLASSES."""
+    return np.clip(classes, 1, CLASSES)
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """Frequencies of every class; class ``k`` is row ``k - 1``.
+
+    base: uint16 ``[CLASSES, 256]``, rows add up to 4096, the escape is never 0.
+    ternary: uint16 ``[CLASSES, 3, 3]`` = class, context, symbol; rows add up to 4096, no entry is 0.
+    points: uint16 ``[CLASSES, 2]``: how far values of size 1 and 2 lie nearer to zero than they say, in 2^-16 steps.
+    """
+
+    base: NDArray[np.uint16]
+    ternary: NDArray[np.uint16]
+    points: NDArray[np.uint16]
+
+    def check(self) -> None:
+        """Raise CorruptError where a table cannot be decoded with."""
+        shapes = self.base.shape == (CLASSES, ALPHABET) and self.ternary.shape == (CLASSES, CONTEXTS, 3)
+        shapes = shapes and self.points.shape == (CLASSES, POINTS) and bool((self.points <= _TOTAL_POINT // 2).all())
+        if not (
+            shapes
+            and (self.base.sum(axis=1, dtype=np.int64) == _TOTAL).all()
+            and (self.ternary.sum(axis=2, dtype=np.int64) == _TOTAL).all()
+            and self.base[:, ESCAPE].all()
+            and self.ternary.all()
+        ):
+            msg = "the profile's frequency tables are damaged; fetch the profile again"
+            raise CorruptError(msg)
+
+    @cached_property
+    def base_starts(self) -> NDArray[np.uint32]:
+        """Cumulative frequencies before each base symbol, flat."""
+        return _starts(self.base)
+
+    @cached_property
+    def ternary_starts(self) -> NDArray[np.uint32]:
+        """Cumulative frequencies before each refinement symbol, flat."""
+        return _starts(self.ternary)
+
+    @cached_property
+    def sizes(self) -> NDArray[np.float32]:
+        """Size in steps of values 0, 1 and 2 of every class, ``[CLASSES + 1, 3]``; row 0 is for no class."""
+        out = np.tile(np.arange(POINTS + 1, dtype=np.float32), (CLASSES + 1, 1))
+        out[1:, 1:] -= self.points.astype(np.float32) / _TOTAL_POINT
+        return out
+
+    @cached_property
+    def lookup(self) -> NDArray[np.uint32]:
+        """For each class and slot of 4096: symbol in 8 bits, slot - start in 12, frequency - 1 in 12."""
+        frequencies = self.base.astype(np.int64)
+        symbols = np.concatenate([np.repeat(np.arange(ALPHABET), row) for row in frequencies]).reshape(CLASSES, _TOTAL)
+        rows = np.arange(CLASSES)[:, None]
+        starts = self.base_starts.reshape(CLASSES, ALPHABET).astype(np.int64)
+        bias = np.arange(_TOTAL)[None, :] - starts[rows, symbols]
+        packed = symbols << 24 | bias << PROBABILITY_BITS | (frequencies[rows, symbols] - 1)
+        return np.asarray(packed.ravel(), np.uint32)
+
+    @cached_property
+    def thresholds(self) -> NDArray[np.uint32]:
+        """For each class and context: the low 16 bits say where symbol 1 begins, the high ones where 2 does."""
+        frequencies = self.ternary.astype(np.uint32)
+        low = frequencies[:, :, 0]
+        return (low | (low + frequencies[:, :, 1]) << np.uint32(16)).ravel()
+
+
+def fit_tables(
+    base_counts: NDArray[np.number], ternary_counts: NDArray[np.number], excess: NDArray[np.float64] | None = None
+) -> Tables:
+    """Tables for counted symbols, leaning on a Laplacian where counts are few; zeros give the pure Laplacian.
+
+    base_counts: ``[CLASSES, 256]``, biased as in the stream, escapes in entry 0; ternary_counts: ``[CLASSES, 3, 3]``.
+    excess: ``[CLASSES, 2, 2]``, number of values of size 1 and 2, and by how many steps they lay nearer to zero.
+    """
+    base = np.zeros((CLASSES, ALPHABET), np.uint16)
+    ternary = np.zeros((CLASSES, CONTEXTS, 3), np.uint16)
+    for row in range(CLASSES):
+        scale = FINEST_SCALE * 3.0 ** (row / GRID_PER_LEVEL)
+        prior = _laplacian(scale)
+        weight = base_counts[row] + _PRIOR_COUNT * prior
+        allowed = (base_counts[row] > 0) | (prior * _TOTAL >= 0.5)  # noqa: PLR2004 - rounds to at least one slot
+        allowed[ESCAPE] = True
+        base[row] = _normalise(weight, allowed)
+        for context in range(CONTEXTS):
+            centre = BIAS + 3 * context
+            near = np.maximum(prior[centre - 1 : centre + 2], 1e-9)
+            near = near / near.sum() * _PRIOR_COUNT
+            ternary[row, context] = _normalise(ternary_counts[row, context] + near, np.ones(3, bool))
+    return Tables(base, ternary, _points(np.zeros((CLASSES, POINTS, 2)) if excess is None else excess))
+
+
+def _points(excess: NDArray[np.float64]) -> NDArray[np.uint16]:
+    """Mean excess of each class and size, leaning on a Laplacian's."""
+    scales = FINEST_SCALE * 3.0 ** (np.arange(CLASSES) / GRID_PER_LEVEL)
+    rate = np.sqrt(2.0) / scales
+    # Of a density falling like exp(-rate x), the mean over a bin of width 1 lies this far below its middle.
+    with np.errstate(over="ignore"):
+        expected = 0.5 - 1 / rate + 1 / np.expm1(rate)
+    mean = (excess[:, :, 1] + _PRIOR_COUNT * expected[:, None]) / (excess[:, :, 0] + _PRIOR_COUNT)
+    points: NDArray[np.uint16] = np.rint(np.clip(mean, 0, 0.5) * _TOTAL_POINT).astype(np.uint16)
+    return points
+
+
+def _laplacian(scale: float) -> NDArray[np.float64]:
+    """Probability of each biased symbol under a Laplacian of mean size ``scale / sqrt 2``; escapes are the tails."""
+    rate = float(np.sqrt(2.0)) / scale
+    values = np.abs(np.arange(ALPHABET) - BIAS).astype(np.float64)
+    probability: NDArray[np.float64] = np.exp(-rate * (values - 0.5)) * (1.0 - np.exp(-rate)) / 2.0
+    probability[BIAS] = 1.0 - np.exp(-rate / 2.0)
+    probability[ESCAPE] = np.exp(-rate * (BIAS - 0.5))
+    return probability
+
+
+def _normalise(weight: NDArray[np.float64], allowed: NDArray[np.bool_]) -> NDArray[np.uint16]:
+    """Frequencies that add up to 4096, at least 1 wherever allowed and 0 elsewhere."""
+    ideal = np.where(allowed, weight, 0.0) / weight[allowed].sum() * _TOTAL
+    frequencies = np.where(allowed, np.maximum(1, np.floor(ideal)), 0).astype(np.int64)
+    excess = int(frequencies.sum()) - _TOTAL
+    while excess > 0:  # many rare symbols were lifted to 1: take it back where it hurts least, from the largest
+        largest = int(frequencies.argmax())
+        taken = min(excess, int(frequencies[largest]) // 8 + 1)
+        frequencies[largest] -= taken
+        excess -= taken
+    # What rounding down left over goes, one each, to those that lost most by it.
+    frequencies[np.argsort(frequencies - ideal, kind="stable")[: -excess or 0]] += 1
+    return frequencies.astype(np.uint16)
+
+
+def _starts(frequencies: NDArray[np.uint16]) -> NDArray[np.uint32]:
+    counts = frequencies.astype(np.uint32)
+    return (np.cumsum(counts, axis=-1, dtype=np.uint32) - counts).ravel()

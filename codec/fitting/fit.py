@@ -1,0 +1,244 @@
+"""Fitting a profile: what the text predicts, the attention-weighted KLT of the rest, and the tables.
+
+It degrades with what is known: caches and statistics give prediction and weights, caches alone an unweighted KLT, and
+without caches the identity remains, which ``encode`` derives from each cache by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvwire.codec.entropy import kernels
+from kvwire.codec.entropy.tables import (
+    ALPHABET,
+    CLASSES,
+    CONTEXTS,
+    POINTS,
+    Tables,
+    class_of,
+    clip_class,
+    column_classes,
+    fit_tables,
+)
+from kvwire.codec.fitting.metric import plane_metrics, roots
+from kvwire.codec.fitting.moments import Features, feature_moments, group_moments, spans
+from kvwire.codec.fitting.regression import predict
+from kvwire.codec.planes import SIDES, plane_width, planes_of
+from kvwire.codec.prediction.text import Text
+from kvwire.codec.profile.group import Group
+from kvwire.codec.profile.profile import Profile
+from kvwire.codec.transform.analysis import analyse, gather_planes
+from kvwire.codec.transform.quantiser import Ladder, quantise, split_levels
+from kvwire.errors import ArgumentError, CacheValueError, MismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from kvwire.codec.fitting.regression import Prediction
+    from kvwire.codec.fitting.statistics import Statistics
+    from kvwire.codec.planes import Plane
+    from kvwire.types import KVCache, LayerSpec
+
+GROUP_WIDTH = 4096
+"""Elements for one token in a group: keys and values of neighbouring layers share what is common to them."""
+RANK_CUT = 0.05
+"""Coefficients narrower than this many of the finest steps are left out: they would never be coded."""
+_SHRINKAGE_TOKENS = 256
+"""The covariance leans on an isotropic one as if that many tokens had been seen: short corpora keep every direction."""
+_TINY = 1e-20
+"""Stands for zero where something is divided by."""
+_RESOLUTION = 2.0**-20
+"""Scatter below this share of the mean is rounding noise, whatever a layer's scale."""
+
+
+def fit_profile(  # noqa: PLR0913 - settings, each with its default
+    caches: Sequence[KVCache] | None = None,
+    statistics: Statistics | None = None,
+    *,
+    group_width: int = GROUP_WIDTH,
+    rank_cut: float = RANK_CUT,
+    ladder: Ladder | None = None,
+    text: bool = True,
+    head_start: int = 0,
+    hidden: Sequence[Tensor] | None = None,
+    small: bool = False,
+) -> Profile | None:
+    """Learn a profile from calibration caches of one model (a few thousand tokens will do).
+
+    caches: documents' caches, all of one layout. statistics: the engine's metrics and token features.
+    group_width: elements for one token up to which keys and values of neighbouring layers are transformed together.
+    rank_cut: see RANK_CUT; 0 keeps every direction. ladder: the quality levels that the tables are tuned for.
+    text: predict from the tokens, where the statistics know them and caches carry theirs.
+    head_start, hidden: predict from the hidden states after that many layers, ``[tokens, size]`` for each cache, as
+    ``engine.head_start`` computes them; blobs then need them for decoding.
+    small: store the transform in 8 bits an entry, half the size for about one per cent of rate.
+    Returns None where there are no caches, or a single token in all: ``encode(cache, profile=None)`` then uses the
+    identity transform.
+    Raises MismatchError where the caches are of different models, ArgumentError where a setting is impossible.
+    """
+    if not caches or sum(cache.tokens for cache in caches) <= 1:
+        return None
+    _check(caches, statistics, group_width, rank_cut)
+    if (head_start > 0) != (hidden is not None):
+        msg = "head_start names the layers that hidden comes from: give both or neither"
+        raise ArgumentError(msg)
+    first = caches[0].meta
+    ladder = ladder or Ladder()
+    features = Features(caches, statistics.vocabulary if statistics and text else None, hidden)
+    seen = feature_moments(caches, features)
+    planes = group_planes(first.layers, group_width)
+    moments = [group_moments(caches, group, features, seen) for group in planes]
+    metrics = [plane_metrics(first.layers, statistics, *pair) for pair in zip(planes, moments, strict=True)]
+    prediction = predict(seen, moments, metrics, features.table, features.of_hidden)
+    groups = tuple(
+        _basis(*each, seen.tokens, rank_cut * ladder.steps[-1], small=small)
+        for each in zip(planes, metrics, prediction.of_groups(moments, seen), strict=True)
+    )
+    notes: dict[str, str | int | float] = {"tokens": seen.tokens, "weighted": int(statistics is not None)}
+    draft = Profile(
+        first.model_id, first.model_revision, first.layers, groups, _no_counts(), notes, prediction.table,
+        head_start, features.of_hidden if prediction.features else 0,
+    )  # fmt: skip
+    tables = count_tables([Text(draft, c.tokens, c.token_ids, h) for c, h in _pairs(caches, hidden)], caches, ladder)
+    return replace(draft, tables=tables)
+
+
+def _pairs(caches: Sequence[KVCache], hidden: Sequence[Tensor] | None) -> list[tuple[KVCache, Tensor | None]]:
+    return [(cache, None if hidden is None else hidden[number]) for number, cache in enumerate(caches)]
+
+
+def _check(caches: Sequence[KVCache], statistics: Statistics | None, group_width: int, rank_cut: float) -> None:
+    if group_width < 1 or not 0 <= rank_cut < 1:
+        msg = f"group_width must be at least 1 and rank_cut in [0, 1), got {group_width} and {rank_cut}"
+        raise ArgumentError(msg)
+    first = caches[0].meta
+    if any(cache.meta.config_digest() != first.config_digest() for cache in caches):
+        msg = "calibration caches must all come from one model with one layout"
+        raise MismatchError(msg)
+    if statistics and {len(statistics.query_metric), len(statistics.value_metric)} != {len(first.layers)}:
+        msg = f"the statistics must name each of the {len(first.layers)} layers, with None where nothing is known"
+        raise ArgumentError(msg)
+
+
+def identity_profile(cache: KVCache, ladder: Ladder) -> Profile:
+    """A profile derived from one cache alone: per-element means, one scale for each layer, no rotation of the basis."""
+    groups = tuple(_identity_group(cache, plane) for plane in planes_of(cache.meta.layers))
+    draft = Profile("", "", cache.meta.layers, groups, _no_counts())
+    return replace(draft, tables=count_tables([Text(draft, cache.tokens, None)], [cache], ladder))
+
+
+def _identity_group(cache: KVCache, plane: Plane) -> Group:
+    elements = gather_planes(cache, (plane,), 0, cache.tokens)
+    mean = elements.mean(0, dtype=torch.float64).float()
+    centred = elements - mean
+    if not np.isfinite(centred.numpy()).all():
+        msg = f"the {plane[0]}s of layer {plane[1]} are too large for float32; prefill them again"
+        raise CacheValueError(msg)
+    scale = max(_rms(centred), _RESOLUTION * _rms(mean), _TINY)
+    spread = column_classes((centred / scale).numpy())
+    row_scale = np.full(len(mean), scale, np.float32)
+    return Group((plane,), _halved(mean, scale), _as_spread(spread), row_scale=row_scale)
+
+
+def _halved(mean: Tensor, scale: float) -> NDArray[np.float32]:
+    """The mean as float16 has it, where that is close against the scatter: it travels in every blob."""
+    half = mean.half().float()
+    close = bool(torch.isfinite(half).all()) and float((half - mean).abs().max()) <= scale / 16
+    return (half if close else mean).numpy()
+
+
+def _rms(values: Tensor) -> float:
+    """Root of the mean square, of any float32 without overflow."""
+    largest = float(values.abs().max())
+    return largest * float((values / largest).square().mean().sqrt()) if largest else 0.0
+
+
+def _as_spread(classes: NDArray[np.int64]) -> NDArray[np.int16]:
+    return np.clip(classes, -1000, 1000).astype(np.int16)
+
+
+def _no_counts() -> Tables:
+    return fit_tables(np.zeros((CLASSES, ALPHABET)), np.zeros((CLASSES, CONTEXTS, 3)))
+
+
+def group_planes(layers: tuple[LayerSpec, ...], group_width: int) -> list[tuple[Plane, ...]]:
+    """Runs of neighbouring layers whose keys and values add up to at most ``group_width``; a wider layer stands alone.
+
+    A layer that is wider than that by itself has its keys and values apart.
+    """
+    runs: list[list[Plane]] = []
+    room = 0
+    for layer in range(len(layers)):
+        planes = [plane for side in SIDES if plane_width(layers, plane := (side, layer))]
+        width = sum(plane_width(layers, plane) for plane in planes)
+        pieces = [planes] if width <= group_width else [[plane] for plane in planes]
+        for piece in pieces:
+            need = sum(plane_width(layers, plane) for plane in piece)
+            if need > room:
+                runs.append([])
+                room = max(group_width, need)
+            runs[-1] += piece
+            room -= need
+    return [tuple(sorted(run)) for run in runs if run]
+
+
+def _basis(
+    planes: tuple[Plane, ...],
+    metric: list[Tensor],
+    predicted: Prediction,
+    tokens: int,
+    cut: float,
+    *,
+    small: bool,
+) -> Group:
+    """Eigenvectors of the weighted covariance of what prediction leaves, as synthesis rows; see ``Group``."""
+    root, inverse = roots(metric)
+    weighted = root @ predicted.covariance @ root
+    isotropic = weighted.diagonal().mean() * _SHRINKAGE_TOKENS / (tokens + _SHRINKAGE_TOKENS) * 1e-3
+    weighted.diagonal().add_(isotropic)
+    energies, vectors = torch.linalg.eigh(weighted)
+    energies, vectors = energies.flip(0), vectors.flip(1)
+    # Only many tokens can tell that a direction is empty; a few leave most directions unseen.
+    kept = max(1, int((energies.clamp(min=0).sqrt() >= cut).sum())) if tokens >= len(energies) else len(energies)
+    rows = (inverse @ vectors[:, :kept]).T.contiguous()  # by columns, decoding would take three times as long
+    spread = class_of(energies[:kept].clamp(min=0).sqrt().numpy())
+    blocks = tuple(_compact(block).contiguous().numpy() for block in metric)
+    stored = _in_8_bits(rows) if small else rows.bfloat16()
+    mean = predicted.mean.float().numpy()
+    return Group(planes, mean, _as_spread(spread), stored, None, blocks, predicted.predictor)
+
+
+def _in_8_bits(rows: Tensor) -> Tensor:
+    """Each row as whole numbers up to 127 times a power of two, which bfloat16 holds exactly."""
+    step = torch.ldexp(torch.ones(len(rows), 1), torch.frexp(rows.abs().amax(1, keepdim=True))[1] - 7)
+    return ((rows.float() / step).round().clamp(-127, 127) * step).bfloat16()
+
+
+def _compact(block: Tensor) -> Tensor:
+    """A diagonal metric as a vector."""
+    diagonal = torch.diagonal(block, dim1=1, dim2=2)
+    return diagonal.reshape(-1) if torch.equal(torch.diag_embed(diagonal), block) else block
+
+
+def count_tables(texts: Sequence[Text], caches: Sequence[KVCache], ladder: Ladder) -> Tables:
+    """Tables counted from what the quantiser makes of the calibration caches, all levels of the ladder together."""
+    base, ternary = np.zeros((CLASSES, ALPHABET), np.int64), np.zeros((CLASSES, CONTEXTS, 3), np.int64)
+    points = np.zeros((CLASSES, POINTS, 2))
+    for number, start, stop in spans(caches):
+        coefficients, _ = analyse(caches[number], texts[number], start, stop, ladder.steps[-1])
+        values, symbols = split_levels(quantise(coefficients, ladder.steps[-1]), len(ladder.steps))
+        unit = column_classes(coefficients)
+        for level, shift in enumerate(ladder.shifts):
+            classes = np.where(values[level].any(axis=0), clip_class(unit - shift), 0).astype(np.int32)
+            kernels.count_base(values[level], classes, base)
+            kernels.count_points(coefficients, values[level], classes, ladder.steps[level], points)
+            if level:
+                kernels.count_ternary(values[level - 1], symbols[level - 1], classes, ternary)
+    return fit_tables(base, ternary, points)

@@ -1,0 +1,212 @@
+"""The linear prediction of caches from features of their text: ridge regression in reduced rank.
+
+All groups share one table of token features, so the features are turned and cut to the directions that explain most of
+all groups' weighted energy, and kept in 8 bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from kvwire.errors import CacheValueError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from kvwire.codec.fitting.moments import FeatureMoments, Moments
+
+MAX_TABLE_COLUMNS = 768
+"""Columns of the token table at most."""
+TABLE_CUT = 0.004
+"""A direction of the features that explains less energy for one token, in steps squared of about the middle level, is
+left out: what it would take off the residual is less than quantisation leaves there."""
+LEAST_GAIN = 0.01
+"""Prediction that is worth less than this, in nepers for each element, is left out altogether."""
+_FLOOR = 1e-3
+"""What quantisation leaves of an element at about the finest levels; residuals below are as good as none."""
+_RIDGES = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+"""Ridge strengths tried, relative to the features' mean variance."""
+_ATTEMPTS = 16
+_SHARES = (0.0, 0.03, 0.1, 0.3)
+"""Weights tried for all examples of the vocabulary together, against all tokens of the texts."""
+_CLIP = 12.0
+"""Table entries beyond this many root mean squares of the calibration text are clipped: rare tokens may be anything."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """What is predicted of one group: its predictor ``[features, width]``, and what is left.
+
+    mean: float64 ``[width]``, to be added to the predictor's product; covariance: float64, of the residual.
+    """
+
+    predictor: Tensor | None
+    mean: Tensor
+    covariance: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """The shared table, int8 ``[vocabulary, r]`` or None, and each group's weights.
+
+    basis: float64 ``[features, r + hidden]``, raw features to the table's columns and hidden states as they are.
+    centre: float64 ``[features]``, what the columns have taken off already. weights: for each group
+    ``[r + hidden, width]``, bfloat16. excess: how much larger residuals are on text that the fit has not seen.
+    """
+
+    table: NDArray[np.int8] | None
+    basis: Tensor
+    centre: Tensor
+    weights: tuple[Tensor, ...]
+    excess: float
+
+    @property
+    def features(self) -> int:
+        """Features used, 0 where prediction does not pay."""
+        return self.basis.shape[1]
+
+    def of_groups(self, moments: Sequence[Moments], seen: FeatureMoments) -> Iterator[Prediction]:
+        """Each group's prediction; residuals are enlarged by what the fit has learnt by heart."""
+        if not self.features:
+            yield from (Prediction(None, each.mean, each.covariance) for each in moments)
+            return
+        for each, weights in zip(moments, self.weights, strict=True):
+            full = self.basis @ weights.double()
+            covariance = each.covariance - full.T @ each.cross - each.cross.T @ full
+            covariance += full.T @ seen.covariance @ full
+            yield Prediction(weights, each.mean - (seen.mean - self.centre) @ full, covariance * self.excess)
+
+
+def predict(
+    seen: FeatureMoments, moments: Sequence[Moments], metrics: Sequence[list[Tensor]], table: Tensor | None, hidden: int
+) -> Predictions:
+    """Fit all groups' predictions.
+
+    table: raw features of every token ``[vocabulary, F]``, the first features; the last ``hidden`` ones are of hidden
+    states. The ridge is chosen by trying fits on a part of the vocabulary that they have not seen.
+    """
+    nothing = Predictions(None, torch.zeros(len(seen.mean), 0, dtype=torch.float64), seen.mean, (), 1.0)
+    if not len(seen.mean):
+        return nothing
+    choice = _best_choice(seen, moments, metrics)
+    if choice.gain < LEAST_GAIN:
+        return nothing
+    covariance = seen.covariance + (choice.weight * seen.examples) / seen.tokens
+    factor = _factor(covariance, choice.ridge)
+    fits = [torch.cholesky_solve(each.cross + choice.weight * each.examples / seen.tokens, factor) for each in moments]
+    freedom = float(torch.cholesky_solve(seen.covariance, factor).trace())
+    excess = 1 / max(1 - freedom / seen.tokens, 0.25)
+    columns = _columns(seen, fits, metrics, table)
+    weights = tuple((torch.cat([columns.down @ fit[: columns.count], fit[columns.count :]])).bfloat16() for fit in fits)
+    basis = torch.zeros(len(seen.mean), columns.up.shape[1] + hidden, dtype=torch.float64)
+    basis[: columns.count, : columns.up.shape[1]] = columns.up
+    basis[columns.count :, columns.up.shape[1] :] = torch.eye(hidden, dtype=torch.float64)
+    centre = seen.mean.clone()
+    centre[columns.count :] = 0
+    return Predictions(columns.entries, basis, centre, weights, excess)
+
+
+def _factor(covariance: Tensor, ridge: float) -> Tensor:
+    """Cholesky factor of the covariance plus a ridge, which grows where rounding makes the sum indefinite."""
+    unit = torch.eye(len(covariance), dtype=torch.float64)
+    ridge = max(ridge, 1e-12 * float(covariance.diagonal().mean()))
+    for power in range(_ATTEMPTS):
+        factor: Tensor
+        factor, failed_at = torch.linalg.cholesky_ex(covariance + ridge * 10.0**power * unit)
+        if not int(failed_at):
+            return factor
+    msg = "the calibration's features cannot be regressed on; check the statistics and hidden states for huge values"
+    raise CacheValueError(msg)
+
+
+def _weighted(matrix: Tensor, metric: list[Tensor]) -> Tensor:
+    """Rows ``[n, width]`` times the Cholesky factor of the metric: their squared lengths are weighted energies."""
+    parts, start = [], 0
+    for block in metric:
+        heads, dim, _ = block.shape
+        part = matrix[:, start : start + heads * dim].reshape(-1, heads, dim)
+        parts.append(torch.einsum("nhd,hde->nhe", part, torch.linalg.cholesky(block.double())).reshape(len(matrix), -1))
+        start += heads * dim
+    return torch.cat(parts, 1)
+
+
+class _Choice(NamedTuple):
+    """Ridge, weight of an example against a token of the texts, and what the fit is worth: nepers for each element."""
+
+    ridge: float
+    weight: float
+    gain: float
+
+
+def _best_choice(seen: FeatureMoments, moments: Sequence[Moments], metrics: Sequence[list[Tensor]]) -> _Choice:
+    """The ridge and weight whose fit to three quarters of the vocabulary serves texts' last quarter best.
+
+    What counts is the logarithm of each element's residual: bits, as far as it stands above what quantisation leaves.
+    """
+    if not len(seen.trials):
+        return _Choice(0.0, 0.0, 0.0)
+    weights = [share * seen.tokens / seen.example_tokens for share in _SHARES] if seen.example_tokens else [0.0]
+    before = sum(_worth(each.trials, metric) for each, metric in zip(moments, metrics, strict=True))
+    best = _Choice(0.0, 0.0, 0.0)
+    elements = sum(each.trials.shape[1] for each in moments)
+    for weight in weights:
+        rest = seen.covariance * seen.tokens - seen.apart + weight * seen.examples
+        variances, axes = torch.linalg.eigh(rest)
+        turned = [axes.T @ (each.cross * seen.tokens - each.apart + weight * each.examples) for each in moments]
+        for relative in _RIDGES:
+            ridge = max(relative * float(variances.mean()), 1e-30)
+            known = (seen.trials @ axes.float()) / (variances.clamp(min=0) + ridge).float()
+            after = sum(
+                _worth(each.trials - known @ cross.float(), metric)
+                for each, cross, metric in zip(moments, turned, metrics, strict=True)
+            )
+            if (before - after) / elements > best.gain:
+                best = _Choice(ridge / seen.tokens, weight, (before - after) / elements)
+    return best
+
+
+def _worth(residuals: Tensor, metric: list[Tensor]) -> float:
+    """Half the logarithm of each weighted element's mean energy, summed: what an ideal coder would pay, in nepers."""
+    energy = _weighted(residuals.double(), metric).square().mean(0)
+    return 0.5 * float((energy + _FLOOR).log().sum())
+
+
+@dataclass(frozen=True, eq=False)
+class _Columns:
+    """The token table, int8 ``[vocabulary, r]``; ``up`` leads from raw features there, ``down`` their weights."""
+
+    count: int
+    entries: NDArray[np.int8] | None
+    up: Tensor
+    down: Tensor
+
+
+def _columns(
+    seen: FeatureMoments, fits: list[Tensor], metrics: Sequence[list[Tensor]], table: Tensor | None
+) -> _Columns:
+    """Directions of the token features in the order of what they explain, up to where that no longer matters."""
+    if table is None:
+        return _Columns(0, None, torch.zeros(0, 0, dtype=torch.float64), torch.zeros(0, 0, dtype=torch.float64))
+    count = table.shape[1]
+    variances, axes = torch.linalg.eigh(seen.covariance[:count, :count])
+    root = variances.clamp(min=float(variances.max()) * 1e-9).sqrt()
+    explained = torch.zeros(count, count, dtype=torch.float64)
+    for fit, metric in zip(fits, metrics, strict=True):
+        turned = _weighted(root[:, None] * (axes.T @ fit[:count]), metric)
+        explained += turned @ turned.T
+    energies, directions = torch.linalg.eigh(explained)
+    kept = max(1, min(MAX_TABLE_COLUMNS, int((energies > TABLE_CUT).sum())))
+    chosen = directions.flip(1)[:, :kept]
+    up = axes @ (chosen / root[:, None])
+    entries = (table - seen.mean[:count].float()) @ up.float()
+    scale = entries.abs().amax(0).clamp(min=1e-12, max=_CLIP) / 127
+    stored: NDArray[np.int8] = (entries / scale).round().clamp(-127, 127).to(torch.int8).numpy()
+    down = scale.double()[:, None] * ((chosen * root[:, None]).T @ axes.T)
+    return _Columns(count, stored, up / scale.double(), down)

@@ -1,0 +1,431 @@
+"""The blob's head: header, metadata, index, token ids. Exactly specified in docs/format.md.
+
+Everything here is read from strangers: sizes are compared with what the input can pay for before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from isal.isal_zlib import crc32  # zlib's checksum, some 15 times as fast
+
+from kvwire.codec.format.ids import MAX_BITS, MIN_BITS, id_bytes, pack_ids, unpack_ids
+from kvwire.codec.format.kept import Kept, kept_sizes, pack_kept, unpack_kept
+from kvwire.codec.format.limits import MAX_LEVELS
+from kvwire.codec.format.metadata_json import (
+    MAX_WIDTH,
+    elements_per_token,
+    error_to_kl_from_json,
+    meta_from_json,
+    meta_to_json,
+    pack_json,
+    unpack_json,
+)
+from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, TruncatedError
+from kvwire.types import BlobInfo, LevelInfo, SegmentInfo, digest_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from kvwire.types import CacheMeta
+
+MAGIC = b"\x89KVW\r\n\x1a\n"
+VERSION = (1, 0)
+ALIGNMENT = 64
+"""The payload begins on a cache line; segments follow each other without padding."""
+MAX_HEAD_BYTES = 16 << 20
+"""A million tokens in chunks of 256 with four levels take 3 MiB."""
+MAX_CHUNK_TOKENS = 4096
+"""A chunk's working set must stay small against the cache."""
+CODEC_LANES = 1
+"""Segment codec: layered coefficients in private-lane rANS."""
+CODEC_LOSSLESS = 2
+"""Segment codec: stored numbers bit for bit."""
+CODEC_CACHEGEN = 3
+"""Segment codec: the CacheGen profile's anchors and deltas."""
+MISSING = 0xFFFF_FFFF_FFFF_FFFF
+"""Offset of a segment that is not in the blob."""
+MAX_STEP = 2.0**64
+MAX_SHIFT = 1024
+"""Steps and shifts beyond these, or below one over MAX_STEP, leave the range of float32 and of the classes."""
+_PROLOGUE = struct.Struct("<8sHHIIQQIIIIIBBHI")
+"""magic, major, minor, incompatible flags, compatible flags, head bytes, file bytes, CRC-32 of the head, metadata
+stored, metadata raw, tokens, chunk tokens, levels, bits of a token id (0: unknown), reserved, bytes of the profile
+inside."""
+_CRC_AT = 36
+_ENTRY = np.dtype(
+    [
+        ("offset", "<u8"), ("stored", "<u4"), ("symbols", "<u4"), ("crc32", "<u4"),
+        ("codec", "<u2"), ("flags", "<u2"), ("error", "<f4"), ("energy", "<f4"),
+    ]
+)  # fmt: skip
+_DIGEST_CHARACTERS = 64
+_ORDER = (CODEC_LANES, CODEC_CACHEGEN, CODEC_LOSSLESS)
+_MAX_LAYERS = 1 << 20
+_LARGEST_ERROR = 1e38
+"""Float32 holds it."""
+_MAX_OFFSET = 1 << 31
+
+
+class Coded(NamedTuple):
+    """One segment as encoded: bytes, number of symbols, and how far the chunk is off once it is decoded up to here.
+
+    error: squared error for each element in the attention metric, whose unit is the mean energy of calibration caches.
+    energy: the same of what the profile does not expect of the chunk.
+    """
+
+    data: bytes
+    symbols: int
+    error: float
+    energy: float
+
+
+@dataclass(frozen=True)
+class Level:
+    """A level as the encoder made it: name, quantiser step, and the classes to subtract at that step.
+
+    codec: of all its segments. Step and shift are of layered levels; others have 0.
+    """
+
+    name: str
+    step: float = 0.0
+    shift: int = 0
+    codec: int = CODEC_LANES
+
+    @property
+    def alone(self) -> bool:
+        """Whether its segments decode without those of the levels below."""
+        return self.codec != CODEC_LANES
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """A parsed head: what every reader sees (``info``) and what the decoder alone needs.
+
+    kept_bits: ``kept`` as stored: for each layer a bool ``[kv_heads, tokens]`` of what is in the cache, None for layers
+    that hold all; None alone where nothing was pruned. offset: position of the first token where lossless levels hold
+    rotated keys; None where they hold un-rotated ones.
+    """
+
+    info: BlobInfo
+    levels: tuple[Level, ...]
+    profile_bytes: bytes
+    kept_bits: bytes = b""
+    offset: int | None = None
+
+    @cached_property
+    def kept(self) -> Kept | None:
+        """Unpacked when it is first asked for; raises CorruptError where the bits do not fit the layout."""
+        return unpack_kept(self.kept_bits, self.info.meta.layers, self.info.tokens) if self.kept_bits else None
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """What the encoder hands to ``pack_blob``; segments[chunk][level]."""
+
+    meta: CacheMeta
+    token_ids: tuple[int, ...] | None
+    tokens: int
+    chunk_tokens: int
+    levels: tuple[Level, ...]
+    profile_digest: str
+    profile_bytes: bytes
+    segments: Sequence[Sequence[Coded]]
+    head_start: int = 0
+    error_to_kl: tuple[float, float] | None = None
+    kept: Kept | None = None
+
+
+def pack_blob(draft: Draft) -> bytes:
+    """Lay out a whole blob; raises ArgumentError where its head would be longer than readers accept."""
+    if elements_per_token(draft.meta.layers) > MAX_WIDTH:
+        msg = f"the cache has more than the {MAX_WIDTH} elements for a token that readers accept; split its layers"
+        raise ArgumentError(msg)
+    kept = b"" if draft.kept is None else pack_kept(draft.kept, draft.meta.layers, draft.tokens)
+    metadata, metadata_raw = pack_json(
+        {
+            "meta": meta_to_json(draft.meta),
+            "levels": [[level.name, level.codec, level.step, level.shift] for level in draft.levels],
+            "profile": draft.profile_digest,
+            "head_start": draft.head_start,
+            "error_to_kl": None if draft.error_to_kl is None else list(draft.error_to_kl),
+            "offset": draft.meta.offset if draft.meta.positions == "on" else None,
+            "kept_bytes": len(kept),
+        }
+    )
+    bits, ids = pack_ids(draft.token_ids, draft.tokens)
+    cells = len(draft.segments) * len(draft.levels)
+    used = _PROLOGUE.size + len(metadata) + cells * _ENTRY.itemsize + len(ids) + len(draft.profile_bytes) + len(kept)
+    head_bytes = -(-used // ALIGNMENT) * ALIGNMENT
+    if head_bytes > MAX_HEAD_BYTES:
+        msg = f"the blob's head would take {head_bytes} bytes of {MAX_HEAD_BYTES} allowed; split the document"
+        raise ArgumentError(msg)
+    index, end = _index(draft, head_bytes)
+    prologue = _PROLOGUE.pack(
+        MAGIC, *VERSION, 0, 0, head_bytes, end, 0, len(metadata), metadata_raw, draft.tokens, draft.chunk_tokens,
+        len(draft.levels), bits, 0, len(draft.profile_bytes),
+    )  # fmt: skip
+    head = bytearray(
+        prologue + metadata + index.tobytes() + ids + draft.profile_bytes + kept + bytes(head_bytes - used)
+    )
+    head[_CRC_AT : _CRC_AT + 4] = struct.pack("<I", crc32(head))
+    return bytes(head) + b"".join(coded.data for chunk in draft.segments for coded in chunk)
+
+
+def _index(draft: Draft, offset: int) -> tuple[NDArray[np.void], int]:
+    index = np.zeros((len(draft.segments), len(draft.levels)), _ENTRY)
+    for row, chunk in enumerate(draft.segments):
+        for level, (data, symbols, error, energy) in enumerate(chunk):
+            codec = draft.levels[level].codec
+            sizes = (min(error, _LARGEST_ERROR), min(energy, _LARGEST_ERROR))
+            index[row, level] = (offset, len(data), symbols, crc32(data), codec, 0, *sizes)
+            offset += len(data)
+    return index, offset
+
+
+def read_head(data: bytes, *, check: bool = True) -> BlobInfo:
+    """What a blob says about itself, from its first bytes.
+
+    Raises TruncatedError (whose ``needed`` says how many bytes to bring) where ``data`` ends too early, CorruptError
+    where the head's checksum or content is wrong, FormatVersionError where the version or a flag is unknown.
+    ``check=False`` leaves the checksum out.
+    """
+    return parse_head(data, check=check).info
+
+
+class _Prologue(NamedTuple):
+    version: tuple[int, int]
+    head_bytes: int
+    file_bytes: int
+    meta_stored: int
+    meta_raw: int
+    tokens: int
+    chunk_tokens: int
+    levels: int
+    bits: int
+    profile_bytes: int
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.tokens // self.chunk_tokens)
+
+
+def parse_head(data: bytes, *, check: bool = True) -> Head:
+    """``read_head`` for the decoder."""
+    fields = _prologue(data, check=check)
+    parts = _parts(data, fields)
+    meta = meta_from_json(parts.metadata.get("meta"))
+    levels = _levels(parts.metadata.get("levels"), fields.levels)
+    digest = parts.metadata.get("profile")
+    lossy = any(level.codec != CODEC_LOSSLESS for level in levels)
+    wanted = 0 if parts.profile or not lossy else _DIGEST_CHARACTERS
+    if not isinstance(digest, str) or len(digest) != wanted:
+        msg = "the blob neither carries a profile nor names one; fetch it again"
+        raise CorruptError(msg)
+    head_start, error_to_kl, offset = _settings(parts.metadata)
+    token_ids = unpack_ids(parts.ids, fields.tokens, fields.bits)
+    if check and token_ids is not None and digest_tokens(token_ids) != meta.token_digest:
+        msg = "the blob's token ids are not those that its metadata names; write the document again"
+        raise CorruptError(msg)
+    segments = _segments(parts.entries, fields, levels)
+    infos = _level_infos(levels, parts.entries, fields, elements_per_token(meta.layers), error_to_kl)
+    method = "cachegen" if any(level.codec == CODEC_CACHEGEN for level in levels) else "kvwire"
+    info = BlobInfo(
+        fields.version, meta, fields.tokens, fields.chunk_tokens, fields.head_bytes, fields.file_bytes, digest,
+        infos, segments, token_ids, method, head_start,
+    )  # fmt: skip
+    if parts.kept:
+        kept_sizes(parts.kept, meta.layers, fields.tokens)
+    return Head(info, levels, parts.profile, parts.kept, offset)
+
+
+def _settings(metadata: dict[str, Any]) -> tuple[int, tuple[float, float] | None, int | None]:
+    """Head start, calibration of the error, and offset of rotated keys."""
+    head_start, raw, offset = (metadata.get(name) for name in ("head_start", "error_to_kl", "offset"))
+    try:
+        error_to_kl = error_to_kl_from_json(raw)
+    except (TypeError, ValueError, OverflowError) as error:
+        msg = f"the blob's calibration is damaged ({error}); fetch it again"
+        raise CorruptError(msg) from error
+    if type(head_start) is not int or not 0 <= head_start <= _MAX_LAYERS:
+        msg = f"the blob claims a head start of {head_start!r} layers; fetch it again"
+        raise CorruptError(msg)
+    if offset is not None and (type(offset) is not int or abs(offset) > _MAX_OFFSET):
+        msg = f"the blob claims to begin at position {offset!r}; fetch it again"
+        raise CorruptError(msg)
+    return head_start, error_to_kl, offset
+
+
+def _prologue(data: bytes, *, check: bool) -> _Prologue:
+    if data[: len(MAGIC)] != MAGIC[: len(data)] or not data:
+        msg = "this is no kvwire blob: it does not begin with the blob's signature"
+        raise CorruptError(msg)
+    if len(data) < _PROLOGUE.size:
+        msg = "the blob ends within its header; fetch it again"
+        raise TruncatedError(msg, _PROLOGUE.size)
+    (_, major, minor, incompatible, _, head_bytes, file_bytes, crc, meta_stored, meta_raw, tokens, chunk_tokens,
+     levels, bits, _, profile_bytes) = _PROLOGUE.unpack_from(data)  # fmt: skip
+    if major != VERSION[0] or incompatible:
+        msg = f"blob format {major}.{minor} (flags {incompatible:#x}) is newer than this kvwire; upgrade kvwire"
+        raise FormatVersionError(msg)
+    if not _PROLOGUE.size <= head_bytes <= min(MAX_HEAD_BYTES, file_bytes):
+        msg = f"the blob claims a head of {head_bytes} bytes; fetch it again"
+        raise CorruptError(msg)
+    if len(data) < head_bytes:
+        msg = f"the blob's head ends after {len(data)} of {head_bytes} bytes; fetch it again"
+        raise TruncatedError(msg, head_bytes)
+    if check and _head_crc(data[:head_bytes]) != crc:
+        msg = "the blob's head does not match its checksum; fetch it again"
+        raise CorruptError(msg)
+    fits = 1 <= chunk_tokens <= MAX_CHUNK_TOKENS and 1 <= levels <= MAX_LEVELS
+    if not (tokens and fits and (not bits or MIN_BITS <= bits <= MAX_BITS)):
+        msg = "the blob's header holds impossible numbers; fetch it again"
+        raise CorruptError(msg)
+    return _Prologue(
+        (major, minor), head_bytes, file_bytes, meta_stored, meta_raw, tokens, chunk_tokens, levels, bits, profile_bytes
+    )
+
+
+def _head_crc(head: bytes) -> int:
+    """CRC-32 of the head with zeros in the checksum's own place."""
+    crc = crc32(bytes(4), crc32(head[:_CRC_AT]))
+    return crc32(head[_CRC_AT + 4 :], crc)
+
+
+class _Parts(NamedTuple):
+    metadata: dict[str, Any]
+    entries: NDArray[np.void]
+    ids: bytes
+    profile: bytes
+    kept: bytes
+
+
+def _parts(data: bytes, fields: _Prologue) -> _Parts:
+    """Metadata, index ``[chunks, levels]``, packed token ids, profile inside and what is kept: they fill the head."""
+    cells = fields.chunks * fields.levels
+    sizes = (fields.meta_stored, cells * _ENTRY.itemsize, id_bytes(fields.tokens, fields.bits), fields.profile_bytes)
+    room = fields.head_bytes - _PROLOGUE.size - sum(sizes)
+    metadata = unpack_json(data[_PROLOGUE.size : _PROLOGUE.size + fields.meta_stored], fields.meta_raw, "blob")
+    kept_bytes = metadata.get("kept_bytes")
+    if type(kept_bytes) is not int or kept_bytes < 0 or not 0 <= room - kept_bytes < ALIGNMENT:
+        msg = "the blob's head does not add up to its length; fetch it again"
+        raise CorruptError(msg)
+    at, parts = _PROLOGUE.size, []
+    for size in (*sizes, kept_bytes):
+        parts.append(bytes(data[at : at + size]))
+        at += size
+    index = np.frombuffer(parts[1], _ENTRY).reshape(fields.chunks, fields.levels)
+    return _Parts(metadata, index, *parts[2:])
+
+
+def _levels(rows: Any, count: int) -> tuple[Level, ...]:  # noqa: ANN401 - JSON
+    try:
+        levels = tuple(_level(*row) for row in rows)
+    except (TypeError, ValueError, OverflowError) as error:
+        msg = f"the blob's levels are damaged ({error}); fetch it again"
+        raise CorruptError(msg) from error
+    codecs = [level.codec for level in levels]
+    if codecs != sorted(codecs, key=_ORDER.index) or {CODEC_LANES, CODEC_CACHEGEN} <= set(codecs):
+        msg = "the blob's levels stand in an order that no encoder writes; fetch it again"
+        raise CorruptError(msg)
+    if len(levels) != count:
+        msg = f"the blob names {len(levels)} levels and holds {count}; fetch it again"
+        raise CorruptError(msg)
+    return levels
+
+
+def _level(name: Any, codec: Any, step: Any, shift: Any) -> Level:  # noqa: ANN401 - JSON
+    if not isinstance(name, str) or type(codec) is not int:
+        msg = f"level {name!r} coded in way {codec!r}"
+        raise ValueError(msg)
+    if codec not in _ORDER:
+        msg = f"the blob's level {name!r} is coded in way {codec}; upgrade kvwire"
+        raise FormatVersionError(msg)
+    if codec != CODEC_LANES:
+        return Level(name, codec=codec)
+    if type(step) not in {int, float} or not 1 / MAX_STEP <= float(step) <= MAX_STEP:
+        msg = f"level {name!r} with step {step!r}"
+        raise ValueError(msg)
+    if type(shift) is not int or abs(shift) > MAX_SHIFT:
+        msg = f"level {name!r} with shift {shift!r}"
+        raise ValueError(msg)
+    return Level(name, float(step), shift)
+
+
+def _segments(
+    index: NDArray[np.void], fields: _Prologue, levels: tuple[Level, ...]
+) -> tuple[tuple[SegmentInfo, ...], ...]:
+    """Index entries in payload order: no gap, no overlap, nothing past the end."""
+    rows, expected = [], fields.head_bytes
+    for chunk, row in enumerate(index.tolist()):
+        present = [entry for entry in row if entry[0] != MISSING]
+        if present != row[: len(present)]:
+            msg = f"chunk {chunk} lacks a level below one that it has; fetch the blob's head again"
+            raise CorruptError(msg)
+        cells = []
+        for level, (offset, stored, symbols, crc, codec, flags, error, _) in enumerate(present):
+            if codec != levels[level].codec or flags:
+                msg = f"chunk {chunk} level {level} is coded in way {codec} (flags {flags:#x}); upgrade kvwire"
+                raise FormatVersionError(msg)
+            if offset != expected or offset + stored > fields.file_bytes:
+                msg = f"chunk {chunk} level {level} lies where it cannot; fetch the blob's head again"
+                raise CorruptError(msg)
+            expected = offset + stored
+            cells.append(SegmentInfo(chunk, level, offset, stored, symbols, crc, codec, error))
+        rows.append(tuple(cells))
+    if expected != fields.file_bytes:
+        msg = "the blob's segments do not add up to its length; fetch it again"
+        raise CorruptError(msg)
+    return tuple(rows)
+
+
+def _level_infos(
+    levels: tuple[Level, ...],
+    index: NDArray[np.void],
+    fields: _Prologue,
+    elements_of_token: int,
+    error_to_kl: tuple[float, float] | None,
+) -> tuple[LevelInfo, ...]:
+    out, below = [], fields.head_bytes
+    chunk_tokens = np.full(fields.chunks, fields.chunk_tokens)
+    chunk_tokens[-1] -= fields.chunks * fields.chunk_tokens - fields.tokens
+    for level, column in zip(levels, index.T, strict=True):
+        here = column[column["offset"] != MISSING]
+        size = int(here["stored"].sum(dtype=np.int64))
+        cumulative = (fields.head_bytes if level.alone else below) + size
+        below = cumulative
+        error = _mean_error(column, chunk_tokens)
+        lossless = level.codec == CODEC_LOSSLESS
+        kl = None if error_to_kl is None else _predicted_kl(error, *error_to_kl)
+        bits = 8.0 * cumulative / (fields.tokens * elements_of_token)
+        out.append(LevelInfo(level.name, level.step, size, cumulative, bits, error, level.alone, lossless, kl))
+    return tuple(out)
+
+
+def _predicted_kl(error: float, scale: float, exponent: float) -> float:
+    """``scale * error^exponent``; raises CorruptError where that is no number."""
+    try:
+        kl: float = scale * error**exponent
+    except OverflowError:
+        kl = math.inf
+    if kl == math.inf:
+        msg = "the blob's errors and their calibration are impossible together; fetch the blob's head again"
+        raise CorruptError(msg)
+    return kl
+
+
+def _mean_error(column: NDArray[np.void], tokens: NDArray[np.int64]) -> float:
+    """The chunks' errors, weighted by their tokens."""
+    here = column["offset"] != MISSING
+    errors, energies = column["error"][here], column["energy"][here]  # checked as they are: casting a NaN may warn
+    if not all(np.isfinite(each).all() and (each >= 0).all() for each in (errors, energies)):
+        msg = "the blob's index holds impossible errors; fetch the blob's head again"
+        raise CorruptError(msg)
+    return float(errors.astype(np.float64) @ tokens[here]) / float(tokens[here].sum()) if here.any() else 0.0

@@ -1,0 +1,182 @@
+"""Cache layouts and metadata as JSON, and JSON read from strangers."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import zstandard
+
+from kvwire.errors import ArgumentError, CorruptError
+from kvwire.types import CacheMeta, LayerSpec, RopeRegime
+
+MAX_JSON_BYTES = 1 << 20
+"""Metadata of a thousand layers takes a tenth; hostile text of this length makes some tens of megabytes of objects."""
+_MAX_DIM = 1 << 20
+"""Wider than any layer; products of two still fit 64 bits with room to spare."""
+MAX_WIDTH = 1 << 23
+"""Elements for one token, all layers together: some times those of the widest models without shared heads."""
+_STEEPEST = 8.0
+"""Exponent of ``error_to_kl`` at most."""
+_SHORT = 6
+"""Columns of a layer whose values carry no position and whose keys' rotary part comes first."""
+
+
+def pack_json(value: object) -> tuple[bytes, int]:
+    """Canonical JSON, zstd-compressed; returns it with its raw length."""
+    raw = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    return zstandard.ZstdCompressor(level=19, write_content_size=True).compress(raw), len(raw)
+
+
+def unpack_json(data: bytes, raw_length: int, what: str) -> dict[str, Any]:
+    """Read what ``pack_json`` wrote; refuses wrong lengths, duplicate keys and anything but an object."""
+    if raw_length > MAX_JSON_BYTES:
+        msg = f"the {what}'s metadata claims {raw_length} bytes, more than the {MAX_JSON_BYTES} allowed"
+        raise CorruptError(msg)
+    raw = decompress(data, raw_length, what)
+    try:
+        value = json.loads(raw.decode(), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        msg = f"the {what}'s metadata is not JSON as kvwire writes it ({error}); fetch it again"
+        raise CorruptError(msg) from error
+    if not isinstance(value, dict):
+        msg = f"the {what}'s metadata is not a JSON object; fetch it again"
+        raise CorruptError(msg)
+    return value
+
+
+def decompress(data: bytes, raw_length: int, what: str) -> bytes:
+    """Undo zstd into exactly ``raw_length`` bytes; raises CorruptError otherwise, and never allocates more.
+
+    The frame's own claim is compared first, since the decompressor allocates by it.
+    """
+    try:
+        claimed = zstandard.get_frame_parameters(data).content_size
+        raw = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False) if claimed == raw_length else b""
+    except (zstandard.ZstdError, MemoryError) as error:
+        msg = f"the {what} does not decompress ({error}); fetch it again"
+        raise CorruptError(msg) from error
+    if claimed != raw_length or len(raw) != raw_length:
+        msg = f"the {what} decompresses to another length than it should; fetch it again"
+        raise CorruptError(msg)
+    return raw
+
+
+def _no_constant(name: str) -> float:
+    msg = f"{name} is not a number"
+    raise ValueError(msg)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        msg = "an object names a key twice"
+        raise ValueError(msg)
+    return value
+
+
+def elements_per_token(layers: tuple[LayerSpec, ...]) -> int:
+    """Numbers cached for one token, keys and values of all layers that have a cache."""
+    return sum(spec.key_width + spec.value_width for spec in layers if spec.kind != "none")
+
+
+def shapes_of(layers: tuple[LayerSpec, ...]) -> list[tuple[bool, int, int, int]]:
+    """What must agree for one cache's coefficients to fit another's layers."""
+    return [(s.kind == "none", s.kv_heads, s.key_dim, s.value_dim) for s in layers]
+
+
+def layers_to_json(layers: tuple[LayerSpec, ...]) -> list[list[int | str | None]]:
+    """One row for each layer: kind, heads, key and value dims, rope, window.
+
+    The values' rope and the start of the keys' rotary part follow where there are such.
+    """
+    rows: list[list[int | str | None]] = []
+    for s in layers:
+        more = [] if (s.value_rope, s.key_rope_start) == (None, 0) else [s.value_rope, s.key_rope_start]
+        rows.append([s.kind, s.kv_heads, s.key_dim, s.value_dim, s.rope, s.window, *more])
+    return rows
+
+
+def layers_from_json(rows: list[list[Any]]) -> tuple[LayerSpec, ...]:
+    """Read ``layers_to_json``; raises ValueError or TypeError where a row is impossible."""
+    out = []
+    for row in rows:
+        kind, heads, key_dim, value_dim, rope, window, value_rope, start = (
+            [*row, None, 0] if len(row) == _SHORT else row
+        )
+        numbers = [n for n in (heads, key_dim, value_dim, rope, window, value_rope, start) if n is not None]
+        sound = kind in ("full", "sliding", "none") and None not in (heads, key_dim, value_dim, start)
+        if not sound or any(type(n) is not int or not 0 <= n <= _MAX_DIM for n in numbers):
+            msg = f"impossible layer {row}"
+            raise ValueError(msg)
+        if kind != "none" and not (heads and key_dim and value_dim):
+            msg = "a layer with a cache needs heads and dims above 0"
+            raise ValueError(msg)
+        out.append(LayerSpec(heads, key_dim, value_dim, kind, rope, window, value_rope, start))
+    if not 0 < elements_per_token(tuple(out)) <= MAX_WIDTH:
+        msg = f"no layer has a cache, or all together more than {MAX_WIDTH} elements for a token"
+        raise ValueError(msg)
+    return tuple(out)
+
+
+def meta_to_json(meta: CacheMeta) -> dict[str, Any]:
+    """CacheMeta as stored in a blob: positions are always off there."""
+    fields = asdict(meta)
+    for name in ("positions", "offset"):
+        del fields[name]
+    fields["layers"] = layers_to_json(meta.layers)
+    for rope, regime in zip(fields["ropes"], meta.ropes, strict=True):
+        rope["inv_freq"] = base64.b64encode(np.asarray(regime.inv_freq, "<f4").tobytes()).decode()
+    return fields
+
+
+def meta_from_json(fields: Any) -> CacheMeta:  # noqa: ANN401 - JSON
+    """Read ``meta_to_json``; raises CorruptError where a field is missing or impossible."""
+    try:
+        ropes = tuple(_rope(raw) for raw in fields["ropes"])
+        layers = layers_from_json(fields["layers"])
+        for spec in layers:
+            _check_rope(spec, ropes)
+        names = ("model_id", "model_revision", "tokenizer_digest", "dtype", "token_digest")
+        if any(not isinstance(fields[name], str) for name in names):
+            msg = "a name is not a string"
+            raise ValueError(msg)  # noqa: TRY301 - retold below
+        return CacheMeta(**{name: fields[name] for name in names}, layers=layers, ropes=ropes, positions="off")
+    except (KeyError, TypeError, ValueError, OverflowError, ArgumentError) as error:
+        msg = f"the blob's metadata is damaged ({error}); fetch it again"
+        raise CorruptError(msg) from error
+
+
+def _check_rope(spec: LayerSpec, ropes: tuple[RopeRegime, ...]) -> None:
+    for rotary, dim in ((spec.rotary("key"), spec.key_dim), (spec.rotary("value"), spec.value_dim)):
+        if rotary is not None and (rotary[0] >= len(ropes) or rotary[1] + ropes[rotary[0]].rotary_dim > dim):
+            msg = "a layer refers to a RoPE regime that does not fit it"
+            raise ValueError(msg)
+    if spec.rope is None and spec.key_rope_start:
+        msg = "a layer without a RoPE regime says where its rotary part starts"
+        raise ValueError(msg)
+
+
+def _rope(raw: dict[str, Any]) -> RopeRegime:
+    inv_freq = np.frombuffer(base64.b64decode(raw["inv_freq"], validate=True), "<f4")
+    limit, scaling = raw["max_positions"], float(raw["attention_scaling"])
+    if not np.isfinite(inv_freq).all() or not np.isfinite(scaling) or not (limit is None or type(limit) is int):
+        msg = "impossible RoPE regime"
+        raise ValueError(msg)
+    return RopeRegime(tuple(map(float, inv_freq)), bool(raw["interleaved"]), scaling, limit, str(raw["kind"]))
+
+
+def error_to_kl_from_json(raw: Any) -> tuple[float, float] | None:  # noqa: ANN401 - JSON
+    """Read ``Profile.error_to_kl``; raises TypeError or ValueError where it is impossible."""
+    if raw is None:
+        return None
+    numbers = [float(number) for number in raw if type(number) in {int, float}] if type(raw) is list else []
+    scale, exponent = numbers if len(numbers) == len(raw) else (0.0, 0.0)
+    if not (0 < scale < math.inf and 0 < exponent <= _STEEPEST):
+        msg = f"error_to_kl {raw!r}"
+        raise ValueError(msg)
+    return scale, exponent

@@ -1,0 +1,234 @@
+"""One segment: one level of one chunk, as bytes. Exactly specified in docs/format.md.
+
+A column (a coefficient over the chunk's tokens) enters the stream at the first level at which any of its symbols is not
+zero; that level's segment names its class. From then on every level refines it.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import zstandard
+
+from kvwire.codec.entropy import kernels
+from kvwire.codec.entropy.rans import (
+    MAX_LANES,
+    Lanes,
+    decode_base,
+    decode_ternary,
+    encode_base,
+    encode_ternary,
+    lanes_for,
+)
+from kvwire.codec.entropy.tables import BIAS, ESCAPE, GRID_PER_LEVEL, LARGEST, Tables, clip_class
+from kvwire.codec.format.metadata_json import decompress
+from kvwire.errors import CorruptError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+MAX_CHUNK_SYMBOLS = 1 << 30
+"""Tokens times coefficients of a chunk: 4096 tokens of the widest model there is; a lane's length stays in 16 bits."""
+_HEADER = struct.Struct("<IIIHH")
+"""words, class bytes, escape bytes, lanes, reserved."""
+
+
+@dataclass(eq=False)
+class ChunkState:
+    """What encoder and decoder both know of a chunk after some levels.
+
+    spread: class of each column at unit step, from the profile. classes: 0 while a column is not coded, else its class
+    at the latest level. values: int32 ``[tokens, columns]``, the quantised coefficients at the latest level.
+    """
+
+    tokens: int
+    spread: NDArray[np.int64]
+    tables: Tables
+    classes: NDArray[np.int64] = field(init=False)
+    values: NDArray[np.int32] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin with nothing coded."""
+        self.classes = np.zeros(len(self.spread), np.int64)
+        self.values = np.zeros((self.tokens, len(self.spread)), np.int32)
+
+    @property
+    def columns(self) -> NDArray[np.uint32]:
+        """Indices of the coded columns, ascending."""
+        return np.flatnonzero(self.classes).astype(np.uint32)
+
+    def contexts(self) -> NDArray[np.uint8]:
+        """Context of every coded column's refinement, ``[tokens, coded columns]``."""
+        columns = self.columns
+        out = np.empty((self.tokens, len(columns)), np.uint8)
+        kernels.contexts_of(self.values, columns, out)
+        return out
+
+    def enter(self, fresh: NDArray[np.intp], classes: NDArray[np.int64]) -> None:
+        """Go one level up: coded columns rise by the grid's share of a level, ``fresh`` ones begin in ``classes``."""
+        self.classes = np.where(self.classes > 0, clip_class(self.classes + GRID_PER_LEVEL), 0)
+        self.classes[fresh] = classes
+
+
+def encode_segment(
+    state: ChunkState,
+    shift: int,
+    wanted: NDArray[np.int64],
+    values: NDArray[np.int32],
+    refinement: NDArray[np.uint8] | None,
+) -> tuple[bytes, int]:
+    """Write the next level of a chunk and advance ``state`` to it; returns the bytes and the number of symbols.
+
+    wanted: the class that suits each column at this level. values: quantised at this level, ``[tokens, columns]``;
+    refinement: the symbols that lead there from the level below, None at level 0.
+    """
+    open_columns = np.flatnonzero(state.classes == 0)
+    entering = values[:, open_columns].any(axis=0)
+    fresh = open_columns[entering]
+    chosen = clip_class(wanted[fresh])
+    codes = np.zeros(len(open_columns), np.uint8)
+    codes[entering] = _zigzag(chosen - clip_class(state.spread[fresh] - shift)) + 1
+    state.enter(fresh, chosen)
+    escapes = b""
+    if refinement is None:
+        stream, escapes = _encode_base(state, values)
+    else:
+        columns = state.columns
+        symbols = refinement[:, columns]
+        lanes = lanes_for(symbols.size)
+        stream = encode_ternary(symbols, state.contexts(), state.classes[columns], state.tables, lanes)
+    state.values = values
+    return pack_segment(codes.tobytes(), escapes, stream), state.tokens * len(state.columns)
+
+
+def _encode_base(state: ChunkState, values: NDArray[np.int32]) -> tuple[Lanes, bytes]:
+    columns = state.columns
+    classes = state.classes[columns]
+    picked = values[:, columns]
+    symbols = np.where(np.abs(picked) < BIAS, picked + BIAS, ESCAPE).astype(np.uint8)
+    symbols[state.tables.base[classes[None, :] - 1, symbols] == 0] = ESCAPE
+    stream = encode_base(symbols, classes, state.tables, lanes_for(symbols.size))
+    return stream, picked[symbols == ESCAPE].astype("<i4").tobytes()
+
+
+def pack_segment(classes: bytes, escapes: bytes, stream: Lanes) -> bytes:
+    """A segment of a class list, escapes as i4, and a stream; docs/format.md, section 4."""
+    compressor = zstandard.ZstdCompressor(level=19, write_content_size=True, write_checksum=False)
+    packed_classes = compressor.compress(classes) if classes else b""
+    packed_escapes = compressor.compress(escapes) if escapes else b""
+    header = _HEADER.pack(len(stream.words), len(packed_classes), len(packed_escapes), len(stream.states), 0)
+    lanes = stream.states.astype("<u4").tobytes() + stream.counts.astype("<u2").tobytes()
+    return header + packed_classes + packed_escapes + lanes + stream.words.astype("<u2").tobytes()
+
+
+def decode_segment(state: ChunkState, level: int, shift: int, data: bytes, *, check: bool = True) -> int:
+    """Advance ``state`` by one level from a segment's bytes; returns the number of symbols.
+
+    Raises CorruptError where the bytes cannot be what was written. ``check=False`` lets a stream pass whose lanes do
+    not end as they began; sizes are always checked.
+    """
+    open_columns = np.flatnonzero(state.classes == 0)
+    classes, escapes, stream = _unpack(data, len(open_columns))
+    codes = np.frombuffer(classes, np.uint8).astype(np.int64)
+    fresh = open_columns[codes > 0]
+    state.enter(fresh, clip_class(clip_class(state.spread[fresh] - shift) + _unzigzag(codes[codes > 0] - 1)))
+    columns = state.columns
+    if level == 0:
+        symbols = decode_base(stream, state.classes[columns], state.tables, state.tokens, check=check)
+        kernels.place(state.values, columns, symbols)
+        _place_escapes(state.values, columns, symbols, escapes)
+    elif escapes:
+        msg = "a refinement holds escapes: the segment is damaged, fetch it again"
+        raise CorruptError(msg)
+    else:
+        symbols = decode_ternary(stream, state.contexts(), state.classes[columns], state.tables, check=check)
+        kernels.refine(state.values, columns, symbols)
+    return symbols.size
+
+
+class Parts(NamedTuple):
+    """A segment taken apart: class codes, packed escapes, and the stream's arrays as they lie in the bytes."""
+
+    classes: bytes
+    escapes: bytes
+    states: NDArray[np.uint32]
+    counts: NDArray[np.uint16]
+    words: NDArray[np.uint16]
+
+
+def take_apart(data: bytes, open_columns: int) -> Parts:
+    """Check what does not take decoding; raises CorruptError."""
+    if len(data) < _HEADER.size:
+        msg = "a segment ends within its header: it is damaged, fetch it again"
+        raise CorruptError(msg)
+    words, class_bytes, escape_bytes, lanes, _ = _HEADER.unpack_from(data)
+    at = _HEADER.size
+    if at + class_bytes + escape_bytes + 6 * lanes + 2 * words != len(data) or not 1 <= lanes <= MAX_LANES:
+        msg = "a segment's parts do not add up to its length: it is damaged, fetch it again"
+        raise CorruptError(msg)
+    classes = _list(data[at : at + class_bytes], open_columns, "class")
+    at += class_bytes
+    escapes = data[at : at + escape_bytes]
+    at += escape_bytes
+    states = np.frombuffer(data, "<u4", lanes, at)
+    counts = np.frombuffer(data, "<u2", lanes, at + 4 * lanes)
+    if int(counts.sum(dtype=np.int64)) != words:
+        msg = "a segment's lanes do not add up to its words: it is damaged, fetch it again"
+        raise CorruptError(msg)
+    return Parts(classes, escapes, states, counts, np.frombuffer(data, "<u2", words, at + 6 * lanes))
+
+
+def lanes_of(data: bytes) -> int:
+    """What a segment's header says, 0 where it has none."""
+    return int(_HEADER.unpack_from(data)[3]) if len(data) >= _HEADER.size else 0
+
+
+def escapes_in(data: bytes) -> bytes:
+    """Where a segment's header says that its packed escapes lie; nothing where it has none."""
+    if len(data) < _HEADER.size:
+        return b""
+    _, class_bytes, escape_bytes, _, _ = _HEADER.unpack_from(data)
+    return data[_HEADER.size + class_bytes :][:escape_bytes]
+
+
+def _unpack(data: bytes, open_columns: int) -> tuple[bytes, bytes, Lanes]:
+    """Class codes, packed escapes and the stream of a segment."""
+    parts = take_apart(data, open_columns)
+    stream = Lanes(parts.states.astype(np.uint32), parts.counts.astype(np.uint16), parts.words.astype(np.uint16))
+    return parts.classes, parts.escapes, stream
+
+
+def _list(packed: bytes, length: int, name: str) -> bytes:
+    """A compressed list of a length that is known from elsewhere; nothing stands for the empty list."""
+    raw = decompress(packed, length, f"segment's {name} list") if packed else b""
+    if len(raw) != length:
+        msg = f"a segment's {name} list has the wrong length: it is damaged, fetch it again"
+        raise CorruptError(msg)
+    return raw
+
+
+def _place_escapes(
+    values: NDArray[np.int32], columns: NDArray[np.uint32], symbols: NDArray[np.uint8], packed: bytes
+) -> None:
+    tokens, index = np.nonzero(symbols == ESCAPE)
+    values[tokens, columns[index]] = escapes_of(packed, len(tokens))
+
+
+def escapes_of(packed: bytes, count: int) -> NDArray[np.int32]:
+    """Escaped values in row-major order; raises CorruptError where they are not ``count`` or out of range."""
+    escaped = np.frombuffer(_list(packed, 4 * count, "escape"), "<i4")
+    if escaped.size and not -LARGEST < int(escaped.min()) <= int(escaped.max()) < LARGEST:
+        msg = "a segment escapes to values that no encoder writes: it is damaged, fetch it again"
+        raise CorruptError(msg)
+    return escaped
+
+
+def _zigzag(delta: NDArray[np.int64]) -> NDArray[np.uint8]:
+    return np.where(delta >= 0, 2 * delta, -2 * delta - 1).astype(np.uint8)
+
+
+def _unzigzag(code: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.where(code % 2 == 0, code // 2, -(code + 1) // 2)

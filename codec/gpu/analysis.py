@@ -1,0 +1,173 @@
+"""``transform.analyse`` on a device: elements of a batch of chunks to coefficients, one group at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvwire.codec.transform.analysis import HALVED_STEP, LARGE_STEPS, MANY_TOKENS, fast_bfloat16
+from kvwire.codec.transform.positions import rotate, rotation
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from kvwire.codec.gpu.profile import DeviceGroup, DeviceProfile
+    from kvwire.codec.prediction.text import Text
+    from kvwire.types import KVCache
+
+_BFLOAT16_SINCE = (8, 0)
+"""Compute capability from which on tensor cores multiply bfloat16."""
+Span = tuple[int, int]
+"""A chunk's first token and the one behind its last."""
+
+
+@dataclass(frozen=True, eq=False)
+class Analysed:
+    """Coefficients of a batch, float32 ``[tokens, rank]``.
+
+    sums: of each group's elements, not finite where one of them is not. dropped: float64 for each chunk, the weighted
+    energy that its coefficients leave out.
+    """
+
+    coefficients: Tensor
+    sums: Tensor
+    dropped: Tensor
+
+
+class Transform:
+    """``codec.transform.analyse`` on a device. step: the finest quantiser step that coefficients are for."""
+
+    def __init__(self, cache: KVCache, text: Text, known: DeviceProfile, step: float) -> None:
+        """Put the text's ids on the device."""
+        self._cache, self._known, self._step = cache, known, step
+        self._profile = text.profile
+        self._ids = None if text.token_ids is None else torch.from_numpy(text.token_ids).to(known.device)
+        self._hidden = text.hidden
+        self._halved = step >= HALVED_STEP and _multiplies_bfloat16(known.device)
+
+    def analyse(self, spans: Sequence[Span]) -> Analysed:
+        """Coefficients of chunks that follow each other."""
+        start, stop = spans[0][0], spans[-1][1]
+        sampled, lengths = self._sampled(spans)
+        out = torch.empty(stop - start, self._profile.rank, dtype=torch.float32, device=self._known.device)
+        parts = torch.split(out, [group.rank for group in self._profile.groups], 1)
+        hidden = None if self._hidden is None else self._hidden[start:stop].to(out.device)
+        sums, weighed, large = [], [], []
+        for group, part in zip(self._known.groups, parts, strict=True):
+            centred, total = self._centred(group, start, stop, hidden)
+            sums.append(total)
+            large.append(self._project(centred, group, part))
+            if group.metric and group.rank < group.width:
+                weighed.append((part, _energies(centred[sampled], group.metric)))
+        if self._halved:
+            self._repeat(torch.stack(large).cpu(), parts, start, hidden)  # the host waits
+        missing = [energy - part[sampled].square().sum(1, dtype=torch.float64) for part, energy in weighed]
+        dropped = torch.zeros(len(spans), dtype=torch.float64, device=self._known.device)
+        if missing:
+            chunks = torch.split(torch.stack(missing), lengths, 1)
+            dropped = torch.stack([chunk.mean(1).clamp(min=0).sum() for chunk in chunks])
+            dropped *= torch.tensor([stop - start for start, stop in spans], device=dropped.device)
+        return Analysed(out, torch.stack(sums), dropped)
+
+    def _sampled(self, spans: Sequence[Span]) -> tuple[Tensor, list[int]]:
+        """Tokens of the batch whose energies are weighed, and how many of each chunk."""
+        steps = [4 if start and stop - start >= MANY_TOKENS else 1 for start, stop in spans]
+        ranges = [range(start, stop, step) for (start, stop), step in zip(spans, steps, strict=True)]
+        index = torch.tensor([token - spans[0][0] for tokens in ranges for token in tokens], device=self._known.device)
+        return index, [len(tokens) for tokens in ranges]
+
+    def _centred(self, group: DeviceGroup, start: int, stop: int, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
+        """A group's elements less what is expected, float32 ``[tokens, width]``, and the sum of the elements.
+
+        hidden: the head start of these tokens, on the device.
+        """
+        cache = self._cache
+        out = torch.empty(stop - start, group.width, dtype=torch.float32, device=self._known.device)
+        views = torch.split(out, [self._width(plane) for plane in group.planes], 1)
+        turns: dict[int, tuple[Tensor, Tensor]] = {}
+        for (side, layer), view in zip(group.planes, views, strict=True):
+            tensor = (cache.keys if side == "key" else cache.values)[layer][:, start:stop].detach().to(out.device)
+            rotary = cache.meta.layers[layer].rotary(side) if cache.meta.positions == "on" else None
+            if rotary is not None:
+                index, first = rotary
+                regime = cache.meta.ropes[index]
+                if index not in turns:
+                    turns[index] = rotation(regime, cache.meta.offset + start, stop - start, out.device)
+                cos, sin = turns[index]
+                tensor = rotate(tensor, regime, cos, -sin, first)
+            view.view(stop - start, len(tensor), -1).copy_(tensor.permute(1, 0, 2))
+        total = out.sum()
+        out -= self._expected(group, start, stop, hidden)
+        for (_, layer), view in zip(group.planes, views, strict=True):
+            mask = cache.kept[layer] if cache.kept is not None else None
+            if mask is not None:  # what the cache does not hold is just what is expected: that costs least
+                pruned = ~mask[:, start:stop].to(out.device).T[:, :, None]
+                view.view(stop - start, len(mask), -1).masked_fill_(pruned, 0.0)
+        return out, total
+
+    def _width(self, plane: tuple[str, int]) -> int:
+        spec = self._cache.meta.layers[plane[1]]
+        return spec.key_width if plane[0] == "key" else spec.value_width
+
+    def _expected(self, group: DeviceGroup, start: int, stop: int, hidden: Tensor | None) -> Tensor:
+        """``Text.expected``. Factors are exact in TF32 as well: sums alone round before the end."""
+        out = group.mean
+        if group.predictor is None:
+            return out
+        features = self._known.features
+        if self._ids is not None and self._known.table is not None:
+            said = self._known.table[self._ids[start:stop]].float()
+            out = torch.addmm(out, said, group.predictor[:features].float()).bfloat16().float()
+        if hidden is not None:
+            out = out + hidden @ group.predictor[features:].float()
+        return out
+
+    def _project(self, centred: Tensor, group: DeviceGroup, out: Tensor) -> Tensor:
+        """Write the coefficients; returns which tokens need them anew, in float32."""
+        halved = self._halved and group.scales is None and group.rank > 0
+        if group.scales is not None:
+            out.copy_(centred / group.scales)
+        elif halved:
+            out.copy_(centred.bfloat16() @ group.halved_analysis)
+        else:
+            out.copy_(centred @ group.analysis)
+        if not halved:
+            return torch.zeros(len(out), dtype=torch.bool, device=out.device)
+        return out.abs().amax(1) > LARGE_STEPS * self._step
+
+    def _repeat(self, large: Tensor, parts: Sequence[Tensor], start: int, hidden: Tensor | None) -> None:
+        """Project tokens with large coefficients in float32; large: bool ``[groups, tokens]``, on the host."""
+        for group, part, tokens in zip(self._known.groups, parts, large, strict=True):
+            index = tokens.nonzero()[:, 0]
+            if len(index):
+                first, last = int(index[0]), int(index[-1]) + 1
+                own = None if hidden is None else hidden[first:last]
+                centred, _ = self._centred(group, start + first, start + last, own)
+                part[index.to(part.device)] = centred[(index - first).to(part.device)] @ group.analysis
+
+
+def _multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether products of bfloat16 matrices are faster there than those of float32."""
+    if device.type != "cuda":
+        return fast_bfloat16()
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= _BFLOAT16_SINCE
+
+
+def _energies(centred: Tensor, metric: tuple[Tensor, ...]) -> Tensor:
+    """Squared length of every row of ``[tokens, width]`` in the group's metric, float64."""
+    out, at = torch.zeros(len(centred), dtype=torch.float64, device=centred.device), 0
+    for block in metric:
+        width = len(block) if block.ndim == 1 else block.shape[0] * block.shape[1]
+        part = centred[:, at : at + width]
+        if block.ndim == 1:
+            weighted = part * block
+        else:
+            heads = part.view(len(part), *block.shape[:2]).transpose(0, 1)
+            weighted = (heads @ block).transpose(0, 1).flatten(1)
+        out += (weighted * part).sum(1, dtype=torch.float64)
+        at += width
+    return out

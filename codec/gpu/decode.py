@@ -1,0 +1,399 @@
+"""Decoding on a GPU: segments in the host's memory to tensors in the engine's own layout.
+
+A batch of chunks passes three queues: its bytes are copied, its streams decoded, its elements placed. Two batches are
+under way at a time, so copying, decoding and placing overlap, and none of it waits for the host or for the caller's
+stream. What is wrong with a chunk is found on the GPU, which then leaves the chunk's output alone; ``Pending.wait``
+tells. ``decode.BlobDecoder`` is the readable way to the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+
+from kvwire.codec.backend import interpreted
+from kvwire.codec.gpu import decode_kernels, reconstruct_kernels
+from kvwire.codec.gpu.profile import on_device
+from kvwire.codec.gpu.reconstruct_reference import place_plainly
+from kvwire.codec.gpu.staging import BLOCK, Opened, Piece, Staged, open_piece, stage
+from kvwire.codec.gpu.streams import Mark, Pending, Queue, here
+from kvwire.codec.gpu.tiles import tiles_of
+from kvwire.codec.workers import cores
+from kvwire.errors import KvwireError
+from kvwire.types import PagedKVCache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from kvwire.codec.format.container import Head
+    from kvwire.codec.gpu.tiles import Plan
+    from kvwire.codec.prediction.text import Text
+    from kvwire.types import KVCache
+
+WORKSPACE_SHARE = 0.15
+"""Device memory for chunks under way, as a share of the decoded cache, in two halves. A chunk that does not fit a half
+is decoded by itself, and takes what it needs."""
+LAYER_LAUNCHES = 8
+"""Launches that a batch is placed in: after each, some more layers are ready."""
+_PATIENCE = 1 << 22
+"""Polls, of about a microsecond, before a kernel stops waiting for the level below."""
+_HOPPER = 9
+_PART_ALIGN = 64
+_EXACT = 256
+"""Values up to this are bfloat16 numbers."""
+_OUTPUTS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+_WARPS = BLOCK // (64 if torch.version.hip else 32)
+"""One lane a thread."""
+
+
+class Workspace:
+    """Device memory of one batch, kept for the next but one; ``free`` is reached when it may be written to."""
+
+    def __init__(self) -> None:
+        """Nothing is allocated before it is asked for."""
+        self.free = Mark()
+        self._memory: Tensor | None = None
+
+    def take(self, sizes: Sequence[int], least: int, device: torch.device, queues: Sequence[Queue]) -> list[Tensor]:
+        """Parts of so many bytes, aligned; at least so much is allocated, on the queue that runs, for all of them."""
+        rounded = [-(-size // _PART_ALIGN) * _PART_ALIGN for size in sizes]
+        if self._memory is None or self._memory.numel() < sum(rounded):
+            self._memory = None
+            with torch.inference_mode(mode=False):  # what is kept must be writable in any mode
+                self._memory = torch.empty(max(least, sum(rounded)), dtype=torch.uint8, device=device)
+            for queue in queues:
+                queue.keep(self._memory)
+        parts = torch.split(self._memory[: sum(rounded)], rounded)
+        return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+
+
+class Batch(NamedTuple):
+    """A batch on the device.
+
+    buffer: the staged bytes. values: int16 or int32, ``[tokens, slots]`` for each chunk. progress, flags, peaks, wide,
+    counts: int32, see ``_triton``.
+    """
+
+    staged: Staged
+    buffer: Tensor
+    values: Tensor
+    progress: Tensor
+    flags: Tensor
+    peaks: Tensor
+    wide: Tensor
+    counts: Tensor
+
+    def part(self, name: str) -> Tensor:
+        """A part of the staged bytes."""
+        return self.staged.of(self.buffer, name)
+
+
+class DeviceDecoder:
+    """Decodes layered chunks of one blob on a GPU, or in Triton's interpreter.
+
+    head, text: of the blob, with its profile. out: tensors on the device, contiguous ``[heads, tokens, dim]`` or in
+    pages. offset: position of the first token, None leaves positions off. check: leave the output of damaged chunks
+    alone and report them. workspace_bytes: device memory for chunks under way, None for a share of the output.
+    finish: called with a span of tokens once they are placed, on their queue.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        text: Text,
+        out: KVCache | PagedKVCache,
+        *,
+        offset: int | None,
+        check: bool = True,
+        workspace_bytes: int | None = None,
+        finish: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Put the profile on the device and describe the output."""
+        self._head, self._text, self._out = head, text, out
+        self._offset, self._check, self._finish = offset, check, finish
+        tensors = [tensor for tensor in (*out.keys, *out.values) if tensor.numel()]
+        self._device, self._dtype = tensors[0].device, tensors[0].dtype
+        self._loaded = on_device(text.profile, self._device)
+        self._pages = out.page_table.contiguous() if isinstance(out, PagedKVCache) else None
+        self._queues = [Queue(self._device) for _ in range(3)]
+        self._copying, self._decoding, self._placing = self._queues
+        self._spaces = [Workspace(), Workspace()]
+        self._turn = 0
+        self._lock = threading.Lock()
+        elements = sum(spec.key_width + spec.value_width for spec in head.info.meta.layers if spec.kind != "none")
+        decoded = elements * head.info.tokens * self._dtype.itemsize
+        workspace = int(WORKSPACE_SHARE * decoded) if workspace_bytes is None else workspace_bytes
+        self._room = workspace // len(self._spaces)
+        self._tokens_of_block, self._depth = _tile_shape(self._device)
+        self._describe(tensors)
+        frequencies = [each for regime in head.info.meta.ropes for each in regime.inv_freq]
+        self._frequencies = torch.tensor(frequencies, dtype=torch.float32, device=self._device)
+        self._last_launch = self._launches_of_layers()
+        self._start = here(self._device)
+        for tensor in (*tensors, *self._used()):
+            for queue in self._queues[1:]:
+                queue.keep(tensor)
+
+    def _used(self) -> Iterator[Tensor]:
+        """What kernels read besides the batches: none of it may be reused while they run, whoever drops it."""
+        loaded, own = self._loaded, (self._tile_table, self._frequencies, self._hidden, self._addition, self._pages)
+        shared = (loaded.table, loaded.lookup, loaded.thresholds)
+        of_groups = chain.from_iterable((g.rows, g.scales, g.mean, g.predictor) for g in loaded.groups)
+        return (tensor for tensor in (*own, *shared, *of_groups) if tensor is not None)
+
+    def _describe(self, tensors: list[Tensor]) -> None:
+        """Tiles for groups that the kernel can place, and the list of those that it cannot."""
+        simple = self._dtype in _OUTPUTS and all(t.stride(-1) == 1 and t.dtype == self._dtype for t in tensors)
+        groups = range(len(self._loaded.groups))
+        self._tiled = tuple(g for g in groups if simple and self._loaded.groups[g].rows is not None)
+        self._plain = tuple(g for g in groups if g not in self._tiled)
+        hidden = self._text.hidden
+        self._hidden = None if hidden is None else hidden.to(self._device)
+        self._addition: Tensor | None = None
+        most = max((len(self._loaded.groups[g].mean) for g in self._tiled), default=0)
+        if self._hidden is not None and most:
+            chunk = min(self._head.info.tokens, self._head.info.chunk_tokens)
+            with torch.inference_mode(mode=False):
+                self._addition = torch.empty(chunk * most, dtype=torch.float32, device=self._device)
+        launches = LAYER_LAUNCHES if self._addition is None else len(self._tiled)
+        self._tiles = tiles_of(
+            self._loaded,
+            self._out,
+            self._head.info.meta,
+            self._tiled,
+            turned=self._offset is not None,
+            launches=max(1, launches),
+            addition=0 if self._addition is None else self._addition.data_ptr(),
+        )
+        self._tile_table = torch.from_numpy(self._tiles.table).to(self._device)
+
+    def _launches_of_layers(self) -> list[int]:
+        """The last launch of ``place`` that writes to each layer; -1 where none does."""
+        last = [-1] * len(self._head.info.meta.layers)
+        for number, plan in enumerate(self._tiles.plans):
+            for _, layer in chain.from_iterable(self._loaded.groups[group].planes for group in plan.groups):
+                last[layer] = number
+        return last
+
+    def batches(self, pieces: Sequence[Piece]) -> Iterator[Staged]:
+        """Pieces taken apart, by several threads, and laid out, as many together as the workspace allows.
+
+        Where one cannot be, those before it come first, and then its error.
+        """
+        chosen: list[Opened] = []
+        alone = self._addition is not None  # what a head start adds is made chunk by chunk
+        opening = _ahead(self._open, pieces)
+        while True:
+            try:
+                opened = next(opening, None)
+            except KvwireError:
+                if chosen:
+                    yield self._staged(chosen)
+                raise
+            if chosen and (opened is None or alone or _bytes([*chosen, opened]) > self._room):
+                yield self._staged(chosen)
+                chosen = []
+            if opened is None:
+                return
+            chosen.append(opened)
+
+    def _open(self, piece: Piece) -> Opened:
+        return open_piece(piece, self._head, self._text.profile, check=self._check)
+
+    def _staged(self, chosen: list[Opened]) -> Staged:
+        return stage(
+            chosen,
+            self._head,
+            rows=self._tokens_of_block,
+            origin=self._out.start if isinstance(self._out, PagedKVCache) else 0,
+            pinned=self._device.type == "cuda",
+        )
+
+    def decode(self, pieces: Sequence[Piece]) -> Pending:
+        """Queue pieces; a GPU works on after this returns.
+
+        Raises CorruptError where the host sees that one is damaged; those before it are then complete.
+        """
+        return self.load(self.batches(pieces))
+
+    def load(self, batches: Iterable[Staged]) -> Pending:
+        """``decode`` of pieces that are staged already, or will be while others are under way."""
+        with self._lock, torch.autocast(self._device.type, enabled=False):
+            flags: list[tuple[Tensor, list[int]]] = []
+            layers = [self._start for _ in self._head.info.meta.layers]
+            try:
+                for staged in batches:
+                    chunks = [opened.piece.chunk for opened in staged.pieces]
+                    flags.append((self._queue(staged, layers), chunks))
+            except BaseException:
+                for queue in self._queues:  # nothing may run on behind the caller's back
+                    queue.mark().wait()
+                Pending(self._start, layers, flags).wait()  # a chunk before it may be damaged as well
+                raise
+            return Pending(self._placing.mark(), layers, flags)
+
+    def _queue(self, staged: Staged, layers: list[Mark]) -> Tensor:
+        """One batch through the three queues; returns its flags, on the host once the placing queue is done."""
+        self._turn = (self._turn + 1) % len(self._spaces) if _bytes(staged.pieces) <= self._room else 0
+        space = self._spaces[self._turn]
+        batch = self.upload(staged, space)
+        self._decoding.after(self._copying.mark())
+        with self._decoding.run():
+            self.entropy(batch)
+        self._placing.after(self._decoding.mark())
+        with self._placing.run():
+            self.place(batch, layers)
+            if self._finish is not None:
+                for piece in staged.pieces:
+                    self._finish(piece.start, piece.start + piece.tokens)
+                layers[:] = [self._placing.mark()] * len(layers)
+            pinned = self._device.type == "cuda"
+            flags = torch.empty(len(staged.pieces), dtype=torch.int32, device="cpu", pin_memory=pinned)
+            flags.copy_(batch.flags, non_blocking=True)
+        space.free = self._placing.mark()
+        return flags
+
+    def upload(self, staged: Staged, space: Workspace) -> Batch:
+        """Queue the copy of a batch's bytes, once its workspace is free."""
+        for queue in self._queues:
+            queue.after(space.free)
+        longest = max(piece.tokens for piece in staged.pieces)
+        counts = [1 + staged.streams, len(staged.pieces), staged.slots]
+        counts += [len(staged.pieces) * len(self._loaded.groups), staged.escaping * longest]
+        sizes = [staged.buffer.numel(), staged.values * (4 if staged.wide else 2), *(4 * count for count in counts)]
+        with self._copying.run():
+            buffer, values, *scratch = space.take(sizes, self._room, self._device, self._queues)
+            buffer.copy_(staged.buffer, non_blocking=True)
+        parts = [part.view(torch.int32) for part in scratch]
+        return Batch(staged, buffer, values.view(torch.int32 if staged.wide else torch.int16), *parts)
+
+    def entropy(self, batch: Batch) -> None:
+        """Launch the decoding of a batch's streams on the current queue."""
+        staged = batch.staged
+        for zeroed in (batch.progress, batch.flags, batch.peaks):
+            zeroed.zero_()
+        if staged.escaping:
+            self._streams(batch, staged.base_items)
+            tokens = batch.counts.numel() // staged.escaping
+            grid = (tokens, staged.escaping)
+            escaping, entries = batch.part("escaping"), batch.part("entries")
+            decode_kernels.count_escapes[grid](escaping, entries, batch.values, batch.counts, BLOCK=1024)
+            words, values, peaks = batch.part("words32"), batch.values, batch.peaks
+            decode_kernels.place_escapes[grid](
+                escaping, entries, words, values, peaks, batch.counts, batch.flags,
+                BLOCK=1024, TOKENS=1 << (tokens - 1).bit_length(),
+            )  # fmt: skip
+            self._streams(batch, staged.items - staged.base_items)
+        else:
+            self._streams(batch, staged.items)
+        grid = (len(staged.pieces), len(self._loaded.groups))
+        slots, chunks = batch.part("group_slots"), batch.part("chunks")
+        decode_kernels.last_wide[grid](slots, chunks, batch.peaks, batch.wide, _EXACT, BLOCK=1024)
+
+    def _streams(self, batch: Batch, items: int) -> None:
+        if not items:
+            return
+        named = [batch.part(name) for name in ("words16", "words32", "entries")]
+        decode_kernels.decode_streams[items,](
+            batch.part("streams"), batch.part("items"), batch.progress, batch.flags, *named,
+            self._loaded.lookup, self._loaded.thresholds, batch.values, batch.peaks, _PATIENCE,
+            CHECK=self._check,
+            BLOCK=BLOCK, num_warps=_WARPS,
+        )  # fmt: skip
+
+    def place(self, batch: Batch, layers: list[Mark] | None = None) -> None:
+        """Launch the inverse transform of a batch on the current queue; marks layers that are complete, where given."""
+        angles = self._angles(batch)
+        for index in self._plain:
+            place_plainly(batch, index, self._hidden, self._loaded, self._out, self._head.info.meta, angles)
+        self._complete(layers, -1)
+        for number, plan in enumerate(self._tiles.plans):
+            if self._addition is not None:
+                self._add_head_start(batch, plan.groups[0])
+            self._launch(batch, plan, angles)
+            self._complete(layers, number)
+
+    def _complete(self, layers: list[Mark] | None, number: int) -> None:
+        """Mark the layers that nothing writes to after a launch, -1 for what comes before the first."""
+        if layers is not None and number in self._last_launch:
+            mark = self._placing.mark()
+            for layer, last in enumerate(self._last_launch):
+                layers[layer] = mark if last == number else layers[layer]
+
+    def _add_head_start(self, batch: Batch, index: int) -> None:
+        """What hidden states say of a group, for the chunk of the batch."""
+        (piece,) = batch.staged.pieces
+        hidden, predictor = cast("Tensor", self._hidden), cast("Tensor", self._loaded.groups[index].predictor)
+        part = hidden[piece.start : piece.start + piece.tokens]
+        out = cast("Tensor", self._addition)[: piece.tokens * predictor.shape[1]].view(piece.tokens, -1)
+        torch.mm(part, predictor[self._loaded.features :].float(), out=out)
+
+    def _launch(self, batch: Batch, plan: Plan, angles: tuple[Tensor, Tensor]) -> None:
+        staged, out = batch.staged, self._out
+        page = out.page_tokens if isinstance(out, PagedKVCache) else 0
+        named = [batch.part(name) for name in ("chunks", "blocks", "group_slots")]
+        texts = [batch.part(name) for name in ("slot_rows", "slot_sizes", "token_ids")]
+        table = self._loaded.table if self._loaded.table is not None else batch.buffer.view(torch.int8)
+        reconstruct_kernels.place[staged.blocks, plan.tiles](
+            self._tile_table, *named, batch.wide, batch.flags, batch.values, *texts, table,
+            *angles, self._pages, batch.part("steps"), len(self._loaded.groups), plan.first,
+            PAGE=page,
+            OUT=_OUTPUTS[self._dtype],
+            STRIDE=plan.stride,
+            PRECISE=self._dtype != torch.bfloat16,
+            ALIGNED=self._tiles.aligned,
+            TOKENS=self._tokens_of_block,
+            PAIRS=self._tiles.pairs,
+            DEPTH=self._depth,
+            INTERPRET=interpreted(),
+            num_warps=8,
+            num_stages=3,
+        )  # fmt: skip
+
+    def _angles(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Cosines and sines ``[tokens, pairs of all regimes]`` of a batch; empty where positions stay off."""
+        if self._offset is None or not self._frequencies.numel():
+            nothing = torch.empty(0, device=self._device)
+            return nothing, nothing
+        at = (batch.part("tokens") + self._offset).float()
+        angles = at[:, None] * self._frequencies[None, :]
+        return angles.cos(), angles.sin()
+
+
+def _ahead(work: Callable[[Piece], Opened], pieces: Sequence[Piece]) -> Iterator[Opened]:
+    """Results in order, from as many threads as there are cores, only some pieces ahead of what is asked for."""
+    threads = max(1, min(len(pieces), cores()))
+    with ThreadPoolExecutor(threads, "kvwire-staging") as pool:
+        running: deque[Future[Opened]] = deque()
+        try:
+            for piece in pieces:
+                running.append(pool.submit(work, piece))
+                if len(running) > 2 * threads:
+                    yield running.popleft().result()
+            while running:
+                yield running.popleft().result()
+        finally:
+            for future in running:
+                future.cancel()
+
+
+def _tile_shape(device: torch.device) -> tuple[int, int]:
+    """Tokens of a tile and coefficients taken at a time: what fits the registers, by the compiler's report."""
+    if interpreted():
+        return 16, 32
+    return 128, 64 if torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= _HOPPER else 32
+
+
+def _bytes(pieces: Sequence[Opened]) -> int:
+    """What pieces take on the device while they are decoded together."""
+    size = 4 if any(piece.wide for piece in pieces) else 2
+    streams = sum(len(data) for piece in pieces for data in piece.piece.segments)
+    lists = sum(4 * len(piece.escapes) + 32 * piece.width for piece in pieces)
+    return streams + lists + sum(piece.values * size for piece in pieces)

@@ -1,0 +1,171 @@
+"""Where a group's elements go: tiles of pairs of dimensions, which the last kernel of a GPU's decoding writes.
+
+What rotates together is a pair; dimensions that do not rotate are taken as two halves, so that one kernel serves both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kvwire.types import PagedKVCache
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from kvwire.codec.gpu.profile import DeviceProfile
+    from kvwire.codec.planes import Plane
+    from kvwire.types import CacheMeta, KVCache, RopeRegime
+
+MOST_PAIRS = 64
+"""Pairs of a tile: both halves of a head of 128."""
+LEAST_PAIRS = 16
+"""The narrowest product that tensor cores take."""
+_ALIGN = 8
+"""Elements that columns and outputs must be multiples of for 16-byte accesses."""
+_MOST_TILES = 65535
+"""A launch's second dimension."""
+_ALIGNED_FIELDS = [3, 6, 7, 8, 9, 10, 11, 12, 13]
+_ADDRESSES = [0, 1, 17]
+
+
+class Plan(NamedTuple):
+    """One launch: tiles from ``first`` on, dimensions of a pair's side ``stride`` apart, of the groups given."""
+
+    first: int
+    tiles: int
+    stride: int
+    groups: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """Every tile of an output: int64 ``[tiles, fields]`` on the host, see ``_triton_place.TILE_FIELDS``; and launches.
+
+    pairs: of the widest tile, a power of two. aligned: whether all rows and outputs allow 16-byte accesses.
+    """
+
+    table: NDArray[np.int64]
+    plans: tuple[Plan, ...]
+    pairs: int
+    aligned: bool
+
+
+class _Pairs(NamedTuple):
+    """Pairs of dimensions ``(a + stride * j, b + stride * j)`` of a head; angle: first cosine of them, or -1."""
+
+    a: int
+    b: int
+    count_a: int
+    count_b: int
+    stride: int
+    angle: int
+
+
+def angle_columns(ropes: Sequence[RopeRegime]) -> list[int]:
+    """Where each regime's angles begin in a token's row of them; the last entry is the row's length."""
+    return [int(at) for at in np.cumsum([0, *(regime.rotary_dim // 2 for regime in ropes)])]
+
+
+def tiles_of(
+    loaded: DeviceProfile,
+    out: KVCache | PagedKVCache,
+    meta: CacheMeta,
+    groups: Sequence[int],
+    *,
+    turned: bool,
+    launches: int,
+    addition: int = 0,
+) -> Tiles:
+    """Tiles of some groups, first layers first, in about so many launches.
+
+    meta: of the blob. turned: whether positions go on. addition: address of what a head start adds to the group that is
+    being written, 0 without.
+    """
+    order = sorted(groups, key=lambda index: min(layer for _, layer in loaded.groups[index].planes))
+    size = max(1, -(-len(order) // launches))
+    rows: list[list[int]] = []
+    plans: list[Plan] = []
+    for at in range(0, len(order), size):
+        piece = tuple(order[at : at + size])
+        by_stride: dict[int, list[list[int]]] = {}
+        for index in piece:
+            for stride, row in _rows_of(index, loaded, out, meta, turned=turned, addition=addition):
+                by_stride.setdefault(stride, []).append(row)
+        for stride, listed in sorted(by_stride.items()):
+            counts = [min(_MOST_TILES, len(listed) - first) for first in range(0, len(listed), _MOST_TILES)]
+            plans += [Plan(len(rows) + _MOST_TILES * n, count, stride, piece) for n, count in enumerate(counts)]
+            rows += listed
+    table = np.array(rows, np.int64).reshape(len(rows), 18)
+    widest = int(table[:, 8].max(initial=LEAST_PAIRS))
+    aligned = not (table[:, _ALIGNED_FIELDS] % _ALIGN).any() and not (table[:, _ADDRESSES] % (2 * _ALIGN)).any()
+    return Tiles(table, tuple(plans), 1 << (widest - 1).bit_length(), bool(aligned))
+
+
+def _rows_of(
+    index: int, loaded: DeviceProfile, out: KVCache | PagedKVCache, meta: CacheMeta, *, turned: bool, addition: int
+) -> Iterator[tuple[int, list[int]]]:
+    """Stride and row of the table of every tile of a group."""
+    group = loaded.groups[index]
+    rows, predictor = _address(group.rows), _address(group.predictor)
+    features = 0 if group.predictor is None else loaded.features
+    angles = angle_columns(meta.ropes)[-1]
+    column = 0
+    for plane in loaded.groups[index].planes:
+        target, per_head, per_token, per_page = strides_of(out, plane)
+        spec = meta.layers[plane[1]]
+        dim = spec.key_dim if plane[0] == "key" else spec.value_dim
+        for head in range(spec.kv_heads):
+            for pairs in _pairs_of(plane, meta, dim, turned=turned):
+                for first in range(0, pairs.count_a, MOST_PAIRS):
+                    skip = first * pairs.stride
+                    counts = [min(MOST_PAIRS, max(0, count - first)) for count in (pairs.count_a, pairs.count_b)]
+                    a, b = pairs.a + skip, pairs.b + skip
+                    yield pairs.stride, [
+                        rows, predictor, group.mean.data_ptr(), len(group.mean), index, features,
+                        column + a, column + b, *counts, per_token, per_page,
+                        head * per_head + a, head * per_head + b,
+                        pairs.angle + first if pairs.angle >= 0 else -1, angles,
+                        addition, target.data_ptr(),
+                    ]  # fmt: skip
+            column += dim
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def strides_of(out: KVCache | PagedKVCache, plane: Plane) -> tuple[Tensor, int, int, int]:
+    """A plane's tensor and its strides by head, token and page, in elements."""
+    target = (out.keys if plane[0] == "key" else out.values)[plane[1]]
+    if isinstance(out, PagedKVCache):
+        return target, target.stride(2), target.stride(1), target.stride(0)
+    return target, target.stride(0), target.stride(1), 0
+
+
+def _pairs_of(plane: Plane, meta: CacheMeta, dim: int, *, turned: bool) -> Iterator[_Pairs]:
+    """A head's dimensions in pairs."""
+    rotary = meta.layers[plane[1]].rotary(plane[0]) if turned else None
+    if rotary is None:
+        yield from _halves(0, dim)
+        return
+    regime, start = meta.ropes[rotary[0]], rotary[1]
+    count, angle = regime.rotary_dim // 2, angle_columns(meta.ropes)[rotary[0]]
+    yield from _halves(0, start)
+    if regime.interleaved:
+        yield _Pairs(start, start + 1, count, count, 2, angle)
+    else:
+        yield _Pairs(start, start + count, count, count, 1, angle)
+    yield from _halves(start + regime.rotary_dim, dim)
+
+
+def _halves(start: int, stop: int) -> Iterator[_Pairs]:
+    """Dimensions that do not rotate."""
+    if start < stop:
+        half = (stop - start + 1) // 2
+        yield _Pairs(start, start + half, half, stop - start - half, 1, -1)

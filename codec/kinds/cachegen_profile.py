@@ -1,0 +1,176 @@
+"""What CacheGen learns of a model: the units of its bins and a distribution for each channel. See ``cachegen``."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvwire.codec.entropy.range_coder import sound
+from kvwire.codec.format.arrays import pack_arrays, unpack_arrays
+from kvwire.codec.format.limits import MAX_LEVELS
+from kvwire.codec.format.metadata_json import layers_from_json, layers_to_json, shapes_of
+from kvwire.codec.planes import Side, plane_width, planes_of
+from kvwire.errors import CorruptError, MismatchError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvwire.types import CacheMeta, LayerSpec
+
+MAGIC = b"\x89KVG\r\n\x1a\n"
+BINS = (0.5, 1.0, 1.5)
+"""Bin of the deltas in the first, middle and last third of the layers, in the layer's unit."""
+ANCHOR_LIMIT = 127
+"""Anchors are quantised to -127 .. 127; symbol 0 is -127."""
+DELTA_LIMIT = 31
+"""Deltas have symbols up to this size, far out at the finest bin; what lies beyond is escaped. Symbol 1 is -31."""
+ESCAPE = 0
+"""The symbol of escaped deltas."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Keys or values of one layer. rows: its channels among those of all blocks."""
+
+    side: Side
+    layer: int
+    rows: slice
+
+    @property
+    def width(self) -> int:
+        """Channels: elements for one token."""
+        return int(self.rows.stop - self.rows.start)
+
+
+@dataclass(frozen=True, eq=False)
+class CacheGenProfile:
+    """Units and distributions, profiled on caches of one model.
+
+    levels: name and factor of each level. units: float32 ``[blocks]``, the unit of the bins. anchors: uint16
+    ``[channels, 255]``, frequencies of the symbols of anchors. deltas: uint16 ``[levels, channels, 64]``, those of
+    deltas, symbol 0 being the escape. Blocks are all layers' keys, then all layers' values; channels go block by block.
+    """
+
+    model_id: str
+    model_revision: str
+    layers: tuple[LayerSpec, ...]
+    levels: tuple[tuple[str, float], ...]
+    units: NDArray[np.float32]
+    anchors: NDArray[np.uint16]
+    deltas: NDArray[np.uint16]
+    notes: dict[str, str | int | float] = field(default_factory=dict)
+
+    @property
+    def level_names(self) -> tuple[str, ...]:
+        """Names of the levels, coarsest first."""
+        return tuple(name for name, _ in self.levels)
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """All blocks in the order in which they are coded."""
+        return blocks_of(self.layers)
+
+    @property
+    def channels(self) -> int:
+        """Elements for one token, all blocks together."""
+        return int(self.blocks[-1].rows.stop)
+
+    def bins(self, level: int) -> NDArray[np.float32]:
+        """Bin of each block at a level, float32 ``[blocks]``, in the elements' own unit."""
+        thirds = np.array([BINS[3 * block.layer // len(self.layers)] for block in self.blocks])
+        with np.errstate(all="ignore"):
+            bins: NDArray[np.float32] = (self.units.astype(np.float64) * thirds * self.levels[level][1]).astype("f4")
+        return bins
+
+    def check_fits(self, meta: CacheMeta) -> None:
+        """Raise MismatchError where a cache is of another model or of another shape."""
+        if shapes_of(meta.layers) != shapes_of(self.layers):
+            msg = "the CacheGen profile fits another cache layout; fit one on caches of this model"
+            raise MismatchError(msg)
+        if self.model_revision and meta.model_revision and self.model_revision != meta.model_revision:
+            msg = (
+                f"the CacheGen profile belongs to model {self.model_id!r} ({self.model_revision[:12]}), "
+                f"the cache to {meta.model_id!r} ({meta.model_revision[:12]}); fit a profile for this model"
+            )
+            raise MismatchError(msg)
+
+    @cached_property
+    def data(self) -> bytes:
+        """The profile as stored: see docs/format.md."""
+        head = {
+            "model_id": self.model_id,
+            "model_revision": self.model_revision,
+            "layers": layers_to_json(self.layers),
+            "levels": [list(level) for level in self.levels],
+            "notes": self.notes,
+        }
+        return pack_arrays(MAGIC, head, {"units": self.units, "anchors": self.anchors, "deltas": self.deltas})
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of ``data``: the profile's name."""
+        return hashlib.sha256(self.data).hexdigest()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> CacheGenProfile:
+        """Read a stored profile; raises CorruptError, TruncatedError or FormatVersionError."""
+        head, arrays = unpack_arrays(MAGIC, data, what="CacheGen profile")
+        try:
+            profile = cls(
+                str(head["model_id"]),
+                str(head["model_revision"]),
+                layers_from_json(head["layers"]),
+                tuple(_level(*row) for row in head["levels"]),
+                _typed(arrays["units"], "f4"),
+                _typed(arrays["anchors"], "u2"),
+                _typed(arrays["deltas"], "u2"),
+                dict(head["notes"]),
+            )
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            msg = f"the CacheGen profile's description is damaged ({error}); fetch it again"
+            raise CorruptError(msg) from error
+        _check(profile)
+        profile.__dict__["data"] = bytes(data)  # the cached property: a digest is of the bytes that were read
+        return profile
+
+
+def blocks_of(layers: tuple[LayerSpec, ...]) -> tuple[Block, ...]:
+    """Keys, then values, of every layer with a cache."""
+    out: list[Block] = []
+    for side, layer in planes_of(layers):
+        start = out[-1].rows.stop if out else 0
+        out.append(Block(side, layer, slice(start, start + plane_width(layers, (side, layer)))))
+    return tuple(out)
+
+
+def _level(name: object, factor: object) -> tuple[str, float]:
+    if not isinstance(name, str) or type(factor) not in {int, float}:
+        msg = f"level {name!r}"
+        raise ValueError(msg)
+    return name, float(factor)  # type: ignore[arg-type] # a number, as was just seen
+
+
+def _typed(array: NDArray[np.generic], kind: str) -> Any:  # noqa: ANN401 - an array of that kind
+    """A copy in native order; raises ValueError where the array is of another type."""
+    if array.dtype.str[1:] != kind:
+        msg = f"an array is of type {array.dtype}, not {kind}"
+        raise ValueError(msg)
+    return array.astype(array.dtype.newbyteorder("="))
+
+
+def _check(profile: CacheGenProfile) -> None:
+    """Every array of the shape that layers and levels say, every bin a positive number, every table sound."""
+    levels, blocks, channels = len(profile.levels), len(profile.blocks), profile.channels
+    shapes = (profile.units.shape, profile.anchors.shape, profile.deltas.shape)
+    wanted = ((blocks,), (channels, 2 * ANCHOR_LIMIT + 1), (levels, channels, 2 * DELTA_LIMIT + 2))
+    if not 1 <= levels <= MAX_LEVELS or shapes != wanted:
+        msg = "the CacheGen profile's arrays do not fit its layers and levels; fetch it again"
+        raise CorruptError(msg)
+    bins = np.array([profile.bins(level) for level in range(levels)])
+    if not (np.isfinite(bins) & (bins > 0)).all() or not (sound(profile.anchors) and sound(profile.deltas)):
+        msg = "the CacheGen profile's bins or frequencies are impossible; fetch it again"
+        raise CorruptError(msg)

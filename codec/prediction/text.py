@@ -1,0 +1,100 @@
+"""What a document's text says of its cache, before anything is decoded.
+
+The profile's table holds a few numbers for each token of the vocabulary, a group's predictor turns them into expected
+keys and values of every layer. A profile with a head start adds the hidden states after the model's first layers, which
+the engine computes anew. Encoder and decoder take the same expectation away and put it back; only what differs from it
+is coded.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvwire.errors import ArgumentError, CacheValueError, MismatchError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from kvwire.codec.profile.profile import Profile
+
+
+class Text:
+    """What a blob's encoder and decoder know of a document besides its cache, checked against the profile.
+
+    token_ids: int64 ``[tokens]``, None where the profile needs none. hidden: float32 ``[tokens, hidden_size]``, what
+    the engine's ``head_start`` made of the text; None without a head start.
+    """
+
+    def __init__(
+        self, profile: Profile, tokens: int, token_ids: tuple[int, ...] | None, hidden: Tensor | None = None
+    ) -> None:
+        """Check; raises ArgumentError or MismatchError where the profile needs what is not there."""
+        self.profile = profile
+        self.token_ids = None if profile.table is None else _known_ids(profile.table, tokens, token_ids)
+        self.hidden = _known_hidden(profile, tokens, hidden)
+
+    def expected(self, group: int, start: int, stop: int) -> tuple[Tensor, NDArray[np.uint32]]:
+        """Expected elements of a group at tokens ``start`` to ``stop``: float32 rows ``[n, width]``, row of each token.
+
+        Rows are bfloat16 numbers, so that encoder and decoder agree even where products are summed in another order.
+        """
+        tokens = stop - start
+        chosen = self.profile.groups[group]
+        if chosen.predictor is None:
+            return torch.from_numpy(chosen.mean)[None], np.zeros(tokens, np.uint32)
+        if self.token_ids is None:
+            rows, index = torch.from_numpy(chosen.mean)[None], np.zeros(tokens, np.uint32)
+        else:
+            unique, inverse = np.unique(self.token_ids[start:stop], return_inverse=True)
+            rows, index = self.profile.expectations[group].rows(unique), inverse.astype(np.uint32)
+        if self.hidden is None:
+            return rows, index
+        addition = self.hidden[start:stop] @ chosen.predictor[self.profile.token_features :].float()
+        return rows[torch.from_numpy(index.astype(np.int64))] + addition, np.arange(tokens, dtype=np.uint32)
+
+
+def expected_naive(text: Text, group: int, start: int, stop: int) -> Tensor:
+    """The readable twin of ``Text.expected``: float32 ``[tokens, width]``, up to bfloat16 rounding."""
+    chosen = text.profile.groups[group]
+    out = torch.from_numpy(chosen.mean).repeat(stop - start, 1)
+    parts = []
+    if text.token_ids is not None and text.profile.table is not None:
+        parts.append(torch.from_numpy(text.profile.table[text.token_ids[start:stop]]).float())
+    if text.hidden is not None:
+        parts.append(text.hidden[start:stop])
+    return out if chosen.predictor is None else out + torch.cat(parts, 1) @ chosen.predictor.float()
+
+
+def _known_ids(table: NDArray[np.int8], tokens: int, token_ids: tuple[int, ...] | None) -> NDArray[np.int64]:
+    if token_ids is None or len(token_ids) != tokens:
+        msg = "the profile predicts caches from their text: pass a cache with token_ids, or fit a profile without them"
+        raise ArgumentError(msg)
+    ids = np.asarray(token_ids, np.int64)
+    if ids.min() < 0 or ids.max() >= len(table):
+        msg = (
+            f"token id {int(ids.max())} is not in the profile's vocabulary of {len(table)}; fit a profile on this model"
+        )
+        raise MismatchError(msg)
+    return ids
+
+
+def _known_hidden(profile: Profile, tokens: int, hidden: Tensor | None) -> Tensor | None:
+    if not profile.hidden_size:
+        return None
+    wanted = (tokens, profile.hidden_size)
+    if hidden is None or tuple(hidden.shape) != wanted:
+        have = "none were given" if hidden is None else f"{tuple(hidden.shape)} were given"
+        msg = (
+            f"the profile predicts from hidden states {wanted} of {profile.head_start} layers, {have}; "
+            "pass hidden=engine.head_start(token_ids, layers)"
+        )
+        raise ArgumentError(msg)
+    out = hidden.detach().to("cpu", torch.float32)
+    if not np.isfinite(out.numpy()).all():
+        msg = "the hidden states hold NaN or infinity; compute them in float32"
+        raise CacheValueError(msg)
+    return out

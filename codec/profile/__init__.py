@@ -1,0 +1,1 @@
+"""What is learnt per model and shared by every blob of a corpus."""

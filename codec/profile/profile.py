@@ -1,0 +1,285 @@
+"""The profile: what is learnt per model and shared by every blob of a corpus.
+
+A profile holds, for each group of layers, the mean of its keys or values, a synthesis matrix that turns coefficients
+into (un-rotated) keys or values, the attention metric that the encoder needs to go the other way, and how wide each
+coefficient usually spreads. It also holds the entropy coder's tables. It is content-addressed: blobs name its digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+
+from kvwire.codec.entropy.tables import Tables
+from kvwire.codec.format.arrays import pack_arrays, unpack_arrays
+from kvwire.codec.format.metadata_json import error_to_kl_from_json, layers_from_json, layers_to_json, shapes_of
+from kvwire.codec.planes import SIDES, Plane, plane_width, planes_of
+from kvwire.codec.profile.expectations import ROWS_BYTES, Expectations
+from kvwire.codec.profile.group import Group
+from kvwire.errors import CorruptError, MismatchError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvwire.codec.format.arrays import Arrays
+    from kvwire.types import CacheMeta, LayerSpec
+
+MAGIC = b"\x89KVP\r\n\x1a\n"
+MAX_FEATURES = 1 << 16
+"""Features of a token: embedding widths end far below."""
+_STEEPEST_ROW = 120
+"""Powers of two that a row may be scaled by: within bfloat16's range."""
+_MATRIX = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """Groups, tables and the layout that they fit.
+
+    model_id, model_revision: the model that it was fitted on, both empty for a profile derived from one cache alone.
+    table: int8 ``[vocabulary, r]``, what each token says of its keys and values; None without prediction from tokens.
+    head_start: layers whose output predicts the rest; hidden_size: its width, 0 without a head start. A group's
+    predictor has the r rows of the table first, then those of the hidden state.
+    error_to_kl: ``(a, b)`` of ``KL = a * error^b``, measured at calibration; None where it was not.
+    """
+
+    model_id: str
+    model_revision: str
+    layers: tuple[LayerSpec, ...]
+    groups: tuple[Group, ...]
+    tables: Tables
+    notes: dict[str, str | int | float] = field(default_factory=dict)
+    table: NDArray[np.int8] | None = None
+    head_start: int = 0
+    hidden_size: int = 0
+    error_to_kl: tuple[float, float] | None = None
+
+    @property
+    def token_features(self) -> int:
+        """Features that the table has for a token."""
+        return 0 if self.table is None else self.table.shape[1]
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether coding needs the document's token ids."""
+        return self.table is not None
+
+    @property
+    def rank(self) -> int:
+        """Coefficients for one token, all groups together."""
+        return sum(group.rank for group in self.groups)
+
+    @cached_property
+    def spread(self) -> NDArray[np.int64]:
+        """Class at unit step of every coefficient, groups in order."""
+        return np.concatenate([group.spread for group in self.groups]).astype(np.int64)
+
+    @cached_property
+    def first_columns(self) -> NDArray[np.int64]:
+        """Index of each group's first coefficient, and behind the last group's last one."""
+        return np.cumsum([0, *(group.rank for group in self.groups)])
+
+    @cached_property
+    def expectations(self) -> tuple[Expectations, ...]:
+        """What the table says of each group's elements; needs a table."""
+        table = cast("NDArray[np.int8]", self.table)  # without one, means are expected
+        total = sum(group.width for group in self.groups)
+        return tuple(Expectations(group, table, ROWS_BYTES * group.width // total) for group in self.groups)
+
+    def check_fits(self, meta: CacheMeta) -> None:
+        """Raise MismatchError where a cache is of another model or of another shape."""
+        if shapes_of(meta.layers) != shapes_of(self.layers):
+            msg = "the profile fits another cache layout; fit one on caches of this model (kvwire.fit_profile)"
+            raise MismatchError(msg)
+        if self.model_revision and meta.model_revision and self.model_revision != meta.model_revision:
+            msg = (
+                f"the profile belongs to model {self.model_id!r} ({self.model_revision[:12]}), "
+                f"the cache to {meta.model_id!r} ({meta.model_revision[:12]}); fit a profile for this model"
+            )
+            raise MismatchError(msg)
+
+    @cached_property
+    def data(self) -> bytes:
+        """The profile as stored: see docs/format.md."""
+        arrays: Arrays = {"base": self.tables.base, "ternary": self.tables.ternary, "points": self.tables.points}
+        if self.table is not None:
+            arrays["table"] = self.table
+        for index, group in enumerate(self.groups):
+            arrays |= {f"g{index}.{name}": array for name, array in _stored(group).items()}
+        head = {
+            "model_id": self.model_id,
+            "model_revision": self.model_revision,
+            "layers": layers_to_json(self.layers),
+            "groups": [[list(plane) for plane in group.planes] for group in self.groups],
+            "head_start": self.head_start,
+            "hidden_size": self.hidden_size,
+            "error_to_kl": None if self.error_to_kl is None else list(self.error_to_kl),
+            "notes": self.notes,
+        }
+        return pack_arrays(MAGIC, head, arrays)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of ``data``: the profile's name."""
+        return hashlib.sha256(self.data).hexdigest()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Profile:
+        """Read a stored profile; raises CorruptError, TruncatedError or FormatVersionError."""
+        head, arrays = unpack_arrays(MAGIC, data, what="profile")
+        try:
+            profile = cls(
+                str(head["model_id"]),
+                str(head["model_revision"]),
+                layers_from_json(head["layers"]),
+                tuple(_group(index, raw, arrays) for index, raw in enumerate(head["groups"])),
+                Tables(*(_typed(arrays[name], "u2") for name in ("base", "ternary", "points"))),
+                dict(head["notes"]),
+                _typed(arrays["table"], "i1") if "table" in arrays else None,
+                _count(head["head_start"]),
+                _count(head["hidden_size"]),
+                error_to_kl_from_json(head["error_to_kl"]),
+            )
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            msg = f"the profile's description is damaged ({error}); fetch it again"
+            raise CorruptError(msg) from error
+        profile.tables.check()
+        _check_groups(profile)
+        profile.__dict__["data"] = bytes(data)  # the cached property: a digest is of the bytes that were read
+        return profile
+
+
+def _stored(group: Group) -> Arrays:
+    """A group's arrays by name; a mean that float16 holds exactly is stored so, rows of 8 bits as such."""
+    small = bool((np.abs(group.mean) <= np.finfo(np.float16).max).all())
+    half = group.mean.astype(np.float16) if small else None
+    exact = half is not None and np.array_equal(half.astype(np.float32), group.mean)
+    named: Arrays = {"mean": half if half is not None and exact else group.mean, "spread": group.spread}
+    if group.row_scale is not None:
+        named["row_scale"] = group.row_scale
+    if group.rows is not None:
+        named |= _stored_rows(group.rows)
+    if group.predictor is not None:
+        named["predictor"] = bits_of(group.predictor)
+    return named | {f"metric{number}": block for number, block in enumerate(group.metric)}
+
+
+def _stored_rows(rows: torch.Tensor) -> Arrays:
+    """Rows as bfloat16, or as int8 times a power of two each, where they are just that."""
+    exponent = torch.frexp(rows.float().abs().amax(1))[1] - 7
+    scaled = torch.ldexp(rows.float(), -exponent[:, None])
+    eighth = scaled.round().clamp(-127, 127)
+    if torch.equal(eighth, scaled):
+        return {"rows": eighth.to(torch.int8).numpy(), "row_exponent": exponent.to(torch.int16).numpy()}
+    return {"rows": bits_of(rows)}
+
+
+def bits_of(tensor: torch.Tensor) -> NDArray[np.uint16]:
+    """A bfloat16 tensor's bits."""
+    bits: NDArray[np.uint16] = tensor.contiguous().view(torch.uint16).numpy()
+    return bits
+
+
+def _bfloat16(array: NDArray[np.generic]) -> torch.Tensor:
+    return torch.from_numpy(_typed(array, "u2")).view(torch.bfloat16)
+
+
+def _typed(array: NDArray[np.generic], *kinds: str) -> Any:  # noqa: ANN401 - an array of one of the kinds
+    """A writable copy in native order; raises ValueError where the array is of another type."""
+    if array.dtype.str[1:] not in kinds:
+        msg = f"an array is of type {array.dtype}, not {' or '.join(kinds)}"
+        raise ValueError(msg)
+    return array.astype(array.dtype.newbyteorder("="))
+
+
+def _count(raw: Any) -> int:  # noqa: ANN401 - JSON
+    if type(raw) is not int or not 0 <= raw <= MAX_FEATURES:
+        msg = f"{raw!r} is no count"
+        raise ValueError(msg)
+    return raw
+
+
+def _plane(raw: Any) -> Plane:  # noqa: ANN401 - JSON
+    side, layer = raw
+    if side not in SIDES or type(layer) is not int:
+        msg = f"plane {raw!r}"
+        raise ValueError(msg)
+    return side, layer
+
+
+def _group(index: int, raw: Any, arrays: Arrays) -> Group:  # noqa: ANN401 - JSON
+    prefix = f"g{index}."
+    planes = tuple(_plane(each) for each in raw)
+    identity = prefix + "rows" not in arrays
+    if identity and (prefix + "metric0" in arrays or prefix + "predictor" in arrays):
+        msg = f"group {index} has a metric or a predictor and no rows"
+        raise ValueError(msg)
+    return Group(
+        planes,
+        _typed(arrays[prefix + "mean"], "f2", "f4").astype(np.float32),
+        _typed(arrays[prefix + "spread"], "i2"),
+        None if identity else _rows(arrays, prefix),
+        _typed(arrays[prefix + "row_scale"], "f4") if identity else None,
+        () if identity else tuple(_typed(arrays[f"{prefix}metric{number}"], "f4") for number in range(len(planes))),
+        _bfloat16(arrays[prefix + "predictor"]) if prefix + "predictor" in arrays else None,
+    )
+
+
+def _rows(arrays: Arrays, prefix: str) -> torch.Tensor:
+    raw = arrays[prefix + "rows"]
+    if raw.dtype != np.int8:
+        return _bfloat16(raw)
+    exponent = torch.from_numpy(_typed(arrays[prefix + "row_exponent"], "i2"))
+    if exponent.ndim != 1 or len(exponent) != len(raw) or bool((exponent.int().abs() > _STEEPEST_ROW).any()):
+        msg = "rows without fitting exponents"
+        raise ValueError(msg)
+    rows = torch.from_numpy(_typed(raw, "i1")).float()
+    return torch.ldexp(rows, exponent.reshape(-1, *([1] * (rows.ndim - 1)))).bfloat16()
+
+
+def _check_groups(profile: Profile) -> None:
+    """Every plane in exactly one group, every array finite and of the shape that the layout says."""
+    count = len(profile.layers)
+    planes = [plane for group in profile.groups for plane in group.planes]
+    if any(not 0 <= layer < count for _, layer in planes) or sorted(planes) != sorted(planes_of(profile.layers)):
+        msg = "the profile does not cover every layer's keys and values exactly once; fetch it again"
+        raise CorruptError(msg)
+    table = profile.table
+    sound = table is None or (table.ndim == _MATRIX and 0 < table.shape[1] <= MAX_FEATURES)
+    if not sound or not all(_sound(group, profile) for group in profile.groups):
+        msg = "a group or the token table of the profile has arrays of the wrong shape or range; fetch it again"
+        raise CorruptError(msg)
+
+
+def _sound(group: Group, profile: Profile) -> bool:
+    widths = [plane_width(profile.layers, plane) for plane in group.planes]
+    tensors: list[torch.Tensor] = [t for t in (group.rows, group.predictor) if t is not None]
+    arrays = [array for array in (group.mean, group.row_scale, *group.metric) if array is not None]
+    if group.spread.ndim != 1 or group.mean.shape != (sum(widths),) or group.rank > group.width:
+        return False
+    if not all(bool(torch.isfinite(t).all()) for t in tensors) or not all(np.isfinite(a).all() for a in arrays):
+        return False
+    features = profile.token_features + profile.hidden_size
+    if group.rows is None:
+        scale = group.row_scale
+        return (
+            not features
+            and scale is not None
+            and scale.shape == (sum(widths),) == group.spread.shape
+            and bool((scale > 0).all())
+        )
+    if (group.predictor is not None) != (features > 0):
+        return False
+    if group.predictor is not None and group.predictor.shape != (features, sum(widths)):
+        return False
+    heads = [profile.layers[layer].kv_heads for _, layer in group.planes]
+    fits = [
+        metric.shape in ((width,), (head, width // head, width // head))
+        for metric, width, head in zip(group.metric, widths, heads, strict=True)
+    ]
+    return group.rows.shape == (group.rank, sum(widths)) and all(fits)

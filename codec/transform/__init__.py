@@ -1,0 +1,1 @@
+"""Caches to quantised coefficients and back."""

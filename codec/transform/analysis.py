@@ -1,0 +1,199 @@
+"""Caches to coefficients and back, group by group.
+
+The transform is an attention-weighted Karhunen-Loeve transform (KVTC, arXiv 2511.01815, without the weights): in the
+metric that attention puts on errors, coefficients are uncorrelated and all deserve the same step.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+
+from kvwire.codec.transform.positions import rotate, rotation, within
+from kvwire.errors import CacheValueError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from kvwire.codec.planes import Plane, Side
+    from kvwire.codec.prediction.text import Text
+    from kvwire.codec.profile.group import Group
+    from kvwire.types import CacheMeta, KVCache
+
+
+HALVED_STEP = 0.02
+"""Quantiser step from which on what bfloat16 rounds off the elements adds little to the quantiser's own error: three
+per cent at the default ladder's finest level."""
+LARGE_STEPS = 1024
+"""Coefficients beyond this many steps are worth float32."""
+
+
+MANY_TOKENS = 64
+
+
+def gather(cache: KVCache, side: Side, layers: tuple[int, ...], start: int, stop: int) -> Tensor:
+    """Tokens ``start`` to ``stop`` of some layers as float32 ``[tokens, width]``, positions taken off.
+
+    Raises CacheValueError naming the layer that holds NaN or infinity.
+    """
+    return gather_planes(cache, tuple((side, layer) for layer in layers), start, stop)
+
+
+def gather_planes(cache: KVCache, planes: Sequence[Plane], start: int, stop: int) -> Tensor:
+    """``gather`` for any planes, in their order."""
+    parts = []
+    turns: dict[int, tuple[Tensor, Tensor]] = {}
+    for side, layer in planes:
+        tensor = (cache.keys if side == "key" else cache.values)[layer][:, start:stop].detach()
+        rotary = cache.meta.layers[layer].rotary(side) if cache.meta.positions == "on" else None
+        if rotary is None:
+            part = tensor.to("cpu", torch.float32)
+        else:
+            index, first = rotary
+            regime = cache.meta.ropes[index]
+            if index not in turns:
+                turns[index] = rotation(regime, cache.meta.offset + start, stop - start)
+            cos, sin = turns[index]
+            part = rotate(tensor.cpu(), regime, cos, -sin, first)
+        parts.append(part.permute(1, 0, 2).reshape(stop - start, -1))
+    out = torch.cat(parts, 1)
+    if not math.isfinite(float(out.sum())) and not np.isfinite(out.numpy()).all():
+        bad = next(plane for plane, part in zip(planes, parts, strict=True) if not np.isfinite(part.numpy()).all())
+        msg = f"layer {bad[1]}'s {bad[0]}s hold NaN or infinity; prefill the document again in float32"
+        raise CacheValueError(msg)
+    return out
+
+
+def analyse(cache: KVCache, text: Text, start: int, stop: int, step: float = 0.0) -> tuple[NDArray[np.float32], float]:
+    """Coefficients of tokens ``start`` to ``stop`` and the weighted energy that they leave out.
+
+    step: the finest quantiser step that they are for; where it is coarse enough, products run in bfloat16 on processors
+    that are faster so. Returns float32 ``[tokens, profile.rank]``, groups in order, and the energy, in the attention
+    metric, of the directions that the profile has no coefficients for: of every fourth token, times four, but for the
+    beginning of a text, where single tokens stand out.
+    """
+    parts, dropped = [], 0.0
+    sampled = slice(None, None, 4 if start and stop - start >= MANY_TOKENS else 1)
+    halved = step >= HALVED_STEP and fast_bfloat16()
+    for index, group in enumerate(text.profile.groups):
+        rows, of_token = text.expected(index, start, stop)
+        centred = gather_planes(cache, group.planes, start, stop)
+        centred -= rows[0] if len(rows) == 1 else rows[torch.from_numpy(of_token.astype(np.int64))]
+        if cache.kept is not None:
+            _forget_pruned(centred, cache, group.planes, start, stop)
+        coefficients = _project(centred, group, step if halved else None)
+        parts.append(coefficients.numpy())
+        if group.metric and group.rank < group.width:
+            missing = _energy(centred[sampled], group) - energy_of(parts[-1][sampled])
+            dropped += max(0.0, missing) * (stop - start) / len(centred[sampled])
+    return np.concatenate(parts, axis=1), dropped
+
+
+def fast_bfloat16() -> bool:
+    """Whether this processor multiplies bfloat16 matrices faster than float32 ones."""
+    known = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
+    return any(bool(ask()) for ask in known if ask is not None)
+
+
+def _forget_pruned(centred: Tensor, cache: KVCache, planes: Sequence[Plane], start: int, stop: int) -> None:
+    """Let entries that the cache does not hold be just what is expected: that costs least."""
+    at = 0
+    for side, layer in planes:
+        spec, mask = cache.meta.layers[layer], cache.kept[layer] if cache.kept else None
+        width = spec.key_width if side == "key" else spec.value_width
+        if mask is not None:
+            part = centred[:, at : at + width].view(stop - start, spec.kv_heads, -1)
+            part.masked_fill_(~mask[:, start:stop].cpu().T[:, :, None], 0.0)
+        at += width
+
+
+def _project(centred: Tensor, group: Group, halved_step: float | None) -> Tensor:
+    """Coefficients ``[tokens, rank]`` of a group's elements ``[tokens, width]``, the expectation taken off.
+
+    halved_step: None for float32. Else products run in bfloat16, but for tokens with a coefficient so large, against
+    this step, that eight bits of it would not do: the first tokens of a text often are such.
+    """
+    analysis = group.analysis
+    if analysis is None:
+        return centred / torch.from_numpy(group.scales)
+    if halved_step is None or not group.rank:
+        return centred @ analysis
+    out = (centred.bfloat16() @ group.halved_analysis).float()
+    large = out.abs().amax(1) > LARGE_STEPS * halved_step
+    if bool(large.any()):
+        out[large] = centred[large] @ analysis
+    return out
+
+
+def energy_of(coefficients: NDArray[np.floating]) -> float:
+    """Squared length of coefficients: the metric makes them orthonormal."""
+    return float(np.square(coefficients, dtype=np.float32).sum(dtype=np.float64))
+
+
+def _energy(centred: Tensor, group: Group) -> float:
+    """Squared length of ``[tokens, width]`` in the group's metric."""
+    total, start = 0.0, 0
+    for block in group.metric:
+        metric = torch.from_numpy(block)
+        width = len(metric) if metric.ndim == 1 else metric.shape[0] * metric.shape[1]
+        part = centred[:, start : start + width]
+        if metric.ndim == 1:
+            weighted = part * metric
+        else:
+            heads = part.reshape(len(part), metric.shape[0], metric.shape[1]).transpose(0, 1)
+            weighted = (heads @ metric).transpose(0, 1).reshape(part.shape)
+        total += float((weighted * part).sum(dtype=torch.float64))
+        start += width
+    return total
+
+
+def synthesise(coefficients: Tensor, group: Group, rows: Tensor, of_token: NDArray[np.uint32]) -> Tensor:
+    """Elements ``[tokens, width]`` from the first coefficients of a group, all others being zero.
+
+    rows, of_token: what is expected, see ``Text.expected``. Only the coefficients given cost anything: the product runs
+    over those rows of the synthesis matrix.
+    """
+    out = rows[torch.from_numpy(of_token.astype(np.int64))]
+    given = coefficients.shape[1]
+    if group.synthesis is None:
+        out[:, :given] += coefficients * torch.from_numpy(group.scales)[:given]
+        return out
+    return out.add_(synthesised(coefficients, group))
+
+
+def synthesised(coefficients: Tensor, group: Group) -> Tensor:
+    """First coefficients times synthesis rows, float32 ``[tokens, width]``, without what is expected."""
+    return coefficients @ cast("Tensor", group.synthesis)[: coefficients.shape[1]]  # the identity has none
+
+
+def scatter_planes(
+    elements: Tensor,
+    planes: Sequence[Plane],
+    out: KVCache,
+    meta: CacheMeta,
+    start: int,
+    turns: dict[int, tuple[Tensor, Tensor]],
+) -> None:
+    """Write planes' elements ``[tokens, width]`` into ``out`` from token ``start`` on, laid out as ``meta`` says.
+
+    turns: for each regime index, float32 cosines and sines of exactly these tokens, by which they are rotated; empty
+    where positions stay off.
+    """
+    tokens, at = len(elements), 0
+    for side, layer in planes:
+        spec = meta.layers[layer]
+        dim = spec.key_dim if side == "key" else spec.value_dim
+        part = elements[:, at : at + spec.kv_heads * dim].reshape(tokens, spec.kv_heads, dim).permute(1, 0, 2)
+        at += spec.kv_heads * dim
+        rotary = spec.rotary(side)
+        if rotary is not None and turns:
+            index, first = rotary
+            part = rotate(part, meta.ropes[index], *turns[index], first)
+        target = (out.keys if side == "key" else out.values)[layer]
+        target[:, start : start + tokens] = within(part, target.dtype)

@@ -1,0 +1,166 @@
+"""The link that all loads share: open fetches in the order of their requests, and whether bytes still come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf, isfinite
+from typing import TYPE_CHECKING
+
+from kvwire.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from kvwire.controller.estimates import Estimates
+    from kvwire.types import ChunkId
+
+_SLOWEST = 1.0  # bytes per second
+_MOST_DOUBLINGS = 6
+
+
+@dataclass(eq=False)
+class Flight:
+    """One open fetch. size, left: bytes of it, and those still to come. decode_s: what decoding will take then."""
+
+    chunk: ChunkId
+    size: int
+    left: int
+    asked: float
+    until: float
+    decode_s: float
+
+
+class Link:
+    """Open fetches and what the estimators make of them. Times are the controller's, in seconds."""
+
+    def __init__(self, estimates: Estimates, stall_s: float) -> None:
+        """Start idle."""
+        self._estimates = estimates
+        self._stall_s = stall_s
+        self.flights: list[Flight] = []
+        self._since = 0.0  # the last byte, or the request that ended idleness
+        self._flowing = False  # a byte came since then
+        self.stalled = False
+        self._stalls = 0  # in a row, without a byte in between
+        self._retry_at = inf
+
+    @property
+    def open_bytes(self) -> int:
+        """Bytes that are still to come."""
+        return sum(flight.left for flight in self.flights)
+
+    @property
+    def bandwidth(self) -> float:
+        """Expected bytes per second; 0 while the link is silent."""
+        return 0.0 if self.stalled else self._estimates.bandwidth.value
+
+    @property
+    def bandwidth_low(self) -> float:
+        """Bytes per second to rely on; 0 while the link is silent."""
+        return 0.0 if self.stalled else self._estimates.bandwidth.low
+
+    @property
+    def ttfb_s(self) -> float:
+        """Expected seconds to a request's first byte."""
+        return self._estimates.ttfb.value
+
+    def ask(self, flight: Flight) -> None:
+        """Note that a fetch was asked for."""
+        if not self.flights:
+            self._since, self._flowing = flight.asked, False
+        self.flights.append(flight)
+
+    def drop(self, chunk: ChunkId) -> None:
+        """Note that a fetch brings nothing."""
+        self.flights = [flight for flight in self.flights if flight.chunk != chunk]
+
+    def arrived(self, chunk: ChunkId, now: float) -> None:
+        """Note that a fetch has brought what was asked for."""
+        flight = next((flight for flight in self.flights if flight.chunk == chunk), None)
+        if flight is None:
+            return
+        self.flights.remove(flight)
+        self.alive(now)
+        self._return(flight.left)
+
+    def first_byte(self, seconds: float) -> None:
+        """Take in a time to first byte, unless it may have been spent in a queue behind what was asked for before."""
+        if not (isfinite(seconds) and seconds >= 0):
+            msg = f"a time to first byte must be a finite number of seconds, at least 0, got {seconds}"
+            raise ArgumentError(msg)
+        if not (self.flights and self._flowing):
+            self._estimates.ttfb.add(seconds)
+
+    def progress(self, size: int, started: float, ended: float, chunk: ChunkId | None) -> None:
+        """Take in bytes that came."""
+        if not isfinite(size):
+            msg = f"a transfer needs a finite number of bytes, got {size}"
+            raise ArgumentError(msg)
+        self._estimates.bandwidth.add(size, started, ended)
+        if size:
+            self.alive(ended)
+        self._credit(size, [flight for flight in self.flights if chunk in (None, flight.chunk)], ended)
+
+    def _credit(self, size: int, flights: list[Flight], now: float) -> None:
+        """Share bytes of which nobody knows whose they are: equally among requests whose first byte can have come."""
+        begun = [each for each in flights if each.left and now - each.asked >= self._estimates.ttfb.value]
+        sharing = sorted(begun or flights, key=lambda flight: flight.left)
+        for at, flight in enumerate(sharing):
+            taken = min(size // (len(sharing) - at), flight.left)
+            flight.left -= taken
+            size -= taken
+
+    def _return(self, size: int) -> None:
+        """Bytes that were credited to others belonged to a fetch that has arrived."""
+        for flight in self.flights:
+            given = min(size, flight.size - flight.left)
+            flight.left += given
+            size -= given
+
+    def alive(self, now: float) -> None:
+        """Note that the link delivers."""
+        self._since = max(self._since, now)
+        self._flowing = True
+        self.stalled = False
+        self._stalls = 0
+
+    def watch(self, now: float) -> None:
+        """Notice silence: after the stall time it marks the link as dead.
+
+        It is no measurement: what ends a silence reports it with its bytes, and of a link that died nothing is learnt
+        about the one that comes back.
+        """
+        if now >= self.stalls_at:
+            self.stalled = True
+            # Longer each time: every try costs the chunks that it asks for.
+            self._retry_at = now + self._stall_s * 2**self._stalls
+            self._stalls = min(self._stalls + 1, _MOST_DOUBLINGS)
+
+    def retry(self, now: float) -> None:
+        """Take a dead link for what it was once it is idle and has rested: only another fetch can tell."""
+        if self.stalled and not self.flights and now >= self._retry_at:
+            self.stalled = False
+
+    @property
+    def _silent_from(self) -> float:
+        return self._since if self._flowing else self._since + self._estimates.ttfb.value
+
+    @property
+    def stalls_at(self) -> float:
+        """Instant at which the link counts as dead unless a byte comes; infinite where none is awaited."""
+        return self._silent_from + self._stall_s if self.flights and not self.stalled else inf
+
+    def lead_s(self, now: float) -> float:
+        """Seconds until the link can deliver the next byte."""
+        if not self.flights:
+            return self._estimates.ttfb.value
+        return 0.0 if self._flowing else max(0.0, self._estimates.ttfb.value - (now - self._since))
+
+    def arrival_s(self, chunk: ChunkId, now: float) -> float:
+        """Seconds until an open fetch should have arrived; infinite on a dead link."""
+        if self.bandwidth <= 0:
+            return inf
+        ahead = 0
+        for flight in self.flights:
+            ahead += flight.left
+            if flight.chunk == chunk:
+                break
+        return self.lead_s(now) + ahead / max(self.bandwidth, _SLOWEST)

@@ -1,0 +1,38 @@
+"""Writing down a plan whose levels are chosen already, for policies that look no further."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvwire.controller.policies.base import RECOMPUTE, SLOWEST, Plan
+from kvwire.controller.policies.timeline import decode_s, prefill_s, wire_s
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvwire.controller.policies.base import Ints, PlanRequest
+
+
+def written(request: PlanRequest, levels: Ints, order: Sequence[int], reason: str) -> Plan:
+    """A plan of these levels; it ends when link, decoding and recomputing have done their sums, one beside another."""
+    chunks, promised = request.chunks, request.promised
+    sizes = chunks.bytes_at(levels)
+    bandwidth = max(request.bandwidth, SLOWEST)
+    link = request.lead_s + (float(promised.wire.sum()) + promised.ahead_bytes) / bandwidth
+    link += float(np.sum(wire_s(request, sizes, bandwidth)))
+    decoding = promised.decode_s + float(promised.work_s.sum() + np.sum(decode_s(request, chunks.tokens, sizes)))
+    computing = promised.prefill_s + float(np.sum(prefill_s(request)[levels == RECOMPUTE])) if chunks.count else 0.0
+    compute = decoding + computing if request.workers == 1 else max(decoding, computing)
+    finish_s = max(link if sizes.any() else 0.0, compute) + request.costs.closing_s(request.prompt_tokens)
+    tokens = max(int(chunks.tokens.sum()), 1)
+    return Plan(
+        levels=levels,
+        order=order,
+        finish_s=finish_s,
+        error=float((chunks.tokens * chunks.errors_at(levels)).sum()) / tokens,
+        bytes=int(sizes.sum()),
+        in_time=request.left_s is None or finish_s <= request.left_s,
+        reason=reason,
+    )

@@ -1,0 +1,138 @@
+"""Links of a simulation, as the command line names them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvwire.cli.inputs import read_link
+from kvwire.controller.simulator import (
+    ar1,
+    constant,
+    parse_log_json,
+    parse_mbit_lines,
+    steps,
+    token_bucket,
+    with_outages,
+)
+from kvwire.errors import ArgumentError, CorruptError, NotFoundError, StorageError
+from kvwire.store.cache import parse_size
+
+if TYPE_CHECKING:
+    from kvwire.controller.simulator import RateTrace
+
+LEAD_S = 20.0
+"""Seconds at its mean that precede a link which does not repeat, so that there is time for an earlier load."""
+_MOST_CHARACTERS = 16 << 20
+_NUMBER = re.compile(r"[0-9]*\.?[0-9]+(?:e-?[0-9]{1,2})?")
+
+
+@dataclass(frozen=True)
+class NamedLink:
+    """A link. rtt_s: where its name says so. start_s: where loads begin; None: anywhere."""
+
+    name: str
+    rate: RateTrace
+    rtt_s: float | None = None
+    start_s: float | None = None
+
+
+def steady_link(text: str) -> NamedLink:
+    """A constant rate, and a round trip if it is told: ``1gbit`` or ``1gbit,5ms``. Raises ArgumentError."""
+    link = read_link(text)
+    return NamedLink(text, constant(link.bandwidth_bytes_s), link.rtt_s if "," in text else None)
+
+
+def recorded_link(path: str, mean_bytes_s: float | None, stretch: float) -> NamedLink:
+    """A recorded trace: .json is a log of durations and kbit/s, anything else lines of seconds and Mbit/s.
+
+    Raises NotFoundError, CorruptError, and ArgumentError where it cannot be scaled or stretched so.
+    """
+    file = Path(path)
+    if not file.is_file():
+        msg = f"{path} is not a file; --trace takes recorded links, .json or lines of seconds and Mbit/s"
+        raise NotFoundError(msg)
+    try:
+        if file.stat().st_size > _MOST_CHARACTERS:
+            msg = f"{path} is larger than any trace; cut it"
+            raise CorruptError(msg)
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        msg = f"{path} cannot be read ({error.strerror})"
+        raise StorageError(msg) from error
+    except UnicodeDecodeError as error:
+        msg = f"{path} is not text; name a trace, or copy it again"
+        raise CorruptError(msg) from error
+    try:
+        rate = parse_log_json(text) if file.suffix == ".json" else parse_mbit_lines(text)
+    except CorruptError as error:
+        msg = f"{path}: {error}"
+        raise CorruptError(msg) from error
+    if mean_bytes_s is not None:
+        rate = rate.scaled(mean_bytes_s)
+    return NamedLink(file.name, rate.stretched(stretch))
+
+
+def made_link(text: str, seed: int) -> NamedLink:
+    """A link from a formula. Raises ArgumentError.
+
+    ``ar1:MEAN,SIGMA,CORRELATION``: a wandering rate, see ``ar1``. ``steps:0=RATE,SECOND=RATE,...``: the load begins at
+    second 0, and the last rate lasts. ``bucket:PEAK,SUSTAINED,SIZE``: a full token bucket.
+    """
+    kind, _, rest = text.partition(":")
+    parts = rest.split(",")
+    try:
+        match kind, parts:
+            case "ar1", [mean, sigma, correlation]:
+                rng = np.random.default_rng(seed)
+                made = ar1(rng, _rate(mean), sigma=number(sigma), correlation=number(correlation))
+                return NamedLink(text, made)
+            case "steps", [_, *_]:
+                pairs = [part.partition("=") for part in parts]
+                return _led(text, steps([(number(second), _rate(rate)) for second, _, rate in pairs]))
+            case "bucket", [peak, sustained, size]:
+                return _led(text, token_bucket(_rate(peak), _rate(sustained), parse_size(size)))
+    except ArgumentError as error:
+        msg = f"{text!r}: {error}"
+        raise ArgumentError(msg) from error
+    msg = f"{text!r} is no made link: write ar1:1gbit,0.5,0.9, steps:0=1gbit,0.5=100mbit or bucket:10gbit,1gbit,100MB"
+    raise ArgumentError(msg)
+
+
+def with_outage(link: NamedLink, text: str) -> NamedLink:
+    """The link with an outage, ``START,LENGTH`` in seconds; of every period where the link repeats."""
+    start, comma, length = text.partition(",")
+    if not comma:
+        msg = f"{text!r} is no outage: write its start and its length in seconds, such as 0.3,0.5"
+        raise ArgumentError(msg)
+    led = link if link.rate.period_s is not None or link.start_s is not None else _led(link.name, link.rate)
+    begins, lasts, period_s = number(start), number(length), led.rate.period_s
+    if not lasts or (period_s is not None and begins + lasts > period_s):
+        within = "" if period_s is None else f" and ends within the {period_s:g} s after which {link.name} repeats"
+        msg = f"{text!r} is no outage: it lasts some time{within}; write its start and its length, such as 0.3,0.5"
+        raise ArgumentError(msg)
+    rate = with_outages(led.rate, [(begins + (led.start_s or 0.0), lasts)])
+    return replace(link, name=f"{link.name}, out at {text}", rate=rate, start_s=led.start_s)
+
+
+def number(text: str) -> float:
+    """A number of at least 0, such as 0.25 or 1e-3. Raises ArgumentError."""
+    if not _NUMBER.fullmatch(text.strip()):
+        msg = f"{text[:40]!r} is not a number of at least 0, such as 0.25"
+        raise ArgumentError(msg)
+    return float(text)
+
+
+def _rate(text: str) -> float:
+    return read_link(text).bandwidth_bytes_s
+
+
+def _led(name: str, rate: RateTrace) -> NamedLink:
+    """A link that does not repeat, behind a stretch at its mean."""
+    pieces = zip(rate.times, rate.rates, strict=True)
+    led = steps([(0.0, rate.mean_bytes_s), *((LEAD_S + time, value) for time, value in pieces)])
+    return NamedLink(name, led, start_s=LEAD_S)

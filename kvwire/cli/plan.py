@@ -1,0 +1,97 @@
+"""``kvwire plan``: what a load would do, why, and what else there is. Of blobs, nothing but heads is read."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import closing, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvwire.cli.options import Place, store_options
+from kvwire.cli.plan_inputs import PlanOptions, Sources
+from kvwire.cli.plan_printing import print_plan
+from kvwire.errors import DeadlineError
+
+if TYPE_CHECKING:
+    from kvwire.controller import Goal, Objective
+
+_MANY = 16  # documents
+
+
+@click.command("plan")
+@click.option("--docs", multiple=True, help="Ids of documents of the store, or .kvw files, in the prompt's order.")
+@click.argument("more_docs", nargs=-1)
+@click.option("--context", metavar="TOKENS", help="Instead of --docs: a prompt of so many tokens, such as 32k.")
+@click.option(
+    "--documents", default=1, show_default=True, type=click.IntRange(1, 128), help="Of which --context is made."
+)
+@click.option("--model", envvar="KVWIRE_MODEL", help="Folder of the model, whose costs are remembered or measured.")
+@click.option("--device", default="cpu", envvar="KVWIRE_DEVICE", show_default=True, help="Where the model runs.")
+@click.option(
+    "--dtype",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    help="auto: float32 on the CPU, elsewhere as the weights are stored.",
+)
+@click.option("--machine", help="Instead of --model: a machine by name, such as h100, 4xh100 or cpu; needs --shape.")
+@click.option("--shape", help="The model's shape by name, such as llama-3.1-8b; needs --machine.")
+@click.option("--estimates", metavar="FILE", help="Instead of --model: what kvwire plan --json printed.")
+@click.option("--workers", type=click.Choice(["1", "2"]), help="2: decoding and recomputing run side by side.")
+@click.option("--config", default="", metavar="PREFIX", help="Without --model: configuration, as in kvwire store.")
+@click.option("--link", help="1gbit or 1gbit,2ms; without it, what is remembered of the link to the store.")
+@click.option("--deadline", type=click.FloatRange(min=0, min_open=True), help="Seconds to the first token.")
+@click.option(
+    "--objective",
+    type=click.Choice(["earliest", "quality", "cheapest"]),
+    help="By default the best quality within the deadline, without one the earliest first token.",
+)
+@click.option("--floor", default=0, show_default=True, type=click.IntRange(0, 7), help="Lowest level to use.")
+@click.option(
+    "--question-tokens", default=32, show_default=True, type=click.IntRange(1, 1 << 20), help="Length of the question."
+)
+@click.option("--compare/--no-compare", default=True, help="Also work out alternatives and break-even points.")
+@store_options
+@click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
+def plan(*, place: Place, **given: Any) -> None:  # noqa: ANN401 - click's values
+    """Tell what a load would do, why, when its first token would come, and what else there is.
+
+    Documents: --docs A B C of a store, .kvw files, or made up ones of --context tokens with sizes as measured. Costs:
+    of --model's engine, of --machine and --shape, or of --estimates. Exit code 6 where the deadline would be missed.
+    """
+    from kvwire.whatif.plan import plan_load
+
+    options = PlanOptions(**given)
+    options.check(store_named=place.store is not None)
+    without = place.store is None and not options.needs_store
+    with nullcontext() if without else closing(place.open_lasting(exists=True)) as store:
+        sources = Sources(options, place, store)
+        prompt, estimates, settings = sources.prompt(), sources.estimates(), sources.settings()
+    if sys.stderr.isatty() and len(prompt.inputs) > _MANY:
+        click.echo(f"planning {len(prompt.inputs)} documents takes some seconds; --no-compare is faster", err=True)
+    made = plan_load(
+        prompt.inputs,
+        estimates,
+        _goal(options),
+        settings=settings,
+        query_tokens=options.question_tokens,
+        details=prompt.details,
+        compare=options.compare,
+    )
+    error, ttft_s = None, made.prediction.ttft_s
+    if not made.prediction.in_time:
+        error = DeadlineError(
+            f"the first token would come after {ttft_s:.3f} s, the deadline is {options.deadline:g} s"
+        )
+    print_plan(prompt.names, made, estimates, settings, as_json=options.as_json, error=error)
+    if error:
+        click.echo(f"kvwire: {error}", err=True)
+        sys.exit(error.exit_code)
+
+
+def _goal(options: PlanOptions) -> Goal:
+    from kvwire.controller import Goal
+
+    usual: Objective = "earliest" if options.deadline is None else "quality"
+    return Goal(objective=options.objective or usual, deadline_s=options.deadline, floor=options.floor)

@@ -1,0 +1,334 @@
+"""What ``kvwire plan`` plans with: documents of stores, files or none, costs of engines or machines, and a link."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvwire.cli.inputs import read_file_head, read_link, read_machine, read_shape, read_tokens
+from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError, StorageError
+
+if TYPE_CHECKING:
+    from kvwire.cli.options import Place
+    from kvwire.controller import ControllerSettings, DocumentPlanInput, Estimates, Objective
+    from kvwire.controller.simulator import Machine, Model
+    from kvwire.engines.transformers import TransformersEngine
+    from kvwire.runtime.corpus import Corpus
+    from kvwire.store import Catalog, CatalogEntry, Store
+    from kvwire.types import BlobInfo
+    from kvwire.whatif.plan import Details
+
+_BLOB = ".kvw"
+_MOST_TOKENS = 1 << 22
+_MOST_BYTES = 1 << 24  # of a file of estimates: a long plan's chunks may be in it
+COMPUTE = {"workers": 2, "decode_batch": 1 << 16, "decode_threads": 1 << 10}
+"""Of the settings, what depends on the engine's machine, and the most that each may be."""
+_RAW_BYTES = 2  # of an element: caches that are not coded are bfloat16
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Options of ``kvwire plan``, but for those of the store."""
+
+    docs: tuple[str, ...]
+    more_docs: tuple[str, ...]
+    context: str | None
+    documents: int
+    model: str | None
+    device: str
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    machine: str | None
+    shape: str | None
+    estimates: str | None
+    workers: str | None
+    config: str
+    link: str | None
+    deadline: float | None
+    objective: Objective | None
+    floor: int
+    question_tokens: int
+    compare: bool
+    as_json: bool
+
+    def check(self, *, store_named: bool) -> None:
+        """Refuse options that do not go together, and files that are none."""
+        wrong = ""
+        if self.context is None and not self.names:
+            wrong = "nothing to plan: name documents (--docs A B C), or make some up (--context 32k)"
+        elif self.context is not None and self.names:
+            wrong = "documents are either named (--docs) or made up (--context), not both: leave one out"
+        elif bool(self.machine) != bool(self.shape):
+            wrong = "--machine and --shape go together: a machine's costs depend on the model's shape"
+        elif self.machine and self.estimates:
+            wrong = "costs are those of --machine or those of --estimates: give one of them"
+        elif self.context is not None and not self.shape:
+            wrong = "--context needs --machine and --shape: sizes of documents depend on the model's shape"
+        elif not (self.model or self.is_modelled):
+            wrong = "whose costs? give --model, --machine with --shape, or --estimates"
+        if wrong:
+            raise ArgumentError(wrong)
+        for name in self.names:
+            looks_like_file = name.endswith(_BLOB) or (os.sep in name and not store_named)
+            if looks_like_file and not _is_file(name):
+                msg = f"{name} is not a {_BLOB} file; check the path, or name a document's id and its --store"
+                raise NotFoundError(msg)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Documents that were named, in the prompt's order."""
+        return (*self.docs, *self.more_docs)
+
+    @property
+    def needs_store(self) -> bool:
+        """Whether any document is looked up."""
+        return any(not _is_file(name) for name in self.names)
+
+    @property
+    def is_modelled(self) -> bool:
+        """Whether costs come from elsewhere than an engine."""
+        return bool(self.machine or self.estimates)
+
+    def modelled(self) -> tuple[Machine, Model]:
+        """The machine and the shape that were named."""
+        return read_machine(self.machine or ""), read_shape(self.shape or "")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Documents as planning takes them."""
+
+    names: tuple[str, ...]
+    inputs: tuple[DocumentPlanInput, ...]
+    details: Details
+
+
+class Sources:
+    """Where documents and costs come from. With an engine there is a corpus, otherwise costs are modelled."""
+
+    def __init__(self, options: PlanOptions, place: Place, store: Store | None) -> None:
+        """Open the model where its costs are wanted."""
+        from kvwire.runtime.corpus import Corpus
+        from kvwire.store import MemoryStore
+
+        self._options, self._place, self._store = options, place, store
+        self._engine: TransformersEngine | None = None
+        self._corpus: Corpus | None = None
+        if not options.is_modelled:
+            self._engine = _engine(options.model or "", options.device, options.dtype)
+            self._corpus = Corpus(self._engine, store or MemoryStore(), **place.whose())
+
+    # Documents.
+
+    def prompt(self) -> Prompt:
+        """The documents; only their heads are read."""
+        options = self._options
+        if options.context is not None:
+            return self._made_up(options.context)
+        heads = [self._head(name) for name in options.names]
+        return Prompt(options.names, tuple(map(_input, heads)), self._details(heads))
+
+    def _made_up(self, context: str) -> Prompt:
+        """Documents of equal lengths with sizes as measured."""
+        from kvwire.controller.simulator import costs, documents_for, measured
+        from kvwire.whatif.plan import Details
+
+        tokens, count = read_tokens(context, _MOST_TOKENS), self._options.documents
+        if tokens < count:
+            msg = f"{tokens} tokens do not make {count} documents; make up a longer context, or fewer documents"
+            raise ArgumentError(msg)
+        machine, model = self._options.modelled()
+        lengths = [tokens // count + (number < tokens % count) for number in range(count)]
+        raw = costs(model, machine, raw=True).decode
+        details = Details(
+            level_names=measured()["kvwire"].levels, raw_token_bytes=_RAW_BYTES * model.cache_elements, raw_decode=raw
+        )
+        names = tuple(f"document {number + 1}" for number in range(count))
+        return Prompt(names, tuple(documents_for(model, lengths)), details)
+
+    def _head(self, name: str) -> BlobInfo | int:
+        """What a document's blob says of itself; its tokens where only the text is kept."""
+        if _is_file(name):
+            info = read_file_head(Path(name))
+        elif self._store is None:
+            msg = f"{name} is no {_BLOB} file; to look it up as a document's id name --store"
+            raise NotFoundError(msg)
+        else:
+            catalog = self._corpus.catalog if self._corpus else _catalog(self._place, self._store)
+            entry = self._corpus.find(name) if self._corpus else _entry(catalog, self._options.config, name)
+            if entry.is_text:
+                return entry.tokens
+            info = catalog.blob_reader().read_head(self._store.get(entry.blob_key, 0, entry.head_bytes))
+        self._check_fits(name, info)
+        return info
+
+    def _check_fits(self, name: str, info: BlobInfo) -> None:
+        """Raise MismatchError where a blob is of another model than the one that costs are of."""
+        wrong = ""
+        if self._corpus and info.meta.config_digest() != self._corpus.meta.config_digest():
+            wrong = f"{name} was encoded by model {info.meta.model_id!r}, this is {self._corpus.meta.model_id!r}"
+        if self._options.machine:
+            shape = self._options.modelled()[1]
+            if info.meta.elements_per_token != shape.cache_elements:
+                wrong = (
+                    f"{name} holds {info.meta.elements_per_token} elements for each token, "
+                    f"{shape.name} caches {shape.cache_elements}"
+                )
+        if wrong:
+            msg = f"{wrong}; name its own model: --model, or --shape with --machine"
+            raise MismatchError(msg)
+
+    def _details(self, heads: list[BlobInfo | int]) -> Details:
+        """What heads tell beyond what planning needs."""
+        from kvwire.controller import DecodeCost
+        from kvwire.controller.simulator import costs
+        from kvwire.whatif.plan import Details
+
+        infos = [head for head in heads if not isinstance(head, int)]
+        levels = max((info.levels for info in infos), key=len, default=())
+        elements = {info.meta.elements_per_token for info in infos}
+        raw = DecodeCost(0.0, 0.0)  # nobody measured that copy on an engine
+        if self._options.machine:
+            machine, model = self._options.modelled()
+            raw = costs(model, machine, raw=True).decode
+        return Details(
+            level_names=tuple(level.name for level in levels),
+            level_kl=tuple(() if isinstance(head, int) else _kl(head) for head in heads),
+            head_bytes=sum(info.head_bytes for info in infos),
+            raw_token_bytes=_RAW_BYTES * elements.pop() if len(elements) == 1 else 0,
+            raw_decode=raw,
+        )
+
+    # Costs and the link.
+
+    def estimates(self) -> Estimates:
+        """Of the engine or machine, and of the link that was named or is remembered."""
+        from kvwire.runtime.estimates_file import EstimatesFile, link_key
+        from kvwire.whatif.plan import known_link
+
+        link = read_link(self._options.link) if self._options.link else None
+        state: dict[str, object] = {"version": 1}
+        age_s = 0.0
+        if self._store is not None:
+            known = EstimatesFile.of_environment().recall(link_key(self._store.url), "")
+            state, age_s = known.state, known.age_s
+        if self._options.estimates:
+            state |= _read_plan(Path(self._options.estimates))["estimates"]
+        if link is None and "link" not in state:
+            where = f"the link to {self._store.url}" if self._store else "any link"
+            msg = f"nothing is remembered of {where}: give --link, such as 1gbit,2ms, or load from the store once"
+            raise ArgumentError(msg)
+        estimates = self._engine_estimates(state, age_s)
+        return known_link(estimates, link.bandwidth_bytes_s, link.rtt_s) if link else estimates
+
+    def settings(self) -> ControllerSettings:
+        """How loads would be steered: on the machine, as the file of estimates says, or by the device."""
+        from kvwire.controller.simulator import settings_for
+        from kvwire.runtime.loader import LoadSettings, controls_of
+
+        options = self._options
+        if options.machine:
+            chosen = settings_for(options.modelled()[0])
+        else:
+            on_gpu = options.device.startswith("cuda") and not options.estimates
+            chosen = controls_of(LoadSettings(), on_gpu=on_gpu)
+        if options.estimates:
+            chosen = replace(chosen, **_read_plan(Path(options.estimates)).get("compute", {}))
+        return replace(chosen, workers=int(options.workers)) if options.workers else chosen
+
+    def _engine_estimates(self, state: dict[str, object], age_s: float) -> Estimates:
+        from kvwire.controller import Estimates
+        from kvwire.controller.simulator import costs
+        from kvwire.runtime.loader import Loader, LoadSettings
+
+        if self._engine and self._corpus:
+            return Loader(self._engine, self._corpus).estimates
+        given = None
+        if self._options.machine:
+            machine, model = self._options.modelled()
+            given = costs(model, machine)
+            state = {part: value for part, value in state.items() if part != "engine"}
+        usual = LoadSettings()
+        return Estimates.of_state(state, given, usual.bandwidth_prior, usual.ttfb_prior_s, age_s=age_s)
+
+
+def _is_file(name: str) -> bool:
+    return name.endswith(_BLOB) and Path(name).is_file()
+
+
+def _input(head: BlobInfo | int) -> DocumentPlanInput:
+    from kvwire.controller import DocumentPlanInput
+    from kvwire.controller.simulator.sizes import chunk_lengths
+
+    if isinstance(head, int):
+        return DocumentPlanInput(chunk_lengths(head))
+    return DocumentPlanInput.from_blob(head, head_start=min(1.0, head.head_start / max(1, len(head.meta.layers))))
+
+
+def _kl(info: BlobInfo) -> tuple[float, ...]:
+    known = [level.predicted_kl for level in info.levels]
+    return tuple(kl for kl in known if kl is not None) if None not in known else ()
+
+
+def _catalog(place: Place, store: Store) -> Catalog:
+    from kvwire.store import Catalog
+
+    return Catalog(store, place.tenant, place.salt.encode(), keyring=place.keyring())
+
+
+def _entry(catalog: Catalog, config: str, name: str) -> CatalogEntry:
+    """A document's entry in the one model configuration that has it."""
+    spaces = [space for space in catalog.configurations() if space.config.startswith(config)]
+    found = {space.config: entry for space in spaces if (entry := catalog.by_document(space, name)) is not None}
+    if len(found) > 1:
+        msg = f"several model configurations have {name!r}: choose one with --config: {', '.join(found)}"
+        raise ArgumentError(msg)
+    if not found:
+        msg = f"{name!r} is not in {catalog.store.url}; see kvwire store ls, --tenant and --config"
+        raise NotFoundError(msg)
+    return next(iter(found.values()))
+
+
+def _engine(model: str, device: str, dtype: str) -> TransformersEngine:
+    import torch
+
+    from kvwire.engines.transformers import open_engine
+
+    usual = torch.float32 if device == "cpu" else None
+    return open_engine(model, device=device, dtype=usual if dtype == "auto" else getattr(torch, dtype))
+
+
+def _read_plan(path: Path) -> dict[str, Any]:
+    """Of a printed plan ``estimates``, which are checked later, and ``compute`` unless estimates stand alone."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+    except FileNotFoundError as error:
+        msg = f"{path} does not exist; name what kvwire plan --json printed"
+        raise NotFoundError(msg) from error
+    except OSError as error:
+        msg = f"{path} cannot be read ({error.strerror})"
+        raise StorageError(msg) from error
+    try:
+        state = json.loads(content) if len(content) <= _MOST_BYTES else None
+    except (ValueError, RecursionError):
+        state = None
+    compute = None
+    if isinstance(state, dict) and isinstance(state.get("estimates"), dict):
+        state, compute = state["estimates"], state.get("compute")
+    if not isinstance(state, dict) or "engine" not in state:
+        msg = f"{path} holds no estimates of an engine; name what kvwire plan --json printed"
+        raise CorruptError(msg)
+    return {"estimates": state} if compute is None else {"estimates": state, "compute": _checked(compute, path)}
+
+
+def _checked(compute: object, path: Path) -> dict[str, int]:
+    """Lanes and batches of an engine."""
+    if isinstance(compute, dict) and compute.keys() == COMPUTE.keys():
+        found = {name: value for name, value in compute.items() if type(value) is int}
+        if len(found) == len(COMPUTE) and all(1 <= found[name] <= most for name, most in COMPUTE.items()):
+            return found
+    msg = f"{path}: compute must hold {', '.join(COMPUTE)}, as kvwire plan --json printed them; print it anew"
+    raise CorruptError(msg)

@@ -1,0 +1,187 @@
+"""What ``kvwire plan`` shows: the verdict in words, runs of chunks, alternatives and break-even points; or JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from itertools import groupby
+from math import isfinite, log10
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvwire.cli.plan_inputs import COMPUTE
+from kvwire.cli.printing import described
+from kvwire.whatif.break_even import FASTEST, SLOWEST
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvwire.controller import ControllerSettings, Estimates
+    from kvwire.errors import KvwireError
+    from kvwire.whatif.break_even import BreakEven
+    from kvwire.whatif.plan import LoadPlan, PlannedChunk, Prediction
+
+_MOST_RUNS = 40
+_NAME = 28
+_PREFIXES = ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"), (1.0, "bit/s"))
+_SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_TITLES = {
+    "fetches": "several chunks are fetched",
+    "fetches all": "nothing is recomputed",
+    "beats text": "level {} alone beats text",
+    "in time": "level {} as floor is in time",
+}
+
+
+def print_plan(
+    names: Sequence[str], plan: LoadPlan, estimates: Estimates, settings: ControllerSettings, *, as_json: bool,
+    error: KvwireError | None = None,
+) -> None:  # fmt: skip
+    """Show a plan. names: of the documents. estimates, settings: that it was made with."""
+    if as_json:
+        compute = {name: getattr(settings, name) for name in COMPUTE}
+        made_with = {"estimates": estimates.to_state(), "compute": compute}
+        shown = describe_plan(names, plan) | made_with | described(error)
+        click.echo(json.dumps(shown, allow_nan=False))
+        return
+    for line in (*_verdict(plan), *_chunk_table(names, plan)):
+        click.echo(line)
+    if plan.alternatives:
+        for line in (*_alternatives(plan), *_break_evens(plan)):
+            click.echo(line)
+
+
+def describe_plan(names: Sequence[str], plan: LoadPlan) -> dict[str, Any]:
+    """A plan as plain data; seconds, bytes, bytes per second."""
+    below, above = plan.unchanged
+    return {
+        "documents": list(names),
+        "goal": asdict(plan.goal),
+        "link": {"bandwidth": plan.bandwidth, "ttfb_s": plan.ttfb_s},
+        "query_tokens": plan.query_tokens,
+        "prediction": _described(plan.prediction),
+        "expected_s": plan.expected_s,
+        "chunks": [
+            {**asdict(chunk), "document": names[chunk.document], "action": _action(chunk)} for chunk in plan.chunks
+        ],
+        "levels": list(plan.level_names),
+        "alternatives": [_described(each) for each in plan.alternatives],
+        "break_evens": [asdict(each) for each in plan.break_evens],
+        "searched": {"slowest": SLOWEST, "fastest": FASTEST},
+        "unchanged": {"below": below, "above": above},
+    }
+
+
+def _described(prediction: Prediction) -> dict[str, Any]:
+    quality = prediction.quality_db
+    return {**asdict(prediction), "quality_db": quality if isfinite(quality) else None}
+
+
+def _action(chunk: PlannedChunk) -> str:
+    return "recompute" if chunk.level is None else "fetch"
+
+
+def _verdict(plan: LoadPlan) -> Iterator[str]:
+    made, due = plan.prediction, plan.goal.deadline_s
+    when = f"first token after {_time(made.ttft_s)}"
+    if due is None:
+        yield f"{when[0].upper()}{when[1:]}, over {_rate(plan.bandwidth)}."
+    else:
+        spare = f"In time by {_time(due - made.ttft_s)}" if made.in_time else f"Late by {_time(made.ttft_s - due)}"
+        yield f"{spare}: {when}, over {_rate(plan.bandwidth)}."
+    fetched = [chunk for chunk in plan.chunks if chunk.level is not None]
+    total, rest = len(plan.chunks), len(plan.chunks) - len(fetched)
+    levels = ", ".join(_level(plan, level) for level in sorted({c.level for c in fetched if c.level is not None}))
+    if not fetched:
+        yield f"All {total} chunks are recomputed from text: that is {plan.chunks[0].reason}."
+    elif rest:
+        yield f"Fetches {len(fetched)} of {total} chunks at {levels}, and recomputes {rest} meanwhile."
+    else:
+        yield f"Fetches all {total} chunks at {levels}."
+    kl = "" if made.kl is None else f", expected KL {made.kl:.1e} nats"
+    yield f"{_size(made.bytes)} of chunks, error {made.error:.2g} ({_decibels(made)}){kl}."
+    parts = (("heads", made.heads_s), ("fetching", made.link_s), ("decoding", made.decode_s),
+             ("recomputing", made.prefill_s), ("closing", made.closing_s))  # fmt: skip
+    yield f"{', '.join(f'{name} {_time(seconds)}' for name, seconds in parts)} (parts overlap)."
+    if not made.played:
+        yield "The load is too large to be played through: these are the sums that the policy expects."
+
+
+def _chunk_table(names: Sequence[str], plan: LoadPlan) -> Iterator[str]:
+    yield f"\n{'document':<{_NAME}}{'chunks':>10}{'tokens':>8}  {'what':<20}{'bytes':>9}{'dB':>7}  why"
+    runs = [list(run) for _, run in groupby(plan.chunks, lambda chunk: (chunk.document, chunk.level))]
+    for run in runs[:_MOST_RUNS]:
+        first, last = run[0], run[-1]
+        tokens = sum(chunk.tokens for chunk in run)
+        error = sum(chunk.tokens * chunk.error for chunk in run) / tokens
+        which = f"{first.chunk}" if len(run) == 1 else f"{first.chunk}-{last.chunk}"
+        what = "recompute" if first.level is None else _level(plan, first.level)
+        quality = f"{-10 * log10(error):.1f}" if error > 0 else "-"
+        size = _size(sum(chunk.bytes for chunk in run))
+        yield (
+            f"{_short(names[first.document]):<{_NAME}}{which:>10}{tokens:>8}  {what:<20}{size:>9}{quality:>7}  "
+            f"{'; '.join(dict.fromkeys(chunk.reason for chunk in run))}"
+        )
+    if len(runs) > _MOST_RUNS:
+        yield f"... and {len(runs) - _MOST_RUNS} more runs of chunks; --json has them all"
+
+
+def _alternatives(plan: LoadPlan) -> Iterator[str]:
+    yield f"\n{'instead':<{_NAME}}{'first token':>12}{'bytes':>10}{'error':>9}{'dB':>7}{'KL':>9}  in time"
+    for each in (plan.prediction, *plan.alternatives):
+        name = "this plan" if each is plan.prediction else each.name
+        kl = "-" if each.kl is None else f"{each.kl:.1e}"
+        about = " " if each.played else "~"
+        in_time = "-" if plan.goal.deadline_s is None else "yes" if each.in_time else "no"
+        yield (
+            f"{_short(name):<{_NAME}}{about + _time(each.ttft_s):>12}{_size(each.bytes):>10}{each.error:>9.1e}"
+            f"{_decibels(each).removesuffix(' dB'):>7}{kl:>9}  {in_time}"
+        )
+    if not all(each.played for each in plan.alternatives):
+        yield "~: too large to be played through; as the policy expects it"
+
+
+def _break_evens(plan: LoadPlan) -> Iterator[str]:
+    yield f"\n{'from which bandwidth on':<{_NAME}}(now {_rate(plan.bandwidth)})"
+    for each in plan.break_evens:
+        title = _TITLES[each.what].format(each.level)
+        yield f"{title:<{_NAME}}{_point(each):>14}"
+    if not SLOWEST <= plan.bandwidth <= FASTEST:
+        yield f"the link lies outside the range that was searched, {_rate(SLOWEST)} to {_rate(FASTEST)}"
+        return
+    below, above = (None if edge is None else _rate(edge) for edge in plan.unchanged)
+    edges = [f"below {below}" if below else "", f"above {above}" if above else ""]
+    yield f"some chunk changes: {' and '.join(filter(None, edges)) or 'at no bandwidth'}"
+
+
+def _point(point: BreakEven) -> str:
+    return point.holds if point.bandwidth is None else _rate(point.bandwidth)
+
+
+def _level(plan: LoadPlan, level: int) -> str:
+    names = plan.level_names
+    return f"level {level} ({names[level]})" if level < len(names) else f"level {level}"
+
+
+def _decibels(prediction: Prediction) -> str:
+    return f"{prediction.quality_db:.1f} dB" if isfinite(prediction.quality_db) else "exact"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _rate(bandwidth: float) -> str:
+    bits = 8 * bandwidth
+    factor, unit = next((each for each in _PREFIXES if bits >= each[0]), _PREFIXES[-1])
+    return f"{bits / factor:.3g} {unit}"
+
+
+def _size(size: int) -> str:
+    factor, unit = next((each for each in _SIZES if size >= each[0]), _SIZES[-1])
+    return f"{size / factor:.1f} {unit}"
+
+
+def _short(name: str) -> str:
+    return name if len(name) < _NAME else f"{name[: _NAME - 4]}..."

@@ -1,0 +1,149 @@
+"""What the command line shows of blobs and answers, to people and as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvwire.errors import KvwireError
+    from kvwire.runtime.corpus import Encoded
+    from kvwire.runtime.loader import Answer
+    from kvwire.types import BlobInfo
+
+
+def describe(info: BlobInfo) -> dict[str, Any]:
+    """A blob's head as plain data."""
+    return {
+        "tokens": info.tokens,
+        "chunks": info.chunks,
+        "chunk_tokens": info.chunk_tokens,
+        "bytes": info.file_bytes,
+        "head_bytes": info.head_bytes,
+        "model": info.meta.model_id,
+        "model_revision": info.meta.model_revision,
+        "profile": info.profile_digest,
+        "method": info.method,
+        "head_start": info.head_start,
+        "levels": [
+            {
+                "name": level.name,
+                "step": level.step,
+                "bytes": level.bytes,
+                "cumulative_bytes": level.cumulative_bytes,
+                "bits_per_element": level.bits_per_element,
+                "measured_error": level.measured_error,
+                "predicted_kl": level.predicted_kl,
+                "alone": level.alone,
+                "lossless": level.lossless,
+            }
+            for level in info.levels
+        ],
+    }
+
+
+def described(error: KvwireError | None) -> dict[str, Any]:
+    """An error as plain data; nothing for None."""
+    return {"error": {"kind": type(error).__name__, "message": str(error)}} if error else {}
+
+
+def print_encoded(
+    done: Sequence[Encoded], failures: dict[str, str], *, as_json: bool, error: KvwireError | None = None
+) -> None:
+    """What was encoded, document by document, and the levels of all together."""
+    if as_json:
+        rows = [
+            {"id": e.entry.document_id, "skipped": e.skipped, "seconds": e.encode_s}
+            | (describe(e.blob) if e.blob else {"tokens": e.entry.tokens, "text_only": e.entry.is_text})
+            for e in done
+        ]
+        click.echo(json.dumps({"documents": rows, "failures": failures} | described(error)))
+    else:
+        for e in done:
+            levels = "  ".join(f"{name} {size / 1e3:.0f} kB" for name, size in e.entry.levels) or "kept as text"
+            click.echo(
+                f"{e.entry.document_id}: {e.entry.tokens} tokens  {levels}{'  (had it already)' if e.skipped else ''}"
+            )
+        blobs = [e.blob for e in done if e.blob]
+        if blobs:
+            print_levels(blobs)
+    for document_id, problem in failures.items():
+        click.echo(f"kvwire: {document_id}: {problem}", err=True)
+
+
+def print_levels(infos: Sequence[BlobInfo]) -> None:
+    """One row for each level, blobs added up."""
+    click.echo(f"\n{'level':<12}{'bytes':>12}{'bits/element':>14}{'error':>10}{'KL':>10}")
+    elements = sum(info.tokens * info.meta.elements_per_token for info in infos)
+    tokens = sum(info.tokens for info in infos)
+    for index in range(min(len(info.levels) for info in infos)):
+        level, levels = infos[0].levels[index], [info.levels[index] for info in infos]
+        size = sum(each.cumulative_bytes for each in levels)
+        error = sum(each.measured_error * info.tokens for each, info in zip(levels, infos, strict=True)) / tokens
+        known = [
+            each.predicted_kl * i.tokens for each, i in zip(levels, infos, strict=True) if each.predicted_kl is not None
+        ]
+        kl = f"{sum(known) / tokens:10.1e}" if len(known) == len(levels) else f"{'-':>10}"
+        click.echo(f"{level.name:<12}{size:>12,}{8 * size / elements:>14.3f}{error:>10.5f}{kl}")
+    click.echo(
+        "bytes: of what a reader of the level fetches, header and index included; error: attention-weighted, relative; "
+        "KL: what it is expected to change the next token's distribution by, in nats"
+    )
+
+
+def print_answer(names: Sequence[str], answer: Answer, *, as_json: bool, error: KvwireError | None = None) -> None:
+    """Decisions, misses, where the time went, and the text."""
+    timing = answer.timing
+    if as_json:
+        click.echo(json.dumps(_described_answer(names, answer) | described(error)))
+        return
+    for decision in answer.decisions:
+        what = "recompute" if decision.action == "recompute" else f"level {decision.level}"
+        click.echo(f"{names[decision.chunk.document]} chunk {decision.chunk.chunk}: {what}  ({decision.reason})")
+    for miss in answer.misses:
+        click.echo(f"kvwire: {_outcome(names, answer, miss)}: {miss}", err=True)
+    spent = ", ".join(
+        f"{name} {getattr(timing, field) * 1e3:.0f}"
+        for name, field in (
+            ("fetch", "fetch_s"), ("decode", "decode_s"), ("recompute", "recompute_s"), ("link", "link_s"),
+            ("question", "query_s"),
+        )
+    )  # fmt: skip
+    click.echo(f"\nfirst token after {timing.ttft_s * 1e3:.0f} ms: {spent} ms (parts overlap)")
+    click.echo(f"{answer.bytes / 1e3:.0f} kB fetched; {answer.reason}\n")
+    click.echo(answer.text)
+
+
+def _described_answer(names: Sequence[str], answer: Answer) -> dict[str, Any]:
+    decisions = [
+        {
+            "document": names[d.chunk.document],
+            "chunk": d.chunk.chunk,
+            "action": d.action,
+            "level": d.level,
+            "reason": d.reason,
+        }
+        for d in answer.decisions
+    ]
+    parts = ("ttft_s", "fetch_s", "decode_s", "recompute_s", "link_s", "query_s")
+    return {
+        "text": answer.text, "tokens": list(answer.tokens), "decisions": decisions, "bytes": answer.bytes,
+        "misses": list(answer.misses), "reason": answer.reason, "predicted_s": answer.predicted_s,
+        "measured_error": answer.error, **{name: getattr(answer.timing, name) for name in parts},
+    }  # fmt: skip
+
+
+def _outcome(names: Sequence[str], answer: Answer, miss: str) -> str:
+    """What became of the chunks that a miss names, or of all chunks where it names none."""
+    found = [f"{names[d.chunk.document]} chunk {d.chunk.chunk}: " for d in answer.decisions]
+    of_chunk = [d for d, name in zip(answer.decisions, found, strict=True) if miss.startswith(name)]
+    of_document = [d for d in answer.decisions if miss.startswith(f"{names[d.chunk.document]}: ")]
+    levels = {d.level for d in of_chunk or of_document}
+    if levels <= {None}:
+        return "recomputed"
+    used = ", ".join(str(level) for level in sorted(level for level in levels if level is not None))
+    return f"used at level {used}" + (" and recomputed in part" if None in levels else "")

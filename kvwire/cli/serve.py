@@ -1,0 +1,261 @@
+"""Commands of the server's side: serve a store, sign a URL, make a token."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import resource
+import signal
+import sys
+import time
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+import click
+
+from kvwire.cli.options import Place, tier_options
+from kvwire.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvwire.transport import ObjectServer, ServerSettings, ServerTls
+
+    Command = Callable[..., None]
+
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
+_GIB = 1 << 30
+_FOLDER = click.Path(exists=True, file_okay=False, writable=True, path_type=Path)
+_SPARE_FILES = 256  # of the store, the logs and Python itself
+
+
+def _option(name: str, **settings: Any) -> Callable[[Command], Command]:  # noqa: ANN401 - click's settings
+    """An option that an environment variable of its name can give as well."""
+    return click.option(name, envvar="KVWIRE_" + name.strip("-").replace("-", "_").upper(), **settings)
+
+
+def _file(name: str, text: str) -> Callable[[Command], Command]:
+    return _option(name, type=click.Path(path_type=Path), help=text)
+
+
+def _number(name: str, default: float, text: str, least: int = 0) -> Callable[[Command], Command]:
+    kind = click.IntRange(least) if isinstance(default, int) else click.FloatRange(least)
+    return _option(name, default=default, show_default=True, type=kind, help=text)
+
+
+class _ServeOptions(TypedDict):
+    store: str
+    store_token: str | None
+    cache: str | None
+    cache_size: str
+    memory_size: str | None
+    host: str
+    port: int
+    token: str | None
+    tenants: Path | None
+    signing_keys: Path | None
+    metrics_token: str | None
+    certificate: Path | None
+    private_key: Path | None
+    read_only: bool
+    spool: Path | None
+    max_upload_bytes: int
+    max_spool_bytes: int
+    max_requests: int
+    max_connections: int
+    rate: float
+    burst: int
+    shutdown_seconds: float
+    log_level: str
+    log_format: str
+    as_json: bool
+
+
+@click.command()
+@_option("--store", required=True, help="file:///folder, s3://bucket/prefix, or another address of a store.")
+@_option("--store-token", help="Bearer token for a store behind http://.")
+@tier_options
+@_option("--host", default="127.0.0.1", show_default=True, help="Address to bind; others than loopback need access.")
+@_option("--port", default=8473, show_default=True, type=click.IntRange(0, 65535), help="0: any free port.")
+@_option("--token", help="Bearer token with full rights; 16 characters or more where other machines can ask.")
+@_file("--tenants", "JSON list of tenants' tokens, as hashes; read again when it changes and on SIGHUP.")
+@_file("--signing-keys", "JSON object of keys for signed URLs; read again likewise.")
+@_option("--metrics-token", help="Bearer token for /metrics alone.")
+@_file("--certificate", "PEM file for TLS, with its chain; read again on SIGHUP.")
+@_file("--private-key", "PEM file of the certificate's key.")
+@_option("--read-only", is_flag=True, help="Take no uploads and delete nothing.")
+@_option("--spool", type=_FOLDER, help="Folder for uploads that are under way.")
+@_number("--max-upload-bytes", 16 * _GIB, "Of one upload.")
+@_number("--max-spool-bytes", 64 * _GIB, "Of all uploads that are under way; one client has half of it.")
+@_number("--max-requests", 512, "Answered at a time.", least=1)
+@_number("--max-connections", 1024, "Open at a time.", least=1)
+@_number("--rate", 0.0, "Requests a second of one credential, or address without any; 0: no limit.")
+@_number("--burst", 100, "Requests at once, before the rate counts.")
+@_number("--shutdown-seconds", 30.0, "Given to running answers after SIGTERM.")
+@_option("--log-level", default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"]))
+@_option("--log-format", default="json", show_default=True, type=click.Choice(["json", "text"]))
+@_JSON
+def serve(**options: Unpack[_ServeOptions]) -> None:
+    """Serve a store over HTTP until interrupted; other machines need --token, --tenants or --signing-keys."""
+    with _logs_on_stderr(options["log_level"], options["log_format"]):
+        _serve_store(options)
+
+
+def _serve_store(options: _ServeOptions) -> None:
+    from kvwire.transport import AccessSettings, ObjectServer
+
+    tls = _tls(options["certificate"], options["private_key"])
+    access = AccessSettings(
+        options["token"] or None, options["tenants"], options["signing_keys"], options["metrics_token"] or None
+    )
+    _raise_open_files(2 * options["max_connections"] + _SPARE_FILES)
+    place = Place(
+        options["store"],
+        token=options["store_token"] or None,
+        cache=options["cache"],
+        cache_size=options["cache_size"],
+        memory_size=options["memory_size"],
+    )
+    with closing(place.open_lasting(exists=True)) as store:
+        server = ObjectServer(store, access=access, settings=_settings(options))
+        asyncio.run(_serve(server, tls, options))
+
+
+async def _serve(server: ObjectServer, tls: ServerTls | None, options: _ServeOptions) -> None:
+    from kvwire.transport import listen
+
+    def reload() -> None:
+        server.reload()
+        if tls is not None:
+            tls.reload()
+
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(signal.SIGHUP, reload)
+    async with listen(server, options["host"], options["port"], tls=tls) as url:
+        click.echo(json.dumps({"url": url}) if options["as_json"] else f"serving {options['store']} at {url}")
+        sys.stdout.flush()
+        await stop.wait()
+
+
+def _settings(options: _ServeOptions) -> ServerSettings:
+    from kvwire.transport import ServerSettings
+
+    return ServerSettings(
+        max_requests=options["max_requests"],
+        max_connections=options["max_connections"],
+        shutdown_s=options["shutdown_seconds"],
+        max_upload_bytes=options["max_upload_bytes"],
+        max_spool_bytes=options["max_spool_bytes"],
+        spool_folder=options["spool"],
+        requests_per_s=options["rate"],
+        burst=options["burst"],
+        read_only=options["read_only"],
+    )
+
+
+def _tls(certificate: Path | None, private_key: Path | None) -> ServerTls | None:
+    from kvwire.transport import ServerTls, TlsFiles
+
+    if certificate is None and private_key is None:
+        return None
+    if certificate is None or private_key is None:
+        msg = "TLS needs both --certificate and --private-key"
+        raise ArgumentError(msg)
+    return ServerTls(TlsFiles(certificate, private_key))
+
+
+def _raise_open_files(wanted: int) -> None:
+    """Raise this process's limit of open files towards what its connections may need, as far as it is allowed to."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+
+
+@contextmanager
+def _logs_on_stderr(level: str, layout: str) -> Iterator[None]:
+    """One handler for all loggers while the block runs; libraries only tell of what goes wrong."""
+    from kvwire.transport import JsonLines, TextLines
+
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if layout == "json" else TextLines())
+    loggers = {logging.getLogger(): logging.WARNING, logging.getLogger("kvwire"): logging.getLevelName(level.upper())}
+    before = {logger: logger.level for logger in loggers}
+    logging.getLogger().addHandler(handler)
+    for logger, wanted in loggers.items():
+        logger.setLevel(wanted)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        for logger, old in before.items():
+            logger.setLevel(old)
+
+
+class _SignOptions(TypedDict):
+    key: str
+    base_url: str
+    signing_keys: Path
+    key_id: str
+    seconds: int
+    method: str
+    as_json: bool
+
+
+@click.command()
+@click.argument("key")
+@_option("--base-url", required=True, help="Address of the server: https://host:port or https://host/prefix.")
+@_option("--signing-keys", required=True, type=click.Path(path_type=Path), help="The server's file of keys.")
+@_option("--key-id", required=True, help="Which of its keys signs.")
+@click.option("--seconds", default=3600, show_default=True, type=click.IntRange(1), help="How long the URL is good.")
+@click.option("--method", default="GET", show_default=True, type=click.Choice(["GET", "PUT", "DELETE"]))
+@_JSON
+def sign(**options: Unpack[_SignOptions]) -> None:
+    """Print a URL with which anyone may read (or write) the object KEY for a while."""
+    from kvwire.transport import SigningKeys, sign_url
+
+    keys = SigningKeys.read(options["signing_keys"])
+    expires_at = int(time.time()) + options["seconds"]
+    url = sign_url(
+        options["base_url"],
+        options["key"],
+        secret=keys.secret(options["key_id"]),
+        key_id=options["key_id"],
+        expires_at=expires_at,
+        method=options["method"],
+    )
+    click.echo(json.dumps({"url": url, "expires": expires_at}) if options["as_json"] else url)
+
+
+class _TokenOptions(TypedDict):
+    tenant: str
+    salt: str
+    write: bool
+    as_json: bool
+
+
+@click.command()
+@_option("--tenant", default="default", show_default=True, help="Whose token; goes into the line for the tenants file.")
+@_option(
+    "--salt", default="", help="The deployment's secret, where keys are salted: the line then holds the namespace."
+)
+@click.option("--write", is_flag=True, help="The token may write.")
+@_JSON
+def token(**options: Unpack[_TokenOptions]) -> None:
+    """Make a random bearer token; print it, and the line for the server's tenants file, which holds its hash alone."""
+    from kvwire.store import tenant_hash
+    from kvwire.transport import new_token
+
+    tenant, salt = options["tenant"], options["salt"].encode()
+    whose = {"namespace": tenant_hash(tenant, salt)} if salt else {"tenant": tenant}
+    made, digest = new_token()
+    entry = {**whose, "token_sha256": digest, "write": options["write"]}
+    if options["as_json"]:
+        click.echo(json.dumps({"token": made, "entry": entry}))
+    else:
+        click.echo(f"{made}\n{json.dumps(entry)}")

@@ -1,0 +1,301 @@
+"""``kvwire store``: look into a store, take documents out, collect garbage, check all, copy it. No model is needed."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvwire.cli.options import Place, store_options
+from kvwire.cli.printing import describe, described, print_levels
+from kvwire.errors import ArgumentError, CorruptError, NotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from kvwire.errors import KvwireError
+    from kvwire.store import Catalog, CatalogEntry, KeySpace, Listed, Store
+    from kvwire.types import BlobInfo
+
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout; lists: one object a line.")
+_CONFIG = click.option("--config", default="", metavar="PREFIX", help="Model configuration, as --configs lists them.")
+_ALL = click.option("--all-tenants", is_flag=True, help="Every tenant of the store, not only --tenant.")
+_JOBS = click.option("--jobs", default=4, show_default=True, type=click.IntRange(1, 64), help="Objects at once.")
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)([smhd]?)")
+
+
+@click.group("store")
+def store_group() -> None:
+    """Look into a store, take documents out, collect garbage, check, copy."""
+
+
+@store_group.command()
+@store_options
+@_CONFIG
+@click.option("--tenants", "what", flag_value="tenants", help="List tenants, by their hashes, instead of documents.")
+@click.option("--configs", "what", flag_value="configs", help="List the tenant's model configurations.")
+@click.option("--keys-of", "prefix", metavar="PREFIX", help="List all keys that start with this, with sizes.")
+@click.option("--after", default="", help="Go on behind this key, the last of a list that was cut off.")
+@click.option("--limit", type=click.IntRange(1), help="At most so many.")
+@_JSON
+def ls(
+    *, place: Place, config: str, what: str | None, prefix: str | None, after: str, limit: int | None, as_json: bool
+) -> None:
+    """List documents: id, tokens, bytes of the blob, levels. In no useful order, as it comes."""
+    from kvwire.store import tenants
+
+    failures: list[str] = []
+    with _opened(place) as store:
+        catalog = _catalog(place, store)
+        rows: Iterable[dict[str, Any]]
+        if prefix is not None:
+            rows = (_key_row(listed) for listed in store.scan(prefix, after))
+        elif what == "tenants":
+            rows = ({"tenant": tenant} for tenant in tenants(store))
+        elif what == "configs":
+            rows = ({"config": space.config} for space in catalog.configurations())
+        else:
+            rows = _document_rows(catalog, _spaces(catalog, config), after, failures)
+        for row in islice(rows, limit):
+            click.echo(json.dumps(row) if as_json else "  ".join(_words(row)))
+    if failures:
+        msg = f"{len(failures)} entries cannot be read, the first of them {failures[0]}"
+        raise CorruptError(msg)
+
+
+@store_group.command()
+@click.argument("document")
+@store_options
+@_CONFIG
+@_JSON
+def stat(*, document: str, place: Place, config: str, as_json: bool) -> None:
+    """Show a document's entry and what its blob says about itself."""
+    with _opened(place) as store:
+        catalog = _catalog(place, store)
+        space, entry = _find(catalog, config, document)
+        info = None if entry.is_text else _head(catalog, entry)
+    if as_json:
+        about = asdict(entry) | {"config": space.config, "is_text": entry.is_text}
+        click.echo(json.dumps(about | ({"blob": describe(info)} if info else {})))
+        return
+    click.echo(f"{entry.document_id}: {entry.tokens} tokens, configuration {space.config}")
+    click.echo(f"token digest {entry.token_digest or 'unknown'}")
+    if info is None:
+        click.echo("kept as text: there is no blob")
+        return
+    click.echo(f"{entry.blob_key}\n{entry.size:,} bytes (head {entry.head_bytes:,})")
+    click.echo(f"model {info.meta.model_id}, profile {entry.profile_digest[:12] or 'inside'}, method {info.method}")
+    print_levels([info])
+
+
+@store_group.command()
+@click.argument("documents", nargs=-1, required=True)
+@store_options
+@_CONFIG
+@_JSON
+def rm(*, documents: tuple[str, ...], place: Place, config: str, as_json: bool) -> None:
+    """Take documents out of the catalog. What they named goes when garbage is collected (gc)."""
+    removed: list[str] = []
+    absent: list[str] = []
+    with _opened(place) as store:
+        catalog = _catalog(place, store)
+        spaces = list(_spaces(catalog, config))
+        for document in documents:
+            found = [catalog.remove(space, document) for space in spaces]
+            (removed if any(found) else absent).append(document)
+    error = None
+    if absent:
+        error = NotFoundError(f"not in the catalog: {', '.join(absent)}; see kvwire store ls, --tenant and --config")
+    _finish({"removed": removed, "absent": absent}, f"removed {len(removed)}", error, as_json=as_json)
+
+
+@store_group.command()
+@store_options
+@_ALL
+@click.option("--grace", default="24h", show_default=True, help="Younger content stays: 90s, 30m, 24h, 7d.")
+@click.option("--dry-run", is_flag=True, help="Delete nothing, and tell what would be.")
+@_JSON
+def gc(*, place: Place, all_tenants: bool, grace: str, dry_run: bool, as_json: bool) -> None:
+    """Delete blobs, profiles and texts that no document names any more. Safe while others read and write."""
+    from kvwire.store import collect
+
+    grace_s = _seconds(grace)
+    with _opened(place) as store, _progress("looking at", "obj") as tell:
+        tenant = None if all_tenants else _catalog(place, store).tenant
+        done = collect(
+            store,
+            tenant_hash=tenant,
+            keyring=place.keyring(),
+            grace_s=grace_s,
+            dry_run=dry_run,
+            on_progress=lambda _, count: tell(count),
+        )
+    error = CorruptError(f"left alone: {'; '.join(done.failures)}") if done.failures else None
+    words = (
+        f"{'would delete' if dry_run else 'deleted'} {done.blobs} blobs, {done.profiles} profiles, {done.texts} texts, "
+        f"{done.entries} entries of tokens, {done.leftovers} unfinished files: {done.bytes:,} bytes"
+    )
+    _finish(asdict(done) | {"dry_run": dry_run}, words, error, as_json=as_json)
+
+
+@store_group.command()
+@store_options
+@_ALL
+@_JOBS
+@click.option("--delete-damaged", is_flag=True, help="Delete what is damaged, so that it is encoded again.")
+@_JSON
+def verify(*, place: Place, all_tenants: bool, jobs: int, delete_damaged: bool, as_json: bool) -> None:
+    """Read every blob, profile, text and entry, and check that it is what was written."""
+    from kvwire.store import Catalog, tenants, verify_store
+
+    with _opened(place) as store, _progress("checking", "B") as tell:
+        keyring = place.keyring()
+        catalogs: Iterable[Catalog] = [_catalog(place, store)]
+        if all_tenants:
+            catalogs = (Catalog.of_hash(store, tenant, keyring=keyring) for tenant in tenants(store))
+        found = verify_store(store, catalogs, jobs=jobs, delete_damaged=delete_damaged, on_progress=tell)
+    for damage in found.damaged if not as_json else ():
+        click.echo(f"{damage.key}: {damage.problem}{' (deleted)' if damage.deleted else ''}", err=True)
+    error = None
+    if found.damaged:
+        error = CorruptError(f"{len(found.damaged)} of {found.objects + found.entries} objects and entries are damaged")
+    words = f"{found.objects} objects, {found.bytes:,} bytes and {found.entries} entries looked at"
+    if found.sealed:
+        words += f"; {found.sealed} objects are sealed: what they hold was not looked at"
+    _finish(asdict(found), words, error, as_json=as_json)
+
+
+@store_group.command()
+@click.argument("source")
+@click.argument("target")
+@click.option("--token", envvar="KVWIRE_TOKEN", help="Bearer token for SOURCE, where that is http.")
+@click.option("--to-token", envvar="KVWIRE_TO_TOKEN", help="Bearer token for TARGET.")
+@_JOBS
+@_JSON
+def cp(*, source: str, target: str, token: str | None, to_token: str | None, jobs: int, as_json: bool) -> None:
+    """Copy a store into another: all tenants, content first, entries last. Goes on where it was interrupted."""
+    from kvwire.store import copy_store
+    from kvwire.store.schemes import open_store
+
+    for address in (source, target):
+        if address.startswith("memory:"):
+            msg = "a memory store ends with this command; name a folder, an http server or a bucket"
+            raise ArgumentError(msg)
+    with (
+        closing(open_store(source, token=token)) as ours,
+        closing(open_store(target, token=to_token)) as theirs,
+        _progress("copying", "B") as tell,
+    ):
+        done = copy_store(ours, theirs, jobs=jobs, on_progress=tell)
+    for failure in done.failures if not as_json else ():
+        click.echo(failure, err=True)
+    error = None
+    if done.failures:
+        error = CorruptError(f"{len(done.failures)} objects are damaged where they come from and were left out")
+    words = f"copied {done.objects} objects, {done.bytes:,} bytes, {done.entries} entries; {done.skipped} were there"
+    _finish(asdict(done), words, error, as_json=as_json)
+
+
+@contextmanager
+def _opened(place: Place) -> Iterator[Store]:
+    with closing(place.open_lasting(exists=True)) as store:
+        yield store
+
+
+def _catalog(place: Place, store: Store) -> Catalog:
+    from kvwire.store import Catalog
+
+    return Catalog(store, place.tenant, place.salt.encode(), keyring=place.keyring())
+
+
+def _spaces(catalog: Catalog, prefix: str) -> Iterator[KeySpace]:
+    return (space for space in catalog.configurations() if space.config.startswith(prefix))
+
+
+def _find(catalog: Catalog, config: str, document: str) -> tuple[KeySpace, CatalogEntry]:
+    """A document's entry, in the one configuration that has it."""
+    spaces = list(_spaces(catalog, config))
+    found = [(space, entry) for space in spaces if (entry := catalog.by_document(space, document)) is not None]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(space.config for space, _ in found)
+        msg = f"several model configurations have {document!r}: choose one with --config: {names}"
+        raise ArgumentError(msg)
+    msg = (
+        f"{document!r} is not in {catalog.store.url}, where this tenant has {len(spaces)} model configurations; "
+        "see kvwire store ls, --tenant and --config"
+    )
+    raise NotFoundError(msg)
+
+
+def _head(catalog: Catalog, entry: CatalogEntry) -> BlobInfo:
+    return catalog.blob_reader().read_head(catalog.store.get(entry.blob_key, 0, entry.head_bytes))
+
+
+def _document_rows(
+    catalog: Catalog, spaces: Iterable[KeySpace], after: str, failures: list[str]
+) -> Iterator[dict[str, Any]]:
+    def failed(key: str, error: KvwireError) -> None:
+        failures.append(f"{key}: {error}")
+
+    for space in spaces:
+        if after and not (after.startswith(space.documents) or space.documents > after):
+            continue
+        start = after if after.startswith(space.documents) else ""
+        for entry in catalog.documents(space, on_error=failed, after=start):
+            yield {
+                "id": entry.document_id,
+                "tokens": entry.tokens,
+                "bytes": entry.size,
+                "levels": [name for name, _ in entry.levels],
+                "config": space.config,
+                "key": space.document(entry.document_id),
+            }
+
+
+def _key_row(listed: Listed) -> dict[str, Any]:
+    return {"key": listed.key, "bytes": listed.size, "modified": listed.modified}
+
+
+def _words(row: dict[str, Any]) -> Iterator[str]:
+    """A row for people."""
+    if "id" in row:
+        levels = ",".join(row["levels"])
+        yield from (row["config"], f"{row['tokens']:>9}", f"{row['bytes']:>13,}", levels or "text", row["id"])
+    elif "key" in row:
+        yield from (f"{row['bytes']:>13,}", row["key"])
+    else:
+        yield from row.values()
+
+
+def _seconds(text: str) -> float:
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        msg = f"{text!r} is no length of time: write 90s, 30m, 24h or 7d"
+        raise ArgumentError(msg)
+    return float(match[1]) * _SECONDS[match[2] or "s"]
+
+
+@contextmanager
+def _progress(what: str, unit: str) -> Iterator[Callable[[int], None]]:
+    """Progress on stderr, where that is a terminal."""
+    from tqdm import tqdm
+
+    with tqdm(unit=unit, unit_scale=True, disable=None, desc=what, file=sys.stderr) as bar:
+        yield lambda count: (bar.update(count), None)[1]
+
+
+def _finish(about: dict[str, Any], words: str, error: KvwireError | None, *, as_json: bool) -> None:
+    """Print what was done, and leave with the error's exit code where there was one."""
+    click.echo(json.dumps(about | described(error)) if as_json else words)
+    if error is not None:
+        click.echo(f"kvwire: {error}", err=True)
+        sys.exit(error.exit_code)

@@ -1,0 +1,305 @@
+"""The comparison that ``kvwire demo`` runs: text recompute, raw KV and kvwire over emulated links.
+
+Everything is real: the documents are encoded into a store in a folder, a server process of its own serves them on
+loopback, and every load goes over HTTP through a token bucket with a round trip. Only the link is emulated.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvwire.cli.texts import problem_with
+from kvwire.comparison.baselines import RawCaches, text_ttft
+from kvwire.errors import ArgumentError, StorageError
+from kvwire.runtime.corpus import Corpus, Document
+from kvwire.runtime.costs import measure_costs
+from kvwire.runtime.estimates_file import EstimatesFile
+from kvwire.runtime.loader import Loader
+from kvwire.runtime.quality import Reference
+from kvwire.store.schemes import open_store
+from kvwire.transport import parse_link
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from kvwire.controller import CostModel
+    from kvwire.engines.transformers import TransformersEngine
+    from kvwire.runtime.loader import Answer
+    from kvwire.store import Store
+    from kvwire.transport import LinkSettings
+
+LINKS = ("slow=10mbit,60ms", "middling=50mbit,20ms", "fast=500mbit,5ms")
+DEADLINE_SHARE = 0.5
+"""The deadline, as a share of the measured time of recomputing from text: it means the same on every machine."""
+_REPEATS = 5
+_RAW_BUDGET_S = 8.0
+"""Raw caches are loaded again for a median only where that takes less than this in all."""
+_ANSWER_TOKENS = 32
+_QUESTION = "\n\nWhen all this had been told, it was plain that"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Documents by id, and what the model is to continue."""
+
+    documents: tuple[str, ...]
+    question: tuple[int, ...]
+
+
+def run_demo(
+    engine: TransformersEngine,
+    texts: Mapping[str, str],
+    *,
+    questions: str | None = None,
+    out: Path,
+    links: Sequence[str] = (),
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Encode, serve, and answer over each link in three ways; writes ``demo.json`` and ``demo.png`` to ``out``.
+
+    questions: JSON file, a list of ``{"documents": [id, ...], "question": text}``; the first one is timed, all count
+    for quality. links: ``name=50mbit,20ms``. Returns what demo.json holds.
+    """
+    named = [_named_link(link) for link in (links or LINKS)]
+    tokens = _fitting(engine, texts, say)
+    prompts = _prompts(engine, tokens, questions)
+    with tempfile.TemporaryDirectory(prefix="kvwire-demo-") as folder:
+        store = open_store(folder)
+        encoded = _encode(engine, store, tokens, say)
+        raw = RawCaches.write(store, engine, tokens)
+        references = [
+            Reference.of(engine, [tokens[d] for d in p.documents], p.question, _ANSWER_TOKENS) for p in prompts
+        ]
+        with local_server(folder) as url, closing(open_store(url)) as remote:
+            comparison = _Comparison(engine, remote, tokens, prompts, references, raw)
+            comparison.text()  # warms the engine up
+            text_s = statistics.median(comparison.text() for _ in range(3))
+            deadline = DEADLINE_SHARE * text_s
+            count = len(prompts[0].documents)
+            say(f"\nprompt: {comparison.prompt_tokens} tokens in {count} documents; deadline {deadline:.2f} s")
+            rows = [comparison.over(name, link, deadline) for name, link in named]
+    report = {"links": rows, "encode": encoded, "deadline_s": deadline, "prompt_tokens": comparison.prompt_tokens}
+    report["linking"] = {"kl_of_linked_to_full_prefill": references[0].linking_kl}
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "demo.json").write_text(json.dumps(report, indent=1) + "\n")
+    say(table(rows))
+    _draw(report, out / "demo.png", say)
+    return report
+
+
+class _Comparison:
+    """One engine, one server, and the three ways to a first token."""
+
+    def __init__(
+        self,
+        engine: TransformersEngine,
+        store: Store,
+        tokens: Mapping[str, Sequence[int]],
+        prompts: Sequence[Prompt],
+        references: Sequence[Reference],
+        raw: RawCaches,
+    ) -> None:
+        self._engine = engine
+        self._corpus = Corpus(engine, store)
+        self._tokens = tokens
+        self._prompts = prompts
+        self._references = references
+        self._raw = raw
+        self._costs: CostModel = measure_costs(engine, self._corpus.profile())
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt that is timed, its question included."""
+        first = self._prompts[0]
+        return sum(len(self._tokens[document]) for document in first.documents) + len(first.question)
+
+    def text(self) -> float:
+        """Seconds to the first token by prefill of the whole prompt, its token ids being at hand."""
+        first = self._prompts[0]
+        return text_ttft(self._engine, [self._tokens[document] for document in first.documents], first.question)
+
+    def over(self, name: str, link: LinkSettings, deadline: float) -> dict[str, Any]:
+        """All three ways over one link."""
+        first = self._prompts[0]
+        nothing = EstimatesFile(None)  # a link of this comparison alone is not worth remembering
+        loader = Loader(self._engine, self._corpus, costs=self._costs, link=link, memory=nothing)
+        # A server in use knows its link.
+        loader.ask(first.documents, first.question, deadline_s=deadline, objective="earliest")
+        raw_s, raw_bytes = self._raw.ttft(self._engine, self._corpus.catalog.store, first, link)
+        again = raw_s * _REPEATS < _RAW_BUDGET_S  # then the first one only warms up
+        times: dict[str, list[float]] = {"text": [], "raw": [] if again else [raw_s], "kvwire": []}
+        answers = []
+        for _ in range(_REPEATS):
+            times["text"].append(self.text())
+            answers.append(loader.ask(first.documents, first.question, deadline_s=deadline, objective="earliest"))
+            if again:
+                times["raw"].append(self._raw.ttft(self._engine, self._corpus.catalog.store, first, link)[0])
+        times["kvwire"] = [answer.timing.ttft_s for answer in answers]
+        answer = sorted(answers, key=lambda answer: answer.timing.ttft_s)[_REPEATS // 2]
+        others = [
+            loader.ask(p.documents, p.question, deadline_s=deadline, objective="earliest") for p in self._prompts[1:]
+        ]
+        compared = zip(self._references, [answer, *others], strict=True)
+        kls, agreements = zip(*(r.compare(self._engine, a.prompt.cache) for r, a in compared), strict=True)
+        text_bytes = 4 * sum(len(self._tokens[document]) for document in first.documents)
+        return {
+            "name": name,
+            "mbit_s": link.bandwidth_bytes_s * 8 / 1e6,
+            "rtt_s": link.rtt_s,
+            "ttft_s": {way: statistics.median(seconds) for way, seconds in times.items()},
+            "ttft_all_s": times,
+            "bytes": {"text": text_bytes, "raw": raw_bytes, "kvwire": answer.bytes},
+            "decisions": _decisions(answer, first.documents),
+            "timing": {
+                k: getattr(answer.timing, k) for k in ("fetch_s", "decode_s", "recompute_s", "link_s", "query_s")
+            },
+            "kl": statistics.fmean(kls),
+            "greedy_agreement": statistics.fmean(agreements),
+            "kl_of_each_prompt": list(kls),
+            "missed_deadline": answer.timing.ttft_s > deadline,
+        }
+
+
+def _decisions(answer: Answer, documents: Sequence[str]) -> list[dict[str, Any]]:
+    return [
+        {"document": documents[d.chunk.document], "chunk": d.chunk.chunk, "action": d.action, "level": d.level}
+        for d in answer.decisions
+    ]
+
+
+def _named_link(text: str) -> tuple[str, LinkSettings]:
+    name, equals, link = text.partition("=")
+    return (name, parse_link(link)) if equals else (text, parse_link(text))
+
+
+def _fitting(engine: TransformersEngine, texts: Mapping[str, str], say: Callable[[str], None]) -> dict[str, list[int]]:
+    """Token ids of the documents that can be encoded; the others are named and left out."""
+    tokens = {name: engine.tokenize(text) for name, text in texts.items()}
+    problems = {name: problem_with(ids, engine.window) for name, ids in tokens.items()}
+    for name, problem in problems.items():
+        if problem:
+            say(f"left out: {name}: {problem}")
+    fitting = {name: ids for name, ids in tokens.items() if not problems[name]}
+    if not fitting:
+        msg = "none of the documents can be encoded"
+        raise ArgumentError(msg)
+    return fitting
+
+
+def _prompts(engine: TransformersEngine, tokens: Mapping[str, Sequence[int]], questions: str | None) -> list[Prompt]:
+    """The questions of the file, or one over as many documents as the window holds."""
+    if questions is None:
+        ids = tuple(engine.tokenize(_QUESTION))
+        chosen, room = [], engine.window - len(ids) - _ANSWER_TOKENS
+        for name in sorted(tokens, key=lambda name: -len(tokens[name])):
+            if len(tokens[name]) <= room:
+                chosen.append(name)
+                room -= len(tokens[name])
+        return [Prompt(tuple(chosen), ids)]
+    try:
+        rows = json.loads(Path(questions).read_text(encoding="utf-8"))
+        prompts = [Prompt(tuple(row["documents"]), tuple(engine.tokenize(row["question"]))) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        msg = f"{questions} is not a list of documents and questions ({error})"
+        raise ArgumentError(msg) from error
+    missing = sorted({name for prompt in prompts for name in prompt.documents} - set(tokens))
+    if missing or not prompts:
+        msg = f"{questions} asks about documents that are not there: {', '.join(missing) or 'no questions at all'}"
+        raise ArgumentError(msg)
+    return prompts
+
+
+def _encode(
+    engine: TransformersEngine, store: Store, tokens: Mapping[str, Sequence[int]], say: Callable[[str], None]
+) -> dict[str, Any]:
+    started = time.perf_counter()
+    corpus = Corpus(engine, store)
+    done = list(corpus.encode([Document(name, tuple(ids)) for name, ids in tokens.items()]))
+    seconds = time.perf_counter() - started
+    elements = sum(e.info.tokens * e.info.meta.elements_per_token for e in done)
+    levels = done[0].info.levels
+    sizes = {level.name: sum(e.info.levels[i].cumulative_bytes for e in done) for i, level in enumerate(levels)}
+    bits = {name: 8 * size / elements for name, size in sizes.items()}
+    say(f"encoded {len(done)} documents, {sum(e.info.tokens for e in done)} tokens in {seconds:.1f} s; bits/element:")
+    profile = corpus.profile()
+    profile_bytes = len(profile.data) if profile else 0
+    say("  " + ", ".join(f"{name} {value:.2f}" for name, value in bits.items()) + " (bf16: 16)")
+    say(f"  and a profile of {profile_bytes / 1e6:.1f} MB, once for the model: readers keep it, as they keep the model")
+    return {
+        "documents": len(done), "seconds": seconds, "bits_per_element": bits, "bytes": sizes,
+        "profile_bytes": profile_bytes,
+    }  # fmt: skip
+
+
+@contextmanager
+def local_server(folder: Path | str) -> Iterator[str]:
+    """A ``kvwire serve`` process on a free port of loopback; its URL."""
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "kvwire",
+        "serve",
+        "--store",
+        Path(folder).resolve().as_uri(),
+        "--port",
+        "0",
+        "--json",
+        "--log-level",
+        "warning",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603 - this very program
+        try:
+            line = process.stdout.readline() if process.stdout else ""
+            if not line:
+                msg = "the server did not start; see its message above"
+                raise StorageError(msg)
+            yield json.loads(line)["url"]
+        finally:
+            process.terminate()
+            process.wait(10)
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The links as one table."""
+    lines = [
+        (
+            f"\n{'link':<10}{'Mbit/s':>8} | {'time to first token (s)':^30} | {'fetched':^17} | "
+            f"{'levels':<18}{'KL':>8}{'agree':>7}"
+        ),
+        f"{'':<10}{'':>8} | {'text':>8}{'raw KV':>10}{'kvwire':>12} | {'raw KV':>8}{'kvwire':>9} | ",
+    ]
+    for row in rows:
+        times, sizes = row["ttft_s"], row["bytes"]
+        lines.append(
+            f"{row['name']:<10}{row['mbit_s']:>8g} | "
+            f"{times['text']:>8.2f}{times['raw']:>10.2f}{times['kvwire']:>12.2f} | "
+            f"{sizes['raw'] / 1e6:>6.1f}MB{sizes['kvwire'] / 1e6:>7.2f}MB | {_levels(row['decisions']):<18}"
+            f"{row['kl']:>8.4f}{row['greedy_agreement']:>7.0%}{'  late' if row['missed_deadline'] else ''}"
+        )
+    return "\n".join(lines)
+
+
+def _levels(decisions: Sequence[Mapping[str, Any]]) -> str:
+    """Decisions in short: how many chunks at each level."""
+    names = ["text" if d["action"] == "recompute" else f"L{d['level']}" for d in decisions]
+    return " ".join(f"{names.count(name)}x{name}" for name in sorted(set(names)))
+
+
+def _draw(report: Mapping[str, Any], path: Path, say: Callable[[str], None]) -> None:
+    try:
+        from kvwire.comparison.picture import draw_demo
+    except ImportError:
+        say("no picture: install matplotlib (pip install 'kvwire[demo]')")
+        return
+    draw_demo(report, path)
+    say(f"\nwritten: {path.with_suffix('.json')} and {path}")

@@ -1,0 +1,1 @@
+"""Loads documents of a corpus into an engine's cache, and encodes them."""

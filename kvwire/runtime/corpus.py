@@ -1,0 +1,379 @@
+"""A corpus: documents in, blobs in a store, and the way back to them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from kvwire.codec import (
+    CHUNK_TOKENS,
+    CacheGenProfile,
+    Ladder,
+    encode,
+    fit_cachegen_profile,
+    fit_profile,
+    read_profile,
+)
+from kvwire.errors import ArgumentError, CorruptError, KvwireError, MismatchError, NotFoundError
+from kvwire.runtime.quality import calibrate_error
+from kvwire.store import Catalog, CatalogEntry
+from kvwire.types import digest_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvwire.codec import AnyProfile, Backend
+    from kvwire.engines.transformers import TransformersEngine
+    from kvwire.store import Keyring, Store, UseCounts
+    from kvwire.types import BlobInfo, CacheMeta, KVCache
+
+CALIBRATION_TOKENS = 16384
+"""Tokens that a profile is fitted on: the basis hardly moves beyond, and their caches fit in memory."""
+LEAST_TOKENS = 64
+"""Less text says nothing about a model: such documents carry a plain profile of their own."""
+ENOUGH_TOKENS = 4096
+"""A profile fitted on less gives way once twice as much text comes: a short first document must not rule for ever."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document to encode: its name in the catalog and its token ids."""
+
+    document_id: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What became of a document.
+
+    skipped: the catalog had it already, as it was wanted. blob: what its head says; None where only the text is kept,
+    or where an older blob was left as it is.
+    """
+
+    entry: CatalogEntry
+    blob: BlobInfo | None
+    skipped: bool
+    encode_s: float
+
+    @property
+    def info(self) -> BlobInfo:
+        """What the blob's head says; raises ArgumentError where there is no blob."""
+        if self.blob is None:
+            msg = f"of {self.entry.document_id!r} no blob was made: look at ``blob`` first"
+            raise ArgumentError(msg)
+        return self.blob
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How a corpus is encoded.
+
+    method: kvwire's own, or CacheGen's as its paper describes it. head_start: layers that readers will compute anew,
+    which makes blobs smaller. lossless: add a level that holds every number bit for bit. ladder: the quality levels of
+    kvwire's own method, None for the default. backend: which kernels encode; blobs are alike.
+    """
+
+    method: Literal["kvwire", "cachegen"] = "kvwire"
+    head_start: int = 0
+    lossless: bool = False
+    ladder: Ladder | None = None
+    chunk_tokens: int = CHUNK_TOKENS
+    backend: Backend = "auto"
+
+    def __post_init__(self) -> None:
+        """Refuse what does not go together."""
+        if self.head_start < 0:
+            msg = f"a head start takes layers, {self.head_start} are none; 0 goes without"
+            raise ArgumentError(msg)
+        if self.method == "cachegen" and (self.head_start or self.ladder):
+            msg = "CacheGen's method knows neither head start nor ladder; leave them out or use kvwire's own"
+            raise ArgumentError(msg)
+
+
+class Corpus:
+    """Documents of one model and one tenant in a store."""
+
+    def __init__(
+        self,
+        engine: TransformersEngine,
+        store: Store,
+        *,
+        tenant: str = "default",
+        salt: bytes = b"",
+        keyring: Keyring | None = None,
+        coding: Coding | None = None,
+        uses: UseCounts | None = None,
+    ) -> None:
+        """Keep the parts; nothing is read or written yet.
+
+        salt, keyring: see ``Catalog``. coding: matters to who encodes. uses: where loads are counted, if they are.
+        """
+        self._engine = engine
+        self.catalog = Catalog(store, tenant, salt, keyring=keyring)
+        self._config = engine.meta.config_digest()
+        self._coding = coding or Coding()
+        self._uses = uses
+        self._scope = self.catalog.keys(self._config).root
+        self._profiles: dict[str, AnyProfile] = {}
+        self._reading = threading.Lock()
+
+    @property
+    def meta(self) -> CacheMeta:
+        """The engine's cache layout."""
+        return self._engine.meta
+
+    def profile(self, digest: str | None = None) -> AnyProfile | None:
+        """A stored profile by digest, or the one in use; None where the corpus has none yet."""
+        digest = digest if digest is not None else self.catalog.current_profile(self._config)
+        if not digest:
+            return None
+        with self._reading:  # documents that are looked up at the same time share one reading
+            if digest not in self._profiles:
+                self._profiles[digest] = read_profile(self.catalog.get_profile(self._config, digest))
+            return self._profiles[digest]
+
+    def set_profile(self, profile: AnyProfile) -> None:
+        """Store a profile and use it for what is encoded from now on."""
+        profile.check_fits(self.meta)
+        digest = self.catalog.put_profile(self._config, profile.data)
+        self.catalog.set_current_profile(self._config, digest)
+        self._profiles[digest] = profile
+
+    def calibrate(self, documents: Sequence[Document], tokens: int = CALIBRATION_TOKENS) -> AnyProfile | None:
+        """Fit a profile on the first documents, up to that many tokens, and use it from now on.
+
+        Returns None, and changes nothing, where there are fewer than LEAST_TOKENS.
+        """
+        chosen: list[tuple[int, ...]] = []
+        for document in documents:
+            room = tokens - sum(map(len, chosen))
+            if room <= 0:
+                break
+            chosen.append(document.token_ids[:room])
+        if sum(map(len, chosen)) < LEAST_TOKENS:
+            return None
+        profile = self._fit(chosen)
+        if profile is not None:
+            self.set_profile(profile)
+        return profile
+
+    def _fit(self, chosen: Sequence[Sequence[int]]) -> AnyProfile | None:
+        engine, layers = self._engine, self._coding.head_start
+        caches = engine.prefill(chosen)
+        if self._coding.method == "cachegen":
+            return fit_cachegen_profile(caches)
+        hidden = [engine.head_start(ids, layers) for ids in chosen] if layers else None
+        statistics = engine.statistics(chosen, tokens=not layers)
+        profile = fit_profile(caches, statistics, ladder=self._coding.ladder, head_start=layers, hidden=hidden)
+        return None if profile is None else calibrate_error(engine, profile, chosen, self._coding.ladder)
+
+    def _is_wanted(self, profile: AnyProfile) -> bool:
+        """Whether a profile is of the method and head start that this corpus encodes with."""
+        if isinstance(profile, CacheGenProfile) or self._coding.method == "cachegen":
+            return isinstance(profile, CacheGenProfile) and self._coding.method == "cachegen"
+        return profile.head_start == self._coding.head_start
+
+    def encode(self, documents: Sequence[Document], *, force: bool = False, encode_after: int = 0) -> Iterator[Encoded]:
+        """Encode what the catalog lacks, document by document; the first ones calibrate where there is no profile yet.
+
+        A blob and its text are in the store before the entry is; whoever stops in the middle loses only what was not
+        yielded. Documents are prefilled one by one: in a batch their last bits would depend on their neighbours, and
+        the same text must give the same blob.
+        force: encode and write again even what seems to be there, and fit a new profile where the one in use is
+        damaged, which is a CorruptError otherwise. encode_after: documents with fewer counted uses are kept as text,
+        from which readers compute them; ``promote`` encodes them later.
+        """
+        due = [document for document in documents if self._is_due(document.document_id, encode_after)]
+        profile, encoded = self._profile_for(due, force=force), {document.document_id for document in due}
+        for document in documents:
+            found = None if force else self._known(document, profile)
+            if found is not None:
+                yield found
+            elif document.document_id not in encoded:
+                yield self._keep_text(document)
+            else:
+                started = time.perf_counter()
+                (cache,) = self._engine.prefill([document.token_ids])
+                yield self._store(document, cache, profile, started)
+
+    def promote(self, uses: int) -> Iterator[Encoded]:
+        """Encode the documents that are kept as text and were used that often, the most used first.
+
+        Texts that are lost or damaged are left out; encoding the document again heals them.
+        """
+        due = []
+        for document_id in self._uses.reached(self._scope, uses) if self._uses else ():
+            with suppress(CorruptError, NotFoundError):
+                entry = self.catalog.by_document(self._config, document_id)
+                if entry is not None and entry.is_text:
+                    due.append(Document(document_id, self.text(entry)))
+        yield from self.encode(due)
+
+    def count_use(self, document_id: str) -> None:
+        """Count one use of a document, where uses are counted. A file that fails costs a count, not an answer."""
+        if self._uses is not None:
+            with suppress(KvwireError):
+                self._uses.add(self._scope, document_id)
+
+    def text(self, entry: CatalogEntry) -> tuple[int, ...]:
+        """Token ids of a document, from beside its blob. Raises NotFoundError or CorruptError where they are lost."""
+        if not entry.token_digest:
+            msg = f"the text of {entry.document_id!r} is not known: encode the document again"
+            raise NotFoundError(msg)
+        return self.catalog.get_text(self._config, entry.token_digest)
+
+    def _is_due(self, document_id: str, encode_after: int) -> bool:
+        if encode_after <= 0:
+            return True
+        if self._uses is None:
+            msg = "documents are encoded after some uses only where uses are counted: pass uses to the corpus"
+            raise ArgumentError(msg)
+        return self._uses.count(self._scope, document_id) >= encode_after
+
+    def _keep_text(self, document: Document) -> Encoded:
+        """The text alone; a document that has it, or a blob of an older profile, is left as it is."""
+        try:
+            entry = self.catalog.by_document(self._config, document.document_id)
+        except CorruptError:
+            entry = None
+        if entry is None or entry.token_digest != digest_tokens(document.token_ids):
+            entry = self.catalog.add_text(self._config, document.document_id, document.token_ids)
+            return Encoded(entry, None, skipped=False, encode_s=0.0)
+        self.catalog.put_text(self._config, document.token_ids)
+        return Encoded(entry, None, skipped=True, encode_s=0.0)
+
+    def _profile_for(self, documents: Sequence[Document], *, force: bool) -> AnyProfile | None:
+        """The profile in use; a new one where there is none, where it is lost, or where it was fitted on too little.
+
+        One that cannot be read intact gives way only to ``force``: it may be whole for everybody else.
+        """
+        try:
+            profile = self.profile()
+        except NotFoundError:
+            profile = None
+        except CorruptError:
+            if not force:
+                raise
+            profile = None
+        if profile is not None and not self._is_wanted(profile):
+            msg = (
+                "the profile in use here is of another method or head start; encode with that one, name another tenant "
+                "or store, or call Corpus.calibrate to replace it"
+            )
+            raise MismatchError(msg)
+        noted = 0 if profile is None else profile.notes.get("tokens")
+        seen = noted if type(noted) is int else ENOUGH_TOKENS
+        tokens = sum(len(document.token_ids) for document in documents)
+        if profile is None or (seen < ENOUGH_TOKENS and tokens >= 2 * seen):
+            profile = self.calibrate(documents) or profile
+        if profile is None and self._coding.method == "cachegen" and documents:
+            msg = f"CacheGen's method needs a profile, and that {LEAST_TOKENS} tokens at least; encode more text first"
+            raise ArgumentError(msg)
+        return profile
+
+    def _store(self, document: Document, cache: KVCache, profile: AnyProfile | None, started: float) -> Encoded:
+        layers = 0 if profile is None or isinstance(profile, CacheGenProfile) else profile.head_start
+        hidden = self._engine.head_start(document.token_ids, layers) if layers else None
+        coding = self._coding
+        plain = encode(
+            cache,
+            profile,
+            coding.ladder,
+            chunk_tokens=coding.chunk_tokens,
+            lossless=coding.lossless,
+            hidden=hidden,
+            backend=coding.backend,
+        )
+        blob = self.catalog.seal(plain)
+        info = self.catalog.blob_reader().read_head(blob)
+        self.catalog.put_text(self._config, document.token_ids, overwrite=True)
+        entry = self.catalog.put_blob(
+            self._config,
+            blob,
+            document_id=document.document_id,
+            head_bytes=info.head_bytes,
+            tokens=info.tokens,
+            token_digest=info.meta.token_digest,
+            profile_digest=info.profile_digest,
+            levels=[(level.name, level.cumulative_bytes) for level in info.levels],
+            overwrite=True,  # whatever lies there was not good enough
+        )
+        self.catalog.confirm(self._config, entry, document.token_ids, profile.data if profile else b"")
+        return Encoded(entry, info, skipped=False, encode_s=time.perf_counter() - started)
+
+    def _known(self, document: Document, profile: AnyProfile | None) -> Encoded | None:
+        """The document as the catalog has it, where that is still what encoding would give.
+
+        The same text under another name counts: only an entry is added then.
+        """
+        digest = digest_tokens(document.token_ids)
+        wanted = (digest, profile.digest if profile else "", False)
+        try:
+            entry = self.catalog.by_document(self._config, document.document_id)
+            if entry is None or (entry.token_digest, entry.profile_digest, entry.is_text) != wanted:
+                entry = self.catalog.by_tokens(self._config, digest)
+            if entry is None or (entry.token_digest, entry.profile_digest, entry.is_text) != wanted:
+                return None
+            if self.catalog.store.stat(entry.blob_key).size != entry.size:
+                return None
+            info = self.read_head(entry)
+        except (CorruptError, NotFoundError):
+            return None  # a damaged entry or a blob that is gone is written again
+        if not self._is_coded_so(info):
+            return None
+        self.catalog.put_text(self._config, document.token_ids)
+        if entry.document_id != document.document_id:
+            added = self.catalog.alias(entry, document.document_id)
+            if added is None:
+                return None
+            self.catalog.confirm(self._config, added, document.token_ids, profile.data if profile else b"")
+            entry = added
+        return Encoded(entry, info, skipped=True, encode_s=0.0)
+
+    def _is_coded_so(self, info: BlobInfo) -> bool:
+        """Whether a blob has the levels and chunks that encoding would give."""
+        coding = self._coding
+        if coding.lossless and not any(level.lossless for level in info.levels):
+            return False
+        ladder = coding.ladder or Ladder()
+        steps = [(level.name, level.step) for level in info.levels if not level.alone]
+        wanted = coding.method == "cachegen" or steps == list(zip(ladder.names, ladder.steps, strict=True))
+        return wanted and info.chunk_tokens == coding.chunk_tokens
+
+    def read_head(self, entry: CatalogEntry) -> BlobInfo:
+        """What the blob of an entry says of itself; NotFoundError where only the text is kept."""
+        if entry.is_text:
+            msg = f"{entry.document_id!r} is kept as text: it has no blob; kvwire store stat shows its entry"
+            raise NotFoundError(msg)
+        return self.catalog.blob_reader().read_head(self.catalog.store.get(entry.blob_key, 0, entry.head_bytes))
+
+    def find(self, document_id: str) -> CatalogEntry:
+        """A document's entry; raises NotFoundError that says how to encode it."""
+        entry = self.catalog.by_document(self._config, document_id)
+        if entry is None:
+            msg = (
+                f"document {document_id!r} is not in {self.catalog.store.url} for model {self.meta.model_id!r} "
+                f"({self.meta.model_revision[:12] or 'unnamed'}); "
+                "encode it first (kvwire encode), with this very model, and check the tenant"
+            )
+            raise NotFoundError(msg)
+        return entry
+
+    def check_blob(self, info: BlobInfo, entry: CatalogEntry) -> None:
+        """Raise MismatchError where a blob is of another model, CorruptError where it is not what its entry names."""
+        names = (entry.token_digest, entry.tokens, entry.size, entry.profile_digest)
+        if names != (info.meta.token_digest, info.tokens, info.file_bytes, info.profile_digest):
+            msg = f"the blob of {entry.document_id!r} is not the one that the catalog names; encode the document again"
+            raise CorruptError(msg)
+        theirs, ours = info.meta, self.meta
+        if theirs.config_digest() != ours.config_digest():
+            msg = (
+                f"the blob was encoded by model {theirs.model_id!r} ({theirs.model_revision[:12] or 'unnamed'}), "
+                f"this is {ours.model_id!r} ({ours.model_revision[:12] or 'unnamed'}); "
+                "encode the document with this model"
+            )
+            raise MismatchError(msg)

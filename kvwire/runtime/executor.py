@@ -1,0 +1,380 @@
+"""The thin executor of one load: it carries out the controller's instructions and reports what happened.
+
+It decides nothing. Fetching runs on the event loop, forward passes in one thread and decoding in the same or in another
+(see ``steering``), so that the link and the processor are busy at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from kvwire.codec import BlobDecoder
+from kvwire.controller import events as ev
+from kvwire.errors import ArgumentError, KvwireError, StorageError
+from kvwire.reuse import LinkedPrompt
+from kvwire.runtime.documents import HeadReader, OpenDocument, in_words
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+
+    from torch import Tensor
+
+    from kvwire.codec import Backend, Pending
+    from kvwire.controller import DocumentPlanInput, Goal
+    from kvwire.engines.transformers import TransformersEngine
+    from kvwire.runtime.documents import Limits, Source
+    from kvwire.runtime.driver import Steering
+    from kvwire.transport import FetchSettings
+    from kvwire.types import ChunkId
+
+Piece = tuple[int, list[bytes], int]
+"""A chunk's number, the segments that its level needs, and the level."""
+_GONE = "nobody waits for it any more"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutorSettings:
+    """How a load is carried out, as in ``LoadSettings``."""
+
+    fetch: FetchSettings
+    backend: Backend
+    limits: Limits
+
+
+class Executor:
+    """One load, from ``run`` to ``Finish``; ``prompt`` is then complete.
+
+    misses: what went wrong and was healed by recomputing, in words. inputs: what planning was told, by document.
+    decode_s, recompute_s: compute spent. fetched_at: when the last bytes that were used arrived, on steering's clock.
+    predicted_s: see ``Steering.predicted_s``. number: the load's, for the controller; -1 before ``run``.
+    """
+
+    def __init__(
+        self,
+        engine: TransformersEngine,
+        sources: Sequence[Source],
+        steering: Steering,
+        settings: ExecutorSettings,
+    ) -> None:
+        """Take the parts; enter the context to begin."""
+        self._engine, self._sources, self._steering = engine, sources, steering
+        self._backend = settings.backend
+        self._heads = HeadReader(steering, settings.fetch, settings.limits)
+        self.number = -1
+        self._documents: dict[int, OpenDocument] = {}
+        self._variants: dict[int, list[OpenDocument]] = {}
+        self._parts: dict[ChunkId, dict[int, bytes]] = {}
+        self._fetches: dict[ChunkId, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_gone = False
+        self.inputs: dict[int, DocumentPlanInput] = {}
+        self.misses: list[str] = []
+        self.decode_s = self.recompute_s = self.fetched_at = 0.0
+        self.predicted_s: float | None = None
+
+    async def __aenter__(self) -> Self:
+        """Begin."""
+        self._done: asyncio.Future[ev.Finish] = asyncio.get_running_loop().create_future()
+        await self._heads.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Leave the load and stop everything of it that is under way, but for a job that a thread is at."""
+        self._is_gone = True
+        self._steering.leave(self.number)
+        self._done.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._heads.__aexit__()
+        self._parts.clear()
+
+    @property
+    def bytes(self) -> int:
+        """Received over the link, heads included."""
+        return self._heads.wire_bytes
+
+    async def run(self, query_tokens: int, goal: Goal) -> ev.Finish:
+        """Lay out the prompt and fill it.
+
+        Raises ArgumentError where the prompt does not fit the model's window, what reading a head raised where the
+        document's text is not known either, and StorageError where a chunk can be neither fetched nor recomputed.
+        """
+        tokens = [source.tokens for source in self._sources]
+        total = sum(tokens) + query_tokens
+        if total > self._engine.window:
+            msg = (
+                f"documents and question are {total} tokens, the model's window is {self._engine.window}; "
+                "name fewer documents"
+            )
+            raise ArgumentError(msg)
+        dtype, device = self._engine.model.dtype, self._engine.device
+        self.prompt = LinkedPrompt(tokens, self._engine.meta, dtype=dtype, device=device)
+        count = len(tokens)
+        self.number = self._steering.begin(self, lambda number: ev.Asked(number, count, query_tokens, goal))
+        for index in range(count):
+            self._spawn(self._open(index))
+        return await self._done
+
+    def fail(self, error: BaseException) -> None:
+        """End the load with an error."""
+        if not self._done.done():
+            self._done.set_exception(error)
+
+    def carry_out(self, instruction: ev.Instruction) -> None:
+        """Begin what the controller asks for."""
+        match instruction:
+            case ev.Fetch(chunk=chunk):
+                self._choose(chunk.document, instruction.variant)
+                self._fetches[chunk] = self._spawn(self._fetch(instruction))
+            case ev.Decode(chunks, levels):
+                self._steering.run(self._decode(chunks, levels))
+            case ev.Recompute(first, last):
+                self._steering.run(self._recompute(first, last))
+            case ev.HeadStart(document=document):
+                self._choose(document, instruction.variant)
+                self._steering.run(self._start_head(document))
+            case ev.Cancel(chunk, reason):
+                self._cancel(chunk, reason)
+            case ev.Release(chunk):
+                self._parts.pop(chunk, None)
+            case ev.Finish():
+                if not self._done.done():
+                    self._done.set_result(instruction)
+            case ev.Fail(reason=reason):
+                self.fail(StorageError(reason))
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Fail with the error of a task that broke: it reports nothing any more, and would be waited for."""
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self.fail(error)
+
+    def _lost(self, chunk: ChunkId, words: str) -> None:
+        self.misses.append(f"{self._sources[chunk.document].document_id} chunk {chunk.chunk}: {words}")
+
+    # Heads.
+
+    async def _open(self, index: int) -> None:
+        document, *others = await self._heads.open_all(self._sources[index])
+        if document.info and not document.head_start:
+            try:
+                document.decoder = self._decoder(index, document, None)
+                self._keep(index, document.decoder)
+            except KvwireError as error:
+                if document.token_ids is None:
+                    raise
+                document.trouble = str(error)
+        if document.info:
+            self.fetched_at = self._steering.clock()
+        if document.trouble:
+            self.misses.append(f"{document.source.document_id}: {document.trouble}")
+        is_pruned = document.decoder is not None and document.decoder.kept is not None
+        usable = (each for each in others if not is_pruned and self._can_decode(index, each))
+        self._documents[index], self._variants[index] = document, [document, *usable]
+        inputs = tuple(each.plan_input(len(self._engine.meta.layers)) for each in self._variants[index])
+        self.inputs[index] = inputs[0]
+        self._steering.tell(ev.IndexKnown(self.number, index, inputs))
+        if self.predicted_s is None:
+            self.predicted_s = self._steering.predicted_s(self.number)
+
+    def _can_decode(self, index: int, variant: OpenDocument) -> bool:
+        """Whether a variant is of use; a pruned one is another cache. What is wrong with it does not matter."""
+        try:
+            variant.plan_input(1)
+            variant.decoder = None if variant.head_start else self._decoder(index, variant, None)
+        except Exception:  # noqa: BLE001 - whatever it is, there are others
+            return False
+        return variant.decoder is None or variant.decoder.kept is None
+
+    def _choose(self, index: int, variant: int) -> None:
+        """Go by a document's variant from now on; the controller settles on one before it asks for anything of it."""
+        document = self._variants[index][variant]
+        if document is not self._documents[index]:
+            self._documents[index] = document
+            self.inputs[index] = document.plan_input(len(self._engine.meta.layers))
+
+    def _decoder(self, index: int, document: OpenDocument, hidden: Tensor | None) -> BlobDecoder:
+        """What decodes a document into its place in the prompt."""
+        return BlobDecoder(
+            document.reader.head, document.source.profile, out=self.prompt.document(index),
+            offset=self.prompt.offset(index), hidden=hidden, backend=self._backend,
+        )  # fmt: skip
+
+    def _keep(self, index: int, decoder: BlobDecoder) -> None:
+        if decoder.kept is not None:
+            self.prompt.keep(index, decoder.kept)
+
+    # The link.
+
+    async def _fetch(self, asked: ev.Fetch) -> None:
+        chunk, document = asked.chunk, self._documents[asked.chunk.document]
+        info = document.info
+        reads = [each for each in info.reads(chunk.chunk, asked.level) if each.level >= asked.first] if info else []
+        parts: dict[int, bytes] = {}
+        trouble = await document.fetch(reads, asked.until, parts)
+        sound = next((at for at, each in enumerate(reads) if each.level not in parts), len(reads))
+        if trouble and not asked.first:
+            self._lost(chunk, trouble)
+        if not sound:
+            self._steering.tell(ev.ChunkFailed(chunk, trouble))
+            return
+        self.fetched_at = self._steering.clock()
+        self._parts.setdefault(chunk, {}).update((each.level, parts[each.level]) for each in reads[:sound])
+        self._steering.tell(ev.ChunkArrived(chunk, reads[sound - 1].level, trouble))
+
+    def _cancel(self, chunk: ChunkId, reason: str) -> None:
+        task = self._fetches.pop(chunk, None)
+        if task:
+            task.cancel()
+        if chunk not in self._parts:
+            self._lost(chunk, f"given up: {reason}")
+
+    # The lanes.
+
+    async def _decode(self, chunks: tuple[ChunkId, ...], levels: tuple[int, ...]) -> None:
+        bad: dict[ChunkId, Exception] = {}
+        began = self._steering.clock()
+        try:
+            seconds = await self._steering.decode(partial(self._timed, partial(self._decode_here, chunks, levels, bad)))
+        except Exception as error:  # noqa: BLE001 - out of memory, for one: chunks can be recomputed
+            bad, seconds = dict.fromkeys(chunks, error), 0.0
+        self.decode_s += seconds
+        if not bad:
+            # Until here the lane was taken: threads that wake up and a busy loop cost as much as computing.
+            self._steering.tell(ev.DecodeDone(chunks, self._steering.clock() - began))
+            return
+        for chunk, trouble in bad.items():
+            self._lost(chunk, in_words(trouble))
+        lost = tuple(chunk for chunk in chunks if chunk in bad)
+        self._steering.tell(ev.DecodeFailed(chunks, lost, in_words(bad[lost[0]])))
+
+    def _decode_here(self, chunks: tuple[ChunkId, ...], levels: tuple[int, ...], bad: dict[ChunkId, Exception]) -> None:
+        """Decode chunks, from the decode thread; those that cannot be are put into ``bad``."""
+        if self._is_gone:
+            raise StorageError(_GONE)
+        pieces: dict[int, dict[ChunkId, Piece]] = {}
+        for chunk, level in zip(chunks, levels, strict=True):
+            info = self._documents[chunk.document].info
+            reads = info.reads(chunk.chunk, level) if info else ()
+            piece = (chunk.chunk, [self._parts[chunk][each.level] for each in reads], level)
+            pieces.setdefault(chunk.document, {})[chunk] = piece
+        left = self._left_by_gpu(pieces)
+        troubles = self._steering.abreast(self._decode_one, left.items())
+        bad.update((chunk, trouble) for chunk, trouble in zip(left, troubles, strict=True) if trouble)
+
+    def _decode_one(self, what: tuple[ChunkId, Piece]) -> Exception | None:
+        """Decode a chunk on the processor, or as the only one on a GPU; returns why that cannot be."""
+        chunk, piece = what
+        try:
+            self._decoder_of(chunk.document).decode_chunk(*piece)
+        except Exception as error:  # noqa: BLE001 - the others are not concerned
+            return error
+        return None
+
+    def _left_by_gpu(self, pieces: dict[int, dict[ChunkId, Piece]]) -> dict[ChunkId, Piece]:
+        """Have a GPU decode documents' pieces all at once; returns those that are no work for it, or that failed.
+
+        One by one then shows which of them it is, and needs less memory.
+        """
+        given: list[tuple[Pending, dict[ChunkId, Piece]]] = []
+        left: dict[ChunkId, Piece] = {}
+        for document, mine in pieces.items():
+            decoder = self._decoder_of(document)
+            if not decoder.on_gpu:
+                left.update(mine)
+                continue
+            try:
+                given.append((decoder.submit(list(mine.values())), mine))
+            except Exception:  # noqa: BLE001 - see above
+                left.update(mine)
+        for pending, mine in given:
+            try:
+                pending.wait()
+            except Exception:  # noqa: BLE001 - see above
+                left.update(mine)
+        return left
+
+    def _decoder_of(self, document: int) -> BlobDecoder:
+        decoder = self._documents[document].decoder
+        if decoder is None:
+            msg = f"document {document} has no decoder yet: its head start comes first"
+            raise ArgumentError(msg)
+        return decoder
+
+    async def _recompute(self, first: ChunkId, last: ChunkId) -> None:
+        chunks = tuple(replace(first, chunk=index) for index in range(first.chunk, last.chunk + 1))
+        failed = [first]
+        try:
+            seconds = await self._steering.compute(partial(self._timed, partial(self._extend_all, chunks, failed)))
+        except Exception as error:  # noqa: BLE001 - the controller knows whether there is another way
+            self._lost(failed[0], in_words(error))
+            self._steering.tell(ev.RecomputeFailed(failed[0], in_words(error)))
+            return
+        self.recompute_s += seconds
+        self._steering.tell(ev.RecomputeDone(chunks, seconds))
+
+    def _extend_all(self, chunks: tuple[ChunkId, ...], failed: list[ChunkId]) -> None:
+        """Compute chunks in one pass, or one by one where that fails: shorter passes need less memory.
+
+        failed: is made to hold the chunk that is being computed.
+        """
+        if self._is_gone:
+            raise StorageError(_GONE)
+        try:
+            self._extend(chunks[0], chunks[-1])
+        except Exception:
+            if len(chunks) == 1:
+                raise
+        else:
+            return
+        for chunk in chunks:
+            failed[0] = chunk
+            self._extend(chunk, chunk)
+
+    def _extend(self, first: ChunkId, last: ChunkId) -> None:
+        """Compute chunks on top of what is ready of their document, and write them into the prompt."""
+        document = self._documents[first.document]
+        start, stop = document.span(first.chunk)[0], document.span(last.chunk)[1]
+        part = self.prompt.document(first.document)
+        ids = (document.token_ids or ())[start:stop]
+        prefix = part.slice(0, start) if start else None
+        piece = self._engine.extend(prefix, ids, offset=self.prompt.offset(first.document))
+        self.prompt.write(first.document, start, piece)
+
+    async def _start_head(self, index: int) -> None:
+        try:
+            seconds = await self._steering.compute(partial(self._timed, partial(self._start_here, index)))
+        except Exception as error:  # noqa: BLE001 - the document can be recomputed
+            self.misses.append(f"{self._sources[index].document_id}: {in_words(error)}")
+            self._steering.tell(ev.HeadStartFailed(self.number, index, in_words(error)))
+            return
+        self._steering.tell(ev.HeadStartDone(self.number, index, seconds))
+
+    def _start_here(self, index: int) -> None:
+        document = self._documents[index]
+        if self._is_gone:
+            raise StorageError(_GONE)
+        hidden = self._engine.head_start(document.token_ids or (), document.head_start)
+        document.decoder = self._decoder(index, document, hidden)
+        self._keep(index, document.decoder)
+
+    def _timed(self, work: Callable[[], object]) -> float:
+        """Seconds that work took, what it gave a GPU to do included."""
+        started = self._steering.clock()
+        work()
+        if self._engine.device.type == "cuda":
+            torch.cuda.current_stream(self._engine.device).synchronize()
+        return self._steering.clock() - started

@@ -1,0 +1,124 @@
+"""Bandwidths at which a plan turns into another, found by asking the policy again, by bisection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import exp, log
+from typing import TYPE_CHECKING, Literal
+
+from kvwire import controller as ctl
+from kvwire.controller.policies import RECOMPUTE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvwire.whatif.plan import Forecast, Situation
+
+What = Literal["fetches", "fetches all", "beats text", "in time"]
+
+SLOWEST, FASTEST = 1e3, 1e12
+"""Bytes per second between which is looked."""
+_PRECISION = 1e-3  # relative
+_FIRST_STEP = 0.01  # in logarithms, from the present bandwidth towards one with another plan
+_GROWTH = 1.5
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """A bandwidth from which on something holds, by the policy's first plan.
+
+    what: ``fetches``: more than one chunk is fetched, a single one may only try the link; ``fetches all``: none is
+    recomputed; ``beats text``: fetching all at ``level`` is sooner than recomputing all; ``in time``: the deadline is
+    met with ``level`` as the floor.
+    bandwidth: bytes per second, None where it holds always or never between ``SLOWEST`` and ``FASTEST``.
+    """
+
+    what: What
+    level: int | None
+    holds: Literal["from", "always", "never"]
+    bandwidth: float | None
+
+
+def find_break_evens(situation: Situation) -> Iterator[BreakEven]:
+    """All of a prompt, in the order of ``What``, levels upwards; ``in time`` only where there is a deadline."""
+    yield _break_even("fetches", None, lambda b: len(situation.forecast(bandwidth=b).plan.order) > 1)
+    yield _break_even("fetches all", None, lambda b: RECOMPUTE not in situation.forecast(bandwidth=b).levels.values())
+    yield from _beating_text(situation)
+    goal = situation.goal
+    for level in range(goal.floor, situation.finest + 1) if goal.deadline_s is not None else ():
+        ceiling = None if goal.ceiling is None else max(level, goal.ceiling)
+        asked = replace(situation, goal=replace(goal, floor=level, ceiling=ceiling))
+        yield _break_even("in time", level, _InTime(asked))
+
+
+def _beating_text(situation: Situation) -> Iterator[BreakEven]:
+    text = tuple((_as_text(variants[0]),) for variants in situation.documents)
+    blobs = tuple(tuple(map(_as_blob, variants)) for variants in situation.documents)
+    text_s = replace(situation, goal=ctl.Goal(), documents=text).forecast().plan.finish_s
+    for level in range(situation.finest + 1):
+        only = replace(situation, goal=ctl.Goal(floor=level), documents=blobs)
+        yield _break_even("beats text", level, _Sooner(only, text_s))
+
+
+def find_unchanged(situation: Situation, forecast: Forecast) -> tuple[float | None, float | None]:
+    """The next bandwidths below and above at which the first plan is another than ``forecast``."""
+
+    def same(bandwidth: float) -> bool:
+        return situation.forecast(bandwidth=bandwidth).levels == forecast.levels
+
+    return _edge(same, situation.bandwidth, -1), _edge(same, situation.bandwidth, 1)
+
+
+@dataclass(frozen=True)
+class _InTime:
+    situation: Situation
+
+    def __call__(self, bandwidth: float) -> bool:
+        return self.situation.forecast(bandwidth=bandwidth).plan.in_time
+
+
+@dataclass(frozen=True)
+class _Sooner:
+    situation: Situation
+    than_s: float
+
+    def __call__(self, bandwidth: float) -> bool:
+        return self.situation.forecast(bandwidth=bandwidth).plan.finish_s < self.than_s
+
+
+def _as_text(document: ctl.DocumentPlanInput) -> ctl.DocumentPlanInput:
+    return replace(document, fetch_bytes=(), errors=(), head_start=0.0) if document.has_text else document
+
+
+def _as_blob(document: ctl.DocumentPlanInput) -> ctl.DocumentPlanInput:
+    whole = document.has_blob and all(document.fetch_bytes)
+    return replace(document, has_text=document.has_text and not whole)
+
+
+def _break_even(what: What, level: int | None, holds: Callable[[float], bool]) -> BreakEven:
+    """The bandwidth from which something holds that does not below."""
+    if holds(SLOWEST):
+        return BreakEven(what, level, "always", None)
+    if not holds(FASTEST):
+        return BreakEven(what, level, "never", None)
+    return BreakEven(what, level, "from", _bisect(holds, SLOWEST, FASTEST))
+
+
+def _bisect(holds: Callable[[float], bool], without: float, with_it: float) -> float:
+    """A bandwidth at which ``holds`` is true, next to one at which it is not."""
+    while abs(log(with_it / without)) > _PRECISION:
+        middle = exp((log(without) + log(with_it)) / 2)
+        without, with_it = (without, middle) if holds(middle) else (middle, with_it)
+    return with_it
+
+
+def _edge(same: Callable[[float], bool], bandwidth: float, direction: int) -> float | None:
+    """The first bandwidth on one side that is found to be different, going out in growing steps."""
+    inside, step = bandwidth, _FIRST_STEP
+    while True:
+        outside = inside * exp(direction * step)
+        if not SLOWEST <= outside <= FASTEST:
+            return None
+        if not same(outside):
+            return _bisect(lambda b: not same(b), inside, outside)
+        inside, step = outside, step * _GROWTH

@@ -1,0 +1,1 @@
+"""Where objects lie: memory, a folder, S3, HTTP."""

@@ -1,0 +1,109 @@
+"""What a server's answers mean to a store: which are failures, and what a page of a listing says."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from kvwire.errors import ArgumentError, AuthError, KvwireError, NotFoundError, StorageError
+from kvwire.store import Listed, check_key
+
+if TYPE_CHECKING:
+    from kvwire.store.backends.http.exchange import Reply
+
+MAX_PAGE_BYTES = 4 << 20
+PAGE_KEYS = 1000
+_MAX_WORDS = 200
+_MAX_SIZE = 10**18
+_FORBIDDEN, _CHANGED, _TOO_LARGE, _WRONG, _FULL = 403, 412, 413, 422, 507
+_UNKNOWN, _ABSENT, _BUSY = 401, (404, 410), (429, 503)
+_MOVED = (301, 308)
+_WRITES = ("PUT", "DELETE")
+_NOT_FOR_FILES = (400, 403, 404, 405, 410, 501)  # how servers of plain files answer what they do not do
+
+
+def refusal(reply: Reply, method: str, key: str, url: str) -> KvwireError:
+    """The error for an answer that refuses to read or write an object."""
+    status, told = reply.status, _told(reply)
+    if status in (_UNKNOWN, _FORBIDDEN) and (told or method not in _WRITES or status == _UNKNOWN):
+        msg = f"{url} refused (status {status}{told}): check the token and what it may do"
+        return AuthError(msg)
+    if method in _WRITES and status in _NOT_FOR_FILES:
+        msg = f"{url} is read-only (status {status}{told}): write to the store on the server's side"
+        return StorageError(msg)
+    if status in _ABSENT or (status in _MOVED and reply.fields.get("Location", "").endswith(f"/{key}/")):  # a folder
+        return NotFoundError(f"{key} is not in {url}")
+    if status == _WRONG:
+        return ArgumentError(f"{url} refused {key} (status {status}{told}): the bytes do not belong to the key")
+    advice = {
+        _CHANGED: "something else lies there than expected: look again",
+        _TOO_LARGE: "the object is larger than the server takes: raise its limit",
+        _FULL: "the server's disk is full: free space there",
+    } | dict.fromkeys(_BUSY, "it is busy: try again later")
+    words = advice.get(status, "try again later or check the server")
+    return StorageError(f"{url} answered with status {status}{told}: {words}")
+
+
+def page(reply: Reply, prefix: str, after: str, url: str) -> tuple[list[Listed], bool]:
+    """Objects of one page of a listing, and whether more follow.
+
+    ArgumentError where the server knows no listings, StorageError where it gives one that cannot be right.
+    """
+    if reply.status in (_UNKNOWN, _FORBIDDEN) and (_told(reply) or reply.status == _UNKNOWN):
+        raise refusal(reply, "GET", prefix, url)
+    try:
+        told = json.loads(reply.body) if reply.status == 200 and not reply.cut else None  # noqa: PLR2004 - OK
+    except (ValueError, RecursionError):
+        told = None
+    if reply.status not in (200, *_NOT_FOR_FILES):
+        raise refusal(reply, "GET", prefix, url)
+    if not isinstance(told, dict) or "objects" not in told:
+        msg = f"{url} cannot list its keys: look documents up by id, or list the store on the server's side"
+        raise ArgumentError(msg)
+    try:
+        return _objects(told, prefix, after)
+    except (KeyError, TypeError, ValueError) as error:
+        msg = f"{url} gave a listing that makes no sense: check that 'kvwire serve' answers there"
+        raise StorageError(msg) from error
+
+
+def _objects(told: dict[str, Any], prefix: str, after: str) -> tuple[list[Listed], bool]:
+    if not isinstance(told["objects"], list):
+        msg = "the objects are no list"
+        raise TypeError(msg)
+    found = [_listed(one) for one in told["objects"]]
+    keys = [after, *(one.key for one in found)]
+    ascending = all(key < following for key, following in pairwise(keys))
+    truncated = told["truncated"]
+    if not ascending or not all(key.startswith(prefix) for key in keys[1:]):
+        msg = "keys are out of order, or not those that were asked for"
+        raise ValueError(msg)
+    if not isinstance(truncated, bool) or (truncated and not found):
+        msg = "it does not tell how it goes on"
+        raise ValueError(msg)
+    return found, truncated
+
+
+def _listed(one: dict[str, Any]) -> Listed:
+    key, size, modified = one["key"], one["size"], one.get("modified", 0.0)
+    if not isinstance(key, str) or type(size) is not int or not 0 <= size < _MAX_SIZE:
+        msg = "a key or a size is none"
+        raise ValueError(msg)
+    if type(modified) not in (int, float) or not math.isfinite(modified):
+        msg = "a time is none"
+        raise ValueError(msg)
+    return Listed(check_key(key), size, float(modified))
+
+
+def _told(reply: Reply) -> str:
+    """What kvwire's own server says about a refusal, as ``: words``; empty for any other server."""
+    try:
+        told = json.loads(reply.body)
+        words, request = told["error"], told["request_id"]
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return ""
+    if not (isinstance(words, str) and isinstance(request, str) and (words + request).isprintable()):
+        return ""
+    return f": {words[:_MAX_WORDS]}; request {request[:_MAX_WORDS]}"

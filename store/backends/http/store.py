@@ -1,0 +1,182 @@
+"""A store behind HTTP: what ``kvwire serve`` offers, or any server of files, which can only be read.
+
+Blobs are fetched in ranges by ``BlobFetcher``, from the addresses that this store gives.
+"""
+
+from __future__ import annotations
+
+import re
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING
+from urllib.parse import urlencode, urlsplit
+
+from urllib3.util import parse_url
+
+from kvwire.errors import ArgumentError, StorageError
+from kvwire.store import HttpAddress, ObjectStat, Store, check_after, check_key, clamp_range, range_header, range_told
+from kvwire.store.backends.http.exchange import HttpExchange, HttpStoreSettings, Reply
+from kvwire.store.backends.http.replies import MAX_PAGE_BYTES, PAGE_KEYS, page, refusal
+from kvwire.store.backends.http.semantics import strong_etag
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from urllib.parse import SplitResult
+
+    from kvwire.store import Data, Listed
+
+_SIZE = re.compile(r"[0-9]{1,18}")
+_TOKEN = re.compile(r"[\x21-\x7e]+")
+_OK, _PARTIAL, _CHANGED, _UNSATISFIABLE = 200, 206, 412, 416
+_WRITTEN = (200, 201, 204)
+_ABSENT = (404, 410)
+
+__all__ = ["HttpStore", "HttpStoreSettings"]
+
+
+def check_token(token: str) -> str:
+    """Return a bearer token, or raise ArgumentError where it cannot be sent."""
+    if not _TOKEN.fullmatch(token):
+        msg = "a bearer token has visible ASCII characters only: check for spaces or line ends around it"
+        raise ArgumentError(msg)
+    return token
+
+
+class HttpStore(Store):
+    """Objects below ``http(s)://host[:port][/prefix]``; any number of threads may ask at once.
+
+    A server other than kvwire's refuses to write or list: StorageError and ArgumentError say so.
+    """
+
+    def __init__(self, url: str, *, token: str | None = None, settings: HttpStoreSettings | None = None) -> None:
+        """Keep the address; nothing is connected yet."""
+        self._parts = _address(url)
+        self._token = check_token(token) if token else None
+        self._exchange = HttpExchange(self._parts, self._token, settings or HttpStoreSettings())
+
+    @property
+    def url(self) -> str:
+        """The address, without a slash at the end."""
+        return self._parts.geturl().rstrip("/")
+
+    def object_url(self, key: str) -> str:
+        """Address of one object."""
+        return f"{self.url}/{check_key(key)}"
+
+    def http_address(self, key: str, *, renew: bool = False) -> HttpAddress:  # noqa: ARG002 - it never expires
+        """Address of one object, with the token in its headers."""
+        headers = (("Authorization", f"Bearer {self._token}"),) if self._token else ()
+        return HttpAddress(self.object_url(key), headers)
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        """Bytes ``start`` to ``end`` of the object, clamped at its end; no more than these are read."""
+        clamp_range(start, end, 0)
+        if end == start:
+            self.stat(key)
+            return b""
+        headers = {"Range": range_header(start, end)} if start or end is not None else {}
+        reply = self._ask("GET", key, headers, limit=end, allowed=(_OK, _PARTIAL, _UNSATISFIABLE))
+        self._check_plain(key, reply)
+        if reply.status == _UNSATISFIABLE:
+            return b""
+        if reply.status == _OK:  # the whole object: asked for, or a server without ranges
+            return reply.body[start:end]
+        told = range_told(reply.fields.get("Content-Range"), start, end)
+        if told is None or len(reply.body) != told[1] - told[0]:
+            msg = f"{self.object_url(key)}: asked for bytes from {start} to {end}, got others; its ranges are broken"
+            raise StorageError(msg)
+        return reply.body
+
+    def stat(self, key: str) -> ObjectStat:
+        """Size, entity tag and time of writing, as the server tells them; the tag is empty where it is not strong."""
+        reply = self._ask("HEAD", key, {}, allowed=(_OK,))
+        self._check_plain(key, reply)
+        size = reply.fields.get("Content-Length") or ""
+        if not _SIZE.fullmatch(size):
+            msg = f"{self.object_url(key)}: the server does not tell the object's size"
+            raise StorageError(msg)
+        etag = (strong_etag(reply.fields.get("ETag")) or "").strip('"')
+        return ObjectStat(int(size), etag, _seconds(reply.fields.get("Last-Modified")))
+
+    def put(self, key: str, data: Data) -> None:
+        """Write the object. ArgumentError where the server finds that the bytes do not belong to the key."""
+        self._ask("PUT", key, {}, data=data, allowed=_WRITTEN)
+
+    def create(self, key: str, data: Data) -> bool:
+        """Write where there is nothing of that size yet; tells whether it wrote."""
+        if self._ask("PUT", key, {"If-None-Match": "*"}, data=data, allowed=(*_WRITTEN, _CHANGED)).status == _CHANGED:
+            return super().create(key, data)
+        return True
+
+    def delete(self, key: str) -> None:
+        """Remove the object, if there is one."""
+        self._ask("DELETE", key, {}, allowed=(*_WRITTEN, *_ABSENT))
+
+    def scan(self, prefix: str, after: str = "") -> Iterator[Listed]:
+        """Objects whose keys start with ``prefix`` and come after ``after``, in order, asked for while iterating.
+
+        ArgumentError where the server knows no listings.
+        """
+        check_after(prefix, after)
+        return self._pages(prefix, after)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._exchange.close()
+
+    def _pages(self, prefix: str, after: str) -> Iterator[Listed]:
+        more = True
+        while more:
+            query = urlencode({"prefix": prefix, "after": after, "limit": PAGE_KEYS})
+            reply = self._exchange.ask("GET", f"{self._root}/?list&{query}", {}, limit=MAX_PAGE_BYTES)
+            found, more = page(reply, prefix, after, self.url)
+            yield from found
+            after = found[-1].key if found else after
+
+    @property
+    def _root(self) -> str:
+        return self._parts.path.rstrip("/")
+
+    def _ask(
+        self,
+        method: str,
+        key: str,
+        headers: dict[str, str],
+        *,
+        allowed: tuple[int, ...],
+        data: Data | None = None,
+        limit: int | None = None,
+    ) -> Reply:
+        reply = self._exchange.ask(method, f"{self._root}/{check_key(key)}", headers, data=data, limit=limit)
+        if reply.status not in allowed:
+            raise refusal(reply, method, key, self.url)
+        return reply
+
+    def _check_plain(self, key: str, reply: Reply) -> None:
+        if reply.fields.get("Content-Encoding", "identity").lower() != "identity":
+            msg = f"{self.object_url(key)}: the answer is compressed in transit; switch that off for these objects"
+            raise StorageError(msg)
+
+
+def _seconds(date: str | None) -> float:
+    try:
+        return parsedate_to_datetime(date).timestamp() if date else 0.0
+    except (ValueError, OverflowError):
+        return 0.0
+
+
+def _address(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        fits = fits and not re.search(r"\s", parts.netloc)
+        parse_url(url)  # stricter about hosts
+        (parts.hostname or "").encode("idna")  # so are resolvers
+    except ValueError:
+        fits = False
+    if fits and parts.username is not None:
+        msg = "an http store's address must not hold a password: pass a token"
+        raise ArgumentError(msg)
+    if not fits or parts.query or parts.fragment:
+        msg = f"{url.partition('?')[0].rpartition('@')[2]!r} is not the address of an http store: "
+        raise ArgumentError(msg + "write http://host:port or https://host/prefix")
+    return parts

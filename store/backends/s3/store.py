@@ -1,0 +1,207 @@
+"""A store in a bucket of S3, or of a server that speaks its protocol. Importing this imports boto3.
+
+boto3 does the writing, the listing and the signing. Blobs are best read through ``http_address``: plain HTTP with one
+signature for each object costs a tenth of a boto3 call.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvwire.errors import NotFoundError, StorageError
+from kvwire.store.backends.s3.address import S3Address
+from kvwire.store.backends.s3.client import S3Client
+from kvwire.store.backends.s3.errors import is_taken, status_of
+from kvwire.store.backends.s3.listing import delete_in_batches, delete_one, listed
+from kvwire.store.backends.s3.presign import Presigner
+from kvwire.store.backends.s3.reading import modified_at, read_answer, size_told, strong_tag
+from kvwire.store.backends.s3.settings import S3Settings
+from kvwire.store.backends.s3.upload import upload_in_parts
+from kvwire.store.base import ObjectStat, Store, check_after, clamp_range
+from kvwire.store.http_ranges import range_header
+from kvwire.store.keys import check_key, content_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from kvwire.store.backends.s3.upload import About, Target
+    from kvwire.store.base import Data, HttpAddress, Listed
+
+_UNSATISFIABLE = 416
+_IMMUTABLE = "private, max-age=31536000, immutable"  # private: shared caches must not hand out guarded objects
+_CHANGING = "private, no-cache"
+
+
+class S3Store(Store):
+    """Objects of one bucket, below a prefix; ``open_store`` opens it by its address.
+
+    Credentials, region and certificates are found as boto3 finds them: AWS_* variables, profiles, roles. The bucket
+    must exist. Entity tags of content-addressed keys are the digests that the keys carry, as in every other store.
+    S3's own tags, which depend on how an object was uploaded, are those of other keys, and always the condition under
+    which a snapshot's ranges are read. S3 keeps no old versions for readers: a snapshot of what was replaced since
+    fails with StorageError.
+    """
+
+    def __init__(self, url: str, *, settings: S3Settings | None = None) -> None:
+        """Parse the address and find credentials; the server is not asked yet. Raises ArgumentError, AuthError."""
+        self._address = S3Address.parse(url)
+        self._settings = settings or S3Settings()
+        self._client = S3Client(self._address, self._settings)
+        self._presigner = Presigner(self._client, self._address.bucket, self._settings)
+
+    @property
+    def url(self) -> str:
+        """The address, which holds nothing secret."""
+        return self._address.url
+
+    def http_address(self, key: str, *, renew: bool = False) -> HttpAddress:
+        """A presigned address for reading the object, signed here: the same for all ranges and threads for a while."""
+        return self._presigner.address(self._name(key), renew=renew)
+
+    def snapshot(self, key: str) -> S3Reader:
+        """The object as it is now: reads fail with StorageError once it is another, and never mix the two."""
+        return S3Reader(self, key, *self._head(key))
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        """Bytes ``start`` to ``end`` of the object, clamped at its end."""
+        return self.read_version(key, "", start, end)
+
+    def read_version(self, key: str, tag: str, start: int, end: int | None) -> bytes:
+        """As ``get``, of the version with S3's tag ``tag`` (empty: of any); StorageError where it is gone."""
+        clamp_range(start, end, 0)
+        if start == end:
+            self.stat(key)
+            return b""
+        conditions = {"IfMatch": f'"{tag}"'} if tag else {}
+        if start or end is not None:
+            conditions["Range"] = range_header(start, end)
+        with self._client.asking(key) as boto:
+            try:
+                answer = boto.get_object(**self._target(key), **conditions)  # type: ignore[arg-type]
+            except boto.exceptions.ClientError as error:
+                if status_of(error) != _UNSATISFIABLE:
+                    raise
+            else:
+                if tag and strong_tag(answer) != tag:  # a server that ignores If-Match
+                    raise _replaced(key)
+                return read_answer(answer, start, end, total_s=self._settings.total_s, what=key)
+        if self.stat(key).size > start:
+            msg = f"{key} in {self.url}: the server refuses a range that lies in the object; its ranges are broken"
+            raise StorageError(msg)
+        return b""
+
+    def stat(self, key: str) -> ObjectStat:
+        """Size, entity tag and time of writing."""
+        return self._head(key)[0]
+
+    def put(self, key: str, data: Data) -> None:
+        """Write the object, in parts where it is large. Readers see it once all of it is there."""
+        if memoryview(data).nbytes > self._settings.multipart_bytes:
+            upload_in_parts(self._client, self._target(key), _about(key), data, self._settings)
+            return
+        with self._client.asking(key) as boto:
+            boto.put_object(**self._target(key), **_about(key), Body=_body(data))
+
+    def create(self, key: str, data: Data) -> bool:
+        """Write where there is nothing of that size yet; tells whether it wrote.
+
+        Small objects are sent with ``If-None-Match: *``, which saves asking first. A server that does not know it, or
+        lets several writers win, only takes the same bytes again.
+        """
+        if memoryview(data).nbytes <= self._settings.multipart_bytes:
+            with self._client.asking(key) as boto:
+                try:
+                    boto.put_object(**self._target(key), **_about(key), Body=_body(data), IfNoneMatch="*")
+                except boto.exceptions.ClientError as error:
+                    if not is_taken(error):
+                        raise
+                else:
+                    return True
+        return super().create(key, data)
+
+    def delete(self, key: str) -> None:
+        """Remove the object, if there is one."""
+        delete_one(self._client, self._address.bucket, self._name(key))
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        """Remove objects, 250 with each request where the server can do that."""
+        delete_in_batches(self._client, self._address.bucket, map(self._name, keys))
+
+    def scan(self, prefix: str, after: str = "") -> Iterator[Listed]:
+        """Objects whose keys start with ``prefix`` and come after ``after``, in order, asked for while iterating."""
+        check_after(prefix, after)
+        where = self._address
+        return listed(self._client, where.bucket, where.root, prefix, after, self._settings.page_keys)
+
+    def close(self) -> None:
+        """Close the connections and forget the signed addresses."""
+        self._presigner.forget()
+        self._client.close()
+
+    def _head(self, key: str) -> tuple[ObjectStat, str]:
+        """What is told of the object, and S3's own tag."""
+        with self._client.asking(key) as boto:
+            answer = boto.head_object(**self._target(key))
+        tag = strong_tag(answer)
+        return ObjectStat(size_told(answer), content_digest(key) or tag, modified_at(answer)), tag
+
+    def _name(self, key: str) -> str:
+        return self._address.root + check_key(key)
+
+    def _target(self, key: str) -> Target:
+        return {"Bucket": self._address.bucket, "Key": self._name(key)}
+
+
+class S3Reader:
+    """Reads ranges of one version of an object; safe from several threads."""
+
+    def __init__(self, store: S3Store, key: str, stat: ObjectStat, tag: str) -> None:
+        """Keep what was told of the version; ``tag`` is S3's own."""
+        self._store = store
+        self._key = key
+        self._stat = stat
+        self._tag = tag
+
+    @property
+    def size(self) -> int:
+        """Length in bytes."""
+        return self._stat.size
+
+    @property
+    def etag(self) -> str:
+        """Strong entity tag, as ``stat`` tells it."""
+        return self._stat.etag
+
+    @property
+    def modified(self) -> float:
+        """Time of writing, as ``stat`` tells it."""
+        return self._stat.modified
+
+    def read(self, start: int, end: int) -> bytes:
+        """Bytes ``start`` to ``end``, clamped at the object's end."""
+        start, end = clamp_range(start, end, self.size)
+        if start >= end:
+            return b""
+        try:
+            data = self._store.read_version(self._key, self._tag, start, end)
+        except NotFoundError as error:
+            raise _replaced(self._key) from error
+        if len(data) != end - start:  # a server without tags
+            raise _replaced(self._key)
+        return data
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _body(data: Data) -> bytes:
+    return data if isinstance(data, bytes) else bytes(data)
+
+
+def _about(key: str) -> About:
+    changing = content_digest(key) is None
+    return {"ContentType": "application/octet-stream", "CacheControl": _CHANGING if changing else _IMMUTABLE}
+
+
+def _replaced(key: str) -> StorageError:
+    return StorageError(f"{key} was replaced or deleted while being read: open it again")

@@ -1,0 +1,63 @@
+"""Tiers before a store: memory, local disk, remote."""
+
+from typing import TYPE_CHECKING
+
+from kvwire._lazy import lazy
+
+if TYPE_CHECKING:
+    from kvwire.store.cache.cache import Held, Leading, OnDisk, RangeCache, Waiting
+    from kvwire.store.cache.counters import Counters, PrefetchCounters, RemoteCounters, TierCounters, UploadCounters
+    from kvwire.store.cache.disk_tier import StoredFile
+    from kvwire.store.cache.extents import Extent
+    from kvwire.store.cache.flights import Flight
+    from kvwire.store.cache.opening import open_tiers, parse_size
+    from kvwire.store.cache.policy import POLICIES, Policy, make_policy
+    from kvwire.store.cache.settings import TierSettings
+    from kvwire.store.cache.tiered import TieredStore
+    from kvwire.store.cache.write_back import WriteBackStore
+
+__all__ = [
+    "POLICIES",
+    "Counters",
+    "Extent",
+    "Flight",
+    "Held",
+    "Leading",
+    "OnDisk",
+    "Policy",
+    "PrefetchCounters",
+    "RangeCache",
+    "RemoteCounters",
+    "StoredFile",
+    "TierCounters",
+    "TierSettings",
+    "TieredStore",
+    "UploadCounters",
+    "Waiting",
+    "WriteBackStore",
+    "make_policy",
+    "open_tiers",
+    "parse_size",
+]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "kvwire.store.cache.cache": ("Held", "Leading", "OnDisk", "RangeCache", "Waiting"),
+        "kvwire.store.cache.counters": (
+            "Counters",
+            "PrefetchCounters",
+            "RemoteCounters",
+            "TierCounters",
+            "UploadCounters",
+        ),
+        "kvwire.store.cache.disk_tier": ("StoredFile",),
+        "kvwire.store.cache.extents": ("Extent",),
+        "kvwire.store.cache.flights": ("Flight",),
+        "kvwire.store.cache.opening": ("open_tiers", "parse_size"),
+        "kvwire.store.cache.policy": ("POLICIES", "Policy", "make_policy"),
+        "kvwire.store.cache.settings": ("TierSettings",),
+        "kvwire.store.cache.tiered": ("TieredStore",),
+        "kvwire.store.cache.write_back": ("WriteBackStore",),
+    },
+)

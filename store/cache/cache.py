@@ -1,0 +1,338 @@
+"""The tiers of content as one: what to do next for a byte, where fetched bytes go, who waits for whom.
+
+No call here does any I/O on the remote, and all but ``load`` return at once, so that threads and event loops drive the
+same cache. A reader asks ``step`` for one position at a time and so leads one flight, or waits for one, never both:
+readers cannot wait for each other in a circle.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
+from kvwire.errors import KvwireError
+from kvwire.store.cache.counters import Counters, RemoteCounters, TierCounters
+from kvwire.store.cache.extents import Extent, ExtentMap
+from kvwire.store.cache.flights import Flight
+from kvwire.store.cache.sizes import TRUST_S, Sizes
+from kvwire.store.cache.sketch import UseCounter
+from kvwire.store.cache.worker import Worker
+
+if TYPE_CHECKING:
+    from kvwire.store.cache.disk_tier import DiskTier, StoredFile
+    from kvwire.store.cache.memory_tier import MemoryTier
+    from kvwire.store.cache.settings import TierSettings
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Held:
+    """The next bytes are here."""
+
+    data: memoryview
+
+
+@dataclass(frozen=True)
+class OnDisk:
+    """The next bytes are in this file: ``load`` it, or wait for its ``loading``, and ``skip_disk`` where that hangs."""
+
+    extent: Extent[StoredFile]
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """The next bytes are being fetched: wait for the flight."""
+
+    flight: Flight
+
+
+@dataclass(frozen=True)
+class Leading:
+    """Fetch the flight's range, and then ``finish`` it or ``fail`` it."""
+
+    flight: Flight
+
+
+Step: TypeAlias = Held | OnDisk | Waiting | Leading | None
+"""None: the object or the range ends here."""
+
+
+class RangeCache:
+    """Memory and disk over flights. Objects go by name: the digest of the remote's address and the key."""
+
+    def __init__(self, memory: MemoryTier, disk: DiskTier | None, settings: TierSettings, lock: threading.Lock) -> None:
+        """``lock``: the one that ``disk`` was given."""
+        self._memory = memory
+        self._disk = disk
+        self._settings = settings
+        self.stall_s = settings.stall_s
+        self._lock = lock
+        self._uses = UseCounter(settings.admit_after)
+        self._flights: dict[bytes, ExtentMap[Flight]] = {}
+        self._sizes = Sizes()
+        self._loads = Worker("kvwire-disk-load", settings.load_threads)
+        self._foreground = 0
+        self._quiet = threading.Condition(lock)
+        self._remote = RemoteCounters()
+
+    def use(self, name: bytes) -> None:
+        """Count one use of an object."""
+        with self._lock:
+            self._uses.used(name)
+            self._memory.index.touched(name)
+            if self._disk:
+                self._disk.index.touched(name)
+
+    def size(self, name: bytes, *, recent: bool = False) -> int | None:
+        """Length of an object, where the remote has stated it; of late, with ``recent``."""
+        with self._lock:
+            return self._sizes.stated(name, TRUST_S if recent else math.inf)
+
+    def learn(self, name: bytes, size: int | None) -> None:
+        """Hear from the remote how long an object is."""
+        with self._lock:
+            self._sizes.state(name, size)
+
+    def doubt(self, name: bytes) -> bool:
+        """A read ended short of what it asked for: tells whether the object's length has to be asked for again."""
+        with self._lock:
+            return self._sizes.doubt(name)
+
+    def believe(self, name: bytes, position: int) -> bool:
+        """The remote fails: tells whether the object ends at ``position`` or before, by what is remembered."""
+        with self._lock:
+            return self._sizes.believe(name, position)
+
+    def step(self, name: bytes, position: int, end: int | None, owner: object, **lead: bool) -> Step:
+        """What to do for the byte at ``position`` of a range to ``end`` (None: to the object's end).
+
+        owner: who asks. lead: ``whole`` where the leader hears nothing before all bytes are there, ``background`` for
+        what nobody waits for yet.
+        """
+        with self._lock:
+            size = self._sizes.stated(name)
+            stop = size if end is None or (size is not None and size < end) else end
+            if stop is not None and position >= stop:
+                return None
+            if (held := self._memory.index.at(name, position)) is not None:
+                return _held(self._memory.index.counters, held, held.value, position, stop)
+            self._memory.index.counters.misses += 1
+            if self._disk:
+                if (stored := self._disk.at(name, position)) is not None:
+                    data = stored.value.data
+                    if data is None:
+                        return OnDisk(stored)
+                    return _held(self._disk.index.counters, stored, data, position, stop)
+                self._disk.index.counters.misses += 1
+            if name in self._flights and (flying := self._flights[name].at(position)) is not None:
+                self._remote.waits += 1
+                return Waiting(flying.value)
+            return Leading(self._depart(name, position, stop, owner, **lead))
+
+    def load(self, name: bytes, extent: Extent[StoredFile]) -> bytes | None:
+        """Wait for ``loading``, ``stall_s`` at most; None where nothing comes of it: ask ``step`` again. Blocks."""
+        try:
+            return self.loading(name, extent).result(self.stall_s)
+        except TimeoutError:
+            self.skip_disk()
+            return None
+
+    def loading(self, name: bytes, extent: Extent[StoredFile]) -> Future[bytes | None]:
+        """Read a file in the background and keep it in memory too; None where it cannot be read: ask ``step`` again.
+
+        All who want the same file share one future, which none of them can cancel.
+        """
+        with self._lock:
+            if (loading := extent.value.loading) is not None:
+                return loading
+            future: Future[bytes | None] = Future()
+            future.set_running_or_notify_cancel()
+            promoted = self._memory.index.at(name, extent.start)
+            if promoted is not None and (promoted.start, promoted.end) == (extent.start, extent.end):
+                future.set_result(promoted.value)  # by whoever was faster
+                return future
+            extent.value.loading = future
+        self._loads.submit(partial(self._load, name, extent, future))
+        return future
+
+    def skip_disk(self) -> None:
+        """A load takes too long: what only the disk has comes from the remote for a while."""
+        with self._lock:
+            if self._disk:
+                self._disk.skip_reads()
+
+    def _load(self, name: bytes, extent: Extent[StoredFile], future: Future[bytes | None]) -> None:
+        data = None
+        try:
+            data = self._loaded(name, extent)
+        finally:
+            with self._lock:
+                extent.value.loading = None
+            future.set_result(data)
+
+    def _loaded(self, name: bytes, extent: Extent[StoredFile]) -> bytes | None:
+        if self._disk is None or (found := self._disk.load(name, extent)) is None:
+            return None
+        data, size = found
+        with self._lock:
+            counters = self._disk.index.counters
+            counters.hits += 1
+            counters.hit_bytes += len(data)
+            if not extent.value.dropped:
+                self._sizes.tell(name, size)
+                self._keep(name, extent.start, data)
+        return data
+
+    def finish(self, flight: Flight, size: int | None = None) -> None:
+        """All bytes of a flight are there; size: of the object, where the remote has told it."""
+        self._land(flight, size, None)
+
+    def fail(self, flight: Flight, error: BaseException) -> None:
+        """A flight broke off; what came is kept. Only an error of the remote is passed on to those who wait."""
+        self._land(flight, None, error)
+
+    def leave(self, flight: Flight) -> None:
+        """Stop waiting for a flight from which nothing comes: the next to ask leads another one."""
+        with self._lock:
+            if self._take_off(flight):
+                self._remote.takeovers += 1
+        _resolve(flight)
+
+    def keep(self, name: bytes, start: int, data: bytes, size: int | None = None) -> None:
+        """Take in bytes that came without a flight."""
+        with self._lock:
+            self._sizes.state(name, size)
+            self._keep(name, start, data)
+
+    def fetched(self, size: int) -> None:
+        """Count a request that was made without a flight."""
+        with self._lock:
+            self._remote.requests += 1
+            self._remote.bytes += size
+
+    def drop(self, name: bytes, start: int = 0, end: int | None = None) -> None:
+        """Forget the bytes of a range in all tiers, and what of them is still on its way; None: the whole object."""
+        with self._lock:
+            self._memory.drop(name, start, end)
+            if self._disk:
+                self._disk.drop(name, start, end)
+            gone = [extent.value for extent in self._flying(name).overlapping(start, end)]
+            for flight in gone:
+                flight.stale = True
+                self._take_off(flight)
+            self._sizes.forget(name)
+
+    def wait_for_quiet(self, timeout_s: float) -> bool:
+        """Wait until no reader in the foreground fetches anything; tells whether that came about in time."""
+        with self._lock:
+            return self._quiet.wait_for(lambda: not self._foreground, timeout_s)
+
+    def admits(self, name: bytes) -> bool:
+        """Whether the object's bytes would be kept."""
+        with self._lock:
+            return self._uses.admits(name)
+
+    def counted(self) -> Counters:
+        """The tiers' and the remote's counters."""
+        with self._lock:
+            disk = self._disk.index.counted() if self._disk else TierCounters()
+            return Counters(memory=self._memory.index.counted(), disk=disk, remote=replace(self._remote))
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until the disk holds what it was given; tells whether that came about in time."""
+        return self._disk is None or self._disk.drain(timeout_s)
+
+    def close(self) -> None:
+        """Hand what only the memory holds to the disk, as far as time allows."""
+        self._loads.close(0.0)
+        if self._disk is None:
+            return
+        give_up_at = time.monotonic() + self._settings.close_s
+        with self._lock:
+            held = list(self._memory.index.all())
+        for name, extent in held:
+            with self._lock:
+                has_room = self._disk.has_room(extent.length)
+            if not has_room and not self._disk.drain(max(0.0, give_up_at - time.monotonic())):
+                break
+            with self._lock:
+                self._disk.add(name, extent.start, extent.value, self._sizes.stated(name))
+        self._disk.close()
+
+    # Under the lock.
+
+    def _depart(
+        self, name: bytes, start: int, stop: int | None, owner: object, *, whole: bool = False, background: bool = False
+    ) -> Flight:
+        settings = self._settings
+        ends = [start + (settings.prefetch_bytes if background else settings.flight_bytes)]
+        ends += [stop] if stop is not None else []
+        ends += [at for at in (self._memory.index.next_start(name, start), self._flying(name).next_start(start)) if at]
+        if self._disk and (at := self._disk.index.next_start(name, start)):
+            ends.append(at)
+        limit_s = settings.answer_s if whole else settings.stall_s
+        flight = Flight(name, start, min(ends), owner, limit_s, background=background)
+        self._flights.setdefault(name, ExtentMap()).add(flight.start, flight.end, flight)
+        self._foreground += not background
+        self._remote.requests += 1
+        return flight
+
+    def _flying(self, name: bytes) -> ExtentMap[Flight]:
+        return self._flights.get(name) or ExtentMap()
+
+    def _take_off(self, flight: Flight) -> bool:
+        """Take a flight off the map; tells whether it was there."""
+        flying = self._flights.get(flight.name)
+        extent = flying.at(flight.start) if flying else None
+        if flying is None or extent is None or extent.value is not flight:
+            return False
+        flying.remove(extent)
+        if not flying:
+            del self._flights[flight.name]
+        return True
+
+    def _land(self, flight: Flight, size: int | None, error: BaseException | None) -> None:
+        data = flight.pieces[0] if len(flight.pieces) == 1 else b"".join(flight.pieces)
+        flight.data = data if isinstance(data, bytes) else bytes(data)
+        with self._lock:
+            self._take_off(flight)
+            self._foreground -= not flight.background
+            if not self._foreground:
+                self._quiet.notify_all()
+            self._remote.bytes += len(flight.data)
+            flight.error = error if isinstance(error, KvwireError) else None
+            self._remote.failures += flight.error is not None  # a leader that was cancelled is no failure of the remote
+            if not flight.stale:
+                self._sizes.state(flight.name, size)
+                if flight.data:
+                    self._keep(flight.name, flight.start, flight.data)
+        flight.pieces = []
+        _resolve(flight)
+
+    def _keep(self, name: bytes, start: int, data: bytes) -> None:
+        if not self._uses.admits(name):
+            self._memory.index.counters.refused += 1
+            return
+        for gone in self._memory.add(name, start, data):
+            if self._disk:
+                self._disk.add(gone.name, gone.start, gone.data, self._sizes.stated(gone.name))
+
+
+def _held(counters: TierCounters, extent: Extent[T], data: bytes, position: int, stop: int | None) -> Held:
+    end = extent.end if stop is None else min(stop, extent.end)
+    view = memoryview(data)[position - extent.start : end - extent.start]
+    counters.hits += 1
+    counters.hit_bytes += len(view)
+    return Held(view)
+
+
+def _resolve(flight: Flight) -> None:
+    with suppress(InvalidStateError):  # whoever left it was first
+        flight.done.set_result(None)

@@ -1,0 +1,262 @@
+"""Extents as files on a local disk.
+
+Files appear by a rename and are never changed. Nothing is flushed: after a crash the length and the checksum decide
+what a file is worth, and what is lost is read again from the remote. All changes of files happen on one thread, in the
+order in which the index changed, so the folder follows the index and equals it whenever the queue is empty.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvwire.errors import CorruptError
+from kvwire.store.cache.extent_file import HEADER_BYTES, ExtentName, read_extent, write_extent
+from kvwire.store.cache.slots import Slot, take_slot
+from kvwire.store.cache.tier_index import TierIndex
+from kvwire.store.cache.worker import Worker
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Iterator
+    from concurrent.futures import Future
+    from pathlib import Path
+
+    from kvwire.store.cache.extents import Extent
+    from kvwire.store.cache.policy import Policy
+    from kvwire.store.cache.settings import TierSettings
+
+_log = logging.getLogger(__name__)
+_TEMPORARY = "new.tmp"  # one is enough: one thread writes
+_NOT_OURS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # no file, or none that was written here
+_SUBFOLDER = re.compile(r"[0-9a-f]{2}")
+
+
+class StoredFile:
+    """What stands for an extent: its bytes until they are written, then only its place on the disk."""
+
+    __slots__ = ("data", "dropped", "loading", "size", "skipped_until")
+
+    def __init__(self, data: bytes | None, size: int | None) -> None:
+        """data: None once it is on the disk. size: of the object, where it is known."""
+        self.data = data
+        self.size = size
+        self.dropped = False
+        self.loading: Future[bytes | None] | None = None
+        self.skipped_until = 0.0
+        """A failed read of it is not repeated before this time (monotonic)."""
+
+
+class DiskTier:
+    """Files of one slot of a folder. A disk that fails is left alone for a while; reads go on.
+
+    Methods marked "locked" are called under the cache's lock, the others without it.
+    """
+
+    def __init__(
+        self, root: Path, budget_bytes: int, policy: Policy, lock: threading.Lock, settings: TierSettings
+    ) -> None:
+        """Touch nothing yet; ``open`` does."""
+        self.index: TierIndex[StoredFile] = TierIndex(budget_bytes, policy, HEADER_BYTES)
+        self._root = root
+        self._lock = lock
+        self._settings = settings
+        self._worker = Worker("kvwire-disk-tier")
+        self._slot: Slot | None = None
+        self._dirty_bytes = 0
+        self._off_until = 0.0
+        self._skipped_until = 0.0
+        self._opening = False
+        self._failing = False
+
+    @property
+    def folder(self) -> Path | None:
+        """The subfolder that this process holds; None while there is none."""
+        return self._slot.folder if self._slot else None
+
+    def open(self) -> None:
+        """Take a subfolder and account for what is in it; where that fails, it is tried again later."""
+        with self._lock:
+            if self._slot or self._opening:
+                return
+            self._opening = True
+        try:
+            with contextlib.ExitStack() as stack:
+                slot = take_slot(self._root)
+                stack.callback(slot.close)
+                found = sorted(_scan(slot.folder), key=lambda one: one[0])
+                stack.pop_all()
+        except OSError as error:
+            with self._lock:
+                self._opening = False
+                self._failed(error)
+            return
+        with self._lock:
+            self._opening = False
+            self._slot = slot
+            for _, named in found:  # the oldest first, as a policy would have met them
+                if self.index.gaps(named.name, named.start, named.end) == [(named.start, named.end)]:
+                    self.index.add(named.name, named.start, named.end, StoredFile(None, None))
+                else:
+                    self._worker.submit(partial(self._unlink, named))
+            self._shrink()
+
+    def add(self, name: bytes, start: int, data: bytes, size: int | None) -> None:
+        """Locked: keep what of these bytes is not there yet; they are written in the background."""
+        if not self._is_on():
+            self.index.counters.refused += 1
+            return
+        added = []
+        for first, last in self.index.gaps(name, start, start + len(data)):
+            length = last - first
+            if not self.index.fits(length) or not self.has_room(length):
+                self.index.counters.refused += 1
+                continue
+            self._dirty_bytes += length
+            file = StoredFile(data[first - start : last - start], size)
+            added.append(self.index.add(name, first, last, file))
+            self.index.counters.fills += 1
+        self._shrink()
+        for extent in added:
+            self._worker.submit(partial(self._write, name, extent))
+
+    def has_room(self, length: int) -> bool:
+        """Locked: whether the queue takes that many bytes."""
+        return self._dirty_bytes + length <= self._settings.dirty_bytes
+
+    def at(self, name: bytes, position: int) -> Extent[StoredFile] | None:
+        """Locked: the extent that holds a byte, where it can be read now."""
+        extent = self.index.at(name, position)
+        if extent is None or extent.value.data is not None:
+            return extent
+        return None if time.monotonic() < max(self._skipped_until, extent.value.skipped_until) else extent
+
+    def skip_reads(self) -> None:
+        """Locked: a read takes too long, so leave all files alone for a while."""
+        if time.monotonic() >= self._skipped_until:
+            _log.warning("the disk tier is too slow and not read for now: look after the disk")
+        self._skipped_until = time.monotonic() + self._settings.retry_s
+
+    def load(self, name: bytes, extent: Extent[StoredFile]) -> tuple[bytes, int | None] | None:
+        """The extent's bytes and the object's size; None where it cannot be read now, or is not what was written."""
+        if self._slot is None:
+            return None
+        named = ExtentName(name, extent.start, extent.end)
+        try:
+            return read_extent(self._slot.folder / named.path, named)
+        except (CorruptError, OSError) as error:
+            with self._lock:
+                if isinstance(error, OSError) and error.errno not in _NOT_OURS:
+                    extent.value.skipped_until = time.monotonic() + self._settings.retry_s
+                elif self.index.remove(name, extent):
+                    self.index.counters.corrupt += 1
+                    self._forget(name, extent)
+            return None
+
+    def drop(self, name: bytes, start: int, end: int | None) -> None:
+        """Locked: remove all extents that hold any byte of a range."""
+        for extent in self.index.overlapping(name, start, end):
+            self.index.remove(name, extent)
+            self._forget(name, extent)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until the folder is what the index says."""
+        return self._worker.drain(timeout_s)
+
+    def close(self) -> None:
+        """Write what waits, as far as time allows, and let the next process have the files."""
+        self._worker.drain(self._settings.close_s)
+        if self._worker.close(self._settings.close_s) and self._slot:
+            self._slot.close()
+
+    def _is_on(self) -> bool:
+        now = time.monotonic()
+        if now < self._off_until:
+            return False
+        if self._slot is None and not self._opening:
+            self._off_until = now + self._settings.retry_s
+            self._worker.submit(self.open)
+        return self._slot is not None
+
+    def _failed(self, error: OSError) -> None:
+        self.index.counters.write_errors += 1
+        self._off_until = time.monotonic() + self._settings.retry_s
+        if not self._failing:
+            _log.warning("the disk tier takes nothing in for now (%s): free or repair the disk", error.strerror)
+        self._failing = True
+
+    def _shrink(self) -> None:
+        for name, extent in self.index.overflow():
+            self._forget(name, extent)
+
+    def _forget(self, name: bytes, extent: Extent[StoredFile]) -> None:
+        extent.value.dropped = True
+        self._worker.submit(partial(self._unlink, ExtentName(name, extent.start, extent.end)))
+
+    # On the worker's thread.
+
+    def _write(self, name: bytes, extent: Extent[StoredFile]) -> None:
+        file = extent.value
+        with self._lock:
+            data = None if file.dropped else file.data
+        error = None
+        if data is not None:
+            error = self._written(ExtentName(name, extent.start, extent.end), file.size, data)
+        with self._lock:
+            self._dirty_bytes -= extent.length
+            file.data = None
+            if error is not None:
+                self._failed(error)
+                file.dropped = True
+                self.index.remove(name, extent)
+            elif data is not None:
+                self._failing = False
+
+    def _written(self, named: ExtentName, size: int | None, data: bytes) -> OSError | None:
+        if self._slot is None:
+            return FileNotFoundError("no folder")
+        path, temporary = self._slot.folder / named.path, self._slot.folder / _TEMPORARY
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            write_extent(temporary, named, size, data)
+            temporary.replace(path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            return error
+        return None
+
+    def _unlink(self, named: ExtentName) -> None:
+        if self._slot is None:
+            return
+        try:
+            (self._slot.folder / named.path).unlink(missing_ok=True)
+        except OSError as error:
+            with self._lock:
+                self._failed(error)
+
+
+def _scan(folder: Path) -> Iterator[tuple[float, ExtentName]]:
+    """Times of writing and names of a slot's extents, by names and lengths alone. Removes what a crash has left."""
+    with contextlib.suppress(OSError):  # on a read-only disk it stays
+        (folder / _TEMPORARY).unlink(missing_ok=True)
+    with os.scandir(folder) as entries:
+        subfolders = [entry.path for entry in entries if _SUBFOLDER.fullmatch(entry.name) and entry.is_dir()]
+    for subfolder in subfolders:
+        with os.scandir(subfolder) as entries:
+            for entry in entries:
+                named = ExtentName.parse(entry.name)
+                if named is None:
+                    continue
+                about = entry.stat(follow_symlinks=False)
+                if about.st_size == named.file_bytes:
+                    yield about.st_mtime, named
+                else:
+                    with contextlib.suppress(OSError):
+                        os.unlink(entry.path)  # noqa: PTH108 - 100,000 paths are not made into objects

@@ -1,0 +1,179 @@
+"""Writes that are acknowledged but not on the remote yet: files that survive a crash, in the order of the writes.
+
+One file for each write: a header with the key, then the bytes; written under a temporary name, flushed, renamed, and
+the rename flushed too. File names count up, so the order survives as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import struct
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from isal.isal_zlib import crc32
+
+from kvwire.errors import CorruptError
+from kvwire.store.cache.slots import make_folder
+from kvwire.store.files.writer import sync_folder
+from kvwire.store.keys import MAX_KEY_CHARS, check_key, content_digest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvwire.store.base import Data
+
+_MAGIC = b"kvwput1\n"
+_FIELDS = struct.Struct("<8sHQ")  # magic, length of the key, length of the bytes
+_CRC = struct.Struct("<I")  # of the fields, the key and the bytes
+_HEADER_BYTES = _FIELDS.size + _CRC.size
+_NAME = re.compile(r"([0-9]{16})\.put")
+_TEMPORARY = re.compile(r"[0-9]{16}\.tmp")
+_CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+
+
+@dataclass(eq=False)
+class Pending:
+    """One write. key: None where the file's header is damaged. size: bytes of content."""
+
+    number: int
+    key: str | None
+    size: int
+    failures: int = 0
+    not_before: float = 0.0
+    is_running: bool = False
+    written: float = 0.0
+    is_checked: bool = False
+    is_content: bool = field(init=False)
+    """Whether the bytes are known by their digest, so that nothing needs to come before them."""
+
+    def __post_init__(self) -> None:
+        """Look at the key once: queues ask often."""
+        self.is_content = self.key is not None and content_digest(self.key) is not None
+
+
+class PendingFolder:
+    """The files. Writing is safe from several threads; all raise OSError where the disk fails."""
+
+    def __init__(self, folder: Path) -> None:
+        """Touch nothing yet."""
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._next = 0
+
+    def load(self) -> list[Pending]:
+        """What an earlier process left, in order; its temporary files are removed."""
+        make_folder(self._folder)
+        found = []
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                if _TEMPORARY.fullmatch(entry.name):
+                    (self._folder / entry.name).unlink()
+                elif match := _NAME.fullmatch(entry.name):
+                    found.append(int(match[1]))
+        self._next = max(found, default=-1) + 1
+        return [self._glance(number) for number in sorted(found)]
+
+    def adopt(self, other: Path) -> list[Pending]:
+        """Take over what lies in the pending folder of a process that is gone, behind what is here."""
+        adopted = []
+        for number in PendingFolder(other).numbers():
+            own = self._number()
+            (other / _file(number)).rename(self._folder / _file(own))
+            adopted.append(self._glance(own))
+        if adopted:
+            sync_folder(self._folder)
+            sync_folder(other)
+        return adopted
+
+    def numbers(self) -> list[int]:
+        """Numbers of the files, in order."""
+        if not self._folder.is_dir():
+            return []
+        with os.scandir(self._folder) as entries:
+            return sorted(int(match[1]) for entry in entries if (match := _NAME.fullmatch(entry.name)))
+
+    def write(self, key: str, data: Data) -> Pending:
+        """Make a write durable."""
+        number = self._number()
+        name = key.encode()
+        fields = _FIELDS.pack(_MAGIC, len(name), len(data)) + name
+        header = fields[: _FIELDS.size] + _CRC.pack(crc32(data, crc32(fields))) + name
+        path, temporary = self._folder / _file(number), self._folder / f"{number:016}.tmp"
+        try:
+            descriptor = os.open(temporary, _CREATE_FLAGS, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(header)
+                file.write(data)
+                file.flush()
+                os.fsync(descriptor)
+            temporary.rename(path)
+            sync_folder(self._folder)
+        except BaseException:
+            for one in (temporary, path):
+                with contextlib.suppress(OSError):
+                    one.unlink()
+            raise
+        return Pending(number, key, len(data), written=path.stat().st_mtime)
+
+    def read(self, pending: Pending) -> bytes:
+        """The bytes. Raises CorruptError where they are not what was written, FileNotFoundError once removed."""
+        whole = (self._folder / _file(pending.number)).read_bytes()
+        if len(whole) >= _HEADER_BYTES and pending.key is not None:
+            magic, key_bytes, size = _FIELDS.unpack_from(whole)
+            (crc,) = _CRC.unpack_from(whole, _FIELDS.size)
+            start = _HEADER_BYTES + key_bytes
+            named = whole[_HEADER_BYTES:start]
+            checked = crc32(memoryview(whole)[_HEADER_BYTES:], crc32(whole[: _FIELDS.size]))
+            if magic == _MAGIC and len(whole) == start + size and crc == checked and named == pending.key.encode():
+                pending.is_checked = True
+                return whole[start:]
+        raise _damaged(pending)
+
+    def read_range(self, pending: Pending, start: int, end: int) -> bytes:
+        """Some of the bytes; all are checked, as ``read`` does it, the first time alone."""
+        if not pending.is_checked:
+            return self.read(pending)[start:end]
+        pieces = []
+        with (self._folder / _file(pending.number)).open("rb", buffering=0) as file:
+            file.seek(_HEADER_BYTES + len((pending.key or "").encode()) + start)
+            while start < end and (piece := file.read(end - start)):
+                pieces.append(piece)
+                start += len(piece)
+        if start < end:
+            raise _damaged(pending)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def remove(self, pending: Pending) -> None:
+        """Forget a write; flushed, or an old entry could come back after a crash."""
+        (self._folder / _file(pending.number)).unlink(missing_ok=True)
+        sync_folder(self._folder)
+
+    def _number(self) -> int:
+        with self._lock:
+            self._next += 1
+            return self._next - 1
+
+    def _glance(self, number: int) -> Pending:
+        """What a file's header says, without reading its content."""
+        path = self._folder / _file(number)
+        size = max(0, path.stat().st_size - _HEADER_BYTES)
+        with path.open("rb") as file:
+            header = file.read(_HEADER_BYTES + MAX_KEY_CHARS)
+        try:
+            _, key_bytes, size = _FIELDS.unpack_from(header)
+            key = check_key(header[_HEADER_BYTES : _HEADER_BYTES + key_bytes].decode())
+        except (struct.error, ValueError):
+            return Pending(number, None, size)
+        return Pending(number, key, min(size, path.stat().st_size), written=path.stat().st_mtime)
+
+
+def _damaged(pending: Pending) -> CorruptError:
+    return CorruptError(f"the pending write of {pending.key or 'an unknown key'} is damaged: encode the document again")
+
+
+def _file(number: int) -> str:
+    return f"{number:016}.put"

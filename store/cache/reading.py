@@ -1,0 +1,126 @@
+"""How a thread reads through the tiers."""
+
+from __future__ import annotations
+
+from concurrent import futures
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvwire.errors import KvwireError, StorageError
+from kvwire.store.cache.cache import Held, Leading, OnDisk, RangeCache, Waiting
+
+if TYPE_CHECKING:
+    from kvwire.store.base import Store
+    from kvwire.store.cache.flights import Flight
+
+
+@dataclass(frozen=True)
+class RemoteObject:
+    """One object of the store below the tiers."""
+
+    store: Store
+    key: str
+
+    def get(self, start: int, end: int) -> bytes:
+        """Bytes of a range, clamped at the end."""
+        return self.store.get(self.key, start, end)
+
+    def size(self) -> int:
+        """The length, as the store states it."""
+        return self.store.stat(self.key).size
+
+
+class TierReading:
+    """One read of one object."""
+
+    def __init__(self, cache: RangeCache, name: bytes, remote: RemoteObject) -> None:
+        """Prepare."""
+        self._cache = cache
+        self._name = name
+        self._remote = remote
+        self._failures = 0
+
+    def read(self, start: int, end: int | None) -> bytes:
+        """Bytes ``start`` to ``end``, clamped at the object's end."""
+        pieces: list[memoryview] = []
+        position = start
+        while True:
+            match self._cache.step(self._name, position, end, self, whole=True):
+                case None:
+                    if end is not None and position < end and self._cache.doubt(self._name):
+                        continue
+                    break
+                case Held(data):
+                    piece = data
+                case OnDisk(extent):
+                    piece = memoryview(self._cache.load(self._name, extent) or b"")[position - extent.start :]
+                case Waiting(flight):
+                    piece = self._awaited(flight, position)
+                case Leading(flight):
+                    piece = memoryview(lead(self._cache, flight, self._remote))
+                    if not piece:  # the object ends here
+                        break
+            piece = piece if end is None else piece[: end - position]
+            pieces.append(piece)
+            position += len(piece)
+        return _joined(pieces)
+
+    def _awaited(self, flight: Flight, position: int) -> memoryview:
+        wait_for(self._cache, flight)
+        data = next(flight.since(position), memoryview(b""))
+        if not data and flight.error is not None:
+            self._failures += 1
+            if error := flight.verdict(self._failures):
+                raise error
+        return data
+
+
+def lead(cache: RangeCache, flight: Flight, remote: RemoteObject) -> bytes:
+    """Fetch a flight's range in one call, and land it whatever happens; no bytes where the object ends before it.
+
+    A short answer is the object's end where the store says so, and else a fault: StorageError.
+    """
+    size = None
+    try:
+        data = _checked(remote.get(flight.start, flight.end), flight)
+        flight.feed(data)
+        if flight.position < flight.end:
+            size = remote.size()
+            _check_end(flight.position, min(size, flight.end))
+    except BaseException as error:
+        cache.fail(flight, error)
+        is_empty = isinstance(error, KvwireError) and flight.position == flight.start
+        if is_empty and cache.believe(flight.name, flight.start):
+            return b""
+        raise
+    cache.finish(flight, size)
+    return data
+
+
+def _check_end(position: int, end: int) -> None:
+    if position < end:
+        msg = f"the remote store gave {end - position} bytes less than the object has: try again"
+        raise StorageError(msg)
+
+
+def _checked(data: bytes, flight: Flight) -> bytes:
+    if len(data) > flight.end - flight.start:
+        msg = "the remote store gave more bytes than it was asked for: its ranges are broken"
+        raise StorageError(msg)
+    return data
+
+
+def wait_for(cache: RangeCache, flight: Flight) -> None:
+    """Block until a flight is over, or give it up where nothing comes any more."""
+    while not flight.done.done():
+        position = flight.position
+        futures.wait([flight.done], flight.limit_s)
+        if not flight.done.done() and flight.position == position:
+            cache.leave(flight)
+
+
+def _joined(pieces: list[memoryview]) -> bytes:
+    """The pieces as one; without a copy where they are one whole ``bytes`` already."""
+    if len(pieces) == 1 and isinstance(whole := pieces[0].obj, bytes) and len(whole) == len(pieces[0]):
+        return whole
+    return b"".join(pieces)

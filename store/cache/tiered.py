@@ -1,0 +1,187 @@
+"""A store behind tiers: memory, local disk, remote."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvwire.store.base import ObjectStat, Store, clamp_range, open_object
+from kvwire.store.cache.prefetching import Prefetcher
+from kvwire.store.cache.reading import RemoteObject, TierReading
+from kvwire.store.cache.write_back import WriteBackStore
+from kvwire.store.keys import check_key, content_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from kvwire.store.base import Data, Listed, ObjectReader
+    from kvwire.store.cache.cache import RangeCache
+    from kvwire.store.cache.counters import Counters
+    from kvwire.store.cache.settings import TierSettings
+
+
+class TieredStore(Store):
+    """Reads of content go through the tiers; everything else goes to the remote. ``open_tiers`` makes one.
+
+    Content is what its key names by digest (blobs and profiles): it never changes, so a copy is as good as the
+    original, even while the remote is down or after another client has deleted it there. Catalog entries and pointers
+    are never cached. There is no HTTP address: reads that went past the tiers would fetch everything anew.
+    """
+
+    def __init__(self, remote: Store, cache: RangeCache, settings: TierSettings) -> None:
+        """Take over the remote, which may be a ``WriteBackStore``."""
+        self._remote = remote
+        self._settings = settings
+        self._prefetcher = Prefetcher(cache, settings)
+        self.cache = cache
+        """What ``kvwire.transport`` reads through."""
+
+    @property
+    def url(self) -> str:
+        """The remote's address."""
+        return self._remote.url
+
+    def name(self, key: str) -> bytes | None:
+        """What the tiers call an object of this remote; None where it is no content."""
+        if content_digest(check_key(key)) is None:
+            return None
+        return hashlib.sha256(f"{self._remote.url}\0{key}".encode()).digest()
+
+    def origin(self, key: str) -> Store:
+        """The store below the tiers that has an object."""
+        return self._remote.origin(key) if isinstance(self._remote, WriteBackStore) else self._remote
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        """Bytes ``start`` to ``end``, clamped at the object's end, each from the nearest tier that has it."""
+        name = self.name(key)
+        if name is None or start == end:
+            return self._remote.get(key, start, end)
+        self.cache.use(name)
+        return self._read(name, key, start, end)
+
+    def stat(self, key: str) -> ObjectStat:
+        """Size and entity tag, from the remote: this tells what is there, not what is cached."""
+        found = self._remote.stat(key)
+        if (name := self.name(key)) is not None:
+            self.cache.learn(name, found.size)
+        return found
+
+    def snapshot(self, key: str) -> ObjectReader:
+        """Hold one version open; of content, opening is one use, and reading it goes through the tiers.
+
+        Content has one version only. It is not held on the remote: once it is deleted, what is not cached is gone.
+        """
+        name = self.name(key)
+        if name is None:
+            return open_object(self._remote, key)
+        size = self.cache.size(name)
+        if size is None:
+            size = self.stat(key).size
+        self.cache.use(name)
+        return _TieredReader(key, size, partial(self._read, name, key))
+
+    def put(self, key: str, data: Data) -> None:
+        """Write to the remote (with ``write_back``: durably to the local disk) and keep content in the tiers."""
+        try:
+            self._remote.put(key, data)
+        finally:
+            self._forget(key)
+        self._keep(key, data)
+
+    def create(self, key: str, data: Data) -> bool:
+        """Write where the remote has nothing of that size yet."""
+        written = self._remote.create(key, data)
+        if written:
+            self._forget(key)
+            self._keep(key, data)
+        return written
+
+    def delete(self, key: str) -> None:
+        """Remove the object from the remote and from the tiers."""
+        try:
+            self._remote.delete(key)
+        finally:
+            self._forget(key)
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        """Remove objects from the remote, in as few requests as it knows how to, and from the tiers."""
+        several = list(keys)
+        try:
+            self._remote.delete_many(several)
+        finally:
+            for key in several:
+                self._forget(key)
+
+    def scan(self, prefix: str, after: str = "") -> Iterator[Listed]:
+        """What the remote lists."""
+        return self._remote.scan(prefix, after)
+
+    def prefetch(self, key: str, start: int = 0, end: int | None = None) -> None:
+        """Hint that content will be read soon. It is fetched in the background, while nobody else fetches anything."""
+        clamp_range(start, end, 0)
+        if (name := self.name(key)) is not None:
+            self._prefetcher.hint(name, RemoteObject(self._remote, key), start, end)
+
+    def distrust(self, key: str, start: int = 0, end: int | None = None) -> None:
+        """Forget cached bytes of a range, because they were found wrong; the next read asks the remote."""
+        if (name := self.name(key)) is not None:
+            self.cache.drop(name, start, end)
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Wait until all writes are on the remote; DeadlineError where it takes longer. Without write-back they are."""
+        if isinstance(self._remote, WriteBackStore):
+            self._remote.flush(timeout_s)
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until the background has nothing to write to the disk or to prefetch; tells whether it came to that."""
+        return self._prefetcher.drain(timeout_s) and self.cache.drain(timeout_s)
+
+    def counters(self) -> Counters:
+        """What happened so far, and what is held now."""
+        counted = self.cache.counted()
+        counted.prefetch = self._prefetcher.counted()
+        if isinstance(self._remote, WriteBackStore):
+            counted.uploads = self._remote.counted()
+        return counted
+
+    def close(self) -> None:
+        """Write what only the memory holds to the disk, upload what is pending, as far as time allows; then let go."""
+        self._prefetcher.close()
+        self.cache.close()
+        self._remote.close()
+
+    def _read(self, name: bytes, key: str, start: int, end: int | None) -> bytes:
+        clamp_range(start, end, 0)
+        return TierReading(self.cache, name, RemoteObject(self._remote, key)).read(start, end)
+
+    def _forget(self, key: str) -> None:
+        if (name := self.name(key)) is not None:
+            self.cache.drop(name)
+
+    def _keep(self, key: str, data: Data) -> None:
+        """Keep what was written, as if it had been read; never what is not what its key says."""
+        name = self.name(key)
+        if name is None or not len(data) or hashlib.sha256(data).hexdigest() != content_digest(key):
+            return
+        self.cache.use(name)
+        view = memoryview(data)
+        for start in range(0, len(view), self._settings.flight_bytes):
+            part = bytes(view[start : start + self._settings.flight_bytes])
+            self.cache.keep(name, start, part, len(view))
+
+
+class _TieredReader:
+    """One object, read through the tiers."""
+
+    def __init__(self, key: str, size: int, read: partial[bytes]) -> None:
+        self._read = read
+        self.size = size
+        self.etag = content_digest(key) or ""
+
+    def read(self, start: int, end: int) -> bytes:
+        start, stop = clamp_range(start, end, self.size)
+        return self._read(start, stop)
+
+    def close(self) -> None:
+        pass

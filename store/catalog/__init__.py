@@ -1,0 +1,1 @@
+"""Which blob belongs to which document, and how often documents are used."""

@@ -1,0 +1,74 @@
+"""How collectors of garbage and writers meet: who is about to delete content says so where writers look.
+
+A collector writes an announcement that names the objects, then reads the entries, then deletes, then removes the
+announcement. A writer writes its entry, then looks for announcements. Whichever came first, one of the two sees the
+other: see ``collecting``.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from typing import TYPE_CHECKING
+
+from kvwire.errors import AuthError, CorruptError, NotFoundError
+from kvwire.store.catalog.entry import MAX_ENTRY_BYTES, parse_object
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from kvwire.store.base import Store
+    from kvwire.store.keys import KeySpace
+
+GRACE_S = 24 * 3600.0
+"""How long content may lie unreferenced before it counts as garbage: longer than anybody takes to write an entry."""
+LEASE_S = 300.0
+"""How long an announcement holds: its collector deletes nothing later, its readers do not wait longer."""
+MAX_NAMES = 8192
+"""Names in one announcement, which then is shorter than what is read of a catalog object."""
+_POLL_S = 0.05
+
+
+def is_old(modified: float, grace_s: float = GRACE_S) -> bool:
+    """Whether content is so old that a collector may soon take it: half the grace. Of unknown age, none does."""
+    return 0 < modified < time.time() - grace_s / 2
+
+
+def announce(store: Store, space: KeySpace, keys: Collection[str]) -> str:
+    """Tell writers which objects are about to be deleted; returns the announcement's key, to be deleted afterwards."""
+    at = space.announcement(secrets.token_hex(16))
+    store.put(at, json.dumps({"collecting": sorted(_name(key) for key in keys)}).encode())
+    return at
+
+
+def wait_for_collectors(store: Store, space: KeySpace, keys: Collection[str] | None) -> None:
+    """Return once nobody is about to delete one of these objects (None: any), which is at once but for rare cases.
+
+    Called after writing entries that name them, and before making sure that they are still there.
+    """
+    names = None if keys is None else {_name(key) for key in keys}
+    try:
+        found = list(store.scan(space.announcements))
+    except AuthError:  # who may not list relies on the grace period alone
+        return
+    for listed in found:
+        if listed.modified and listed.modified < time.time() - 2 * LEASE_S:  # its collector died
+            continue
+        give_up_at = time.monotonic() + LEASE_S
+        while _names_any(store, listed.key, names) and time.monotonic() < give_up_at:
+            time.sleep(_POLL_S)
+
+
+def _names_any(store: Store, at: str, names: set[str] | None) -> bool:
+    try:
+        told = parse_object(store.get(at, 0, MAX_ENTRY_BYTES + 1)).get("collecting")
+    except NotFoundError:
+        return False
+    except CorruptError:
+        return True  # it may name anything
+    return names is None or not isinstance(told, list) or any(name in names for name in told if isinstance(name, str))
+
+
+def _name(key: str) -> str:
+    return key.rpartition("/")[2]

@@ -1,0 +1,99 @@
+"""How often documents were used, which decides whose caches are worth keeping.
+
+Source: KVLink appendix A.7 (arXiv 2502.16002): caches for documents that are used often, text for the rest.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvwire.errors import NotFoundError
+from kvwire.store.files.sqlite import Database
+
+if TYPE_CHECKING:
+    import os
+    import sqlite3
+
+_SCHEMA = (
+    "CREATE TABLE uses (scope TEXT NOT NULL, document TEXT NOT NULL, count INTEGER NOT NULL, "
+    "PRIMARY KEY (scope, document)) WITHOUT ROWID"
+)
+_VERSION = 1
+_ADD = (
+    "INSERT INTO uses (scope, document, count) VALUES (?, ?, 1) "
+    "ON CONFLICT (scope, document) DO UPDATE SET count = count + 1"
+)
+_COUNT = "SELECT count FROM uses WHERE scope = ? AND document = ?"
+_REACHED = "SELECT document FROM uses WHERE scope = ? AND count >= ? ORDER BY count DESC, document"
+_ADVICE = "delete it; counting then starts anew"
+BUSY_S = 0.2
+"""Longest wait for another process that holds the file: a count is not worth an answer's delay."""
+
+
+class UseCounts:
+    """Counts in this process's memory. scope: what tells tenants and models apart, such as ``KeySpace.root``."""
+
+    def __init__(self) -> None:
+        """Start at nothing."""
+        self._lock = threading.Lock()
+        self._counts: defaultdict[str, dict[str, int]] = defaultdict(dict)
+
+    def add(self, scope: str, document_id: str) -> None:
+        """Count one use."""
+        with self._lock:
+            counts = self._counts[scope]
+            counts[document_id] = counts.get(document_id, 0) + 1
+
+    def count(self, scope: str, document_id: str) -> int:
+        """Uses of a document so far."""
+        with self._lock:
+            return self._counts[scope].get(document_id, 0)
+
+    def reached(self, scope: str, least: int) -> list[str]:
+        """Documents with at least so many uses, the most used first."""
+        with self._lock:
+            found = [(-count, name) for name, count in self._counts[scope].items() if count >= least]
+        return [name for _, name in sorted(found)]
+
+    def close(self) -> None:
+        """Nothing is held but memory."""
+
+
+class UseFile(UseCounts):
+    """Counts in a file, shared by the processes of one machine. A power cut may cost the last few uses."""
+
+    def __init__(self, path: str | os.PathLike[str], *, busy_s: float = BUSY_S) -> None:
+        """Keep the path; the file is made at the first use. Raises NotFoundError where its folder is not there.
+
+        busy_s: seconds that a use waits for another process's, which takes less than a millisecond; StorageError then.
+        """
+        path = Path(path).absolute()
+        if not path.parent.is_dir():
+            msg = f"{path.parent} is not a folder; make it, or name another file for the counts"
+            raise NotFoundError(msg)
+        self._database = Database(path, _SCHEMA, version=_VERSION, durable=False, advice=_ADVICE, busy_s=busy_s)
+
+    def add(self, scope: str, document_id: str) -> None:
+        """Count one use."""
+        self._database.write(lambda connection: connection.execute(_ADD, (scope, document_id)))
+
+    def count(self, scope: str, document_id: str) -> int:
+        """Uses of a document so far."""
+
+        def query(connection: sqlite3.Connection) -> int:
+            row = connection.execute(_COUNT, (scope, document_id)).fetchone()
+            return int(row[0]) if row else 0
+
+        return self._database.read(query, 0)
+
+    def reached(self, scope: str, least: int) -> list[str]:
+        """Documents with at least so many uses, the most used first."""
+        bounds = (scope, least)
+        return self._database.read(lambda connection: [str(row[0]) for row in connection.execute(_REACHED, bounds)], [])
+
+    def close(self) -> None:
+        """Close the file."""
+        self._database.close()

@@ -1,0 +1,1 @@
+"""Encryption at rest: sealed blobs and the keys of tenants."""

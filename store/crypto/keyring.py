@@ -1,0 +1,81 @@
+"""Master keys for encryption at rest, and the keys of tenants that come from them."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvwire.errors import ArgumentError, AuthError
+from kvwire.store.files.os_errors import reading
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+    from kvwire.store.crypto.sealing import TenantKeys
+
+MASTER_BYTES = 32
+_MAX_FILE_BYTES = 1 << 16
+
+
+class Keyring:
+    """Master keys, the newest first: it seals, all of them open. Nothing here ever prints a key."""
+
+    def __init__(self, masters: Sequence[bytes]) -> None:
+        """Keep them. Raises ArgumentError where one is not 32 bytes long."""
+        if not masters or any(len(master) != MASTER_BYTES for master in masters):
+            msg = f"a keyring needs master keys of {MASTER_BYTES} bytes each; make one with kvwire key"
+            raise ArgumentError(msg)
+        self._masters = tuple(bytes(master) for master in masters)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Keyring:
+        """Read a file with one key a line in base64, the newest first; empty lines and those after ``#`` do not count.
+
+        Raises NotFoundError where there is none, AuthError where others than its owner may read it, ArgumentError
+        where a line is no key.
+        """
+        path = Path(path)
+        with reading(f"the keyring {path}"):
+            about = path.stat()
+            if about.st_mode & 0o077:
+                msg = f"the keyring {path} can be read by others: chmod 600 it"
+                raise AuthError(msg)
+            with path.open("rb") as file:
+                lines = file.read(_MAX_FILE_BYTES).decode(errors="replace").splitlines()
+        return cls([_master(line, path, number) for number, line in enumerate(lines, 1) if _counts(line)])
+
+    @staticmethod
+    def new_line() -> str:
+        """A fresh master key, as a line of a keyring file."""
+        return base64.b64encode(secrets.token_bytes(MASTER_BYTES)).decode()
+
+    def tenant(self, tenant: str) -> TenantKeys:
+        """The keys of one tenant, by its hash as keys of objects carry it (``tenant_hash``)."""
+        from kvwire.store.crypto.sealing import TenantKey, TenantKeys, derived
+
+        def key(master: bytes) -> TenantKey:
+            secret = derived(master, b"kvwire tenant key\0" + tenant.encode())
+            return TenantKey(derived(secret, b"kvwire key id")[:16], secret)
+
+        return TenantKeys([key(master) for master in self._masters])
+
+
+def _counts(line: str) -> bool:
+    return bool(line.strip()) and not line.lstrip().startswith("#")
+
+
+def _master(line: str, path: Path, number: int) -> bytes:
+    try:
+        master = base64.b64decode(line.strip(), validate=True)
+    except (binascii.Error, ValueError):
+        master = b""
+    if len(master) != MASTER_BYTES:
+        msg = (
+            f"line {number} of the keyring {path} is no key of {MASTER_BYTES} bytes in base64; make one with kvwire key"
+        )
+        raise ArgumentError(msg)
+    return master

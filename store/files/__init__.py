@@ -1,0 +1,1 @@
+"""Files on a local disk: reading, durable writing, SQLite, and errors of the operating system."""

@@ -1,0 +1,1 @@
+"""Looking after a store: collect garbage, verify everything, copy to another store."""

@@ -1,0 +1,274 @@
+"""Garbage collection: blobs, profiles and texts that no document names any more are deleted, while others write.
+
+Mark: the digests that a configuration's document entries and its pointer to the current profile name are gathered.
+Sweep: what is not among them and older than the grace period is announced, looked at once more, and deleted.
+
+Why nothing is lost that a document needs. A writer (``Catalog``) does, in this order: W1 content, which it writes again
+where what is there is older than half the grace; W2 entry; W3 wait until no announcement names the content; W4 write
+the content again where it is gone. A collector does: C1 mark; C2 announce; C3 mark what was written since C1; C4 leave
+out what became young; C5 delete; C6 take the announcement back. Stores are consistent: a read sees every write that had
+ended before it. So, wherever the two meet:
+
+- W2 before C3 reads: C1 or C3 sees the entry, and the content stays.
+- W2 after C3: C2 was before, so at W3 the announcement is there, or already taken back. The writer waits for C6, which
+  is after C5, and then sees at W4 whether the content is gone.
+- W1 before C5 and W2 after C6: the content that W1 found, or wrote, may be deleted; W4 writes it again.
+- W1 after C5: the content is written anew and is young.
+- Two collectors: announcements have names of their own, and a writer waits for each.
+- A collector that dies between C2 and C6 deletes nothing more; writers of the very objects that it named wait for a
+  lease. A collector that is slower than its lease stops before it deletes, and goes on with what is left under another
+  announcement, from C2: what is left to trust is that no single deletion is delayed by minutes on its way.
+- A writer that dies before W2 leaves garbage, before W4 a document whose content is gone at worst: readers count a miss
+  and compute the text, encoding the document again heals it.
+- Whoever writes content long before its entry (a copy, for one) is protected by the grace period, or repeats W3 and W4.
+- An entry that is removed or replaced between C1 and C5 keeps its content until the next collection.
+
+Entries of token sequences are hints. One that no document shares any more is deleted; losing one costs an encoding.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from kvwire.errors import ArgumentError, AuthError, CorruptError, FormatVersionError, NotFoundError, StorageError
+from kvwire.store.backends.folder.store import FolderStore
+from kvwire.store.catalog.announcements import GRACE_S, LEASE_S, MAX_NAMES, announce
+from kvwire.store.catalog.catalog import Catalog
+from kvwire.store.keys import check_tenant, content_digest, text_digest
+from kvwire.store.listing import content, read_ahead, tenants
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvwire.store.base import Listed, Store
+    from kvwire.store.crypto.keyring import Keyring
+    from kvwire.store.keys import KeySpace
+
+    OnProgress = Callable[[str, int], None]
+
+_SKEW_S = 3600.0
+"""How far the store's clock and this machine's may be apart: entries that young are read again."""
+_UNFINISHED_S = 3600.0
+"""A temporary file that was written to within this time is somebody's, however short the grace."""
+_PIECE = 200
+"""Deletions between looks at the clock, which comes after as many looks at what is to be deleted."""
+_TELL_EVERY = 1000
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What was deleted, or would be.
+
+    entries: of token sequences that no document has. leftovers: unfinished files. bytes: of all but entries.
+    failures: in words, model configurations where an entry that cannot be read hides what is needed, or where the store
+    failed, so that less was deleted than might be.
+    """
+
+    blobs: int = 0
+    profiles: int = 0
+    texts: int = 0
+    entries: int = 0
+    leftovers: int = 0
+    bytes: int = 0
+    failures: tuple[str, ...] = ()
+
+    def __add__(self, other: Collected) -> Collected:
+        """Both together."""
+        return Collected(
+            self.blobs + other.blobs,
+            self.profiles + other.profiles,
+            self.texts + other.texts,
+            self.entries + other.entries,
+            self.leftovers + other.leftovers,
+            self.bytes + other.bytes,
+            self.failures + other.failures,
+        )
+
+
+def collect(
+    store: Store,
+    *,
+    tenant_hash: str | None = None,
+    keyring: Keyring | None = None,
+    grace_s: float = GRACE_S,
+    dry_run: bool = False,
+    on_progress: OnProgress | None = None,
+) -> Collected:
+    """Delete content that no document of its tenant and model configuration names and that is older than the grace.
+
+    tenant_hash: one tenant only. keyring: to read the entries of tenants whose are sealed; without it nothing of theirs
+    is deleted. grace_s: seconds; content of unknown age counts as young. dry_run: delete nothing, and
+    tell what would be. on_progress: called with ``"entries"`` or ``"objects"`` and how many more were looked at.
+    Safe beside writers and other collectors. A store that fails later than at the list of tenants is told of in
+    ``failures``, and what else can be reached is collected; before, it raises StorageError.
+    """
+    if grace_s < 0:
+        msg = f"a grace period is no time at least, {grace_s:g} s are less"
+        raise ArgumentError(msg)
+    total = Collected()
+    for tenant in list(tenants(store)) if tenant_hash is None else [check_tenant(tenant_hash)]:
+        catalog = Catalog.of_hash(store, tenant, keyring=keyring)
+        try:
+            for space in catalog.configurations():
+                total += _Sweep(catalog, space, grace_s, dry_run=dry_run, on_progress=on_progress).run()
+        except StorageError as error:
+            total += Collected(failures=(f"v1/{tenant}/: {error}",))
+    if isinstance(store, FolderStore) and not dry_run:
+        total += _remove_leftovers(store, grace_s)
+    return total
+
+
+def _remove_leftovers(store: FolderStore, grace_s: float) -> Collected:
+    try:
+        count, size = store.remove_leftovers(time.time() - max(grace_s, _UNFINISHED_S))
+    except StorageError as error:
+        return Collected(failures=(f"unfinished files: {error}",))
+    return Collected(leftovers=count, bytes=size)
+
+
+class _Sweep:
+    """One configuration. marked: digests that are needed."""
+
+    def __init__(
+        self, catalog: Catalog, space: KeySpace, grace_s: float, *, dry_run: bool, on_progress: OnProgress | None
+    ) -> None:
+        self._catalog = catalog
+        self._store = catalog.store
+        self._space = space
+        self._grace_s = grace_s
+        self._dry_run = dry_run
+        self._tell = on_progress or (lambda _what, _count: None)
+        self._marked: set[bytes] = set()
+        self._marked_at = 0.0
+        self._done = Collected()
+
+    def run(self) -> Collected:
+        try:
+            self._mark()
+            self._batches(self._stale_tokens(), self._delete_tokens)
+            self._batches(self._garbage(), self._delete_content)
+            if not self._dry_run:
+                self._delete_dead_announcements()
+        except (AuthError, CorruptError, FormatVersionError, StorageError) as error:
+            self._done += Collected(failures=(f"{self._space.root}: {error}",))
+        return self._done
+
+    def _mark(self) -> None:
+        """Read the entries: all at first, later those that may have been written since."""
+        since, self._marked_at = self._marked_at, time.time()
+        young = (
+            listed.key
+            for listed in self._store.scan(self._space.documents)
+            if not listed.modified or listed.modified > since - _SKEW_S
+        )
+        count = 0
+        for _, entry in self._catalog.entries(self._space, young):
+            for digest in (entry.sha256, entry.token_digest, entry.profile_digest):
+                if digest:
+                    self._marked.add(bytes.fromhex(digest))
+            count += 1
+            if count % _TELL_EVERY == 0:
+                self._tell("entries", _TELL_EVERY)
+        self._tell("entries", count % _TELL_EVERY)
+        profile = self._catalog.current_profile(self._space)
+        if profile:
+            self._marked.add(bytes.fromhex(profile))
+
+    def _is_garbage(self, digest: str, modified: float) -> bool:
+        return bytes.fromhex(digest) not in self._marked and 0 < modified < time.time() - self._grace_s
+
+    def _garbage(self) -> Iterator[Listed]:
+        for count, listed in enumerate(content(self._store, self._space), 1):
+            digest = self._digest(listed.key)
+            if digest and self._is_garbage(digest, listed.modified):
+                yield listed
+            if count % _TELL_EVERY == 0:
+                self._tell("objects", _TELL_EVERY)
+
+    def _digest(self, key: str) -> str | None:
+        """What a key of content or of an entry of tokens names; None for whatever lies in a place of its own."""
+        space = self._space
+        sha256, text, tokens = content_digest(key), text_digest(key), _token_digest(key)
+        if text is not None:
+            return text if key == space.text(text) else None
+        if tokens is not None:
+            return tokens if key == space.token_entry(tokens) else None
+        return sha256 if sha256 is not None and key in (space.blob(sha256), space.profile(sha256)) else None
+
+    def _stale_tokens(self) -> Iterator[Listed]:
+        for listed in self._store.scan(self._space.token_entries):
+            digest = self._digest(listed.key)
+            if digest and self._is_garbage(digest, listed.modified):
+                yield listed
+
+    def _batches(self, found: Iterator[Listed], delete: Callable[[list[Listed]], None]) -> None:
+        while batch := list(islice(found, MAX_NAMES)):
+            delete(batch)
+
+    def _delete_tokens(self, batch: list[Listed]) -> None:
+        if not self._dry_run:
+            self._mark()
+            batch = self._still_garbage(batch)
+            self._store.delete_many(one.key for one in batch)
+        self._done = replace(self._done, entries=self._done.entries + len(batch))
+
+    def _delete_content(self, batch: list[Listed]) -> None:
+        if self._dry_run:
+            self._count(batch)
+            return
+        while batch:
+            looked_at = self._delete_within_lease(batch)
+            if not looked_at:
+                msg = f"{self._store.url}: reading the catalog takes longer than {LEASE_S:g} s: collect nearer to it"
+                raise StorageError(msg)
+            batch = batch[looked_at:]
+
+    def _delete_within_lease(self, batch: list[Listed]) -> int:
+        """Delete what one announcement gives the time for; returns how many of the batch were done with."""
+        stop_at = time.monotonic() + LEASE_S
+        at = announce(self._store, self._space, [listed.key for listed in batch])
+        try:
+            self._mark()
+            for start in range(0, len(batch), _PIECE):
+                doomed = self._still_garbage(batch[start : start + _PIECE])
+                if time.monotonic() > stop_at:
+                    return start
+                self._store.delete_many(one.key for one in doomed)
+                self._count(doomed)
+        finally:
+            self._store.delete(at)
+        return len(batch)
+
+    def _still_garbage(self, batch: list[Listed]) -> list[Listed]:
+        """Those that were not written again, and that nothing marked meanwhile names."""
+        times = read_ahead(self._store, [one.key for one in batch], self._modified)
+        found = []
+        for one, (key, modified) in zip(batch, times, strict=True):
+            digest = self._digest(key)
+            if digest and self._is_garbage(digest, modified()):
+                found.append(one)
+        return found
+
+    def _modified(self, key: str) -> float:
+        try:
+            return self._store.stat(key).modified
+        except NotFoundError:
+            return 0.0
+
+    def _count(self, deleted: list[Listed]) -> None:
+        kinds = [listed.key.rpartition(".")[2] for listed in deleted]
+        size = sum(listed.size for listed in deleted)
+        self._done += Collected(kinds.count("kvw"), kinds.count("kvp"), kinds.count("kvt"), bytes=size)
+
+    def _delete_dead_announcements(self) -> None:
+        dead = time.time() - 2 * LEASE_S - self._grace_s
+        found = [one.key for one in self._store.scan(self._space.announcements) if 0 < one.modified < dead]
+        self._store.delete_many(found)
+
+
+def _token_digest(key: str) -> str | None:
+    name = key.rpartition("/")[2].removesuffix(".json")
+    return name if len(name) == 64 and set(name) <= set("0123456789abcdef") else None  # noqa: PLR2004 - SHA-256

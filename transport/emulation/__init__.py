@@ -1,0 +1,1 @@
+"""Slow links in front of fast ones."""

@@ -1,0 +1,1 @@
+"""Ranges of a blob, fetched in parallel, retried and hedged."""

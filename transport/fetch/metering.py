@@ -1,0 +1,139 @@
+"""Facts for an estimator of the link: how soon answers begin and how fast bytes come."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvwire.transport.fetch.hedging import Pace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_SAMPLE_S = 0.005  # long enough to say something about bandwidth, short enough to follow it
+
+
+class LinkSample(NamedTuple):
+    """What was observed since the sample before.
+
+    first_byte_s: from sending a request to its first byte; None where no answer began.
+    wire_bytes: all bytes received.
+    timed_bytes, started, ended: bytes that arrived between two instants of the meter's clock during which at least
+    one answer was coming in all the time; intervals of one meter do not overlap. The piece that opens such a period is
+    left out, because nothing is known of the time that it took. 0 bytes over some time: the link was silent.
+    """
+
+    first_byte_s: float | None
+    wire_bytes: int
+    timed_bytes: int
+    started: float
+    ended: float
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds from ``started`` to ``ended``."""
+        return self.ended - self.started
+
+
+class LinkMeter:
+    """Watches all transfers that share one link. Give the same meter to fetchers that run at the same time.
+
+    pace: what requests over this link usually take.
+    """
+
+    def __init__(
+        self,
+        on_sample: Callable[[LinkSample], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start idle. on_sample is called on the event loop and must return quickly."""
+        self._on_sample = on_sample
+        self._clock = clock
+        self.pace = Pace()
+        self._receiving = 0
+        self._first_byte_s: float | None = None
+        self._wire_bytes = 0
+        self._timed_bytes = 0
+        self._started = 0.0
+        self._ended = 0.0
+
+    def now(self) -> float:
+        """The meter's clock."""
+        return self._clock()
+
+    def begin(self) -> Transfer:
+        """A request is being sent."""
+        return Transfer(self, self._clock())
+
+    def opened(self, size: int, first_byte_s: float, now: float) -> None:
+        """A transfer's first piece came in."""
+        if self._receiving == 0:
+            self.flush()
+            self._started = self._ended = now
+        elif self._first_byte_s is not None:
+            self.flush()  # one time to first byte for each sample
+        self._first_byte_s = first_byte_s
+        self._receiving += 1
+        if self._receiving == 1:
+            self._wire_bytes += size
+        else:
+            self.received(size, now)
+
+    def received(self, size: int, now: float) -> None:
+        """A further piece came in."""
+        self._wire_bytes += size
+        self._timed_bytes += size
+        self._ended = now
+        if self._ended - self._started >= _SAMPLE_S:
+            self.flush()
+
+    def closed(self, *, silent: bool) -> None:
+        """A transfer that had begun is over; ``silent``: because nothing came any more."""
+        if silent:
+            self._ended = self._clock()
+        self._receiving -= 1
+        self.flush()
+
+    def flush(self) -> None:
+        """Hand over what was observed since the last time, if anything."""
+        if not self._wire_bytes and self._ended <= self._started:
+            return
+        facts = (self._first_byte_s, self._wire_bytes, self._timed_bytes, self._started, self._ended)
+        self._first_byte_s, self._wire_bytes, self._timed_bytes, self._started = None, 0, 0, self._ended
+        if self._on_sample:
+            self._on_sample(LinkSample(*facts))
+
+
+class Transfer:
+    """One request and its answer; made by ``LinkMeter.begin``.
+
+    asked_at, last_at: when it was sent, and when anything was last heard of it. first_byte_s: None before the first.
+    bytes, local_bytes: received so far, over the link and from copies on this side of it.
+    """
+
+    def __init__(self, meter: LinkMeter, asked_at: float) -> None:
+        """Start waiting for the first byte."""
+        self._meter = meter
+        self.asked_at = self.last_at = asked_at
+        self.first_byte_s: float | None = None
+        self.bytes = self.local_bytes = 0
+
+    def received_locally(self, size: int) -> None:
+        """Bytes came without crossing the link: they say nothing about it."""
+        self.last_at = self._meter.now()
+        self.local_bytes += size
+
+    def received(self, size: int) -> None:
+        """A piece of the answer came in."""
+        self.last_at = now = self._meter.now()
+        self.bytes += size
+        if self.first_byte_s is None:
+            self.first_byte_s = now - self.asked_at
+            self._meter.opened(size, self.first_byte_s, now)
+        else:
+            self._meter.received(size, now)
+
+    def end(self, *, silent: bool = False) -> None:
+        """The answer is over, whole or not; ``silent``: it stalled."""
+        if self.first_byte_s is not None:
+            self._meter.closed(silent=silent)

@@ -1,0 +1,102 @@
+"""What a fetch gives, how it is set, and what it counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvwire.errors import ArgumentError
+from kvwire.transport.errors import BusyError
+from kvwire.transport.sources.base import Patience
+
+if TYPE_CHECKING:
+    from kvwire.errors import KvwireError
+    from kvwire.types import SegmentInfo
+
+
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """One segment, checked against its CRC-32.
+
+    elapsed_s: from sending the request that brought it to its last byte. first_byte_s: of that request.
+    wire_bytes: received for its sake: gaps before it and failed attempts included. attempts: requests for it.
+    All four are 0 where it came along with the blob's head.
+    """
+
+    segment: SegmentInfo
+    data: bytes
+    elapsed_s: float = 0.0
+    first_byte_s: float = 0.0
+    wire_bytes: int = 0
+    attempts: int = 0
+
+
+@dataclass(frozen=True)
+class FetchSettings:
+    """How a blob is fetched.
+
+    head_bytes: asked for speculatively when a blob is opened. max_head_bytes: longest head that is read.
+    gap_bytes, max_bytes: see ``ranges.coalesce``. concurrency: requests at a time. retries: further attempts for a
+    segment after the first. backoff_s, max_backoff_s: pause before the first retry, doubled for each next one; a
+    server that says when to come back is obeyed, up to max_retry_after_s.
+    buffer_bytes: no new request starts while more than this waits to be taken.
+    hedge_factor: a request that takes this many times longer than usual, and hedge_least_s at least, gets a second one
+    beside it, and whichever is first wins; 0 never does. hedge_share: most such requests, of all.
+    """
+
+    head_bytes: int = 64 * 1024
+    max_head_bytes: int = 64 * 1024 * 1024
+    gap_bytes: int = 32 * 1024
+    max_bytes: int = 8 * 1024 * 1024
+    concurrency: int = 4
+    retries: int = 3
+    backoff_s: float = 0.1
+    max_backoff_s: float = 2.0
+    max_retry_after_s: float = 30.0
+    buffer_bytes: int = 256 * 1024 * 1024
+    hedge_factor: float = 4.0
+    hedge_least_s: float = 0.1
+    hedge_share: float = 0.05
+    patience: Patience = field(default_factory=Patience)
+
+    def __post_init__(self) -> None:
+        """Refuse settings with which nothing would ever be fetched."""
+        if min(self.head_bytes, self.max_head_bytes, self.concurrency, self.buffer_bytes, self.max_bytes) < 1:
+            msg = "head_bytes, max_head_bytes, max_bytes, concurrency and buffer_bytes must be 1 or more"
+            raise ArgumentError(msg)
+        waits = (self.backoff_s, self.max_backoff_s, self.max_retry_after_s, self.hedge_factor, self.hedge_least_s)
+        if min(self.retries, self.gap_bytes, self.hedge_share, *waits) < 0:
+            msg = "retries, gap_bytes, pauses and the settings of hedging must be 0 or more"
+            raise ArgumentError(msg)
+
+    def backoff(self, attempt: int, jitter: float, error: KvwireError | None = None) -> float:
+        """Seconds before attempt number ``attempt`` (1 is the first retry).
+
+        jitter: 0 to 1, of the upper half. error: what happened; a server that says when to come back is obeyed.
+        """
+        full_s = min(self.max_backoff_s, self.backoff_s * 2.0 ** min(attempt - 1, 60))
+        told_s = error.retry_after_s if isinstance(error, BusyError) else 0.0
+        return max(full_s * (0.5 + 0.5 * jitter), min(told_s, self.max_retry_after_s))
+
+
+@dataclass
+class FetchCounts:
+    """What a fetcher did: for operators and for tests.
+
+    requests: sent. retried: segments asked for again. hedges, hedges_won: second requests beside slow ones, and those
+    that were first. corrupt: segments with a wrong checksum. stalled: requests given up because nothing came. late:
+    segments that missed the deadline. given_up: segments that never came. wire_bytes, local_bytes: received over the
+    link, and from copies on this side of it; used_bytes: of them, in segments that were handed over.
+    """
+
+    requests: int = 0
+    retried: int = 0
+    hedges: int = 0
+    hedges_won: int = 0
+    corrupt: int = 0
+    stalled: int = 0
+    late: int = 0
+    given_up: int = 0
+    wire_bytes: int = 0
+    local_bytes: int = 0
+    used_bytes: int = 0

@@ -1,0 +1,238 @@
+"""One object behind HTTP, read in ranges. All that the fetcher must know of HTTP is in this module."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import aiohttp
+from aiohttp.hdrs import CONTENT_ENCODING, CONTENT_RANGE, ETAG
+from yarl import URL
+
+from kvwire.errors import ArgumentError, AuthError, KvwireError, NotFoundError, StorageError
+from kvwire.store import HttpAddress, range_header, range_told
+from kvwire.store.backends.http.semantics import retry_after_s, strong_etag, unsatisfied_size
+from kvwire.transport.errors import BusyError, ReplacedError
+from kvwire.transport.sources.base import ByteSource
+
+if TYPE_CHECKING:
+    from kvwire.transport.sources.base import Sink
+
+Addresses: TypeAlias = Callable[[bool], HttpAddress]
+"""Gives an object's address; told True, a fresh one, because the last was refused. May block."""
+
+_CONNECT_S = 5.0
+_READ_BUFFER_BYTES = 512 * 1024
+_MAX_WORDS = 200
+_RENEW_BEFORE_S = 30.0  # an address that is about to expire is not used for another request
+_OK, _PARTIAL, _GONE, _UNSATISFIABLE = 200, 206, 412, 416
+_REFUSED = (401, 403)
+_ABSENT = (404, 410)
+_BUSY = (429, 503)
+
+
+def open_session(*, connect_s: float = _CONNECT_S) -> aiohttp.ClientSession:
+    """A session for any number of sources; close it after them.
+
+    It keeps no cookies, follows no proxy settings and has no limit on connections: fetchers have their own.
+    """
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_s),
+        auto_decompress=False,
+        read_bufsize=_READ_BUFFER_BYTES,
+    )
+
+
+@dataclass(frozen=True)
+class _Target:
+    """An address, ready to be asked."""
+
+    address: HttpAddress
+    url: URL
+    headers: dict[str, str]
+
+    @classmethod
+    def of(cls, address: HttpAddress) -> _Target:
+        try:
+            url = URL(address.url, encoded=True)
+            fits = url.scheme in ("http", "https") and url.host and url.port
+        except ValueError:
+            msg = "an object's address is no URL: use http://host:port/key"
+            raise ArgumentError(msg) from None  # the cause quotes the address
+        if not fits:
+            msg = f"{address.url.partition('?')[0].rpartition('@')[2]!r} is not an http or https address"
+            raise ArgumentError(msg)
+        return cls(address, url, {"Accept-Encoding": "identity", **dict(address.headers)})
+
+    @property
+    def is_fresh(self) -> bool:
+        return time.time() < self.address.expires_at - _RENEW_BEFORE_S
+
+
+class HttpSource(ByteSource):
+    """Reads one object by URL; the first answer's ETag becomes the condition of every later request.
+
+    The URL is used as it is (presigned URLs stay valid), redirects are not followed, and credentials go to this URL
+    alone. Where addresses expire, one that is about to, or was refused, is replaced by a fresh one, once a read.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, url: str | Addresses, *, token: str | None = None) -> None:
+        """Name the object; nothing is asked yet. The session is the caller's and is not closed here."""
+        self._session = session
+        self._find = url if callable(url) else None
+        self._target: _Target | None = None
+        if not callable(url):
+            headers = (("Authorization", f"Bearer {token}"),) if token else ()
+            self._target = _Target.of(HttpAddress(url, headers))
+        self._etag: str | None = None
+        self._size: int | None = None
+
+    @property
+    def url(self) -> str:
+        """The object's address without its query, which may hold a signature."""
+        return str(self._target.url.with_query(None).with_user(None)) if self._target else "an object behind http"
+
+    @property
+    def size(self) -> int | None:
+        """Length of the object, once an answer has told it."""
+        return self._size
+
+    async def read(self, start: int, end: int | None, sink: Sink) -> None:
+        """Give bytes ``start`` to ``end``, as they arrive; one request, two where the address had to be renewed."""
+        if start < 0 or (end is not None and end < start):
+            msg = f"a byte range must run forwards from 0 or later, got {start} to {end}"
+            raise ArgumentError(msg)
+        if end == start:
+            return
+        target = self._target
+        if target is None or not target.is_fresh:
+            target = await self._renewed(refused=False)
+        try:
+            await self._ask(target, start, end, sink)
+        except AuthError:
+            if self._find is None:
+                raise
+            await self._ask(await self._renewed(refused=True), start, end, sink)
+
+    async def _renewed(self, *, refused: bool) -> _Target:
+        if self._find is None:
+            msg = f"{self.url}: the address has expired; ask for a fresh one"
+            raise AuthError(msg)
+        self._target = _Target.of(await asyncio.to_thread(self._find, refused))
+        return self._target
+
+    async def _ask(self, target: _Target, start: int, end: int | None, sink: Sink) -> None:
+        headers = dict(target.headers)
+        if start or end is not None:
+            headers["Range"] = range_header(start, end)
+        if self._etag:
+            headers["If-Match"] = self._etag
+        tls = target.address.tls or True
+        try:
+            async with self._session.get(target.url, headers=headers, allow_redirects=False, ssl=tls) as response:
+                await self._take(response, start, end, sink)
+        except KvwireError:
+            raise
+        except (aiohttp.ClientError, OSError) as error:
+            msg = f"{self.url}: the connection failed ({_words(error)}); try again or check the server"
+            raise StorageError(msg) from None  # the cause holds the whole URL and the headers
+
+    async def _take(self, response: aiohttp.ClientResponse, start: int, end: int | None, sink: Sink) -> None:
+        left = self._checked(response, start, end)
+        content = response.content
+        while left:
+            piece, is_chunk_end = await content.readchunk()
+            if len(piece) > left:
+                if response.status == _PARTIAL:
+                    raise self._lied()
+                piece = piece[:left]
+            if piece:
+                sink(piece)
+                left -= len(piece)
+            elif not is_chunk_end:
+                msg = f"{self.url}: the answer ended {left} bytes early; try again"
+                raise StorageError(msg)
+        if response.content_length is None and response.status == _PARTIAL and await content.read(1):
+            raise self._lied()
+
+    async def close(self) -> None:
+        """Nothing is held: connections belong to the session."""
+
+    def _checked(self, response: aiohttp.ClientResponse, start: int, end: int | None) -> int:
+        """Number of bytes to expect. Raises where the answer is not the bytes asked for."""
+        status = response.status
+        if status == _UNSATISFIABLE:
+            self._learn(response, unsatisfied_size(response.headers.get(CONTENT_RANGE)))
+            return 0
+        if status not in (_OK, _PARTIAL):
+            raise self._refusal(status, response)
+        if response.headers.get(CONTENT_ENCODING, "identity").lower() != "identity":
+            msg = f"{self.url}: the answer is compressed in transit; switch that off for these objects"
+            raise StorageError(msg)
+        if status == _OK:
+            return self._whole(response, start, end)
+        told = self._range_told(response.headers.get(CONTENT_RANGE), start, end)
+        if told is None:
+            msg = f"{self.url}: asked for bytes from {start} to {end}, got others; the server's ranges are broken"
+            raise StorageError(msg)
+        self._learn(response, told[2])
+        if response.content_length not in (None, told[1] - start):
+            raise self._lied()
+        return told[1] - start
+
+    def _range_told(self, field: str | None, start: int, end: int | None) -> tuple[int, int, int | None] | None:
+        """``range_told``, without parsing what is just as expected."""
+        size = self._size
+        if end is not None and size is not None and end <= size and field == f"bytes {start}-{end - 1}/{size}":
+            return start, end, size
+        return range_told(field, start, end)
+
+    def _whole(self, response: aiohttp.ClientResponse, start: int, end: int | None) -> int:
+        size = response.content_length
+        if start or size is None:
+            msg = f"{self.url}: the server ignores byte ranges or tells no length; use one that supports ranges"
+            raise StorageError(msg)
+        self._learn(response, size)
+        return size if end is None else min(end, size)
+
+    def _learn(self, response: aiohttp.ClientResponse, size: int | None) -> None:
+        """Remember tag and size, or notice that they changed."""
+        field = response.headers.get(ETAG)
+        etag = field if field == self._etag else strong_etag(field)
+        known_tag, known_size = self._etag or etag, size if self._size is None else self._size
+        if (etag and etag != known_tag) or (size is not None and size != known_size):
+            raise self._replaced()
+        self._etag, self._size = known_tag, known_size
+
+    def _refusal(self, status: int, response: aiohttp.ClientResponse) -> KvwireError:
+        if status == _GONE:
+            return self._replaced()
+        if status in _ABSENT:
+            if self._size is not None:
+                return self._replaced()
+            return NotFoundError(f"{self.url} is not there; check the address")
+        if status in _REFUSED:
+            return AuthError(f"{self.url}: the server refused the credentials (status {status}); check the token")
+        words = f"{self.url}: the server answered with status {status}; try again later"
+        return (
+            BusyError(words, retry_after_s(response.headers.get("Retry-After", "")))
+            if status in _BUSY
+            else StorageError(words)
+        )
+
+    def _lied(self) -> StorageError:
+        return StorageError(f"{self.url}: the server sent another number of bytes than it announced; try again")
+
+    def _replaced(self) -> ReplacedError:
+        return ReplacedError(f"{self.url} was replaced while being read: open it again")
+
+
+def _words(error: Exception) -> str:
+    """What happened: the error's kind and the system's reason. Any other text may hold the URL's query or headers."""
+    reason = error.strerror if isinstance(error, OSError) else None
+    return ": ".join(filter(None, (type(error).__name__, reason)))[:_MAX_WORDS]

@@ -1,0 +1,39 @@
+"""From a store and a key to the best source for it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvwire.errors import ArgumentError
+from kvwire.store import Addressed, HttpAddress, TieredStore
+from kvwire.transport.sources.base import ByteSource, StoreSource
+from kvwire.transport.sources.http import HttpSource
+from kvwire.transport.sources.tiered import TieredSource
+
+if TYPE_CHECKING:
+    import aiohttp
+
+    from kvwire.store import Store
+
+
+def open_source(store: Store, key: str, session: aiohttp.ClientSession | None = None) -> ByteSource:
+    """A source for an object: ranges over HTTP where the store gives addresses, worker threads for any other store.
+
+    Content of a ``TieredStore`` comes through its tiers, and the gaps from what lies below them in the same way.
+
+    session: from ``open_session``; only a store that is ``Addressed`` needs one.
+    """
+    if isinstance(store, TieredStore):
+        below = open_source(store.origin(key), key, session)
+        return below if store.name(key) is None else TieredSource(store, key, below)
+    if not isinstance(store, Addressed):
+        return StoreSource(store, key)
+    if session is None:
+        msg = "an object behind http needs a session: pass one from open_session()"
+        raise ArgumentError(msg)
+    return HttpSource(session, partial(_address, store, key))
+
+
+def _address(store: Addressed, key: str, refused: bool) -> HttpAddress:  # noqa: FBT001 - called through a type alias
+    return store.http_address(key, renew=refused)
