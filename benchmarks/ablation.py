@@ -29,7 +29,7 @@ from versus_cachegen import CONTINUATION, Exact, compare, predictions
 import kvwire
 from kvwire.codec import Ladder
 from kvwire.codec.planes import planes_of
-from kvwire.codec.prediction.text import Text
+from kvwire.codec.prediction.text import TextPredictor
 from kvwire.codec.transform.positions import positions_off
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Setting:
 
     fit: arguments of ``fit_profile``; statistics: changes them before the fit; patches: module, name and value, in
     force while fitting; encoding: the same while encoding. made: turns the default's profile into another, without a
-    fit. head_start: layers run anew. own_metric: measured errors are of another metric than the default's. apart: a
+    fit. prefix_layers: layers run anew. own_metric: measured errors are of another metric than the default's. apart: a
     blob for each level, with that level alone. identity: no profile; turned: every head turned by a Hadamard matrix.
     elsewhere: fitted on other windows of the same texts.
     """
@@ -92,7 +92,7 @@ class Setting:
     patches: tuple[Patch, ...] = ()
     encoding: tuple[Patch, ...] = ()
     made: Callable[[Bench], Profile] | None = None
-    head_start: int = 0
+    prefix_layers: int = 0
     own_metric: bool = False
     apart: bool = False
     identity: bool = False
@@ -177,7 +177,7 @@ def counted_anew(bench: Bench, offset: float) -> Profile:
     profile = _default(bench)
     fit = importlib.import_module(_FIT)
     with patched([(_FIT, "quantise", dead_zone(offset))]):
-        texts = [Text(profile, cache.tokens, cache.token_ids) for cache in bench.caches]
+        texts = [TextPredictor(profile, cache.tokens, cache.token_ids) for cache in bench.caches]
         return replace(profile, tables=fit.count_tables(texts, bench.caches, Ladder()))
 
 
@@ -198,8 +198,8 @@ def settings(width: int) -> list[Setting]:
         Setting("text", "no examples of the vocabulary", patches=((_REGRESSION, "_SHARES", (0.0,)),)),
         Setting("text", "table cut x 10", patches=((_REGRESSION, "TABLE_CUT", 10 * cut),)),
         Setting("text", "table cut x 100", patches=((_REGRESSION, "TABLE_CUT", 100 * cut),)),
-        Setting("head start", "head start of 1 layer", head_start=1),
-        Setting("head start", "head start of 2 layers", head_start=2),
+        Setting("head start", "head start of 1 layer", prefix_layers=1),
+        Setting("head start", "head start of 2 layers", prefix_layers=2),
         Setting("metric", "query metric: diagonal only", statistics=diagonal_queries, own_metric=True),
         Setting("metric", "no attention metric", statistics=without_metric, own_metric=True),
         Setting("metric", "no sensitivities", statistics=lambda given: replace(given, sensitivity={}), own_metric=True),
@@ -233,13 +233,13 @@ def fitted(bench: Bench, setting: Setting) -> tuple[Profile | None, float]:
     if setting.elsewhere:
         documents = bench.other_documents
         caches, statistics = bench.engine.prefill(documents), _statistics(bench.engine, documents)
-    hidden = _hidden(bench.engine, documents, setting.head_start)
+    hidden = _hidden(bench.engine, documents, setting.prefix_layers)
     start = time.process_time()
     if setting.made:
         return setting.made(bench), time.process_time() - start
     given = setting.statistics(statistics) if setting.statistics else statistics
     with patched(setting.patches):
-        profile = kvwire.fit_profile(caches, given, head_start=setting.head_start, hidden=hidden, **setting.fit)
+        profile = kvwire.fit_profile(caches, given, prefix_layers=setting.prefix_layers, hidden=hidden, **setting.fit)
     return profile, time.process_time() - start
 
 
@@ -250,7 +250,7 @@ def _statistics(engine: TransformersEngine, documents: list[list[int]]) -> Stati
 
 
 def _hidden(engine: TransformersEngine, documents: list[list[int]], layers: int) -> list[torch.Tensor] | None:
-    return [engine.head_start(ids, layers) for ids in documents] if layers else None
+    return [engine.prefix_states(ids, layers) for ids in documents] if layers else None
 
 
 def turn(cache: KVCache) -> KVCache:
@@ -268,7 +268,7 @@ def turn(cache: KVCache) -> KVCache:
 
 def read(bench: Bench, setting: Setting, profile: Profile | None, window: Window) -> list[Reading]:
     """Every level of one window."""
-    hidden = bench.engine.head_start(window.ids, setting.head_start) if setting.head_start else None
+    hidden = bench.engine.prefix_states(window.ids, setting.prefix_layers) if setting.prefix_layers else None
     cache = turn(window.cache) if setting.turned else window.cache
     whole = Ladder()
     each = [Ladder(step, (name,)) for step, name in zip(whole.steps, whole.names, strict=True)]

@@ -290,7 +290,7 @@ def watched(clock: Clock) -> Iterator[None]:
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("kvwire.codec.")]
     with ExitStack() as stack:
         for part, names in PARTS.items():
-            for owner in [*modules, prediction.Text]:
+            for owner in [*modules, prediction.TextPredictor]:
                 for name in set(names) & set(vars(owner)):
                     stack.enter_context(mock.patch.object(owner, name, clock.watch(part, getattr(owner, name))))
         yield

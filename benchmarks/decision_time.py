@@ -47,7 +47,7 @@ class Counted:
 
     def __init__(self) -> None:
         """Start at none."""
-        self.name, self.gives_up = "counted", True
+        self.name, self.preemptible = "counted", True
         self.plans = 0
         self.largest: PlanRequest | None = None
         self._policy = Adaptive()
@@ -80,7 +80,7 @@ def played(inputs: list[DocumentPlanInput], goal: Goal, calls: int) -> tuple[lis
     controller = Controller(Estimates(COSTS, 5e7, 0.02), ControllerSettings(workers=2, replan_s=0.0), policy)
     now = 0.0
     seconds: list[float] = []
-    waiting: list[ev.Event] = [ev.Asked(0, len(inputs), 32, goal)]
+    waiting: list[ev.Event] = [ev.LoadRequested(0, len(inputs), 32, goal)]
     waiting += [ev.IndexKnown(0, number, (each,)) for number, each in enumerate(inputs)]
     while waiting and len(seconds) < calls:
         event, before = waiting.pop(0), policy.plans

@@ -123,9 +123,9 @@ class Benchmark:
         """Any object."""
         return self._entries[0].blob_key
 
-    def head_bytes(self, prompt: Prompt) -> int:
+    def header_bytes(self, prompt: Prompt) -> int:
         """Bytes of the heads of a prompt's documents."""
-        return sum(entry.head_bytes for entry in self._entries if entry.document_id in prompt.documents)
+        return sum(entry.header_bytes for entry in self._entries if entry.document_id in prompt.documents)
 
 
 class Rounds:
@@ -171,7 +171,7 @@ class Rounds:
         near_s = median(seconds for seconds, _ in self._near_first_bytes)
         return Model(
             link=self._link,
-            head_bytes=self._bench.head_bytes(self._prompts[0]),
+            header_bytes=self._bench.header_bytes(self._prompts[0]),
             catalog_s=median(loaded.catalog_s for loads in self._loads.values() for loaded in loads),
             connected_s=connected_s,
             answered_s=answered_s,

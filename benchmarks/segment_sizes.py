@@ -27,7 +27,7 @@ import torch
 from measure import ROOT, one_thread, table, write_json
 
 import kvwire
-from kvwire.codec.prediction.text import Text
+from kvwire.codec.prediction.text import TextPredictor
 from kvwire.codec.transform.analysis import analyse, energy_of
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Halves:
 
     def hidden(self, layers: int) -> list[Any] | None:
         """What a reader with that head start computes first; None without one."""
-        return [self.engine.head_start(ids, layers) for ids in self.ids] if layers else None
+        return [self.engine.prefix_states(ids, layers) for ids in self.ids] if layers else None
 
     def fit(self, method: str) -> AnyProfile:
         """A profile of these documents."""
@@ -59,17 +59,17 @@ class Halves:
             return kvwire.fit_cachegen_profile(self.caches)
         layers = HEAD_STARTS[method]
         seen = self.engine.statistics(self.ids, tokens=not layers)
-        profile = kvwire.fit_profile(self.caches, seen, head_start=layers, hidden=self.hidden(layers))
+        profile = kvwire.fit_profile(self.caches, seen, prefix_layers=layers, hidden=self.hidden(layers))
         assert profile is not None
         return profile
 
-    def ruler(self) -> Text:
+    def ruler(self) -> TextPredictor:
         """The metric in which errors are taken: no prediction, no direction left out."""
         profile = kvwire.fit_profile(self.caches, self.engine.statistics(self.ids), text=False, rank_cut=0.0)
         assert profile is not None
-        return Text(profile, self.engine.window, None, None)
+        return TextPredictor(profile, self.engine.window, None, None)
 
-    def encode(self, method: str, profile: AnyProfile, ruler: Text) -> list[dict[str, Any]]:
+    def encode(self, method: str, profile: AnyProfile, ruler: TextPredictor) -> list[dict[str, Any]]:
         """Every document's segments."""
         hidden = self.hidden(HEAD_STARTS.get(method, 0)) or [None] * len(self.ids)
         return [
@@ -78,7 +78,9 @@ class Halves:
         ]
 
 
-def chunks(cache: KVCache, hidden: torch.Tensor | None, profile: AnyProfile, ruler: Text) -> list[dict[str, Any]]:
+def chunks(
+    cache: KVCache, hidden: torch.Tensor | None, profile: AnyProfile, ruler: TextPredictor
+) -> list[dict[str, Any]]:
     """Tokens of each chunk, and bits for each element and error of its levels."""
     blob = kvwire.encode(cache, profile, hidden=hidden)
     info = kvwire.inspect(blob)

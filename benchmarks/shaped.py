@@ -153,9 +153,9 @@ async def first_bytes(case: Case) -> dict[str, dict[str, float]]:
 
     waits = []
     async with open_session() as session:
-        meter, settings = LinkMeter(take), FetchSettings(head_bytes=1)
+        meter, settings = LinkMeter(take), FetchSettings(header_bytes=1)
         source = case.source(session, "blob")
-        async with BlobFetcher(source, read_head=read_blob_head, settings=settings, meter=meter) as fetcher:
+        async with BlobFetcher(source, read_header=read_blob_head, settings=settings, meter=meter) as fetcher:
             info = await fetcher.open()
             meter.flush()
             told.clear()

@@ -228,7 +228,7 @@ class Soak:
         data, level, started = self.blobs[key], self.rng.randrange(3), time.monotonic()
         source = open_source(self.tiers, key, self.session)
         misses: Counter[str] = Counter()
-        async with BlobFetcher(source, read_head=read_blob_head, settings=FETCH, meter=self.meter) as fetcher:
+        async with BlobFetcher(source, read_header=read_blob_head, settings=FETCH, meter=self.meter) as fetcher:
             info = await fetcher.open(deadline=started + DEADLINE_S)
             wanted = [segment for row in info.segments for segment in row[: level + 1]]
             async with aclosing(fetcher.fetch(wanted, deadline=started + DEADLINE_S)) as results:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvwire.codec.fitting.fit import fit_profile
     from kvwire.codec.fitting.sensitivity import perturbed
     from kvwire.codec.fitting.statistics import Statistics, Vocabulary
-    from kvwire.codec.format.container import read_head
+    from kvwire.codec.format.container import read_header
     from kvwire.codec.format.texts import pack_text, read_text
     from kvwire.codec.gpu.streams import Mark, Pending
     from kvwire.codec.kinds.cachegen import CacheGenProfile, fit_cachegen_profile
@@ -50,7 +50,7 @@ __all__ = [
     "planes_of",
     "positions_off",
     "positions_on",
-    "read_head",
+    "read_header",
     "read_profile",
     "read_text",
     "rotate",
@@ -70,7 +70,7 @@ __getattr__ = lazy(
         "kvwire.codec.fitting.fit": ("fit_profile",),
         "kvwire.codec.fitting.sensitivity": ("perturbed",),
         "kvwire.codec.fitting.statistics": ("Statistics", "Vocabulary"),
-        "kvwire.codec.format.container": ("read_head",),
+        "kvwire.codec.format.container": ("read_header",),
         "kvwire.codec.format.texts": ("pack_text", "read_text"),
         "kvwire.codec.gpu.streams": ("Mark", "Pending"),
         "kvwire.codec.kinds.cachegen": ("CacheGenProfile", "fit_cachegen_profile"),

@@ -7,27 +7,27 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvwire.controller.document_state import ChunkState, among
-from kvwire.controller.policies.base import Columns, Refinable
+from kvwire.controller.policies.base import Columns, UpgradeCandidates
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from kvwire.controller.document_state import DocumentBoard
+    from kvwire.controller.document_state import DocumentState
     from kvwire.controller.policies.base import Flags, Floats, Ints
 
 _S = ChunkState
 _RAISABLE = (_S.FETCHING, _S.ARRIVED, _S.DECODING, _S.READY, _S.REFINING, _S.REFINED, _S.REDECODING)
 
 
-class SideBySide:
+class ChunkTable:
     """All chunks of some documents; n in all. What never changes is laid out once, and again for other variants.
 
     where: position of each one's document in the list ``[n]``. chunk: its number there ``[n]``.
     """
 
-    def __init__(self, boards: Sequence[DocumentBoard]) -> None:
+    def __init__(self, boards: Sequence[DocumentState]) -> None:
         """Lay out what never changes."""
         self._boards = boards
         counts = [board.count for board in boards]
@@ -74,14 +74,14 @@ class SideBySide:
         )
         return columns, picked
 
-    def refinable(self, ceiling: int | None) -> tuple[Refinable, Ints]:
+    def refinable(self, ceiling: int | None) -> tuple[UpgradeCandidates, Ints]:
         """Chunks of layered blobs that have a finer level than was asked for, up to a ceiling; and which they are."""
         state, level = self._joined("state", np.uint8), self._joined("level", np.int64)
         top = self._joined("top", np.int64)
         most = top if ceiling is None else np.minimum(top, ceiling)
         held = self._joined("held", np.int64) > 0
         picked = np.flatnonzero(self._layered & held & (level < most) & among(state, _RAISABLE))
-        refinable = Refinable(
+        refinable = UpgradeCandidates(
             level=level[picked],
             top=most[picked],
             sizes=self._sizes[:, picked],

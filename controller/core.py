@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvwire.controller import events as ev
 from kvwire.controller.dispatch import Dispatcher
-from kvwire.controller.document_state import ChunkState, DocumentBoard
+from kvwire.controller.document_state import ChunkState, DocumentState
 from kvwire.controller.load import Load
 from kvwire.controller.policies.adaptive import Adaptive
 from kvwire.errors import ArgumentError
@@ -29,7 +29,7 @@ _S = ChunkState
 
 
 class Controller:
-    """Steers loads from ``Asked`` to ``Finish`` or ``Fail``, of which one comes for each, once, unless it has ``Left``.
+    """Steers loads from ``LoadRequested`` to ``Finish`` or ``Fail``, of which one comes for each that is not abandoned.
 
     Whoever drives it carries out the instructions and reports what happens, and sends a ``Tick`` at ``wake_at``. An
     event that cannot happen in the present state raises ArgumentError and changes nothing; what is still reported of a
@@ -93,11 +93,11 @@ class Controller:
         """Take in an event; returns whether there may be something to do."""
         link = self._dispatch.link
         match event:
-            case ev.Asked():
+            case ev.LoadRequested():
                 self._asked(event, now)
             case ev.IndexKnown(load, document, variants):
                 return self._index(load, document, variants, now)
-            case ev.FirstByte() | ev.Closed():
+            case ev.FirstByte() | ev.PromptAssembled():
                 self._learn(event)
                 return False
             case ev.TransferProgress(size, started, ended, chunk):
@@ -115,19 +115,19 @@ class Controller:
                 self._recomputed(chunks, seconds)
             case ev.RecomputeFailed(chunk, reason):
                 self._recompute_failed(chunk, reason)
-            case ev.HeadStartDone(load, document, seconds):
-                self._head_started(load, document, seconds)
-            case ev.HeadStartFailed(load, document, reason):
+            case ev.PrefixComputed(load, document, seconds):
+                self._prefix_computed(load, document, seconds)
+            case ev.PrefixFailed(load, document, reason):
                 self._head_failed(load, document, reason, out)
             case ev.Tick():
                 link.watch(now)
-            case ev.Left(load):
+            case ev.LoadAbandoned(load):
                 known = self._load(load)
                 if known:
                     self._dispatch.end(known, out)
         return True
 
-    def _learn(self, event: ev.FirstByte | ev.Closed) -> None:
+    def _learn(self, event: ev.FirstByte | ev.PromptAssembled) -> None:
         """Take in what only feeds the estimates."""
         if isinstance(event, ev.FirstByte):
             self._dispatch.link.first_byte(event.seconds)
@@ -142,7 +142,7 @@ class Controller:
             raise ArgumentError(msg)
         return self._loads.get(number)
 
-    def _asked(self, event: ev.Asked, now: float) -> None:
+    def _asked(self, event: ev.LoadRequested, now: float) -> None:
         if event.load <= self._newest:
             msg = f"loads are numbered upwards: {event.load} after {self._newest}"
             raise ArgumentError(msg)
@@ -155,7 +155,7 @@ class Controller:
             self._dispatch.add(load, load.add(document, variants, now), now)
         return load is not None
 
-    def _place(self, chunk: ChunkId) -> tuple[Load, DocumentBoard] | None:
+    def _place(self, chunk: ChunkId) -> tuple[Load, DocumentState] | None:
         """Where a chunk is; None where its load is over. Raises ArgumentError for a chunk that there is not."""
         load = self._load(chunk.load)
         if load is None:
@@ -166,7 +166,7 @@ class Controller:
             raise ArgumentError(msg)
         return load, board
 
-    def _fetched(self, chunk: ChunkId) -> tuple[Load, DocumentBoard] | None:
+    def _fetched(self, chunk: ChunkId) -> tuple[Load, DocumentState] | None:
         """Where a chunk is whose fetch is over; None where nobody cares any more."""
         if chunk in self._cancelled:
             self._cancelled.discard(chunk)
@@ -222,7 +222,7 @@ class Controller:
             board.give_up_blob(f"{board.failures} fetches in a row failed")
         return True
 
-    def _lose(self, load: Load, board: DocumentBoard, chunk: int, trouble: str) -> None:
+    def _lose(self, load: Load, board: DocumentState, chunk: int, trouble: str) -> None:
         """Lose what was or should have been fetched for a chunk."""
         board.lose(chunk, trouble, fetch=True)
         self._dispatch.hold(board, chunk, 0)
@@ -251,7 +251,7 @@ class Controller:
             self._decoded_one(load, load.board(chunk.document), chunk.chunk, trouble, out)
 
     def _decoded_one(
-        self, load: Load, board: DocumentBoard, chunk: int, trouble: str | None, out: list[ev.Instruction]
+        self, load: Load, board: DocumentState, chunk: int, trouble: str | None, out: list[ev.Instruction]
     ) -> None:
         if trouble is None:
             if board.state[chunk] == _S.REDECODING:
@@ -299,13 +299,13 @@ class Controller:
             else:
                 board.move(other.chunk, _S.PLANNED)
 
-    def _head_started(self, number: int, document: int, seconds: float) -> None:
+    def _prefix_computed(self, number: int, document: int, seconds: float) -> None:
         _check_seconds(seconds)
         self._dispatch.lanes.end("prefill", "head start", (), number, document)
         load = self._load(number)
         if load:
             board = load.board(document)
-            board.head_done, board.head_running = True, False
+            board.prefix_done, board.prefix_running = True, False
 
     def _head_failed(self, number: int, document: int, reason: str, out: list[ev.Instruction]) -> None:
         self._dispatch.lanes.end("prefill", "head start", (), number, document)
@@ -313,7 +313,7 @@ class Controller:
         if load is None:
             return
         board = load.board(document)
-        board.head_running = False
+        board.prefix_running = False
         trouble = f"its head start failed: {reason}"
         for chunk in range(board.count):
             state = board.state[chunk]

@@ -16,12 +16,12 @@ import numpy as np
 from kvwire.controller import events as ev
 from kvwire.controller.document_state import ChunkState, among
 from kvwire.controller.lanes import Job
-from kvwire.controller.policies.base import Columns, PlanRequest, Promised
+from kvwire.controller.policies.base import Columns, CommittedWork, PlanRequest
 from kvwire.controller.resources import Resources
 
 if TYPE_CHECKING:
     from kvwire.controller.costs import CostModel
-    from kvwire.controller.document_state import DocumentBoard
+    from kvwire.controller.document_state import DocumentState
     from kvwire.controller.estimates import Estimates
     from kvwire.controller.load import Load
     from kvwire.controller.policies.base import Policy
@@ -56,14 +56,14 @@ class Dispatcher(Resources):
             regular = now + max(self._settings.replan_s, _LEAST_TICK_S)
         return max(now, min([self.link.stalls_at, regular, *(cut for cut in cuts if cut > now)]))
 
-    def add(self, load: Load, board: DocumentBoard, now: float) -> None:
+    def add(self, load: Load, board: DocumentState, now: float) -> None:
         """Choose a new document's variant, and leave out levels that would never fit into memory."""
         if len(board.variants) > 1:
             self._choose(board, min(range(len(board.variants)), key=lambda each: self._score(load, board, each, now)))
         else:
             self._choose(board, 0)
 
-    def _choose(self, board: DocumentBoard, variant: int) -> None:
+    def _choose(self, board: DocumentState, variant: int) -> None:
         board.choose(variant)
         fitting = (board.sizes <= self._settings.memory_bytes).sum(axis=0) - 1
         for chunk in np.flatnonzero(fitting < board.top).tolist():
@@ -72,7 +72,7 @@ class Dispatcher(Resources):
             if board.top[chunk] < 0 and not board.can_text[chunk]:
                 board.move(chunk, _S.FAILED)
 
-    def _score(self, load: Load, board: DocumentBoard, variant: int, now: float) -> tuple[bool, bool, float, float]:
+    def _score(self, load: Load, board: DocumentState, variant: int, now: float) -> tuple[bool, bool, float, float]:
         """How good the prompt as far as it is known would be with a variant; less is better."""
         self._choose(board, variant)
         plan = self._policy.plan(self._request(load, now))
@@ -140,7 +140,7 @@ class Dispatcher(Resources):
         costs, settings, link = self.costs_among_many(load), self._settings, self.link
         ahead = [other for other in self._loads.values() if self._rank(other) < self._rank(load)]
         flights = link.flights
-        promised = Promised(
+        promised = CommittedWork(
             wire=np.array([flight.left for flight in flights], np.float64),
             work_s=np.array([flight.decode_s for flight in flights], np.float64),
             prefill_s=self.lanes.left_s("prefill", now) + sum(other.compute_s for other in ahead),
@@ -180,7 +180,7 @@ class Dispatcher(Resources):
         """Decode what arrived and is not valid yet, in one batch."""
         if self.lanes.is_free("decode"):
             arrived = load.having(_S.ARRIVED)
-            places = [(board, chunk) for board, chunk in arrived if board.head_done or not board.input.head_start]
+            places = [(board, chunk) for board, chunk in arrived if board.prefix_done or not board.input.prefix_share]
             self.start_decode(load, places[: self._settings.decode_batch], _S.DECODING, now, out)
 
     def _redecode(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
@@ -190,7 +190,7 @@ class Dispatcher(Resources):
             places = [place for place in load.having(_S.REFINED) if not self._is_extended(place[0])]
             self.start_decode(load, places[: self._settings.decode_batch], _S.REDECODING, now, out)
 
-    def _is_extended(self, board: DocumentBoard) -> bool:
+    def _is_extended(self, board: DocumentState) -> bool:
         """Whether a forward pass over chunks of a document is running."""
         job = self.lanes.running("prefill")
         return job is not None and job.kind == "recompute" and (job.load, job.document) == (board.load, board.number)
@@ -204,10 +204,10 @@ class Dispatcher(Resources):
             waited_for = among(board.state, (_S.FETCHING, _S.ARRIVED)).any()
             if board.head_s_share and waited_for:
                 seconds = board.head_s_share * costs.prefill.seconds(int(board.tokens.sum()))
-                board.head_running = True
+                board.prefix_running = True
                 self.lanes.start("prefill", Job("head start", load.number, board.number, (), now, seconds))
                 load.began = self.turn()
-                out.append(ev.HeadStart(load.number, board.number, board.variant))
+                out.append(ev.ComputePrefix(load.number, board.number, board.variant))
                 return
         if not load.is_known and now - load.known_since < self.link.ttfb_s:
             return  # the other indexes are about to come, and may change what is worth computing
@@ -228,7 +228,7 @@ class Dispatcher(Resources):
     def _pass_limit_s(self, load: Load, costs: CostModel) -> float:
         """Seconds that a pass may take: half of what is to be recomputed, so that the meeting point can still move."""
         least = _LONG_PASS * costs.prefill.base_s
-        if not self._policy.gives_up or load.compute_s < 2 * least:
+        if not self._policy.preemptible or load.compute_s < 2 * least:
             return inf
         return max(least, min(self._settings.max_pass_s, load.compute_s / 2))
 
@@ -239,7 +239,7 @@ class Dispatcher(Resources):
         """
         bandwidth = self._estimates.bandwidth
         doubt = max(self._estimates.prefill.high, bandwidth.high / max(bandwidth.value, 1.0))
-        if not self._policy.gives_up or load.plan is None or doubt <= _DOUBT:
+        if not self._policy.preemptible or load.plan is None or doubt <= _DOUBT:
             return inf
         if not load.plan.bytes and not self.link.flights:
             return inf
@@ -291,7 +291,7 @@ class Dispatcher(Resources):
 
     def _reclaim(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Give up fetches that idle compute would beat."""
-        if not self._policy.gives_up or not self.lanes.is_free("prefill"):
+        if not self._policy.preemptible or not self.lanes.is_free("prefill"):
             return
         costs = self.costs_of(load)
         for board in load.boards:

@@ -65,7 +65,7 @@ def among(state: NDArray[np.uint8], states: tuple[ChunkState, ...]) -> Flags:
     return np.asarray(_members(states)[state])
 
 
-class DocumentBoard:
+class DocumentState:
     """The chunks of one document as arrays, one column each.
 
     level: asked for or in the prompt. valid_level: in the prompt; RECOMPUTE (-1) where it was recomputed. held: bytes
@@ -89,8 +89,8 @@ class DocumentBoard:
         self.reasons: dict[int, str] = {}
         self.failures = 0
         self._given_up: dict[int, int] = {}  # finest levels of chunks that nobody tried to fetch
-        self.head_done = False
-        self.head_running = False
+        self.prefix_done = False
+        self.prefix_running = False
         self.choose(0)
 
     def choose(self, variant: int) -> None:
@@ -180,7 +180,7 @@ class DocumentBoard:
     @property
     def head_s_share(self) -> float:
         """Share of the document's forward pass that is still needed before anything of it can be decoded."""
-        return 0.0 if self.head_done or self.head_running else self.input.head_start
+        return 0.0 if self.prefix_done or self.prefix_running else self.input.prefix_share
 
     def decision(self, chunk: int) -> Decision:
         """What was done with a chunk."""

@@ -25,7 +25,7 @@ class DocumentPlanInput:
     has_text: the token ids are known, so that chunks can be recomputed.
     errors[chunk][level]: measured error once decoded up to a level, of the same shape; empty where nobody measured it,
     which counts as a tenth for each level. layered: a finer level adds to the coarser ones, so that a chunk can be
-    refined; otherwise each level is fetched on its own. head_start: share of the document's forward pass that its
+    refined; otherwise each level is fetched on its own. prefix_share: share of the document's forward pass that its
     reader computes before it can decode, 0 to 1; see ``fit_profile``.
     """
 
@@ -34,7 +34,7 @@ class DocumentPlanInput:
     has_text: bool = True
     errors: tuple[tuple[float, ...], ...] = ()
     layered: bool = True
-    head_start: float = 0.0
+    prefix_share: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be."""
@@ -48,8 +48,8 @@ class DocumentPlanInput:
             if min(sizes, default=0) < 0 or list(sizes) != sorted(sizes):
                 msg = f"bytes up to a level must be at least 0 and grow with the level, got {sizes}"
                 raise ArgumentError(msg)
-        if not 0 <= self.head_start <= 1:
-            msg = f"a head start is a share of a forward pass, 0 to 1, got {self.head_start}"
+        if not 0 <= self.prefix_share <= 1:
+            msg = f"a head start is a share of a forward pass, 0 to 1, got {self.prefix_share}"
             raise ArgumentError(msg)
         self._check_errors()
 
@@ -64,7 +64,7 @@ class DocumentPlanInput:
             raise ArgumentError(msg)
 
     @classmethod
-    def from_blob(cls, info: BlobInfo, *, has_text: bool | None = None, head_start: float = 0.0) -> DocumentPlanInput:
+    def from_blob(cls, info: BlobInfo, *, has_text: bool | None = None, prefix_share: float = 0.0) -> DocumentPlanInput:
         """Take a blob's index. ``has_text`` defaults to whether the blob carries its token ids."""
         spans = [info.chunk_span(chunk) for chunk in range(info.chunks)]
         # A lossless level is many times larger and helps no answer: it is planned only where there is nothing else.
@@ -77,8 +77,8 @@ class DocumentPlanInput:
         )
         errors = tuple(tuple(segment.error for segment in segments[:planned]) for segments in info.segments)
         known = info.token_ids is not None if has_text is None else has_text
-        layered = not any(info.levels[level].alone for level in levels)
-        return cls(tuple(stop - start for start, stop in spans), sizes, known, errors, layered, head_start)
+        layered = not any(info.levels[level].independent for level in levels)
+        return cls(tuple(stop - start for start, stop in spans), sizes, known, errors, layered, prefix_share)
 
     def error(self, chunk: int, level: int | None) -> float:
         """Error that a chunk counts with; level None: recomputed, which counts as the finest that it has."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Asked:
+class LoadRequested:
     """A load begins. documents: how many it has. query_tokens: of the question. goal: what is wanted, and by when."""
 
     load: int
@@ -115,7 +115,7 @@ class RecomputeFailed:
 
 
 @dataclass(frozen=True)
-class HeadStartDone:
+class PrefixComputed:
     """A document's first layers are computed, in ``seconds``: its chunks can be decoded."""
 
     load: int
@@ -124,7 +124,7 @@ class HeadStartDone:
 
 
 @dataclass(frozen=True)
-class HeadStartFailed:
+class PrefixFailed:
     """A document's first layers cannot be computed: its blob is of no use."""
 
     load: int
@@ -133,7 +133,7 @@ class HeadStartFailed:
 
 
 @dataclass(frozen=True)
-class Closed:
+class PromptAssembled:
     """A load that was finished is linked and handed over to the engine: it feeds the estimates.
 
     seconds: linking and handing over, which is what it took beyond the time expected of the question's pass; below 0
@@ -151,7 +151,7 @@ class Tick:
 
 
 @dataclass(frozen=True)
-class Left:
+class LoadAbandoned:
     """Nobody waits for a load any more."""
 
     load: int
@@ -190,7 +190,7 @@ class Recompute:
 
 
 @dataclass(frozen=True)
-class HeadStart:
+class ComputePrefix:
     """Compute the first layers of a document, for this variant of its blob."""
 
     load: int
@@ -231,7 +231,7 @@ class Fail:
 
 
 Event: TypeAlias = (
-    Asked
+    LoadRequested
     | IndexKnown
     | FirstByte
     | TransferProgress
@@ -241,13 +241,13 @@ Event: TypeAlias = (
     | DecodeFailed
     | RecomputeDone
     | RecomputeFailed
-    | HeadStartDone
-    | HeadStartFailed
-    | Closed
+    | PrefixComputed
+    | PrefixFailed
+    | PromptAssembled
     | Tick
-    | Left
+    | LoadAbandoned
 )
-Instruction: TypeAlias = Fetch | Decode | Recompute | HeadStart | Cancel | Release | Finish | Fail
+Instruction: TypeAlias = Fetch | Decode | Recompute | ComputePrefix | Cancel | Release | Finish | Fail
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ _MOST_DOUBLINGS = 6
 
 
 @dataclass(eq=False)
-class Flight:
+class InflightFetch:
     """One open fetch. size, left: bytes of it, and those still to come. decode_s: what decoding will take then."""
 
     chunk: ChunkId
@@ -35,7 +35,7 @@ class Link:
         """Start idle."""
         self._estimates = estimates
         self._stall_s = stall_s
-        self.flights: list[Flight] = []
+        self.flights: list[InflightFetch] = []
         self._since = 0.0  # the last byte, or the request that ended idleness
         self._flowing = False  # a byte came since then
         self.stalled = False
@@ -62,7 +62,7 @@ class Link:
         """Expected seconds to a request's first byte."""
         return self._estimates.ttfb.value
 
-    def ask(self, flight: Flight) -> None:
+    def ask(self, flight: InflightFetch) -> None:
         """Note that a fetch was asked for."""
         if not self.flights:
             self._since, self._flowing = flight.asked, False
@@ -99,7 +99,7 @@ class Link:
             self.alive(ended)
         self._credit(size, [flight for flight in self.flights if chunk in (None, flight.chunk)], ended)
 
-    def _credit(self, size: int, flights: list[Flight], now: float) -> None:
+    def _credit(self, size: int, flights: list[InflightFetch], now: float) -> None:
         """Share bytes of which nobody knows whose they are: equally among requests whose first byte can have come."""
         begun = [each for each in flights if each.left and now - each.asked >= self._estimates.ttfb.value]
         sharing = sorted(begun or flights, key=lambda flight: flight.left)

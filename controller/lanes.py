@@ -35,7 +35,7 @@ class Job:
         return max(0.0, self.expected_s - (now - self.began))
 
 
-class Lanes:
+class ComputeLanes:
     """At most one job on each lane, and with one worker at most one in all."""
 
     def __init__(self, workers: int) -> None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.chunk_table import SideBySide
-from kvwire.controller.document_state import ChunkState, DocumentBoard, among
+from kvwire.controller.chunk_table import ChunkTable
+from kvwire.controller.document_state import ChunkState, DocumentState, among
 from kvwire.controller.policies.base import RECOMPUTE, PlanRequest
 from kvwire.controller.policies.timeline import prefill_s
 from kvwire.errors import ArgumentError
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     from kvwire.controller.costs import CostModel
     from kvwire.controller.documents import DocumentPlanInput
-    from kvwire.controller.events import Asked
+    from kvwire.controller.events import LoadRequested
     from kvwire.controller.policies.base import Plan
 
-Place = tuple[DocumentBoard, int]
+Place = tuple[DocumentState, int]
 """A chunk: its document and its number there."""
 
 
@@ -35,7 +35,7 @@ class Load:
     recomputation that it holds. fallbacks: chunks for which a fetch or decode was given up for recomputation.
     """
 
-    def __init__(self, asked: Asked, now: float) -> None:
+    def __init__(self, asked: LoadRequested, now: float) -> None:
         """Lay the load out; its documents come later."""
         if asked.documents < 1 or asked.query_tokens < 0:
             msg = f"a load needs at least one document and a question of 0 tokens or more, got {asked}"
@@ -46,29 +46,29 @@ class Load:
         self.first_s: float | None = None
         self.began = 0
         self.known_since = inf
-        self._slots: list[DocumentBoard | None] = [None] * asked.documents
-        self.boards: list[DocumentBoard] = []
+        self._slots: list[DocumentState | None] = [None] * asked.documents
+        self.boards: list[DocumentState] = []
         self.plan: Plan | None = None
         self.planned_at = -inf
-        self.waiting: list[tuple[DocumentBoard, int, int]] = []
+        self.waiting: list[tuple[DocumentState, int, int]] = []
         self.recompute: dict[int, set[int]] = {}
         self.refine: list[Place] = []
         self.compute_s = 0.0
         self.fallbacks = 0
         self._laid_out: list[tuple[int, int]] | None = None
 
-    def add(self, number: int, variants: tuple[DocumentPlanInput, ...], now: float) -> DocumentBoard:
+    def add(self, number: int, variants: tuple[DocumentPlanInput, ...], now: float) -> DocumentState:
         """Make a document known. Raises ArgumentError where it is known already or not of this load."""
         if not 0 <= number < len(self._slots) or self._slots[number] is not None:
             msg = f"load {self.number} has no document {number} whose index is still missing"
             raise ArgumentError(msg)
-        board = self._slots[number] = DocumentBoard(self.number, number, variants)
+        board = self._slots[number] = DocumentState(self.number, number, variants)
         self.boards = [slot for slot in self._slots if slot is not None]
         self.planned_at = -inf
         self.known_since = min(self.known_since, now)
         return board
 
-    def board(self, document: int) -> DocumentBoard:
+    def board(self, document: int) -> DocumentState:
         """A document that is known. Raises ArgumentError for others."""
         board = self._slots[document] if 0 <= document < len(self._slots) else None
         if board is None:
@@ -121,7 +121,7 @@ class Load:
         }
         variants = [(board.number, board.variant) for board in self.boards]
         if self._laid_out != variants:
-            self._columns, self._laid_out = SideBySide(self.boards), variants
+            self._columns, self._laid_out = ChunkTable(self.boards), variants
         columns, self._open = self._columns.open(heads)
         refinable = None
         if self.goal.objective == "quality":
@@ -145,11 +145,11 @@ class Load:
         for at in np.flatnonzero(plan.levels == RECOMPUTE).tolist():
             self.recompute.setdefault(where[at], set()).add(chunk[at])
         self.compute_s = float(prefill_s(request)[plan.levels == RECOMPUTE].sum()) if len(chunk) else 0.0
-        self.lifted = {(where[at], chunk[at]) for at in plan.lifted}
+        self.upgraded = {(where[at], chunk[at]) for at in plan.upgraded}
         places = [self._refinable[at] for at in plan.refine]
         self.refine = [(self.boards[self._columns.where[at]], int(self._columns.chunk[at])) for at in places]
 
-    def next_pass(self, costs: CostModel, limit_s: float) -> tuple[DocumentBoard, list[int]] | None:
+    def next_pass(self, costs: CostModel, limit_s: float) -> tuple[DocumentState, list[int]] | None:
         """Chunks of the first forward pass that can run now and that the plan wants; None where there is none."""
         for at, board in enumerate(self.boards):
             wanted = self.recompute.get(at)
@@ -165,13 +165,13 @@ class Load:
                 return board, run
         return None
 
-    def fetch_instead(self, board: DocumentBoard, chunk: int) -> None:
+    def fetch_instead(self, board: DocumentState, chunk: int) -> None:
         """Fetch a chunk that the plan would have recomputed, at the quality floor."""
         self.recompute[self.boards.index(board)].discard(chunk)
         self.waiting.append((board, chunk, min(self.goal.floor, int(board.top[chunk]))))
 
-    def reason(self, board: DocumentBoard, chunk: int) -> str:
+    def reason(self, board: DocumentState, chunk: int) -> str:
         """Why the plan does with a chunk what it does."""
-        if (self.boards.index(board), chunk) in self.lifted:
+        if (self.boards.index(board), chunk) in self.upgraded:
             return "lifted: time is left"
         return self.plan.reason if self.plan else ""

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from kvwire.controller import events as ev
 from kvwire.controller.costs import busiest
 from kvwire.controller.document_state import ChunkState
-from kvwire.controller.inflight import Flight, Link
-from kvwire.controller.lanes import Job, Lanes
+from kvwire.controller.inflight import InflightFetch, Link
+from kvwire.controller.lanes import ComputeLanes, Job
 
 if TYPE_CHECKING:
     from kvwire.controller.costs import CostModel
-    from kvwire.controller.document_state import DocumentBoard
+    from kvwire.controller.document_state import DocumentState
     from kvwire.controller.estimates import Estimates
     from kvwire.controller.load import Load, Place
     from kvwire.controller.settings import ControllerSettings
@@ -31,7 +31,7 @@ class Resources:
         """Start idle."""
         self._estimates, self._settings, self._loads = estimates, settings, loads
         self.link = Link(estimates, settings.stall_s)
-        self.lanes = Lanes(settings.workers)
+        self.lanes = ComputeLanes(settings.workers)
         self.held = 0
         self.turns = 0
         self.backlog_s: float | None = None
@@ -41,18 +41,18 @@ class Resources:
         self.turns += 1
         return self.turns
 
-    def hold(self, board: DocumentBoard, chunk: int, size: int) -> None:
+    def hold(self, board: DocumentState, chunk: int, size: int) -> None:
         """Note how many bytes are held for a chunk from now on."""
         self.held += size - int(board.held[chunk])
         board.held[chunk] = size
 
-    def release(self, board: DocumentBoard, chunk: int, out: list[ev.Instruction]) -> None:
+    def release(self, board: DocumentState, chunk: int, out: list[ev.Instruction]) -> None:
         """Forget a chunk's bytes."""
         if board.held[chunk]:
             self.hold(board, chunk, 0)
             out.append(ev.Release(board.id(chunk)))
 
-    def keep_or_release(self, load: Load, board: DocumentBoard, chunk: int, out: list[ev.Instruction]) -> None:
+    def keep_or_release(self, load: Load, board: DocumentState, chunk: int, out: list[ev.Instruction]) -> None:
         """Forget a decoded chunk's bytes unless a refinement may build on them."""
         goal = load.goal
         finest = int(board.top[chunk]) if goal.ceiling is None else min(int(board.top[chunk]), goal.ceiling)
@@ -60,7 +60,7 @@ class Resources:
         if not refinable:
             self.release(board, chunk, out)
 
-    def settle(self, board: DocumentBoard, chunk: int) -> None:
+    def settle(self, board: DocumentState, chunk: int) -> None:
         """A chunk that was to become better stays as it is."""
         board.move(chunk, _S.READY)
         board.level[chunk] = board.top[chunk] = board.valid_level[chunk]
@@ -95,11 +95,11 @@ class Resources:
         self.hold(board, chunk, board.size(chunk, level))
         decode = self.costs_among_many(load).decode
         work = decode.seconds(int(board.tokens[chunk]), board.size(chunk, level))
-        self.link.ask(Flight(board.id(chunk), size, size, now, until, work))
+        self.link.ask(InflightFetch(board.id(chunk), size, size, now, until, work))
         load.began = self.turn()
         out.append(ev.Fetch(board.id(chunk), first, level, size, board.variant, until))
 
-    def give_up(self, load: Load, board: DocumentBoard, run: list[int], now: float, out: list[ev.Instruction]) -> None:
+    def give_up(self, load: Load, board: DocumentState, run: list[int], now: float, out: list[ev.Instruction]) -> None:
         """Cancel the fetches of neighbouring chunks, and recompute these at once."""
         trouble = "the link is silent" if self.link.stalled else "the link became slow"
         for chunk in run:
@@ -113,7 +113,7 @@ class Resources:
             board.reasons[chunk] = "sooner than its fetch"
 
     def start_pass(
-        self, load: Load, board: DocumentBoard, run: list[int], now: float, out: list[ev.Instruction]
+        self, load: Load, board: DocumentState, run: list[int], now: float, out: list[ev.Instruction]
     ) -> None:
         """Begin a forward pass over neighbouring chunks of a document."""
         for chunk in run:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvwire._lazy import lazy
+from kvwire._version import __version__
 
 if TYPE_CHECKING:
     from kvwire.codec import (
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from kvwire.store.schemes import open_store
     from kvwire.types import CacheMeta, ChunkId, Decision, KVCache, LayerSpec, PagedKVCache, RopeRegime
 
-__version__ = "0.1.0"
-
 __all__ = [
     "Answer",
     "BlobDecoder",
@@ -58,6 +57,7 @@ __all__ = [
     "RopeRegime",
     "Statistics",
     "TransformersEngine",
+    "__version__",
     "calibrate_error",
     "decode",
     "encode",

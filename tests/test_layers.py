@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOOR = "kvwire"
 FLOORS = {
     "_lazy": 0,
+    "_version": 0,
     "errors": 0,
     "types": 0,
     "codec": 1,
@@ -24,6 +25,53 @@ FLOORS = {
     "transport": 3,
     "engines": 4,
     DOOR: 5,
+}
+# Within a room: sub-folders and files, lowest shelf first. A file imports its own sub-folder and lower shelves alone.
+SHELVES: dict[str, list[set[str]]] = {
+    "codec": [
+        {"backend.py", "entropy", "planes.py", "workers.py"},
+        {"format"},
+        {"profile"},
+        {"prediction"},
+        {"transform"},
+        {"fitting", "gpu"},
+        {"kinds"},
+        {"api"},
+    ],
+    "controller": [
+        {"costs.py", "documents.py", "estimators.py", "lanes.py", "settings.py"},
+        {"events.py", "learning.py", "policies"},
+        {"document_state.py", "estimates.py", "log.py"},
+        {"chunk_table.py", "inflight.py"},
+        {"load.py"},
+        {"resources.py"},
+        {"dispatch.py"},
+        {"core.py"},
+        {"simulator"},
+    ],
+    "engines": [{"base.py"}, {"transformers"}],
+    "reuse": [{"assemble.py"}],
+    "store": [
+        {"http_ranges.py", "keys.py"},
+        {"base.py"},
+        {"files", "held.py"},
+        {"backends", "crypto"},
+        {"listing.py"},
+        {"catalog"},
+        {"cache"},
+        {"upkeep"},
+        {"schemes.py"},
+        {"testing"},
+    ],
+    "transport": [{"emulation", "errors.py"}, {"sources"}, {"fetch"}, {"server"}, {"testing"}],
+    DOOR: [
+        {"_lazy.py", "_version.py", "errors.py"},
+        {"types"},
+        {"runtime", "whatif"},
+        {"comparison"},
+        {"cli"},
+        {"__main__.py"},
+    ],
 }
 ROOMS = sorted(name for name, floor in FLOORS.items() if 0 < floor < FLOORS[DOOR])
 BESIDE = ("benchmarks", "demo", "tests")  # folders beside the rooms: they import kvwire, nothing imports them
@@ -113,6 +161,51 @@ def words(tree: ast.AST) -> Iterator[Import]:
             yield from ((getattr(node, "lineno", 0), text) for text in texts)
 
 
+def graph() -> dict[str, set[str]]:
+    """Every module of the package with the modules that it imports, anywhere in its text."""
+    files = {module_name(path): path for path in sources(DOOR, *ROOMS)}
+    names = {name.removesuffix(".__init__"): name for name in files}
+    found: dict[str, set[str]] = {}
+    for name, path in files.items():
+        targets = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.ImportFrom(module=base, names=taken, level=level):
+                    start = absolute(base or "", level, name)
+                    targets |= {f"{start}.{each.name}" if f"{start}.{each.name}" in names else start for each in taken}
+                case ast.Import(names=taken):
+                    targets |= {each.name for each in taken}
+        found[name] = {names[target] for target in targets if target in names} - {name}
+    return found
+
+
+def circles(edges: dict[str, set[str]]) -> list[set[str]]:
+    """Sets of modules that import each other, in one step or in several."""
+    reach: dict[str, set[str]] = {}
+    for name in edges:
+        seen, ahead = set(), [name]
+        while ahead:
+            ahead += (new := edges[ahead.pop()] - seen)
+            seen |= new
+        reach[name] = seen
+    return [set(group) for group in {frozenset(x for x in reach[n] if n in reach[x]) for n in edges if n in reach[n]}]
+
+
+def place_of(module: str) -> tuple[str, str]:
+    """Room of a module, and its sub-folder or file there; empty for the room's own ``__init__``."""
+    room = room_of(module) or DOOR
+    rest = module.split(".")[1:] if room == DOOR or FLOORS[room] == 0 else module.split(".")[2:]
+    if FLOORS[room] == 0:
+        room = DOOR
+    return room, "" if rest == ["__init__"] else rest[0] if len(rest) > 1 else f"{rest[0]}.py"
+
+
+def shelf_of(module: str) -> int | None:
+    """Index of the shelf that a module stands on, None for the front of its room."""
+    room, unit = place_of(module)
+    return next((at for at, units in enumerate(SHELVES[room]) if unit in units), None) if unit else None
+
+
 def at(path: Path, faults: list[Import]) -> list[str]:
     """Faults of one file as ``file:line: what``."""
     return [f"{path.relative_to(ROOT)}:{line}: {what}" for line, what in faults]
@@ -155,6 +248,34 @@ def test_the_codec_knows_no_model_by_name() -> None:
         found = words(ast.parse(path.read_text(encoding="utf-8")))
         faults += at(path, [(line, text) for line, text in found if any(name in text.lower() for name in MODEL_NAMES)])
     report(faults)
+
+
+def test_no_file_imports_itself_through_others() -> None:
+    inside = {name: {each for each in targets if not each.endswith("__init__")} for name, targets in graph().items()}
+    assert not circles(inside)
+
+
+def test_every_file_stands_on_a_shelf() -> None:
+    modules = [name for name in graph() if place_of(name)[1]]
+    assert not [name for name in modules if shelf_of(name) is None], "name their folders or files in SHELVES"
+
+
+def test_sub_folders_import_lower_shelves_alone() -> None:
+    faults = []
+    for name, targets in graph().items():
+        (room, unit), own = place_of(name), shelf_of(name)
+        for target in targets:
+            other, theirs = place_of(target), shelf_of(target)
+            if own is None or unit == "testing" or other[0] != room or other == (room, unit):
+                continue
+            if theirs is None or theirs >= own:
+                faults.append(f"{name} imports {target}, which stands no lower")
+    report(sorted(faults))
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == [{"a", "b", "c"}]
+    assert not circles({"a": {"b", "c"}, "b": {"c"}, "c": set()})
 
 
 @pytest.mark.parametrize(

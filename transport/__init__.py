@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     )
     from kvwire.transport.fetch.fetcher import BlobFetcher
     from kvwire.transport.fetch.metering import LinkMeter, LinkSample
-    from kvwire.transport.fetch.ranges import Piece, Range, coalesce, split
-    from kvwire.transport.fetch.types import Arrival, FetchCounts, FetchSettings
+    from kvwire.transport.fetch.ranges import Range, WantedRange, coalesce, split
+    from kvwire.transport.fetch.types import FetchCounts, FetchedSegment, FetchSettings
     from kvwire.transport.server import (
         AccessSettings,
         JsonLines,
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AccessSettings",
-    "Arrival",
     "BlobFetcher",
     "BusyError",
     "ByteSource",
     "EmulatedLink",
     "FetchCounts",
     "FetchSettings",
+    "FetchedSegment",
     "HttpSource",
     "HttpStore",
     "HttpStoreSettings",
@@ -56,7 +56,6 @@ __all__ = [
     "LinkedSource",
     "ObjectServer",
     "Patience",
-    "Piece",
     "Range",
     "RateSchedule",
     "ReplacedError",
@@ -71,6 +70,7 @@ __all__ = [
     "StoreSource",
     "TextLines",
     "TlsFiles",
+    "WantedRange",
     "coalesce",
     "listen",
     "new_token",
@@ -98,8 +98,8 @@ __getattr__ = lazy(
         ),
         "kvwire.transport.fetch.fetcher": ("BlobFetcher",),
         "kvwire.transport.fetch.metering": ("LinkMeter", "LinkSample"),
-        "kvwire.transport.fetch.ranges": ("Piece", "Range", "coalesce", "split"),
-        "kvwire.transport.fetch.types": ("Arrival", "FetchCounts", "FetchSettings"),
+        "kvwire.transport.fetch.ranges": ("Range", "WantedRange", "coalesce", "split"),
+        "kvwire.transport.fetch.types": ("FetchCounts", "FetchSettings", "FetchedSegment"),
         "kvwire.transport.server": (
             "AccessSettings",
             "JsonLines",

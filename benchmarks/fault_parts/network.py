@@ -36,7 +36,7 @@ from kvwire.transport import (
 )
 from kvwire.transport.testing import FaultKind, FaultProxy, ProxyFault, nth, serving
 from kvwire.transport.testing import build_blob as build
-from kvwire.transport.testing import read_blob_head as read_head
+from kvwire.transport.testing import read_blob_head as read_header
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -178,7 +178,7 @@ async def fetched(
     give_up_at = time.monotonic() + deadline_s
     misses: list[SegmentError] = []
     try:
-        async with BlobFetcher(source, read_head=read_head, settings=settings) as fetcher:
+        async with BlobFetcher(source, read_header=read_header, settings=settings) as fetcher:
             info = await fetcher.open(deadline=give_up_at)
             if between:
                 await between()

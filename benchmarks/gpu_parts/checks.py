@@ -169,7 +169,7 @@ def flipped(blob: bytes, at: int, *, mended: bool) -> bytes:
         entry = _PROLOGUE + metadata + _ENTRY * (segment.chunk * len(info.levels) + segment.level)
         struct.pack_into("<I", damaged, entry + _ENTRY_CRC, zlib.crc32(damaged[segment.offset : segment.end]))
         struct.pack_into("<I", damaged, _HEAD_CRC, 0)
-        struct.pack_into("<I", damaged, _HEAD_CRC, zlib.crc32(damaged[: info.head_bytes]))
+        struct.pack_into("<I", damaged, _HEAD_CRC, zlib.crc32(damaged[: info.header_bytes]))
     return bytes(damaged)
 
 

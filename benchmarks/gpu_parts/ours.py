@@ -10,11 +10,11 @@ import torch
 
 import kvwire
 from kvwire.codec import CHUNK_TOKENS
-from kvwire.codec.format.container import parse_head
-from kvwire.codec.format.segment import ChunkState, decode_segment
+from kvwire.codec.format.container import parse_header
+from kvwire.codec.format.segment import SegmentState, decode_segment
 from kvwire.codec.gpu.decode import Batch, DeviceDecoder, Workspace
 from kvwire.codec.gpu.profile import on_device
-from kvwire.codec.gpu.staging import Piece, Staged
+from kvwire.codec.gpu.staging import ChunkSegments, Staged
 from kvwire.codec.prediction.text import Text
 
 if TYPE_CHECKING:
@@ -51,15 +51,15 @@ def profile_bytes(profile: Profile, device: torch.device) -> int:
 
 def decoder_of(blob: bytes, profile: Profile, out: KVCache) -> DeviceDecoder:
     """A decoder that writes into ``out``, positions from 0."""
-    head = parse_head(blob)
+    head = parse_header(blob)
     return DeviceDecoder(head, Text(profile, head.info.tokens, head.info.token_ids), out, offset=0)
 
 
-def pieces_of(blob: bytes, level: int) -> list[Piece]:
+def pieces_of(blob: bytes, level: int) -> list[ChunkSegments]:
     """Every chunk of a blob at a level; the bytes are copies."""
     info = kvwire.inspect(blob)
     return [
-        Piece(chunk, level, [bytes(blob[s.offset : s.end]) for s in info.reads(chunk, level)])
+        ChunkSegments(chunk, level, [bytes(blob[s.offset : s.end]) for s in info.reads(chunk, level)])
         for chunk in range(info.chunks)
     ]
 
@@ -69,7 +69,7 @@ class Load:
     """One copy of a blob's segments at one level, staged in pinned memory, and the ways to run its parts."""
 
     decoder: DeviceDecoder
-    pieces: list[Piece]
+    pieces: list[ChunkSegments]
 
     @cached_property
     def staged(self) -> list[Staged]:
@@ -122,7 +122,7 @@ def symbols(load: Load, profile: Profile) -> list[tuple[NDArray[np.int32], NDArr
 def _symbols(batch: Batch, load: Load, profile: Profile) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
     values, at, out = batch.values.cpu().numpy(), 0, []
     for opened in batch.staged.pieces:
-        state = ChunkState(opened.tokens, profile.spread, profile.tables)
+        state = SegmentState(opened.tokens, profile.spread, profile.tables)
         for level, data in enumerate(opened.piece.segments):
             decode_segment(state, level, load.decoder._head.levels[level].shift, data)  # noqa: SLF001
         columns = state.columns

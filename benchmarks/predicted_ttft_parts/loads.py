@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvwire import controller as ctl
 from kvwire.controller import events as ev
-from kvwire.controller.simulator import Arrival, World
+from kvwire.controller.simulator import LoadArrival, World
 from kvwire.runtime.loader import Loader, LoadSettings, controls_of
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class Contender:
         began = time.monotonic()
         answers = asyncio.run(self._ask(prompts))
         log = tuple(self._log)
-        asked = [entry.now - began for entry in log if isinstance(entry.event, ev.Asked)]
+        asked = [entry.now - began for entry in log if isinstance(entry.event, ev.LoadRequested)]
         times = tuple(answer.timing.ttft_s for answer in answers)
         return Loaded(known, times, max(asked), tuple(answers), log, began)
 
@@ -142,12 +142,12 @@ class Model:
     """What the simulator is told besides policy, sizes and costs.
 
     catalog_s: until the catalog's lookups are over. connected_s, answered_s: seconds to the first byte of a small
-    request, over a new connection and over one that is there. head_bytes: of a load's documents. open_s: to open one of
-    them, on the machine. lane_s: see ``World``. handing_over_s: from the last chunk to the closing.
+    request, over a new connection and over one that is there. header_bytes: of a load's documents. open_s: to open one
+    of them, on the machine. lane_s: see ``World``. handing_over_s: from the last chunk to the closing.
     """
 
     link: Link
-    head_bytes: int
+    header_bytes: int
     catalog_s: float
     connected_s: float
     answered_s: float
@@ -159,7 +159,7 @@ class Model:
     def heads_s(self, loads: int, documents: int) -> float:
         """Seconds from the end of the lookups until all heads of some loads, of so many documents each, are known."""
         began = self.catalog_s + self.connected_s
-        received = self.link.rate.time_to(self.head_bytes * loads, began)
+        received = self.link.rate.time_to(self.header_bytes * loads, began)
         return received - self.catalog_s + self.open_s * loads * documents
 
     def ttft_s(
@@ -185,5 +185,5 @@ class Model:
         if goal.deadline_s is not None:
             goal = replace(goal, deadline_s=goal.deadline_s - self.catalog_s)
         heads_s = self.heads_s(len(inputs), len(inputs[0]))
-        arrivals = [Arrival(self.catalog_s, tuple(documents), goal, query_tokens, heads_s) for documents in inputs]
+        arrivals = [LoadArrival(self.catalog_s, tuple(documents), goal, query_tokens, heads_s) for documents in inputs]
         return [self.catalog_s + outcome.ttft_s + self.handing_over_s for outcome in world.run(arrivals)]

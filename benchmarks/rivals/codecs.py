@@ -69,10 +69,10 @@ def fit(engine: TransformersEngine, documents: list[list[int]]) -> Fitted:
 def kvwire_variants(engine: TransformersEngine, documents: list[list[int]], caches: list[KVCache]) -> list[Variant]:
     """Every way of using kvwire that is measured: a line for each."""
     statistics = engine.statistics(documents)
-    hidden = [engine.head_start(ids, 1) for ids in documents]
+    hidden = [engine.prefix_states(ids, 1) for ids in documents]
     return [
         Variant("kvwire", kvwire.fit_profile(caches, statistics)),
-        Variant(HEAD_START, kvwire.fit_profile(caches, statistics, head_start=1, hidden=hidden)),
+        Variant(HEAD_START, kvwire.fit_profile(caches, statistics, prefix_layers=1, hidden=hidden)),
         Variant("kvwire without text", kvwire.fit_profile(caches, statistics, text=False)),
         Variant(PAPER, kvwire.fit_cachegen_profile(caches)),
     ]
@@ -81,11 +81,11 @@ def kvwire_variants(engine: TransformersEngine, documents: list[list[int]], cach
 def fitted_codings(cache: KVCache, fitted: Fitted) -> Iterator[Coding]:
     """The codecs that were fitted."""
     for variant in fitted.variants:
-        layers = getattr(variant.profile, "head_start", 0)
-        hidden = fitted.engine.head_start(cache.token_ids or (), layers) if layers else None
+        layers = getattr(variant.profile, "prefix_layers", 0)
+        hidden = fitted.engine.prefix_states(cache.token_ids or (), layers) if layers else None
         blob = kvwire.encode(cache, variant.profile, hidden=hidden, **variant.encode)
         levels = kvwire.inspect(blob).levels
-        assert levels[-1].alone or levels[-1].cumulative_bytes == len(blob), "a level's bytes must count the whole blob"
+        assert levels[-1].independent or levels[-1].cumulative_bytes == len(blob), "a level must count the whole blob"
         for index, level in enumerate(levels):
             decoded = kvwire.decode(blob, index, variant.profile, dtype=torch.float32, hidden=hidden)
             yield Coding(f"{variant.name} {level.name}", variant.name, level.cumulative_bytes, decoded)

@@ -10,16 +10,16 @@ from isal.isal_zlib import crc32  # zlib's checksum, some 15 times as fast
 
 from kvwire.codec.api.inspect import level_index
 from kvwire.codec.backend import uses_triton
-from kvwire.codec.format.container import CODEC_LANES, CODEC_LOSSLESS, Head, parse_head
-from kvwire.codec.format.segment import ChunkState, decode_segment
-from kvwire.codec.gpu.staging import Piece, suits_gpu
+from kvwire.codec.format.container import CODEC_LANES, CODEC_LOSSLESS, Header, parse_header
+from kvwire.codec.format.segment import SegmentState, decode_segment
+from kvwire.codec.gpu.staging import ChunkSegments, suits_gpu
 from kvwire.codec.gpu.streams import Mark, Pending
 from kvwire.codec.kinds.cachegen import CacheGenProfile, decode_cachegen
 from kvwire.codec.kinds.lossless_streams import FORMATS, decode_lossless
 from kvwire.codec.kinds.outputs import check_out, chunk_of, empty_for, without
 from kvwire.codec.kinds.profiles import profile_for
 from kvwire.codec.planes import SIDES, planes_of
-from kvwire.codec.prediction.text import Text
+from kvwire.codec.prediction.text import TextPredictor
 from kvwire.codec.profile.profile import Profile
 from kvwire.codec.transform.analysis import gather_planes, scatter_planes
 from kvwire.codec.transform.positions import positions_off, rotation
@@ -50,19 +50,19 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FORMATS}
 class BlobDecoder:
     """Decodes chunks of one blob, in any order and at any level, into one preallocated cache.
 
-    head: the blob's first bytes, at least ``BlobInfo.head_bytes`` of them, or what ``parse_head`` made of them.
+    head: the blob's first bytes, at least ``BlobInfo.header_bytes`` of them, or what ``parse_header`` made of them.
     offset: the position of the document's first token in the prompt; None leaves positions off. dtype None: the dtype
-    that the cache was encoded from. hidden: ``engine.head_start`` of the document, where the blob needs one. level: the
-    only one that will be asked for; a lossless one needs no profile.
-    out: write into these tensors (a slice of a prompt's cache, or an engine's pages) rather than allocate; device and
-    dtype are then theirs. Tokens of chunks that are not decoded yet are zero, or what was there. backend: which kernels
-    run, see ``backend.Backend``. workspace_bytes: device memory of a GPU for chunks under way, None for 15 % of the
-    output; more of it takes more chunks at a time, which is sooner for short documents.
+    that the cache was encoded from. hidden: ``engine.prefix_states`` of the document, where the blob needs one. level:
+    the only one that will be asked for; a lossless one needs no profile. out: write into these tensors (a slice of a
+    prompt's cache, or an engine's pages) rather than allocate; device and dtype are then theirs. Tokens of chunks that
+    are not decoded yet are zero, or what was there. backend: which kernels run, see ``backend.Backend``.
+    workspace_bytes: device memory of a GPU for chunks under way, None for 15 % of the output; more of it takes more
+    chunks at a time, which is sooner for short documents.
     """
 
     def __init__(  # noqa: PLR0913 - a decoder's settings, each with its default
         self,
-        head: bytes | Head,
+        head: bytes | Header,
         profile: Profile | CacheGenProfile | None = None,
         *,
         device: str | torch.device = "cpu",
@@ -76,14 +76,14 @@ class BlobDecoder:
         workspace_bytes: int | None = None,
     ) -> None:
         """Parse the head, pick the profile and allocate the output; raises as ``decode`` does."""
-        self._head = head if isinstance(head, Head) else parse_head(head, check=check)
+        self._head = head if isinstance(head, Header) else parse_header(head, check=check)
         self._check = check
         self._offset = offset
         alone = level is not None and self.info.levels[level_index(self.info, level)].lossless
         self._profile = None if alone else profile_for(self._head, profile)
         if isinstance(self._profile, Profile):
             self._layered = self._profile
-            self._text = Text(self._profile, self.info.tokens, self.info.token_ids, hidden)
+            self._text = TextPredictor(self._profile, self.info.tokens, self.info.token_ids, hidden)
         self._check_positions()
         if dtype is not None and not dtype.is_floating_point:
             msg = f"a cache holds floating-point numbers, it cannot be decoded to {dtype}"
@@ -160,11 +160,11 @@ class BlobDecoder:
             return Pending(Mark(), [Mark() for _ in self.info.meta.layers], [])
         return self._device.decode([piece for piece, suits in zip(pieces, suited, strict=True) if suits])
 
-    def _suits_gpu(self, piece: Piece) -> bool:
+    def _suits_gpu(self, piece: ChunkSegments) -> bool:
         symbols = [segment.raw for segment in self.info.reads(piece.chunk, piece.level)]
         return self._head.levels[piece.level].codec == CODEC_LANES and suits_gpu(piece, symbols)
 
-    def _piece(self, chunk: int, segments: Sequence[bytes], level: int | None) -> Piece:
+    def _piece(self, chunk: int, segments: Sequence[bytes], level: int | None) -> ChunkSegments:
         """Check a chunk's segments against the index."""
         level = len(segments) - 1 if level is None else level
         have = self.info.segments[chunk : chunk + 1]
@@ -185,9 +185,9 @@ class BlobDecoder:
         if self._profile is None and self._head.levels[level].codec != CODEC_LOSSLESS:
             msg = f"the decoder was made for a lossless level alone, not for level {level}; make one without level="
             raise ArgumentError(msg)
-        return Piece(chunk, level, segments)
+        return ChunkSegments(chunk, level, segments)
 
-    def _decode_here(self, piece: Piece) -> None:
+    def _decode_here(self, piece: ChunkSegments) -> None:
         """On the processor."""
         start, stop = self.info.chunk_span(piece.chunk)
         out, at = self._out, start
@@ -205,31 +205,31 @@ class BlobDecoder:
         if self._head.kept:
             self._drop_pruned(start, stop)
 
-    def _decode_layered(self, piece: Piece, out: KVCache, at: int) -> None:
+    def _decode_layered(self, piece: ChunkSegments, out: KVCache, at: int) -> None:
         text, profile = self._text, self._layered
         start, stop = self.info.chunk_span(piece.chunk)
         reads = self.info.reads(piece.chunk, piece.level)
-        state = ChunkState(stop - start, profile.spread, profile.tables)
+        state = SegmentState(stop - start, profile.spread, profile.tables)
         for segment, data in zip(reads, piece.segments, strict=True):
             self._advance(state, segment, data)
         step = self._head.levels[reads[-1].level].step
-        turns = self._turns(start, stop)
+        cos_sin = self._cos_sin(start, stop)
         first = 0
         for index, group in enumerate(profile.groups):
             expected = text.expected(index, start, stop)
             columns = slice(first, first + group.rank)
-            place_group(state, group, columns, step, expected, out, self.info.meta, at, turns)
+            place_group(state, group, columns, step, expected, out, self.info.meta, at, cos_sin)
             first += group.rank
 
-    def _decode_cachegen(self, piece: Piece, out: KVCache, at: int) -> None:
+    def _decode_cachegen(self, piece: ChunkSegments, out: KVCache, at: int) -> None:
         profile = cast("CacheGenProfile", self._profile)  # the constructor has seen to it
         start, stop = self.info.chunk_span(piece.chunk)
         blocks = decode_cachegen(piece.segments[0], profile, piece.level, stop - start)
-        turns = self._turns(start, stop)
+        cos_sin = self._cos_sin(start, stop)
         for block, elements in zip(profile.blocks, blocks, strict=True):
-            scatter_planes(elements, ((block.side, block.layer),), out, self.info.meta, at, turns)
+            scatter_planes(elements, ((block.side, block.layer),), out, self.info.meta, at, cos_sin)
 
-    def _decode_lossless(self, piece: Piece, out: KVCache, at: int) -> None:
+    def _decode_lossless(self, piece: ChunkSegments, out: KVCache, at: int) -> None:
         """Stored numbers as they are where the output stands where they stood, else moved."""
         start, stop = self.info.chunk_span(piece.chunk)
         layers = self.info.meta.layers
@@ -242,12 +242,12 @@ class BlobDecoder:
             stood = self._head.offset
             meta = replace(self.info.meta, positions="off" if stood is None else "on", offset=(stood or 0) + start)
             moved = positions_off(KVCache([k for k, _ in pairs], [v for _, v in pairs], meta))
-            turns = self._turns(start, stop)
+            cos_sin = self._cos_sin(start, stop)
             for plane in planes_of(layers):
                 if layers[plane[1]].rotary(plane[0]) is None:
                     continue
                 elements = gather_planes(moved, (plane,), 0, stop - start)
-                scatter_planes(elements, (plane,), out, self.info.meta, at, turns)
+                scatter_planes(elements, (plane,), out, self.info.meta, at, cos_sin)
         stays = self._head.offset == self._offset
         for side, layer in planes_of(layers):
             if stays or layers[layer].rotary(side) is None:
@@ -277,7 +277,7 @@ class BlobDecoder:
             msg = f"{name} does not match its length or checksum; fetch it again"
             raise CorruptError(msg)
 
-    def _advance(self, state: ChunkState, segment: SegmentInfo, data: bytes) -> None:
+    def _advance(self, state: SegmentState, segment: SegmentInfo, data: bytes) -> None:
         """Decode one segment's symbols."""
         shift = self._head.levels[segment.level].shift
         symbols = decode_segment(state, segment.level, shift, data, check=self._check)
@@ -298,7 +298,7 @@ class BlobDecoder:
             rotation(self.info.meta.ropes[regime], self._offset, 1)
             rotation(self.info.meta.ropes[regime], self._offset + self.info.tokens - 1, 1)
 
-    def _turns(self, start: int, stop: int) -> dict[int, tuple[Tensor, Tensor]]:
+    def _cos_sin(self, start: int, stop: int) -> dict[int, tuple[Tensor, Tensor]]:
         """Each regime's cosines and sines for a span of tokens; nothing where positions stay off."""
         if self._offset is None:
             return {}
@@ -326,14 +326,14 @@ def decode(  # noqa: PLR0913 - a decoder's settings, each with its default
     level: index (negative counts from the last), name, or None for the finest of the layered ones. profile: the one
     that the blob names; not needed where it carries its own, nor for a lossless level. offset: position of the first
     token; None leaves positions off (keys as float of ``dtype``, un-rotated). dtype None: the dtype that the cache was
-    encoded from. check: verify checksums. hidden: ``engine.head_start`` of the document, where the blob was encoded
+    encoded from. check: verify checksums. hidden: ``engine.prefix_states`` of the document, where the blob was encoded
     with one. threads: chunks decoded at a time on the processor, None for one on every core. backend: which kernels
     run, see ``backend.Backend``: by default Triton's on a GPU.
     Memory: the output plus each thread's working set of a chunk. Raises TruncatedError, CorruptError,
     FormatVersionError, MismatchError (profile missing or wrong), RopeRegimeError (position out of reach), ArgumentError
     (no such level).
     """
-    head = parse_head(blob, check=check)
+    head = parse_header(blob, check=check)
     info = head.info
     if len(blob) < info.file_bytes:
         msg = f"the blob ends after {len(blob)} of {info.file_bytes} bytes; fetch it again"
@@ -362,7 +362,7 @@ def decode(  # noqa: PLR0913 - a decoder's settings, each with its default
     def segments(chunk: int) -> list[bytes]:
         return [bytes(view[s.offset : s.end]) for s in info.reads(chunk, index)]
 
-    if decoder.on_gpu and not info.levels[index].alone:
+    if decoder.on_gpu and not info.levels[index].independent:
         decoder.submit([(chunk, segments(chunk), index) for chunk in range(info.chunks)]).wait()
     else:
         each(lambda chunk: decoder.decode_chunk(chunk, segments(chunk), index), range(info.chunks), threads)

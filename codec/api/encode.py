@@ -20,10 +20,10 @@ from kvwire.codec.format.container import (
     Level,
     pack_blob,
 )
-from kvwire.codec.format.segment import MAX_CHUNK_SYMBOLS, ChunkState, encode_segment
+from kvwire.codec.format.segment import MAX_CHUNK_SYMBOLS, SegmentState, encode_segment
 from kvwire.codec.kinds.cachegen import CacheGenProfile, decode_cachegen, encode_cachegen
 from kvwire.codec.kinds.lossless_streams import encode_lossless
-from kvwire.codec.prediction.text import Text
+from kvwire.codec.prediction.text import TextPredictor
 from kvwire.codec.transform.analysis import analyse, energy_of, gather
 from kvwire.codec.transform.quantiser import Ladder, ladder_for, quantise, split_levels
 from kvwire.codec.workers import each, one_core
@@ -58,12 +58,12 @@ def encode(
     None derives means, scales and tables from this cache and carries them inside the blob. A CacheGenProfile encodes in
     that method's own levels. levels: a Ladder, the number of levels of the default ladder, or None for all of them; 0
     for none but the lossless one. chunk_tokens: tokens in a chunk, 1 to 4096. lossless: add a level that holds the
-    stored numbers bit for bit, as a stream of its own. hidden: ``engine.head_start`` of the document, where the profile
-    was fitted with one. threads: chunks encoded at a time, None for one on every core. backend: with ``triton``, and
-    with ``auto`` where the cache lies on a GPU, layered levels of a given profile are encoded on the cache's device;
-    all else is encoded on the processor.
-    On one machine the same input gives the same bytes, whatever ``threads`` is; a rare value differs by one between
-    backends. Raises ArgumentError on an empty cache, CacheValueError, MismatchError.
+    stored numbers bit for bit, as a stream of its own. hidden: ``engine.prefix_states`` of the document, where the
+    profile was fitted with one. threads: chunks encoded at a time, None for one on every core. backend: with
+    ``triton``, and with ``auto`` where the cache lies on a GPU, layered levels of a given profile are encoded on the
+    cache's device; all else is encoded on the processor. On one machine the same input gives the same bytes, whatever
+    ``threads`` is; a rare value differs by one between backends. Raises ArgumentError on an empty cache,
+    CacheValueError, MismatchError.
     """
     if not cache.tokens:
         msg = "the cache holds no tokens; leave empty documents out"
@@ -95,7 +95,7 @@ def encode(
             profile_digest=coder.digest,
             profile_bytes=coder.inside,
             segments=segments,
-            head_start=coder.head_start,
+            prefix_layers=coder.prefix_layers,
             error_to_kl=coder.error_to_kl,
             kept=cache.kept,
         )
@@ -108,7 +108,7 @@ class _Coder:
     levels: tuple[Level, ...] = ()
     digest = ""
     inside = b""
-    head_start = 0
+    prefix_layers = 0
     error_to_kl: tuple[float, float] | None = None
 
     def encode(self, start: int, stop: int) -> list[Coded]:
@@ -170,9 +170,9 @@ class _Layered(_Coder):
         self.levels = tuple(Level(name, step, shift) for name, step, shift in named)
         self.digest = "" if profile is None else used.digest
         self.inside = used.data if profile is None else b""
-        self.head_start, self.error_to_kl = used.head_start, used.error_to_kl
+        self.prefix_layers, self.error_to_kl = used.prefix_layers, used.error_to_kl
         self._cache, self._ladder = cache, ladder
-        self._text = Text(used, cache.tokens, cache.token_ids, hidden)
+        self._text = TextPredictor(used, cache.tokens, cache.token_ids, hidden)
 
     def encode_all(self, spans: list[tuple[int, int]], threads: int | None) -> list[list[Coded]]:
         """As of every coder; what workers share is made before they ask for it."""
@@ -187,7 +187,7 @@ class _Layered(_Coder):
         values, refinements = split_levels(quantise(coefficients, ladder.steps[-1]), len(ladder.steps))
         unit = column_classes(coefficients)
         energy = energy_of(coefficients) + dropped
-        state = ChunkState(stop - start, profile.spread, profile.tables)
+        state = SegmentState(stop - start, profile.spread, profile.tables)
         elements = (stop - start) * sum(group.width for group in profile.groups)
         segments = []
         for level, (shift, step) in enumerate(zip(ladder.shifts, ladder.steps, strict=True)):

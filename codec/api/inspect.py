@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from isal.isal_zlib import crc32  # zlib's checksum, some 15 times as fast
 
-from kvwire.codec.format.container import parse_head
+from kvwire.codec.format.container import parse_header
 from kvwire.errors import ArgumentError, CorruptError, TruncatedError
 
 if TYPE_CHECKING:
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def inspect(blob: bytes) -> BlobInfo:
-    """What a blob, or its head alone, says about itself; raises as ``read_head`` does. Segments are not looked at."""
-    return parse_head(blob).info
+    """What a blob, or its head alone, says about itself; raises as ``read_header`` does. Segments are not looked at."""
+    return parse_header(blob).info
 
 
 def verify(blob: bytes) -> BlobInfo:
@@ -23,7 +23,7 @@ def verify(blob: bytes) -> BlobInfo:
 
     Raises TruncatedError, CorruptError or FormatVersionError.
     """
-    info = parse_head(blob).info
+    info = parse_header(blob).info
     if len(blob) < info.file_bytes:
         msg = f"the blob ends after {len(blob)} of {info.file_bytes} bytes; fetch it again"
         raise TruncatedError(msg, info.file_bytes)

@@ -5,8 +5,9 @@ stay unsigned, so that numba leaves out the test for negative ones; and no two a
 keeps to and ``_jit`` tells the compiler. It cannot find that out by itself where a loop gathers from tables.
 
 No kernel checks an index, so each must be in range by construction, whatever the stream holds: columns come from
-``ChunkState.columns`` and index its own values; classes are clipped to those that have a table; contexts are at most 2;
-slots are masked to 12 bits; and reads of words stop at ``limit``. The tests run under ``NUMBA_BOUNDSCHECK=1`` as well.
+``SegmentState.columns`` and index its own values; classes are clipped to those that have a table; contexts are at most
+2; slots are masked to 12 bits; and reads of words stop at ``limit``. The tests run under ``NUMBA_BOUNDSCHECK=1`` as
+well.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ def place(quantised: I32, columns: U32, symbols: U8) -> None:
 def coarsen(fine: I32, coarse: I32, symbols: U8) -> None:
     """Split ``fine = 3 * coarse + r``, r in -1, 0, 1; ``symbols`` gets 1 + r, or 1 - r where coarse is negative.
 
-    The quotient is taken of unsigned numbers, which LLVM turns into a product: fine is below 2^28 in size.
+    The quotient is taken of unsigned numbers, which LLVM cos_sin into a product: fine is below 2^28 in size.
     """
     for t in range(fine.shape[0]):
         for c in range(fine.shape[1]):

@@ -172,7 +172,7 @@ def _normalise(weight: NDArray[np.float64], allowed: NDArray[np.bool_]) -> NDArr
     ideal = np.where(allowed, weight, 0.0) / weight[allowed].sum() * _TOTAL
     frequencies = np.where(allowed, np.maximum(1, np.floor(ideal)), 0).astype(np.int64)
     excess = int(frequencies.sum()) - _TOTAL
-    while excess > 0:  # many rare symbols were lifted to 1: take it back where it hurts least, from the largest
+    while excess > 0:  # many rare symbols were upgraded to 1: take it back where it hurts least, from the largest
         largest = int(frequencies.argmax())
         taken = min(excess, int(frequencies[largest]) // 8 + 1)
         frequencies[largest] -= taken

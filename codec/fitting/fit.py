@@ -28,7 +28,7 @@ from kvwire.codec.fitting.metric import plane_metrics, roots
 from kvwire.codec.fitting.moments import Features, feature_moments, group_moments, spans
 from kvwire.codec.fitting.regression import predict
 from kvwire.codec.planes import SIDES, plane_width, planes_of
-from kvwire.codec.prediction.text import Text
+from kvwire.codec.prediction.text import TextPredictor
 from kvwire.codec.profile.group import Group
 from kvwire.codec.profile.profile import Profile
 from kvwire.codec.transform.analysis import analyse, gather_planes
@@ -66,9 +66,10 @@ def fit_profile(  # noqa: PLR0913 - settings, each with its default
     rank_cut: float = RANK_CUT,
     ladder: Ladder | None = None,
     text: bool = True,
-    head_start: int = 0,
+    prefix_layers: int = 0,
     hidden: Sequence[Tensor] | None = None,
     small: bool = False,
+    head_start: int = 0,
 ) -> Profile | None:
     """Learn a profile from calibration caches of one model (a few thousand tokens will do).
 
@@ -76,9 +77,10 @@ def fit_profile(  # noqa: PLR0913 - settings, each with its default
     group_width: elements for one token up to which keys and values of neighbouring layers are transformed together.
     rank_cut: see RANK_CUT; 0 keeps every direction. ladder: the quality levels that the tables are tuned for.
     text: predict from the tokens, where the statistics know them and caches carry theirs.
-    head_start, hidden: predict from the hidden states after that many layers, ``[tokens, size]`` for each cache, as
-    ``engine.head_start`` computes them; blobs then need them for decoding.
-    small: store the transform in 8 bits an entry, half the size for about one per cent of rate.
+    prefix_layers, hidden: predict from the hidden states after that many layers, ``[tokens, size]`` for each cache, as
+    ``engine.prefix_states`` computes them; blobs then need them for decoding.
+    small: store the transform in 8 bits an entry, half the size for about one per cent of rate. head_start: old name
+    of ``prefix_layers``, for one more version.
     Returns None where there are no caches, or a single token in all: ``encode(cache, profile=None)`` then uses the
     identity transform.
     Raises MismatchError where the caches are of different models, ArgumentError where a setting is impossible.
@@ -86,8 +88,9 @@ def fit_profile(  # noqa: PLR0913 - settings, each with its default
     if not caches or sum(cache.tokens for cache in caches) <= 1:
         return None
     _check(caches, statistics, group_width, rank_cut)
-    if (head_start > 0) != (hidden is not None):
-        msg = "head_start names the layers that hidden comes from: give both or neither"
+    prefix_layers = prefix_layers or head_start
+    if (prefix_layers > 0) != (hidden is not None):
+        msg = "prefix_layers names the layers that hidden comes from: give both or neither"
         raise ArgumentError(msg)
     first = caches[0].meta
     ladder = ladder or Ladder()
@@ -104,9 +107,11 @@ def fit_profile(  # noqa: PLR0913 - settings, each with its default
     notes: dict[str, str | int | float] = {"tokens": seen.tokens, "weighted": int(statistics is not None)}
     draft = Profile(
         first.model_id, first.model_revision, first.layers, groups, _no_counts(), notes, prediction.table,
-        head_start, features.of_hidden if prediction.features else 0,
+        prefix_layers, features.of_hidden if prediction.features else 0,
     )  # fmt: skip
-    tables = count_tables([Text(draft, c.tokens, c.token_ids, h) for c, h in _pairs(caches, hidden)], caches, ladder)
+    tables = count_tables(
+        [TextPredictor(draft, c.tokens, c.token_ids, h) for c, h in _pairs(caches, hidden)], caches, ladder
+    )
     return replace(draft, tables=tables)
 
 
@@ -131,7 +136,7 @@ def identity_profile(cache: KVCache, ladder: Ladder) -> Profile:
     """A profile derived from one cache alone: per-element means, one scale for each layer, no rotation of the basis."""
     groups = tuple(_identity_group(cache, plane) for plane in planes_of(cache.meta.layers))
     draft = Profile("", "", cache.meta.layers, groups, _no_counts())
-    return replace(draft, tables=count_tables([Text(draft, cache.tokens, None)], [cache], ladder))
+    return replace(draft, tables=count_tables([TextPredictor(draft, cache.tokens, None)], [cache], ladder))
 
 
 def _identity_group(cache: KVCache, plane: Plane) -> Group:
@@ -227,7 +232,7 @@ def _compact(block: Tensor) -> Tensor:
     return diagonal.reshape(-1) if torch.equal(torch.diag_embed(diagonal), block) else block
 
 
-def count_tables(texts: Sequence[Text], caches: Sequence[KVCache], ladder: Ladder) -> Tables:
+def count_tables(texts: Sequence[TextPredictor], caches: Sequence[KVCache], ladder: Ladder) -> Tables:
     """Tables counted from what the quantiser makes of the calibration caches, all levels of the ladder together."""
     base, ternary = np.zeros((CLASSES, ALPHABET), np.int64), np.zeros((CLASSES, CONTEXTS, 3), np.int64)
     points = np.zeros((CLASSES, POINTS, 2))

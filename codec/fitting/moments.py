@@ -79,7 +79,7 @@ class Features:
             msg = "hidden states must be one [tokens, size] tensor for each calibration cache"
             raise ArgumentError(msg)
         if hidden is not None and any(states.ndim != _MATRIX for states in hidden):
-            msg = "hidden states must be [tokens, size] tensors, as engine.head_start computes them"
+            msg = "hidden states must be [tokens, size] tensors, as engine.prefix_states computes them"
             raise ArgumentError(msg)
         if hidden is not None and not all(bool(torch.isfinite(states).all()) for states in hidden):
             msg = "the hidden states hold NaN or infinity; compute them in float32"

@@ -40,7 +40,7 @@ MAGIC = b"\x89KVW\r\n\x1a\n"
 VERSION = (1, 0)
 ALIGNMENT = 64
 """The payload begins on a cache line; segments follow each other without padding."""
-MAX_HEAD_BYTES = 16 << 20
+MAX_HEADER_BYTES = 16 << 20
 """A million tokens in chunks of 256 with four levels take 3 MiB."""
 MAX_CHUNK_TOKENS = 4096
 """A chunk's working set must stay small against the cache."""
@@ -100,13 +100,13 @@ class Level:
     codec: int = CODEC_LANES
 
     @property
-    def alone(self) -> bool:
+    def independent(self) -> bool:
         """Whether its segments decode without those of the levels below."""
         return self.codec != CODEC_LANES
 
 
 @dataclass(frozen=True, eq=False)
-class Head:
+class Header:
     """A parsed head: what every reader sees (``info``) and what the decoder alone needs.
 
     kept_bits: ``kept`` as stored: for each layer a bool ``[kv_heads, tokens]`` of what is in the cache, None for layers
@@ -138,7 +138,7 @@ class Draft:
     profile_digest: str
     profile_bytes: bytes
     segments: Sequence[Sequence[Coded]]
-    head_start: int = 0
+    prefix_layers: int = 0
     error_to_kl: tuple[float, float] | None = None
     kept: Kept | None = None
 
@@ -154,7 +154,7 @@ def pack_blob(draft: Draft) -> bytes:
             "meta": meta_to_json(draft.meta),
             "levels": [[level.name, level.codec, level.step, level.shift] for level in draft.levels],
             "profile": draft.profile_digest,
-            "head_start": draft.head_start,
+            "head_start": draft.prefix_layers,
             "error_to_kl": None if draft.error_to_kl is None else list(draft.error_to_kl),
             "offset": draft.meta.offset if draft.meta.positions == "on" else None,
             "kept_bytes": len(kept),
@@ -163,17 +163,17 @@ def pack_blob(draft: Draft) -> bytes:
     bits, ids = pack_ids(draft.token_ids, draft.tokens)
     cells = len(draft.segments) * len(draft.levels)
     used = _PROLOGUE.size + len(metadata) + cells * _ENTRY.itemsize + len(ids) + len(draft.profile_bytes) + len(kept)
-    head_bytes = -(-used // ALIGNMENT) * ALIGNMENT
-    if head_bytes > MAX_HEAD_BYTES:
-        msg = f"the blob's head would take {head_bytes} bytes of {MAX_HEAD_BYTES} allowed; split the document"
+    header_bytes = -(-used // ALIGNMENT) * ALIGNMENT
+    if header_bytes > MAX_HEADER_BYTES:
+        msg = f"the blob's head would take {header_bytes} bytes of {MAX_HEADER_BYTES} allowed; split the document"
         raise ArgumentError(msg)
-    index, end = _index(draft, head_bytes)
+    index, end = _index(draft, header_bytes)
     prologue = _PROLOGUE.pack(
-        MAGIC, *VERSION, 0, 0, head_bytes, end, 0, len(metadata), metadata_raw, draft.tokens, draft.chunk_tokens,
+        MAGIC, *VERSION, 0, 0, header_bytes, end, 0, len(metadata), metadata_raw, draft.tokens, draft.chunk_tokens,
         len(draft.levels), bits, 0, len(draft.profile_bytes),
     )  # fmt: skip
     head = bytearray(
-        prologue + metadata + index.tobytes() + ids + draft.profile_bytes + kept + bytes(head_bytes - used)
+        prologue + metadata + index.tobytes() + ids + draft.profile_bytes + kept + bytes(header_bytes - used)
     )
     head[_CRC_AT : _CRC_AT + 4] = struct.pack("<I", crc32(head))
     return bytes(head) + b"".join(coded.data for chunk in draft.segments for coded in chunk)
@@ -190,19 +190,19 @@ def _index(draft: Draft, offset: int) -> tuple[NDArray[np.void], int]:
     return index, offset
 
 
-def read_head(data: bytes, *, check: bool = True) -> BlobInfo:
+def read_header(data: bytes, *, check: bool = True) -> BlobInfo:
     """What a blob says about itself, from its first bytes.
 
     Raises TruncatedError (whose ``needed`` says how many bytes to bring) where ``data`` ends too early, CorruptError
     where the head's checksum or content is wrong, FormatVersionError where the version or a flag is unknown.
     ``check=False`` leaves the checksum out.
     """
-    return parse_head(data, check=check).info
+    return parse_header(data, check=check).info
 
 
 class _Prologue(NamedTuple):
     version: tuple[int, int]
-    head_bytes: int
+    header_bytes: int
     file_bytes: int
     meta_stored: int
     meta_raw: int
@@ -217,8 +217,8 @@ class _Prologue(NamedTuple):
         return -(-self.tokens // self.chunk_tokens)
 
 
-def parse_head(data: bytes, *, check: bool = True) -> Head:
-    """``read_head`` for the decoder."""
+def parse_header(data: bytes, *, check: bool = True) -> Header:
+    """``read_header`` for the decoder."""
     fields = _prologue(data, check=check)
     parts = _parts(data, fields)
     meta = meta_from_json(parts.metadata.get("meta"))
@@ -229,7 +229,7 @@ def parse_head(data: bytes, *, check: bool = True) -> Head:
     if not isinstance(digest, str) or len(digest) != wanted:
         msg = "the blob neither carries a profile nor names one; fetch it again"
         raise CorruptError(msg)
-    head_start, error_to_kl, offset = _settings(parts.metadata)
+    prefix_layers, error_to_kl, offset = _settings(parts.metadata)
     token_ids = unpack_ids(parts.ids, fields.tokens, fields.bits)
     if check and token_ids is not None and digest_tokens(token_ids) != meta.token_digest:
         msg = "the blob's token ids are not those that its metadata names; write the document again"
@@ -238,29 +238,29 @@ def parse_head(data: bytes, *, check: bool = True) -> Head:
     infos = _level_infos(levels, parts.entries, fields, elements_per_token(meta.layers), error_to_kl)
     method = "cachegen" if any(level.codec == CODEC_CACHEGEN for level in levels) else "kvwire"
     info = BlobInfo(
-        fields.version, meta, fields.tokens, fields.chunk_tokens, fields.head_bytes, fields.file_bytes, digest,
-        infos, segments, token_ids, method, head_start,
+        fields.version, meta, fields.tokens, fields.chunk_tokens, fields.header_bytes, fields.file_bytes, digest,
+        infos, segments, token_ids, method, prefix_layers,
     )  # fmt: skip
     if parts.kept:
         kept_sizes(parts.kept, meta.layers, fields.tokens)
-    return Head(info, levels, parts.profile, parts.kept, offset)
+    return Header(info, levels, parts.profile, parts.kept, offset)
 
 
 def _settings(metadata: dict[str, Any]) -> tuple[int, tuple[float, float] | None, int | None]:
     """Head start, calibration of the error, and offset of rotated keys."""
-    head_start, raw, offset = (metadata.get(name) for name in ("head_start", "error_to_kl", "offset"))
+    prefix_layers, raw, offset = (metadata.get(name) for name in ("head_start", "error_to_kl", "offset"))
     try:
         error_to_kl = error_to_kl_from_json(raw)
     except (TypeError, ValueError, OverflowError) as error:
         msg = f"the blob's calibration is damaged ({error}); fetch it again"
         raise CorruptError(msg) from error
-    if type(head_start) is not int or not 0 <= head_start <= _MAX_LAYERS:
-        msg = f"the blob claims a head start of {head_start!r} layers; fetch it again"
+    if type(prefix_layers) is not int or not 0 <= prefix_layers <= _MAX_LAYERS:
+        msg = f"the blob claims a head start of {prefix_layers!r} layers; fetch it again"
         raise CorruptError(msg)
     if offset is not None and (type(offset) is not int or abs(offset) > _MAX_OFFSET):
         msg = f"the blob claims to begin at position {offset!r}; fetch it again"
         raise CorruptError(msg)
-    return head_start, error_to_kl, offset
+    return prefix_layers, error_to_kl, offset
 
 
 def _prologue(data: bytes, *, check: bool) -> _Prologue:
@@ -270,18 +270,18 @@ def _prologue(data: bytes, *, check: bool) -> _Prologue:
     if len(data) < _PROLOGUE.size:
         msg = "the blob ends within its header; fetch it again"
         raise TruncatedError(msg, _PROLOGUE.size)
-    (_, major, minor, incompatible, _, head_bytes, file_bytes, crc, meta_stored, meta_raw, tokens, chunk_tokens,
+    (_, major, minor, incompatible, _, header_bytes, file_bytes, crc, meta_stored, meta_raw, tokens, chunk_tokens,
      levels, bits, _, profile_bytes) = _PROLOGUE.unpack_from(data)  # fmt: skip
     if major != VERSION[0] or incompatible:
         msg = f"blob format {major}.{minor} (flags {incompatible:#x}) is newer than this kvwire; upgrade kvwire"
         raise FormatVersionError(msg)
-    if not _PROLOGUE.size <= head_bytes <= min(MAX_HEAD_BYTES, file_bytes):
-        msg = f"the blob claims a head of {head_bytes} bytes; fetch it again"
+    if not _PROLOGUE.size <= header_bytes <= min(MAX_HEADER_BYTES, file_bytes):
+        msg = f"the blob claims a head of {header_bytes} bytes; fetch it again"
         raise CorruptError(msg)
-    if len(data) < head_bytes:
-        msg = f"the blob's head ends after {len(data)} of {head_bytes} bytes; fetch it again"
-        raise TruncatedError(msg, head_bytes)
-    if check and _head_crc(data[:head_bytes]) != crc:
+    if len(data) < header_bytes:
+        msg = f"the blob's head ends after {len(data)} of {header_bytes} bytes; fetch it again"
+        raise TruncatedError(msg, header_bytes)
+    if check and _head_crc(data[:header_bytes]) != crc:
         msg = "the blob's head does not match its checksum; fetch it again"
         raise CorruptError(msg)
     fits = 1 <= chunk_tokens <= MAX_CHUNK_TOKENS and 1 <= levels <= MAX_LEVELS
@@ -289,7 +289,16 @@ def _prologue(data: bytes, *, check: bool) -> _Prologue:
         msg = "the blob's header holds impossible numbers; fetch it again"
         raise CorruptError(msg)
     return _Prologue(
-        (major, minor), head_bytes, file_bytes, meta_stored, meta_raw, tokens, chunk_tokens, levels, bits, profile_bytes
+        (major, minor),
+        header_bytes,
+        file_bytes,
+        meta_stored,
+        meta_raw,
+        tokens,
+        chunk_tokens,
+        levels,
+        bits,
+        profile_bytes,
     )
 
 
@@ -311,7 +320,7 @@ def _parts(data: bytes, fields: _Prologue) -> _Parts:
     """Metadata, index ``[chunks, levels]``, packed token ids, profile inside and what is kept: they fill the head."""
     cells = fields.chunks * fields.levels
     sizes = (fields.meta_stored, cells * _ENTRY.itemsize, id_bytes(fields.tokens, fields.bits), fields.profile_bytes)
-    room = fields.head_bytes - _PROLOGUE.size - sum(sizes)
+    room = fields.header_bytes - _PROLOGUE.size - sum(sizes)
     metadata = unpack_json(data[_PROLOGUE.size : _PROLOGUE.size + fields.meta_stored], fields.meta_raw, "blob")
     kept_bytes = metadata.get("kept_bytes")
     if type(kept_bytes) is not int or kept_bytes < 0 or not 0 <= room - kept_bytes < ALIGNMENT:
@@ -363,7 +372,7 @@ def _segments(
     index: NDArray[np.void], fields: _Prologue, levels: tuple[Level, ...]
 ) -> tuple[tuple[SegmentInfo, ...], ...]:
     """Index entries in payload order: no gap, no overlap, nothing past the end."""
-    rows, expected = [], fields.head_bytes
+    rows, expected = [], fields.header_bytes
     for chunk, row in enumerate(index.tolist()):
         present = [entry for entry in row if entry[0] != MISSING]
         if present != row[: len(present)]:
@@ -393,19 +402,19 @@ def _level_infos(
     elements_of_token: int,
     error_to_kl: tuple[float, float] | None,
 ) -> tuple[LevelInfo, ...]:
-    out, below = [], fields.head_bytes
+    out, below = [], fields.header_bytes
     chunk_tokens = np.full(fields.chunks, fields.chunk_tokens)
     chunk_tokens[-1] -= fields.chunks * fields.chunk_tokens - fields.tokens
     for level, column in zip(levels, index.T, strict=True):
         here = column[column["offset"] != MISSING]
         size = int(here["stored"].sum(dtype=np.int64))
-        cumulative = (fields.head_bytes if level.alone else below) + size
+        cumulative = (fields.header_bytes if level.independent else below) + size
         below = cumulative
         error = _mean_error(column, chunk_tokens)
         lossless = level.codec == CODEC_LOSSLESS
         kl = None if error_to_kl is None else _predicted_kl(error, *error_to_kl)
         bits = 8.0 * cumulative / (fields.tokens * elements_of_token)
-        out.append(LevelInfo(level.name, level.step, size, cumulative, bits, error, level.alone, lossless, kl))
+        out.append(LevelInfo(level.name, level.step, size, cumulative, bits, error, level.independent, lossless, kl))
     return tuple(out)
 
 

@@ -37,7 +37,7 @@ _HEADER = struct.Struct("<IIIHH")
 
 
 @dataclass(eq=False)
-class ChunkState:
+class SegmentState:
     """What encoder and decoder both know of a chunk after some levels.
 
     spread: class of each column at unit step, from the profile. classes: 0 while a column is not coded, else its class
@@ -74,7 +74,7 @@ class ChunkState:
 
 
 def encode_segment(
-    state: ChunkState,
+    state: SegmentState,
     shift: int,
     wanted: NDArray[np.int64],
     values: NDArray[np.int32],
@@ -104,7 +104,7 @@ def encode_segment(
     return pack_segment(codes.tobytes(), escapes, stream), state.tokens * len(state.columns)
 
 
-def _encode_base(state: ChunkState, values: NDArray[np.int32]) -> tuple[Lanes, bytes]:
+def _encode_base(state: SegmentState, values: NDArray[np.int32]) -> tuple[Lanes, bytes]:
     columns = state.columns
     classes = state.classes[columns]
     picked = values[:, columns]
@@ -124,7 +124,7 @@ def pack_segment(classes: bytes, escapes: bytes, stream: Lanes) -> bytes:
     return header + packed_classes + packed_escapes + lanes + stream.words.astype("<u2").tobytes()
 
 
-def decode_segment(state: ChunkState, level: int, shift: int, data: bytes, *, check: bool = True) -> int:
+def decode_segment(state: SegmentState, level: int, shift: int, data: bytes, *, check: bool = True) -> int:
     """Advance ``state`` by one level from a segment's bytes; returns the number of symbols.
 
     Raises CorruptError where the bytes cannot be what was written. ``check=False`` lets a stream pass whose lanes do

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvwire.codec.gpu.profile import DeviceGroup, DeviceProfile
-    from kvwire.codec.prediction.text import Text
+    from kvwire.codec.prediction.text import TextPredictor
     from kvwire.types import KVCache
 
 _BFLOAT16_SINCE = (8, 0)
@@ -41,7 +41,7 @@ class Analysed:
 class Transform:
     """``codec.transform.analyse`` on a device. step: the finest quantiser step that coefficients are for."""
 
-    def __init__(self, cache: KVCache, text: Text, known: DeviceProfile, step: float) -> None:
+    def __init__(self, cache: KVCache, text: TextPredictor, known: DeviceProfile, step: float) -> None:
         """Put the text's ids on the device."""
         self._cache, self._known, self._step = cache, known, step
         self._profile = text.profile
@@ -88,16 +88,16 @@ class Transform:
         cache = self._cache
         out = torch.empty(stop - start, group.width, dtype=torch.float32, device=self._known.device)
         views = torch.split(out, [self._width(plane) for plane in group.planes], 1)
-        turns: dict[int, tuple[Tensor, Tensor]] = {}
+        cos_sin: dict[int, tuple[Tensor, Tensor]] = {}
         for (side, layer), view in zip(group.planes, views, strict=True):
             tensor = (cache.keys if side == "key" else cache.values)[layer][:, start:stop].detach().to(out.device)
             rotary = cache.meta.layers[layer].rotary(side) if cache.meta.positions == "on" else None
             if rotary is not None:
                 index, first = rotary
                 regime = cache.meta.ropes[index]
-                if index not in turns:
-                    turns[index] = rotation(regime, cache.meta.offset + start, stop - start, out.device)
-                cos, sin = turns[index]
+                if index not in cos_sin:
+                    cos_sin[index] = rotation(regime, cache.meta.offset + start, stop - start, out.device)
+                cos, sin = cos_sin[index]
                 tensor = rotate(tensor, regime, cos, -sin, first)
             view.view(stop - start, len(tensor), -1).copy_(tensor.permute(1, 0, 2))
         total = out.sum()
@@ -114,7 +114,7 @@ class Transform:
         return spec.key_width if plane[0] == "key" else spec.value_width
 
     def _expected(self, group: DeviceGroup, start: int, stop: int, hidden: Tensor | None) -> Tensor:
-        """``Text.expected``. Factors are exact in TF32 as well: sums alone round before the end."""
+        """``TextPredictor.expected``. Factors are exact in TF32 as well: sums alone round before the end."""
         out = group.mean
         if group.predictor is None:
             return out

@@ -19,8 +19,8 @@ import torch
 from kvwire.codec.backend import interpreted
 from kvwire.codec.gpu import decode_kernels, reconstruct_kernels
 from kvwire.codec.gpu.profile import on_device
-from kvwire.codec.gpu.reconstruct_reference import place_plainly
-from kvwire.codec.gpu.staging import BLOCK, Opened, Piece, Staged, open_piece, stage
+from kvwire.codec.gpu.reconstruct_reference import reconstruct_reference
+from kvwire.codec.gpu.staging import BLOCK, ChunkSegments, DeviceBatch, ParsedChunk, open_piece, stage
 from kvwire.codec.gpu.streams import Mark, Pending, Queue, here
 from kvwire.codec.gpu.tiles import tiles_of
 from kvwire.codec.workers import cores
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvwire.codec.format.container import Head
+    from kvwire.codec.format.container import Header
     from kvwire.codec.gpu.tiles import Plan
-    from kvwire.codec.prediction.text import Text
+    from kvwire.codec.prediction.text import TextPredictor
     from kvwire.types import KVCache
 
 WORKSPACE_SHARE = 0.15
@@ -81,7 +81,7 @@ class Batch(NamedTuple):
     counts: int32, see ``_triton``.
     """
 
-    staged: Staged
+    staged: DeviceBatch
     buffer: Tensor
     values: Tensor
     progress: Tensor
@@ -106,8 +106,8 @@ class DeviceDecoder:
 
     def __init__(
         self,
-        head: Head,
-        text: Text,
+        head: Header,
+        text: TextPredictor,
         out: KVCache | PagedKVCache,
         *,
         offset: int | None,
@@ -182,12 +182,12 @@ class DeviceDecoder:
                 last[layer] = number
         return last
 
-    def batches(self, pieces: Sequence[Piece]) -> Iterator[Staged]:
+    def batches(self, pieces: Sequence[ChunkSegments]) -> Iterator[DeviceBatch]:
         """Pieces taken apart, by several threads, and laid out, as many together as the workspace allows.
 
         Where one cannot be, those before it come first, and then its error.
         """
-        chosen: list[Opened] = []
+        chosen: list[ParsedChunk] = []
         alone = self._addition is not None  # what a head start adds is made chunk by chunk
         opening = _ahead(self._open, pieces)
         while True:
@@ -204,10 +204,10 @@ class DeviceDecoder:
                 return
             chosen.append(opened)
 
-    def _open(self, piece: Piece) -> Opened:
+    def _open(self, piece: ChunkSegments) -> ParsedChunk:
         return open_piece(piece, self._head, self._text.profile, check=self._check)
 
-    def _staged(self, chosen: list[Opened]) -> Staged:
+    def _staged(self, chosen: list[ParsedChunk]) -> DeviceBatch:
         return stage(
             chosen,
             self._head,
@@ -216,14 +216,14 @@ class DeviceDecoder:
             pinned=self._device.type == "cuda",
         )
 
-    def decode(self, pieces: Sequence[Piece]) -> Pending:
+    def decode(self, pieces: Sequence[ChunkSegments]) -> Pending:
         """Queue pieces; a GPU works on after this returns.
 
         Raises CorruptError where the host sees that one is damaged; those before it are then complete.
         """
         return self.load(self.batches(pieces))
 
-    def load(self, batches: Iterable[Staged]) -> Pending:
+    def load(self, batches: Iterable[DeviceBatch]) -> Pending:
         """``decode`` of pieces that are staged already, or will be while others are under way."""
         with self._lock, torch.autocast(self._device.type, enabled=False):
             flags: list[tuple[Tensor, list[int]]] = []
@@ -239,7 +239,7 @@ class DeviceDecoder:
                 raise
             return Pending(self._placing.mark(), layers, flags)
 
-    def _queue(self, staged: Staged, layers: list[Mark]) -> Tensor:
+    def _queue(self, staged: DeviceBatch, layers: list[Mark]) -> Tensor:
         """One batch through the three queues; returns its flags, on the host once the placing queue is done."""
         self._turn = (self._turn + 1) % len(self._spaces) if _bytes(staged.pieces) <= self._room else 0
         space = self._spaces[self._turn]
@@ -260,7 +260,7 @@ class DeviceDecoder:
         space.free = self._placing.mark()
         return flags
 
-    def upload(self, staged: Staged, space: Workspace) -> Batch:
+    def upload(self, staged: DeviceBatch, space: Workspace) -> Batch:
         """Queue the copy of a batch's bytes, once its workspace is free."""
         for queue in self._queues:
             queue.after(space.free)
@@ -312,7 +312,7 @@ class DeviceDecoder:
         """Launch the inverse transform of a batch on the current queue; marks layers that are complete, where given."""
         angles = self._angles(batch)
         for index in self._plain:
-            place_plainly(batch, index, self._hidden, self._loaded, self._out, self._head.info.meta, angles)
+            reconstruct_reference(batch, index, self._hidden, self._loaded, self._out, self._head.info.meta, angles)
         self._complete(layers, -1)
         for number, plan in enumerate(self._tiles.plans):
             if self._addition is not None:
@@ -367,11 +367,11 @@ class DeviceDecoder:
         return angles.cos(), angles.sin()
 
 
-def _ahead(work: Callable[[Piece], Opened], pieces: Sequence[Piece]) -> Iterator[Opened]:
+def _ahead(work: Callable[[ChunkSegments], ParsedChunk], pieces: Sequence[ChunkSegments]) -> Iterator[ParsedChunk]:
     """Results in order, from as many threads as there are cores, only some pieces ahead of what is asked for."""
     threads = max(1, min(len(pieces), cores()))
     with ThreadPoolExecutor(threads, "kvwire-staging") as pool:
-        running: deque[Future[Opened]] = deque()
+        running: deque[Future[ParsedChunk]] = deque()
         try:
             for piece in pieces:
                 running.append(pool.submit(work, piece))
@@ -391,7 +391,7 @@ def _tile_shape(device: torch.device) -> tuple[int, int]:
     return 128, 64 if torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= _HOPPER else 32
 
 
-def _bytes(pieces: Sequence[Opened]) -> int:
+def _bytes(pieces: Sequence[ParsedChunk]) -> int:
     """What pieces take on the device while they are decoded together."""
     size = 4 if any(piece.wide for piece in pieces) else 2
     streams = sum(len(data) for piece in pieces for data in piece.piece.segments)

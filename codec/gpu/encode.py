@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from kvwire.codec.gpu.analysis import Span
     from kvwire.codec.gpu.profile import DeviceProfile
-    from kvwire.codec.prediction.text import Text
+    from kvwire.codec.prediction.text import TextPredictor
     from kvwire.codec.transform.quantiser import Ladder
     from kvwire.types import KVCache
 
@@ -62,7 +62,12 @@ class DeviceEncoder:
     """Codes the chunks of one cache on its device, in layered levels."""
 
     def __init__(
-        self, cache: KVCache, text: Text, ladder: Ladder, device: torch.device, working_bytes: int | None = None
+        self,
+        cache: KVCache,
+        text: TextPredictor,
+        ladder: Ladder,
+        device: torch.device,
+        working_bytes: int | None = None,
     ) -> None:
         """Put the profile on the device, unless it is there already.
 

@@ -1,4 +1,4 @@
-"""The Triton kernel from values to the engine's tensors; its readable twin is ``place_plainly``.
+"""The Triton kernel from values to the engine's tensors; its readable twin is ``reconstruct_reference``.
 
 No kernel checks an index: descriptors are made by ``staging`` and ``tiles``.
 

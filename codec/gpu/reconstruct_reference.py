@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
     from kvwire.codec.gpu.decode import Batch
     from kvwire.codec.gpu.profile import DeviceProfile
-    from kvwire.codec.gpu.staging import Opened
+    from kvwire.codec.gpu.staging import ParsedChunk
     from kvwire.codec.planes import Plane
-    from kvwire.codec.transform.reconstruct import Turns
+    from kvwire.codec.transform.reconstruct import CosSin
     from kvwire.types import CacheMeta
 
 
-def place_plainly(
+def reconstruct_reference(
     batch: Batch,
     index: int,
     hidden: Tensor | None,
@@ -53,17 +53,17 @@ def place_plainly(
         elements = _elements(batch, piece, values, index, hidden, loaded, span)
         columns = angle_columns(meta.ropes)
         shown = [slice(*pair) for pair in pairwise(columns)] if angles[0].numel() else []
-        turns = {regime: (angles[0][span, at], angles[1][span, at]) for regime, at in enumerate(shown)}
+        cos_sin = {regime: (angles[0][span, at], angles[1][span, at]) for regime, at in enumerate(shown)}
         planes = loaded.groups[index].planes
         if isinstance(out, PagedKVCache):
-            _scatter_to_pages(elements, planes, out, meta, piece, turns)
+            _scatter_to_pages(elements, planes, out, meta, piece, cos_sin)
         else:
-            scatter_planes(elements, planes, out, meta, piece.start, turns)
+            scatter_planes(elements, planes, out, meta, piece.start, cos_sin)
 
 
 def _elements(
     batch: Batch,
-    piece: Opened,
+    piece: ParsedChunk,
     values: Tensor,
     index: int,
     hidden: Tensor | None,
@@ -99,7 +99,7 @@ def _elements(
 
 
 def _scatter_to_pages(
-    elements: Tensor, planes: tuple[Plane, ...], out: PagedKVCache, meta: CacheMeta, piece: Opened, turns: Turns
+    elements: Tensor, planes: tuple[Plane, ...], out: PagedKVCache, meta: CacheMeta, piece: ParsedChunk, cos_sin: CosSin
 ) -> None:
     """By way of a contiguous copy of the group's planes of the chunk."""
     nothing = elements.new_empty(0)
@@ -110,6 +110,6 @@ def _scatter_to_pages(
         dtype = (out.keys if side == "key" else out.values)[layer].dtype
         sides[side][layer] = torch.empty(spec.kv_heads, piece.tokens, dim, dtype=dtype, device=elements.device)
     whole = KVCache(sides["key"], sides["value"], meta)
-    scatter_planes(elements, planes, whole, meta, 0, turns)
+    scatter_planes(elements, planes, whole, meta, 0, cos_sin)
     for side, layer in planes:
         out.put(side, layer, piece.start, sides[side][layer])

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from kvwire.codec.format.container import Head
+    from kvwire.codec.format.container import Header
     from kvwire.codec.format.segment import Parts
     from kvwire.codec.profile.profile import Profile
 
@@ -43,7 +43,7 @@ NARROW_LEVELS = 6
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class ChunkSegments:
     """A chunk to decode: its segments of levels 0 to ``level``, checked against the index already."""
 
     chunk: int
@@ -52,7 +52,7 @@ class Piece:
 
 
 @dataclass(frozen=True, eq=False)
-class Opened:
+class ParsedChunk:
     """A piece taken apart.
 
     classes: uint8 ``[levels, columns]``, each column's class at each level. slots: uint32 ``[columns]``, its place
@@ -61,7 +61,7 @@ class Opened:
     ``[slots, 2]``, of values 1 and 2. escapes: int32, of the base symbols, token by token.
     """
 
-    piece: Piece
+    piece: ChunkSegments
     start: int
     tokens: int
     parts: list[Parts]
@@ -89,7 +89,7 @@ class Opened:
         return len(self.escapes) > 0 or len(self.parts) > NARROW_LEVELS
 
 
-def suits_gpu(piece: Piece, symbols: Sequence[int]) -> bool:
+def suits_gpu(piece: ChunkSegments, symbols: Sequence[int]) -> bool:
     """Whether a GPU decodes a piece soon and in little memory; what other encoders write may need a processor.
 
     symbols: of each segment. A thread walks a lane from end to end, and escapes are unpacked before the stream has
@@ -103,7 +103,7 @@ def suits_gpu(piece: Piece, symbols: Sequence[int]) -> bool:
     return _claimed(packed) <= max(_FREE_ESCAPES, _MOST_UNPACKED * len(packed))
 
 
-def open_piece(piece: Piece, head: Head, profile: Profile, *, check: bool) -> Opened:
+def open_piece(piece: ChunkSegments, head: Header, profile: Profile, *, check: bool) -> ParsedChunk:
     """Take a piece's segments apart; raises CorruptError where they cannot be what was written."""
     start, stop = head.info.chunk_span(piece.chunk)
     tokens, columns = stop - start, profile.rank
@@ -131,14 +131,14 @@ def open_piece(piece: Piece, head: Head, profile: Profile, *, check: bool) -> Op
 
 
 def described(
-    piece: Piece,
+    piece: ChunkSegments,
     start: int,
     tokens: int,
     parts: list[Parts],
     classes: NDArray[np.uint8],
     escapes: NDArray[np.int32],
     profile: Profile,
-) -> Opened:
+) -> ParsedChunk:
     """Places and descriptions of all columns that are coded."""
     finest, firsts = classes[-1], profile.first_columns
     slots = np.zeros(len(finest), np.uint32)
@@ -154,7 +154,7 @@ def described(
     for level, own in enumerate(classes):
         entries.append(np.empty(int(np.count_nonzero(own)), np.uint32))
         kernels.entries_of(own, classes[level - 1] if level else np.ones_like(own), slots, entries[-1])
-    return Opened(piece, start, tokens, parts, classes, slots, entries, group_slots, rows, sizes, escapes)
+    return ParsedChunk(piece, start, tokens, parts, classes, slots, entries, group_slots, rows, sizes, escapes)
 
 
 def _escapes(packed: bytes, most: int) -> NDArray[np.int32]:
@@ -176,7 +176,7 @@ def _claimed(packed: bytes) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Staged:
+class DeviceBatch:
     """Pieces in one buffer on the host, ready to be copied and decoded.
 
     buffer: uint8, pinned where a GPU will read it. parts: offset, length in bytes and dtype of each part, by name.
@@ -184,7 +184,7 @@ class Staged:
     where ``wide``, else int16. slots: of all pieces. escaping: chunks with escapes.
     """
 
-    pieces: tuple[Opened, ...]
+    pieces: tuple[ParsedChunk, ...]
     buffer: Tensor
     parts: dict[str, tuple[int, int, torch.dtype]]
     items: int
@@ -202,7 +202,9 @@ class Staged:
         return buffer[at : at + length].view(dtype)
 
 
-def stage(opened: Sequence[Opened], head: Head, *, rows: int, origin: int = 0, pinned: bool = False) -> Staged:
+def stage(
+    opened: Sequence[ParsedChunk], head: Header, *, rows: int, origin: int = 0, pinned: bool = False
+) -> DeviceBatch:
     """Lay pieces out.
 
     rows: tokens of a block of the inverse transform. origin: output token of the document's first. pinned: for a GPU to
@@ -225,7 +227,7 @@ def stage(opened: Sequence[Opened], head: Head, *, rows: int, origin: int = 0, p
         for array in listed:
             raw[begin : begin + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             begin += array.nbytes
-    return Staged(
+    return DeviceBatch(
         tuple(opened),
         buffer,
         parts,
@@ -268,7 +270,7 @@ class _Tables:
     def items(self) -> int:
         return sum(map(len, self._items))
 
-    def add(self, index: int, piece: Opened, step: float, rows: int, origin: int) -> None:
+    def add(self, index: int, piece: ParsedChunk, step: float, rows: int, origin: int) -> None:
         where = [piece.start + origin, self._tokens]
         self._chunks.append([self.values, piece.width, piece.tokens, self.slots, *where])
         for level, part in enumerate(piece.parts):
@@ -283,7 +285,7 @@ class _Tables:
         self.slots += piece.width
         self._tokens += piece.tokens
 
-    def _add_stream(self, index: int, piece: Opened, level: int, part: Parts) -> None:
+    def _add_stream(self, index: int, piece: ParsedChunk, level: int, part: Parts) -> None:
         lanes, stream, entries = len(part.states), len(self.streams), piece.entries[level]
         starts = np.zeros(lanes + 1, np.uint32)
         np.cumsum(part.counts, dtype=np.uint32, out=starts[1:])
@@ -311,7 +313,7 @@ class _Tables:
             self._items.append([])
         self._items[level] += [(stream, block) for block in range(-(-lanes // BLOCK))]
 
-    def arrays(self, head: Head) -> dict[str, tuple[torch.dtype, list[NDArray[Any]]]]:
+    def arrays(self, head: Header) -> dict[str, tuple[torch.dtype, list[NDArray[Any]]]]:
         """Every part of the buffer by name."""
         where = np.concatenate(self._ids)
         ids = head.info.token_ids

@@ -14,7 +14,7 @@ from kvwire.types import KVCache
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvwire.codec.format.container import Head
+    from kvwire.codec.format.container import Header
     from kvwire.types import BlobInfo, PagedKVCache
 
 
@@ -41,7 +41,7 @@ def check_out(out: KVCache | PagedKVCache, info: BlobInfo) -> None:
         raise ArgumentError(msg)
 
 
-def empty_for(head: Head, device: str | torch.device, dtype: torch.dtype, offset: int | None) -> KVCache:
+def empty_for(head: Header, device: str | torch.device, dtype: torch.dtype, offset: int | None) -> KVCache:
     """A cache of zeros for a blob's; raises KvwireError where there is no room."""
     info, keys, values = head.info, [], []
     try:

@@ -11,7 +11,7 @@ from kvwire.codec.profile.profile import Profile
 from kvwire.errors import CorruptError, MismatchError, TruncatedError
 
 if TYPE_CHECKING:
-    from kvwire.codec.format.container import Head
+    from kvwire.codec.format.container import Header
     from kvwire.types import BlobInfo
 
 AnyProfile: TypeAlias = Profile | CacheGenProfile
@@ -23,7 +23,7 @@ def read_profile(data: bytes) -> AnyProfile:
     return kind.from_bytes(data)
 
 
-def profile_for(head: Head, profile: Profile | CacheGenProfile | None) -> Profile | CacheGenProfile | None:
+def profile_for(head: Header, profile: Profile | CacheGenProfile | None) -> Profile | CacheGenProfile | None:
     """What a blob is decoded with; raises MismatchError or CorruptError where the one given is not the one it names."""
     wanted = head.info.profile_digest
     found: Profile | CacheGenProfile
@@ -51,7 +51,7 @@ def _check_method(info: BlobInfo, profile: Profile | CacheGenProfile) -> None:
             raise CorruptError(msg)
         return
     tokens = min(info.tokens, info.chunk_tokens)
-    if info.method != "kvwire" or info.head_start != profile.head_start:
+    if info.method != "kvwire" or info.prefix_layers != profile.prefix_layers:
         msg = "the blob is of another method or head start than the profile that it names; fetch the blob's head again"
         raise CorruptError(msg)
     if tokens * profile.rank > MAX_CHUNK_SYMBOLS:

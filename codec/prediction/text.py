@@ -1,6 +1,6 @@
 """What a document's text says of its cache, before anything is decoded.
 
-The profile's table holds a few numbers for each token of the vocabulary, a group's predictor turns them into expected
+The profile's table holds a few numbers for each token of the vocabulary, a group's predictor cos_sin them into expected
 keys and values of every layer. A profile with a head start adds the hidden states after the model's first layers, which
 the engine computes anew. Encoder and decoder take the same expectation away and put it back; only what differs from it
 is coded.
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from kvwire.codec.profile.profile import Profile
 
 
-class Text:
+class TextPredictor:
     """What a blob's encoder and decoder know of a document besides its cache, checked against the profile.
 
     token_ids: int64 ``[tokens]``, None where the profile needs none. hidden: float32 ``[tokens, hidden_size]``, what
-    the engine's ``head_start`` made of the text; None without a head start.
+    the engine's ``prefix_layers`` made of the text; None without a head start.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class Text:
         return rows[torch.from_numpy(index.astype(np.int64))] + addition, np.arange(tokens, dtype=np.uint32)
 
 
-def expected_naive(text: Text, group: int, start: int, stop: int) -> Tensor:
-    """The readable twin of ``Text.expected``: float32 ``[tokens, width]``, up to bfloat16 rounding."""
+def expected_naive(text: TextPredictor, group: int, start: int, stop: int) -> Tensor:
+    """The readable twin of ``TextPredictor.expected``: float32 ``[tokens, width]``, up to bfloat16 rounding."""
     chosen = text.profile.groups[group]
     out = torch.from_numpy(chosen.mean).repeat(stop - start, 1)
     parts = []
@@ -89,8 +89,8 @@ def _known_hidden(profile: Profile, tokens: int, hidden: Tensor | None) -> Tenso
     if hidden is None or tuple(hidden.shape) != wanted:
         have = "none were given" if hidden is None else f"{tuple(hidden.shape)} were given"
         msg = (
-            f"the profile predicts from hidden states {wanted} of {profile.head_start} layers, {have}; "
-            "pass hidden=engine.head_start(token_ids, layers)"
+            f"the profile predicts from hidden states {wanted} of {profile.prefix_layers} layers, {have}; "
+            "pass hidden=engine.prefix_states(token_ids, layers)"
         )
         raise ArgumentError(msg)
     out = hidden.detach().to("cpu", torch.float32)

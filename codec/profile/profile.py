@@ -1,6 +1,6 @@
 """The profile: what is learnt per model and shared by every blob of a corpus.
 
-A profile holds, for each group of layers, the mean of its keys or values, a synthesis matrix that turns coefficients
+A profile holds, for each group of layers, the mean of its keys or values, a synthesis matrix that cos_sin coefficients
 into (un-rotated) keys or values, the attention metric that the encoder needs to go the other way, and how wide each
 coefficient usually spreads. It also holds the entropy coder's tables. It is content-addressed: blobs name its digest.
 """
@@ -43,7 +43,7 @@ class Profile:
 
     model_id, model_revision: the model that it was fitted on, both empty for a profile derived from one cache alone.
     table: int8 ``[vocabulary, r]``, what each token says of its keys and values; None without prediction from tokens.
-    head_start: layers whose output predicts the rest; hidden_size: its width, 0 without a head start. A group's
+    prefix_layers: layers whose output predicts the rest; hidden_size: its width, 0 without a head start. A group's
     predictor has the r rows of the table first, then those of the hidden state.
     error_to_kl: ``(a, b)`` of ``KL = a * error^b``, measured at calibration; None where it was not.
     """
@@ -55,7 +55,7 @@ class Profile:
     tables: Tables
     notes: dict[str, str | int | float] = field(default_factory=dict)
     table: NDArray[np.int8] | None = None
-    head_start: int = 0
+    prefix_layers: int = 0
     hidden_size: int = 0
     error_to_kl: tuple[float, float] | None = None
 
@@ -116,7 +116,7 @@ class Profile:
             "model_revision": self.model_revision,
             "layers": layers_to_json(self.layers),
             "groups": [[list(plane) for plane in group.planes] for group in self.groups],
-            "head_start": self.head_start,
+            "head_start": self.prefix_layers,
             "hidden_size": self.hidden_size,
             "error_to_kl": None if self.error_to_kl is None else list(self.error_to_kl),
             "notes": self.notes,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvwire.codec.planes import Plane, Side
-    from kvwire.codec.prediction.text import Text
+    from kvwire.codec.prediction.text import TextPredictor
     from kvwire.codec.profile.group import Group
     from kvwire.types import CacheMeta, KVCache
 
@@ -48,7 +48,7 @@ def gather(cache: KVCache, side: Side, layers: tuple[int, ...], start: int, stop
 def gather_planes(cache: KVCache, planes: Sequence[Plane], start: int, stop: int) -> Tensor:
     """``gather`` for any planes, in their order."""
     parts = []
-    turns: dict[int, tuple[Tensor, Tensor]] = {}
+    cos_sin: dict[int, tuple[Tensor, Tensor]] = {}
     for side, layer in planes:
         tensor = (cache.keys if side == "key" else cache.values)[layer][:, start:stop].detach()
         rotary = cache.meta.layers[layer].rotary(side) if cache.meta.positions == "on" else None
@@ -57,9 +57,9 @@ def gather_planes(cache: KVCache, planes: Sequence[Plane], start: int, stop: int
         else:
             index, first = rotary
             regime = cache.meta.ropes[index]
-            if index not in turns:
-                turns[index] = rotation(regime, cache.meta.offset + start, stop - start)
-            cos, sin = turns[index]
+            if index not in cos_sin:
+                cos_sin[index] = rotation(regime, cache.meta.offset + start, stop - start)
+            cos, sin = cos_sin[index]
             part = rotate(tensor.cpu(), regime, cos, -sin, first)
         parts.append(part.permute(1, 0, 2).reshape(stop - start, -1))
     out = torch.cat(parts, 1)
@@ -70,7 +70,9 @@ def gather_planes(cache: KVCache, planes: Sequence[Plane], start: int, stop: int
     return out
 
 
-def analyse(cache: KVCache, text: Text, start: int, stop: int, step: float = 0.0) -> tuple[NDArray[np.float32], float]:
+def analyse(
+    cache: KVCache, text: TextPredictor, start: int, stop: int, step: float = 0.0
+) -> tuple[NDArray[np.float32], float]:
     """Coefficients of tokens ``start`` to ``stop`` and the weighted energy that they leave out.
 
     step: the finest quantiser step that they are for; where it is coarse enough, products run in bfloat16 on processors
@@ -156,8 +158,8 @@ def _energy(centred: Tensor, group: Group) -> float:
 def synthesise(coefficients: Tensor, group: Group, rows: Tensor, of_token: NDArray[np.uint32]) -> Tensor:
     """Elements ``[tokens, width]`` from the first coefficients of a group, all others being zero.
 
-    rows, of_token: what is expected, see ``Text.expected``. Only the coefficients given cost anything: the product runs
-    over those rows of the synthesis matrix.
+    rows, of_token: what is expected, see ``TextPredictor.expected``. Only the coefficients given cost anything: the
+    product runs over those rows of the synthesis matrix.
     """
     out = rows[torch.from_numpy(of_token.astype(np.int64))]
     given = coefficients.shape[1]
@@ -178,11 +180,11 @@ def scatter_planes(
     out: KVCache,
     meta: CacheMeta,
     start: int,
-    turns: dict[int, tuple[Tensor, Tensor]],
+    cos_sin: dict[int, tuple[Tensor, Tensor]],
 ) -> None:
     """Write planes' elements ``[tokens, width]`` into ``out`` from token ``start`` on, laid out as ``meta`` says.
 
-    turns: for each regime index, float32 cosines and sines of exactly these tokens, by which they are rotated; empty
+    cos_sin: for each regime index, float32 cosines and sines of exactly these tokens, by which they are rotated; empty
     where positions stay off.
     """
     tokens, at = len(elements), 0
@@ -192,8 +194,8 @@ def scatter_planes(
         part = elements[:, at : at + spec.kv_heads * dim].reshape(tokens, spec.kv_heads, dim).permute(1, 0, 2)
         at += spec.kv_heads * dim
         rotary = spec.rotary(side)
-        if rotary is not None and turns:
+        if rotary is not None and cos_sin:
             index, first = rotary
-            part = rotate(part, meta.ropes[index], *turns[index], first)
+            part = rotate(part, meta.ropes[index], *cos_sin[index], first)
         target = (out.keys if side == "key" else out.values)[layer]
         target[:, start : start + tokens] = within(part, target.dtype)

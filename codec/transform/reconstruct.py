@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from kvwire.codec.format.segment import ChunkState
+    from kvwire.codec.format.segment import SegmentState
     from kvwire.codec.profile.group import Group
     from kvwire.types import CacheMeta, KVCache
 
 _EXACT = 256
 """Whole numbers up to this are bfloat16 numbers."""
-Turns = dict[int, tuple["Tensor", "Tensor"]]
+CosSin = dict[int, tuple["Tensor", "Tensor"]]
 """For each regime index, float32 cosines and sines ``[tokens, pairs]``."""
 
 
 def place_group(  # noqa: PLR0913, PLR0917 - the hub of decoding: what was decoded, what was expected, where it goes
-    state: ChunkState,
+    state: SegmentState,
     group: Group,
     columns: slice,
     step: float,
@@ -39,12 +39,12 @@ def place_group(  # noqa: PLR0913, PLR0917 - the hub of decoding: what was decod
     out: KVCache,
     meta: CacheMeta,
     start: int,
-    turns: Turns,
+    cos_sin: CosSin,
 ) -> None:
     """Write a group's keys and values of one chunk into ``out``, whose tokens begin at ``start``.
 
-    columns: the group's among the chunk's coefficients. expected: see ``Text.expected``. turns: empty where positions
-    stay off.
+    columns: the group's among the chunk's coefficients. expected: see ``TextPredictor.expected``. cos_sin: empty where
+    positions stay off.
     """
     coded = state.classes[columns].nonzero()[0]
     last = int(coded[-1]) + 1 if len(coded) else 0  # the KLT has sorted them: what follows is zero
@@ -52,14 +52,14 @@ def place_group(  # noqa: PLR0913, PLR0917 - the hub of decoding: what was decod
     targets = [(out.keys if side == "key" else out.values)[layer] for side, layer in group.planes]
     if group.rows is None or not all(map(_plain, targets)):
         elements = synthesise(coefficients_of(state, columns, step), group, *expected)
-        scatter_planes(elements, group.planes, out, meta, start, turns)
+        scatter_planes(elements, group.planes, out, meta, start, cos_sin)
         return
     halved = all(target.dtype == torch.bfloat16 for target in targets) and fast_bfloat16()
     product = _product(state, columns, group, halved=halved)
-    _place(product, step, group, expected, targets, meta, start, turns)
+    _place(product, step, group, expected, targets, meta, start, cos_sin)
 
 
-def coefficients_of(state: ChunkState, columns: slice, step: float) -> Tensor:
+def coefficients_of(state: SegmentState, columns: slice, step: float) -> Tensor:
     """Dequantised coefficients ``[tokens, columns]``."""
     values = state.values[:, columns]
     out = torch.empty(values.shape, dtype=torch.float32)
@@ -72,7 +72,7 @@ def _plain(target: Tensor) -> bool:
     return target.device.type == "cpu" and target.dtype in (torch.float32, torch.bfloat16) and target.stride(-1) == 1
 
 
-def _product(state: ChunkState, columns: slice, group: Group, *, halved: bool) -> Tensor:
+def _product(state: SegmentState, columns: slice, group: Group, *, halved: bool) -> Tensor:
     """Values times synthesis rows ``[tokens, width]`` in units of a step, bfloat16 where ``halved``."""
     values = state.values[:, columns]
     sizes = state.tables.sizes[state.classes[columns]]
@@ -114,7 +114,7 @@ def _place(
     targets: list[Tensor],
     meta: CacheMeta,
     start: int,
-    turns: Turns,
+    cos_sin: CosSin,
 ) -> None:
     expand = product.dtype == torch.bfloat16
     bits = (product.view(torch.uint16) if expand else product).numpy()
@@ -122,11 +122,11 @@ def _place(
     unturned = np.empty((len(of_token), 0), np.float32)
     at = 0
     for (side, layer), target in zip(group.planes, targets, strict=True):
-        rotary = meta.layers[layer].rotary(side) if turns else None
+        rotary = meta.layers[layer].rotary(side) if cos_sin else None
         cosines, sines, interleaved, first = unturned, unturned, False, 0
         if rotary is not None:
             regime, first = rotary
-            cosines, sines = (each.numpy() for each in turns[regime])
+            cosines, sines = (each.numpy() for each in cos_sin[regime])
             interleaved = meta.ropes[regime].interleaved
         shrink = target.dtype == torch.bfloat16
         into = (target.view(torch.uint16) if shrink else target).numpy()

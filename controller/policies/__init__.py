@@ -6,11 +6,19 @@ from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
     from kvwire.controller.policies.adaptive import Adaptive
-    from kvwire.controller.policies.base import RECOMPUTE, Columns, Plan, PlanRequest, Policy, Promised, Refinable
+    from kvwire.controller.policies.base import (
+        RECOMPUTE,
+        Columns,
+        CommittedWork,
+        Plan,
+        PlanRequest,
+        Policy,
+        UpgradeCandidates,
+    )
     from kvwire.controller.policies.cachegen import CacheGen, CacheGenArtefact
     from kvwire.controller.policies.fixed import Fixed
     from kvwire.controller.policies.raw import Raw
-    from kvwire.controller.policies.text import Text
+    from kvwire.controller.policies.text import TextOnly
 
 __all__ = [
     "RECOMPUTE",
@@ -18,14 +26,14 @@ __all__ = [
     "CacheGen",
     "CacheGenArtefact",
     "Columns",
+    "CommittedWork",
     "Fixed",
     "Plan",
     "PlanRequest",
     "Policy",
-    "Promised",
     "Raw",
-    "Refinable",
-    "Text",
+    "TextOnly",
+    "UpgradeCandidates",
 ]
 
 __getattr__ = lazy(
@@ -34,16 +42,16 @@ __getattr__ = lazy(
         "kvwire.controller.policies.adaptive": ("Adaptive",),
         "kvwire.controller.policies.base": (
             "Columns",
+            "CommittedWork",
             "Plan",
             "PlanRequest",
             "Policy",
-            "Promised",
             "RECOMPUTE",
-            "Refinable",
+            "UpgradeCandidates",
         ),
         "kvwire.controller.policies.cachegen": ("CacheGen", "CacheGenArtefact"),
         "kvwire.controller.policies.fixed": ("Fixed",),
         "kvwire.controller.policies.raw": ("Raw",),
-        "kvwire.controller.policies.text": ("Text",),
+        "kvwire.controller.policies.text": ("TextOnly",),
     },
 )

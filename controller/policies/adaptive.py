@@ -31,7 +31,7 @@ class Adaptive:
     """The least that the goal asks for, soonest, while nothing is known of the future but estimates."""
 
     name: str = "adaptive"
-    gives_up: bool = True
+    preemptible: bool = True
 
     def plan(self, request: PlanRequest) -> Plan:
         """Decide for every open chunk, and name refinements where all are under way."""
@@ -118,7 +118,7 @@ def _lifted(request: PlanRequest, timeline: Timeline, row: int, split: int) -> P
         bytes=int(chunks.bytes_at(levels).sum()),
         in_time=True,
         reason=plan.reason,
-        lifted=frozenset(chosen.tolist()),
+        upgraded=frozenset(chosen.tolist()),
     )
 
 

@@ -89,7 +89,7 @@ class Columns:
 
 
 @dataclass(frozen=True, eq=False)
-class Refinable:
+class UpgradeCandidates:
     """Chunks that have been fetched, or are being fetched, and could become better; m of them.
 
     level, top: asked for so far, and the finest that they could become ``[m]``. ready: valid in the prompt and idle, so
@@ -105,7 +105,7 @@ class Refinable:
 
 
 @dataclass(frozen=True, eq=False)
-class Promised:
+class CommittedWork:
     """What has been asked for already, by this load or by others that go first.
 
     wire: bytes that each open fetch still needs, in the order of the requests ``[q]``. work_s: decoding that each
@@ -137,8 +137,8 @@ class PlanRequest:
     bandwidth: float
     bandwidth_low: float
     prompt_tokens: int
-    refinable: Refinable | None = None
-    promised: Promised = field(default_factory=Promised)
+    refinable: UpgradeCandidates | None = None
+    promised: CommittedWork = field(default_factory=CommittedWork)
     left_s: float | None = None
     lead_s: float = 0.0
     ttfb_s: float = 0.0
@@ -152,7 +152,7 @@ class Plan:
     """What to do with every open chunk, and what that should lead to.
 
     levels: for each, RECOMPUTE or the level to fetch ``[n]``. order: columns to fetch, first one first.
-    reason: why, for all chunks that ``lifted`` does not name; lifted: columns that got more than the others.
+    reason: why, for all chunks that ``upgraded`` does not name; upgraded: columns that got more than the others.
     refine: columns of ``refinable`` to fetch one more level of, first one first.
     finish_s: predicted seconds from now to the first token. error: predicted, mean over the tokens of the open chunks.
     bytes: to fetch for open chunks. in_time: the deadline is met by the prediction, or there is none.
@@ -165,7 +165,7 @@ class Plan:
     bytes: int
     in_time: bool
     reason: str
-    lifted: frozenset[int] = frozenset()
+    upgraded: frozenset[int] = frozenset()
     refine: Sequence[int] = ()
 
 
@@ -178,7 +178,7 @@ class Policy(Protocol):
         ...
 
     @property
-    def gives_up(self) -> bool:
+    def preemptible(self) -> bool:
         """Whether the controller may second-guess the policy.
 
         True: a fetch is given up where recomputing is sooner, and a forward pass is kept short enough for plans to

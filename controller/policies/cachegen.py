@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvwire.controller.policies.base import RECOMPUTE, SLOWEST
-from kvwire.controller.policies.sequential import written
+from kvwire.controller.policies.sequential import sequential_plan
 from kvwire.controller.policies.timeline import prefill_s
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class CacheGen:
     """
 
     name: str = "cachegen"
-    gives_up: bool = False
+    preemptible: bool = False
 
     def plan(self, request: PlanRequest) -> Plan:
         """Decide for the next stretch."""
@@ -69,7 +69,7 @@ class CacheGenArtefact:
     bandwidth: Callable[[float, float], float]
     text_s: float = 0.2
     name: str = "cachegen-artefact"
-    gives_up: bool = False
+    preemptible: bool = False
 
     def plan(self, request: PlanRequest) -> Plan:
         """Decide for the next stretch."""
@@ -110,6 +110,6 @@ def _next_stretch(request: PlanRequest, choice: int) -> Plan:
         stretch = _stretch(request)
         levels[stretch] = np.where(chunks.can_text, RECOMPUTE, chunks.top)[stretch]
         order = stretch[levels[stretch] >= 0]
-        return written(request, levels, order.tolist(), "text is in time")
+        return sequential_plan(request, levels, order.tolist(), "text is in time")
     levels = chunks.level_for(choice)
-    return written(request, levels, np.flatnonzero(levels >= 0).tolist(), "by the throughput so far")
+    return sequential_plan(request, levels, np.flatnonzero(levels >= 0).tolist(), "by the throughput so far")

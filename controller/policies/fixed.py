@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.policies.sequential import written
+from kvwire.controller.policies.sequential import sequential_plan
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ class Fixed:
     """Fetches ``level`` of everything, or the finest that a document has where it has fewer."""
 
     level: int
-    gives_up: bool = False
+    preemptible: bool = False
 
     def __post_init__(self) -> None:
         """Refuse a level that cannot be."""
@@ -35,4 +35,4 @@ class Fixed:
     def plan(self, request: PlanRequest) -> Plan:
         """Fetch whatever can be."""
         levels = request.chunks.level_for(self.level)
-        return written(request, levels, np.flatnonzero(levels >= 0).tolist(), f"always level {self.level}")
+        return sequential_plan(request, levels, np.flatnonzero(levels >= 0).tolist(), f"always level {self.level}")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvwire.controller.policies.base import Ints, PlanRequest
 
 
-def written(request: PlanRequest, levels: Ints, order: Sequence[int], reason: str) -> Plan:
+def sequential_plan(request: PlanRequest, levels: Ints, order: Sequence[int], reason: str) -> Plan:
     """A plan of these levels; it ends when link, decoding and recomputing have done their sums, one beside another."""
     chunks, promised = request.chunks, request.promised
     sizes = chunks.bytes_at(levels)

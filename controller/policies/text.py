@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvwire.controller.policies.base import RECOMPUTE
-from kvwire.controller.policies.sequential import written
+from kvwire.controller.policies.sequential import sequential_plan
 
 if TYPE_CHECKING:
     from kvwire.controller.policies.base import Plan, PlanRequest
 
 
 @dataclass(frozen=True)
-class Text:
+class TextOnly:
     """Recomputes each document in one pass."""
 
     name: str = "text"
-    gives_up: bool = False
+    preemptible: bool = False
 
     def plan(self, request: PlanRequest) -> Plan:
         """Recompute whatever can be."""
         levels = np.where(request.chunks.can_text, RECOMPUTE, request.chunks.top)
-        return written(request, levels, np.flatnonzero(levels >= 0).tolist(), "always text")
+        return sequential_plan(request, levels, np.flatnonzero(levels >= 0).tolist(), "always text")

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from kvwire.controller.simulator.scenario import Scenario, settings_for, simulate, variants_for
     from kvwire.controller.simulator.sizes import documents_for, measured, raw_documents_for, raw_of
     from kvwire.controller.simulator.traces import parse_log_json, parse_mbit_lines
-    from kvwire.controller.simulator.world import Arrival, Trouble, World
+    from kvwire.controller.simulator.world import LoadArrival, Trouble, World
 
 __all__ = [
     "MACHINES",
     "MODELS",
-    "Arrival",
+    "LoadArrival",
     "Machine",
     "Model",
     "Optimum",
@@ -68,6 +68,6 @@ __getattr__ = lazy(
         "kvwire.controller.simulator.scenario": ("Scenario", "settings_for", "simulate", "variants_for"),
         "kvwire.controller.simulator.sizes": ("documents_for", "measured", "raw_documents_for", "raw_of"),
         "kvwire.controller.simulator.traces": ("parse_log_json", "parse_mbit_lines"),
-        "kvwire.controller.simulator.world": ("Arrival", "Trouble", "World"),
+        "kvwire.controller.simulator.world": ("LoadArrival", "Trouble", "World"),
     },
 )

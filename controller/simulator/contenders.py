@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvwire.controller.policies import Adaptive, CacheGen, CacheGenArtefact, Fixed, Raw, Text
+from kvwire.controller.policies import Adaptive, CacheGen, CacheGenArtefact, Fixed, Raw, TextOnly
 from kvwire.errors import NotFoundError
 
 if TYPE_CHECKING:
     from kvwire.controller.policies import Policy
     from kvwire.controller.simulator.rates import RateTrace
 
-_SIMPLE: dict[str, type[Policy]] = {"adaptive": Adaptive, "cachegen": CacheGen, "text": Text, "raw": Raw}
+_SIMPLE: dict[str, type[Policy]] = {"adaptive": Adaptive, "cachegen": CacheGen, "text": TextOnly, "raw": Raw}
 _LEVEL = "level-"
 _MOST_LEVELS = 8
 

@@ -161,7 +161,7 @@ class _Options:
                 self.error[row, 0] = document.error(chunk, None)
             if lowest is not None:
                 # The reader's head start counts for the whole pass, and recomputing goes on from there.
-                self.prefill_s[row, 1:] = document.head_start * seconds
+                self.prefill_s[row, 1:] = document.prefix_share * seconds
                 fetched = np.array(sizes[lowest:], dtype=np.float64)
                 levels = slice(1 + lowest, 1 + len(sizes))
                 self.size[row, levels] = fetched

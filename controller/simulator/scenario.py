@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from kvwire.controller.core import Controller
 from kvwire.controller.documents import DocumentPlanInput
 from kvwire.controller.estimates import Estimates
-from kvwire.controller.policies import Adaptive, Raw, Text
+from kvwire.controller.policies import Adaptive, Raw, TextOnly
 from kvwire.controller.settings import ControllerSettings, Goal
 from kvwire.controller.simulator.machines import costs
 from kvwire.controller.simulator.optimum import optimum
 from kvwire.controller.simulator.sizes import documents_for, raw_of
-from kvwire.controller.simulator.world import Arrival, Trouble, World
+from kvwire.controller.simulator.world import LoadArrival, Trouble, World
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Scenario:
         controller = Controller(estimates, settings_for(self.machine), Adaptive())
         workers = self.machine.workers
         world = World(controller, self.rate, self.costs, rtt_s=self.rtt_s, workers=workers, limit_s=_LIMIT_S)
-        (earlier,) = world.run([Arrival(0.0, self.documents, self.goal, self.query_tokens)])
+        (earlier,) = world.run([LoadArrival(0.0, self.documents, self.goal, self.query_tokens)])
         return estimates, max(self.start_s, earlier.ttft_s + _PAUSE_S)
 
     @property
@@ -123,8 +123,8 @@ class Scenario:
     def bounds(self) -> tuple[Optimum, ...]:
         """What no controller could better, for each load as if it were alone.
 
-        The indexes' round trip counts, which ``Text`` does without. Where documents have several variants: the best of
-        the bounds for each variant taken by all documents; mixing them might be better still.
+        The indexes' round trip counts, which ``TextOnly`` does without. Where documents have several variants: the best
+        of the bounds for each variant taken by all documents; mixing them might be better still.
         """
         return tuple(self._bound(self.begins_s + at) for at in self.asked)
 
@@ -192,9 +192,9 @@ def simulate(
 ) -> list[Outcome]:
     """Play a scenario under a policy; one outcome for each load, in the order of ``scenario.asked``.
 
-    ``Raw`` gets the documents as plain bfloat16 and decodes by copying, ``Text`` waits for no index of documents whose
-    text there is. record: called with every step of the controller. Raises ArgumentError for settings of another number
-    of workers than the machine has, or of several threads for decoding, which the bounds do not know.
+    ``Raw`` gets the documents as plain bfloat16 and decodes by copying, ``TextOnly`` waits for no index of documents
+    whose text there is. record: called with every step of the controller. Raises ArgumentError for settings of another
+    number of workers than the machine has, or of several threads for decoding, which the bounds do not know.
     """
     chosen = settings or settings_for(scenario.machine)
     if chosen.workers != scenario.machine.workers:
@@ -203,7 +203,7 @@ def simulate(
     if chosen.decode_threads > 1:
         msg = f"machines decode one batch at a time, not in {chosen.decode_threads} threads; leave decode_threads at 1"
         raise ArgumentError(msg)
-    if not policy.gives_up:
+    if not policy.preemptible:
         # Such a policy waits: patience would turn it into another one on slow links.
         chosen = replace(chosen, patience_s=_LIMIT_S)
     documents, true, estimates = scenario.documents, scenario.costs, scenario.estimates()
@@ -215,10 +215,10 @@ def simulate(
         trouble=scenario.trouble, workers=chosen.workers, seed=scenario.seed, limit_s=scenario.begins_s + _LIMIT_S,
     )  # fmt: skip
     begin = scenario.begins_s
-    at_once = isinstance(policy, Text) and all(variants[0].has_text for variants in documents)
+    at_once = isinstance(policy, TextOnly) and all(variants[0].has_text for variants in documents)
     index_s = 0.0 if at_once else None
     arrivals = [
-        Arrival(begin + at, documents, scenario.goal, scenario.query_tokens, index_s, scenario.leaves_s)
+        LoadArrival(begin + at, documents, scenario.goal, scenario.query_tokens, index_s, scenario.leaves_s)
         for at in scenario.asked
     ]
     return world.run(arrivals)

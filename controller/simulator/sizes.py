@@ -40,12 +40,12 @@ class ChunkRates:
 class MethodRates:
     """One way of coding. firsts, others: chunks at the beginning of a document, and behind; whole ones only.
 
-    head_start: share of the forward pass that a reader computes before decoding.
+    prefix_share: share of the forward pass that a reader computes before decoding.
     """
 
     levels: tuple[str, ...]
     layered: bool
-    head_start: float
+    prefix_share: float
     firsts: tuple[ChunkRates, ...]
     others: tuple[ChunkRates, ...]
 
@@ -81,7 +81,7 @@ def documents_for(
                 ),
                 errors=tuple(chunk.errors for chunk in drawn),
                 layered=rates.layered,
-                head_start=rates.head_start,
+                prefix_share=rates.prefix_share,
             )
         )
     return documents
@@ -124,7 +124,7 @@ def _method(entry: Any) -> MethodRates:  # noqa: ANN401 - the package's own file
     return MethodRates(
         levels=tuple(entry["levels"]),
         layered=entry["layered"],
-        head_start=entry["head_start"],
+        prefix_share=entry["head_start"],
         firsts=_whole([rows[0] for rows in chunks]),
         others=_whole([chunk for rows in chunks for chunk in rows[1:]]),
     )

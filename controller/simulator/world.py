@@ -40,7 +40,7 @@ _GRAIN_S = 1e-12
 
 
 @dataclass(frozen=True)
-class Arrival:
+class LoadArrival:
     """A load that comes in. at: instant of the asking. documents[d]: its variants. index_s: until indexes are known.
 
     leaves_s: seconds after which nobody waits for it any more.
@@ -80,7 +80,7 @@ class Trouble:
 
 @dataclass(eq=False)
 class _Job:
-    instruction: ev.Decode | ev.Recompute | ev.HeadStart
+    instruction: ev.Decode | ev.Recompute | ev.ComputePrefix
     began: float
     ends: float
 
@@ -92,7 +92,7 @@ class _Run:
     here: level up to which a chunk's bytes are here. valid: chunks that are in the prompt.
     """
 
-    arrival: Arrival
+    arrival: LoadArrival
     number: int
     received: float = 0.0
     corrupt: set[ChunkId] = field(default_factory=set)
@@ -143,7 +143,7 @@ class World:
         self._closed_at = 0.0  # when all closings so far are over
         self._variants: dict[tuple[int, int], int] = {}
 
-    def run(self, arrivals: Sequence[Arrival]) -> list[Outcome]:
+    def run(self, arrivals: Sequence[LoadArrival]) -> list[Outcome]:
         """Let loads come in and play everything to its end; outcomes in the order of ``arrivals``."""
         for number, arrival in enumerate(arrivals):
             self._runs[number] = _Run(arrival, number)
@@ -178,7 +178,7 @@ class World:
         match what:
             case ("ask", int(number)):
                 arrival = self._runs[number].arrival
-                self._tell(ev.Asked(number, len(arrival.documents), arrival.query_tokens, arrival.goal))
+                self._tell(ev.LoadRequested(number, len(arrival.documents), arrival.query_tokens, arrival.goal))
                 self._at(self._now + arrival.leaves_s, ("leave", number))
                 index_s = self._rtt_s if arrival.index_s is None else arrival.index_s
                 for document in range(len(arrival.documents)):
@@ -186,7 +186,7 @@ class World:
             case ("index", int(number), int(document)):
                 self._tell(ev.IndexKnown(number, document, self._runs[number].arrival.documents[document]))
             case ("leave", int(number)) if self._runs[number].outcome is None:
-                self._tell(ev.Left(number))
+                self._tell(ev.LoadAbandoned(number))
                 self._finish(self._runs[number], (), "nobody waits for it any more")
 
     def _tell(self, event: ev.Event) -> None:
@@ -216,10 +216,10 @@ class World:
                 tokens = self._input(run, first.document).tokens
                 new, before = sum(tokens[first.chunk : last.chunk + 1]), sum(tokens[: first.chunk])
                 self._start("prefill", instruction, self._costs.prefill.seconds(new, before))
-            case ev.HeadStart(load, document, variant):
+            case ev.ComputePrefix(load, document, variant):
                 chosen = self._runs[load].arrival.documents[document][variant]
                 self._variants[load, document] = variant
-                seconds = chosen.head_start * self._costs.prefill.seconds(sum(chosen.tokens))
+                seconds = chosen.prefix_share * self._costs.prefill.seconds(sum(chosen.tokens))
                 self._start("prefill", instruction, seconds)
             case ev.Cancel(chunk):
                 flow = self._flows.pop(chunk, None)
@@ -332,7 +332,7 @@ class World:
 
     # The lanes.
 
-    def _start(self, lane: Lane, instruction: ev.Decode | ev.Recompute | ev.HeadStart, seconds: float) -> None:
+    def _start(self, lane: Lane, instruction: ev.Decode | ev.Recompute | ev.ComputePrefix, seconds: float) -> None:
         busy = self._jobs if self._workers == 1 else {lane} & set(self._jobs)
         _require(not busy, f"{instruction} is to begin: its lane is busy")
         seconds *= float(np.exp(self._trouble.noise * self._noise.standard_normal()))
@@ -362,9 +362,9 @@ class World:
                     done = tuple(replace(first, chunk=chunk) for chunk in range(first.chunk, last.chunk + 1))
                     self._runs[first.load].valid.update(done)
                     self._tell(ev.RecomputeDone(done, seconds))
-                case ev.HeadStart(load, document):
+                case ev.ComputePrefix(load, document):
                     self._note(lane, job, ChunkId(document, 0, load), 0, "head start")
-                    self._tell(ev.HeadStartDone(load, document, seconds))
+                    self._tell(ev.PrefixComputed(load, document, seconds))
 
     def _note(self, lane: Lane, job: _Job, first: ChunkId, last: int, what: str, level: int | None = None) -> None:
         spans = self._runs[first.load].spans

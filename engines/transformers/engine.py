@@ -13,7 +13,7 @@ from kvwire.engines.transformers.capture import QueryRecorder, attention_of, rec
 from kvwire.engines.transformers.fitting import kept_by_all, turn_alike
 from kvwire.engines.transformers.plain import filled, tensors_of
 from kvwire.engines.transformers.registration import learn_layout, window_of
-from kvwire.engines.transformers.text import ATLAS_CONTEXT, head_start, look_up
+from kvwire.engines.transformers.text import ATLAS_CONTEXT, look_up, prefix_states
 from kvwire.engines.transformers.waiting import held, referring
 from kvwire.errors import ArgumentError, MismatchError, NotFoundError
 from kvwire.types import CacheMeta, KVCache
@@ -212,14 +212,18 @@ class TransformersEngine:
         (context,) = self.prefill([longest[start : start + room]])
         return look_up(self.model, self.meta, context, [token for ids in documents for token in ids])
 
-    def head_start(self, token_ids: Sequence[int], layers: int) -> Tensor:
+    def prefix_states(self, token_ids: Sequence[int], layers: int) -> Tensor:
         """What the model's first layers, which alone are run, make of a document.
 
         Float32 ``[tokens, (layers + 1) * hidden_size]``: the hidden states before them and after each. What a profile
-        that was fitted with a head start predicts from; see ``head_start`` of ``fit_profile``.
+        that was fitted with a head start predicts from; see ``prefix_layers`` of ``fit_profile``.
         """
         self._check_ids(token_ids)
-        return head_start(self.model, token_ids, layers)
+        return prefix_states(self.model, token_ids, layers)
+
+    def head_start(self, token_ids: Sequence[int], layers: int) -> Tensor:
+        """Old name of ``prefix_states``, for one more version."""
+        return self.prefix_states(token_ids, layers)
 
     def past_key_values(self, cache: KVCache) -> DynamicCache:
         """A transformers cache for ``model(input_ids=..., past_key_values=...)``.

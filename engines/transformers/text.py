@@ -46,7 +46,7 @@ class _ReachedError(Exception):
 
 
 @torch.no_grad()
-def head_start(model: PreTrainedModel, token_ids: Sequence[int], layers: int) -> Tensor:
+def prefix_states(model: PreTrainedModel, token_ids: Sequence[int], layers: int) -> Tensor:
     """What the first ``layers`` layers make of a text, float32 ``[tokens, (layers + 1) * hidden_size]`` on the CPU.
 
     The hidden states before the first layer and after each, side by side, each scaled to unit root mean square, which

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from kvwire import __version__
-from kvwire.cli.options import Place, key, store_options
+from kvwire._version import __version__
+from kvwire.cli.options import StoreOptions, key, store_options
 from kvwire.cli.plan import plan
 from kvwire.cli.printing import describe, described, print_answer, print_encoded, print_levels
 from kvwire.cli.serve import serve, sign, token
 from kvwire.cli.simulate import simulate
 from kvwire.cli.store import store_group
-from kvwire.cli.texts import problem_with, read_texts
 from kvwire.errors import ArgumentError, DeadlineError, KvwireError, NotFoundError, StorageError
+from kvwire.runtime.text_files import problem_with, read_texts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,11 +96,13 @@ def cli() -> None:
 @click.option("--force", is_flag=True, help="Encode again even what the store seems to have.")
 @click.option("--method", type=click.Choice(["kvwire", "cachegen"]), default="kvwire", show_default=True)
 @click.option(
+    "--prefix-layers",
     "--head-start",
+    "prefix_layers",
     default=0,
     show_default=True,
     type=click.IntRange(0),
-    help="Layers that readers compute anew, which makes blobs smaller.",
+    help="Layers that readers compute anew, which makes blobs smaller; --head-start is the old name.",
 )
 @click.option("--lossless", is_flag=True, help="Add a level that holds every number bit for bit.")
 @click.option(
@@ -116,12 +118,12 @@ def cli() -> None:
 def encode(
     paths: tuple[str, ...],
     model: str,
-    place: Place,
+    place: StoreOptions,
     device: str,
     dtype: str,
     force: bool,
     method: Literal["kvwire", "cachegen"],
-    head_start: int,
+    prefix_layers: int,
     lossless: bool,
     encode_after: int,
     uses: str | None,
@@ -137,7 +139,7 @@ def encode(
     failures: dict[str, str] = {}
     texts = read_texts(paths, failures)
     engine = _engine(model, device, dtype)
-    opened, coding = place.open_lasting(), Coding(method, head_start, lossless, backend=backend)
+    opened, coding = place.open_lasting(), Coding(method, prefix_layers, lossless, backend=backend)
     corpus = Corpus(engine, opened, **place.whose(), coding=coding, uses=_use_file(uses))
     documents = []
     for document_id, text in texts.items():
@@ -195,7 +197,7 @@ for _command in (key, plan, serve, sign, simulate, store_group, token):
 @click.option("--model", envvar="KVWIRE_MODEL", help="To look BLOB up as a document's id in the store.")
 @store_options
 @_JSON
-def inspect(blob: str, model: str | None, place: Place, as_json: bool) -> None:
+def inspect(blob: str, model: str | None, place: StoreOptions, as_json: bool) -> None:
     """Show what a blob holds: a .kvw file, which is checked to its end, or a document of a store."""
     from kvwire.codec import verify
 
@@ -211,19 +213,19 @@ def inspect(blob: str, model: str | None, place: Place, as_json: bool) -> None:
 
         with closing(place.open()) as opened:
             corpus = Corpus(_engine(model, "cpu", "auto"), opened, **place.whose())
-            info = corpus.read_head(corpus.find(blob))
+            info = corpus.read_header(corpus.find(blob))
     else:
         msg = f"{blob} is no file; to look up a document name --store and --model"
         raise NotFoundError(msg)
     if as_json:
         click.echo(json.dumps(describe(info)))
         return
-    click.echo(f"{info.tokens} tokens in {info.chunks} chunks, {info.file_bytes:,} bytes (head {info.head_bytes:,})")
+    click.echo(f"{info.tokens} tokens in {info.chunks} chunks, {info.file_bytes:,} bytes (head {info.header_bytes:,})")
     click.echo(
         f"model {info.meta.model_id} ({info.meta.model_revision[:12]}), profile {info.profile_digest[:12] or 'inside'}"
     )
-    if info.head_start or info.method != "kvwire":
-        click.echo(f"method {info.method}, coded for a head start of {info.head_start} layers")
+    if info.prefix_layers or info.method != "kvwire":
+        click.echo(f"method {info.method}, coded for a head start of {info.prefix_layers} layers")
     print_levels([info])
 
 
@@ -286,7 +288,7 @@ def ask(
     variants: tuple[str, ...],
     uses: str | None,
     model: str,
-    place: Place,
+    place: StoreOptions,
     device: str,
     dtype: str,
     backend: Backend,

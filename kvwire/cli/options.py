@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Place:
+class StoreOptions:
     """A store and a tenant, as options name them.
 
     store: its address, None where a command can do without. keys: file of master keys, where this tenant's objects are
@@ -95,11 +95,11 @@ _NAMES = ("store", "token", "tenant", "salt", "keys", "cache", "cache_size", "me
 
 
 def store_options(command: Command) -> Command:
-    """Give a command the options of a store; it gets them as one ``Place``, called ``place``."""
+    """Give a command the options of a store; it gets them as one ``StoreOptions``, called ``place``."""
 
     @functools.wraps(command)
     def collected(**given: Any) -> None:  # noqa: ANN401 - click's values
-        place = Place(**{name: given.pop(name) for name in _NAMES})
+        place = StoreOptions(**{name: given.pop(name) for name in _NAMES})
         command(place=place, **given)
 
     return _with(_OPTIONS, collected)

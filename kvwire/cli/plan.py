@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvwire.cli.options import Place, store_options
+from kvwire.cli.options import StoreOptions, store_options
 from kvwire.cli.plan_inputs import PlanOptions, Sources
 from kvwire.cli.plan_printing import print_plan
 from kvwire.errors import DeadlineError
@@ -54,7 +54,7 @@ _MANY = 16  # documents
 @click.option("--compare/--no-compare", default=True, help="Also work out alternatives and break-even points.")
 @store_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
-def plan(*, place: Place, **given: Any) -> None:  # noqa: ANN401 - click's values
+def plan(*, place: StoreOptions, **given: Any) -> None:  # noqa: ANN401 - click's values
     """Tell what a load would do, why, when its first token would come, and what else there is.
 
     Documents: --docs A B C of a store, .kvw files, or made up ones of --context tokens with sizes as measured. Costs:

@@ -12,7 +12,7 @@ from kvwire.cli.inputs import read_file_head, read_link, read_machine, read_shap
 from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError, StorageError
 
 if TYPE_CHECKING:
-    from kvwire.cli.options import Place
+    from kvwire.cli.options import StoreOptions
     from kvwire.controller import ControllerSettings, DocumentPlanInput, Estimates, Objective
     from kvwire.controller.simulator import Machine, Model
     from kvwire.engines.transformers import TransformersEngine
@@ -108,7 +108,7 @@ class Prompt:
 class Sources:
     """Where documents and costs come from. With an engine there is a corpus, otherwise costs are modelled."""
 
-    def __init__(self, options: PlanOptions, place: Place, store: Store | None) -> None:
+    def __init__(self, options: PlanOptions, place: StoreOptions, store: Store | None) -> None:
         """Open the model where its costs are wanted."""
         from kvwire.runtime.corpus import Corpus
         from kvwire.store import MemoryStore
@@ -160,7 +160,7 @@ class Sources:
             entry = self._corpus.find(name) if self._corpus else _entry(catalog, self._options.config, name)
             if entry.is_text:
                 return entry.tokens
-            info = catalog.blob_reader().read_head(self._store.get(entry.blob_key, 0, entry.head_bytes))
+            info = catalog.blob_reader().read_header(self._store.get(entry.blob_key, 0, entry.header_bytes))
         self._check_fits(name, info)
         return info
 
@@ -196,7 +196,7 @@ class Sources:
         return Details(
             level_names=tuple(level.name for level in levels),
             level_kl=tuple(() if isinstance(head, int) else _kl(head) for head in heads),
-            head_bytes=sum(info.head_bytes for info in infos),
+            header_bytes=sum(info.header_bytes for info in infos),
             raw_token_bytes=_RAW_BYTES * elements.pop() if len(elements) == 1 else 0,
             raw_decode=raw,
         )
@@ -264,7 +264,7 @@ def _input(head: BlobInfo | int) -> DocumentPlanInput:
 
     if isinstance(head, int):
         return DocumentPlanInput(chunk_lengths(head))
-    return DocumentPlanInput.from_blob(head, head_start=min(1.0, head.head_start / max(1, len(head.meta.layers))))
+    return DocumentPlanInput.from_blob(head, prefix_share=min(1.0, head.prefix_layers / max(1, len(head.meta.layers))))
 
 
 def _kl(info: BlobInfo) -> tuple[float, ...]:
@@ -272,7 +272,7 @@ def _kl(info: BlobInfo) -> tuple[float, ...]:
     return tuple(kl for kl in known if kl is not None) if None not in known else ()
 
 
-def _catalog(place: Place, store: Store) -> Catalog:
+def _catalog(place: StoreOptions, store: Store) -> Catalog:
     from kvwire.store import Catalog
 
     return Catalog(store, place.tenant, place.salt.encode(), keyring=place.keyring())

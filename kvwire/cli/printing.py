@@ -23,12 +23,12 @@ def describe(info: BlobInfo) -> dict[str, Any]:
         "chunks": info.chunks,
         "chunk_tokens": info.chunk_tokens,
         "bytes": info.file_bytes,
-        "head_bytes": info.head_bytes,
+        "head_bytes": info.header_bytes,
         "model": info.meta.model_id,
         "model_revision": info.meta.model_revision,
         "profile": info.profile_digest,
         "method": info.method,
-        "head_start": info.head_start,
+        "head_start": info.prefix_layers,
         "levels": [
             {
                 "name": level.name,
@@ -38,7 +38,7 @@ def describe(info: BlobInfo) -> dict[str, Any]:
                 "bits_per_element": level.bits_per_element,
                 "measured_error": level.measured_error,
                 "predicted_kl": level.predicted_kl,
-                "alone": level.alone,
+                "alone": level.independent,
                 "lossless": level.lossless,
             }
             for level in info.levels

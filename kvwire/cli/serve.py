@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import click
 
-from kvwire.cli.options import Place, tier_options
+from kvwire.cli.options import StoreOptions, tier_options
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _serve_store(options: _ServeOptions) -> None:
         options["token"] or None, options["tenants"], options["signing_keys"], options["metrics_token"] or None
     )
     _raise_open_files(2 * options["max_connections"] + _SPARE_FILES)
-    place = Place(
+    place = StoreOptions(
         options["store"],
         token=options["store_token"] or None,
         cache=options["cache"],

@@ -234,7 +234,7 @@ def _blob(path: str, model: Model) -> Any:  # noqa: ANN401 - DocumentPlanInput, 
             f"{model.cache_elements}: name the --model that it is of"
         )
         raise MismatchError(msg)
-    return DocumentPlanInput.from_blob(info, head_start=info.head_start / len(info.meta.layers))
+    return DocumentPlanInput.from_blob(info, prefix_share=info.prefix_layers / len(info.meta.layers))
 
 
 def _links(asked: _Asked) -> list[NamedLink]:

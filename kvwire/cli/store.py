@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvwire.cli.options import Place, store_options
+from kvwire.cli.options import StoreOptions, store_options
 from kvwire.cli.printing import describe, described, print_levels
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError
 
@@ -46,7 +46,14 @@ def store_group() -> None:
 @click.option("--limit", type=click.IntRange(1), help="At most so many.")
 @_JSON
 def ls(
-    *, place: Place, config: str, what: str | None, prefix: str | None, after: str, limit: int | None, as_json: bool
+    *,
+    place: StoreOptions,
+    config: str,
+    what: str | None,
+    prefix: str | None,
+    after: str,
+    limit: int | None,
+    as_json: bool,
 ) -> None:
     """List documents: id, tokens, bytes of the blob, levels. In no useful order, as it comes."""
     from kvwire.store import tenants
@@ -75,7 +82,7 @@ def ls(
 @store_options
 @_CONFIG
 @_JSON
-def stat(*, document: str, place: Place, config: str, as_json: bool) -> None:
+def stat(*, document: str, place: StoreOptions, config: str, as_json: bool) -> None:
     """Show a document's entry and what its blob says about itself."""
     with _opened(place) as store:
         catalog = _catalog(place, store)
@@ -90,7 +97,7 @@ def stat(*, document: str, place: Place, config: str, as_json: bool) -> None:
     if info is None:
         click.echo("kept as text: there is no blob")
         return
-    click.echo(f"{entry.blob_key}\n{entry.size:,} bytes (head {entry.head_bytes:,})")
+    click.echo(f"{entry.blob_key}\n{entry.size:,} bytes (head {entry.header_bytes:,})")
     click.echo(f"model {info.meta.model_id}, profile {entry.profile_digest[:12] or 'inside'}, method {info.method}")
     print_levels([info])
 
@@ -100,7 +107,7 @@ def stat(*, document: str, place: Place, config: str, as_json: bool) -> None:
 @store_options
 @_CONFIG
 @_JSON
-def rm(*, documents: tuple[str, ...], place: Place, config: str, as_json: bool) -> None:
+def rm(*, documents: tuple[str, ...], place: StoreOptions, config: str, as_json: bool) -> None:
     """Take documents out of the catalog. What they named goes when garbage is collected (gc)."""
     removed: list[str] = []
     absent: list[str] = []
@@ -122,7 +129,7 @@ def rm(*, documents: tuple[str, ...], place: Place, config: str, as_json: bool) 
 @click.option("--grace", default="24h", show_default=True, help="Younger content stays: 90s, 30m, 24h, 7d.")
 @click.option("--dry-run", is_flag=True, help="Delete nothing, and tell what would be.")
 @_JSON
-def gc(*, place: Place, all_tenants: bool, grace: str, dry_run: bool, as_json: bool) -> None:
+def gc(*, place: StoreOptions, all_tenants: bool, grace: str, dry_run: bool, as_json: bool) -> None:
     """Delete blobs, profiles and texts that no document names any more. Safe while others read and write."""
     from kvwire.store import collect
 
@@ -151,7 +158,7 @@ def gc(*, place: Place, all_tenants: bool, grace: str, dry_run: bool, as_json: b
 @_JOBS
 @click.option("--delete-damaged", is_flag=True, help="Delete what is damaged, so that it is encoded again.")
 @_JSON
-def verify(*, place: Place, all_tenants: bool, jobs: int, delete_damaged: bool, as_json: bool) -> None:
+def verify(*, place: StoreOptions, all_tenants: bool, jobs: int, delete_damaged: bool, as_json: bool) -> None:
     """Read every blob, profile, text and entry, and check that it is what was written."""
     from kvwire.store import Catalog, tenants, verify_store
 
@@ -204,12 +211,12 @@ def cp(*, source: str, target: str, token: str | None, to_token: str | None, job
 
 
 @contextmanager
-def _opened(place: Place) -> Iterator[Store]:
+def _opened(place: StoreOptions) -> Iterator[Store]:
     with closing(place.open_lasting(exists=True)) as store:
         yield store
 
 
-def _catalog(place: Place, store: Store) -> Catalog:
+def _catalog(place: StoreOptions, store: Store) -> Catalog:
     from kvwire.store import Catalog
 
     return Catalog(store, place.tenant, place.salt.encode(), keyring=place.keyring())
@@ -237,7 +244,7 @@ def _find(catalog: Catalog, config: str, document: str) -> tuple[KeySpace, Catal
 
 
 def _head(catalog: Catalog, entry: CatalogEntry) -> BlobInfo:
-    return catalog.blob_reader().read_head(catalog.store.get(entry.blob_key, 0, entry.head_bytes))
+    return catalog.blob_reader().read_header(catalog.store.get(entry.blob_key, 0, entry.header_bytes))
 
 
 def _document_rows(

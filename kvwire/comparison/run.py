@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvwire.cli.texts import problem_with
 from kvwire.comparison.baselines import RawCaches, text_ttft
 from kvwire.errors import ArgumentError, StorageError
 from kvwire.runtime.corpus import Corpus, Document
@@ -25,6 +24,7 @@ from kvwire.runtime.costs import measure_costs
 from kvwire.runtime.estimates_file import EstimatesFile
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.quality import Reference
+from kvwire.runtime.text_files import problem_with
 from kvwire.store.schemes import open_store
 from kvwire.transport import parse_link
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Literal
 
 from kvwire.codec import (
@@ -72,24 +72,28 @@ class Encoded:
 class Coding:
     """How a corpus is encoded.
 
-    method: kvwire's own, or CacheGen's as its paper describes it. head_start: layers that readers will compute anew,
+    method: kvwire's own, or CacheGen's as its paper describes it. prefix_layers: layers that readers will compute anew,
     which makes blobs smaller. lossless: add a level that holds every number bit for bit. ladder: the quality levels of
-    kvwire's own method, None for the default. backend: which kernels encode; blobs are alike.
+    kvwire's own method, None for the default. backend: which kernels encode; blobs are alike. head_start: old name of
+    ``prefix_layers``, for one more version.
     """
 
     method: Literal["kvwire", "cachegen"] = "kvwire"
-    head_start: int = 0
+    prefix_layers: int = 0
     lossless: bool = False
     ladder: Ladder | None = None
     chunk_tokens: int = CHUNK_TOKENS
     backend: Backend = "auto"
+    head_start: InitVar[int] = 0
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, head_start: int) -> None:
         """Refuse what does not go together."""
-        if self.head_start < 0:
-            msg = f"a head start takes layers, {self.head_start} are none; 0 goes without"
+        if head_start:
+            object.__setattr__(self, "prefix_layers", head_start)
+        if self.prefix_layers < 0:
+            msg = f"a head start takes layers, {self.prefix_layers} are none; 0 goes without"
             raise ArgumentError(msg)
-        if self.method == "cachegen" and (self.head_start or self.ladder):
+        if self.method == "cachegen" and (self.prefix_layers or self.ladder):
             msg = "CacheGen's method knows neither head start nor ladder; leave them out or use kvwire's own"
             raise ArgumentError(msg)
 
@@ -162,20 +166,20 @@ class Corpus:
         return profile
 
     def _fit(self, chosen: Sequence[Sequence[int]]) -> AnyProfile | None:
-        engine, layers = self._engine, self._coding.head_start
+        engine, layers = self._engine, self._coding.prefix_layers
         caches = engine.prefill(chosen)
         if self._coding.method == "cachegen":
             return fit_cachegen_profile(caches)
-        hidden = [engine.head_start(ids, layers) for ids in chosen] if layers else None
+        hidden = [engine.prefix_states(ids, layers) for ids in chosen] if layers else None
         statistics = engine.statistics(chosen, tokens=not layers)
-        profile = fit_profile(caches, statistics, ladder=self._coding.ladder, head_start=layers, hidden=hidden)
+        profile = fit_profile(caches, statistics, ladder=self._coding.ladder, prefix_layers=layers, hidden=hidden)
         return None if profile is None else calibrate_error(engine, profile, chosen, self._coding.ladder)
 
     def _is_wanted(self, profile: AnyProfile) -> bool:
         """Whether a profile is of the method and head start that this corpus encodes with."""
         if isinstance(profile, CacheGenProfile) or self._coding.method == "cachegen":
             return isinstance(profile, CacheGenProfile) and self._coding.method == "cachegen"
-        return profile.head_start == self._coding.head_start
+        return profile.prefix_layers == self._coding.prefix_layers
 
     def encode(self, documents: Sequence[Document], *, force: bool = False, encode_after: int = 0) -> Iterator[Encoded]:
         """Encode what the catalog lacks, document by document; the first ones calibrate where there is no profile yet.
@@ -276,8 +280,8 @@ class Corpus:
         return profile
 
     def _store(self, document: Document, cache: KVCache, profile: AnyProfile | None, started: float) -> Encoded:
-        layers = 0 if profile is None or isinstance(profile, CacheGenProfile) else profile.head_start
-        hidden = self._engine.head_start(document.token_ids, layers) if layers else None
+        layers = 0 if profile is None or isinstance(profile, CacheGenProfile) else profile.prefix_layers
+        hidden = self._engine.prefix_states(document.token_ids, layers) if layers else None
         coding = self._coding
         plain = encode(
             cache,
@@ -289,13 +293,13 @@ class Corpus:
             backend=coding.backend,
         )
         blob = self.catalog.seal(plain)
-        info = self.catalog.blob_reader().read_head(blob)
+        info = self.catalog.blob_reader().read_header(blob)
         self.catalog.put_text(self._config, document.token_ids, overwrite=True)
         entry = self.catalog.put_blob(
             self._config,
             blob,
             document_id=document.document_id,
-            head_bytes=info.head_bytes,
+            header_bytes=info.header_bytes,
             tokens=info.tokens,
             token_digest=info.meta.token_digest,
             profile_digest=info.profile_digest,
@@ -320,7 +324,7 @@ class Corpus:
                 return None
             if self.catalog.store.stat(entry.blob_key).size != entry.size:
                 return None
-            info = self.read_head(entry)
+            info = self.read_header(entry)
         except (CorruptError, NotFoundError):
             return None  # a damaged entry or a blob that is gone is written again
         if not self._is_coded_so(info):
@@ -340,16 +344,16 @@ class Corpus:
         if coding.lossless and not any(level.lossless for level in info.levels):
             return False
         ladder = coding.ladder or Ladder()
-        steps = [(level.name, level.step) for level in info.levels if not level.alone]
+        steps = [(level.name, level.step) for level in info.levels if not level.independent]
         wanted = coding.method == "cachegen" or steps == list(zip(ladder.names, ladder.steps, strict=True))
         return wanted and info.chunk_tokens == coding.chunk_tokens
 
-    def read_head(self, entry: CatalogEntry) -> BlobInfo:
+    def read_header(self, entry: CatalogEntry) -> BlobInfo:
         """What the blob of an entry says of itself; NotFoundError where only the text is kept."""
         if entry.is_text:
             msg = f"{entry.document_id!r} is kept as text: it has no blob; kvwire store stat shows its entry"
             raise NotFoundError(msg)
-        return self.catalog.blob_reader().read_head(self.catalog.store.get(entry.blob_key, 0, entry.head_bytes))
+        return self.catalog.blob_reader().read_header(self.catalog.store.get(entry.blob_key, 0, entry.header_bytes))
 
     def find(self, document_id: str) -> CatalogEntry:
         """A document's entry; raises NotFoundError that says how to encode it."""

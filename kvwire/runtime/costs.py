@@ -65,8 +65,8 @@ def _coded(
     engine: TransformersEngine, part: KVCache, ids: list[int], profile: AnyProfile | None, backend: Backend
 ) -> tuple[BlobDecoder, bytes]:
     """A cache as a blob, and what decodes it on this engine's device."""
-    layers = profile.head_start if isinstance(profile, Profile) else 0
-    hidden = engine.head_start(ids[: part.tokens], layers) if layers else None
+    layers = profile.prefix_layers if isinstance(profile, Profile) else 0
+    hidden = engine.prefix_states(ids[: part.tokens], layers) if layers else None
     blob = encode(part, profile, hidden=hidden, backend=backend)
     dtype, device = engine.model.dtype, engine.device
     return BlobDecoder(blob, profile, device=device, dtype=dtype, hidden=hidden, backend=backend), blob

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from kvwire import controller as ctl
-from kvwire.codec import CHUNK_TOKENS, Profile, read_head
+from kvwire.codec import CHUNK_TOKENS, Profile, read_header
 from kvwire.errors import CorruptError, DeadlineError, KvwireError, NotFoundError, StorageError
 from kvwire.store.crypto.sealing import PlainBlob
 from kvwire.transport import BlobFetcher, SegmentError, open_source
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from kvwire.codec import AnyProfile, BlobDecoder
     from kvwire.runtime.corpus import Corpus
-    from kvwire.runtime.driver import Steering
+    from kvwire.runtime.driver import ControllerDriver
     from kvwire.store import CatalogEntry
     from kvwire.store.crypto.sealing import BlobReader
     from kvwire.transport import FetchSettings
@@ -33,7 +33,7 @@ _CHANGED = "its text has changed since it was encoded; encode it again"
 
 
 @dataclass(frozen=True)
-class Source:
+class DocumentRef:
     """A document as the catalog knows it before anything is fetched.
 
     entry None: only its text is known or kept. profile None: the blob carries its own, or the profile could not be
@@ -46,7 +46,7 @@ class Source:
     profile: AnyProfile | None
     text: tuple[int, ...] | None
     trouble: str = ""
-    variants: tuple[Source, ...] = ()
+    variants: tuple[DocumentRef, ...] = ()
 
     @property
     def token_digest(self) -> str:
@@ -64,26 +64,26 @@ class Source:
 
 
 @dataclass(eq=False)
-class OpenDocument:
+class DocumentHandle:
     """A document whose head is read, or whose text stands in for it.
 
-    decoder None: the head start is still to be computed, or the blob cannot be used; then ``head_start`` is 0 and the
-    text stands in. head_start: layers. trouble: why the blob cannot be used.
+    decoder None: the head start is still to be computed, or the blob cannot be used; then ``prefix_layers`` is 0 and
+    the text stands in. prefix_layers: layers. trouble: why the blob cannot be used.
     """
 
-    source: Source
+    source: DocumentRef
     token_ids: tuple[int, ...] | None
     info: BlobInfo | None = None
     reader: BlobReader = field(default_factory=PlainBlob)
     fetcher: BlobFetcher | None = None
     decoder: BlobDecoder | None = None
-    head_start: int = 0
+    prefix_layers: int = 0
     trouble: str = ""
 
     @property
     def has_blob(self) -> bool:
         """Whether chunks can be fetched and decoded, after a head start where one is needed."""
-        return self.decoder is not None or self.head_start > 0
+        return self.decoder is not None or self.prefix_layers > 0
 
     @property
     def chunk_tokens(self) -> int:
@@ -95,9 +95,9 @@ class OpenDocument:
         self.info, self.token_ids = info, token_ids
         profile = self.source.profile
         if token_ids is not None and isinstance(profile, Profile) and profile.hidden_size:
-            self.head_start = info.head_start
+            self.prefix_layers = info.prefix_layers
 
-    def joins(self, first: OpenDocument) -> bool:
+    def joins(self, first: DocumentHandle) -> bool:
         """Whether this has the very chunks of another, whose text it then takes over."""
         info, ids = self.info, first.token_ids
         if info is None or (info.tokens, info.chunk_tokens) != (first.source.tokens, first.chunk_tokens):
@@ -139,8 +139,8 @@ class OpenDocument:
         """What planning needs to know; layers: of the model."""
         has_text = self.token_ids is not None
         if self.info and self.has_blob:
-            share = min(1.0, self.head_start / layers)
-            return ctl.DocumentPlanInput.from_blob(self.info, has_text=has_text, head_start=share)
+            share = min(1.0, self.prefix_layers / layers)
+            return ctl.DocumentPlanInput.from_blob(self.info, has_text=has_text, prefix_share=share)
         spans = [self.span(chunk) for chunk in range(-(-self.source.tokens // self.chunk_tokens))]
         return ctl.DocumentPlanInput(tuple(stop - start for start, stop in spans), (), has_text)
 
@@ -151,7 +151,7 @@ def in_words(error: Exception) -> str:
 
 
 @dataclass(frozen=True)
-class Limits:
+class Timeouts:
     """Seconds to wait for the catalog, a head or a text.
 
     soon: where the document's text is known, or for a head where it may be stored; patience: for anything else. extra:
@@ -163,13 +163,13 @@ class Limits:
     extra: float
 
 
-async def find_source(
+async def find_document(
     corpora: Sequence[Corpus],
-    steering: Steering,
+    driver: ControllerDriver,
     document_id: str,
     texts: Mapping[str, Sequence[int]] | None,
-    limits: Limits,
-) -> Source:
+    limits: Timeouts,
+) -> DocumentRef:
     """What the first corpus knows of a document, its profile included; its text alone where the catalog fails.
 
     corpora: those after the first may have variants; one that fails, is late or has another text has none. A use is
@@ -178,14 +178,14 @@ async def find_source(
     """
     given = (texts or {}).get(document_id)
     text = None if given is None else tuple(given)
-    looking = _find_first(corpora[0], steering, document_id, text, limits)
-    others = [steering.look_up(partial(_look_up_variant, each, document_id), limits.soon) for each in corpora[1:]]
+    looking = _find_first(corpora[0], driver, document_id, text, limits)
+    others = [driver.look_up(partial(_look_up_variant, each, document_id), limits.soon) for each in corpora[1:]]
     first, found = await _beside(looking, others, limits)
     return replace(first, variants=tuple(each for each in found if each.token_digest == first.token_digest != ""))
 
 
 async def _beside(
-    first: Coroutine[None, None, T], others: Sequence[Coroutine[None, None, T]], limits: Limits
+    first: Coroutine[None, None, T], others: Sequence[Coroutine[None, None, T]], limits: Timeouts
 ) -> tuple[T, list[T]]:
     """What comes of the first, and of those of the others that succeed and are in time.
 
@@ -208,45 +208,45 @@ async def _beside(
 
 
 async def _find_first(
-    corpus: Corpus, steering: Steering, document_id: str, text: tuple[int, ...] | None, limits: Limits
-) -> Source:
+    corpus: Corpus, driver: ControllerDriver, document_id: str, text: tuple[int, ...] | None, limits: Timeouts
+) -> DocumentRef:
     try:
         wait_s = limits.patience if text is None else limits.soon
-        return await steering.look_up(partial(_look_up, corpus, document_id, text), wait_s)
+        return await driver.look_up(partial(_look_up, corpus, document_id, text), wait_s)
     except (NotFoundError, CorruptError, StorageError) as error:
         if text is None:
             raise
-        return Source(corpus, document_id, None, None, text, str(error))
+        return DocumentRef(corpus, document_id, None, None, text, str(error))
 
 
-def _look_up_variant(corpus: Corpus, document_id: str) -> Source:
+def _look_up_variant(corpus: Corpus, document_id: str) -> DocumentRef:
     entry = corpus.find(document_id)
     if entry.is_text:
         msg = f"{document_id!r} is kept as text in {corpus.catalog.store.url}: that is no variant of a blob"
         raise NotFoundError(msg)
-    return Source(corpus, document_id, entry, corpus.profile(entry.profile_digest), None)
+    return DocumentRef(corpus, document_id, entry, corpus.profile(entry.profile_digest), None)
 
 
-def _look_up(corpus: Corpus, document_id: str, text: tuple[int, ...] | None) -> Source:
+def _look_up(corpus: Corpus, document_id: str, text: tuple[int, ...] | None) -> DocumentRef:
     entry = corpus.find(document_id)
     corpus.count_use(document_id)
     if entry.is_text:
-        return Source(corpus, document_id, None, None, text or corpus.text(entry))
+        return DocumentRef(corpus, document_id, None, None, text or corpus.text(entry))
     if text is not None and (len(text) != entry.tokens or entry.token_digest not in ("", digest_tokens(text))):
-        return Source(corpus, document_id, None, None, text, _CHANGED)
+        return DocumentRef(corpus, document_id, None, None, text, _CHANGED)
     try:
         profile = corpus.profile(entry.profile_digest) if entry.profile_digest else None
     except (NotFoundError, CorruptError, StorageError) as error:
-        return Source(corpus, document_id, entry, None, text, str(error))
-    return Source(corpus, document_id, entry, profile, text)
+        return DocumentRef(corpus, document_id, entry, None, text, str(error))
+    return DocumentRef(corpus, document_id, entry, profile, text)
 
 
-class HeadReader:
+class HeaderReader:
     """Reads heads of blobs, and texts where heads fail or are late; closes what it opened at its end."""
 
-    def __init__(self, steering: Steering, settings: FetchSettings, limits: Limits) -> None:
+    def __init__(self, driver: ControllerDriver, settings: FetchSettings, limits: Timeouts) -> None:
         """Read nothing yet."""
-        self._steering, self._settings = steering, settings
+        self._driver, self._settings = driver, settings
         self._limits = replace(limits, soon=min(limits.soon, limits.patience))
         self._stack = AsyncExitStack()
         self._fetchers: list[BlobFetcher] = []
@@ -264,29 +264,29 @@ class HeadReader:
         """Bytes that came over the link so far, for all documents together, heads and chunks."""
         return sum(fetcher.counts.wire_bytes for fetcher in self._fetchers)
 
-    async def open_all(self, source: Source) -> list[OpenDocument]:
+    async def open_all(self, source: DocumentRef) -> list[DocumentHandle]:
         """``open`` of a document, and those of its variants whose heads are sound, in time and of the same chunks."""
         variants = [self._open_variant(each) for each in source.variants]
         first, others = await _beside(self.open(source), variants, self._limits)
         return [first, *(each for each in others if each.joins(first))]
 
-    async def _open_variant(self, source: Source) -> OpenDocument:
+    async def _open_variant(self, source: DocumentRef) -> DocumentHandle:
         """Read a variant's head; without a text to stand in for it, raises whatever is wrong."""
-        document = OpenDocument(source, None)
+        document = DocumentHandle(source, None)
         if source.entry is None:
             msg = f"{source.document_id!r} has no blob there"
             raise NotFoundError(msg)
         fetcher = await self._fetcher(document, source.entry)
-        document.info = await fetcher.open(deadline=self._steering.clock() + self._limits.soon)
+        document.info = await fetcher.open(deadline=self._driver.clock() + self._limits.soon)
         source.corpus.check_blob(document.info, source.entry)
         return document
 
-    async def open(self, source: Source) -> OpenDocument:
+    async def open(self, source: DocumentRef) -> DocumentHandle:
         """Read a document's head; where that fails, is late or is of another document, find its text.
 
         Raises what reading the head raised where there is no text either.
         """
-        document = OpenDocument(source, source.text, trouble=source.trouble)
+        document = DocumentHandle(source, source.text, trouble=source.trouble)
         entry = source.entry
         if entry is None or (source.trouble and source.text is not None):
             return document
@@ -309,22 +309,22 @@ class HeadReader:
         document.use(info, info.token_ids or source.text)
         return document
 
-    async def _fetcher(self, document: OpenDocument, entry: CatalogEntry) -> BlobFetcher:
+    async def _fetcher(self, document: DocumentHandle, entry: CatalogEntry) -> BlobFetcher:
         """What reads a document's blob, open until the end of this reader."""
         catalog = document.source.corpus.catalog
         reader = document.reader = catalog.blob_reader()
-        source = open_source(catalog.store, entry.blob_key, self._steering.http)
-        settings = replace(self._settings, head_bytes=max(1, entry.head_bytes))
-        known = partial(BlobFetcher, source, settings=settings, link=self._steering.link, meter=self._steering.meter)
-        fetcher = known(read_head=reader.read_head, check=reader.check)
+        source = open_source(catalog.store, entry.blob_key, self._driver.http)
+        settings = replace(self._settings, header_bytes=max(1, entry.header_bytes))
+        known = partial(BlobFetcher, source, settings=settings, link=self._driver.link, meter=self._driver.meter)
+        fetcher = known(read_header=reader.read_header, check=reader.check)
         document.fetcher = await self._stack.enter_async_context(fetcher)
         self._fetchers.append(fetcher)
         return fetcher
 
-    async def _head(self, document: OpenDocument, entry: CatalogEntry) -> BlobInfo:
+    async def _head(self, document: DocumentHandle, entry: CatalogEntry) -> BlobInfo:
         """The head, checked against the catalog; a DeadlineError where it is late and the text is there."""
         fetcher = await self._fetcher(document, entry)
-        opening = asyncio.create_task(fetcher.open(deadline=self._steering.clock() + self._limits.patience))
+        opening = asyncio.create_task(fetcher.open(deadline=self._driver.clock() + self._limits.patience))
         try:
             await asyncio.wait({opening}, timeout=self._limits.soon)
             if not opening.done() and document.token_ids is None:
@@ -341,7 +341,7 @@ class HeadReader:
 
     def _ids_of(self, head: bytes, entry: CatalogEntry) -> tuple[int, ...] | None:
         """Token ids from a head whose blob is of no use otherwise, where they are the ones that the catalog names."""
-        ids = read_head(head).token_ids if head else None
+        ids = read_header(head).token_ids if head else None
         return ids if ids is not None and self._fits(ids, entry) else None
 
     def _fits(self, ids: tuple[int, ...], entry: CatalogEntry) -> bool:
@@ -351,7 +351,7 @@ class HeadReader:
     async def _stored_text(self, corpus: Corpus, entry: CatalogEntry) -> tuple[int, ...] | None:
         """Token ids from beside the blob, None where they are lost too or do not come in time."""
         try:
-            ids = await self._steering.look_up(partial(corpus.text, entry), self._limits.patience)
+            ids = await self._driver.look_up(partial(corpus.text, entry), self._limits.patience)
         except KvwireError:
             return None
         return ids if self._fits(ids, entry) else None

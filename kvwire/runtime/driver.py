@@ -37,7 +37,7 @@ class Carrier(Protocol):
     """Carries out a load's instructions."""
 
     def carry_out(self, instruction: ev.Instruction) -> None:
-        """Begin what is asked for; report its outcome later, with ``Steering.tell``."""
+        """Begin what is asked for; report its outcome later, with ``ControllerDriver.tell``."""
 
     def fail(self, error: BaseException) -> None:
         """Steering broke: nothing more will come."""
@@ -58,7 +58,7 @@ class Threads:
         self.store = ThreadPoolExecutor(_LOOK_UPS, "kvwire-store")
 
 
-class Steering:
+class ControllerDriver:
     """One controller with its link, shared by the loads of one event loop.
 
     lock: held while the controller works, since its estimates are shared with other loops. link: emulated, before the
@@ -89,8 +89,8 @@ class Steering:
         await asyncio.gather(*self._jobs, return_exceptions=True)
         await self.http.close()
 
-    def begin(self, carrier: Carrier, asked: Callable[[int], ev.Asked]) -> int:
-        """Ask for a load; returns its number. asked: makes the event. Raises StorageError where steering is broken."""
+    def begin(self, carrier: Carrier, asked: Callable[[int], ev.LoadRequested]) -> int:
+        """Ask for a load; returns its number. asked: makes the event. Raises StorageError where driver is broken."""
         if self.broken:
             raise self.broken
         number = next(self._numbers)
@@ -101,7 +101,7 @@ class Steering:
     def leave(self, number: int) -> None:
         """Nobody waits for a load any more, or it is over."""
         if number in self._controller.loads:
-            self.tell(ev.Left(number))
+            self.tell(ev.LoadAbandoned(number))
         self._carriers.pop(number, None)
 
     def predicted_s(self, number: int) -> float | None:
@@ -210,5 +210,5 @@ def _load_of(instruction: ev.Instruction) -> int:
             return chunk.load
         case ev.Decode(chunks=chunks):
             return chunks[0].load
-        case ev.HeadStart(load=load) | ev.Finish(load=load) | ev.Fail(load=load):
+        case ev.ComputePrefix(load=load) | ev.Finish(load=load) | ev.Fail(load=load):
             return load

@@ -1,7 +1,7 @@
 """The thin executor of one load: it carries out the controller's instructions and reports what happened.
 
 It decides nothing. Fetching runs on the event loop, forward passes in one thread and decoding in the same or in another
-(see ``steering``), so that the link and the processor are busy at once.
+(see ``driver``), so that the link and the processor are busy at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvwire.codec import BlobDecoder
 from kvwire.controller import events as ev
 from kvwire.errors import ArgumentError, KvwireError, StorageError
 from kvwire.reuse import LinkedPrompt
-from kvwire.runtime.documents import HeadReader, OpenDocument, in_words
+from kvwire.runtime.documents import DocumentHandle, HeaderReader, in_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from kvwire.codec import Backend, Pending
     from kvwire.controller import DocumentPlanInput, Goal
     from kvwire.engines.transformers import TransformersEngine
-    from kvwire.runtime.documents import Limits, Source
-    from kvwire.runtime.driver import Steering
+    from kvwire.runtime.documents import DocumentRef, Timeouts
+    from kvwire.runtime.driver import ControllerDriver
     from kvwire.transport import FetchSettings
     from kvwire.types import ChunkId
 
@@ -43,7 +43,7 @@ class ExecutorSettings:
 
     fetch: FetchSettings
     backend: Backend
-    limits: Limits
+    limits: Timeouts
 
 
 class Executor:
@@ -51,23 +51,23 @@ class Executor:
 
     misses: what went wrong and was healed by recomputing, in words. inputs: what planning was told, by document.
     decode_s, recompute_s: compute spent. fetched_at: when the last bytes that were used arrived, on steering's clock.
-    predicted_s: see ``Steering.predicted_s``. number: the load's, for the controller; -1 before ``run``.
+    predicted_s: see ``ControllerDriver.predicted_s``. number: the load's, for the controller; -1 before ``run``.
     """
 
     def __init__(
         self,
         engine: TransformersEngine,
-        sources: Sequence[Source],
-        steering: Steering,
+        sources: Sequence[DocumentRef],
+        driver: ControllerDriver,
         settings: ExecutorSettings,
     ) -> None:
         """Take the parts; enter the context to begin."""
-        self._engine, self._sources, self._steering = engine, sources, steering
+        self._engine, self._sources, self._driver = engine, sources, driver
         self._backend = settings.backend
-        self._heads = HeadReader(steering, settings.fetch, settings.limits)
+        self._heads = HeaderReader(driver, settings.fetch, settings.limits)
         self.number = -1
-        self._documents: dict[int, OpenDocument] = {}
-        self._variants: dict[int, list[OpenDocument]] = {}
+        self._documents: dict[int, DocumentHandle] = {}
+        self._variants: dict[int, list[DocumentHandle]] = {}
         self._parts: dict[ChunkId, dict[int, bytes]] = {}
         self._fetches: dict[ChunkId, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -86,7 +86,7 @@ class Executor:
     async def __aexit__(self, *_: object) -> None:
         """Leave the load and stop everything of it that is under way, but for a job that a thread is at."""
         self._is_gone = True
-        self._steering.leave(self.number)
+        self._driver.leave(self.number)
         self._done.cancel()
         for task in self._tasks:
             task.cancel()
@@ -116,7 +116,7 @@ class Executor:
         dtype, device = self._engine.model.dtype, self._engine.device
         self.prompt = LinkedPrompt(tokens, self._engine.meta, dtype=dtype, device=device)
         count = len(tokens)
-        self.number = self._steering.begin(self, lambda number: ev.Asked(number, count, query_tokens, goal))
+        self.number = self._driver.begin(self, lambda number: ev.LoadRequested(number, count, query_tokens, goal))
         for index in range(count):
             self._spawn(self._open(index))
         return await self._done
@@ -133,12 +133,12 @@ class Executor:
                 self._choose(chunk.document, instruction.variant)
                 self._fetches[chunk] = self._spawn(self._fetch(instruction))
             case ev.Decode(chunks, levels):
-                self._steering.run(self._decode(chunks, levels))
+                self._driver.run(self._decode(chunks, levels))
             case ev.Recompute(first, last):
-                self._steering.run(self._recompute(first, last))
-            case ev.HeadStart(document=document):
+                self._driver.run(self._recompute(first, last))
+            case ev.ComputePrefix(document=document):
                 self._choose(document, instruction.variant)
-                self._steering.run(self._start_head(document))
+                self._driver.run(self._start_head(document))
             case ev.Cancel(chunk, reason):
                 self._cancel(chunk, reason)
             case ev.Release(chunk):
@@ -169,7 +169,7 @@ class Executor:
 
     async def _open(self, index: int) -> None:
         document, *others = await self._heads.open_all(self._sources[index])
-        if document.info and not document.head_start:
+        if document.info and not document.prefix_layers:
             try:
                 document.decoder = self._decoder(index, document, None)
                 self._keep(index, document.decoder)
@@ -178,7 +178,7 @@ class Executor:
                     raise
                 document.trouble = str(error)
         if document.info:
-            self.fetched_at = self._steering.clock()
+            self.fetched_at = self._driver.clock()
         if document.trouble:
             self.misses.append(f"{document.source.document_id}: {document.trouble}")
         is_pruned = document.decoder is not None and document.decoder.kept is not None
@@ -186,15 +186,15 @@ class Executor:
         self._documents[index], self._variants[index] = document, [document, *usable]
         inputs = tuple(each.plan_input(len(self._engine.meta.layers)) for each in self._variants[index])
         self.inputs[index] = inputs[0]
-        self._steering.tell(ev.IndexKnown(self.number, index, inputs))
+        self._driver.tell(ev.IndexKnown(self.number, index, inputs))
         if self.predicted_s is None:
-            self.predicted_s = self._steering.predicted_s(self.number)
+            self.predicted_s = self._driver.predicted_s(self.number)
 
-    def _can_decode(self, index: int, variant: OpenDocument) -> bool:
+    def _can_decode(self, index: int, variant: DocumentHandle) -> bool:
         """Whether a variant is of use; a pruned one is another cache. What is wrong with it does not matter."""
         try:
             variant.plan_input(1)
-            variant.decoder = None if variant.head_start else self._decoder(index, variant, None)
+            variant.decoder = None if variant.prefix_layers else self._decoder(index, variant, None)
         except Exception:  # noqa: BLE001 - whatever it is, there are others
             return False
         return variant.decoder is None or variant.decoder.kept is None
@@ -206,7 +206,7 @@ class Executor:
             self._documents[index] = document
             self.inputs[index] = document.plan_input(len(self._engine.meta.layers))
 
-    def _decoder(self, index: int, document: OpenDocument, hidden: Tensor | None) -> BlobDecoder:
+    def _decoder(self, index: int, document: DocumentHandle, hidden: Tensor | None) -> BlobDecoder:
         """What decodes a document into its place in the prompt."""
         return BlobDecoder(
             document.reader.head, document.source.profile, out=self.prompt.document(index),
@@ -229,11 +229,11 @@ class Executor:
         if trouble and not asked.first:
             self._lost(chunk, trouble)
         if not sound:
-            self._steering.tell(ev.ChunkFailed(chunk, trouble))
+            self._driver.tell(ev.ChunkFailed(chunk, trouble))
             return
-        self.fetched_at = self._steering.clock()
+        self.fetched_at = self._driver.clock()
         self._parts.setdefault(chunk, {}).update((each.level, parts[each.level]) for each in reads[:sound])
-        self._steering.tell(ev.ChunkArrived(chunk, reads[sound - 1].level, trouble))
+        self._driver.tell(ev.ChunkArrived(chunk, reads[sound - 1].level, trouble))
 
     def _cancel(self, chunk: ChunkId, reason: str) -> None:
         task = self._fetches.pop(chunk, None)
@@ -246,20 +246,20 @@ class Executor:
 
     async def _decode(self, chunks: tuple[ChunkId, ...], levels: tuple[int, ...]) -> None:
         bad: dict[ChunkId, Exception] = {}
-        began = self._steering.clock()
+        began = self._driver.clock()
         try:
-            seconds = await self._steering.decode(partial(self._timed, partial(self._decode_here, chunks, levels, bad)))
+            seconds = await self._driver.decode(partial(self._timed, partial(self._decode_here, chunks, levels, bad)))
         except Exception as error:  # noqa: BLE001 - out of memory, for one: chunks can be recomputed
             bad, seconds = dict.fromkeys(chunks, error), 0.0
         self.decode_s += seconds
         if not bad:
             # Until here the lane was taken: threads that wake up and a busy loop cost as much as computing.
-            self._steering.tell(ev.DecodeDone(chunks, self._steering.clock() - began))
+            self._driver.tell(ev.DecodeDone(chunks, self._driver.clock() - began))
             return
         for chunk, trouble in bad.items():
             self._lost(chunk, in_words(trouble))
         lost = tuple(chunk for chunk in chunks if chunk in bad)
-        self._steering.tell(ev.DecodeFailed(chunks, lost, in_words(bad[lost[0]])))
+        self._driver.tell(ev.DecodeFailed(chunks, lost, in_words(bad[lost[0]])))
 
     def _decode_here(self, chunks: tuple[ChunkId, ...], levels: tuple[int, ...], bad: dict[ChunkId, Exception]) -> None:
         """Decode chunks, from the decode thread; those that cannot be are put into ``bad``."""
@@ -272,7 +272,7 @@ class Executor:
             piece = (chunk.chunk, [self._parts[chunk][each.level] for each in reads], level)
             pieces.setdefault(chunk.document, {})[chunk] = piece
         left = self._left_by_gpu(pieces)
-        troubles = self._steering.abreast(self._decode_one, left.items())
+        troubles = self._driver.abreast(self._decode_one, left.items())
         bad.update((chunk, trouble) for chunk, trouble in zip(left, troubles, strict=True) if trouble)
 
     def _decode_one(self, what: tuple[ChunkId, Piece]) -> Exception | None:
@@ -318,13 +318,13 @@ class Executor:
         chunks = tuple(replace(first, chunk=index) for index in range(first.chunk, last.chunk + 1))
         failed = [first]
         try:
-            seconds = await self._steering.compute(partial(self._timed, partial(self._extend_all, chunks, failed)))
+            seconds = await self._driver.compute(partial(self._timed, partial(self._extend_all, chunks, failed)))
         except Exception as error:  # noqa: BLE001 - the controller knows whether there is another way
             self._lost(failed[0], in_words(error))
-            self._steering.tell(ev.RecomputeFailed(failed[0], in_words(error)))
+            self._driver.tell(ev.RecomputeFailed(failed[0], in_words(error)))
             return
         self.recompute_s += seconds
-        self._steering.tell(ev.RecomputeDone(chunks, seconds))
+        self._driver.tell(ev.RecomputeDone(chunks, seconds))
 
     def _extend_all(self, chunks: tuple[ChunkId, ...], failed: list[ChunkId]) -> None:
         """Compute chunks in one pass, or one by one where that fails: shorter passes need less memory.
@@ -356,25 +356,25 @@ class Executor:
 
     async def _start_head(self, index: int) -> None:
         try:
-            seconds = await self._steering.compute(partial(self._timed, partial(self._start_here, index)))
+            seconds = await self._driver.compute(partial(self._timed, partial(self._start_here, index)))
         except Exception as error:  # noqa: BLE001 - the document can be recomputed
             self.misses.append(f"{self._sources[index].document_id}: {in_words(error)}")
-            self._steering.tell(ev.HeadStartFailed(self.number, index, in_words(error)))
+            self._driver.tell(ev.PrefixFailed(self.number, index, in_words(error)))
             return
-        self._steering.tell(ev.HeadStartDone(self.number, index, seconds))
+        self._driver.tell(ev.PrefixComputed(self.number, index, seconds))
 
     def _start_here(self, index: int) -> None:
         document = self._documents[index]
         if self._is_gone:
             raise StorageError(_GONE)
-        hidden = self._engine.head_start(document.token_ids or (), document.head_start)
+        hidden = self._engine.prefix_states(document.token_ids or (), document.prefix_layers)
         document.decoder = self._decoder(index, document, hidden)
         self._keep(index, document.decoder)
 
     def _timed(self, work: Callable[[], object]) -> float:
         """Seconds that work took, what it gave a GPU to do included."""
-        started = self._steering.clock()
+        started = self._driver.clock()
         work()
         if self._engine.device.type == "cuda":
             torch.cuda.current_stream(self._engine.device).synchronize()
-        return self._steering.clock() - started
+        return self._driver.clock() - started

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 
-from kvwire import __version__
 from kvwire import controller as ctl
+from kvwire._version import __version__
 from kvwire.codec import uses_triton
 from kvwire.codec.workers import cores
 from kvwire.controller import events as ev
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, NotFoundError, StorageError
 from kvwire.runtime.costs import measure_costs, warm_up
-from kvwire.runtime.documents import Limits, find_source
-from kvwire.runtime.driver import Steering, Threads
+from kvwire.runtime.documents import Timeouts, find_document
+from kvwire.runtime.driver import ControllerDriver, Threads
 from kvwire.runtime.estimates_file import EstimatesFile, engine_key, link_key, processor
 from kvwire.runtime.executor import Executor, ExecutorSettings
 from kvwire.transport import EmulatedLink, FetchSettings, LinkSettings
@@ -172,7 +172,7 @@ class Loader:
         self._controls = controls_of(chosen, on_gpu=on_gpu)
         self._threads = Threads(self._controls.workers, self._controls.decode_threads)
         self._lock = threading.RLock()  # a record may ask for the estimates
-        self._steerings: dict[asyncio.AbstractEventLoop, Steering] = {}
+        self._drivers: dict[asyncio.AbstractEventLoop, ControllerDriver] = {}
         lasting = not isinstance(link, EmulatedLink)
         self._memory = memory or (EstimatesFile.of_environment() if lasting else EstimatesFile(None))
         self._keys = _keys(engine, corpus, str(link) if link and lasting else "", chosen.backend)
@@ -251,16 +251,16 @@ class Loader:
         if deadline_s is not None:
             soon = min(soon, max(_OPEN_SHARE * deadline_s, _OPEN_LEAST_S))
         with self._lock:
-            limits = Limits(soon, chosen.patience_s, self._estimates.ttfb.value)
+            limits = Timeouts(soon, chosen.patience_s, self._estimates.ttfb.value)
         settings = ExecutorSettings(fetch=chosen.fetch, backend=chosen.backend, limits=limits)
-        async with self._steered() as steering:
-            found = [find_source(self._corpora, steering, name, texts, limits) for name in documents]
+        async with self._driven() as driver:
+            found = [find_document(self._corpora, driver, name, texts, limits) for name in documents]
             sources = await _all_of(found)
-            async with Executor(self._engine, sources, steering, settings) as executor:
-                left = None if deadline_s is None else deadline_s - (steering.clock() - started)
-                asked = steering.clock() - started
+            async with Executor(self._engine, sources, driver, settings) as executor:
+                left = None if deadline_s is None else deadline_s - (driver.clock() - started)
+                asked = driver.clock() - started
                 finish = await executor.run(len(question), replace(goal, deadline_s=left))
-                return await self._answer(steering, executor, finish, list(question), started, asked, tokens)
+                return await self._answer(driver, executor, finish, list(question), started, asked, tokens)
 
     def _goal(self, deadline_s: float | None, objective: Objective | None) -> ctl.Goal:
         chosen = self._settings
@@ -272,31 +272,31 @@ class Loader:
         )
 
     @asynccontextmanager
-    async def _steered(self) -> AsyncIterator[Steering]:
+    async def _driven(self) -> AsyncIterator[ControllerDriver]:
         """What steers the loads of this event loop; it ends with the last of them."""
         loop = asyncio.get_running_loop()
-        steering = self._steerings.get(loop)
-        if steering is None or steering.broken:
+        driver = self._drivers.get(loop)
+        if driver is None or driver.broken:
             chosen = self._settings
             controller = ctl.Controller(self._estimates, self._controls, chosen.policy, record=chosen.record)
             link = EmulatedLink.of(self._link) if isinstance(self._link, LinkSettings) else self._link
-            steering = self._steerings[loop] = Steering(controller, self._lock, self._threads, link)
-        steering.users += 1
+            driver = self._drivers[loop] = ControllerDriver(controller, self._lock, self._threads, link)
+        driver.users += 1
         try:
-            yield steering
+            yield driver
         finally:
-            steering.users -= 1
-            if not steering.users:
-                if self._steerings.get(loop) is steering:
-                    del self._steerings[loop]
-                await steering.close()
+            driver.users -= 1
+            if not driver.users:
+                if self._drivers.get(loop) is driver:
+                    del self._drivers[loop]
+                await driver.close()
 
     async def _answer(
-        self, steering: Steering, executor: Executor, finish: ev.Finish, question: list[int],
+        self, driver: ControllerDriver, executor: Executor, finish: ev.Finish, question: list[int],
         started: float, asked_s: float, tokens: int,
     ) -> Answer:  # fmt: skip
-        closing = await steering.compute(partial(self._close, executor.prompt, question))
-        steering.tell(ev.Closed(executor.number, executor.prompt.cache.tokens, closing.beyond_s))
+        closing = await driver.compute(partial(self._close, executor.prompt, question))
+        driver.tell(ev.PromptAssembled(executor.number, executor.prompt.cache.tokens, closing.beyond_s))
         timing = Timing(
             ttft_s=closing.done - started,
             fetch_s=max(0.0, executor.fetched_at - started),
@@ -307,7 +307,7 @@ class Loader:
         )
         first = int(closing.logits.argmax())
         start = executor.prompt.cache.tokens + len(question)
-        out = await self._generate(steering, closing.past, first, start, tokens)
+        out = await self._generate(driver, closing.past, first, start, tokens)
         text = self._engine.detokenize(out) if self._engine.has_tokenizer else ""
         self._remember()
         predicted_s = None if executor.predicted_s is None else asked_s + executor.predicted_s
@@ -328,12 +328,14 @@ class Loader:
             expected_s = self._estimates.prefill.cost.seconds(len(question), tokens)
         return _Closing(past, logits, querying - linking, done - querying, done, done - linking - expected_s)
 
-    async def _generate(self, steering: Steering, past: DynamicCache, first: int, start: int, tokens: int) -> list[int]:
+    async def _generate(
+        self, driver: ControllerDriver, past: DynamicCache, first: int, start: int, tokens: int
+    ) -> list[int]:
         """Greedy continuation, token by token, so that other loads get their turns in between."""
         out = [first]
         while len(out) < tokens:
             step = partial(self._engine.generate, past, out[-1], start + len(out) - 1, 2)
-            more = (await steering.compute(step))[1:]
+            more = (await driver.compute(step))[1:]
             if not more:
                 break
             out += more

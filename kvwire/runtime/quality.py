@@ -72,7 +72,7 @@ def _points(
     """Measured error and KL divergence of one document at each level."""
     context, rest = ids[: len(ids) * 3 // 4], ids[len(ids) * 3 // 4 :]
     (cache,) = engine.prefill([context])
-    hidden = engine.head_start(context, profile.head_start) if profile.head_start else None
+    hidden = engine.prefix_states(context, profile.prefix_layers) if profile.prefix_layers else None
     exact = engine.forward(engine.past_key_values(cache), rest, len(context))
     blob = encode(cache, profile, ladder, hidden=hidden)
     for index, level in enumerate(inspect(blob).levels):

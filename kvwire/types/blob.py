@@ -13,13 +13,12 @@ if TYPE_CHECKING:
 class LevelInfo:
     """One quality level of a blob.
 
-    step: quantiser step, in units of the profile's normalised coefficients.
-    bytes: this refinement alone. cumulative_bytes: everything that a reader of this level must fetch, header and index
-    included. bits_per_element: cumulative, per element of the original tensors.
-    measured_error: attention-weighted squared error over attention-weighted energy, measured while encoding.
-    alone: the level is a stream of its own, which needs no level below it. lossless: bit for bit what was encoded.
-    predicted_kl: mean KL divergence of the next token, in nats, that the error is expected to cause; None where the
-    profile was not calibrated.
+    step: quantiser step, in units of the profile's normalised coefficients. bytes: this refinement alone.
+    cumulative_bytes: everything that a reader of this level must fetch, header and index included. bits_per_element:
+    cumulative, per element of the original tensors. measured_error: attention-weighted squared error over
+    attention-weighted energy, measured while encoding. independent: the level is a stream of its own, which needs no
+    level below it. lossless: bit for bit what was encoded. predicted_kl: mean KL divergence of the next token, in nats,
+    that the error is expected to cause; None where the profile was not calibrated.
     """
 
     name: str
@@ -28,9 +27,14 @@ class LevelInfo:
     cumulative_bytes: int
     bits_per_element: float
     measured_error: float
-    alone: bool = False
+    independent: bool = False
     lossless: bool = False
     predicted_kl: float | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Old name of ``independent``, for one more version."""
+        return self.independent
 
 
 @dataclass(frozen=True)
@@ -60,26 +64,35 @@ class SegmentInfo:
 class BlobInfo:
     """Everything in a blob's head: model, layout, levels, chunks and the token ids.
 
-    head_bytes: length of header, metadata, index and token ids; file_bytes: the whole blob.
-    segments[chunk][level]; levels 0..k of a chunk decode to quality k and lie next to each other, but for levels that
-    decode alone: see ``reads``.
-    profile_digest: SHA-256 of the profile that decoding needs; the empty string where the blob carries its own.
-    token_ids is None where the encoder was not told them. method: ``kvwire`` or ``cachegen``. head_start: layers that
-    the reader computes anew before it can decode, see ``fit_profile``.
+    header_bytes: length of header, metadata, index and token ids; file_bytes: the whole blob. segments[chunk][level];
+    levels 0..k of a chunk decode to quality k and lie next to each other, but for levels that decode alone: see
+    ``reads``. profile_digest: SHA-256 of the profile that decoding needs; the empty string where the blob carries its
+    own. token_ids is None where the encoder was not told them. method: ``kvwire`` or ``cachegen``. prefix_layers:
+    layers that the reader computes anew before it can decode, see ``fit_profile``.
     """
 
     version: tuple[int, int]
     meta: CacheMeta
     tokens: int
     chunk_tokens: int
-    head_bytes: int
+    header_bytes: int
     file_bytes: int
     profile_digest: str
     levels: tuple[LevelInfo, ...]
     segments: tuple[tuple[SegmentInfo, ...], ...]
     token_ids: tuple[int, ...] | None
     method: str = "kvwire"
-    head_start: int = 0
+    prefix_layers: int = 0
+
+    @property
+    def head_bytes(self) -> int:
+        """Old name of ``header_bytes``, for one more version."""
+        return self.header_bytes
+
+    @property
+    def head_start(self) -> int:
+        """Old name of ``prefix_layers``, for one more version."""
+        return self.prefix_layers
 
     @property
     def chunks(self) -> int:
@@ -94,7 +107,7 @@ class BlobInfo:
     def reads(self, chunk: int, level: int) -> tuple[SegmentInfo, ...]:
         """Segments that a reader of a chunk at a level needs, in payload order."""
         row = self.segments[chunk]
-        return row[level : level + 1] if self.levels[level].alone else row[: level + 1]
+        return row[level : level + 1] if self.levels[level].independent else row[: level + 1]
 
     def chunk_bytes(self, chunk: int, level: int) -> int:
         """Bytes that a reader of a chunk at a level fetches."""

@@ -87,7 +87,7 @@ class _Sooner:
 
 
 def _as_text(document: ctl.DocumentPlanInput) -> ctl.DocumentPlanInput:
-    return replace(document, fetch_bytes=(), errors=(), head_start=0.0) if document.has_text else document
+    return replace(document, fetch_bytes=(), errors=(), prefix_share=0.0) if document.has_text else document
 
 
 def _as_blob(document: ctl.DocumentPlanInput) -> ctl.DocumentPlanInput:

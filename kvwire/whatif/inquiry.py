@@ -29,7 +29,7 @@ class _Patient:
     policy: asked only where variants are to be chosen from, which takes plans of the documents known so far.
     """
 
-    name, gives_up = "patient", True
+    name, preemptible = "patient", True
 
     def __init__(self, policy: Policy | None) -> None:
         self._policy = policy
@@ -39,7 +39,7 @@ class _Patient:
         self.asked, levels = request, np.zeros(request.chunks.count, np.int64)
         if self._policy is None:
             return Plan(levels, (), 0.0, 0.0, 0, in_time=True, reason="nothing begins")
-        return replace(self._policy.plan(request), levels=levels, order=(), lifted=frozenset(), refine=())
+        return replace(self._policy.plan(request), levels=levels, order=(), upgraded=frozenset(), refine=())
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ class Inquiry:
         estimates, patient = self._estimates.copy(), _Patient(policy if self._choosing else None)
         estimates.bandwidth = bandwidth
         controller = ctl.Controller(estimates, self._settings, patient)
-        controller.handle(ev.Asked(0, len(self._documents), self._query_tokens, self._goal), 0.0)
+        controller.handle(ev.LoadRequested(0, len(self._documents), self._query_tokens, self._goal), 0.0)
         self._now = since_s
         for number, variants in enumerate(self._documents):
             for instruction in controller.handle(ev.IndexKnown(0, number, variants), since_s):

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from kvwire import controller as ctl
 from kvwire.controller import events as ev
-from kvwire.controller.policies import RECOMPUTE, Adaptive, CacheGen, Fixed, Raw, Text
-from kvwire.controller.simulator import Arrival, World, constant
+from kvwire.controller.policies import RECOMPUTE, Adaptive, CacheGen, Fixed, Raw, TextOnly
+from kvwire.controller.simulator import LoadArrival, World, constant
 from kvwire.errors import ArgumentError
 from kvwire.whatif.break_even import BreakEven, find_break_evens, find_unchanged
 from kvwire.whatif.inquiry import Inquiry
@@ -39,14 +39,14 @@ class Details:
     """What planning itself need not know of the documents.
 
     level_names: for tables. level_kl: of each document, the KL divergence in nats that its blob predicts for each
-    level; empty where nobody knows. head_bytes: of all heads, which are read before anything is decided.
+    level; empty where nobody knows. header_bytes: of all heads, which are read before anything is decided.
     raw_token_bytes: of one token's uncompressed cache, 0 where that is not to be compared; raw_decode: what decoding
     it costs.
     """
 
     level_names: tuple[str, ...] = ()
     level_kl: tuple[tuple[float, ...], ...] = ()
-    head_bytes: int = 0
+    header_bytes: int = 0
     raw_token_bytes: int = 0
     raw_decode: ctl.DecodeCost = field(default_factory=lambda: ctl.DecodeCost(0.0, 0.0))
 
@@ -250,7 +250,7 @@ class Situation:
         return Inquiry(self.documents, self.estimates, self.goal, self.settings, self.query_tokens)
 
     def _heads_s(self, bandwidth: float) -> float:
-        return self.estimates.ttfb.value + self.details.head_bytes / bandwidth
+        return self.estimates.ttfb.value + self.details.header_bytes / bandwidth
 
     def play(self, policy: Policy, forecast: Forecast) -> Played | None:
         """What comes of it on a link that keeps its bandwidth; None where that would take too long to find out."""
@@ -262,7 +262,7 @@ class Situation:
             controller, constant(self.bandwidth), self.costs, rtt_s=self.estimates.ttfb.value,
             workers=self.settings.workers, decode_threads=self.settings.decode_threads,
         )  # fmt: skip
-        (outcome,) = world.run([Arrival(0.0, self.documents, self.goal, self.query_tokens, self.heads_s)])
+        (outcome,) = world.run([LoadArrival(0.0, self.documents, self.goal, self.query_tokens, self.heads_s)])
         fetches = [each for entry in log for each in entry.instructions if isinstance(each, ev.Fetch)]
         variants = {fetch.chunk.document: fetch.variant for fetch in fetches}
         inputs = tuple(each[variants.get(number, 0)] for number, each in enumerate(self.documents))
@@ -323,7 +323,7 @@ class Situation:
 
     def _alternatives(self) -> list[Prediction]:
         names = self.details.level_names
-        found = [self.predict("text only", Text())]
+        found = [self.predict("text only", TextOnly())]
         for level in range(self.finest + 1):
             name = f"level {level}" + (f" ({names[level]})" if level < len(names) else "")
             found.append(self.predict(name, Fixed(level)))

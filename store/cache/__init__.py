@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from kvwire.store.cache.counters import Counters, PrefetchCounters, RemoteCounters, TierCounters, UploadCounters
     from kvwire.store.cache.disk_tier import StoredFile
     from kvwire.store.cache.extents import Extent
-    from kvwire.store.cache.flights import Flight
+    from kvwire.store.cache.flights import InflightRead
     from kvwire.store.cache.opening import open_tiers, parse_size
-    from kvwire.store.cache.policy import POLICIES, Policy, make_policy
+    from kvwire.store.cache.policy import POLICIES, EvictionPolicy, make_policy
     from kvwire.store.cache.settings import TierSettings
     from kvwire.store.cache.tiered import TieredStore
     from kvwire.store.cache.write_back import WriteBackStore
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 __all__ = [
     "POLICIES",
     "Counters",
+    "EvictionPolicy",
     "Extent",
-    "Flight",
     "Held",
+    "InflightRead",
     "Leading",
     "OnDisk",
-    "Policy",
     "PrefetchCounters",
     "RangeCache",
     "RemoteCounters",
@@ -53,9 +53,9 @@ __getattr__ = lazy(
         ),
         "kvwire.store.cache.disk_tier": ("StoredFile",),
         "kvwire.store.cache.extents": ("Extent",),
-        "kvwire.store.cache.flights": ("Flight",),
+        "kvwire.store.cache.flights": ("InflightRead",),
         "kvwire.store.cache.opening": ("open_tiers", "parse_size"),
-        "kvwire.store.cache.policy": ("POLICIES", "Policy", "make_policy"),
+        "kvwire.store.cache.policy": ("EvictionPolicy", "POLICIES", "make_policy"),
         "kvwire.store.cache.settings": ("TierSettings",),
         "kvwire.store.cache.tiered": ("TieredStore",),
         "kvwire.store.cache.write_back": ("WriteBackStore",),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from kvwire.errors import KvwireError
 from kvwire.store.cache.counters import Counters, RemoteCounters, TierCounters
 from kvwire.store.cache.extents import Extent, ExtentMap
-from kvwire.store.cache.flights import Flight
+from kvwire.store.cache.flights import InflightRead
 from kvwire.store.cache.sizes import TRUST_S, Sizes
 from kvwire.store.cache.sketch import UseCounter
 from kvwire.store.cache.worker import Worker
@@ -50,14 +50,14 @@ class OnDisk:
 class Waiting:
     """The next bytes are being fetched: wait for the flight."""
 
-    flight: Flight
+    flight: InflightRead
 
 
 @dataclass(frozen=True)
 class Leading:
     """Fetch the flight's range, and then ``finish`` it or ``fail`` it."""
 
-    flight: Flight
+    flight: InflightRead
 
 
 Step: TypeAlias = Held | OnDisk | Waiting | Leading | None
@@ -75,7 +75,7 @@ class RangeCache:
         self.stall_s = settings.stall_s
         self._lock = lock
         self._uses = UseCounter(settings.admit_after)
-        self._flights: dict[bytes, ExtentMap[Flight]] = {}
+        self._flights: dict[bytes, ExtentMap[InflightRead]] = {}
         self._sizes = Sizes()
         self._loads = Worker("kvwire-disk-load", settings.load_threads)
         self._foreground = 0
@@ -190,15 +190,15 @@ class RangeCache:
                 self._keep(name, extent.start, data)
         return data
 
-    def finish(self, flight: Flight, size: int | None = None) -> None:
+    def finish(self, flight: InflightRead, size: int | None = None) -> None:
         """All bytes of a flight are there; size: of the object, where the remote has told it."""
         self._land(flight, size, None)
 
-    def fail(self, flight: Flight, error: BaseException) -> None:
+    def fail(self, flight: InflightRead, error: BaseException) -> None:
         """A flight broke off; what came is kept. Only an error of the remote is passed on to those who wait."""
         self._land(flight, None, error)
 
-    def leave(self, flight: Flight) -> None:
+    def leave(self, flight: InflightRead) -> None:
         """Stop waiting for a flight from which nothing comes: the next to ask leads another one."""
         with self._lock:
             if self._take_off(flight):
@@ -270,7 +270,7 @@ class RangeCache:
 
     def _depart(
         self, name: bytes, start: int, stop: int | None, owner: object, *, whole: bool = False, background: bool = False
-    ) -> Flight:
+    ) -> InflightRead:
         settings = self._settings
         ends = [start + (settings.prefetch_bytes if background else settings.flight_bytes)]
         ends += [stop] if stop is not None else []
@@ -278,16 +278,16 @@ class RangeCache:
         if self._disk and (at := self._disk.index.next_start(name, start)):
             ends.append(at)
         limit_s = settings.answer_s if whole else settings.stall_s
-        flight = Flight(name, start, min(ends), owner, limit_s, background=background)
+        flight = InflightRead(name, start, min(ends), owner, limit_s, background=background)
         self._flights.setdefault(name, ExtentMap()).add(flight.start, flight.end, flight)
         self._foreground += not background
         self._remote.requests += 1
         return flight
 
-    def _flying(self, name: bytes) -> ExtentMap[Flight]:
+    def _flying(self, name: bytes) -> ExtentMap[InflightRead]:
         return self._flights.get(name) or ExtentMap()
 
-    def _take_off(self, flight: Flight) -> bool:
+    def _take_off(self, flight: InflightRead) -> bool:
         """Take a flight off the map; tells whether it was there."""
         flying = self._flights.get(flight.name)
         extent = flying.at(flight.start) if flying else None
@@ -298,7 +298,7 @@ class RangeCache:
             del self._flights[flight.name]
         return True
 
-    def _land(self, flight: Flight, size: int | None, error: BaseException | None) -> None:
+    def _land(self, flight: InflightRead, size: int | None, error: BaseException | None) -> None:
         data = flight.pieces[0] if len(flight.pieces) == 1 else b"".join(flight.pieces)
         flight.data = data if isinstance(data, bytes) else bytes(data)
         with self._lock:
@@ -333,6 +333,6 @@ def _held(counters: TierCounters, extent: Extent[T], data: bytes, position: int,
     return Held(view)
 
 
-def _resolve(flight: Flight) -> None:
+def _resolve(flight: InflightRead) -> None:
     with suppress(InvalidStateError):  # whoever left it was first
         flight.done.set_result(None)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvwire.store.cache.extents import Extent
-    from kvwire.store.cache.policy import Policy
+    from kvwire.store.cache.policy import EvictionPolicy
     from kvwire.store.cache.settings import TierSettings
 
 _log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class DiskTier:
     """
 
     def __init__(
-        self, root: Path, budget_bytes: int, policy: Policy, lock: threading.Lock, settings: TierSettings
+        self, root: Path, budget_bytes: int, policy: EvictionPolicy, lock: threading.Lock, settings: TierSettings
     ) -> None:
         """Touch nothing yet; ``open`` does."""
         self.index: TierIndex[StoredFile] = TierIndex(budget_bytes, policy, HEADER_BYTES)

@@ -18,7 +18,7 @@ _FINAL = (ArgumentError, AuthError, NotFoundError)  # asking again gives the sam
 _MOST_FAILURES = 2
 
 
-class Flight:
+class InflightRead:
     """A range that one reader fetches. Its state is changed by the cache alone; anybody may wait for ``done``.
 
     owner: whoever leads it. limit_s: how long nothing may come before a waiter stops waiting. background: a prefetch.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 
-from kvwire.store.cache.policy import Policy
+from kvwire.store.cache.policy import EvictionPolicy
 
 _ROUND_TRIP_BYTES = 1 << 20
 
@@ -18,7 +18,7 @@ class _Held:
     turn: int  # of its one valid entry in the heap
 
 
-class GreedyDualSizeFrequency(Policy):
+class GreedyDualSizeFrequency(EvictionPolicy):
     """Gives up the least ``L + frequency * cost / size``, where ``L`` is the priority of the last victim.
 
     The cost of a miss is its bytes plus ``round_trip_bytes``, what the link could have carried while the request was

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from kvwire.store.cache.policy import Policy
+from kvwire.store.cache.policy import EvictionPolicy
 
 
-class LeastRecentlyUsed(Policy):
+class LeastRecentlyUsed(EvictionPolicy):
     """Gives up what was not used for the longest time. One scan through many objects empties it."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvwire.store.cache.tier_index import TierIndex
 
 if TYPE_CHECKING:
-    from kvwire.store.cache.policy import Policy
+    from kvwire.store.cache.policy import EvictionPolicy
 
 EXTENT_BYTES = 512
 """Charged for each extent beyond its content: what Python needs to know of it."""
@@ -26,7 +26,7 @@ class Leaving:
 class MemoryTier:
     """Keeps bytes until the policy gives them up."""
 
-    def __init__(self, budget_bytes: int, policy: Policy) -> None:
+    def __init__(self, budget_bytes: int, policy: EvictionPolicy) -> None:
         """Start empty."""
         self.index: TierIndex[bytes] = TierIndex(budget_bytes, policy, EXTENT_BYTES)
 

@@ -36,7 +36,7 @@ _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | getattr(o
 
 
 @dataclass(eq=False)
-class Pending:
+class PendingWrites:
     """One write. key: None where the file's header is damaged. size: bytes of content."""
 
     number: int
@@ -64,7 +64,7 @@ class PendingFolder:
         self._lock = threading.Lock()
         self._next = 0
 
-    def load(self) -> list[Pending]:
+    def load(self) -> list[PendingWrites]:
         """What an earlier process left, in order; its temporary files are removed."""
         make_folder(self._folder)
         found = []
@@ -77,7 +77,7 @@ class PendingFolder:
         self._next = max(found, default=-1) + 1
         return [self._glance(number) for number in sorted(found)]
 
-    def adopt(self, other: Path) -> list[Pending]:
+    def adopt(self, other: Path) -> list[PendingWrites]:
         """Take over what lies in the pending folder of a process that is gone, behind what is here."""
         adopted = []
         for number in PendingFolder(other).numbers():
@@ -96,7 +96,7 @@ class PendingFolder:
         with os.scandir(self._folder) as entries:
             return sorted(int(match[1]) for entry in entries if (match := _NAME.fullmatch(entry.name)))
 
-    def write(self, key: str, data: Data) -> Pending:
+    def write(self, key: str, data: Data) -> PendingWrites:
         """Make a write durable."""
         number = self._number()
         name = key.encode()
@@ -117,9 +117,9 @@ class PendingFolder:
                 with contextlib.suppress(OSError):
                     one.unlink()
             raise
-        return Pending(number, key, len(data), written=path.stat().st_mtime)
+        return PendingWrites(number, key, len(data), written=path.stat().st_mtime)
 
-    def read(self, pending: Pending) -> bytes:
+    def read(self, pending: PendingWrites) -> bytes:
         """The bytes. Raises CorruptError where they are not what was written, FileNotFoundError once removed."""
         whole = (self._folder / _file(pending.number)).read_bytes()
         if len(whole) >= _HEADER_BYTES and pending.key is not None:
@@ -133,7 +133,7 @@ class PendingFolder:
                 return whole[start:]
         raise _damaged(pending)
 
-    def read_range(self, pending: Pending, start: int, end: int) -> bytes:
+    def read_range(self, pending: PendingWrites, start: int, end: int) -> bytes:
         """Some of the bytes; all are checked, as ``read`` does it, the first time alone."""
         if not pending.is_checked:
             return self.read(pending)[start:end]
@@ -147,7 +147,7 @@ class PendingFolder:
             raise _damaged(pending)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    def remove(self, pending: Pending) -> None:
+    def remove(self, pending: PendingWrites) -> None:
         """Forget a write; flushed, or an old entry could come back after a crash."""
         (self._folder / _file(pending.number)).unlink(missing_ok=True)
         sync_folder(self._folder)
@@ -157,7 +157,7 @@ class PendingFolder:
             self._next += 1
             return self._next - 1
 
-    def _glance(self, number: int) -> Pending:
+    def _glance(self, number: int) -> PendingWrites:
         """What a file's header says, without reading its content."""
         path = self._folder / _file(number)
         size = max(0, path.stat().st_size - _HEADER_BYTES)
@@ -167,11 +167,11 @@ class PendingFolder:
             _, key_bytes, size = _FIELDS.unpack_from(header)
             key = check_key(header[_HEADER_BYTES : _HEADER_BYTES + key_bytes].decode())
         except (struct.error, ValueError):
-            return Pending(number, None, size)
-        return Pending(number, key, min(size, path.stat().st_size), written=path.stat().st_mtime)
+            return PendingWrites(number, None, size)
+        return PendingWrites(number, key, min(size, path.stat().st_size), written=path.stat().st_mtime)
 
 
-def _damaged(pending: Pending) -> CorruptError:
+def _damaged(pending: PendingWrites) -> CorruptError:
     return CorruptError(f"the pending write of {pending.key or 'an unknown key'} is damaged: encode the document again")
 
 

@@ -7,7 +7,7 @@ from typing import Protocol
 from kvwire.errors import ArgumentError
 
 
-class Policy(Protocol):
+class EvictionPolicy(Protocol):
     """Decides which object a tier gives up. It holds names and sizes only and is called under the tier's lock.
 
     A tier first adds what it would like to keep and asks for victims while it holds too much; an object that is not
@@ -35,7 +35,7 @@ POLICIES = ("gdsf", "lru", "tinylfu")
 """Names that ``make_policy`` knows."""
 
 
-def make_policy(name: str, budget_bytes: int) -> Policy:
+def make_policy(name: str, budget_bytes: int) -> EvictionPolicy:
     """A fresh policy for a tier of that many bytes. Raises ArgumentError for any other name."""
     from kvwire.store.cache.gdsf import GreedyDualSizeFrequency
     from kvwire.store.cache.lru import LeastRecentlyUsed

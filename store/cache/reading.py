@@ -11,7 +11,7 @@ from kvwire.store.cache.cache import Held, Leading, OnDisk, RangeCache, Waiting
 
 if TYPE_CHECKING:
     from kvwire.store.base import Store
-    from kvwire.store.cache.flights import Flight
+    from kvwire.store.cache.flights import InflightRead
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class TierReading:
             position += len(piece)
         return _joined(pieces)
 
-    def _awaited(self, flight: Flight, position: int) -> memoryview:
+    def _awaited(self, flight: InflightRead, position: int) -> memoryview:
         wait_for(self._cache, flight)
         data = next(flight.since(position), memoryview(b""))
         if not data and flight.error is not None:
@@ -75,7 +75,7 @@ class TierReading:
         return data
 
 
-def lead(cache: RangeCache, flight: Flight, remote: RemoteObject) -> bytes:
+def lead(cache: RangeCache, flight: InflightRead, remote: RemoteObject) -> bytes:
     """Fetch a flight's range in one call, and land it whatever happens; no bytes where the object ends before it.
 
     A short answer is the object's end where the store says so, and else a fault: StorageError.
@@ -103,14 +103,14 @@ def _check_end(position: int, end: int) -> None:
         raise StorageError(msg)
 
 
-def _checked(data: bytes, flight: Flight) -> bytes:
+def _checked(data: bytes, flight: InflightRead) -> bytes:
     if len(data) > flight.end - flight.start:
         msg = "the remote store gave more bytes than it was asked for: its ranges are broken"
         raise StorageError(msg)
     return data
 
 
-def wait_for(cache: RangeCache, flight: Flight) -> None:
+def wait_for(cache: RangeCache, flight: InflightRead) -> None:
     """Block until a flight is over, or give it up where nothing comes any more."""
     while not flight.done.done():
         position = flight.position

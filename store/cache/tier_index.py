@@ -11,7 +11,7 @@ from kvwire.store.cache.extents import Extent, ExtentMap
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvwire.store.cache.policy import Policy
+    from kvwire.store.cache.policy import EvictionPolicy
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ class TierIndex(Generic[T]):
     extent_bytes: what each extent costs beyond its content.
     """
 
-    def __init__(self, budget_bytes: int, policy: Policy, extent_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, policy: EvictionPolicy, extent_bytes: int) -> None:
         """Start empty."""
         self._budget_bytes = budget_bytes
         self._policy = policy

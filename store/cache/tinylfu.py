@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from kvwire.store.cache.policy import Policy
+from kvwire.store.cache.policy import EvictionPolicy
 from kvwire.store.cache.sketch import FrequencySketch
 
 _WINDOW_SHARE = 0.01  # section 4.2 of the paper: best for all its traces but those of pure recency
@@ -39,7 +39,7 @@ class _Segment:
         return next(iter(self.sizes))
 
 
-class WindowTinyLfu(Policy):
+class WindowTinyLfu(EvictionPolicy):
     """A small window in order of use; what leaves it must be used more often than what it would push out.
 
     The candidate of the window stands against as many of the main part's least recently used objects as must go for

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvwire.store.base import Data, ObjectReader
-    from kvwire.store.cache.pending import Pending, PendingFolder
+    from kvwire.store.cache.pending import PendingFolder, PendingWrites
     from kvwire.store.cache.settings import TierSettings
 
 _log = logging.getLogger(__name__)
@@ -52,9 +52,9 @@ class WriteBackStore(Store):
         self._limit_bytes = limit_bytes
         self._settings = settings
         self._changed = threading.Condition()
-        self._queue: OrderedDict[int, Pending] = OrderedDict()
-        self._content: list[tuple[float, int, Pending]] = []  # a heap by the time of the next attempt
-        self._latest: dict[str, Pending] = {}
+        self._queue: OrderedDict[int, PendingWrites] = OrderedDict()
+        self._content: list[tuple[float, int, PendingWrites]] = []  # a heap by the time of the next attempt
+        self._latest: dict[str, PendingWrites] = {}
         self._uploaded: OrderedDict[str, None] = OrderedDict()
         self._bytes = 0
         self._threads: list[threading.Thread] = []
@@ -249,7 +249,7 @@ class WriteBackStore(Store):
 
     # Uploading, with the condition held.
 
-    def _enqueue(self, pending: Pending) -> None:
+    def _enqueue(self, pending: PendingWrites) -> None:
         self._queue[pending.number] = pending
         if pending.key is not None:
             self._latest[pending.key] = pending
@@ -260,16 +260,16 @@ class WriteBackStore(Store):
             thread.start()
         self._changed.notify_all()
 
-    def _offer(self, pending: Pending) -> None:
+    def _offer(self, pending: PendingWrites) -> None:
         if pending.is_content:
             heapq.heappush(self._content, (pending.not_before, pending.number, pending))
 
-    def _give_up(self, several: list[Pending]) -> None:
+    def _give_up(self, several: list[PendingWrites]) -> None:
         """Keep the upload threads off."""
         for pending in several:
             pending.is_running = True
 
-    def _choose(self) -> tuple[Pending | None, float | None]:
+    def _choose(self) -> tuple[PendingWrites | None, float | None]:
         """The write to upload next, or the seconds after which to look again."""
         while self._content and self._content[0][2].is_running:  # given up
             heapq.heappop(self._content)
@@ -298,7 +298,7 @@ class WriteBackStore(Store):
                 pending.is_running = True
             self._upload(pending)
 
-    def _upload(self, pending: Pending) -> None:
+    def _upload(self, pending: PendingWrites) -> None:
         error: Exception | None = None
         data: bytes | None = None
         is_up = False
@@ -324,7 +324,7 @@ class WriteBackStore(Store):
                 self._retry_later(pending, error)
                 self._changed.notify_all()
 
-    def _put(self, pending: Pending, data: bytes) -> bool:
+    def _put(self, pending: PendingWrites, data: bytes) -> bool:
         key = pending.key or ""
         if pending.is_content:
             self._remote.put(key, data)
@@ -338,12 +338,12 @@ class WriteBackStore(Store):
                     self._uploaded.popitem(last=False)
         return True
 
-    def _was_there(self, entry: Pending, key: str) -> bool:
+    def _was_there(self, entry: PendingWrites, key: str) -> bool:
         """Whether an object was on the remote when an entry was written, as far as can be known."""
         with self._changed:
             return key in self._uploaded or entry.written < time.time() - GRACE_S / 4
 
-    def _set_aside(self, damaged: Pending) -> None:
+    def _set_aside(self, damaged: PendingWrites) -> None:
         """Give up a damaged write, and the entries behind it, which may name it."""
         with self._changed:
             behind = [one for one in self._queue.values() if one.number > damaged.number]
@@ -353,7 +353,7 @@ class WriteBackStore(Store):
         self._remove(lost[::-1])  # the entries first: a crash in between leaves none that leads nowhere
         _log.error("%d pending writes were damaged on the local disk: encode the documents again", len(lost))
 
-    def _remove(self, finished: list[Pending]) -> None:
+    def _remove(self, finished: list[PendingWrites]) -> None:
         """Forget writes that are done with: their files first, since a flush may then tell that nothing is left."""
         for pending in finished:
             try:
@@ -369,7 +369,7 @@ class WriteBackStore(Store):
                     del self._latest[pending.key]
             self._changed.notify_all()
 
-    def _retry_later(self, pending: Pending, error: Exception) -> None:
+    def _retry_later(self, pending: PendingWrites, error: Exception) -> None:
         settings = self._settings
         self._counters.failures += 1
         self._trouble = str(error)

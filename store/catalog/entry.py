@@ -24,17 +24,17 @@ _DIGEST = re.compile(r"(?:[0-9a-f]{64})?")
 class CatalogEntry:
     """One document's blob, or, where ``is_text``, one document of which only the text is kept.
 
-    blob_key, sha256, size: where it lies and what it is. head_bytes: length of its head. All empty or 0, and no levels,
-    without a blob; the text is then found by its token digest. tokens: of the document.
-    token_digest, profile_digest: SHA-256, or the empty string where unknown or not needed.
-    levels: (name, cumulative bytes) of each level, coarsest first.
+    blob_key, sha256, size: where it lies and what it is. header_bytes: length of its head. All empty or 0, and no
+    levels, without a blob; the text is then found by its token digest. tokens: of the document. token_digest,
+    profile_digest: SHA-256, or the empty string where unknown or not needed. levels: (name, cumulative bytes) of each
+    level, coarsest first.
     """
 
     document_id: str
     blob_key: str
     sha256: str
     size: int
-    head_bytes: int
+    header_bytes: int
     tokens: int
     token_digest: str
     profile_digest: str
@@ -54,7 +54,9 @@ class CatalogEntry:
 
     def to_json(self) -> bytes:
         """Serialise with sorted keys: equal entries give equal bytes."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+        fields = asdict(self)
+        fields["head_bytes"] = fields.pop("header_bytes")  # the name in the catalog since its first version
+        return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> CatalogEntry:
@@ -67,7 +69,7 @@ class CatalogEntry:
                 blob_key=_field(fields, "blob_key", str),
                 sha256=_field(fields, "sha256", str),
                 size=_field(fields, "size", int),
-                head_bytes=_field(fields, "head_bytes", int),
+                header_bytes=_field(fields, "head_bytes", int),
                 tokens=_field(fields, "tokens", int),
                 token_digest=_field(fields, "token_digest", str),
                 profile_digest=_field(fields, "profile_digest", str),
@@ -151,13 +153,13 @@ def _blob_checks(entry: CatalogEntry) -> tuple[_Check, ...]:
         ("blob_key is not a key", lambda: bool(check_key(entry.blob_key))),
         ("sha256 is not the digest in blob_key", lambda: content_digest(entry.blob_key) == entry.sha256),
         ("size is out of range", lambda: 0 < entry.size < _MAX_BYTES),
-        ("head_bytes is out of range", lambda: 0 <= entry.head_bytes <= entry.size),
+        ("head_bytes is out of range", lambda: 0 <= entry.header_bytes <= entry.size),
         ("a level is larger than the blob", lambda: all(0 <= size <= entry.size for _, size in entry.levels)),
     )
 
 
 def _text_checks(entry: CatalogEntry) -> tuple[_Check, ...]:
-    of_a_blob = (entry.sha256, entry.size, entry.head_bytes, entry.profile_digest, entry.levels)
+    of_a_blob = (entry.sha256, entry.size, entry.header_bytes, entry.profile_digest, entry.levels)
     return (
         ("without blob_key, nothing can be told of a blob", lambda: of_a_blob == ("", 0, 0, "", ())),
         ("without blob_key, token_digest must name a text", lambda: bool(entry.token_digest and entry.tokens)),

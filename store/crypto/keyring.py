@@ -55,11 +55,11 @@ class Keyring:
 
     def tenant(self, tenant: str) -> TenantKeys:
         """The keys of one tenant, by its hash as keys of objects carry it (``tenant_hash``)."""
-        from kvwire.store.crypto.sealing import TenantKey, TenantKeys, derived
+        from kvwire.store.crypto.sealing import TenantKey, TenantKeys, derive_key
 
         def key(master: bytes) -> TenantKey:
-            secret = derived(master, b"kvwire tenant key\0" + tenant.encode())
-            return TenantKey(derived(secret, b"kvwire key id")[:16], secret)
+            secret = derive_key(master, b"kvwire tenant key\0" + tenant.encode())
+            return TenantKey(derive_key(secret, b"kvwire key id")[:16], secret)
 
         return TenantKeys([key(master) for master in self._masters])
 

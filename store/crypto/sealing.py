@@ -19,7 +19,7 @@ import struct
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from kvwire.codec.format.container import MAX_HEAD_BYTES, read_head
+from kvwire.codec.format.container import MAX_HEADER_BYTES, read_header
 from kvwire.errors import (
     ArgumentError,
     AuthError,
@@ -46,7 +46,7 @@ _PROLOGUE = struct.Struct("<8sHHIQI16s16sI")
 _MAX_PART_BYTES = (1 << 31) - TAG_BYTES - 1  # AES-GCM allows 64 GiB; the library takes what fits an int
 
 
-def derived(key: bytes, purpose: bytes, salt: bytes = b"") -> bytes:
+def derive_key(key: bytes, purpose: bytes, salt: bytes = b"") -> bytes:
     """A 32-byte key for a purpose from another key (HKDF with SHA-256, RFC 5869)."""
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -76,7 +76,7 @@ class TenantKey:
         """The cipher of one object."""
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-        return AESGCM(derived(self.key, b"kvwire object key", object_id))
+        return AESGCM(derive_key(self.key, b"kvwire object key", object_id))
 
 
 class TenantKeys:
@@ -102,7 +102,7 @@ class TenantKeys:
         Raises CorruptError where it was changed or moved, NotSealedError, AuthError where no key here fits it.
         """
         prologue = _parsed(sealed, _OBJECT)
-        if len(sealed) != prologue.file_bytes or prologue.head_bytes + TAG_BYTES + _PROLOGUE.size != len(sealed):
+        if len(sealed) != prologue.file_bytes or prologue.header_bytes + TAG_BYTES + _PROLOGUE.size != len(sealed):
             msg = f"a sealed object has {len(sealed)} bytes, not those that it claims; write it again"
             raise CorruptError(msg)
         cipher = self.cipher(prologue.key_id, prologue.object_id)
@@ -110,15 +110,15 @@ class TenantKeys:
         return _opened(cipher, 0, sealed[_PROLOGUE.size :], associated, f"the object {place}")
 
     def seal_blob(self, blob: bytes) -> bytes:
-        """Seal a blob, head and segments apart. Raises what ``read_head`` raises."""
-        info = read_head(blob)
+        """Seal a blob, head and segments apart. Raises what ``read_header`` raises."""
+        info = read_header(blob)
         segments = _in_order(info)
         size = _PROLOGUE.size + info.file_bytes + TAG_BYTES * (1 + len(segments))
         if len(blob) != info.file_bytes:
             msg = f"the blob has {len(blob)} of {info.file_bytes} bytes; fetch it again"
             raise CorruptError(msg)
-        prologue, cipher = self._begun(blob, _BLOB, info.head_bytes, size, "")
-        parts = [prologue, cipher.encrypt(_nonce(0), blob[: info.head_bytes], prologue)]
+        prologue, cipher = self._begun(blob, _BLOB, info.header_bytes, size, "")
+        parts = [prologue, cipher.encrypt(_nonce(0), blob[: info.header_bytes], prologue)]
         for number, segment in enumerate(segments, 1):
             parts.append(cipher.encrypt(_nonce(number), blob[segment.offset : segment.end], None))
         return b"".join(parts)
@@ -126,7 +126,7 @@ class TenantKeys:
     def unseal_blob(self, sealed: bytes) -> bytes:
         """The whole blob. Raises CorruptError where any of it was changed, AuthError where no key here fits it."""
         reader = self.blob_reader()
-        info = reader.read_head(sealed)
+        info = reader.read_header(sealed)
         if len(sealed) != info.file_bytes:
             msg = f"the sealed blob has {len(sealed)} of {info.file_bytes} bytes; fetch it again"
             raise CorruptError(msg)
@@ -136,12 +136,12 @@ class TenantKeys:
         """A reader of one sealed blob, range by range."""
         return SealedBlob(self)
 
-    def _begun(self, content: bytes, kind: int, head_bytes: int, file_bytes: int, place: str) -> tuple[bytes, AESGCM]:
-        if max(head_bytes, len(content) if kind == _OBJECT else 0) > _MAX_PART_BYTES:
+    def _begun(self, content: bytes, kind: int, header_bytes: int, file_bytes: int, place: str) -> tuple[bytes, AESGCM]:
+        if max(header_bytes, len(content) if kind == _OBJECT else 0) > _MAX_PART_BYTES:
             msg = f"an object of {len(content)} bytes is too long to be sealed in one part; split it"
             raise ArgumentError(msg)
         key = self._newest
-        known = (SEALED_MAGIC, *_VERSION, 0, file_bytes, head_bytes, key.key_id)
+        known = (SEALED_MAGIC, *_VERSION, 0, file_bytes, header_bytes, key.key_id)
         object_id = key.object_id(_PROLOGUE.pack(*known, bytes(_ID_BYTES), kind), place, content)
         return _PROLOGUE.pack(*known, object_id, kind), key.cipher(object_id)
 
@@ -160,7 +160,7 @@ class TenantKeys:
 class _Prologue(NamedTuple):
     key_id: bytes
     object_id: bytes
-    head_bytes: int
+    header_bytes: int
     file_bytes: int
 
 
@@ -171,15 +171,15 @@ def _parsed(data: bytes, kind: int) -> _Prologue:
     if len(data) < _PROLOGUE.size:
         msg = "a sealed object ends within its prologue; fetch it again"
         raise TruncatedError(msg, _PROLOGUE.size)
-    _, major, minor, flags, file_bytes, head_bytes, key_id, object_id, told = _PROLOGUE.unpack_from(data)
+    _, major, minor, flags, file_bytes, header_bytes, key_id, object_id, told = _PROLOGUE.unpack_from(data)
     if major != _VERSION[0] or flags:
         msg = f"sealing format {major}.{minor} (flags {flags:#x}) is newer than this kvwire; upgrade kvwire"
         raise FormatVersionError(msg)
-    least = _PROLOGUE.size + head_bytes + TAG_BYTES
-    if told != kind or file_bytes < least or (kind == _BLOB and head_bytes > MAX_HEAD_BYTES):
+    least = _PROLOGUE.size + header_bytes + TAG_BYTES
+    if told != kind or file_bytes < least or (kind == _BLOB and header_bytes > MAX_HEADER_BYTES):
         msg = "a sealed object is of another kind or length than it should be; write it again"
         raise CorruptError(msg)
-    return _Prologue(key_id, object_id, head_bytes, file_bytes)
+    return _Prologue(key_id, object_id, header_bytes, file_bytes)
 
 
 class BlobReader(Protocol):
@@ -193,7 +193,7 @@ class BlobReader(Protocol):
         """The blob's plain head, once it was read."""
         ...
 
-    def read_head(self, data: bytes) -> BlobInfo:
+    def read_header(self, data: bytes) -> BlobInfo:
         """Parse the stored bytes' beginning. Offsets and lengths are those of the stored bytes."""
         ...
 
@@ -207,10 +207,10 @@ class PlainBlob:
         """Nothing was read yet."""
         self.head = b""
 
-    def read_head(self, data: bytes) -> BlobInfo:
-        """``codec.read_head``, and the head is kept."""
-        info = read_head(data)
-        self.head = data[: info.head_bytes]
+    def read_header(self, data: bytes) -> BlobInfo:
+        """``codec.read_header``, and the head is kept."""
+        info = read_header(data)
+        self.head = data[: info.header_bytes]
         return info
 
 
@@ -227,23 +227,23 @@ class SealedBlob:
         self.head = b""
         self.check = self.unsealed
 
-    def read_head(self, data: bytes) -> BlobInfo:
+    def read_header(self, data: bytes) -> BlobInfo:
         """Parse the stored bytes' beginning: the blob's description, with offsets and lengths as they are stored.
 
         Raises TruncatedError where more bytes are needed, CorruptError where they were changed or are not sealed,
         AuthError where no key fits.
         """
         prologue = _parsed(data, _BLOB)
-        stored = _PROLOGUE.size + prologue.head_bytes + TAG_BYTES
+        stored = _PROLOGUE.size + prologue.header_bytes + TAG_BYTES
         if len(data) < stored:
             msg = f"the sealed head ends after {len(data)} of {stored} bytes; fetch it again"
             raise TruncatedError(msg, stored)
         cipher = self._keys.cipher(prologue.key_id, prologue.object_id)
         head = _opened(cipher, 0, data[_PROLOGUE.size : stored], data[: _PROLOGUE.size], "the head")
-        info = read_head(head)
+        info = read_header(head)
         order = _in_order(info)
         size = _PROLOGUE.size + info.file_bytes + TAG_BYTES * (1 + len(order))
-        if (info.head_bytes, size) != (prologue.head_bytes, prologue.file_bytes):
+        if (info.header_bytes, size) != (prologue.header_bytes, prologue.file_bytes):
             msg = "the sealed blob is not of the length that its head tells; write it again"
             raise CorruptError(msg)
         self.head, self._cipher = head, cipher
@@ -254,12 +254,12 @@ class SealedBlob:
         """A segment's content; CorruptError where it was changed or is another one."""
         number = self._numbers.get((segment.chunk, segment.level))
         if self._cipher is None or number is None:
-            msg = "a segment can be opened only after its blob's head; call read_head first"
+            msg = "a segment can be opened only after its blob's head; call read_header first"
             raise ArgumentError(msg)
         return _opened(self._cipher, number, stored, None, f"chunk {segment.chunk} level {segment.level}")
 
-    def _as_stored(self, info: BlobInfo, head_bytes: int, file_bytes: int) -> BlobInfo:
-        shift = head_bytes - info.head_bytes
+    def _as_stored(self, info: BlobInfo, header_bytes: int, file_bytes: int) -> BlobInfo:
+        shift = header_bytes - info.header_bytes
 
         def moved(segment: SegmentInfo) -> SegmentInfo:
             number = self._numbers[segment.chunk, segment.level]
@@ -273,7 +273,7 @@ class SealedBlob:
             read = TAG_BYTES * sum(len(info.reads(chunk, index)) for chunk in range(info.chunks))
             total = level.cumulative_bytes + shift + read
             levels.append(replace(level, bytes=level.bytes + tags, cumulative_bytes=total))
-        return replace(info, head_bytes=head_bytes, file_bytes=file_bytes, segments=segments, levels=tuple(levels))
+        return replace(info, header_bytes=header_bytes, file_bytes=file_bytes, segments=segments, levels=tuple(levels))
 
 
 def is_sealed(data: bytes) -> bool:

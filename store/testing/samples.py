@@ -75,7 +75,7 @@ def catalog_entry(document_id: str, seed: int = 0, levels: int = 1) -> tuple[str
         blob_key=key,
         sha256=digest(data),
         size=len(data),
-        head_bytes=10,
+        header_bytes=10,
         tokens=7,
         token_digest="",
         profile_digest="",

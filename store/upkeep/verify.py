@@ -242,14 +242,14 @@ class _SegmentCheck:
         return True
 
     def _begin(self) -> bool:
-        from kvwire.codec import read_head
+        from kvwire.codec import read_header
         from kvwire.store.crypto.sealing import is_sealed
 
         if is_sealed(self._start):
             self._is_sealed = True
             return False
         try:
-            info = read_head(self._start)
+            info = read_header(self._start)
         except TruncatedError as error:
             if error.needed <= len(self._start):
                 raise

@@ -161,7 +161,7 @@ def read_kept(blob, meta, tokens):
     return out
 
 
-class Text:
+class TextPredictor:
     """A blob, taken apart."""
 
     def __init__(self, blob, profile, hidden=None):

@@ -48,7 +48,7 @@ def plain_profile() -> Profile:
 def head_profile() -> Profile:
     """It predicts from hidden states after two layers."""
     caches = [make_cache(512, seed) for seed in (1, 2)]
-    fitted = fit_profile(caches, make_statistics(), head_start=2, hidden=[make_hidden(cache) for cache in caches])
+    fitted = fit_profile(caches, make_statistics(), prefix_layers=2, hidden=[make_hidden(cache) for cache in caches])
     assert fitted is not None
     return fitted
 

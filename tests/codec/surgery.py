@@ -109,11 +109,11 @@ def with_metadata(blob, text, packed=None, raw_length=None):
     ids = -(-get(blob, BLOB_FIELDS, "tokens") * max(8, get(blob, BLOB_FIELDS, "id_bits")) // 8)
     rest_end = at + 32 * len(entries) + ids + get(blob, BLOB_FIELDS, "profile_bytes") + kept_bytes(blob)
     used = 64 + len(packed) + rest_end - at
-    head_bytes = -(-used // 64) * 64
-    index = b"".join(ENTRY.pack(offset + head_bytes - old_head, *rest) for offset, *rest in entries)
-    head = blob[:64] + packed + index + blob[at + len(index) : rest_end] + bytes(head_bytes - used)
+    header_bytes = -(-used // 64) * 64
+    index = b"".join(ENTRY.pack(offset + header_bytes - old_head, *rest) for offset, *rest in entries)
+    head = blob[:64] + packed + index + blob[at + len(index) : rest_end] + bytes(header_bytes - used)
     out = head + blob[old_head:]
-    out = put(out, BLOB_FIELDS, "head_bytes", head_bytes)
+    out = put(out, BLOB_FIELDS, "head_bytes", header_bytes)
     out = put(out, BLOB_FIELDS, "file_bytes", len(out))
     out = put(out, BLOB_FIELDS, "meta_stored", len(packed))
     return sealed(put(out, BLOB_FIELDS, "meta_raw", len(raw) if raw_length is None else raw_length))

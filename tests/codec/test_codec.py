@@ -18,7 +18,7 @@ from kvwire.codec import (  # fmt: skip
     inspect,
     level_index,
     positions_off,
-    read_head,
+    read_header,
 )
 from kvwire.codec.transform import analysis  # fmt: skip
 from kvwire.errors import ArgumentError, CacheValueError, MismatchError, RopeRegimeError
@@ -66,18 +66,18 @@ def test_every_byte_is_counted(blob, own_blob):
     for data in (blob, own_blob):
         info = inspect(data)
         assert info.file_bytes == len(data)
-        assert info.head_bytes + sum(level.bytes for level in info.levels) == len(data)
+        assert info.header_bytes + sum(level.bytes for level in info.levels) == len(data)
         assert info.levels[-1].cumulative_bytes == len(data)
-        assert info.levels[0].cumulative_bytes == info.head_bytes + info.levels[0].bytes
+        assert info.levels[0].cumulative_bytes == info.header_bytes + info.levels[0].bytes
         assert info.levels[-1].bits_per_element == 8 * len(data) / (info.tokens * 128)
-        assert sum(info.chunk_bytes(chunk, 3) for chunk in range(info.chunks)) == len(data) - info.head_bytes
+        assert sum(info.chunk_bytes(chunk, 3) for chunk in range(info.chunks)) == len(data) - info.header_bytes
 
 
 def test_chunks_fetched_by_range_decode_as_the_whole_does(blob, profile):
-    info = read_head(blob[: inspect(blob).head_bytes])
+    info = read_header(blob[: inspect(blob).header_bytes])
     for level in range(4):
         whole = decode(blob, level, profile)
-        decoder = BlobDecoder(blob[: info.head_bytes], profile)
+        decoder = BlobDecoder(blob[: info.header_bytes], profile)
         for chunk in (2, 0, 1):
             row = info.segments[chunk][: level + 1]
             span = blob[row[0].offset : row[-1].end]
@@ -230,7 +230,7 @@ def test_levels_cost_little_more_than_the_finest_alone(profile):
     cache = make_cache(512, 9)
     finest = Ladder().steps[-1]
     layered, single = encode(cache, profile), encode(cache, profile, Ladder(finest, ("only",)))
-    payload = [len(data) - inspect(data).head_bytes for data in (layered, single)]
+    payload = [len(data) - inspect(data).header_bytes for data in (layered, single)]
     assert payload[0] < 1.05 * payload[1]
 
 

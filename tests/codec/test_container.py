@@ -9,7 +9,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from kvwire.codec import BlobDecoder, decode, inspect, read_head
+from kvwire.codec import BlobDecoder, decode, inspect, read_header
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, TruncatedError
 
 from . import surgery as cut
@@ -34,7 +34,7 @@ def test_surgery_without_a_cut_changes_nothing(blob, own_blob, profile):
 def test_every_truncation_is_a_truncation(blob, own_blob, profile):
     for data, used in ((blob, profile), (own_blob, None)):
         info = inspect(data)
-        boundaries = {0, 8, 63, 64, cut.index_at(data), info.head_bytes - 1, info.head_bytes, len(data) - 1}
+        boundaries = {0, 8, 63, 64, cut.index_at(data), info.header_bytes - 1, info.header_bytes, len(data) - 1}
         boundaries |= {s.offset + extra for row in info.segments for s in row for extra in (0, 1, 16)}
         for end in sorted(boundaries - {0}):
             with pytest.raises(TruncatedError) as caught:
@@ -47,10 +47,10 @@ def test_needed_leads_to_the_whole_head(blob):
     have = 1
     for _ in range(3):
         try:
-            info = read_head(blob[:have])
+            info = read_header(blob[:have])
         except TruncatedError as error:
             have = error.needed
-    assert have == info.head_bytes
+    assert have == info.header_bytes
 
 
 def test_bytes_after_the_end_are_refused(blob, profile):
@@ -97,8 +97,8 @@ def test_impossible_headers_are_refused(blob, profile, name, value):
 def test_a_wrong_checksum_passes_only_where_it_is_not_asked_for(blob):
     wrong = cut.put(blob, cut.BLOB_FIELDS, "crc", 1)
     with pytest.raises(CorruptError, match="checksum"):
-        read_head(wrong)
-    assert read_head(wrong, check=False).tokens == 76
+        read_header(wrong)
+    assert read_header(wrong, check=False).tokens == 76
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,14 @@ from kvwire.codec.entropy.rans import Lanes, encode_base, encode_ternary
 from kvwire.codec.entropy.rans_naive import decode_lanes
 from kvwire.codec.entropy.tables import ALPHABET, CLASSES, CONTEXTS, Tables, fit_tables
 from kvwire.codec.format import segment
-from kvwire.codec.format.container import parse_head
-from kvwire.codec.format.segment import ChunkState, Parts, decode_segment
+from kvwire.codec.format.container import parse_header
+from kvwire.codec.format.segment import Parts, SegmentState, decode_segment
 from kvwire.codec.gpu import decode_kernels as kernels
 from kvwire.codec.gpu import staging
 from kvwire.codec.gpu import streams as queues
 from kvwire.codec.gpu.decode import Workspace, _bytes
 from kvwire.codec.gpu.profile import on_device
-from kvwire.codec.gpu.staging import BLOCK, Piece, described, open_piece, stage
+from kvwire.codec.gpu.staging import BLOCK, ChunkSegments, described, open_piece, stage
 from kvwire.codec.profile.group import Group
 from kvwire.errors import ArgumentError, CorruptError
 from kvwire.types import KVCache, LayerSpec, PagedKVCache, RopeRegime
@@ -51,7 +51,7 @@ def _many_lanes(monkeypatch):
 
 def fitted(layers=SMALL, ropes=(ROPE,), **more):
     caches = [make_cache(256, seed, layers=layers, ropes=ropes) for seed in (1, 2)]
-    if "head_start" in more:
+    if "prefix_layers" in more:
         more["hidden"] = [make_hidden(cache) for cache in caches]
     return fit_profile(caches, make_statistics(layers, ropes, words=more.pop("words", True)), **more)
 
@@ -78,9 +78,9 @@ def apart(one, other):
 def on_processor(blob, profile, level, chunk=0):
     """Quantised values ``[tokens, columns]`` as numba's kernels decode them."""
     info = inspect(blob)
-    head = parse_head(blob)
+    head = parse_header(blob)
     start, stop = info.chunk_span(chunk)
-    state = ChunkState(stop - start, profile.spread, profile.tables)
+    state = SegmentState(stop - start, profile.spread, profile.tables)
     for s in info.reads(chunk, level):
         decode_segment(state, s.level, head.levels[s.level].shift, blob[s.offset : s.end])
     return state
@@ -90,7 +90,7 @@ def on_gpu(blob, profile, level, chunks=(0,)):
     """The same by Triton's: values of each chunk, and its classes."""
     info = inspect(blob)
     decoder = BlobDecoder(blob, profile, backend="triton")._device
-    pieces = [Piece(c, level, [blob[s.offset : s.end] for s in info.reads(c, level)]) for c in chunks]
+    pieces = [ChunkSegments(c, level, [blob[s.offset : s.end] for s in info.reads(c, level)]) for c in chunks]
     decoder._room = 1 << 30
     (staged,) = decoder.batches(pieces)
     batch = decoder.upload(staged, Workspace())
@@ -119,7 +119,9 @@ def launched(tokens, columns, tables, streams, coded=None):
     classes = np.array([[*row, 0] for _, row in streams], np.uint8)
     width = -(-coded // 16) * 16
     parts = [Parts(b"", b"", lanes.states, lanes.counts, lanes.words) for lanes, _ in streams]
-    opened = described(Piece(0, len(streams) - 1, []), 0, tokens, parts, classes, np.zeros(0, np.int32), profile)
+    opened = described(
+        ChunkSegments(0, len(streams) - 1, []), 0, tokens, parts, classes, np.zeros(0, np.int32), profile
+    )
     head = SimpleNamespace(levels=[SimpleNamespace(step=1.0)] * len(streams), info=SimpleNamespace(token_ids=None))
     staged = stage([opened], head, rows=16)
     loaded = on_device(profile, torch.device("cpu"))
@@ -255,7 +257,7 @@ def test_values_equal_the_processors(seed, tokens, keys, values, scale):
     made = torch.from_numpy(rng.standard_normal((1, tokens, keys + values)) * spread).float()
     cache = KVCache.from_tensors([made[..., :keys]], [made[..., keys:]])
     blob = encode(cache, None, LADDER, chunk_tokens=8)
-    profile = Profile.from_bytes(parse_head(blob).profile_bytes)
+    profile = Profile.from_bytes(parse_header(blob).profile_bytes)
     chunks = range(inspect(blob).chunks)
     for level in (0, 2):
         got, batch = on_gpu(blob, profile, level, chunks)
@@ -299,8 +301,8 @@ def test_float8(small, document):
     [
         (MIXED, MIXED_ROPES, {}),
         (LATENT, (ROPE,), {}),
-        (SMALL, (ROPE,), {"head_start": 1, "words": False}),
-        (SMALL, (ROPE,), {"head_start": 1}),
+        (SMALL, (ROPE,), {"prefix_layers": 1, "words": False}),
+        (SMALL, (ROPE,), {"prefix_layers": 1}),
         (SMALL, (ROPE,), {"words": False}),
         (SMALL, (ROPE,), {"group_width": 16}),
     ],
@@ -309,7 +311,7 @@ def test_float8(small, document):
 def test_layouts_and_profiles(layers, ropes, more, offset):
     profile = fitted(layers, ropes, **more)
     cache = make_cache(11, 4, layers=layers, ropes=ropes)
-    hidden = make_hidden(cache) if "head_start" in more else None
+    hidden = make_hidden(cache) if "prefix_layers" in more else None
     blob = encode(cache, profile, 1, chunk_tokens=8, hidden=hidden)
     ours, theirs = (
         decode(blob, 0, profile, offset=offset, hidden=hidden, backend=each) for each in ("triton", "numba")
@@ -471,7 +473,9 @@ def test_batches_take_turns_in_little_memory(small, document, fits):
 
 
 def opened_of(blob, profile, chunk, level):
-    return open_piece(Piece(chunk, level, pieces_of(blob, chunk, level)), parse_head(blob), profile, check=True)
+    return open_piece(
+        ChunkSegments(chunk, level, pieces_of(blob, chunk, level)), parse_header(blob), profile, check=True
+    )
 
 
 def test_levels_may_differ_from_chunk_to_chunk(small, document):

@@ -13,20 +13,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvwire.codec import Ladder, decode, encode, fit_profile, positions_on, read_head
+from kvwire.codec import Ladder, decode, encode, fit_profile, positions_on, read_header
 from kvwire.codec.entropy import kernels as numba_kernels
 from kvwire.codec.entropy.rans import encode_base, encode_ternary
 from kvwire.codec.entropy.rans_naive import encode_lanes
 from kvwire.codec.entropy.tables import CLASSES, CONTEXTS, Tables, column_classes, fit_tables
 from kvwire.codec.fitting.fit import identity_profile
-from kvwire.codec.format.segment import ChunkState, encode_segment
+from kvwire.codec.format.segment import SegmentState, encode_segment
 from kvwire.codec.gpu import analysis as gpu_analysis
 from kvwire.codec.gpu import encode as gpu_encode
 from kvwire.codec.gpu import encode_kernels as kernels
 from kvwire.codec.gpu.analysis import Transform
 from kvwire.codec.gpu.encode import DeviceEncoder, encode_batch, encode_streams, split_values
 from kvwire.codec.gpu.profile import DeviceProfile, on_device, packed_tables
-from kvwire.codec.prediction.text import Text
+from kvwire.codec.prediction.text import TextPredictor
 from kvwire.codec.profile.group import Group
 from kvwire.codec.profile.profile import Profile
 from kvwire.codec.transform import analysis
@@ -175,7 +175,7 @@ def test_equal_values_and_classes_give_equal_bytes(seed, lengths, columns):
     made = encode_batch(batch, known, 1)
     for chunk, (start, stop) in enumerate(pairwise(bounds)):
         by_level, refinements = split_levels(values[start:stop], levels)
-        state = ChunkState(stop - start, profile.spread, FITTED)
+        state = SegmentState(stop - start, profile.spread, FITTED)
         for level, shift in enumerate(shifts):
             refinement = refinements[level - 1] if level else None
             expected = encode_segment(state, shift, unit[chunk] - shift, by_level[level], refinement)
@@ -227,7 +227,7 @@ def assert_alike(ours, theirs, profile, ladder=LADDER):
     difference = abs(mine.astype(np.int64) - other)
     assert difference.max(initial=0) <= 1
     assert (difference > 0).sum() <= 2 + difference.size // 500
-    a, b = read_head(ours), read_head(theirs)
+    a, b = read_header(ours), read_header(theirs)
     assert [row[0].chunk for row in a.segments] == [row[0].chunk for row in b.segments]
     for left, right in zip(a.levels, b.levels, strict=True):
         assert left.measured_error == pytest.approx(right.measured_error, rel=1e-2)
@@ -264,7 +264,7 @@ def pruned(cache):
 def test_coefficients_of_long_chunks_are_the_processors(profile, step):
     """Chunks long enough for their energies to be sampled; two in a thousand values differ, by one step."""
     cache, spans = make_cache(300, 3), [(0, 100), (100, 200), (200, 300)]
-    text = Text(profile, 300, cache.token_ids)
+    text = TextPredictor(profile, 300, cache.token_ids)
     known = DeviceProfile(profile, CPU)
     made = Transform(cache, text, known, step).analyse(spans)
     values, _ = gpu_encode._quantised(made.coefficients, step)
@@ -281,7 +281,7 @@ def test_a_blob_predicted_from_the_text(profile):
     cache = make_cache(13, 3)
     ours, theirs = encoded_twice(cache, profile)
     assert_alike(ours, theirs, profile)
-    for level, stated in enumerate(read_head(theirs).levels):
+    for level, stated in enumerate(read_header(theirs).levels):
         assert measured(cache, decode(theirs, level, profile), profile) < 1.1 * stated.measured_error + 1e-6
 
 
@@ -349,12 +349,12 @@ def test_batches_change_no_more_than_float_noise(profile, working_bytes):
     cache = make_cache(37, 3)
     ladder = Ladder(3.6, ("one", "two"))
     spans = [(start, min(start + 8, 37)) for start in range(0, 37, 8)]
-    encoder = DeviceEncoder(cache, Text(profile, 37, cache.token_ids), ladder, CPU, working_bytes)
+    encoder = DeviceEncoder(cache, TextPredictor(profile, 37, cache.token_ids), ladder, CPU, working_bytes)
     sizes = {0: [1] * 5, 110_000: [2, 2, 1], 1 << 30: [5]}[working_bytes]
     assert [len(batch) for batch in encoder._batches(spans)] == sizes
     segments = encoder.encode(spans, 2)
     blob = encode(cache, profile, ladder, chunk_tokens=8, backend="numba")
-    for row, coded in zip(read_head(blob).segments, segments, strict=True):
+    for row, coded in zip(read_header(blob).segments, segments, strict=True):
         for segment, made in zip(row, coded, strict=True):
             assert made.symbols == segment.raw
             assert made.error == pytest.approx(segment.error, rel=1e-3)
@@ -366,7 +366,9 @@ def test_the_lossless_level_and_profiles_inside_are_the_processors(narrow_profil
     ours, theirs = encoded_twice(cache, None, 2)
     assert ours == theirs
     ours, theirs = encoded_twice(cache, narrow_profile, Ladder(3.6, ("one",)), lossless=True)
-    assert [row[-1].crc32 for row in read_head(ours).segments] == [row[-1].crc32 for row in read_head(theirs).segments]
+    assert [row[-1].crc32 for row in read_header(ours).segments] == [
+        row[-1].crc32 for row in read_header(theirs).segments
+    ]
     assert torch.equal(decode(ours, "lossless", narrow_profile).values[0], cache.values[0])
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvwire.codec import CacheMeta, KVCache, rotation
 from kvwire.codec.entropy.tables import CLASSES, CONTEXTS, fit_tables
-from kvwire.codec.format.segment import ChunkState
+from kvwire.codec.format.segment import SegmentState
 from kvwire.codec.profile.group import Group
 from kvwire.codec.transform import reconstruct
 from kvwire.codec.transform.analysis import scatter_planes, synthesise
@@ -47,7 +47,7 @@ def problem(seed, tokens, rank, largest, *, rows_of_expected):
     """A chunk's state, a group, what is expected and the step."""
     rng = np.random.default_rng(seed)
     spread = np.zeros(rank + 3, np.int64)
-    state = ChunkState(tokens, spread, TABLES)
+    state = SegmentState(tokens, spread, TABLES)
     sizes = np.exp(rng.uniform(0, np.log(largest + 1), (tokens, rank + 3)))
     state.values[:] = np.clip(np.sign(rng.standard_normal(sizes.shape)) * sizes, -largest, largest)
     state.classes[:] = rng.integers(0, CLASSES + 1, rank + 3)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvwire.codec import BlobDecoder, KVCache, Profile, decode, encode, fit_profile, inspect
 from kvwire.codec.fitting.fit import identity_profile
 from kvwire.codec.fitting.moments import Features, feature_moments, group_moments
-from kvwire.codec.prediction.text import Text, expected_naive
+from kvwire.codec.prediction.text import TextPredictor, expected_naive
 from kvwire.codec.profile import profile as profile_module
 from kvwire.codec.transform.analysis import gather_planes
 from kvwire.codec.transform.quantiser import Ladder
@@ -52,7 +52,7 @@ def test_expectations_are_those_of_the_naive_twin_whatever_the_room(monkeypatch,
     profile = replace(split_profile)  # no rows kept yet
     for seed in range(3):
         cache = make_cache(90, seed)
-        text = Text(profile, 90, cache.token_ids)
+        text = TextPredictor(profile, 90, cache.token_ids)
         for start, stop in ((0, 40), (40, 90), (10, 11), (0, 90)):
             assert_expected(text, start, stop)
     kept = sum(each._kept.nbytes + each._slots.nbytes for each in profile.expectations)
@@ -63,14 +63,16 @@ def test_expectations_are_those_of_the_naive_twin_whatever_the_room(monkeypatch,
 @given(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=60), st.data())
 def test_any_text_is_expected_as_the_naive_twin_says(split_profile, ids, data):
     start = data.draw(st.integers(0, len(ids) - 1))
-    assert_expected(Text(split_profile, len(ids), tuple(ids)), start, data.draw(st.integers(start + 1, len(ids))))
+    assert_expected(
+        TextPredictor(split_profile, len(ids), tuple(ids)), start, data.draw(st.integers(start + 1, len(ids)))
+    )
 
 
 def test_threads_share_what_is_kept(split_profile):
     profile = replace(split_profile)
-    text = Text(profile, 400, make_cache(400, 4).token_ids)
+    text = TextPredictor(profile, 400, make_cache(400, 4).token_ids)
     wanted = [expected(text, 1, start, start + 20) for start in range(0, 400, 20)]
-    shared = Text(replace(split_profile), 400, make_cache(400, 4).token_ids)
+    shared = TextPredictor(replace(split_profile), 400, make_cache(400, 4).token_ids)
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda start: expected(shared, 1, start, start + 20), range(0, 400, 20)))
     assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
@@ -80,7 +82,7 @@ def test_hidden_states_add_to_what_the_tokens_say(profile, head_profile):
     cache = make_cache(50, 3)
     hidden = make_hidden(cache)
     for used in (head_profile, with_hidden(profile, hidden.shape[1])):
-        text = Text(used, 50, cache.token_ids, hidden)
+        text = TextPredictor(used, 50, cache.token_ids, hidden)
         for group in range(len(used.groups)):
             torch.testing.assert_close(
                 expected(text, group, 7, 50), expected_naive(text, group, 7, 50), rtol=2.0**-8, atol=0.02
@@ -88,7 +90,7 @@ def test_hidden_states_add_to_what_the_tokens_say(profile, head_profile):
 
 
 def test_without_predictor_the_mean_is_expected(plain_profile):
-    text = Text(plain_profile, 9, None)
+    text = TextPredictor(plain_profile, 9, None)
     rows, of_token = text.expected(0, 2, 9)
     assert rows.shape == (1, plain_profile.groups[0].width)
     assert not of_token.any()
@@ -100,7 +102,7 @@ def test_coding_with_both_kinds_of_features(profile):
     hidden = make_hidden(cache)
     both = Profile.from_bytes(with_hidden(profile, hidden.shape[1]).data)
     blob = encode(cache, both, hidden=hidden)
-    assert inspect(blob).head_start == 1
+    assert inspect(blob).prefix_layers == 1
     assert inspect(blob).levels[0].predicted_kl == pytest.approx(0.25 * inspect(blob).levels[0].measured_error ** 1.5)
     decoded = decode(blob, None, both, hidden=hidden)
     assert max(float((a - b).abs().max()) for a, b in zip(cache.keys, decoded.keys, strict=True)) < 0.5
@@ -160,7 +162,7 @@ def test_hidden_states_are_checked(head_profile):
     cache = make_cache(40, 3)
     hidden = make_hidden(cache)
     blob = encode(cache, head_profile, hidden=hidden)
-    assert inspect(blob).head_start == 2
+    assert inspect(blob).prefix_layers == 2
     assert decode(blob, None, head_profile, hidden=hidden.double()).tokens == 40
     for wrong in (None, hidden[:-1], hidden[:, :-1], hidden[None]):
         with pytest.raises(ArgumentError, match=r"hidden=engine\.head_start"):
@@ -177,12 +179,12 @@ def test_hidden_states_are_checked(head_profile):
 def test_fitting_checks_hidden_states():
     cache = make_cache(64)
     hidden = make_hidden(cache)
-    for wrong in ({"head_start": 1}, {"hidden": [hidden]}):
+    for wrong in ({"prefix_layers": 1}, {"hidden": [hidden]}):
         with pytest.raises(ArgumentError, match="both or neither"):
             fit_profile([cache], **wrong)
     for wrong in ([hidden[:-1]], [hidden, hidden], []):
         with pytest.raises(ArgumentError, match="one"):
-            fit_profile([cache], head_start=1, hidden=wrong)
+            fit_profile([cache], prefix_layers=1, hidden=wrong)
 
 
 def test_a_head_start_that_the_profile_does_not_have_is_refused(head_profile):
@@ -246,5 +248,5 @@ def test_the_identity_expects_means():
     inside = identity_profile(cache, Ladder())
     assert not inside.needs_tokens
     assert torch.equal(
-        expected(Text(inside, 30, None), 1, 0, 30), torch.from_numpy(inside.groups[1].mean).repeat(30, 1)
+        expected(TextPredictor(inside, 30, None), 1, 0, 30), torch.from_numpy(inside.groups[1].mean).repeat(30, 1)
     )

@@ -21,7 +21,7 @@ from kvwire.codec import (
     positions_on,
 )
 from kvwire.codec.fitting.fit import group_planes, identity_profile
-from kvwire.codec.format.segment import ChunkState
+from kvwire.codec.format.segment import SegmentState
 from kvwire.codec.planes import planes_of
 from kvwire.errors import ArgumentError, CacheValueError, CorruptError, MismatchError
 from kvwire.types import LayerSpec
@@ -51,7 +51,7 @@ def bits_at(cache, profile, statistics, target, hidden=None):
     """Bits per element at a weighted error, between the levels around it."""
     ladder = Ladder(3.0, tuple("abcde"))
     blob = encode(cache, profile, ladder, hidden=hidden)
-    bits = [8 * (level.cumulative_bytes - inspect(blob).head_bytes) for level in inspect(blob).levels]
+    bits = [8 * (level.cumulative_bytes - inspect(blob).header_bytes) for level in inspect(blob).levels]
     decoded = [decode(blob, level, profile, hidden=hidden) for level in range(5)]
     errors = [weighted_error(cache, each, statistics) for each in decoded]
     assert errors == sorted(errors, reverse=True)
@@ -78,7 +78,7 @@ def test_a_profile_survives_storage(profile, head_profile, plain_profile):
         again = Profile.from_bytes(made.data)
         assert again.data == made.data
         assert again.digest == made.digest
-        for name in ("layers", "notes", "rank", "head_start", "hidden_size", "error_to_kl", "token_features"):
+        for name in ("layers", "notes", "rank", "prefix_layers", "hidden_size", "error_to_kl", "token_features"):
             assert getattr(again, name) == getattr(made, name)
         assert (made.table is None) == (again.table is None)
         assert made.table is None or np.array_equal(made.table, again.table)
@@ -227,7 +227,7 @@ def test_means_beyond_float16_keep_float32():
 
 
 def test_columns_start_closed(profile):
-    state = ChunkState(3, profile.spread, profile.tables)
+    state = SegmentState(3, profile.spread, profile.tables)
     assert state.columns.size == 0
     assert state.contexts().shape == (3, 0)
 

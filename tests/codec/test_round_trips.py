@@ -140,11 +140,11 @@ def test_levels_that_decode_alone_are_read_alone(profiles):
     info = inspect(blob)
     assert info.method == "cachegen"
     assert [level.name for level in info.levels] == ["coarse", "default", "fine", "lossless"]
-    assert all(level.alone for level in info.levels)
+    assert all(level.independent for level in info.levels)
     for k, level in enumerate(info.levels):
-        assert level.cumulative_bytes == info.head_bytes + level.bytes
+        assert level.cumulative_bytes == info.header_bytes + level.bytes
         assert [s.level for s in info.reads(1, k)] == [k]
-        decoder = BlobDecoder(blob[: info.head_bytes], profile)
+        decoder = BlobDecoder(blob[: info.header_bytes], profile)
         for chunk in (1, 0, 2):
             decoder.decode_chunk(chunk, [blob[s.offset : s.end] for s in info.reads(chunk, k)], k)
         assert same_bits(decoder.cache, decode(blob, k, profile))
@@ -158,10 +158,10 @@ def test_layered_levels_and_a_lossless_one(profiles):
     cache, profile = make("GQA", 90), profiles["GQA"][0]
     blob = encode(cache, profile, 2, lossless=True, chunk_tokens=40)
     info = inspect(blob)
-    assert [level.alone for level in info.levels] == [False, False, True]
+    assert [level.independent for level in info.levels] == [False, False, True]
     assert [s.level for s in info.reads(0, 1)] == [0, 1]
     assert [s.level for s in info.reads(0, 2)] == [2]
-    assert info.levels[2].cumulative_bytes == info.head_bytes + info.levels[2].bytes
+    assert info.levels[2].cumulative_bytes == info.header_bytes + info.levels[2].bytes
     assert level_index(info, None) == 1
     assert level_index(info, -1) == 2
     assert info.chunk_bytes(0, 2) == info.segments[0][2].stored
@@ -229,7 +229,7 @@ def test_what_is_kept_is_read_from_the_head(profiles):
     mask[:, ::100] = True
     pruned = KVCache.from_tensors(cache.keys, cache.values, cache.meta, cache.token_ids, kept=[mask, mask])
     blob, plain = (encode(c, profiles["MHA"][0], 1) for c in (pruned, cache))
-    assert inspect(blob).head_bytes - inspect(plain).head_bytes < 200 < 2 * 600
+    assert inspect(blob).header_bytes - inspect(plain).header_bytes < 200 < 2 * 600
     entries = decode(blob, None, profiles["MHA"][0]).kept
     assert all(torch.equal(each, mask) for each in entries)
 

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.codec import decode, inspect, read_head, read_profile
+from kvwire.codec import decode, inspect, read_header, read_profile
 from kvwire.errors import ArgumentError, AuthError, CorruptError, FormatVersionError, NotFoundError, TruncatedError
 from kvwire.store import Keyring, tenant_hash
 from kvwire.store.crypto.sealing import PlainBlob, TenantKey, TenantKeys, is_sealed
@@ -33,7 +33,7 @@ def blob(request):
 
 def test_a_blob_comes_back_whole(blob):
     sealed = KEYS.seal_blob(blob)
-    segments = sum(len(row) for row in read_head(blob).segments)
+    segments = sum(len(row) for row in read_header(blob).segments)
     assert len(sealed) == len(blob) + 64 + 16 * (1 + segments)
     assert is_sealed(sealed)
     assert not is_sealed(blob)
@@ -42,9 +42,9 @@ def test_a_blob_comes_back_whole(blob):
 
 def test_a_range_of_a_sealed_blob_is_a_segment(blob):
     """What a reader needs is the head and, in any order, any segment by its own range."""
-    sealed, plain, reader = KEYS.seal_blob(blob), read_head(blob), KEYS.blob_reader()
+    sealed, plain, reader = KEYS.seal_blob(blob), read_header(blob), KEYS.blob_reader()
     told = read_head_in_pieces(reader, sealed)
-    assert reader.head == blob[: plain.head_bytes]
+    assert reader.head == blob[: plain.header_bytes]
     assert told.file_bytes == len(sealed)
     assert (told.tokens, told.token_ids, told.meta) == (plain.tokens, plain.token_ids, plain.meta)
     cells = [(row, level) for row in range(plain.chunks) for level in range(len(plain.segments[row]))]
@@ -57,7 +57,7 @@ def read_head_in_pieces(reader, data):
     length = 1
     while True:
         try:
-            return reader.read_head(data[:length])
+            return reader.read_header(data[:length])
         except TruncatedError as error:
             wanted = error.needed
         assert length < wanted <= len(data)
@@ -65,11 +65,11 @@ def read_head_in_pieces(reader, data):
 
 
 def test_levels_tell_what_a_reader_of_a_sealed_blob_fetches(blob):
-    info = KEYS.blob_reader().read_head(KEYS.seal_blob(blob))
+    info = KEYS.blob_reader().read_header(KEYS.seal_blob(blob))
     for index, level in enumerate(info.levels):
         rows = [chunk for chunk in range(info.chunks) if len(info.segments[chunk]) > index]
         if len(rows) == info.chunks:
-            assert level.cumulative_bytes == info.head_bytes + sum(info.chunk_bytes(chunk, index) for chunk in rows)
+            assert level.cumulative_bytes == info.header_bytes + sum(info.chunk_bytes(chunk, index) for chunk in rows)
         assert level.bytes == sum(info.segments[chunk][index].stored for chunk in rows)
 
 
@@ -104,7 +104,7 @@ def test_bytes_after_the_end_are_noticed():
 
 def test_a_segment_is_no_other_segment():
     sealed, reader = KEYS.seal_blob(SMALL), KEYS.blob_reader()
-    info = reader.read_head(sealed)
+    info = reader.read_header(sealed)
     (first, second), theirs = info.segments[0][:2], info.segments[1][0]
     for other in (second, theirs):
         with pytest.raises(CorruptError, match="changed"):
@@ -114,8 +114,8 @@ def test_a_segment_is_no_other_segment():
 def test_a_segment_of_another_blob_is_noticed():
     other = (GOLDEN / "v1.0-named.kvw").read_bytes()
     reader = KEYS.blob_reader()
-    info = reader.read_head(KEYS.seal_blob(SMALL))
-    theirs = KEYS.blob_reader().read_head(KEYS.seal_blob(other)).segments[0][0]
+    info = reader.read_header(KEYS.seal_blob(SMALL))
+    theirs = KEYS.blob_reader().read_header(KEYS.seal_blob(other)).segments[0][0]
     with pytest.raises(CorruptError):
         reader.check(info.segments[0][0], KEYS.seal_blob(other)[theirs.offset : theirs.end])
 
@@ -137,7 +137,7 @@ def test_objects_come_back(size):
 
 @given(st.binary(max_size=100))
 def test_what_is_not_sealed_is_refused(data):
-    for call in (lambda d: KEYS.unseal(d, PLACE), KEYS.blob_reader().read_head):
+    for call in (lambda d: KEYS.unseal(d, PLACE), KEYS.blob_reader().read_header):
         with pytest.raises((CorruptError, FormatVersionError)):
             call(data)
 
@@ -146,7 +146,7 @@ def test_a_blob_is_no_plain_object_and_the_other_way_round():
     with pytest.raises(CorruptError):
         KEYS.unseal(KEYS.seal_blob(SMALL), PLACE)
     with pytest.raises(CorruptError):
-        KEYS.blob_reader().read_head(KEYS.seal(SMALL, PLACE))
+        KEYS.blob_reader().read_header(KEYS.seal(SMALL, PLACE))
 
 
 def test_an_object_opens_in_its_place_alone():
@@ -183,16 +183,16 @@ def test_a_new_master_key_seals_and_the_old_one_still_opens():
 
 
 def test_a_segment_before_the_head_is_a_mistake_of_the_caller():
-    with pytest.raises(ArgumentError, match="read_head"):
-        KEYS.blob_reader().check(read_head(SMALL).segments[0][0], b"")
+    with pytest.raises(ArgumentError, match="read_header"):
+        KEYS.blob_reader().check(read_header(SMALL).segments[0][0], b"")
 
 
 def test_a_plain_reader_reads_plain_blobs(blob):
     reader = PlainBlob()
-    assert reader.read_head(blob) == inspect(blob)
-    assert reader.head == blob[: read_head(blob).head_bytes]
+    assert reader.read_header(blob) == inspect(blob)
+    assert reader.head == blob[: read_header(blob).header_bytes]
     with pytest.raises(CorruptError):
-        reader.read_head(KEYS.seal_blob(blob))
+        reader.read_header(KEYS.seal_blob(blob))
 
 
 def test_keys_do_not_print_themselves():
@@ -255,7 +255,7 @@ def hkdf(key, info, salt=None):
 
 def test_the_text_of_the_format_suffices_to_open_the_golden_file():
     sealed = (GOLDEN / "sealed-v1.0-small.kve").read_bytes()
-    magic, major, minor, flags, file_bytes, head_bytes, key_id, object_id, kind = struct.unpack_from(
+    magic, major, minor, flags, file_bytes, header_bytes, key_id, object_id, kind = struct.unpack_from(
         "<8sHHIQI16s16sI", sealed
     )
     assert (magic, major, minor, flags, kind) == (b"\x89KVE\r\n\x1a\n", 1, 0, 0, 1)
@@ -263,11 +263,11 @@ def test_the_text_of_the_format_suffices_to_open_the_golden_file():
     tenant = hkdf(MASTER, b"kvwire tenant key\0" + ALICE.encode())
     assert key_id == hkdf(tenant, b"kvwire key id")[:16]
     cipher = AESGCM(hkdf(tenant, b"kvwire object key", object_id))
-    position = 64 + head_bytes + 16
+    position = 64 + header_bytes + 16
     head = cipher.decrypt(bytes(12), sealed[64:position], sealed[:64])
-    assert head == SMALL[:head_bytes]
+    assert head == SMALL[:header_bytes]
     content = head
-    for number, segment in enumerate((s for row in read_head(head).segments for s in row), 1):
+    for number, segment in enumerate((s for row in read_header(head).segments for s in row), 1):
         part = sealed[position : position + segment.stored + 16]
         content += cipher.decrypt(struct.pack("<QI", number, 0), part, None)
         position += len(part)

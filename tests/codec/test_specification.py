@@ -10,7 +10,7 @@ from kvwire.codec import decode, inspect
 from kvwire.codec.format.container import CODEC_LOSSLESS
 
 from . import surgery as cut
-from .by_the_text import Text
+from .by_the_text import TextPredictor
 from .write_golden import GOLDEN, OFFSET, STEM, assert_alike, read_golden
 
 TOLD, PROFILES = read_golden(STEM)
@@ -22,7 +22,7 @@ def outcomes(name, level, offset):
     hidden = torch.tensor(TOLD["hidden"])
     stored = (GOLDEN / used).read_bytes() if used else None
     cache = decode(blob, level, PROFILES.get(used), offset=offset, hidden=hidden, dtype=torch.float32)
-    found = Text(blob, stored, hidden.double().numpy()).decode(level, offset)
+    found = TextPredictor(blob, stored, hidden.double().numpy()).decode(level, offset)
     assert len(found) == 2 * sum(spec.kind != "none" for spec in cache.meta.layers)
     for (side, layer), part in found.items():
         yield (cache.keys if side == "key" else cache.values)[layer].double().numpy(), part

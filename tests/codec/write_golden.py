@@ -27,7 +27,7 @@ from kvwire.codec import (
     positions_on,
     read_profile,
 )
-from kvwire.codec.format.container import CODEC_LANES, VERSION, parse_head
+from kvwire.codec.format.container import CODEC_LANES, VERSION, parse_header
 from kvwire.codec.format.segment import ChunkState, decode_segment
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -52,7 +52,7 @@ def read_golden(stem: str) -> tuple[dict, dict]:
 
 def quantised(blob: bytes, profile: Profile, level: int) -> np.ndarray:
     """Quantised values of every token at a level, ``[tokens, columns]``, from the segments alone."""
-    head, chunks = parse_head(blob), []
+    head, chunks = parse_header(blob), []
     for row in head.info.segments:
         start, stop = head.info.chunk_span(row[0].chunk)
         state = ChunkState(stop - start, profile.spread, profile.tables)
@@ -69,7 +69,7 @@ def sha256(*parts: bytes) -> str:
 
 def facts(blob: bytes, profile, hidden) -> dict:
     """What a reader of any later version must find in a golden blob."""
-    info, head = inspect(blob), parse_head(blob)
+    info, head = inspect(blob), parse_header(blob)
     layered = [k for k, level in enumerate(head.levels) if level.codec == CODEC_LANES]
     inside = Profile.from_bytes(head.profile_bytes) if head.profile_bytes else profile
     finest = decode(blob, None, profile, offset=OFFSET, hidden=hidden)
@@ -77,7 +77,7 @@ def facts(blob: bytes, profile, hidden) -> dict:
     return {
         "sha256": sha256(blob),
         "method": info.method,
-        "head_start": info.head_start,
+        "head_start": info.prefix_layers,
         "levels": [
             [level.name, level.step, level.cumulative_bytes, round(level.measured_error, 6), level.lossless]
             for level in info.levels
@@ -99,7 +99,7 @@ def with_hidden(profile: Profile, size: int) -> Profile:
         return replace(group, predictor=torch.cat([group.predictor, more]))
 
     groups = tuple(longer(group) for group in profile.groups)
-    return replace(profile, groups=groups, head_start=1, hidden_size=size, error_to_kl=(0.25, 1.5))
+    return replace(profile, groups=groups, prefix_layers=1, hidden_size=size, error_to_kl=(0.25, 1.5))
 
 
 def make() -> tuple[dict, dict, torch.Tensor]:

@@ -21,7 +21,7 @@ from kvwire.controller import (
     PrefillCost,
 )
 from kvwire.controller import events as ev
-from kvwire.controller.policies import Adaptive, CacheGen, CacheGenArtefact, Fixed, Text
+from kvwire.controller.policies import Adaptive, CacheGen, CacheGenArtefact, Fixed, TextOnly
 from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId
 
@@ -78,7 +78,7 @@ class Course:
         self.settings = self._settings()
         costs = CostModel(PrefillCost(self._any(0, 0.05), 10 ** self._any(-3 if self.calm else -6, -2), 1e-9),
                           DecodeCost(self._any(0, 0.01), self._any(0, 1e-5), self._any(0, 1e-7)), 1e-6)  # fmt: skip
-        policy = self.random.choice([Adaptive()] * 8 + [Fixed(1), Text(), CacheGen(), CacheGenArtefact(steady)])
+        policy = self.random.choice([Adaptive()] * 8 + [Fixed(1), TextOnly(), CacheGen(), CacheGenArtefact(steady)])
         self.adaptive = isinstance(policy, Adaptive)
         self.pace_s = 10 ** self._any(-4, -3 if self.calm else -0.5)
         prior = 10 ** self._any(4 if self.calm else 3, 6 if self.calm else 8)
@@ -205,7 +205,9 @@ class Course:
         self.numbers += self.random.choice([1, 1, 3])
         documents = [self._document() for _ in range(self.random.choice([1, 1, 2, 3]))]
         self.loads[self.numbers] = Asked(self._goal(), documents)
-        self._tell(ev.Asked(self.numbers, len(documents), self.random.choice([0, 32]), self.loads[self.numbers].goal))
+        self._tell(
+            ev.LoadRequested(self.numbers, len(documents), self.random.choice([0, 32]), self.loads[self.numbers].goal)
+        )
 
     def _index(self):
         number, document = self.random.choice(self._unknown())
@@ -216,7 +218,7 @@ class Course:
     def _leave(self):
         number = self.random.choice(list(self.loads))
         self.over.setdefault(number, "left")
-        self._tell(ev.Left(number))
+        self._tell(ev.LoadAbandoned(number))
 
     def _bytes(self):
         if self.random.random() < 0.3:
@@ -280,15 +282,15 @@ class Course:
                 else:
                     self.no_text.add(bad)
                 self._tell(ev.RecomputeDone(chunks, seconds) if fine else ev.RecomputeFailed(bad, "memory"))
-            case ev.HeadStart(number, document):
+            case ev.ComputePrefix(number, document):
                 load = self.loads[number]
                 load.heads[document] = "done" if fine else "failed"
                 if fine:
-                    self._tell(ev.HeadStartDone(number, document, seconds))
+                    self._tell(ev.PrefixComputed(number, document, seconds))
                 else:
                     chunks = range(len(load.documents[document][0].tokens))
                     self.no_fetch |= {ChunkId(document, at, number) for at in chunks}
-                    self._tell(ev.HeadStartFailed(number, document, "memory"))
+                    self._tell(ev.PrefixFailed(number, document, "memory"))
 
     def _decoded(self, chunk, *, bad):
         if not bad:
@@ -306,17 +308,17 @@ class Course:
         newest = max(self.loads, default=-1)
         nobody = ChunkId(0, 0, newest + 1)
         wrong = [
-            ev.Left(newest + 1), ev.ChunkArrived(nobody, 0), ev.ChunkFailed(nobody, ""),
+            ev.LoadAbandoned(newest + 1), ev.ChunkArrived(nobody, 0), ev.ChunkFailed(nobody, ""),
             ev.IndexKnown(newest + 1, 0, ()),
             ev.DecodeDone((), 0.1), ev.DecodeDone((nobody,), 0.1), ev.DecodeFailed((nobody,), (), ""),
             ev.RecomputeDone((nobody,), 0.1), ev.RecomputeDone((), 0.1), ev.RecomputeFailed(nobody, ""),
-            ev.HeadStartDone(newest + 1, 0, 0.1), ev.HeadStartFailed(newest + 1, 0, ""), ev.FirstByte(nan),
+            ev.PrefixComputed(newest + 1, 0, 0.1), ev.PrefixFailed(newest + 1, 0, ""), ev.FirstByte(nan),
             ev.FirstByte(-1.0), ev.TransferProgress(-1, 0.0, 0.0), ev.TransferProgress(1, 1.0, 0.0),
             ev.TransferProgress(1, nan, 0.0), ev.TransferProgress(1, 0.0, inf), ev.TransferProgress(nan, 0.0, 0.0),
-            ev.Asked(newest + 1, 0, 0, Goal()), ev.Asked(newest + 1, 1, -1, Goal()),
+            ev.LoadRequested(newest + 1, 0, 0, Goal()), ev.LoadRequested(newest + 1, 1, -1, Goal()),
         ]  # fmt: skip
         for number, load in self.loads.items():
-            wrong.append(ev.Asked(number, 1, 0, Goal()))
+            wrong.append(ev.LoadRequested(number, 1, 0, Goal()))
             if number in self.over:
                 continue
             wrong += [ev.IndexKnown(number, len(load.documents), load.documents[0]), ev.IndexKnown(number, -1, ())]
@@ -338,10 +340,10 @@ class Course:
                     ev.DecodeDone(job.chunks[1:], 0.1),
                 ]
                 wrong += [ev.DecodeFailed(job.chunks, (), ""), ev.DecodeFailed(job.chunks, (nobody,), "")]
-            elif isinstance(job, ev.HeadStart):
+            elif isinstance(job, ev.ComputePrefix):
                 wrong += [
-                    ev.HeadStartDone(job.load, job.document, inf),
-                    ev.HeadStartDone(job.load, job.document + 1, 0.1),
+                    ev.PrefixComputed(job.load, job.document, inf),
+                    ev.PrefixComputed(job.load, job.document + 1, 0.1),
                 ]
             else:
                 wrong += [ev.RecomputeDone((job.first,) * 2, 0.1), ev.RecomputeDone((job.first,), nan)]
@@ -383,7 +385,7 @@ class Course:
                 self._decode(instruction)
             case ev.Recompute():
                 self._recompute(instruction)
-            case ev.HeadStart():
+            case ev.ComputePrefix():
                 self._head_start(instruction)
             case ev.Cancel(chunk):
                 fetch = self.open.pop(chunk)
@@ -458,7 +460,7 @@ class Course:
         for chunk, level in zip(job.chunks, job.levels, strict=True):
             assert chunk.load == number
             variant = load.documents[chunk.document][load.variant[chunk.document]]
-            assert not variant.head_start or load.heads[chunk.document] == "done"
+            assert not variant.prefix_share or load.heads[chunk.document] == "done"
             assert self.here[chunk] == level
             assert chunk not in self.open
             if chunk in self.valid:
@@ -486,7 +488,7 @@ class Course:
 
     def _head_start(self, job):
         document = self._commit(job.load, job.document, job.variant)
-        assert document.head_start
+        assert document.prefix_share
         assert job.document not in self.loads[job.load].heads
         self._lane("prefill", job)
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from kvwire.controller import CostModel, DecodeCost, Goal, PrefillCost
-from kvwire.controller.policies.base import Columns, PlanRequest, Promised, Refinable
+from kvwire.controller.policies.base import Columns, CommittedWork, PlanRequest, UpgradeCandidates
 
 LEVELS = 4
 
@@ -56,7 +56,7 @@ def refinables(draw):
     rows = draw(st.lists(st.tuples(st.integers(1, 512), st.integers(0, 2), st.booleans()), min_size=1, max_size=5))
     tokens = np.array([row[0] for row in rows])
     steps = np.arange(LEVELS)[:, None]
-    return Refinable(
+    return UpgradeCandidates(
         level=np.array([row[1] for row in rows]),
         top=np.full(len(rows), LEVELS - 1),
         sizes=tokens * 10 * 3**steps,
@@ -87,7 +87,7 @@ def plan_requests(draw):
         bandwidth=bandwidth,
         bandwidth_low=bandwidth * draw(st.floats(0.3, 1)),
         prompt_tokens=int(chunks.tokens.sum()),
-        promised=Promised(
+        promised=CommittedWork(
             np.array([left for left, _ in flights]),
             np.array([work for _, work in flights]),
             draw(SECONDS),

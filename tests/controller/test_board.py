@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from kvwire.controller import DocumentPlanInput
-from kvwire.controller.document_state import MOVES, ChunkState, DocumentBoard
+from kvwire.controller.document_state import MOVES, ChunkState, DocumentState
 from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId
 
@@ -17,7 +17,7 @@ S = ChunkState
 def board(*tops, text=True, **more):
     """A document with a chunk of 10 tokens and 100, 200, ... bytes for each finest level; -1: no segment."""
     rows = tuple(tuple(100 * (level + 1) for level in range(top + 1)) for top in tops)
-    return DocumentBoard(0, 0, (DocumentPlanInput((10,) * len(tops), rows, text, **more),))
+    return DocumentState(0, 0, (DocumentPlanInput((10,) * len(tops), rows, text, **more),))
 
 
 @pytest.mark.parametrize(("before", "after"), [*product(S, S)], ids=lambda state: state.name)
@@ -109,7 +109,7 @@ def test_variants_can_be_tried_one_after_another():
         DocumentPlanInput(tokens, ((5,), ()), has_text=False),
         DocumentPlanInput(tokens, ((5, 9), (5, 9)), has_text=False),
     )
-    made = DocumentBoard(0, 0, variants)
+    made = DocumentState(0, 0, variants)
     assert made.state[1] == S.FAILED
     for _ in range(2):
         made.choose(1)
@@ -120,13 +120,13 @@ def test_variants_can_be_tried_one_after_another():
 
 
 def test_text_of_any_variant_is_text_of_all():
-    made = DocumentBoard(0, 0, (DocumentPlanInput((10,), ((5,),), has_text=False), DocumentPlanInput((10,))))
+    made = DocumentState(0, 0, (DocumentPlanInput((10,), ((5,),), has_text=False), DocumentPlanInput((10,))))
     assert made.can_text.all()
 
 
 def test_variants_of_different_tokens_are_refused():
     with pytest.raises(ArgumentError, match="chunks of the same tokens"):
-        DocumentBoard(0, 0, (DocumentPlanInput((10,)), DocumentPlanInput((5, 5))))
+        DocumentState(0, 0, (DocumentPlanInput((10,)), DocumentPlanInput((5, 5))))
 
 
 def test_a_pass_counts_the_tokens_before_it():

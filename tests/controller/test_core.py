@@ -10,7 +10,7 @@ from kvwire.controller import Controller, ControllerSettings, DocumentPlanInput,
 from kvwire.controller import events as ev
 from kvwire.controller.policies import Fixed
 from kvwire.controller.simulator.rates import RateTrace
-from kvwire.controller.simulator.world import Arrival, Trouble
+from kvwire.controller.simulator.world import LoadArrival, Trouble
 from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId
 
@@ -27,7 +27,7 @@ def cheapest(deadline_s, **more):
 
 def one(goal, rate, *variants, **more):
     """One load of one document; returns its outcome and all that was played."""
-    played = play([Arrival(0.0, (variants or (document(),),), goal)], rate, **more)
+    played = play([LoadArrival(0.0, (variants or (document(),),), goal)], rate, **more)
     return played.outcomes[0], played
 
 
@@ -227,7 +227,7 @@ def test_a_stall_that_passes_is_sat_out_where_there_is_no_text():
 
 def test_a_link_that_died_is_used_again_when_it_is_back():
     rate = RateTrace((0.0, 0.02, 5.0), (5 * MB, 0.0, 5 * MB))
-    arrivals = [Arrival(at, ((document(),),), Goal()) for at in (0.0, 10.0)]
+    arrivals = [LoadArrival(at, ((document(),),), Goal()) for at in (0.0, 10.0)]
     dead, back = play(arrivals, rate).outcomes
     assert dead.recomputed == 2048
     assert back.recomputed <= 512
@@ -235,7 +235,7 @@ def test_a_link_that_died_is_used_again_when_it_is_back():
 
 
 def test_a_dead_link_costs_later_loads_less_and_less():
-    arrivals = [Arrival(1.0 * at, ((document(),),), Goal()) for at in range(30)]
+    arrivals = [LoadArrival(1.0 * at, ((document(),),), Goal()) for at in range(30)]
     outcomes = play(arrivals, RateTrace((0.0, 0.02), (5 * MB, 0.0))).outcomes
     alone = COSTS.prefill.seconds(2048)
     delayed = [outcome.ttft_s > 1.2 * alone for outcome in outcomes]
@@ -298,8 +298,8 @@ def test_a_small_memory_bound_makes_chunks_wait_for_each_other():
 
 def test_a_head_start_holds_up_decoding_and_not_fetching():
     _, played = one(Goal(), 30 * MB, document(text=False, head=0.3))
-    began = played.instructions(ev.HeadStart)[0][0]
-    done = next(entry.now for entry in played.log if isinstance(entry.event, ev.HeadStartDone))
+    began = played.instructions(ev.ComputePrefix)[0][0]
+    done = next(entry.now for entry in played.log if isinstance(entry.event, ev.PrefixComputed))
     fetched = [now for now, _ in played.instructions(ev.Fetch)]
     assert min(fetched) <= began
     assert sum(now < done for now in fetched) == 8
@@ -337,7 +337,7 @@ def test_documents_that_are_known_begin_before_the_others_are():
 
 def test_a_load_none_of_whose_documents_is_known_needs_no_tick():
     controller = Controller(Estimates(COSTS, MB, RTT_S), ControllerSettings())
-    assert controller.handle(ev.Asked(0, 1, 0, Goal()), 0.0) == []
+    assert controller.handle(ev.LoadRequested(0, 1, 0, Goal()), 0.0) == []
     assert controller.wake_at == inf
 
 
@@ -347,7 +347,7 @@ def test_a_load_none_of_whose_documents_is_known_needs_no_tick():
 def test_whoever_left_gets_nothing_more():
     steps = ByHand(Goal(), document(2))
     fetch = steps.begin()
-    out = steps.tell(ev.Left(0))
+    out = steps.tell(ev.LoadAbandoned(0))
     assert ev.Cancel(fetch.chunk, "nobody waits for it any more") in out
     assert steps.tell(ev.ChunkArrived(fetch.chunk, 0)) == []
     assert steps.controller.held_bytes == 0
@@ -386,7 +386,7 @@ class ByHand:
 
     def begin(self):
         """The first fetch that is asked for once the first document is known."""
-        self.tell(ev.Asked(0, self._documents, 0, self._goal))
+        self.tell(ev.LoadRequested(0, self._documents, 0, self._goal))
         out = self.tell(ev.IndexKnown(0, 0, self._variants))
         return next(each for each in out if isinstance(each, ev.Fetch))
 

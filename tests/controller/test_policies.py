@@ -15,12 +15,12 @@ from kvwire.controller.policies import (
     Adaptive,
     CacheGen,
     CacheGenArtefact,
+    CommittedWork,
     Fixed,
     PlanRequest,
-    Promised,
     Raw,
-    Refinable,
-    Text,
+    TextOnly,
+    UpgradeCandidates,
 )
 from kvwire.controller.policies.base import SLOWEST
 from kvwire.controller.policies.cachegen import STRETCH_TOKENS
@@ -68,7 +68,7 @@ def test_cachegen_recomputes_one_stretch_over_documents_and_leaves_the_rest_open
 
 
 def test_cachegen_asks_on_while_earlier_requests_are_open():
-    busy = request(8, deadline_s=0.3, promised=Promised(wire=np.array([1e6]), work_s=np.array([0.0])))
+    busy = request(8, deadline_s=0.3, promised=CommittedWork(wire=np.array([1e6]), work_s=np.array([0.0])))
     assert list(CacheGen().plan(busy).order) == list(range(8))
 
 
@@ -150,7 +150,7 @@ def test_raw_fetches_the_only_level():
 
 def test_text_recomputes_whatever_it_can():
     made = columns([([(100, 3, True, 0), (100, 3, False, 0)], 0.0)])
-    plan = Text().plan(replace(request(), chunks=made))
+    plan = TextOnly().plan(replace(request(), chunks=made))
     assert plan.levels.tolist() == [RECOMPUTE, 3]
     assert list(plan.order) == [1]
 
@@ -226,13 +226,13 @@ LIFTED = []
 def check_lifts(asked):
     """A plan with lifts is played through at its own levels."""
     plan = Adaptive().plan(asked)
-    if not plan.lifted:
+    if not plan.upgraded:
         return
     LIFTED.append(plan)
-    lifted, fetched = np.array(sorted(plan.lifted)), plan.levels >= 0
-    assert (plan.levels[lifted] <= asked.chunks.top[lifted]).all()
+    upgraded, fetched = np.array(sorted(plan.upgraded)), plan.levels >= 0
+    assert (plan.levels[upgraded] <= asked.chunks.top[upgraded]).all()
     base = plan.levels.copy()
-    base[lifted] -= 1
+    base[upgraded] -= 1
     ends = []
     for target in range(asked.goal.floor, LEVELS):
         uniform = asked.chunks.level_for(target)
@@ -251,7 +251,7 @@ def test_lifts_keep_the_plan_in_time():
 
 def test_refinements_go_by_error_removed_per_byte_and_stop_at_the_deadline():
     level_0, level_1 = np.array([0.1, 0.4, 0.2]), np.array([0.01, 0.01, 0.01])
-    some = Refinable(
+    some = UpgradeCandidates(
         level=np.zeros(3, np.int64), top=np.ones(3, np.int64), sizes=np.array([[100] * 3, [1100] * 3]),
         errors=np.stack([level_0, level_1]), tokens=np.full(3, 10), ready=np.array([True, True, True]),
     )  # fmt: skip

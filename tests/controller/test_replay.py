@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from kvwire.controller import Controller, ControllerSettings, DocumentPlanInput, Estimates, Goal, LogEntry, replay
 from kvwire.controller import events as ev
 from kvwire.controller.log import dump_entry, load_entry
-from kvwire.controller.policies import Adaptive, CacheGen, CacheGenArtefact, Fixed, Raw, Text
+from kvwire.controller.policies import Adaptive, CacheGen, CacheGenArtefact, Fixed, Raw, TextOnly
 from kvwire.controller.simulator import Scenario, constant, machine_named, model_named, simulate, variants_for
 from kvwire.controller.simulator.rates import RateTrace
-from kvwire.controller.simulator.world import Arrival, Trouble, World
+from kvwire.controller.simulator.world import LoadArrival, Trouble, World
 from kvwire.errors import ArgumentError, CorruptError
 from kvwire.types import ChunkId
 
@@ -25,7 +25,7 @@ from .playing import COSTS, MB, RTT_S, document
 
 RATE = RateTrace((0.0, 0.05, 0.3), (4 * MB, 1 * MB, 6 * MB), 1.0)
 TROUBLE = Trouble(fail=0.1, stall=0.1, corrupt=0.1, noise=0.2)
-POLICIES = [Adaptive(), CacheGen(), CacheGenArtefact(lambda start, _: RATE.at(start)), Fixed(2), Raw(), Text()]
+POLICIES = [Adaptive(), CacheGen(), CacheGenArtefact(lambda start, _: RATE.at(start)), Fixed(2), Raw(), TextOnly()]
 
 
 def recorded(policy):
@@ -35,7 +35,7 @@ def recorded(policy):
     log, new = [], Controller(estimates.copy(), options, policy)
     controller = Controller(estimates, options, policy, record=log.append)
     goals = [Goal(), Goal(objective="quality", deadline_s=0.6), Goal(objective="cheapest", deadline_s=0.4)]
-    arrivals = [Arrival(0.05 * at, ((document(), document(head=0.2)),) * 2, goal) for at, goal in enumerate(goals)]
+    arrivals = [LoadArrival(0.05 * at, ((document(), document(head=0.2)),) * 2, goal) for at, goal in enumerate(goals)]
     World(controller, RATE, COSTS, rtt_s=RTT_S, trouble=TROUBLE, seed=3).run(arrivals)
     return log, new
 
@@ -75,7 +75,7 @@ def test_whatever_is_recorded_survives_being_written_down(seed):
 def lines():
     chunk = ChunkId(0, 1, 2)
     events = [
-        ev.Asked(0, 1, 2, Goal(objective="quality", deadline_s=1.0, ceiling=2)),
+        ev.LoadRequested(0, 1, 2, Goal(objective="quality", deadline_s=1.0, ceiling=2)),
         ev.IndexKnown(0, 0, (DocumentPlanInput((1, 2), ((3, 4), ()), True, ((0.5, 0.25), ())),)),
         ev.TransferProgress(1, 0.0, 0.5, chunk),
         ev.DecodeFailed((chunk,), (chunk,), "checksum"),
@@ -163,5 +163,8 @@ def test_numbers_that_json_lacks_are_not_written(number):
 
 
 def test_the_smallest_entry_is_readable_at_a_glance():
-    assert dump_entry(LogEntry(0.5, ev.Left(3), ())) == '{"now":0.5,"event":{"kind":"Left","load":3},"instructions":[]}'
+    assert (
+        dump_entry(LogEntry(0.5, ev.LoadAbandoned(3), ()))
+        == '{"now":0.5,"event":{"kind":"LoadAbandoned","load":3},"instructions":[]}'
+    )
     assert [each.name for each in fields(LogEntry)] == ["now", "event", "instructions"]

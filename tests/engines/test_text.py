@@ -10,7 +10,7 @@ import torch
 
 from kvwire.codec import positions_off
 from kvwire.engines.transformers import text
-from kvwire.engines.transformers.text import head_start, look_up
+from kvwire.engines.transformers.text import look_up, prefix_states
 from kvwire.errors import ArgumentError, MismatchError
 
 from .families import (
@@ -51,7 +51,7 @@ def test_a_head_start_is_the_models_own_hidden_states(family, count):
         hook.remove()
         wanted.append(hidden[0] if hidden[0].ndim == 2 else hidden[0][0])
     wanted = torch.cat([state / state.square().mean(-1, keepdim=True).sqrt() for state in wanted[: count + 1]], 1)
-    got = engine.head_start(ids, count)
+    got = engine.prefix_states(ids, count)
     assert got.dtype == torch.float32
     assert got.shape == (17, (count + 1) * engine.model.config.hidden_size)
     assert error_between(got, wanted) < 1e-5
@@ -66,7 +66,7 @@ def test_a_head_start_runs_no_later_layer(family):
         for index, layer in enumerate(layers_of(engine.model))
     ]
     try:
-        engine.head_start(tokens(9), 1)
+        engine.prefix_states(tokens(9), 1)
     finally:
         for hook in hooks:
             hook.remove()
@@ -77,13 +77,13 @@ def test_a_head_start_leaves_no_hooks():
     model = make_model(config_of("llama"))
     model(input_ids=torch.tensor([tokens(9)]))
     hooks = [(dict(layer._forward_hooks), dict(layer._forward_pre_hooks)) for layer in layers_of(model)]
-    head_start(model, tokens(9), 2)
+    prefix_states(model, tokens(9), 2)
     assert hooks == [(dict(layer._forward_hooks), dict(layer._forward_pre_hooks)) for layer in layers_of(model)]
 
 
 def test_other_threads_run_on_undisturbed():
     engine, stop, failures = engine_of("llama"), threading.Event(), []
-    wanted = [engine.head_start(ids, 2) for ids in documents()]
+    wanted = [engine.prefix_states(ids, 2) for ids in documents()]
     alone = engine.prefill(documents())
 
     def prefill():
@@ -101,7 +101,7 @@ def test_other_threads_run_on_undisturbed():
     try:
         for _ in range(10):
             for ids, states in zip(documents(), wanted, strict=True):
-                assert torch.equal(engine.head_start(ids, 2), states)
+                assert torch.equal(engine.prefix_states(ids, 2), states)
     finally:
         stop.set()
         thread.join()
@@ -111,21 +111,21 @@ def test_other_threads_run_on_undisturbed():
 def test_head_starts_of_half_precision_are_float32():
     engine = engine_of("llama")
     half = make_model(config_of("llama")).to(torch.bfloat16)
-    got = head_start(half, tokens(9), 2)
+    got = prefix_states(half, tokens(9), 2)
     assert got.dtype == torch.float32
-    assert error_between(got, engine.head_start(tokens(9), 2)) < 0.1
+    assert error_between(got, engine.prefix_states(tokens(9), 2)) < 0.1
 
 
 @pytest.mark.parametrize("count", [-1, 0, 4])
 def test_a_head_start_of_no_or_too_many_layers_is_refused(count):
     with pytest.raises(ArgumentError, match="1 to 3 layers"):
-        engine_of("llama").head_start(tokens(9), count)
+        engine_of("llama").prefix_states(tokens(9), count)
 
 
 @pytest.mark.parametrize("ids", [[], [VOCABULARY], [3] * 1000], ids=["empty", "high", "long"])
 def test_a_head_start_of_a_text_that_cannot_be_run_is_refused(ids):
     with pytest.raises(ArgumentError):
-        engine_of("llama").head_start(ids, 1)
+        engine_of("llama").prefix_states(ids, 1)
 
 
 def test_layers_that_hand_on_something_else_are_refused():
@@ -133,11 +133,11 @@ def test_layers_that_hand_on_something_else_are_refused():
     inner = model.model.layers[0].forward
     model.model.layers[0].forward = lambda hidden, **options: inner(hidden, **options)[:, :-1]
     with pytest.raises(MismatchError, match="no head start"):
-        head_start(model, tokens(9), 1)
+        prefix_states(model, tokens(9), 1)
     model = make_model(config_of("llama"))
     model.model.layers = torch.nn.Sequential(*model.model.layers)
     with pytest.raises(MismatchError, match="not to be found"):
-        head_start(model, tokens(9), 1)
+        prefix_states(model, tokens(9), 1)
 
 
 def of_each_token(engine, context, ids):

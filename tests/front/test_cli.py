@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from kvwire.cli.app import main
 from kvwire.cli.printing import print_answer
-from kvwire.codec import read_head
+from kvwire.codec import read_header
 from kvwire.comparison.run import run_demo
 from kvwire.runtime.loader import Timing
 from kvwire.types import ChunkId, Decision
@@ -313,7 +313,7 @@ def test_serve_as_a_process(store):
         request = urllib.request.Request(f"{url}/{key}", headers={"Range": "bytes=0-99999"})
         with urllib.request.urlopen(request) as answer:
             assert answer.status == 206
-            assert read_head(answer.read()).tokens > 0
+            assert read_header(answer.read()).tokens > 0
         with urllib.request.urlopen(f"{url}/healthz") as answer:
             assert answer.status == 200
         process.send_signal(signal.SIGTERM)

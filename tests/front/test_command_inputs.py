@@ -19,9 +19,9 @@ def test_of_a_large_file_the_head_alone_is_read(blob, tmp_path):
     info = kvwire.inspect(blob)
     path = tmp_path / "large.kvw"
     with path.open("wb") as file:
-        file.write(blob[: info.head_bytes])
+        file.write(blob[: info.header_bytes])
         file.truncate(1 << 37)  # sparse, and more than fits into memory
-    assert read_file_head(path).head_bytes == info.head_bytes
+    assert read_file_head(path).header_bytes == info.header_bytes
 
 
 def test_a_head_longer_than_the_first_read_is_completed(blob, tmp_path, monkeypatch):
@@ -32,7 +32,7 @@ def test_a_head_longer_than_the_first_read_is_completed(blob, tmp_path, monkeypa
 
 
 def test_errors_of_heads_name_the_file(blob, tmp_path):
-    head = kvwire.inspect(blob).head_bytes
+    head = kvwire.inspect(blob).header_bytes
     newer = bytearray(blob)
     newer[8:10] = b"\xff\xff"
     cases = [

@@ -204,9 +204,9 @@ def _split(local, url):
 def _damage(corpus, small, name, where):
     entry = corpus.catalog.by_document(small.engine.meta.config_digest(), name)
     blob = bytearray(corpus.catalog.store.get(entry.blob_key))
-    position = entry.head_bytes // 2 if where == "head" else (entry.head_bytes + len(blob)) // 2
+    position = entry.header_bytes // 2 if where == "head" else (entry.header_bytes + len(blob)) // 2
     blob[position] ^= 0x40
-    data = bytes(blob[: entry.head_bytes + 10]) if where == "cut" else bytes(blob)
+    data = bytes(blob[: entry.header_bytes + 10]) if where == "cut" else bytes(blob)
     corpus.catalog.store.put(entry.blob_key, data)
 
 

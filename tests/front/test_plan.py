@@ -13,7 +13,7 @@ from kvwire import controller as ctl
 from kvwire.cli.app import main
 from kvwire.cli.plan_inputs import COMPUTE
 from kvwire.controller.policies import Adaptive, CacheGen, Fixed
-from kvwire.controller.simulator import Arrival, World, constant, costs, documents_for, machine_named, model_named
+from kvwire.controller.simulator import LoadArrival, World, constant, costs, documents_for, machine_named, model_named
 from kvwire.errors import ArgumentError
 from kvwire.runtime.corpus import Corpus, Document
 from kvwire.runtime.estimates_file import EstimatesFile, link_key
@@ -32,7 +32,7 @@ GOALS = (
     ctl.Goal(objective="cheapest", deadline_s=0.2),
     ctl.Goal(objective="quality", deadline_s=0.15, floor=1, ceiling=2),
 )
-"""On this link: some recomputed, some fetched, some lifted and refined."""
+"""On this link: some recomputed, some fetched, some upgraded and refined."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def loaded(prompt, goal, policy=None, bandwidth=BANDWIDTH):
     """A load on a link of that bandwidth, played by nothing of what plans it."""
     controller = ctl.Controller(known_link(COSTS, bandwidth, RTT_S), SETTINGS, policy)
     world = World(controller, constant(bandwidth), replace(COSTS, query_tokens=32), rtt_s=RTT_S)
-    return world.run([Arrival(0.0, tuple((document,) for document in prompt), goal, 32, RTT_S)])[0]
+    return world.run([LoadArrival(0.0, tuple((document,) for document in prompt), goal, 32, RTT_S)])[0]
 
 
 @pytest.mark.parametrize("goal", GOALS, ids=lambda goal: f"{goal.objective}-{goal.floor}")
@@ -191,7 +191,7 @@ def test_asking_again_is_the_same_as_asking_anew(prompt):
     """However a prompt was asked about before, and with a deadline that counts from the asking."""
     goal = ctl.Goal(objective="quality", deadline_s=0.2)
     old = Situation(tuple((each,) for each in prompt), known_link(COSTS, BANDWIDTH, RTT_S), goal, SETTINGS, 32,
-                    Details(head_bytes=100_000))  # fmt: skip
+                    Details(header_bytes=100_000))  # fmt: skip
     for bandwidth in (1e5, 1e9, 1e6, 1e8):
         for policy in (Adaptive(), Fixed(1), CacheGen()):
             again, anew = (each.forecast(policy, bandwidth) for each in (old, replace(old)))
@@ -279,8 +279,8 @@ def test_real_heads_are_planned_without_weights(run, small, folder, estimates):
     assert report["link"] == {"bandwidth": 5000.0, "ttfb_s": 0.01}
 
     corpus = Corpus(small.engine, FolderStore(folder))
-    infos = [corpus.read_head(corpus.find(name)) for name in names]
-    details = Details(head_bytes=sum(info.head_bytes for info in infos))
+    infos = [corpus.read_header(corpus.find(name)) for name in names]
+    details = Details(header_bytes=sum(info.header_bytes for info in infos))
     inputs = [ctl.DocumentPlanInput.from_blob(info) for info in infos]
     settings = controls_of(LoadSettings(), on_gpu=False)
     estimates = known_link(small.costs, 5000.0, 0.01)
@@ -290,7 +290,7 @@ def test_real_heads_are_planned_without_weights(run, small, folder, estimates):
         (names[chunk.document], chunk.chunk, chunk.level) for chunk in plan.chunks
     ]
     assert all((row["action"] == "recompute") == (row["level"] is None) for row in report["chunks"])
-    assert report["prediction"]["heads_s"] == pytest.approx(0.01 + details.head_bytes / 5000)
+    assert report["prediction"]["heads_s"] == pytest.approx(0.01 + details.header_bytes / 5000)
     kl = [level.predicted_kl for level in infos[0].levels]
     level_1 = next(each for each in report["alternatives"] if each["name"].startswith("level 1"))
     assert min(kl) < report["prediction"]["kl"] <= max(level.predicted_kl for i in infos for level in i.levels)

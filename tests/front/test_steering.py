@@ -21,7 +21,7 @@ from kvwire.controller.log import dump_entry, load_entry
 from kvwire.controller.policies import Fixed
 from kvwire.errors import StorageError
 from kvwire.runtime.corpus import Coding, Corpus, Document
-from kvwire.runtime.driver import Steering, Threads
+from kvwire.runtime.driver import ControllerDriver, Threads
 from kvwire.runtime.estimates_file import EstimatesFile
 from kvwire.runtime.loader import Loader, LoadSettings
 from kvwire.runtime.quality import Reference
@@ -46,7 +46,7 @@ class StepByStep:
 
     name: str = "step by step"
     window: int | None = None
-    gives_up: bool = False
+    preemptible: bool = False
 
     def plan(self, request: PlanRequest) -> Plan:
         plan, some = FLOOR.plan(request), request.refinable
@@ -97,7 +97,7 @@ def test_loads_of_one_loop_share_a_controller_and_all_are_right(small, question,
     for answer, reference in zip(answers, references.values(), strict=True):
         assert reference.compare(small.engine, answer.prompt.cache)[0] < FINE
         assert not troubles(answer.misses)
-    asked = [entry.event.load for entry in log if isinstance(entry.event, ev.Asked)]
+    asked = [entry.event.load for entry in log if isinstance(entry.event, ev.LoadRequested)]
     assert asked == sorted(asked) == list(range(len(references)))
     assert {each.load for each in _given(log, ev.Finish)} == set(asked)
     assert _most_jobs(log) == 1
@@ -105,8 +105,8 @@ def test_loads_of_one_loop_share_a_controller_and_all_are_right(small, question,
 
 def _most_jobs(log):
     """Jobs that were open at once, over all loads."""
-    begun = (ev.Decode, ev.Recompute, ev.HeadStart)
-    ended = (ev.DecodeDone, ev.DecodeFailed, ev.RecomputeDone, ev.RecomputeFailed, ev.HeadStartDone, ev.HeadStartFailed)
+    begun = (ev.Decode, ev.Recompute, ev.ComputePrefix)
+    ended = (ev.DecodeDone, ev.DecodeFailed, ev.RecomputeDone, ev.RecomputeFailed, ev.PrefixComputed, ev.PrefixFailed)
     most = now = 0
     for entry in log:
         now += sum(isinstance(each, begun) for each in entry.instructions) - isinstance(entry.event, ended)
@@ -152,7 +152,7 @@ def test_the_controllers_own_policy_refines_where_the_link_turns_out_fast(small,
 def _damage_level(corpus, small, name, chunk, level):
     entry = corpus.catalog.by_document(small.engine.meta.config_digest(), name)
     blob = bytearray(corpus.catalog.store.get(entry.blob_key))
-    blob[corpus.read_head(entry).segments[chunk][level].offset + 5] ^= 0x40
+    blob[corpus.read_header(entry).segments[chunk][level].offset + 5] ^= 0x40
     corpus.catalog.store.put(entry.blob_key, bytes(blob))
 
 
@@ -192,7 +192,7 @@ def test_a_refinement_that_cannot_be_decoded_leaves_what_there_was(small, questi
 
 
 def _with_head_start(small):
-    coding = Coding(head_start=1)
+    coding = Coding(prefix_layers=1)
     corpus = Corpus(small.engine, MemoryStore(), coding=coding)
     for _ in corpus.encode([Document(name, tuple(ids)) for name, ids in small.tokens.items()]):
         pass
@@ -202,23 +202,23 @@ def _with_head_start(small):
 def test_a_head_start_delays_no_fetch_and_decoding_waits_for_it(small, question, references, monkeypatch):
     order, log = tuple(small.tokens), []
     corpus, fetched = _with_head_start(small), threading.Event()
-    head_start = type(small.engine).head_start
+    prefix_layers = type(small.engine).prefix_states
 
     def slow(*args):
         assert fetched.wait(10)  # as long as a first layer takes: until something was fetched beside it
-        return head_start(*args)
+        return prefix_layers(*args)
 
     def record(entry):
         log.append(entry)
         if isinstance(entry.event, ev.ChunkArrived):
             fetched.set()
 
-    monkeypatch.setattr(type(small.engine), "head_start", slow)
+    monkeypatch.setattr(type(small.engine), "prefix_states", slow)
     loader = Loader(small.engine, corpus, costs=small.costs, settings=LoadSettings(policy=Fixed(4), record=record))
     answer = loader.ask(order, question)
     assert _levels(answer) == [4] * 5
     assert references[order].compare(small.engine, answer.prompt.cache)[0] < FINE
-    done = [at for at, entry in enumerate(log) if isinstance(entry.event, ev.HeadStartDone)]
+    done = [at for at, entry in enumerate(log) if isinstance(entry.event, ev.PrefixComputed)]
     decodes = [at for at, entry in enumerate(log) if any(isinstance(each, ev.Decode) for each in entry.instructions)]
     assert len(done) == len(order)
     assert min(decodes) >= min(done)
@@ -231,12 +231,12 @@ def test_chunks_that_wait_are_decoded_together_and_bad_ones_are_named(
     """at_once: as on a GPU, which is given all chunks in one go."""
 
     order, log, corpus, fetched = tuple(small.tokens)[1:], [], _with_head_start(small), threading.Semaphore(0)
-    head_start, spoilt = type(small.engine).head_start, []
+    prefix_layers, spoilt = type(small.engine).prefix_states, []
     decode_chunk, submit = BlobDecoder.decode_chunk, BlobDecoder.submit
 
     def slow(*args):
         assert all(fetched.acquire(timeout=10) for _ in range(3))
-        return head_start(*args)
+        return prefix_layers(*args)
 
     def spoils(self, chunk, segments, level=None):
         if chunk in spoilt:
@@ -256,7 +256,7 @@ def test_chunks_that_wait_are_decoded_together_and_bad_ones_are_named(
         if isinstance(entry.event, ev.ChunkArrived):
             fetched.release()
 
-    monkeypatch.setattr(type(small.engine), "head_start", slow)
+    monkeypatch.setattr(type(small.engine), "prefix_states", slow)
     monkeypatch.setattr(BlobDecoder, "on_gpu", property(lambda _: at_once))
     monkeypatch.setattr(BlobDecoder, "decode_chunk", spoils)
     monkeypatch.setattr(BlobDecoder, "submit", together)
@@ -301,7 +301,7 @@ def test_a_head_start_that_fails_means_recomputing(small, question, references, 
         raise RuntimeError(msg)
 
     order, corpus = tuple(small.tokens), _with_head_start(small)
-    monkeypatch.setattr(type(small.engine), "head_start", broken)
+    monkeypatch.setattr(type(small.engine), "prefix_states", broken)
     answer = _loader(small, corpus, policy=Fixed(4)).ask(order, question)
     assert _levels(answer) == [None] * 5
     assert len(answer.misses) >= len(order)
@@ -336,21 +336,21 @@ def test_a_cancelled_load_leaves_nothing_behind_and_disturbs_nobody(small, quest
         stays = asyncio.create_task(loader.ask_async(order[:1], question))
         while not any(fetch.chunk.load == 0 for fetch in _given(log, ev.Fetch)):
             await asyncio.sleep(0.001)
-        (steering,) = loader._steerings.values()
+        (driver,) = loader._drivers.values()
         goes.cancel()
         with pytest.raises(asyncio.CancelledError):
             await goes
-        assert 0 not in steering._controller.loads
+        assert 0 not in driver._controller.loads
         answer = await stays
-        assert not steering._controller.loads
-        assert steering._controller.held_bytes == 0
+        assert not driver._controller.loads
+        assert driver._controller.held_bytes == 0
         assert asyncio.all_tasks() == {asyncio.current_task()}
         return answer
 
     answer = asyncio.run(one_goes())
     assert references[order[:1]].compare(small.engine, answer.prompt.cache)[0] < FINE
-    assert not loader._steerings
-    left = next(entry for entry in log if isinstance(entry.event, ev.Left))
+    assert not loader._drivers
+    left = next(entry for entry in log if isinstance(entry.event, ev.LoadAbandoned))
     assert any(isinstance(each, ev.Cancel) for each in left.instructions)
 
 
@@ -377,13 +377,15 @@ def test_the_log_of_overlapping_loads_replays_exactly_as_written(small, question
         return [await short, await loader.ask_async([second], question)]
 
     async def both():
-        async with loader._steered():  # by one controller, whoever ends first
+        async with loader._driven():  # by one controller, whoever ends first
             await asyncio.gather(one_after_the_other(), loader.ask_async([second, first], question, deadline_s=9.0))
 
     asyncio.run(both())
     kinds = [type(entry.event) for entry in log]
-    assert kinds.count(ev.Closed) == 3
-    assert ev.IndexKnown in kinds[kinds.index(ev.Closed) :]  # what a load's end told was there for another's plans
+    assert kinds.count(ev.PromptAssembled) == 3
+    assert (
+        ev.IndexKnown in kinds[kinds.index(ev.PromptAssembled) :]
+    )  # what a load's end told was there for another's plans
     controller = Controller(before, loader._controls, Fixed(4))
     replay([load_entry(dump_entry(entry)) for entry in log], controller)
     assert controller.estimates.costs() == loader.costs
@@ -410,13 +412,13 @@ def test_what_came_while_the_loop_was_blocked_is_told_before_the_tick():
 
     async def block():
         loop, controller = asyncio.get_running_loop(), _Clockwork()
-        steering = Steering(controller, threading.RLock(), Threads(1), None)
-        steering.tell(ev.FirstByte(0.0))
+        driver = ControllerDriver(controller, threading.RLock(), Threads(1), None)
+        driver.tell(ev.FirstByte(0.0))
         time.sleep(0.05)  # noqa: ASYNC251 - as a thread does that holds the interpreter's lock
-        loop.call_soon(loop.call_soon, loop.call_soon, steering.tell, arrived)  # from the socket to the fetcher
+        loop.call_soon(loop.call_soon, loop.call_soon, driver.tell, arrived)  # from the socket to the fetcher
         while not isinstance(controller.events[-1], ev.Tick):
             await asyncio.sleep(0.001)
-        await steering.close()
+        await driver.close()
         return controller.events
 
     assert asyncio.run(block())[1:] == [arrived, ev.Tick()]

@@ -31,7 +31,7 @@ COSTS = CostModel(PrefillCost(0.002, 0.01), DecodeCost(0.0005, 1e-5))
 """Computing the document takes 2.5 s, a head start a third of that."""
 FINE = 1.5e-4
 NAME = "short"
-STARTED = Coding(head_start=1)
+STARTED = Coding(prefix_layers=1)
 QUESTION = "It was plain to everybody that"
 
 
@@ -96,8 +96,8 @@ def _ask(small, corpora, rate, after=lambda: None):
 def test_a_slow_link_takes_the_head_start_and_a_fast_one_does_not(
     small, reference, plain, started, rate, swapped, monkeypatch
 ):
-    begun, head_start = [], type(small.engine).head_start
-    monkeypatch.setattr(type(small.engine), "head_start", lambda *args: begun.append(1) or head_start(*args))
+    begun, prefix_layers = [], type(small.engine).prefix_states
+    monkeypatch.setattr(type(small.engine), "prefix_states", lambda *args: begun.append(1) or prefix_layers(*args))
     corpora = [started, plain] if swapped else [plain, started]
     answer, variants, known = _ask(small, corpora, rate)
     assert known == 2
@@ -121,7 +121,7 @@ def _other_text(small, tokens, started):
 
 
 def _other_chunks(small, tokens, started):
-    return _encoded(small, tokens, started.profile(), Coding(head_start=1, chunk_tokens=128))
+    return _encoded(small, tokens, started.profile(), Coding(prefix_layers=1, chunk_tokens=128))
 
 
 def _text_only(small, tokens, _):
@@ -138,7 +138,7 @@ def _no_blob(_, __, started):
 def _damaged_head(_, __, started):
     entry = started.find(NAME)
     blob = bytearray(started.catalog.store.get(entry.blob_key))
-    blob[entry.head_bytes // 2] ^= 0x40
+    blob[entry.header_bytes // 2] ^= 0x40
     started.catalog.store.put(entry.blob_key, bytes(blob))
     return started
 

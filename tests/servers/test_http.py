@@ -89,7 +89,7 @@ def test_nginx_with_compression_still_gives_the_bytes(nginx, folder):
 
 def test_a_catalog_of_files_is_read_from_nginx(nginx, store):
     config, origin = "c" * 64, FolderStore(nginx.folder, catalog="files")
-    entry = Catalog(origin).put_blob(config, b"blob", document_id="d", head_bytes=1, tokens=1, token_digest="1" * 64)
+    entry = Catalog(origin).put_blob(config, b"blob", document_id="d", header_bytes=1, tokens=1, token_digest="1" * 64)
     catalog = Catalog(store)
     assert catalog.by_document(config, "d") == entry
     assert catalog.by_document(config, "e") is None

@@ -174,6 +174,6 @@ def test_a_replaced_object_is_never_mixed(store):
 def test_a_catalog_works_on_it(store):
     config = "c" * 64
     catalog = Catalog(store)
-    entry = catalog.put_blob(config, b"blob", document_id="d", head_bytes=1, tokens=1, token_digest="1" * 64)
+    entry = catalog.put_blob(config, b"blob", document_id="d", header_bytes=1, tokens=1, token_digest="1" * 64)
     assert catalog.by_document(config, "d") == entry
     assert catalog.by_document(config, "e") is None

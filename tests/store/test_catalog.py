@@ -37,7 +37,7 @@ def store(request, tmp_path):
 
 
 def put(catalog, document_id="doc", blob=b"blob bytes", **fields):
-    fields = {"head_bytes": 4, "tokens": 7, "token_digest": TOKENS, "levels": [("base", 6), ("full", 10)]} | fields
+    fields = {"header_bytes": 4, "tokens": 7, "token_digest": TOKENS, "levels": [("base", 6), ("full", 10)]} | fields
     return catalog.put_blob(CONFIG, blob, document_id=document_id, **fields)
 
 
@@ -134,7 +134,7 @@ def test_configuration_digests_are_checked(config):
     "change",
     [
         {"size": 0},
-        {"head_bytes": 99},
+        {"header_bytes": 99},
         {"tokens": -1},
         {"token_digest": "zz"},
         {"profile_digest": "A" * 64},
@@ -371,7 +371,7 @@ def test_tenants_and_configurations_are_listed_from_keys(store):
     for name in ("alice", "bob"):
         put(Catalog(store, name))
     alice = Catalog(store, "alice")
-    alice.put_blob(OTHER_CONFIG, b"x", document_id="doc", head_bytes=0, tokens=1)
+    alice.put_blob(OTHER_CONFIG, b"x", document_id="doc", header_bytes=0, tokens=1)
     store.put("v1/readme", b"an object in a tenant's place")
     strange = "aa" * 16
     store.put(f"v1/{strange}/~~/strange", b"x")
@@ -484,7 +484,7 @@ def test_a_document_may_have_a_text_alone(store):
         {"size": 5},
         {"sha256": "0" * 64},
         {"levels": (("a", 0),)},
-        {"head_bytes": 1},
+        {"header_bytes": 1},
     ],
 )
 def test_a_text_alone_says_nothing_of_a_blob(change):

@@ -34,7 +34,7 @@ class AgedStore(MemoryStore):
 
 def put(catalog, document_id="doc", blob=b"blob bytes", ids=IDS, **fields):
     digest = catalog.put_text(CONFIG, ids)
-    fields = {"head_bytes": 4, "tokens": len(ids), "token_digest": digest} | fields
+    fields = {"header_bytes": 4, "tokens": len(ids), "token_digest": digest} | fields
     return catalog.put_blob(CONFIG, blob, document_id=document_id, **fields)
 
 

@@ -22,9 +22,9 @@ def filled(store, keyring=RING, tenant="alice"):
     catalog = Catalog(store, tenant, b"salt", keyring=keyring)
     digest = catalog.put_text(CONFIG, TOKENS)
     sealed = catalog.seal(BLOB)
-    info = catalog.blob_reader().read_head(sealed)
+    info = catalog.blob_reader().read_header(sealed)
     entry = catalog.put_blob(
-        CONFIG, sealed, document_id="secret plans", head_bytes=info.head_bytes, tokens=100, token_digest=digest
+        CONFIG, sealed, document_id="secret plans", header_bytes=info.header_bytes, tokens=100, token_digest=digest
     )
     return catalog, entry
 
@@ -37,7 +37,7 @@ def test_what_is_written_is_read(store):
     assert catalog.get_text(CONFIG, entry.token_digest) == TOKENS
     reader = catalog.blob_reader()
     stored = store.get(entry.blob_key)
-    reader.read_head(stored)
+    reader.read_header(stored)
     assert reader.head == BLOB[: len(reader.head)]
     assert RING.tenant(catalog.tenant).unseal_blob(stored) == BLOB
 
@@ -125,7 +125,7 @@ def test_another_tenants_objects_do_not_open(store):
     _, theirs = filled(store)
     bob = Catalog(store, "bob", b"salt", keyring=RING)
     with pytest.raises(AuthError):
-        bob.blob_reader().read_head(store.get(theirs.blob_key))
+        bob.blob_reader().read_header(store.get(theirs.blob_key))
 
 
 def test_profiles_stay_readable_for_their_digest(store):

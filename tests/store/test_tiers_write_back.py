@@ -131,7 +131,7 @@ def test_a_catalog_over_write_back_works_as_over_any_store(remote, tmp_path):
     with closing(writing_back(remote, tmp_path)) as tiers:
         catalog = Catalog(tiers)
         blob = samples.noise(1000)
-        entry = catalog.put_blob("ab" * 32, blob, document_id="doc", head_bytes=1, tokens=1)
+        entry = catalog.put_blob("ab" * 32, blob, document_id="doc", header_bytes=1, tokens=1)
         found = catalog.by_document("ab" * 32, "doc")
         assert found == entry
         assert tiers.get(found.blob_key) == blob
@@ -366,7 +366,7 @@ class NoEntries(Journal):
 def put_document(tiers, remote):
     """Put a document, of which the remote then has the blob but not the entries; returns the entry."""
     blob = samples.noise(1000)
-    entry = Catalog(tiers).put_blob(CONFIG, blob, document_id="doc", head_bytes=1, tokens=1, token_digest="cd" * 32)
+    entry = Catalog(tiers).put_blob(CONFIG, blob, document_id="doc", header_bytes=1, tokens=1, token_digest="cd" * 32)
     until(lambda: entry.blob_key in remote.written)
     return entry
 
@@ -454,7 +454,7 @@ def test_a_document_is_put_while_the_remote_is_down(remote, tmp_path):
     remote.is_down = True
     with closing(writing_back(remote, tmp_path)) as tiers:
         blob = samples.noise(1000)
-        entry = Catalog(tiers).put_blob(CONFIG, blob, document_id="doc", head_bytes=1, tokens=1)
+        entry = Catalog(tiers).put_blob(CONFIG, blob, document_id="doc", header_bytes=1, tokens=1)
         text = Catalog(tiers).add_text(CONFIG, "other", [1, 2, 3])
         remote.is_down = False
         tiers.flush(30)

@@ -10,7 +10,7 @@ import pytest
 from kvwire.store import MemoryStore
 from kvwire.transport import BlobFetcher, FetchSettings, HttpSource, Patience, open_session
 from kvwire.transport.testing import build_blob as build
-from kvwire.transport.testing import read_blob_head as read_head
+from kvwire.transport.testing import read_blob_head as read_header
 
 KEY = "v1/blob.kvw"
 FAST = FetchSettings(backoff_s=0.001, gap_bytes=64, max_bytes=100_000, patience=Patience(5, 5))
@@ -18,7 +18,7 @@ FAST = FetchSettings(backoff_s=0.001, gap_bytes=64, max_bytes=100_000, patience=
 
 @pytest.fixture
 def fake():
-    return SimpleNamespace(build=build, read_head=read_head, KEY=KEY, FAST=FAST)
+    return SimpleNamespace(build=build, read_header=read_header, KEY=KEY, FAST=FAST)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def fetcher_for(session):
     def make(source, **options):
         if isinstance(source, str):
             source = HttpSource(session, source)
-        options = {"read_head": read_head, "settings": FAST, "rng": random.Random(1)} | options
+        options = {"read_header": read_header, "settings": FAST, "rng": random.Random(1)} | options
         return BlobFetcher(source, **options)
 
     return make

@@ -11,8 +11,8 @@ import pytest
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError, StorageError, TruncatedError
 from kvwire.store import FolderStore, MemoryStore
 from kvwire.transport import (
-    Arrival,
     EmulatedLink,
+    FetchedSegment,
     FetchSettings,
     HttpSource,
     HttpStore,
@@ -35,7 +35,7 @@ async def arrivals_of(fetcher, segments):
 
 
 def check_all(blob, segments, arrivals):
-    assert all(isinstance(result, Arrival) for result in arrivals)
+    assert all(isinstance(result, FetchedSegment) for result in arrivals)
     assert sorted(a.segment.offset for a in arrivals) == sorted(s.offset for s in segments)
     for arrival in arrivals:
         assert arrival.data == blob[arrival.segment.offset : arrival.segment.end]
@@ -163,7 +163,7 @@ async def test_heads_of_any_length(padding, fetcher_for, fake):
     store.put(fake.KEY, blob)
     async with serve(store) as base, fetcher_for(f"{base}/{fake.KEY}") as fetcher:
         info = await fetcher.open()
-        assert info == fake.read_head(blob)
+        assert info == fake.read_header(blob)
         check_all(blob, everything(info), await arrivals_of(fetcher, everything(info)))
 
 
@@ -191,7 +191,7 @@ async def test_a_head_that_leads_in_circles_is_corrupt(fetcher_for, store, fake)
     def greedy(data):
         raise TruncatedError("more", len(data) + 1)  # noqa: EM101
 
-    async with fetcher_for(StoreSource(store, fake.KEY), read_head=greedy) as fetcher:
+    async with fetcher_for(StoreSource(store, fake.KEY), read_header=greedy) as fetcher:
         with pytest.raises(CorruptError, match="again and again"):
             await fetcher.open()
 
@@ -219,7 +219,9 @@ async def test_replaced_between_ranges(url, store, blob, fetcher_for, fake):
 async def test_leaving_early_breaks_off_what_runs(store, fake, fetcher_for):
     before = asyncio.all_tasks()
     link = EmulatedLink(100_000)
-    async with fetcher_for(StoreSource(store, fake.KEY), link=link, settings=FetchSettings(head_bytes=2000)) as fetcher:
+    async with fetcher_for(
+        StoreSource(store, fake.KEY), link=link, settings=FetchSettings(header_bytes=2000)
+    ) as fetcher:
         info = await fetcher.open()
         async with aclosing(fetcher.fetch(everything(info))) as arrivals:
             async for _ in arrivals:
@@ -238,13 +240,13 @@ async def test_being_cancelled_breaks_off_what_runs(store, fake, fetcher_for):
 
 
 async def test_segments_are_given_while_the_answer_still_comes(store, fake, fetcher_for):
-    settings = replace(fake.FAST, max_bytes=10_000_000, head_bytes=2000)
+    settings = replace(fake.FAST, max_bytes=10_000_000, header_bytes=2000)
     async with fetcher_for(StoreSource(store, fake.KEY), link=EmulatedLink(1e6, 0.05), settings=settings) as fetcher:
         info = await fetcher.open()
         start = time.monotonic()
         seen = [(time.monotonic() - start, a) async for a in fetcher.fetch(everything(info))]
     for moment, arrival in seen:  # one answer of 0.36 s, and each segment at its place in it
-        due = 0.05 + (arrival.segment.end - info.head_bytes) / 1e6
+        due = 0.05 + (arrival.segment.end - info.header_bytes) / 1e6
         assert moment > due - 0.03
         assert arrival.first_byte_s == pytest.approx(0.06, abs=0.3)
         assert arrival.elapsed_s == pytest.approx(moment, abs=0.2)
@@ -296,14 +298,14 @@ async def test_a_file_cut_short_while_being_read(tmp_path, blob, fetcher_for):
         info = await fetcher.open()
         os.truncate(tmp_path / "k", 100_000)
         results = await arrivals_of(fetcher, everything(info))
-    good = [r for r in results if isinstance(r, Arrival)]
-    bad = [r for r in results if not isinstance(r, Arrival)]
+    good = [r for r in results if isinstance(r, FetchedSegment)]
+    bad = [r for r in results if not isinstance(r, FetchedSegment)]
     assert {a.segment for a in good} == {s for s in everything(info) if s.end <= 100_000}
     assert len(bad) == len(everything(info)) - len(good)
     assert all(isinstance(error, StorageError) for error in bad)
 
 
-@pytest.mark.parametrize("change", [{"concurrency": 0}, {"retries": -1}, {"head_bytes": 0}, {"gap_bytes": -1}])
+@pytest.mark.parametrize("change", [{"concurrency": 0}, {"retries": -1}, {"header_bytes": 0}, {"gap_bytes": -1}])
 def test_settings_that_cannot_work(change):
     with pytest.raises(ArgumentError):
         FetchSettings(**change)

@@ -7,7 +7,7 @@ import pytest
 
 from kvwire.errors import AuthError, CorruptError, NotFoundError, StorageError
 from kvwire.transport import (
-    Arrival,
+    FetchedSegment,
     HttpSource,
     Patience,
     ReplacedError,
@@ -80,7 +80,7 @@ async def test_one_fault_costs_time_and_nothing_else(fault, blob, misbehaving, f
 async def test_one_fault_while_opening(fault, blob, misbehaving, fetcher_for, fake):
     plan, settings = first_time(fault, at=0), patient_for(fault, fake.FAST)
     async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
-        assert await fetcher.open() == fake.read_head(blob)
+        assert await fetcher.open() == fake.read_header(blob)
 
 
 async def test_a_flipped_bit_costs_that_segment_alone(blob, misbehaving, fetcher_for):
@@ -105,7 +105,7 @@ async def test_a_flipped_bit_costs_that_segment_alone(blob, misbehaving, fetcher
 
 async def test_a_flipped_bit_in_the_head_is_read_again(blob, misbehaving, fetcher_for, fake):
     async with misbehaving(blob, first_time({"flip": 40}, at=0)) as server, fetcher_for(server.url) as fetcher:
-        assert await fetcher.open() == fake.read_head(blob)
+        assert await fetcher.open() == fake.read_header(blob)
     async with misbehaving(blob, lambda *_: {"flip": 40}) as server, fetcher_for(server.url) as fetcher:
         with pytest.raises(CorruptError):
             await fetcher.open()
@@ -272,5 +272,5 @@ async def test_chaos(blob, misbehaving, fetcher_for, fake):
         info = await fetcher.open()
         good, bad = await outcome(fetcher, [s for row in info.segments for s in row])
         assert not bad
-        assert all(isinstance(a, Arrival) and a.data == blob[s.offset : s.end] for s, a in good.items())
+        assert all(isinstance(a, FetchedSegment) and a.data == blob[s.offset : s.end] for s, a in good.items())
         assert len(server.requests) > 12

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from kvwire.errors import ArgumentError, AuthError, DeadlineError, StorageError
 from kvwire.store import FolderStore, HttpAddress, MemoryStore
 from kvwire.transport import (
-    Arrival,
     BusyError,
     EmulatedLink,
+    FetchedSegment,
     FetchSettings,
     HttpSource,
     LinkMeter,
-    Piece,
     SegmentError,
     StoreSource,
+    WantedRange,
     split,
 )
 from kvwire.transport.fetch.hedging import Pace
@@ -327,7 +327,7 @@ async def test_an_address_that_is_no_url(session):
 
 async def test_a_long_segment_comes_in_parts(misbehaving, fetcher_for, fake):
     blob = fake.build([[300_000], [10_000]])
-    settings = replace(fake.FAST, max_bytes=70_000, head_bytes=2_000)
+    settings = replace(fake.FAST, max_bytes=70_000, header_bytes=2_000)
     async with misbehaving(blob, lambda *_: None) as server, fetcher_for(server.url, settings=settings) as fetcher:
         info = await fetcher.open()
         good, bad = await outcome(fetcher, [row[0] for row in info.segments])
@@ -339,7 +339,7 @@ async def test_a_long_segment_comes_in_parts(misbehaving, fetcher_for, fake):
 
 async def test_a_part_that_fails_is_asked_for_again_alone(misbehaving, fetcher_for, fake):
     blob = fake.build([[300_000]])
-    settings = replace(fake.FAST, max_bytes=70_000, head_bytes=2_000)
+    settings = replace(fake.FAST, max_bytes=70_000, header_bytes=2_000)
     plan = lambda number, *_: {"after": 100, "reset": True} if number == 3 else None  # noqa: E731
     async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
         info = await fetcher.open()
@@ -351,7 +351,7 @@ async def test_a_part_that_fails_is_asked_for_again_alone(misbehaving, fetcher_f
 
 async def test_parts_with_a_wrong_sum_are_all_asked_for_again(misbehaving, fetcher_for, fake):
     blob = fake.build([[300_000]])
-    settings = replace(fake.FAST, max_bytes=70_000, head_bytes=2_000)
+    settings = replace(fake.FAST, max_bytes=70_000, header_bytes=2_000)
 
     def plan(number, start, end):
         return {"flip": 200_000} if number < 6 and start <= 200_000 < end else None
@@ -370,7 +370,7 @@ async def test_parts_with_a_wrong_sum_are_all_asked_for_again(misbehaving, fetch
     st.integers(1, 100),
 )
 def test_parts_cover_their_pieces_and_are_no_longer_than_allowed(cells, limit):
-    pieces = [Piece(offset, length, index) for index, (offset, length) in enumerate(cells)]
+    pieces = [WantedRange(offset, length, index) for index, (offset, length) in enumerate(cells)]
     parts = split(pieces, max_bytes=limit)
     for piece in pieces:
         mine = [part for part in parts if part.tag == piece.tag]
@@ -454,7 +454,7 @@ async def test_chaos_with_hedges_gives_the_right_bytes(blob, misbehaving, fetche
             good, bad = await outcome(fetcher, behind_the_head(info))
             assert not bad
             check_all(blob, good)
-    assert isinstance(next(iter(good.values())), Arrival)
+    assert isinstance(next(iter(good.values())), FetchedSegment)
 
 
 # Opening.
@@ -490,7 +490,7 @@ async def test_a_wrong_head_is_not_trusted_again(blob, fetcher_for, fake):
     assert info.chunks == 12
     ((start, end),) = source.distrusted
     assert start == 0
-    assert end >= info.head_bytes
+    assert end >= info.header_bytes
 
 
 async def test_a_head_is_never_longer_than_allowed(blob, fetcher_for, fake):
@@ -502,7 +502,7 @@ async def test_a_head_is_never_longer_than_allowed(blob, fetcher_for, fake):
     store = MemoryStore()
     store.put(fake.KEY, blob)
     source = Asked(store, fake.KEY, -1)
-    settings = replace(fake.FAST, head_bytes=10**9, max_head_bytes=2_000)
+    settings = replace(fake.FAST, header_bytes=10**9, max_head_bytes=2_000)
     async with fetcher_for(source, settings=settings) as fetcher:
         await fetcher.open()
     assert source.spans == [(0, 2_000)]
@@ -537,7 +537,7 @@ async def test_an_object_opened_for_nobody_is_closed(tmp_path):
 async def test_every_part_has_its_own_attempts(misbehaving, fetcher_for, fake):
     """Each of six parts fails as often as it may: the segment arrives all the same."""
     blob, seen = fake.build([[400_000]]), {}
-    settings = replace(fake.FAST, max_bytes=70_000, head_bytes=2_000, retries=2)
+    settings = replace(fake.FAST, max_bytes=70_000, header_bytes=2_000, retries=2)
 
     def plan(number, start, _end):
         seen[start] = seen.get(start, 0) + 1
@@ -553,7 +553,7 @@ async def test_every_part_has_its_own_attempts(misbehaving, fetcher_for, fake):
 
 async def test_parts_of_a_segment_that_was_given_up_are_not_asked_for(misbehaving, fetcher_for, fake):
     blob = fake.build([[700_000]])
-    settings = replace(fake.FAST, max_bytes=70_000, head_bytes=2_000, retries=0, concurrency=1)
+    settings = replace(fake.FAST, max_bytes=70_000, header_bytes=2_000, retries=0, concurrency=1)
     plan = lambda number, *_: {"status": "500 Oops"} if number else None  # noqa: E731
     async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
         info = await fetcher.open()

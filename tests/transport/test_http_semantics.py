@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.store.backends.http.semantics import Answer, answer, strong_etag, unsatisfied_size
+from kvwire.store.backends.http.semantics import HttpAnswer, answer, strong_etag, unsatisfied_size
 
 TAG = "abc"
 
@@ -12,35 +12,35 @@ TAG = "abc"
 @pytest.mark.parametrize(
     ("wanted", "result"),
     [
-        ("bytes=0-0", Answer(206, 0, 1)),
-        ("bytes=0-9", Answer(206, 0, 10)),
-        ("bytes=0-", Answer(206, 0, 10)),
-        ("bytes=3-5", Answer(206, 3, 6)),
-        ("bytes=3-99", Answer(206, 3, 10)),
-        ("bytes=9-", Answer(206, 9, 10)),
-        ("bytes=-3", Answer(206, 7, 10)),
-        ("bytes=-10", Answer(206, 0, 10)),
-        ("bytes=-99", Answer(206, 0, 10)),
-        ("bytes= 3-5 ", Answer(206, 3, 6)),
-        ("BYTES=3-5", Answer(206, 3, 6)),
-        ("bytes=000003-00000000000000000000005", Answer(206, 3, 6)),
-        ("bytes=3-" + "9" * 5000, Answer(206, 3, 10)),
-        ("bytes=10-", Answer(416)),
-        ("bytes=10-20", Answer(416)),
-        ("bytes=-0", Answer(416)),
-        ("bytes=" + "9" * 5000 + "-", Answer(416)),
+        ("bytes=0-0", HttpAnswer(206, 0, 1)),
+        ("bytes=0-9", HttpAnswer(206, 0, 10)),
+        ("bytes=0-", HttpAnswer(206, 0, 10)),
+        ("bytes=3-5", HttpAnswer(206, 3, 6)),
+        ("bytes=3-99", HttpAnswer(206, 3, 10)),
+        ("bytes=9-", HttpAnswer(206, 9, 10)),
+        ("bytes=-3", HttpAnswer(206, 7, 10)),
+        ("bytes=-10", HttpAnswer(206, 0, 10)),
+        ("bytes=-99", HttpAnswer(206, 0, 10)),
+        ("bytes= 3-5 ", HttpAnswer(206, 3, 6)),
+        ("BYTES=3-5", HttpAnswer(206, 3, 6)),
+        ("bytes=000003-00000000000000000000005", HttpAnswer(206, 3, 6)),
+        ("bytes=3-" + "9" * 5000, HttpAnswer(206, 3, 10)),
+        ("bytes=10-", HttpAnswer(416)),
+        ("bytes=10-20", HttpAnswer(416)),
+        ("bytes=-0", HttpAnswer(416)),
+        ("bytes=" + "9" * 5000 + "-", HttpAnswer(416)),
         # Ignored, hence the whole: several, malformed, backwards, of another unit.
-        ("bytes=0-1,4-5", Answer(200, 0, 10)),
-        ("bytes=5-3", Answer(200, 0, 10)),
-        ("bytes=", Answer(200, 0, 10)),
-        ("bytes=-", Answer(200, 0, 10)),
-        ("bytes=a-b", Answer(200, 0, 10)),
-        ("bytes=+1-2", Answer(200, 0, 10)),
-        ("bytes=1 - 2", Answer(200, 0, 10)),
-        ("bytes=\u0661-2", Answer(200, 0, 10)),
-        ("items=0-1", Answer(200, 0, 10)),
-        ("nonsense", Answer(200, 0, 10)),
-        ("", Answer(200, 0, 10)),
+        ("bytes=0-1,4-5", HttpAnswer(200, 0, 10)),
+        ("bytes=5-3", HttpAnswer(200, 0, 10)),
+        ("bytes=", HttpAnswer(200, 0, 10)),
+        ("bytes=-", HttpAnswer(200, 0, 10)),
+        ("bytes=a-b", HttpAnswer(200, 0, 10)),
+        ("bytes=+1-2", HttpAnswer(200, 0, 10)),
+        ("bytes=1 - 2", HttpAnswer(200, 0, 10)),
+        ("bytes=\u0661-2", HttpAnswer(200, 0, 10)),
+        ("items=0-1", HttpAnswer(200, 0, 10)),
+        ("nonsense", HttpAnswer(200, 0, 10)),
+        ("", HttpAnswer(200, 0, 10)),
     ],
 )
 def test_ranges(wanted, result):
@@ -48,17 +48,17 @@ def test_ranges(wanted, result):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "result"), [("bytes=0-", Answer(416)), ("bytes=0-0", Answer(416)), ("bytes=-5", Answer(200))]
+    ("wanted", "result"), [("bytes=0-", HttpAnswer(416)), ("bytes=0-0", HttpAnswer(416)), ("bytes=-5", HttpAnswer(200))]
 )
 def test_ranges_of_an_empty_object(wanted, result):
     assert answer("GET", {"Range": wanted}, 0, TAG) == result
 
 
 def test_head_ignores_ranges():
-    assert answer("HEAD", {"Range": "bytes=0-1"}, 10, TAG) == Answer(200, 0, 10)
+    assert answer("HEAD", {"Range": "bytes=0-1"}, 10, TAG) == HttpAnswer(200, 0, 10)
 
 
-PART, WHOLE = Answer(206, 0, 1), Answer(200, 0, 10)
+PART, WHOLE = HttpAnswer(206, 0, 1), HttpAnswer(200, 0, 10)
 
 
 @pytest.mark.parametrize(
@@ -67,17 +67,17 @@ PART, WHOLE = Answer(206, 0, 1), Answer(200, 0, 10)
         ({"If-Match": '"abc"'}, PART),
         ({"If-Match": '"x", "abc"'}, PART),
         ({"If-Match": "*"}, PART),
-        ({"If-Match": '"x"'}, Answer(412)),
-        ({"If-Match": 'W/"abc"'}, Answer(412)),
-        ({"If-Match": "abc"}, Answer(412)),
-        ({"If-Match": ""}, Answer(412)),
-        ({"If-None-Match": '"abc"'}, Answer(304)),
-        ({"If-None-Match": 'W/"abc"'}, Answer(304)),
-        ({"If-None-Match": '"x",W/"abc"'}, Answer(304)),
-        ({"If-None-Match": "*"}, Answer(304)),
+        ({"If-Match": '"x"'}, HttpAnswer(412)),
+        ({"If-Match": 'W/"abc"'}, HttpAnswer(412)),
+        ({"If-Match": "abc"}, HttpAnswer(412)),
+        ({"If-Match": ""}, HttpAnswer(412)),
+        ({"If-None-Match": '"abc"'}, HttpAnswer(304)),
+        ({"If-None-Match": 'W/"abc"'}, HttpAnswer(304)),
+        ({"If-None-Match": '"x",W/"abc"'}, HttpAnswer(304)),
+        ({"If-None-Match": "*"}, HttpAnswer(304)),
         ({"If-None-Match": '"x"'}, PART),
-        ({"If-Match": '"x"', "If-None-Match": '"abc"'}, Answer(412)),
-        ({"If-Match": '"abc"', "If-None-Match": '"abc"'}, Answer(304)),
+        ({"If-Match": '"x"', "If-None-Match": '"abc"'}, HttpAnswer(412)),
+        ({"If-Match": '"abc"', "If-None-Match": '"abc"'}, HttpAnswer(304)),
         ({"If-Range": '"abc"'}, PART),
         ({"If-Range": '"x"'}, WHOLE),
         ({"If-Range": 'W/"abc"'}, WHOLE),

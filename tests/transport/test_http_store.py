@@ -112,7 +112,7 @@ def test_tokens_that_are_no_header_are_refused(token):
 async def test_a_catalog_works_over_it(behind, store):
     config = "c" * 64
     writer = Catalog(behind)
-    entry = writer.put_blob(config, b"blob", document_id="d", head_bytes=1, tokens=1, token_digest="1" * 64)
+    entry = writer.put_blob(config, b"blob", document_id="d", header_bytes=1, tokens=1, token_digest="1" * 64)
     digest = writer.put_profile(config, b"profile")
     writer.set_current_profile(config, digest)
     catalog = Catalog(store)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwire.errors import ArgumentError
-from kvwire.transport import Piece, Range, coalesce
+from kvwire.transport import Range, WantedRange, coalesce
 from kvwire.transport.fetch.cutter import Cutter
 
 
@@ -30,7 +30,7 @@ def naive(pieces, gap_bytes, max_bytes):
     return ranges
 
 
-pieces_anywhere = st.lists(st.builds(Piece, st.integers(0, 200), st.integers(0, 30), st.integers()), max_size=12)
+pieces_anywhere = st.lists(st.builds(WantedRange, st.integers(0, 200), st.integers(0, 30), st.integers()), max_size=12)
 
 
 @st.composite
@@ -39,7 +39,7 @@ def pieces_in_a_row(draw):
     for tag in range(draw(st.integers(0, 12))):
         position += draw(st.sampled_from([0, 0, 0, 1, 5, 40]))
         length = draw(st.integers(0, 30))
-        pieces.append(Piece(position, length, tag))
+        pieces.append(WantedRange(position, length, tag))
         position += length
     return pieces
 
@@ -60,7 +60,7 @@ def test_bad_knobs(gap, limit):
 @pytest.mark.parametrize(("offset", "length"), [(-1, 1), (0, -1)])
 def test_bad_pieces(offset, length):
     with pytest.raises(ArgumentError):
-        coalesce([Piece(offset, length, None)], gap_bytes=0, max_bytes=1)
+        coalesce([WantedRange(offset, length, None)], gap_bytes=0, max_bytes=1)
 
 
 @given(pieces_in_a_row(), st.lists(st.integers(1, 40), max_size=40))

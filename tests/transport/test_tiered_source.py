@@ -443,7 +443,9 @@ def content(fake, number, sizes):
 
 async def load(tiers, key, session, fake, settings):
     """One load, as the executor does it: the head, then all segments; returns the number of segments."""
-    async with BlobFetcher(open_source(tiers, key, session), read_head=fake.read_head, settings=settings) as fetcher:
+    async with BlobFetcher(
+        open_source(tiers, key, session), read_header=fake.read_header, settings=settings
+    ) as fetcher:
         info = await fetcher.open()
         segments = [segment for row in info.segments for segment in row]
         arrived = 0
@@ -458,7 +460,7 @@ async def test_a_thousand_loads_of_64_blobs_cross_the_link_once(fake, session, t
     blobs = [content(fake, number, [[2_000, 5_000, 9_000]] * 3) for number in range(64)]
     for key, blob in blobs:
         behind.put(key, blob)
-    patient = replace(fake.FAST, head_bytes=1000, concurrency=2, hedge_factor=0)
+    patient = replace(fake.FAST, header_bytes=1000, concurrency=2, hedge_factor=0)
     async with serve(behind) as url:
         options = {"memory_bytes": 16 * MIB, "folder": tmp_path, "folder_bytes": 16 * MIB}
         with closing(open_tiers(HttpStore(url), **options)) as tiers:
@@ -511,7 +513,7 @@ async def test_a_blob_is_loaded_from_the_tiers_while_its_server_is_gone(fake, se
     key, blob = content(fake, 1, [[5_000]] * 4)
     behind.put(key, blob)
     options = {"memory_bytes": 8_000, "folder": tmp_path, "folder_bytes": MIB}
-    small = replace(fake.FAST, max_bytes=6_000, head_bytes=600)
+    small = replace(fake.FAST, max_bytes=6_000, header_bytes=600)
     async with serve(behind) as url:
         with closing(open_tiers(HttpStore(url), **options)) as tiers:
             assert await load(tiers, key, session, fake, small) == 4

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Generic, TypeGuard, TypeVar
 
 if TYPE_CHECKING:
     from kvwire.store import Data
-    from kvwire.transport.fetch.ranges import Piece, Range
+    from kvwire.transport.fetch.ranges import Range, WantedRange
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ class Cutter(Generic[T]):
         self._parts: list[memoryview] = []
 
     @property
-    def pending(self) -> list[Piece[T]]:
+    def pending(self) -> list[WantedRange[T]]:
         """Pieces that are not complete yet, in order."""
         return list(self._pending)
 
@@ -35,7 +35,7 @@ class Cutter(Generic[T]):
         """Bytes since the end of the last complete piece that still comes in."""
         return sum(map(len, self._parts))
 
-    def feed(self, data: Data) -> list[tuple[Piece[T], bytes]]:
+    def feed(self, data: Data) -> list[tuple[WantedRange[T], bytes]]:
         """Take the next bytes; returns the pieces that they complete."""
         if self._is_next_piece(data):
             piece = self._pending.popleft()
@@ -43,7 +43,7 @@ class Cutter(Generic[T]):
             return [(piece, data)]
         view = memoryview(data)
         start, end = self._at, self._at + len(view)
-        complete: list[tuple[Piece[T], bytes]] = []
+        complete: list[tuple[WantedRange[T], bytes]] = []
         while self._pending and self._pending[0].offset <= end:
             piece = self._pending[0]
             first, last = max(piece.offset, start), min(piece.end, end)

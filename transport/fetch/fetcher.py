@@ -11,7 +11,7 @@ from isal.isal_zlib import crc32  # zlib's checksum, some 15 times as fast
 from kvwire.errors import CorruptError, DeadlineError, KvwireError, StorageError, TruncatedError
 from kvwire.transport.fetch.metering import LinkMeter
 from kvwire.transport.fetch.run import FATAL, FetchHooks, FetchRun
-from kvwire.transport.fetch.types import Arrival, FetchCounts, FetchSettings
+from kvwire.transport.fetch.types import FetchCounts, FetchedSegment, FetchSettings
 from kvwire.transport.sources.base import LinkedSource, read_patiently
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ _MAX_HEAD_READS = 8  # a head tells its length after one or two; more would be a
 class BlobFetcher:
     """Reads one version of one blob over any source.
 
-    read_head: parses the beginning of a blob (default: the codec's). check: takes a segment as it was stored, and gives
-    its content or raises CorruptError (default: compares the CRC-32). link: an emulated link in front of the source.
-    meter: shared by fetchers that use one link at the same time. rng, sleep: of the pauses before retries.
+    read_header: parses the beginning of a blob (default: the codec's). check: takes a segment as it was stored, and
+    gives its content or raises CorruptError (default: compares the CRC-32). link: an emulated link in front of the
+    source. meter: shared by fetchers that use one link at the same time. rng, sleep: of the pauses before retries.
     counts: what has been done so far.
     """
 
@@ -40,7 +40,7 @@ class BlobFetcher:
         self,
         source: ByteSource,
         *,
-        read_head: Callable[[bytes], BlobInfo] | None = None,
+        read_header: Callable[[bytes], BlobInfo] | None = None,
         check: Callable[[SegmentInfo, bytes], bytes] | None = None,
         settings: FetchSettings | None = None,
         link: EmulatedLink | None = None,
@@ -50,7 +50,7 @@ class BlobFetcher:
     ) -> None:
         """Take over the source; nothing is read yet."""
         self._source: ByteSource = LinkedSource(source, link) if link else source
-        self._read_head = read_head or _codec_read_head
+        self._read_head = read_header or _codec_read_head
         self._check = check or check_crc
         self._settings = settings or FetchSettings()
         self._meter = meter or LinkMeter()
@@ -67,7 +67,7 @@ class BlobFetcher:
         return self._source.url
 
     async def open(self, *, deadline: float | None = None) -> BlobInfo:
-        """Read the head, in one request where it is no longer than ``head_bytes``.
+        """Read the head, in one request where it is no longer than ``header_bytes``.
 
         Payload that comes along is kept for ``fetch``. Damaged heads and failed requests are tried again. deadline: on
         the meter's clock; a head that is not there by then is a DeadlineError.
@@ -90,14 +90,14 @@ class BlobFetcher:
                 raise
             except (StorageError, CorruptError) as error:
                 if isinstance(error, CorruptError):
-                    self._source.distrust(0, max(len(self._prefix), self._settings.head_bytes))
+                    self._source.distrust(0, max(len(self._prefix), self._settings.header_bytes))
                 await self._sleep(self._settings.backoff(failed, self._rng.random(), error))
         return await self._open_once()
 
     async def fetch(
         self, segments: Sequence[SegmentInfo], *, deadline: float | None = None
-    ) -> AsyncGenerator[Arrival | SegmentError, None]:
-        """Give every segment once, when its last byte is in: as an Arrival, or as the SegmentError that it met.
+    ) -> AsyncGenerator[FetchedSegment | SegmentError, None]:
+        """Give every segment once, when its last byte is in: as an FetchedSegment, or as the SegmentError that it met.
 
         deadline: on the meter's clock (``time.monotonic``); what has not come by then is given as a SegmentError whose
         cause is a DeadlineError, and its requests are broken off.
@@ -106,14 +106,14 @@ class BlobFetcher:
         request. Raises ReplacedError, NotFoundError or AuthError where the object as a whole cannot be read any more.
         Wrap it in ``contextlib.aclosing`` where the loop may be left early: that breaks off what still runs.
         """
-        at_hand: list[Arrival] = []
+        at_hand: list[FetchedSegment] = []
         missing: list[SegmentInfo] = []
         for segment in segments:
             data = self._at_hand(segment)
             if data is None:
                 missing.append(segment)
             else:
-                at_hand.append(Arrival(segment, data))
+                at_hand.append(FetchedSegment(segment, data))
         hooks = FetchHooks(self._check, self._received, self._rng.random, self._sleep)
         run = FetchRun(self._source, self._settings, self._meter, self.counts, hooks, deadline)
         try:
@@ -163,7 +163,7 @@ class BlobFetcher:
             self.counts.wire_bytes += size
 
     async def _open_once(self) -> BlobInfo:
-        self._prefix = await self._read(0, min(self._settings.head_bytes, self._settings.max_head_bytes))
+        self._prefix = await self._read(0, min(self._settings.header_bytes, self._settings.max_head_bytes))
         for _ in range(_MAX_HEAD_READS):
             try:
                 info = self._read_head(self._prefix)
@@ -219,6 +219,6 @@ def check_crc(segment: SegmentInfo, stored: bytes) -> bytes:
 
 def _codec_read_head(data: bytes) -> BlobInfo:
     """The codec's reader, imported when a blob is opened: serving files needs no tensors."""
-    from kvwire.codec import read_head
+    from kvwire.codec import read_header
 
-    return read_head(data)
+    return read_header(data)

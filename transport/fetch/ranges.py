@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Piece(NamedTuple, Generic[T]):
+class WantedRange(NamedTuple, Generic[T]):
     """``length`` bytes from ``offset``; ``tag`` is the caller's."""
 
     offset: int
@@ -31,10 +31,10 @@ class Range(NamedTuple, Generic[T]):
 
     start: int
     end: int
-    pieces: tuple[Piece[T], ...]
+    pieces: tuple[WantedRange[T], ...]
 
 
-def coalesce(pieces: Iterable[Piece[T]], *, gap_bytes: int, max_bytes: int) -> list[Range[T]]:
+def coalesce(pieces: Iterable[WantedRange[T]], *, gap_bytes: int, max_bytes: int) -> list[Range[T]]:
     """Join pieces that follow each other, in the list and in the object, into ranges.
 
     The order of the list is the order of importance and is kept: a piece joins the range of the one before it, never
@@ -44,7 +44,7 @@ def coalesce(pieces: Iterable[Piece[T]], *, gap_bytes: int, max_bytes: int) -> l
     if gap_bytes < 0 or max_bytes < 1:
         msg = f"gap_bytes must be 0 or more and max_bytes 1 or more, got {gap_bytes} and {max_bytes}"
         raise ArgumentError(msg)
-    ranges: list[list[Piece[T]]] = []
+    ranges: list[list[WantedRange[T]]] = []
     for piece in pieces:
         if piece.offset < 0 or piece.length < 0:
             msg = f"a piece cannot start at {piece.offset} or be {piece.length} bytes long"
@@ -57,17 +57,17 @@ def coalesce(pieces: Iterable[Piece[T]], *, gap_bytes: int, max_bytes: int) -> l
     return [Range(run[0].offset, run[-1].end, tuple(run)) for run in ranges]
 
 
-def split(pieces: Iterable[Piece[T]], *, max_bytes: int) -> list[Piece[T]]:
+def split(pieces: Iterable[WantedRange[T]], *, max_bytes: int) -> list[WantedRange[T]]:
     """Cut pieces longer than ``max_bytes`` into as few parts of about equal length as fit; the tag goes with each."""
     if max_bytes < 1:
         msg = f"max_bytes must be 1 or more, got {max_bytes}"
         raise ArgumentError(msg)
-    parts: list[Piece[T]] = []
+    parts: list[WantedRange[T]] = []
     for piece in pieces:
         if piece.length <= max_bytes:
             parts.append(piece)
             continue
         count = -(-piece.length // max_bytes)
         cuts = [piece.offset + piece.length * index // count for index in range(count + 1)]
-        parts.extend(Piece(start, end - start, piece.tag) for start, end in pairwise(cuts))
+        parts.extend(WantedRange(start, end - start, piece.tag) for start, end in pairwise(cuts))
     return parts

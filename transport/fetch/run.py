@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from kvwire.errors import AuthError, CorruptError, DeadlineError, KvwireError, NotFoundError, StorageError
 from kvwire.transport.errors import ReplacedError, SegmentError, StalledError, segment_error
 from kvwire.transport.fetch.cutter import Cutter
-from kvwire.transport.fetch.ranges import Piece, Range, coalesce, split
-from kvwire.transport.fetch.types import Arrival
+from kvwire.transport.fetch.ranges import Range, WantedRange, coalesce, split
+from kvwire.transport.fetch.types import FetchedSegment
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -49,18 +49,18 @@ class Want:
         """Attempts that failed, of the part that failed most often."""
         return max(self.failures.values(), default=0)
 
-    def fail(self, piece: Piece[Want]) -> int:
+    def fail(self, piece: WantedRange[Want]) -> int:
         """Count a failed attempt at a part; returns how many there were."""
         place = (piece.offset, piece.length)
         self.failures[place] = self.failures.get(place, 0) + 1
         return self.failures[place]
 
     @property
-    def piece(self) -> Piece[Want]:
+    def piece(self) -> WantedRange[Want]:
         """The segment's place in the blob."""
-        return Piece(self.segment.offset, self.segment.stored, self)
+        return WantedRange(self.segment.offset, self.segment.stored, self)
 
-    def whole(self, piece: Piece[Want], body: bytes) -> bytes | None:
+    def whole(self, piece: WantedRange[Want], body: bytes) -> bytes | None:
         """The segment's bytes, where this piece completes them."""
         if piece.length == self.segment.stored:
             return body
@@ -70,7 +70,7 @@ class Want:
         return b"".join(self.parts[offset] for offset in sorted(self.parts))
 
 
-def _is_wanted(piece: Piece[Want]) -> bool:
+def _is_wanted(piece: WantedRange[Want]) -> bool:
     """Whether bytes are still missing: neither their segment is settled nor this part of it in."""
     return not piece.tag.done and piece.offset not in piece.tag.parts
 
@@ -135,7 +135,7 @@ class FetchRun:
         self._running: set[_Attempt] = set()
         self._workers = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._results: deque[Arrival | SegmentError] = deque()
+        self._results: deque[FetchedSegment | SegmentError] = deque()
         self._held_bytes = 0
         self._left = 0
         self._fatal: BaseException | None = None
@@ -160,11 +160,11 @@ class FetchRun:
             await self._news.wait()
         return self._left > 0
 
-    def take(self) -> Iterator[Arrival | SegmentError]:
+    def take(self) -> Iterator[FetchedSegment | SegmentError]:
         """Results that are in."""
         while self._results:
             result = self._results.popleft()
-            self._hold(-len(result.data) if isinstance(result, Arrival) else 0)
+            self._hold(-len(result.data) if isinstance(result, FetchedSegment) else 0)
             self._left -= 1
             yield result
 
@@ -179,7 +179,7 @@ class FetchRun:
 
     # Requests.
 
-    def _ask(self, pieces: Sequence[Piece[Want]], *, apart: bool = False) -> None:
+    def _ask(self, pieces: Sequence[WantedRange[Want]], *, apart: bool = False) -> None:
         settings = self._settings
         parts = split(pieces, max_bytes=settings.max_bytes)
         if apart:
@@ -191,7 +191,7 @@ class FetchRun:
             self._workers += 1
             self._spawn(self._work())
 
-    async def _ask_later(self, pieces: Sequence[Piece[Want]], delay_s: float, *, apart: bool = False) -> None:
+    async def _ask_later(self, pieces: Sequence[WantedRange[Want]], delay_s: float, *, apart: bool = False) -> None:
         await self._sleep(delay_s)
         self._ask([piece for piece in pieces if _is_wanted(piece)], apart=apart)
 
@@ -262,7 +262,7 @@ class FetchRun:
             self._counts.hedges_won += attempt.is_hedge
             twin.break_off(_SupersededError())
 
-    def _deliver(self, attempt: _Attempt, piece: Piece[Want], body: bytes) -> None:
+    def _deliver(self, attempt: _Attempt, piece: WantedRange[Want], body: bytes) -> None:
         want, transfer = piece.tag, attempt.transfer
         if want.done:
             return
@@ -284,10 +284,10 @@ class FetchRun:
         self._counts.used_bytes += segment.stored
         elapsed_s = transfer.last_at - transfer.asked_at
         first_byte_s = transfer.first_byte_s or 0.0
-        self._give(Arrival(segment, data, elapsed_s, first_byte_s, want.spent_bytes, want.failed + 1))
+        self._give(FetchedSegment(segment, data, elapsed_s, first_byte_s, want.spent_bytes, want.failed + 1))
 
-    def _give(self, result: Arrival | SegmentError) -> None:
-        self._hold(len(result.data) if isinstance(result, Arrival) else 0)
+    def _give(self, result: FetchedSegment | SegmentError) -> None:
+        self._hold(len(result.data) if isinstance(result, FetchedSegment) else 0)
         self._results.append(result)
         self._news.set()
 
@@ -314,10 +314,10 @@ class FetchRun:
         if pieces[1:]:
             self._spawn(self._ask_later(pieces[1:], self._settings.backoff(1, self._jitter())))
 
-    def _again(self, pieces: Sequence[Piece[Want]], error: KvwireError) -> None:
+    def _again(self, pieces: Sequence[WantedRange[Want]], error: KvwireError) -> None:
         """Ask for these once more, or give them up. They may have failed different numbers of times."""
         settings = self._settings
-        by_failures: dict[int, list[Piece[Want]]] = {}
+        by_failures: dict[int, list[WantedRange[Want]]] = {}
         for piece in pieces:
             by_failures.setdefault(piece.tag.fail(piece), []).append(piece)
         for failed, group in by_failures.items():

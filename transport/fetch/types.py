@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class Arrival:
+class FetchedSegment:
     """One segment, checked against its CRC-32.
 
     elapsed_s: from sending the request that brought it to its last byte. first_byte_s: of that request.
@@ -35,7 +35,7 @@ class Arrival:
 class FetchSettings:
     """How a blob is fetched.
 
-    head_bytes: asked for speculatively when a blob is opened. max_head_bytes: longest head that is read.
+    header_bytes: asked for speculatively when a blob is opened. max_head_bytes: longest head that is read.
     gap_bytes, max_bytes: see ``ranges.coalesce``. concurrency: requests at a time. retries: further attempts for a
     segment after the first. backoff_s, max_backoff_s: pause before the first retry, doubled for each next one; a
     server that says when to come back is obeyed, up to max_retry_after_s.
@@ -44,7 +44,7 @@ class FetchSettings:
     beside it, and whichever is first wins; 0 never does. hedge_share: most such requests, of all.
     """
 
-    head_bytes: int = 64 * 1024
+    header_bytes: int = 64 * 1024
     max_head_bytes: int = 64 * 1024 * 1024
     gap_bytes: int = 32 * 1024
     max_bytes: int = 8 * 1024 * 1024
@@ -61,7 +61,7 @@ class FetchSettings:
 
     def __post_init__(self) -> None:
         """Refuse settings with which nothing would ever be fetched."""
-        if min(self.head_bytes, self.max_head_bytes, self.concurrency, self.buffer_bytes, self.max_bytes) < 1:
+        if min(self.header_bytes, self.max_head_bytes, self.concurrency, self.buffer_bytes, self.max_bytes) < 1:
             msg = "head_bytes, max_head_bytes, max_bytes, concurrency and buffer_bytes must be 1 or more"
             raise ArgumentError(msg)
         waits = (self.backoff_s, self.max_backoff_s, self.max_retry_after_s, self.hedge_factor, self.hedge_least_s)

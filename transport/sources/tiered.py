@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvwire.store import Data, TieredStore
-    from kvwire.store.cache import Extent, Flight, StoredFile
+    from kvwire.store.cache import Extent, InflightRead, StoredFile
     from kvwire.transport.sources.base import Sink
 
 _LOOK_S = 1.0  # how often a reader that waits for another passes on what that one has got so far
@@ -98,7 +98,7 @@ class TieredSource(ByteSource):
         elif (data := loading.result()) is not None:
             read.give(memoryview(data)[read.position - extent.start :], self.on_local)
 
-    async def _lead(self, flight: Flight, read: _Read) -> None:
+    async def _lead(self, flight: InflightRead, read: _Read) -> None:
         """Fetch for all who wait."""
 
         def take(data: Data) -> None:
@@ -119,13 +119,13 @@ class TieredSource(ByteSource):
             raise
         self._cache.finish(flight, self._remote.size)
 
-    def _check_end(self, flight: Flight) -> None:
+    def _check_end(self, flight: InflightRead) -> None:
         size = self._remote.size
         if size is not None and flight.position < min(size, flight.end):
             msg = f"{self.url}: fewer bytes came than the object has; try again"
             raise StorageError(msg)
 
-    async def _wait(self, flight: Flight, read: _Read) -> None:
+    async def _wait(self, flight: InflightRead, read: _Read) -> None:
         """Pass on what another reader fetches."""
         loop = asyncio.get_running_loop()
         landed = asyncio.wrap_future(flight.done)
@@ -147,7 +147,7 @@ class TieredSource(ByteSource):
             if error := flight.verdict(read.failures):
                 raise error
 
-    async def _hedge(self, flight: Flight, read: _Read) -> None:
+    async def _hedge(self, flight: InflightRead, read: _Read) -> None:
         """Fetch what this source is fetching already, and keep whatever comes first."""
         pieces: list[Data] = []
         start, end = read.position, flight.end if read.end is None else min(read.end, flight.end)

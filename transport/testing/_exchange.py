@@ -12,7 +12,7 @@ import termios
 from typing import TYPE_CHECKING
 
 from kvwire.errors import StorageError
-from kvwire.transport.testing._http1 import MAX_HEAD_BYTES, Head, exactly, framed, read_answer
+from kvwire.transport.testing._http1 import MAX_HEADER_BYTES, Head, exactly, framed, read_answer
 from kvwire.transport.testing.faults import FaultKind
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Upstream:
     async def streams(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """The connection, opened where there is none."""
         if self._streams is None:
-            self._streams = await asyncio.open_connection(*self._address, limit=MAX_HEAD_BYTES)
+            self._streams = await asyncio.open_connection(*self._address, limit=MAX_HEADER_BYTES)
         return self._streams
 
     def close(self) -> None:

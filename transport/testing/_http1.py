@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import AsyncIterator
 
-MAX_HEAD_BYTES = 64 * 1024
+MAX_HEADER_BYTES = 64 * 1024
 _MAX_FRAMED_BYTES = 64 * 1024 * 1024  # bodies without a length are read whole, to give them one
 _PIECE_BYTES = 64 * 1024
 _BODILESS = frozenset({204, 304})
@@ -57,7 +57,7 @@ class Head:
         return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
 
-async def read_head(reader: asyncio.StreamReader) -> Head | None:
+async def read_header(reader: asyncio.StreamReader) -> Head | None:
     """The next head, or None where the other side closed instead. The reader's limit bounds it."""
     line = await reader.readline()
     if not line.strip():
@@ -71,7 +71,7 @@ async def read_head(reader: asyncio.StreamReader) -> Head | None:
 
 async def read_answer(reader: asyncio.StreamReader) -> Head:
     """The head of the final answer. Raises StorageError where the server closed instead."""
-    while head := await read_head(reader):
+    while head := await read_header(reader):
         if head.status >= _FIRST_FINAL:
             return head
     msg = "the server behind the proxy closed without an answer"

@@ -47,8 +47,8 @@ def read_blob_head(data: bytes) -> BlobInfo:
     return _info(json.loads(body)["table"], end)
 
 
-def _info(table: list[list[tuple[int, int]]], head_bytes: int) -> BlobInfo:
-    position = head_bytes
+def _info(table: list[list[tuple[int, int]]], header_bytes: int) -> BlobInfo:
+    position = header_bytes
     rows = []
     for chunk, row in enumerate(table):
         cells = []
@@ -57,4 +57,4 @@ def _info(table: list[list[tuple[int, int]]], head_bytes: int) -> BlobInfo:
             position += size
         rows.append(tuple(cells))
     levels = tuple(LevelInfo(str(number), 1.0, 0, 0, 0.0, 0.0) for number in range(len(table[0])))
-    return BlobInfo((1, 0), CacheMeta(), len(table), 1, head_bytes, position, "", levels, tuple(rows), None)
+    return BlobInfo((1, 0), CacheMeta(), len(table), 1, header_bytes, position, "", levels, tuple(rows), None)

@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from kvwire.errors import ArgumentError, StorageError
 from kvwire.transport.testing._exchange import Exchange, Upstream
-from kvwire.transport.testing._http1 import MAX_HEAD_BYTES, Head, read_head
+from kvwire.transport.testing._http1 import MAX_HEADER_BYTES, Head, read_header
 from kvwire.transport.testing.faults import ProxyRecord, ProxyRequest
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class FaultProxy:
             task.add_done_callback(tasks.discard)
 
         try:
-            server = await asyncio.start_server(accept, "127.0.0.1", 0, limit=MAX_HEAD_BYTES)
+            server = await asyncio.start_server(accept, "127.0.0.1", 0, limit=MAX_HEADER_BYTES)
             self._address = "{}:{}".format(*server.sockets[0].getsockname()[:2])
         finally:
             self._ready.set()
@@ -116,7 +116,7 @@ class FaultProxy:
         behind = Upstream(self._host, self._port)
         broken = False
         try:
-            while not broken and (head := await read_head(reader)):
+            while not broken and (head := await read_header(reader)):
                 broken = await self._exchange(reader, writer, behind, head)
         except (OSError, EOFError, ValueError, StorageError):
             pass  # one of the sides left, or talks no HTTP: the other side is left too

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from urllib.parse import SplitResult
 
-    from kvwire.store import Data
+    from kvwire.store.base import Data
 
 _PIECE_BYTES = 256 * 1024
 _TLS_PIECE_BYTES = 16 * 1024  # one record: a socket's limit of time over TLS is for one

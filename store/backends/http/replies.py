@@ -8,7 +8,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from kvwire.errors import ArgumentError, AuthError, KvwireError, NotFoundError, StorageError
-from kvwire.store import Listed, check_key
+from kvwire.store.base import Listed
+from kvwire.store.keys import check_key
 
 if TYPE_CHECKING:
     from kvwire.store.backends.http.exchange import Reply

@@ -26,7 +26,7 @@ _BEYOND = 10**_MANY_DIGITS
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpAnswer:
     """Status to answer with, and the bytes ``start`` to ``end`` to send."""
 
     status: Literal[200, 206, 304, 412, 416]
@@ -34,7 +34,7 @@ class Answer:
     end: int = 0
 
 
-def answer(method: str, headers: Mapping[str, str], size: int, etag: str, modified: float = 0.0) -> Answer:
+def answer(method: str, headers: Mapping[str, str], size: int, etag: str, modified: float = 0.0) -> HttpAnswer:
     """Evaluate preconditions, then the range, in the order of RFC 9110 section 13.2.2.
 
     headers: by any-case name, several lines of a field already joined with commas. etag: strong, without quotes.
@@ -42,19 +42,19 @@ def answer(method: str, headers: Mapping[str, str], size: int, etag: str, modifi
     """
     if "If-Match" in headers:
         if not _matches(headers["If-Match"], etag, weak=False):
-            return Answer(412)
+            return HttpAnswer(412)
     elif _is_after(modified, headers.get("If-Unmodified-Since")) is True:
-        return Answer(412)
+        return HttpAnswer(412)
     if "If-None-Match" in headers:
         if _matches(headers["If-None-Match"], etag, weak=True):
-            return Answer(304)
+            return HttpAnswer(304)
     elif _is_after(modified, headers.get("If-Modified-Since")) is False:
-        return Answer(304)
+        return HttpAnswer(304)
     wanted = headers.get("Range")
     condition = headers.get("If-Range")
     # A date in If-Range never matches: within one second an object can change twice.
     if method != "GET" or wanted is None or (condition is not None and condition.strip() != f'"{etag}"'):
-        return Answer(200, 0, size)
+        return HttpAnswer(200, 0, size)
     return _ranged(wanted, size)
 
 
@@ -76,22 +76,22 @@ def _is_after(modified: float, field: str | None) -> bool | None:
         return None
 
 
-def _ranged(wanted: str, size: int) -> Answer:
+def _ranged(wanted: str, size: int) -> HttpAnswer:
     match = _RANGE.fullmatch(wanted.strip())
     if match is None:
-        return Answer(200, 0, size)
+        return HttpAnswer(200, 0, size)
     first, last, suffix = (None if not digits else _number(digits) for digits in match.groups())
     if suffix is not None:
         if suffix == 0:
-            return Answer(416)
+            return HttpAnswer(416)
         # The last bytes of nothing cannot be written as a Content-Range: send the whole nothing.
-        return Answer(206, max(0, size - suffix), size) if size else Answer(200, 0, 0)
+        return HttpAnswer(206, max(0, size - suffix), size) if size else HttpAnswer(200, 0, 0)
     start = first or 0
     if last is not None and last < start:
-        return Answer(200, 0, size)
+        return HttpAnswer(200, 0, size)
     if start >= size:
-        return Answer(416)
-    return Answer(206, start, size if last is None else min(last + 1, size))
+        return HttpAnswer(416)
+    return HttpAnswer(206, start, size if last is None else min(last + 1, size))
 
 
 def _number(digits: str) -> int:

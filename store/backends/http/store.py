@@ -13,16 +13,18 @@ from urllib.parse import urlencode, urlsplit
 from urllib3.util import parse_url
 
 from kvwire.errors import ArgumentError, StorageError
-from kvwire.store import HttpAddress, ObjectStat, Store, check_after, check_key, clamp_range, range_header, range_told
 from kvwire.store.backends.http.exchange import HttpExchange, HttpStoreSettings, Reply
 from kvwire.store.backends.http.replies import MAX_PAGE_BYTES, PAGE_KEYS, page, refusal
 from kvwire.store.backends.http.semantics import strong_etag
+from kvwire.store.base import HttpAddress, ObjectStat, Store, check_after, clamp_range
+from kvwire.store.http_ranges import range_header, range_told
+from kvwire.store.keys import check_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from urllib.parse import SplitResult
 
-    from kvwire.store import Data, Listed
+    from kvwire.store.base import Data, Listed
 
 _SIZE = re.compile(r"[0-9]{1,18}")
 _TOKEN = re.compile(r"[\x21-\x7e]+")

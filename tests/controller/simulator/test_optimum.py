@@ -294,7 +294,7 @@ def test_a_blob_without_segments_leaves_recomputing():
 
 def test_a_head_start_is_computed_for_what_is_fetched():
     costs = CostModel(PrefillCost(0, 1e-3), DecodeCost(0, 0))
-    found = optimum([alike(4, head_start=0.25)], costs, STEADY, objective="earliest")
+    found = optimum([alike(4, prefix_share=0.25)], costs, STEADY, objective="earliest")
     assert found.ttft_s >= 0.25 * 1.024
 
 

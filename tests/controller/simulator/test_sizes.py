@@ -39,9 +39,9 @@ def test_sizes_follow_the_model_and_the_measured_rates():
 
 
 def test_a_head_start_is_a_share_of_the_demonstration_model():
-    shares = [measured()[name].head_start for name in ("kvwire", "kvwire-head-start-1", "kvwire-head-start-2")]
+    shares = [measured()[name].prefix_share for name in ("kvwire", "kvwire-head-start-1", "kvwire-head-start-2")]
     assert shares == pytest.approx([0, 1 / 6, 2 / 6], rel=1e-4)
-    assert documents_for(DEMO, [100], method="kvwire-head-start-1")[0].head_start == shares[1]
+    assert documents_for(DEMO, [100], method="kvwire-head-start-1")[0].prefix_share == shares[1]
 
 
 def test_a_raw_document_is_its_bytes_without_error():

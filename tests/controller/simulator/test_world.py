@@ -22,7 +22,7 @@ from kvwire.controller.simulator import (
     simulate,
     variants_for,
 )
-from kvwire.controller.simulator.world import Arrival, World
+from kvwire.controller.simulator.world import LoadArrival, World
 from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId
 
@@ -120,7 +120,7 @@ def test_a_load_that_never_ends_is_an_error_and_not_a_hang():
     controller = Controller(scene.estimates(), settings_for(scene.machine), policy_named("raw", scene.rate))
     world = World(controller, constant(1.0), scene.costs, limit_s=5.0)
     with pytest.raises(ArgumentError, match="not over"):
-        world.run([Arrival(0.0, tuple((replace(d, has_text=False),) for (d,) in scene.documents), GOAL)])
+        world.run([LoadArrival(0.0, tuple((replace(d, has_text=False),) for (d,) in scene.documents), GOAL)])
 
 
 def test_a_lane_that_stands_idle_between_jobs_delays_what_follows_but_not_what_is_measured():
@@ -130,7 +130,7 @@ def test_a_lane_that_stands_idle_between_jobs_delays_what_follows_but_not_what_i
         policy = policy_named("text", scene.rate)
         controller = Controller(scene.estimates(), settings_for(scene.machine), policy, record=events.append)
         world = World(controller, scene.rate, scene.costs, lane_s=lane_s)
-        ends.append(world.run([Arrival(0.0, scene.documents, GOAL)])[0].ready_s)
+        ends.append(world.run([LoadArrival(0.0, scene.documents, GOAL)])[0].ready_s)
     passes = [entry.event.seconds for entry in events if isinstance(entry.event, ev.RecomputeDone)]
     assert passes[: len(passes) // 2] == pytest.approx(passes[len(passes) // 2 :])
     assert ends[1] - ends[0] == pytest.approx(0.01 * len(passes) / 2)
@@ -143,7 +143,7 @@ def test_closings_of_several_loads_take_turns_on_the_engine(workers):
     controller = Controller(scene.estimates(), settings, policy_named("level-0", scene.rate))
     costs = replace(scene.costs, link_s_per_token=1e-5)
     world = World(controller, scene.rate, costs, workers=workers)
-    found = world.run([Arrival(0.0, scene.documents, GOAL), Arrival(0.0, scene.documents, GOAL)])
+    found = world.run([LoadArrival(0.0, scene.documents, GOAL), LoadArrival(0.0, scene.documents, GOAL)])
     closing_s = replace(costs, query_tokens=32).closing_s(3500)
     first, second = sorted(outcome.ttft_s for outcome in found)
     assert second - first >= closing_s - 1e-9
@@ -179,10 +179,10 @@ def first_bytes_and_arrivals(*sizes):
             return super().handle(event, now)
 
     world = World(
-        Listener({ev.Asked: fetches}), constant(1e5), CostModel(PrefillCost(0, 0), DecodeCost(0, 0)), rtt_s=0.1
+        Listener({ev.LoadRequested: fetches}), constant(1e5), CostModel(PrefillCost(0, 0), DecodeCost(0, 0)), rtt_s=0.1
     )
     document = DocumentPlanInput((256,) * len(sizes), tuple((size,) for size in sizes))
-    world.run([Arrival(0.0, ((document,),), GOAL, index_s=0.0)])
+    world.run([LoadArrival(0.0, ((document,),), GOAL, index_s=0.0)])
     return heard, [arrived[at] for at in range(len(sizes))]
 
 
@@ -206,18 +206,18 @@ FETCH = ev.Fetch(A, 0, 0, 100, 0, 10.0)
 @pytest.mark.parametrize(
     ("workers", "answers", "trouble"),
     [
-        (2, {ev.Asked: [ev.Recompute(A, A), ev.Recompute(A, A)]}, "lane is busy"),
-        (2, {ev.Asked: [ev.HeadStart(0, 0, 0), ev.Recompute(A, A)]}, "lane is busy"),
-        (1, {ev.Asked: [FETCH, ev.Recompute(A, A)], ev.ChunkArrived: [ev.Decode((A,), (0,))]}, "lane is busy"),
-        (2, {ev.Asked: [ev.Decode((A,), (0,))]}, "not all here"),
-        (2, {ev.Asked: [FETCH], ev.FirstByte: [ev.Decode((A,), (0,))]}, "not all here"),
-        (2, {ev.Asked: [FETCH], ev.ChunkArrived: [ev.Decode((A,), (1,))]}, "not all here"),
-        (2, {ev.Asked: [FETCH], ev.ChunkArrived: [ev.Release(A), ev.Decode((A,), (0,))]}, "not all here"),
-        (2, {ev.Asked: [ev.Recompute(B, B)]}, "not in the prompt"),
-        (2, {ev.Asked: [FETCH], ev.ChunkArrived: [ev.Recompute(B, B)]}, "not in the prompt"),
-        (2, {ev.Asked: [FETCH, FETCH]}, "already"),
-        (2, {ev.Asked: [FETCH], ev.ChunkArrived: [FETCH]}, "1 comes next"),
-        (2, {ev.Asked: [replace(FETCH, first=1, level=1)]}, "0 comes next"),
+        (2, {ev.LoadRequested: [ev.Recompute(A, A), ev.Recompute(A, A)]}, "lane is busy"),
+        (2, {ev.LoadRequested: [ev.ComputePrefix(0, 0, 0), ev.Recompute(A, A)]}, "lane is busy"),
+        (1, {ev.LoadRequested: [FETCH, ev.Recompute(A, A)], ev.ChunkArrived: [ev.Decode((A,), (0,))]}, "lane is busy"),
+        (2, {ev.LoadRequested: [ev.Decode((A,), (0,))]}, "not all here"),
+        (2, {ev.LoadRequested: [FETCH], ev.FirstByte: [ev.Decode((A,), (0,))]}, "not all here"),
+        (2, {ev.LoadRequested: [FETCH], ev.ChunkArrived: [ev.Decode((A,), (1,))]}, "not all here"),
+        (2, {ev.LoadRequested: [FETCH], ev.ChunkArrived: [ev.Release(A), ev.Decode((A,), (0,))]}, "not all here"),
+        (2, {ev.LoadRequested: [ev.Recompute(B, B)]}, "not in the prompt"),
+        (2, {ev.LoadRequested: [FETCH], ev.ChunkArrived: [ev.Recompute(B, B)]}, "not in the prompt"),
+        (2, {ev.LoadRequested: [FETCH, FETCH]}, "already"),
+        (2, {ev.LoadRequested: [FETCH], ev.ChunkArrived: [FETCH]}, "1 comes next"),
+        (2, {ev.LoadRequested: [replace(FETCH, first=1, level=1)]}, "0 comes next"),
     ],
 )
 def test_what_no_driver_could_do_is_refused(workers, answers, trouble):
@@ -225,4 +225,4 @@ def test_what_no_driver_could_do_is_refused(workers, answers, trouble):
     world = World(Stub(answers), constant(1e4), costs, rtt_s=0.01, workers=workers, limit_s=0.5)
     document = DocumentPlanInput((256, 256), ((100, 200), (100, 200)))
     with pytest.raises(ArgumentError, match=trouble):
-        world.run([Arrival(0.0, ((document,),), GOAL, index_s=0.001)])
+        world.run([LoadArrival(0.0, ((document,),), GOAL, index_s=0.001)])
