@@ -14,7 +14,7 @@ from kvwire.codec.format.container import parse_header
 from kvwire.codec.format.segment import SegmentState, decode_segment
 from kvwire.codec.gpu.decode import Batch, DeviceDecoder, Workspace
 from kvwire.codec.gpu.profile import on_device
-from kvwire.codec.gpu.staging import ChunkSegments, Staged
+from kvwire.codec.gpu.staging import ChunkSegments, DeviceBatch
 from kvwire.codec.prediction.text import Text
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Load:
     pieces: list[ChunkSegments]
 
     @cached_property
-    def staged(self) -> list[Staged]:
+    def staged(self) -> list[DeviceBatch]:
         """Batches on the host, as large as the decoder makes them."""
         return self.stage()
 
@@ -84,7 +84,7 @@ class Load:
             torch.cuda.synchronize(batches[0].buffer.device)  # copies run on a stream of their own
         return batches
 
-    def stage(self) -> list[Staged]:
+    def stage(self) -> list[DeviceBatch]:
         """What the host does: take segments apart and lay them out."""
         return list(self.decoder.batches(self.pieces))
 

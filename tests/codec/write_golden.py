@@ -28,7 +28,7 @@ from kvwire.codec import (
     read_profile,
 )
 from kvwire.codec.format.container import CODEC_LANES, VERSION, parse_header
-from kvwire.codec.format.segment import ChunkState, decode_segment
+from kvwire.codec.format.segment import SegmentState, decode_segment
 
 GOLDEN = Path(__file__).parent / "golden"
 STEM = f"v{VERSION[0]}.{VERSION[1]}"
@@ -55,7 +55,7 @@ def quantised(blob: bytes, profile: Profile, level: int) -> np.ndarray:
     head, chunks = parse_header(blob), []
     for row in head.info.segments:
         start, stop = head.info.chunk_span(row[0].chunk)
-        state = ChunkState(stop - start, profile.spread, profile.tables)
+        state = SegmentState(stop - start, profile.spread, profile.tables)
         for segment in row[: level + 1]:
             decode_segment(state, segment.level, head.levels[segment.level].shift, blob[segment.offset : segment.end])
         chunks.append(state.values)
