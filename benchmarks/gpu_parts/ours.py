@@ -15,7 +15,7 @@ from kvwire.codec.format.segment import SegmentState, decode_segment
 from kvwire.codec.gpu.decode import Batch, DeviceDecoder, Workspace
 from kvwire.codec.gpu.profile import on_device
 from kvwire.codec.gpu.staging import ChunkSegments, DeviceBatch
-from kvwire.codec.prediction.text import Text
+from kvwire.codec.prediction.text import TextPredictor
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,7 +52,7 @@ def profile_bytes(profile: Profile, device: torch.device) -> int:
 def decoder_of(blob: bytes, profile: Profile, out: KVCache) -> DeviceDecoder:
     """A decoder that writes into ``out``, positions from 0."""
     head = parse_header(blob)
-    return DeviceDecoder(head, Text(profile, head.info.tokens, head.info.token_ids), out, offset=0)
+    return DeviceDecoder(head, TextPredictor(profile, head.info.tokens, head.info.token_ids), out, offset=0)
 
 
 def pieces_of(blob: bytes, level: int) -> list[ChunkSegments]:

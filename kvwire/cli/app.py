@@ -296,7 +296,8 @@ def ask(
 ) -> None:
     """Answer a question over documents of a store: --docs A B C --question "..."."""
     from kvwire.runtime.corpus import Corpus
-    from kvwire.runtime.loader import Loader, LoadSettings
+    from kvwire.runtime.loader import Loader
+    from kvwire.runtime.settings import LoadSettings
     from kvwire.transport import parse_link
 
     names = [*docs, *more_docs]

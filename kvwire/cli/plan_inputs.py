@@ -226,7 +226,7 @@ class Sources:
     def settings(self) -> ControllerSettings:
         """How loads would be steered: on the machine, as the file of estimates says, or by the device."""
         from kvwire.controller.simulator import settings_for
-        from kvwire.runtime.loader import LoadSettings, controls_of
+        from kvwire.runtime.settings import LoadSettings, controls_of
 
         options = self._options
         if options.machine:
@@ -241,7 +241,8 @@ class Sources:
     def _engine_estimates(self, state: dict[str, object], age_s: float) -> Estimates:
         from kvwire.controller import Estimates
         from kvwire.controller.simulator import costs
-        from kvwire.runtime.loader import Loader, LoadSettings
+        from kvwire.runtime.loader import Loader
+        from kvwire.runtime.settings import LoadSettings
 
         if self._engine and self._corpus:
             return Loader(self._engine, self._corpus).estimates

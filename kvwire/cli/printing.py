@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvwire.errors import KvwireError
+    from kvwire.runtime.answer import Answer
     from kvwire.runtime.corpus import Encoded
-    from kvwire.runtime.loader import Answer
     from kvwire.types import BlobInfo
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from kvwire.controller import CostModel
     from kvwire.engines.transformers import TransformersEngine
-    from kvwire.runtime.loader import Answer
+    from kvwire.runtime.answer import Answer
     from kvwire.store import Store
     from kvwire.transport import LinkSettings
 

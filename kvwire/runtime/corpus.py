@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import suppress
+from copy import copy
 from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvwire.codec import AnyProfile, Backend
-    from kvwire.engines.transformers import TransformersEngine
+    from kvwire.engines.base import Engine
     from kvwire.store import Keyring, Store, UseCounts
     from kvwire.types import BlobInfo, CacheMeta, KVCache
 
@@ -99,11 +100,16 @@ class Coding:
 
 
 class Corpus:
-    """Documents of one model and one tenant in a store."""
+    """Documents of one model and one tenant in a store.
+
+    Attributes:
+        catalog: Where entries, texts and profiles are found.
+        changes: How often this object wrote anything, so that whoever keeps entries knows when to ask anew.
+    """
 
     def __init__(
         self,
-        engine: TransformersEngine,
+        engine: Engine,
         store: Store,
         *,
         tenant: str = "default",
@@ -124,6 +130,13 @@ class Corpus:
         self._scope = self.catalog.keys(self._config).root
         self._profiles: dict[str, AnyProfile] = {}
         self._reading = threading.Lock()
+        self.changes = 0
+
+    def over(self, store: Store) -> Corpus:
+        """The same corpus, read and written through another store object; profiles are shared."""
+        other = copy(self)
+        other.catalog = self.catalog.over(store)
+        return other
 
     @property
     def meta(self) -> CacheMeta:
@@ -143,6 +156,7 @@ class Corpus:
     def set_profile(self, profile: AnyProfile) -> None:
         """Store a profile and use it for what is encoded from now on."""
         profile.check_fits(self.meta)
+        self.changes += 1
         digest = self.catalog.put_profile(self._config, profile.data)
         self.catalog.set_current_profile(self._config, digest)
         self._profiles[digest] = profile
@@ -191,6 +205,7 @@ class Corpus:
         damaged, which is a CorruptError otherwise. encode_after: documents with fewer counted uses are kept as text,
         from which readers compute them; ``promote`` encodes them later.
         """
+        self.changes += 1
         due = [document for document in documents if self._is_due(document.document_id, encode_after)]
         profile, encoded = self._profile_for(due, force=force), {document.document_id for document in due}
         for document in documents:
@@ -246,8 +261,10 @@ class Corpus:
             entry = None
         if entry is None or entry.token_digest != digest_tokens(document.token_ids):
             entry = self.catalog.add_text(self._config, document.document_id, document.token_ids)
+            self.changes += 1
             return Encoded(entry, None, skipped=False, encode_s=0.0)
         self.catalog.put_text(self._config, document.token_ids)
+        self.changes += 1
         return Encoded(entry, None, skipped=True, encode_s=0.0)
 
     def _profile_for(self, documents: Sequence[Document], *, force: bool) -> AnyProfile | None:
@@ -307,6 +324,7 @@ class Corpus:
             overwrite=True,  # whatever lies there was not good enough
         )
         self.catalog.confirm(self._config, entry, document.token_ids, profile.data if profile else b"")
+        self.changes += 1
         return Encoded(entry, info, skipped=False, encode_s=time.perf_counter() - started)
 
     def _known(self, document: Document, profile: AnyProfile | None) -> Encoded | None:
@@ -336,6 +354,7 @@ class Corpus:
                 return None
             self.catalog.confirm(self._config, added, document.token_ids, profile.data if profile else b"")
             entry = added
+        self.changes += 1
         return Encoded(entry, info, skipped=True, encode_s=0.0)
 
     def _is_coded_so(self, info: BlobInfo) -> bool:

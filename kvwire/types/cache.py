@@ -163,6 +163,17 @@ class KVCache:
         return cache if kept is None else cache._pruned(kept)
 
     @classmethod
+    def zeros(cls, meta: CacheMeta, tokens: int, *, dtype: torch.dtype, device: str | torch.device = "cpu") -> KVCache:
+        """Make room for a prompt of so many tokens: positions on and from 0, no token ids."""
+        import torch
+
+        shapes = [(spec, 0 if spec.kind == "none" else tokens) for spec in meta.layers]
+        keys = [torch.zeros(s.kv_heads, n, s.key_dim, dtype=dtype, device=device) for s, n in shapes]
+        values = [torch.zeros(s.kv_heads, n, s.value_dim, dtype=dtype, device=device) for s, n in shapes]
+        placed = replace(meta, positions="on", offset=0, token_digest="", dtype=str(dtype).removeprefix("torch."))
+        return cls(keys, values, placed)
+
+    @classmethod
     def from_ragged(
         cls,
         layers: Sequence[Sequence[Entries]],

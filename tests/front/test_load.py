@@ -16,8 +16,9 @@ from kvwire.controller import events as ev
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, NotFoundError, StorageError
 from kvwire.reuse import link
 from kvwire.runtime.corpus import Corpus
-from kvwire.runtime.loader import Loader, LoadSettings, controls_of
+from kvwire.runtime.loader import Loader
 from kvwire.runtime.quality import Reference
+from kvwire.runtime.settings import LoadSettings, controls_of
 from kvwire.store.schemes import open_store
 from kvwire.transport import FetchSettings, HttpStore, Patience, parse_link, serve
 

@@ -17,7 +17,7 @@ from kvwire.controller.simulator import LoadArrival, World, constant, costs, doc
 from kvwire.errors import ArgumentError
 from kvwire.runtime.corpus import Corpus, Document
 from kvwire.runtime.estimates_file import EstimatesFile, link_key
-from kvwire.runtime.loader import LoadSettings, controls_of
+from kvwire.runtime.settings import LoadSettings, controls_of
 from kvwire.store import FolderStore
 from kvwire.whatif.break_even import FASTEST, SLOWEST
 from kvwire.whatif.plan import Details, Situation, known_link, plan_load

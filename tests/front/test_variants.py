@@ -15,8 +15,9 @@ from kvwire.controller import CostModel, DecodeCost, PrefillCost
 from kvwire.controller import events as ev
 from kvwire.errors import AuthError
 from kvwire.runtime.corpus import Coding, Corpus, Document
-from kvwire.runtime.loader import Loader, LoadSettings
+from kvwire.runtime.loader import Loader
 from kvwire.runtime.quality import Reference
+from kvwire.runtime.settings import LoadSettings
 from kvwire.store import FolderStore, MemoryStore
 from kvwire.transport import EmulatedLink
 
