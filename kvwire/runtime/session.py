@@ -8,6 +8,7 @@ profiles, texts, headers and chunks.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import random
 import threading
 from concurrent.futures import CancelledError
@@ -112,9 +113,20 @@ class Session:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._loop.set_default_executor(DaemonThreads(_READERS, "kvwire-read"))
-                self._thread = threading.Thread(target=_serve, args=(self._loop,), name="kvwire-loop", daemon=True)
+                self._thread = threading.Thread(target=self._serve, args=(self._loop,), name="kvwire-loop", daemon=True)
                 self._thread.start()
+                _RUNNING.add(self)
             return self._loop
+
+    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_forever()
+        finally:
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.run_until_complete(loop.shutdown_default_executor())
+            loop.close()
+            _RUNNING.discard(self)
 
     @property
     def http(self) -> aiohttp.ClientSession:
@@ -178,14 +190,14 @@ class Session:
         asyncio.get_running_loop().call_soon(asyncio.get_running_loop().stop)
 
 
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_forever()
-    finally:
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.run_until_complete(loop.shutdown_default_executor())
-        loop.close()
+_RUNNING: set[Session] = set()
+"""Sessions whose threads are to end before the interpreter does: one that it cuts off may take the process down."""
+
+
+@atexit.register
+def _close_all() -> None:
+    for session in tuple(_RUNNING):
+        session.close()
 
 
 class _View(Store):
