@@ -9,7 +9,7 @@ from kvwire.errors import NotFoundError
 
 if TYPE_CHECKING:
     from kvwire.controller.policies import Policy
-    from kvwire.controller.simulator.rates import RateTrace
+    from kvwire.types.rates import RateTrace
 
 _SIMPLE: dict[str, type[Policy]] = {"adaptive": Adaptive, "cachegen": CacheGen, "text": TextOnly, "raw": Raw}
 _LEVEL = "level-"

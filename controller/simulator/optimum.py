@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from kvwire.controller.costs import CostModel
     from kvwire.controller.documents import DocumentPlanInput
-    from kvwire.controller.simulator.rates import RateTrace
+    from kvwire.types.rates import RateTrace
 
     Floats = NDArray[np.float64]
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvwire.controller.simulator.models import Model
     from kvwire.controller.simulator.optimum import Optimum
     from kvwire.controller.simulator.outcome import Outcome
-    from kvwire.controller.simulator.rates import RateTrace
+    from kvwire.types.rates import RateTrace
 
 Variants = tuple[DocumentPlanInput, ...]
 

@@ -6,8 +6,8 @@ import json
 from math import isfinite
 from typing import Any, NoReturn
 
-from kvwire.controller.simulator.rates import RateTrace
 from kvwire.errors import CorruptError
+from kvwire.types.rates import RateTrace
 
 _MAX_CHARACTERS = 16 << 20
 _MAX_PIECES = 200_000

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from kvwire.controller.costs import CostModel
     from kvwire.controller.documents import DocumentPlanInput
     from kvwire.controller.settings import Goal
-    from kvwire.controller.simulator.rates import RateTrace
     from kvwire.types import Decision
+    from kvwire.types.rates import RateTrace
 
 _REPORT_S = 0.005
 _SELDOM_S = 0.1  # well within what counts as a stall

@@ -14,8 +14,8 @@ from kvwire.controller import (
     PrefillCost,
 )
 from kvwire.controller import events as ev
-from kvwire.controller.simulator.rates import RateTrace
 from kvwire.controller.simulator.world import World
+from kvwire.types.rates import RateTrace
 
 MB = 1e6
 RTT_S = 0.01

@@ -9,10 +9,10 @@ import pytest
 from kvwire.controller import Controller, ControllerSettings, DocumentPlanInput, Estimates, Goal
 from kvwire.controller import events as ev
 from kvwire.controller.policies import Fixed
-from kvwire.controller.simulator.rates import RateTrace
 from kvwire.controller.simulator.world import LoadArrival, Trouble
 from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId
+from kvwire.types.rates import RateTrace
 
 from .playing import COSTS, MB, RTT_S, document, play
 
