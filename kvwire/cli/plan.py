@@ -1,4 +1,4 @@
-"""``kvwire plan``: what a load would do, why, and what else there is. Of blobs, nothing but heads is read."""
+"""``kvwire plan``: what a load would do, why, and what else there is. Of blobs, nothing but headers is read."""
 
 from __future__ import annotations
 

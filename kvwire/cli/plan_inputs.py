@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvwire.runtime.corpus import Corpus
     from kvwire.store import Catalog, CatalogEntry, Store
     from kvwire.types import BlobInfo
-    from kvwire.whatif.plan import Details
+    from kvwire.whatif.records import Details
 
 _BLOB = ".kvw"
 _MOST_TOKENS = 1 << 22
@@ -123,7 +123,7 @@ class Sources:
     # Documents.
 
     def prompt(self) -> Prompt:
-        """The documents; only their heads are read."""
+        """The documents; only their headers are read."""
         options = self._options
         if options.context is not None:
             return self._made_up(options.context)
@@ -133,7 +133,7 @@ class Sources:
     def _made_up(self, context: str) -> Prompt:
         """Documents of equal lengths with sizes as measured."""
         from kvwire.controller.simulator import costs, documents_for, measured
-        from kvwire.whatif.plan import Details
+        from kvwire.whatif.records import Details
 
         tokens, count = read_tokens(context, _MOST_TOKENS), self._options.documents
         if tokens < count:
@@ -181,10 +181,10 @@ class Sources:
             raise MismatchError(msg)
 
     def _details(self, heads: list[BlobInfo | int]) -> Details:
-        """What heads tell beyond what planning needs."""
+        """What headers tell beyond what planning needs."""
         from kvwire.controller import DecodeCost
         from kvwire.controller.simulator import costs
-        from kvwire.whatif.plan import Details
+        from kvwire.whatif.records import Details
 
         infos = [head for head in heads if not isinstance(head, int)]
         levels = max((info.levels for info in infos), key=len, default=())
@@ -206,7 +206,7 @@ class Sources:
     def estimates(self) -> Estimates:
         """Of the engine or machine, and of the link that was named or is remembered."""
         from kvwire.runtime.estimates_file import EstimatesFile, link_key
-        from kvwire.whatif.plan import known_link
+        from kvwire.whatif.situation import known_link
 
         link = read_link(self._options.link) if self._options.link else None
         state: dict[str, object] = {"version": 1}

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from kvwire.controller import ControllerSettings, Estimates
     from kvwire.errors import KvwireError
     from kvwire.whatif.break_even import BreakEven
-    from kvwire.whatif.plan import LoadPlan, PlannedChunk, Prediction
+    from kvwire.whatif.plan import LoadPlan
+    from kvwire.whatif.records import PlannedChunk, Prediction
 
 _MOST_RUNS = 40
 _NAME = 28
@@ -75,7 +76,8 @@ def describe_plan(names: Sequence[str], plan: LoadPlan) -> dict[str, Any]:
 
 def _described(prediction: Prediction) -> dict[str, Any]:
     quality = prediction.quality_db
-    return {**asdict(prediction), "quality_db": quality if isfinite(quality) else None}
+    old = {"heads_s": prediction.headers_s, "link_s": prediction.fetch_s}  # keys of version 0.1, until 0.2
+    return {**asdict(prediction), **old, "quality_db": quality if isfinite(quality) else None}
 
 
 def _action(chunk: PlannedChunk) -> str:
@@ -101,7 +103,7 @@ def _verdict(plan: LoadPlan) -> Iterator[str]:
         yield f"Fetches all {total} chunks at {levels}."
     kl = "" if made.kl is None else f", expected KL {made.kl:.1e} nats"
     yield f"{_size(made.bytes)} of chunks, error {made.error:.2g} ({_decibels(made)}){kl}."
-    parts = (("heads", made.heads_s), ("fetching", made.link_s), ("decoding", made.decode_s),
+    parts = (("headers", made.headers_s), ("fetching", made.fetch_s), ("decoding", made.decode_s),
              ("recomputing", made.prefill_s), ("closing", made.closing_s))  # fmt: skip
     yield f"{', '.join(f'{name} {_time(seconds)}' for name, seconds in parts)} (parts overlap)."
     if not made.played:

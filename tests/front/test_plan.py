@@ -20,7 +20,9 @@ from kvwire.runtime.estimates_file import EstimatesFile, link_key
 from kvwire.runtime.loader import LoadSettings, controls_of
 from kvwire.store import FolderStore
 from kvwire.whatif.break_even import FASTEST, SLOWEST
-from kvwire.whatif.plan import Details, Situation, known_link, plan_load
+from kvwire.whatif.plan import plan_load
+from kvwire.whatif.records import Details
+from kvwire.whatif.situation import Situation, known_link
 
 MODEL, MACHINE = model_named("llama-3.1-8b"), machine_named("h100")
 COSTS = costs(MODEL, MACHINE)
@@ -66,7 +68,7 @@ def test_the_plan_is_what_a_load_then_does(prompt, goal):
     assert prediction.recomputed + sum(prediction.levels) == 7644
     assert sum(chunk.bytes for chunk in plan.chunks) == outcome.received - outcome.wasted
     assert prediction.closing_s == pytest.approx(outcome.ttft_s - outcome.ready_s)
-    for part in (prediction.link_s, prediction.decode_s, prediction.prefill_s):
+    for part in (prediction.fetch_s, prediction.decode_s, prediction.prefill_s):
         assert 0 <= part <= outcome.ready_s
 
 
@@ -290,7 +292,9 @@ def test_real_heads_are_planned_without_weights(run, small, folder, estimates):
         (names[chunk.document], chunk.chunk, chunk.level) for chunk in plan.chunks
     ]
     assert all((row["action"] == "recompute") == (row["level"] is None) for row in report["chunks"])
-    assert report["prediction"]["heads_s"] == pytest.approx(0.01 + details.header_bytes / 5000)
+    assert report["prediction"]["headers_s"] == pytest.approx(0.01 + details.header_bytes / 5000)
+    for new, old in (("headers_s", "heads_s"), ("fetch_s", "link_s")):  # both spellings for one version
+        assert report["prediction"][new] == report["prediction"][old]
     kl = [level.predicted_kl for level in infos[0].levels]
     level_1 = next(each for each in report["alternatives"] if each["name"].startswith("level 1"))
     assert min(kl) < report["prediction"]["kl"] <= max(level.predicted_kl for i in infos for level in i.levels)
