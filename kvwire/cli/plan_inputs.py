@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvwire.cli.engines import open_engine
 from kvwire.cli.inputs import read_file_head, read_link, read_machine, read_shape, read_tokens
 from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError, StorageError
 
@@ -117,7 +118,7 @@ class Sources:
         self._engine: TransformersEngine | None = None
         self._corpus: Corpus | None = None
         if not options.is_modelled:
-            self._engine = _engine(options.model or "", options.device, options.dtype)
+            self._engine = open_engine(options.model or "", options.device, options.dtype)
             self._corpus = Corpus(self._engine, store or MemoryStore(), **place.whose())
 
     # Documents.
@@ -289,15 +290,6 @@ def _entry(catalog: Catalog, config: str, name: str) -> CatalogEntry:
         msg = f"{name!r} is not in {catalog.store.url}; see kvwire store ls, --tenant and --config"
         raise NotFoundError(msg)
     return next(iter(found.values()))
-
-
-def _engine(model: str, device: str, dtype: str) -> TransformersEngine:
-    import torch
-
-    from kvwire.engines.transformers import open_engine
-
-    usual = torch.float32 if device == "cpu" else None
-    return open_engine(model, device=device, dtype=usual if dtype == "auto" else getattr(torch, dtype))
 
 
 def _read_plan(path: Path) -> dict[str, Any]:

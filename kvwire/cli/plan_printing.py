@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvwire.cli.failures import error_as_data
 from kvwire.cli.plan_inputs import COMPUTE
-from kvwire.cli.printing import described
 from kvwire.whatif.break_even import FASTEST, SLOWEST
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def print_plan(
     if as_json:
         compute = {name: getattr(settings, name) for name in COMPUTE}
         made_with = {"estimates": estimates.to_state(), "compute": compute}
-        shown = describe_plan(names, plan) | made_with | described(error)
+        shown = describe_plan(names, plan) | made_with | error_as_data(error)
         click.echo(json.dumps(shown, allow_nan=False))
         return
     for line in (*_verdict(plan), *_chunk_table(names, plan)):

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvwire.cli.failures import error_as_data
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -46,11 +48,6 @@ def describe(info: BlobInfo) -> dict[str, Any]:
     }
 
 
-def described(error: KvwireError | None) -> dict[str, Any]:
-    """An error as plain data; nothing for None."""
-    return {"error": {"kind": type(error).__name__, "message": str(error)}} if error else {}
-
-
 def print_encoded(
     done: Sequence[Encoded], failures: dict[str, str], *, as_json: bool, error: KvwireError | None = None
 ) -> None:
@@ -61,7 +58,7 @@ def print_encoded(
             | (describe(e.blob) if e.blob else {"tokens": e.entry.tokens, "text_only": e.entry.is_text})
             for e in done
         ]
-        click.echo(json.dumps({"documents": rows, "failures": failures} | described(error)))
+        click.echo(json.dumps({"documents": rows, "failures": failures} | error_as_data(error)))
     else:
         for e in done:
             levels = "  ".join(f"{name} {size / 1e3:.0f} kB" for name, size in e.entry.levels) or "kept as text"
@@ -99,7 +96,7 @@ def print_answer(names: Sequence[str], answer: Answer, *, as_json: bool, error: 
     """Decisions, misses, where the time went, and the text."""
     timing = answer.timing
     if as_json:
-        click.echo(json.dumps(_described_answer(names, answer) | described(error)))
+        click.echo(json.dumps(_described_answer(names, answer) | error_as_data(error)))
         return
     for decision in answer.decisions:
         what = "recompute" if decision.action == "recompute" else f"level {decision.level}"
