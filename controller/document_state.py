@@ -178,7 +178,7 @@ class DocumentState:
         return among(self.state, VALID)
 
     @property
-    def head_s_share(self) -> float:
+    def prefix_share_left(self) -> float:
         """Share of the document's forward pass that is still needed before anything of it can be decoded."""
         return 0.0 if self.prefix_done or self.prefix_running else self.input.prefix_share
 

@@ -39,7 +39,7 @@ class Columns:
     chunk has. top: finest level that can be fetched, -1 for none ``[n]``. finest: the document's finest ``[n]``.
     exact_error: what a recomputed chunk counts with: its own finest error, 0 without a blob ``[n]``.
     can_text: the chunk can be recomputed ``[n]``.
-    head_s: seconds of head start that its document still needs if any of it is fetched ``[n]``.
+    prefix_s: seconds of head start that its document still needs if any of it is fetched ``[n]``.
     """
 
     document: Ints
@@ -52,7 +52,7 @@ class Columns:
     finest: Ints
     exact_error: Floats
     can_text: Flags
-    head_s: Floats
+    prefix_s: Floats
 
     @property
     def count(self) -> int:
@@ -124,7 +124,7 @@ class PlanRequest:
     """Everything that a plan depends on.
 
     chunks: nothing has been started for them. refinable: under way or ready, but could be better; None where the goal
-    does not ask for that. promised: see there. costs: those of decoding are of a chunk among many.
+    does not ask for that. committed: see there. costs: those of decoding are of a chunk among many.
     left_s: seconds until the first token is due, None for no deadline; the reserve is taken off already.
     prompt_tokens: of all documents. bandwidth, bandwidth_low: bytes per second, expected and to rely on.
     lead_s: until the link delivers again, at most one time to first byte. ttfb_s, parallel: what a request waits, and
@@ -138,7 +138,7 @@ class PlanRequest:
     bandwidth_low: float
     prompt_tokens: int
     refinable: UpgradeCandidates | None = None
-    promised: CommittedWork = field(default_factory=CommittedWork)
+    committed: CommittedWork = field(default_factory=CommittedWork)
     left_s: float | None = None
     lead_s: float = 0.0
     ttfb_s: float = 0.0
@@ -183,7 +183,7 @@ class Policy(Protocol):
 
         True: a fetch is given up where recomputing is sooner, and a forward pass is kept short enough for plans to
         change their minds. False: fetches run to their end, passes are as long as the plan allows, and ``simulate``
-        lifts the patience that would give fetches up on slow links.
+        waits for fetches on slow links as long as they take.
         """
         ...
 

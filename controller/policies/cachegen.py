@@ -43,7 +43,7 @@ class CacheGen:
         bandwidth = max(request.bandwidth, SLOWEST)
         chunks, costs = request.chunks, request.costs
         floor = request.goal.floor
-        text_s = request.promised.prefill_s + float(prefill_s(request)[chunks.can_text].sum())
+        text_s = request.committed.prefill_s + float(prefill_s(request)[chunks.can_text].sum())
         sizes = [chunks.bytes_at(chunks.level_for(level)).sum() for level in _levels(request)]
         fetch_s = [float(size) / bandwidth for size in sizes]
         if request.left_s is None:

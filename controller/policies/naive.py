@@ -46,13 +46,13 @@ def finish_naive(request: PlanRequest, target: int, levels: Ints, split: int, ba
         link += sum(wire for wire, _ in raised)
         arrivals.append((link, sum(work for _, work in raised)))
     documents = {int(chunks.document[column]) for column in tail}
-    heads = {int(d): float(s) for d, s in zip(chunks.document, chunks.head_s, strict=True) if int(d) in documents}
-    now += request.promised.prefill_s + sum(heads.values())
+    heads = {int(d): float(s) for d, s in zip(chunks.document, chunks.prefix_s, strict=True) if int(d) in documents}
+    now += request.committed.prefill_s + sum(heads.values())
     if request.workers == 1:
         waiting = [(link, late)] if late else []
-        end = _play(now + request.promised.decode_s, sorted([*arrivals, *waiting]))
+        end = _play(now + request.committed.decode_s, sorted([*arrivals, *waiting]))
     else:
-        decoding = _play(request.promised.decode_s, arrivals)
+        decoding = _play(request.committed.decode_s, arrivals)
         end = max(decoding, max(now, link) + late if late else now)
     return end + request.costs.closing_s(request.prompt_tokens)
 
@@ -61,12 +61,12 @@ def _arrivals(
     request: PlanRequest, sizes: list[int], tail: list[int], bandwidth: float
 ) -> tuple[list[tuple[float, float]], float]:
     """``(arrival, work)`` in the order of the link, and when the link has delivered all of it."""
-    promised, at = request.promised, request.lead_s
+    committed, at = request.committed, request.lead_s
     arrivals = []
-    for left, work in zip(promised.wire, promised.work_s, strict=True):
+    for left, work in zip(committed.wire, committed.work_s, strict=True):
         at += float(left) / max(bandwidth, SLOWEST)
         arrivals.append((at, float(work)))
-    at += promised.ahead_bytes / max(bandwidth, SLOWEST)
+    at += committed.ahead_bytes / max(bandwidth, SLOWEST)
     for column, size in zip(tail, sizes, strict=True):
         at += _wire_s(request, size, bandwidth)
         arrivals.append((at, _decode_s(request, int(request.chunks.tokens[column]), size)))

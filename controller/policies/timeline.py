@@ -100,19 +100,19 @@ class Timeline:
     def _lanes(self, wire: Floats, work: Floats, bandwidth: float, raised: Raised) -> tuple[Floats, Floats]:
         """Ends of the link and of a decode lane that does nothing else, for every split ``[targets, n + 1]``."""
         request = self._request
-        promised = request.promised
-        begun = request.lead_s + np.cumsum(promised.wire) / max(bandwidth, SLOWEST)  # arrivals of open requests
-        done = np.cumsum(promised.work_s)
+        committed = request.committed
+        begun = request.lead_s + np.cumsum(committed.wire) / max(bandwidth, SLOWEST)  # arrivals of open requests
+        done = np.cumsum(committed.work_s)
         # The largest arrival minus the work that arrived before it: what arrives later only adds to both.
-        head = float(np.max(begun - (done - promised.work_s), initial=-np.inf))
+        head = float(np.max(begun - (done - committed.work_s), initial=-np.inf))
         busy = float(done[-1]) if len(done) else 0.0
         last = float(begun[-1]) if len(begun) else request.lead_s
-        last += promised.ahead_bytes / max(bandwidth, SLOWEST)
+        last += committed.ahead_bytes / max(bandwidth, SLOWEST)
         link = last + self._cumulated(self._sorted(wire))
         tail = self._cumulated(self._sorted(work))
         gaps = np.full(link.shape, head)
         np.maximum.accumulate(link[:, 1:] - tail[:, :-1] - busy, axis=1, out=gaps[:, 1:])
-        self._work = promised.decode_s + busy + tail + raised.decode_s[:, None]
+        self._work = committed.decode_s + busy + tail + raised.decode_s[:, None]
         arrivals = np.maximum(gaps, head) + busy + tail
         last_s = np.where(raised.wire_s > 0, raised.wire_s, -np.inf)[:, None] + link
         link = link + raised.wire_s[:, None]
@@ -130,7 +130,7 @@ class Timeline:
         cold = np.where(fetched | lost, 0.0, seconds).sum(axis=1, keepdims=True)
         heads = self._heads(fetched)
         if not lost.any():
-            return request.promised.prefill_s + front + cold + heads, np.zeros(self.finish_shape)
+            return request.committed.prefill_s + front + cold + heads, np.zeros(self.finish_shape)
         # Lost chunks behind the first one fetched wait; those before it belong to the front.
         after = np.zeros((len(fetched), chunks.count + 1))
         after[:, :-1] = np.cumsum(np.where(lost, seconds, 0.0)[:, ::-1], axis=1)[:, ::-1]
@@ -140,7 +140,7 @@ class Timeline:
         lead = np.minimum.accumulate(lead, axis=1)
         late = np.take_along_axis(after, lead, axis=1)
         front += after[:, :1] - late
-        return request.promised.prefill_s + front + cold + heads, late
+        return request.committed.prefill_s + front + cold + heads, late
 
     @property
     def finish_shape(self) -> tuple[int, int]:
@@ -150,11 +150,11 @@ class Timeline:
     def _heads(self, fetched: NDArray[np.bool_]) -> Floats:
         """Head starts of documents of which anything is fetched, for every split ``[targets, n + 1]``."""
         chunks = self._request.chunks
-        if not chunks.head_s.any():
+        if not chunks.prefix_s.any():
             return np.zeros(self.finish_shape)
         in_order = np.broadcast_to(chunks.document, self.order.shape)
         document = np.take_along_axis(in_order, self.order, axis=1)
-        seconds = self._sorted(np.where(fetched, chunks.head_s, 0.0))
+        seconds = self._sorted(np.where(fetched, chunks.prefix_s, 0.0))
         # Documents are fetched one after another, apart from forced chunks: each counts where it first appears.
         first = np.ones(document.shape, np.bool_)
         for row, documents in enumerate(document):

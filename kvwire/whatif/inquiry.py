@@ -107,7 +107,7 @@ class Inquiry:
         asked = patient.asked
         left_s = None if asked.left_s is None else asked.left_s + (asked.now - since_s)
         request = replace(asked, left_s=left_s, now=since_s)
-        inputs = tuple(board.input for board in controller.loads[0].boards)
+        inputs = tuple(doc.input for doc in controller.loads[0].docs)
         return Answered(request, policy.plan(request), inputs)
 
     def _informed(
