@@ -24,11 +24,17 @@ _RAISABLE = (_S.FETCHING, _S.ARRIVED, _S.DECODING, _S.READY, _S.REFINING, _S.REF
 class ChunkTable:
     """All chunks of some documents; n in all. What never changes is laid out once, and again for other variants.
 
-    where: position of each one's document in the list ``[n]``. chunk: its number there ``[n]``.
+    Attributes:
+        where: Position of each one's document in the list ``[n]``.
+        chunk: Its number there ``[n]``.
     """
 
     def __init__(self, docs: Sequence[DocumentState]) -> None:
-        """Lay out what never changes."""
+        """Lay out what never changes.
+
+        Args:
+            docs: States of the documents.
+        """
         self._boards = docs
         counts = [doc.count for doc in docs]
         levels = max((len(doc.sizes) for doc in docs), default=1)
@@ -56,7 +62,11 @@ class ChunkTable:
     def open(self, prefix_s: dict[int, float]) -> tuple[Columns, Ints]:
         """Chunks that nothing was started for, and which of all they are.
 
-        prefix_s: seconds of head start that documents still need, by number.
+        Args:
+            prefix_s: Seconds of computing prefix layers that documents still need, by number.
+
+        Returns:
+            The chunks as columns, and their positions among all.
         """
         picked = np.flatnonzero(self._joined("state", np.uint8) == _S.PLANNED)
         columns = Columns(
@@ -75,7 +85,14 @@ class ChunkTable:
         return columns, picked
 
     def refinable(self, ceiling: int | None) -> tuple[UpgradeCandidates, Ints]:
-        """Chunks of layered blobs that have a finer level than was asked for, up to a ceiling; and which they are."""
+        """Chunks of layered blobs that have a finer level than was asked for, up to a ceiling; and which they are.
+
+        Args:
+            ceiling: Finest level that is worth waiting for; None: any.
+
+        Returns:
+            The candidates, and their positions among all chunks.
+        """
         state, level = self._joined("state", np.uint8), self._joined("level", np.int64)
         top = self._joined("top", np.int64)
         most = top if ceiling is None else np.minimum(top, ceiling)

@@ -35,8 +35,7 @@ class Controller:
     event that cannot happen in the present state raises ArgumentError and changes nothing; what is still reported of a
     cancelled fetch or of a load that is over is ignored.
 
-    record: called with every event and its instructions; feeding the events to an equal new controller gives the same
-    instructions, see ``replay``. Estimates are updated in place and may serve other controllers of the same link.
+    Feeding the recorded events to an equal new controller gives the same instructions, see ``replay``.
     """
 
     def __init__(
@@ -47,7 +46,14 @@ class Controller:
         *,
         record: Callable[[ev.LogEntry], object] | None = None,
     ) -> None:
-        """Start without loads."""
+        """Start without loads.
+
+        Args:
+            estimates: Updated in place; they may serve other controllers of the same link.
+            settings: How loads are steered.
+            policy: By default kvwire's own.
+            record: Called with every event and its instructions.
+        """
         self.estimates = estimates
         self._loads: dict[int, Load] = {}
         self._newest = -1
@@ -73,7 +79,18 @@ class Controller:
         return self._dispatch.wake_at(self._now)
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Instruction]:
-        """Take in one event at ``now`` seconds of any clock that never goes back; returns what to do."""
+        """Take in one event.
+
+        Args:
+            event: What happened.
+            now: The instant, in seconds of any clock that never goes back.
+
+        Returns:
+            What to do, in this order.
+
+        Raises:
+            ArgumentError: The event cannot happen in the present state; nothing has changed.
+        """
         if not isfinite(now) or now < self._now:
             msg = f"time must be finite and never go back: {now} after {self._now}"
             raise ArgumentError(msg)
@@ -333,7 +350,15 @@ def _check_seconds(seconds: float) -> None:
 
 
 def replay(log: list[ev.LogEntry], controller: Controller) -> None:
-    """Feed a log's events to a new controller; raises ArgumentError at the first instruction that differs."""
+    """Feed a log's events to a new controller.
+
+    Args:
+        log: What a controller recorded.
+        controller: A new one with equal settings, estimates and policy.
+
+    Raises:
+        ArgumentError: An instruction differs from the log's.
+    """
     for number, entry in enumerate(log):
         given = tuple(controller.handle(entry.event, entry.now))
         if given != entry.instructions:

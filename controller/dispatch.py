@@ -42,7 +42,14 @@ class Dispatcher(Resources):
     def __init__(
         self, estimates: Estimates, settings: ControllerSettings, policy: Policy, loads: dict[int, Load]
     ) -> None:
-        """Start idle. loads: those under way, by number; ended ones are taken out."""
+        """Start idle.
+
+        Args:
+            estimates: Of link and engine.
+            settings: How loads are steered.
+            policy: Decides.
+            loads: Those under way, by number; ended ones are taken out.
+        """
         super().__init__(estimates, settings, loads)
         self._policy = policy
 
@@ -57,7 +64,13 @@ class Dispatcher(Resources):
         return max(now, min([self.link.stalls_at, regular, *(cut for cut in cuts if cut > now)]))
 
     def add(self, load: Load, doc: DocumentState, now: float) -> None:
-        """Choose a new document's variant, and leave out levels that would never fit into memory."""
+        """Choose a new document's variant, and leave out levels that would never fit into memory.
+
+        Args:
+            load: Whose document it is.
+            doc: State of the document.
+            now: The instant, in seconds of the controller's clock.
+        """
         if len(doc.variants) > 1:
             self._choose(doc, min(range(len(doc.variants)), key=lambda each: self._score(load, doc, each, now)))
         else:
@@ -83,7 +96,12 @@ class Dispatcher(Resources):
     # What comes next.
 
     def act(self, now: float, out: list[ev.Instruction]) -> None:
-        """End loads that are over, then give free lanes and the link something to do."""
+        """End loads that are over, then give free lanes and the link something to do.
+
+        Args:
+            now: The instant, in seconds of the controller's clock.
+            out: Instructions are appended to it.
+        """
         for load in list(self._loads.values()):
             self._conclude(load, now, out)
         if not self._loads:
@@ -346,7 +364,12 @@ class Dispatcher(Resources):
         return f"in time by {left:.3f} s" if left >= 0 else f"late by {-left:.3f} s"
 
     def end(self, load: Load, out: list[ev.Instruction]) -> None:
-        """Take a load out: its fetches are cancelled and its bytes forgotten."""
+        """Take a load out: its fetches are cancelled and its bytes forgotten.
+
+        Args:
+            load: Which one.
+            out: Instructions are appended to it.
+        """
         for doc, chunk in load.having(_S.FETCHING, _S.REFINING):
             self.link.drop(doc.id(chunk))
             out.append(ev.Cancel(doc.id(chunk), "nobody waits for it any more"))

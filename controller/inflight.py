@@ -18,7 +18,16 @@ _MOST_DOUBLINGS = 6
 
 @dataclass(eq=False)
 class InflightFetch:
-    """One open fetch. size, left: bytes of it, and those still to come. decode_s: what decoding will take then."""
+    """One open fetch.
+
+    Attributes:
+        chunk: Which chunk.
+        size: Bytes of it.
+        left: Bytes that are still to come.
+        asked: Instant of the request.
+        until: Instant after which it is of no use.
+        decode_s: What decoding will take then.
+    """
 
     chunk: ChunkId
     size: int
@@ -32,7 +41,12 @@ class Link:
     """Open fetches and what the estimators make of them. Times are the controller's, in seconds."""
 
     def __init__(self, estimates: Estimates, stall_s: float) -> None:
-        """Start idle."""
+        """Start idle.
+
+        Args:
+            estimates: Of link and engine.
+            stall_s: Seconds without a byte after which the link counts as dead.
+        """
         self._estimates = estimates
         self._stall_s = stall_s
         self.fetches: list[InflightFetch] = []
@@ -73,7 +87,12 @@ class Link:
         self.fetches = [fetch for fetch in self.fetches if fetch.chunk != chunk]
 
     def arrived(self, chunk: ChunkId, now: float) -> None:
-        """Note that a fetch has brought what was asked for."""
+        """Note that a fetch has brought what was asked for.
+
+        Args:
+            chunk: Which chunk.
+            now: The instant, in seconds of the controller's clock.
+        """
         fetch = next((fetch for fetch in self.fetches if fetch.chunk == chunk), None)
         if fetch is None:
             return
@@ -90,7 +109,17 @@ class Link:
             self._estimates.ttfb.add(seconds)
 
     def progress(self, size: int, started: float, ended: float, chunk: ChunkId | None) -> None:
-        """Take in bytes that came."""
+        """Take in bytes that came.
+
+        Args:
+            size: Bytes.
+            started: When they began to come.
+            ended: When the last of them had come.
+            chunk: Whose bytes; None: nobody knows.
+
+        Raises:
+            ArgumentError: The number of bytes is not finite.
+        """
         if not isfinite(size):
             msg = f"a transfer needs a finite number of bytes, got {size}"
             raise ArgumentError(msg)
@@ -155,7 +184,12 @@ class Link:
         return 0.0 if self._flowing else max(0.0, self._estimates.ttfb.value - (now - self._since))
 
     def arrival_s(self, chunk: ChunkId, now: float) -> float:
-        """Seconds until an open fetch should have arrived; infinite on a dead link."""
+        """Seconds until an open fetch should have arrived; infinite on a dead link.
+
+        Args:
+            chunk: Which chunk.
+            now: The instant, in seconds of the controller's clock.
+        """
         if self.bandwidth <= 0:
             return inf
         ahead = 0

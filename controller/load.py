@@ -27,16 +27,28 @@ Place = tuple[DocumentState, int]
 
 
 class Load:
-    """A prompt on its way. due: instant of the deadline, infinite without one.
+    """A prompt on its way.
 
-    first_s: what its first complete plan expected. began: number of the last thing begun for it.
-    known_since: instant at which the first document was known. plan: the latest; planned_at: when it was made.
-    waiting: chunks that it fetches, next one first. refine: the refinements that it names. compute_s: seconds of
-    recomputation that it holds. fallbacks: chunks for which a fetch or decode was given up for recomputation.
+    Attributes:
+        due: Instant of the deadline, infinite without one.
+        first_s: What its first complete plan expected.
+        began: Number of the last thing begun for it.
+        known_since: Instant at which the first document was known.
+        plan: The latest.
+        planned_at: When that was made.
+        waiting: Chunks that it fetches, next one first.
+        refine: The refinements that it names.
+        compute_s: Seconds of recomputation that it holds.
+        fallbacks: Chunks for which a fetch or decode was given up for recomputation.
     """
 
     def __init__(self, asked: LoadRequested, now: float) -> None:
-        """Lay the load out; its documents come later."""
+        """Lay the load out; its documents come later.
+
+        Args:
+            asked: What was asked for.
+            now: The instant, in seconds of the controller's clock.
+        """
         if asked.documents < 1 or asked.query_tokens < 0:
             msg = f"a load needs at least one document and a question of 0 tokens or more, got {asked}"
             raise ArgumentError(msg)
@@ -58,7 +70,19 @@ class Load:
         self._laid_out: list[tuple[int, int]] | None = None
 
     def add(self, number: int, variants: tuple[DocumentPlanInput, ...], now: float) -> DocumentState:
-        """Make a document known. Raises ArgumentError where it is known already or not of this load."""
+        """Make a document known.
+
+        Args:
+            number: Of the document in the prompt.
+            variants: The same document as blobs coded for different prefix layers; usually one.
+            now: The instant, in seconds of the controller's clock.
+
+        Returns:
+            Its state.
+
+        Raises:
+            ArgumentError: The document is known already or is none of this load.
+        """
         if not 0 <= number < len(self._slots) or self._slots[number] is not None:
             msg = f"load {self.number} has no document {number} whose index is still missing"
             raise ArgumentError(msg)
@@ -69,7 +93,17 @@ class Load:
         return doc
 
     def doc(self, document: int) -> DocumentState:
-        """A document that is known. Raises ArgumentError for others."""
+        """A document that is known.
+
+        Args:
+            document: Number of the document in the prompt.
+
+        Returns:
+            Its state.
+
+        Raises:
+            ArgumentError: The document is not known.
+        """
         doc = self._slots[document] if 0 <= document < len(self._slots) else None
         if doc is None:
             msg = f"document {document} of load {self.number} is not known"
@@ -136,7 +170,13 @@ class Load:
         )
 
     def follow(self, plan: Plan, request: PlanRequest, now: float) -> None:
-        """Take over a plan for the request made last."""
+        """Take over a plan for the request made last.
+
+        Args:
+            plan: The plan.
+            request: That it answers.
+            now: The instant, in seconds of the controller's clock.
+        """
         self.plan, self.planned_at = plan, now
         where, chunk = self._columns.where[self._open].tolist(), self._columns.chunk[self._open].tolist()
         levels = plan.levels.tolist()
@@ -150,7 +190,12 @@ class Load:
         self.refine = [(self.docs[self._columns.where[at]], int(self._columns.chunk[at])) for at in places]
 
     def next_pass(self, costs: CostModel, limit_s: float) -> tuple[DocumentState, list[int]] | None:
-        """Chunks of the first forward pass that can run now and that the plan wants; None where there is none."""
+        """Chunks of the first forward pass that can run now and that the plan wants; None where there is none.
+
+        Args:
+            costs: What computing costs.
+            limit_s: Seconds that the pass may take, unless one chunk takes longer.
+        """
         for at, doc in enumerate(self.docs):
             wanted = self.recompute.get(at)
             first = doc.ready_before() if wanted else doc.count
@@ -166,12 +211,22 @@ class Load:
         return None
 
     def fetch_instead(self, doc: DocumentState, chunk: int) -> None:
-        """Fetch a chunk that the plan would have recomputed, at the quality floor."""
+        """Fetch a chunk that the plan would have recomputed, at the quality floor.
+
+        Args:
+            doc: State of the document.
+            chunk: Number of the chunk.
+        """
         self.recompute[self.docs.index(doc)].discard(chunk)
         self.waiting.append((doc, chunk, min(self.goal.floor, int(doc.top[chunk]))))
 
     def reason(self, doc: DocumentState, chunk: int) -> str:
-        """Why the plan does with a chunk what it does."""
+        """Why the plan does with a chunk what it does.
+
+        Args:
+            doc: State of the document.
+            chunk: Number of the chunk.
+        """
         if (self.docs.index(doc), chunk) in self.upgraded:
             return "upgraded: time is left"
         return self.plan.reason if self.plan else ""

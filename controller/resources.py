@@ -22,13 +22,22 @@ _S = ChunkState
 
 
 class Resources:
-    """One link, two lanes and a bound on bytes. held: bytes asked for, arrived or kept.
+    """One link, two lanes and a bound on bytes.
 
-    turns: things begun so far. backlog_s: seconds of decoding for what has arrived, None where that has to be counted.
+    Attributes:
+        held: Bytes asked for, arrived or kept.
+        turns: Things begun so far.
+        backlog_s: Seconds of decoding for what has arrived, None where that has to be counted.
     """
 
     def __init__(self, estimates: Estimates, settings: ControllerSettings, loads: dict[int, Load]) -> None:
-        """Start idle."""
+        """Start idle.
+
+        Args:
+            estimates: Of link and engine.
+            settings: How loads are steered.
+            loads: Loads under way, by number; ended ones are taken out.
+        """
         self._estimates, self._settings, self._loads = estimates, settings, loads
         self.link = Link(estimates, settings.stall_s)
         self.lanes = ComputeLanes(settings.workers)
@@ -42,18 +51,37 @@ class Resources:
         return self.turns
 
     def hold(self, doc: DocumentState, chunk: int, size: int) -> None:
-        """Note how many bytes are held for a chunk from now on."""
+        """Note how many bytes are held for a chunk from now on.
+
+        Args:
+            doc: State of the document.
+            chunk: Number of the chunk.
+            size: Bytes.
+        """
         self.held += size - int(doc.held[chunk])
         doc.held[chunk] = size
 
     def release(self, doc: DocumentState, chunk: int, out: list[ev.Instruction]) -> None:
-        """Forget a chunk's bytes."""
+        """Forget a chunk's bytes.
+
+        Args:
+            doc: State of the document.
+            chunk: Number of the chunk.
+            out: Instructions are appended to it.
+        """
         if doc.held[chunk]:
             self.hold(doc, chunk, 0)
             out.append(ev.Release(doc.id(chunk)))
 
     def keep_or_release(self, load: Load, doc: DocumentState, chunk: int, out: list[ev.Instruction]) -> None:
-        """Forget a decoded chunk's bytes unless a refinement may build on them."""
+        """Forget a decoded chunk's bytes unless a refinement may build on them.
+
+        Args:
+            load: Whose chunk it is.
+            doc: State of the document.
+            chunk: Number of the chunk.
+            out: Instructions are appended to it.
+        """
         goal = load.goal
         finest = int(doc.top[chunk]) if goal.ceiling is None else min(int(doc.top[chunk]), goal.ceiling)
         refinable = goal.objective == "quality" and doc.input.layered and doc.valid_level[chunk] < finest
@@ -61,13 +89,27 @@ class Resources:
             self.release(doc, chunk, out)
 
     def settle(self, doc: DocumentState, chunk: int) -> None:
-        """A chunk that was to become better stays as it is."""
+        """A chunk that was to become better stays as it is.
+
+        Args:
+            doc: State of the document.
+            chunk: Number of the chunk.
+        """
         doc.move(chunk, _S.READY)
         doc.level[chunk] = doc.top[chunk] = doc.valid_level[chunk]
         self.hold(doc, chunk, doc.size(chunk, int(doc.valid_level[chunk])))
 
     def make_room(self, load: Load, size: int, out: list[ev.Instruction]) -> bool:
-        """Forget what is only kept for refinements, as far as that is needed."""
+        """Forget what is only kept for refinements, as far as that is needed.
+
+        Args:
+            load: For which room is made; its own refinements stay as long as possible.
+            size: Bytes that are wanted.
+            out: Instructions are appended to it.
+
+        Returns:
+            Whether there is room now.
+        """
         others = [each for each in self._loads.values() if each is not load]
         for each in (*sorted(others, key=lambda other: -other.due), load):
             for doc, chunk in each.having(_S.READY):
@@ -88,7 +130,17 @@ class Resources:
     def ask(
         self, load: Load, place: Place, first: int, level: int, until: float, now: float, out: list[ev.Instruction]
     ) -> None:
-        """Open a fetch of levels first..level of a chunk."""
+        """Open a fetch of levels first..level of a chunk.
+
+        Args:
+            load: Whose chunk it is.
+            place: Document and chunk.
+            first: First level.
+            level: Last level.
+            until: Instant after which the bytes are of no use.
+            now: The instant, in seconds of the controller's clock.
+            out: Instructions are appended to it.
+        """
         doc, chunk = place
         size = doc.size(chunk, level) - (doc.size(chunk, first - 1) if first else 0)
         doc.level[chunk] = level
@@ -100,7 +152,15 @@ class Resources:
         out.append(ev.Fetch(doc.id(chunk), first, level, size, doc.variant, until))
 
     def give_up(self, load: Load, doc: DocumentState, run: list[int], now: float, out: list[ev.Instruction]) -> None:
-        """Cancel the fetches of neighbouring chunks, and recompute these at once."""
+        """Cancel the fetches of neighbouring chunks, and recompute these at once.
+
+        Args:
+            load: Whose chunks they are.
+            doc: State of the document.
+            run: Chunks one behind the other.
+            now: The instant, in seconds of the controller's clock.
+            out: Instructions are appended to it.
+        """
         trouble = "the link is silent" if self.link.stalled else "the link became slow"
         for chunk in run:
             self.link.drop(doc.id(chunk))
@@ -113,7 +173,15 @@ class Resources:
             doc.reasons[chunk] = "sooner than its fetch"
 
     def start_pass(self, load: Load, doc: DocumentState, run: list[int], now: float, out: list[ev.Instruction]) -> None:
-        """Begin a forward pass over neighbouring chunks of a document."""
+        """Begin a forward pass over neighbouring chunks of a document.
+
+        Args:
+            load: Whose chunks they are.
+            doc: State of the document.
+            run: Chunks one behind the other.
+            now: The instant, in seconds of the controller's clock.
+            out: Instructions are appended to it.
+        """
         for chunk in run:
             doc.reasons[chunk] = load.reason(doc, chunk)
             doc.move(chunk, _S.RECOMPUTING)
@@ -130,7 +198,15 @@ class Resources:
     def start_decode(
         self, load: Load, places: list[Place], then: ChunkState, now: float, out: list[ev.Instruction]
     ) -> None:
-        """Begin to decode a batch, if there is any."""
+        """Begin to decode a batch, if there is any.
+
+        Args:
+            load: Whose chunks they are.
+            places: Documents and chunks.
+            then: State of the chunks while they are decoded.
+            now: The instant, in seconds of the controller's clock.
+            out: Instructions are appended to it.
+        """
         if not places:
             return
         for doc, chunk in places:

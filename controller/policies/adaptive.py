@@ -28,7 +28,12 @@ _LONG = 40.0  # recomputation of that many times a pass's fixed cost can afford 
 
 @dataclass(frozen=True)
 class Adaptive:
-    """The least that the goal asks for, soonest, while nothing is known of the future but estimates."""
+    """The least that the goal asks for, soonest, while nothing is known of the future but estimates.
+
+    Attributes:
+        name: For tables and logs.
+        preemptible: See ``Policy.preemptible``.
+    """
 
     name: str = "adaptive"
     preemptible: bool = True

@@ -33,6 +33,10 @@ class CacheGen:
     Text, which loses nothing, where recomputing the rest is in time, each document by itself; otherwise the finest
     level at which fetching the rest is; otherwise the coarsest. Decoding counts nothing, for it overlaps with fetching.
     Without a deadline, the level that is fetched soonest, or text where that is sooner.
+
+    Attributes:
+        name: For tables and logs.
+        preemptible: See ``Policy.preemptible``.
     """
 
     name: str = "cachegen"
@@ -63,7 +67,11 @@ class CacheGenArtefact:
     decoding count nothing, and text counts ``text_s`` whatever its length. The most exact choice that fits a share is
     taken, otherwise the quickest.
 
-    bandwidth: true mean bytes per second over so many seconds from an instant.
+    Attributes:
+        bandwidth: True mean bytes per second over so many seconds from an instant.
+        text_s: Seconds that text counts.
+        name: For tables and logs.
+        preemptible: See ``Policy.preemptible``.
     """
 
     bandwidth: Callable[[float, float], float]

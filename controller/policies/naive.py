@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 
 
 def fetch_order(request: PlanRequest, levels: Ints) -> list[int]:
-    """Columns that a level can be fetched of: those that must be first, then the others, each from the back."""
+    """Columns that a level can be fetched of: those that must be first, then the others, each from the back.
+
+    Args:
+        request: What the plan depends on.
+        levels: Level of each chunk, RECOMPUTE for none ``[n]``.
+    """
     chunks = request.chunks
     columns = [column for column in range(chunks.count - 1, -1, -1) if levels[column] != RECOMPUTE]
     forced = [column for column in columns if not chunks.can_text[column]]
@@ -24,7 +29,12 @@ def fetch_order(request: PlanRequest, levels: Ints) -> list[int]:
 
 
 def splits(request: PlanRequest, levels: Ints) -> Iterator[int]:
-    """Numbers of chunks that may be fetched: from those that must be to all that can be."""
+    """Numbers of chunks that may be fetched: from those that must be to all that can be.
+
+    Args:
+        request: What the plan depends on.
+        levels: Level of each chunk, RECOMPUTE for none ``[n]``.
+    """
     order = fetch_order(request, levels)
     forced = sum(not request.chunks.can_text[column] for column in order)
     yield from range(forced, len(order) + 1)
@@ -33,7 +43,12 @@ def splits(request: PlanRequest, levels: Ints) -> Iterator[int]:
 def finish_naive(request: PlanRequest, target: int, levels: Ints, split: int, bandwidth: float) -> float:
     """Seconds to the first token when the first ``split`` chunks of the fetch order are fetched, the others recomputed.
 
-    levels: of each chunk for the uniform ``target``, to which chunks under way are raised in the end.
+    Args:
+        request: What the plan depends on.
+        target: To which chunks under way are raised in the end.
+        levels: Of each chunk for that target.
+        split: How many chunks are fetched.
+        bandwidth: Bytes per second.
     """
     chunks = request.chunks
     order = fetch_order(request, levels)

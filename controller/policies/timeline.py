@@ -27,18 +27,38 @@ if TYPE_CHECKING:
 
 
 def levels_for(request: PlanRequest, targets: Ints) -> Ints:
-    """Level of each chunk for each uniform target, RECOMPUTE where it cannot be fetched ``[targets, n]``."""
+    """Level of each chunk for each uniform target, RECOMPUTE where it cannot be fetched ``[targets, n]``.
+
+    Args:
+        request: What the plan depends on.
+        targets: Uniform levels ``[targets]``.
+    """
     return request.chunks.level_for(targets[:, None])
 
 
 def wire_s(request: PlanRequest, sizes: Ints, bandwidth: float) -> Floats:
-    """Seconds for which a fetch of some bytes holds up the next one; sizes: ``[...]``, 0 for no fetch."""
+    """Seconds for which a fetch of some bytes holds up the next one.
+
+    Args:
+        request: What the plan depends on.
+        sizes: Bytes, 0 for no fetch ``[...]``.
+        bandwidth: Bytes per second.
+
+    Returns:
+        Seconds ``[...]``.
+    """
     # Requests that share a link end together, and it idles for one time to first byte until the next ones deliver.
     return np.where(sizes > 0, sizes / max(bandwidth, SLOWEST) + request.ttfb_s / request.parallel, 0.0)
 
 
 def decode_s(request: PlanRequest, tokens: Ints, sizes: Ints) -> Floats:
-    """Seconds of a decode lane that chunks of some bytes take; 0 where nothing is fetched."""
+    """Seconds of a decode lane that chunks of some bytes take; 0 where nothing is fetched.
+
+    Args:
+        request: What the plan depends on.
+        tokens: Of each chunk ``[n]``.
+        sizes: Bytes, 0 for no fetch ``[..., n]``.
+    """
     cost = request.costs.decode
     return np.where(sizes > 0, cost.base_s + cost.token_s * tokens + cost.byte_s * sizes, 0.0)
 
@@ -56,13 +76,23 @@ def prefill_s(request: PlanRequest) -> Floats:
 class Timeline:
     """All candidates of one request at one bandwidth: target levels times numbers of chunks that are fetched.
 
-    finish_s, error, bytes: ``[targets, splits]``: seconds from now to the first token; error summed over tokens of the
-    open chunks and of those to be raised; bytes of open chunks to fetch. Split k fetches the first k chunks of
-    ``order`` of that target, from ``least`` on, which must be fetched; other splits end never.
+    Split k fetches the first k chunks of ``order`` of that target, from ``least`` on, which must be fetched; other
+    splits end never.
+
+    Attributes:
+        finish_s: Seconds from now to the first token ``[targets, splits]``.
+        error: Summed over tokens of the open chunks and of those to be raised ``[targets, splits]``.
+        bytes: Of open chunks to fetch ``[targets, splits]``.
     """
 
     def __init__(self, request: PlanRequest, targets: Ints, bandwidth: float) -> None:
-        """Evaluate. targets: uniform levels ``[targets]``."""
+        """Evaluate.
+
+        Args:
+            request: What the plan depends on.
+            targets: Uniform levels ``[targets]``.
+            bandwidth: Bytes per second.
+        """
         chunks = request.chunks
         self._request = request
         self.levels = levels_for(request, targets)
@@ -188,11 +218,20 @@ class Timeline:
 class Raised:
     """What raising chunks that are under way or ready to each target takes.
 
-    wire_s, decode_s: seconds ``[targets]``. error: summed over their tokens then ``[targets]``.
+    Attributes:
+        wire_s: Seconds of the link ``[targets]``.
+        decode_s: Seconds of the decode lane ``[targets]``.
+        error: Summed over their tokens then ``[targets]``.
     """
 
     def __init__(self, request: PlanRequest, targets: Ints, bandwidth: float) -> None:
-        """Add up; all zero where nothing can be raised."""
+        """Add up; all zero where nothing can be raised.
+
+        Args:
+            request: What the plan depends on.
+            targets: Uniform levels ``[targets]``.
+            bandwidth: Bytes per second.
+        """
         some = request.refinable
         self.wire_s = self.decode_s = self.error = np.zeros(len(targets))
         if some is None or not len(some.level):

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
+    from kvwire.controller.simulator.arrivals import LoadArrival, Trouble
     from kvwire.controller.simulator.contenders import policy_named, policy_names
     from kvwire.controller.simulator.machines import MACHINES, Machine, costs, machine_named
     from kvwire.controller.simulator.metrics import Scored, Summary, decibels
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from kvwire.controller.simulator.scenario import Scenario, settings_for, simulate, variants_for
     from kvwire.controller.simulator.sizes import documents_for, measured, raw_documents_for, raw_of
     from kvwire.controller.simulator.traces import parse_log_json, parse_mbit_lines
-    from kvwire.controller.simulator.world import LoadArrival, Trouble, World
+    from kvwire.controller.simulator.world import World
     from kvwire.types.rates import RateTrace
 
 __all__ = [
@@ -69,7 +70,8 @@ __getattr__ = lazy(
         "kvwire.controller.simulator.scenario": ("Scenario", "settings_for", "simulate", "variants_for"),
         "kvwire.controller.simulator.sizes": ("documents_for", "measured", "raw_documents_for", "raw_of"),
         "kvwire.controller.simulator.traces": ("parse_log_json", "parse_mbit_lines"),
-        "kvwire.controller.simulator.world": ("LoadArrival", "Trouble", "World"),
+        "kvwire.controller.simulator.arrivals": ("LoadArrival", "Trouble"),
+        "kvwire.controller.simulator.world": ("World",),
         "kvwire.types.rates": ("RateTrace",),
     },
 )

@@ -23,7 +23,12 @@ def constant(bytes_s: float) -> RateTrace:
 
 
 def steps(pieces: Iterable[tuple[float, float]], period_s: float | None = None) -> RateTrace:
-    """A trace from pairs of start, in seconds, and rate, in bytes per second."""
+    """A trace from pairs of start, in seconds, and rate, in bytes per second.
+
+    Args:
+        pieces: Starts in seconds, and rates in bytes per second.
+        period_s: Seconds after which the trace starts again; None: the last rate lasts.
+    """
     times, rates = zip(*pieces, strict=True)
     return RateTrace(tuple(times), tuple(rates), period_s)
 
@@ -39,9 +44,19 @@ def ar1(
 ) -> RateTrace:
     """A link whose logarithmic rate is a first-order autoregression.
 
-    mean_bytes_s: mean of the trace, exactly. sigma: standard deviation of the natural logarithm, at most 10.
-    correlation: of the logarithms of neighbouring steps, 0 to below 1. step_s: seconds of a piece. length_s: seconds
-    before it repeats.
+    Args:
+        rng: Source of the noise.
+        mean_bytes_s: Mean of the trace, exactly.
+        sigma: Standard deviation of the natural logarithm, at most 10.
+        correlation: Of the logarithms of neighbouring steps, 0 to below 1.
+        step_s: Seconds of a piece.
+        length_s: Seconds before it repeats.
+
+    Returns:
+        The trace, which repeats.
+
+    Raises:
+        ArgumentError: Steps, sigma or correlation are out of range.
     """
     count = round(length_s / step_s) if step_s > 0 and isfinite(length_s) else 0
     if not (count >= 1 and 0 <= sigma <= _MOST_SIGMA and 0 <= correlation < 1):
@@ -64,6 +79,14 @@ def token_bucket(peak_bytes_s: float, sustained_bytes_s: float, bucket_bytes: fl
     """A shaped link, as a reader sees it who is always busy: the peak until the full bucket is empty, then less.
 
     The bucket fills at the sustained rate while it is drained at the peak.
+
+    Args:
+        peak_bytes_s: Rate while the bucket is not empty.
+        sustained_bytes_s: Rate afterwards.
+        bucket_bytes: Size of the bucket.
+
+    Raises:
+        ArgumentError: The peak is not above the sustained rate, or the bucket is empty.
     """
     if not (0 <= sustained_bytes_s < peak_bytes_s and bucket_bytes > 0):
         msg = "a token bucket needs a peak above the sustained rate, and a bucket above 0 bytes"
@@ -75,7 +98,12 @@ def token_bucket(peak_bytes_s: float, sustained_bytes_s: float, bucket_bytes: fl
 def with_outages(trace: RateTrace, outages: Sequence[tuple[float, float]]) -> RateTrace:
     """The trace with rate 0 in some intervals.
 
-    outages: pairs of start and length in seconds; in a trace that repeats they must lie within its period.
+    Args:
+        trace: Any.
+        outages: Starts and lengths in seconds; in a trace that repeats they lie within its period.
+
+    Raises:
+        ArgumentError: An outage lies outside.
     """
     end = inf if trace.period_s is None else trace.period_s
     silent = [(start, start + length) for start, length in outages]

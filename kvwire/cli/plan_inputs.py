@@ -32,7 +32,29 @@ _RAW_BYTES = 2  # of an element: caches that are not coded are bfloat16
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Options of ``kvwire plan``, but for those of the store."""
+    """Options of ``kvwire plan``, but for those of the store.
+
+    Attributes:
+        docs: Ids of documents, or files.
+        more_docs: Likewise.
+        context: Tokens of a made up prompt.
+        documents: Of which that is made.
+        model: Folder of the model.
+        device: Where it runs.
+        dtype: In which it runs.
+        machine: Name of a machine, in place of a model.
+        shape: Name of a model's shape.
+        estimates: File of estimates, in place of a model.
+        workers: 1 or 2, as text.
+        config: Prefix of a model configuration.
+        link: Bandwidth and round trip, as text.
+        deadline: Seconds.
+        objective: Of the goal; None: by the deadline.
+        floor: Lowest level.
+        question_tokens: Length of the question.
+        compare: Also work out alternatives.
+        as_json: Print JSON.
+    """
 
     docs: tuple[str, ...]
     more_docs: tuple[str, ...]
@@ -99,7 +121,13 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Documents as planning takes them."""
+    """Documents as planning takes them.
+
+    Attributes:
+        names: In prompt order.
+        inputs: In prompt order.
+        details: Beyond what planning needs.
+    """
 
     names: tuple[str, ...]
     inputs: tuple[DocumentPlanInput, ...]
@@ -110,7 +138,13 @@ class Sources:
     """Where documents and costs come from. With an engine there is a corpus, otherwise costs are modelled."""
 
     def __init__(self, options: PlanOptions, place: StoreOptions, store: Store | None) -> None:
-        """Open the model where its costs are wanted."""
+        """Open the model where its costs are wanted.
+
+        Args:
+            options: Of the command.
+            place: The store's options.
+            store: Where documents are; None: no store is named.
+        """
         from kvwire.runtime.corpus import Corpus
         from kvwire.store import MemoryStore
 

@@ -39,7 +39,16 @@ def print_plan(
     names: Sequence[str], plan: LoadPlan, estimates: Estimates, settings: ControllerSettings, *, as_json: bool,
     error: KvwireError | None = None,
 ) -> None:  # fmt: skip
-    """Show a plan. names: of the documents. estimates, settings: that it was made with."""
+    """Show a plan.
+
+    Args:
+        names: Of the documents.
+        plan: The plan.
+        estimates: That it was made with.
+        settings: That it was made with.
+        as_json: Print JSON.
+        error: What the command ends with; None: it is done.
+    """
     if as_json:
         compute = {name: getattr(settings, name) for name in COMPUTE}
         made_with = {"estimates": estimates.to_state(), "compute": compute}
@@ -54,7 +63,12 @@ def print_plan(
 
 
 def describe_plan(names: Sequence[str], plan: LoadPlan) -> dict[str, Any]:
-    """A plan as plain data; seconds, bytes, bytes per second."""
+    """A plan as plain data; seconds, bytes, bytes per second.
+
+    Args:
+        names: Of the documents, in prompt order.
+        plan: The plan.
+    """
     below, above = plan.unchanged
     return {
         "documents": list(names),

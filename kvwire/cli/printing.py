@@ -51,7 +51,14 @@ def describe(info: BlobInfo) -> dict[str, Any]:
 def print_encoded(
     done: Sequence[Encoded], failures: dict[str, str], *, as_json: bool, error: KvwireError | None = None
 ) -> None:
-    """What was encoded, document by document, and the levels of all together."""
+    """What was encoded, document by document, and the levels of all together.
+
+    Args:
+        done: Documents that were encoded or had been.
+        failures: Problems by document.
+        as_json: Print JSON.
+        error: What the command ends with; None: it is done.
+    """
     if as_json:
         rows = [
             {"id": e.entry.document_id, "skipped": e.skipped, "seconds": e.encode_s}
@@ -93,7 +100,14 @@ def print_levels(infos: Sequence[BlobInfo]) -> None:
 
 
 def print_answer(names: Sequence[str], answer: Answer, *, as_json: bool, error: KvwireError | None = None) -> None:
-    """Decisions, misses, where the time went, and the text."""
+    """Decisions, misses, where the time went, and the text.
+
+    Args:
+        names: Of the documents, in prompt order.
+        answer: Of a load.
+        as_json: Print JSON.
+        error: What the command ends with; None: it is done.
+    """
     timing = answer.timing
     if as_json:
         click.echo(json.dumps(_described_answer(names, answer) | error_as_data(error)))

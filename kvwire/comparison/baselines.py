@@ -30,7 +30,13 @@ class _Prompt(Protocol):
 
 
 def text_ttft(engine: TransformersEngine, documents: Sequence[Sequence[int]], question: Sequence[int]) -> float:
-    """Seconds to the first token by one prefill of documents and question, whose token ids are at hand."""
+    """Seconds to the first token by one prefill of documents and question, whose token ids are at hand.
+
+    Args:
+        engine: Runs the model.
+        documents: Token ids of each.
+        question: Token ids.
+    """
     started = time.perf_counter()
     ids = [token for document in documents for token in document]
     int(engine.forward(None, [*ids, *question], 0, logits=1)[-1].argmax())
@@ -39,14 +45,28 @@ def text_ttft(engine: TransformersEngine, documents: Sequence[Sequence[int]], qu
 
 @dataclass(frozen=True)
 class RawCaches:
-    """Documents' caches as plain bf16 tensors in a store: keys at positions from 0, then values, layer by layer."""
+    """Documents' caches as plain bf16 tensors in a store: keys at positions from 0, then values, layer by layer.
+
+    Attributes:
+        keys: Of the stored objects, by document.
+        tokens: Of each document.
+    """
 
     keys: Mapping[str, str]
     tokens: Mapping[str, int]
 
     @classmethod
     def write(cls, store: Store, engine: TransformersEngine, documents: Mapping[str, Sequence[int]]) -> RawCaches:
-        """Prefill every document and store its tensors."""
+        """Prefill every document and store its tensors.
+
+        Args:
+            store: The store.
+            engine: Runs the model.
+            documents: Token ids by id.
+
+        Returns:
+            Where they lie.
+        """
         keys = {}
         for number, (name, ids) in enumerate(documents.items()):
             (cache,) = engine.prefill([ids])
@@ -56,7 +76,14 @@ class RawCaches:
         return cls(keys, {name: len(ids) for name, ids in documents.items()})
 
     def ttft(self, engine: TransformersEngine, store: Store, prompt: _Prompt, link: LinkSettings) -> tuple[float, int]:
-        """Seconds to the first token, and bytes: fetch all documents at once, shift, concatenate, run the question."""
+        """Seconds to the first token, and bytes: fetch all documents at once, shift, concatenate, run the question.
+
+        Args:
+            engine: Runs the model.
+            store: The store.
+            prompt: Documents and question.
+            link: Emulated before the store.
+        """
         started = time.perf_counter()
         caches, size = asyncio.run(self._fetch(engine, store, prompt.documents, link))
         past = engine.past_key_values(link_caches(caches))

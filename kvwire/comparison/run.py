@@ -49,7 +49,12 @@ _QUESTION = "\n\nWhen all this had been told, it was plain that"
 
 @dataclass(frozen=True)
 class Prompt:
-    """Documents by id, and what the model is to continue."""
+    """Documents by id, and what the model is to continue.
+
+    Attributes:
+        documents: Their ids, in order.
+        question: Token ids.
+    """
 
     documents: tuple[str, ...]
     question: tuple[int, ...]
@@ -64,10 +69,19 @@ def run_demo(
     links: Sequence[str] = (),
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Encode, serve, and answer over each link in three ways; writes ``demo.json`` and ``demo.png`` to ``out``.
+    """Encode, serve, and answer over each link in three ways; writes ``demo.json`` and ``demo.png``.
 
-    questions: JSON file, a list of ``{"documents": [id, ...], "question": text}``; the first one is timed, all count
-    for quality. links: ``name=50mbit,20ms``. Returns what demo.json holds.
+    Args:
+        engine: Runs the model.
+        texts: By document's id.
+        questions: JSON file, a list of ``{"documents": [id, ...], "question": text}``; the first one is timed, all
+            count for quality.
+        out: Folder for ``demo.json`` and ``demo.png``.
+        links: ``name=50mbit,20ms``.
+        say: Told every line.
+
+    Returns:
+        What demo.json holds.
     """
     named = [_named_link(link) for link in (links or LINKS)]
     tokens = _fitting(engine, texts, say)

@@ -9,7 +9,7 @@ import pytest
 from kvwire.controller import Controller, ControllerSettings, DocumentPlanInput, Estimates, Goal
 from kvwire.controller import events as ev
 from kvwire.controller.policies import Fixed
-from kvwire.controller.simulator.world import LoadArrival, Trouble
+from kvwire.controller.simulator.arrivals import LoadArrival, Trouble
 from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId
 from kvwire.types.rates import RateTrace
