@@ -41,20 +41,26 @@ class PrefillCost:
         _check_coefficients(self.base_s, self.token_s, self.pair_s)
 
     def seconds(self, tokens: int, context: int = 0) -> float:
-        """Seconds to compute ``tokens`` new tokens behind ``context`` tokens that are ready.
+        """Work out what a pass costs.
 
         Args:
             tokens: New ones.
             context: Tokens before them that are ready.
+
+        Returns:
+            Seconds.
         """
         return self.base_s + self.marginal(tokens, context)
 
     def marginal(self, tokens: int, context: int) -> float:
-        """Seconds that ``tokens`` more tokens add to a pass that runs anyway.
+        """Work out what more tokens add to a pass that runs anyway.
 
         Args:
             tokens: New ones.
             context: Tokens before them that are ready.
+
+        Returns:
+            Seconds.
         """
         return self.token_s * tokens + self.pair_s * tokens * (context + tokens / 2)
 
@@ -84,11 +90,14 @@ class DecodeCost:
         _check_coefficients(self.base_s, self.token_s, self.byte_s)
 
     def seconds(self, tokens: int, size: int) -> float:
-        """Seconds to decode ``tokens`` tokens from ``size`` bytes in one batch.
+        """Work out what one batch costs.
 
         Args:
             tokens: Of the batch, or of its busiest thread.
             size: Bytes of the same.
+
+        Returns:
+            Seconds.
         """
         return self.base_s + self.token_s * tokens + self.byte_s * size
 
@@ -97,11 +106,14 @@ class DecodeCost:
         return DecodeCost(self.base_s * ratio, self.token_s * ratio, self.byte_s * ratio)
 
     def shared(self, batch: int, threads: int) -> DecodeCost:
-        """What a chunk of many costs, all alike: a batch pays the fixed part once, its threads share the rest.
+        """Work out what a chunk of many costs, all alike: a batch pays the fixed part once, its threads share the rest.
 
         Args:
             batch: Chunks decoded in one go.
             threads: How many of them side by side.
+
+        Returns:
+            The cost of one chunk.
         """
         share = -(-batch // threads) / batch
         return DecodeCost(self.base_s / batch, self.token_s * share, self.byte_s * share)
@@ -128,10 +140,13 @@ class CostModel:
         _check_coefficients(self.link_s_per_token, self.query_tokens)
 
     def closing_s(self, prompt_tokens: int) -> float:
-        """Seconds from the last chunk being ready to the first token: linking and the question's prefill.
+        """Work out what is left to do when the last chunk is ready: linking and the question's prefill.
 
         Args:
             prompt_tokens: Length of all documents together.
+
+        Returns:
+            Seconds to the first token.
         """
         query = self.prefill.seconds(self.query_tokens, prompt_tokens) if self.query_tokens else 0.0
         return self.link_s_per_token * prompt_tokens + query

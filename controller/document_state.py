@@ -206,15 +206,21 @@ class DocumentState:
         Args:
             chunk: Number of the chunk.
             level: The level.
+
+        Returns:
+            Bytes.
         """
         return int(self.sizes[level, chunk]) if level >= 0 else 0
 
     def prefill_span(self, first: int, last: int) -> tuple[int, int]:
-        """Tokens of chunks first..last, and tokens before them.
+        """Measure a forward pass over chunks first..last.
 
         Args:
             first: First chunk.
             last: Last chunk.
+
+        Returns:
+            Its tokens, and the tokens before them.
         """
         start = int(self.context[first])
         return int(self.context[last] + self.tokens[last]) - start, start

@@ -94,11 +94,14 @@ class DocumentPlanInput:
         return cls(tuple(stop - start for start, stop in spans), sizes, known, errors, layered, prefix_share)
 
     def error(self, chunk: int, level: int | None) -> float:
-        """Error that a chunk counts with.
+        """Look up the error that a chunk counts with.
 
         Args:
             chunk: Number of the chunk.
             level: None: recomputed, which counts as the finest that it has.
+
+        Returns:
+            The error; 0 without a blob.
         """
         row = self.fetch_bytes[chunk] if self.has_blob else ()
         if not row:

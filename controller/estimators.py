@@ -52,11 +52,14 @@ class Memory:
             raise ArgumentError(msg)
 
     def half_lives(self, size: int, seconds: float) -> float:
-        """How many half-lives a sample of ``size`` bytes in ``seconds`` busy seconds takes up.
+        """Measure a sample.
 
         Args:
             size: Of the sample.
             seconds: In which the link was busy for it.
+
+        Returns:
+            How many half-lives it takes up.
         """
         return seconds / self.seconds + min(size / self.size, 1 / self.samples)
 

@@ -184,11 +184,14 @@ class Link:
         return 0.0 if self._flowing else max(0.0, self._estimates.ttfb.value - (now - self._since))
 
     def arrival_s(self, chunk: ChunkId, now: float) -> float:
-        """Seconds until an open fetch should have arrived; infinite on a dead link.
+        """Expect the arrival of an open fetch.
 
         Args:
             chunk: Which chunk.
             now: The instant, in seconds of the controller's clock.
+
+        Returns:
+            Seconds from now; infinite on a dead link.
         """
         if self.bandwidth <= 0:
             return inf

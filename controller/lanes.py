@@ -104,6 +104,9 @@ class ComputeLanes:
         Args:
             lane: Which lane.
             now: The instant, in seconds of the controller's clock.
+
+        Returns:
+            Seconds; 0 for an idle lane.
         """
         job = self._jobs.get(lane)
         return job.left_s(now) if job else 0.0

@@ -190,11 +190,14 @@ class Load:
         self.refine = [(self.docs[self._columns.where[at]], int(self._columns.chunk[at])) for at in places]
 
     def next_pass(self, costs: CostModel, limit_s: float) -> tuple[DocumentState, list[int]] | None:
-        """Chunks of the first forward pass that can run now and that the plan wants; None where there is none.
+        """Find the first forward pass that can run now and that the plan wants.
 
         Args:
             costs: What computing costs.
             limit_s: Seconds that the pass may take, unless one chunk takes longer.
+
+        Returns:
+            Its document and chunks; None where there is none.
         """
         for at, doc in enumerate(self.docs):
             wanted = self.recompute.get(at)
@@ -226,6 +229,9 @@ class Load:
         Args:
             doc: State of the document.
             chunk: Number of the chunk.
+
+        Returns:
+            The reason, in words.
         """
         if (self.docs.index(doc), chunk) in self.upgraded:
             return "upgraded: time is left"

@@ -51,6 +51,9 @@ class Goal:
         Args:
             deadline_s: Seconds to the first token; None: no deadline.
             floor: The lowest level to use where there is a choice.
+
+        Returns:
+            The goal.
         """
         return cls(objective="earliest" if deadline_s is None else "quality", deadline_s=deadline_s, floor=floor)
 

@@ -95,6 +95,9 @@ class Columns:
 
         Args:
             levels: ``[..., n]``.
+
+        Returns:
+            Bytes ``[..., n]``.
         """
         return np.where(levels < 0, 0, self.sizes[np.maximum(levels, 0), np.arange(self.count)])
 
@@ -103,6 +106,9 @@ class Columns:
 
         Args:
             levels: ``[..., n]``.
+
+        Returns:
+            Errors ``[..., n]``.
         """
         return np.where(levels < 0, self.exact_error, self.errors[np.maximum(levels, 0), np.arange(self.count)])
 

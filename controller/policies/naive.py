@@ -16,11 +16,14 @@ if TYPE_CHECKING:
 
 
 def fetch_order(request: PlanRequest, levels: Ints) -> list[int]:
-    """Columns that a level can be fetched of: those that must be first, then the others, each from the back.
+    """Order the chunks that a level can be fetched of.
 
     Args:
         request: What the plan depends on.
         levels: Level of each chunk, RECOMPUTE for none ``[n]``.
+
+    Returns:
+        Columns: those that must be fetched first, then the others, each from the back.
     """
     chunks = request.chunks
     columns = [column for column in range(chunks.count - 1, -1, -1) if levels[column] != RECOMPUTE]
@@ -29,11 +32,14 @@ def fetch_order(request: PlanRequest, levels: Ints) -> list[int]:
 
 
 def splits(request: PlanRequest, levels: Ints) -> Iterator[int]:
-    """Numbers of chunks that may be fetched: from those that must be to all that can be.
+    """Count the chunks that may be fetched.
 
     Args:
         request: What the plan depends on.
         levels: Level of each chunk, RECOMPUTE for none ``[n]``.
+
+    Returns:
+        Numbers from those that must be to all that can be.
     """
     order = fetch_order(request, levels)
     forced = sum(not request.chunks.can_text[column] for column in order)
@@ -41,7 +47,7 @@ def splits(request: PlanRequest, levels: Ints) -> Iterator[int]:
 
 
 def finish_naive(request: PlanRequest, target: int, levels: Ints, split: int, bandwidth: float) -> float:
-    """Seconds to the first token when the first ``split`` chunks of the fetch order are fetched, the others recomputed.
+    """Play a plan through: the first ``split`` chunks of the fetch order are fetched, the others recomputed.
 
     Args:
         request: What the plan depends on.
@@ -49,6 +55,9 @@ def finish_naive(request: PlanRequest, target: int, levels: Ints, split: int, ba
         levels: Of each chunk for that target.
         split: How many chunks are fetched.
         bandwidth: Bytes per second.
+
+    Returns:
+        Seconds to the first token.
     """
     chunks = request.chunks
     order = fetch_order(request, levels)

@@ -16,13 +16,16 @@ if TYPE_CHECKING:
 
 
 def sequential_plan(request: PlanRequest, levels: Ints, order: Sequence[int], reason: str) -> Plan:
-    """A plan of these levels; it ends when link, decoding and recomputing have done their sums, one beside another.
+    """Write down a plan of these levels.
 
     Args:
         request: What the plan depends on.
         levels: Level of each chunk, RECOMPUTE for none ``[n]``.
         order: Columns to fetch, first one first.
         reason: For all chunks.
+
+    Returns:
+        The plan; it ends when link, decoding and recomputing have done their sums, each beside the others.
     """
     chunks, committed = request.chunks, request.committed
     sizes = chunks.bytes_at(levels)

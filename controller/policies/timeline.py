@@ -27,11 +27,14 @@ if TYPE_CHECKING:
 
 
 def levels_for(request: PlanRequest, targets: Ints) -> Ints:
-    """Level of each chunk for each uniform target, RECOMPUTE where it cannot be fetched ``[targets, n]``.
+    """Choose the level of each chunk for each uniform target.
 
     Args:
         request: What the plan depends on.
         targets: Uniform levels ``[targets]``.
+
+    Returns:
+        Levels, RECOMPUTE where none can be fetched ``[targets, n]``.
     """
     return request.chunks.level_for(targets[:, None])
 
@@ -52,12 +55,15 @@ def wire_s(request: PlanRequest, sizes: Ints, bandwidth: float) -> Floats:
 
 
 def decode_s(request: PlanRequest, tokens: Ints, sizes: Ints) -> Floats:
-    """Seconds of a decode lane that chunks of some bytes take; 0 where nothing is fetched.
+    """Work out how long chunks of some bytes keep a decode lane busy.
 
     Args:
         request: What the plan depends on.
         tokens: Of each chunk ``[n]``.
         sizes: Bytes, 0 for no fetch ``[..., n]``.
+
+    Returns:
+        Seconds, 0 where nothing is fetched ``[..., n]``.
     """
     cost = request.costs.decode
     return np.where(sizes > 0, cost.base_s + cost.token_s * tokens + cost.byte_s * sizes, 0.0)

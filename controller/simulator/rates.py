@@ -23,11 +23,14 @@ def constant(bytes_s: float) -> RateTrace:
 
 
 def steps(pieces: Iterable[tuple[float, float]], period_s: float | None = None) -> RateTrace:
-    """A trace from pairs of start, in seconds, and rate, in bytes per second.
+    """Make a trace from its pieces.
 
     Args:
         pieces: Starts in seconds, and rates in bytes per second.
         period_s: Seconds after which the trace starts again; None: the last rate lasts.
+
+    Returns:
+        The trace.
     """
     times, rates = zip(*pieces, strict=True)
     return RateTrace(tuple(times), tuple(rates), period_s)
@@ -85,6 +88,9 @@ def token_bucket(peak_bytes_s: float, sustained_bytes_s: float, bucket_bytes: fl
         sustained_bytes_s: Rate afterwards.
         bucket_bytes: Size of the bucket.
 
+    Returns:
+        The trace, which starts with a full bucket.
+
     Raises:
         ArgumentError: The peak is not above the sustained rate, or the bucket is empty.
     """
@@ -96,11 +102,14 @@ def token_bucket(peak_bytes_s: float, sustained_bytes_s: float, bucket_bytes: fl
 
 
 def with_outages(trace: RateTrace, outages: Sequence[tuple[float, float]]) -> RateTrace:
-    """The trace with rate 0 in some intervals.
+    """Set the rate to 0 in some intervals.
 
     Args:
         trace: Any.
         outages: Starts and lengths in seconds; in a trace that repeats they lie within its period.
+
+    Returns:
+        The trace with the outages.
 
     Raises:
         ArgumentError: An outage lies outside.

@@ -180,13 +180,16 @@ def _up_to(document: DocumentPlanInput, ceiling: int | None) -> DocumentPlanInpu
 def variants_for(
     model: Model, lengths: Sequence[int], methods: Sequence[str] = ("kvwire",), seed: int = 0
 ) -> tuple[Variants, ...]:
-    """Documents of these lengths, in tokens, each as one variant for each method; see ``documents_for``.
+    """Make documents of these lengths; see ``documents_for``.
 
     Args:
         model: Shape of the model.
         lengths: Tokens of each document.
         methods: How the documents are coded.
         seed: Of what is drawn.
+
+    Returns:
+        Documents, each as one variant for each method.
     """
     if not methods:
         msg = "documents need at least one method"

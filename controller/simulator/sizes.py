@@ -110,21 +110,27 @@ def documents_for(
 
 
 def raw_documents_for(model: Model, lengths: Sequence[int]) -> list[DocumentPlanInput]:
-    """The same documents as plain bfloat16: one level without error; ``costs(..., raw=True)`` decodes it by copying.
+    """Make the same documents as plain bfloat16; ``costs(..., raw=True)`` decodes them by copying.
 
     Args:
         model: Shape of the model.
         lengths: Tokens of each document.
+
+    Returns:
+        Documents of one level without error.
     """
     return [raw_of(model, DocumentPlanInput(tokens=chunk_lengths(length))) for length in lengths]
 
 
 def raw_of(model: Model, document: DocumentPlanInput) -> DocumentPlanInput:
-    """A document as plain bfloat16, counting with the same error as when it is recomputed: its finest, or 0.
+    """Make a document plain bfloat16.
 
     Args:
         model: Shape of the model.
         document: As it was coded.
+
+    Returns:
+        The document, counting with the same error as when it is recomputed: its finest, or 0.
     """
     return DocumentPlanInput(
         tokens=document.tokens,

@@ -63,11 +63,14 @@ def print_plan(
 
 
 def describe_plan(names: Sequence[str], plan: LoadPlan) -> dict[str, Any]:
-    """A plan as plain data; seconds, bytes, bytes per second.
+    """Turn a plan into plain data.
 
     Args:
         names: Of the documents, in prompt order.
         plan: The plan.
+
+    Returns:
+        Seconds, bytes, bytes per second.
     """
     below, above = plan.unchanged
     return {

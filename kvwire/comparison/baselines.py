@@ -30,12 +30,15 @@ class _Prompt(Protocol):
 
 
 def text_ttft(engine: TransformersEngine, documents: Sequence[Sequence[int]], question: Sequence[int]) -> float:
-    """Seconds to the first token by one prefill of documents and question, whose token ids are at hand.
+    """Measure one prefill of documents and question, whose token ids are at hand.
 
     Args:
         engine: Runs the model.
         documents: Token ids of each.
         question: Token ids.
+
+    Returns:
+        Seconds to the first token.
     """
     started = time.perf_counter()
     ids = [token for document in documents for token in document]
@@ -76,13 +79,16 @@ class RawCaches:
         return cls(keys, {name: len(ids) for name, ids in documents.items()})
 
     def ttft(self, engine: TransformersEngine, store: Store, prompt: _Prompt, link: LinkSettings) -> tuple[float, int]:
-        """Seconds to the first token, and bytes: fetch all documents at once, shift, concatenate, run the question.
+        """Fetch all documents at once, shift, concatenate and run the question.
 
         Args:
             engine: Runs the model.
             store: The store.
             prompt: Documents and question.
             link: Emulated before the store.
+
+        Returns:
+            Seconds to the first token, and bytes.
         """
         started = time.perf_counter()
         caches, size = asyncio.run(self._fetch(engine, store, prompt.documents, link))

@@ -132,6 +132,9 @@ class BlobInfo:
         Args:
             chunk: Number of the chunk.
             level: The level.
+
+        Returns:
+            Segments in payload order.
         """
         row = self.segments[chunk]
         return row[level : level + 1] if self.levels[level].independent else row[: level + 1]
@@ -142,5 +145,8 @@ class BlobInfo:
         Args:
             chunk: Number of the chunk.
             level: The level.
+
+        Returns:
+            Bytes.
         """
         return sum(segment.stored for segment in self.reads(chunk, level))

@@ -297,6 +297,9 @@ class KVCache:
         Args:
             start: First token.
             stop: Behind the last token.
+
+        Returns:
+            A cache that shares the tensors.
         """
         ids = None if self.token_ids is None else self.token_ids[start:stop]
         meta = replace(

@@ -140,13 +140,16 @@ class PagedKVCache:
         ours[self._where(first, first + tensor.shape[1])] = tensor.transpose(0, 1).to(ours.device, ours.dtype)
 
     def take(self, side: Side, layer: int, first: int, stop: int) -> torch.Tensor:
-        """A copy of some tokens' keys or values of a layer, ``[kv_heads, tokens, dim]``.
+        """Copy some tokens' keys or values of a layer.
 
         Args:
             side: Keys or values.
             layer: Number of the layer.
             first: First token.
             stop: Behind the last token.
+
+        Returns:
+            ``[kv_heads, tokens, dim]``.
         """
         return (self.keys if side == "key" else self.values)[layer][self._where(first, stop)].transpose(0, 1)
 

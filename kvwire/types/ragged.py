@@ -61,11 +61,14 @@ def entries_of(keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | No
 
 
 def masked(tensor: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Entries of ``[heads, tokens, dim]`` that a bool ``[heads, tokens]`` keeps, zeros elsewhere; None keeps all.
+    """Set to zero what a mask leaves out.
 
     Args:
         tensor: ``[heads, tokens, dim]``.
         mask: Bool ``[heads, tokens]``; None keeps all.
+
+    Returns:
+        ``[heads, tokens, dim]``; the tensor itself where nothing is left out.
     """
     if mask is None:
         return tensor
