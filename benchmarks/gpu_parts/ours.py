@@ -11,17 +11,17 @@ import torch
 import kvwire
 from kvwire.codec import CHUNK_TOKENS
 from kvwire.codec.format.container import parse_header
-from kvwire.codec.format.segment import SegmentState, decode_segment
+from kvwire.codec.format.segment import ChunkSegments, SegmentState, decode_segment
 from kvwire.codec.gpu.decode import Batch, DeviceDecoder, Workspace
 from kvwire.codec.gpu.profile import on_device
-from kvwire.codec.gpu.staging import ChunkSegments, Staged
-from kvwire.codec.prediction.text import Text
+from kvwire.codec.prediction.text import TextPredictor
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from kvwire import KVCache, Profile
+    from kvwire.codec.gpu.staging import DeviceBatch
 
 
 def encode(cache: KVCache, profile: Profile, chunk_tokens: int = CHUNK_TOKENS) -> bytes:
@@ -52,7 +52,7 @@ def profile_bytes(profile: Profile, device: torch.device) -> int:
 def decoder_of(blob: bytes, profile: Profile, out: KVCache) -> DeviceDecoder:
     """A decoder that writes into ``out``, positions from 0."""
     head = parse_header(blob)
-    return DeviceDecoder(head, Text(profile, head.info.tokens, head.info.token_ids), out, offset=0)
+    return DeviceDecoder(head, TextPredictor(profile, head.info.tokens, head.info.token_ids), out, offset=0)
 
 
 def pieces_of(blob: bytes, level: int) -> list[ChunkSegments]:
@@ -72,7 +72,7 @@ class Load:
     pieces: list[ChunkSegments]
 
     @cached_property
-    def staged(self) -> list[Staged]:
+    def staged(self) -> list[DeviceBatch]:
         """Batches on the host, as large as the decoder makes them."""
         return self.stage()
 
@@ -84,7 +84,7 @@ class Load:
             torch.cuda.synchronize(batches[0].buffer.device)  # copies run on a stream of their own
         return batches
 
-    def stage(self) -> list[Staged]:
+    def stage(self) -> list[DeviceBatch]:
         """What the host does: take segments apart and lay them out."""
         return list(self.decoder.batches(self.pieces))
 

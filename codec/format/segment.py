@@ -28,12 +28,29 @@ from kvwire.codec.format.metadata_json import decompress
 from kvwire.errors import CorruptError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
 MAX_CHUNK_SYMBOLS = 1 << 30
 """Tokens times coefficients of a chunk: 4096 tokens of the widest model there is; a lane's length stays in 16 bits."""
 _HEADER = struct.Struct("<IIIHH")
 """words, class bytes, escape bytes, lanes, reserved."""
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkSegments:
+    """A chunk to decode, checked against the index already.
+
+    Attributes:
+        chunk: Its index in the blob.
+        level: The level to decode it at.
+        segments: What ``BlobInfo.reads`` names for that level, in order.
+    """
+
+    chunk: int
+    level: int
+    segments: Sequence[bytes]
 
 
 @dataclass(eq=False)

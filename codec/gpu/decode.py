@@ -20,7 +20,7 @@ from kvwire.codec.backend import interpreted
 from kvwire.codec.gpu import decode_kernels, reconstruct_kernels
 from kvwire.codec.gpu.profile import on_device
 from kvwire.codec.gpu.reconstruct_reference import reconstruct_reference
-from kvwire.codec.gpu.staging import BLOCK, ChunkSegments, DeviceBatch, ParsedChunk, open_piece, stage
+from kvwire.codec.gpu.staging import BLOCK, DeviceBatch, ParsedChunk, open_piece, stage
 from kvwire.codec.gpu.streams import Mark, Pending, Queue, here
 from kvwire.codec.gpu.tiles import tiles_of
 from kvwire.codec.workers import cores
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvwire.codec.format.container import Header
+    from kvwire.codec.format.header import Header
+    from kvwire.codec.format.segment import ChunkSegments
     from kvwire.codec.gpu.tiles import Plan
     from kvwire.codec.prediction.text import TextPredictor
     from kvwire.types import KVCache

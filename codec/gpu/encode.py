@@ -22,7 +22,7 @@ import torch
 from kvwire.codec.backend import interpreted
 from kvwire.codec.entropy.rans import Lanes, lanes_for
 from kvwire.codec.entropy.tables import ALPHABET, CLASSES, CONTEXTS, FINEST_SCALE, GRID_PER_LEVEL, LARGEST
-from kvwire.codec.format.container import Coded
+from kvwire.codec.format.pack import Coded
 from kvwire.codec.format.segment import pack_segment
 from kvwire.codec.gpu import encode_kernels as kernels
 from kvwire.codec.gpu.analysis import Transform

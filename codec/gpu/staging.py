@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from kvwire.codec.format.container import Header
-    from kvwire.codec.format.segment import Parts
+    from kvwire.codec.format.header import Header
+    from kvwire.codec.format.segment import ChunkSegments, Parts
     from kvwire.codec.profile.profile import Profile
 
 BLOCK = 64
@@ -40,15 +40,6 @@ _FREE_ESCAPES, _MOST_UNPACKED = 1 << 16, 256
 """Bytes of escapes that are unpacked whatever they are packed in, and beyond that for each packed byte."""
 NARROW_LEVELS = 6
 """Base symbols without escapes, refined five times, stay within int16."""
-
-
-@dataclass(frozen=True, eq=False)
-class ChunkSegments:
-    """A chunk to decode: its segments of levels 0 to ``level``, checked against the index already."""
-
-    chunk: int
-    level: int
-    segments: Sequence[bytes]
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""What CacheGen learns of a model: the units of its bins and a distribution for each channel. See ``cachegen``."""
+"""What CacheGen learns of a model: the units of its bins and a distribution for each channel. See cachegen_coding."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from kvwire.codec.entropy.range_coder import sound
 from kvwire.codec.format.arrays import pack_arrays, unpack_arrays
+from kvwire.codec.format.codecs import CODEC_CACHEGEN, CODECS
 from kvwire.codec.format.limits import MAX_LEVELS
 from kvwire.codec.format.metadata_json import layers_from_json, layers_to_json, shapes_of
 from kvwire.codec.planes import Side, plane_width, planes_of
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from kvwire.types import CacheMeta, LayerSpec
 
-MAGIC = b"\x89KVG\r\n\x1a\n"
+MAGIC = CODECS[CODEC_CACHEGEN].profile_magic
 BINS = (0.5, 1.0, 1.5)
 """Bin of the deltas in the first, middle and last third of the layers, in the layer's unit."""
 ANCHOR_LIMIT = 127
@@ -63,6 +64,16 @@ class CacheGenProfile:
     anchors: NDArray[np.uint16]
     deltas: NDArray[np.uint16]
     notes: dict[str, str | int | float] = field(default_factory=dict)
+
+    @property
+    def codec(self) -> int:
+        """Number of the level kind."""
+        return CODEC_CACHEGEN
+
+    @property
+    def prefix_layers(self) -> int:
+        """None: nothing is predicted."""
+        return 0
 
     @property
     def level_names(self) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ import torch
 
 from kvwire.codec.entropy.tables import Tables
 from kvwire.codec.format.arrays import pack_arrays, unpack_arrays
+from kvwire.codec.format.codecs import CODEC_LAYERED, CODECS
 from kvwire.codec.format.metadata_json import error_to_kl_from_json, layers_from_json, layers_to_json, shapes_of
 from kvwire.codec.planes import SIDES, Plane, plane_width, planes_of
 from kvwire.codec.profile.expectations import ROWS_BYTES, Expectations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from kvwire.codec.format.arrays import Arrays
     from kvwire.types import CacheMeta, LayerSpec
 
-MAGIC = b"\x89KVP\r\n\x1a\n"
+MAGIC = CODECS[CODEC_LAYERED].profile_magic
 MAX_FEATURES = 1 << 16
 """Features of a token: embedding widths end far below."""
 _STEEPEST_ROW = 120
@@ -58,6 +59,11 @@ class Profile:
     prefix_layers: int = 0
     hidden_size: int = 0
     error_to_kl: tuple[float, float] | None = None
+
+    @property
+    def codec(self) -> int:
+        """Number of the level kind."""
+        return CODEC_LAYERED
 
     @property
     def token_features(self) -> int:

@@ -10,7 +10,7 @@ import json
 import sys
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,6 +21,7 @@ from kvwire.cli.printing import describe, described, print_answer, print_encoded
 from kvwire.cli.serve import serve, sign, token
 from kvwire.cli.simulate import simulate
 from kvwire.cli.store import store_group
+from kvwire.codec import DEFAULT_METHOD, methods
 from kvwire.errors import ArgumentError, DeadlineError, KvwireError, NotFoundError, StorageError
 from kvwire.runtime.text_files import problem_with, read_texts
 
@@ -94,7 +95,7 @@ def cli() -> None:
 @_DEVICE
 @_DTYPE
 @click.option("--force", is_flag=True, help="Encode again even what the store seems to have.")
-@click.option("--method", type=click.Choice(["kvwire", "cachegen"]), default="kvwire", show_default=True)
+@click.option("--method", type=click.Choice(methods()), default=DEFAULT_METHOD, show_default=True)
 @click.option(
     "--prefix-layers",
     "--head-start",
@@ -122,7 +123,7 @@ def encode(
     device: str,
     dtype: str,
     force: bool,
-    method: Literal["kvwire", "cachegen"],
+    method: str,
     prefix_layers: int,
     lossless: bool,
     encode_after: int,
@@ -224,7 +225,7 @@ def inspect(blob: str, model: str | None, place: StoreOptions, as_json: bool) ->
     click.echo(
         f"model {info.meta.model_id} ({info.meta.model_revision[:12]}), profile {info.profile_digest[:12] or 'inside'}"
     )
-    if info.prefix_layers or info.method != "kvwire":
+    if info.prefix_layers or info.method != DEFAULT_METHOD:
         click.echo(f"method {info.method}, coded for a head start of {info.prefix_layers} layers")
     print_levels([info])
 

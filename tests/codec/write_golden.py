@@ -27,8 +27,10 @@ from kvwire.codec import (
     positions_on,
     read_profile,
 )
-from kvwire.codec.format.container import CODEC_LANES, VERSION, parse_header
-from kvwire.codec.format.segment import ChunkState, decode_segment
+from kvwire.codec.format.codecs import CODEC_LAYERED
+from kvwire.codec.format.container import parse_header
+from kvwire.codec.format.header import VERSION
+from kvwire.codec.format.segment import SegmentState, decode_segment
 
 GOLDEN = Path(__file__).parent / "golden"
 STEM = f"v{VERSION[0]}.{VERSION[1]}"
@@ -55,7 +57,7 @@ def quantised(blob: bytes, profile: Profile, level: int) -> np.ndarray:
     head, chunks = parse_header(blob), []
     for row in head.info.segments:
         start, stop = head.info.chunk_span(row[0].chunk)
-        state = ChunkState(stop - start, profile.spread, profile.tables)
+        state = SegmentState(stop - start, profile.spread, profile.tables)
         for segment in row[: level + 1]:
             decode_segment(state, segment.level, head.levels[segment.level].shift, blob[segment.offset : segment.end])
         chunks.append(state.values)
@@ -70,7 +72,7 @@ def sha256(*parts: bytes) -> str:
 def facts(blob: bytes, profile, hidden) -> dict:
     """What a reader of any later version must find in a golden blob."""
     info, head = inspect(blob), parse_header(blob)
-    layered = [k for k, level in enumerate(head.levels) if level.codec == CODEC_LANES]
+    layered = [k for k, level in enumerate(head.levels) if level.codec == CODEC_LAYERED]
     inside = Profile.from_bytes(head.profile_bytes) if head.profile_bytes else profile
     finest = decode(blob, None, profile, offset=OFFSET, hidden=hidden)
     exact = decode(blob, "lossless", offset=head.offset) if info.levels[-1].lossless else None
