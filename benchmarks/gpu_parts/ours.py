@@ -12,7 +12,8 @@ import kvwire
 from kvwire.codec import CHUNK_TOKENS
 from kvwire.codec.format.container import parse_header
 from kvwire.codec.format.segment import ChunkSegments, SegmentState, decode_segment
-from kvwire.codec.gpu.decode import Batch, DeviceDecoder, Workspace
+from kvwire.codec.gpu.batch import UploadedBatch, Workspace
+from kvwire.codec.gpu.decode import DeviceDecoder
 from kvwire.codec.gpu.profile import on_device
 from kvwire.codec.prediction.text import TextPredictor
 
@@ -77,7 +78,7 @@ class Load:
         return self.stage()
 
     @cached_property
-    def batches(self) -> list[Batch]:
+    def batches(self) -> list[UploadedBatch]:
         """The same on the device, each in memory of its own."""
         batches = [self.decoder.upload(staged, Workspace()) for staged in self.staged]
         if batches[0].buffer.is_cuda:
@@ -119,7 +120,7 @@ def symbols(load: Load, profile: Profile) -> list[tuple[NDArray[np.int32], NDArr
     return [pair for batch in load.batches for pair in _symbols(batch, load, profile)]
 
 
-def _symbols(batch: Batch, load: Load, profile: Profile) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
+def _symbols(batch: UploadedBatch, load: Load, profile: Profile) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
     values, at, out = batch.values.cpu().numpy(), 0, []
     for opened in batch.staged.pieces:
         state = SegmentState(opened.tokens, profile.spread, profile.tables)

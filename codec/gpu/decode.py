@@ -12,12 +12,13 @@ import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from kvwire.codec.backend import interpreted
 from kvwire.codec.gpu import decode_kernels, reconstruct_kernels
+from kvwire.codec.gpu.batch import UploadedBatch, Workspace
 from kvwire.codec.gpu.profile import on_device
 from kvwire.codec.gpu.reconstruct_reference import reconstruct_reference
 from kvwire.codec.gpu.staging import BLOCK, DeviceBatch, ParsedChunk, open_piece, stage
@@ -46,54 +47,11 @@ LAYER_LAUNCHES = 8
 _PATIENCE = 1 << 22
 """Polls, of about a microsecond, before a kernel stops waiting for the level below."""
 _HOPPER = 9
-_PART_ALIGN = 64
 _EXACT = 256
 """Values up to this are bfloat16 numbers."""
 _OUTPUTS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 _WARPS = BLOCK // (64 if torch.version.hip else 32)
 """One lane a thread."""
-
-
-class Workspace:
-    """Device memory of one batch, kept for the next but one; ``free`` is reached when it may be written to."""
-
-    def __init__(self) -> None:
-        """Nothing is allocated before it is asked for."""
-        self.free = Mark()
-        self._memory: Tensor | None = None
-
-    def take(self, sizes: Sequence[int], least: int, device: torch.device, queues: Sequence[Queue]) -> list[Tensor]:
-        """Parts of so many bytes, aligned; at least so much is allocated, on the queue that runs, for all of them."""
-        rounded = [-(-size // _PART_ALIGN) * _PART_ALIGN for size in sizes]
-        if self._memory is None or self._memory.numel() < sum(rounded):
-            self._memory = None
-            with torch.inference_mode(mode=False):  # what is kept must be writable in any mode
-                self._memory = torch.empty(max(least, sum(rounded)), dtype=torch.uint8, device=device)
-            for queue in queues:
-                queue.keep(self._memory)
-        parts = torch.split(self._memory[: sum(rounded)], rounded)
-        return [part[:size] for part, size in zip(parts, sizes, strict=True)]
-
-
-class Batch(NamedTuple):
-    """A batch on the device.
-
-    buffer: the staged bytes. values: int16 or int32, ``[tokens, slots]`` for each chunk. progress, flags, peaks, wide,
-    counts: int32, see ``_triton``.
-    """
-
-    staged: DeviceBatch
-    buffer: Tensor
-    values: Tensor
-    progress: Tensor
-    flags: Tensor
-    peaks: Tensor
-    wide: Tensor
-    counts: Tensor
-
-    def part(self, name: str) -> Tensor:
-        """A part of the staged bytes."""
-        return self.staged.of(self.buffer, name)
 
 
 class DeviceDecoder:
@@ -261,7 +219,7 @@ class DeviceDecoder:
         space.free = self._placing.mark()
         return flags
 
-    def upload(self, staged: DeviceBatch, space: Workspace) -> Batch:
+    def upload(self, staged: DeviceBatch, space: Workspace) -> UploadedBatch:
         """Queue the copy of a batch's bytes, once its workspace is free."""
         for queue in self._queues:
             queue.after(space.free)
@@ -273,9 +231,9 @@ class DeviceDecoder:
             buffer, values, *scratch = space.take(sizes, self._room, self._device, self._queues)
             buffer.copy_(staged.buffer, non_blocking=True)
         parts = [part.view(torch.int32) for part in scratch]
-        return Batch(staged, buffer, values.view(torch.int32 if staged.wide else torch.int16), *parts)
+        return UploadedBatch(staged, buffer, values.view(torch.int32 if staged.wide else torch.int16), *parts)
 
-    def entropy(self, batch: Batch) -> None:
+    def entropy(self, batch: UploadedBatch) -> None:
         """Launch the decoding of a batch's streams on the current queue."""
         staged = batch.staged
         for zeroed in (batch.progress, batch.flags, batch.peaks):
@@ -298,7 +256,7 @@ class DeviceDecoder:
         slots, chunks = batch.part("group_slots"), batch.part("chunks")
         decode_kernels.last_wide[grid](slots, chunks, batch.peaks, batch.wide, _EXACT, BLOCK=1024)
 
-    def _streams(self, batch: Batch, items: int) -> None:
+    def _streams(self, batch: UploadedBatch, items: int) -> None:
         if not items:
             return
         named = [batch.part(name) for name in ("words16", "words32", "entries")]
@@ -309,7 +267,7 @@ class DeviceDecoder:
             BLOCK=BLOCK, num_warps=_WARPS,
         )  # fmt: skip
 
-    def place(self, batch: Batch, layers: list[Mark] | None = None) -> None:
+    def place(self, batch: UploadedBatch, layers: list[Mark] | None = None) -> None:
         """Launch the inverse transform of a batch on the current queue; marks layers that are complete, where given."""
         angles = self._angles(batch)
         for index in self._plain:
@@ -328,7 +286,7 @@ class DeviceDecoder:
             for layer, last in enumerate(self._last_launch):
                 layers[layer] = mark if last == number else layers[layer]
 
-    def _add_head_start(self, batch: Batch, index: int) -> None:
+    def _add_head_start(self, batch: UploadedBatch, index: int) -> None:
         """What hidden states say of a group, for the chunk of the batch."""
         (piece,) = batch.staged.pieces
         hidden, predictor = cast("Tensor", self._hidden), cast("Tensor", self._loaded.groups[index].predictor)
@@ -336,7 +294,7 @@ class DeviceDecoder:
         out = cast("Tensor", self._addition)[: piece.tokens * predictor.shape[1]].view(piece.tokens, -1)
         torch.mm(part, predictor[self._loaded.features :].float(), out=out)
 
-    def _launch(self, batch: Batch, plan: Plan, angles: tuple[Tensor, Tensor]) -> None:
+    def _launch(self, batch: UploadedBatch, plan: Plan, angles: tuple[Tensor, Tensor]) -> None:
         staged, out = batch.staged, self._out
         page = out.page_tokens if isinstance(out, PagedKVCache) else 0
         named = [batch.part(name) for name in ("chunks", "blocks", "group_slots")]
@@ -358,7 +316,7 @@ class DeviceDecoder:
             num_stages=3,
         )  # fmt: skip
 
-    def _angles(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _angles(self, batch: UploadedBatch) -> tuple[Tensor, Tensor]:
         """Cosines and sines ``[tokens, pairs of all regimes]`` of a batch; empty where positions stay off."""
         if self._offset is None or not self._frequencies.numel():
             nothing = torch.empty(0, device=self._device)

@@ -19,7 +19,7 @@ from kvwire.types import KVCache, PagedKVCache
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvwire.codec.gpu.decode import Batch
+    from kvwire.codec.gpu.batch import UploadedBatch
     from kvwire.codec.gpu.profile import DeviceProfile
     from kvwire.codec.gpu.staging import ParsedChunk
     from kvwire.codec.planes import Plane
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def reconstruct_reference(
-    batch: Batch,
+    batch: UploadedBatch,
     index: int,
     hidden: Tensor | None,
     loaded: DeviceProfile,
@@ -62,7 +62,7 @@ def reconstruct_reference(
 
 
 def _elements(
-    batch: Batch,
+    batch: UploadedBatch,
     piece: ParsedChunk,
     values: Tensor,
     index: int,

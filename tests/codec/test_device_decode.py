@@ -24,7 +24,8 @@ from kvwire.codec.format.segment import ChunkSegments, Parts, SegmentState, deco
 from kvwire.codec.gpu import decode_kernels as kernels
 from kvwire.codec.gpu import staging
 from kvwire.codec.gpu import streams as queues
-from kvwire.codec.gpu.decode import Workspace, _bytes
+from kvwire.codec.gpu.batch import Workspace
+from kvwire.codec.gpu.decode import _bytes
 from kvwire.codec.gpu.profile import on_device
 from kvwire.codec.gpu.staging import BLOCK, described, open_piece, stage
 from kvwire.codec.profile.group import Group
