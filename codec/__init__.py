@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvwire.codec.format.codecs import DEFAULT_METHOD, methods
     from kvwire.codec.format.container import read_header
     from kvwire.codec.format.texts import pack_text, read_text
-    from kvwire.codec.gpu.streams import Mark, Pending
+    from kvwire.codec.gpu.streams import Mark, Pending, StreamEvent
     from kvwire.codec.kinds.base import AnyProfile, LevelKind, kind_of_method
     from kvwire.codec.kinds.cachegen_coding import fit_cachegen_profile
     from kvwire.codec.kinds.cachegen_profile import CacheGenProfile
@@ -43,6 +43,7 @@ __all__ = [
     "Plane",
     "Profile",
     "Statistics",
+    "StreamEvent",
     "Vocabulary",
     "decode",
     "encode",
@@ -80,7 +81,7 @@ __getattr__ = lazy(
         "kvwire.codec.format.codecs": ("DEFAULT_METHOD", "methods"),
         "kvwire.codec.format.container": ("read_header",),
         "kvwire.codec.format.texts": ("pack_text", "read_text"),
-        "kvwire.codec.gpu.streams": ("Mark", "Pending"),
+        "kvwire.codec.gpu.streams": ("Mark", "Pending", "StreamEvent"),
         "kvwire.codec.kinds.base": ("AnyProfile", "LevelKind", "kind_of_method"),
         "kvwire.codec.kinds.cachegen_coding": ("fit_cachegen_profile",),
         "kvwire.codec.kinds.cachegen_profile": ("CacheGenProfile",),

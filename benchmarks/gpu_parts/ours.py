@@ -52,8 +52,8 @@ def profile_bytes(profile: Profile, device: torch.device) -> int:
 
 def decoder_of(blob: bytes, profile: Profile, out: KVCache) -> DeviceDecoder:
     """A decoder that writes into ``out``, positions from 0."""
-    head = parse_header(blob)
-    return DeviceDecoder(head, TextPredictor(profile, head.info.tokens, head.info.token_ids), out, offset=0)
+    header = parse_header(blob)
+    return DeviceDecoder(header, TextPredictor(profile, header.info.tokens, header.info.token_ids), out, offset=0)
 
 
 def pieces_of(blob: bytes, level: int) -> list[ChunkSegments]:
@@ -122,12 +122,12 @@ def symbols(load: Load, profile: Profile) -> list[tuple[NDArray[np.int32], NDArr
 
 def _symbols(batch: UploadedBatch, load: Load, profile: Profile) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
     values, at, out = batch.values.cpu().numpy(), 0, []
-    for opened in batch.staged.pieces:
-        state = SegmentState(opened.tokens, profile.spread, profile.tables)
-        for level, data in enumerate(opened.piece.segments):
-            decode_segment(state, level, load.decoder._head.levels[level].shift, data)  # noqa: SLF001
+    for parsed in batch.staged.pieces:
+        state = SegmentState(parsed.tokens, profile.spread, profile.tables)
+        for level, data in enumerate(parsed.piece.segments):
+            decode_segment(state, level, load.decoder._header.levels[level].shift, data)  # noqa: SLF001
         columns = state.columns
-        found = values[at : at + opened.values].reshape(opened.tokens, opened.width)
-        out.append((found[:, opened.slots[columns]].astype("int32"), state.values[:, columns]))
-        at += opened.values
+        found = values[at : at + parsed.values].reshape(parsed.tokens, parsed.width)
+        out.append((found[:, parsed.slots[columns]].astype("int32"), state.values[:, columns]))
+        at += parsed.values
     return out

@@ -12,7 +12,7 @@ from kvwire.codec.backend import uses_triton
 from kvwire.codec.format.container import parse_header
 from kvwire.codec.format.header import Header
 from kvwire.codec.format.segment import ChunkSegments
-from kvwire.codec.gpu.streams import Mark, Pending
+from kvwire.codec.gpu.streams import Pending, StreamEvent
 from kvwire.codec.kinds.base import DecodeRequest, kind_of
 from kvwire.codec.kinds.outputs import DTYPES, check_out, check_positions, chunk_of, drop_pruned, empty_for
 from kvwire.codec.kinds.profiles import profile_for
@@ -162,7 +162,7 @@ class BlobDecoder:
             else:
                 self._decode_here(piece, decoder)
         if self._lossy is None or not on_device:
-            return Pending(Mark(), [Mark() for _ in self.info.meta.layers], [])
+            return Pending(StreamEvent(), [StreamEvent() for _ in self.info.meta.layers], [])
         return self._lossy.submit(on_device)
 
     def _decoder(self, codec: int) -> LevelDecoder:

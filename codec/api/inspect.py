@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def inspect(blob: bytes) -> BlobInfo:
-    """What a blob, or its head alone, says about itself; raises as ``read_header`` does. Segments are not looked at."""
+    """What a blob, or its header alone, says about itself; raises as ``read_header`` does. Segments are not looked at."""
     return parse_header(blob).info
 
 

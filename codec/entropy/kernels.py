@@ -170,7 +170,7 @@ def place(quantised: I32, columns: U32, symbols: U8) -> None:
 def coarsen(fine: I32, coarse: I32, symbols: U8) -> None:
     """Split ``fine = 3 * coarse + r``, r in -1, 0, 1; ``symbols`` gets 1 + r, or 1 - r where coarse is negative.
 
-    The quotient is taken of unsigned numbers, which LLVM cos_sin into a product: fine is below 2^28 in size.
+    The quotient is taken of unsigned numbers, which LLVM turns into a product: fine is below 2^28 in size.
     """
     for t in range(fine.shape[0]):
         for c in range(fine.shape[1]):
@@ -274,13 +274,13 @@ def place_elements(
     """Write ``rows[of_token] + scale * product`` of one plane into ``out`` ``[heads, tokens, dim]``, rotated.
 
     product: float32, or bfloat16 bits where ``expand`` is set; its columns from ``at`` on are the plane's. rows:
-    float32 with the same columns. cosines, sines: float32 ``[tokens, pairs]``, no pairs where nothing is turned; pairs
+    float32 with the same columns. cosines, sines: float32 ``[tokens, pairs]``, no pairs where nothing is rotated; pairs
     begin at ``rotary_start``. out: float32, or bfloat16 bits where ``shrink`` is set; tokens from ``first`` on.
     """
     heads, _, dim = out.shape
     pairs = cosines.shape[1]
-    row, turned = empty(dim, float32), empty(dim, float32)
-    bits, turned_bits = row.view(uint32), turned.view(uint32)
+    row, rotated = empty(dim, float32), empty(dim, float32)
+    bits, rotated_bits = row.view(uint32), rotated.view(uint32)
     factor = float32(scale)
     for t in range(of_token.shape[0]):
         expected = rows[of_token[t]]
@@ -294,26 +294,26 @@ def place_elements(
                 for d in range(dim):
                     row[d] = float32(part[d])
             for d in range(dim):
-                turned[d] = expected[begin + d] + factor * row[d]
+                rotated[d] = expected[begin + d] + factor * row[d]
             if interleaved:
                 for j in range(pairs):
                     one, other = rotary_start + 2 * j, rotary_start + 2 * j + 1
-                    a, b = turned[one], turned[other]
-                    turned[one] = a * cosines[t, j] - b * sines[t, j]
-                    turned[other] = b * cosines[t, j] + a * sines[t, j]
+                    a, b = rotated[one], rotated[other]
+                    rotated[one] = a * cosines[t, j] - b * sines[t, j]
+                    rotated[other] = b * cosines[t, j] + a * sines[t, j]
             else:
                 for j in range(pairs):
-                    a, b = turned[rotary_start + j], turned[rotary_start + pairs + j]
-                    turned[rotary_start + j] = a * cosines[t, j] - b * sines[t, j]
-                    turned[rotary_start + pairs + j] = b * cosines[t, j] + a * sines[t, j]
+                    a, b = rotated[rotary_start + j], rotated[rotary_start + pairs + j]
+                    rotated[rotary_start + j] = a * cosines[t, j] - b * sines[t, j]
+                    rotated[rotary_start + pairs + j] = b * cosines[t, j] + a * sines[t, j]
             target = out[head, first + t]
             if shrink:
                 for d in range(dim):
-                    u = turned_bits[d]
+                    u = rotated_bits[d]
                     target[d] = (u + uint32(0x7FFF) + ((u >> uint32(16)) & uint32(1))) >> uint32(16)
             else:
                 for d in range(dim):
-                    target[d] = turned[d]
+                    target[d] = rotated[d]
 
 
 @_jit

@@ -46,7 +46,7 @@ def read_header(data: bytes, *, check: bool = True) -> BlobInfo:
     """What a blob says about itself, from its first bytes.
 
     Raises TruncatedError (whose ``needed`` says how many bytes to bring) where ``data`` ends too early, CorruptError
-    where the head's checksum or content is wrong, FormatVersionError where the version or a flag is unknown.
+    where the header's checksum or content is wrong, FormatVersionError where the version or a flag is unknown.
     ``check=False`` leaves the checksum out.
     """
     return parse_header(data, check=check).info
@@ -128,13 +128,13 @@ def _prologue(data: bytes, *, check: bool) -> _Prologue:
         msg = f"blob format {major}.{minor} (flags {incompatible:#x}) is newer than this kvwire; upgrade kvwire"
         raise FormatVersionError(msg)
     if not PROLOGUE.size <= header_bytes <= min(MAX_HEADER_BYTES, file_bytes):
-        msg = f"the blob claims a head of {header_bytes} bytes; fetch it again"
+        msg = f"the blob claims a header of {header_bytes} bytes; fetch it again"
         raise CorruptError(msg)
     if len(data) < header_bytes:
-        msg = f"the blob's head ends after {len(data)} of {header_bytes} bytes; fetch it again"
+        msg = f"the blob's header ends after {len(data)} of {header_bytes} bytes; fetch it again"
         raise TruncatedError(msg, header_bytes)
-    if check and _head_crc(data[:header_bytes]) != crc:
-        msg = "the blob's head does not match its checksum; fetch it again"
+    if check and _header_crc(data[:header_bytes]) != crc:
+        msg = "the blob's header does not match its checksum; fetch it again"
         raise CorruptError(msg)
     fits = 1 <= chunk_tokens <= MAX_CHUNK_TOKENS and 1 <= levels <= MAX_LEVELS
     if not (tokens and fits and (not bits or MIN_BITS <= bits <= MAX_BITS)):
@@ -154,10 +154,10 @@ def _prologue(data: bytes, *, check: bool) -> _Prologue:
     )
 
 
-def _head_crc(head: bytes) -> int:
-    """CRC-32 of the head with zeros in the checksum's own place."""
-    crc = crc32(bytes(4), crc32(head[:CRC_AT]))
-    return crc32(head[CRC_AT + 4 :], crc)
+def _header_crc(header: bytes) -> int:
+    """CRC-32 of the header with zeros in the checksum's own place."""
+    crc = crc32(bytes(4), crc32(header[:CRC_AT]))
+    return crc32(header[CRC_AT + 4 :], crc)
 
 
 class _Parts(NamedTuple):
@@ -169,14 +169,14 @@ class _Parts(NamedTuple):
 
 
 def _parts(data: bytes, fields: _Prologue) -> _Parts:
-    """Metadata, index ``[chunks, levels]``, packed token ids, profile inside and what is kept: they fill the head."""
+    """Metadata, index ``[chunks, levels]``, packed token ids, profile inside and what is kept: they fill the header."""
     cells = fields.chunks * fields.levels
     sizes = (fields.meta_stored, cells * ENTRY.itemsize, id_bytes(fields.tokens, fields.bits), fields.profile_bytes)
     room = fields.header_bytes - PROLOGUE.size - sum(sizes)
     metadata = unpack_json(data[PROLOGUE.size : PROLOGUE.size + fields.meta_stored], fields.meta_raw, "blob")
     kept_bytes = metadata.get("kept_bytes")
     if type(kept_bytes) is not int or kept_bytes < 0 or not 0 <= room - kept_bytes < ALIGNMENT:
-        msg = "the blob's head does not add up to its length; fetch it again"
+        msg = "the blob's header does not add up to its length; fetch it again"
         raise CorruptError(msg)
     at, parts = PROLOGUE.size, []
     for size in (*sizes, kept_bytes):
@@ -228,7 +228,7 @@ def _segments(
     for chunk, row in enumerate(index.tolist()):
         present = [entry for entry in row if entry[0] != MISSING]
         if present != row[: len(present)]:
-            msg = f"chunk {chunk} lacks a level below one that it has; fetch the blob's head again"
+            msg = f"chunk {chunk} lacks a level below one that it has; fetch the blob's header again"
             raise CorruptError(msg)
         cells = []
         for level, (offset, stored, symbols, crc, codec, flags, error, _) in enumerate(present):
@@ -236,7 +236,7 @@ def _segments(
                 msg = f"chunk {chunk} level {level} is coded in way {codec} (flags {flags:#x}); upgrade kvwire"
                 raise FormatVersionError(msg)
             if offset != expected or offset + stored > fields.file_bytes:
-                msg = f"chunk {chunk} level {level} lies where it cannot; fetch the blob's head again"
+                msg = f"chunk {chunk} level {level} lies where it cannot; fetch the blob's header again"
                 raise CorruptError(msg)
             expected = offset + stored
             cells.append(SegmentInfo(chunk, level, offset, stored, symbols, crc, codec, error))
@@ -258,8 +258,8 @@ def _level_infos(
     chunk_tokens = np.full(fields.chunks, fields.chunk_tokens)
     chunk_tokens[-1] -= fields.chunks * fields.chunk_tokens - fields.tokens
     for level, column in zip(levels, index.T, strict=True):
-        here = column[column["offset"] != MISSING]
-        size = int(here["stored"].sum(dtype=np.int64))
+        present = column[column["offset"] != MISSING]
+        size = int(present["stored"].sum(dtype=np.int64))
         cumulative = (fields.header_bytes if level.independent else below) + size
         below = cumulative
         error = _mean_error(column, chunk_tokens)
@@ -277,16 +277,19 @@ def _predicted_kl(error: float, scale: float, exponent: float) -> float:
     except OverflowError:
         kl = math.inf
     if kl == math.inf:
-        msg = "the blob's errors and their calibration are impossible together; fetch the blob's head again"
+        msg = "the blob's errors and their calibration are impossible together; fetch the blob's header again"
         raise CorruptError(msg)
     return kl
 
 
 def _mean_error(column: NDArray[np.void], tokens: NDArray[np.int64]) -> float:
     """The chunks' errors, weighted by their tokens."""
-    here = column["offset"] != MISSING
-    errors, energies = column["error"][here], column["energy"][here]  # checked as they are: casting a NaN may warn
+    present = column["offset"] != MISSING
+    errors, energies = (
+        column["error"][present],
+        column["energy"][present],
+    )  # checked as they are: casting a NaN may warn
     if not all(np.isfinite(each).all() and (each >= 0).all() for each in (errors, energies)):
-        msg = "the blob's index holds impossible errors; fetch the blob's head again"
+        msg = "the blob's index holds impossible errors; fetch the blob's header again"
         raise CorruptError(msg)
-    return float(errors.astype(np.float64) @ tokens[here]) / float(tokens[here].sum()) if here.any() else 0.0
+    return float(errors.astype(np.float64) @ tokens[present]) / float(tokens[present].sum()) if present.any() else 0.0

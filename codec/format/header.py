@@ -29,7 +29,7 @@ MAX_STEP = 2.0**64
 MAX_SHIFT = 1024
 """Steps and shifts beyond these, or below one over MAX_STEP, leave the range of float32 and of the classes."""
 PROLOGUE = struct.Struct("<8sHHIIQQIIIIIBBHI")
-"""magic, major, minor, incompatible flags, compatible flags, head bytes, file bytes, CRC-32 of the head, metadata
+"""magic, major, minor, incompatible flags, compatible flags, header bytes, file bytes, CRC-32 of the header, metadata
 stored, metadata raw, tokens, chunk tokens, levels, bits of a token id (0: unknown), reserved, bytes of the profile
 inside."""
 CRC_AT = 36

@@ -59,7 +59,7 @@ class Draft:
 
 
 def pack_blob(draft: Draft) -> bytes:
-    """Lay out a whole blob; raises ArgumentError where its head would be longer than readers accept."""
+    """Lay out a whole blob; raises ArgumentError where its header would be longer than readers accept."""
     if elements_per_token(draft.meta.layers) > MAX_WIDTH:
         msg = f"the cache has more than the {MAX_WIDTH} elements for a token that readers accept; split its layers"
         raise ArgumentError(msg)
@@ -80,18 +80,18 @@ def pack_blob(draft: Draft) -> bytes:
     used = PROLOGUE.size + len(metadata) + cells * ENTRY.itemsize + len(ids) + len(draft.profile_bytes) + len(kept)
     header_bytes = -(-used // ALIGNMENT) * ALIGNMENT
     if header_bytes > MAX_HEADER_BYTES:
-        msg = f"the blob's head would take {header_bytes} bytes of {MAX_HEADER_BYTES} allowed; split the document"
+        msg = f"the blob's header would take {header_bytes} bytes of {MAX_HEADER_BYTES} allowed; split the document"
         raise ArgumentError(msg)
     index, end = _index(draft, header_bytes)
     prologue = PROLOGUE.pack(
         MAGIC, *VERSION, 0, 0, header_bytes, end, 0, len(metadata), metadata_raw, draft.tokens, draft.chunk_tokens,
         len(draft.levels), bits, 0, len(draft.profile_bytes),
     )  # fmt: skip
-    head = bytearray(
+    header = bytearray(
         prologue + metadata + index.tobytes() + ids + draft.profile_bytes + kept + bytes(header_bytes - used)
     )
-    head[CRC_AT : CRC_AT + 4] = struct.pack("<I", crc32(head))
-    return bytes(head) + b"".join(coded.data for chunk in draft.segments for coded in chunk)
+    header[CRC_AT : CRC_AT + 4] = struct.pack("<I", crc32(header))
+    return bytes(header) + b"".join(coded.data for chunk in draft.segments for coded in chunk)
 
 
 def _index(draft: Draft, offset: int) -> tuple[NDArray[np.void], int]:

@@ -34,8 +34,8 @@ def pack_text(ids: Sequence[int]) -> bytes:
     bits, raw = pack_ids(ids, len(ids))
     frame = zstandard.ZstdCompressor(level=19, write_content_size=True).compress(raw)
     stored = frame if len(frame) < len(raw) <= _MOST_PACKED * len(frame) else raw
-    head = _PROLOGUE.pack(TEXT_MAGIC, *VERSION, 0, 0, len(ids), len(stored), bits)
-    data = bytearray(head + stored)
+    header = _PROLOGUE.pack(TEXT_MAGIC, *VERSION, 0, 0, len(ids), len(stored), bits)
+    data = bytearray(header + stored)
     data[_CRC_AT : _CRC_AT + 4] = crc32(data).to_bytes(4, "little")
     return bytes(data)
 
@@ -46,7 +46,7 @@ def read_text(data: bytes) -> tuple[int, ...]:
         msg = "this is no text of kvwire's; encode the document again"
         raise CorruptError(msg)
     if len(data) < _PROLOGUE.size:
-        msg = f"the text ends after {len(data)} bytes, within its head; fetch it again"
+        msg = f"the text ends after {len(data)} bytes, within its header; fetch it again"
         raise TruncatedError(msg, _PROLOGUE.size)
     _, major, minor, flags, checksum, tokens, stored, bits = _PROLOGUE.unpack_from(data)
     if major != VERSION[0] or flags:

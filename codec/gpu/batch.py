@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from kvwire.codec.gpu.streams import Mark
+from kvwire.codec.gpu.streams import StreamEvent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,7 @@ class Workspace:
 
     def __init__(self) -> None:
         """Nothing is allocated before it is asked for."""
-        self.free = Mark()
+        self.free = StreamEvent()
         self._memory: Tensor | None = None
 
     def take(self, sizes: Sequence[int], least: int, device: torch.device, queues: Sequence[Queue]) -> list[Tensor]:
@@ -44,7 +44,7 @@ class UploadedBatch(NamedTuple):
     """A batch on the device.
 
     buffer: the staged bytes. values: int16 or int32, ``[tokens, slots]`` for each chunk. progress, flags, peaks, wide,
-    counts: int32, see ``_triton``.
+    counts: int32, see ``decode_kernels``.
     """
 
     staged: DeviceBatch

@@ -21,8 +21,8 @@ from kvwire.codec.gpu import decode_kernels, reconstruct_kernels
 from kvwire.codec.gpu.batch import UploadedBatch, Workspace
 from kvwire.codec.gpu.profile import on_device
 from kvwire.codec.gpu.reconstruct_reference import reconstruct_reference
-from kvwire.codec.gpu.staging import BLOCK, DeviceBatch, ParsedChunk, open_piece, stage
-from kvwire.codec.gpu.streams import Mark, Pending, Queue, here
+from kvwire.codec.gpu.staging import BLOCK, DeviceBatch, ParsedChunk, parse_chunk, stage
+from kvwire.codec.gpu.streams import Pending, Queue, StreamEvent, current_event
 from kvwire.codec.gpu.tiles import tiles_of
 from kvwire.codec.workers import cores
 from kvwire.errors import KvwireError
@@ -57,7 +57,7 @@ _WARPS = BLOCK // (64 if torch.version.hip else 32)
 class DeviceDecoder:
     """Decodes layered chunks of one blob on a GPU, or in Triton's interpreter.
 
-    head, text: of the blob, with its profile. out: tensors on the device, contiguous ``[heads, tokens, dim]`` or in
+    header, text: of the blob, with its profile. out: tensors on the device, contiguous ``[heads, tokens, dim]`` or in
     pages. offset: position of the first token, None leaves positions off. check: leave the output of damaged chunks
     alone and report them. workspace_bytes: device memory for chunks under way, None for a share of the output.
     finish: called with a span of tokens once they are placed, on their queue.
@@ -65,7 +65,7 @@ class DeviceDecoder:
 
     def __init__(
         self,
-        head: Header,
+        header: Header,
         text: TextPredictor,
         out: KVCache | PagedKVCache,
         *,
@@ -75,7 +75,7 @@ class DeviceDecoder:
         finish: Callable[[int, int], None] | None = None,
     ) -> None:
         """Put the profile on the device and describe the output."""
-        self._head, self._text, self._out = head, text, out
+        self._header, self._text, self._out = header, text, out
         self._offset, self._check, self._finish = offset, check, finish
         tensors = [tensor for tensor in (*out.keys, *out.values) if tensor.numel()]
         self._device, self._dtype = tensors[0].device, tensors[0].dtype
@@ -86,16 +86,16 @@ class DeviceDecoder:
         self._spaces = [Workspace(), Workspace()]
         self._turn = 0
         self._lock = threading.Lock()
-        elements = sum(spec.key_width + spec.value_width for spec in head.info.meta.layers if spec.kind != "none")
-        decoded = elements * head.info.tokens * self._dtype.itemsize
+        elements = sum(spec.key_width + spec.value_width for spec in header.info.meta.layers if spec.kind != "none")
+        decoded = elements * header.info.tokens * self._dtype.itemsize
         workspace = int(WORKSPACE_SHARE * decoded) if workspace_bytes is None else workspace_bytes
         self._room = workspace // len(self._spaces)
         self._tokens_of_block, self._depth = _tile_shape(self._device)
         self._describe(tensors)
-        frequencies = [each for regime in head.info.meta.ropes for each in regime.inv_freq]
+        frequencies = [each for regime in header.info.meta.ropes for each in regime.inv_freq]
         self._frequencies = torch.tensor(frequencies, dtype=torch.float32, device=self._device)
         self._last_launch = self._launches_of_layers()
-        self._start = here(self._device)
+        self._start = current_event(self._device)
         for tensor in (*tensors, *self._used()):
             for queue in self._queues[1:]:
                 queue.keep(tensor)
@@ -118,16 +118,16 @@ class DeviceDecoder:
         self._addition: Tensor | None = None
         most = max((len(self._loaded.groups[g].mean) for g in self._tiled), default=0)
         if self._hidden is not None and most:
-            chunk = min(self._head.info.tokens, self._head.info.chunk_tokens)
+            chunk = min(self._header.info.tokens, self._header.info.chunk_tokens)
             with torch.inference_mode(mode=False):
                 self._addition = torch.empty(chunk * most, dtype=torch.float32, device=self._device)
         launches = LAYER_LAUNCHES if self._addition is None else len(self._tiled)
         self._tiles = tiles_of(
             self._loaded,
             self._out,
-            self._head.info.meta,
+            self._header.info.meta,
             self._tiled,
-            turned=self._offset is not None,
+            rotated=self._offset is not None,
             launches=max(1, launches),
             addition=0 if self._addition is None else self._addition.data_ptr(),
         )
@@ -135,7 +135,7 @@ class DeviceDecoder:
 
     def _launches_of_layers(self) -> list[int]:
         """The last launch of ``place`` that writes to each layer; -1 where none does."""
-        last = [-1] * len(self._head.info.meta.layers)
+        last = [-1] * len(self._header.info.meta.layers)
         for number, plan in enumerate(self._tiles.plans):
             for _, layer in chain.from_iterable(self._loaded.groups[group].planes for group in plan.groups):
                 last[layer] = number
@@ -148,28 +148,28 @@ class DeviceDecoder:
         """
         chosen: list[ParsedChunk] = []
         alone = self._addition is not None  # what a head start adds is made chunk by chunk
-        opening = _ahead(self._open, pieces)
+        parsing = _ahead(self._parse, pieces)
         while True:
             try:
-                opened = next(opening, None)
+                parsed = next(parsing, None)
             except KvwireError:
                 if chosen:
                     yield self._staged(chosen)
                 raise
-            if chosen and (opened is None or alone or _bytes([*chosen, opened]) > self._room):
+            if chosen and (parsed is None or alone or _bytes([*chosen, parsed]) > self._room):
                 yield self._staged(chosen)
                 chosen = []
-            if opened is None:
+            if parsed is None:
                 return
-            chosen.append(opened)
+            chosen.append(parsed)
 
-    def _open(self, piece: ChunkSegments) -> ParsedChunk:
-        return open_piece(piece, self._head, self._text.profile, check=self._check)
+    def _parse(self, piece: ChunkSegments) -> ParsedChunk:
+        return parse_chunk(piece, self._header, self._text.profile, check=self._check)
 
     def _staged(self, chosen: list[ParsedChunk]) -> DeviceBatch:
         return stage(
             chosen,
-            self._head,
+            self._header,
             rows=self._tokens_of_block,
             origin=self._out.start if isinstance(self._out, PagedKVCache) else 0,
             pinned=self._device.type == "cuda",
@@ -186,37 +186,37 @@ class DeviceDecoder:
         """``decode`` of pieces that are staged already, or will be while others are under way."""
         with self._lock, torch.autocast(self._device.type, enabled=False):
             flags: list[tuple[Tensor, list[int]]] = []
-            layers = [self._start for _ in self._head.info.meta.layers]
+            layers = [self._start for _ in self._header.info.meta.layers]
             try:
                 for staged in batches:
-                    chunks = [opened.piece.chunk for opened in staged.pieces]
+                    chunks = [parsed.piece.chunk for parsed in staged.pieces]
                     flags.append((self._queue(staged, layers), chunks))
             except BaseException:
                 for queue in self._queues:  # nothing may run on behind the caller's back
-                    queue.mark().wait()
+                    queue.record().wait()
                 Pending(self._start, layers, flags).wait()  # a chunk before it may be damaged as well
                 raise
-            return Pending(self._placing.mark(), layers, flags)
+            return Pending(self._placing.record(), layers, flags)
 
-    def _queue(self, staged: DeviceBatch, layers: list[Mark]) -> Tensor:
+    def _queue(self, staged: DeviceBatch, layers: list[StreamEvent]) -> Tensor:
         """One batch through the three queues; returns its flags, on the host once the placing queue is done."""
         self._turn = (self._turn + 1) % len(self._spaces) if _bytes(staged.pieces) <= self._room else 0
         space = self._spaces[self._turn]
         batch = self.upload(staged, space)
-        self._decoding.after(self._copying.mark())
+        self._decoding.after(self._copying.record())
         with self._decoding.run():
             self.entropy(batch)
-        self._placing.after(self._decoding.mark())
+        self._placing.after(self._decoding.record())
         with self._placing.run():
             self.place(batch, layers)
             if self._finish is not None:
                 for piece in staged.pieces:
                     self._finish(piece.start, piece.start + piece.tokens)
-                layers[:] = [self._placing.mark()] * len(layers)
+                layers[:] = [self._placing.record()] * len(layers)
             pinned = self._device.type == "cuda"
             flags = torch.empty(len(staged.pieces), dtype=torch.int32, device="cpu", pin_memory=pinned)
             flags.copy_(batch.flags, non_blocking=True)
-        space.free = self._placing.mark()
+        space.free = self._placing.record()
         return flags
 
     def upload(self, staged: DeviceBatch, space: Workspace) -> UploadedBatch:
@@ -267,11 +267,11 @@ class DeviceDecoder:
             BLOCK=BLOCK, num_warps=_WARPS,
         )  # fmt: skip
 
-    def place(self, batch: UploadedBatch, layers: list[Mark] | None = None) -> None:
+    def place(self, batch: UploadedBatch, layers: list[StreamEvent] | None = None) -> None:
         """Launch the inverse transform of a batch on the current queue; marks layers that are complete, where given."""
         angles = self._angles(batch)
         for index in self._plain:
-            reconstruct_reference(batch, index, self._hidden, self._loaded, self._out, self._head.info.meta, angles)
+            reconstruct_reference(batch, index, self._hidden, self._loaded, self._out, self._header.info.meta, angles)
         self._complete(layers, -1)
         for number, plan in enumerate(self._tiles.plans):
             if self._addition is not None:
@@ -279,10 +279,10 @@ class DeviceDecoder:
             self._launch(batch, plan, angles)
             self._complete(layers, number)
 
-    def _complete(self, layers: list[Mark] | None, number: int) -> None:
+    def _complete(self, layers: list[StreamEvent] | None, number: int) -> None:
         """Mark the layers that nothing writes to after a launch, -1 for what comes before the first."""
         if layers is not None and number in self._last_launch:
-            mark = self._placing.mark()
+            mark = self._placing.record()
             for layer, last in enumerate(self._last_launch):
                 layers[layer] = mark if last == number else layers[layer]
 

@@ -257,10 +257,10 @@ def place_escapes(
         for first in range(0, columns, BLOCK):
             slot, escaped = _escaped(values_at + t * slots, entry_at, first, columns, BLOCK)
             rank = at + tl.cumsum(escaped, axis=0) - 1
-            here = (escaped == 1) & (rank < known)
-            value = tl.load(listed + rank, mask=here, other=0).to(tl.int32, bitcast=True)
-            tl.store(values_at + (t * slots + slot), value, mask=here)
-            tl.atomic_max(peak_at + slot, tl.abs(value), mask=here)
+            valid = (escaped == 1) & (rank < known)
+            value = tl.load(listed + rank, mask=valid, other=0).to(tl.int32, bitcast=True)
+            tl.store(values_at + (t * slots + slot), value, mask=valid)
+            tl.atomic_max(peak_at + slot, tl.abs(value), mask=valid)
             at += tl.sum(escaped, axis=0)
 
 

@@ -172,7 +172,7 @@ class Batch:
     """Chunks that follow each other, quantised, with all that their segments say, on the device.
 
     values: int32 ``[tokens, columns]`` of the last level. symbols: uint8 ``[tokens, levels, columns]``, see
-    ``_triton_encode``. classes: uint8 ``[chunks, levels, columns]``, 0 while a column is not coded. entry, codes: uint8
+    ``encode_kernels``. classes: uint8 ``[chunks, levels, columns]``, 0 while a column is not coded. entry, codes: uint8
     ``[chunks, columns]``, the level at which a column enters (one beyond the last: never), and its byte in the class
     list there.
     """
@@ -322,7 +322,7 @@ def _before(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 def encode_streams(
     symbols: Tensor, stride: int, described: NDArray[np.int64], columns: Tensor, rows: Tensor, packed: Tensor
 ) -> list[Lanes]:
-    """Run the entropy coder over many streams at once, see ``_triton_encode.encode_lanes``.
+    """Run the entropy coder over many streams at once, see ``encode_kernels.encode_lanes``.
 
     described: int64 ``[streams, STREAM_FIELDS]`` on the host.
     """

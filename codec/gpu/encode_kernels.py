@@ -59,8 +59,8 @@ def split(values, bounds, symbols, widest, columns, LEVELS: tl.constexpr, ROWS: 
     stop = tl.load(bounds + chunk + 1)
     for first in range(tl.load(bounds + chunk), stop, ROWS):
         t = (first + tl.arange(0, ROWS).to(tl.int64))[:, None]
-        here = (t < stop) & inside[None, :]
-        fine = tl.load(values + (t * columns + column[None, :]), mask=here, other=0)
+        valid = (t < stop) & inside[None, :]
+        fine = tl.load(values + (t * columns + column[None, :]), mask=valid, other=0)
         largest = tl.maximum(largest, tl.abs(fine))
         at = symbols + (t * (LEVELS * columns) + column[None, :])
         for below in tl.static_range(LEVELS - 1):
@@ -68,9 +68,9 @@ def split(values, bounds, symbols, widest, columns, LEVELS: tl.constexpr, ROWS: 
             r = fine - 3 * coarse
             context = tl.minimum(tl.abs(coarse), 2)
             symbol = 3 * context + 1 + tl.where(coarse < 0, -r, r)
-            tl.store(at + (LEVELS - 1 - below) * columns, symbol.to(tl.uint8), mask=here)
+            tl.store(at + (LEVELS - 1 - below) * columns, symbol.to(tl.uint8), mask=valid)
             fine = coarse
-        tl.store(at, tl.where(tl.abs(fine) < 128, fine + 128, 0).to(tl.uint8), mask=here)
+        tl.store(at, tl.where(tl.abs(fine) < 128, fine + 128, 0).to(tl.uint8), mask=valid)
     tl.store(widest + (chunk.to(tl.int64) * columns + column), tl.max(largest, axis=0), mask=inside)
 
 
@@ -129,14 +129,14 @@ def squared_errors(
     stop = tl.load(bounds + chunk + 1)
     for first in range(tl.load(bounds + chunk), stop, ROWS):
         t = (first + tl.arange(0, ROWS).to(tl.int64))[:, None]
-        here = (t < stop) & inside[None, :]
+        valid = (t < stop) & inside[None, :]
         at = t * columns + column[None, :]
-        q = tl.load(values + at, mask=here, other=0)
+        q = tl.load(values + at, mask=valid, other=0)
         for _ in range(level, LEVELS - 1):
             q = _third(q)
         q = tl.abs(q)
         size = tl.where(q == 1, one, tl.where(q == 2, two, q.to(tl.float32)))
-        c = tl.load(coefficients + at, mask=here, other=0.0)
+        c = tl.load(coefficients + at, mask=valid, other=0.0)
         difference = tl.abs(c) - step * size
         total += difference * difference
     tl.store(missed + of_level, tl.sum(total, axis=0), mask=inside)

@@ -203,9 +203,9 @@ def place(
         seen = inside[:, None] & in_a[None, :]
         cos = tl.load(cosines + at, mask=seen, other=1.0)
         sin = tl.load(sines + at, mask=seen, other=0.0)
-        turned = left * cos - right * sin
+        rotated = left * cos - right * sin
         right = right * cos + left * sin
-        left = turned
+        left = rotated
 
     # Where they belong.
     token = (tl.load(described + 4) + rows).to(tl.int64)  # counted in the output

@@ -1,6 +1,6 @@
 """The inverse transform on any device by plain tensor operations.
 
-The readable twin of ``_triton_place.place``, and the way for what that does not write: profiles without a basis, and
+The readable twin of ``reconstruct_kernels.place``, and the way for what that does not write: profiles without a basis, and
 outputs in float8 or float64. It asks the device which chunks are damaged, and so waits for it.
 """
 

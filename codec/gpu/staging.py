@@ -47,7 +47,7 @@ class ParsedChunk:
     """A piece taken apart.
 
     classes: uint8 ``[levels, columns]``, each column's class at each level. slots: uint32 ``[columns]``, its place
-    among the values of a token. entries: of each level, see ``_triton.CLASS_SHIFT``. group_slots: int32 ``[groups,
+    among the values of a token. entries: of each level, see ``decode_kernels.CLASS_SHIFT``. group_slots: int32 ``[groups,
     2]``, where each group's slots begin and end. rows: int32 ``[slots]``, rows of the group's basis. sizes: float32
     ``[slots, 2]``, of values 1 and 2. escapes: int32, of the base symbols, token by token.
     """
@@ -94,9 +94,9 @@ def suits_gpu(piece: ChunkSegments, symbols: Sequence[int]) -> bool:
     return _claimed(packed) <= max(_FREE_ESCAPES, _MOST_UNPACKED * len(packed))
 
 
-def open_piece(piece: ChunkSegments, head: Header, profile: Profile, *, check: bool) -> ParsedChunk:
+def parse_chunk(piece: ChunkSegments, header: Header, profile: Profile, *, check: bool) -> ParsedChunk:
     """Take a piece's segments apart; raises CorruptError where they cannot be what was written."""
-    start, stop = head.info.chunk_span(piece.chunk)
+    start, stop = header.info.chunk_span(piece.chunk)
     tokens, columns = stop - start, profile.rank
     classes = np.zeros((len(piece.segments), columns), np.uint8)
     below, coded = np.zeros(columns, np.uint8), 0
@@ -104,9 +104,9 @@ def open_piece(piece: ChunkSegments, head: Header, profile: Profile, *, check: b
     for level, data in enumerate(piece.segments):
         part = take_apart(data, columns - coded)
         codes = np.frombuffer(part.classes, np.uint8)
-        kernels.enter_level(codes, profile.spread, head.levels[level].shift, below, classes[level])
+        kernels.enter_level(codes, profile.spread, header.levels[level].shift, below, classes[level])
         below, coded = classes[level], int(np.count_nonzero(classes[level]))
-        raw = head.info.segments[piece.chunk][level].raw
+        raw = header.info.segments[piece.chunk][level].raw
         if check and tokens * coded != raw:
             msg = (
                 f"chunk {piece.chunk} level {level} holds {tokens * coded} symbols, the index says {raw}; "
@@ -194,7 +194,7 @@ class DeviceBatch:
 
 
 def stage(
-    opened: Sequence[ParsedChunk], head: Header, *, rows: int, origin: int = 0, pinned: bool = False
+    parsed: Sequence[ParsedChunk], header: Header, *, rows: int, origin: int = 0, pinned: bool = False
 ) -> DeviceBatch:
     """Lay pieces out.
 
@@ -202,9 +202,9 @@ def stage(
     copy from.
     """
     table = _Tables()
-    for index, piece in enumerate(opened):
-        table.add(index, piece, head.levels[piece.piece.level].step, rows, origin)
-    arrays = table.arrays(head)
+    for index, piece in enumerate(parsed):
+        table.add(index, piece, header.levels[piece.piece.level].step, rows, origin)
+    arrays = table.arrays(header)
     parts: dict[str, tuple[int, int, torch.dtype]] = {}
     at = 0
     for name, (dtype, listed) in arrays.items():
@@ -219,7 +219,7 @@ def stage(
             raw[begin : begin + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             begin += array.nbytes
     return DeviceBatch(
-        tuple(opened),
+        tuple(parsed),
         buffer,
         parts,
         items=table.items,
@@ -227,14 +227,14 @@ def stage(
         streams=len(table.streams),
         values=table.values,
         slots=table.slots,
-        wide=any(piece.wide for piece in opened),
+        wide=any(piece.wide for piece in parsed),
         blocks=len(table.blocks),
         escaping=len(table.escaping),
     )
 
 
 class _Tables:
-    """The descriptors of a batch while it grows; fields are those of ``_triton``'s STREAM_FIELDS and its kin."""
+    """The descriptors of a batch while it grows; fields are those of ``decode_kernels``'s STREAM_FIELDS and its kin."""
 
     def __init__(self) -> None:
         self.streams: list[list[int]] = []
@@ -304,10 +304,10 @@ class _Tables:
             self._items.append([])
         self._items[level] += [(stream, block) for block in range(-(-lanes // BLOCK))]
 
-    def arrays(self, head: Header) -> dict[str, tuple[torch.dtype, list[NDArray[Any]]]]:
+    def arrays(self, header: Header) -> dict[str, tuple[torch.dtype, list[NDArray[Any]]]]:
         """Every part of the buffer by name."""
         where = np.concatenate(self._ids)
-        ids = head.info.token_ids
+        ids = header.info.token_ids
         token_ids = np.zeros(len(where), np.int32) if ids is None else np.asarray(ids, np.int32)[where]
         return {
             "streams": (torch.int64, [np.array(self.streams, np.int64)]),

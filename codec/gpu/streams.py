@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Mark:
-    """A point in a queue: reached once everything queued before it is done."""
+class StreamEvent:
+    """A point in a queue, as ``torch.cuda.Event``: reached once everything queued before it is done."""
 
     def __init__(self, event: torch.cuda.Event | None = None, device: torch.device | None = None) -> None:
         """Take the event and its device; None where there is nothing to wait for."""
@@ -33,6 +33,10 @@ class Mark:
             (stream or torch.cuda.current_stream(self._device)).wait_event(self._event)
 
 
+Mark = StreamEvent
+"""Old name of ``StreamEvent``, for one more version."""
+
+
 class Queue:
     """A stream of a device."""
 
@@ -47,13 +51,13 @@ class Queue:
             return nullcontext()
         return cast("AbstractContextManager[object]", torch.cuda.stream(self._stream))
 
-    def mark(self) -> Mark:
+    def record(self) -> StreamEvent:
         """This point."""
-        return Mark() if self._stream is None else Mark(self._stream.record_event(), self._device)
+        return StreamEvent() if self._stream is None else StreamEvent(self._stream.record_event(), self._device)
 
-    def after(self, mark: Mark) -> None:
-        """Let what follows wait for a mark of another queue."""
-        mark.hold(self._stream)
+    def after(self, event: StreamEvent) -> None:
+        """Let what follows wait for an event of another queue."""
+        event.hold(self._stream)
 
     def keep(self, tensor: Tensor) -> None:
         """Tell the allocator that this queue uses a tensor that was allocated for another."""
@@ -61,9 +65,13 @@ class Queue:
             tensor.record_stream(self._stream)
 
 
-def here(device: torch.device) -> Mark:
+def current_event(device: torch.device) -> StreamEvent:
     """This point of the caller's own stream."""
-    return Mark(torch.cuda.current_stream(device).record_event(), device) if device.type == "cuda" else Mark()
+    return (
+        StreamEvent(torch.cuda.current_stream(device).record_event(), device)
+        if device.type == "cuda"
+        else StreamEvent()
+    )
 
 
 MISCOUNTED, DAMAGED, STALLED = 1, 2, 3
@@ -77,7 +85,7 @@ class Pending:
     done: reached when all are there. layers: likewise for each layer of the cache; those of the first come first.
     """
 
-    def __init__(self, done: Mark, layers: list[Mark], flags: list[tuple[Tensor, list[int]]]) -> None:
+    def __init__(self, done: StreamEvent, layers: list[StreamEvent], flags: list[tuple[Tensor, list[int]]]) -> None:
         """flags: int32 on the host, complete once done is reached, and the chunks that they are of."""
         self.done = done
         self.layers = layers

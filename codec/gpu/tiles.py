@@ -45,7 +45,7 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """Every tile of an output: int64 ``[tiles, fields]`` on the host, see ``_triton_place.TILE_FIELDS``; and launches.
+    """Every tile of an output: int64 ``[tiles, fields]`` on the host, see ``reconstruct_kernels.TILE_FIELDS``; and launches.
 
     pairs: of the widest tile, a power of two. aligned: whether all rows and outputs allow 16-byte accesses.
     """
@@ -78,13 +78,13 @@ def tiles_of(
     meta: CacheMeta,
     groups: Sequence[int],
     *,
-    turned: bool,
+    rotated: bool,
     launches: int,
     addition: int = 0,
 ) -> Tiles:
     """Tiles of some groups, first layers first, in about so many launches.
 
-    meta: of the blob. turned: whether positions go on. addition: address of what a head start adds to the group that is
+    meta: of the blob. rotated: whether positions go on. addition: address of what a head start adds to the group that is
     being written, 0 without.
     """
     order = sorted(groups, key=lambda index: min(layer for _, layer in loaded.groups[index].planes))
@@ -95,7 +95,7 @@ def tiles_of(
         piece = tuple(order[at : at + size])
         by_stride: dict[int, list[list[int]]] = {}
         for index in piece:
-            for stride, row in _rows_of(index, loaded, out, meta, turned=turned, addition=addition):
+            for stride, row in _rows_of(index, loaded, out, meta, rotated=rotated, addition=addition):
                 by_stride.setdefault(stride, []).append(row)
         for stride, listed in sorted(by_stride.items()):
             counts = [min(_MOST_TILES, len(listed) - first) for first in range(0, len(listed), _MOST_TILES)]
@@ -108,7 +108,7 @@ def tiles_of(
 
 
 def _rows_of(
-    index: int, loaded: DeviceProfile, out: KVCache | PagedKVCache, meta: CacheMeta, *, turned: bool, addition: int
+    index: int, loaded: DeviceProfile, out: KVCache | PagedKVCache, meta: CacheMeta, *, rotated: bool, addition: int
 ) -> Iterator[tuple[int, list[int]]]:
     """Stride and row of the table of every tile of a group."""
     group = loaded.groups[index]
@@ -121,7 +121,7 @@ def _rows_of(
         spec = meta.layers[plane[1]]
         dim = spec.key_dim if plane[0] == "key" else spec.value_dim
         for head in range(spec.kv_heads):
-            for pairs in _pairs_of(plane, meta, dim, turned=turned):
+            for pairs in _pairs_of(plane, meta, dim, rotated=rotated):
                 for first in range(0, pairs.count_a, MOST_PAIRS):
                     skip = first * pairs.stride
                     counts = [min(MOST_PAIRS, max(0, count - first)) for count in (pairs.count_a, pairs.count_b)]
@@ -148,9 +148,9 @@ def strides_of(out: KVCache | PagedKVCache, plane: Plane) -> tuple[Tensor, int, 
     return target, target.stride(0), target.stride(1), 0
 
 
-def _pairs_of(plane: Plane, meta: CacheMeta, dim: int, *, turned: bool) -> Iterator[_Pairs]:
+def _pairs_of(plane: Plane, meta: CacheMeta, dim: int, *, rotated: bool) -> Iterator[_Pairs]:
     """A head's dimensions in pairs."""
-    rotary = meta.layers[plane[1]].rotary(plane[0]) if turned else None
+    rotary = meta.layers[plane[1]].rotary(plane[0]) if rotated else None
     if rotary is None:
         yield from _halves(0, dim)
         return

@@ -1,6 +1,6 @@
 """What a document's text says of its cache, before anything is decoded.
 
-The profile's table holds a few numbers for each token of the vocabulary, a group's predictor cos_sin them into expected
+The profile's table holds a few numbers for each token of the vocabulary, a group's predictor turns them into expected
 keys and values of every layer. A profile with a head start adds the hidden states after the model's first layers, which
 the engine computes anew. Encoder and decoder take the same expectation away and put it back; only what differs from it
 is coded.

@@ -1,6 +1,6 @@
 """The profile: what is learnt per model and shared by every blob of a corpus.
 
-A profile holds, for each group of layers, the mean of its keys or values, a synthesis matrix that cos_sin coefficients
+A profile holds, for each group of layers, the mean of its keys or values, a synthesis matrix that turns coefficients
 into (un-rotated) keys or values, the attention metric that the encoder needs to go the other way, and how wide each
 coefficient usually spreads. It also holds the entropy coder's tables. It is content-addressed: blobs name its digest.
 """

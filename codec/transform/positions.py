@@ -51,9 +51,9 @@ def rotate(keys: Tensor, regime: RopeRegime, cos: Tensor, sin: Tensor, start: in
         first, second = part[..., 0::2], part[..., 1::2]
     else:
         first, second = part[..., : width // 2], part[..., width // 2 :]
-    turned = first * cos - second * sin
+    rotated = first * cos - second * sin
     second.mul_(cos).addcmul_(first, sin)
-    first.copy_(turned)
+    first.copy_(rotated)
     return out
 
 
@@ -110,7 +110,7 @@ def positions_on(cache: KVCache, offset: int = 0) -> KVCache:
 
 
 def _turned(cache: KVCache, start: int, *, sign: float, dtype: torch.dtype, meta: CacheMeta) -> KVCache:
-    def turned(side: Side, tensors: list[Tensor]) -> list[Tensor]:
+    def rotated(side: Side, tensors: list[Tensor]) -> list[Tensor]:
         out = []
         for spec, tensor in zip(cache.meta.layers, tensors, strict=True):
             rotary = spec.rotary(side)
@@ -121,4 +121,4 @@ def _turned(cache: KVCache, start: int, *, sign: float, dtype: torch.dtype, meta
             out.append(tensor)
         return out
 
-    return replace(cache, keys=turned("key", cache.keys), values=turned("value", cache.values), meta=meta)
+    return replace(cache, keys=rotated("key", cache.keys), values=rotated("value", cache.values), meta=meta)

@@ -119,11 +119,11 @@ def _place(
     expand = product.dtype == torch.bfloat16
     bits = (product.view(torch.uint16) if expand else product).numpy()
     rows, of_token = expected[0].numpy(), expected[1]
-    unturned = np.empty((len(of_token), 0), np.float32)
+    unrotated = np.empty((len(of_token), 0), np.float32)
     at = 0
     for (side, layer), target in zip(group.planes, targets, strict=True):
         rotary = meta.layers[layer].rotary(side) if cos_sin else None
-        cosines, sines, interleaved, first = unturned, unturned, False, 0
+        cosines, sines, interleaved, first = unrotated, unrotated, False, 0
         if rotary is not None:
             regime, first = rotary
             cosines, sines = (each.numpy() for each in cos_sin[regime])

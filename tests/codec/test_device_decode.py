@@ -27,7 +27,7 @@ from kvwire.codec.gpu import streams as queues
 from kvwire.codec.gpu.batch import Workspace
 from kvwire.codec.gpu.decode import _bytes
 from kvwire.codec.gpu.profile import on_device
-from kvwire.codec.gpu.staging import BLOCK, described, open_piece, stage
+from kvwire.codec.gpu.staging import BLOCK, described, parse_chunk, stage
 from kvwire.codec.profile.group import Group
 from kvwire.errors import ArgumentError, CorruptError
 from kvwire.types import KVCache, LayerSpec, PagedKVCache, RopeRegime
@@ -79,11 +79,11 @@ def apart(one, other):
 def on_processor(blob, profile, level, chunk=0):
     """Quantised values ``[tokens, columns]`` as numba's kernels decode them."""
     info = inspect(blob)
-    head = parse_header(blob)
+    header = parse_header(blob)
     start, stop = info.chunk_span(chunk)
     state = SegmentState(stop - start, profile.spread, profile.tables)
     for s in info.reads(chunk, level):
-        decode_segment(state, s.level, head.levels[s.level].shift, blob[s.offset : s.end])
+        decode_segment(state, s.level, header.levels[s.level].shift, blob[s.offset : s.end])
     return state
 
 
@@ -97,13 +97,13 @@ def on_gpu(blob, profile, level, chunks=(0,)):
     batch = decoder.upload(staged, Workspace())
     decoder.entropy(batch)
     out, at = [], 0
-    for opened in staged.pieces:
-        values = batch.values[at : at + opened.values].view(opened.tokens, opened.width).int().numpy()
-        at += opened.values
-        whole = np.zeros((opened.tokens, profile.rank), np.int32)
-        coded = np.flatnonzero(opened.classes[-1])
-        whole[:, coded] = values[:, opened.slots[coded]]
-        out.append((whole, opened.classes[-1]))
+    for parsed in staged.pieces:
+        values = batch.values[at : at + parsed.values].view(parsed.tokens, parsed.width).int().numpy()
+        at += parsed.values
+        whole = np.zeros((parsed.tokens, profile.rank), np.int32)
+        coded = np.flatnonzero(parsed.classes[-1])
+        whole[:, coded] = values[:, parsed.slots[coded]]
+        out.append((whole, parsed.classes[-1]))
     return out, batch
 
 
@@ -120,11 +120,11 @@ def launched(tokens, columns, tables, streams, coded=None):
     classes = np.array([[*row, 0] for _, row in streams], np.uint8)
     width = -(-coded // 16) * 16
     parts = [Parts(b"", b"", lanes.states, lanes.counts, lanes.words) for lanes, _ in streams]
-    opened = described(
+    parsed = described(
         ChunkSegments(0, len(streams) - 1, []), 0, tokens, parts, classes, np.zeros(0, np.int32), profile
     )
-    head = SimpleNamespace(levels=[SimpleNamespace(step=1.0)] * len(streams), info=SimpleNamespace(token_ids=None))
-    staged = stage([opened], head, rows=16)
+    header = SimpleNamespace(levels=[SimpleNamespace(step=1.0)] * len(streams), info=SimpleNamespace(token_ids=None))
+    staged = stage([parsed], header, rows=16)
     loaded = on_device(profile, torch.device("cpu"))
     progress, flags = torch.zeros(1 + staged.streams, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     values = torch.full((tokens * width + 64,), 77, dtype=torch.int16)
@@ -474,7 +474,7 @@ def test_batches_take_turns_in_little_memory(small, document, fits):
 
 
 def opened_of(blob, profile, chunk, level):
-    return open_piece(
+    return parse_chunk(
         ChunkSegments(chunk, level, pieces_of(blob, chunk, level)), parse_header(blob), profile, check=True
     )
 
