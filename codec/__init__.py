@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from kvwire.codec.format.container import read_header
     from kvwire.codec.format.texts import pack_text, read_text
     from kvwire.codec.gpu.streams import Mark, Pending, StreamEvent
-    from kvwire.codec.kinds.base import AnyProfile, LevelKind, kind_of_method
+    from kvwire.codec.kinds.base import LevelKind, kind_of_method
     from kvwire.codec.kinds.cachegen_coding import fit_cachegen_profile
     from kvwire.codec.kinds.cachegen_profile import CacheGenProfile
     from kvwire.codec.kinds.profiles import read_profile
+    from kvwire.codec.kinds.requests import AnyProfile
     from kvwire.codec.planes import Plane, planes_of
     from kvwire.codec.profile.profile import Profile
     from kvwire.codec.transform.positions import positions_off, positions_on, rotate, rotation, shift_keys
@@ -82,11 +83,12 @@ __getattr__ = lazy(
         "kvwire.codec.format.container": ("read_header",),
         "kvwire.codec.format.texts": ("pack_text", "read_text"),
         "kvwire.codec.gpu.streams": ("Mark", "Pending", "StreamEvent"),
-        "kvwire.codec.kinds.base": ("AnyProfile", "LevelKind", "kind_of_method"),
+        "kvwire.codec.kinds.base": ("LevelKind", "kind_of_method"),
         "kvwire.codec.kinds.cachegen_coding": ("fit_cachegen_profile",),
         "kvwire.codec.kinds.cachegen_profile": ("CacheGenProfile",),
         "kvwire.codec.kinds.profiles": ("read_profile",),
         "kvwire.codec.planes": ("Plane", "planes_of"),
+        "kvwire.codec.kinds.requests": ("AnyProfile",),
         "kvwire.codec.profile.profile": ("Profile",),
         "kvwire.codec.transform.positions": ("positions_off", "positions_on", "rotate", "rotation", "shift_keys"),
         "kvwire.codec.transform.quantiser": ("Ladder",),

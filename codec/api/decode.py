@@ -13,9 +13,10 @@ from kvwire.codec.format.container import parse_header
 from kvwire.codec.format.header import Header
 from kvwire.codec.format.segment import ChunkSegments
 from kvwire.codec.gpu.streams import Pending, StreamEvent
-from kvwire.codec.kinds.base import DecodeRequest, kind_of
+from kvwire.codec.kinds.base import kind_of
 from kvwire.codec.kinds.outputs import DTYPES, check_out, check_positions, chunk_of, drop_pruned, empty_for
 from kvwire.codec.kinds.profiles import profile_for
+from kvwire.codec.kinds.requests import DecodeRequest
 from kvwire.codec.workers import each
 from kvwire.errors import ArgumentError, CorruptError, TruncatedError
 from kvwire.types import KVCache, PagedKVCache
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
     from kvwire.codec.backend import Backend
     from kvwire.codec.format.kept import Kept
-    from kvwire.codec.kinds.base import AnyProfile, LevelDecoder
+    from kvwire.codec.kinds.base import LevelDecoder
+    from kvwire.codec.kinds.requests import AnyProfile
     from kvwire.types import BlobInfo, SegmentInfo
 
 

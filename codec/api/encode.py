@@ -10,15 +10,16 @@ from kvwire.codec.backend import Backend, uses_triton
 from kvwire.codec.format.codecs import CODEC_LAYERED, CODEC_LOSSLESS
 from kvwire.codec.format.header import MAX_CHUNK_TOKENS
 from kvwire.codec.format.pack import Draft, pack_blob
-from kvwire.codec.kinds.base import EncodeRequest, kind_of
+from kvwire.codec.kinds.base import kind_of
 from kvwire.codec.kinds.outputs import device_of
+from kvwire.codec.kinds.requests import EncodeRequest
 from kvwire.errors import ArgumentError
 from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvwire.codec.kinds.base import AnyProfile
+    from kvwire.codec.kinds.requests import AnyProfile
     from kvwire.codec.transform.quantiser import Ladder
     from kvwire.types import CacheMeta, KVCache
 

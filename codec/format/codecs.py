@@ -54,7 +54,11 @@ CODECS = {
 
 
 def methods() -> tuple[str, ...]:
-    """Names of the methods that a corpus can be encoded with, kvwire's own first."""
+    """List the methods that a corpus can be encoded with.
+
+    Returns:
+        Their names, kvwire's own first.
+    """
     return tuple(dict.fromkeys(codec.method for codec in CODECS.values()))
 
 

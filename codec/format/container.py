@@ -43,11 +43,19 @@ _MAX_OFFSET = 1 << 31
 
 
 def read_header(data: bytes, *, check: bool = True) -> BlobInfo:
-    """What a blob says about itself, from its first bytes.
+    """Read what a blob says about itself, from its first bytes.
 
-    Raises TruncatedError (whose ``needed`` says how many bytes to bring) where ``data`` ends too early, CorruptError
-    where the header's checksum or content is wrong, FormatVersionError where the version or a flag is unknown.
-    ``check=False`` leaves the checksum out.
+    Args:
+        data: At least the whole header.
+        check: Whether to verify the header's checksum.
+
+    Returns:
+        Layout, levels, segments and token ids.
+
+    Raises:
+        TruncatedError: ``data`` ends too early; ``needed`` says how many bytes to bring.
+        CorruptError: The header's checksum or content is wrong.
+        FormatVersionError: The version, a flag or a codec is not known.
     """
     return parse_header(data, check=check).info
 
@@ -70,7 +78,20 @@ class _Prologue(NamedTuple):
 
 
 def parse_header(data: bytes, *, check: bool = True) -> Header:
-    """``read_header`` for the decoder."""
+    """Read a blob's first bytes for the decoder.
+
+    Args:
+        data: At least the whole header.
+        check: Whether to verify the header's checksum.
+
+    Returns:
+        What ``read_header`` gives, and what the decoder alone needs.
+
+    Raises:
+        TruncatedError: ``data`` ends too early; ``needed`` says how many bytes to bring.
+        CorruptError: The header's checksum or content is wrong.
+        FormatVersionError: The version, a flag or a codec is not known.
+    """
     fields = _prologue(data, check=check)
     parts = _parts(data, fields)
     meta = meta_from_json(parts.metadata.get("meta"))

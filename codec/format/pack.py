@@ -29,10 +29,14 @@ _LARGEST_ERROR = 1e38
 
 
 class Coded(NamedTuple):
-    """One segment as encoded: bytes, number of symbols, and how far the chunk is off once it is decoded up to here.
+    """One segment as encoded, and how far the chunk is off once it is decoded up to here.
 
-    error: squared error for each element in the attention metric, whose unit is the mean energy of calibration caches.
-    energy: the same of what the profile does not expect of the chunk.
+    Attributes:
+        data: The segment's bytes.
+        symbols: How many it codes.
+        error: Squared error for each element in the kind's metric; for layered levels the attention metric, whose unit
+            is the mean energy of calibration caches.
+        energy: Of the same unit, what the profile does not expect of the chunk.
     """
 
     data: bytes
@@ -43,7 +47,21 @@ class Coded(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """What the encoder hands to ``pack_blob``; segments[chunk][level]."""
+    """What the encoder hands to ``pack_blob``.
+
+    Attributes:
+        meta: Of the cache.
+        token_ids: None where they are not known.
+        tokens: Of the document.
+        chunk_tokens: Tokens of every chunk but the last.
+        levels: In the blob's order.
+        profile_digest: Name of the profile; empty where it is inside or none is needed.
+        profile_bytes: The profile inside; empty for none.
+        segments: ``[chunk][level]``.
+        prefix_layers: The profile's own.
+        error_to_kl: The profile's own.
+        kept: What a pruned cache holds; None where nothing was pruned.
+    """
 
     meta: CacheMeta
     token_ids: tuple[int, ...] | None
@@ -59,7 +77,17 @@ class Draft:
 
 
 def pack_blob(draft: Draft) -> bytes:
-    """Lay out a whole blob; raises ArgumentError where its header would be longer than readers accept."""
+    """Lay out a whole blob.
+
+    Args:
+        draft: Its content.
+
+    Returns:
+        The blob.
+
+    Raises:
+        ArgumentError: Its header would be longer than readers accept.
+    """
     if elements_per_token(draft.meta.layers) > MAX_WIDTH:
         msg = f"the cache has more than the {MAX_WIDTH} elements for a token that readers accept; split its layers"
         raise ArgumentError(msg)

@@ -27,7 +27,17 @@ _CRC_AT = 16
 
 
 def pack_text(ids: Sequence[int]) -> bytes:
-    """A text's file; equal ids give equal bytes. Raises ArgumentError unless there are 1 to 2^22 ids of 32 bits."""
+    """Write a text's file; equal ids give equal bytes.
+
+    Args:
+        ids: Token ids.
+
+    Returns:
+        The file.
+
+    Raises:
+        ArgumentError: There are not 1 to 2^22 ids of 32 bits.
+    """
     if not 0 < len(ids) <= MAX_TEXT_TOKENS:
         msg = f"a text has 1 to {MAX_TEXT_TOKENS} tokens, got {len(ids)}; split it"
         raise ArgumentError(msg)
@@ -41,7 +51,19 @@ def pack_text(ids: Sequence[int]) -> bytes:
 
 
 def read_text(data: bytes) -> tuple[int, ...]:
-    """Token ids of a text's file. Raises TruncatedError, CorruptError or FormatVersionError."""
+    """Read a text's file.
+
+    Args:
+        data: All its bytes.
+
+    Returns:
+        The token ids.
+
+    Raises:
+        TruncatedError: It ends too early.
+        CorruptError: It is damaged.
+        FormatVersionError: A later version wrote it.
+    """
     if data[: len(TEXT_MAGIC)] != TEXT_MAGIC[: len(data)]:
         msg = "this is no text of kvwire's; encode the document again"
         raise CorruptError(msg)

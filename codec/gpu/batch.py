@@ -28,7 +28,17 @@ class Workspace:
         self._memory: Tensor | None = None
 
     def take(self, sizes: Sequence[int], least: int, device: torch.device, queues: Sequence[Queue]) -> list[Tensor]:
-        """Parts of so many bytes, aligned; at least so much is allocated, on the queue that runs, for all of them."""
+        """Cut parts off, aligned. More memory is allocated where they do not fit, on the queue that runs.
+
+        Args:
+            sizes: Bytes of each part.
+            least: Bytes to allocate at least.
+            device: Where to.
+            queues: All that will use it.
+
+        Returns:
+            uint8 tensors.
+        """
         rounded = [-(-size // _PART_ALIGN) * _PART_ALIGN for size in sizes]
         if self._memory is None or self._memory.numel() < sum(rounded):
             self._memory = None
@@ -43,8 +53,15 @@ class Workspace:
 class UploadedBatch(NamedTuple):
     """A batch on the device.
 
-    buffer: the staged bytes. values: int16 or int32, ``[tokens, slots]`` for each chunk. progress, flags, peaks, wide,
-    counts: int32, see ``decode_kernels``.
+    Attributes:
+        staged: What it was on the host.
+        buffer: The staged bytes.
+        values: int16 or int32, ``[tokens, slots]`` for each chunk.
+        progress: int32, see ``decode_kernels.decode_streams``.
+        flags: int32 ``[chunks]``, what went wrong with each.
+        peaks: int32 ``[slots]``, the largest size of each slot's values.
+        wide: int32 ``[chunks, groups]``, see ``decode_kernels.last_wide``.
+        counts: int32, see ``decode_kernels.count_escapes``.
     """
 
     staged: DeviceBatch
@@ -57,5 +74,12 @@ class UploadedBatch(NamedTuple):
     counts: Tensor
 
     def part(self, name: str) -> Tensor:
-        """A part of the staged bytes."""
+        """Find a part of the staged bytes.
+
+        Args:
+            name: Its name.
+
+        Returns:
+            A view of the buffer.
+        """
         return self.staged.of(self.buffer, name)

@@ -9,8 +9,6 @@ tells. ``decode.BlobDecoder`` is the readable way to the same.
 from __future__ import annotations
 
 import threading
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from typing import TYPE_CHECKING, cast
 
@@ -24,7 +22,7 @@ from kvwire.codec.gpu.reconstruct_reference import reconstruct_reference
 from kvwire.codec.gpu.staging import BLOCK, DeviceBatch, ParsedChunk, parse_chunk, stage
 from kvwire.codec.gpu.streams import Pending, Queue, StreamEvent, current_event
 from kvwire.codec.gpu.tiles import tiles_of
-from kvwire.codec.workers import cores
+from kvwire.codec.workers import ahead
 from kvwire.errors import KvwireError
 from kvwire.types import PagedKVCache
 
@@ -55,13 +53,7 @@ _WARPS = BLOCK // (64 if torch.version.hip else 32)
 
 
 class DeviceDecoder:
-    """Decodes layered chunks of one blob on a GPU, or in Triton's interpreter.
-
-    header, text: of the blob, with its profile. out: tensors on the device, contiguous ``[heads, tokens, dim]`` or in
-    pages. offset: position of the first token, None leaves positions off. check: leave the output of damaged chunks
-    alone and report them. workspace_bytes: device memory for chunks under way, None for a share of the output.
-    finish: called with a span of tokens once they are placed, on their queue.
-    """
+    """Decodes layered chunks of one blob on a GPU, or in Triton's interpreter."""
 
     def __init__(
         self,
@@ -74,7 +66,17 @@ class DeviceDecoder:
         workspace_bytes: int | None = None,
         finish: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Put the profile on the device and describe the output."""
+        """Put the profile on the device and describe the output.
+
+        Args:
+            header: Of the blob.
+            text: What its profile predicts from.
+            out: Tensors on the device, contiguous ``[heads, tokens, dim]`` or in pages.
+            offset: Position of the first token; None leaves positions off.
+            check: Whether to leave the output of damaged chunks alone and report them.
+            workspace_bytes: Device memory for chunks under way; None for a share of the output.
+            finish: Called with a span of tokens once they are placed, on their queue; None for nothing.
+        """
         self._header, self._text, self._out = header, text, out
         self._offset, self._check, self._finish = offset, check, finish
         tensors = [tensor for tensor in (*out.keys, *out.values) if tensor.numel()]
@@ -142,13 +144,20 @@ class DeviceDecoder:
         return last
 
     def batches(self, pieces: Sequence[ChunkSegments]) -> Iterator[DeviceBatch]:
-        """Pieces taken apart, by several threads, and laid out, as many together as the workspace allows.
+        """Take pieces apart, by several threads, and lay them out, as many together as the workspace allows.
 
-        Where one cannot be, those before it come first, and then its error.
+        Args:
+            pieces: Chunks in the order in which they are to be decoded.
+
+        Yields:
+            Batches, ready to be copied.
+
+        Raises:
+            CorruptError: A piece cannot be taken apart; those before it come first.
         """
         chosen: list[ParsedChunk] = []
         alone = self._addition is not None  # what a head start adds is made chunk by chunk
-        parsing = _ahead(self._parse, pieces)
+        parsing = ahead(self._parse, pieces)
         while True:
             try:
                 parsed = next(parsing, None)
@@ -178,12 +187,29 @@ class DeviceDecoder:
     def decode(self, pieces: Sequence[ChunkSegments]) -> Pending:
         """Queue pieces; a GPU works on after this returns.
 
-        Raises CorruptError where the host sees that one is damaged; those before it are then complete.
+        Args:
+            pieces: Chunks in the order in which they are to be decoded.
+
+        Returns:
+            What tells when they are there.
+
+        Raises:
+            CorruptError: The host sees that one is damaged; those before it are then complete.
         """
         return self.load(self.batches(pieces))
 
     def load(self, batches: Iterable[DeviceBatch]) -> Pending:
-        """``decode`` of pieces that are staged already, or will be while others are under way."""
+        """Queue pieces that are staged already, or will be while others are under way.
+
+        Args:
+            batches: In order.
+
+        Returns:
+            What tells when they are there.
+
+        Raises:
+            CorruptError: A piece before the one that could not be staged is damaged.
+        """
         with self._lock, torch.autocast(self._device.type, enabled=False):
             flags: list[tuple[Tensor, list[int]]] = []
             layers = [self._start for _ in self._header.info.meta.layers]
@@ -220,7 +246,15 @@ class DeviceDecoder:
         return flags
 
     def upload(self, staged: DeviceBatch, space: Workspace) -> UploadedBatch:
-        """Queue the copy of a batch's bytes, once its workspace is free."""
+        """Queue the copy of a batch's bytes, once its workspace is free.
+
+        Args:
+            staged: On the host.
+            space: Where to.
+
+        Returns:
+            The batch on the device.
+        """
         for queue in self._queues:
             queue.after(space.free)
         longest = max(piece.tokens for piece in staged.pieces)
@@ -234,7 +268,11 @@ class DeviceDecoder:
         return UploadedBatch(staged, buffer, values.view(torch.int32 if staged.wide else torch.int16), *parts)
 
     def entropy(self, batch: UploadedBatch) -> None:
-        """Launch the decoding of a batch's streams on the current queue."""
+        """Launch the decoding of a batch's streams on the current queue.
+
+        Args:
+            batch: Uploaded; its values are written.
+        """
         staged = batch.staged
         for zeroed in (batch.progress, batch.flags, batch.peaks):
             zeroed.zero_()
@@ -268,7 +306,12 @@ class DeviceDecoder:
         )  # fmt: skip
 
     def place(self, batch: UploadedBatch, layers: list[StreamEvent] | None = None) -> None:
-        """Launch the inverse transform of a batch on the current queue; marks layers that are complete, where given."""
+        """Launch the inverse transform of a batch on the current queue.
+
+        Args:
+            batch: With its values.
+            layers: An event for each layer; those of layers that become complete are replaced. None where nobody asks.
+        """
         angles = self._angles(batch)
         for index in self._plain:
             reconstruct_reference(batch, index, self._hidden, self._loaded, self._out, self._header.info.meta, angles)
@@ -324,23 +367,6 @@ class DeviceDecoder:
         at = (batch.part("tokens") + self._offset).float()
         angles = at[:, None] * self._frequencies[None, :]
         return angles.cos(), angles.sin()
-
-
-def _ahead(work: Callable[[ChunkSegments], ParsedChunk], pieces: Sequence[ChunkSegments]) -> Iterator[ParsedChunk]:
-    """Results in order, from as many threads as there are cores, only some pieces ahead of what is asked for."""
-    threads = max(1, min(len(pieces), cores()))
-    with ThreadPoolExecutor(threads, "kvwire-staging") as pool:
-        running: deque[Future[ParsedChunk]] = deque()
-        try:
-            for piece in pieces:
-                running.append(pool.submit(work, piece))
-                if len(running) > 2 * threads:
-                    yield running.popleft().result()
-            while running:
-                yield running.popleft().result()
-        finally:
-            for future in running:
-                future.cancel()
 
 
 def _tile_shape(device: torch.device) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 from kvwire.codec.format.codecs import CODEC_CACHEGEN
 from kvwire.codec.format.header import Level
 from kvwire.codec.format.pack import Coded
-from kvwire.codec.kinds.base import DecodeRequest, EncodeRequest, LevelDecoder, LevelEncoder, LevelKind
+from kvwire.codec.kinds.base import LevelDecoder, LevelEncoder, LevelKind
 from kvwire.codec.kinds.cachegen_coding import decode_cachegen, encode_cachegen, fit_cachegen_profile
 from kvwire.codec.kinds.cachegen_profile import CacheGenProfile
 from kvwire.codec.kinds.outputs import positions_for
@@ -16,7 +16,7 @@ from kvwire.errors import ArgumentError, CorruptError
 
 if TYPE_CHECKING:
     from kvwire.codec.format.segment import ChunkSegments
-    from kvwire.codec.kinds.base import AnyProfile, Calibration, CodingSettings
+    from kvwire.codec.kinds.requests import AnyProfile, Calibration, CodingSettings, DecodeRequest, EncodeRequest
     from kvwire.types import BlobInfo, KVCache
 
 

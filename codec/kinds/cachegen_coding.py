@@ -53,9 +53,16 @@ _SHARED_COUNTS = 64.0
 
 
 def quantise_anchors(elements: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
-    """Anchors of ``[tokens, width]``: values -127 to 127, ``[groups, width]``, and a scale for each, ``[groups]``.
+    """Quantise anchors. Scales are rounded up to float16, so that nothing is clipped.
 
-    Scales are rounded up to float16, so that nothing is clipped. Raises CacheValueError beyond what they hold.
+    Args:
+        elements: float32 ``[tokens, width]``.
+
+    Returns:
+        Values -127 to 127, ``[groups, width]``, and a scale for each, ``[groups]``.
+
+    Raises:
+        CacheValueError: A number is beyond what the scales hold.
     """
     anchors = elements[::GROUP_TOKENS]
     exact = np.abs(anchors).max(1).astype(np.float64) / ANCHOR_LIMIT
@@ -69,7 +76,15 @@ def quantise_anchors(elements: NDArray[np.float32]) -> tuple[NDArray[np.int32], 
 
 
 def restore_anchors(values: NDArray[np.int32], scales: NDArray[np.float16]) -> NDArray[np.float32]:
-    """Anchors as decoded, float32 ``[groups, width]``: exact products."""
+    """Decode anchors: exact products.
+
+    Args:
+        values: ``[groups, width]``.
+        scales: ``[groups]``.
+
+    Returns:
+        float32 ``[groups, width]``.
+    """
     return values.astype(np.float32) * scales.astype(np.float32)[:, None]
 
 
@@ -80,13 +95,32 @@ def _others(tokens: int) -> NDArray[np.intp]:
 
 
 def deltas_of(elements: NDArray[np.float32], anchors: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Tokens less their decoded anchors ``[groups, width]``: float64 ``[deltas, width]``."""
+    """Subtract decoded anchors from the other tokens.
+
+    Args:
+        elements: float32 ``[tokens, width]``.
+        anchors: As decoded, ``[groups, width]``.
+
+    Returns:
+        float64 ``[deltas, width]``.
+    """
     others = _others(len(elements))
     return elements[others].astype(np.float64) - anchors[others // GROUP_TOKENS]
 
 
 def quantise_deltas(deltas: NDArray[np.float64], width: np.float32) -> NDArray[np.int32]:
-    """Deltas in bins of a width, rounded to the nearest; raises CacheValueError beyond 2^28."""
+    """Round deltas to bins.
+
+    Args:
+        deltas: float64 ``[deltas, width]``.
+        width: Of a bin.
+
+    Returns:
+        int32 of the same shape.
+
+    Raises:
+        CacheValueError: A value is beyond 2^28.
+    """
     values = np.rint(deltas / np.float64(width))
     if values.size and float(np.abs(values).max()) >= LARGEST:
         msg = "a cache holds numbers too large for the profile's bins; fit the profile on caches like it"
@@ -100,10 +134,22 @@ def _delta_symbols(values: NDArray[np.int32]) -> NDArray[np.uint8]:
 
 
 def encode_cachegen(cache: KVCache, profile: CacheGenProfile, level: int, start: int, stop: int) -> tuple[bytes, int]:
-    """Tokens ``start`` to ``stop`` of a cache at one level: the segment and the number of symbols in it.
+    """Encode tokens of a cache at one level.
 
-    Raises MismatchError where the profile is of another model, ArgumentError where the level or the tokens do not
-    exist, CacheValueError where the cache holds NaN, infinity, or numbers that are too large.
+    Args:
+        cache: The document's.
+        profile: Of its model.
+        level: One of the profile's.
+        start: First token.
+        stop: The first token after the chunk.
+
+    Returns:
+        The segment and the number of symbols in it.
+
+    Raises:
+        MismatchError: The profile is of another model.
+        ArgumentError: The level or the tokens do not exist.
+        CacheValueError: The cache holds NaN, infinity, or numbers that are too large.
     """
     profile.check_fits(cache.meta)
     _check_level(profile, level)
@@ -127,10 +173,21 @@ def encode_cachegen(cache: KVCache, profile: CacheGenProfile, level: int, start:
 
 
 def decode_cachegen(data: bytes, profile: CacheGenProfile, level: int, tokens: int) -> list[Tensor]:
-    """Read a segment of that many tokens: float32 ``[tokens, width]`` for each of the profile's blocks, in order.
+    """Read a segment.
 
-    That is every layer's keys, then every layer's values, layers without a cache left out; keys have no positions.
-    Raises CorruptError where the bytes cannot be what was written, ArgumentError where the level does not exist.
+    Args:
+        data: Its bytes.
+        profile: That it was encoded with.
+        level: That it was encoded at.
+        tokens: Of the chunk.
+
+    Returns:
+        float32 ``[tokens, width]`` for each of the profile's blocks, in order: every layer's keys, then every layer's
+        values, layers without a cache left out; keys have no positions.
+
+    Raises:
+        CorruptError: The bytes cannot be what was written.
+        ArgumentError: The level does not exist.
     """
     _check_level(profile, level)
     if tokens < 1:
@@ -210,11 +267,21 @@ def _restored(anchors: NDArray[np.float32], values: NDArray[np.int32], width: np
 
 
 def fit_cachegen_profile(caches: Sequence[KVCache]) -> CacheGenProfile:
-    """Profile units and distributions on calibration caches of one model: a few thousand tokens of text like its own.
+    """Profile units and distributions on calibration caches: a few thousand tokens of text like the model's own.
 
     Caches are passed through twice, a thousand tokens of one layer at a time: memory grows with the model's width
-    alone. Raises MismatchError where they are of different models, ArgumentError where none has two tokens,
-    CacheValueError where one holds NaN, infinity or numbers that are too large.
+    alone.
+
+    Args:
+        caches: All of one layout.
+
+    Returns:
+        The profile.
+
+    Raises:
+        MismatchError: The caches are of different models.
+        ArgumentError: None of them has two tokens.
+        CacheValueError: One holds NaN, infinity or numbers that are too large.
     """
     if not any(cache.tokens > 1 for cache in caches):
         msg = "a CacheGen profile needs at least one calibration cache of two tokens or more"

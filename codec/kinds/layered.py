@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 
 import numpy as np
 
-from kvwire.codec.entropy import kernels
+from kvwire.codec.entropy import value_kernels
 from kvwire.codec.entropy.tables import column_classes
 from kvwire.codec.fitting.fit import fit_profile, identity_profile
 from kvwire.codec.format.codecs import CODEC_LAYERED
@@ -14,7 +14,7 @@ from kvwire.codec.format.header import Level
 from kvwire.codec.format.pack import Coded
 from kvwire.codec.format.segment import MAX_CHUNK_SYMBOLS, SegmentState, decode_segment, encode_segment
 from kvwire.codec.gpu.staging import suits_gpu
-from kvwire.codec.kinds.base import DecodeRequest, EncodeRequest, LevelDecoder, LevelEncoder, LevelKind
+from kvwire.codec.kinds.base import LevelDecoder, LevelEncoder, LevelKind
 from kvwire.codec.kinds.outputs import device_of, positions_for
 from kvwire.codec.prediction.text import TextPredictor
 from kvwire.codec.profile.profile import Profile
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from kvwire.codec.format.segment import ChunkSegments
     from kvwire.codec.gpu.decode import DeviceDecoder
     from kvwire.codec.gpu.streams import Pending
-    from kvwire.codec.kinds.base import AnyProfile, Calibration, CodingSettings, Span
+    from kvwire.codec.kinds.base import Span
+    from kvwire.codec.kinds.requests import AnyProfile, Calibration, CodingSettings, DecodeRequest, EncodeRequest
     from kvwire.types import BlobInfo, KVCache, PagedKVCache, SegmentInfo
 
 
@@ -85,7 +86,7 @@ class LayeredEncoder(LevelEncoder):
             data, symbols = encode_segment(state, shift, unit - shift, values[level], refinement)
             sizes = profile.tables.sizes[state.classes]
             missed = np.zeros(profile.rank, np.float32)
-            kernels.squared_error(coefficients, values[level], sizes, step, missed)
+            value_kernels.squared_error(coefficients, values[level], sizes, step, missed)
             error = float(missed.sum(dtype=np.float64)) + dropped
             segments.append(Coded(data, symbols, error / elements, energy / elements))
         return segments

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from kvwire.codec.format.codecs import CODEC_LOSSLESS
 from kvwire.codec.format.header import Level
 from kvwire.codec.format.pack import Coded
-from kvwire.codec.kinds.base import DecodeRequest, EncodeRequest, LevelDecoder, LevelEncoder, LevelKind
+from kvwire.codec.kinds.base import LevelDecoder, LevelEncoder, LevelKind
 from kvwire.codec.kinds.lossless_grid import FORMATS
 from kvwire.codec.kinds.lossless_streams import decode_lossless, encode_lossless
 from kvwire.codec.kinds.outputs import positions_for
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvwire.codec.format.segment import ChunkSegments
+    from kvwire.codec.kinds.requests import DecodeRequest, EncodeRequest
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FORMATS}
 

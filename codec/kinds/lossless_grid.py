@@ -44,7 +44,17 @@ class ClassTables(Tables):
 
     @classmethod
     def of(cls, base: NDArray[np.uint16]) -> ClassTables:
-        """Tables from uint16 ``[classes, 256]``; raises CorruptError where a row does not add up to 4096."""
+        """Check the tables of a segment.
+
+        Args:
+            base: uint16 ``[classes, 256]``.
+
+        Returns:
+            The tables.
+
+        Raises:
+            CorruptError: A row does not add up to 4096.
+        """
         if not (base.sum(axis=1, dtype=np.int64) == _TOTAL).all():
             refuse("has frequencies that do not add up to 4096")
         return cls(base, np.zeros((len(base), CONTEXTS, 3), np.uint16), np.zeros((len(base), POINTS), np.uint16))
@@ -61,7 +71,17 @@ class ClassTables(Tables):
 
 @dataclass(frozen=True)
 class Block:
-    """Keys or values of one layer: where its columns lie in its stream and among all, and its first raw bit."""
+    """Keys or values of one layer: where its columns lie.
+
+    Attributes:
+        heads: KV heads.
+        dim: Of each head.
+        stream: 0 where it has a row for each token, 1 where it has distinct rows alone.
+        first: First column in its stream.
+        columns: Its columns among those of all blocks.
+        fields: Of its numbers.
+        raw_start: Its first raw bit.
+    """
 
     heads: int
     dim: int
@@ -81,9 +101,12 @@ class Block:
 class Grid:
     """Which bits a segment stores: blocks of columns, over all tokens (stream 0) or over distinct rows (stream 1).
 
-    shapes: ``(heads, dim)`` of each block. codes: ``[tokens]``; 0 for a row of its own, k for the same as row k - 1.
-    shared: bool ``[blocks]``; whether the block follows the codes. spares: ``[blocks]``, lowest mantissa bits that are
-    zero in all its numbers.
+    Attributes:
+        fields: Of the dtype.
+        shapes: ``(heads, dim)`` of each block.
+        codes: ``[tokens]``; 0 for a row of its own, k for the same as row k - 1.
+        shared: Bool ``[blocks]``; whether the block follows the codes.
+        spares: ``[blocks]``, lowest mantissa bits that are zero in all its numbers.
     """
 
     fields: Fields
@@ -94,7 +117,16 @@ class Grid:
 
     @classmethod
     def plain(cls, fields: Fields, shapes: list[tuple[int, int]], tokens: int) -> Grid:
-        """A row for each token of every block, and no bit to spare."""
+        """Make the grid with a row for each token of every block, and no bit to spare.
+
+        Args:
+            fields: Of the dtype.
+            shapes: ``(heads, dim)`` of each block.
+            tokens: How many.
+
+        Returns:
+            The grid.
+        """
         blocks = len(shapes)
         return cls(fields, shapes, np.zeros(tokens, np.int64), np.zeros(blocks, np.bool_), np.zeros(blocks, np.int64))
 
@@ -137,14 +169,25 @@ class Grid:
         return last.raw_start + self.rows[last.stream] * last.heads * last.dim * last.fields.raw
 
     def matrices(self) -> list[NDArray[np.uint8]]:
-        """Room for the symbols of both streams, ``[rows, columns]``."""
+        """Make room for the symbols of both streams.
+
+        Returns:
+            uint8 ``[rows, columns]`` for each stream.
+        """
         return [
             np.empty((rows, int((self.stream_of == stream).sum())), np.uint8) for stream, rows in enumerate(self.rows)
         ]
 
 
 def block_shapes(layers: tuple[LayerSpec, ...]) -> list[tuple[int, int]]:
-    """Heads and dim of keys, then of values, of each layer that has a cache."""
+    """List the blocks of a layout.
+
+    Args:
+        layers: Of the model.
+
+    Returns:
+        Heads and dim of keys, then of values, of each layer that has a cache.
+    """
     cached = [spec for spec in layers if spec.kind != "none"]
     return [(spec.kv_heads, dim) for spec in cached for dim in (spec.key_dim, spec.value_dim)]
 

@@ -10,7 +10,7 @@ from kvwire.errors import CorruptError, MismatchError
 
 if TYPE_CHECKING:
     from kvwire.codec.format.header import Header
-    from kvwire.codec.kinds.base import AnyProfile
+    from kvwire.codec.kinds.requests import AnyProfile
 
 
 def read_profile(data: bytes) -> AnyProfile:
