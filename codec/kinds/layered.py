@@ -105,7 +105,11 @@ class _OnDevice(LayeredEncoder):
 
 
 class LayeredDecoder(LevelDecoder):
-    """Decodes chunks on the processor, or on the output's device by Triton's kernels."""
+    """Decodes chunks on the processor, or on the output's device by Triton's kernels.
+
+    Attributes:
+        device: What decodes on the device; None until ``use_device`` is called.
+    """
 
     device: DeviceDecoder | None = None
 
