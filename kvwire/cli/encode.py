@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
@@ -21,6 +21,7 @@ from kvwire.cli.options import (
     use_file,
 )
 from kvwire.cli.printing import print_encoded
+from kvwire.codec import DEFAULT_METHOD, methods
 from kvwire.errors import ArgumentError
 from kvwire.runtime.text_files import problem_with, read_texts
 
@@ -38,7 +39,7 @@ class _EncodeOptions(TypedDict):
     device: str
     dtype: str
     force: bool
-    method: Literal["kvwire", "cachegen"]
+    method: str
     prefix_layers: int
     lossless: bool
     encode_after: int
@@ -54,7 +55,7 @@ class _EncodeOptions(TypedDict):
 @DEVICE
 @DTYPE
 @click.option("--force", is_flag=True, help="Encode again even what the store seems to have.")
-@click.option("--method", type=click.Choice(["kvwire", "cachegen"]), default="kvwire", show_default=True)
+@click.option("--method", type=click.Choice(methods()), default=DEFAULT_METHOD, show_default=True)
 @click.option(
     "--prefix-layers",
     "--head-start",

@@ -12,6 +12,7 @@ import click
 from kvwire.cli.engines import open_engine
 from kvwire.cli.options import JSON, StoreOptions, store_options
 from kvwire.cli.printing import describe, print_levels
+from kvwire.codec import DEFAULT_METHOD
 from kvwire.errors import NotFoundError, StorageError
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def inspect(*, blob: str, model: str | None, place: StoreOptions, as_json: bool)
     click.echo(
         f"model {info.meta.model_id} ({info.meta.model_revision[:12]}), profile {info.profile_digest[:12] or 'inside'}"
     )
-    if info.prefix_layers or info.method != "kvwire":
+    if info.prefix_layers or info.method != DEFAULT_METHOD:
         click.echo(f"method {info.method}, coded for readers that compute the first {info.prefix_layers} layers")
     print_levels([info])
 
