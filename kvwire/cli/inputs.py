@@ -1,4 +1,4 @@
-"""What ``kvwire plan`` and ``kvwire simulate`` read alike: heads of blob files, lengths, links, machines and shapes."""
+"""What ``kvwire plan`` and ``kvwire simulate`` read alike: blob headers, lengths, links, machines and shapes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from kvwire.transport import LinkSettings
     from kvwire.types import BlobInfo
 
-_PREFIX_BYTES = 1 << 16  # most heads are shorter
+_PREFIX_BYTES = 1 << 16  # most headers are shorter
 _TOKENS = re.compile(r"([0-9]{1,9})(k?)")
 _MOST_NAMED = 40  # characters of what somebody wrote that errors repeat
 
 
-def read_file_head(path: Path) -> BlobInfo:
+def read_file_header(path: Path) -> BlobInfo:
     """Read the header of a blob file, and no more of it.
 
     Args:
@@ -47,7 +47,7 @@ def read_file_head(path: Path) -> BlobInfo:
             try:
                 return inspect(data)
             except TruncatedError as error:
-                more = file.read(max(0, error.needed - len(data)))  # of a head that the format bounds
+                more = file.read(max(0, error.needed - len(data)))  # of a header that the format bounds
                 return inspect(data + more)
     except OSError as error:
         msg = f"{path} cannot be read ({error.strerror})"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvwire.cli.engines import open_engine
-from kvwire.cli.inputs import read_file_head, read_link, read_machine, read_shape, read_tokens
+from kvwire.cli.inputs import read_file_header, read_link, read_machine, read_shape, read_tokens
 from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError, StorageError
 
 if TYPE_CHECKING:
@@ -162,8 +162,8 @@ class Sources:
         options = self._options
         if options.context is not None:
             return self._made_up(options.context)
-        heads = [self._head(name) for name in options.names]
-        return Prompt(options.names, tuple(map(_input, heads)), self._details(heads))
+        headers = [self._header(name) for name in options.names]
+        return Prompt(options.names, tuple(map(_input, headers)), self._details(headers))
 
     def _made_up(self, context: str) -> Prompt:
         """Documents of equal lengths with sizes as measured."""
@@ -183,10 +183,10 @@ class Sources:
         names = tuple(f"document {number + 1}" for number in range(count))
         return Prompt(names, tuple(documents_for(model, lengths)), details)
 
-    def _head(self, name: str) -> BlobInfo | int:
+    def _header(self, name: str) -> BlobInfo | int:
         """What a document's blob says of itself; its tokens where only the text is kept."""
         if _is_file(name):
-            info = read_file_head(Path(name))
+            info = read_file_header(Path(name))
         elif self._store is None:
             msg = f"{name} is no {_BLOB} file; to look it up as a document's id name --store"
             raise NotFoundError(msg)
@@ -215,13 +215,13 @@ class Sources:
             msg = f"{wrong}; name its own model: --model, or --shape with --machine"
             raise MismatchError(msg)
 
-    def _details(self, heads: list[BlobInfo | int]) -> Details:
+    def _details(self, headers: list[BlobInfo | int]) -> Details:
         """What headers tell beyond what planning needs."""
         from kvwire.controller import DecodeCost
         from kvwire.controller.simulator import costs
         from kvwire.whatif.records import Details
 
-        infos = [head for head in heads if not isinstance(head, int)]
+        infos = [header for header in headers if not isinstance(header, int)]
         levels = max((info.levels for info in infos), key=len, default=())
         elements = {info.meta.elements_per_token for info in infos}
         raw = DecodeCost(0.0, 0.0)  # nobody measured that copy on an engine
@@ -230,7 +230,7 @@ class Sources:
             raw = costs(model, machine, raw=True).decode
         return Details(
             level_names=tuple(level.name for level in levels),
-            level_kl=tuple(() if isinstance(head, int) else _kl(head) for head in heads),
+            level_kl=tuple(() if isinstance(header, int) else _kl(header) for header in headers),
             header_bytes=sum(info.header_bytes for info in infos),
             raw_token_bytes=_RAW_BYTES * elements.pop() if len(elements) == 1 else 0,
             raw_decode=raw,
@@ -295,13 +295,15 @@ def _is_file(name: str) -> bool:
     return name.endswith(_BLOB) and Path(name).is_file()
 
 
-def _input(head: BlobInfo | int) -> DocumentPlanInput:
+def _input(header: BlobInfo | int) -> DocumentPlanInput:
     from kvwire.controller import DocumentPlanInput
     from kvwire.controller.simulator.sizes import chunk_lengths
 
-    if isinstance(head, int):
-        return DocumentPlanInput(chunk_lengths(head))
-    return DocumentPlanInput.from_blob(head, prefix_share=min(1.0, head.prefix_layers / max(1, len(head.meta.layers))))
+    if isinstance(header, int):
+        return DocumentPlanInput(chunk_lengths(header))
+    return DocumentPlanInput.from_blob(
+        header, prefix_share=min(1.0, header.prefix_layers / max(1, len(header.meta.layers)))
+    )
 
 
 def _kl(info: BlobInfo) -> tuple[float, ...]:

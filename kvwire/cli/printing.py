@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def describe(info: BlobInfo) -> dict[str, Any]:
-    """A blob's head as plain data."""
+    """A blob's header as plain data."""
     return {
         "tokens": info.tokens,
         "chunks": info.chunks,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
-from kvwire.cli.inputs import read_file_head, read_link, read_machine, read_shape, read_tokens
+from kvwire.cli.inputs import read_file_header, read_link, read_machine, read_shape, read_tokens
 from kvwire.errors import ArgumentError, MismatchError, NotFoundError, StorageError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _MOST_TOKENS = 1 << 23
 _SPREAD_S = 60.0  # loads on a link that repeats begin anywhere in its first so many seconds
 _MOST_LOADS = 20_000  # for each policy, so that they fit into memory
-_NAMED = 4  # links in the table's head
+_NAMED = 4  # links in the heading of a table
 _FIRST_S = 5.0  # leaves time for the earlier load
 
 _OPTIONS = (
@@ -227,7 +227,7 @@ def _drawn(model: Model, lengths: Sequence[int], asked: _Asked, load: int) -> tu
 def _blob(path: str, model: Model) -> Any:  # noqa: ANN401 - DocumentPlanInput, imported late
     from kvwire.controller import DocumentPlanInput
 
-    info = read_file_head(Path(path))
+    info = read_file_header(Path(path))
     if info.meta.elements_per_token != model.cache_elements:
         msg = (
             f"{path} holds {info.meta.elements_per_token} elements for each token, {model.name} has "

@@ -88,7 +88,7 @@ def stat(*, document: str, place: StoreOptions, config: str, as_json: bool) -> N
     with _opened(place) as store:
         catalog = _catalog(place, store)
         space, entry = _find(catalog, config, document)
-        info = None if entry.is_text else _head(catalog, entry)
+        info = None if entry.is_text else _header(catalog, entry)
     if as_json:
         about = asdict(entry) | {"config": space.config, "is_text": entry.is_text}
         click.echo(json.dumps(about | ({"blob": describe(info)} if info else {})))
@@ -98,7 +98,7 @@ def stat(*, document: str, place: StoreOptions, config: str, as_json: bool) -> N
     if info is None:
         click.echo("kept as text: there is no blob")
         return
-    click.echo(f"{entry.blob_key}\n{entry.size:,} bytes (head {entry.header_bytes:,})")
+    click.echo(f"{entry.blob_key}\n{entry.size:,} bytes (header {entry.header_bytes:,})")
     click.echo(f"model {info.meta.model_id}, profile {entry.profile_digest[:12] or 'inside'}, method {info.method}")
     print_levels([info])
 
@@ -244,7 +244,7 @@ def _find(catalog: Catalog, config: str, document: str) -> tuple[KeySpace, Catal
     raise NotFoundError(msg)
 
 
-def _head(catalog: Catalog, entry: CatalogEntry) -> BlobInfo:
+def _header(catalog: Catalog, entry: CatalogEntry) -> BlobInfo:
     return catalog.blob_reader().read_header(catalog.store.get(entry.blob_key, 0, entry.header_bytes))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import kvwire
-from kvwire.cli.inputs import read_file_head, read_link, read_machine, read_shape, read_tokens
+from kvwire.cli.inputs import read_file_header, read_link, read_machine, read_shape, read_tokens
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, NotFoundError, TruncatedError
 
 
@@ -21,14 +21,14 @@ def test_of_a_large_file_the_head_alone_is_read(blob, tmp_path):
     with path.open("wb") as file:
         file.write(blob[: info.header_bytes])
         file.truncate(1 << 37)  # sparse, and more than fits into memory
-    assert read_file_head(path).header_bytes == info.header_bytes
+    assert read_file_header(path).header_bytes == info.header_bytes
 
 
 def test_a_head_longer_than_the_first_read_is_completed(blob, tmp_path, monkeypatch):
     monkeypatch.setattr("kvwire.cli.inputs._PREFIX_BYTES", 100)
     path = tmp_path / "one.kvw"
     path.write_bytes(blob)
-    assert read_file_head(path).tokens == kvwire.inspect(blob).tokens
+    assert read_file_header(path).tokens == kvwire.inspect(blob).tokens
 
 
 def test_errors_of_heads_name_the_file(blob, tmp_path):
@@ -45,9 +45,9 @@ def test_errors_of_heads_name_the_file(blob, tmp_path):
         path = tmp_path / "bad.kvw"
         path.write_bytes(content)
         with pytest.raises(kind, match=r"bad\.kvw: "):
-            read_file_head(path)
+            read_file_header(path)
     with pytest.raises(NotFoundError, match=r"none\.kvw"):
-        read_file_head(tmp_path / "none.kvw")
+        read_file_header(tmp_path / "none.kvw")
 
 
 def test_lengths_are_counted_in_tokens_or_1024_of_them():
