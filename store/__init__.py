@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         open_object,
     )
     from kvwire.store.cache import TieredStore, TierSettings, open_tiers, parse_size
-    from kvwire.store.catalog.catalog import Catalog, Page
+    from kvwire.store.catalog.catalog import Catalog
     from kvwire.store.catalog.entry import CatalogEntry, strict_json
     from kvwire.store.catalog.uses import UseCounts, UseFile
     from kvwire.store.crypto.keyring import Keyring
@@ -50,7 +50,6 @@ __all__ = [
     "MemoryStore",
     "ObjectReader",
     "ObjectStat",
-    "Page",
     "S3Settings",
     "S3Store",
     "Snapshots",
@@ -100,7 +99,7 @@ __getattr__ = lazy(
             "open_object",
         ),
         "kvwire.store.cache": ("TierSettings", "TieredStore", "open_tiers", "parse_size"),
-        "kvwire.store.catalog.catalog": ("Catalog", "Page"),
+        "kvwire.store.catalog.catalog": ("Catalog",),
         "kvwire.store.catalog.entry": ("CatalogEntry", "strict_json"),
         "kvwire.store.catalog.uses": ("UseCounts", "UseFile"),
         "kvwire.store.crypto.keyring": ("Keyring",),

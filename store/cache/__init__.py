@@ -11,15 +11,12 @@ if TYPE_CHECKING:
     from kvwire.store.cache.extents import Extent
     from kvwire.store.cache.flights import InflightRead
     from kvwire.store.cache.opening import open_tiers, parse_size
-    from kvwire.store.cache.policy import POLICIES, EvictionPolicy, make_policy
     from kvwire.store.cache.settings import TierSettings
     from kvwire.store.cache.tiered import TieredStore
     from kvwire.store.cache.write_back import WriteBackStore
 
 __all__ = [
-    "POLICIES",
     "Counters",
-    "EvictionPolicy",
     "Extent",
     "Held",
     "InflightRead",
@@ -35,7 +32,6 @@ __all__ = [
     "UploadCounters",
     "Waiting",
     "WriteBackStore",
-    "make_policy",
     "open_tiers",
     "parse_size",
 ]
@@ -55,7 +51,6 @@ __getattr__ = lazy(
         "kvwire.store.cache.extents": ("Extent",),
         "kvwire.store.cache.flights": ("InflightRead",),
         "kvwire.store.cache.opening": ("open_tiers", "parse_size"),
-        "kvwire.store.cache.policy": ("EvictionPolicy", "POLICIES", "make_policy"),
         "kvwire.store.cache.settings": ("TierSettings",),
         "kvwire.store.cache.tiered": ("TieredStore",),
         "kvwire.store.cache.write_back": ("WriteBackStore",),

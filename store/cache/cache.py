@@ -21,7 +21,6 @@ from kvwire.store.cache.counters import Counters, RemoteCounters, TierCounters
 from kvwire.store.cache.extents import Extent, ExtentMap
 from kvwire.store.cache.flights import InflightRead
 from kvwire.store.cache.sizes import TRUST_S, Sizes
-from kvwire.store.cache.sketch import UseCounter
 from kvwire.store.cache.worker import Worker
 
 if TYPE_CHECKING:
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from kvwire.store.cache.settings import TierSettings
 
 T = TypeVar("T")
+_LOAD_THREADS = 4  # that read files of the disk tier
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,9 @@ class RangeCache:
         self._settings = settings
         self.stall_s = settings.stall_s
         self._lock = lock
-        self._uses = UseCounter(settings.admit_after)
         self._flights: dict[bytes, ExtentMap[InflightRead]] = {}
         self._sizes = Sizes()
-        self._loads = Worker("kvwire-disk-load", settings.load_threads)
+        self._loads = Worker("kvwire-disk-load", _LOAD_THREADS)
         self._foreground = 0
         self._quiet = threading.Condition(lock)
         self._remote = RemoteCounters()
@@ -85,7 +84,6 @@ class RangeCache:
     def use(self, name: bytes) -> None:
         """Count one use of an object."""
         with self._lock:
-            self._uses.used(name)
             self._memory.index.touched(name)
             if self._disk:
                 self._disk.index.touched(name)
@@ -234,11 +232,6 @@ class RangeCache:
         with self._lock:
             return self._quiet.wait_for(lambda: not self._foreground, timeout_s)
 
-    def admits(self, name: bytes) -> bool:
-        """Whether the object's bytes would be kept."""
-        with self._lock:
-            return self._uses.admits(name)
-
     def counted(self) -> Counters:
         """The tiers' and the remote's counters."""
         with self._lock:
@@ -317,9 +310,6 @@ class RangeCache:
         _resolve(flight)
 
     def _keep(self, name: bytes, start: int, data: bytes) -> None:
-        if not self._uses.admits(name):
-            self._memory.index.counters.refused += 1
-            return
         for gone in self._memory.add(name, start, data):
             if self._disk:
                 self._disk.add(gone.name, gone.start, gone.data, self._sizes.stated(gone.name))

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvwire.store.cache.extents import Extent
-    from kvwire.store.cache.policy import EvictionPolicy
     from kvwire.store.cache.settings import TierSettings
 
 _log = logging.getLogger(__name__)
@@ -59,11 +58,9 @@ class DiskTier:
     Methods marked "locked" are called under the cache's lock, the others without it.
     """
 
-    def __init__(
-        self, root: Path, budget_bytes: int, policy: EvictionPolicy, lock: threading.Lock, settings: TierSettings
-    ) -> None:
+    def __init__(self, root: Path, budget_bytes: int, lock: threading.Lock, settings: TierSettings) -> None:
         """Touch nothing yet; ``open`` does."""
-        self.index: TierIndex[StoredFile] = TierIndex(budget_bytes, policy, HEADER_BYTES)
+        self.index: TierIndex[StoredFile] = TierIndex(budget_bytes, HEADER_BYTES)
         self._root = root
         self._lock = lock
         self._settings = settings

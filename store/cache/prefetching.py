@@ -57,7 +57,7 @@ class Prefetcher:
     def _walk(self, name: bytes, remote: RemoteObject, start: int, end: int | None) -> None:
         position: int | None = start
         try:
-            while position is not None and not self._closed and self._cache.admits(name):
+            while position is not None and not self._closed:
                 if not self._cache.wait_for_quiet(_PATIENCE_S):
                     self._counters.dropped += 1
                     return

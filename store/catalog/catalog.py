@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -32,14 +32,6 @@ Config: TypeAlias = str | KeySpace
 """A model configuration: ``CacheMeta.config_digest()``, or what ``Catalog.configurations`` found."""
 _MAX_SMALL_BYTES = 1 << 30
 """Of a profile or text: more is not read."""
-
-
-@dataclass(frozen=True)
-class Page:
-    """Some entries, and where the next page begins: the empty string where there are no more."""
-
-    entries: tuple[CatalogEntry, ...]
-    after: str
 
 
 class Catalog:
@@ -266,21 +258,11 @@ class Catalog:
         """Entries of documents, in the order of their keys, which is none that means anything.
 
         on_error: called with the key of a damaged entry and what is wrong, after which the listing goes on; without
-        it, the first damaged entry raises CorruptError. after: a page's. limit: looked at, at most.
+        it, the first damaged entry raises CorruptError. after: go on behind this key. limit: looked at, at most.
         """
         space = self.keys(config)
         keys = islice(self._store.keys(space.documents, after), limit)
         return (entry for _, entry in self._found(space, keys, on_error))
-
-    def page(self, config: Config, *, after: str = "", limit: int = 1000, on_error: OnError | None = None) -> Page:
-        """Up to ``limit`` entries; ``after``: the previous page's, empty for the first. on_error: see ``documents``."""
-        if limit < 1:
-            msg = f"a page holds at least one entry, {limit} is none"
-            raise ArgumentError(msg)
-        space = self.keys(config)
-        keys = list(islice(self._store.keys(space.documents, after), limit))
-        entries = tuple(entry for _, entry in self._found(space, keys, on_error))
-        return Page(entries, keys[-1] if len(keys) == limit else "")
 
     def entries(self, config: Config, keys: Iterable[str]) -> Iterator[tuple[str, CatalogEntry]]:
         """Entries under these keys of the catalog, in their order; those that are gone are left out.
