@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
+    from kvwire._json import strict_json
     from kvwire.store.backends.folder.store import FolderStore
     from kvwire.store.backends.memory import MemoryStore
     from kvwire.store.backends.s3 import S3Settings, S3Store
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     )
     from kvwire.store.cache import TieredStore, TierSettings, open_tiers, parse_size
     from kvwire.store.catalog.catalog import Catalog
-    from kvwire.store.catalog.entry import CatalogEntry, strict_json
     from kvwire.store.catalog.uses import UseCounts, UseFile
+    from kvwire.store.catalog_entry import CatalogEntry
     from kvwire.store.crypto.keyring import Keyring
     from kvwire.store.http_ranges import range_header, range_told
     from kvwire.store.keys import KeySpace, check_key, content_digest, is_catalog_key, tenant_hash, text_digest
@@ -100,7 +101,8 @@ __getattr__ = lazy(
         ),
         "kvwire.store.cache": ("TierSettings", "TieredStore", "open_tiers", "parse_size"),
         "kvwire.store.catalog.catalog": ("Catalog",),
-        "kvwire.store.catalog.entry": ("CatalogEntry", "strict_json"),
+        "kvwire.store.catalog_entry": ("CatalogEntry",),
+        "kvwire._json": ("strict_json",),
         "kvwire.store.catalog.uses": ("UseCounts", "UseFile"),
         "kvwire.store.crypto.keyring": ("Keyring",),
         "kvwire.store.http_ranges": ("range_header", "range_told"),

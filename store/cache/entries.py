@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError
 from kvwire.store.catalog.announcements import is_old, wait_for_collectors
-from kvwire.store.catalog.entry import CatalogEntry, parse_object
+from kvwire.store.catalog_entry import CatalogEntry, parse_object
 from kvwire.store.keys import KeySpace, content_digest, is_catalog_key
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvwire.errors import ArgumentError, AuthError, CorruptError, KvwireError, NotFoundError, StorageError
 from kvwire.store.catalog.announcements import is_old, wait_for_collectors
-from kvwire.store.catalog.entry import MAX_ENTRY_BYTES, CatalogEntry, parse_object
+from kvwire.store.catalog_entry import MAX_ENTRY_BYTES, CatalogEntry, parse_object
 from kvwire.store.keys import KeySpace, check_digest, check_tenant, content_digest, tenant_hash
 from kvwire.store.listing import children, read_ahead
 from kvwire.types import SEALED_MAGIC

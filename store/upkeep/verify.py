@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvwire.errors import KvwireError
     from kvwire.store.base import Store
     from kvwire.store.catalog.catalog import Catalog
-    from kvwire.store.catalog.entry import CatalogEntry
+    from kvwire.store.catalog_entry import CatalogEntry
     from kvwire.store.keys import KeySpace
     from kvwire.types import SegmentInfo
 

@@ -15,8 +15,9 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
+from kvwire._json import strict_json
 from kvwire.errors import ArgumentError
-from kvwire.store import strict_json, tenant_hash
+from kvwire.store import tenant_hash
 
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
