@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from kvwire.store.catalog_entry import CatalogEntry
     from kvwire.store.crypto.keyring import Keyring
     from kvwire.store.http_ranges import range_header, range_told
-    from kvwire.store.keys import KeySpace, check_key, content_digest, is_catalog_key, tenant_hash, text_digest
+    from kvwire.store.key_kinds import KeyKind, Named, content_digest, kind_of, text_digest
+    from kvwire.store.keys import KeySpace, check_key, is_catalog_key, tenant_hash
     from kvwire.store.listing import tenants
     from kvwire.store.schemes import open_store
     from kvwire.store.upkeep.collect import Collected, collect
@@ -45,10 +46,12 @@ __all__ = [
     "Data",
     "FolderStore",
     "HttpAddress",
+    "KeyKind",
     "KeySpace",
     "Keyring",
     "Listed",
     "MemoryStore",
+    "Named",
     "ObjectReader",
     "ObjectStat",
     "S3Settings",
@@ -67,6 +70,7 @@ __all__ = [
     "content_digest",
     "copy_store",
     "is_catalog_key",
+    "kind_of",
     "open_object",
     "open_store",
     "open_tiers",
@@ -106,13 +110,13 @@ __getattr__ = lazy(
         "kvwire.store.catalog.uses": ("UseCounts", "UseFile"),
         "kvwire.store.crypto.keyring": ("Keyring",),
         "kvwire.store.http_ranges": ("range_header", "range_told"),
+        "kvwire.store.key_kinds": ("KeyKind", "Named", "content_digest", "kind_of", "text_digest"),
         "kvwire.store.keys": (
+            "KeyKind",
             "KeySpace",
             "check_key",
-            "content_digest",
             "is_catalog_key",
             "tenant_hash",
-            "text_digest",
         ),
         "kvwire.store.listing": ("tenants",),
         "kvwire.store.schemes": ("open_store",),

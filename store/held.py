@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from kvwire.store.base import clamp_range
-from kvwire.store.keys import entity_tag
+from kvwire.store.key_kinds import entity_tag
 
 
 class HeldObject:

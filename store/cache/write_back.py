@@ -27,7 +27,8 @@ from kvwire.store.cache.counters import UploadCounters
 from kvwire.store.cache.entries import upload_entry
 from kvwire.store.catalog.announcements import GRACE_S
 from kvwire.store.held import HeldObject
-from kvwire.store.keys import check_key, content_digest, entity_tag, is_catalog_key
+from kvwire.store.key_kinds import content_digest, entity_tag
+from kvwire.store.keys import check_key, is_catalog_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

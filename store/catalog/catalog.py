@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from kvwire.errors import ArgumentError, AuthError, CorruptError, KvwireError, NotFoundError, StorageError
 from kvwire.store.catalog.announcements import is_old, wait_for_collectors
 from kvwire.store.catalog_entry import MAX_ENTRY_BYTES, CatalogEntry, parse_object
-from kvwire.store.keys import KeySpace, check_digest, check_tenant, content_digest, tenant_hash
+from kvwire.store.key_kinds import content_digest
+from kvwire.store.keys import KeySpace, check_digest, check_tenant, tenant_hash
 from kvwire.store.listing import children, read_ahead
 from kvwire.types import SEALED_MAGIC
 
@@ -270,6 +271,36 @@ class Catalog:
         Raises CorruptError at the first damaged one.
         """
         return self._found(self.keys(config), keys, None)
+
+    def read(self, config: Config, key: str) -> bytes | None:
+        """Read an object of the catalog.
+
+        Args:
+            config: The model configuration.
+            key: Of the catalog.
+
+        Returns:
+            Its bytes, unsealed where this tenant's are sealed; None where there is none.
+
+        Raises:
+            AuthError: It is sealed, and this catalog has no key for it.
+            CorruptError: It was changed.
+        """
+        self.keys(config)
+        return self._read(key, MAX_ENTRY_BYTES + 1)
+
+    def read_each(self, config: Config, keys: Iterable[str]) -> Iterator[tuple[str, Callable[[], bytes | None]]]:
+        """Read objects of the catalog, several at a time where the store is far.
+
+        Args:
+            config: The model configuration.
+            keys: Of the catalog.
+
+        Returns:
+            The keys in their order, each with a function that returns or raises what ``read`` of it does.
+        """
+        space = self.keys(config)
+        return read_ahead(self._store, keys, lambda key: self.read(space, key))
 
     def _found(
         self, space: KeySpace, keys: Iterable[str], on_error: OnError | None

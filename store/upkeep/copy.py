@@ -11,7 +11,8 @@ from kvwire.errors import CorruptError, NotFoundError
 from kvwire.store.backends.folder.store import FolderStore
 from kvwire.store.catalog.announcements import wait_for_collectors
 from kvwire.store.catalog.catalog import Catalog
-from kvwire.store.keys import check_tenant, content_digest, is_catalog_key, text_digest
+from kvwire.store.key_kinds import content_digest, kind_of
+from kvwire.store.keys import check_tenant
 from kvwire.store.listing import ahead, content, tenants
 
 if TYPE_CHECKING:
@@ -80,10 +81,9 @@ class _Copier:
         return missing.had
 
     def _copy_object(self, listed: Listed) -> int:
-        data, sha256 = self._source.get(listed.key), content_digest(listed.key)
+        data, sha256, kind = self._source.get(listed.key), content_digest(listed.key), kind_of(listed.key)
         if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
-            again = "fit or copy the profile" if listed.key.endswith(".kvp") else "encode the document"
-            msg = f"its SHA-256 is not the one in its key: it is left out, {again} again"
+            msg = f"its SHA-256 is not the one in its key: it is left out, {kind.advice if kind else ''}"
             raise CorruptError(msg)
         self._target.put(listed.key, data)
         return len(data)
@@ -92,7 +92,7 @@ class _Copier:
         keys = (
             listed.key
             for listed in self._source.scan(space.catalog)
-            if is_catalog_key(listed.key) and not listed.key.startswith(space.announcements)
+            if (kind := kind_of(listed.key)) is None or kind.is_copied
         )
         differing = self._differing(keys)
         while batch := list(itertools.islice(differing, _BATCH)):
@@ -131,7 +131,7 @@ class _Missing:
 
 
 def _known(store: Store, space: KeySpace) -> Iterator[Listed]:
-    return (one for one in content(store, space) if content_digest(one.key) or text_digest(one.key))
+    return (one for one in content(store, space) if (kind := kind_of(one.key)) and kind.is_copied)
 
 
 def _get(store: Store, key: str) -> bytes | None:

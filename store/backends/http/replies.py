@@ -56,7 +56,9 @@ def page(reply: Reply, prefix: str, after: str, url: str) -> tuple[list[Listed],
         raise refusal(reply, "GET", prefix, url)
     try:
         told = strict_json(reply.body) if reply.status == 200 and not reply.cut else None  # noqa: PLR2004 - OK
-    except ArgumentError:
+    except ArgumentError as error:
+        if b'"objects"' in reply.body:
+            raise _senseless(url) from error
         told = None
     if reply.status not in (200, *_NOT_FOR_FILES):
         raise refusal(reply, "GET", prefix, url)
@@ -66,8 +68,11 @@ def page(reply: Reply, prefix: str, after: str, url: str) -> tuple[list[Listed],
     try:
         return _objects(told, prefix, after)
     except (KeyError, TypeError, ValueError) as error:
-        msg = f"{url} gave a listing that makes no sense: check that 'kvwire serve' answers there"
-        raise StorageError(msg) from error
+        raise _senseless(url) from error
+
+
+def _senseless(url: str) -> StorageError:
+    return StorageError(f"{url} gave a listing that makes no sense: check that 'kvwire serve' answers there")
 
 
 def _objects(told: dict[str, Any], prefix: str, after: str) -> tuple[list[Listed], bool]:
