@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 class MemoryStore(Store):
     """Objects in a dictionary, for tests, demos and short-lived services."""
 
+    is_local = True
+    is_lasting = False
+
     def __init__(self) -> None:
         """Start empty."""
         self._objects: dict[str, HeldObject] = {}

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
-    from kvwire.store.cache.cache import Held, Leading, OnDisk, RangeCache, Waiting
+    from kvwire.store.cache.cache import Cached, Held, Leading, OnDisk, RangeCache, Waiting
     from kvwire.store.cache.counters import Counters, PrefetchCounters, RemoteCounters, TierCounters, UploadCounters
     from kvwire.store.cache.disk_tier import StoredFile
     from kvwire.store.cache.extents import Extent
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvwire.store.cache.write_back import WriteBackStore
 
 __all__ = [
+    "Cached",
     "Counters",
     "Extent",
     "Held",
@@ -39,7 +40,7 @@ __all__ = [
 __getattr__ = lazy(
     __name__,
     {
-        "kvwire.store.cache.cache": ("Held", "Leading", "OnDisk", "RangeCache", "Waiting"),
+        "kvwire.store.cache.cache": ("Cached", "Held", "Leading", "OnDisk", "RangeCache", "Waiting"),
         "kvwire.store.cache.counters": (
             "Counters",
             "PrefetchCounters",

@@ -14,7 +14,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from kvwire.errors import KvwireError
 from kvwire.store.cache.counters import Counters, RemoteCounters, TierCounters
@@ -24,6 +24,7 @@ from kvwire.store.cache.sizes import TRUST_S, Sizes
 from kvwire.store.cache.worker import Worker
 
 if TYPE_CHECKING:
+    from kvwire.store.base import Store
     from kvwire.store.cache.disk_tier import DiskTier, StoredFile
     from kvwire.store.cache.memory_tier import MemoryTier
     from kvwire.store.cache.settings import TierSettings
@@ -62,6 +63,24 @@ class Leading:
 
 Step: TypeAlias = Held | OnDisk | Waiting | Leading | None
 """None: the object or the range ends here."""
+
+
+@runtime_checkable
+class Cached(Protocol):
+    """A store whose content is read through a ``RangeCache``."""
+
+    @property
+    def cache(self) -> RangeCache:
+        """The tiers."""
+        ...
+
+    def name(self, key: str) -> bytes | None:
+        """What the tiers call an object; None where it is not kept in them."""
+        ...
+
+    def origin(self, key: str) -> Store:
+        """The store below the tiers that has an object."""
+        ...
 
 
 class RangeCache:

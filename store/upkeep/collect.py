@@ -35,7 +35,6 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError, AuthError, CorruptError, FormatVersionError, NotFoundError, StorageError
-from kvwire.store.backends.folder.store import FolderStore
 from kvwire.store.catalog.announcements import GRACE_S, LEASE_S, MAX_NAMES, announce
 from kvwire.store.catalog.catalog import Catalog
 from kvwire.store.key_kinds import catalog_prefixes, key_digest, kind_of, kinds, mark
@@ -120,12 +119,12 @@ def collect(
                 total += _Sweep(catalog, space, grace_s, dry_run=dry_run, on_progress=on_progress).run()
         except StorageError as error:
             total += Collected(failures=(f"v1/{tenant}/: {error}",))
-    if isinstance(store, FolderStore) and not dry_run:
+    if not dry_run:
         total += _remove_leftovers(store, grace_s)
     return total
 
 
-def _remove_leftovers(store: FolderStore, grace_s: float) -> Collected:
+def _remove_leftovers(store: Store, grace_s: float) -> Collected:
     try:
         count, size = store.remove_leftovers(time.time() - max(grace_s, _UNFINISHED_S))
     except StorageError as error:

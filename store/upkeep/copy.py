@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvwire.errors import CorruptError, NotFoundError
-from kvwire.store.backends.folder.store import FolderStore
 from kvwire.store.catalog.announcements import wait_for_collectors
 from kvwire.store.catalog.catalog import Catalog
 from kvwire.store.key_kinds import content_digest, kind_of
@@ -96,7 +95,7 @@ class _Copier:
         )
         differing = self._differing(keys)
         while batch := list(itertools.islice(differing, _BATCH)):
-            if isinstance(self._target, FolderStore):
+            if self._target.is_local:
                 self._target.put_many(batch)
             else:
                 for _, done in ahead(batch, lambda pair: self._target.put(*pair), self._jobs):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from kvwire.errors import ArgumentError, CorruptError
-from kvwire.store import FolderStore, content_digest
+from kvwire.store import content_digest
 from kvwire.store.key_kinds import check_object, kind_of, max_bytes
 from kvwire.transport.server.http_errors import GONE, RefusedError, common_headers, refusal_of
 from kvwire.transport.server.limits import SpoolBudget
@@ -118,8 +118,7 @@ class Uploads:
 
     def _spool(self) -> Spool:
         folder = self._settings.spool_folder
-        if folder is None and isinstance(self._store, FolderStore):
-            folder = self._store.root
+        if folder is None and (folder := self._store.folder) is not None:
             folder.mkdir(parents=True, exist_ok=True)
         return Spool(folder)
 

@@ -14,8 +14,8 @@ from kvwire.transport.sources.base import ByteSource
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvwire.store import Data, TieredStore
-    from kvwire.store.cache import Extent, InflightRead, StoredFile
+    from kvwire.store import Data
+    from kvwire.store.cache import Cached, Extent, InflightRead, StoredFile
     from kvwire.transport.sources.base import Sink
 
 _LOOK_S = 1.0  # how often a reader that waits for another passes on what that one has got so far
@@ -29,7 +29,7 @@ class TieredSource(ByteSource):
     bytes that it is fetching already, it asks the remote a second time: that is how a fetcher hedges a slow request.
     """
 
-    def __init__(self, store: TieredStore, key: str, remote: ByteSource) -> None:
+    def __init__(self, store: Cached, key: str, remote: ByteSource) -> None:
         """Name the object. Raises ArgumentError where the key is not content-addressed."""
         name = store.name(key)
         if name is None:

@@ -21,6 +21,7 @@ from kvwire.store.base import Listed, ObjectStat, Store, check_after, clamp_rang
 from kvwire.store.files.os_errors import reading, writing
 from kvwire.store.files.reader import EtagCache, FileReader
 from kvwire.store.files.writer import TEMPORARY, replace_file, sync_folder
+from kvwire.store.key_kinds import content_digest
 from kvwire.store.keys import check_key, is_catalog_key
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class FolderStore(Store):
     server can serve the folder. Both are read.
     """
 
+    is_local = True
+
     def __init__(self, root: str | os.PathLike[str], *, catalog: Literal["rows", "files"] = "rows") -> None:
         """Keep the folder's absolute path; nothing is opened or made yet."""
         self._root = Path(root).absolute()
@@ -58,6 +61,19 @@ class FolderStore(Store):
     def root(self) -> Path:
         """The folder."""
         return self._root
+
+    @property
+    def folder(self) -> Path | None:
+        """The same: files are renamed within it."""
+        return self._root
+
+    def exists(self) -> bool:
+        """Whether the folder is there."""
+        return self._root.is_dir()
+
+    def opens_at_once(self, key: str) -> bool:
+        """Whether it is a file, and no row."""
+        return not is_catalog_key(key) and content_digest(key) is not None
 
     def snapshot(self, key: str) -> FileReader | HeldObject:
         """Hold the object as it is now: a later replacement or deletion does not touch it."""
