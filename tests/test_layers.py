@@ -68,8 +68,8 @@ SHELVES: dict[str, list[set[str]]] = {
     ],
     "transport": [{"emulation", "errors.py"}, {"sources"}, {"fetch"}, {"server"}, {"testing"}],
     DOOR: [
-        {"_lazy.py", "_version.py", "errors.py"},
-        {"_json.py"},
+        {"_version.py", "errors.py"},
+        {"_json.py", "_lazy.py"},
         {"types"},
         {"runtime", "whatif"},
         {"comparison"},
