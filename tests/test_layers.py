@@ -57,7 +57,7 @@ SHELVES: dict[str, list[set[str]]] = {
         {"base.py", "catalog_entry.py"},
         {"content_checks.py"},
         {"key_kinds.py"},
-        {"files", "held.py"},
+        {"files", "memory_snapshot.py"},
         {"backends", "crypto"},
         {"listing.py"},
         {"catalog"},

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, runtime_checkabl
 from kvwire.errors import KvwireError
 from kvwire.store.cache.counters import Counters, RemoteCounters, TierCounters
 from kvwire.store.cache.extents import Extent, ExtentMap
-from kvwire.store.cache.flights import InflightRead
-from kvwire.store.cache.sizes import TRUST_S, Sizes
+from kvwire.store.cache.inflight import InflightRead
+from kvwire.store.cache.object_sizes import TRUST_S, ObjectSizes
 from kvwire.store.cache.worker import Worker
 
 if TYPE_CHECKING:
@@ -34,34 +34,34 @@ _LOAD_THREADS = 4  # that read files of the disk tier
 
 
 @dataclass(frozen=True)
-class Held:
+class Hit:
     """The next bytes are here."""
 
     data: memoryview
 
 
 @dataclass(frozen=True)
-class OnDisk:
+class DiskHit:
     """The next bytes are in this file: ``load`` it, or wait for its ``loading``, and ``skip_disk`` where that hangs."""
 
     extent: Extent[StoredFile]
 
 
 @dataclass(frozen=True)
-class Waiting:
+class Wait:
     """The next bytes are being fetched: wait for the flight."""
 
     flight: InflightRead
 
 
 @dataclass(frozen=True)
-class Leading:
+class Fetch:
     """Fetch the flight's range, and then ``finish`` it or ``fail`` it."""
 
     flight: InflightRead
 
 
-Step: TypeAlias = Held | OnDisk | Waiting | Leading | None
+Step: TypeAlias = Hit | DiskHit | Wait | Fetch | None
 """None: the object or the range ends here."""
 
 
@@ -94,7 +94,7 @@ class RangeCache:
         self.stall_s = settings.stall_s
         self._lock = lock
         self._flights: dict[bytes, ExtentMap[InflightRead]] = {}
-        self._sizes = Sizes()
+        self._sizes = ObjectSizes()
         self._loads = Worker("kvwire-disk-load", _LOAD_THREADS)
         self._foreground = 0
         self._quiet = threading.Condition(lock)
@@ -145,13 +145,13 @@ class RangeCache:
                 if (stored := self._disk.at(name, position)) is not None:
                     data = stored.value.data
                     if data is None:
-                        return OnDisk(stored)
+                        return DiskHit(stored)
                     return _held(self._disk.index.counters, stored, data, position, stop)
                 self._disk.index.counters.misses += 1
             if name in self._flights and (flying := self._flights[name].at(position)) is not None:
                 self._remote.waits += 1
-                return Waiting(flying.value)
-            return Leading(self._depart(name, position, stop, owner, **lead))
+                return Wait(flying.value)
+            return Fetch(self._depart(name, position, stop, owner, **lead))
 
     def load(self, name: bytes, extent: Extent[StoredFile]) -> bytes | None:
         """Wait for ``loading``, ``stall_s`` at most; None where nothing comes of it: ask ``step`` again. Blocks."""
@@ -334,12 +334,12 @@ class RangeCache:
                 self._disk.add(gone.name, gone.start, gone.data, self._sizes.stated(gone.name))
 
 
-def _held(counters: TierCounters, extent: Extent[T], data: bytes, position: int, stop: int | None) -> Held:
+def _held(counters: TierCounters, extent: Extent[T], data: bytes, position: int, stop: int | None) -> Hit:
     end = extent.end if stop is None else min(stop, extent.end)
     view = memoryview(data)[position - extent.start : end - extent.start]
     counters.hits += 1
     counters.hit_bytes += len(view)
-    return Held(view)
+    return Hit(view)
 
 
 def _resolve(flight: InflightRead) -> None:

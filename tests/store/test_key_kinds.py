@@ -10,7 +10,7 @@ import pytest
 from kvwire.errors import ArgumentError, AuthError, CorruptError
 from kvwire.store import Catalog, FolderStore, MemoryStore, collect, content_digest, copy_store, kind_of, verify_store
 from kvwire.store import key_kinds as table
-from kvwire.store.cache.entries import upload_entry
+from kvwire.store.cache.upload_entry import upload_entry
 from kvwire.transport import HttpStore
 
 from ..http_servers import serving

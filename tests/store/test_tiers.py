@@ -15,7 +15,7 @@ from hypothesis.stateful import rule
 
 from kvwire.errors import ArgumentError, KvwireError, NotFoundError, StorageError
 from kvwire.store import Addressed, MemoryStore, TierSettings, open_object, open_tiers
-from kvwire.store.cache import Leading, Waiting, sizes
+from kvwire.store.cache import Fetch, Wait, object_sizes
 from kvwire.store.testing import CountingStore, FaultyStore, StoreFault, StoreMachine, StoreWrapper, samples
 from kvwire.store.testing.races import together
 
@@ -308,7 +308,7 @@ def test_a_read_that_asks_for_more_than_an_old_length_asks_the_remote_again(monk
         assert tiers.get(key, 0, 1000) == data[:300]
         memory.put(key, data)
         assert tiers.get(key, 0, 1000) == data[:300]
-        monkeypatch.setattr(sizes, "TRUST_S", -1.0)
+        monkeypatch.setattr(object_sizes, "TRUST_S", -1.0)
         down.down = True
         assert tiers.get(key, 0, 1000) == data[:300]
         down.down = False
@@ -473,8 +473,8 @@ def test_bytes_that_were_on_their_way_while_the_object_was_deleted_are_not_kept(
     with closing(open_tiers(remote)) as tiers:
         name = tiers.name(key)
         step = tiers.cache.step(name, 0, 1000, "leader")
-        assert isinstance(step, Leading)
-        assert isinstance(tiers.cache.step(name, 500, 1000, "waiter"), Waiting)
+        assert isinstance(step, Fetch)
+        assert isinstance(tiers.cache.step(name, 500, 1000, "waiter"), Wait)
         tiers.delete(key)
         step.flight.feed(data)
         tiers.cache.finish(step.flight, 1000)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError
 from kvwire.transport.errors import BusyError
-from kvwire.transport.sources.base import Patience
+from kvwire.transport.sources.base import ReadTimeouts
 
 if TYPE_CHECKING:
     from kvwire.errors import KvwireError
@@ -57,7 +57,7 @@ class FetchSettings:
     hedge_factor: float = 4.0
     hedge_least_s: float = 0.1
     hedge_share: float = 0.05
-    patience: Patience = field(default_factory=Patience)
+    patience: ReadTimeouts = field(default_factory=ReadTimeouts)
 
     def __post_init__(self) -> None:
         """Refuse settings with which nothing would ever be fetched."""

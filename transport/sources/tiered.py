@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError, KvwireError, StorageError
 from kvwire.store import clamp_range
-from kvwire.store.cache import Held, Leading, OnDisk, Waiting
+from kvwire.store.cache import DiskHit, Fetch, Hit, Wait
 from kvwire.transport.sources.base import ByteSource
 
 if TYPE_CHECKING:
@@ -60,15 +60,15 @@ class TieredSource(ByteSource):
                 case None:
                     if read.is_done or end is None or not self._cache.doubt(self._name):
                         return
-                case Held(data):
+                case Hit(data):
                     read.give(data, self.on_local)
-                case OnDisk(extent):
+                case DiskHit(extent):
                     await self._load(extent, read)
-                case Waiting(flight) if flight.owner is self:
+                case Wait(flight) if flight.owner is self:
                     await self._hedge(flight, read)
-                case Waiting(flight):
+                case Wait(flight):
                     await self._wait(flight, read)
-                case Leading(flight):
+                case Fetch(flight):
                     await self._lead(flight, read)
                     if read.position < flight.end:  # the object ends here
                         return

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from kvwire.store.base import Data
-    from kvwire.store.held import HeldObject
+    from kvwire.store.memory_snapshot import MemorySnapshot
 
 # Files are opened without following a link in the last step, and without waiting where someone left a FIFO.
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -75,7 +75,7 @@ class FolderStore(Store):
         """Whether it is a file, and no row."""
         return not is_catalog_key(key) and content_digest(key) is not None
 
-    def snapshot(self, key: str) -> FileReader | HeldObject:
+    def snapshot(self, key: str) -> FileReader | MemorySnapshot:
         """Hold the object as it is now: a later replacement or deletion does not touch it."""
         path = self._path(key)
         is_row = is_catalog_key(key)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from kvwire.errors import ArgumentError
 from kvwire.store.cache.cache import RangeCache
 from kvwire.store.cache.disk_tier import DiskTier
+from kvwire.store.cache.locked_folder import unlocked_folders
 from kvwire.store.cache.memory_tier import MemoryTier
 from kvwire.store.cache.pending import PendingFolder
 from kvwire.store.cache.settings import TierSettings
-from kvwire.store.cache.slots import free_slots
 from kvwire.store.cache.tiered import TieredStore
 from kvwire.store.cache.write_back import WriteBackStore
 
@@ -85,7 +85,7 @@ def _with_write_back(remote: Store, disk: DiskTier, limit_bytes: int, settings: 
         return remote
     store = WriteBackStore(remote, PendingFolder(disk.folder / _PENDING), limit_bytes, settings)
     try:
-        store.open(slot.folder / _PENDING for slot in free_slots(disk.folder.parent))
+        store.open(slot.folder / _PENDING for slot in unlocked_folders(disk.folder.parent))
     except OSError as error:
         _log.warning("write-back is off, as the folder fails (%s): writes go to the remote at once", error.strerror)
         return remote

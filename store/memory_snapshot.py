@@ -8,7 +8,7 @@ from kvwire.store.base import clamp_range
 from kvwire.store.key_kinds import entity_tag
 
 
-class HeldObject:
+class MemorySnapshot:
     """Bytes and, once asked for, their tag. Neither changes, so holding this is holding the version.
 
     data: the bytes. modified: time of writing, in Unix seconds.
