@@ -166,8 +166,11 @@ class Snapshots(Protocol):
 class HttpAddress:
     """Where one object can be read over HTTP, in ranges.
 
-    url: used as it is; may hold a signature, so it never goes into logs or messages. headers: to send along, likewise
-    secret. expires_at: Unix seconds. tls: None for the system's certificates.
+    Attributes:
+        url: Used as it is; may hold a signature, so it never goes into logs or messages.
+        headers: To send along, likewise secret.
+        expires_at: Unix seconds.
+        tls: None for the system's certificates.
     """
 
     url: str = field(repr=False)

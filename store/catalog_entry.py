@@ -26,10 +26,17 @@ _DIGEST = re.compile(r"(?:[0-9a-f]{64})?")
 class CatalogEntry:
     """One document's blob, or, where ``is_text``, one document of which only the text is kept.
 
-    blob_key, sha256, size: where it lies and what it is. header_bytes: length of its head. All empty or 0, and no
-    levels, without a blob; the text is then found by its token digest. tokens: of the document. token_digest,
-    profile_digest: SHA-256, or the empty string where unknown or not needed. levels: (name, cumulative bytes) of each
-    level, coarsest first.
+    Attributes:
+        document_id: The document's name; any text.
+        blob_key: Where its blob lies. Empty without one, and all about the blob is then empty or 0; the text is found
+            by its token digest.
+        sha256: Of the blob.
+        size: Of the blob, in bytes.
+        header_bytes: Length of the blob's header.
+        tokens: Of the document.
+        token_digest: SHA-256, or the empty string where unknown or not needed.
+        profile_digest: SHA-256, or the empty string where unknown or not needed.
+        levels: (name, cumulative bytes) of each level, coarsest first.
     """
 
     document_id: str

@@ -35,7 +35,14 @@ _MANY_DIGITS = 20
 def parse_size(text: str) -> int:
     """Bytes of a size in words: ``20GB`` is 20 * 10**9, ``512MiB`` is 512 * 2**20, ``1000`` is 1000.
 
-    Raises ArgumentError for anything else.
+    Args:
+        text: The size.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        ArgumentError: The text is no size.
     """
     match = _SIZE.fullmatch(text.strip()) if len(text) <= _MANY_DIGITS else None
     if match is None or (match[3] and not match[2]):
@@ -57,9 +64,20 @@ def open_tiers(
 ) -> TieredStore:
     """Put tiers before ``remote``, which is taken over: closing the tiers closes it.
 
-    memory_bytes: 0 for no memory tier. folder, folder_bytes: of the disk tier, for each process that shares the folder.
-    write_back: a put is done once it is safe on the local disk, see ``WriteBackStore``; pending_bytes: that wait there
-    at most (default: a quarter of folder_bytes). settings: everything else.
+    Args:
+        remote: Any store.
+        memory_bytes: Size of the memory tier; 0 for none.
+        folder: Of the disk tier; processes can share it.
+        folder_bytes: Size of the disk tier, for each process.
+        write_back: A put is done once it is safe on the local disk, see ``WriteBackStore``.
+        pending_bytes: That wait there at most; by default a quarter of ``folder_bytes``.
+        settings: Everything else.
+
+    Returns:
+        The store behind its tiers.
+
+    Raises:
+        ArgumentError: A size is negative, or one setting lacks another that it needs.
     """
     least = min(memory_bytes, folder_bytes, pending_bytes or 0)
     if least < 0 or (folder is None and (folder_bytes or write_back)) or (write_back and not folder_bytes):

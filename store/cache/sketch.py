@@ -17,7 +17,8 @@ _HALVED = bytes(count >> 1 for count in range(256))
 class FrequencySketch:
     """Counts uses, never too few between two halvings, now and then too many.
 
-    width: counters in each of four rows, a power of two.
+    Args:
+        width: Counters in each of four rows, a power of two.
     """
 
     def __init__(self, width: int = 1 << 16) -> None:

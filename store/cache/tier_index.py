@@ -19,7 +19,8 @@ T = TypeVar("T")
 class TierIndex(Generic[T]):
     """Extents of objects by name, their bytes, and the eviction policy over the objects (W-TinyLFU).
 
-    extent_bytes: what each extent costs beyond its content.
+    Args:
+        extent_bytes: What each extent costs beyond its content.
     """
 
     def __init__(self, budget_bytes: int, extent_bytes: int) -> None:

@@ -38,8 +38,10 @@ _MAX_SMALL_BYTES = 1 << 30
 class Catalog:
     """One tenant's documents and profiles in a store.
 
-    salt: the deployment's secret; with it, keys of tenants cannot be guessed from their names. keyring: blobs, texts
-    and entries are sealed with the tenant's key, and what is not sealed is refused; profiles stay as they are.
+    Args:
+        salt: The deployment's secret; with it, keys of tenants cannot be guessed from their names.
+        keyring: Blobs, texts and entries are sealed with the tenant's key, and what is not sealed is refused; profiles
+            stay as they are.
     """
 
     def __init__(

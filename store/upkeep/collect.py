@@ -63,9 +63,13 @@ _TELL_EVERY = 1000
 class Collected:
     """What was deleted, or would be.
 
-    entries: of token sequences that no document has. leftovers: unfinished files. bytes: of all but entries.
-    failures: in words, model configurations where an entry that cannot be read hides what is needed, or where the store
-    failed, so that less was deleted than might be.
+    Attributes:
+        entries: Of token sequences that no document has.
+        leftovers: Unfinished files.
+        bytes: Of all but entries.
+        failures: In words, model configurations where an entry that cannot be read hides what is needed, or where the
+            store failed, so that less was deleted than might be.
+        others: Objects of further kinds.
     """
 
     blobs: int = 0
@@ -102,11 +106,23 @@ def collect(
 ) -> Collected:
     """Delete content that no document of its tenant and model configuration names and that is older than the grace.
 
-    tenant_hash: one tenant only. keyring: to read the entries of tenants whose are sealed; without it nothing of theirs
-    is deleted. grace_s: seconds; content of unknown age counts as young. dry_run: delete nothing, and
-    tell what would be. on_progress: called with ``"entries"`` or ``"objects"`` and how many more were looked at.
-    Safe beside writers and other collectors. A store that fails later than at the list of tenants is told of in
-    ``failures``, and what else can be reached is collected; before, it raises StorageError.
+    Safe beside writers and other collectors. Once the tenants are listed, a store that fails is told of in
+    ``failures``, and what else can be reached is collected.
+
+    Args:
+        store: The store.
+        tenant_hash: One tenant only.
+        keyring: To read the entries of tenants whose are sealed; without it nothing of theirs is deleted.
+        grace_s: Seconds that content stays though nothing names it; content of unknown age counts as young.
+        dry_run: Delete nothing, and tell what would be.
+        on_progress: Called with ``"entries"`` or ``"objects"`` and how many more were looked at.
+
+    Returns:
+        What was deleted.
+
+    Raises:
+        ArgumentError: The grace period is negative.
+        StorageError: The tenants cannot be listed.
     """
     if grace_s < 0:
         msg = f"a grace period is no time at least, {grace_s:g} s are less"

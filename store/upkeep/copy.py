@@ -41,8 +41,19 @@ def copy_store(source: Store, target: Store, *, jobs: int = 4, on_progress: OnPr
 
     An entry is written when everything that lies before it is there, so the target can be read all the time, and a copy
     that was interrupted goes on where it was. Entries that differ become the source's. Garbage may be collected in the
-    target meanwhile: once the entries are written, content is looked through again. on_progress: called with the bytes
-    of each object that was copied. jobs: objects copied at once, each of which lies in memory.
+    target meanwhile: once the entries are written, content is looked through again.
+
+    Args:
+        source: Where objects come from.
+        target: Where they go.
+        jobs: Objects copied at once, each of which lies in memory.
+        on_progress: Called with the bytes of each object that was copied.
+
+    Returns:
+        What was copied, and what was left out.
+
+    Raises:
+        StorageError: Either store fails.
     """
     copier = _Copier(source, target, jobs, on_progress or (lambda _: None))
     for tenant in tenants(source):

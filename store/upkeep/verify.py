@@ -37,8 +37,11 @@ class Damage:
 class Verified:
     """What was looked at.
 
-    objects, bytes: of content. entries: of documents. sealed: objects of which only the hash, or nothing, could be
-    checked, since what they hold is encrypted.
+    Attributes:
+        objects: Of content.
+        bytes: Of content.
+        entries: Of the catalog, which name other objects.
+        sealed: Objects of which only the hash, or nothing, could be checked, since what they hold is encrypted.
     """
 
     objects: int
@@ -59,10 +62,22 @@ def verify_store(
     """Read every blob, profile and text of these catalogs' tenants, and their document entries.
 
     Blobs are checked against the hash in their key and, segment by segment, against their own checksums, a piece at a
-    time. jobs: objects read at once. delete_damaged: delete content and entries that are damaged, so that documents are
-    computed from their text or encoded again; entries are kept where only their content is missing, and whatever a
-    second look does not find damaged too, or finds written meanwhile. on_progress: called with the bytes of each object
-    that was read. Raises StorageError where the store fails.
+    time.
+
+    Args:
+        store: The store.
+        catalogs: Of the tenants to look at.
+        jobs: Objects read at once.
+        delete_damaged: Delete content and entries that are damaged, so that documents are computed from their text or
+            encoded again. Entries are kept where only their content is missing, and so is whatever a second look does
+            not find damaged too, or finds written meanwhile.
+        on_progress: Called with the bytes of each object that was read.
+
+    Returns:
+        What was looked at, and the damage.
+
+    Raises:
+        StorageError: The store fails.
     """
     verifier = _Verifier(store, jobs, delete_damaged=delete_damaged, on_progress=on_progress)
     for catalog in catalogs:

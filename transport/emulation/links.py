@@ -69,9 +69,13 @@ def parse_link(text: str) -> LinkSettings:
 class RateSchedule:
     """Bytes per second over time, constant between changes.
 
-    times: seconds from the schedule's beginning at which each rate begins; the first is 0. rates: bytes per second; 0
-    is an outage. period_s: the schedule repeats after so many seconds; None: the last rate lasts.
-    Raises ArgumentError where the schedule makes no sense or ends in an outage for ever.
+    Attributes:
+        times: Seconds from the schedule's beginning at which each rate begins; the first is 0.
+        rates: Bytes per second; 0 is an outage.
+        period_s: The schedule repeats after so many seconds; None: the last rate lasts.
+
+    Raises:
+        ArgumentError: The schedule makes no sense or ends in an outage for ever.
     """
 
     times: tuple[float, ...]
@@ -128,10 +132,13 @@ class RateSchedule:
 class EmulatedLink:
     """Delays bytes as a link would. One instance is one link: all requests over it share its bandwidth.
 
-    bandwidth: bytes per second, or a schedule of them, which starts with the first request or with ``begin``.
-    rtt_s: seconds of a round trip. burst_bytes: most that a delayed sender may catch up on at once; by default what the
-    link carries in 20 ms. An idle link saves nothing up: a transfer that starts on it gets the bandwidth and no more.
-    clock, sleep: for tests.
+    Args:
+        bandwidth: Bytes per second, or a schedule of them, which starts with the first request or with ``begin``.
+        rtt_s: Seconds of a round trip.
+        burst_bytes: Most that a delayed sender may catch up on at once; by default what the link carries in 20 ms. An
+            idle link saves nothing up: a transfer that starts on it gets the bandwidth and no more.
+        clock: For tests.
+        sleep: For tests.
     """
 
     def __init__(

@@ -30,7 +30,9 @@ _FIELDS = frozenset({"tenant", "namespace", "token_sha256", "write", "expires"})
 class Rights:
     """What a request may touch: keys that start with ``prefix``, or the one ``key``.
 
-    client: names the bucket that its requests are counted in; secret enough to stay out of logs. full: also metrics.
+    Attributes:
+        client: Names the bucket that its requests are counted in; secret enough to stay out of logs.
+        full: Also metrics.
     """
 
     client: str

@@ -24,9 +24,14 @@ _LOOK_S = 1.0  # how often a reader that waits for another passes on what that o
 class TieredSource(ByteSource):
     """Reads content through the tiers; readers that want the same bytes share one request.
 
-    remote: a source for the same object below the tiers; closing this closes it. A reader that is cancelled in the
-    middle of a request leaves what came, and one of those who waited asks for the rest. Where this source is asked for
-    bytes that it is fetching already, it asks the remote a second time: that is how a fetcher hedges a slow request.
+    A reader that is cancelled in the middle of a request leaves what came, and one of those who waited asks for the
+    rest. Where this source is asked for bytes that it is fetching already, it asks the remote a second time: that is
+    how a fetcher hedges a slow request.
+
+    Args:
+        store: The tiers.
+        key: The object's.
+        remote: A source for the same object below the tiers; closing this closes it.
     """
 
     def __init__(self, store: Cached, key: str, remote: ByteSource) -> None:

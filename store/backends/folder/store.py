@@ -39,8 +39,9 @@ _BATCH = 1000
 class FolderStore(Store):
     """Objects as files below one folder, which is made on the first write. ``close`` closes the catalog's database.
 
-    catalog: what becomes of catalog entries that are written: rows of the database, or files as well, so that any web
-    server can serve the folder. Both are read.
+    Args:
+        catalog: What becomes of catalog entries that are written: rows of the database, or files as well, so that any
+            web server can serve the folder. Both are read.
     """
 
     is_local = True

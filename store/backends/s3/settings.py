@@ -16,10 +16,17 @@ _MOST_PAGE_KEYS = 1000  # S3's page
 class S3Settings:
     """Limits of an S3 store.
 
-    connections: requests at a time, of all threads together. connect_s, stall_s: longest waits in seconds, for the
-    connection and for the next bytes. total_s: longest time of one read. attempts: of each request, in all.
-    multipart_bytes: larger objects are uploaded in parts, of at least part_bytes.
-    address_s: life of a presigned address; addresses: how many are remembered. page_keys: of a listing.
+    Attributes:
+        connections: Requests at a time, of all threads together.
+        connect_s: Longest wait for the connection, in seconds.
+        stall_s: Longest wait for the next bytes, in seconds.
+        total_s: Longest time of one read.
+        attempts: Of each request, in all.
+        multipart_bytes: Larger objects are uploaded in parts.
+        part_bytes: Least size of a part.
+        address_s: Life of a presigned address, in seconds.
+        addresses: How many are remembered.
+        page_keys: Keys of one page of a listing.
     """
 
     connections: int = 32
