@@ -63,6 +63,7 @@ class KeyKind:
             asked of sealed bytes, nor where ``digest`` says all.
         names: What the bytes of an entry name, the most important first; raises CorruptError or ArgumentError.
         verify: The deep check of content by its digest; returns whether it could be looked at.
+        is_verified: Whether the entries of this kind, and that what they name is there, are part of a check.
         is_copied: Whether a copy of a store takes it: content first, the catalog afterwards.
         advice: How a damaged one is replaced.
     """
@@ -77,6 +78,7 @@ class KeyKind:
     accept: Callable[[str, Data], None] | None = None
     names: Callable[[str, bytes], Sequence[Named]] | None = None
     verify: Callable[[ObjectReader, str], bool] | None = None
+    is_verified: bool = True
     is_copied: bool = True
     advice: str = "encode the document again"
 
@@ -360,6 +362,7 @@ KINDS: tuple[KeyKind, ...] = (
         collected="marks",
         accept=_accept_pointer,
         names=_pointer_names,
+        is_verified=False,  # without it, a new profile is fitted
         advice="set the current profile again",
     ),
     KeyKind(
