@@ -267,13 +267,6 @@ class Catalog:
         keys = islice(self._store.keys(space.documents, after), limit)
         return (entry for _, entry in self._found(space, keys, on_error))
 
-    def entries(self, config: Config, keys: Iterable[str]) -> Iterator[tuple[str, CatalogEntry]]:
-        """Entries under these keys of the catalog, in their order; those that are gone are left out.
-
-        Raises CorruptError at the first damaged one.
-        """
-        return self._found(self.keys(config), keys, None)
-
     def read(self, config: Config, key: str) -> bytes | None:
         """Read an object of the catalog.
 
@@ -292,15 +285,7 @@ class Catalog:
         return self._read(key, MAX_ENTRY_BYTES + 1)
 
     def read_each(self, config: Config, keys: Iterable[str]) -> Iterator[tuple[str, Callable[[], bytes | None]]]:
-        """Read objects of the catalog, several at a time where the store is far.
-
-        Args:
-            config: The model configuration.
-            keys: Of the catalog.
-
-        Returns:
-            The keys in their order, each with a function that returns or raises what ``read`` of it does.
-        """
+        """``read`` several objects, several at a time where the store is far; each result is a function's."""
         space = self.keys(config)
         return read_ahead(self._store, keys, lambda key: self.read(space, key))
 
