@@ -91,7 +91,7 @@ def measure(folder: Path, entries: int, seed: int) -> dict[str, Any]:
         absent = [timed(lambda n=n: catalog.by_document(CONFIG, f"absent {n}")) for n in numbers]
         starts = [space.document(document(chosen.randrange(entries))) for _ in range(PAGES)]
         keys = [timed(lambda at=at: list(islice(store.scan(space.documents, at), PAGE_ENTRIES))) for at in starts]
-        pages = [timed(lambda at=at: catalog.page(CONFIG, after=at, limit=PAGE_ENTRIES)) for at in starts]
+        pages = [timed(lambda at=at: list(catalog.documents(CONFIG, after=at, limit=PAGE_ENTRIES))) for at in starts]
         whole = timed(lambda: sum(1 for _ in store.scan(space.documents)))
     return {
         "entries": entries + SINGLE,

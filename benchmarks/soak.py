@@ -37,7 +37,7 @@ from kvwire.transport import (
     HttpStore,
     HttpStoreSettings,
     LinkMeter,
-    Patience,
+    ReadTimeouts,
     SegmentError,
     open_session,
     open_source,
@@ -70,7 +70,7 @@ FETCH = FetchSettings(
     max_backoff_s=0.2,
     max_bytes=60_000,
     gap_bytes=4096,
-    patience=Patience(0.5, 0.5),
+    patience=ReadTimeouts(0.5, 0.5),
     max_retry_after_s=1,
 )
 RATES = {

@@ -12,6 +12,7 @@ from math import isfinite
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from kvwire._json import strict_json
 from kvwire.controller import events as ev
 from kvwire.controller.documents import DocumentPlanInput
 from kvwire.controller.settings import Goal, Objective
@@ -79,8 +80,8 @@ def load_entry(line: str) -> ev.LogEntry:
         msg = f"a line of a log has {MOST_CHARACTERS} characters at most, not {len(line)}; {_ADVICE}"
         raise CorruptError(msg)
     try:
-        value = json.loads(line, parse_constant=_refuse)
-    except (ValueError, RecursionError) as error:
+        value = strict_json(line)
+    except ArgumentError as error:
         msg = f"a line of a log is no JSON: {error}; {_ADVICE}"
         raise CorruptError(msg) from error
     parts = _object(value, "an entry", {"now", "event", "instructions"})
@@ -104,11 +105,6 @@ def _plain(value: object) -> object:
     if is_dataclass(value):
         return _plain_fields(value)
     return [_plain(each) for each in value] if isinstance(value, tuple) else value
-
-
-def _refuse(constant: str) -> float:
-    msg = f"{constant} is not a finite number"
-    raise ValueError(msg)
 
 
 def _wrong(what: str, value: object) -> CorruptError:

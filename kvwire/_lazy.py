@@ -1,10 +1,12 @@
-"""Public names of a package, imported from their modules when they are first used."""
+"""Imports on first use: public names of a package, and packages that only an extra installs."""
 
 from __future__ import annotations
 
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -31,3 +33,23 @@ def lazy(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], An
         return value
 
     return get
+
+
+def require(package: str, extra: str, purpose: str) -> None:
+    """Import a package that only an extra of kvwire installs, or say which one.
+
+    Args:
+        package: The name that it is imported by.
+        extra: The extra that installs it.
+        purpose: What needs it, as a message begins: ``serving``.
+
+    Raises:
+        ArgumentError: The package is not installed.
+    """
+    try:
+        import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != package:
+            raise
+        msg = f"{purpose} needs {package}: pip install 'kvwire[{extra}]'"
+        raise ArgumentError(msg) from error

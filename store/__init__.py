@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
+    from kvwire._json import strict_json
     from kvwire.store.backends.folder.store import FolderStore
     from kvwire.store.backends.memory import MemoryStore
     from kvwire.store.backends.s3 import S3Settings, S3Store
@@ -22,12 +23,13 @@ if TYPE_CHECKING:
         open_object,
     )
     from kvwire.store.cache import TieredStore, TierSettings, open_tiers, parse_size
-    from kvwire.store.catalog.catalog import Catalog, Page
-    from kvwire.store.catalog.entry import CatalogEntry, strict_json
+    from kvwire.store.catalog.catalog import Catalog
     from kvwire.store.catalog.uses import UseCounts, UseFile
+    from kvwire.store.catalog_entry import CatalogEntry
     from kvwire.store.crypto.keyring import Keyring
     from kvwire.store.http_ranges import range_header, range_told
-    from kvwire.store.keys import KeySpace, check_key, content_digest, is_catalog_key, tenant_hash, text_digest
+    from kvwire.store.key_kinds import KeyKind, Named, content_digest, kind_of, text_digest
+    from kvwire.store.keys import KeySpace, check_key, is_catalog_key, tenant_hash
     from kvwire.store.listing import tenants
     from kvwire.store.schemes import open_store
     from kvwire.store.upkeep.collect import Collected, collect
@@ -44,13 +46,14 @@ __all__ = [
     "Data",
     "FolderStore",
     "HttpAddress",
+    "KeyKind",
     "KeySpace",
     "Keyring",
     "Listed",
     "MemoryStore",
+    "Named",
     "ObjectReader",
     "ObjectStat",
-    "Page",
     "S3Settings",
     "S3Store",
     "Snapshots",
@@ -67,6 +70,7 @@ __all__ = [
     "content_digest",
     "copy_store",
     "is_catalog_key",
+    "kind_of",
     "open_object",
     "open_store",
     "open_tiers",
@@ -100,18 +104,19 @@ __getattr__ = lazy(
             "open_object",
         ),
         "kvwire.store.cache": ("TierSettings", "TieredStore", "open_tiers", "parse_size"),
-        "kvwire.store.catalog.catalog": ("Catalog", "Page"),
-        "kvwire.store.catalog.entry": ("CatalogEntry", "strict_json"),
+        "kvwire.store.catalog.catalog": ("Catalog",),
+        "kvwire.store.catalog_entry": ("CatalogEntry",),
+        "kvwire._json": ("strict_json",),
         "kvwire.store.catalog.uses": ("UseCounts", "UseFile"),
         "kvwire.store.crypto.keyring": ("Keyring",),
         "kvwire.store.http_ranges": ("range_header", "range_told"),
+        "kvwire.store.key_kinds": ("KeyKind", "Named", "content_digest", "kind_of", "text_digest"),
         "kvwire.store.keys": (
+            "KeyKind",
             "KeySpace",
             "check_key",
-            "content_digest",
             "is_catalog_key",
             "tenant_hash",
-            "text_digest",
         ),
         "kvwire.store.listing": ("tenants",),
         "kvwire.store.schemes": ("open_store",),

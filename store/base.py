@@ -12,6 +12,7 @@ from kvwire.store.keys import check_key, check_prefix
 if TYPE_CHECKING:
     import ssl
     from collections.abc import Iterable, Iterator
+    from pathlib import Path
 
 Data: TypeAlias = bytes | bytearray | memoryview
 
@@ -39,8 +40,16 @@ class Store(Protocol):
 
     Keys are checked by ``keys.check_key``: a bad one is an ArgumentError, a missing object a NotFoundError, anything
     that the disk or server did wrong a StorageError, refused credentials an AuthError. A store that inherits from this
-    class gets ``create``, ``delete_many`` and ``keys`` made of the other methods, and a ``distrust`` that does nothing.
+    class gets ``create``, ``put_many``, ``delete_many`` and ``keys`` made of the other methods, a ``distrust`` that
+    does nothing, and the answers of an ordinary remote store about what it can do besides.
+
+    Attributes:
+        is_local: Whether objects are at hand, so that reading several ahead gains nothing.
+        is_lasting: Whether objects outlive this process.
     """
+
+    is_local: bool = False
+    is_lasting: bool = True
 
     @property
     def url(self) -> str:
@@ -72,6 +81,11 @@ class Store(Protocol):
         self.put(key, data)
         return True
 
+    def put_many(self, items: Iterable[tuple[str, Data]]) -> None:
+        """Write objects, several at a time where the store knows how to."""
+        for key, data in items:
+            self.put(key, data)
+
     def delete(self, key: str) -> None:
         """Remove the object; removing what is not there is no error."""
         ...
@@ -92,6 +106,25 @@ class Store(Protocol):
     def keys(self, prefix: str, after: str = "") -> Iterator[str]:
         """Keys that start with ``prefix`` and come after ``after``, in ascending order."""
         return (listed.key for listed in self.scan(prefix, after))
+
+    @property
+    def folder(self) -> Path | None:
+        """Folder on this machine that objects are moved into when they are written; None where there is none."""
+        return None
+
+    def exists(self) -> bool:
+        """Whether there is a store at its address yet, as far as can be told without asking a server."""
+        return True
+
+    def opens_at_once(self, key: str) -> bool:
+        """Whether opening an object takes so little that a thread for it would take longer."""
+        del key
+        return False
+
+    def remove_leftovers(self, before: float) -> tuple[int, int]:
+        """Remove what writers left unfinished before that time (Unix seconds); returns how many, and bytes."""
+        del before
+        return 0, 0
 
     def close(self) -> None:
         """Give back connections and memory; the store is not used afterwards."""
@@ -133,8 +166,11 @@ class Snapshots(Protocol):
 class HttpAddress:
     """Where one object can be read over HTTP, in ranges.
 
-    url: used as it is; may hold a signature, so it never goes into logs or messages. headers: to send along, likewise
-    secret. expires_at: Unix seconds. tls: None for the system's certificates.
+    Attributes:
+        url: Used as it is; may hold a signature, so it never goes into logs or messages.
+        headers: To send along, likewise secret.
+        expires_at: Unix seconds.
+        tls: None for the system's certificates.
     """
 
     url: str = field(repr=False)

@@ -1,4 +1,4 @@
-"""Names of objects: which strings are keys, and where each kind of object lies.
+"""Names of objects: which strings are keys, and where each object lies; ``key_kinds`` tells what kinds there are.
 
 Layout: ``v1/<tenant hash>/<model configuration>/...``. Tenants are told apart by a keyed hash, so a reader who knows a
 tenant's name but not the salt can neither list nor guess its keys.
@@ -25,8 +25,6 @@ _KEY = re.compile(rf"{_PART}(?:/{_PART})*")
 _PREFIX = re.compile(rf"(?:{_PART}/)*(?:{_PART})?")
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _HEX32 = re.compile(r"[0-9a-f]{32}")
-_CONTENT = re.compile(r"(?:.*/)?([0-9a-f]{64})\.kv[wp]")
-_TEXT = re.compile(r"(?:.*/)?([0-9a-f]{64})\.kvt")
 _CATALOG = re.compile(r"v1/[^/]+/[^/]+/catalog/.+")
 
 
@@ -50,26 +48,9 @@ def check_prefix(prefix: str) -> str:
     return prefix
 
 
-def content_digest(key: str) -> str | None:
-    """The SHA-256 that a content-addressed key (``.kvw``, ``.kvp``) carries, or None for any other key."""
-    match = _CONTENT.fullmatch(key)
-    return match[1] if match else None
-
-
-def text_digest(key: str) -> str | None:
-    """The digest of token ids (not of bytes) that a text's key (``.kvt``) carries, or None for any other key."""
-    match = _TEXT.fullmatch(key)
-    return match[1] if match else None
-
-
 def is_catalog_key(key: str) -> bool:
     """Whether a key is of an object that says what belongs to what: small, many, and replaced."""
     return _CATALOG.fullmatch(key) is not None
-
-
-def entity_tag(key: str, data: bytes) -> str:
-    """Strong entity tag: the content's SHA-256, taken from the key where it is there."""
-    return content_digest(key) or hashlib.sha256(data).hexdigest()
 
 
 def check_digest(digest: str, what: str) -> str:

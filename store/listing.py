@@ -7,8 +7,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from kvwire.store.backends.folder.store import FolderStore
-from kvwire.store.backends.memory import MemoryStore
 from kvwire.store.keys import is_tenant
 
 if TYPE_CHECKING:
@@ -30,7 +28,7 @@ def read_ahead(store: Store, keys: Iterable[str], read: Callable[[str], R]) -> I
 
     A store on this machine is read when the function is called, any other one ahead and several objects at a time.
     """
-    if isinstance(store, FolderStore | MemoryStore):
+    if store.is_local:
         return ((key, partial(read, key)) for key in keys)
     return ahead(keys, read, _THREADS)
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 DOOR = "kvwire"
 FLOORS = {
+    "_json": 0,
     "_lazy": 0,
     "_version": 0,
     "errors": 0,
@@ -53,8 +54,10 @@ SHELVES: dict[str, list[set[str]]] = {
     "reuse": [{"assemble.py"}],
     "store": [
         {"http_ranges.py", "keys.py"},
-        {"base.py"},
-        {"files", "held.py"},
+        {"base.py", "catalog_entry.py"},
+        {"content_checks.py"},
+        {"key_kinds.py"},
+        {"files", "memory_snapshot.py"},
         {"backends", "crypto"},
         {"listing.py"},
         {"catalog"},
@@ -65,7 +68,8 @@ SHELVES: dict[str, list[set[str]]] = {
     ],
     "transport": [{"emulation", "errors.py"}, {"sources"}, {"fetch"}, {"server"}, {"testing"}],
     DOOR: [
-        {"_lazy.py", "_version.py", "errors.py"},
+        {"_version.py", "errors.py"},
+        {"_json.py", "_lazy.py"},
         {"types"},
         {"runtime", "whatif"},
         {"comparison"},

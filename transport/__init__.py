@@ -33,9 +33,17 @@ if TYPE_CHECKING:
         serve,
         sign_url,
     )
-    from kvwire.transport.sources.base import ByteSource, LinkedSource, Patience, Sink, StoreSource, read_object
+    from kvwire.transport.sources.base import (
+        ByteSource,
+        LinkedSource,
+        Patience,
+        ReadTimeouts,
+        Sink,
+        StoreSource,
+        read_object,
+    )
     from kvwire.transport.sources.http import HttpSource, open_session
-    from kvwire.transport.sources.opening import open_source
+    from kvwire.transport.sources.open_source import open_source
 
 __all__ = [
     "AccessSettings",
@@ -58,6 +66,7 @@ __all__ = [
     "Patience",
     "Range",
     "RateSchedule",
+    "ReadTimeouts",
     "ReplacedError",
     "SegmentCorruptError",
     "SegmentError",
@@ -118,11 +127,12 @@ __getattr__ = lazy(
             "ByteSource",
             "LinkedSource",
             "Patience",
+            "ReadTimeouts",
             "Sink",
             "StoreSource",
             "read_object",
         ),
         "kvwire.transport.sources.http": ("HttpSource", "open_session"),
-        "kvwire.transport.sources.opening": ("open_source",),
+        "kvwire.transport.sources.open_source": ("open_source",),
     },
 )

@@ -28,7 +28,7 @@ from kvwire.transport import (
     HttpSource,
     HttpStore,
     HttpStoreSettings,
-    Patience,
+    ReadTimeouts,
     SegmentError,
     open_session,
     open_source,
@@ -58,9 +58,9 @@ PROFILE = build([[30_000]], seed=2)
 SPACE = KeySpace.of(tenant_hash("default"), CONFIG)
 KEY = SPACE.blob(hashlib.sha256(BLOB).hexdigest())
 SETTINGS = FetchSettings(
-    backoff_s=0.02, max_backoff_s=0.1, gap_bytes=64, max_bytes=30_000, patience=Patience(4, 4), retries=2
+    backoff_s=0.02, max_backoff_s=0.1, gap_bytes=64, max_bytes=30_000, patience=ReadTimeouts(4, 4), retries=2
 )
-SHORT_PATIENCE = Patience(0.4, 0.4)
+SHORT_PATIENCE = ReadTimeouts(0.4, 0.4)
 WAITS = (FaultKind.SILENT, FaultKind.STALL)  # elsewhere a slow machine is no fault
 S3_SETTINGS = S3Settings(connect_s=1.0, stall_s=0.3, total_s=1.5, attempts=3)
 HTTP_SETTINGS = HttpStoreSettings(stall_s=0.3, total_s=1.5)

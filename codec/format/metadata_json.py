@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import zstandard
 
+from kvwire._json import strict_json
 from kvwire.errors import ArgumentError, CorruptError
 from kvwire.types import CacheMeta, LayerSpec, RopeRegime
 
@@ -58,8 +59,8 @@ def unpack_json(data: bytes, raw_length: int, what: str) -> dict[str, Any]:
         raise CorruptError(msg)
     raw = decompress(data, raw_length, what)
     try:
-        value = json.loads(raw.decode(), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
+        value = strict_json(raw)
+    except ArgumentError as error:
         msg = f"the {what}'s metadata is not JSON as kvwire writes it ({error}); fetch it again"
         raise CorruptError(msg) from error
     if not isinstance(value, dict):
@@ -94,19 +95,6 @@ def decompress(data: bytes, raw_length: int, what: str) -> bytes:
         msg = f"the {what} decompresses to another length than it should; fetch it again"
         raise CorruptError(msg)
     return raw
-
-
-def _no_constant(name: str) -> float:
-    msg = f"{name} is not a number"
-    raise ValueError(msg)
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        msg = "an object names a key twice"
-        raise ValueError(msg)
-    return value
 
 
 def elements_per_token(layers: tuple[LayerSpec, ...]) -> int:

@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import json
 import logging
-import math
 import os
 import platform
 import re
@@ -22,8 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from kvwire._json import strict_json
 from kvwire.controller import CostModel, DecodeCost, Estimates, PrefillCost
-from kvwire.errors import CorruptError
+from kvwire.errors import ArgumentError, CorruptError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -143,7 +143,7 @@ class EstimatesFile:
             return nothing
         try:
             return _decoded(content)
-        except (CorruptError, ValueError, RecursionError):
+        except (CorruptError, ArgumentError):
             other = _what_else(content)
             self._warn(
                 f"{self._path} {other + ', and is left as it is' if other else 'is damaged; it is written anew'}"
@@ -244,10 +244,10 @@ def _content(path: Path) -> bytes:
 
 
 def _decoded(content: bytes) -> dict[str, Entries]:
-    """Entries by part and key; CorruptError, ValueError or RecursionError for anything that was not written here."""
+    """Entries by part and key; CorruptError or ArgumentError for anything that was not written here."""
     if len(content) > _MOST_BYTES:
         _refuse()
-    whole = json.loads(content, parse_constant=_refuse, parse_float=_finite)
+    whole = strict_json(content)
     if not isinstance(whole, dict) or set(whole) != {"version", *_PARTS} or whole["version"] != _VERSION:
         _refuse()
     for part in _PARTS:
@@ -283,14 +283,9 @@ def _words(error: OSError | ValueError) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
-def _refuse(_: str = "") -> NoReturn:
+def _refuse() -> NoReturn:
     msg = "not a file of estimates"
     raise CorruptError(msg)
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    return value if math.isfinite(value) else _refuse()
 
 
 def _saved(entry: dict[str, object]) -> float:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from kvwire.errors import NotFoundError
 from kvwire.store.base import Listed, ObjectStat, Store, check_after
-from kvwire.store.held import HeldObject
 from kvwire.store.keys import check_key
+from kvwire.store.memory_snapshot import MemorySnapshot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,9 +20,12 @@ if TYPE_CHECKING:
 class MemoryStore(Store):
     """Objects in a dictionary, for tests, demos and short-lived services."""
 
+    is_local = True
+    is_lasting = False
+
     def __init__(self) -> None:
         """Start empty."""
-        self._objects: dict[str, HeldObject] = {}
+        self._objects: dict[str, MemorySnapshot] = {}
         self._lock = threading.Lock()
 
     @property
@@ -47,7 +50,7 @@ class MemoryStore(Store):
         """Keep a copy of the bytes."""
         check_key(key)
         with self._lock:
-            self._objects[key] = HeldObject(key, bytes(data), time.time())
+            self._objects[key] = MemorySnapshot(key, bytes(data), time.time())
 
     def delete(self, key: str) -> None:
         """Forget the object, if there is one."""
@@ -71,7 +74,7 @@ class MemoryStore(Store):
         with self._lock:
             self._objects.clear()
 
-    def _find(self, key: str) -> HeldObject:
+    def _find(self, key: str) -> MemorySnapshot:
         check_key(key)
         with self._lock:
             found = self._objects.get(key)

@@ -5,26 +5,24 @@ from typing import TYPE_CHECKING
 from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
-    from kvwire.store.cache.cache import Held, Leading, OnDisk, RangeCache, Waiting
+    from kvwire.store.cache.cache import Cached, DiskHit, Fetch, Hit, RangeCache, Wait
     from kvwire.store.cache.counters import Counters, PrefetchCounters, RemoteCounters, TierCounters, UploadCounters
     from kvwire.store.cache.disk_tier import StoredFile
     from kvwire.store.cache.extents import Extent
-    from kvwire.store.cache.flights import InflightRead
-    from kvwire.store.cache.opening import open_tiers, parse_size
-    from kvwire.store.cache.policy import POLICIES, EvictionPolicy, make_policy
+    from kvwire.store.cache.inflight import InflightRead
+    from kvwire.store.cache.open_tiers import open_tiers, parse_size
     from kvwire.store.cache.settings import TierSettings
     from kvwire.store.cache.tiered import TieredStore
     from kvwire.store.cache.write_back import WriteBackStore
 
 __all__ = [
-    "POLICIES",
+    "Cached",
     "Counters",
-    "EvictionPolicy",
+    "DiskHit",
     "Extent",
-    "Held",
+    "Fetch",
+    "Hit",
     "InflightRead",
-    "Leading",
-    "OnDisk",
     "PrefetchCounters",
     "RangeCache",
     "RemoteCounters",
@@ -33,9 +31,8 @@ __all__ = [
     "TierSettings",
     "TieredStore",
     "UploadCounters",
-    "Waiting",
+    "Wait",
     "WriteBackStore",
-    "make_policy",
     "open_tiers",
     "parse_size",
 ]
@@ -43,7 +40,7 @@ __all__ = [
 __getattr__ = lazy(
     __name__,
     {
-        "kvwire.store.cache.cache": ("Held", "Leading", "OnDisk", "RangeCache", "Waiting"),
+        "kvwire.store.cache.cache": ("Cached", "Hit", "Fetch", "DiskHit", "RangeCache", "Wait"),
         "kvwire.store.cache.counters": (
             "Counters",
             "PrefetchCounters",
@@ -53,9 +50,8 @@ __getattr__ = lazy(
         ),
         "kvwire.store.cache.disk_tier": ("StoredFile",),
         "kvwire.store.cache.extents": ("Extent",),
-        "kvwire.store.cache.flights": ("InflightRead",),
-        "kvwire.store.cache.opening": ("open_tiers", "parse_size"),
-        "kvwire.store.cache.policy": ("EvictionPolicy", "POLICIES", "make_policy"),
+        "kvwire.store.cache.inflight": ("InflightRead",),
+        "kvwire.store.cache.open_tiers": ("open_tiers", "parse_size"),
         "kvwire.store.cache.settings": ("TierSettings",),
         "kvwire.store.cache.tiered": ("TieredStore",),
         "kvwire.store.cache.write_back": ("WriteBackStore",),

@@ -14,54 +14,73 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from kvwire.errors import KvwireError
 from kvwire.store.cache.counters import Counters, RemoteCounters, TierCounters
 from kvwire.store.cache.extents import Extent, ExtentMap
-from kvwire.store.cache.flights import InflightRead
-from kvwire.store.cache.sizes import TRUST_S, Sizes
-from kvwire.store.cache.sketch import UseCounter
+from kvwire.store.cache.inflight import InflightRead
+from kvwire.store.cache.object_sizes import TRUST_S, ObjectSizes
 from kvwire.store.cache.worker import Worker
 
 if TYPE_CHECKING:
+    from kvwire.store.base import Store
     from kvwire.store.cache.disk_tier import DiskTier, StoredFile
     from kvwire.store.cache.memory_tier import MemoryTier
     from kvwire.store.cache.settings import TierSettings
 
 T = TypeVar("T")
+_LOAD_THREADS = 4  # that read files of the disk tier
 
 
 @dataclass(frozen=True)
-class Held:
+class Hit:
     """The next bytes are here."""
 
     data: memoryview
 
 
 @dataclass(frozen=True)
-class OnDisk:
+class DiskHit:
     """The next bytes are in this file: ``load`` it, or wait for its ``loading``, and ``skip_disk`` where that hangs."""
 
     extent: Extent[StoredFile]
 
 
 @dataclass(frozen=True)
-class Waiting:
+class Wait:
     """The next bytes are being fetched: wait for the flight."""
 
     flight: InflightRead
 
 
 @dataclass(frozen=True)
-class Leading:
+class Fetch:
     """Fetch the flight's range, and then ``finish`` it or ``fail`` it."""
 
     flight: InflightRead
 
 
-Step: TypeAlias = Held | OnDisk | Waiting | Leading | None
+Step: TypeAlias = Hit | DiskHit | Wait | Fetch | None
 """None: the object or the range ends here."""
+
+
+@runtime_checkable
+class Cached(Protocol):
+    """A store whose content is read through a ``RangeCache``."""
+
+    @property
+    def cache(self) -> RangeCache:
+        """The tiers."""
+        ...
+
+    def name(self, key: str) -> bytes | None:
+        """What the tiers call an object; None where it is not kept in them."""
+        ...
+
+    def origin(self, key: str) -> Store:
+        """The store below the tiers that has an object."""
+        ...
 
 
 class RangeCache:
@@ -74,10 +93,9 @@ class RangeCache:
         self._settings = settings
         self.stall_s = settings.stall_s
         self._lock = lock
-        self._uses = UseCounter(settings.admit_after)
         self._flights: dict[bytes, ExtentMap[InflightRead]] = {}
-        self._sizes = Sizes()
-        self._loads = Worker("kvwire-disk-load", settings.load_threads)
+        self._sizes = ObjectSizes()
+        self._loads = Worker("kvwire-disk-load", _LOAD_THREADS)
         self._foreground = 0
         self._quiet = threading.Condition(lock)
         self._remote = RemoteCounters()
@@ -85,7 +103,6 @@ class RangeCache:
     def use(self, name: bytes) -> None:
         """Count one use of an object."""
         with self._lock:
-            self._uses.used(name)
             self._memory.index.touched(name)
             if self._disk:
                 self._disk.index.touched(name)
@@ -128,13 +145,13 @@ class RangeCache:
                 if (stored := self._disk.at(name, position)) is not None:
                     data = stored.value.data
                     if data is None:
-                        return OnDisk(stored)
+                        return DiskHit(stored)
                     return _held(self._disk.index.counters, stored, data, position, stop)
                 self._disk.index.counters.misses += 1
             if name in self._flights and (flying := self._flights[name].at(position)) is not None:
                 self._remote.waits += 1
-                return Waiting(flying.value)
-            return Leading(self._depart(name, position, stop, owner, **lead))
+                return Wait(flying.value)
+            return Fetch(self._depart(name, position, stop, owner, **lead))
 
     def load(self, name: bytes, extent: Extent[StoredFile]) -> bytes | None:
         """Wait for ``loading``, ``stall_s`` at most; None where nothing comes of it: ask ``step`` again. Blocks."""
@@ -234,11 +251,6 @@ class RangeCache:
         with self._lock:
             return self._quiet.wait_for(lambda: not self._foreground, timeout_s)
 
-    def admits(self, name: bytes) -> bool:
-        """Whether the object's bytes would be kept."""
-        with self._lock:
-            return self._uses.admits(name)
-
     def counted(self) -> Counters:
         """The tiers' and the remote's counters."""
         with self._lock:
@@ -317,20 +329,17 @@ class RangeCache:
         _resolve(flight)
 
     def _keep(self, name: bytes, start: int, data: bytes) -> None:
-        if not self._uses.admits(name):
-            self._memory.index.counters.refused += 1
-            return
         for gone in self._memory.add(name, start, data):
             if self._disk:
                 self._disk.add(gone.name, gone.start, gone.data, self._sizes.stated(gone.name))
 
 
-def _held(counters: TierCounters, extent: Extent[T], data: bytes, position: int, stop: int | None) -> Held:
+def _held(counters: TierCounters, extent: Extent[T], data: bytes, position: int, stop: int | None) -> Hit:
     end = extent.end if stop is None else min(stop, extent.end)
     view = memoryview(data)[position - extent.start : end - extent.start]
     counters.hits += 1
     counters.hit_bytes += len(view)
-    return Held(view)
+    return Hit(view)
 
 
 def _resolve(flight: InflightRead) -> None:

@@ -21,7 +21,7 @@ class TierCounters:
     evictions: int = 0
     """Extents given up for room."""
     refused: int = 0
-    """Extents not taken in: used too rarely, too large, or the disk is off or behind."""
+    """Extents not taken in: too large, or the disk is off or behind."""
     corrupt: int = 0
     """Files that were not what was written; they were dropped."""
     write_errors: int = 0

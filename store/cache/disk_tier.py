@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from kvwire.errors import CorruptError
 from kvwire.store.cache.extent_file import HEADER_BYTES, ExtentName, read_extent, write_extent
-from kvwire.store.cache.slots import Slot, take_slot
+from kvwire.store.cache.locked_folder import LockedFolder, lock_folder
 from kvwire.store.cache.tier_index import TierIndex
 from kvwire.store.cache.worker import Worker
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvwire.store.cache.extents import Extent
-    from kvwire.store.cache.policy import EvictionPolicy
     from kvwire.store.cache.settings import TierSettings
 
 _log = logging.getLogger(__name__)
@@ -59,16 +58,14 @@ class DiskTier:
     Methods marked "locked" are called under the cache's lock, the others without it.
     """
 
-    def __init__(
-        self, root: Path, budget_bytes: int, policy: EvictionPolicy, lock: threading.Lock, settings: TierSettings
-    ) -> None:
+    def __init__(self, root: Path, budget_bytes: int, lock: threading.Lock, settings: TierSettings) -> None:
         """Touch nothing yet; ``open`` does."""
-        self.index: TierIndex[StoredFile] = TierIndex(budget_bytes, policy, HEADER_BYTES)
+        self.index: TierIndex[StoredFile] = TierIndex(budget_bytes, HEADER_BYTES)
         self._root = root
         self._lock = lock
         self._settings = settings
         self._worker = Worker("kvwire-disk-tier")
-        self._slot: Slot | None = None
+        self._slot: LockedFolder | None = None
         self._dirty_bytes = 0
         self._off_until = 0.0
         self._skipped_until = 0.0
@@ -88,7 +85,7 @@ class DiskTier:
             self._opening = True
         try:
             with contextlib.ExitStack() as stack:
-                slot = take_slot(self._root)
+                slot = lock_folder(self._root)
                 stack.callback(slot.close)
                 found = sorted(_scan(slot.folder), key=lambda one: one[0])
                 stack.pop_all()

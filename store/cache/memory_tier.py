@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvwire.store.cache.tier_index import TierIndex
-
-if TYPE_CHECKING:
-    from kvwire.store.cache.policy import EvictionPolicy
 
 EXTENT_BYTES = 512
 """Charged for each extent beyond its content: what Python needs to know of it."""
@@ -26,9 +22,9 @@ class Leaving:
 class MemoryTier:
     """Keeps bytes until the policy gives them up."""
 
-    def __init__(self, budget_bytes: int, policy: EvictionPolicy) -> None:
+    def __init__(self, budget_bytes: int) -> None:
         """Start empty."""
-        self.index: TierIndex[bytes] = TierIndex(budget_bytes, policy, EXTENT_BYTES)
+        self.index: TierIndex[bytes] = TierIndex(budget_bytes, EXTENT_BYTES)
 
     def add(self, name: bytes, start: int, data: bytes) -> list[Leaving]:
         """Keep what of these bytes is not there yet; returns what had to go for it, or could not be taken in."""

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 from isal.isal_zlib import crc32
 
 from kvwire.errors import CorruptError
-from kvwire.store.cache.slots import make_folder
+from kvwire.store.cache.locked_folder import make_folder
 from kvwire.store.files.writer import sync_folder
-from kvwire.store.keys import MAX_KEY_CHARS, check_key, content_digest
+from kvwire.store.key_kinds import content_digest
+from kvwire.store.keys import MAX_KEY_CHARS, check_key
 
 if TYPE_CHECKING:
     from pathlib import Path

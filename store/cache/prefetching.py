@@ -6,9 +6,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvwire.errors import KvwireError
-from kvwire.store.cache.cache import Held, Leading, OnDisk, Waiting
+from kvwire.store.cache.cache import DiskHit, Fetch, Hit, Wait
 from kvwire.store.cache.counters import PrefetchCounters
-from kvwire.store.cache.reading import RemoteObject, lead
+from kvwire.store.cache.tier_reading import RemoteObject, lead
 from kvwire.store.cache.worker import Worker
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Prefetcher:
     def _walk(self, name: bytes, remote: RemoteObject, start: int, end: int | None) -> None:
         position: int | None = start
         try:
-            while position is not None and not self._closed and self._cache.admits(name):
+            while position is not None and not self._closed:
                 if not self._cache.wait_for_quiet(_PATIENCE_S):
                     self._counters.dropped += 1
                     return
@@ -70,12 +70,12 @@ class Prefetcher:
         match self._cache.step(name, position, end, self, whole=True, background=True):
             case None:
                 return None
-            case Held(data):
+            case Hit(data):
                 return position + len(data)
-            case OnDisk(extent):
+            case DiskHit(extent):
                 return position if self._cache.load(name, extent) is None else extent.end
-            case Waiting(flight):
+            case Wait(flight):
                 return flight.end
-            case Leading(flight):
+            case Fetch(flight):
                 fetched = lead(self._cache, flight, remote)
                 return flight.end if len(fetched) == flight.end - flight.start else None

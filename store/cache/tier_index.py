@@ -7,25 +7,26 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from kvwire.store.cache.counters import TierCounters
 from kvwire.store.cache.extents import Extent, ExtentMap
+from kvwire.store.cache.tinylfu import WindowTinyLfu
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvwire.store.cache.policy import EvictionPolicy
 
 T = TypeVar("T")
 
 
 class TierIndex(Generic[T]):
-    """Extents of objects by name, their bytes, and the policy over the objects.
+    """Extents of objects by name, their bytes, and the eviction policy over the objects (W-TinyLFU).
 
-    extent_bytes: what each extent costs beyond its content.
+    Args:
+        extent_bytes: What each extent costs beyond its content.
     """
 
-    def __init__(self, budget_bytes: int, policy: EvictionPolicy, extent_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, extent_bytes: int) -> None:
         """Start empty."""
         self._budget_bytes = budget_bytes
-        self._policy = policy
+        self._policy = WindowTinyLfu(budget_bytes)
         self._extent_bytes = extent_bytes
         self._maps: dict[bytes, ExtentMap[T]] = {}
         self._sizes: dict[bytes, int] = {}

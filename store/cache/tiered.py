@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from kvwire.store.base import ObjectStat, Store, clamp_range, open_object
 from kvwire.store.cache.prefetching import Prefetcher
-from kvwire.store.cache.reading import RemoteObject, TierReading
+from kvwire.store.cache.tier_reading import RemoteObject, TierReading
 from kvwire.store.cache.write_back import WriteBackStore
-from kvwire.store.keys import check_key, content_digest
+from kvwire.store.key_kinds import content_digest
+from kvwire.store.keys import check_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from kvwire.store.cache.policy import EvictionPolicy
 from kvwire.store.cache.sketch import FrequencySketch
 
 _WINDOW_SHARE = 0.01  # section 4.2 of the paper: best for all its traces but those of pure recency
@@ -39,8 +38,13 @@ class _Segment:
         return next(iter(self.sizes))
 
 
-class WindowTinyLfu(EvictionPolicy):
-    """A small window in order of use; what leaves it must be used more often than what it would push out.
+class WindowTinyLfu:
+    """Decides which object a tier gives up. It holds names and sizes only and is called under the tier's lock.
+
+    A tier first adds what it would like to keep and asks for victims while it holds too much; an object that is not
+    worth its room is its own victim, which is how admission is refused.
+
+    A small window in order of use; what leaves it must be used more often than what it would push out.
 
     The candidate of the window stands against as many of the main part's least recently used objects as must go for
     it, their uses added up: otherwise a large object would push out many small ones that are worth more together.

@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING
 from kvwire.errors import CorruptError, DeadlineError, KvwireError, NotFoundError, StorageError
 from kvwire.store.base import Listed, ObjectStat, Store, check_after, clamp_range, open_object
 from kvwire.store.cache.counters import UploadCounters
-from kvwire.store.cache.entries import upload_entry
+from kvwire.store.cache.upload_entry import upload_entry
 from kvwire.store.catalog.announcements import GRACE_S
-from kvwire.store.held import HeldObject
-from kvwire.store.keys import check_key, content_digest, entity_tag, is_catalog_key
+from kvwire.store.key_kinds import content_digest, entity_tag
+from kvwire.store.keys import check_key, is_catalog_key
+from kvwire.store.memory_snapshot import MemorySnapshot
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -103,7 +104,7 @@ class WriteBackStore(Store):
             pending = self._latest.get(key)
         if pending is None or (data := self._pending_data(key)) is None:
             return open_object(self._remote, key)
-        return HeldObject(key, data, pending.written)
+        return MemorySnapshot(key, data, pending.written)
 
     def put(self, key: str, data: Data) -> None:
         """Make the write durable here; it survives a crash of this process or of the machine.

@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from kvwire.errors import AuthError, CorruptError, NotFoundError
-from kvwire.store.catalog.entry import MAX_ENTRY_BYTES, parse_object
+from kvwire.store.catalog_entry import MAX_ENTRY_BYTES, parse_object
 
 if TYPE_CHECKING:
     from collections.abc import Collection

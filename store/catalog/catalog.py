@@ -9,14 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvwire.errors import ArgumentError, AuthError, CorruptError, KvwireError, NotFoundError, StorageError
 from kvwire.store.catalog.announcements import is_old, wait_for_collectors
-from kvwire.store.catalog.entry import MAX_ENTRY_BYTES, CatalogEntry, parse_object
-from kvwire.store.keys import KeySpace, check_digest, check_tenant, content_digest, tenant_hash
+from kvwire.store.catalog_entry import MAX_ENTRY_BYTES, CatalogEntry, parse_object
+from kvwire.store.key_kinds import content_digest
+from kvwire.store.keys import KeySpace, check_digest, check_tenant, tenant_hash
 from kvwire.store.listing import children, read_ahead
 from kvwire.types import SEALED_MAGIC
 
@@ -35,19 +36,13 @@ _MAX_SMALL_BYTES = 1 << 30
 """Of a profile or text: more is not read."""
 
 
-@dataclass(frozen=True)
-class Page:
-    """Some entries, and where the next page begins: the empty string where there are no more."""
-
-    entries: tuple[CatalogEntry, ...]
-    after: str
-
-
 class Catalog:
     """One tenant's documents and profiles in a store.
 
-    salt: the deployment's secret; with it, keys of tenants cannot be guessed from their names. keyring: blobs, texts
-    and entries are sealed with the tenant's key, and what is not sealed is refused; profiles stay as they are.
+    Args:
+        salt: The deployment's secret; with it, keys of tenants cannot be guessed from their names.
+        keyring: Blobs, texts and entries are sealed with the tenant's key, and what is not sealed is refused; profiles
+            stay as they are.
     """
 
     def __init__(
@@ -273,28 +268,33 @@ class Catalog:
         """Entries of documents, in the order of their keys, which is none that means anything.
 
         on_error: called with the key of a damaged entry and what is wrong, after which the listing goes on; without
-        it, the first damaged entry raises CorruptError. after: a page's. limit: looked at, at most.
+        it, the first damaged entry raises CorruptError. after: go on behind this key. limit: looked at, at most.
         """
         space = self.keys(config)
         keys = islice(self._store.keys(space.documents, after), limit)
         return (entry for _, entry in self._found(space, keys, on_error))
 
-    def page(self, config: Config, *, after: str = "", limit: int = 1000, on_error: OnError | None = None) -> Page:
-        """Up to ``limit`` entries; ``after``: the previous page's, empty for the first. on_error: see ``documents``."""
-        if limit < 1:
-            msg = f"a page holds at least one entry, {limit} is none"
-            raise ArgumentError(msg)
-        space = self.keys(config)
-        keys = list(islice(self._store.keys(space.documents, after), limit))
-        entries = tuple(entry for _, entry in self._found(space, keys, on_error))
-        return Page(entries, keys[-1] if len(keys) == limit else "")
+    def read(self, config: Config, key: str) -> bytes | None:
+        """Read an object of the catalog.
 
-    def entries(self, config: Config, keys: Iterable[str]) -> Iterator[tuple[str, CatalogEntry]]:
-        """Entries under these keys of the catalog, in their order; those that are gone are left out.
+        Args:
+            config: The model configuration.
+            key: Of the catalog.
 
-        Raises CorruptError at the first damaged one.
+        Returns:
+            Its bytes, unsealed where this tenant's are sealed; None where there is none.
+
+        Raises:
+            AuthError: It is sealed, and this catalog has no key for it.
+            CorruptError: It was changed.
         """
-        return self._found(self.keys(config), keys, None)
+        self.keys(config)
+        return self._read(key, MAX_ENTRY_BYTES + 1)
+
+    def read_each(self, config: Config, keys: Iterable[str]) -> Iterator[tuple[str, Callable[[], bytes | None]]]:
+        """``read`` several objects, several at a time where the store is far; each result is a function's."""
+        space = self.keys(config)
+        return read_ahead(self._store, keys, lambda key: self.read(space, key))
 
     def _found(
         self, space: KeySpace, keys: Iterable[str], on_error: OnError | None

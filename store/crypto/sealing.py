@@ -19,6 +19,7 @@ import struct
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from kvwire._lazy import require
 from kvwire.codec.format.container import read_header
 from kvwire.codec.format.header import MAX_HEADER_BYTES
 from kvwire.errors import (
@@ -49,6 +50,7 @@ _MAX_PART_BYTES = (1 << 31) - TAG_BYTES - 1  # AES-GCM allows 64 GiB; the librar
 
 def derive_key(key: bytes, purpose: bytes, salt: bytes = b"") -> bytes:
     """A 32-byte key for a purpose from another key (HKDF with SHA-256, RFC 5869)."""
+    require("cryptography", "crypto", "encryption at rest")
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 

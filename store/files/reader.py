@@ -11,7 +11,7 @@ from collections import OrderedDict
 from kvwire.errors import NotFoundError
 from kvwire.store.base import clamp_range
 from kvwire.store.files.os_errors import reading
-from kvwire.store.keys import content_digest
+from kvwire.store.key_kinds import content_digest
 
 _Identity = tuple[int, int, int, int, int]
 _HASH_PIECE = 1 << 20

@@ -88,9 +88,12 @@ _inherited: list[_Pool] = []  # kept for ever: even forgetting a connection of t
 class Database:
     """One database file; nothing is opened or made before it is needed.
 
-    schema: SQL that makes an empty one. version: of the schema, refused where the file has another. durable: whether a
-    transaction survives a power cut once ``write`` has returned. advice: what to do where the file is damaged. busy_s:
-    longest wait for another process's transaction, in seconds; None for BUSY_S.
+    Args:
+        schema: SQL that makes an empty one.
+        version: Of the schema, refused where the file has another.
+        durable: Whether a transaction survives a power cut once ``write`` has returned.
+        advice: What to do where the file is damaged.
+        busy_s: Longest wait for another process's transaction, in seconds; None for BUSY_S.
     """
 
     def __init__(

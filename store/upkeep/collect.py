@@ -29,15 +29,16 @@ Entries of token sequences are hints. One that no document shares any more is de
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError, AuthError, CorruptError, FormatVersionError, NotFoundError, StorageError
-from kvwire.store.backends.folder.store import FolderStore
 from kvwire.store.catalog.announcements import GRACE_S, LEASE_S, MAX_NAMES, announce
 from kvwire.store.catalog.catalog import Catalog
-from kvwire.store.keys import check_tenant, content_digest, text_digest
+from kvwire.store.key_kinds import catalog_prefixes, key_digest, kind_of, kinds, mark
+from kvwire.store.keys import check_tenant
 from kvwire.store.listing import content, read_ahead, tenants
 
 if TYPE_CHECKING:
@@ -62,9 +63,13 @@ _TELL_EVERY = 1000
 class Collected:
     """What was deleted, or would be.
 
-    entries: of token sequences that no document has. leftovers: unfinished files. bytes: of all but entries.
-    failures: in words, model configurations where an entry that cannot be read hides what is needed, or where the store
-    failed, so that less was deleted than might be.
+    Attributes:
+        entries: Of token sequences that no document has.
+        leftovers: Unfinished files.
+        bytes: Of all but entries.
+        failures: In words, model configurations where an entry that cannot be read hides what is needed, or where the
+            store failed, so that less was deleted than might be.
+        others: Objects of further kinds.
     """
 
     blobs: int = 0
@@ -74,6 +79,7 @@ class Collected:
     leftovers: int = 0
     bytes: int = 0
     failures: tuple[str, ...] = ()
+    others: int = 0
 
     def __add__(self, other: Collected) -> Collected:
         """Both together."""
@@ -85,6 +91,7 @@ class Collected:
             self.leftovers + other.leftovers,
             self.bytes + other.bytes,
             self.failures + other.failures,
+            self.others + other.others,
         )
 
 
@@ -99,11 +106,23 @@ def collect(
 ) -> Collected:
     """Delete content that no document of its tenant and model configuration names and that is older than the grace.
 
-    tenant_hash: one tenant only. keyring: to read the entries of tenants whose are sealed; without it nothing of theirs
-    is deleted. grace_s: seconds; content of unknown age counts as young. dry_run: delete nothing, and
-    tell what would be. on_progress: called with ``"entries"`` or ``"objects"`` and how many more were looked at.
-    Safe beside writers and other collectors. A store that fails later than at the list of tenants is told of in
-    ``failures``, and what else can be reached is collected; before, it raises StorageError.
+    Safe beside writers and other collectors. Once the tenants are listed, a store that fails is told of in
+    ``failures``, and what else can be reached is collected.
+
+    Args:
+        store: The store.
+        tenant_hash: One tenant only.
+        keyring: To read the entries of tenants whose are sealed; without it nothing of theirs is deleted.
+        grace_s: Seconds that content stays though nothing names it; content of unknown age counts as young.
+        dry_run: Delete nothing, and tell what would be.
+        on_progress: Called with ``"entries"`` or ``"objects"`` and how many more were looked at.
+
+    Returns:
+        What was deleted.
+
+    Raises:
+        ArgumentError: The grace period is negative.
+        StorageError: The tenants cannot be listed.
     """
     if grace_s < 0:
         msg = f"a grace period is no time at least, {grace_s:g} s are less"
@@ -116,12 +135,12 @@ def collect(
                 total += _Sweep(catalog, space, grace_s, dry_run=dry_run, on_progress=on_progress).run()
         except StorageError as error:
             total += Collected(failures=(f"v1/{tenant}/: {error}",))
-    if isinstance(store, FolderStore) and not dry_run:
+    if not dry_run:
         total += _remove_leftovers(store, grace_s)
     return total
 
 
-def _remove_leftovers(store: FolderStore, grace_s: float) -> Collected:
+def _remove_leftovers(store: Store, grace_s: float) -> Collected:
     try:
         count, size = store.remove_leftovers(time.time() - max(grace_s, _UNFINISHED_S))
     except StorageError as error:
@@ -147,8 +166,9 @@ class _Sweep:
 
     def run(self) -> Collected:
         try:
+            self._refuse_unknown_kinds()
             self._mark()
-            self._batches(self._stale_tokens(), self._delete_tokens)
+            self._batches(self._stale_hints(), self._delete_hints)
             self._batches(self._garbage(), self._delete_content)
             if not self._dry_run:
                 self._delete_dead_announcements()
@@ -161,54 +181,61 @@ class _Sweep:
         since, self._marked_at = self._marked_at, time.time()
         young = (
             listed.key
-            for listed in self._store.scan(self._space.documents)
+            for kind in kinds("marks")
+            for listed in self._store.scan(kind.prefix(self._space))
             if not listed.modified or listed.modified > since - _SKEW_S
         )
         count = 0
-        for _, entry in self._catalog.entries(self._space, young):
-            for digest in (entry.sha256, entry.token_digest, entry.profile_digest):
-                if digest:
-                    self._marked.add(bytes.fromhex(digest))
+        for key, read in self._catalog.read_each(self._space, young):
+            kind, data = kind_of(key), read()
+            if data is None:
+                continue
+            if kind is None or kind.names is None:
+                raise _unknown(key)
+            self._marked.update(mark(named.key) for named in kind.names(key, data))
             count += 1
             if count % _TELL_EVERY == 0:
                 self._tell("entries", _TELL_EVERY)
         self._tell("entries", count % _TELL_EVERY)
-        profile = self._catalog.current_profile(self._space)
-        if profile:
-            self._marked.add(bytes.fromhex(profile))
 
-    def _is_garbage(self, digest: str, modified: float) -> bool:
-        return bytes.fromhex(digest) not in self._marked and 0 < modified < time.time() - self._grace_s
+    def _refuse_unknown_kinds(self) -> None:
+        """Raise FormatVersionError where the catalog holds what this version cannot read: it may name anything."""
+        known = catalog_prefixes(self._space)
+        after = ""
+        while (found := next(iter(self._store.scan(self._space.catalog, after)), None)) is not None:
+            prefix = next((prefix for prefix in known if found.key.startswith(prefix)), None)
+            if prefix is None:
+                raise _unknown(found.key)
+            after = max(found.key, f"{prefix}~")
+
+    def _is_garbage(self, key: str, modified: float) -> bool:
+        return self._is_collected(key) and mark(key) not in self._marked and 0 < modified < time.time() - self._grace_s
 
     def _garbage(self) -> Iterator[Listed]:
         for count, listed in enumerate(content(self._store, self._space), 1):
-            digest = self._digest(listed.key)
-            if digest and self._is_garbage(digest, listed.modified):
+            if self._is_garbage(listed.key, listed.modified):
                 yield listed
             if count % _TELL_EVERY == 0:
                 self._tell("objects", _TELL_EVERY)
 
-    def _digest(self, key: str) -> str | None:
-        """What a key of content or of an entry of tokens names; None for whatever lies in a place of its own."""
-        space = self._space
-        sha256, text, tokens = content_digest(key), text_digest(key), _token_digest(key)
-        if text is not None:
-            return text if key == space.text(text) else None
-        if tokens is not None:
-            return tokens if key == space.token_entry(tokens) else None
-        return sha256 if sha256 is not None and key in (space.blob(sha256), space.profile(sha256)) else None
+    def _is_collected(self, key: str) -> bool:
+        """Whether a collector may take a key; not what lies elsewhere than its kind does."""
+        kind = kind_of(key)
+        if kind is None or kind.collected not in ("swept", "hint"):
+            return False
+        return kind.place is None or kind.place(self._space, key_digest(key)) == key
 
-    def _stale_tokens(self) -> Iterator[Listed]:
-        for listed in self._store.scan(self._space.token_entries):
-            digest = self._digest(listed.key)
-            if digest and self._is_garbage(digest, listed.modified):
-                yield listed
+    def _stale_hints(self) -> Iterator[Listed]:
+        for kind in kinds("hint"):
+            for listed in self._store.scan(kind.prefix(self._space)):
+                if self._is_garbage(listed.key, listed.modified):
+                    yield listed
 
     def _batches(self, found: Iterator[Listed], delete: Callable[[list[Listed]], None]) -> None:
         while batch := list(islice(found, MAX_NAMES)):
             delete(batch)
 
-    def _delete_tokens(self, batch: list[Listed]) -> None:
+    def _delete_hints(self, batch: list[Listed]) -> None:
         if not self._dry_run:
             self._mark()
             batch = self._still_garbage(batch)
@@ -247,8 +274,7 @@ class _Sweep:
         times = read_ahead(self._store, [one.key for one in batch], self._modified)
         found = []
         for one, (key, modified) in zip(batch, times, strict=True):
-            digest = self._digest(key)
-            if digest and self._is_garbage(digest, modified()):
+            if self._is_garbage(key, modified()):
                 found.append(one)
         return found
 
@@ -259,16 +285,20 @@ class _Sweep:
             return 0.0
 
     def _count(self, deleted: list[Listed]) -> None:
-        kinds = [listed.key.rpartition(".")[2] for listed in deleted]
+        names = Counter(kind.name for listed in deleted if (kind := kind_of(listed.key)))
         size = sum(listed.size for listed in deleted)
-        self._done += Collected(kinds.count("kvw"), kinds.count("kvp"), kinds.count("kvt"), bytes=size)
+        blobs, profiles, texts = (names.pop(name, 0) for name in ("blob", "profile", "text"))
+        self._done += Collected(blobs, profiles, texts, bytes=size, others=names.total())
 
     def _delete_dead_announcements(self) -> None:
         dead = time.time() - 2 * LEASE_S - self._grace_s
-        found = [one.key for one in self._store.scan(self._space.announcements) if 0 < one.modified < dead]
-        self._store.delete_many(found)
+        for kind in kinds("lease"):
+            found = [one.key for one in self._store.scan(kind.prefix(self._space)) if 0 < one.modified < dead]
+            self._store.delete_many(found)
 
 
-def _token_digest(key: str) -> str | None:
-    name = key.rpartition("/")[2].removesuffix(".json")
-    return name if len(name) == 64 and set(name) <= set("0123456789abcdef") else None  # noqa: PLR2004 - SHA-256
+def _unknown(key: str) -> FormatVersionError:
+    return FormatVersionError(
+        f"{key} is of a kind that this version does not know, and may name anything: nothing is deleted; "
+        "collect with the version that wrote it"
+    )

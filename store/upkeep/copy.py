@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvwire.errors import CorruptError, NotFoundError
-from kvwire.store.backends.folder.store import FolderStore
 from kvwire.store.catalog.announcements import wait_for_collectors
 from kvwire.store.catalog.catalog import Catalog
-from kvwire.store.keys import check_tenant, content_digest, is_catalog_key, text_digest
+from kvwire.store.key_kinds import content_digest, kind_of
+from kvwire.store.keys import check_tenant
 from kvwire.store.listing import ahead, content, tenants
 
 if TYPE_CHECKING:
@@ -41,8 +41,19 @@ def copy_store(source: Store, target: Store, *, jobs: int = 4, on_progress: OnPr
 
     An entry is written when everything that lies before it is there, so the target can be read all the time, and a copy
     that was interrupted goes on where it was. Entries that differ become the source's. Garbage may be collected in the
-    target meanwhile: once the entries are written, content is looked through again. on_progress: called with the bytes
-    of each object that was copied. jobs: objects copied at once, each of which lies in memory.
+    target meanwhile: once the entries are written, content is looked through again.
+
+    Args:
+        source: Where objects come from.
+        target: Where they go.
+        jobs: Objects copied at once, each of which lies in memory.
+        on_progress: Called with the bytes of each object that was copied.
+
+    Returns:
+        What was copied, and what was left out.
+
+    Raises:
+        StorageError: Either store fails.
     """
     copier = _Copier(source, target, jobs, on_progress or (lambda _: None))
     for tenant in tenants(source):
@@ -80,10 +91,9 @@ class _Copier:
         return missing.had
 
     def _copy_object(self, listed: Listed) -> int:
-        data, sha256 = self._source.get(listed.key), content_digest(listed.key)
+        data, sha256, kind = self._source.get(listed.key), content_digest(listed.key), kind_of(listed.key)
         if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
-            again = "fit or copy the profile" if listed.key.endswith(".kvp") else "encode the document"
-            msg = f"its SHA-256 is not the one in its key: it is left out, {again} again"
+            msg = f"its SHA-256 is not the one in its key: it is left out, {kind.advice if kind else ''}"
             raise CorruptError(msg)
         self._target.put(listed.key, data)
         return len(data)
@@ -92,11 +102,11 @@ class _Copier:
         keys = (
             listed.key
             for listed in self._source.scan(space.catalog)
-            if is_catalog_key(listed.key) and not listed.key.startswith(space.announcements)
+            if (kind := kind_of(listed.key)) is None or kind.is_copied
         )
         differing = self._differing(keys)
         while batch := list(itertools.islice(differing, _BATCH)):
-            if isinstance(self._target, FolderStore):
+            if self._target.is_local:
                 self._target.put_many(batch)
             else:
                 for _, done in ahead(batch, lambda pair: self._target.put(*pair), self._jobs):
@@ -131,7 +141,7 @@ class _Missing:
 
 
 def _known(store: Store, space: KeySpace) -> Iterator[Listed]:
-    return (one for one in content(store, space) if content_digest(one.key) or text_digest(one.key))
+    return (one for one in content(store, space) if (kind := kind_of(one.key)) and kind.is_copied)
 
 
 def _get(store: Store, key: str) -> bytes | None:

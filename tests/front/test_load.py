@@ -20,7 +20,7 @@ from kvwire.runtime.loader import Loader
 from kvwire.runtime.quality import Reference
 from kvwire.runtime.settings import LoadSettings, controls_of
 from kvwire.store.schemes import open_store
-from kvwire.transport import FetchSettings, HttpStore, Patience, parse_link, serve
+from kvwire.transport import FetchSettings, HttpStore, ReadTimeouts, parse_link, serve
 
 from .answers import troubles
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 QUESTION = "It was plain to everybody that"
-QUICK = LoadSettings(fetch=FetchSettings(retries=1, backoff_s=0.01, patience=Patience(1.0, 1.0)))
+QUICK = LoadSettings(fetch=FetchSettings(retries=1, backoff_s=0.01, patience=ReadTimeouts(1.0, 1.0)))
 """Gives up on a dead server within a second or two."""
 
 
@@ -283,7 +283,7 @@ def test_a_silent_server_does_not_hold_a_load_up(small, reference):
     with serving(corpus.catalog.store) as sound, silent() as url:
         remote = Corpus(small.engine, _split(sound, url))
         with pytest.raises(StorageError, match="nothing came"):
-            _ask(small, remote, settings=LoadSettings(fetch=FetchSettings(retries=0, patience=Patience(0.3, 0.3))))
+            _ask(small, remote, settings=LoadSettings(fetch=FetchSettings(retries=0, patience=ReadTimeouts(0.3, 0.3))))
         answer = _ask(small, remote, settings=LoadSettings(open_s=30.0), deadline_s=1.0, texts=small.tokens)
     assert len(answer.misses) == len(small.tokens)
     assert answer.timing.fetch_s == 0

@@ -240,7 +240,7 @@ def test_what_was_damaged_on_its_way_alone_is_not_deleted(folder, content, kind)
 
 def test_blobs_are_checked_piece_by_piece_as_if_whole(run, folder, content, monkeypatch):
     for piece in (1000, 4096, 65537):
-        monkeypatch.setattr("kvwire.store.upkeep.verify._PIECE_BYTES", piece)
+        monkeypatch.setattr("kvwire.store.content_checks._PIECE_BYTES", piece)
         assert run("verify", "--store", folder)[0] == 0
 
 
@@ -377,7 +377,7 @@ def test_bad_addresses_have_their_exit_codes(run, words, code):
 def test_a_full_check_holds_no_blob_in_memory(folder, content, monkeypatch):
     """Every read is at most a piece long."""
     sizes = []
-    monkeypatch.setattr("kvwire.store.upkeep.verify._PIECE_BYTES", 10_000)
+    monkeypatch.setattr("kvwire.store.content_checks._PIECE_BYTES", 10_000)
     real = os.pread
 
     def pread(descriptor, size, offset):

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 
 from kvwire.store import FolderStore, MemoryStore, testing
-from kvwire.store.held import HeldObject
+from kvwire.store.memory_snapshot import MemorySnapshot
 from kvwire.store.testing import StoreConformance
 
 
@@ -22,7 +22,7 @@ class TestMemoryStore(StoreConformance):
         return found and found.data
 
     def raw_set(self, store, key, data):
-        store._objects[key] = HeldObject(key, data, time.time())
+        store._objects[key] = MemorySnapshot(key, data, time.time())
 
     def raw_delete(self, store, key):
         del store._objects[key]

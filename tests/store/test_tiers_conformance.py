@@ -6,7 +6,7 @@ from types import MappingProxyType
 import pytest
 
 from kvwire.store import MemoryStore, open_tiers
-from kvwire.store.held import HeldObject
+from kvwire.store.memory_snapshot import MemorySnapshot
 from kvwire.store.testing import StoreConformance
 
 
@@ -32,7 +32,7 @@ class TierConformance(StoreConformance):
         return found and found.data
 
     def raw_set(self, store, key, data):
-        self.settled(store)._objects[key] = HeldObject(key, data, time.time())
+        self.settled(store)._objects[key] = MemorySnapshot(key, data, time.time())
 
     def raw_delete(self, store, key):
         del self.settled(store)._objects[key]

@@ -486,10 +486,10 @@ def test_opening_a_slow_folder_takes_one_slot_however_often_it_is_tried(tmp_path
         assert free.wait(30)
         return real(root)
 
-    real = disk_tier.take_slot
+    real = disk_tier.lock_folder
     with on_disk(remote, tmp_path / "cache", settings=TierSettings(retry_s=0.0)) as tiers:
         (tmp_path / "cache").unlink()
-        monkeypatch.setattr(disk_tier, "take_slot", slow)
+        monkeypatch.setattr(disk_tier, "lock_folder", slow)
         for key, data in pairs:
             assert tiers.get(key) == data
         for _ in range(3):

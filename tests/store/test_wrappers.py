@@ -9,7 +9,7 @@ import pytest
 
 from kvwire.errors import ArgumentError, KvwireError, NotFoundError, StorageError
 from kvwire.store import Addressed, FolderStore, HttpAddress, MemoryStore, Snapshots, open_object
-from kvwire.store.held import HeldObject
+from kvwire.store.memory_snapshot import MemorySnapshot
 from kvwire.store.testing import (
     CountingStore,
     FaultyStore,
@@ -33,7 +33,7 @@ class Wrapped(StoreConformance):
         return found and found.data
 
     def raw_set(self, store, key, data):
-        store.inner._objects[key] = HeldObject(key, data, time.time())
+        store.inner._objects[key] = MemorySnapshot(key, data, time.time())
 
     def raw_delete(self, store, key):
         del store.inner._objects[key]

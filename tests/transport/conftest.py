@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from kvwire.store import MemoryStore
-from kvwire.transport import BlobFetcher, FetchSettings, HttpSource, Patience, open_session
+from kvwire.transport import BlobFetcher, FetchSettings, HttpSource, ReadTimeouts, open_session
 from kvwire.transport.testing import build_blob as build
 from kvwire.transport.testing import read_blob_head as read_header
 
 KEY = "v1/blob.kvw"
-FAST = FetchSettings(backoff_s=0.001, gap_bytes=64, max_bytes=100_000, patience=Patience(5, 5))
+FAST = FetchSettings(backoff_s=0.001, gap_bytes=64, max_bytes=100_000, patience=ReadTimeouts(5, 5))
 
 
 @pytest.fixture

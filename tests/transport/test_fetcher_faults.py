@@ -9,7 +9,7 @@ from kvwire.errors import AuthError, CorruptError, NotFoundError, StorageError
 from kvwire.transport import (
     FetchedSegment,
     HttpSource,
-    Patience,
+    ReadTimeouts,
     ReplacedError,
     SegmentCorruptError,
     SegmentError,
@@ -59,7 +59,7 @@ FAULTS = {
 
 def patient_for(fault, settings):
     """Short waits where the fault is to make one wait, long ones elsewhere: a busy machine is no fault."""
-    return replace(settings, patience=Patience(0.5, 0.3)) if {"silent", "stall"} & set(fault) else settings
+    return replace(settings, patience=ReadTimeouts(0.5, 0.3)) if {"silent", "stall"} & set(fault) else settings
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
@@ -195,7 +195,7 @@ async def test_a_dead_server_is_given_up_with_pauses_between(blob, misbehaving, 
 
 
 async def test_a_server_that_always_stalls_is_given_up(blob, misbehaving, fetcher_for, fake):
-    settings = replace(fake.FAST, retries=1, patience=Patience(0.1, 0.1))
+    settings = replace(fake.FAST, retries=1, patience=ReadTimeouts(0.1, 0.1))
     plan = lambda number, *_: {"after": 100, "stall": True} if number else None  # noqa: E731
     async with misbehaving(blob, plan) as server, fetcher_for(server.url, settings=settings) as fetcher:
         info = await fetcher.open()
@@ -208,7 +208,7 @@ async def test_a_server_that_always_stalls_is_given_up(blob, misbehaving, fetche
 async def test_a_whole_object_is_not_waited_for_without_a_limit(misbehaving, session, blob):
     async with misbehaving(blob, lambda *_: {"silent": True}) as server:
         with pytest.raises(StalledError, match=r"nothing came for 0\.1 s"):
-            await read_object(HttpSource(session, server.url), patience=Patience(0.1, 0.1))
+            await read_object(HttpSource(session, server.url), patience=ReadTimeouts(0.1, 0.1))
 
 
 @pytest.mark.parametrize(

@@ -70,10 +70,13 @@ RateSchedule = RateTrace
 class EmulatedLink:
     """Delays bytes as a link would. One instance is one link: all requests over it share its bandwidth.
 
-    bandwidth: bytes per second, or a schedule of them, which starts with the first request or with ``begin``.
-    rtt_s: seconds of a round trip. burst_bytes: most that a delayed sender may catch up on at once; by default what the
-    link carries in 20 ms. An idle link saves nothing up: a transfer that starts on it gets the bandwidth and no more.
-    clock, sleep: for tests.
+    Args:
+        bandwidth: Bytes per second, or a schedule of them, which starts with the first request or with ``begin``.
+        rtt_s: Seconds of a round trip.
+        burst_bytes: Most that a delayed sender may catch up on at once; by default what the link carries in 20 ms. An
+            idle link saves nothing up: a transfer that starts on it gets the bandwidth and no more.
+        clock: For tests.
+        sleep: For tests.
     """
 
     def __init__(

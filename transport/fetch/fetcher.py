@@ -30,10 +30,17 @@ _MAX_HEAD_READS = 8  # a head tells its length after one or two; more would be a
 class BlobFetcher:
     """Reads one version of one blob over any source.
 
-    read_header: parses the beginning of a blob (default: the codec's). check: takes a segment as it was stored, and
-    gives its content or raises CorruptError (default: compares the CRC-32). link: an emulated link in front of the
-    source. meter: shared by fetchers that use one link at the same time. rng, sleep: of the pauses before retries.
-    counts: what has been done so far.
+    Args:
+        read_header: Parses the beginning of a blob (default: the codec's).
+        check: Takes a segment as it was stored, and gives its content or raises CorruptError (default: compares the
+            CRC-32).
+        link: An emulated link in front of the source.
+        meter: Shared by fetchers that use one link at the same time.
+        rng: Spreads the pauses before retries.
+        sleep: Makes them.
+
+    Attributes:
+        counts: What has been done so far.
     """
 
     def __init__(
@@ -69,8 +76,10 @@ class BlobFetcher:
     async def open(self, *, deadline: float | None = None) -> BlobInfo:
         """Read the head, in one request where it is no longer than ``header_bytes``.
 
-        Payload that comes along is kept for ``fetch``. Damaged heads and failed requests are tried again. deadline: on
-        the meter's clock; a head that is not there by then is a DeadlineError.
+        Payload that comes along is kept for ``fetch``. Damaged heads and failed requests are tried again.
+
+        Args:
+            deadline: On the meter's clock; a head that is not there by then is a DeadlineError.
         """
         left_s = None if deadline is None else max(0.0, deadline - self._meter.now())
         try:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError
 from kvwire.transport.errors import BusyError
-from kvwire.transport.sources.base import Patience
+from kvwire.transport.sources.base import ReadTimeouts
 
 if TYPE_CHECKING:
     from kvwire.errors import KvwireError
@@ -18,9 +18,13 @@ if TYPE_CHECKING:
 class FetchedSegment:
     """One segment, checked against its CRC-32.
 
-    elapsed_s: from sending the request that brought it to its last byte. first_byte_s: of that request.
-    wire_bytes: received for its sake: gaps before it and failed attempts included. attempts: requests for it.
-    All four are 0 where it came along with the blob's head.
+    All four are 0 where it came along with the blob's header.
+
+    Attributes:
+        elapsed_s: From sending the request that brought it to its last byte.
+        first_byte_s: Of that request.
+        wire_bytes: Received for its sake: gaps before it and failed attempts included.
+        attempts: Requests for it.
     """
 
     segment: SegmentInfo
@@ -35,13 +39,20 @@ class FetchedSegment:
 class FetchSettings:
     """How a blob is fetched.
 
-    header_bytes: asked for speculatively when a blob is opened. max_head_bytes: longest head that is read.
-    gap_bytes, max_bytes: see ``ranges.coalesce``. concurrency: requests at a time. retries: further attempts for a
-    segment after the first. backoff_s, max_backoff_s: pause before the first retry, doubled for each next one; a
-    server that says when to come back is obeyed, up to max_retry_after_s.
-    buffer_bytes: no new request starts while more than this waits to be taken.
-    hedge_factor: a request that takes this many times longer than usual, and hedge_least_s at least, gets a second one
-    beside it, and whichever is first wins; 0 never does. hedge_share: most such requests, of all.
+    Attributes:
+        header_bytes: Asked for speculatively when a blob is opened.
+        max_head_bytes: Longest head that is read.
+        gap_bytes: See ``ranges.coalesce``.
+        max_bytes: See ``ranges.coalesce``.
+        concurrency: Requests at a time.
+        retries: Further attempts for a segment after the first.
+        backoff_s: Pause before the first retry, in seconds, doubled for each next one.
+        max_backoff_s: Longest pause.
+        max_retry_after_s: A server that says when to come back is obeyed up to here.
+        buffer_bytes: No new request starts while more than this waits to be taken.
+        hedge_factor: A request that takes this many times longer than usual, and hedge_least_s at least, gets a second
+            one beside it, and whichever is first wins; 0 never does.
+        hedge_share: Most such requests, of all.
     """
 
     header_bytes: int = 64 * 1024
@@ -57,7 +68,7 @@ class FetchSettings:
     hedge_factor: float = 4.0
     hedge_least_s: float = 0.1
     hedge_share: float = 0.05
-    patience: Patience = field(default_factory=Patience)
+    patience: ReadTimeouts = field(default_factory=ReadTimeouts)
 
     def __post_init__(self) -> None:
         """Refuse settings with which nothing would ever be fetched."""
@@ -83,10 +94,18 @@ class FetchSettings:
 class FetchCounts:
     """What a fetcher did: for operators and for tests.
 
-    requests: sent. retried: segments asked for again. hedges, hedges_won: second requests beside slow ones, and those
-    that were first. corrupt: segments with a wrong checksum. stalled: requests given up because nothing came. late:
-    segments that missed the deadline. given_up: segments that never came. wire_bytes, local_bytes: received over the
-    link, and from copies on this side of it; used_bytes: of them, in segments that were handed over.
+    Attributes:
+        requests: Sent.
+        retried: Segments asked for again.
+        hedges: Second requests beside slow ones.
+        hedges_won: Those of them that were first.
+        corrupt: Segments with a wrong checksum.
+        stalled: Requests given up because nothing came.
+        late: Segments that missed the deadline.
+        given_up: Segments that never came.
+        wire_bytes: Received over the link.
+        local_bytes: Received from copies on this side of it.
+        used_bytes: Of both, in segments that were handed over.
     """
 
     requests: int = 0

@@ -29,8 +29,11 @@ _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9.-]+))(?::[0-9]{0,5})?")
 class AccessSettings:
     """Credentials that a server takes; none of them: everybody who can reach it may do everything.
 
-    token: full rights. tenants, signing_keys: files, read again when they change. metrics_token: for /metrics alone.
-    Tokens have visible ASCII characters only.
+    Attributes:
+        token: Gives full rights. Tokens have visible ASCII characters only.
+        tenants: File of tenants' tokens, read again when it changes.
+        signing_keys: File of keys for signed URLs, read again likewise.
+        metrics_token: For /metrics alone.
     """
 
     token: str | None = field(default=None, repr=False)

@@ -50,8 +50,9 @@ _ERROR = 400
 class ObjectServer:
     """Answers requests for the objects of one store; ``listen`` or ``serve`` runs it.
 
-    token: with full rights; the same as in ``access``, which tells all credentials. Without any, everybody who can
-    connect may read and write.
+    Args:
+        token: With full rights; the same as in ``access``, which tells all credentials. Without any, everybody who can
+            connect may read and write.
     """
 
     def __init__(

@@ -15,8 +15,9 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
+from kvwire._json import strict_json
 from kvwire.errors import ArgumentError
-from kvwire.store import strict_json, tenant_hash
+from kvwire.store import tenant_hash
 
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -29,7 +30,9 @@ _FIELDS = frozenset({"tenant", "namespace", "token_sha256", "write", "expires"})
 class Rights:
     """What a request may touch: keys that start with ``prefix``, or the one ``key``.
 
-    client: names the bucket that its requests are counted in; secret enough to stay out of logs. full: also metrics.
+    Attributes:
+        client: Names the bucket that its requests are counted in; secret enough to stay out of logs.
+        full: Also metrics.
     """
 
     client: str

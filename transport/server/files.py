@@ -21,7 +21,8 @@ _Identity = tuple[int, int, int, int]
 class WatchedFile(Generic[_T]):
     """A parsed file. A new version that cannot be read or parsed is logged, and the old one stays in force.
 
-    private: it is refused where others than its owner may read it.
+    Args:
+        private: It is refused where others than its owner may read it.
     """
 
     def __init__(self, path: Path, parse: Callable[[bytes], _T], *, private: bool = False) -> None:

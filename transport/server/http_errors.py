@@ -18,7 +18,8 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 class RefusedError(KvwireError):
     """A request ends here with this status; the message goes to the client as it is.
 
-    reason: one word for the metrics.
+    Args:
+        reason: One word for the metrics.
     """
 
     def __init__(self, status: int, message: str, headers: dict[str, str] | None = None, *, reason: str = "") -> None:

@@ -20,7 +20,9 @@ _MAX_BUCKETS = 16384
 class RateLimiter:
     """A token bucket for each client, in bounded memory: the bucket that was used longest ago is forgotten first.
 
-    rate: requests a second (0: no limit). burst: requests at once, at least 1.
+    Args:
+        rate: Requests a second (0: no limit).
+        burst: Requests at once, at least 1.
     """
 
     def __init__(self, rate: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -62,7 +64,9 @@ class RateLimiter:
 class SpoolBudget:
     """Bytes that all running uploads hold together, and each client's share of them.
 
-    limit: of all. upload_bytes: of the largest upload; one client has at most half of the limit, or this if it is more.
+    Args:
+        limit: Of all.
+        upload_bytes: Of the largest upload; one client has at most half of the limit, or this if it is more.
     """
 
     def __init__(self, limit: int, upload_bytes: int, metrics: ServerMetrics) -> None:

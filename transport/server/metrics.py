@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from kvwire._lazy import require
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 METHODS = ("GET", "HEAD", "PUT", "DELETE", "other")
@@ -13,7 +13,10 @@ class ServerMetrics:
     """What one server has done since it started."""
 
     def __init__(self) -> None:
-        """Start at zero."""
+        """Start at zero. Raises ArgumentError where the package for it is not installed."""
+        require("prometheus_client", "serve", "kvwire serve")
+        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
         self._registry = CollectorRegistry()
         registry = self._registry
         requests = Counter(
@@ -65,4 +68,6 @@ class ServerMetrics:
 
     def render(self) -> bytes:
         """The page that Prometheus scrapes."""
+        from prometheus_client import generate_latest
+
         return generate_latest(self._registry)

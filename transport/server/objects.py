@@ -11,7 +11,7 @@ from urllib.parse import parse_qs
 from aiohttp import web
 
 from kvwire.errors import NotFoundError
-from kvwire.store import FolderStore, content_digest, is_catalog_key, open_object
+from kvwire.store import content_digest, open_object
 from kvwire.store.backends.http.semantics import answer, may_write
 from kvwire.transport.server.http_errors import RefusedError, common_headers
 from kvwire.transport.server.sending import Sender
@@ -37,7 +37,6 @@ class Objects:
     ) -> None:
         """Keep the store."""
         self._store = store
-        self._folder = store if isinstance(store, FolderStore) else None
         self._threads = threads
         self._locks = locks
         self._sender = Sender(settings, threads)
@@ -46,8 +45,8 @@ class Objects:
     async def get(self, exchange: Exchange, key: str) -> web.StreamResponse:
         """Answer GET and HEAD."""
         reader: ObjectReader
-        if self._folder and content_digest(key) and not is_catalog_key(key):  # a file: faster opened than handed on
-            reader = self._folder.snapshot(key)
+        if self._store.opens_at_once(key):
+            reader = open_object(self._store, key)
         else:
             reader = await self._threads.run(lambda: open_object(self._store, key))
         try:

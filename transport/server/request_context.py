@@ -26,8 +26,11 @@ def new_request_id() -> str:
 class Exchange:
     """One request, its id, and counts for logs and metrics.
 
-    path: decoded, without the query. started: of ``time.perf_counter``; first_byte_at: of the same clock, 0 before.
-    store_failed: the store did not give what the answer needed.
+    Attributes:
+        path: Decoded, without the query.
+        started: Of ``time.perf_counter``.
+        first_byte_at: Of the same clock, 0 before.
+        store_failed: The store did not give what the answer needed.
     """
 
     request: web.BaseRequest

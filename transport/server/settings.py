@@ -15,14 +15,26 @@ _GIB = 1 << 30
 class ServerSettings:
     """Limits of a server; the defaults suit one that other machines of the same owner use.
 
-    piece_bytes: read and sent at a time where the store is not a folder; it grows to max_piece_bytes while one answer
-    goes on. threads: of reading and writing the store. max_requests: answered at a time. max_connections: open at a
-    time. header_bytes: of one header line; header_s: for a whole header. keepalive_s: an idle connection is kept.
-    send_s: longest wait for a client to take a piece. shutdown_s: given to running answers when the server stops.
-    max_upload_bytes: of one upload; max_spool_bytes: of all that are running. upload_idle_s: longest wait for more of
-    an upload; upload_s: for all of it. spool_folder: where uploads lie meanwhile; None: inside a folder store's own
-    folder, else the system's temporary folder. requests_per_s: of one credential, or of one address without any (0: no
-    limit); burst: so many at once. read_only: nobody may write.
+    Attributes:
+        piece_bytes: Read and sent at a time where the store is not a folder; it grows to max_piece_bytes while one
+            answer goes on.
+        threads: Of reading and writing the store.
+        max_requests: Answered at a time.
+        max_connections: Open at a time.
+        header_bytes: Of one header line.
+        header_s: For a whole header.
+        keepalive_s: An idle connection is kept.
+        send_s: Longest wait for a client to take a piece.
+        shutdown_s: Given to running answers when the server stops.
+        max_upload_bytes: Of one upload.
+        max_spool_bytes: Of all that are running.
+        upload_idle_s: Longest wait for more of an upload.
+        upload_s: For all of it.
+        spool_folder: Where uploads lie meanwhile; None: inside a folder store's own folder, else the system's temporary
+            folder.
+        requests_per_s: Of one credential, or of one address without any (0: no limit).
+        burst: So many at once.
+        read_only: Nobody may write.
     """
 
     piece_bytes: int = 256 * 1024

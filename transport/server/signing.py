@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
+from kvwire._json import strict_json
 from kvwire.errors import ArgumentError, NotFoundError
-from kvwire.store import check_key, strict_json
+from kvwire.store import check_key
 from kvwire.transport.server.credentials import Rights, namespace_prefix
 from kvwire.transport.server.files import read_parsed
 from kvwire.transport.server.http_errors import CHALLENGE, RefusedError

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from kvwire.store import FolderStore, content_digest
-from kvwire.transport.server.entries import check_entry, limit_of
+from kvwire.errors import ArgumentError, CorruptError
+from kvwire.store import content_digest
+from kvwire.store.key_kinds import check_object, kind_of, max_bytes
 from kvwire.transport.server.http_errors import GONE, RefusedError, common_headers, refusal_of
 from kvwire.transport.server.limits import SpoolBudget
 from kvwire.transport.server.objects import check_conditions, conditions
@@ -100,7 +101,7 @@ class Uploads:
 
     async def _put(self, exchange: Exchange, key: str, client: str) -> str:
         digest = content_digest(key)
-        limit = limit_of(key, self._settings.max_upload_bytes)
+        limit = max_bytes(key, self._settings.max_upload_bytes)
         if limit is None:
             raise RefusedError(403, "only blobs, profiles, texts and catalog entries can be written", reason="key")
         length = _length(exchange.request, limit)
@@ -117,8 +118,7 @@ class Uploads:
 
     def _spool(self) -> Spool:
         folder = self._settings.spool_folder
-        if folder is None and isinstance(self._store, FolderStore):
-            folder = self._store.root
+        if folder is None and (folder := self._store.folder) is not None:
             folder.mkdir(parents=True, exist_ok=True)
         return Spool(folder)
 
@@ -155,11 +155,20 @@ class Uploads:
     def _keep(self, key: str, spool: Spool, *, create: bool) -> None:
         with spool.view() as data:
             if content_digest(key) is None:
-                check_entry(key, data)
+                _check(key, data)
             if not create:
                 self._store.put(key, data)
             elif not self._store.create(key, data):
                 raise RefusedError(412, "something lies there already", reason="precondition")
+
+
+def _check(key: str, data: Data) -> None:
+    """Refuse bytes that do not belong under a key."""
+    try:
+        check_object(key, data)
+    except (ArgumentError, CorruptError) as error:
+        kind = kind_of(key)
+        raise RefusedError(422, f"not a {kind.name if kind else 'catalog entry'}: {error}", reason="entry") from error
 
 
 def _length(request: web.BaseRequest, limit: int) -> int:

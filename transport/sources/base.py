@@ -61,7 +61,7 @@ class ByteSource(Protocol):
 
 
 @dataclass(frozen=True)
-class Patience:
+class ReadTimeouts:
     """Longest waits, in seconds: for the first byte of a response, connecting included, and for each next piece."""
 
     first_byte_s: float = 15.0
@@ -71,6 +71,10 @@ class Patience:
         """The error of whoever waited that long."""
         limit_s = self.stall_s if began else self.first_byte_s
         return StalledError(f"{what}: nothing came for {limit_s:g} s; try again or check the server and the network")
+
+
+Patience = ReadTimeouts
+"""The name of ``ReadTimeouts`` before 0.2."""
 
 
 class StoreSource(ByteSource):
@@ -184,7 +188,7 @@ def _cuts(data: Data, size: int) -> list[Data]:
     return [view[start : start + size] for start in range(0, len(view), size)]
 
 
-async def read_patiently(source: ByteSource, start: int, end: int | None, sink: Sink, patience: Patience) -> None:
+async def read_patiently(source: ByteSource, start: int, end: int | None, sink: Sink, patience: ReadTimeouts) -> None:
     """``source.read``, and StalledError where a piece is waited for too long."""
     now, began = asyncio.get_running_loop().time, False
 
@@ -206,12 +210,12 @@ async def read_patiently(source: ByteSource, start: int, end: int | None, sink: 
 async def read_object(
     source: ByteSource,
     link: EmulatedLink | None = None,
-    patience: Patience | None = None,
+    patience: ReadTimeouts | None = None,
     start: int = 0,
     end: int | None = None,
 ) -> bytes:
     """Read an object, or bytes ``start`` to ``end`` of it, over ``link`` where one is given."""
     linked = LinkedSource(source, link) if link else source
     pieces: list[Data] = []
-    await read_patiently(linked, start, end, pieces.append, patience or Patience())
+    await read_patiently(linked, start, end, pieces.append, patience or ReadTimeouts())
     return b"".join(pieces)

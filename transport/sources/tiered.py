@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError, KvwireError, StorageError
 from kvwire.store import clamp_range
-from kvwire.store.cache import Held, Leading, OnDisk, Waiting
+from kvwire.store.cache import DiskHit, Fetch, Hit, Wait
 from kvwire.transport.sources.base import ByteSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvwire.store import Data, TieredStore
-    from kvwire.store.cache import Extent, InflightRead, StoredFile
+    from kvwire.store import Data
+    from kvwire.store.cache import Cached, Extent, InflightRead, StoredFile
     from kvwire.transport.sources.base import Sink
 
 _LOOK_S = 1.0  # how often a reader that waits for another passes on what that one has got so far
@@ -24,12 +24,17 @@ _LOOK_S = 1.0  # how often a reader that waits for another passes on what that o
 class TieredSource(ByteSource):
     """Reads content through the tiers; readers that want the same bytes share one request.
 
-    remote: a source for the same object below the tiers; closing this closes it. A reader that is cancelled in the
-    middle of a request leaves what came, and one of those who waited asks for the rest. Where this source is asked for
-    bytes that it is fetching already, it asks the remote a second time: that is how a fetcher hedges a slow request.
+    A reader that is cancelled in the middle of a request leaves what came, and one of those who waited asks for the
+    rest. Where this source is asked for bytes that it is fetching already, it asks the remote a second time: that is
+    how a fetcher hedges a slow request.
+
+    Args:
+        store: The tiers.
+        key: The object's.
+        remote: A source for the same object below the tiers; closing this closes it.
     """
 
-    def __init__(self, store: TieredStore, key: str, remote: ByteSource) -> None:
+    def __init__(self, store: Cached, key: str, remote: ByteSource) -> None:
         """Name the object. Raises ArgumentError where the key is not content-addressed."""
         name = store.name(key)
         if name is None:
@@ -60,15 +65,15 @@ class TieredSource(ByteSource):
                 case None:
                     if read.is_done or end is None or not self._cache.doubt(self._name):
                         return
-                case Held(data):
+                case Hit(data):
                     read.give(data, self.on_local)
-                case OnDisk(extent):
+                case DiskHit(extent):
                     await self._load(extent, read)
-                case Waiting(flight) if flight.owner is self:
+                case Wait(flight) if flight.owner is self:
                     await self._hedge(flight, read)
-                case Waiting(flight):
+                case Wait(flight):
                     await self._wait(flight, read)
-                case Leading(flight):
+                case Fetch(flight):
                     await self._lead(flight, read)
                     if read.position < flight.end:  # the object ends here
                         return

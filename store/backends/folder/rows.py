@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvwire.errors import CorruptError
 from kvwire.store.base import Listed
 from kvwire.store.files.sqlite import Database
-from kvwire.store.held import HeldObject
+from kvwire.store.memory_snapshot import MemorySnapshot
 
 if TYPE_CHECKING:
     import sqlite3
@@ -43,12 +43,12 @@ class CatalogRows:
         """Keep the path; the database is made on the first write, in a folder that must be there by then."""
         self._database = Database(folder / FILE_NAME, _SCHEMA, version=_VERSION, durable=True, advice=_ADVICE)
 
-    def find(self, key: str) -> HeldObject | None:
+    def find(self, key: str) -> MemorySnapshot | None:
         """The row of a key, or None."""
 
-        def query(connection: sqlite3.Connection) -> HeldObject | None:
+        def query(connection: sqlite3.Connection) -> MemorySnapshot | None:
             row = connection.execute(_FIND, (key,)).fetchone()
-            return HeldObject(key, *_checked(row)) if row else None
+            return MemorySnapshot(key, *_checked(row)) if row else None
 
         return self._database.read(query, None)
 

@@ -21,13 +21,14 @@ from kvwire.store.base import Listed, ObjectStat, Store, check_after, clamp_rang
 from kvwire.store.files.os_errors import reading, writing
 from kvwire.store.files.reader import EtagCache, FileReader
 from kvwire.store.files.writer import TEMPORARY, replace_file, sync_folder
+from kvwire.store.key_kinds import content_digest
 from kvwire.store.keys import check_key, is_catalog_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from kvwire.store.base import Data
-    from kvwire.store.held import HeldObject
+    from kvwire.store.memory_snapshot import MemorySnapshot
 
 # Files are opened without following a link in the last step, and without waiting where someone left a FIFO.
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -38,9 +39,12 @@ _BATCH = 1000
 class FolderStore(Store):
     """Objects as files below one folder, which is made on the first write. ``close`` closes the catalog's database.
 
-    catalog: what becomes of catalog entries that are written: rows of the database, or files as well, so that any web
-    server can serve the folder. Both are read.
+    Args:
+        catalog: What becomes of catalog entries that are written: rows of the database, or files as well, so that any
+            web server can serve the folder. Both are read.
     """
+
+    is_local = True
 
     def __init__(self, root: str | os.PathLike[str], *, catalog: Literal["rows", "files"] = "rows") -> None:
         """Keep the folder's absolute path; nothing is opened or made yet."""
@@ -59,7 +63,20 @@ class FolderStore(Store):
         """The folder."""
         return self._root
 
-    def snapshot(self, key: str) -> FileReader | HeldObject:
+    @property
+    def folder(self) -> Path | None:
+        """The same: files are renamed within it."""
+        return self._root
+
+    def exists(self) -> bool:
+        """Whether the folder is there."""
+        return self._root.is_dir()
+
+    def opens_at_once(self, key: str) -> bool:
+        """Whether it is a file, and no row."""
+        return not is_catalog_key(key) and content_digest(key) is not None
+
+    def snapshot(self, key: str) -> FileReader | MemorySnapshot:
         """Hold the object as it is now: a later replacement or deletion does not touch it."""
         path = self._path(key)
         is_row = is_catalog_key(key)

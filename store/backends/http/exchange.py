@@ -34,13 +34,16 @@ _PASSING = (429, 500, 502, 503, 504)
 class HttpStoreSettings:
     """Limits of an HTTP store.
 
-    stall_s, total_s: longest waits, in seconds: for the connection or the next bytes, and for one request, from its
-    first byte to its answer's last; none is sent again once total_s is over.
-    connections: open at a time, of all threads together; more requests wait for one, up to stall_s.
-    attempts: at a request whose connection breaks or whose server is busy or fails; silence is waited for once. That
-    a server closed a connection which was kept is no failure: the request is sent again at once.
-    backoff_s: pause before the second attempt, doubled for each next one; a server that says when to come back is
-    obeyed, up to max_wait_s.
+    Attributes:
+        stall_s: Longest wait for the connection or the next bytes, in seconds.
+        total_s: Longest wait for one request, in seconds, from its first byte to its answer's last; none is sent again
+            once it is over.
+        connections: Open at a time, of all threads together; more requests wait for one, up to stall_s.
+        attempts: At a request whose connection breaks or whose server is busy or fails; silence is waited for once.
+            That a server closed a connection which was kept is no failure: the request is sent again at once.
+        backoff_s: Pause before the second attempt, doubled for each next one; a server that says when to come back is
+            obeyed.
+        max_wait_s: How far it is obeyed, in seconds.
     """
 
     stall_s: float = 15.0

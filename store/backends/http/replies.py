@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from kvwire._json import strict_json
 from kvwire.errors import ArgumentError, AuthError, KvwireError, NotFoundError, StorageError
 from kvwire.store.base import Listed
 from kvwire.store.keys import check_key
@@ -55,8 +55,10 @@ def page(reply: Reply, prefix: str, after: str, url: str) -> tuple[list[Listed],
     if reply.status in (_UNKNOWN, _FORBIDDEN) and (_told(reply) or reply.status == _UNKNOWN):
         raise refusal(reply, "GET", prefix, url)
     try:
-        told = json.loads(reply.body) if reply.status == 200 and not reply.cut else None  # noqa: PLR2004 - OK
-    except (ValueError, RecursionError):
+        told = strict_json(reply.body) if reply.status == 200 and not reply.cut else None  # noqa: PLR2004 - OK
+    except ArgumentError as error:
+        if b'"objects"' in reply.body:
+            raise _senseless(url) from error
         told = None
     if reply.status not in (200, *_NOT_FOR_FILES):
         raise refusal(reply, "GET", prefix, url)
@@ -66,8 +68,11 @@ def page(reply: Reply, prefix: str, after: str, url: str) -> tuple[list[Listed],
     try:
         return _objects(told, prefix, after)
     except (KeyError, TypeError, ValueError) as error:
-        msg = f"{url} gave a listing that makes no sense: check that 'kvwire serve' answers there"
-        raise StorageError(msg) from error
+        raise _senseless(url) from error
+
+
+def _senseless(url: str) -> StorageError:
+    return StorageError(f"{url} gave a listing that makes no sense: check that 'kvwire serve' answers there")
 
 
 def _objects(told: dict[str, Any], prefix: str, after: str) -> tuple[list[Listed], bool]:
@@ -101,9 +106,9 @@ def _listed(one: dict[str, Any]) -> Listed:
 def _told(reply: Reply) -> str:
     """What kvwire's own server says about a refusal, as ``: words``; empty for any other server."""
     try:
-        told = json.loads(reply.body)
+        told = strict_json(reply.body)
         words, request = told["error"], told["request_id"]
-    except (KeyError, TypeError, ValueError, RecursionError):
+    except (KeyError, TypeError, ArgumentError):
         return ""
     if not (isinstance(words, str) and isinstance(request, str) and (words + request).isprintable()):
         return ""

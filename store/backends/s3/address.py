@@ -21,7 +21,11 @@ _MAX_PREFIX_CHARS = 500  # S3's keys have 1024 bytes, kvwire's up to 512
 class S3Address:
     """Where an S3 store is. Holds nothing secret: credentials come from where boto3 finds them.
 
-    prefix: without slashes at its ends; may be empty. endpoint, region, profile: None for what the environment says.
+    Attributes:
+        prefix: Without slashes at its ends; may be empty.
+        endpoint: None for what the environment says.
+        region: None for what the environment says.
+        profile: None for what the environment says.
     """
 
     bucket: str

@@ -16,10 +16,17 @@ _MOST_PAGE_KEYS = 1000  # S3's page
 class S3Settings:
     """Limits of an S3 store.
 
-    connections: requests at a time, of all threads together. connect_s, stall_s: longest waits in seconds, for the
-    connection and for the next bytes. total_s: longest time of one read. attempts: of each request, in all.
-    multipart_bytes: larger objects are uploaded in parts, of at least part_bytes, part_threads at a time.
-    address_s: life of a presigned address; addresses: how many are remembered. page_keys: of a listing.
+    Attributes:
+        connections: Requests at a time, of all threads together.
+        connect_s: Longest wait for the connection, in seconds.
+        stall_s: Longest wait for the next bytes, in seconds.
+        total_s: Longest time of one read.
+        attempts: Of each request, in all.
+        multipart_bytes: Larger objects are uploaded in parts.
+        part_bytes: Least size of a part.
+        address_s: Life of a presigned address, in seconds.
+        addresses: How many are remembered.
+        page_keys: Keys of one page of a listing.
     """
 
     connections: int = 32
@@ -29,14 +36,13 @@ class S3Settings:
     attempts: int = 3
     multipart_bytes: int = 64 * _MIB
     part_bytes: int = 16 * _MIB
-    part_threads: int = 4
     address_s: int = 3600
     addresses: int = 65_536
     page_keys: int = _MOST_PAGE_KEYS
 
     def __post_init__(self) -> None:
         """Refuse what no S3 server takes."""
-        least = min(self.connections, self.attempts, self.multipart_bytes, self.part_threads, self.addresses)
+        least = min(self.connections, self.attempts, self.multipart_bytes, self.addresses)
         if least < 1 or min(self.connect_s, self.stall_s, self.total_s) <= 0:
             msg = "an S3 store's limits and waits must be positive"
             raise ArgumentError(msg)

@@ -19,7 +19,8 @@ from kvwire.store.backends.s3.settings import S3Settings
 from kvwire.store.backends.s3.upload import upload_in_parts
 from kvwire.store.base import ObjectStat, Store, check_after, clamp_range
 from kvwire.store.http_ranges import range_header
-from kvwire.store.keys import check_key, content_digest
+from kvwire.store.key_kinds import content_digest
+from kvwire.store.keys import check_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _MOST_PARTS = 10_000  # S3's limit
 _MIB = 1 << 20
+_PART_THREADS = 4
 
 
 class Target(TypedDict):
@@ -66,7 +67,7 @@ def _send_parts(
             sent = boto.upload_part(**target, UploadId=upload_id, PartNumber=number, Body=body)
         return {"PartNumber": number, "ETag": sent["ETag"]}
 
-    pool = ThreadPoolExecutor(settings.part_threads, thread_name_prefix="kvwire-s3")
+    pool = ThreadPoolExecutor(_PART_THREADS, thread_name_prefix="kvwire-s3")
     try:
         futures = [pool.submit(send, number) for number in range(1, -(-len(view) // size) + 1)]
         wait(futures, return_when="FIRST_EXCEPTION")

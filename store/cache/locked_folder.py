@@ -21,7 +21,7 @@ _MODE = 0o700  # caches of conversations are private
 _MANY = 1024
 
 
-class Slot:
+class LockedFolder:
     """A subfolder that this process holds until it closes the slot or ends."""
 
     def __init__(self, folder: Path, descriptor: int) -> None:
@@ -47,7 +47,7 @@ def make_folder(folder: Path) -> None:
         sync_folder(path.parent)
 
 
-def take_slot(root: Path) -> Slot:
+def lock_folder(root: Path) -> LockedFolder:
     """The first free subfolder, made where there is none. Raises OSError where the folder cannot be used."""
     make_folder(root)
     for number in range(_MANY):
@@ -59,7 +59,7 @@ def take_slot(root: Path) -> Slot:
     raise OSError(msg)
 
 
-def free_slots(root: Path) -> Iterator[Slot]:
+def unlocked_folders(root: Path) -> Iterator[LockedFolder]:
     """Subfolders that nobody holds, each held while it is looked at."""
     for number in range(_MANY):
         folder = root / f"slot-{number}"
@@ -72,7 +72,7 @@ def free_slots(root: Path) -> Iterator[Slot]:
                     yield slot
 
 
-def _locked(folder: Path) -> Slot | None:
+def _locked(folder: Path) -> LockedFolder | None:
     """The slot, or None where another process has it."""
     path = folder / "lock"
     try:
@@ -87,4 +87,4 @@ def _locked(folder: Path) -> Slot | None:
     except BaseException:
         os.close(descriptor)
         raise
-    return Slot(folder, descriptor)
+    return LockedFolder(folder, descriptor)

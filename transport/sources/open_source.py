@@ -6,7 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError
-from kvwire.store import Addressed, HttpAddress, TieredStore
+from kvwire.store import Addressed, HttpAddress
+from kvwire.store.cache import Cached
 from kvwire.transport.sources.base import ByteSource, StoreSource
 from kvwire.transport.sources.http import HttpSource
 from kvwire.transport.sources.tiered import TieredSource
@@ -24,7 +25,7 @@ def open_source(store: Store, key: str, session: aiohttp.ClientSession | None = 
 
     session: from ``open_session``; only a store that is ``Addressed`` needs one.
     """
-    if isinstance(store, TieredStore):
+    if isinstance(store, Cached):
         below = open_source(store.origin(key), key, session)
         return below if store.name(key) is None else TieredSource(store, key, below)
     if not isinstance(store, Addressed):

@@ -21,9 +21,13 @@ _MOST_FAILURES = 2
 class InflightRead:
     """A range that one reader fetches. Its state is changed by the cache alone; anybody may wait for ``done``.
 
-    owner: whoever leads it. limit_s: how long nothing may come before a waiter stops waiting. background: a prefetch.
     ``done`` resolves in every case; then either ``error`` is set or a look at the cache tells more. A concurrent
     future serves threads and event loops alike, and cannot be cancelled by one of those who wait.
+
+    Args:
+        owner: Whoever leads it.
+        limit_s: How long nothing may come before a waiter stops waiting.
+        background: Whether it is a prefetch.
     """
 
     def __init__(self, name: bytes, start: int, end: int, owner: object, limit_s: float, *, background: bool) -> None:

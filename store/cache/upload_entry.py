@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError
 from kvwire.store.catalog.announcements import is_old, wait_for_collectors
-from kvwire.store.catalog.entry import CatalogEntry, parse_object
-from kvwire.store.keys import KeySpace, content_digest, is_catalog_key
+from kvwire.store.key_kinds import content_digest, kind_of
+from kvwire.store.keys import KeySpace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,23 +59,15 @@ def upload_entry(remote: Store, key: str, data: bytes, was_there: Callable[[str]
 
 
 def _named(key: str, data: bytes) -> _Named | None:
-    if not is_catalog_key(key):
+    kind = kind_of(key)
+    if kind is None or kind.names is None:
         return None
     _, tenant, config, _ = key.split("/", 3)
-    space = KeySpace(tenant, config)
     try:
-        if key == space.current_profile:
-            return _Named(space, space.profile(str(parse_object(data).get("profile_digest"))))
-        if not key.startswith((space.documents, space.token_entries)):
-            return None
-        entry = CatalogEntry.from_json(data)
-        texts = (space.text(entry.token_digest),) if entry.token_digest else ()
-        if entry.is_text:
-            return _Named(space, *texts) if texts else None
-        profiles = (space.profile(entry.profile_digest),) if entry.profile_digest else ()
-        return _Named(space, entry.blob_key, texts + profiles)
+        keys = [named.key for named in kind.names(key, data)]
     except (ArgumentError, CorruptError):
         return None
+    return _Named(KeySpace(tenant, config), keys[0], tuple(keys[1:])) if keys else None
 
 
 def _is_there(remote: Store, key: str) -> bool:

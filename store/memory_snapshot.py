@@ -5,13 +5,15 @@ from __future__ import annotations
 from functools import cached_property
 
 from kvwire.store.base import clamp_range
-from kvwire.store.keys import entity_tag
+from kvwire.store.key_kinds import entity_tag
 
 
-class HeldObject:
+class MemorySnapshot:
     """Bytes and, once asked for, their tag. Neither changes, so holding this is holding the version.
 
-    data: the bytes. modified: time of writing, in Unix seconds.
+    Args:
+        data: The bytes.
+        modified: Time of writing, in Unix seconds.
     """
 
     def __init__(self, key: str, data: bytes, modified: float) -> None:

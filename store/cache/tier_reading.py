@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvwire.errors import KvwireError, StorageError
-from kvwire.store.cache.cache import Held, Leading, OnDisk, RangeCache, Waiting
+from kvwire.store.cache.cache import DiskHit, Fetch, Hit, RangeCache, Wait
 
 if TYPE_CHECKING:
     from kvwire.store.base import Store
-    from kvwire.store.cache.flights import InflightRead
+    from kvwire.store.cache.inflight import InflightRead
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class TierReading:
                     if end is not None and position < end and self._cache.doubt(self._name):
                         continue
                     break
-                case Held(data):
+                case Hit(data):
                     piece = data
-                case OnDisk(extent):
+                case DiskHit(extent):
                     piece = memoryview(self._cache.load(self._name, extent) or b"")[position - extent.start :]
-                case Waiting(flight):
+                case Wait(flight):
                     piece = self._awaited(flight, position)
-                case Leading(flight):
+                case Fetch(flight):
                     piece = memoryview(lead(self._cache, flight, self._remote))
                     if not piece:  # the object ends here
                         break

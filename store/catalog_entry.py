@@ -7,8 +7,9 @@ import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvwire._json import json_field, json_object
 from kvwire.errors import ArgumentError, CorruptError
-from kvwire.store.keys import MAX_NAME_CHARS, check_key, content_digest
+from kvwire.store.keys import MAX_NAME_CHARS, check_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 MAX_ENTRY_BYTES = 1 << 20  # an entry holds a few hundred bytes; more is not read
 _MAX_BYTES = 1 << 62
+_WHAT = "a catalog entry"
 _DIGEST = re.compile(r"(?:[0-9a-f]{64})?")
 
 
@@ -24,10 +26,17 @@ _DIGEST = re.compile(r"(?:[0-9a-f]{64})?")
 class CatalogEntry:
     """One document's blob, or, where ``is_text``, one document of which only the text is kept.
 
-    blob_key, sha256, size: where it lies and what it is. header_bytes: length of its head. All empty or 0, and no
-    levels, without a blob; the text is then found by its token digest. tokens: of the document. token_digest,
-    profile_digest: SHA-256, or the empty string where unknown or not needed. levels: (name, cumulative bytes) of each
-    level, coarsest first.
+    Attributes:
+        document_id: The document's name; any text.
+        blob_key: Where its blob lies. Empty without one, and all about the blob is then empty or 0; the text is found
+            by its token digest.
+        sha256: Of the blob.
+        size: Of the blob, in bytes.
+        header_bytes: Length of the blob's header.
+        tokens: Of the document.
+        token_digest: SHA-256, or the empty string where unknown or not needed.
+        profile_digest: SHA-256, or the empty string where unknown or not needed.
+        levels: (name, cumulative bytes) of each level, coarsest first.
     """
 
     document_id: str
@@ -62,17 +71,17 @@ class CatalogEntry:
     def from_json(cls, data: bytes) -> CatalogEntry:
         """Parse strictly; unknown fields are ignored. Raises CorruptError."""
         fields = parse_object(data)
-        levels = _field(fields, "levels", list)
+        levels = json_field(fields, "levels", list, _WHAT)
         try:
             return cls(
-                document_id=_field(fields, "document_id", str),
-                blob_key=_field(fields, "blob_key", str),
-                sha256=_field(fields, "sha256", str),
-                size=_field(fields, "size", int),
-                header_bytes=_field(fields, "head_bytes", int),
-                tokens=_field(fields, "tokens", int),
-                token_digest=_field(fields, "token_digest", str),
-                profile_digest=_field(fields, "profile_digest", str),
+                document_id=json_field(fields, "document_id", str, _WHAT),
+                blob_key=json_field(fields, "blob_key", str, _WHAT),
+                sha256=json_field(fields, "sha256", str, _WHAT),
+                size=json_field(fields, "size", int, _WHAT),
+                header_bytes=json_field(fields, "head_bytes", int, _WHAT),
+                tokens=json_field(fields, "tokens", int, _WHAT),
+                token_digest=json_field(fields, "token_digest", str, _WHAT),
+                profile_digest=json_field(fields, "profile_digest", str, _WHAT),
                 levels=tuple(_level(level) for level in levels),
             )
         except ArgumentError as error:
@@ -80,50 +89,19 @@ class CatalogEntry:
             raise CorruptError(msg) from error
 
 
-def strict_json(data: bytes) -> Any:  # noqa: ANN401 - JSON
-    """Parse JSON. Raises ArgumentError, which quotes nothing of it, for NaN and where a name appears twice, too."""
-    try:
-        return json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
-    except json.JSONDecodeError as error:
-        msg = f"not valid JSON at line {error.lineno}, column {error.colno}"
-    except (ValueError, RecursionError):
-        msg = "not valid JSON: it must be UTF-8, hardly nested, and name nothing twice in one object"
-    raise ArgumentError(msg)
-
-
 def parse_object(data: bytes) -> dict[str, Any]:
-    """Parse one JSON object as ``strict_json`` does; CorruptError for anything else, and beyond MAX_ENTRY_BYTES."""
-    if len(data) > MAX_ENTRY_BYTES:
-        msg = f"a catalog entry is longer than {MAX_ENTRY_BYTES} bytes"
-        raise CorruptError(msg)
-    try:
-        value = strict_json(data)
-    except ArgumentError as error:
-        msg = f"a catalog entry is {error}"
-        raise CorruptError(msg) from error
-    if not isinstance(value, dict):
-        msg = f"a catalog entry must be a JSON object, got {type(value).__name__}"
-        raise CorruptError(msg)
-    return value
+    """Parse the JSON object of a catalog key.
 
+    Args:
+        data: The object's bytes, MAX_ENTRY_BYTES at most.
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        raise ValueError
-    return fields
+    Returns:
+        The fields.
 
-
-def _no_constant(_: str) -> None:
-    raise ValueError  # NaN and Infinity are no JSON
-
-
-def _field(fields: dict[str, Any], name: str, kind: type) -> Any:  # noqa: ANN401 - the type checked for is the caller's
-    value = fields.get(name)
-    if type(value) is not kind:  # exactly: JSON's true is no integer
-        msg = f"a catalog entry's {name} must be of type {kind.__name__}, got {type(value).__name__}"
-        raise CorruptError(msg)
-    return value
+    Raises:
+        CorruptError: The bytes are too many, or no JSON object.
+    """
+    return json_object(data, _WHAT, MAX_ENTRY_BYTES)
 
 
 def _level(level: object) -> tuple[str, int]:
@@ -151,7 +129,8 @@ def _problem(entry: CatalogEntry) -> str | None:
 def _blob_checks(entry: CatalogEntry) -> tuple[_Check, ...]:
     return (
         ("blob_key is not a key", lambda: bool(check_key(entry.blob_key))),
-        ("sha256 is not the digest in blob_key", lambda: content_digest(entry.blob_key) == entry.sha256),
+        ("sha256 is no SHA-256", lambda: bool(entry.sha256 and _DIGEST.fullmatch(entry.sha256))),
+        ("sha256 is not the digest in blob_key", lambda: entry.blob_key.rpartition("/")[2] == f"{entry.sha256}.kvw"),
         ("size is out of range", lambda: 0 < entry.size < _MAX_BYTES),
         ("head_bytes is out of range", lambda: 0 <= entry.header_bytes <= entry.size),
         ("a level is larger than the blob", lambda: all(0 <= size <= entry.size for _, size in entry.levels)),

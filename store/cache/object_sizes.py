@@ -23,7 +23,7 @@ class _Size:
     stated_at: float | None
 
 
-class Sizes:
+class ObjectSizes:
     """Lengths by the objects' names; the oldest go where there are too many."""
 
     def __init__(self) -> None:

@@ -1,0 +1,378 @@
+"""The kinds of objects that a store holds: one table, which server, collector, verifier, copier and tiers read.
+
+A new kind of object is one row of ``KINDS`` and the functions that it names. A key that fits no row is of an unknown
+kind: the server refuses it, and the collector deletes nothing of a model configuration whose catalog holds one, since
+nobody knows what it names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from kvwire._json import strict_json
+from kvwire.errors import ArgumentError, CorruptError
+from kvwire.store.catalog_entry import MAX_ENTRY_BYTES, CatalogEntry, parse_object
+from kvwire.store.content_checks import MAX_TEXT_BYTES, check_blob, check_profile, check_text
+from kvwire.store.keys import KeySpace, check_digest, is_catalog_key
+from kvwire.types import SEALED_MAGIC, TEXT_MAGIC
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvwire.store.base import Data, ObjectReader
+
+Collected: TypeAlias = Literal["marks", "swept", "hint", "lease"]
+"""What a collector does: read what it names; delete it once it is old and nothing names it; the same, without telling
+writers, since losing it costs little; delete it once its lease is over."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """An object that an entry names.
+
+    Attributes:
+        key: Where it lies.
+        what: Its kind, in words.
+        size: Its length in bytes; None where the entry does not tell.
+        is_needed: Whether the entry leads nowhere without it.
+    """
+
+    key: str
+    what: str
+    size: int | None = None
+    is_needed: bool = True
+
+
+@dataclass(frozen=True)
+class KeyKind:
+    """One kind of object.
+
+    Attributes:
+        name: Of one, in words.
+        pattern: Of whole keys; the group ``digest`` is what the key says of the content.
+        digest: What that is the digest of: ``sha256`` of the bytes, so that the object is immutable and copies of it
+            can be kept; ``tokens``, of token ids; ``name``, of anything else; empty where keys carry none.
+        prefix: What the keys of a model configuration start with; of content, whatever is outside the catalog.
+        place: Its one key, by its digest; None where there is no digest.
+        collected: What a collector does with it.
+        max_bytes: Longest that a server takes; None for its own limit of uploads.
+        accept: Whether bytes belong under a key, for whoever is sent them; raises CorruptError or ArgumentError. Not
+            asked of sealed bytes, nor where ``digest`` says all.
+        names: What the bytes of an entry name, the most important first; raises CorruptError or ArgumentError.
+        verify: The deep check of content by its digest; returns whether it could be looked at.
+        is_verified: Whether the entries of this kind, and that what they name is there, are part of a check.
+        is_copied: Whether a copy of a store takes it: content first, the catalog afterwards.
+        advice: How a damaged one is replaced.
+    """
+
+    name: str
+    pattern: re.Pattern[str]
+    digest: Literal["sha256", "tokens", "name", ""]
+    prefix: Callable[[KeySpace], str]
+    place: Callable[[KeySpace, str], str] | None
+    collected: Collected
+    max_bytes: int | None = MAX_ENTRY_BYTES
+    accept: Callable[[str, Data], None] | None = None
+    names: Callable[[str, bytes], Sequence[Named]] | None = None
+    verify: Callable[[ObjectReader, str], bool] | None = None
+    is_verified: bool = True
+    is_copied: bool = True
+    advice: str = "encode the document again"
+
+    @property
+    def is_catalog(self) -> bool:
+        """Whether it says what belongs to what: small, many, replaced, and a row of a folder's database."""
+        return self.pattern.pattern.startswith(_CATALOG)
+
+
+def kind_of(key: str) -> KeyKind | None:
+    """The kind of a key.
+
+    Args:
+        key: A key.
+
+    Returns:
+        The row; None for an unknown kind.
+    """
+    found = _find(key)
+    return found[0] if found else None
+
+
+def kinds(collected: Collected) -> list[KeyKind]:
+    """The kinds that a collector treats alike.
+
+    Args:
+        collected: How.
+
+    Returns:
+        Their rows.
+    """
+    return [kind for kind in KINDS if kind.collected == collected]
+
+
+def catalog_prefixes(space: KeySpace) -> list[str]:
+    """What the keys of known kinds start with in one configuration's catalog.
+
+    Args:
+        space: The configuration.
+
+    Returns:
+        Prefixes, in the order of the table.
+    """
+    return [kind.prefix(space) for kind in KINDS if kind.is_catalog]
+
+
+def key_digest(key: str) -> str:
+    """The digest that a key carries, whatever it is of.
+
+    Args:
+        key: A key.
+
+    Returns:
+        Hexadecimal digits; empty where the key is of an unknown kind or carries none.
+    """
+    found = _find(key)
+    return found[1] if found else ""
+
+
+def content_digest(key: str) -> str | None:
+    """The digest of a content-addressed key (``.kvw``, ``.kvp``).
+
+    Args:
+        key: A key.
+
+    Returns:
+        SHA-256 of the object's bytes; None for any other key.
+    """
+    found = _find(key)
+    return found[1] if found and found[0].digest == "sha256" else None
+
+
+def text_digest(key: str) -> str | None:
+    """The digest of a text's key (``.kvt``).
+
+    Args:
+        key: A key.
+
+    Returns:
+        Digest of token ids, not of bytes; None for any other key.
+    """
+    found = _find(key)
+    return found[1] if found and found[0].digest == "tokens" and not found[0].is_catalog else None
+
+
+def entity_tag(key: str, data: bytes) -> str:
+    """Strong entity tag of an object.
+
+    Args:
+        key: Its key.
+        data: Its bytes.
+
+    Returns:
+        The content's SHA-256, taken from the key where it is there.
+    """
+    return content_digest(key) or hashlib.sha256(data).hexdigest()
+
+
+def mark(key: str) -> bytes:
+    """What a collector remembers of a key: its digest where there is one, else the key itself.
+
+    Args:
+        key: A key.
+
+    Returns:
+        A few bytes.
+    """
+    return bytes.fromhex(key_digest(key)) or key.encode()
+
+
+def max_bytes(key: str, content_bytes: int) -> int | None:
+    """Longest object that a server takes under a key.
+
+    Args:
+        key: A key.
+        content_bytes: The server's limit of uploads.
+
+    Returns:
+        Bytes; None where the key cannot be written: a folder keeps what is in the catalog as rows of a database.
+    """
+    kind = kind_of(key)
+    if kind is None:
+        return MAX_ENTRY_BYTES if is_catalog_key(key) and key.endswith(".json") else None
+    return content_bytes if kind.max_bytes is None else kind.max_bytes
+
+
+def check_object(key: str, data: Data) -> None:
+    """Whether bytes belong under a key, as far as whoever is sent them can tell. Sealed ones are opaque.
+
+    Args:
+        key: A key.
+        data: The whole object. Where the key has its SHA-256, that is the caller's to compare.
+
+    Raises:
+        CorruptError: The bytes belong elsewhere.
+        ArgumentError: The key is of an unknown kind, or the bytes are no JSON.
+    """
+    kind = kind_of(key)
+    if kind is None:
+        msg = "the catalog has no entries of this name"
+        raise ArgumentError(msg)
+    if kind.accept is not None and bytes(data[: len(SEALED_MAGIC)]) != SEALED_MAGIC:
+        kind.accept(key, data)
+
+
+def _find(key: str) -> tuple[KeyKind, str] | None:
+    in_catalog = is_catalog_key(key)
+    for kind in KINDS:
+        if kind.is_catalog == in_catalog and (match := kind.pattern.fullmatch(key)):
+            return kind, match["digest"] if kind.digest else ""
+    return None
+
+
+def _space_of(key: str) -> KeySpace:
+    _, tenant, config, _ = key.split("/", 3)
+    return KeySpace(tenant, config)
+
+
+# What rows name.
+
+
+def _accept_text(key: str, data: Data) -> None:
+    """Whether the tokens are those of the key is for readers to check, as they do."""
+    del key
+    if bytes(data[: len(TEXT_MAGIC)]) != TEXT_MAGIC:
+        msg = "not a text of kvwire's"
+        raise CorruptError(msg)
+
+
+def _accept_entry(key: str, data: Data) -> None:
+    space, entry = _space_of(key), CatalogEntry.from_json(bytes(data))
+    keys = {space.document(entry.document_id)}
+    if entry.token_digest:
+        keys.add(space.token_entry(entry.token_digest))
+    if key not in keys:
+        msg = "the entry speaks of another document than its key"
+        raise CorruptError(msg)
+    if entry.blob_key and not entry.blob_key.startswith(f"v1/{space.tenant}/"):
+        msg = "the entry's blob lies in another namespace"
+        raise CorruptError(msg)
+
+
+def _entry_names(key: str, data: bytes) -> list[Named]:
+    space, entry = _space_of(key), CatalogEntry.from_json(data)
+    if not entry.is_text and entry.blob_key != space.blob(entry.sha256):  # never lead into another tenant's blobs
+        msg = f"the catalog entry {key} speaks of another document, tenant or model: write the document again"
+        raise CorruptError(msg)
+    blobs = [] if entry.is_text else [Named(entry.blob_key, "blob", entry.size)]
+    texts = [Named(space.text(entry.token_digest), "text", is_needed=entry.is_text)] if entry.token_digest else []
+    profiles = [Named(space.profile(entry.profile_digest), "profile")] if entry.profile_digest else []
+    return [*blobs, *texts, *profiles]
+
+
+def _accept_pointer(key: str, data: Data) -> None:
+    _pointer_names(key, bytes(data))
+
+
+def _pointer_names(key: str, data: bytes) -> list[Named]:
+    digest = parse_object(data).get("profile_digest")
+    try:
+        check_digest(str(digest), "the current profile's digest")
+    except ArgumentError as error:
+        msg = f"the catalog's pointer to the profile is damaged ({error}): set the current profile again"
+        raise CorruptError(msg) from error
+    return [Named(_space_of(key).profile(str(digest)), "profile")]
+
+
+def _accept_announcement(key: str, data: Data) -> None:
+    del key
+    fields = strict_json(bytes(data))
+    names = fields.get("collecting") if isinstance(fields, dict) else None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        msg = "the announcement names no objects"
+        raise CorruptError(msg)
+
+
+# Folders of two digits keep listings of file systems short.
+_CATALOG = r"v1/[0-9a-f]{32}/[0-9a-f]{16}/catalog/"
+_FOLDED = r"(?P<fold>[0-9a-f]{2})/(?P<digest>(?P=fold)[0-9a-f]{62})\.json"
+_CONTENT = r"(?:.*/)?(?P<digest>[0-9a-f]{64})"
+
+KINDS: tuple[KeyKind, ...] = (
+    KeyKind(
+        "blob",
+        re.compile(_CONTENT + r"\.kvw"),
+        digest="sha256",
+        prefix=lambda space: space.root,
+        place=KeySpace.blob,
+        collected="swept",
+        max_bytes=None,
+        verify=check_blob,
+    ),
+    KeyKind(
+        "profile",
+        re.compile(_CONTENT + r"\.kvp"),
+        digest="sha256",
+        prefix=lambda space: space.profiles,
+        place=KeySpace.profile,
+        collected="swept",
+        max_bytes=None,
+        verify=check_profile,
+        advice="fit or copy the profile again",
+    ),
+    KeyKind(
+        "text",
+        re.compile(_CONTENT + r"\.kvt"),
+        digest="tokens",
+        prefix=lambda space: space.texts,
+        place=KeySpace.text,
+        collected="swept",
+        max_bytes=MAX_TEXT_BYTES,
+        accept=_accept_text,
+        verify=check_text,
+    ),
+    KeyKind(
+        "document entry",
+        re.compile(_CATALOG + "doc/" + _FOLDED),
+        digest="name",
+        prefix=lambda space: space.documents,
+        place=None,
+        collected="marks",
+        accept=_accept_entry,
+        names=_entry_names,
+    ),
+    KeyKind(
+        "token entry",
+        re.compile(_CATALOG + "tokens/" + _FOLDED),
+        digest="tokens",
+        prefix=lambda space: space.token_entries,
+        place=KeySpace.token_entry,
+        collected="hint",
+        accept=_accept_entry,
+        names=_entry_names,
+    ),
+    KeyKind(
+        "current profile",
+        re.compile(_CATALOG + r"profile\.json"),
+        digest="",
+        prefix=lambda space: space.current_profile,
+        place=None,
+        collected="marks",
+        accept=_accept_pointer,
+        names=_pointer_names,
+        is_verified=False,  # without it, a new profile is fitted
+        advice="set the current profile again",
+    ),
+    KeyKind(
+        "announcement",
+        re.compile(_CATALOG + r"collecting/[0-9a-f]{32}\.json"),
+        digest="",
+        prefix=lambda space: space.announcements,
+        place=None,
+        collected="lease",
+        accept=_accept_announcement,
+        is_copied=False,
+    ),
+)

@@ -1,0 +1,190 @@
+"""A kind of object is one row of a table: server, collector, verifier, copier and tiers follow it."""
+
+import json
+import re
+from contextlib import closing
+from hashlib import sha256
+
+import pytest
+
+from kvwire.errors import ArgumentError, AuthError, CorruptError
+from kvwire.store import Catalog, FolderStore, MemoryStore, collect, content_digest, copy_store, kind_of, verify_store
+from kvwire.store import key_kinds as table
+from kvwire.store.cache.upload_entry import upload_entry
+from kvwire.transport import HttpStore
+
+from ..http_servers import serving
+
+CONFIG = "c" * 64
+DAY = 24 * 3600.0
+INDEX = b"index of similar prompts"
+
+
+class AgedStore(MemoryStore):
+    """Objects can be made older than they are."""
+
+    def age(self, seconds):
+        for one in self._objects.values():
+            one.modified -= seconds
+
+
+def names(key, data):
+    found = table.parse_object(data).get("index")
+    if not isinstance(found, str):
+        msg = "it names no index"
+        raise CorruptError(msg)
+    return [table.Named(key.partition("catalog/")[0] + f"similar/{found}.kvi", "index")]
+
+
+def checked(reader, digest):
+    if sha256(reader.read(0, reader.size)).hexdigest() != digest:
+        msg = "the index is damaged"
+        raise CorruptError(msg)
+    return True
+
+
+ROWS = (
+    table.KeyKind(
+        "index",
+        re.compile(r"(?:.*/)?(?P<digest>[0-9a-f]{64})\.kvi"),
+        digest="sha256",
+        prefix=lambda space: f"{space.root}similar/",
+        place=lambda space, digest: f"{space.root}similar/{digest}.kvi",
+        collected="swept",
+        max_bytes=None,
+        verify=checked,
+        advice="index again",
+    ),
+    table.KeyKind(
+        "index pointer",
+        re.compile(table._CATALOG + r"similar\.json"),
+        digest="",
+        prefix=lambda space: f"{space.catalog}similar.json",
+        place=None,
+        collected="marks",
+        accept=lambda key, data: names(key, bytes(data)),
+        names=names,
+        advice="index again",
+    ),
+)
+
+
+@pytest.fixture
+def rows(monkeypatch):
+    monkeypatch.setattr(table, "KINDS", (*table.KINDS, *ROWS))
+
+
+def keys(data=INDEX):
+    space = Catalog(MemoryStore()).keys(CONFIG)
+    return f"{space.root}similar/{sha256(data).hexdigest()}.kvi", f"{space.catalog}similar.json"
+
+
+def pointer(data=INDEX):
+    return json.dumps({"index": sha256(data).hexdigest()}).encode()
+
+
+def filled(store):
+    content, entry = keys()
+    store.put(content, INDEX)
+    store.put(entry, pointer())
+    return store
+
+
+def test_every_built_in_kind_lies_where_its_row_says():
+    space = Catalog(MemoryStore()).keys(CONFIG)
+    digest = "ab" * 32
+    made = {
+        "blob": space.blob(digest), "profile": space.profile(digest), "text": space.text(digest),
+        "document entry": space.document("doc"), "token entry": space.token_entry(digest),
+        "current profile": space.current_profile, "announcement": space.announcement("0" * 32),
+    }  # fmt: skip
+    assert list(made) == [kind.name for kind in table.KINDS]
+    for name, key in made.items():
+        kind = kind_of(key)
+        assert kind.name == name
+        assert key.startswith(kind.prefix(space))
+        assert kind.is_catalog == key.startswith(space.catalog)
+        assert kind.place is None or kind.place(space, table.key_digest(key)) == key
+
+
+@pytest.mark.usefixtures("rows")
+def test_a_server_takes_and_serves_a_new_kind(tmp_path):
+    content, entry = keys()
+    with closing(FolderStore(tmp_path)) as behind, serving(behind) as url, closing(HttpStore(url)) as store:
+        filled(store)
+        assert (store.get(content), store.get(entry)) == (INDEX, pointer())
+        assert store.stat(content).etag == content_digest(content)
+        with pytest.raises(ArgumentError, match="SHA-256"):
+            store.put(content, b"other bytes")
+        with pytest.raises(ArgumentError, match="not a index pointer: it names no index"):
+            store.put(entry, b"{}")
+
+
+def test_a_server_refuses_what_no_row_tells_of(tmp_path):
+    content, entry = keys()
+    with closing(FolderStore(tmp_path)) as behind, serving(behind) as url, closing(HttpStore(url)) as store:
+        with pytest.raises(AuthError):
+            store.put(content, INDEX)
+        with pytest.raises(ArgumentError):
+            store.put(entry, pointer())
+        assert not list(behind.keys(""))
+
+
+@pytest.mark.usefixtures("rows")
+def test_the_collector_keeps_what_a_new_kind_names_and_takes_the_rest():
+    store = filled(AgedStore())
+    spare = keys(b"of nobody")[0]
+    store.put(spare, b"of nobody")
+    store.age(2 * DAY)
+    done = collect(store)
+    assert (done.others, done.bytes, done.failures) == (1, len(b"of nobody"), ())
+    assert sorted(store.keys("")) == sorted(keys())
+
+
+def test_nothing_is_collected_beside_a_kind_that_is_unknown():
+    store = filled(AgedStore())
+    blob = Catalog(store).keys(CONFIG).blob(sha256(b"blob").hexdigest())
+    store.put(blob, b"blob")  # the unknown entry may name it
+    store.age(2 * DAY)
+    done = collect(store)
+    assert blob in store.keys("")
+    assert "does not know" in done.failures[0]
+    store.delete(keys()[1])
+    assert collect(store).blobs == 1
+    assert keys()[0] in store.keys("")  # content of an unknown kind stays too
+
+
+@pytest.mark.usefixtures("rows")
+def test_verify_checks_a_new_kind():
+    store = filled(MemoryStore())
+    found = verify_store(store, [Catalog(store)])
+    assert (found.objects, found.entries, found.damaged) == (1, 1, ())
+    store.put(keys()[0], INDEX[::-1])
+    assert [one.problem for one in verify_store(store, [Catalog(store)]).damaged] == ["the index is damaged"]
+    store.delete(keys()[0])
+    store.put(keys(b"x")[0], b"x")
+    [damage] = verify_store(store, [Catalog(store)]).damaged
+    assert damage.problem == "the index of the index pointer is not there: index again"
+    store.put(keys()[1], b"{}")
+    [damage] = verify_store(store, [Catalog(store)], delete_damaged=True).damaged
+    assert damage.deleted
+    assert keys()[1] not in store.keys("")
+
+
+@pytest.mark.usefixtures("rows")
+def test_copy_takes_a_new_kind_and_leaves_out_what_is_damaged():
+    source, target = filled(MemoryStore()), MemoryStore()
+    done = copy_store(source, target)
+    assert (done.objects, done.entries, done.failures) == (1, 1, ())
+    assert sorted(target.keys("")) == sorted(keys())
+    source.put(keys(b"x")[0], b"y")
+    assert copy_store(source, MemoryStore()).failures[0].endswith("it is left out, index again")
+
+
+@pytest.mark.usefixtures("rows")
+def test_write_back_uploads_no_entry_of_a_new_kind_that_leads_nowhere():
+    remote = MemoryStore()
+    assert not upload_entry(remote, keys()[1], pointer(), lambda _key: True)
+    remote.put(keys()[0], INDEX)
+    assert upload_entry(remote, keys()[1], pointer(), lambda _key: True)
+    assert remote.get(keys()[1]) == pointer()
