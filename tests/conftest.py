@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import settings
 
 os.environ["KVWIRE_ESTIMATES"] = "off"  # what tests measure is nobody's business
@@ -14,16 +13,41 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are defined:
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def pytest_configure() -> None:
+@pytest.hookimpl(tryfirst=True)  # hypothesis reads its option in a hook of the same name
+def pytest_configure(config: pytest.Config) -> None:
     """Make runs even: the same examples in each, no hypothesis deadline, and one torch thread in each xdist worker.
 
     A first call may compile a kernel, which no deadline allows for; workers with full thread pools fight over cores.
-    With KVWIRE_EXPLORE set, hypothesis draws new examples in every run.
+    KVWIRE_EXPLORE, a whole number, is the seed of other examples; the same seed draws the same ones.
     """
-    settings.register_profile("kvwire", deadline=None, derandomize="KVWIRE_EXPLORE" not in os.environ)
+    seed = os.environ.get("KVWIRE_EXPLORE", "")
+    if seed:
+        if not (seed.isascii() and seed.isdecimal()):
+            msg = f"KVWIRE_EXPLORE is a seed, a whole number from 0; got {seed!r}"
+            raise pytest.UsageError(msg)
+        config.option.hypothesis_seed = seed
+    settings.register_profile("kvwire", deadline=None, derandomize=not seed, database=None)
     settings.load_profile("kvwire")
     if "PYTEST_XDIST_WORKER" in os.environ:
+        import torch
+
         torch.set_num_threads(1)
+
+
+def _repeat() -> str:
+    seed = os.environ.get("KVWIRE_EXPLORE", "")
+    return f"random examples are drawn from seed {seed}; to repeat: KVWIRE_EXPLORE={seed} make test" if seed else ""
+
+
+def pytest_report_header() -> str:
+    """Say what a run explores."""
+    return _repeat()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say it again where something failed."""
+    if _repeat() and (terminalreporter.stats.get("failed") or terminalreporter.stats.get("error")):
+        terminalreporter.write_line(_repeat())
 
 
 @pytest.fixture(scope="session")
