@@ -37,9 +37,10 @@ demo: $(READY)
 	$(BIN)/kvwire demo
 
 # KVWIRE_EXPLORE=<seed> makes property tests draw other examples than the usual ones: the same for the same seed.
-# A file's tests stay together, so that one worker compiles its numba kernels and the others find them cached.
+# A file's tests stay together, so that one worker compiles its numba kernels and the others find them cached; slow files
+# first, in the order of tests/conftest.py.
 test: $(READY)
-	$(BIN)/pytest -n $(JOBS) --dist loadfile
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # Ceph's gateway, Swift and nginx, downloaded once into KVWIRE_SERVERS (~/.cache/kvwire-servers); Debian 12, no root.
 test-servers: $(READY)

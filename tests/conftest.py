@@ -11,6 +11,22 @@ from hypothesis import settings
 os.environ["KVWIRE_ESTIMATES"] = "off"  # what tests measure is nobody's business
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are defined: no test needs a GPU
 ROOT = Path(__file__).resolve().parents[1]
+SLOW = (
+    "codec/test_device_decode.py",
+    "front/test_cli.py",
+    "transport/test_soak.py",
+    "codec/attacks/test_fuzz.py",
+    "codec/test_round_trips.py",
+    "test_set_up.py",
+    "benchmarks/test_gpu_benchmark.py",
+    "benchmarks/test_cachegen_fast.py",
+    "transport/test_fault_matrix.py",
+    "controller/test_sharing.py",
+    "codec/test_lossless.py",
+    "engines/test_opening.py",
+    "codec/test_device_encode.py",
+)
+"""Files that take longest, which begin first: at the end of a run, no worker waits long for another."""
 
 
 @pytest.hookimpl(tryfirst=True)  # hypothesis reads its option in a hook of the same name
@@ -32,6 +48,12 @@ def pytest_configure(config: pytest.Config) -> None:
         import torch
 
         torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow files first, all else as it was."""
+    rank = {ROOT / "tests" / name: place for place, name in enumerate(SLOW)}
+    items.sort(key=lambda item: rank.get(item.path, len(SLOW)))
 
 
 def _repeat() -> str:
