@@ -12,11 +12,15 @@ if TYPE_CHECKING:
     from kvwire.codec.fitting.fit import fit_profile
     from kvwire.codec.fitting.sensitivity import perturbed
     from kvwire.codec.fitting.statistics import Statistics, Vocabulary
+    from kvwire.codec.format.codecs import DEFAULT_METHOD, methods
     from kvwire.codec.format.container import read_header
     from kvwire.codec.format.texts import pack_text, read_text
-    from kvwire.codec.gpu.streams import Mark, Pending
-    from kvwire.codec.kinds.cachegen import CacheGenProfile, fit_cachegen_profile
-    from kvwire.codec.kinds.profiles import AnyProfile, read_profile
+    from kvwire.codec.gpu.streams import Mark, Pending, StreamEvent
+    from kvwire.codec.kinds.base import LevelKind, kind_of_method
+    from kvwire.codec.kinds.cachegen_coding import fit_cachegen_profile
+    from kvwire.codec.kinds.cachegen_profile import CacheGenProfile
+    from kvwire.codec.kinds.profiles import read_profile
+    from kvwire.codec.kinds.requests import AnyProfile
     from kvwire.codec.planes import Plane, planes_of
     from kvwire.codec.profile.profile import Profile
     from kvwire.codec.transform.positions import positions_off, positions_on, rotate, rotation, shift_keys
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CHUNK_TOKENS",
+    "DEFAULT_METHOD",
     "AnyProfile",
     "Backend",
     "BlobDecoder",
@@ -32,19 +37,23 @@ __all__ = [
     "CacheMeta",
     "KVCache",
     "Ladder",
+    "LevelKind",
     "Mark",
     "PagedKVCache",
     "Pending",
     "Plane",
     "Profile",
     "Statistics",
+    "StreamEvent",
     "Vocabulary",
     "decode",
     "encode",
     "fit_cachegen_profile",
     "fit_profile",
     "inspect",
+    "kind_of_method",
     "level_index",
+    "methods",
     "pack_text",
     "perturbed",
     "planes_of",
@@ -70,12 +79,16 @@ __getattr__ = lazy(
         "kvwire.codec.fitting.fit": ("fit_profile",),
         "kvwire.codec.fitting.sensitivity": ("perturbed",),
         "kvwire.codec.fitting.statistics": ("Statistics", "Vocabulary"),
+        "kvwire.codec.format.codecs": ("DEFAULT_METHOD", "methods"),
         "kvwire.codec.format.container": ("read_header",),
         "kvwire.codec.format.texts": ("pack_text", "read_text"),
-        "kvwire.codec.gpu.streams": ("Mark", "Pending"),
-        "kvwire.codec.kinds.cachegen": ("CacheGenProfile", "fit_cachegen_profile"),
-        "kvwire.codec.kinds.profiles": ("AnyProfile", "read_profile"),
+        "kvwire.codec.gpu.streams": ("Mark", "Pending", "StreamEvent"),
+        "kvwire.codec.kinds.base": ("LevelKind", "kind_of_method"),
+        "kvwire.codec.kinds.cachegen_coding": ("fit_cachegen_profile",),
+        "kvwire.codec.kinds.cachegen_profile": ("CacheGenProfile",),
+        "kvwire.codec.kinds.profiles": ("read_profile",),
         "kvwire.codec.planes": ("Plane", "planes_of"),
+        "kvwire.codec.kinds.requests": ("AnyProfile",),
         "kvwire.codec.profile.profile": ("Profile",),
         "kvwire.codec.transform.positions": ("positions_off", "positions_on", "rotate", "rotation", "shift_keys"),
         "kvwire.codec.transform.quantiser": ("Ladder",),

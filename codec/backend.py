@@ -28,10 +28,19 @@ _LOG = logging.getLogger("kvwire.codec")
 
 
 def uses_triton(backend: Backend, device: str | torch.device) -> bool:
-    """Whether Triton's kernels are to run for tensors on ``device``.
+    """Decide whether Triton's kernels run for tensors on a device.
 
-    With ``auto``, a GPU on which Triton cannot run is served by numba, and one line of the log says why. Raises
-    ArgumentError for a backend that does not exist, and for ``triton`` where it cannot run.
+    With ``auto``, a GPU on which Triton cannot run is served by numba, and one line of the log says why.
+
+    Args:
+        backend: What the caller asked for.
+        device: Where the tensors lie.
+
+    Returns:
+        Whether they run.
+
+    Raises:
+        ArgumentError: There is no such backend, or ``triton`` cannot run there.
     """
     if backend not in BACKENDS:
         msg = f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}"
@@ -50,7 +59,11 @@ def uses_triton(backend: Backend, device: str | torch.device) -> bool:
 
 
 def interpreted() -> bool:
-    """Whether Triton kernels run in its interpreter, on the processor: slow, and meant for tests."""
+    """Tell whether Triton kernels run in its interpreter, on the processor: slow, and meant for tests.
+
+    Returns:
+        Whether ``TRITON_INTERPRET`` is set.
+    """
     return os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes", "y"}
 
 

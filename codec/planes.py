@@ -14,12 +14,27 @@ Plane = tuple[Side, int]
 
 
 def plane_width(layers: tuple[LayerSpec, ...], plane: Plane) -> int:
-    """Elements for one token of a layer's keys or values; 0 for layers without a cache."""
+    """Count the elements of a plane for one token.
+
+    Args:
+        layers: Of the model.
+        plane: The keys or values of one of them.
+
+    Returns:
+        Heads times dimensions; 0 for layers without a cache.
+    """
     side, layer = plane
     spec = layers[layer]
     return 0 if spec.kind == "none" else (spec.key_width if side == "key" else spec.value_width)
 
 
 def planes_of(layers: tuple[LayerSpec, ...]) -> list[Plane]:
-    """Every plane that holds something: all keys by layer, then all values."""
+    """List every plane that holds something.
+
+    Args:
+        layers: Of the model.
+
+    Returns:
+        All keys by layer, then all values.
+    """
     return [(side, layer) for side in SIDES for layer in range(len(layers)) if plane_width(layers, (side, layer))]

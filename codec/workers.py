@@ -7,7 +7,8 @@ core: results do not depend on the number of workers.
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
@@ -18,14 +19,18 @@ from threadpoolctl import ThreadpoolController
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Count the cores that this process may use.
+
+    Returns:
+        At least 1.
+    """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -37,16 +42,31 @@ def _controller() -> ThreadpoolController:
 
 @contextmanager
 def one_core() -> Iterator[None]:
-    """Keep the matrix products of this thread on this thread."""
+    """Keep the matrix products of this thread on this thread.
+
+    Yields:
+        Nothing; the limit holds inside.
+    """
     torch.get_num_threads()  # makes torch set up this thread now, and not on top of the limit
     with _controller().limit(limits=1, user_api="openmp"):
         yield
 
 
 def each(work: Callable[[_In], _Out], items: Iterable[_In], threads: int | None) -> list[_Out]:
-    """``[work(item) for item in items]``, several at a time; threads: None for every core.
+    """Compute ``[work(item) for item in items]``, several at a time.
 
     Where one fails, its error is raised and what has not begun is left undone.
+
+    Args:
+        work: Called from several threads.
+        items: What it is called with.
+        threads: How many; None for every core.
+
+    Returns:
+        The results, in order.
+
+    Raises:
+        ArgumentError: ``threads`` is below 1.
     """
     if threads is not None and threads < 1:
         msg = f"threads must be at least 1, or None for every core, got {threads}"
@@ -60,6 +80,31 @@ def each(work: Callable[[_In], _Out], items: Iterable[_In], threads: int | None)
         running = [pool.submit(work, item) for item in listed]
         try:
             return [future.result() for future in running]
+        finally:
+            for future in running:
+                future.cancel()
+
+
+def ahead(work: Callable[[_In], _Out], items: Sequence[_In]) -> Iterator[_Out]:
+    """Compute results in order, from as many threads as there are cores, only some items ahead of what is asked for.
+
+    Args:
+        work: Called from several threads.
+        items: What it is called with.
+
+    Yields:
+        The results, in order.
+    """
+    threads = max(1, min(len(items), cores()))
+    with ThreadPoolExecutor(threads, "kvwire-staging") as pool:
+        running: deque[Future[_Out]] = deque()
+        try:
+            for item in items:
+                running.append(pool.submit(work, item))
+                if len(running) > 2 * threads:
+                    yield running.popleft().result()
+            while running:
+                yield running.popleft().result()
         finally:
             for future in running:
                 future.cancel()

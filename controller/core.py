@@ -1,6 +1,6 @@
 """All loads that share a link and an engine as one state machine: events in, instructions out; no clock, no I/O.
 
-``handle`` takes an event in, moves chunks between the states of ``board.MOVES``, and then hands out what the link and
+``handle`` takes an event in, moves chunks between the states of ``doc.MOVES``, and then hands out what the link and
 the lanes are free for. Who goes first is in ``dispatch.py``.
 """
 
@@ -35,8 +35,7 @@ class Controller:
     event that cannot happen in the present state raises ArgumentError and changes nothing; what is still reported of a
     cancelled fetch or of a load that is over is ignored.
 
-    record: called with every event and its instructions; feeding the events to an equal new controller gives the same
-    instructions, see ``replay``. Estimates are updated in place and may serve other controllers of the same link.
+    Feeding the recorded events to an equal new controller gives the same instructions, see ``replay``.
     """
 
     def __init__(
@@ -47,7 +46,14 @@ class Controller:
         *,
         record: Callable[[ev.LogEntry], object] | None = None,
     ) -> None:
-        """Start without loads."""
+        """Start without loads.
+
+        Args:
+            estimates: Updated in place; they may serve other controllers of the same link.
+            settings: How loads are steered.
+            policy: By default kvwire's own.
+            record: Called with every event and its instructions.
+        """
         self.estimates = estimates
         self._loads: dict[int, Load] = {}
         self._newest = -1
@@ -73,7 +79,18 @@ class Controller:
         return self._dispatch.wake_at(self._now)
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Instruction]:
-        """Take in one event at ``now`` seconds of any clock that never goes back; returns what to do."""
+        """Take in one event.
+
+        Args:
+            event: What happened.
+            now: The instant, in seconds of any clock that never goes back.
+
+        Returns:
+            What to do, in this order.
+
+        Raises:
+            ArgumentError: The event cannot happen in the present state; nothing has changed.
+        """
         if not isfinite(now) or now < self._now:
             msg = f"time must be finite and never go back: {now} after {self._now}"
             raise ArgumentError(msg)
@@ -160,11 +177,11 @@ class Controller:
         load = self._load(chunk.load)
         if load is None:
             return None
-        board = load.board(chunk.document)
-        if not 0 <= chunk.chunk < board.count:
+        doc = load.doc(chunk.document)
+        if not 0 <= chunk.chunk < doc.count:
             msg = f"{chunk} is not part of this load"
             raise ArgumentError(msg)
-        return load, board
+        return load, doc
 
     def _fetched(self, chunk: ChunkId) -> tuple[Load, DocumentState] | None:
         """Where a chunk is whose fetch is over; None where nobody cares any more."""
@@ -184,50 +201,50 @@ class Controller:
         place = self._fetched(chunk)
         if place is None:
             return False
-        load, board = place
-        at, asked = chunk.chunk, int(board.level[chunk.chunk])
+        load, doc = place
+        at, asked = chunk.chunk, int(doc.level[chunk.chunk])
         if not 0 <= level <= asked:
             msg = f"level {level} of {chunk} arrived, level {asked} was asked for"
             raise ArgumentError(msg)
-        refining = board.state[at] == _S.REFINING
-        too_coarse = level <= board.valid_level[at] if refining else level < load.goal.floor and board.can_text[at]
+        refining = doc.state[at] == _S.REFINING
+        too_coarse = level <= doc.valid_level[at] if refining else level < load.goal.floor and doc.can_text[at]
         if level < asked and too_coarse:
             if not refining:
                 out.append(ev.Release(chunk))
             return self._fetch_failed(chunk, trouble or f"only level {level} is there")
         self._dispatch.link.arrived(chunk, now)
-        board.failures = 0
+        doc.failures = 0
         if level < asked:
-            board.note(at, trouble)
-            board.top[at] = level
-            self._dispatch.hold(board, at, board.size(at, level))
-        board.level[at] = level
-        board.move(at, _S.REFINED if refining else _S.ARRIVED)
+            doc.note(at, trouble)
+            doc.top[at] = level
+            self._dispatch.hold(doc, at, doc.size(at, level))
+        doc.level[at] = level
+        doc.move(at, _S.REFINED if refining else _S.ARRIVED)
         return True
 
     def _fetch_failed(self, chunk: ChunkId, reason: str) -> bool:
         place = self._fetched(chunk)
         if place is None:
             return False
-        load, board = place
+        load, doc = place
         self._dispatch.link.drop(chunk)
         load.planned_at = -inf
-        if board.state[chunk.chunk] == _S.REFINING:
-            board.note(chunk.chunk, f"refinement failed: {reason}")
-            self._dispatch.settle(board, chunk.chunk)
+        if doc.state[chunk.chunk] == _S.REFINING:
+            doc.note(chunk.chunk, f"refinement failed: {reason}")
+            self._dispatch.settle(doc, chunk.chunk)
             return True
-        self._lose(load, board, chunk.chunk, f"fetch failed: {reason}")
-        board.failures += 1
-        if board.failures >= self._settings.max_failures:
-            board.give_up_blob(f"{board.failures} fetches in a row failed")
+        self._lose(load, doc, chunk.chunk, f"fetch failed: {reason}")
+        doc.failures += 1
+        if doc.failures >= self._settings.max_failures:
+            doc.give_up_blob(f"{doc.failures} fetches in a row failed")
         return True
 
-    def _lose(self, load: Load, board: DocumentState, chunk: int, trouble: str) -> None:
+    def _lose(self, load: Load, doc: DocumentState, chunk: int, trouble: str) -> None:
         """Lose what was or should have been fetched for a chunk."""
-        board.lose(chunk, trouble, fetch=True)
-        self._dispatch.hold(board, chunk, 0)
+        doc.lose(chunk, trouble, fetch=True)
+        self._dispatch.hold(doc, chunk, 0)
         load.planned_at = -inf
-        load.fallbacks += bool(board.can_text[chunk])
+        load.fallbacks += bool(doc.can_text[chunk])
 
     def _decoded(
         self, chunks: tuple[ChunkId, ...], bad: tuple[ChunkId, ...], seconds: float | None, reason: str,
@@ -248,26 +265,26 @@ class Controller:
             return
         for chunk in chunks:
             trouble = reason if chunk in bad else None
-            self._decoded_one(load, load.board(chunk.document), chunk.chunk, trouble, out)
+            self._decoded_one(load, load.doc(chunk.document), chunk.chunk, trouble, out)
 
     def _decoded_one(
-        self, load: Load, board: DocumentState, chunk: int, trouble: str | None, out: list[ev.Instruction]
+        self, load: Load, doc: DocumentState, chunk: int, trouble: str | None, out: list[ev.Instruction]
     ) -> None:
         if trouble is None:
-            if board.state[chunk] == _S.REDECODING:
-                board.reasons[chunk] = "refined: time was left"
-            board.move(chunk, _S.READY)
-            board.valid_level[chunk] = board.level[chunk]
-            self._dispatch.keep_or_release(load, board, chunk, out)
-        elif board.state[chunk] == _S.REDECODING:
+            if doc.state[chunk] == _S.REDECODING:
+                doc.reasons[chunk] = "refined: time was left"
+            doc.move(chunk, _S.READY)
+            doc.valid_level[chunk] = doc.level[chunk]
+            self._dispatch.keep_or_release(load, doc, chunk, out)
+        elif doc.state[chunk] == _S.REDECODING:
             # What was valid is spoilt; its own bytes are still here, and nothing finer is tried again.
-            board.note(chunk, f"refinement cannot be decoded: {trouble}")
-            board.move(chunk, _S.ARRIVED)
-            board.level[chunk] = board.top[chunk] = board.valid_level[chunk]
-            self._dispatch.hold(board, chunk, board.size(chunk, int(board.level[chunk])))
+            doc.note(chunk, f"refinement cannot be decoded: {trouble}")
+            doc.move(chunk, _S.ARRIVED)
+            doc.level[chunk] = doc.top[chunk] = doc.valid_level[chunk]
+            self._dispatch.hold(doc, chunk, doc.size(chunk, int(doc.level[chunk])))
         else:
-            self._lose(load, board, chunk, f"decode failed: {trouble}")
-            out.append(ev.Release(board.id(chunk)))
+            self._lose(load, doc, chunk, f"decode failed: {trouble}")
+            out.append(ev.Release(doc.id(chunk)))
 
     def _recomputed(self, chunks: tuple[ChunkId, ...], seconds: float) -> None:
         _check_seconds(seconds)
@@ -277,10 +294,10 @@ class Controller:
         load = self._load(job.load)
         if load is None:
             return
-        board = load.board(document)
+        doc = load.doc(document)
         for chunk in chunks:
-            board.move(chunk.chunk, _S.READY)
-            board.valid_level[chunk.chunk] = -1
+            doc.move(chunk.chunk, _S.READY)
+            doc.valid_level[chunk.chunk] = -1
 
     def _recompute_failed(self, chunk: ChunkId, reason: str) -> None:
         job = self._dispatch.lanes.running("prefill")
@@ -291,39 +308,39 @@ class Controller:
         place = self._place(chunk)
         if place is None:
             return
-        load, board = place
+        load, doc = place
         load.planned_at = -inf
         for other in job.chunks:
             if other == chunk:
-                board.lose(other.chunk, f"recomputation failed: {reason}", fetch=False)
+                doc.lose(other.chunk, f"recomputation failed: {reason}", fetch=False)
             else:
-                board.move(other.chunk, _S.PLANNED)
+                doc.move(other.chunk, _S.PLANNED)
 
     def _prefix_computed(self, number: int, document: int, seconds: float) -> None:
         _check_seconds(seconds)
         self._dispatch.lanes.end("prefill", "head start", (), number, document)
         load = self._load(number)
         if load:
-            board = load.board(document)
-            board.prefix_done, board.prefix_running = True, False
+            doc = load.doc(document)
+            doc.prefix_done, doc.prefix_running = True, False
 
     def _head_failed(self, number: int, document: int, reason: str, out: list[ev.Instruction]) -> None:
         self._dispatch.lanes.end("prefill", "head start", (), number, document)
         load = self._load(number)
         if load is None:
             return
-        board = load.board(document)
-        board.prefix_running = False
+        doc = load.doc(document)
+        doc.prefix_running = False
         trouble = f"its head start failed: {reason}"
-        for chunk in range(board.count):
-            state = board.state[chunk]
+        for chunk in range(doc.count):
+            state = doc.state[chunk]
             if state == _S.FETCHING:
-                self._dispatch.link.drop(board.id(chunk))
-                out.append(ev.Cancel(board.id(chunk), trouble))
+                self._dispatch.link.drop(doc.id(chunk))
+                out.append(ev.Cancel(doc.id(chunk), trouble))
             if state in (_S.FETCHING, _S.ARRIVED):
-                self._lose(load, board, chunk, trouble)
-                out.append(ev.Release(board.id(chunk)))
-        board.give_up_blob(trouble, all_of_it=True)
+                self._lose(load, doc, chunk, trouble)
+                out.append(ev.Release(doc.id(chunk)))
+        doc.give_up_blob(trouble, all_of_it=True)
 
 
 def _check_seconds(seconds: float) -> None:
@@ -333,7 +350,15 @@ def _check_seconds(seconds: float) -> None:
 
 
 def replay(log: list[ev.LogEntry], controller: Controller) -> None:
-    """Feed a log's events to a new controller; raises ArgumentError at the first instruction that differs."""
+    """Feed a log's events to a new controller.
+
+    Args:
+        log: What a controller recorded.
+        controller: A new one with equal settings, estimates and policy.
+
+    Raises:
+        ArgumentError: An instruction differs from the log's.
+    """
     for number, entry in enumerate(log):
         given = tuple(controller.handle(entry.event, entry.now))
         if given != entry.instructions:

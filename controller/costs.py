@@ -24,8 +24,12 @@ _ROUNDS = 10  # of the robust fit; it settles in fewer
 class PrefillCost:
     """Seconds of one forward pass: ``base_s + token_s * tokens + pair_s * tokens * (context + tokens / 2)``.
 
-    pair_s: seconds per pair of a new token and a token that it attends to. Cut anywhere, the parts of a pass cost
-    together what the pass costs, but for ``base_s``.
+    Cut anywhere, the parts of a pass cost together what the pass costs, but for ``base_s``.
+
+    Attributes:
+        base_s: Fixed part.
+        token_s: Part for each token.
+        pair_s: Seconds for each pair of a new token and a token that it attends to.
     """
 
     base_s: float
@@ -37,11 +41,27 @@ class PrefillCost:
         _check_coefficients(self.base_s, self.token_s, self.pair_s)
 
     def seconds(self, tokens: int, context: int = 0) -> float:
-        """Seconds to compute ``tokens`` new tokens behind ``context`` tokens that are ready."""
+        """Work out what a pass costs.
+
+        Args:
+            tokens: New ones.
+            context: Tokens before them that are ready.
+
+        Returns:
+            Seconds.
+        """
         return self.base_s + self.marginal(tokens, context)
 
     def marginal(self, tokens: int, context: int) -> float:
-        """Seconds that ``tokens`` more tokens add to a pass that runs anyway."""
+        """Work out what more tokens add to a pass that runs anyway.
+
+        Args:
+            tokens: New ones.
+            context: Tokens before them that are ready.
+
+        Returns:
+            Seconds.
+        """
         return self.token_s * tokens + self.pair_s * tokens * (context + tokens / 2)
 
     def scaled(self, ratio: float) -> PrefillCost:
@@ -54,6 +74,11 @@ class DecodeCost:
     """Seconds to decode a batch: ``base_s + token_s * tokens + byte_s * bytes``.
 
     tokens, bytes: of all its chunks, or, where several threads decode chunks side by side, of the busiest one's.
+
+    Attributes:
+        base_s: Fixed part.
+        token_s: Part for each token.
+        byte_s: Part for each byte.
     """
 
     base_s: float
@@ -65,7 +90,15 @@ class DecodeCost:
         _check_coefficients(self.base_s, self.token_s, self.byte_s)
 
     def seconds(self, tokens: int, size: int) -> float:
-        """Seconds to decode ``tokens`` tokens from ``size`` bytes in one batch."""
+        """Work out what one batch costs.
+
+        Args:
+            tokens: Of the batch, or of its busiest thread.
+            size: Bytes of the same.
+
+        Returns:
+            Seconds.
+        """
         return self.base_s + self.token_s * tokens + self.byte_s * size
 
     def scaled(self, ratio: float) -> DecodeCost:
@@ -73,7 +106,15 @@ class DecodeCost:
         return DecodeCost(self.base_s * ratio, self.token_s * ratio, self.byte_s * ratio)
 
     def shared(self, batch: int, threads: int) -> DecodeCost:
-        """What a chunk of many costs, all alike: a batch pays the fixed part once, its threads share the rest."""
+        """Work out what a chunk of many costs, all alike: a batch pays the fixed part once, its threads share the rest.
+
+        Args:
+            batch: Chunks decoded in one go.
+            threads: How many of them side by side.
+
+        Returns:
+            The cost of one chunk.
+        """
         share = -(-batch // threads) / batch
         return DecodeCost(self.base_s / batch, self.token_s * share, self.byte_s * share)
 
@@ -82,8 +123,11 @@ class DecodeCost:
 class CostModel:
     """Every computing cost between the request and the first token.
 
-    link_s_per_token: seconds per prompt token to link the chunks into one cache at the end.
-    query_tokens: tokens of the question, computed last, with the whole prompt as context.
+    Attributes:
+        prefill: Of a forward pass.
+        decode: Of a batch.
+        link_s_per_token: Seconds per prompt token to link the chunks into one cache at the end.
+        query_tokens: Tokens of the question, computed last, with the whole prompt as context.
     """
 
     prefill: PrefillCost
@@ -96,13 +140,28 @@ class CostModel:
         _check_coefficients(self.link_s_per_token, self.query_tokens)
 
     def closing_s(self, prompt_tokens: int) -> float:
-        """Seconds from the last chunk being ready to the first token: linking and the question's prefill."""
+        """Work out what is left to do when the last chunk is ready: linking and the question's prefill.
+
+        Args:
+            prompt_tokens: Length of all documents together.
+
+        Returns:
+            Seconds to the first token.
+        """
         query = self.prefill.seconds(self.query_tokens, prompt_tokens) if self.query_tokens else 0.0
         return self.link_s_per_token * prompt_tokens + query
 
 
 def busiest(chunks: Sequence[tuple[int, int]], threads: int) -> tuple[int, int]:
-    """What the busiest of some threads has to do, each chunk going to whoever has least; all tokens and bytes."""
+    """What the busiest of some threads has to do, each chunk going to whoever has least; all tokens and bytes.
+
+    Args:
+        chunks: Tokens and bytes of each.
+        threads: How many there are.
+
+    Returns:
+        Its tokens and bytes.
+    """
     given = [(0, 0)] * threads
     for tokens, size in chunks:
         least = given.index(min(given))
@@ -113,7 +172,14 @@ def busiest(chunks: Sequence[tuple[int, int]], threads: int) -> tuple[int, int]:
 def fit_prefill(samples: Iterable[tuple[int, int, float]]) -> PrefillCost:
     """Fit a prefill cost to ``(tokens, context, seconds)`` samples; robust to a few outliers.
 
-    Raises ArgumentError without samples or with one that is negative or not finite.
+    Args:
+        samples: Tokens, context and seconds of each pass.
+
+    Returns:
+        The cost that fits best.
+
+    Raises:
+        ArgumentError: There is no sample, or one is negative or not finite.
     """
     rows = _checked(samples)
     tokens, context = rows[:, 0], rows[:, 1]
@@ -124,7 +190,14 @@ def fit_prefill(samples: Iterable[tuple[int, int, float]]) -> PrefillCost:
 def fit_decode(samples: Iterable[tuple[int, int, float]]) -> DecodeCost:
     """Fit a decode cost to ``(tokens, bytes, seconds)`` samples; robust to a few outliers.
 
-    Raises ArgumentError without samples or with one that is negative or not finite.
+    Args:
+        samples: Tokens, bytes and seconds of each batch.
+
+    Returns:
+        The cost that fits best.
+
+    Raises:
+        ArgumentError: There is no sample, or one is negative or not finite.
     """
     rows = _checked(samples)
     columns = np.stack([np.ones(len(rows)), rows[:, 0], rows[:, 1]], axis=1)

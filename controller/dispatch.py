@@ -42,7 +42,14 @@ class Dispatcher(Resources):
     def __init__(
         self, estimates: Estimates, settings: ControllerSettings, policy: Policy, loads: dict[int, Load]
     ) -> None:
-        """Start idle. loads: those under way, by number; ended ones are taken out."""
+        """Start idle.
+
+        Args:
+            estimates: Of link and engine.
+            settings: How loads are steered.
+            policy: Decides.
+            loads: Those under way, by number; ended ones are taken out.
+        """
         super().__init__(estimates, settings, loads)
         self._policy = policy
 
@@ -51,39 +58,50 @@ class Dispatcher(Resources):
         refining = (load for load in self._loads.values() if load.goal.objective == "quality" and load.is_ready)
         cuts = [self._cut(load) for load in refining]
         undecided = any(load.is_undecided for load in self._loads.values())
-        regular = now + _TICK_S if self.link.flights or undecided else inf
-        if undecided and not self.link.flights and self.lanes.is_free("prefill"):
+        regular = now + _TICK_S if self.link.fetches or undecided else inf
+        if undecided and not self.link.fetches and self.lanes.is_free("prefill"):
             regular = now + max(self._settings.replan_s, _LEAST_TICK_S)
         return max(now, min([self.link.stalls_at, regular, *(cut for cut in cuts if cut > now)]))
 
-    def add(self, load: Load, board: DocumentState, now: float) -> None:
-        """Choose a new document's variant, and leave out levels that would never fit into memory."""
-        if len(board.variants) > 1:
-            self._choose(board, min(range(len(board.variants)), key=lambda each: self._score(load, board, each, now)))
+    def add(self, load: Load, doc: DocumentState, now: float) -> None:
+        """Choose a new document's variant, and leave out levels that would never fit into memory.
+
+        Args:
+            load: Whose document it is.
+            doc: State of the document.
+            now: The instant, in seconds of the controller's clock.
+        """
+        if len(doc.variants) > 1:
+            self._choose(doc, min(range(len(doc.variants)), key=lambda each: self._score(load, doc, each, now)))
         else:
-            self._choose(board, 0)
+            self._choose(doc, 0)
 
-    def _choose(self, board: DocumentState, variant: int) -> None:
-        board.choose(variant)
-        fitting = (board.sizes <= self._settings.memory_bytes).sum(axis=0) - 1
-        for chunk in np.flatnonzero(fitting < board.top).tolist():
-            board.top[chunk] = fitting[chunk]
-            board.note(chunk, f"finer levels exceed the memory bound of {self._settings.memory_bytes} bytes")
-            if board.top[chunk] < 0 and not board.can_text[chunk]:
-                board.move(chunk, _S.FAILED)
+    def _choose(self, doc: DocumentState, variant: int) -> None:
+        doc.choose(variant)
+        fitting = (doc.sizes <= self._settings.memory_bytes).sum(axis=0) - 1
+        for chunk in np.flatnonzero(fitting < doc.top).tolist():
+            doc.top[chunk] = fitting[chunk]
+            doc.note(chunk, f"finer levels exceed the memory bound of {self._settings.memory_bytes} bytes")
+            if doc.top[chunk] < 0 and not doc.can_text[chunk]:
+                doc.move(chunk, _S.FAILED)
 
-    def _score(self, load: Load, board: DocumentState, variant: int, now: float) -> tuple[bool, bool, float, float]:
+    def _score(self, load: Load, doc: DocumentState, variant: int, now: float) -> tuple[bool, bool, float, float]:
         """How good the prompt as far as it is known would be with a variant; less is better."""
-        self._choose(board, variant)
+        self._choose(doc, variant)
         plan = self._policy.plan(self._request(load, now))
         goal = {"earliest": 0.0, "quality": plan.error, "cheapest": float(plan.bytes)}[load.goal.objective]
-        hopeless = bool((board.state == _S.FAILED).any())
+        hopeless = bool((doc.state == _S.FAILED).any())
         return hopeless, not plan.in_time, goal if plan.in_time else 0.0, plan.finish_s
 
     # What comes next.
 
     def act(self, now: float, out: list[ev.Instruction]) -> None:
-        """End loads that are over, then give free lanes and the link something to do."""
+        """End loads that are over, then give free lanes and the link something to do.
+
+        Args:
+            now: The instant, in seconds of the controller's clock.
+            out: Instructions are appended to it.
+        """
         for load in list(self._loads.values()):
             self._conclude(load, now, out)
         if not self._loads:
@@ -102,7 +120,7 @@ class Dispatcher(Resources):
 
     def _refresh(self, load: Load, now: float) -> None:
         """Plan anew unless the plan is fresh."""
-        idle = not self.link.flights and not load.waiting
+        idle = not self.link.fetches and not load.waiting
         if now > load.planned_at and (idle or now - load.planned_at >= self._settings.replan_s):
             self._plan(load, now)
 
@@ -129,7 +147,7 @@ class Dispatcher(Resources):
         return load.due - self._settings.reserve_s - self.costs_of(load).closing_s(load.prompt_tokens)
 
     def _plan(self, load: Load, now: float) -> None:
-        if not load.is_undecided and (load.first_s is not None or not load.boards):
+        if not load.is_undecided and (load.first_s is not None or not load.docs):
             return
         request = self._request(load, now)
         load.follow(self._policy.plan(request), request, now)
@@ -139,17 +157,17 @@ class Dispatcher(Resources):
     def _request(self, load: Load, now: float) -> PlanRequest:
         costs, settings, link = self.costs_among_many(load), self._settings, self.link
         ahead = [other for other in self._loads.values() if self._rank(other) < self._rank(load)]
-        flights = link.flights
-        promised = CommittedWork(
-            wire=np.array([flight.left for flight in flights], np.float64),
-            work_s=np.array([flight.decode_s for flight in flights], np.float64),
+        fetches = link.fetches
+        committed = CommittedWork(
+            wire=np.array([fetch.left for fetch in fetches], np.float64),
+            work_s=np.array([fetch.decode_s for fetch in fetches], np.float64),
             prefill_s=self.lanes.left_s("prefill", now) + sum(other.compute_s for other in ahead),
             decode_s=self.lanes.left_s("decode", now) + self._backlog_s(costs),
             ahead_bytes=float(sum(other.plan.bytes for other in ahead if other.plan)),
         )
         base = PlanRequest(
             chunks=_NOTHING, costs=costs, goal=load.goal, bandwidth=link.bandwidth, bandwidth_low=link.bandwidth_low,
-            prompt_tokens=0, promised=promised,
+            prompt_tokens=0, committed=committed,
             left_s=None if load.due == inf else load.due - now - settings.reserve_s - self._beside_s(load),
             lead_s=link.lead_s(now), ttfb_s=link.ttfb_s, parallel=settings.max_in_flight, workers=settings.workers,
             now=now,
@@ -167,11 +185,11 @@ class Dispatcher(Resources):
             return self.backlog_s
         seconds = 0.0
         for load in self._loads.values():
-            for board in load.boards:
-                chunks = np.flatnonzero((board.state == _S.ARRIVED) | (board.state == _S.REFINED))
+            for doc in load.docs:
+                chunks = np.flatnonzero((doc.state == _S.ARRIVED) | (doc.state == _S.REFINED))
                 if len(chunks):
-                    sizes = board.sizes[board.level[chunks], chunks]
-                    each = costs.decode.token_s * board.tokens[chunks] + costs.decode.byte_s * sizes
+                    sizes = doc.sizes[doc.level[chunks], chunks]
+                    each = costs.decode.token_s * doc.tokens[chunks] + costs.decode.byte_s * sizes
                     seconds += costs.decode.base_s * len(chunks) + float(each.sum())
         self.backlog_s = seconds
         return seconds
@@ -180,7 +198,7 @@ class Dispatcher(Resources):
         """Decode what arrived and is not valid yet, in one batch."""
         if self.lanes.is_free("decode"):
             arrived = load.having(_S.ARRIVED)
-            places = [(board, chunk) for board, chunk in arrived if board.prefix_done or not board.input.prefix_share]
+            places = [(doc, chunk) for doc, chunk in arrived if doc.prefix_done or not doc.input.prefix_share]
             self.start_decode(load, places[: self._settings.decode_batch], _S.DECODING, now, out)
 
     def _redecode(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
@@ -190,24 +208,24 @@ class Dispatcher(Resources):
             places = [place for place in load.having(_S.REFINED) if not self._is_extended(place[0])]
             self.start_decode(load, places[: self._settings.decode_batch], _S.REDECODING, now, out)
 
-    def _is_extended(self, board: DocumentState) -> bool:
+    def _is_extended(self, doc: DocumentState) -> bool:
         """Whether a forward pass over chunks of a document is running."""
         job = self.lanes.running("prefill")
-        return job is not None and job.kind == "recompute" and (job.load, job.document) == (board.load, board.number)
+        return job is not None and job.kind == "recompute" and (job.load, job.document) == (doc.load, doc.number)
 
     def _compute(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Compute a head start that fetched chunks wait for, or the next forward pass of the plan."""
         if not self.lanes.is_free("prefill"):
             return
         costs = self.costs_of(load)
-        for board in load.boards:
-            waited_for = among(board.state, (_S.FETCHING, _S.ARRIVED)).any()
-            if board.head_s_share and waited_for:
-                seconds = board.head_s_share * costs.prefill.seconds(int(board.tokens.sum()))
-                board.prefix_running = True
-                self.lanes.start("prefill", Job("head start", load.number, board.number, (), now, seconds))
+        for doc in load.docs:
+            waited_for = among(doc.state, (_S.FETCHING, _S.ARRIVED)).any()
+            if doc.prefix_share_left and waited_for:
+                seconds = doc.prefix_share_left * costs.prefill.seconds(int(doc.tokens.sum()))
+                doc.prefix_running = True
+                self.lanes.start("prefill", Job("head start", load.number, doc.number, (), now, seconds))
                 load.began = self.turn()
-                out.append(ev.ComputePrefix(load.number, board.number, board.variant))
+                out.append(ev.ComputePrefix(load.number, doc.number, doc.variant))
                 return
         if not load.is_known and now - load.known_since < self.link.ttfb_s:
             return  # the other indexes are about to come, and may change what is worth computing
@@ -216,14 +234,14 @@ class Dispatcher(Resources):
         found = load.next_pass(costs, min(self._pass_limit_s(load, costs), sure_s))
         if found is None:
             return
-        board, run = found
+        doc, run = found
         first = run[0]
-        can_fetch = board.top[first] >= min(load.goal.floor, max(board.finest, 0))
-        if can_fetch and costs.prefill.seconds(*board.prefill_span(first, first)) > sure_s:
+        can_fetch = doc.top[first] >= min(load.goal.floor, max(doc.finest, 0))
+        if can_fetch and costs.prefill.seconds(*doc.prefill_span(first, first)) > sure_s:
             # Perhaps too slow even for one chunk: it is fetched as well as the others.
-            load.fetch_instead(board, first)
+            load.fetch_instead(doc, first)
         else:
-            self.start_pass(load, board, run, now, out)
+            self.start_pass(load, doc, run, now, out)
 
     def _pass_limit_s(self, load: Load, costs: CostModel) -> float:
         """Seconds that a pass may take: half of what is to be recomputed, so that the meeting point can still move."""
@@ -241,17 +259,17 @@ class Dispatcher(Resources):
         doubt = max(self._estimates.prefill.high, bandwidth.high / max(bandwidth.value, 1.0))
         if not self._policy.preemptible or load.plan is None or doubt <= _DOUBT:
             return inf
-        if not load.plan.bytes and not self.link.flights:
+        if not load.plan.bytes and not self.link.fetches:
             return inf
         return (load.planned_at + load.plan.finish_s - costs.closing_s(load.prompt_tokens) - now) / doubt
 
     def _window_open(self) -> bool:
         """Whether another fetch may be opened: enough to keep the link busy, little enough to decide late."""
         settings, link = self._settings, self.link
-        if len(link.flights) >= settings.max_in_flight:
+        if len(link.fetches) >= settings.max_in_flight:
             return False
         horizon = (2 * link.ttfb_s + settings.horizon_s) * link.bandwidth_low
-        return len(link.flights) < 2 or link.open_bytes < horizon  # noqa: PLR2004 - one to come in, one behind it
+        return len(link.fetches) < 2 or link.open_bytes < horizon  # noqa: PLR2004 - one to come in, one behind it
 
     @property
     def can_fetch(self) -> bool:
@@ -264,51 +282,51 @@ class Dispatcher(Resources):
             return
         self._refresh(load, now)
         while load.waiting and self._window_open():
-            board, chunk, level = load.waiting[0]
-            if board.state[chunk] != _S.PLANNED or board.top[chunk] < level:
+            doc, chunk, level = load.waiting[0]
+            if doc.state[chunk] != _S.PLANNED or doc.top[chunk] < level:
                 load.waiting.pop(0)
                 continue
-            if not self.make_room(load, board.size(chunk, level), out):
+            if not self.make_room(load, doc.size(chunk, level), out):
                 return
             load.waiting.pop(0)
-            board.reasons[chunk] = load.reason(board, chunk)
-            board.move(chunk, _S.FETCHING)
-            self.ask(load, (board, chunk), 0, level, now + self._settings.patience_s, now, out)
+            doc.reasons[chunk] = load.reason(doc, chunk)
+            doc.move(chunk, _S.FETCHING)
+            self.ask(load, (doc, chunk), 0, level, now + self._settings.patience_s, now, out)
             if load.plan:
-                load.plan = replace(load.plan, bytes=max(0, load.plan.bytes - board.size(chunk, level)))
+                load.plan = replace(load.plan, bytes=max(0, load.plan.bytes - doc.size(chunk, level)))
 
     def _refine(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Open the refinements that the plan names, once nothing else is to be fetched."""
         cut = self._cut(load)
         while load.refine and not load.waiting and now < cut and self._window_open():
-            board, chunk = load.refine.pop(0)
-            level = int(board.valid_level[chunk]) + 1
-            more = board.size(chunk, level) - board.size(chunk, level - 1) if board.top[chunk] >= level else 0
-            usable = board.state[chunk] == _S.READY and board.held[chunk] and board.top[chunk] >= level
+            doc, chunk = load.refine.pop(0)
+            level = int(doc.valid_level[chunk]) + 1
+            more = doc.size(chunk, level) - doc.size(chunk, level - 1) if doc.top[chunk] >= level else 0
+            usable = doc.state[chunk] == _S.READY and doc.held[chunk] and doc.top[chunk] >= level
             if usable and self.held + more <= self._settings.memory_bytes:
-                board.move(chunk, _S.REFINING)
-                self.ask(load, (board, chunk), level, level, cut, now, out)
+                doc.move(chunk, _S.REFINING)
+                self.ask(load, (doc, chunk), level, level, cut, now, out)
 
     def _reclaim(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Give up fetches that idle compute would beat."""
         if not self._policy.preemptible or not self.lanes.is_free("prefill"):
             return
         costs = self.costs_of(load)
-        for board in load.boards:
+        for doc in load.docs:
             run: list[int] = []
-            for chunk in range(board.ready_before(), board.count):
-                if board.state[chunk] != _S.FETCHING or not board.can_text[chunk]:
+            for chunk in range(doc.ready_before(), doc.count):
+                if doc.state[chunk] != _S.FETCHING or not doc.can_text[chunk]:
                     break
-                size = board.size(chunk, int(board.level[chunk]))
-                tokens = int(board.tokens[chunk])
-                ready_s = self.link.arrival_s(board.id(chunk), now) + costs.decode.seconds(tokens, size)
+                size = doc.size(chunk, int(doc.level[chunk]))
+                tokens = int(doc.tokens[chunk])
+                ready_s = self.link.arrival_s(doc.id(chunk), now) + costs.decode.seconds(tokens, size)
                 if ready_s <= self._settings.cancel_margin * costs.prefill.seconds(
-                    *board.prefill_span((run or [chunk])[0], chunk)
+                    *doc.prefill_span((run or [chunk])[0], chunk)
                 ):
                     break
                 run.append(chunk)
             if run:
-                self.give_up(load, board, run, now, out)
+                self.give_up(load, doc, run, now, out)
                 return
 
     # How loads end.
@@ -319,13 +337,13 @@ class Dispatcher(Resources):
             return
         failed = next(load.having(_S.FAILED), None)
         if failed:
-            board, chunk = failed
+            doc, chunk = failed
             self.end(load, out)
-            out.append(ev.Fail(load.number, f"{board.id(chunk)} cannot be made ready: {board.troubles[chunk]}"))
+            out.append(ev.Fail(load.number, f"{doc.id(chunk)} cannot be made ready: {doc.troubles[chunk]}"))
         elif load.is_ready and not self._becomes_better(load, now):
-            for board, chunk in [*load.having(_S.REFINED)]:
-                self.settle(board, chunk)
-            decisions = tuple(board.decision(chunk) for board in load.boards for chunk in range(board.count))
+            for doc, chunk in [*load.having(_S.REFINED)]:
+                self.settle(doc, chunk)
+            decisions = tuple(doc.decision(chunk) for doc in load.docs for chunk in range(doc.count))
             self.end(load, out)
             out.append(ev.Finish(load.number, decisions, self._verdict(load, now)))
 
@@ -333,7 +351,7 @@ class Dispatcher(Resources):
         """Whether it is worth waiting for refinements."""
         if load.goal.objective != "quality" or now >= self._cut(load):
             return False
-        if load.is_promised():
+        if load.is_refining():
             return True
         if now - load.planned_at > 0:
             self._plan(load, now)
@@ -346,13 +364,18 @@ class Dispatcher(Resources):
         return f"in time by {left:.3f} s" if left >= 0 else f"late by {-left:.3f} s"
 
     def end(self, load: Load, out: list[ev.Instruction]) -> None:
-        """Take a load out: its fetches are cancelled and its bytes forgotten."""
-        for board, chunk in load.having(_S.FETCHING, _S.REFINING):
-            self.link.drop(board.id(chunk))
-            out.append(ev.Cancel(board.id(chunk), "nobody waits for it any more"))
-        for board in load.boards:
-            for chunk in np.flatnonzero(board.held).tolist():
-                self.release(board, chunk, out)
+        """Take a load out: its fetches are cancelled and its bytes forgotten.
+
+        Args:
+            load: Which one.
+            out: Instructions are appended to it.
+        """
+        for doc, chunk in load.having(_S.FETCHING, _S.REFINING):
+            self.link.drop(doc.id(chunk))
+            out.append(ev.Cancel(doc.id(chunk), "nobody waits for it any more"))
+        for doc in load.docs:
+            for chunk in np.flatnonzero(doc.held).tolist():
+                self.release(doc, chunk, out)
         del self._loads[load.number]
 
 

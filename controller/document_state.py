@@ -61,19 +61,38 @@ def _members(states: tuple[ChunkState, ...]) -> Flags:
 
 
 def among(state: NDArray[np.uint8], states: tuple[ChunkState, ...]) -> Flags:
-    """Which of some states are any of others; quicker than ``isin``."""
+    """Which of some states are any of others; quicker than ``isin``.
+
+    Args:
+        state: Of each chunk ``[n]``.
+        states: Those looked for.
+
+    Returns:
+        Flags ``[n]``.
+    """
     return np.asarray(_members(states)[state])
 
 
 class DocumentState:
     """The chunks of one document as arrays, one column each.
 
-    level: asked for or in the prompt. valid_level: in the prompt; RECOMPUTE (-1) where it was recomputed. held: bytes
-    that were asked for or have arrived and are not released.
+    Attributes:
+        level: Asked for or in the prompt ``[n]``.
+        valid_level: In the prompt; RECOMPUTE (-1) where it was recomputed ``[n]``.
+        held: Bytes that were asked for or have arrived and are not released ``[n]``.
     """
 
     def __init__(self, load: int, number: int, variants: tuple[DocumentPlanInput, ...]) -> None:
-        """Lay out a column for every chunk; the first variant is the chosen one until ``choose``."""
+        """Lay out a column for every chunk; the first variant is the chosen one until ``choose``.
+
+        Args:
+            load: Number of the load.
+            number: Of the document in the prompt.
+            variants: The same document as blobs coded for different prefix layers; usually one.
+
+        Raises:
+            ArgumentError: There is no variant, or their chunks differ.
+        """
         self.load, self.number, self.variants = load, number, variants
         if not variants or any(variant.tokens != variants[0].tokens for variant in variants):
             msg = f"document {number} needs at least one variant, and all of them chunks of the same tokens"
@@ -117,7 +136,15 @@ class DocumentState:
         return ChunkId(self.number, chunk, self.load)
 
     def move(self, chunk: int, state: ChunkState) -> None:
-        """Go to another state. Raises ArgumentError where ``MOVES`` has no such move."""
+        """Go to another state.
+
+        Args:
+            chunk: Number of the chunk.
+            state: The next one.
+
+        Raises:
+            ArgumentError: ``MOVES`` has no such move.
+        """
         old = ChunkState(int(self.state[chunk]))
         if state not in MOVES[old]:
             msg = f"{self.id(chunk)} is {old.name.lower()}: it cannot become {state.name.lower()}; report outcomes once"
@@ -128,6 +155,11 @@ class DocumentState:
         """Go back to planned without one of the two ways, and fail where the other is gone as well.
 
         Without its text, a chunk that was given up with its document's blob is tried after all.
+
+        Args:
+            chunk: Number of the chunk.
+            trouble: What went wrong, in words.
+            fetch: Fetching is lost; otherwise recomputing is.
         """
         self.move(chunk, _S.PLANNED)
         if fetch:
@@ -141,7 +173,12 @@ class DocumentState:
             self.move(chunk, _S.FAILED)
 
     def give_up_blob(self, trouble: str, *, all_of_it: bool = False) -> None:
-        """Fetch nothing more of this document where its text stands in, or not even where it does not."""
+        """Fetch nothing more of this document where its text stands in, or not even where it does not.
+
+        Args:
+            trouble: What went wrong, in words.
+            all_of_it: Also for chunks without text, which fail.
+        """
         if all_of_it:
             self._given_up.clear()
         for chunk in np.flatnonzero((self.state == _S.PLANNED) & (self.top >= 0)).tolist():
@@ -154,16 +191,37 @@ class DocumentState:
                     self.move(chunk, _S.FAILED)
 
     def note(self, chunk: int, trouble: str) -> None:
-        """Remember what went wrong."""
+        """Remember what went wrong.
+
+        Args:
+            chunk: Number of the chunk.
+            trouble: What went wrong, in words.
+        """
         before = self.troubles.get(chunk)
         self.troubles[chunk] = f"{before}; {trouble}" if before else trouble
 
     def size(self, chunk: int, level: int) -> int:
-        """Bytes of a chunk up to a level; 0 below level 0."""
+        """Bytes of a chunk up to a level; 0 below level 0.
+
+        Args:
+            chunk: Number of the chunk.
+            level: The level.
+
+        Returns:
+            Bytes.
+        """
         return int(self.sizes[level, chunk]) if level >= 0 else 0
 
     def prefill_span(self, first: int, last: int) -> tuple[int, int]:
-        """Tokens of chunks first..last, and tokens before them."""
+        """Measure a forward pass over chunks first..last.
+
+        Args:
+            first: First chunk.
+            last: Last chunk.
+
+        Returns:
+            Its tokens, and the tokens before them.
+        """
         start = int(self.context[first])
         return int(self.context[last] + self.tokens[last]) - start, start
 
@@ -178,7 +236,7 @@ class DocumentState:
         return among(self.state, VALID)
 
     @property
-    def head_s_share(self) -> float:
+    def prefix_share_left(self) -> float:
         """Share of the document's forward pass that is still needed before anything of it can be decoded."""
         return 0.0 if self.prefix_done or self.prefix_running else self.input.prefix_share
 

@@ -20,13 +20,17 @@ UNMEASURED = 0.1
 class DocumentPlanInput:
     """One document: tokens of each chunk, and bytes and errors of each chunk's levels.
 
-    tokens[chunk]: tokens. fetch_bytes[chunk][level]: bytes of levels 0..level together; a chunk may end early where
-    its finer segments are missing, and is empty where none is there. fetch_bytes is empty without a blob.
-    has_text: the token ids are known, so that chunks can be recomputed.
-    errors[chunk][level]: measured error once decoded up to a level, of the same shape; empty where nobody measured it,
-    which counts as a tenth for each level. layered: a finer level adds to the coarser ones, so that a chunk can be
-    refined; otherwise each level is fetched on its own. prefix_share: share of the document's forward pass that its
-    reader computes before it can decode, 0 to 1; see ``fit_profile``.
+    Attributes:
+        tokens: Of each chunk.
+        fetch_bytes: ``[chunk][level]``: bytes of levels 0..level together; a chunk may end early where its finer
+            segments are missing, and is empty where none is there. Empty without a blob.
+        has_text: The token ids are known, so that chunks can be recomputed.
+        errors: ``[chunk][level]``: measured error once decoded up to a level; empty where nobody measured it, which
+            counts as a tenth for each level.
+        layered: A finer level adds to the coarser ones, so that a chunk can be refined; otherwise each level is fetched
+            on its own.
+        prefix_share: Share of the document's forward pass that its reader computes before it can decode, 0 to 1; see
+            ``fit_profile``.
     """
 
     tokens: tuple[int, ...]
@@ -65,7 +69,16 @@ class DocumentPlanInput:
 
     @classmethod
     def from_blob(cls, info: BlobInfo, *, has_text: bool | None = None, prefix_share: float = 0.0) -> DocumentPlanInput:
-        """Take a blob's index. ``has_text`` defaults to whether the blob carries its token ids."""
+        """Take a blob's index.
+
+        Args:
+            info: What the blob says of itself.
+            has_text: Whether the text is known; None: whether the blob carries its token ids.
+            prefix_share: Share of the forward pass that its reader computes.
+
+        Returns:
+            The document as planning takes it.
+        """
         spans = [info.chunk_span(chunk) for chunk in range(info.chunks)]
         # A lossless level is many times larger and helps no answer: it is planned only where there is nothing else.
         # Levels that stand alone may be shorter than coarser ones: planning counts the longest so far.
@@ -81,7 +94,15 @@ class DocumentPlanInput:
         return cls(tuple(stop - start for start, stop in spans), sizes, known, errors, layered, prefix_share)
 
     def error(self, chunk: int, level: int | None) -> float:
-        """Error that a chunk counts with; level None: recomputed, which counts as the finest that it has."""
+        """Look up the error that a chunk counts with.
+
+        Args:
+            chunk: Number of the chunk.
+            level: None: recomputed, which counts as the finest that it has.
+
+        Returns:
+            The error; 0 without a blob.
+        """
         row = self.fetch_bytes[chunk] if self.has_blob else ()
         if not row:
             return 0.0

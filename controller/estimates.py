@@ -29,7 +29,12 @@ _ADVICE = "delete what was remembered; it is measured again"
 class Estimates:
     """Running estimates of a link and of an engine's costs; loads update them in place.
 
-    bandwidth, ttfb: of the link. prefill, decode, closing: of the engine on its device.
+    Attributes:
+        bandwidth: Of the link.
+        ttfb: Of the link.
+        prefill: Of the engine on its device.
+        decode: Of the engine.
+        closing: Of the engine.
     """
 
     def __init__(
@@ -40,7 +45,14 @@ class Estimates:
         *,
         settings: BandwidthSettings | None = None,
     ) -> None:
-        """Start from priors: costs, bytes per second and seconds to the first byte."""
+        """Start from priors: costs, bytes per second and seconds to the first byte.
+
+        Args:
+            costs: What computing costs.
+            bandwidth_prior: Bytes per second that are assumed.
+            ttfb_prior_s: Seconds to the first byte that are assumed.
+            settings: How quickly the bandwidth follows the link.
+        """
         self.bandwidth = BandwidthEstimator(bandwidth_prior, settings)
         self.ttfb = TtfbEstimator(ttfb_prior_s)
         self.prefill = PrefillEstimator(costs.prefill)
@@ -96,11 +108,23 @@ class Estimates:
         age_s: float = 0.0,
         settings: BandwidthSettings | None = None,
     ) -> Self:
-        """Estimates that start where others were, ``age_s`` seconds ago.
+        """Make estimates that start where others were.
 
-        state: from ``to_state``; ``link`` or ``engine`` may be missing, then the priors hold. An engine's costs stay;
-        a link's are trusted the less the older they are. costs: None where the state has an engine.
-        Raises CorruptError for a state that was never written, ArgumentError for wrong priors or none.
+        Args:
+            state: From ``to_state``; ``link`` or ``engine`` may be missing, then the priors hold. An engine's costs
+                stay; a link's are trusted the less the older they are.
+            costs: What computing costs; None where the state has an engine.
+            bandwidth_prior: Bytes per second that are assumed.
+            ttfb_prior_s: Seconds to the first byte that are assumed.
+            age_s: Seconds since the state was saved.
+            settings: How quickly the bandwidth follows the link.
+
+        Returns:
+            New estimates.
+
+        Raises:
+            CorruptError: The state was never written.
+            ArgumentError: Priors are wrong, or there are none.
         """
         if not (isfinite(age_s) and age_s >= 0):
             msg = f"an age must be a finite number of seconds, at least 0, got {age_s}"

@@ -34,8 +34,11 @@ _MAD_TO_SIGMA = 1.4826  # of a normal distribution
 class Memory:
     """What a moving average looks back on: its half-life in busy seconds or in bytes, whichever is over sooner.
 
-    samples: least number of samples in a half-life that is over by bytes, so that no single sample of a fast link turns
-    the average; time counts whatever the number of samples.
+    Attributes:
+        seconds: Half-life in busy seconds.
+        size: Half-life in bytes.
+        samples: Least number of samples in a half-life that is over by bytes, so that no single sample of a fast link
+            turns the average; time counts whatever the number of samples.
     """
 
     seconds: float
@@ -49,7 +52,15 @@ class Memory:
             raise ArgumentError(msg)
 
     def half_lives(self, size: int, seconds: float) -> float:
-        """How many half-lives a sample of ``size`` bytes in ``seconds`` busy seconds takes up."""
+        """Measure a sample.
+
+        Args:
+            size: Of the sample.
+            seconds: In which the link was busy for it.
+
+        Returns:
+            How many half-lives it takes up.
+        """
         return seconds / self.seconds + min(size / self.size, 1 / self.samples)
 
 
@@ -57,14 +68,17 @@ class Memory:
 class BandwidthSettings:
     """How quickly a bandwidth estimate follows the link.
 
-    fast, slow: memories of the two averages. Players use 2 and 5 seconds; a prompt loads within a second or so, on fast
-    links within a few hundredths, hence less, and bytes besides.
-    prior: how soon the prior is forgotten.
-    prior_error: expected relative error of a prior of which nothing is known.
-    min_bytes, min_busy_s: a sample is kept back until it holds that many bytes over that many busy seconds.
-    max_hold_s: busy seconds after which it counts whatever its bytes, so that a dead link shows; up to six times that
-    where too few bytes came, and were due, to tell a slow link from a dead one.
-    memory_s: seconds of past transfers against which overlap is checked.
+    Attributes:
+        fast: Memory of the quick average. Players use 2 and 5 seconds; a prompt loads within a second or so, on fast
+            links within a few hundredths, hence less, and bytes besides.
+        slow: Memory of the slow average.
+        prior: How soon the prior is forgotten.
+        prior_error: Expected relative error of a prior of which nothing is known.
+        min_bytes: A sample is kept back until it holds so many bytes.
+        min_busy_s: And until it lasts so many busy seconds.
+        max_hold_s: Busy seconds after which it counts whatever its bytes, so that a dead link shows; up to six times
+            that where too few bytes came, and were due, to tell a slow link from a dead one.
+        memory_s: Seconds of past transfers against which overlap is checked.
     """
 
     fast: Memory = Memory(0.15, 4e6, 1.5)
@@ -113,9 +127,12 @@ class BandwidthEstimator:
     def __init__(
         self, prior: float, settings: BandwidthSettings | None = None, *, prior_error: float | None = None
     ) -> None:
-        """Start from ``prior`` bytes per second, which is forgotten as measurements come in; 0: nothing is known.
+        """Start from a prior.
 
-        prior_error: relative error to expect of it, by default the settings'.
+        Args:
+            prior: Bytes per second, forgotten as measurements come in; 0: nothing is known.
+            settings: How quickly the estimate follows the link.
+            prior_error: Relative error to expect of the prior, by default the settings'.
         """
         self._settings = settings or BandwidthSettings()
         error = self._settings.prior_error if prior_error is None else prior_error
@@ -134,10 +151,13 @@ class BandwidthEstimator:
         self._below = self._above = error
 
     def add(self, size: int, started: float, ended: float) -> None:
-        """Take in ``size`` bytes that arrived between two instants, in seconds of any one clock.
+        """Take in bytes that arrived between two instants, in seconds of any one clock.
 
-        ``started`` is the first byte's arrival or the end of the request's previous read, never the sending of the
-        request: waiting for the first byte is the other estimator's. 0 bytes say that the link was silent.
+        Args:
+            size: Bytes that arrived; 0: the link was silent.
+            started: The first byte's arrival or the end of the request's previous read, never the sending of the
+                request: waiting for the first byte is the other estimator's.
+            ended: When the last of the bytes came.
         """
         if size < 0 or not (isfinite(started) and isfinite(ended) and started <= ended):
             msg = f"a transfer needs at least 0 bytes and must not end before it starts, got {size}, {started}..{ended}"
@@ -268,7 +288,12 @@ class RecentMedian:
     """
 
     def __init__(self, prior: float, spread: float = 0.5) -> None:
-        """Start at ``prior``, a finite number of at least 0, with a relative 1-sigma error of ``spread``."""
+        """Start at a prior.
+
+        Args:
+            prior: Finite, at least 0.
+            spread: Relative error of the prior to expect, 1 sigma.
+        """
         if not (0 <= prior < inf and 0 <= spread < inf):
             msg = f"a prior and its spread must be finite numbers, at least 0, got {prior} and {spread}"
             raise ArgumentError(msg)
@@ -310,7 +335,12 @@ class TtfbEstimator:
     """Seconds from a request to its first byte: a median of the last few, starting at a prior."""
 
     def __init__(self, prior_s: float, spread: float = 0.5) -> None:
-        """Start at ``prior_s`` seconds, of which a relative 1-sigma error of ``spread`` is expected."""
+        """Start at a prior.
+
+        Args:
+            prior_s: Seconds that are assumed.
+            spread: Relative error of the prior to expect, 1 sigma.
+        """
         self._recent = RecentMedian(prior_s, spread)
 
     def add(self, seconds: float) -> None:

@@ -16,7 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadRequested:
-    """A load begins. documents: how many it has. query_tokens: of the question. goal: what is wanted, and by when."""
+    """A load begins.
+
+    Attributes:
+        load: Number of the load.
+        documents: How many it has.
+        query_tokens: Of the question.
+        goal: What is wanted, and by when.
+    """
 
     load: int
     documents: int
@@ -28,8 +35,11 @@ class LoadRequested:
 class IndexKnown:
     """What can be done about a document is known now.
 
-    variants: the same document as blobs with different head starts, chunk for chunk of the same tokens; usually one.
-    A document whose blob is of no use has one variant without bytes.
+    Attributes:
+        load: Number of the load.
+        document: Number of the document in the prompt.
+        variants: The same document as blobs with different head starts, chunk for chunk of the same tokens; usually
+            one. A document whose blob is of no use has one variant without bytes.
     """
 
     load: int
@@ -39,7 +49,11 @@ class IndexKnown:
 
 @dataclass(frozen=True)
 class FirstByte:
-    """A request's first byte came, ``seconds`` after the request."""
+    """A request's first byte came, ``seconds`` after the request.
+
+    Attributes:
+        seconds: Since the request.
+    """
 
     seconds: float
 
@@ -48,8 +62,12 @@ class FirstByte:
 class TransferProgress:
     """Bytes came between two instants.
 
-    started: the first byte's arrival, or the end of this request's last report; never the sending of the request.
-    Report several times within the settings' ``stall_s``. chunk: whose bytes; None: nobody knows.
+    Attributes:
+        bytes: How many came.
+        started: The first byte's arrival, or the end of this request's last report; never the sending of the request.
+            Report several times within the settings' ``stall_s``.
+        ended: When the last of them had come.
+        chunk: Whose bytes; None: nobody knows.
     """
 
     bytes: int
@@ -62,7 +80,10 @@ class TransferProgress:
 class ChunkArrived:
     """A fetch is over and its bytes are sound up to ``level``, which is below the level asked for where some are lost.
 
-    trouble: what was lost, in words.
+    Attributes:
+        chunk: Which chunk.
+        level: The finest that is sound.
+        trouble: What was lost, in words.
     """
 
     chunk: ChunkId
@@ -72,7 +93,12 @@ class ChunkArrived:
 
 @dataclass(frozen=True)
 class ChunkFailed:
-    """A fetch is over and brought nothing of use: missing, corrupt, or the link is gone."""
+    """A fetch is over and brought nothing of use: missing, corrupt, or the link is gone.
+
+    Attributes:
+        chunk: Which chunk.
+        reason: Why, in words.
+    """
 
     chunk: ChunkId
     reason: str
@@ -80,7 +106,12 @@ class ChunkFailed:
 
 @dataclass(frozen=True)
 class DecodeDone:
-    """A batch of chunks is decoded, in ``seconds`` of compute."""
+    """A batch of chunks is decoded, in ``seconds`` of compute.
+
+    Attributes:
+        chunks: Which chunks.
+        seconds: How long it took.
+    """
 
     chunks: tuple[ChunkId, ...]
     seconds: float
@@ -90,7 +121,10 @@ class DecodeDone:
 class DecodeFailed:
     """A batch is over and some of its chunks cannot be decoded; the others can be used.
 
-    bad: these chunks, at least one.
+    Attributes:
+        chunks: Of the batch.
+        bad: These chunks, at least one.
+        reason: Why, in words.
     """
 
     chunks: tuple[ChunkId, ...]
@@ -100,7 +134,12 @@ class DecodeFailed:
 
 @dataclass(frozen=True)
 class RecomputeDone:
-    """A forward pass over the instruction's chunks ended, after ``seconds`` of compute."""
+    """A forward pass over the instruction's chunks ended, after ``seconds`` of compute.
+
+    Attributes:
+        chunks: Which chunks.
+        seconds: How long it took.
+    """
 
     chunks: tuple[ChunkId, ...]
     seconds: float
@@ -108,7 +147,12 @@ class RecomputeDone:
 
 @dataclass(frozen=True)
 class RecomputeFailed:
-    """A forward pass failed as a whole; ``chunk`` of it is not to be recomputed again."""
+    """A forward pass failed as a whole; ``chunk`` of it is not to be recomputed again.
+
+    Attributes:
+        chunk: Not to be recomputed again.
+        reason: Why, in words.
+    """
 
     chunk: ChunkId
     reason: str
@@ -116,7 +160,13 @@ class RecomputeFailed:
 
 @dataclass(frozen=True)
 class PrefixComputed:
-    """A document's first layers are computed, in ``seconds``: its chunks can be decoded."""
+    """A document's first layers are computed, in ``seconds``: its chunks can be decoded.
+
+    Attributes:
+        load: Number of the load.
+        document: Number of the document in the prompt.
+        seconds: How long it took.
+    """
 
     load: int
     document: int
@@ -125,7 +175,13 @@ class PrefixComputed:
 
 @dataclass(frozen=True)
 class PrefixFailed:
-    """A document's first layers cannot be computed: its blob is of no use."""
+    """A document's first layers cannot be computed: its blob is of no use.
+
+    Attributes:
+        load: Number of the load.
+        document: Number of the document in the prompt.
+        reason: Why, in words.
+    """
 
     load: int
     document: int
@@ -136,8 +192,11 @@ class PrefixFailed:
 class PromptAssembled:
     """A load that was finished is linked and handed over to the engine: it feeds the estimates.
 
-    seconds: linking and handing over, which is what it took beyond the time expected of the question's pass; below 0
-    where that was quicker.
+    Attributes:
+        load: Number of the load.
+        prompt_tokens: Length of all documents together.
+        seconds: Linking and handing over, which is what it took beyond the time expected of the question's pass; below
+            0 where that was quicker.
     """
 
     load: int
@@ -152,17 +211,26 @@ class Tick:
 
 @dataclass(frozen=True)
 class LoadAbandoned:
-    """Nobody waits for a load any more."""
+    """Nobody waits for a load any more.
+
+    Attributes:
+        load: Number of the load.
+    """
 
     load: int
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """Fetch levels first..level of a chunk, ``bytes`` of them.
+    """Fetch levels first..level of a chunk.
 
-    first above 0: a refinement; what is below has arrived. variant: which of the document's blobs. until: the instant
-    after which the bytes are of no use: give up then at the latest, and say ``ChunkFailed``.
+    Attributes:
+        chunk: Which chunk.
+        first: 0, or above 0 for a refinement: what is below has arrived.
+        level: The last one.
+        bytes: Of these levels.
+        variant: Which of the document's blobs.
+        until: The instant after which the bytes are of no use: give up then at the latest, and say ``ChunkFailed``.
     """
 
     chunk: ChunkId
@@ -175,7 +243,12 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Decode:
-    """Decode chunks of one load, each at its level, from all bytes of it that have arrived."""
+    """Decode chunks of one load, each at its level, from all bytes of it that have arrived.
+
+    Attributes:
+        chunks: Which chunks.
+        levels: Of each chunk.
+    """
 
     chunks: tuple[ChunkId, ...]
     levels: tuple[int, ...]
@@ -183,7 +256,12 @@ class Decode:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Compute chunks first..last of one document in one forward pass; what is before them in it is ready."""
+    """Compute chunks first..last of one document in one forward pass; what is before them in it is ready.
+
+    Attributes:
+        first: First chunk.
+        last: Last chunk.
+    """
 
     first: ChunkId
     last: ChunkId
@@ -191,7 +269,13 @@ class Recompute:
 
 @dataclass(frozen=True)
 class ComputePrefix:
-    """Compute the first layers of a document, for this variant of its blob."""
+    """Compute the first layers of a document, for this variant of its blob.
+
+    Attributes:
+        load: Number of the load.
+        document: Number of the document in the prompt.
+        variant: Which of the document's blobs.
+    """
 
     load: int
     document: int
@@ -200,7 +284,12 @@ class ComputePrefix:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Stop a fetch; whatever is still reported about it is ignored. reason: in words."""
+    """Stop a fetch; whatever is still reported about it is ignored.
+
+    Attributes:
+        chunk: Which chunk.
+        reason: In words.
+    """
 
     chunk: ChunkId
     reason: str
@@ -208,14 +297,24 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Release:
-    """Forget the bytes that were fetched for a chunk: they are not asked for again."""
+    """Forget the bytes that were fetched for a chunk: they are not asked for again.
+
+    Attributes:
+        chunk: Which chunk.
+    """
 
     chunk: ChunkId
 
 
 @dataclass(frozen=True)
 class Finish:
-    """All chunks of a load are ready. decisions: what was done, in prompt order."""
+    """All chunks of a load are ready.
+
+    Attributes:
+        load: Number of the load.
+        decisions: What was done, in prompt order.
+        reason: Why, in words.
+    """
 
     load: int
     decisions: tuple[Decision, ...]
@@ -224,7 +323,12 @@ class Finish:
 
 @dataclass(frozen=True)
 class Fail:
-    """A prompt cannot be made ready: a chunk can neither be fetched nor recomputed."""
+    """A prompt cannot be made ready: a chunk can neither be fetched nor recomputed.
+
+    Attributes:
+        load: Number of the load.
+        reason: Why, in words.
+    """
 
     load: int
     reason: str
@@ -252,7 +356,13 @@ Instruction: TypeAlias = Fetch | Decode | Recompute | ComputePrefix | Cancel | R
 
 @dataclass(frozen=True)
 class LogEntry:
-    """One call of ``Controller.handle``: enough of them replay what happened."""
+    """One call of ``Controller.handle``: enough of them replay what happened.
+
+    Attributes:
+        now: Of the call.
+        event: That was told.
+        instructions: That it led to.
+    """
 
     now: float
     event: Event

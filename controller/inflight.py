@@ -18,7 +18,16 @@ _MOST_DOUBLINGS = 6
 
 @dataclass(eq=False)
 class InflightFetch:
-    """One open fetch. size, left: bytes of it, and those still to come. decode_s: what decoding will take then."""
+    """One open fetch.
+
+    Attributes:
+        chunk: Which chunk.
+        size: Bytes of it.
+        left: Bytes that are still to come.
+        asked: Instant of the request.
+        until: Instant after which it is of no use.
+        decode_s: What decoding will take then.
+    """
 
     chunk: ChunkId
     size: int
@@ -32,10 +41,15 @@ class Link:
     """Open fetches and what the estimators make of them. Times are the controller's, in seconds."""
 
     def __init__(self, estimates: Estimates, stall_s: float) -> None:
-        """Start idle."""
+        """Start idle.
+
+        Args:
+            estimates: Of link and engine.
+            stall_s: Seconds without a byte after which the link counts as dead.
+        """
         self._estimates = estimates
         self._stall_s = stall_s
-        self.flights: list[InflightFetch] = []
+        self.fetches: list[InflightFetch] = []
         self._since = 0.0  # the last byte, or the request that ended idleness
         self._flowing = False  # a byte came since then
         self.stalled = False
@@ -45,7 +59,7 @@ class Link:
     @property
     def open_bytes(self) -> int:
         """Bytes that are still to come."""
-        return sum(flight.left for flight in self.flights)
+        return sum(fetch.left for fetch in self.fetches)
 
     @property
     def bandwidth(self) -> float:
@@ -62,57 +76,72 @@ class Link:
         """Expected seconds to a request's first byte."""
         return self._estimates.ttfb.value
 
-    def ask(self, flight: InflightFetch) -> None:
+    def ask(self, fetch: InflightFetch) -> None:
         """Note that a fetch was asked for."""
-        if not self.flights:
-            self._since, self._flowing = flight.asked, False
-        self.flights.append(flight)
+        if not self.fetches:
+            self._since, self._flowing = fetch.asked, False
+        self.fetches.append(fetch)
 
     def drop(self, chunk: ChunkId) -> None:
         """Note that a fetch brings nothing."""
-        self.flights = [flight for flight in self.flights if flight.chunk != chunk]
+        self.fetches = [fetch for fetch in self.fetches if fetch.chunk != chunk]
 
     def arrived(self, chunk: ChunkId, now: float) -> None:
-        """Note that a fetch has brought what was asked for."""
-        flight = next((flight for flight in self.flights if flight.chunk == chunk), None)
-        if flight is None:
+        """Note that a fetch has brought what was asked for.
+
+        Args:
+            chunk: Which chunk.
+            now: The instant, in seconds of the controller's clock.
+        """
+        fetch = next((fetch for fetch in self.fetches if fetch.chunk == chunk), None)
+        if fetch is None:
             return
-        self.flights.remove(flight)
+        self.fetches.remove(fetch)
         self.alive(now)
-        self._return(flight.left)
+        self._return(fetch.left)
 
     def first_byte(self, seconds: float) -> None:
         """Take in a time to first byte, unless it may have been spent in a queue behind what was asked for before."""
         if not (isfinite(seconds) and seconds >= 0):
             msg = f"a time to first byte must be a finite number of seconds, at least 0, got {seconds}"
             raise ArgumentError(msg)
-        if not (self.flights and self._flowing):
+        if not (self.fetches and self._flowing):
             self._estimates.ttfb.add(seconds)
 
     def progress(self, size: int, started: float, ended: float, chunk: ChunkId | None) -> None:
-        """Take in bytes that came."""
+        """Take in bytes that came.
+
+        Args:
+            size: Bytes.
+            started: When they began to come.
+            ended: When the last of them had come.
+            chunk: Whose bytes; None: nobody knows.
+
+        Raises:
+            ArgumentError: The number of bytes is not finite.
+        """
         if not isfinite(size):
             msg = f"a transfer needs a finite number of bytes, got {size}"
             raise ArgumentError(msg)
         self._estimates.bandwidth.add(size, started, ended)
         if size:
             self.alive(ended)
-        self._credit(size, [flight for flight in self.flights if chunk in (None, flight.chunk)], ended)
+        self._credit(size, [fetch for fetch in self.fetches if chunk in (None, fetch.chunk)], ended)
 
-    def _credit(self, size: int, flights: list[InflightFetch], now: float) -> None:
+    def _credit(self, size: int, fetches: list[InflightFetch], now: float) -> None:
         """Share bytes of which nobody knows whose they are: equally among requests whose first byte can have come."""
-        begun = [each for each in flights if each.left and now - each.asked >= self._estimates.ttfb.value]
-        sharing = sorted(begun or flights, key=lambda flight: flight.left)
-        for at, flight in enumerate(sharing):
-            taken = min(size // (len(sharing) - at), flight.left)
-            flight.left -= taken
+        begun = [each for each in fetches if each.left and now - each.asked >= self._estimates.ttfb.value]
+        sharing = sorted(begun or fetches, key=lambda fetch: fetch.left)
+        for at, fetch in enumerate(sharing):
+            taken = min(size // (len(sharing) - at), fetch.left)
+            fetch.left -= taken
             size -= taken
 
     def _return(self, size: int) -> None:
         """Bytes that were credited to others belonged to a fetch that has arrived."""
-        for flight in self.flights:
-            given = min(size, flight.size - flight.left)
-            flight.left += given
+        for fetch in self.fetches:
+            given = min(size, fetch.size - fetch.left)
+            fetch.left += given
             size -= given
 
     def alive(self, now: float) -> None:
@@ -136,7 +165,7 @@ class Link:
 
     def retry(self, now: float) -> None:
         """Take a dead link for what it was once it is idle and has rested: only another fetch can tell."""
-        if self.stalled and not self.flights and now >= self._retry_at:
+        if self.stalled and not self.fetches and now >= self._retry_at:
             self.stalled = False
 
     @property
@@ -146,21 +175,29 @@ class Link:
     @property
     def stalls_at(self) -> float:
         """Instant at which the link counts as dead unless a byte comes; infinite where none is awaited."""
-        return self._silent_from + self._stall_s if self.flights and not self.stalled else inf
+        return self._silent_from + self._stall_s if self.fetches and not self.stalled else inf
 
     def lead_s(self, now: float) -> float:
         """Seconds until the link can deliver the next byte."""
-        if not self.flights:
+        if not self.fetches:
             return self._estimates.ttfb.value
         return 0.0 if self._flowing else max(0.0, self._estimates.ttfb.value - (now - self._since))
 
     def arrival_s(self, chunk: ChunkId, now: float) -> float:
-        """Seconds until an open fetch should have arrived; infinite on a dead link."""
+        """Expect the arrival of an open fetch.
+
+        Args:
+            chunk: Which chunk.
+            now: The instant, in seconds of the controller's clock.
+
+        Returns:
+            Seconds from now; infinite on a dead link.
+        """
         if self.bandwidth <= 0:
             return inf
         ahead = 0
-        for flight in self.flights:
-            ahead += flight.left
-            if flight.chunk == chunk:
+        for fetch in self.fetches:
+            ahead += fetch.left
+            if fetch.chunk == chunk:
                 break
         return self.lead_s(now) + ahead / max(self.bandwidth, _SLOWEST)

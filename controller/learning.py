@@ -192,11 +192,23 @@ class PrefillEstimator(_Estimator):
     """Cost of forward passes, as measured."""
 
     def __init__(self, prior: PrefillCost, *, spread: float = DEFAULT_SPREAD, known: int = 0) -> None:
-        """Start from ``prior``, with a relative 1-sigma error of ``spread``, learnt from ``known`` measurements."""
+        """Start from ``prior``, with a relative 1-sigma error of ``spread``, learnt from ``known`` measurements.
+
+        Args:
+            prior: What is assumed before anything is measured.
+            spread: Relative error of the prior to expect, 1 sigma.
+            known: Measurements that the prior was learnt from.
+        """
         super().__init__((prior.base_s, prior.token_s, prior.pair_s), spread, known)
 
     def add(self, tokens: int, context: int, seconds: float) -> None:
-        """Take in one pass over ``tokens`` new tokens behind ``context`` tokens that were ready."""
+        """Take in one pass over ``tokens`` new tokens behind ``context`` tokens that were ready.
+
+        Args:
+            tokens: New ones.
+            context: Tokens before them that were ready.
+            seconds: That it took.
+        """
         self._learner.add((1.0, float(tokens), tokens * (context + tokens / 2)), seconds)
 
     @property
@@ -209,11 +221,23 @@ class DecodeEstimator(_Estimator):
     """Cost of decoding, as measured."""
 
     def __init__(self, prior: DecodeCost, *, spread: float = DEFAULT_SPREAD, known: int = 0) -> None:
-        """Start from ``prior``, with a relative 1-sigma error of ``spread``, learnt from ``known`` measurements."""
+        """Start from ``prior``, with a relative 1-sigma error of ``spread``, learnt from ``known`` measurements.
+
+        Args:
+            prior: What is assumed before anything is measured.
+            spread: Relative error of the prior to expect, 1 sigma.
+            known: Measurements that the prior was learnt from.
+        """
         super().__init__((prior.base_s, prior.token_s, prior.byte_s), spread, known)
 
     def add(self, tokens: int, size: int, seconds: float) -> None:
-        """Take in ``tokens`` tokens decoded from ``size`` bytes, in a batch that pays the fixed cost once."""
+        """Take in ``tokens`` tokens decoded from ``size`` bytes, in a batch that pays the fixed cost once.
+
+        Args:
+            tokens: Of the batch.
+            size: Bytes of the batch.
+            seconds: How long it took.
+        """
         self._learner.add((1.0, float(tokens), float(size)), seconds)
 
     @property
@@ -226,11 +250,20 @@ class ClosingEstimator:
     """Seconds per prompt token of linking and handing the cache over, beyond the question's forward pass."""
 
     def __init__(self, prior: float) -> None:
-        """Start at ``prior`` seconds per token."""
+        """Start at ``prior`` seconds per token.
+
+        Args:
+            prior: Seconds for each token that are assumed.
+        """
         self._recent = RecentMedian(prior)
 
     def add(self, prompt_tokens: int, seconds: float) -> None:
-        """Take in one closing, less what the question's pass should take: below 0, it cost nothing."""
+        """Take in one closing, less what the question's pass should take: below 0, it cost nothing.
+
+        Args:
+            prompt_tokens: Length of all documents together.
+            seconds: That it took.
+        """
         if prompt_tokens < 1 or not isfinite(seconds):
             msg = f"a closing has tokens and a finite number of seconds, got {prompt_tokens} and {seconds}"
             raise ArgumentError(msg)

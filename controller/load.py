@@ -27,16 +27,28 @@ Place = tuple[DocumentState, int]
 
 
 class Load:
-    """A prompt on its way. due: instant of the deadline, infinite without one.
+    """A prompt on its way.
 
-    first_s: what its first complete plan expected. began: number of the last thing begun for it.
-    known_since: instant at which the first document was known. plan: the latest; planned_at: when it was made.
-    waiting: chunks that it fetches, next one first. refine: the refinements that it names. compute_s: seconds of
-    recomputation that it holds. fallbacks: chunks for which a fetch or decode was given up for recomputation.
+    Attributes:
+        due: Instant of the deadline, infinite without one.
+        first_s: What its first complete plan expected.
+        began: Number of the last thing begun for it.
+        known_since: Instant at which the first document was known.
+        plan: The latest.
+        planned_at: When that was made.
+        waiting: Chunks that it fetches, next one first.
+        refine: The refinements that it names.
+        compute_s: Seconds of recomputation that it holds.
+        fallbacks: Chunks for which a fetch or decode was given up for recomputation.
     """
 
     def __init__(self, asked: LoadRequested, now: float) -> None:
-        """Lay the load out; its documents come later."""
+        """Lay the load out; its documents come later.
+
+        Args:
+            asked: What was asked for.
+            now: The instant, in seconds of the controller's clock.
+        """
         if asked.documents < 1 or asked.query_tokens < 0:
             msg = f"a load needs at least one document and a question of 0 tokens or more, got {asked}"
             raise ArgumentError(msg)
@@ -47,7 +59,7 @@ class Load:
         self.began = 0
         self.known_since = inf
         self._slots: list[DocumentState | None] = [None] * asked.documents
-        self.boards: list[DocumentState] = []
+        self.docs: list[DocumentState] = []
         self.plan: Plan | None = None
         self.planned_at = -inf
         self.waiting: list[tuple[DocumentState, int, int]] = []
@@ -58,23 +70,45 @@ class Load:
         self._laid_out: list[tuple[int, int]] | None = None
 
     def add(self, number: int, variants: tuple[DocumentPlanInput, ...], now: float) -> DocumentState:
-        """Make a document known. Raises ArgumentError where it is known already or not of this load."""
+        """Make a document known.
+
+        Args:
+            number: Of the document in the prompt.
+            variants: The same document as blobs coded for different prefix layers; usually one.
+            now: The instant, in seconds of the controller's clock.
+
+        Returns:
+            Its state.
+
+        Raises:
+            ArgumentError: The document is known already or is none of this load.
+        """
         if not 0 <= number < len(self._slots) or self._slots[number] is not None:
             msg = f"load {self.number} has no document {number} whose index is still missing"
             raise ArgumentError(msg)
-        board = self._slots[number] = DocumentState(self.number, number, variants)
-        self.boards = [slot for slot in self._slots if slot is not None]
+        doc = self._slots[number] = DocumentState(self.number, number, variants)
+        self.docs = [slot for slot in self._slots if slot is not None]
         self.planned_at = -inf
         self.known_since = min(self.known_since, now)
-        return board
+        return doc
 
-    def board(self, document: int) -> DocumentState:
-        """A document that is known. Raises ArgumentError for others."""
-        board = self._slots[document] if 0 <= document < len(self._slots) else None
-        if board is None:
+    def doc(self, document: int) -> DocumentState:
+        """A document that is known.
+
+        Args:
+            document: Number of the document in the prompt.
+
+        Returns:
+            Its state.
+
+        Raises:
+            ArgumentError: The document is not known.
+        """
+        doc = self._slots[document] if 0 <= document < len(self._slots) else None
+        if doc is None:
             msg = f"document {document} of load {self.number} is not known"
             raise ArgumentError(msg)
-        return board
+        return doc
 
     @property
     def is_known(self) -> bool:
@@ -84,30 +118,30 @@ class Load:
     @property
     def prompt_tokens(self) -> int:
         """Tokens of the documents that are known."""
-        return sum(int(board.context[-1] + board.tokens[-1]) for board in self.boards)
+        return sum(int(doc.context[-1] + doc.tokens[-1]) for doc in self.docs)
 
     def having(self, *states: ChunkState) -> Iterator[Place]:
         """Chunks in any of some states, in prompt order."""
-        for board in self.boards:
-            for chunk in np.flatnonzero(among(board.state, states)).tolist():
-                yield board, chunk
+        for doc in self.docs:
+            for chunk in np.flatnonzero(among(doc.state, states)).tolist():
+                yield doc, chunk
 
     @property
     def is_ready(self) -> bool:
         """Whether all chunks are valid."""
-        return self.is_known and all(bool(board.valid.all()) for board in self.boards)
+        return self.is_known and all(bool(doc.valid.all()) for doc in self.docs)
 
     @property
     def is_undecided(self) -> bool:
         """Whether a plan could still change anything: a chunk that nothing was started for, or that may be refined."""
-        for board in self.boards:
-            if (board.state == ChunkState.PLANNED).any():
+        for doc in self.docs:
+            if (doc.state == ChunkState.PLANNED).any():
                 return True
-            if self.goal.objective == "quality" and ((board.state == ChunkState.READY) & (board.held > 0)).any():
+            if self.goal.objective == "quality" and ((doc.state == ChunkState.READY) & (doc.held > 0)).any():
                 return True
         return False
 
-    def is_promised(self) -> bool:
+    def is_refining(self) -> bool:
         """Whether a finer level of any chunk is on its way."""
         return next(self.having(ChunkState.REFINING, ChunkState.REFINED, ChunkState.REDECODING), None) is not None
 
@@ -115,18 +149,18 @@ class Load:
         """What a plan for the open chunks depends on; ``base`` knows the costs, the link and the lanes."""
         costs = base.costs
         heads = {
-            board.number: board.head_s_share * costs.prefill.seconds(int(board.tokens.sum()))
-            for board in self.boards
-            if board.head_s_share
+            doc.number: doc.prefix_share_left * costs.prefill.seconds(int(doc.tokens.sum()))
+            for doc in self.docs
+            if doc.prefix_share_left
         }
-        variants = [(board.number, board.variant) for board in self.boards]
+        variants = [(doc.number, doc.variant) for doc in self.docs]
         if self._laid_out != variants:
-            self._columns, self._laid_out = ChunkTable(self.boards), variants
+            self._columns, self._laid_out = ChunkTable(self.docs), variants
         columns, self._open = self._columns.open(heads)
         refinable = None
         if self.goal.objective == "quality":
             refinable, self._refinable = self._columns.refinable(self.goal.ceiling)
-        share = len(self.boards) / len(self._slots)
+        share = len(self.docs) / len(self._slots)
         if share < 1:
             # What the other documents need is not known yet: until then the known ones get their share of everything.
             costs = replace(costs, prefill=costs.prefill.scaled(1 / share), decode=costs.decode.scaled(1 / share))
@@ -136,42 +170,69 @@ class Load:
         )
 
     def follow(self, plan: Plan, request: PlanRequest, now: float) -> None:
-        """Take over a plan for the request made last."""
+        """Take over a plan for the request made last.
+
+        Args:
+            plan: The plan.
+            request: That it answers.
+            now: The instant, in seconds of the controller's clock.
+        """
         self.plan, self.planned_at = plan, now
         where, chunk = self._columns.where[self._open].tolist(), self._columns.chunk[self._open].tolist()
         levels = plan.levels.tolist()
-        self.waiting = [(self.boards[where[at]], chunk[at], levels[at]) for at in plan.order]
+        self.waiting = [(self.docs[where[at]], chunk[at], levels[at]) for at in plan.order]
         self.recompute = {}
         for at in np.flatnonzero(plan.levels == RECOMPUTE).tolist():
             self.recompute.setdefault(where[at], set()).add(chunk[at])
         self.compute_s = float(prefill_s(request)[plan.levels == RECOMPUTE].sum()) if len(chunk) else 0.0
         self.upgraded = {(where[at], chunk[at]) for at in plan.upgraded}
         places = [self._refinable[at] for at in plan.refine]
-        self.refine = [(self.boards[self._columns.where[at]], int(self._columns.chunk[at])) for at in places]
+        self.refine = [(self.docs[self._columns.where[at]], int(self._columns.chunk[at])) for at in places]
 
     def next_pass(self, costs: CostModel, limit_s: float) -> tuple[DocumentState, list[int]] | None:
-        """Chunks of the first forward pass that can run now and that the plan wants; None where there is none."""
-        for at, board in enumerate(self.boards):
+        """Find the first forward pass that can run now and that the plan wants.
+
+        Args:
+            costs: What computing costs.
+            limit_s: Seconds that the pass may take, unless one chunk takes longer.
+
+        Returns:
+            Its document and chunks; None where there is none.
+        """
+        for at, doc in enumerate(self.docs):
             wanted = self.recompute.get(at)
-            first = board.ready_before() if wanted else board.count
+            first = doc.ready_before() if wanted else doc.count
             run: list[int] = []
-            for chunk in range(first, board.count):
-                if chunk not in (wanted or ()) or board.state[chunk] != ChunkState.PLANNED:
+            for chunk in range(first, doc.count):
+                if chunk not in (wanted or ()) or doc.state[chunk] != ChunkState.PLANNED:
                     break
-                if run and costs.prefill.seconds(*board.prefill_span(first, chunk)) > limit_s:
+                if run and costs.prefill.seconds(*doc.prefill_span(first, chunk)) > limit_s:
                     break
                 run.append(chunk)
             if run:
-                return board, run
+                return doc, run
         return None
 
-    def fetch_instead(self, board: DocumentState, chunk: int) -> None:
-        """Fetch a chunk that the plan would have recomputed, at the quality floor."""
-        self.recompute[self.boards.index(board)].discard(chunk)
-        self.waiting.append((board, chunk, min(self.goal.floor, int(board.top[chunk]))))
+    def fetch_instead(self, doc: DocumentState, chunk: int) -> None:
+        """Fetch a chunk that the plan would have recomputed, at the quality floor.
 
-    def reason(self, board: DocumentState, chunk: int) -> str:
-        """Why the plan does with a chunk what it does."""
-        if (self.boards.index(board), chunk) in self.upgraded:
-            return "lifted: time is left"
+        Args:
+            doc: State of the document.
+            chunk: Number of the chunk.
+        """
+        self.recompute[self.docs.index(doc)].discard(chunk)
+        self.waiting.append((doc, chunk, min(self.goal.floor, int(doc.top[chunk]))))
+
+    def reason(self, doc: DocumentState, chunk: int) -> str:
+        """Why the plan does with a chunk what it does.
+
+        Args:
+            doc: State of the document.
+            chunk: Number of the chunk.
+
+        Returns:
+            The reason, in words.
+        """
+        if (self.docs.index(doc), chunk) in self.upgraded:
+            return "upgraded: time is left"
         return self.plan.reason if self.plan else ""

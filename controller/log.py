@@ -36,9 +36,16 @@ _ADVICE = "the log is damaged or of another version; record the load again"
 
 
 def dump_entry(entry: ev.LogEntry) -> str:
-    """One line, without its end.
+    """Write one line, without its end.
 
-    Raises ArgumentError for numbers that JSON cannot hold, such as NaN, and beyond MOST_CHARACTERS.
+    Args:
+        entry: Of a log.
+
+    Returns:
+        The line.
+
+    Raises:
+        ArgumentError: A number cannot be held by JSON, such as NaN, or the line exceeds MOST_CHARACTERS.
     """
     line = {
         "now": entry.now,
@@ -57,7 +64,17 @@ def dump_entry(entry: ev.LogEntry) -> str:
 
 
 def load_entry(line: str) -> ev.LogEntry:
-    """Read what ``dump_entry`` wrote. Raises CorruptError for anything else."""
+    """Read what ``dump_entry`` wrote.
+
+    Args:
+        line: Of a log.
+
+    Returns:
+        The entry.
+
+    Raises:
+        CorruptError: ``dump_entry`` did not write this.
+    """
     if len(line) > MOST_CHARACTERS:
         msg = f"a line of a log has {MOST_CHARACTERS} characters at most, not {len(line)}; {_ADVICE}"
         raise CorruptError(msg)

@@ -22,13 +22,22 @@ _S = ChunkState
 
 
 class Resources:
-    """One link, two lanes and a bound on bytes. held: bytes asked for, arrived or kept.
+    """One link, two lanes and a bound on bytes.
 
-    turns: things begun so far. backlog_s: seconds of decoding for what has arrived, None where that has to be counted.
+    Attributes:
+        held: Bytes asked for, arrived or kept.
+        turns: Things begun so far.
+        backlog_s: Seconds of decoding for what has arrived, None where that has to be counted.
     """
 
     def __init__(self, estimates: Estimates, settings: ControllerSettings, loads: dict[int, Load]) -> None:
-        """Start idle."""
+        """Start idle.
+
+        Args:
+            estimates: Of link and engine.
+            settings: How loads are steered.
+            loads: Loads under way, by number; ended ones are taken out.
+        """
         self._estimates, self._settings, self._loads = estimates, settings, loads
         self.link = Link(estimates, settings.stall_s)
         self.lanes = ComputeLanes(settings.workers)
@@ -41,39 +50,72 @@ class Resources:
         self.turns += 1
         return self.turns
 
-    def hold(self, board: DocumentState, chunk: int, size: int) -> None:
-        """Note how many bytes are held for a chunk from now on."""
-        self.held += size - int(board.held[chunk])
-        board.held[chunk] = size
+    def hold(self, doc: DocumentState, chunk: int, size: int) -> None:
+        """Note how many bytes are held for a chunk from now on.
 
-    def release(self, board: DocumentState, chunk: int, out: list[ev.Instruction]) -> None:
-        """Forget a chunk's bytes."""
-        if board.held[chunk]:
-            self.hold(board, chunk, 0)
-            out.append(ev.Release(board.id(chunk)))
+        Args:
+            doc: State of the document.
+            chunk: Number of the chunk.
+            size: Bytes.
+        """
+        self.held += size - int(doc.held[chunk])
+        doc.held[chunk] = size
 
-    def keep_or_release(self, load: Load, board: DocumentState, chunk: int, out: list[ev.Instruction]) -> None:
-        """Forget a decoded chunk's bytes unless a refinement may build on them."""
+    def release(self, doc: DocumentState, chunk: int, out: list[ev.Instruction]) -> None:
+        """Forget a chunk's bytes.
+
+        Args:
+            doc: State of the document.
+            chunk: Number of the chunk.
+            out: Instructions are appended to it.
+        """
+        if doc.held[chunk]:
+            self.hold(doc, chunk, 0)
+            out.append(ev.Release(doc.id(chunk)))
+
+    def keep_or_release(self, load: Load, doc: DocumentState, chunk: int, out: list[ev.Instruction]) -> None:
+        """Forget a decoded chunk's bytes unless a refinement may build on them.
+
+        Args:
+            load: Whose chunk it is.
+            doc: State of the document.
+            chunk: Number of the chunk.
+            out: Instructions are appended to it.
+        """
         goal = load.goal
-        finest = int(board.top[chunk]) if goal.ceiling is None else min(int(board.top[chunk]), goal.ceiling)
-        refinable = goal.objective == "quality" and board.input.layered and board.valid_level[chunk] < finest
+        finest = int(doc.top[chunk]) if goal.ceiling is None else min(int(doc.top[chunk]), goal.ceiling)
+        refinable = goal.objective == "quality" and doc.input.layered and doc.valid_level[chunk] < finest
         if not refinable:
-            self.release(board, chunk, out)
+            self.release(doc, chunk, out)
 
-    def settle(self, board: DocumentState, chunk: int) -> None:
-        """A chunk that was to become better stays as it is."""
-        board.move(chunk, _S.READY)
-        board.level[chunk] = board.top[chunk] = board.valid_level[chunk]
-        self.hold(board, chunk, board.size(chunk, int(board.valid_level[chunk])))
+    def settle(self, doc: DocumentState, chunk: int) -> None:
+        """A chunk that was to become better stays as it is.
+
+        Args:
+            doc: State of the document.
+            chunk: Number of the chunk.
+        """
+        doc.move(chunk, _S.READY)
+        doc.level[chunk] = doc.top[chunk] = doc.valid_level[chunk]
+        self.hold(doc, chunk, doc.size(chunk, int(doc.valid_level[chunk])))
 
     def make_room(self, load: Load, size: int, out: list[ev.Instruction]) -> bool:
-        """Forget what is only kept for refinements, as far as that is needed."""
+        """Forget what is only kept for refinements, as far as that is needed.
+
+        Args:
+            load: For which room is made; its own refinements stay as long as possible.
+            size: Bytes that are wanted.
+            out: Instructions are appended to it.
+
+        Returns:
+            Whether there is room now.
+        """
         others = [each for each in self._loads.values() if each is not load]
         for each in (*sorted(others, key=lambda other: -other.due), load):
-            for board, chunk in each.having(_S.READY):
+            for doc, chunk in each.having(_S.READY):
                 if self.held + size <= self._settings.memory_bytes:
                     return True
-                self.release(board, chunk, out)
+                self.release(doc, chunk, out)
         return self.held + size <= self._settings.memory_bytes
 
     def costs_of(self, load: Load) -> CostModel:
@@ -88,42 +130,66 @@ class Resources:
     def ask(
         self, load: Load, place: Place, first: int, level: int, until: float, now: float, out: list[ev.Instruction]
     ) -> None:
-        """Open a fetch of levels first..level of a chunk."""
-        board, chunk = place
-        size = board.size(chunk, level) - (board.size(chunk, first - 1) if first else 0)
-        board.level[chunk] = level
-        self.hold(board, chunk, board.size(chunk, level))
-        decode = self.costs_among_many(load).decode
-        work = decode.seconds(int(board.tokens[chunk]), board.size(chunk, level))
-        self.link.ask(InflightFetch(board.id(chunk), size, size, now, until, work))
-        load.began = self.turn()
-        out.append(ev.Fetch(board.id(chunk), first, level, size, board.variant, until))
+        """Open a fetch of levels first..level of a chunk.
 
-    def give_up(self, load: Load, board: DocumentState, run: list[int], now: float, out: list[ev.Instruction]) -> None:
-        """Cancel the fetches of neighbouring chunks, and recompute these at once."""
+        Args:
+            load: Whose chunk it is.
+            place: Document and chunk.
+            first: First level.
+            level: Last level.
+            until: Instant after which the bytes are of no use.
+            now: The instant, in seconds of the controller's clock.
+            out: Instructions are appended to it.
+        """
+        doc, chunk = place
+        size = doc.size(chunk, level) - (doc.size(chunk, first - 1) if first else 0)
+        doc.level[chunk] = level
+        self.hold(doc, chunk, doc.size(chunk, level))
+        decode = self.costs_among_many(load).decode
+        work = decode.seconds(int(doc.tokens[chunk]), doc.size(chunk, level))
+        self.link.ask(InflightFetch(doc.id(chunk), size, size, now, until, work))
+        load.began = self.turn()
+        out.append(ev.Fetch(doc.id(chunk), first, level, size, doc.variant, until))
+
+    def give_up(self, load: Load, doc: DocumentState, run: list[int], now: float, out: list[ev.Instruction]) -> None:
+        """Cancel the fetches of neighbouring chunks, and recompute these at once.
+
+        Args:
+            load: Whose chunks they are.
+            doc: State of the document.
+            run: Chunks one behind the other.
+            now: The instant, in seconds of the controller's clock.
+            out: Instructions are appended to it.
+        """
         trouble = "the link is silent" if self.link.stalled else "the link became slow"
         for chunk in run:
-            self.link.drop(board.id(chunk))
-            board.lose(chunk, trouble, fetch=True)
-            self.hold(board, chunk, 0)
+            self.link.drop(doc.id(chunk))
+            doc.lose(chunk, trouble, fetch=True)
+            self.hold(doc, chunk, 0)
             load.fallbacks += 1
-            out.append(ev.Cancel(board.id(chunk), trouble))
-        self.start_pass(load, board, run, now, out)
+            out.append(ev.Cancel(doc.id(chunk), trouble))
+        self.start_pass(load, doc, run, now, out)
         for chunk in run:
-            board.reasons[chunk] = "sooner than its fetch"
+            doc.reasons[chunk] = "sooner than its fetch"
 
-    def start_pass(
-        self, load: Load, board: DocumentState, run: list[int], now: float, out: list[ev.Instruction]
-    ) -> None:
-        """Begin a forward pass over neighbouring chunks of a document."""
+    def start_pass(self, load: Load, doc: DocumentState, run: list[int], now: float, out: list[ev.Instruction]) -> None:
+        """Begin a forward pass over neighbouring chunks of a document.
+
+        Args:
+            load: Whose chunks they are.
+            doc: State of the document.
+            run: Chunks one behind the other.
+            now: The instant, in seconds of the controller's clock.
+            out: Instructions are appended to it.
+        """
         for chunk in run:
-            board.reasons[chunk] = load.reason(board, chunk)
-            board.move(chunk, _S.RECOMPUTING)
-            board.level[chunk] = -1
-        tokens, context = board.prefill_span(run[0], run[-1])
+            doc.reasons[chunk] = load.reason(doc, chunk)
+            doc.move(chunk, _S.RECOMPUTING)
+            doc.level[chunk] = -1
+        tokens, context = doc.prefill_span(run[0], run[-1])
         seconds = self.costs_of(load).prefill.seconds(tokens, context)
-        ids = tuple(board.id(chunk) for chunk in run)
-        job = Job("recompute", load.number, board.number, ids, now, seconds, tokens=tokens, context=context)
+        ids = tuple(doc.id(chunk) for chunk in run)
+        job = Job("recompute", load.number, doc.number, ids, now, seconds, tokens=tokens, context=context)
         self.lanes.start("prefill", job)
         load.compute_s = max(0.0, load.compute_s - seconds)
         load.began = self.turn()
@@ -132,19 +198,26 @@ class Resources:
     def start_decode(
         self, load: Load, places: list[Place], then: ChunkState, now: float, out: list[ev.Instruction]
     ) -> None:
-        """Begin to decode a batch, if there is any."""
+        """Begin to decode a batch, if there is any.
+
+        Args:
+            load: Whose chunks they are.
+            places: Documents and chunks.
+            then: State of the chunks while they are decoded.
+            now: The instant, in seconds of the controller's clock.
+            out: Instructions are appended to it.
+        """
         if not places:
             return
-        for board, chunk in places:
-            board.move(chunk, then)
-        levels = tuple(int(board.level[chunk]) for board, chunk in places)
+        for doc, chunk in places:
+            doc.move(chunk, then)
+        levels = tuple(int(doc.level[chunk]) for doc, chunk in places)
         chunks = [
-            (int(board.tokens[chunk]), board.size(chunk, level))
-            for (board, chunk), level in zip(places, levels, strict=True)
+            (int(doc.tokens[chunk]), doc.size(chunk, level)) for (doc, chunk), level in zip(places, levels, strict=True)
         ]
         tokens, size = busiest(chunks, self._settings.decode_threads)
         seconds = self.costs_of(load).decode.seconds(tokens, size)
-        ids = tuple(board.id(chunk) for board, chunk in places)
+        ids = tuple(doc.id(chunk) for doc, chunk in places)
         job = Job("decode", load.number, ids[0].document, ids, now, seconds, tokens=tokens, size=size)
         self.lanes.start("decode", job)
         load.began, self.backlog_s = self.turn(), None

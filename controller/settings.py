@@ -15,11 +15,13 @@ Objective = Literal["earliest", "quality", "cheapest"]
 class Goal:
     """What a load is to achieve.
 
-    objective: ``earliest``: the soonest first token at the quality floor. ``quality``: the least error with the first
-    token by the deadline. ``cheapest``: the fewest bytes with the first token by the deadline. Where nothing is in
-    time, the soonest first token.
-    deadline_s: seconds from the asking to the first token; None: there is none, and only ``earliest`` makes sense.
-    floor, ceiling: the lowest level to use where there is a choice, and the finest worth waiting for (None: any).
+    Attributes:
+        objective: ``earliest``: the soonest first token at the quality floor. ``quality``: the least error with the
+            first token by the deadline. ``cheapest``: the fewest bytes with the first token by the deadline. Where
+            nothing is in time, the soonest first token.
+        deadline_s: Seconds from the asking to the first token; None: there is none, and only ``earliest`` makes sense.
+        floor: The lowest level to use where there is a choice.
+        ceiling: The finest level that is worth waiting for; None: any.
     """
 
     objective: Objective = "earliest"
@@ -44,7 +46,15 @@ class Goal:
 
     @classmethod
     def within(cls, deadline_s: float | None, *, floor: int = 0) -> Goal:
-        """The best quality within a deadline, or the soonest first token where there is none."""
+        """The best quality within a deadline, or the soonest first token where there is none.
+
+        Args:
+            deadline_s: Seconds to the first token; None: no deadline.
+            floor: The lowest level to use where there is a choice.
+
+        Returns:
+            The goal.
+        """
         return cls(objective="earliest" if deadline_s is None else "quality", deadline_s=deadline_s, floor=floor)
 
 
@@ -52,20 +62,23 @@ class Goal:
 class ControllerSettings:
     """How loads are steered.
 
-    max_in_flight: fetches open at once. horizon_s: besides what two round trips carry, bytes are asked for that
-    far ahead; little, so that later decisions can still change.
-    workers: 1: decoding and recomputing take turns; 2: each has a lane of its own.
-    decode_batch: chunks decoded in one go at most. decode_threads: how many of them side by side, each by one thread.
-    max_pass_s: a forward pass is not made longer than this where that can be helped, so that others get their turn.
-    stall_s: seconds without a byte after which the link counts as dead until one comes.
-    patience_s: seconds that a fetch may take where nothing else says how long.
-    max_failures: fetches of one document in a row that bring nothing, after which its blob is given up.
-    replan_s: seconds for which a plan is used again.
-    reserve_s: seconds of a deadline that plans leave unused, for what no model foresees.
-    cancel_margin: a fetch is given up for recomputation where it would take that many times as long.
-    memory_bytes: of what was asked for, has arrived or is kept for refinement, over all loads.
-    stretch: a load without a deadline counts as due after this many times what its first plan expects; who is due
-    first goes first.
+    Attributes:
+        max_in_flight: Fetches open at once.
+        horizon_s: Besides what two round trips carry, bytes are asked for that far ahead; little, so that later
+            decisions can still change.
+        workers: 1: decoding and recomputing take turns; 2: each has a lane of its own.
+        decode_batch: Chunks decoded in one go at most.
+        decode_threads: How many of them side by side, each by one thread.
+        max_pass_s: A forward pass is not made longer than this where that can be helped, so that others get their turn.
+        stall_s: Seconds without a byte after which the link counts as dead until one comes.
+        patience_s: Seconds that a fetch may take where nothing else says how long.
+        max_failures: Fetches of one document in a row that bring nothing, after which its blob is given up.
+        replan_s: Seconds for which a plan is used again.
+        reserve_s: Seconds of a deadline that plans leave unused, for what no model foresees.
+        cancel_margin: A fetch is given up for recomputation where it would take that many times as long.
+        memory_bytes: Of what was asked for, has arrived or is kept for refinement, over all loads.
+        stretch: A load without a deadline counts as due after this many times what its first plan expects; who is due
+            first goes first.
     """
 
     max_in_flight: int = 8

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     )
     from kvwire.engines.transformers import TransformersEngine, open_engine
     from kvwire.reuse import LinkedPrompt, link
+    from kvwire.runtime.answer import Answer
     from kvwire.runtime.corpus import Coding, Corpus, Document
-    from kvwire.runtime.loader import Answer, Loader
+    from kvwire.runtime.loader import Loader
     from kvwire.runtime.quality import calibrate_error
     from kvwire.store import Keyring, open_tiers
     from kvwire.store.schemes import open_store
@@ -91,7 +92,8 @@ __getattr__ = lazy(
         "kvwire.runtime.quality": ("calibrate_error",),
         "kvwire.runtime.corpus": ("Coding", "Corpus", "Document"),
         "kvwire.engines.transformers": ("TransformersEngine", "open_engine"),
-        "kvwire.runtime.loader": ("Answer", "Loader"),
+        "kvwire.runtime.answer": ("Answer",),
+        "kvwire.runtime.loader": ("Loader",),
         "kvwire.store": ("Keyring", "open_store", "open_tiers"),
         "kvwire.reuse": ("LinkedPrompt", "link"),
         "kvwire.types": ("CacheMeta", "ChunkId", "Decision", "KVCache", "LayerSpec", "PagedKVCache", "RopeRegime"),

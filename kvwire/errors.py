@@ -36,11 +36,17 @@ class CorruptError(KvwireError):
 class TruncatedError(CorruptError):
     """The bytes end before the format says that they do.
 
-    ``needed`` is the number of bytes, counted from the start of the blob, without which reading cannot go on.
+    Attributes:
+        needed: Number of bytes, counted from the start of the blob, without which reading cannot go on.
     """
 
     def __init__(self, message: str, needed: int = 0) -> None:
-        """Keep the message and the number of bytes needed from the start of the blob."""
+        """Keep the message and the number of bytes needed from the start of the blob.
+
+        Args:
+            message: What to do next.
+            needed: Bytes from the start of the blob without which reading cannot go on.
+        """
         super().__init__(message)
         self.needed = needed
 

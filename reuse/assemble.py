@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 class LinkedPrompt:
     """One cache for a whole prompt, written in place by whoever has a piece of it.
 
-    tokens: length of each document, in prompt order. meta: of any cache of the model that will run the query. Tensors
-    are ``[kv_heads, sum(tokens), dim]`` for each layer; nothing is copied when the pieces are all there.
+    Attributes:
+        tokens: Length of each document, in prompt order.
+        cache: Tensors ``[kv_heads, sum(tokens), dim]`` for each layer; nothing is copied when the pieces are all there.
     """
 
     def __init__(
@@ -40,10 +41,20 @@ class LinkedPrompt:
         *,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
+        cache: KVCache | None = None,
     ) -> None:
         """Reserve the room.
 
-        Raises ArgumentError where there is nothing to link, RopeRegimeError where the prompt gets too long to move.
+        Args:
+            tokens: Length of each document, in prompt order.
+            meta: Of any cache of the model that will run the query.
+            dtype: Of the tensors; not needed with ``cache``.
+            device: Of the tensors; not needed with ``cache``.
+            cache: Room for the whole prompt, such as ``Engine.allocate`` gives; made here where it is left out.
+
+        Raises:
+            ArgumentError: There is nothing to link, or the room is too small.
+            RopeRegimeError: The prompt gets too long to move documents in it.
         """
         if not tokens or min(tokens) < 1:
             msg = "a linked prompt needs documents of at least one token each"
@@ -51,11 +62,10 @@ class LinkedPrompt:
         self.tokens = tuple(tokens)
         total = sum(tokens)
         _check_reach(meta, total)
-        shapes = [(spec, 0 if spec.kind == "none" else total) for spec in meta.layers]
-        keys = [torch.zeros(s.kv_heads, n, s.key_dim, dtype=dtype, device=device) for s, n in shapes]
-        values = [torch.zeros(s.kv_heads, n, s.value_dim, dtype=dtype, device=device) for s, n in shapes]
-        placed = replace(meta, positions="on", offset=0, token_digest="", dtype=str(dtype).removeprefix("torch."))
-        self.cache = KVCache(keys, values, placed)
+        self.cache = KVCache.zeros(meta, total, dtype=dtype, device=device) if cache is None else cache
+        if self.cache.tokens != total:
+            msg = f"a prompt of {total} tokens needs room for as many, got room for {self.cache.tokens}"
+            raise ArgumentError(msg)
         self._lock = threading.Lock()
 
     def offset(self, document: int) -> int:

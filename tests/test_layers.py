@@ -273,6 +273,20 @@ def test_sub_folders_import_lower_shelves_alone() -> None:
     report(sorted(faults))
 
 
+OPENERS = ("kvwire.__init__", "kvwire.cli.")
+"""Modules that may name the engine of one library: the public names, and what opens an engine for commands."""
+
+
+def test_only_openers_name_an_engine() -> None:
+    faults = [
+        f"{name} imports {target}: it needs no more of an engine than kvwire.engines.base"
+        for name, targets in graph().items()
+        for target in targets
+        if room_of(name) == DOOR and target.startswith("kvwire.engines.transformers") and not name.startswith(OPENERS)
+    ]
+    report(faults)
+
+
 def test_circles_are_found() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == [{"a", "b", "c"}]
     assert not circles({"a": {"b", "c"}, "b": {"c"}, "c": set()})

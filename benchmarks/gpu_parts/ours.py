@@ -11,17 +11,18 @@ import torch
 import kvwire
 from kvwire.codec import CHUNK_TOKENS
 from kvwire.codec.format.container import parse_header
-from kvwire.codec.format.segment import SegmentState, decode_segment
-from kvwire.codec.gpu.decode import Batch, DeviceDecoder, Workspace
+from kvwire.codec.format.segment import ChunkSegments, SegmentState, decode_segment
+from kvwire.codec.gpu.batch import UploadedBatch, Workspace
+from kvwire.codec.gpu.decode import DeviceDecoder
 from kvwire.codec.gpu.profile import on_device
-from kvwire.codec.gpu.staging import ChunkSegments, DeviceBatch
-from kvwire.codec.prediction.text import Text
+from kvwire.codec.prediction.text import TextPredictor
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from kvwire import KVCache, Profile
+    from kvwire.codec.gpu.staging import DeviceBatch
 
 
 def encode(cache: KVCache, profile: Profile, chunk_tokens: int = CHUNK_TOKENS) -> bytes:
@@ -51,8 +52,8 @@ def profile_bytes(profile: Profile, device: torch.device) -> int:
 
 def decoder_of(blob: bytes, profile: Profile, out: KVCache) -> DeviceDecoder:
     """A decoder that writes into ``out``, positions from 0."""
-    head = parse_header(blob)
-    return DeviceDecoder(head, Text(profile, head.info.tokens, head.info.token_ids), out, offset=0)
+    header = parse_header(blob)
+    return DeviceDecoder(header, TextPredictor(profile, header.info.tokens, header.info.token_ids), out, offset=0)
 
 
 def pieces_of(blob: bytes, level: int) -> list[ChunkSegments]:
@@ -77,7 +78,7 @@ class Load:
         return self.stage()
 
     @cached_property
-    def batches(self) -> list[Batch]:
+    def batches(self) -> list[UploadedBatch]:
         """The same on the device, each in memory of its own."""
         batches = [self.decoder.upload(staged, Workspace()) for staged in self.staged]
         if batches[0].buffer.is_cuda:
@@ -119,14 +120,14 @@ def symbols(load: Load, profile: Profile) -> list[tuple[NDArray[np.int32], NDArr
     return [pair for batch in load.batches for pair in _symbols(batch, load, profile)]
 
 
-def _symbols(batch: Batch, load: Load, profile: Profile) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
+def _symbols(batch: UploadedBatch, load: Load, profile: Profile) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
     values, at, out = batch.values.cpu().numpy(), 0, []
-    for opened in batch.staged.pieces:
-        state = SegmentState(opened.tokens, profile.spread, profile.tables)
-        for level, data in enumerate(opened.piece.segments):
-            decode_segment(state, level, load.decoder._head.levels[level].shift, data)  # noqa: SLF001
+    for parsed in batch.staged.pieces:
+        state = SegmentState(parsed.tokens, profile.spread, profile.tables)
+        for level, data in enumerate(parsed.piece.segments):
+            decode_segment(state, level, load.decoder._header.levels[level].shift, data)  # noqa: SLF001
         columns = state.columns
-        found = values[at : at + opened.values].reshape(opened.tokens, opened.width)
-        out.append((found[:, opened.slots[columns]].astype("int32"), state.values[:, columns]))
-        at += opened.values
+        found = values[at : at + parsed.values].reshape(parsed.tokens, parsed.width)
+        out.append((found[:, parsed.slots[columns]].astype("int32"), state.values[:, columns]))
+        at += parsed.values
     return out

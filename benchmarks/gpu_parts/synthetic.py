@@ -167,5 +167,5 @@ def _fill(cache: KVCache, group: Group, features: Tensor, draw: torch.Generator)
         even = torch.rand(tokens, group.rank, generator=draw, device=device) - 0.5
         coefficients = -even.sign() * torch.log1p(-(2 * even.abs()).clamp(max=1 - 1e-7)) * scale
         expected = (mean + features[start : start + tokens].float() @ predictor).bfloat16().float()
-        turns = {0: rotation(cache.meta.ropes[0], start, tokens, device)}
-        scatter_planes(expected + coefficients @ rows, group.planes, cache, cache.meta, start, turns)
+        cos_sin = {0: rotation(cache.meta.ropes[0], start, tokens, device)}
+        scatter_planes(expected + coefficients @ rows, group.planes, cache, cache.meta, start, cos_sin)

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING
 from kvwire import controller as ctl
 from kvwire.controller import events as ev
 from kvwire.controller.simulator import LoadArrival, World
-from kvwire.runtime.loader import Loader, LoadSettings, controls_of
+from kvwire.runtime.loader import Loader
+from kvwire.runtime.settings import LoadSettings, controls_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvwire.controller import CostModel, Estimates, LogEntry, Policy
     from kvwire.engines.transformers import TransformersEngine
+    from kvwire.runtime.answer import Answer
     from kvwire.runtime.corpus import Corpus
-    from kvwire.runtime.loader import Answer
     from kvwire.transport import EmulatedLink
     from kvwire.types import ChunkId
     from predicted_ttft_parts.links import Link

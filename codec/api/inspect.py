@@ -14,14 +14,35 @@ if TYPE_CHECKING:
 
 
 def inspect(blob: bytes) -> BlobInfo:
-    """What a blob, or its head alone, says about itself; raises as ``read_header`` does. Segments are not looked at."""
+    """Read what a blob says about itself; segments are not looked at.
+
+    Args:
+        blob: The whole blob, or its header alone.
+
+    Returns:
+        Layout, levels, segments and token ids.
+
+    Raises:
+        TruncatedError: The header is not complete; ``needed`` says how many bytes to bring.
+        CorruptError: The header is damaged.
+        FormatVersionError: A later version wrote it.
+    """
     return parse_header(blob).info
 
 
 def verify(blob: bytes) -> BlobInfo:
     """Check a whole blob, every segment's checksum included, without decoding it.
 
-    Raises TruncatedError, CorruptError or FormatVersionError.
+    Args:
+        blob: All its bytes.
+
+    Returns:
+        What the blob says about itself.
+
+    Raises:
+        TruncatedError: The blob ends too early.
+        CorruptError: The header or a segment is damaged.
+        FormatVersionError: A later version wrote it.
     """
     info = parse_header(blob).info
     if len(blob) < info.file_bytes:
@@ -36,9 +57,17 @@ def verify(blob: bytes) -> BlobInfo:
 
 
 def level_index(info: BlobInfo, level: int | str | None) -> int:
-    """Index of a level given by index, name or None; raises ArgumentError naming the levels that exist.
+    """Find a level. None is the finest that is not lossless, where there is one: the lossless one is many times larger.
 
-    None is the finest that is not lossless, where there is one: the lossless one is many times larger.
+    Args:
+        info: Of the blob.
+        level: Index (negative counts from the last), name, or None.
+
+    Returns:
+        Its index from 0.
+
+    Raises:
+        ArgumentError: There is no such level; the message names those that exist.
     """
     names = [entry.name for entry in info.levels]
     if level is None:

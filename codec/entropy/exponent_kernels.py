@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from numpy import int32, int64, uint8, uint16, uint32, uint64
 
-from kvwire.codec.entropy.kernels import _jit
+from kvwire.codec.entropy.jit import jit
 
 if TYPE_CHECKING:
     from typing import Any, TypeAlias
 
     from numpy.typing import NDArray
 
-    from kvwire.codec.entropy.kernels import U8, U16, U32
+    from kvwire.codec.entropy.jit import U8, U16, U32
 
     U64: TypeAlias = NDArray[uint64]
 
@@ -34,8 +34,12 @@ _TILE = 64
 class Fields(NamedTuple):
     """Where the parts of a number lie. All are counts of bits.
 
-    width, exponent, mantissa: of the format. distance: of the symbol's field that holds the reference less the
-    exponent. spare: lowest mantissa bits that are zero in every number of the block, hence not stored.
+    Attributes:
+        width: Of the format.
+        exponent: Of the format.
+        mantissa: Of the format.
+        distance: Of the symbol's field that holds the reference less the exponent.
+        spare: Lowest mantissa bits that are zero in every number of the block, hence not stored.
     """
 
     width: int
@@ -46,7 +50,15 @@ class Fields(NamedTuple):
 
     @classmethod
     def of(cls, exponent: int, mantissa: int) -> Fields:
-        """Fields of a format whose numbers take ``1 + exponent + mantissa`` bits."""
+        """Describe a format.
+
+        Args:
+            exponent: Its bits.
+            mantissa: Its bits.
+
+        Returns:
+            Fields of numbers of ``1 + exponent + mantissa`` bits.
+        """
         return cls(1 + exponent + mantissa, exponent, mantissa, min(_MAX_DISTANCE_BITS, exponent), 0)
 
     @property
@@ -70,12 +82,18 @@ class Fields(NamedTuple):
         return (1 << self.distance) - 1
 
 
-@_jit
+@jit
 def survey(bits: Bits, fields: Fields, references: U16, negatives: U32, union: U64) -> None:
-    """Raise each column's reference to its largest exponent, count its negative numbers, ``union[0] |=`` every number.
+    """Raise each column's reference to its largest exponent, and count its negative numbers.
 
-    bits: unsigned ``[heads, tokens, dim]``; a column is ``h * dim + d``. The exponent of all ones, that of infinity and
-    NaN in most formats, does not count.
+    The exponent of all ones, that of infinity and NaN in most formats, does not count.
+
+    Args:
+        bits: Unsigned ``[heads, tokens, dim]``; a column is ``h * dim + d``.
+        fields: Of the format.
+        references: ``[columns]``, raised in place.
+        negatives: ``[columns]``, counted up in place.
+        union: ``[1]``; every number is or-ed to it.
     """
     heads, tokens, dim = bits.shape
     top = (1 << fields.exponent) - 1
@@ -92,12 +110,20 @@ def survey(bits: Bits, fields: Fields, references: U16, negatives: U32, union: U
     union[0] |= every
 
 
-@_jit
+@jit
 def split(bits: Bits, fields: Fields, references: U16, flips: U8, symbols: U8, column: int, raw: U64, at: int) -> None:
-    """Write each number's symbol to ``symbols``, from ``column`` on, and its raw bits to ``raw``, from bit ``at`` on.
+    """Write each number's symbol and its raw bits.
 
-    bits: unsigned ``[heads, tokens, dim]``; symbols: uint8 ``[tokens, columns]``. raw: zeros from bit ``at`` on, one
-    word more than the bits need; its bit i is bit ``i % 64`` of word ``i // 64``.
+    Args:
+        bits: Unsigned ``[heads, tokens, dim]``.
+        fields: Of the block.
+        references: ``[columns]`` of the block.
+        flips: ``[columns]``, 1 where signs are flipped.
+        symbols: uint8 ``[tokens, columns]``, written from ``column`` on.
+        column: First one of the block.
+        raw: Zeros from bit ``at`` on, one word more than the bits need; its bit i is bit ``i % 64`` of word ``i //
+            64``.
+        at: First raw bit of the block.
     """
     heads, tokens, dim = bits.shape
     high = 7 - fields.distance
@@ -128,11 +154,19 @@ def split(bits: Bits, fields: Fields, references: U16, flips: U8, symbols: U8, c
     raw[word] = gathered
 
 
-@_jit
+@jit
 def join(symbols: U8, column: int, fields: Fields, references: U16, flips: U8, raw: U64, at: int, bits: Bits) -> None:
-    """Undo ``split`` into ``bits``, unsigned ``[heads, tokens, dim]``; an escape gives some exponent.
+    """Undo ``split``; an escape gives some exponent.
 
-    raw: one word more than the bits need.
+    Args:
+        symbols: uint8 ``[tokens, columns]``.
+        column: First one of the block.
+        fields: Of the block.
+        references: ``[columns]`` of the block.
+        flips: ``[columns]``, 1 where signs are flipped.
+        raw: One word more than the bits need.
+        at: First raw bit of the block.
+        bits: Unsigned ``[heads, tokens, dim]``, written.
     """
     heads, tokens, dim = bits.shape
     high = 7 - fields.distance
@@ -157,9 +191,14 @@ def join(symbols: U8, column: int, fields: Fields, references: U16, flips: U8, r
             start += uint64(dim) * count
 
 
-@_jit
+@jit
 def histogram(symbols: U8, counts: U32) -> None:
-    """Count the symbols of each column of uint8 ``[tokens, columns]`` in its row of ``counts``."""
+    """Count the symbols of each column.
+
+    Args:
+        symbols: uint8 ``[tokens, columns]``.
+        counts: ``[columns, 256]``, counted up in place.
+    """
     tokens, columns = symbols.shape
     for first in range(0, columns, _TILE):
         for t in range(tokens):

@@ -31,7 +31,13 @@ _MAX_WORDS_PER_LANE = 65535
 
 @dataclass(frozen=True, eq=False)
 class Lanes:
-    """One rANS stream: a state and a word count per lane, and all words, lane after lane."""
+    """One rANS stream.
+
+    Attributes:
+        states: uint32 ``[lanes]``.
+        counts: uint16 ``[lanes]``, words of each lane.
+        words: uint16, lane after lane.
+    """
 
     states: NDArray[np.uint32]
     counts: NDArray[np.uint16]
@@ -39,13 +45,31 @@ class Lanes:
 
 
 def lanes_for(symbols: int, per_lane: int = SYMBOLS_PER_LANE) -> int:
-    """Number of lanes, a power of two, for that many symbols."""
+    """Choose the number of lanes.
+
+    Args:
+        symbols: Of the stream.
+        per_lane: That a lane should have at least.
+
+    Returns:
+        A power of two, at most MAX_LANES.
+    """
     wanted = max(1, symbols // per_lane, -(-symbols // _MAX_WORDS_PER_LANE))
     return int(min(MAX_LANES, 1 << (wanted - 1).bit_length()))
 
 
 def encode_base(symbols: NDArray[np.uint8], classes: NDArray[np.integer], tables: Tables, lanes: int) -> Lanes:
-    """Encode base symbols ``[tokens, columns]``, each column with the table of its class."""
+    """Encode base symbols, each column with the table of its class.
+
+    Args:
+        symbols: ``[tokens, columns]``.
+        classes: ``[columns]``, from 1 on.
+        tables: Frequencies.
+        lanes: How many.
+
+    Returns:
+        The stream.
+    """
     rows = ((np.asarray(classes, np.int64) - 1) * ALPHABET).astype(np.uint32)
     index = np.broadcast_to(rows, symbols.shape)
     return _encode(symbols, index, tables.base_starts, tables.base, lanes)
@@ -54,7 +78,18 @@ def encode_base(symbols: NDArray[np.uint8], classes: NDArray[np.integer], tables
 def encode_ternary(
     symbols: NDArray[np.uint8], contexts: NDArray[np.uint8], classes: NDArray[np.integer], tables: Tables, lanes: int
 ) -> Lanes:
-    """Encode refinement symbols ``[tokens, columns]`` under their contexts."""
+    """Encode refinement symbols under their contexts.
+
+    Args:
+        symbols: 0, 1 or 2, ``[tokens, columns]``.
+        contexts: 0, 1 or 2, ``[tokens, columns]``.
+        classes: ``[columns]``, from 1 on.
+        tables: Frequencies.
+        lanes: How many.
+
+    Returns:
+        The stream.
+    """
     rows = ((np.asarray(classes, np.int64) - 1) * CONTEXTS).astype(np.uint32)
     index = (rows[None, :] + contexts) * np.uint32(3)
     return _encode(symbols, index, tables.ternary_starts, tables.ternary, lanes)
@@ -80,7 +115,21 @@ def _encode(
 def decode_base(
     lanes: Lanes, classes: NDArray[np.integer], tables: Tables, tokens: int, *, check: bool = True
 ) -> NDArray[np.uint8]:
-    """Decode base symbols, uint8 ``[tokens, columns]``; raises CorruptError unless every lane ends as it began."""
+    """Decode base symbols.
+
+    Args:
+        lanes: The stream.
+        classes: ``[columns]``, from 1 on.
+        tables: Frequencies.
+        tokens: How many.
+        check: Whether to refuse lanes that do not end as they began.
+
+    Returns:
+        uint8 ``[tokens, columns]``.
+
+    Raises:
+        CorruptError: A lane does not end as it began.
+    """
     rows = ((np.asarray(classes, np.int64) - 1) << 12).astype(np.uint32)
     out = np.empty((tokens, len(rows)), np.uint8)
     states, pointers, words = _opened(lanes)
@@ -92,7 +141,21 @@ def decode_base(
 def decode_ternary(
     lanes: Lanes, contexts: NDArray[np.uint8], classes: NDArray[np.integer], tables: Tables, *, check: bool = True
 ) -> NDArray[np.uint8]:
-    """Decode refinement symbols, uint8 ``[tokens, columns]`` of 0, 1, 2; raises CorruptError like ``decode_base``."""
+    """Decode refinement symbols.
+
+    Args:
+        lanes: The stream.
+        contexts: 0, 1 or 2, ``[tokens, columns]``.
+        classes: ``[columns]``, from 1 on.
+        tables: Frequencies.
+        check: Whether to refuse lanes that do not end as they began.
+
+    Returns:
+        0, 1 or 2, uint8 ``[tokens, columns]``.
+
+    Raises:
+        CorruptError: A lane does not end as it began.
+    """
     rows = ((np.asarray(classes, np.int64) - 1) * CONTEXTS).astype(np.uint32)
     out = np.empty(contexts.shape, np.uint8)
     states, pointers, words = _opened(lanes)

@@ -27,7 +27,17 @@ _MASK = (1 << PROBABILITY_BITS) - 1
 def encode_lanes(
     symbols: NDArray[np.integer], tables: NDArray[np.integer], frequencies: NDArray[np.integer], lanes: int
 ) -> tuple[list[int], list[list[int]]]:
-    """Encode ``symbols[t, c]`` with row ``tables[t, c]`` of ``frequencies``: each lane's state and words as read."""
+    """Encode ``symbols[t, c]`` with row ``tables[t, c]`` of ``frequencies``.
+
+    Args:
+        symbols: ``[tokens, columns]``.
+        tables: Of the same shape.
+        frequencies: ``[tables, alphabet]``.
+        lanes: How many.
+
+    Returns:
+        Each lane's state, and its words in the order in which they are read.
+    """
     tokens, columns = symbols.shape
     starts = np.cumsum(frequencies, axis=1) - frequencies
     states: list[int] = []
@@ -54,9 +64,19 @@ def decode_lanes(
     tables: NDArray[np.integer],
     frequencies: NDArray[np.integer],
 ) -> NDArray[np.uint8]:
-    """Decode what ``encode_lanes`` wrote, given the table of every symbol.
+    """Decode what ``encode_lanes`` wrote.
 
-    Raises CorruptError where a lane does not end as it began.
+    Args:
+        states: Of each lane.
+        words: Of each lane.
+        tables: ``[tokens, columns]``, the table of every symbol.
+        frequencies: ``[tables, alphabet]``.
+
+    Returns:
+        uint8 ``[tokens, columns]``.
+
+    Raises:
+        CorruptError: A lane does not end as it began.
     """
     tokens, columns = tables.shape
     starts = np.cumsum(frequencies, axis=1) - frequencies

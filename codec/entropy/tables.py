@@ -41,19 +41,40 @@ _PRIOR_COUNT = 256.0
 
 
 def class_of(scale: NDArray[np.floating]) -> NDArray[np.int64]:
-    """Unclipped class of a scale (mean magnitude times sqrt 2) in steps; very negative where the scale is 0."""
+    """Choose the class of a scale.
+
+    Args:
+        scale: Mean magnitude times sqrt 2, in steps.
+
+    Returns:
+        int64 of the same shape, not clipped; very negative where the scale is 0.
+    """
     safe = np.maximum(np.asarray(scale, np.float64), 1e-30)
     steps: NDArray[np.int64] = np.rint(GRID_PER_LEVEL * np.log(safe / FINEST_SCALE) / np.log(3.0)).astype(np.int64)
     return steps + 1
 
 
 def column_classes(coefficients: NDArray[np.floating]) -> NDArray[np.int64]:
-    """Unclipped class at unit step of every column of ``[tokens, columns]``."""
+    """Choose the class at unit step of every column.
+
+    Args:
+        coefficients: ``[tokens, columns]``.
+
+    Returns:
+        int64 ``[columns]``, not clipped.
+    """
     return class_of(np.abs(coefficients).mean(0) * np.sqrt(2))
 
 
 def clip_class(classes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Classes that have a table: 1 to CLASSES."""
+    """Clip to the classes that have a table.
+
+    Args:
+        classes: Any.
+
+    Returns:
+        1 to CLASSES.
+    """
     return np.clip(classes, 1, CLASSES)
 
 
@@ -61,9 +82,11 @@ def clip_class(classes: NDArray[np.int64]) -> NDArray[np.int64]:
 class Tables:
     """Frequencies of every class; class ``k`` is row ``k - 1``.
 
-    base: uint16 ``[CLASSES, 256]``, rows add up to 4096, the escape is never 0.
-    ternary: uint16 ``[CLASSES, 3, 3]`` = class, context, symbol; rows add up to 4096, no entry is 0.
-    points: uint16 ``[CLASSES, 2]``: how far values of size 1 and 2 lie nearer to zero than they say, in 2^-16 steps.
+    Attributes:
+        base: uint16 ``[CLASSES, 256]``, rows add up to 4096, the escape is never 0.
+        ternary: uint16 ``[CLASSES, 3, 3]`` = class, context, symbol; rows add up to 4096, no entry is 0.
+        points: uint16 ``[CLASSES, 2]``: how far values of size 1 and 2 lie nearer to zero than they say, in 2^-16
+            steps.
     """
 
     base: NDArray[np.uint16]
@@ -123,10 +146,16 @@ class Tables:
 def fit_tables(
     base_counts: NDArray[np.number], ternary_counts: NDArray[np.number], excess: NDArray[np.float64] | None = None
 ) -> Tables:
-    """Tables for counted symbols, leaning on a Laplacian where counts are few; zeros give the pure Laplacian.
+    """Fit tables to counted symbols, leaning on a Laplacian where counts are few.
 
-    base_counts: ``[CLASSES, 256]``, biased as in the stream, escapes in entry 0; ternary_counts: ``[CLASSES, 3, 3]``.
-    excess: ``[CLASSES, 2, 2]``, number of values of size 1 and 2, and by how many steps they lay nearer to zero.
+    Args:
+        base_counts: ``[CLASSES, 256]``, biased as in the stream, escapes in entry 0.
+        ternary_counts: ``[CLASSES, 3, 3]``.
+        excess: ``[CLASSES, 2, 2]``, number of values of size 1 and 2, and by how many steps they lay nearer to zero;
+            None where it was not counted.
+
+    Returns:
+        The tables; zeros give the pure Laplacian.
     """
     base = np.zeros((CLASSES, ALPHABET), np.uint16)
     ternary = np.zeros((CLASSES, CONTEXTS, 3), np.uint16)

@@ -73,17 +73,26 @@ def fit_profile(  # noqa: PLR0913 - settings, each with its default
 ) -> Profile | None:
     """Learn a profile from calibration caches of one model (a few thousand tokens will do).
 
-    caches: documents' caches, all of one layout. statistics: the engine's metrics and token features.
-    group_width: elements for one token up to which keys and values of neighbouring layers are transformed together.
-    rank_cut: see RANK_CUT; 0 keeps every direction. ladder: the quality levels that the tables are tuned for.
-    text: predict from the tokens, where the statistics know them and caches carry theirs.
-    prefix_layers, hidden: predict from the hidden states after that many layers, ``[tokens, size]`` for each cache, as
-    ``engine.prefix_states`` computes them; blobs then need them for decoding.
-    small: store the transform in 8 bits an entry, half the size for about one per cent of rate. head_start: old name
-    of ``prefix_layers``, for one more version.
-    Returns None where there are no caches, or a single token in all: ``encode(cache, profile=None)`` then uses the
-    identity transform.
-    Raises MismatchError where the caches are of different models, ArgumentError where a setting is impossible.
+    Args:
+        caches: Documents' caches, all of one layout.
+        statistics: The engine's metrics and token features; None where nothing is known.
+        group_width: Elements for one token up to which keys and values of neighbouring layers are transformed together.
+        rank_cut: See RANK_CUT; 0 keeps every direction.
+        ladder: The quality levels that the tables are tuned for; None for the default.
+        text: Whether to predict from the tokens, where the statistics know them and caches carry theirs.
+        prefix_layers: Layers of the model whose output predicts the rest; 0 for none. Blobs then need it for decoding.
+        hidden: The hidden states after them, ``[tokens, size]`` for each cache, as ``engine.prefix_states`` computes
+            them.
+        small: Whether to store the transform in 8 bits an entry: half the size for about one per cent of rate.
+        head_start: Old name of ``prefix_layers``, for one more version.
+
+    Returns:
+        The profile; None where there are no caches, or a single token in all: ``encode(cache, profile=None)`` then uses
+        the identity transform.
+
+    Raises:
+        MismatchError: The caches are of different models.
+        ArgumentError: A setting is impossible.
     """
     if not caches or sum(cache.tokens for cache in caches) <= 1:
         return None
@@ -133,7 +142,15 @@ def _check(caches: Sequence[KVCache], statistics: Statistics | None, group_width
 
 
 def identity_profile(cache: KVCache, ladder: Ladder) -> Profile:
-    """A profile derived from one cache alone: per-element means, one scale for each layer, no rotation of the basis."""
+    """Derive a profile from one cache alone: per-element means, one scale for each layer, no rotation of the basis.
+
+    Args:
+        cache: At least one token.
+        ladder: The quality levels that the tables are tuned for.
+
+    Returns:
+        The profile.
+    """
     groups = tuple(_identity_group(cache, plane) for plane in planes_of(cache.meta.layers))
     draft = Profile("", "", cache.meta.layers, groups, _no_counts())
     return replace(draft, tables=count_tables([TextPredictor(draft, cache.tokens, None)], [cache], ladder))
@@ -174,9 +191,15 @@ def _no_counts() -> Tables:
 
 
 def group_planes(layers: tuple[LayerSpec, ...], group_width: int) -> list[tuple[Plane, ...]]:
-    """Runs of neighbouring layers whose keys and values add up to at most ``group_width``; a wider layer stands alone.
+    """Choose the planes that are transformed together: runs of neighbouring layers.
 
-    A layer that is wider than that by itself has its keys and values apart.
+    Args:
+        layers: Of the model.
+        group_width: Elements for one token that a run adds up to at most. A wider layer stands alone; where its keys or
+            values are wider by themselves, they stand apart.
+
+    Returns:
+        The planes of each group.
     """
     runs: list[list[Plane]] = []
     room = 0
@@ -233,7 +256,16 @@ def _compact(block: Tensor) -> Tensor:
 
 
 def count_tables(texts: Sequence[TextPredictor], caches: Sequence[KVCache], ladder: Ladder) -> Tables:
-    """Tables counted from what the quantiser makes of the calibration caches, all levels of the ladder together."""
+    """Count the entropy coder's tables from what the quantiser makes of the calibration caches, all levels together.
+
+    Args:
+        texts: What the draft of the profile predicts from, for each cache.
+        caches: The calibration caches.
+        ladder: The quality levels.
+
+    Returns:
+        Fitted tables.
+    """
     base, ternary = np.zeros((CLASSES, ALPHABET), np.int64), np.zeros((CLASSES, CONTEXTS, 3), np.int64)
     points = np.zeros((CLASSES, POINTS, 2))
     for number, start, stop in spans(caches):

@@ -31,11 +31,19 @@ in all planes together do, and text differs."""
 def plane_metrics(
     layers: tuple[LayerSpec, ...], statistics: Statistics | None, planes: tuple[Plane, ...], moments: Moments
 ) -> list[Tensor]:
-    """The attention metric of each plane, float32, scaled so that its weighted energy is 1 for each element.
+    """Compute the attention metric of each plane, scaled so that its weighted energy is 1 for each element.
 
-    Where the statistics know how sensitive the planes are, each plane's energy is scaled by that, 1 on average.
+    Where the statistics know how sensitive the planes are, each plane's energy is scaled by that, 1 on average. A plane
+    that hardly scatters about its mean is scaled by its mean instead, one that is zero by its metric.
 
-    A plane that hardly scatters about its mean is scaled by its mean instead, one that is zero by its metric.
+    Args:
+        layers: Of the model.
+        statistics: Of the engine; None where nothing is known.
+        planes: Of one group.
+        moments: Of the group's elements.
+
+    Returns:
+        float32 ``[heads, dim, dim]`` or a diagonal ``[width]`` for each plane.
     """
     out, start = [], 0
     weights = _weights(statistics)
@@ -63,7 +71,16 @@ def _weights(statistics: Statistics | None) -> dict[Plane, float]:
 
 
 def floored_metric(spec: LayerSpec, statistics: Statistics | None, plane: Plane) -> Tensor:
-    """The attention metric of a plane, float64 ``[heads, dim, dim]``, floored; the unit matrix where it is unknown."""
+    """Compute the attention metric of a plane, with a floor under its small directions.
+
+    Args:
+        spec: The plane's layer.
+        statistics: Of the engine; None where nothing is known.
+        plane: Its side and layer.
+
+    Returns:
+        float64 ``[heads, dim, dim]``; the unit matrix where the metric is not known.
+    """
     side, layer = plane
     dim = spec.key_dim if side == "key" else spec.value_dim
     block = torch.eye(dim, dtype=torch.float64).repeat(spec.kv_heads, 1, 1)
@@ -82,7 +99,14 @@ def floored_metric(spec: LayerSpec, statistics: Statistics | None, plane: Plane)
 
 
 def roots(metric: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Block-diagonal symmetric square root of the metric, and its inverse, float64."""
+    """Take the square root of a block-diagonal metric.
+
+    Args:
+        metric: Blocks of every plane.
+
+    Returns:
+        The symmetric root and its inverse, float64 ``[width, width]``.
+    """
     direct, inverses = [], []
     for block in metric:
         for matrix in block.double():

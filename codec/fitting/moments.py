@@ -34,9 +34,13 @@ _HASH_SHIFT = 12
 class Moments:
     """Means and covariances, float64, of some elements x and of the features f of their tokens.
 
-    mean: ``[width]``; covariance: ``[width, width]``; cross: ``[features, width]`` = E[f x^T] about the means.
-    apart: what tokens set apart add to ``cross`` times the number of tokens. examples: the same of the vocabulary's
-    examples, summed about the same means. trials: float32 ``[n, width]``, elements of some tokens set apart.
+    Attributes:
+        mean: ``[width]``.
+        covariance: ``[width, width]``.
+        cross: ``[features, width]`` = E[f x^T] about the means.
+        apart: What tokens set apart add to ``cross`` times the number of tokens.
+        examples: The same of the vocabulary's examples, summed about the same means.
+        trials: float32 ``[n, width]``, elements of some tokens set apart.
     """
 
     mean: Tensor
@@ -49,11 +53,16 @@ class Moments:
 
 @dataclass(eq=False)
 class FeatureMoments:
-    """Mean ``[features]`` and covariance ``[features, features]`` of the features, float64, over ``tokens`` tokens.
+    """Means and covariances, float64, of the features alone.
 
-    apart: what tokens set apart add to the covariance times the number of tokens. examples: the same of the
-    vocabulary's ``example_tokens`` examples, about the same mean. trials: float32 ``[n, features]`` of some tokens set
-    apart.
+    Attributes:
+        tokens: How many they are over.
+        mean: ``[features]``.
+        covariance: ``[features, features]``.
+        apart: What tokens set apart add to the covariance times the number of tokens.
+        example_tokens: Number of the vocabulary's examples.
+        examples: What they add, about the same mean.
+        trials: float32 ``[n, features]`` of some tokens set apart.
     """
 
     tokens: int
@@ -74,7 +83,16 @@ class Features:
     def __init__(
         self, caches: Sequence[KVCache], vocabulary: Vocabulary | None, hidden: Sequence[Tensor] | None
     ) -> None:
-        """Check that every cache has what is asked of it; raises ArgumentError."""
+        """Check that every cache has what is asked of it.
+
+        Args:
+            caches: The calibration caches.
+            vocabulary: What is known of tokens; None for no prediction from them.
+            hidden: Hidden states ``[tokens, size]`` for each cache; None for no prediction from them.
+
+        Raises:
+            ArgumentError: A cache lacks token ids or hidden states.
+        """
         if hidden is not None and [len(h) for h in hidden] != [cache.tokens for cache in caches]:
             msg = "hidden states must be one [tokens, size] tensor for each calibration cache"
             raise ArgumentError(msg)
@@ -106,7 +124,17 @@ class Features:
         return 0 if self._hidden is None else self._hidden[0].shape[1]
 
     def at(self, cache: KVCache, number: int, start: int, stop: int) -> Tensor:
-        """float32 ``[tokens, features]`` of a part of a cache; number: its place among the calibration caches."""
+        """Collect the features of a part of a cache.
+
+        Args:
+            cache: One of the calibration caches.
+            number: Its place among them.
+            start: First token.
+            stop: The first token after the part.
+
+        Returns:
+            float32 ``[tokens, features]``.
+        """
         if self._hidden is not None:
             return self._hidden[number][start:stop].detach().to("cpu", torch.float32)
         if self.table is not None and cache.token_ids is not None:
@@ -114,10 +142,19 @@ class Features:
         return torch.empty(stop - start, 0)
 
     def set_apart(self, caches: Sequence[KVCache], number: int, start: int, stop: int) -> Tensor:
-        """Bool ``[tokens]``: a fixed quarter of the vocabulary, on which a fit to the others is tried.
+        """Choose the tokens on which a fit to the others is tried: those of a fixed quarter of the vocabulary.
 
-        Whole entries of the vocabulary, since a token that occurs twice would be known already. Without token ids it
-        is every fourth token.
+        Whole entries of the vocabulary, since a token that occurs twice would be known already. Without token ids it is
+        every fourth token.
+
+        Args:
+            caches: The calibration caches.
+            number: Which of them.
+            start: First token.
+            stop: The first token after the part.
+
+        Returns:
+            Bool ``[tokens]``.
         """
         ids = caches[number].token_ids
         names = torch.arange(start, stop) if ids is None else torch.tensor(ids[start:stop])
@@ -125,7 +162,14 @@ class Features:
 
 
 def spans(caches: Sequence[KVCache]) -> list[tuple[int, int, int]]:
-    """Every cache in parts that fit in memory: number, first token, first token after."""
+    """Cut caches into parts that fit in memory.
+
+    Args:
+        caches: The calibration caches.
+
+    Returns:
+        Number of the cache, first token, first token after the part.
+    """
     return [
         (number, start, min(start + _CHUNK, cache.tokens))
         for number, cache in enumerate(caches)
@@ -134,7 +178,15 @@ def spans(caches: Sequence[KVCache]) -> list[tuple[int, int, int]]:
 
 
 def feature_moments(caches: Sequence[KVCache], features: Features) -> FeatureMoments:
-    """Moments of the features alone; they serve every group."""
+    """Compute the moments of the features alone; they serve every group.
+
+    Args:
+        caches: The calibration caches.
+        features: Of their tokens.
+
+    Returns:
+        The moments.
+    """
     count = features.of_tokens + features.of_hidden
     mean, covariance = torch.zeros(count, dtype=torch.float64), torch.zeros(count, count, dtype=torch.float64)
     apart, tokens, trials = torch.zeros_like(covariance), 0, [torch.empty(0, count)]
@@ -167,9 +219,21 @@ def _spread(rows: Tensor, caches: Sequence[KVCache]) -> Tensor:
 def group_moments(
     caches: Sequence[KVCache], planes: Sequence[Plane], features: Features, seen: FeatureMoments
 ) -> Moments:
-    """Moments of a group's elements; products are taken about the first part's mean, which keeps float32 exact enough.
+    """Compute the moments of a group's elements.
 
-    Raises CacheValueError where elements are too large for float32.
+    Products are taken about the first part's mean, which keeps float32 exact enough.
+
+    Args:
+        caches: The calibration caches.
+        planes: Of the group.
+        features: Of the caches' tokens.
+        seen: The features' own moments.
+
+    Returns:
+        The moments.
+
+    Raises:
+        CacheValueError: Elements are too large for float32.
     """
     shift = gather_planes(caches[0], planes, 0, min(_CHUNK, caches[0].tokens)).mean(0, dtype=torch.float64).float()
     count, width = len(seen.mean), len(shift)

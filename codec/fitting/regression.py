@@ -42,9 +42,12 @@ _CLIP = 12.0
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """What is predicted of one group: its predictor ``[features, width]``, and what is left.
+    """What is predicted of one group, and what is left.
 
-    mean: float64 ``[width]``, to be added to the predictor's product; covariance: float64, of the residual.
+    Attributes:
+        predictor: bfloat16 ``[features, width]``; None where nothing is predicted.
+        mean: float64 ``[width]``, to be added to the predictor's product.
+        covariance: float64 ``[width, width]``, of the residual.
     """
 
     predictor: Tensor | None
@@ -54,11 +57,14 @@ class Prediction:
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """The shared table, int8 ``[vocabulary, r]`` or None, and each group's weights.
+    """The shared table and each group's weights.
 
-    basis: float64 ``[features, r + hidden]``, raw features to the table's columns and hidden states as they are.
-    centre: float64 ``[features]``, what the columns have taken off already. weights: for each group
-    ``[r + hidden, width]``, bfloat16. excess: how much larger residuals are on text that the fit has not seen.
+    Attributes:
+        table: int8 ``[vocabulary, r]``; None without prediction from tokens.
+        basis: float64 ``[features, r + hidden]``, raw features to the table's columns and hidden states as they are.
+        centre: float64 ``[features]``, what the columns have taken off already.
+        weights: For each group bfloat16 ``[r + hidden, width]``.
+        excess: How much larger residuals are on text that the fit has not seen.
     """
 
     table: NDArray[np.int8] | None
@@ -73,7 +79,15 @@ class Predictions:
         return self.basis.shape[1]
 
     def of_groups(self, moments: Sequence[Moments], seen: FeatureMoments) -> Iterator[Prediction]:
-        """Each group's prediction; residuals are enlarged by what the fit has learnt by heart."""
+        """Find what is left of each group; residuals are enlarged by what the fit has learnt by heart.
+
+        Args:
+            moments: Of each group.
+            seen: The features' own.
+
+        Yields:
+            Each group's prediction.
+        """
         if not self.features:
             yield from (Prediction(None, each.mean, each.covariance) for each in moments)
             return
@@ -89,8 +103,17 @@ def predict(
 ) -> Predictions:
     """Fit all groups' predictions.
 
-    table: raw features of every token ``[vocabulary, F]``, the first features; the last ``hidden`` ones are of hidden
-    states. The ridge is chosen by trying fits on a part of the vocabulary that they have not seen.
+    The ridge is chosen by trying fits on a part of the vocabulary that they have not seen.
+
+    Args:
+        seen: Moments of the features.
+        moments: Of each group.
+        metrics: Of each group's planes.
+        table: Raw features of every token ``[vocabulary, F]``, the first features; None without prediction from tokens.
+        hidden: Number of features, the last ones, that are of hidden states.
+
+    Returns:
+        The table and the weights.
     """
     nothing = Predictions(None, torch.zeros(len(seen.mean), 0, dtype=torch.float64), seen.mean, (), 1.0)
     if not len(seen.mean):

@@ -18,10 +18,18 @@ if TYPE_CHECKING:
 
 
 def perturbed(cache: KVCache, plane: Plane, statistics: Statistics, share: float) -> KVCache:
-    """A copy of a cache, positions off, in which the keys or values of one layer carry noise.
+    """Copy a cache, positions off, with noise in the keys or values of one layer.
 
-    The noise is white in the attention metric, as quantisation's is, and ``share`` of the plane's weighted energy. The
-    same call gives the same noise.
+    The noise is white in the attention metric, as quantisation's is. The same call gives the same noise.
+
+    Args:
+        cache: The exact one.
+        plane: Which keys or values.
+        statistics: Of the engine.
+        share: Energy of the noise as a share of the plane's weighted energy.
+
+    Returns:
+        The copy.
     """
     spec = cache.meta.layers[plane[1]]
     metric = floored_metric(spec, statistics, plane)

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 class Vocabulary:
     """What is known of tokens without their context.
 
-    features: ``[vocabulary, n]`` float. examples: a cache without positions, each of whose tokens stands for itself
-    behind some ordinary text; not necessarily of every token.
+    Attributes:
+        features: ``[vocabulary, n]`` float.
+        examples: A cache without positions, each of whose tokens stands for itself behind some ordinary text; not
+            necessarily of every token.
     """
 
     features: Tensor
@@ -29,13 +31,15 @@ class Vocabulary:
 class Statistics:
     """Attention's own metric on keys and values, layer by layer; None where the engine could not tell.
 
-    query_metric[l]: ``[kv_heads, key_dim, key_dim]`` float32, the sum over the query heads that share a key head of
-    E[q q^T], q turned to where an un-rotated key meets it: an error in a key counts by the queries that will meet it.
-    value_metric[l]: ``[kv_heads, value_dim, value_dim]`` float32, the sum over those heads of W_o^T W_o: an error in a
-    value counts by what the output projection makes of it.
-    vocabulary: None where nothing is known of tokens, and then caches are not predicted from them.
-    sensitivity: for each plane, ``("key" or "value", layer)``, the KL divergence that a share of noise in it causes; in
-    any unit. Planes that are missing count as average.
+    Attributes:
+        query_metric: For each layer float32 ``[kv_heads, key_dim, key_dim]``, the sum over the query heads that share a
+            key head of E[q q^T], q rotated to where an un-rotated key meets it: an error in a key counts by the queries
+            that will meet it.
+        value_metric: For each layer float32 ``[kv_heads, value_dim, value_dim]``, the sum over those heads of W_o^T
+            W_o: an error in a value counts by what the output projection makes of it.
+        vocabulary: None where nothing is known of tokens, and then caches are not predicted from them.
+        sensitivity: For each plane, ``("key" or "value", layer)``, the KL divergence that a share of noise in it
+            causes; in any unit. Planes that are missing count as average.
     """
 
     query_metric: tuple[Tensor | None, ...]

@@ -30,7 +30,16 @@ Arrays = dict[str, "NDArray[np.generic]"]
 
 
 def pack_arrays(magic: bytes, head: dict[str, Any], arrays: Arrays) -> bytes:
-    """Serialise a JSON head and arrays, zstd-compressed where that helps; the same input gives the same bytes."""
+    """Serialise named arrays; the same input gives the same bytes.
+
+    Args:
+        magic: First eight bytes of the file.
+        head: What JSON can hold.
+        arrays: By name; zstd-compressed where that helps.
+
+    Returns:
+        The file.
+    """
     listed, parts, budget = [], [], MAX_PACKED_TOTAL
     for name in sorted(arrays):
         array = np.ascontiguousarray(arrays[name])
@@ -55,7 +64,21 @@ def _smaller(raw: bytes, budget: int) -> bytes:
 
 
 def unpack_arrays(magic: bytes, data: bytes, what: str) -> tuple[dict[str, Any], Arrays]:
-    """Read ``pack_arrays``; raises TruncatedError, CorruptError or FormatVersionError."""
+    """Read ``pack_arrays``.
+
+    Args:
+        magic: First eight bytes that the file must have.
+        data: The file.
+        what: What it is called in messages.
+
+    Returns:
+        The JSON part and the arrays by name.
+
+    Raises:
+        TruncatedError: The file ends too early.
+        CorruptError: It is damaged, or of another kind.
+        FormatVersionError: A later version wrote it.
+    """
     meta_stored, meta_raw = _prologue(magic, data, what)
     body = memoryview(data)[_PROLOGUE.size :]
     meta = unpack_json(bytes(body[:meta_stored]), meta_raw, what)

@@ -1,201 +1,61 @@
-"""The blob's head: header, metadata, index, token ids. Exactly specified in docs/format.md.
+"""The blob's header parsed: prologue, metadata, index, token ids. Exactly specified in docs/format.md.
 
-Everything here is read from strangers: sizes are compared with what the input can pay for before anything is allocated.
+Headers come from anyone: sizes are compared with what the input can pay for before anything is allocated.
 """
 
 from __future__ import annotations
 
 import math
-import struct
-from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from isal.isal_zlib import crc32  # zlib's checksum, some 15 times as fast
 
-from kvwire.codec.format.ids import MAX_BITS, MIN_BITS, id_bytes, pack_ids, unpack_ids
-from kvwire.codec.format.kept import Kept, kept_sizes, pack_kept, unpack_kept
-from kvwire.codec.format.limits import MAX_LEVELS
-from kvwire.codec.format.metadata_json import (
-    MAX_WIDTH,
-    elements_per_token,
-    error_to_kl_from_json,
-    meta_from_json,
-    meta_to_json,
-    pack_json,
-    unpack_json,
+from kvwire.codec.format.codecs import CODECS, DEFAULT_METHOD
+from kvwire.codec.format.header import (
+    ALIGNMENT,
+    CRC_AT,
+    ENTRY,
+    MAGIC,
+    MAX_CHUNK_TOKENS,
+    MAX_HEADER_BYTES,
+    MAX_SHIFT,
+    MAX_STEP,
+    MISSING,
+    PROLOGUE,
+    VERSION,
+    Header,
+    Level,
 )
-from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, TruncatedError
+from kvwire.codec.format.ids import MAX_BITS, MIN_BITS, id_bytes, unpack_ids
+from kvwire.codec.format.kept import kept_sizes
+from kvwire.codec.format.limits import MAX_LEVELS
+from kvwire.codec.format.metadata_json import elements_per_token, error_to_kl_from_json, meta_from_json, unpack_json
+from kvwire.errors import CorruptError, FormatVersionError, TruncatedError
 from kvwire.types import BlobInfo, LevelInfo, SegmentInfo, digest_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
-    from kvwire.types import CacheMeta
-
-MAGIC = b"\x89KVW\r\n\x1a\n"
-VERSION = (1, 0)
-ALIGNMENT = 64
-"""The payload begins on a cache line; segments follow each other without padding."""
-MAX_HEADER_BYTES = 16 << 20
-"""A million tokens in chunks of 256 with four levels take 3 MiB."""
-MAX_CHUNK_TOKENS = 4096
-"""A chunk's working set must stay small against the cache."""
-CODEC_LANES = 1
-"""Segment codec: layered coefficients in private-lane rANS."""
-CODEC_LOSSLESS = 2
-"""Segment codec: stored numbers bit for bit."""
-CODEC_CACHEGEN = 3
-"""Segment codec: the CacheGen profile's anchors and deltas."""
-MISSING = 0xFFFF_FFFF_FFFF_FFFF
-"""Offset of a segment that is not in the blob."""
-MAX_STEP = 2.0**64
-MAX_SHIFT = 1024
-"""Steps and shifts beyond these, or below one over MAX_STEP, leave the range of float32 and of the classes."""
-_PROLOGUE = struct.Struct("<8sHHIIQQIIIIIBBHI")
-"""magic, major, minor, incompatible flags, compatible flags, head bytes, file bytes, CRC-32 of the head, metadata
-stored, metadata raw, tokens, chunk tokens, levels, bits of a token id (0: unknown), reserved, bytes of the profile
-inside."""
-_CRC_AT = 36
-_ENTRY = np.dtype(
-    [
-        ("offset", "<u8"), ("stored", "<u4"), ("symbols", "<u4"), ("crc32", "<u4"),
-        ("codec", "<u2"), ("flags", "<u2"), ("error", "<f4"), ("energy", "<f4"),
-    ]
-)  # fmt: skip
 _DIGEST_CHARACTERS = 64
-_ORDER = (CODEC_LANES, CODEC_CACHEGEN, CODEC_LOSSLESS)
 _MAX_LAYERS = 1 << 20
-_LARGEST_ERROR = 1e38
-"""Float32 holds it."""
 _MAX_OFFSET = 1 << 31
 
 
-class Coded(NamedTuple):
-    """One segment as encoded: bytes, number of symbols, and how far the chunk is off once it is decoded up to here.
-
-    error: squared error for each element in the attention metric, whose unit is the mean energy of calibration caches.
-    energy: the same of what the profile does not expect of the chunk.
-    """
-
-    data: bytes
-    symbols: int
-    error: float
-    energy: float
-
-
-@dataclass(frozen=True)
-class Level:
-    """A level as the encoder made it: name, quantiser step, and the classes to subtract at that step.
-
-    codec: of all its segments. Step and shift are of layered levels; others have 0.
-    """
-
-    name: str
-    step: float = 0.0
-    shift: int = 0
-    codec: int = CODEC_LANES
-
-    @property
-    def independent(self) -> bool:
-        """Whether its segments decode without those of the levels below."""
-        return self.codec != CODEC_LANES
-
-
-@dataclass(frozen=True, eq=False)
-class Header:
-    """A parsed head: what every reader sees (``info``) and what the decoder alone needs.
-
-    kept_bits: ``kept`` as stored: for each layer a bool ``[kv_heads, tokens]`` of what is in the cache, None for layers
-    that hold all; None alone where nothing was pruned. offset: position of the first token where lossless levels hold
-    rotated keys; None where they hold un-rotated ones.
-    """
-
-    info: BlobInfo
-    levels: tuple[Level, ...]
-    profile_bytes: bytes
-    kept_bits: bytes = b""
-    offset: int | None = None
-
-    @cached_property
-    def kept(self) -> Kept | None:
-        """Unpacked when it is first asked for; raises CorruptError where the bits do not fit the layout."""
-        return unpack_kept(self.kept_bits, self.info.meta.layers, self.info.tokens) if self.kept_bits else None
-
-
-@dataclass(frozen=True, eq=False)
-class Draft:
-    """What the encoder hands to ``pack_blob``; segments[chunk][level]."""
-
-    meta: CacheMeta
-    token_ids: tuple[int, ...] | None
-    tokens: int
-    chunk_tokens: int
-    levels: tuple[Level, ...]
-    profile_digest: str
-    profile_bytes: bytes
-    segments: Sequence[Sequence[Coded]]
-    prefix_layers: int = 0
-    error_to_kl: tuple[float, float] | None = None
-    kept: Kept | None = None
-
-
-def pack_blob(draft: Draft) -> bytes:
-    """Lay out a whole blob; raises ArgumentError where its head would be longer than readers accept."""
-    if elements_per_token(draft.meta.layers) > MAX_WIDTH:
-        msg = f"the cache has more than the {MAX_WIDTH} elements for a token that readers accept; split its layers"
-        raise ArgumentError(msg)
-    kept = b"" if draft.kept is None else pack_kept(draft.kept, draft.meta.layers, draft.tokens)
-    metadata, metadata_raw = pack_json(
-        {
-            "meta": meta_to_json(draft.meta),
-            "levels": [[level.name, level.codec, level.step, level.shift] for level in draft.levels],
-            "profile": draft.profile_digest,
-            "head_start": draft.prefix_layers,
-            "error_to_kl": None if draft.error_to_kl is None else list(draft.error_to_kl),
-            "offset": draft.meta.offset if draft.meta.positions == "on" else None,
-            "kept_bytes": len(kept),
-        }
-    )
-    bits, ids = pack_ids(draft.token_ids, draft.tokens)
-    cells = len(draft.segments) * len(draft.levels)
-    used = _PROLOGUE.size + len(metadata) + cells * _ENTRY.itemsize + len(ids) + len(draft.profile_bytes) + len(kept)
-    header_bytes = -(-used // ALIGNMENT) * ALIGNMENT
-    if header_bytes > MAX_HEADER_BYTES:
-        msg = f"the blob's head would take {header_bytes} bytes of {MAX_HEADER_BYTES} allowed; split the document"
-        raise ArgumentError(msg)
-    index, end = _index(draft, header_bytes)
-    prologue = _PROLOGUE.pack(
-        MAGIC, *VERSION, 0, 0, header_bytes, end, 0, len(metadata), metadata_raw, draft.tokens, draft.chunk_tokens,
-        len(draft.levels), bits, 0, len(draft.profile_bytes),
-    )  # fmt: skip
-    head = bytearray(
-        prologue + metadata + index.tobytes() + ids + draft.profile_bytes + kept + bytes(header_bytes - used)
-    )
-    head[_CRC_AT : _CRC_AT + 4] = struct.pack("<I", crc32(head))
-    return bytes(head) + b"".join(coded.data for chunk in draft.segments for coded in chunk)
-
-
-def _index(draft: Draft, offset: int) -> tuple[NDArray[np.void], int]:
-    index = np.zeros((len(draft.segments), len(draft.levels)), _ENTRY)
-    for row, chunk in enumerate(draft.segments):
-        for level, (data, symbols, error, energy) in enumerate(chunk):
-            codec = draft.levels[level].codec
-            sizes = (min(error, _LARGEST_ERROR), min(energy, _LARGEST_ERROR))
-            index[row, level] = (offset, len(data), symbols, crc32(data), codec, 0, *sizes)
-            offset += len(data)
-    return index, offset
-
-
 def read_header(data: bytes, *, check: bool = True) -> BlobInfo:
-    """What a blob says about itself, from its first bytes.
+    """Read what a blob says about itself, from its first bytes.
 
-    Raises TruncatedError (whose ``needed`` says how many bytes to bring) where ``data`` ends too early, CorruptError
-    where the head's checksum or content is wrong, FormatVersionError where the version or a flag is unknown.
-    ``check=False`` leaves the checksum out.
+    Args:
+        data: At least the whole header.
+        check: Whether to verify the header's checksum.
+
+    Returns:
+        Layout, levels, segments and token ids.
+
+    Raises:
+        TruncatedError: ``data`` ends too early; ``needed`` says how many bytes to bring.
+        CorruptError: The header's checksum or content is wrong.
+        FormatVersionError: The version, a flag or a codec is not known.
     """
     return parse_header(data, check=check).info
 
@@ -218,13 +78,26 @@ class _Prologue(NamedTuple):
 
 
 def parse_header(data: bytes, *, check: bool = True) -> Header:
-    """``read_header`` for the decoder."""
+    """Read a blob's first bytes for the decoder.
+
+    Args:
+        data: At least the whole header.
+        check: Whether to verify the header's checksum.
+
+    Returns:
+        What ``read_header`` gives, and what the decoder alone needs.
+
+    Raises:
+        TruncatedError: ``data`` ends too early; ``needed`` says how many bytes to bring.
+        CorruptError: The header's checksum or content is wrong.
+        FormatVersionError: The version, a flag or a codec is not known.
+    """
     fields = _prologue(data, check=check)
     parts = _parts(data, fields)
     meta = meta_from_json(parts.metadata.get("meta"))
     levels = _levels(parts.metadata.get("levels"), fields.levels)
     digest = parts.metadata.get("profile")
-    lossy = any(level.codec != CODEC_LOSSLESS for level in levels)
+    lossy = any(not level.lossless for level in levels)
     wanted = 0 if parts.profile or not lossy else _DIGEST_CHARACTERS
     if not isinstance(digest, str) or len(digest) != wanted:
         msg = "the blob neither carries a profile nor names one; fetch it again"
@@ -236,7 +109,7 @@ def parse_header(data: bytes, *, check: bool = True) -> Header:
         raise CorruptError(msg)
     segments = _segments(parts.entries, fields, levels)
     infos = _level_infos(levels, parts.entries, fields, elements_per_token(meta.layers), error_to_kl)
-    method = "cachegen" if any(level.codec == CODEC_CACHEGEN for level in levels) else "kvwire"
+    method = next((CODECS[level.codec].method for level in levels if not level.lossless), DEFAULT_METHOD)
     info = BlobInfo(
         fields.version, meta, fields.tokens, fields.chunk_tokens, fields.header_bytes, fields.file_bytes, digest,
         infos, segments, token_ids, method, prefix_layers,
@@ -267,22 +140,22 @@ def _prologue(data: bytes, *, check: bool) -> _Prologue:
     if data[: len(MAGIC)] != MAGIC[: len(data)] or not data:
         msg = "this is no kvwire blob: it does not begin with the blob's signature"
         raise CorruptError(msg)
-    if len(data) < _PROLOGUE.size:
+    if len(data) < PROLOGUE.size:
         msg = "the blob ends within its header; fetch it again"
-        raise TruncatedError(msg, _PROLOGUE.size)
+        raise TruncatedError(msg, PROLOGUE.size)
     (_, major, minor, incompatible, _, header_bytes, file_bytes, crc, meta_stored, meta_raw, tokens, chunk_tokens,
-     levels, bits, _, profile_bytes) = _PROLOGUE.unpack_from(data)  # fmt: skip
+     levels, bits, _, profile_bytes) = PROLOGUE.unpack_from(data)  # fmt: skip
     if major != VERSION[0] or incompatible:
         msg = f"blob format {major}.{minor} (flags {incompatible:#x}) is newer than this kvwire; upgrade kvwire"
         raise FormatVersionError(msg)
-    if not _PROLOGUE.size <= header_bytes <= min(MAX_HEADER_BYTES, file_bytes):
-        msg = f"the blob claims a head of {header_bytes} bytes; fetch it again"
+    if not PROLOGUE.size <= header_bytes <= min(MAX_HEADER_BYTES, file_bytes):
+        msg = f"the blob claims a header of {header_bytes} bytes; fetch it again"
         raise CorruptError(msg)
     if len(data) < header_bytes:
-        msg = f"the blob's head ends after {len(data)} of {header_bytes} bytes; fetch it again"
+        msg = f"the blob's header ends after {len(data)} of {header_bytes} bytes; fetch it again"
         raise TruncatedError(msg, header_bytes)
-    if check and _head_crc(data[:header_bytes]) != crc:
-        msg = "the blob's head does not match its checksum; fetch it again"
+    if check and _header_crc(data[:header_bytes]) != crc:
+        msg = "the blob's header does not match its checksum; fetch it again"
         raise CorruptError(msg)
     fits = 1 <= chunk_tokens <= MAX_CHUNK_TOKENS and 1 <= levels <= MAX_LEVELS
     if not (tokens and fits and (not bits or MIN_BITS <= bits <= MAX_BITS)):
@@ -302,10 +175,10 @@ def _prologue(data: bytes, *, check: bool) -> _Prologue:
     )
 
 
-def _head_crc(head: bytes) -> int:
-    """CRC-32 of the head with zeros in the checksum's own place."""
-    crc = crc32(bytes(4), crc32(head[:_CRC_AT]))
-    return crc32(head[_CRC_AT + 4 :], crc)
+def _header_crc(header: bytes) -> int:
+    """CRC-32 of the header with zeros in the checksum's own place."""
+    crc = crc32(bytes(4), crc32(header[:CRC_AT]))
+    return crc32(header[CRC_AT + 4 :], crc)
 
 
 class _Parts(NamedTuple):
@@ -317,20 +190,20 @@ class _Parts(NamedTuple):
 
 
 def _parts(data: bytes, fields: _Prologue) -> _Parts:
-    """Metadata, index ``[chunks, levels]``, packed token ids, profile inside and what is kept: they fill the head."""
+    """Metadata, index ``[chunks, levels]``, packed token ids, profile inside and what is kept: they fill the header."""
     cells = fields.chunks * fields.levels
-    sizes = (fields.meta_stored, cells * _ENTRY.itemsize, id_bytes(fields.tokens, fields.bits), fields.profile_bytes)
-    room = fields.header_bytes - _PROLOGUE.size - sum(sizes)
-    metadata = unpack_json(data[_PROLOGUE.size : _PROLOGUE.size + fields.meta_stored], fields.meta_raw, "blob")
+    sizes = (fields.meta_stored, cells * ENTRY.itemsize, id_bytes(fields.tokens, fields.bits), fields.profile_bytes)
+    room = fields.header_bytes - PROLOGUE.size - sum(sizes)
+    metadata = unpack_json(data[PROLOGUE.size : PROLOGUE.size + fields.meta_stored], fields.meta_raw, "blob")
     kept_bytes = metadata.get("kept_bytes")
     if type(kept_bytes) is not int or kept_bytes < 0 or not 0 <= room - kept_bytes < ALIGNMENT:
-        msg = "the blob's head does not add up to its length; fetch it again"
+        msg = "the blob's header does not add up to its length; fetch it again"
         raise CorruptError(msg)
-    at, parts = _PROLOGUE.size, []
+    at, parts = PROLOGUE.size, []
     for size in (*sizes, kept_bytes):
         parts.append(bytes(data[at : at + size]))
         at += size
-    index = np.frombuffer(parts[1], _ENTRY).reshape(fields.chunks, fields.levels)
+    index = np.frombuffer(parts[1], ENTRY).reshape(fields.chunks, fields.levels)
     return _Parts(metadata, index, *parts[2:])
 
 
@@ -340,8 +213,8 @@ def _levels(rows: Any, count: int) -> tuple[Level, ...]:  # noqa: ANN401 - JSON
     except (TypeError, ValueError, OverflowError) as error:
         msg = f"the blob's levels are damaged ({error}); fetch it again"
         raise CorruptError(msg) from error
-    codecs = [level.codec for level in levels]
-    if codecs != sorted(codecs, key=_ORDER.index) or {CODEC_LANES, CODEC_CACHEGEN} <= set(codecs):
+    lossless = [level.lossless for level in levels]
+    if lossless != sorted(lossless) or len({level.codec for level in levels if not level.lossless}) > 1:
         msg = "the blob's levels stand in an order that no encoder writes; fetch it again"
         raise CorruptError(msg)
     if len(levels) != count:
@@ -354,10 +227,10 @@ def _level(name: Any, codec: Any, step: Any, shift: Any) -> Level:  # noqa: ANN4
     if not isinstance(name, str) or type(codec) is not int:
         msg = f"level {name!r} coded in way {codec!r}"
         raise ValueError(msg)
-    if codec not in _ORDER:
+    if codec not in CODECS:
         msg = f"the blob's level {name!r} is coded in way {codec}; upgrade kvwire"
         raise FormatVersionError(msg)
-    if codec != CODEC_LANES:
+    if not CODECS[codec].refines:
         return Level(name, codec=codec)
     if type(step) not in {int, float} or not 1 / MAX_STEP <= float(step) <= MAX_STEP:
         msg = f"level {name!r} with step {step!r}"
@@ -376,7 +249,7 @@ def _segments(
     for chunk, row in enumerate(index.tolist()):
         present = [entry for entry in row if entry[0] != MISSING]
         if present != row[: len(present)]:
-            msg = f"chunk {chunk} lacks a level below one that it has; fetch the blob's head again"
+            msg = f"chunk {chunk} lacks a level below one that it has; fetch the blob's header again"
             raise CorruptError(msg)
         cells = []
         for level, (offset, stored, symbols, crc, codec, flags, error, _) in enumerate(present):
@@ -384,7 +257,7 @@ def _segments(
                 msg = f"chunk {chunk} level {level} is coded in way {codec} (flags {flags:#x}); upgrade kvwire"
                 raise FormatVersionError(msg)
             if offset != expected or offset + stored > fields.file_bytes:
-                msg = f"chunk {chunk} level {level} lies where it cannot; fetch the blob's head again"
+                msg = f"chunk {chunk} level {level} lies where it cannot; fetch the blob's header again"
                 raise CorruptError(msg)
             expected = offset + stored
             cells.append(SegmentInfo(chunk, level, offset, stored, symbols, crc, codec, error))
@@ -406,15 +279,15 @@ def _level_infos(
     chunk_tokens = np.full(fields.chunks, fields.chunk_tokens)
     chunk_tokens[-1] -= fields.chunks * fields.chunk_tokens - fields.tokens
     for level, column in zip(levels, index.T, strict=True):
-        here = column[column["offset"] != MISSING]
-        size = int(here["stored"].sum(dtype=np.int64))
+        present = column[column["offset"] != MISSING]
+        size = int(present["stored"].sum(dtype=np.int64))
         cumulative = (fields.header_bytes if level.independent else below) + size
         below = cumulative
         error = _mean_error(column, chunk_tokens)
-        lossless = level.codec == CODEC_LOSSLESS
         kl = None if error_to_kl is None else _predicted_kl(error, *error_to_kl)
         bits = 8.0 * cumulative / (fields.tokens * elements_of_token)
-        out.append(LevelInfo(level.name, level.step, size, cumulative, bits, error, level.independent, lossless, kl))
+        kinds = (level.independent, level.lossless)
+        out.append(LevelInfo(level.name, level.step, size, cumulative, bits, error, *kinds, kl))
     return tuple(out)
 
 
@@ -425,16 +298,19 @@ def _predicted_kl(error: float, scale: float, exponent: float) -> float:
     except OverflowError:
         kl = math.inf
     if kl == math.inf:
-        msg = "the blob's errors and their calibration are impossible together; fetch the blob's head again"
+        msg = "the blob's errors and their calibration are impossible together; fetch the blob's header again"
         raise CorruptError(msg)
     return kl
 
 
 def _mean_error(column: NDArray[np.void], tokens: NDArray[np.int64]) -> float:
     """The chunks' errors, weighted by their tokens."""
-    here = column["offset"] != MISSING
-    errors, energies = column["error"][here], column["energy"][here]  # checked as they are: casting a NaN may warn
+    present = column["offset"] != MISSING
+    errors, energies = (
+        column["error"][present],
+        column["energy"][present],
+    )  # checked as they are: casting a NaN may warn
     if not all(np.isfinite(each).all() and (each >= 0).all() for each in (errors, energies)):
-        msg = "the blob's index holds impossible errors; fetch the blob's head again"
+        msg = "the blob's index holds impossible errors; fetch the blob's header again"
         raise CorruptError(msg)
-    return float(errors.astype(np.float64) @ tokens[here]) / float(tokens[here].sum()) if here.any() else 0.0
+    return float(errors.astype(np.float64) @ tokens[present]) / float(tokens[present].sum()) if present.any() else 0.0

@@ -17,7 +17,18 @@ MAX_BITS = 32
 
 
 def pack_ids(ids: Sequence[int] | None, tokens: int) -> tuple[int, bytes]:
-    """Bits of an id (0: unknown) and the packed ids, lowest bit first; raises ArgumentError unless all fit 32 bits."""
+    """Pack token ids, lowest bit first.
+
+    Args:
+        ids: The token ids; None where they are not known.
+        tokens: How many.
+
+    Returns:
+        Bits of an id (0: not known) and the packed ids.
+
+    Raises:
+        ArgumentError: An id does not fit 32 bits.
+    """
     if ids is None:
         return 0, bytes(tokens)
     bits = max(MIN_BITS, max(ids).bit_length())
@@ -30,12 +41,29 @@ def pack_ids(ids: Sequence[int] | None, tokens: int) -> tuple[int, bytes]:
 
 
 def id_bytes(tokens: int, bits: int) -> int:
-    """Bytes that the packed ids take."""
+    """Count the bytes that packed ids take.
+
+    Args:
+        tokens: How many.
+        bits: Of an id; 0 where they are not known.
+
+    Returns:
+        The length of the part.
+    """
     return -(-tokens * max(MIN_BITS, bits) // 8)
 
 
 def unpack_ids(data: bytes, tokens: int, bits: int) -> tuple[int, ...] | None:
-    """Read ``pack_ids``: an id lies in the five bytes from the one that its first bit is in."""
+    """Read ``pack_ids``: an id lies in the five bytes from the one that its first bit is in.
+
+    Args:
+        data: The packed ids.
+        tokens: How many.
+        bits: Of an id.
+
+    Returns:
+        The ids; None where ``bits`` is 0.
+    """
     if not bits:
         return None
     padded = np.frombuffer(data + bytes(5), np.uint8)

@@ -23,7 +23,16 @@ _MOST_PACKED = 256
 
 
 def pack_kept(kept: Kept, layers: tuple[LayerSpec, ...], tokens: int) -> bytes:
-    """Bits of all layers with a cache, ``[kv_heads, tokens]`` each from a byte on: as they are, or as a zstd frame."""
+    """Pack which entries a cache holds: bits of all layers with a cache, each from a byte on.
+
+    Args:
+        kept: For each layer a bool ``[kv_heads, tokens]``, None where it holds everything.
+        layers: Of the model.
+        tokens: Of the document.
+
+    Returns:
+        The bits as they are, or a zstd frame of them.
+    """
     parts = [
         np.packbits(np.ones(spec.kv_heads * tokens, bool) if mask is None else mask.cpu().numpy(), axis=None)
         for spec, mask in zip(layers, kept, strict=True)
@@ -35,7 +44,19 @@ def pack_kept(kept: Kept, layers: tuple[LayerSpec, ...], tokens: int) -> bytes:
 
 
 def kept_sizes(data: bytes, layers: tuple[LayerSpec, ...], tokens: int) -> list[int]:
-    """Bytes of each layer's bits; raises CorruptError where the stored ones cannot stand for so many."""
+    """Count the bytes of each layer's bits.
+
+    Args:
+        data: As stored.
+        layers: Of the model.
+        tokens: Of the document.
+
+    Returns:
+        Bytes for each layer; 0 without a cache.
+
+    Raises:
+        CorruptError: The stored bytes cannot stand for so many.
+    """
     sizes = [0 if spec.kind == "none" else -(-spec.kv_heads * tokens // 8) for spec in layers]
     if not len(data) <= sum(sizes) <= _MOST_PACKED * len(data):
         msg = "the blob's list of kept entries does not fit its layout; fetch it again"
@@ -44,7 +65,19 @@ def kept_sizes(data: bytes, layers: tuple[LayerSpec, ...], tokens: int) -> list[
 
 
 def unpack_kept(data: bytes, layers: tuple[LayerSpec, ...], tokens: int) -> Kept:
-    """Read ``pack_kept``; raises CorruptError where it does not fit the layout."""
+    """Read ``pack_kept``.
+
+    Args:
+        data: As stored.
+        layers: Of the model.
+        tokens: Of the document.
+
+    Returns:
+        For each layer a bool ``[kv_heads, tokens]``, None where it holds everything.
+
+    Raises:
+        CorruptError: The bits do not fit the layout.
+    """
     sizes = kept_sizes(data, layers, tokens)
     raw = data if len(data) == sum(sizes) else decompress(data, sum(sizes), "list of kept entries")
     out: list[torch.Tensor | None] = []

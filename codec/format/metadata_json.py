@@ -27,13 +27,32 @@ _SHORT = 6
 
 
 def pack_json(value: object) -> tuple[bytes, int]:
-    """Canonical JSON, zstd-compressed; returns it with its raw length."""
+    """Write canonical JSON, zstd-compressed.
+
+    Args:
+        value: What JSON can hold.
+
+    Returns:
+        The frame and its raw length.
+    """
     raw = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     return zstandard.ZstdCompressor(level=19, write_content_size=True).compress(raw), len(raw)
 
 
 def unpack_json(data: bytes, raw_length: int, what: str) -> dict[str, Any]:
-    """Read what ``pack_json`` wrote; refuses wrong lengths, duplicate keys and anything but an object."""
+    """Read what ``pack_json`` wrote.
+
+    Args:
+        data: The frame.
+        raw_length: That it must have.
+        what: What it belongs to, in messages.
+
+    Returns:
+        The object.
+
+    Raises:
+        CorruptError: A length is wrong, a key occurs twice, or it is no object.
+    """
     if raw_length > MAX_JSON_BYTES:
         msg = f"the {what}'s metadata claims {raw_length} bytes, more than the {MAX_JSON_BYTES} allowed"
         raise CorruptError(msg)
@@ -50,9 +69,20 @@ def unpack_json(data: bytes, raw_length: int, what: str) -> dict[str, Any]:
 
 
 def decompress(data: bytes, raw_length: int, what: str) -> bytes:
-    """Undo zstd into exactly ``raw_length`` bytes; raises CorruptError otherwise, and never allocates more.
+    """Undo zstd into exactly so many bytes, and never allocate more.
 
     The frame's own claim is compared first, since the decompressor allocates by it.
+
+    Args:
+        data: One frame.
+        raw_length: That it must have.
+        what: What it is called in messages.
+
+    Returns:
+        ``raw_length`` bytes.
+
+    Raises:
+        CorruptError: It is another length, or damaged.
     """
     try:
         claimed = zstandard.get_frame_parameters(data).content_size
@@ -80,19 +110,38 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def elements_per_token(layers: tuple[LayerSpec, ...]) -> int:
-    """Numbers cached for one token, keys and values of all layers that have a cache."""
+    """Count the numbers cached for one token.
+
+    Args:
+        layers: Of the model.
+
+    Returns:
+        Keys and values of all layers that have a cache.
+    """
     return sum(spec.key_width + spec.value_width for spec in layers if spec.kind != "none")
 
 
 def shapes_of(layers: tuple[LayerSpec, ...]) -> list[tuple[bool, int, int, int]]:
-    """What must agree for one cache's coefficients to fit another's layers."""
+    """List what must agree for one cache's coefficients to fit another's layers.
+
+    Args:
+        layers: Of the model.
+
+    Returns:
+        For each layer whether it has a cache, heads, key dimension and value dimension.
+    """
     return [(s.kind == "none", s.kv_heads, s.key_dim, s.value_dim) for s in layers]
 
 
 def layers_to_json(layers: tuple[LayerSpec, ...]) -> list[list[int | str | None]]:
-    """One row for each layer: kind, heads, key and value dims, rope, window.
+    """Write layers as they are stored.
 
-    The values' rope and the start of the keys' rotary part follow where there are such.
+    Args:
+        layers: Of the model.
+
+    Returns:
+        One row for each layer: kind, heads, key and value dims, rope, window. The values' rope and the start of the
+        keys' rotary part follow where there are such.
     """
     rows: list[list[int | str | None]] = []
     for s in layers:
@@ -102,7 +151,18 @@ def layers_to_json(layers: tuple[LayerSpec, ...]) -> list[list[int | str | None]
 
 
 def layers_from_json(rows: list[list[Any]]) -> tuple[LayerSpec, ...]:
-    """Read ``layers_to_json``; raises ValueError or TypeError where a row is impossible."""
+    """Read ``layers_to_json``.
+
+    Args:
+        rows: As stored.
+
+    Returns:
+        The layers.
+
+    Raises:
+        ValueError: A row is impossible.
+        TypeError: A row is of another type.
+    """
     out = []
     for row in rows:
         kind, heads, key_dim, value_dim, rope, window, value_rope, start = (
@@ -124,7 +184,14 @@ def layers_from_json(rows: list[list[Any]]) -> tuple[LayerSpec, ...]:
 
 
 def meta_to_json(meta: CacheMeta) -> dict[str, Any]:
-    """CacheMeta as stored in a blob: positions are always off there."""
+    """Write a cache's meta as it is stored in a blob: positions are always off there.
+
+    Args:
+        meta: Of the cache.
+
+    Returns:
+        What JSON can hold.
+    """
     fields = asdict(meta)
     for name in ("positions", "offset"):
         del fields[name]
@@ -135,7 +202,17 @@ def meta_to_json(meta: CacheMeta) -> dict[str, Any]:
 
 
 def meta_from_json(fields: Any) -> CacheMeta:  # noqa: ANN401 - JSON
-    """Read ``meta_to_json``; raises CorruptError where a field is missing or impossible."""
+    """Read ``meta_to_json``.
+
+    Args:
+        fields: As stored.
+
+    Returns:
+        The meta, positions off.
+
+    Raises:
+        CorruptError: A field is missing or impossible.
+    """
     try:
         ropes = tuple(_rope(raw) for raw in fields["ropes"])
         layers = layers_from_json(fields["layers"])
@@ -171,7 +248,18 @@ def _rope(raw: dict[str, Any]) -> RopeRegime:
 
 
 def error_to_kl_from_json(raw: Any) -> tuple[float, float] | None:  # noqa: ANN401 - JSON
-    """Read ``Profile.error_to_kl``; raises TypeError or ValueError where it is impossible."""
+    """Read ``Profile.error_to_kl``.
+
+    Args:
+        raw: As stored.
+
+    Returns:
+        ``(a, b)`` of ``KL = a * error^b``; None where it was not measured.
+
+    Raises:
+        TypeError: It is of another type.
+        ValueError: A number is impossible.
+    """
     if raw is None:
         return None
     numbers = [float(number) for number in raw if type(number) in {int, float}] if type(raw) is list else []

@@ -28,6 +28,8 @@ from kvwire.codec.format.metadata_json import decompress
 from kvwire.errors import CorruptError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
 MAX_CHUNK_SYMBOLS = 1 << 30
@@ -36,12 +38,31 @@ _HEADER = struct.Struct("<IIIHH")
 """words, class bytes, escape bytes, lanes, reserved."""
 
 
+@dataclass(frozen=True, eq=False)
+class ChunkSegments:
+    """A chunk to decode, checked against the index already.
+
+    Attributes:
+        chunk: Its index in the blob.
+        level: The level to decode it at.
+        segments: What ``BlobInfo.reads`` names for that level, in order.
+    """
+
+    chunk: int
+    level: int
+    segments: Sequence[bytes]
+
+
 @dataclass(eq=False)
 class SegmentState:
     """What encoder and decoder both know of a chunk after some levels.
 
-    spread: class of each column at unit step, from the profile. classes: 0 while a column is not coded, else its class
-    at the latest level. values: int32 ``[tokens, columns]``, the quantised coefficients at the latest level.
+    Attributes:
+        tokens: Of the chunk.
+        spread: int64 ``[columns]``, class of each column at unit step, from the profile.
+        tables: The entropy coder's.
+        classes: int64 ``[columns]``, 0 while a column is not coded, else its class at the latest level.
+        values: int32 ``[tokens, columns]``, the quantised coefficients at the latest level.
     """
 
     tokens: int
@@ -61,14 +82,23 @@ class SegmentState:
         return np.flatnonzero(self.classes).astype(np.uint32)
 
     def contexts(self) -> NDArray[np.uint8]:
-        """Context of every coded column's refinement, ``[tokens, coded columns]``."""
+        """Compute the contexts of the next refinement.
+
+        Returns:
+            uint8 ``[tokens, coded columns]``.
+        """
         columns = self.columns
         out = np.empty((self.tokens, len(columns)), np.uint8)
         kernels.contexts_of(self.values, columns, out)
         return out
 
     def enter(self, fresh: NDArray[np.intp], classes: NDArray[np.int64]) -> None:
-        """Go one level up: coded columns rise by the grid's share of a level, ``fresh`` ones begin in ``classes``."""
+        """Go one level up: coded columns rise by the grid's share of a level.
+
+        Args:
+            fresh: Indices of the columns that are coded from this level on.
+            classes: Class of each of them.
+        """
         self.classes = np.where(self.classes > 0, clip_class(self.classes + GRID_PER_LEVEL), 0)
         self.classes[fresh] = classes
 
@@ -80,10 +110,17 @@ def encode_segment(
     values: NDArray[np.int32],
     refinement: NDArray[np.uint8] | None,
 ) -> tuple[bytes, int]:
-    """Write the next level of a chunk and advance ``state`` to it; returns the bytes and the number of symbols.
+    """Write the next level of a chunk and advance the state to it.
 
-    wanted: the class that suits each column at this level. values: quantised at this level, ``[tokens, columns]``;
-    refinement: the symbols that lead there from the level below, None at level 0.
+    Args:
+        state: After the level below.
+        shift: Classes to subtract at this level.
+        wanted: int64 ``[columns]``, the class that suits each column at this level.
+        values: int32 ``[tokens, columns]``, quantised at this level.
+        refinement: uint8 ``[tokens, columns]``, the symbols that lead there from the level below; None at level 0.
+
+    Returns:
+        The bytes and the number of symbols.
     """
     open_columns = np.flatnonzero(state.classes == 0)
     entering = values[:, open_columns].any(axis=0)
@@ -115,7 +152,16 @@ def _encode_base(state: SegmentState, values: NDArray[np.int32]) -> tuple[Lanes,
 
 
 def pack_segment(classes: bytes, escapes: bytes, stream: Lanes) -> bytes:
-    """A segment of a class list, escapes as i4, and a stream; docs/format.md, section 4."""
+    """Join a segment's parts; docs/format.md, section 4.
+
+    Args:
+        classes: The class list.
+        escapes: Escaped values as i4.
+        stream: The coded symbols.
+
+    Returns:
+        The segment.
+    """
     compressor = zstandard.ZstdCompressor(level=19, write_content_size=True, write_checksum=False)
     packed_classes = compressor.compress(classes) if classes else b""
     packed_escapes = compressor.compress(escapes) if escapes else b""
@@ -125,10 +171,20 @@ def pack_segment(classes: bytes, escapes: bytes, stream: Lanes) -> bytes:
 
 
 def decode_segment(state: SegmentState, level: int, shift: int, data: bytes, *, check: bool = True) -> int:
-    """Advance ``state`` by one level from a segment's bytes; returns the number of symbols.
+    """Advance a state by one level from a segment's bytes.
 
-    Raises CorruptError where the bytes cannot be what was written. ``check=False`` lets a stream pass whose lanes do
-    not end as they began; sizes are always checked.
+    Args:
+        state: After the level below.
+        level: Of the segment.
+        shift: Classes to subtract at this level.
+        data: The segment.
+        check: Whether to refuse a stream whose lanes do not end as they began; sizes are always checked.
+
+    Returns:
+        The number of symbols.
+
+    Raises:
+        CorruptError: The bytes cannot be what was written.
     """
     open_columns = np.flatnonzero(state.classes == 0)
     classes, escapes, stream = _unpack(data, len(open_columns))
@@ -150,7 +206,15 @@ def decode_segment(state: SegmentState, level: int, shift: int, data: bytes, *, 
 
 
 class Parts(NamedTuple):
-    """A segment taken apart: class codes, packed escapes, and the stream's arrays as they lie in the bytes."""
+    """A segment taken apart.
+
+    Attributes:
+        classes: Codes of the open columns.
+        escapes: Packed escapes.
+        states: uint32 ``[lanes]``, as in the bytes.
+        counts: uint16 ``[lanes]``, words of each lane.
+        words: uint16, lane after lane.
+    """
 
     classes: bytes
     escapes: bytes
@@ -160,7 +224,18 @@ class Parts(NamedTuple):
 
 
 def take_apart(data: bytes, open_columns: int) -> Parts:
-    """Check what does not take decoding; raises CorruptError."""
+    """Check what does not take decoding.
+
+    Args:
+        data: The segment.
+        open_columns: Columns that no level below codes.
+
+    Returns:
+        Its parts.
+
+    Raises:
+        CorruptError: The bytes cannot be what was written.
+    """
     if len(data) < _HEADER.size:
         msg = "a segment ends within its header: it is damaged, fetch it again"
         raise CorruptError(msg)
@@ -182,12 +257,26 @@ def take_apart(data: bytes, open_columns: int) -> Parts:
 
 
 def lanes_of(data: bytes) -> int:
-    """What a segment's header says, 0 where it has none."""
+    """Read the number of lanes from a segment's header.
+
+    Args:
+        data: The segment.
+
+    Returns:
+        The number; 0 where there is no header.
+    """
     return int(_HEADER.unpack_from(data)[3]) if len(data) >= _HEADER.size else 0
 
 
 def escapes_in(data: bytes) -> bytes:
-    """Where a segment's header says that its packed escapes lie; nothing where it has none."""
+    """Find the packed escapes by a segment's header.
+
+    Args:
+        data: The segment.
+
+    Returns:
+        Their bytes; none where there is no header.
+    """
     if len(data) < _HEADER.size:
         return b""
     _, class_bytes, escape_bytes, _, _ = _HEADER.unpack_from(data)
@@ -218,7 +307,18 @@ def _place_escapes(
 
 
 def escapes_of(packed: bytes, count: int) -> NDArray[np.int32]:
-    """Escaped values in row-major order; raises CorruptError where they are not ``count`` or out of range."""
+    """Unpack escapes.
+
+    Args:
+        packed: One zstd frame, or nothing.
+        count: How many there must be.
+
+    Returns:
+        int32 ``[count]`` in row-major order.
+
+    Raises:
+        CorruptError: There are more or fewer, or one is out of range.
+    """
     escaped = np.frombuffer(_list(packed, 4 * count, "escape"), "<i4")
     if escaped.size and not -LARGEST < int(escaped.min()) <= int(escaped.max()) < LARGEST:
         msg = "a segment escapes to values that no encoder writes: it is damaged, fetch it again"

@@ -27,26 +27,48 @@ _CRC_AT = 16
 
 
 def pack_text(ids: Sequence[int]) -> bytes:
-    """A text's file; equal ids give equal bytes. Raises ArgumentError unless there are 1 to 2^22 ids of 32 bits."""
+    """Write a text's file; equal ids give equal bytes.
+
+    Args:
+        ids: Token ids.
+
+    Returns:
+        The file.
+
+    Raises:
+        ArgumentError: There are not 1 to 2^22 ids of 32 bits.
+    """
     if not 0 < len(ids) <= MAX_TEXT_TOKENS:
         msg = f"a text has 1 to {MAX_TEXT_TOKENS} tokens, got {len(ids)}; split it"
         raise ArgumentError(msg)
     bits, raw = pack_ids(ids, len(ids))
     frame = zstandard.ZstdCompressor(level=19, write_content_size=True).compress(raw)
     stored = frame if len(frame) < len(raw) <= _MOST_PACKED * len(frame) else raw
-    head = _PROLOGUE.pack(TEXT_MAGIC, *VERSION, 0, 0, len(ids), len(stored), bits)
-    data = bytearray(head + stored)
+    header = _PROLOGUE.pack(TEXT_MAGIC, *VERSION, 0, 0, len(ids), len(stored), bits)
+    data = bytearray(header + stored)
     data[_CRC_AT : _CRC_AT + 4] = crc32(data).to_bytes(4, "little")
     return bytes(data)
 
 
 def read_text(data: bytes) -> tuple[int, ...]:
-    """Token ids of a text's file. Raises TruncatedError, CorruptError or FormatVersionError."""
+    """Read a text's file.
+
+    Args:
+        data: All its bytes.
+
+    Returns:
+        The token ids.
+
+    Raises:
+        TruncatedError: It ends too early.
+        CorruptError: It is damaged.
+        FormatVersionError: A later version wrote it.
+    """
     if data[: len(TEXT_MAGIC)] != TEXT_MAGIC[: len(data)]:
         msg = "this is no text of kvwire's; encode the document again"
         raise CorruptError(msg)
     if len(data) < _PROLOGUE.size:
-        msg = f"the text ends after {len(data)} bytes, within its head; fetch it again"
+        msg = f"the text ends after {len(data)} bytes, within its header; fetch it again"
         raise TruncatedError(msg, _PROLOGUE.size)
     _, major, minor, flags, checksum, tokens, stored, bits = _PROLOGUE.unpack_from(data)
     if major != VERSION[0] or flags:

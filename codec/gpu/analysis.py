@@ -27,10 +27,12 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class Analysed:
-    """Coefficients of a batch, float32 ``[tokens, rank]``.
+    """Coefficients of a batch.
 
-    sums: of each group's elements, not finite where one of them is not. dropped: float64 for each chunk, the weighted
-    energy that its coefficients leave out.
+    Attributes:
+        coefficients: float32 ``[tokens, rank]``.
+        sums: Of each group's elements, not finite where one of them is not.
+        dropped: float64 ``[chunks]``, the weighted energy that the coefficients leave out.
     """
 
     coefficients: Tensor
@@ -42,7 +44,14 @@ class Transform:
     """``codec.transform.analyse`` on a device. step: the finest quantiser step that coefficients are for."""
 
     def __init__(self, cache: KVCache, text: TextPredictor, known: DeviceProfile, step: float) -> None:
-        """Put the text's ids on the device."""
+        """Put the text's ids on the device.
+
+        Args:
+            cache: To encode.
+            text: What is known besides.
+            known: The profile on the device.
+            step: The finest quantiser step.
+        """
         self._cache, self._known, self._step = cache, known, step
         self._profile = text.profile
         self._ids = None if text.token_ids is None else torch.from_numpy(text.token_ids).to(known.device)
@@ -50,7 +59,14 @@ class Transform:
         self._halved = step >= HALVED_STEP and _multiplies_bfloat16(known.device)
 
     def analyse(self, spans: Sequence[Span]) -> Analysed:
-        """Coefficients of chunks that follow each other."""
+        """Transform chunks that follow each other.
+
+        Args:
+            spans: First token of each and the first token after it.
+
+        Returns:
+            Their coefficients.
+        """
         start, stop = spans[0][0], spans[-1][1]
         sampled, lengths = self._sampled(spans)
         out = torch.empty(stop - start, self._profile.rank, dtype=torch.float32, device=self._known.device)

@@ -9,21 +9,20 @@ tells. ``decode.BlobDecoder`` is the readable way to the same.
 from __future__ import annotations
 
 import threading
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from kvwire.codec.backend import interpreted
 from kvwire.codec.gpu import decode_kernels, reconstruct_kernels
+from kvwire.codec.gpu.batch import UploadedBatch, Workspace
 from kvwire.codec.gpu.profile import on_device
 from kvwire.codec.gpu.reconstruct_reference import reconstruct_reference
-from kvwire.codec.gpu.staging import BLOCK, ChunkSegments, DeviceBatch, ParsedChunk, open_piece, stage
-from kvwire.codec.gpu.streams import Mark, Pending, Queue, here
+from kvwire.codec.gpu.staging import BLOCK, DeviceBatch, ParsedChunk, parse_chunk, stage
+from kvwire.codec.gpu.streams import Pending, Queue, StreamEvent, current_event
 from kvwire.codec.gpu.tiles import tiles_of
-from kvwire.codec.workers import cores
+from kvwire.codec.workers import ahead
 from kvwire.errors import KvwireError
 from kvwire.types import PagedKVCache
 
@@ -32,7 +31,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvwire.codec.format.container import Header
+    from kvwire.codec.format.header import Header
+    from kvwire.codec.format.segment import ChunkSegments
     from kvwire.codec.gpu.tiles import Plan
     from kvwire.codec.prediction.text import TextPredictor
     from kvwire.types import KVCache
@@ -45,7 +45,6 @@ LAYER_LAUNCHES = 8
 _PATIENCE = 1 << 22
 """Polls, of about a microsecond, before a kernel stops waiting for the level below."""
 _HOPPER = 9
-_PART_ALIGN = 64
 _EXACT = 256
 """Values up to this are bfloat16 numbers."""
 _OUTPUTS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -53,60 +52,12 @@ _WARPS = BLOCK // (64 if torch.version.hip else 32)
 """One lane a thread."""
 
 
-class Workspace:
-    """Device memory of one batch, kept for the next but one; ``free`` is reached when it may be written to."""
-
-    def __init__(self) -> None:
-        """Nothing is allocated before it is asked for."""
-        self.free = Mark()
-        self._memory: Tensor | None = None
-
-    def take(self, sizes: Sequence[int], least: int, device: torch.device, queues: Sequence[Queue]) -> list[Tensor]:
-        """Parts of so many bytes, aligned; at least so much is allocated, on the queue that runs, for all of them."""
-        rounded = [-(-size // _PART_ALIGN) * _PART_ALIGN for size in sizes]
-        if self._memory is None or self._memory.numel() < sum(rounded):
-            self._memory = None
-            with torch.inference_mode(mode=False):  # what is kept must be writable in any mode
-                self._memory = torch.empty(max(least, sum(rounded)), dtype=torch.uint8, device=device)
-            for queue in queues:
-                queue.keep(self._memory)
-        parts = torch.split(self._memory[: sum(rounded)], rounded)
-        return [part[:size] for part, size in zip(parts, sizes, strict=True)]
-
-
-class Batch(NamedTuple):
-    """A batch on the device.
-
-    buffer: the staged bytes. values: int16 or int32, ``[tokens, slots]`` for each chunk. progress, flags, peaks, wide,
-    counts: int32, see ``_triton``.
-    """
-
-    staged: DeviceBatch
-    buffer: Tensor
-    values: Tensor
-    progress: Tensor
-    flags: Tensor
-    peaks: Tensor
-    wide: Tensor
-    counts: Tensor
-
-    def part(self, name: str) -> Tensor:
-        """A part of the staged bytes."""
-        return self.staged.of(self.buffer, name)
-
-
 class DeviceDecoder:
-    """Decodes layered chunks of one blob on a GPU, or in Triton's interpreter.
-
-    head, text: of the blob, with its profile. out: tensors on the device, contiguous ``[heads, tokens, dim]`` or in
-    pages. offset: position of the first token, None leaves positions off. check: leave the output of damaged chunks
-    alone and report them. workspace_bytes: device memory for chunks under way, None for a share of the output.
-    finish: called with a span of tokens once they are placed, on their queue.
-    """
+    """Decodes layered chunks of one blob on a GPU, or in Triton's interpreter."""
 
     def __init__(
         self,
-        head: Header,
+        header: Header,
         text: TextPredictor,
         out: KVCache | PagedKVCache,
         *,
@@ -115,8 +66,18 @@ class DeviceDecoder:
         workspace_bytes: int | None = None,
         finish: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Put the profile on the device and describe the output."""
-        self._head, self._text, self._out = head, text, out
+        """Put the profile on the device and describe the output.
+
+        Args:
+            header: Of the blob.
+            text: What its profile predicts from.
+            out: Tensors on the device, contiguous ``[heads, tokens, dim]`` or in pages.
+            offset: Position of the first token; None leaves positions off.
+            check: Whether to leave the output of damaged chunks alone and report them.
+            workspace_bytes: Device memory for chunks under way; None for a share of the output.
+            finish: Called with a span of tokens once they are placed, on their queue; None for nothing.
+        """
+        self._header, self._text, self._out = header, text, out
         self._offset, self._check, self._finish = offset, check, finish
         tensors = [tensor for tensor in (*out.keys, *out.values) if tensor.numel()]
         self._device, self._dtype = tensors[0].device, tensors[0].dtype
@@ -127,16 +88,16 @@ class DeviceDecoder:
         self._spaces = [Workspace(), Workspace()]
         self._turn = 0
         self._lock = threading.Lock()
-        elements = sum(spec.key_width + spec.value_width for spec in head.info.meta.layers if spec.kind != "none")
-        decoded = elements * head.info.tokens * self._dtype.itemsize
+        elements = sum(spec.key_width + spec.value_width for spec in header.info.meta.layers if spec.kind != "none")
+        decoded = elements * header.info.tokens * self._dtype.itemsize
         workspace = int(WORKSPACE_SHARE * decoded) if workspace_bytes is None else workspace_bytes
         self._room = workspace // len(self._spaces)
         self._tokens_of_block, self._depth = _tile_shape(self._device)
         self._describe(tensors)
-        frequencies = [each for regime in head.info.meta.ropes for each in regime.inv_freq]
+        frequencies = [each for regime in header.info.meta.ropes for each in regime.inv_freq]
         self._frequencies = torch.tensor(frequencies, dtype=torch.float32, device=self._device)
         self._last_launch = self._launches_of_layers()
-        self._start = here(self._device)
+        self._start = current_event(self._device)
         for tensor in (*tensors, *self._used()):
             for queue in self._queues[1:]:
                 queue.keep(tensor)
@@ -159,16 +120,16 @@ class DeviceDecoder:
         self._addition: Tensor | None = None
         most = max((len(self._loaded.groups[g].mean) for g in self._tiled), default=0)
         if self._hidden is not None and most:
-            chunk = min(self._head.info.tokens, self._head.info.chunk_tokens)
+            chunk = min(self._header.info.tokens, self._header.info.chunk_tokens)
             with torch.inference_mode(mode=False):
                 self._addition = torch.empty(chunk * most, dtype=torch.float32, device=self._device)
         launches = LAYER_LAUNCHES if self._addition is None else len(self._tiled)
         self._tiles = tiles_of(
             self._loaded,
             self._out,
-            self._head.info.meta,
+            self._header.info.meta,
             self._tiled,
-            turned=self._offset is not None,
+            rotated=self._offset is not None,
             launches=max(1, launches),
             addition=0 if self._addition is None else self._addition.data_ptr(),
         )
@@ -176,41 +137,48 @@ class DeviceDecoder:
 
     def _launches_of_layers(self) -> list[int]:
         """The last launch of ``place`` that writes to each layer; -1 where none does."""
-        last = [-1] * len(self._head.info.meta.layers)
+        last = [-1] * len(self._header.info.meta.layers)
         for number, plan in enumerate(self._tiles.plans):
             for _, layer in chain.from_iterable(self._loaded.groups[group].planes for group in plan.groups):
                 last[layer] = number
         return last
 
     def batches(self, pieces: Sequence[ChunkSegments]) -> Iterator[DeviceBatch]:
-        """Pieces taken apart, by several threads, and laid out, as many together as the workspace allows.
+        """Take pieces apart, by several threads, and lay them out, as many together as the workspace allows.
 
-        Where one cannot be, those before it come first, and then its error.
+        Args:
+            pieces: Chunks in the order in which they are to be decoded.
+
+        Yields:
+            Batches, ready to be copied.
+
+        Raises:
+            CorruptError: A piece cannot be taken apart; those before it come first.
         """
         chosen: list[ParsedChunk] = []
         alone = self._addition is not None  # what a head start adds is made chunk by chunk
-        opening = _ahead(self._open, pieces)
+        parsing = ahead(self._parse, pieces)
         while True:
             try:
-                opened = next(opening, None)
+                parsed = next(parsing, None)
             except KvwireError:
                 if chosen:
                     yield self._staged(chosen)
                 raise
-            if chosen and (opened is None or alone or _bytes([*chosen, opened]) > self._room):
+            if chosen and (parsed is None or alone or _bytes([*chosen, parsed]) > self._room):
                 yield self._staged(chosen)
                 chosen = []
-            if opened is None:
+            if parsed is None:
                 return
-            chosen.append(opened)
+            chosen.append(parsed)
 
-    def _open(self, piece: ChunkSegments) -> ParsedChunk:
-        return open_piece(piece, self._head, self._text.profile, check=self._check)
+    def _parse(self, piece: ChunkSegments) -> ParsedChunk:
+        return parse_chunk(piece, self._header, self._text.profile, check=self._check)
 
     def _staged(self, chosen: list[ParsedChunk]) -> DeviceBatch:
         return stage(
             chosen,
-            self._head,
+            self._header,
             rows=self._tokens_of_block,
             origin=self._out.start if isinstance(self._out, PagedKVCache) else 0,
             pinned=self._device.type == "cuda",
@@ -219,49 +187,74 @@ class DeviceDecoder:
     def decode(self, pieces: Sequence[ChunkSegments]) -> Pending:
         """Queue pieces; a GPU works on after this returns.
 
-        Raises CorruptError where the host sees that one is damaged; those before it are then complete.
+        Args:
+            pieces: Chunks in the order in which they are to be decoded.
+
+        Returns:
+            What tells when they are there.
+
+        Raises:
+            CorruptError: The host sees that one is damaged; those before it are then complete.
         """
         return self.load(self.batches(pieces))
 
     def load(self, batches: Iterable[DeviceBatch]) -> Pending:
-        """``decode`` of pieces that are staged already, or will be while others are under way."""
+        """Queue pieces that are staged already, or will be while others are under way.
+
+        Args:
+            batches: In order.
+
+        Returns:
+            What tells when they are there.
+
+        Raises:
+            CorruptError: A piece before the one that could not be staged is damaged.
+        """
         with self._lock, torch.autocast(self._device.type, enabled=False):
             flags: list[tuple[Tensor, list[int]]] = []
-            layers = [self._start for _ in self._head.info.meta.layers]
+            layers = [self._start for _ in self._header.info.meta.layers]
             try:
                 for staged in batches:
-                    chunks = [opened.piece.chunk for opened in staged.pieces]
+                    chunks = [parsed.piece.chunk for parsed in staged.pieces]
                     flags.append((self._queue(staged, layers), chunks))
             except BaseException:
                 for queue in self._queues:  # nothing may run on behind the caller's back
-                    queue.mark().wait()
+                    queue.record().wait()
                 Pending(self._start, layers, flags).wait()  # a chunk before it may be damaged as well
                 raise
-            return Pending(self._placing.mark(), layers, flags)
+            return Pending(self._placing.record(), layers, flags)
 
-    def _queue(self, staged: DeviceBatch, layers: list[Mark]) -> Tensor:
+    def _queue(self, staged: DeviceBatch, layers: list[StreamEvent]) -> Tensor:
         """One batch through the three queues; returns its flags, on the host once the placing queue is done."""
         self._turn = (self._turn + 1) % len(self._spaces) if _bytes(staged.pieces) <= self._room else 0
         space = self._spaces[self._turn]
         batch = self.upload(staged, space)
-        self._decoding.after(self._copying.mark())
+        self._decoding.after(self._copying.record())
         with self._decoding.run():
             self.entropy(batch)
-        self._placing.after(self._decoding.mark())
+        self._placing.after(self._decoding.record())
         with self._placing.run():
             self.place(batch, layers)
             if self._finish is not None:
                 for piece in staged.pieces:
                     self._finish(piece.start, piece.start + piece.tokens)
-                layers[:] = [self._placing.mark()] * len(layers)
+                layers[:] = [self._placing.record()] * len(layers)
             pinned = self._device.type == "cuda"
             flags = torch.empty(len(staged.pieces), dtype=torch.int32, device="cpu", pin_memory=pinned)
             flags.copy_(batch.flags, non_blocking=True)
-        space.free = self._placing.mark()
+        space.free = self._placing.record()
         return flags
 
-    def upload(self, staged: DeviceBatch, space: Workspace) -> Batch:
-        """Queue the copy of a batch's bytes, once its workspace is free."""
+    def upload(self, staged: DeviceBatch, space: Workspace) -> UploadedBatch:
+        """Queue the copy of a batch's bytes, once its workspace is free.
+
+        Args:
+            staged: On the host.
+            space: Where to.
+
+        Returns:
+            The batch on the device.
+        """
         for queue in self._queues:
             queue.after(space.free)
         longest = max(piece.tokens for piece in staged.pieces)
@@ -272,10 +265,14 @@ class DeviceDecoder:
             buffer, values, *scratch = space.take(sizes, self._room, self._device, self._queues)
             buffer.copy_(staged.buffer, non_blocking=True)
         parts = [part.view(torch.int32) for part in scratch]
-        return Batch(staged, buffer, values.view(torch.int32 if staged.wide else torch.int16), *parts)
+        return UploadedBatch(staged, buffer, values.view(torch.int32 if staged.wide else torch.int16), *parts)
 
-    def entropy(self, batch: Batch) -> None:
-        """Launch the decoding of a batch's streams on the current queue."""
+    def entropy(self, batch: UploadedBatch) -> None:
+        """Launch the decoding of a batch's streams on the current queue.
+
+        Args:
+            batch: Uploaded; its values are written.
+        """
         staged = batch.staged
         for zeroed in (batch.progress, batch.flags, batch.peaks):
             zeroed.zero_()
@@ -297,7 +294,7 @@ class DeviceDecoder:
         slots, chunks = batch.part("group_slots"), batch.part("chunks")
         decode_kernels.last_wide[grid](slots, chunks, batch.peaks, batch.wide, _EXACT, BLOCK=1024)
 
-    def _streams(self, batch: Batch, items: int) -> None:
+    def _streams(self, batch: UploadedBatch, items: int) -> None:
         if not items:
             return
         named = [batch.part(name) for name in ("words16", "words32", "entries")]
@@ -308,11 +305,16 @@ class DeviceDecoder:
             BLOCK=BLOCK, num_warps=_WARPS,
         )  # fmt: skip
 
-    def place(self, batch: Batch, layers: list[Mark] | None = None) -> None:
-        """Launch the inverse transform of a batch on the current queue; marks layers that are complete, where given."""
+    def place(self, batch: UploadedBatch, layers: list[StreamEvent] | None = None) -> None:
+        """Launch the inverse transform of a batch on the current queue.
+
+        Args:
+            batch: With its values.
+            layers: An event for each layer; those of layers that become complete are replaced. None where nobody asks.
+        """
         angles = self._angles(batch)
         for index in self._plain:
-            reconstruct_reference(batch, index, self._hidden, self._loaded, self._out, self._head.info.meta, angles)
+            reconstruct_reference(batch, index, self._hidden, self._loaded, self._out, self._header.info.meta, angles)
         self._complete(layers, -1)
         for number, plan in enumerate(self._tiles.plans):
             if self._addition is not None:
@@ -320,14 +322,14 @@ class DeviceDecoder:
             self._launch(batch, plan, angles)
             self._complete(layers, number)
 
-    def _complete(self, layers: list[Mark] | None, number: int) -> None:
+    def _complete(self, layers: list[StreamEvent] | None, number: int) -> None:
         """Mark the layers that nothing writes to after a launch, -1 for what comes before the first."""
         if layers is not None and number in self._last_launch:
-            mark = self._placing.mark()
+            mark = self._placing.record()
             for layer, last in enumerate(self._last_launch):
                 layers[layer] = mark if last == number else layers[layer]
 
-    def _add_head_start(self, batch: Batch, index: int) -> None:
+    def _add_head_start(self, batch: UploadedBatch, index: int) -> None:
         """What hidden states say of a group, for the chunk of the batch."""
         (piece,) = batch.staged.pieces
         hidden, predictor = cast("Tensor", self._hidden), cast("Tensor", self._loaded.groups[index].predictor)
@@ -335,7 +337,7 @@ class DeviceDecoder:
         out = cast("Tensor", self._addition)[: piece.tokens * predictor.shape[1]].view(piece.tokens, -1)
         torch.mm(part, predictor[self._loaded.features :].float(), out=out)
 
-    def _launch(self, batch: Batch, plan: Plan, angles: tuple[Tensor, Tensor]) -> None:
+    def _launch(self, batch: UploadedBatch, plan: Plan, angles: tuple[Tensor, Tensor]) -> None:
         staged, out = batch.staged, self._out
         page = out.page_tokens if isinstance(out, PagedKVCache) else 0
         named = [batch.part(name) for name in ("chunks", "blocks", "group_slots")]
@@ -357,7 +359,7 @@ class DeviceDecoder:
             num_stages=3,
         )  # fmt: skip
 
-    def _angles(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _angles(self, batch: UploadedBatch) -> tuple[Tensor, Tensor]:
         """Cosines and sines ``[tokens, pairs of all regimes]`` of a batch; empty where positions stay off."""
         if self._offset is None or not self._frequencies.numel():
             nothing = torch.empty(0, device=self._device)
@@ -365,23 +367,6 @@ class DeviceDecoder:
         at = (batch.part("tokens") + self._offset).float()
         angles = at[:, None] * self._frequencies[None, :]
         return angles.cos(), angles.sin()
-
-
-def _ahead(work: Callable[[ChunkSegments], ParsedChunk], pieces: Sequence[ChunkSegments]) -> Iterator[ParsedChunk]:
-    """Results in order, from as many threads as there are cores, only some pieces ahead of what is asked for."""
-    threads = max(1, min(len(pieces), cores()))
-    with ThreadPoolExecutor(threads, "kvwire-staging") as pool:
-        running: deque[Future[ParsedChunk]] = deque()
-        try:
-            for piece in pieces:
-                running.append(pool.submit(work, piece))
-                if len(running) > 2 * threads:
-                    yield running.popleft().result()
-            while running:
-                yield running.popleft().result()
-        finally:
-            for future in running:
-                future.cancel()
 
 
 def _tile_shape(device: torch.device) -> tuple[int, int]:

@@ -85,12 +85,22 @@ def decode_streams(
 ):
     """Decode one block of lanes of one stream into ``values``.
 
-    streams: int64 ``[streams, STREAM_FIELDS]``; a chunk's follow each other, level by level. items: int32 ``[items,
-    2]``, stream and block of lanes, level by level. progress: int32, the tickets taken, then the blocks done of every
-    stream; all 0 at first, and kept between the launches of a batch. flags: int32 for each chunk. words16, words32: the
-    staged bytes as uint16 and uint32. entries: uint32, see ``CLASS_SHIFT``. values: int16 or int32, ``[tokens, slots]``
-    for each chunk. peaks: int32, the largest size of each slot's values. patience: polls before a wait is given up.
-    CHECK: flag chunks whose lanes do not end as they began.
+    Args:
+        streams: int64 ``[streams, STREAM_FIELDS]``; a chunk's follow each other, level by level.
+        items: int32 ``[items, 2]``, stream and block of lanes, level by level.
+        progress: int32, the tickets taken, then the blocks done of every stream; all 0 at first, and kept between the
+            launches of a batch.
+        flags: int32 for each chunk.
+        words16: The staged bytes as uint16.
+        words32: The staged bytes as uint32.
+        entries: uint32, see ``CLASS_SHIFT``.
+        lookup: See ``Tables.lookup``.
+        thresholds: Of each context the starts of symbols 1 and 2, packed.
+        values: int16 or int32, ``[tokens, slots]`` for each chunk.
+        peaks: int32, the largest size of each slot's values.
+        patience: Polls before a wait is given up.
+        CHECK: Whether to flag chunks whose lanes do not end as they began.
+        BLOCK: Lanes of a program.
     """
     item = tl.atomic_add(progress, 1, sem="relaxed")
     stream = tl.load(items + 2 * item)
@@ -204,9 +214,14 @@ def _escaped(row, entry_at, first, columns, BLOCK: tl.constexpr):
 
 @triton.jit
 def count_escapes(escapes, entries, values, counts, BLOCK: tl.constexpr):
-    """Number of escapes in a row of base symbols; a program takes one token of one chunk that has some.
+    """Count the escapes in a row of base symbols; a program takes one token of one chunk that has some.
 
-    escapes: int64 ``[chunks, ESCAPE_FIELDS]``. counts: int32 ``[chunks, tokens of the longest]``.
+    Args:
+        escapes: int64 ``[chunks, ESCAPE_FIELDS]``.
+        entries: uint32, see ``CLASS_SHIFT``.
+        values: int32.
+        counts: int32 ``[chunks, tokens of the longest]``, written.
+        BLOCK: Columns taken at a time.
     """
     described = escapes + tl.program_id(1).to(tl.int64) * ESCAPE_FIELDS
     values_at = values + tl.load(described)
@@ -236,7 +251,16 @@ def place_escapes(
 ):
     """Put a row's escaped values where the stream has escapes; they are listed token by token, column by column.
 
-    TOKENS: a power of two, at least the tokens of the longest chunk. values: int32.
+    Args:
+        escapes: int64 ``[chunks, ESCAPE_FIELDS]``.
+        entries: uint32, see ``CLASS_SHIFT``.
+        words32: The staged bytes as uint32.
+        values: int32, written.
+        peaks: int32, raised.
+        counts: int32 ``[chunks, tokens of the longest]``.
+        flags: int32 for each chunk.
+        BLOCK: Columns taken at a time.
+        TOKENS: A power of two, at least the tokens of the longest chunk.
     """
     described = escapes + tl.program_id(1).to(tl.int64) * ESCAPE_FIELDS
     values_at = values + tl.load(described)
@@ -257,19 +281,24 @@ def place_escapes(
         for first in range(0, columns, BLOCK):
             slot, escaped = _escaped(values_at + t * slots, entry_at, first, columns, BLOCK)
             rank = at + tl.cumsum(escaped, axis=0) - 1
-            here = (escaped == 1) & (rank < known)
-            value = tl.load(listed + rank, mask=here, other=0).to(tl.int32, bitcast=True)
-            tl.store(values_at + (t * slots + slot), value, mask=here)
-            tl.atomic_max(peak_at + slot, tl.abs(value), mask=here)
+            valid = (escaped == 1) & (rank < known)
+            value = tl.load(listed + rank, mask=valid, other=0).to(tl.int32, bitcast=True)
+            tl.store(values_at + (t * slots + slot), value, mask=valid)
+            tl.atomic_max(peak_at + slot, tl.abs(value), mask=valid)
             at += tl.sum(escaped, axis=0)
 
 
 @triton.jit(do_not_specialize=["most"])
 def last_wide(group_slots, chunks, peaks, wide, most, BLOCK: tl.constexpr):
-    """Behind the last slot of a group and chunk with a value above ``most``; a program takes one of either.
+    """Find the end of a group's slots that hold a value above ``most``; a program takes one group of one chunk.
 
-    group_slots: int32 ``[chunks, groups, 2]``, where each group's slots begin and end. wide: int32 ``[chunks,
-    groups]``.
+    Args:
+        group_slots: int32 ``[chunks, groups, 2]``, where each group's slots begin and end.
+        chunks: int64, the chunks' descriptions.
+        peaks: int32, the largest size of each slot's values.
+        wide: int32 ``[chunks, groups]``, written.
+        most: The largest size that does not count.
+        BLOCK: Slots taken at a time.
     """
     chunk, group = tl.program_id(0), tl.program_id(1)
     groups = tl.num_programs(1)

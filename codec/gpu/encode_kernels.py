@@ -27,9 +27,15 @@ def _third(q):
 
 @triton.jit
 def measure(coefficients, bounds, magnitudes, squares, columns, BLOCK: tl.constexpr):
-    """Sums of ``|c|`` and ``c * c`` of a block of columns of one chunk, token by token, float32 ``[chunks, columns]``.
+    """Sum ``|c|`` and ``c * c`` of a block of columns of one chunk, token by token.
 
-    coefficients: float32 ``[tokens, columns]``. bounds: int64, chunk i has tokens ``bounds[i]`` to ``bounds[i + 1]``.
+    Args:
+        coefficients: float32 ``[tokens, columns]``.
+        bounds: int64, chunk i has tokens ``bounds[i]`` to ``bounds[i + 1]``.
+        magnitudes: float32 ``[chunks, columns]``, written.
+        squares: float32 ``[chunks, columns]``, written.
+        columns: How many.
+        BLOCK: Columns of a program.
     """
     chunk = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -47,10 +53,17 @@ def measure(coefficients, bounds, magnitudes, squares, columns, BLOCK: tl.conste
 
 @triton.jit
 def split(values, bounds, symbols, widest, columns, LEVELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Symbols of all levels of a block of columns of one chunk, and each column's largest size.
+    """Write symbols of all levels of a block of columns of one chunk, and each column's largest size.
 
-    values: int32 ``[tokens, columns]``, below 2^28 in size. symbols: uint8 ``[tokens, LEVELS, columns]``, 0 at level 0
-    for what is too large for its alphabet. widest: int32 ``[chunks, columns]``.
+    Args:
+        values: int32 ``[tokens, columns]``, below 2^28 in size.
+        bounds: int64, chunk i has tokens ``bounds[i]`` to ``bounds[i + 1]``.
+        symbols: uint8 ``[tokens, LEVELS, columns]``, written; 0 at level 0 for what is too large for its alphabet.
+        widest: int32 ``[chunks, columns]``, written.
+        columns: How many.
+        LEVELS: How many.
+        ROWS: Tokens taken at a time.
+        BLOCK: Columns of a program.
     """
     chunk = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -59,8 +72,8 @@ def split(values, bounds, symbols, widest, columns, LEVELS: tl.constexpr, ROWS: 
     stop = tl.load(bounds + chunk + 1)
     for first in range(tl.load(bounds + chunk), stop, ROWS):
         t = (first + tl.arange(0, ROWS).to(tl.int64))[:, None]
-        here = (t < stop) & inside[None, :]
-        fine = tl.load(values + (t * columns + column[None, :]), mask=here, other=0)
+        valid = (t < stop) & inside[None, :]
+        fine = tl.load(values + (t * columns + column[None, :]), mask=valid, other=0)
         largest = tl.maximum(largest, tl.abs(fine))
         at = symbols + (t * (LEVELS * columns) + column[None, :])
         for below in tl.static_range(LEVELS - 1):
@@ -68,9 +81,9 @@ def split(values, bounds, symbols, widest, columns, LEVELS: tl.constexpr, ROWS: 
             r = fine - 3 * coarse
             context = tl.minimum(tl.abs(coarse), 2)
             symbol = 3 * context + 1 + tl.where(coarse < 0, -r, r)
-            tl.store(at + (LEVELS - 1 - below) * columns, symbol.to(tl.uint8), mask=here)
+            tl.store(at + (LEVELS - 1 - below) * columns, symbol.to(tl.uint8), mask=valid)
             fine = coarse
-        tl.store(at, tl.where(tl.abs(fine) < 128, fine + 128, 0).to(tl.uint8), mask=here)
+        tl.store(at, tl.where(tl.abs(fine) < 128, fine + 128, 0).to(tl.uint8), mask=valid)
     tl.store(widest + (chunk.to(tl.int64) * columns + column), tl.max(largest, axis=0), mask=inside)
 
 
@@ -78,8 +91,16 @@ def split(values, bounds, symbols, widest, columns, LEVELS: tl.constexpr, ROWS: 
 def escape(symbols, bounds, rows, packed, escapes, columns, levels, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Replace base symbols that their table has no slot for by 0, and count the zeros of each column.
 
-    rows: int32 ``[chunks, columns]``, first entry of the column's table in ``packed``, -1 where it is not coded.
-    escapes: int32 ``[chunks, columns]``.
+    Args:
+        symbols: uint8 ``[tokens, levels, columns]``, changed in place.
+        bounds: int64, chunk i has tokens ``bounds[i]`` to ``bounds[i + 1]``.
+        rows: int32 ``[chunks, columns]``, first entry of the column's table in ``packed``, -1 where it is not coded.
+        packed: See ``gpu.profile.packed_tables``.
+        escapes: int32 ``[chunks, columns]``, written.
+        columns: How many.
+        levels: How many.
+        ROWS: Tokens taken at a time.
+        BLOCK: Columns of a program.
     """
     chunk = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -113,10 +134,20 @@ def squared_errors(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sums of squared differences of a block of columns of one chunk from what they decode to at one level.
+    """Sum squared differences of a block of columns of one chunk from what they decode to at one level.
 
-    values: int32 ``[tokens, columns]`` of the last level. classes: uint8 ``[chunks, LEVELS, columns]``, 0 for columns
-    that are not coded. sizes: float32 ``[classes + 1, 3]``. steps: float32 ``[LEVELS]``. missed: float32, as classes.
+    Args:
+        coefficients: float32 ``[tokens, columns]``.
+        values: int32 ``[tokens, columns]`` of the last level.
+        bounds: int64, chunk i has tokens ``bounds[i]`` to ``bounds[i + 1]``.
+        classes: uint8 ``[chunks, LEVELS, columns]``, 0 for columns that are not coded.
+        sizes: float32 ``[classes + 1, 3]``.
+        steps: float32 ``[LEVELS]``.
+        missed: float32, as classes, written.
+        columns: How many.
+        LEVELS: How many.
+        ROWS: Tokens taken at a time.
+        BLOCK: Columns of a program.
     """
     chunk, level = tl.program_id(0), tl.program_id(2)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -129,14 +160,14 @@ def squared_errors(
     stop = tl.load(bounds + chunk + 1)
     for first in range(tl.load(bounds + chunk), stop, ROWS):
         t = (first + tl.arange(0, ROWS).to(tl.int64))[:, None]
-        here = (t < stop) & inside[None, :]
+        valid = (t < stop) & inside[None, :]
         at = t * columns + column[None, :]
-        q = tl.load(values + at, mask=here, other=0)
+        q = tl.load(values + at, mask=valid, other=0)
         for _ in range(level, LEVELS - 1):
             q = _third(q)
         q = tl.abs(q)
         size = tl.where(q == 1, one, tl.where(q == 2, two, q.to(tl.float32)))
-        c = tl.load(coefficients + at, mask=here, other=0.0)
+        c = tl.load(coefficients + at, mask=valid, other=0.0)
         difference = tl.abs(c) - step * size
         total += difference * difference
     tl.store(missed + of_level, tl.sum(total, axis=0), mask=inside)
@@ -160,11 +191,20 @@ def encode_lanes(
 ):
     """Run the lanes of all streams, a thread each, from their last symbol to their first.
 
-    symbols: uint8; those of a stream's next token lie ``stride`` further on. streams: int64, ``STREAM_FIELDS`` of each.
-    stream_of: int32 ``[lanes]``. columns, rows: int32 entries of the streams' coded columns: which column it is, and
-    where its table begins in ``packed``, whose entries have the start in the upper 16 bits and the frequency below.
-    words: int16; a lane fills its room from the end. states, counts: int32, begins: int64: each lane's final state,
-    the number of words and where the first of them lies.
+    Args:
+        symbols: uint8; those of a stream's next token lie ``stride`` further on.
+        stride: See there.
+        streams: int64, ``STREAM_FIELDS`` of each.
+        stream_of: int32 ``[lanes]``.
+        columns: int32, of the streams' coded columns: which column it is.
+        rows: int32, where its table begins in ``packed``.
+        packed: Start in the upper 16 bits, frequency below.
+        words: int16; a lane fills its room from the end.
+        states: int32 ``[lanes]``, written: the final state.
+        begins: int64 ``[lanes]``, written: where the first word lies.
+        counts: int32 ``[lanes]``, written: the number of words.
+        lanes: How many.
+        BLOCK: Lanes of a program.
     """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = index < lanes
@@ -212,7 +252,16 @@ def encode_lanes(
 
 @triton.jit
 def gather_words(words, begins, counts, targets, out, BLOCK: tl.constexpr):
-    """Copy the words of one lane to where they begin in ``out``, int16."""
+    """Copy the words of one lane.
+
+    Args:
+        words: int16, see ``encode_lanes``.
+        begins: Where the first word of each lane lies.
+        counts: Words of each lane.
+        targets: Where they begin in ``out``.
+        out: int16, written.
+        BLOCK: Words taken at a time.
+    """
     lane = tl.program_id(0)
     count = tl.load(counts + lane)
     source, target = words + tl.load(begins + lane), out + tl.load(targets + lane)

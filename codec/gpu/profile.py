@@ -30,7 +30,14 @@ class DeviceGroup:
     """A group's matrices. planes, width, rank: as of the group."""
 
     def __init__(self, group: Group, features: int, extra: int, device: torch.device) -> None:
-        """features: rows of the predictor that are of the token; so many extra rows of zeros follow them."""
+        """Copy a group to a device.
+
+        Args:
+            group: On the host.
+            features: Rows of the predictor that are of the token.
+            extra: Rows of zeros that follow them.
+            device: Where to.
+        """
         self.planes, self.width, self.rank = group.planes, group.width, group.rank
         self._group, self._features, self._extra, self._device = group, features, extra, device
 
@@ -87,7 +94,12 @@ class DeviceProfile:
     """A profile's arrays. features: numbers of the table for a token, with those that align it."""
 
     def __init__(self, profile: Profile, device: torch.device) -> None:
-        """Nothing is copied yet."""
+        """Keep the profile; nothing is copied yet.
+
+        Args:
+            profile: On the host.
+            device: Where to.
+        """
         extra = -profile.token_features % FEATURE_ALIGN
         self.device = device
         self.features = profile.token_features + extra
@@ -136,9 +148,15 @@ class DeviceProfile:
 
 
 def packed_tables(tables: Tables) -> NDArray[np.int32]:
-    """Of each symbol its start in the upper 16 bits and its frequency below, as the encoder's kernel reads them.
+    """Pack frequencies as the encoder's kernel reads them.
 
     Base symbols of all classes come first, then for each class three contexts of three refinements.
+
+    Args:
+        tables: Of the profile.
+
+    Returns:
+        Of each symbol its start in the upper 16 bits and its frequency below.
     """
     base = tables.base_starts << np.uint32(16) | tables.base.ravel()
     ternary = tables.ternary_starts << np.uint32(16) | tables.ternary.ravel()
@@ -146,7 +164,15 @@ def packed_tables(tables: Tables) -> NDArray[np.int32]:
 
 
 def on_device(profile: Profile, device: torch.device) -> DeviceProfile:
-    """A profile's arrays on a device, which stay there as long as the profile does."""
+    """Find a profile's arrays on a device; they stay there as long as the profile does.
+
+    Args:
+        profile: On the host.
+        device: Where to.
+
+    Returns:
+        The profile on the device.
+    """
     with _LOCK:
         loaded = _LOADED.setdefault(profile, {})
         if device not in loaded:

@@ -1,7 +1,7 @@
 """The inverse transform on any device by plain tensor operations.
 
-The readable twin of ``_triton_place.place``, and the way for what that does not write: profiles without a basis, and
-outputs in float8 or float64. It asks the device which chunks are damaged, and so waits for it.
+The readable twin of ``reconstruct_kernels.place``, and the way for what that does not write: profiles without a basis,
+and outputs in float8 or float64. It asks the device which chunks are damaged, and so waits for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvwire.types import KVCache, PagedKVCache
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvwire.codec.gpu.decode import Batch
+    from kvwire.codec.gpu.batch import UploadedBatch
     from kvwire.codec.gpu.profile import DeviceProfile
     from kvwire.codec.gpu.staging import ParsedChunk
     from kvwire.codec.planes import Plane
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def reconstruct_reference(
-    batch: Batch,
+    batch: UploadedBatch,
     index: int,
     hidden: Tensor | None,
     loaded: DeviceProfile,
@@ -38,8 +38,14 @@ def reconstruct_reference(
 ) -> None:
     """Write a group's elements of every sound chunk of a batch.
 
-    hidden: float32 ``[tokens, hidden]`` of the whole document. angles: cosines and sines of the batch's tokens, empty
-    where positions stay off.
+    Args:
+        batch: With its values.
+        index: Of the group.
+        hidden: float32 ``[tokens, hidden]`` of the whole document; None without.
+        loaded: The profile on the device.
+        out: To write into.
+        meta: Of the blob.
+        angles: Cosines and sines of the batch's tokens, empty where positions stay off.
     """
     begin = first_token = 0
     flags = batch.flags.tolist()
@@ -62,7 +68,7 @@ def reconstruct_reference(
 
 
 def _elements(
-    batch: Batch,
+    batch: UploadedBatch,
     piece: ParsedChunk,
     values: Tensor,
     index: int,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import zstandard
 
-from kvwire.codec.entropy import kernels
+from kvwire.codec.entropy import slot_kernels
 from kvwire.codec.format.segment import escapes_in, escapes_of, lanes_of, take_apart
 from kvwire.errors import ArgumentError, CorruptError
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from kvwire.codec.format.container import Header
-    from kvwire.codec.format.segment import Parts
+    from kvwire.codec.format.header import Header
+    from kvwire.codec.format.segment import ChunkSegments, Parts
     from kvwire.codec.profile.profile import Profile
 
 BLOCK = 64
@@ -43,22 +43,21 @@ NARROW_LEVELS = 6
 
 
 @dataclass(frozen=True, eq=False)
-class ChunkSegments:
-    """A chunk to decode: its segments of levels 0 to ``level``, checked against the index already."""
-
-    chunk: int
-    level: int
-    segments: Sequence[bytes]
-
-
-@dataclass(frozen=True, eq=False)
 class ParsedChunk:
     """A piece taken apart.
 
-    classes: uint8 ``[levels, columns]``, each column's class at each level. slots: uint32 ``[columns]``, its place
-    among the values of a token. entries: of each level, see ``_triton.CLASS_SHIFT``. group_slots: int32 ``[groups,
-    2]``, where each group's slots begin and end. rows: int32 ``[slots]``, rows of the group's basis. sizes: float32
-    ``[slots, 2]``, of values 1 and 2. escapes: int32, of the base symbols, token by token.
+    Attributes:
+        piece: Its segments.
+        start: First token.
+        tokens: How many.
+        parts: Of each level.
+        classes: uint8 ``[levels, columns]``, each column's class at each level.
+        slots: uint32 ``[columns]``, its place among the values of a token.
+        entries: Of each level, see ``decode_kernels.CLASS_SHIFT``.
+        group_slots: int32 ``[groups, 2]``, where each group's slots begin and end.
+        rows: int32 ``[slots]``, rows of the group's basis.
+        sizes: float32 ``[slots, 2]``, of values 1 and 2.
+        escapes: int32, of the base symbols, token by token.
     """
 
     piece: ChunkSegments
@@ -90,10 +89,16 @@ class ParsedChunk:
 
 
 def suits_gpu(piece: ChunkSegments, symbols: Sequence[int]) -> bool:
-    """Whether a GPU decodes a piece soon and in little memory; what other encoders write may need a processor.
+    """Tell whether a GPU decodes a piece soon and in little memory; what other encoders write may need a processor.
 
-    symbols: of each segment. A thread walks a lane from end to end, and escapes are unpacked before the stream has
-    shown that it has so many.
+    A thread walks a lane from end to end, and escapes are unpacked before the stream has shown that it has so many.
+
+    Args:
+        piece: The chunk's segments.
+        symbols: Of each segment.
+
+    Returns:
+        Whether it does.
     """
     for data, count in zip(piece.segments, symbols, strict=True):
         lanes = lanes_of(data)
@@ -103,9 +108,22 @@ def suits_gpu(piece: ChunkSegments, symbols: Sequence[int]) -> bool:
     return _claimed(packed) <= max(_FREE_ESCAPES, _MOST_UNPACKED * len(packed))
 
 
-def open_piece(piece: ChunkSegments, head: Header, profile: Profile, *, check: bool) -> ParsedChunk:
-    """Take a piece's segments apart; raises CorruptError where they cannot be what was written."""
-    start, stop = head.info.chunk_span(piece.chunk)
+def parse_chunk(piece: ChunkSegments, header: Header, profile: Profile, *, check: bool) -> ParsedChunk:
+    """Take a piece's segments apart.
+
+    Args:
+        piece: The chunk's segments.
+        header: Of the blob.
+        profile: Of the blob.
+        check: Whether to compare counts with the index.
+
+    Returns:
+        The parts, and what kernels need to know of them.
+
+    Raises:
+        CorruptError: The segments cannot be what was written.
+    """
+    start, stop = header.info.chunk_span(piece.chunk)
     tokens, columns = stop - start, profile.rank
     classes = np.zeros((len(piece.segments), columns), np.uint8)
     below, coded = np.zeros(columns, np.uint8), 0
@@ -113,9 +131,9 @@ def open_piece(piece: ChunkSegments, head: Header, profile: Profile, *, check: b
     for level, data in enumerate(piece.segments):
         part = take_apart(data, columns - coded)
         codes = np.frombuffer(part.classes, np.uint8)
-        kernels.enter_level(codes, profile.spread, head.levels[level].shift, below, classes[level])
+        slot_kernels.enter_level(codes, profile.spread, header.levels[level].shift, below, classes[level])
         below, coded = classes[level], int(np.count_nonzero(classes[level]))
-        raw = head.info.segments[piece.chunk][level].raw
+        raw = header.info.segments[piece.chunk][level].raw
         if check and tokens * coded != raw:
             msg = (
                 f"chunk {piece.chunk} level {level} holds {tokens * coded} symbols, the index says {raw}; "
@@ -139,21 +157,37 @@ def described(
     escapes: NDArray[np.int32],
     profile: Profile,
 ) -> ParsedChunk:
-    """Places and descriptions of all columns that are coded."""
+    """Describe all columns that are coded, and where their values go.
+
+    Args:
+        piece: The chunk's segments.
+        start: First token.
+        tokens: How many.
+        parts: Of each level.
+        classes: uint8 ``[levels, columns]``.
+        escapes: int32, of the base symbols.
+        profile: Of the blob.
+
+    Returns:
+        The chunk with its descriptions.
+
+    Raises:
+        ArgumentError: The chunk is beyond what GPUs decode.
+    """
     finest, firsts = classes[-1], profile.first_columns
     slots = np.zeros(len(finest), np.uint32)
     group_slots = np.zeros((len(profile.groups), 2), np.int32)
-    kernels.assign_slots(finest, firsts, SLOT_ALIGN, slots, group_slots)
+    slot_kernels.assign_slots(finest, firsts, SLOT_ALIGN, slots, group_slots)
     width = -(-int(group_slots[-1, 1]) // SLOT_ALIGN) * SLOT_ALIGN
     if width > MOST_SLOTS or tokens * width > _MOST_VALUES:
         msg = f"a chunk of {tokens} tokens and {width} coded columns is beyond what GPUs decode; use backend='numba'"
         raise ArgumentError(msg)
     rows, sizes = np.zeros(width, np.int32), np.ones((width, 2), np.float32)
-    kernels.describe_slots(finest, slots, firsts, profile.tables.sizes, rows, sizes)
+    slot_kernels.describe_slots(finest, slots, firsts, profile.tables.sizes, rows, sizes)
     entries = []
     for level, own in enumerate(classes):
         entries.append(np.empty(int(np.count_nonzero(own)), np.uint32))
-        kernels.entries_of(own, classes[level - 1] if level else np.ones_like(own), slots, entries[-1])
+        slot_kernels.entries_of(own, classes[level - 1] if level else np.ones_like(own), slots, entries[-1])
     return ParsedChunk(piece, start, tokens, parts, classes, slots, entries, group_slots, rows, sizes, escapes)
 
 
@@ -179,9 +213,18 @@ def _claimed(packed: bytes) -> int:
 class DeviceBatch:
     """Pieces in one buffer on the host, ready to be copied and decoded.
 
-    buffer: uint8, pinned where a GPU will read it. parts: offset, length in bytes and dtype of each part, by name.
-    items: work items; base_items: those of level 0, which come first. values: elements of all values together, int32
-    where ``wide``, else int16. slots: of all pieces. escaping: chunks with escapes.
+    Attributes:
+        pieces: In order.
+        buffer: uint8, pinned where a GPU will read it.
+        parts: Offset, length in bytes and dtype of each part, by name.
+        items: Work items.
+        base_items: Those of level 0, which come first.
+        streams: How many.
+        values: Elements of all values together.
+        slots: Of all pieces.
+        wide: Whether values are int32, else int16.
+        blocks: Of the inverse transform.
+        escaping: Chunks with escapes.
     """
 
     pieces: tuple[ParsedChunk, ...]
@@ -197,23 +240,38 @@ class DeviceBatch:
     escaping: int
 
     def of(self, buffer: Tensor, name: str) -> Tensor:
-        """A part, as a view of the buffer or of its copy on a device."""
+        """Find a part.
+
+        Args:
+            buffer: The batch's own or its copy on a device.
+            name: Of the part.
+
+        Returns:
+            A view.
+        """
         at, length, dtype = self.parts[name]
         return buffer[at : at + length].view(dtype)
 
 
 def stage(
-    opened: Sequence[ParsedChunk], head: Header, *, rows: int, origin: int = 0, pinned: bool = False
+    parsed: Sequence[ParsedChunk], header: Header, *, rows: int, origin: int = 0, pinned: bool = False
 ) -> DeviceBatch:
     """Lay pieces out.
 
-    rows: tokens of a block of the inverse transform. origin: output token of the document's first. pinned: for a GPU to
-    copy from.
+    Args:
+        parsed: In order.
+        header: Of the blob.
+        rows: Tokens of a block of the inverse transform.
+        origin: Output token of the document's first.
+        pinned: Whether a GPU will copy the buffer.
+
+    Returns:
+        The batch.
     """
     table = _Tables()
-    for index, piece in enumerate(opened):
-        table.add(index, piece, head.levels[piece.piece.level].step, rows, origin)
-    arrays = table.arrays(head)
+    for index, piece in enumerate(parsed):
+        table.add(index, piece, header.levels[piece.piece.level].step, rows, origin)
+    arrays = table.arrays(header)
     parts: dict[str, tuple[int, int, torch.dtype]] = {}
     at = 0
     for name, (dtype, listed) in arrays.items():
@@ -228,7 +286,7 @@ def stage(
             raw[begin : begin + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             begin += array.nbytes
     return DeviceBatch(
-        tuple(opened),
+        tuple(parsed),
         buffer,
         parts,
         items=table.items,
@@ -236,14 +294,14 @@ def stage(
         streams=len(table.streams),
         values=table.values,
         slots=table.slots,
-        wide=any(piece.wide for piece in opened),
+        wide=any(piece.wide for piece in parsed),
         blocks=len(table.blocks),
         escaping=len(table.escaping),
     )
 
 
 class _Tables:
-    """The descriptors of a batch while it grows; fields are those of ``_triton``'s STREAM_FIELDS and its kin."""
+    """The descriptors of a batch while it grows; fields are those of ``decode_kernels``'s STREAM_FIELDS and its kin."""
 
     def __init__(self) -> None:
         self.streams: list[list[int]] = []
@@ -313,10 +371,10 @@ class _Tables:
             self._items.append([])
         self._items[level] += [(stream, block) for block in range(-(-lanes // BLOCK))]
 
-    def arrays(self, head: Header) -> dict[str, tuple[torch.dtype, list[NDArray[Any]]]]:
+    def arrays(self, header: Header) -> dict[str, tuple[torch.dtype, list[NDArray[Any]]]]:
         """Every part of the buffer by name."""
         where = np.concatenate(self._ids)
-        ids = head.info.token_ids
+        ids = header.info.token_ids
         token_ids = np.zeros(len(where), np.int32) if ids is None else np.asarray(ids, np.int32)[where]
         return {
             "streams": (torch.int64, [np.array(self.streams, np.int64)]),

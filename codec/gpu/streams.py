@@ -15,11 +15,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Mark:
-    """A point in a queue: reached once everything queued before it is done."""
+class StreamEvent:
+    """A point in a queue, as ``torch.cuda.Event``: reached once everything queued before it is done."""
 
     def __init__(self, event: torch.cuda.Event | None = None, device: torch.device | None = None) -> None:
-        """Take the event and its device; None where there is nothing to wait for."""
+        """Keep the event.
+
+        Args:
+            event: None where there is nothing to wait for.
+            device: Of the event.
+        """
         self._event, self._device = event, device
 
     def wait(self) -> None:
@@ -28,42 +33,81 @@ class Mark:
             self._event.synchronize()
 
     def hold(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Let a stream go on only once it is reached; None: its device's current one. The caller does not wait."""
+        """Let a stream go on only once it is reached; the caller does not wait.
+
+        Args:
+            stream: None for the device's current one.
+        """
         if self._event is not None:
             (stream or torch.cuda.current_stream(self._device)).wait_event(self._event)
+
+
+Mark = StreamEvent
+"""Old name of ``StreamEvent``, for one more version."""
 
 
 class Queue:
     """A stream of a device."""
 
     def __init__(self, device: torch.device) -> None:
-        """Open one; on the processor there is none."""
+        """Open a stream; on the processor there is none.
+
+        Args:
+            device: Where.
+        """
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def run(self) -> AbstractContextManager[object]:
-        """What is launched inside goes to this queue."""
+        """Enter the queue.
+
+        Returns:
+            A context: what is launched inside goes to this queue.
+        """
         if self._stream is None:
             return nullcontext()
         return cast("AbstractContextManager[object]", torch.cuda.stream(self._stream))
 
-    def mark(self) -> Mark:
-        """This point."""
-        return Mark() if self._stream is None else Mark(self._stream.record_event(), self._device)
+    def record(self) -> StreamEvent:
+        """Record this point.
 
-    def after(self, mark: Mark) -> None:
-        """Let what follows wait for a mark of another queue."""
-        mark.hold(self._stream)
+        Returns:
+            Reached once everything queued so far is done.
+        """
+        return StreamEvent() if self._stream is None else StreamEvent(self._stream.record_event(), self._device)
+
+    def after(self, event: StreamEvent) -> None:
+        """Let what follows wait for an event of another queue.
+
+        Args:
+            event: To wait for.
+        """
+        event.hold(self._stream)
 
     def keep(self, tensor: Tensor) -> None:
-        """Tell the allocator that this queue uses a tensor that was allocated for another."""
+        """Tell the allocator that this queue uses a tensor that was allocated for another.
+
+        Args:
+            tensor: On the device.
+        """
         if self._stream is not None:
             tensor.record_stream(self._stream)
 
 
-def here(device: torch.device) -> Mark:
-    """This point of the caller's own stream."""
-    return Mark(torch.cuda.current_stream(device).record_event(), device) if device.type == "cuda" else Mark()
+def current_event(device: torch.device) -> StreamEvent:
+    """Record this point of the caller's own stream.
+
+    Args:
+        device: Of the stream.
+
+    Returns:
+        The event.
+    """
+    return (
+        StreamEvent(torch.cuda.current_stream(device).record_event(), device)
+        if device.type == "cuda"
+        else StreamEvent()
+    )
 
 
 MISCOUNTED, DAMAGED, STALLED = 1, 2, 3
@@ -74,11 +118,19 @@ began; the level below never came."""
 class Pending:
     """Chunks whose decoding is under way.
 
-    done: reached when all are there. layers: likewise for each layer of the cache; those of the first come first.
+    Attributes:
+        done: Reached when all are there.
+        layers: Likewise for each layer of the cache; those of the first come first.
     """
 
-    def __init__(self, done: Mark, layers: list[Mark], flags: list[tuple[Tensor, list[int]]]) -> None:
-        """flags: int32 on the host, complete once done is reached, and the chunks that they are of."""
+    def __init__(self, done: StreamEvent, layers: list[StreamEvent], flags: list[tuple[Tensor, list[int]]]) -> None:
+        """Keep what to wait for.
+
+        Args:
+            done: Reached when all are there.
+            layers: Likewise for each layer of the cache.
+            flags: int32 on the host, complete once done is reached, and the chunks that they are of.
+        """
         self.done = done
         self.layers = layers
         self._flags = flags

@@ -35,7 +35,14 @@ _ADDRESSES = [0, 1, 17]
 
 
 class Plan(NamedTuple):
-    """One launch: tiles from ``first`` on, dimensions of a pair's side ``stride`` apart, of the groups given."""
+    """One launch.
+
+    Attributes:
+        first: Index of its first tile.
+        tiles: How many.
+        stride: Between the dimensions of a pair's side.
+        groups: Whose tiles they are.
+    """
 
     first: int
     tiles: int
@@ -45,9 +52,13 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """Every tile of an output: int64 ``[tiles, fields]`` on the host, see ``_triton_place.TILE_FIELDS``; and launches.
+    """Every tile of an output, and launches.
 
-    pairs: of the widest tile, a power of two. aligned: whether all rows and outputs allow 16-byte accesses.
+    Attributes:
+        table: int64 ``[tiles, fields]`` on the host, see ``reconstruct_kernels.TILE_FIELDS``.
+        plans: The launches.
+        pairs: Of the widest tile, a power of two.
+        aligned: Whether all rows and outputs allow 16-byte accesses.
     """
 
     table: NDArray[np.int64]
@@ -68,7 +79,14 @@ class _Pairs(NamedTuple):
 
 
 def angle_columns(ropes: Sequence[RopeRegime]) -> list[int]:
-    """Where each regime's angles begin in a token's row of them; the last entry is the row's length."""
+    """Find where each regime's angles begin in a token's row of them.
+
+    Args:
+        ropes: The regimes.
+
+    Returns:
+        Their first columns; the last entry is the row's length.
+    """
     return [int(at) for at in np.cumsum([0, *(regime.rotary_dim // 2 for regime in ropes)])]
 
 
@@ -78,14 +96,23 @@ def tiles_of(
     meta: CacheMeta,
     groups: Sequence[int],
     *,
-    turned: bool,
+    rotated: bool,
     launches: int,
     addition: int = 0,
 ) -> Tiles:
-    """Tiles of some groups, first layers first, in about so many launches.
+    """Lay out the tiles of some groups, first layers first.
 
-    meta: of the blob. turned: whether positions go on. addition: address of what a head start adds to the group that is
-    being written, 0 without.
+    Args:
+        loaded: The profile on the device.
+        out: To write into.
+        meta: Of the blob.
+        groups: Their indices.
+        rotated: Whether positions go on.
+        launches: About how many.
+        addition: Address of what a head start adds to the group that is being written, 0 without.
+
+    Returns:
+        The tiles.
     """
     order = sorted(groups, key=lambda index: min(layer for _, layer in loaded.groups[index].planes))
     size = max(1, -(-len(order) // launches))
@@ -95,7 +122,7 @@ def tiles_of(
         piece = tuple(order[at : at + size])
         by_stride: dict[int, list[list[int]]] = {}
         for index in piece:
-            for stride, row in _rows_of(index, loaded, out, meta, turned=turned, addition=addition):
+            for stride, row in _rows_of(index, loaded, out, meta, rotated=rotated, addition=addition):
                 by_stride.setdefault(stride, []).append(row)
         for stride, listed in sorted(by_stride.items()):
             counts = [min(_MOST_TILES, len(listed) - first) for first in range(0, len(listed), _MOST_TILES)]
@@ -108,7 +135,7 @@ def tiles_of(
 
 
 def _rows_of(
-    index: int, loaded: DeviceProfile, out: KVCache | PagedKVCache, meta: CacheMeta, *, turned: bool, addition: int
+    index: int, loaded: DeviceProfile, out: KVCache | PagedKVCache, meta: CacheMeta, *, rotated: bool, addition: int
 ) -> Iterator[tuple[int, list[int]]]:
     """Stride and row of the table of every tile of a group."""
     group = loaded.groups[index]
@@ -121,7 +148,7 @@ def _rows_of(
         spec = meta.layers[plane[1]]
         dim = spec.key_dim if plane[0] == "key" else spec.value_dim
         for head in range(spec.kv_heads):
-            for pairs in _pairs_of(plane, meta, dim, turned=turned):
+            for pairs in _pairs_of(plane, meta, dim, rotated=rotated):
                 for first in range(0, pairs.count_a, MOST_PAIRS):
                     skip = first * pairs.stride
                     counts = [min(MOST_PAIRS, max(0, count - first)) for count in (pairs.count_a, pairs.count_b)]
@@ -141,16 +168,24 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def strides_of(out: KVCache | PagedKVCache, plane: Plane) -> tuple[Tensor, int, int, int]:
-    """A plane's tensor and its strides by head, token and page, in elements."""
+    """Find a plane's tensor.
+
+    Args:
+        out: To write into.
+        plane: Its side and layer.
+
+    Returns:
+        The tensor and its strides by KV head, token and page, in elements.
+    """
     target = (out.keys if plane[0] == "key" else out.values)[plane[1]]
     if isinstance(out, PagedKVCache):
         return target, target.stride(2), target.stride(1), target.stride(0)
     return target, target.stride(0), target.stride(1), 0
 
 
-def _pairs_of(plane: Plane, meta: CacheMeta, dim: int, *, turned: bool) -> Iterator[_Pairs]:
+def _pairs_of(plane: Plane, meta: CacheMeta, dim: int, *, rotated: bool) -> Iterator[_Pairs]:
     """A head's dimensions in pairs."""
-    rotary = meta.layers[plane[1]].rotary(plane[0]) if turned else None
+    rotary = meta.layers[plane[1]].rotary(plane[0]) if rotated else None
     if rotary is None:
         yield from _halves(0, dim)
         return

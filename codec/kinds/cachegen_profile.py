@@ -1,4 +1,4 @@
-"""What CacheGen learns of a model: the units of its bins and a distribution for each channel. See ``cachegen``."""
+"""What CacheGen learns of a model: the units of its bins and a distribution for each channel. See cachegen_coding."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from kvwire.codec.entropy.range_coder import sound
 from kvwire.codec.format.arrays import pack_arrays, unpack_arrays
+from kvwire.codec.format.codecs import CODEC_CACHEGEN, CODECS
 from kvwire.codec.format.limits import MAX_LEVELS
 from kvwire.codec.format.metadata_json import layers_from_json, layers_to_json, shapes_of
 from kvwire.codec.planes import Side, plane_width, planes_of
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from kvwire.types import CacheMeta, LayerSpec
 
-MAGIC = b"\x89KVG\r\n\x1a\n"
+MAGIC = CODECS[CODEC_CACHEGEN].profile_magic
 BINS = (0.5, 1.0, 1.5)
 """Bin of the deltas in the first, middle and last third of the layers, in the layer's unit."""
 ANCHOR_LIMIT = 127
@@ -34,7 +35,13 @@ ESCAPE = 0
 
 @dataclass(frozen=True)
 class Block:
-    """Keys or values of one layer. rows: its channels among those of all blocks."""
+    """Keys or values of one layer.
+
+    Attributes:
+        side: Keys or values.
+        layer: Index of the layer.
+        rows: Its channels among those of all blocks.
+    """
 
     side: Side
     layer: int
@@ -50,9 +57,17 @@ class Block:
 class CacheGenProfile:
     """Units and distributions, profiled on caches of one model.
 
-    levels: name and factor of each level. units: float32 ``[blocks]``, the unit of the bins. anchors: uint16
-    ``[channels, 255]``, frequencies of the symbols of anchors. deltas: uint16 ``[levels, channels, 64]``, those of
-    deltas, symbol 0 being the escape. Blocks are all layers' keys, then all layers' values; channels go block by block.
+    Blocks are all layers' keys, then all layers' values; channels go block by block.
+
+    Attributes:
+        model_id: The model.
+        model_revision: Its revision; empty where it is not known.
+        layers: Of the model.
+        levels: Name and factor of each level.
+        units: float32 ``[blocks]``, the unit of the bins.
+        anchors: uint16 ``[channels, 255]``, frequencies of the symbols of anchors.
+        deltas: uint16 ``[levels, channels, 64]``, those of deltas, symbol 0 being the escape.
+        notes: What the fit says of itself.
     """
 
     model_id: str
@@ -63,6 +78,16 @@ class CacheGenProfile:
     anchors: NDArray[np.uint16]
     deltas: NDArray[np.uint16]
     notes: dict[str, str | int | float] = field(default_factory=dict)
+
+    @property
+    def codec(self) -> int:
+        """Number of the level kind."""
+        return CODEC_CACHEGEN
+
+    @property
+    def prefix_layers(self) -> int:
+        """None: nothing is predicted."""
+        return 0
 
     @property
     def level_names(self) -> tuple[str, ...]:
@@ -80,14 +105,28 @@ class CacheGenProfile:
         return int(self.blocks[-1].rows.stop)
 
     def bins(self, level: int) -> NDArray[np.float32]:
-        """Bin of each block at a level, float32 ``[blocks]``, in the elements' own unit."""
+        """Compute the bins of a level.
+
+        Args:
+            level: Its index.
+
+        Returns:
+            float32 ``[blocks]``, in the elements' own unit.
+        """
         thirds = np.array([BINS[3 * block.layer // len(self.layers)] for block in self.blocks])
         with np.errstate(all="ignore"):
             bins: NDArray[np.float32] = (self.units.astype(np.float64) * thirds * self.levels[level][1]).astype("f4")
         return bins
 
     def check_fits(self, meta: CacheMeta) -> None:
-        """Raise MismatchError where a cache is of another model or of another shape."""
+        """Compare with the layout of a cache.
+
+        Args:
+            meta: Of the cache.
+
+        Raises:
+            MismatchError: The cache is of another model or of another shape.
+        """
         if shapes_of(meta.layers) != shapes_of(self.layers):
             msg = "the CacheGen profile fits another cache layout; fit one on caches of this model"
             raise MismatchError(msg)
@@ -117,7 +156,19 @@ class CacheGenProfile:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> CacheGenProfile:
-        """Read a stored profile; raises CorruptError, TruncatedError or FormatVersionError."""
+        """Read a stored profile.
+
+        Args:
+            data: The file.
+
+        Returns:
+            The profile.
+
+        Raises:
+            CorruptError: The bytes are no CacheGen profile.
+            TruncatedError: They end too early.
+            FormatVersionError: A later version wrote them.
+        """
         head, arrays = unpack_arrays(MAGIC, data, what="CacheGen profile")
         try:
             profile = cls(
@@ -139,7 +190,14 @@ class CacheGenProfile:
 
 
 def blocks_of(layers: tuple[LayerSpec, ...]) -> tuple[Block, ...]:
-    """Keys, then values, of every layer with a cache."""
+    """List the blocks of a layout.
+
+    Args:
+        layers: Of the model.
+
+    Returns:
+        Keys, then values, of every layer with a cache.
+    """
     out: list[Block] = []
     for side, layer in planes_of(layers):
         start = out[-1].rows.stop if out else 0

@@ -1,4 +1,4 @@
-"""What decoders write into: made, checked, and cleared of what pruning left out."""
+"""What decoders write into: made, checked, placed, and cleared of what pruning left out."""
 
 from __future__ import annotations
 
@@ -8,24 +8,136 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvwire.codec.format.metadata_json import shapes_of
+from kvwire.codec.planes import SIDES
+from kvwire.codec.transform.positions import rotation
 from kvwire.errors import ArgumentError, KvwireError
-from kvwire.types import KVCache
+from kvwire.types import KVCache, PagedKVCache
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
-    from kvwire.codec.format.container import Header
-    from kvwire.types import BlobInfo, PagedKVCache
+    from kvwire.codec.format.header import Header
+    from kvwire.codec.format.kept import Kept
+    from kvwire.codec.transform.reconstruct import CosSin
+    from kvwire.types import BlobInfo
+
+_FLOATS = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+)
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _FLOATS}
+"""Dtypes of caches by name."""
+
+
+def device_of(cache: KVCache) -> torch.device:
+    """Find where a cache lies.
+
+    Args:
+        cache: At least one token.
+
+    Returns:
+        The device of the first layer that holds something.
+    """
+    return next(tensor.device for tensor in (*cache.keys, *cache.values) if tensor.numel())
+
+
+def positions_for(info: BlobInfo, offset: int | None) -> Callable[[int, int], CosSin]:
+    """Prepare to put positions on.
+
+    Args:
+        info: Of the blob.
+        offset: Position of the document's first token; None leaves positions off.
+
+    Returns:
+        A function of a span of tokens, the first and the one after the last, that gives each regime's cosines and
+        sines; nothing where positions stay off.
+    """
+
+    def cos_sin(start: int, stop: int) -> CosSin:
+        if offset is None:
+            return {}
+        return {index: rotation(info.meta.ropes[index], offset + start, stop - start) for index in _regimes(info)}
+
+    return cos_sin
+
+
+def check_positions(info: BlobInfo, offset: int | None) -> None:
+    """Fail before anything is decoded, and not in the middle.
+
+    Args:
+        info: Of the blob.
+        offset: Position of the document's first token; None leaves positions off.
+
+    Raises:
+        RopeRegimeError: A position lies beyond a regime's reach.
+    """
+    if offset is None:
+        return
+    for regime in _regimes(info):
+        rotation(info.meta.ropes[regime], offset, 1)
+        rotation(info.meta.ropes[regime], offset + info.tokens - 1, 1)
+
+
+def _regimes(info: BlobInfo) -> list[int]:
+    indices = {index for spec in info.meta.layers for index in (spec.rope, spec.value_rope)}
+    return sorted(index for index in indices if index is not None)
+
+
+def drop_pruned(out: KVCache | PagedKVCache, kept: Kept | None, start: int, stop: int) -> None:
+    """Zero the entries that the cache never held, whatever was decoded there.
+
+    Args:
+        out: The whole output.
+        kept: For each layer a bool ``[kv_heads, tokens]`` of the document, None for layers that hold all; None alone
+            where nothing was pruned.
+        start: First token of the span.
+        stop: The first token after it.
+    """
+    for layer, mask in enumerate(kept or ()):
+        if mask is None:
+            continue
+        for side in SIDES:
+            tensor = (out.keys if side == "key" else out.values)[layer]
+            gone = ~mask[:, start:stop, None].to(tensor.device)
+            if isinstance(out, PagedKVCache):
+                part = out.take(side, layer, start, stop)
+                out.put(side, layer, start, without(part, gone))
+            else:
+                without(tensor[:, start:stop], gone)
 
 
 def without(tensor: Tensor, gone: Tensor) -> Tensor:
-    """Zero some entries in place; all zero bits are 0 in float8, which cannot be filled."""
+    """Zero some entries in place; all zero bits are 0 in float8, which cannot be filled.
+
+    Args:
+        tensor: Of any float dtype.
+        gone: A bool mask that broadcasts to its shape.
+
+    Returns:
+        ``tensor``.
+    """
     (tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor).masked_fill_(gone, 0)
     return tensor
 
 
 def chunk_of(out: PagedKVCache, tokens: int) -> KVCache:
-    """An empty cache of so many tokens for what will go into pages."""
+    """Make room for what will go into pages.
+
+    Args:
+        out: The pages.
+        tokens: How many.
+
+    Returns:
+        A cache of zeros with the layout, dtypes and devices of the pages.
+    """
     pairs: list[list[Tensor]] = [[], []]
     for spec, *tensors in zip(out.meta.layers, out.keys, out.values, strict=True):
         for made, dim, tensor in zip(pairs, (spec.key_dim, spec.value_dim), tensors, strict=True):
@@ -35,15 +147,36 @@ def chunk_of(out: PagedKVCache, tokens: int) -> KVCache:
 
 
 def check_out(out: KVCache | PagedKVCache, info: BlobInfo) -> None:
-    """Raise ArgumentError where an output does not take the blob's cache."""
+    """Compare an output with a blob.
+
+    Args:
+        out: What the caller gave.
+        info: Of the blob.
+
+    Raises:
+        ArgumentError: The output does not take the blob's cache.
+    """
     if shapes_of(out.meta.layers) != shapes_of(info.meta.layers) or out.tokens != info.tokens:
         msg = f"the output has another layout than the blob, or room for {out.tokens} and not {info.tokens} tokens"
         raise ArgumentError(msg)
 
 
-def empty_for(head: Header, device: str | torch.device, dtype: torch.dtype, offset: int | None) -> KVCache:
-    """A cache of zeros for a blob's; raises KvwireError where there is no room."""
-    info, keys, values = head.info, [], []
+def empty_for(header: Header, device: str | torch.device, dtype: torch.dtype, offset: int | None) -> KVCache:
+    """Make a cache of zeros for a blob's.
+
+    Args:
+        header: Of the blob.
+        device: Where to.
+        dtype: Of all its tensors.
+        offset: Position of the document's first token; None leaves positions off.
+
+    Returns:
+        The cache.
+
+    Raises:
+        KvwireError: There is no room.
+    """
+    info, keys, values = header.info, [], []
     try:
         for spec in info.meta.layers:
             tokens = 0 if spec.kind == "none" else info.tokens
@@ -54,4 +187,4 @@ def empty_for(head: Header, device: str | torch.device, dtype: torch.dtype, offs
         raise KvwireError(msg) from error
     meta = replace(info.meta, dtype=str(dtype).removeprefix("torch."))
     meta = meta if offset is None else replace(meta, positions="on", offset=offset)
-    return KVCache(keys, values, meta, info.token_ids, head.kept)
+    return KVCache(keys, values, meta, info.token_ids, header.kept)

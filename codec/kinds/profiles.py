@@ -1,68 +1,66 @@
-"""Profiles of either method, as a store holds them and as a blob wants them."""
+"""Profiles of any kind, as a store holds them and as a blob wants them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
-from kvwire.codec.format.segment import MAX_CHUNK_SYMBOLS
-from kvwire.codec.kinds.cachegen import CacheGenProfile
-from kvwire.codec.kinds.cachegen_profile import MAGIC as CACHEGEN_MAGIC
-from kvwire.codec.profile.profile import Profile
-from kvwire.errors import CorruptError, MismatchError, TruncatedError
+from kvwire.codec.format.codecs import CODEC_LAYERED, CODECS
+from kvwire.codec.kinds.base import kind_of
+from kvwire.errors import CorruptError, MismatchError
 
 if TYPE_CHECKING:
-    from kvwire.codec.format.container import Header
-    from kvwire.types import BlobInfo
-
-AnyProfile: TypeAlias = Profile | CacheGenProfile
+    from kvwire.codec.format.header import Header
+    from kvwire.codec.kinds.requests import AnyProfile
 
 
 def read_profile(data: bytes) -> AnyProfile:
-    """Read a stored profile, whichever it is; raises CorruptError, TruncatedError or FormatVersionError."""
-    kind = CacheGenProfile if data[: len(CACHEGEN_MAGIC)] == CACHEGEN_MAGIC else Profile
-    return kind.from_bytes(data)
+    """Read a stored profile, of whichever kind its first bytes say.
+
+    Args:
+        data: The file's bytes.
+
+    Returns:
+        The profile.
+
+    Raises:
+        CorruptError: The bytes are no profile.
+        TruncatedError: They end too early.
+        FormatVersionError: A later version wrote them.
+    """
+    magics = {codec.profile_magic: number for number, codec in CODECS.items() if codec.profile_magic}
+    found = next((number for magic, number in magics.items() if data.startswith(magic)), CODEC_LAYERED)
+    return kind_of(found).read_profile(data)
 
 
-def profile_for(head: Header, profile: Profile | CacheGenProfile | None) -> Profile | CacheGenProfile | None:
-    """What a blob is decoded with; raises MismatchError or CorruptError where the one given is not the one it names."""
-    wanted = head.info.profile_digest
-    found: Profile | CacheGenProfile
-    if all(level.lossless for level in head.info.levels):
+def profile_for(header: Header, profile: AnyProfile | None) -> AnyProfile | None:
+    """Choose what a blob's lossy levels are decoded with, and check it.
+
+    Args:
+        header: Of the blob.
+        profile: What the caller gave.
+
+    Returns:
+        That one, or the one inside the blob; None where all levels are lossless.
+
+    Raises:
+        MismatchError: The profile is not the one that the blob names, or of another model.
+        CorruptError: The profile inside is damaged, or the blob's levels are not of its profile.
+    """
+    wanted, codec = header.info.profile_digest, header.lossy_codec
+    if codec is None:
         return None
     if not wanted:
-        found = _inside(head.profile_bytes)
+        profile = kind_of(codec).read_profile_inside(header.profile_bytes)
     elif profile is None or profile.digest != wanted:
         have = "none was given" if profile is None else f"{profile.digest[:12]} was given"
         msg = f"the blob was encoded with profile {wanted[:12]}, {have}; pass profile= as stored beside the blob"
         raise MismatchError(msg)
-    else:
-        found = profile
-    found.check_fits(head.info.meta)
-    _check_method(head.info, found)
-    return found
-
-
-def _check_method(info: BlobInfo, profile: Profile | CacheGenProfile) -> None:
-    """A profile must be of the blob's method, and a chunk's working set within bounds."""
-    if isinstance(profile, CacheGenProfile):
-        levels = sum(not level.lossless for level in info.levels)
-        if info.method != "cachegen" or levels > len(profile.level_names):
-            msg = "the blob has levels that its CacheGen profile does not know; fetch the blob's head again"
-            raise CorruptError(msg)
-        return
-    tokens = min(info.tokens, info.chunk_tokens)
-    if info.method != "kvwire" or info.prefix_layers != profile.prefix_layers:
-        msg = "the blob is of another method or head start than the profile that it names; fetch the blob's head again"
+    profile.check_fits(header.info.meta)
+    if profile.codec != codec:
+        msg = (
+            "the blob is of another method than the profile that it names, which does not know its levels; "
+            "fetch the blob's header again"
+        )
         raise CorruptError(msg)
-    if tokens * profile.rank > MAX_CHUNK_SYMBOLS:
-        msg = f"a chunk of {tokens} tokens would hold {tokens * profile.rank} symbols, {MAX_CHUNK_SYMBOLS} are allowed"
-        raise CorruptError(msg)
-
-
-def _inside(data: bytes) -> Profile:
-    """The profile that the blob carries; bytes fetched anew would not lengthen it, so it is never "truncated"."""
-    try:
-        return Profile.from_bytes(data)
-    except TruncatedError as error:
-        msg = f"the profile inside the blob is damaged: {error}"
-        raise CorruptError(msg) from error
+    kind_of(codec).check_blob(header.info, profile)
+    return profile

@@ -1,6 +1,6 @@
 """What a document's text says of its cache, before anything is decoded.
 
-The profile's table holds a few numbers for each token of the vocabulary, a group's predictor cos_sin them into expected
+The profile's table holds a few numbers for each token of the vocabulary, a group's predictor turns them into expected
 keys and values of every layer. A profile with a head start adds the hidden states after the model's first layers, which
 the engine computes anew. Encoder and decoder take the same expectation away and put it back; only what differs from it
 is coded.
@@ -25,22 +25,45 @@ if TYPE_CHECKING:
 class TextPredictor:
     """What a blob's encoder and decoder know of a document besides its cache, checked against the profile.
 
-    token_ids: int64 ``[tokens]``, None where the profile needs none. hidden: float32 ``[tokens, hidden_size]``, what
-    the engine's ``prefix_layers`` made of the text; None without a head start.
+    Attributes:
+        profile: That predicts.
+        token_ids: int64 ``[tokens]``; None where the profile needs none.
+        hidden: float32 ``[tokens, hidden_size]``, what the engine's prefix layers made of the text; None where the
+            profile has none.
     """
 
     def __init__(
         self, profile: Profile, tokens: int, token_ids: tuple[int, ...] | None, hidden: Tensor | None = None
     ) -> None:
-        """Check; raises ArgumentError or MismatchError where the profile needs what is not there."""
+        """Check what the profile needs.
+
+        Args:
+            profile: That predicts.
+            tokens: Of the document.
+            token_ids: Its ids; None where they are not known.
+            hidden: ``[tokens, hidden_size]`` of the prefix layers; None where there is none.
+
+        Raises:
+            ArgumentError: The profile needs what is not there.
+            MismatchError: A token id is not in the profile's vocabulary.
+            CacheValueError: The hidden states hold NaN or infinity.
+        """
         self.profile = profile
         self.token_ids = None if profile.table is None else _known_ids(profile.table, tokens, token_ids)
         self.hidden = _known_hidden(profile, tokens, hidden)
 
     def expected(self, group: int, start: int, stop: int) -> tuple[Tensor, NDArray[np.uint32]]:
-        """Expected elements of a group at tokens ``start`` to ``stop``: float32 rows ``[n, width]``, row of each token.
+        """Predict a group's elements.
 
         Rows are bfloat16 numbers, so that encoder and decoder agree even where products are summed in another order.
+
+        Args:
+            group: Its index in the profile.
+            start: First token.
+            stop: The first token after the span.
+
+        Returns:
+            float32 rows ``[n, width]``, and uint32 ``[tokens]``, the row of each token.
         """
         tokens = stop - start
         chosen = self.profile.groups[group]
@@ -58,7 +81,17 @@ class TextPredictor:
 
 
 def expected_naive(text: TextPredictor, group: int, start: int, stop: int) -> Tensor:
-    """The readable twin of ``TextPredictor.expected``: float32 ``[tokens, width]``, up to bfloat16 rounding."""
+    """Predict as ``TextPredictor.expected`` does, up to bfloat16 rounding: its readable twin.
+
+    Args:
+        text: What is known.
+        group: Its index in the profile.
+        start: First token.
+        stop: The first token after the span.
+
+    Returns:
+        float32 ``[tokens, width]``.
+    """
     chosen = text.profile.groups[group]
     out = torch.from_numpy(chosen.mean).repeat(stop - start, 1)
     parts = []

@@ -22,10 +22,20 @@ _BLOCK = 128
 
 
 class Expectations:
-    """Expected elements of one group by token, computed on first use and kept while there is room."""
+    """Expected elements of one group by token, computed on first use and kept while there is room.
+
+    Several threads may ask at a time. The lock guards the slots alone. Rows are computed outside it, so two threads may
+    compute the same row, and then get the same numbers. A row that has a slot never changes.
+    """
 
     def __init__(self, group: Group, table: NDArray[np.int8], room_bytes: int) -> None:
-        """Allocate no more than the room: a small file may claim a large vocabulary for each of many groups."""
+        """Allocate no more than the room: a small file may claim a large vocabulary for each of many groups.
+
+        Args:
+            group: With a predictor.
+            table: int8 ``[vocabulary, features]`` of the profile.
+            room_bytes: Memory for rows and slots together.
+        """
         self._table = table
         self._mean = torch.from_numpy(group.mean).double()
         predictor = cast("Tensor", group.predictor)  # a group without one expects its mean
@@ -38,24 +48,36 @@ class Expectations:
         self._lock = threading.Lock()
 
     def rows(self, token_ids: NDArray[np.int64]) -> Tensor:
-        """float32 ``[n, width]`` for distinct token ids."""
+        """Look up or compute the rows of some tokens.
+
+        Args:
+            token_ids: ``[n]``, distinct, each within the table.
+
+        Returns:
+            float32 ``[n, width]``, of bfloat16 numbers.
+        """
         if not len(self._slots):
             return self._compute(token_ids).float()
         with self._lock:
             slots = self._slots[token_ids]
-            missing = token_ids[slots < 0]
-            computed = self._compute(missing)
-            room = min(len(missing), len(self._kept) - self._used)
-            self._kept[self._used : self._used + room] = computed[:room]
-            self._slots[missing[:room]] = np.arange(self._used, self._used + room)
-            self._used += room
-            if not len(missing):
-                return self._kept[torch.from_numpy(slots)].float()
+        missing = token_ids[slots < 0]
+        if not len(missing):
+            return self._kept[torch.from_numpy(slots)].float()
+        computed = self._compute(missing)
+        self._keep(missing, computed)
         out = torch.empty(len(token_ids), self._kept.shape[1])
         out[torch.from_numpy(slots < 0)] = computed.float()
-        known = torch.from_numpy(slots >= 0)
-        out[known] = self._kept[torch.from_numpy(slots[slots >= 0])].float()
+        out[torch.from_numpy(slots >= 0)] = self._kept[torch.from_numpy(slots[slots >= 0])].float()
         return out
+
+    def _keep(self, token_ids: NDArray[np.int64], computed: Tensor) -> None:
+        """Give rows a slot while there is room, but for those that another thread has kept by now."""
+        with self._lock:
+            fresh = np.flatnonzero(self._slots[token_ids] < 0)[: len(self._kept) - self._used]
+            stop = self._used + len(fresh)
+            self._kept[self._used : stop] = computed[torch.from_numpy(fresh)]
+            self._slots[token_ids[fresh]] = np.arange(self._used, stop)
+            self._used = stop
 
     def _compute(self, token_ids: NDArray[np.int64]) -> Tensor:
         """In float64 and rounded once, so that a token's row does not depend on those computed with it."""

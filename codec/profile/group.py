@@ -26,12 +26,16 @@ FIRST_ROWS = 32
 class Group:
     """Planes (keys or values of some layers) that are transformed together.
 
-    planes: each one's elements follow each other, head by head; width is their sum. mean: float32 ``[width]``.
-    rows: synthesis, bfloat16 ``[rank, width]``: products with quantised values are exact in float32. None for the
-    identity, which has row_scale float32 ``[width]`` instead. spread: int16 ``[rank]``, each coefficient's class at
-    step 1. metric: the attention metric of each plane, symmetric blocks ``[heads, dim, dim]`` or a diagonal
-    ``[width of the plane]``; the encoder's only. predictor: bfloat16 ``[features, width]``, what the text says of the
-    elements; None where it says nothing.
+    Attributes:
+        planes: Each one's elements follow each other, KV head by KV head; width is their sum.
+        mean: float32 ``[width]``.
+        spread: int16 ``[rank]``, each coefficient's class at step 1.
+        rows: Synthesis, bfloat16 ``[rank, width]``: products with quantised values are exact in float32. None for the
+            identity.
+        row_scale: float32 ``[width]`` of the identity; None for a basis.
+        metric: The attention metric of each plane, symmetric blocks ``[heads, dim, dim]`` or a diagonal ``[width of the
+            plane]``; the encoder's only.
+        predictor: bfloat16 ``[features, width]``, what the text says of the elements; None where it says nothing.
     """
 
     planes: tuple[Plane, ...]
@@ -88,7 +92,18 @@ class Group:
 
 
 def analysis_of(synthesis: torch.Tensor, metric: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """``Group.analysis`` of a synthesis ``[rank, width]`` and its metric, on their device."""
+    """Compute ``Group.analysis`` on the device of its input.
+
+    Args:
+        synthesis: float32 ``[rank, width]``.
+        metric: Of each plane.
+
+    Returns:
+        float32 ``[width, rank]``.
+
+    Raises:
+        CorruptError: The rows are not independent in the metric.
+    """
     dual = _weighted(synthesis, metric).double()
     factor, failed_at = torch.linalg.cholesky_ex(synthesis.double() @ dual)
     if int(failed_at):

@@ -1,6 +1,6 @@
 """The profile: what is learnt per model and shared by every blob of a corpus.
 
-A profile holds, for each group of layers, the mean of its keys or values, a synthesis matrix that cos_sin coefficients
+A profile holds, for each group of layers, the mean of its keys or values, a synthesis matrix that turns coefficients
 into (un-rotated) keys or values, the attention metric that the encoder needs to go the other way, and how wide each
 coefficient usually spreads. It also holds the entropy coder's tables. It is content-addressed: blobs name its digest.
 """
@@ -17,6 +17,7 @@ import torch
 
 from kvwire.codec.entropy.tables import Tables
 from kvwire.codec.format.arrays import pack_arrays, unpack_arrays
+from kvwire.codec.format.codecs import CODEC_LAYERED, CODECS
 from kvwire.codec.format.metadata_json import error_to_kl_from_json, layers_from_json, layers_to_json, shapes_of
 from kvwire.codec.planes import SIDES, Plane, plane_width, planes_of
 from kvwire.codec.profile.expectations import ROWS_BYTES, Expectations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from kvwire.codec.format.arrays import Arrays
     from kvwire.types import CacheMeta, LayerSpec
 
-MAGIC = b"\x89KVP\r\n\x1a\n"
+MAGIC = CODECS[CODEC_LAYERED].profile_magic
 MAX_FEATURES = 1 << 16
 """Features of a token: embedding widths end far below."""
 _STEEPEST_ROW = 120
@@ -41,11 +42,18 @@ _MATRIX = 2
 class Profile:
     """Groups, tables and the layout that they fit.
 
-    model_id, model_revision: the model that it was fitted on, both empty for a profile derived from one cache alone.
-    table: int8 ``[vocabulary, r]``, what each token says of its keys and values; None without prediction from tokens.
-    prefix_layers: layers whose output predicts the rest; hidden_size: its width, 0 without a head start. A group's
-    predictor has the r rows of the table first, then those of the hidden state.
-    error_to_kl: ``(a, b)`` of ``KL = a * error^b``, measured at calibration; None where it was not.
+    Attributes:
+        model_id: The model that it was fitted on; empty for a profile derived from one cache alone.
+        model_revision: The model's revision; empty likewise.
+        layers: The layout that it fits.
+        groups: Planes that are transformed together; every plane is in one of them.
+        tables: The entropy coder's.
+        notes: What the fit says of itself.
+        table: int8 ``[vocabulary, r]``, what each token says of its keys and values; None without prediction from
+            tokens. A group's predictor has r rows for it first, then those of the hidden state.
+        prefix_layers: Layers whose output predicts the rest; 0 for none.
+        hidden_size: Width of that output; 0 without.
+        error_to_kl: ``(a, b)`` of ``KL = a * error^b``, measured at calibration; None where it was not.
     """
 
     model_id: str
@@ -58,6 +66,11 @@ class Profile:
     prefix_layers: int = 0
     hidden_size: int = 0
     error_to_kl: tuple[float, float] | None = None
+
+    @property
+    def codec(self) -> int:
+        """Number of the level kind."""
+        return CODEC_LAYERED
 
     @property
     def token_features(self) -> int:
@@ -92,7 +105,14 @@ class Profile:
         return tuple(Expectations(group, table, ROWS_BYTES * group.width // total) for group in self.groups)
 
     def check_fits(self, meta: CacheMeta) -> None:
-        """Raise MismatchError where a cache is of another model or of another shape."""
+        """Compare with the layout of a cache.
+
+        Args:
+            meta: Of the cache.
+
+        Raises:
+            MismatchError: The cache is of another model or of another shape.
+        """
         if shapes_of(meta.layers) != shapes_of(self.layers):
             msg = "the profile fits another cache layout; fit one on caches of this model (kvwire.fit_profile)"
             raise MismatchError(msg)
@@ -130,7 +150,19 @@ class Profile:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Profile:
-        """Read a stored profile; raises CorruptError, TruncatedError or FormatVersionError."""
+        """Read a stored profile.
+
+        Args:
+            data: The file.
+
+        Returns:
+            The profile.
+
+        Raises:
+            CorruptError: The bytes are no profile.
+            TruncatedError: They end too early.
+            FormatVersionError: A later version wrote them.
+        """
         head, arrays = unpack_arrays(MAGIC, data, what="profile")
         try:
             profile = cls(
@@ -180,7 +212,14 @@ def _stored_rows(rows: torch.Tensor) -> Arrays:
 
 
 def bits_of(tensor: torch.Tensor) -> NDArray[np.uint16]:
-    """A bfloat16 tensor's bits."""
+    """View a tensor's bits.
+
+    Args:
+        tensor: bfloat16.
+
+    Returns:
+        uint16 of the same shape.
+    """
     bits: NDArray[np.uint16] = tensor.contiguous().view(torch.uint16).numpy()
     return bits
 

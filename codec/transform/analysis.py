@@ -38,15 +38,39 @@ MANY_TOKENS = 64
 
 
 def gather(cache: KVCache, side: Side, layers: tuple[int, ...], start: int, stop: int) -> Tensor:
-    """Tokens ``start`` to ``stop`` of some layers as float32 ``[tokens, width]``, positions taken off.
+    """Collect tokens of some layers, positions taken off.
 
-    Raises CacheValueError naming the layer that holds NaN or infinity.
+    Args:
+        cache: Positions on or off.
+        side: Keys or values.
+        layers: Which.
+        start: First token.
+        stop: The first token after the span.
+
+    Returns:
+        float32 ``[tokens, width]`` on the CPU.
+
+    Raises:
+        CacheValueError: A layer, which the message names, holds NaN or infinity.
     """
     return gather_planes(cache, tuple((side, layer) for layer in layers), start, stop)
 
 
 def gather_planes(cache: KVCache, planes: Sequence[Plane], start: int, stop: int) -> Tensor:
-    """``gather`` for any planes, in their order."""
+    """Collect tokens of any planes, in their order, positions taken off.
+
+    Args:
+        cache: Positions on or off.
+        planes: Which.
+        start: First token.
+        stop: The first token after the span.
+
+    Returns:
+        float32 ``[tokens, width]`` on the CPU.
+
+    Raises:
+        CacheValueError: A layer, which the message names, holds NaN or infinity.
+    """
     parts = []
     cos_sin: dict[int, tuple[Tensor, Tensor]] = {}
     for side, layer in planes:
@@ -73,12 +97,23 @@ def gather_planes(cache: KVCache, planes: Sequence[Plane], start: int, stop: int
 def analyse(
     cache: KVCache, text: TextPredictor, start: int, stop: int, step: float = 0.0
 ) -> tuple[NDArray[np.float32], float]:
-    """Coefficients of tokens ``start`` to ``stop`` and the weighted energy that they leave out.
+    """Transform tokens to coefficients.
 
-    step: the finest quantiser step that they are for; where it is coarse enough, products run in bfloat16 on processors
-    that are faster so. Returns float32 ``[tokens, profile.rank]``, groups in order, and the energy, in the attention
-    metric, of the directions that the profile has no coefficients for: of every fourth token, times four, but for the
-    beginning of a text, where single tokens stand out.
+    Args:
+        cache: Positions on or off.
+        text: What is known besides.
+        start: First token.
+        stop: The first token after the span.
+        step: The finest quantiser step that they are for; where it is coarse enough, products run in bfloat16 on
+            processors that are faster so.
+
+    Returns:
+        float32 ``[tokens, profile.rank]``, groups in order. And the energy, in the attention metric, of the directions
+        that the profile has no coefficients for: of every fourth token, times four, but for the beginning of a text,
+        where single tokens stand out.
+
+    Raises:
+        CacheValueError: The cache holds NaN or infinity.
     """
     parts, dropped = [], 0.0
     sampled = slice(None, None, 4 if start and stop - start >= MANY_TOKENS else 1)
@@ -98,7 +133,11 @@ def analyse(
 
 
 def fast_bfloat16() -> bool:
-    """Whether this processor multiplies bfloat16 matrices faster than float32 ones."""
+    """Ask the processor.
+
+    Returns:
+        Whether it multiplies bfloat16 matrices faster than float32 ones.
+    """
     known = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
     return any(bool(ask()) for ask in known if ask is not None)
 
@@ -134,7 +173,14 @@ def _project(centred: Tensor, group: Group, halved_step: float | None) -> Tensor
 
 
 def energy_of(coefficients: NDArray[np.floating]) -> float:
-    """Squared length of coefficients: the metric makes them orthonormal."""
+    """Sum the squares of coefficients: the metric makes them orthonormal.
+
+    Args:
+        coefficients: Any shape.
+
+    Returns:
+        Their squared length.
+    """
     return float(np.square(coefficients, dtype=np.float32).sum(dtype=np.float64))
 
 
@@ -156,10 +202,18 @@ def _energy(centred: Tensor, group: Group) -> float:
 
 
 def synthesise(coefficients: Tensor, group: Group, rows: Tensor, of_token: NDArray[np.uint32]) -> Tensor:
-    """Elements ``[tokens, width]`` from the first coefficients of a group, all others being zero.
+    """Transform the first coefficients of a group back, all others being zero, and add what is expected.
 
-    rows, of_token: what is expected, see ``TextPredictor.expected``. Only the coefficients given cost anything: the
-    product runs over those rows of the synthesis matrix.
+    Only the coefficients given cost anything: the product runs over those rows of the synthesis matrix.
+
+    Args:
+        coefficients: float32 ``[tokens, n]``.
+        group: Theirs.
+        rows: Expected elements, see ``TextPredictor.expected``.
+        of_token: Row of each token.
+
+    Returns:
+        float32 ``[tokens, width]``.
     """
     out = rows[torch.from_numpy(of_token.astype(np.int64))]
     given = coefficients.shape[1]
@@ -170,7 +224,15 @@ def synthesise(coefficients: Tensor, group: Group, rows: Tensor, of_token: NDArr
 
 
 def synthesised(coefficients: Tensor, group: Group) -> Tensor:
-    """First coefficients times synthesis rows, float32 ``[tokens, width]``, without what is expected."""
+    """Multiply the first coefficients by the synthesis rows, without what is expected.
+
+    Args:
+        coefficients: float32 ``[tokens, n]``.
+        group: Theirs.
+
+    Returns:
+        float32 ``[tokens, width]``.
+    """
     return coefficients @ cast("Tensor", group.synthesis)[: coefficients.shape[1]]  # the identity has none
 
 
@@ -182,10 +244,16 @@ def scatter_planes(
     start: int,
     cos_sin: dict[int, tuple[Tensor, Tensor]],
 ) -> None:
-    """Write planes' elements ``[tokens, width]`` into ``out`` from token ``start`` on, laid out as ``meta`` says.
+    """Write planes' elements into a cache.
 
-    cos_sin: for each regime index, float32 cosines and sines of exactly these tokens, by which they are rotated; empty
-    where positions stay off.
+    Args:
+        elements: float32 ``[tokens, width]``, un-rotated.
+        planes: Theirs, in order.
+        out: To write into.
+        meta: Of the blob: how layers are laid out and rotate.
+        start: Token of ``out`` to begin at.
+        cos_sin: For each regime index, float32 cosines and sines of exactly these tokens, by which they are rotated;
+            empty where positions stay off.
     """
     tokens, at = len(elements), 0
     for side, layer in planes:

@@ -20,10 +20,19 @@ if TYPE_CHECKING:
 
 
 def rotation(regime: RopeRegime, start: int, tokens: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """Cosines and sines that rotate position 0 to ``start``, ``start + 1``, ...
+    """Compute what rotates position 0 to ``start``, ``start + 1``, and so on.
 
-    Returns two float32 ``[tokens, rotary_dim / 2]``. ``start`` may be negative. Raises RopeRegimeError at
-    positions where the regime uses other frequencies.
+    Args:
+        regime: How the model rotates.
+        start: First position; may be negative.
+        tokens: How many.
+        device: Where the result lies.
+
+    Returns:
+        Cosines and sines, float32 ``[tokens, rotary_dim / 2]`` each.
+
+    Raises:
+        RopeRegimeError: The regime uses other frequencies at a position.
     """
     last = max(abs(start), abs(start + tokens - 1)) if tokens else 0
     if regime.max_positions is not None and last >= regime.max_positions:
@@ -39,10 +48,17 @@ def rotation(regime: RopeRegime, start: int, tokens: int, device: torch.device |
 
 
 def rotate(keys: Tensor, regime: RopeRegime, cos: Tensor, sin: Tensor, start: int = 0) -> Tensor:
-    """Rotate the pairs of ``keys`` ``[..., tokens, key_dim]`` by given cosines and sines.
+    """Rotate pairs of dimensions by given cosines and sines.
 
-    start: first dimension of the rotary part; the others pass through. Returns float32, a new tensor. Pass ``-sin`` to
-    rotate back.
+    Args:
+        keys: ``[..., tokens, key_dim]``.
+        regime: Which dimensions are pairs.
+        cos: ``[tokens, rotary_dim / 2]``.
+        sin: ``[tokens, rotary_dim / 2]``; ``-sin`` rotates back.
+        start: First dimension of the rotary part; the others pass through.
+
+    Returns:
+        float32, a new tensor.
     """
     out = keys.to(torch.float32, copy=True)
     width = regime.rotary_dim
@@ -51,20 +67,28 @@ def rotate(keys: Tensor, regime: RopeRegime, cos: Tensor, sin: Tensor, start: in
         first, second = part[..., 0::2], part[..., 1::2]
     else:
         first, second = part[..., : width // 2], part[..., width // 2 :]
-    turned = first * cos - second * sin
+    rotated = first * cos - second * sin
     second.mul_(cos).addcmul_(first, sin)
-    first.copy_(turned)
+    first.copy_(rotated)
     return out
 
 
 def shift_keys(keys: Tensor, rope: RopeRegime, offset: int, start: int = 0) -> Tensor:
     """Rotate cached keys so that they stand ``offset`` tokens further on.
 
-    keys: ``[kv_heads, tokens, key_dim]``, rotated at their own positions; any float dtype.
-    offset: tokens; may be negative. start: first dimension of the rotary part. Returns the same shape and dtype; the
-    trigonometry runs in float32.
-    Raises RopeRegimeError where the move would cross the window at which the regime rescales.
-    Source: KVLink section 2.2 (arXiv 2502.16002).
+    The trigonometry runs in float32. Source: KVLink section 2.2 (arXiv 2502.16002).
+
+    Args:
+        keys: ``[kv_heads, tokens, key_dim]``, rotated at their own positions; any float dtype.
+        rope: How the model rotates.
+        offset: In tokens; may be negative.
+        start: First dimension of the rotary part.
+
+    Returns:
+        The same shape and dtype.
+
+    Raises:
+        RopeRegimeError: The move would cross the window at which the regime rescales.
     """
     cos, sin = rotation(rope, offset, 1, keys.device)
     return within(rotate(keys, rope, cos, sin, start), keys.dtype)
@@ -74,6 +98,13 @@ def within(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert to a float dtype; what is beyond its range becomes its largest number.
 
     Rotation lengthens an element by up to 1.42 and so may leave a narrow range, where float8_e4m3fn knows but NaN.
+
+    Args:
+        tensor: Any float dtype.
+        dtype: To convert to.
+
+    Returns:
+        A tensor of that dtype.
     """
     if tensor.dtype == dtype:
         return tensor
@@ -84,7 +115,14 @@ def within(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def positions_off(cache: KVCache) -> KVCache:
     """Take the positions out of a cache, as if every token stood at position 0.
 
-    Keys, and values that carry positions, become float32; what carries none stays as it is.
+    Args:
+        cache: Positions on or off.
+
+    Returns:
+        A cache whose keys, and values that carry positions, are float32; what carries none stays as it is.
+
+    Raises:
+        RopeRegimeError: A position is out of reach.
     """
     if cache.meta.positions == "off":
         return cache
@@ -92,10 +130,18 @@ def positions_off(cache: KVCache) -> KVCache:
 
 
 def positions_on(cache: KVCache, offset: int = 0) -> KVCache:
-    """Put a cache at positions ``offset``, ``offset + 1``, ...; all of it in the dtype of what carries no positions.
+    """Put a cache at positions ``offset``, ``offset + 1``, and so on; one that has positions is moved.
 
-    That is the values' dtype, but for multi-head latent attention. Float32 where all tensors carry positions. A cache
-    that has positions is moved from where it stands.
+    Args:
+        cache: Positions on or off.
+        offset: First position.
+
+    Returns:
+        A cache in the dtype of what carries no positions: the values' dtype, but for multi-head latent attention.
+        Float32 where all tensors carry positions.
+
+    Raises:
+        RopeRegimeError: A position is out of reach.
     """
     off = positions_off(cache)
     sides: tuple[tuple[Side, list[Tensor]], ...] = (("value", off.values), ("key", off.keys))
@@ -110,7 +156,7 @@ def positions_on(cache: KVCache, offset: int = 0) -> KVCache:
 
 
 def _turned(cache: KVCache, start: int, *, sign: float, dtype: torch.dtype, meta: CacheMeta) -> KVCache:
-    def turned(side: Side, tensors: list[Tensor]) -> list[Tensor]:
+    def rotated(side: Side, tensors: list[Tensor]) -> list[Tensor]:
         out = []
         for spec, tensor in zip(cache.meta.layers, tensors, strict=True):
             rotary = spec.rotary(side)
@@ -121,4 +167,4 @@ def _turned(cache: KVCache, start: int, *, sign: float, dtype: torch.dtype, meta
             out.append(tensor)
         return out
 
-    return replace(cache, keys=turned("key", cache.keys), values=turned("value", cache.values), meta=meta)
+    return replace(cache, keys=rotated("key", cache.keys), values=rotated("value", cache.values), meta=meta)

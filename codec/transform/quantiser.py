@@ -30,8 +30,10 @@ MAX_STEP = 2.0**40
 class Ladder:
     """The quality levels of a blob, coarsest first.
 
-    step: quantiser step of level 0, in units of the profile's normalised coefficients (their mean energy is 1 for each
-    element). names: one for each level; level k has step ``step / 3^k``.
+    Attributes:
+        step: Quantiser step of level 0, in units of the profile's normalised coefficients (their mean energy is 1 for
+            each element). Level k has step ``step / 3^k``.
+        names: One for each level.
     """
 
     step: float = 3.6
@@ -56,7 +58,17 @@ class Ladder:
 
 
 def ladder_for(levels: Ladder | int | None) -> Ladder:
-    """The ladder that ``encode``'s ``levels`` means: itself, the default's first few levels, or None for all."""
+    """Read ``encode``'s ``levels``.
+
+    Args:
+        levels: A ladder, the number of the default's first levels, or None for all of them.
+
+    Returns:
+        The ladder.
+
+    Raises:
+        ArgumentError: It is neither.
+    """
     if isinstance(levels, Ladder):
         return levels
     default = Ladder()
@@ -70,7 +82,18 @@ def ladder_for(levels: Ladder | int | None) -> Ladder:
 
 
 def quantise(coefficients: NDArray[np.float32], step: float) -> NDArray[np.int32]:
-    """Nearest multiples of ``step``, ties to even. Raises CacheValueError where one would exceed 28 bits."""
+    """Round to the nearest multiples of a step, ties to even.
+
+    Args:
+        coefficients: float32, any shape.
+        step: Above 0.
+
+    Returns:
+        int32 of the same shape, in steps.
+
+    Raises:
+        CacheValueError: A value would exceed 28 bits.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
         scaled = coefficients * np.float32(1.0 / step)
         largest = float(np.abs(scaled).max(initial=0.0))
@@ -82,7 +105,15 @@ def quantise(coefficients: NDArray[np.float32], step: float) -> NDArray[np.int32
 
 
 def split_levels(finest: NDArray[np.int32], levels: int) -> tuple[list[NDArray[np.int32]], list[NDArray[np.uint8]]]:
-    """Quantised values of every level, coarsest first, and the refinement symbols that lead from each to the next."""
+    """Split quantised values into levels.
+
+    Args:
+        finest: int32 ``[tokens, columns]`` at the finest step.
+        levels: How many.
+
+    Returns:
+        Values of every level, coarsest first, and uint8 symbols that lead from each to the next.
+    """
     values: list[NDArray[np.int32]] = [finest]
     symbols: list[NDArray[np.uint8]] = []
     for _ in range(levels - 1):
@@ -96,7 +127,15 @@ def split_levels(finest: NDArray[np.int32], levels: int) -> tuple[list[NDArray[n
 def split_levels_naive(
     finest: NDArray[np.int32], levels: int
 ) -> tuple[list[NDArray[np.int32]], list[NDArray[np.uint8]]]:
-    """The readable twin of ``split_levels``."""
+    """Split as ``split_levels`` does: its readable twin.
+
+    Args:
+        finest: int32 ``[tokens, columns]`` at the finest step.
+        levels: How many.
+
+    Returns:
+        As of ``split_levels``.
+    """
     values = [finest]
     for _ in range(levels - 1):
         values.insert(0, np.rint(values[0] / RATIO).astype(np.int32))

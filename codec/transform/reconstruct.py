@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvwire.codec.entropy import kernels
+from kvwire.codec.entropy import value_kernels
 from kvwire.codec.profile.group import FIRST_ROWS, REPEATS
 from kvwire.codec.transform.analysis import fast_bfloat16, scatter_planes, synthesise, synthesised
 
@@ -41,10 +41,18 @@ def place_group(  # noqa: PLR0913, PLR0917 - the hub of decoding: what was decod
     start: int,
     cos_sin: CosSin,
 ) -> None:
-    """Write a group's keys and values of one chunk into ``out``, whose tokens begin at ``start``.
+    """Write a group's keys and values of one chunk into a cache.
 
-    columns: the group's among the chunk's coefficients. expected: see ``TextPredictor.expected``. cos_sin: empty where
-    positions stay off.
+    Args:
+        state: The chunk's quantised values.
+        group: To write.
+        columns: The group's among the chunk's coefficients.
+        step: Of the quantiser.
+        expected: See ``TextPredictor.expected``.
+        out: To write into.
+        meta: Of the blob.
+        start: Token of ``out`` that the chunk's first one goes to.
+        cos_sin: Of exactly these tokens; empty where positions stay off.
     """
     coded = state.classes[columns].nonzero()[0]
     last = int(coded[-1]) + 1 if len(coded) else 0  # the KLT has sorted them: what follows is zero
@@ -60,10 +68,19 @@ def place_group(  # noqa: PLR0913, PLR0917 - the hub of decoding: what was decod
 
 
 def coefficients_of(state: SegmentState, columns: slice, step: float) -> Tensor:
-    """Dequantised coefficients ``[tokens, columns]``."""
+    """Dequantise coefficients.
+
+    Args:
+        state: The chunk's quantised values.
+        columns: Which.
+        step: Of the quantiser.
+
+    Returns:
+        float32 ``[tokens, columns]``.
+    """
     values = state.values[:, columns]
     out = torch.empty(values.shape, dtype=torch.float32)
-    kernels.dequantise(values, state.tables.sizes[state.classes[columns]], step, out.numpy())
+    value_kernels.dequantise(values, state.tables.sizes[state.classes[columns]], step, out.numpy())
     return out
 
 
@@ -81,7 +98,7 @@ def _product(state: SegmentState, columns: slice, group: Group, *, halved: bool)
         return synthesised(coefficients_of(state, columns, 1.0), group)
     small = torch.empty(values.shape, dtype=torch.bfloat16)
     widest = np.empty(values.shape[1], np.uint32)
-    kernels.to_bfloat16(values, sizes, small.view(torch.uint16).numpy(), widest)
+    value_kernels.to_bfloat16(values, sizes, small.view(torch.uint16).numpy(), widest)
     rows = rows[: values.shape[1]]
     wide = (widest > _EXACT).nonzero()[0]
     if not len(wide):
@@ -119,18 +136,18 @@ def _place(
     expand = product.dtype == torch.bfloat16
     bits = (product.view(torch.uint16) if expand else product).numpy()
     rows, of_token = expected[0].numpy(), expected[1]
-    unturned = np.empty((len(of_token), 0), np.float32)
+    unrotated = np.empty((len(of_token), 0), np.float32)
     at = 0
     for (side, layer), target in zip(group.planes, targets, strict=True):
         rotary = meta.layers[layer].rotary(side) if cos_sin else None
-        cosines, sines, interleaved, first = unturned, unturned, False, 0
+        cosines, sines, interleaved, first = unrotated, unrotated, False, 0
         if rotary is not None:
             regime, first = rotary
             cosines, sines = (each.numpy() for each in cos_sin[regime])
             interleaved = meta.ropes[regime].interleaved
         shrink = target.dtype == torch.bfloat16
         into = (target.view(torch.uint16) if shrink else target).numpy()
-        kernels.place_elements(
+        value_kernels.place_elements(
             bits, expand, scale, rows, of_token, at, cosines, sines, interleaved, first, into, shrink, start
         )
         at += target.shape[0] * target.shape[2]

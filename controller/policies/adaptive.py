@@ -28,7 +28,12 @@ _LONG = 40.0  # recomputation of that many times a pass's fixed cost can afford 
 
 @dataclass(frozen=True)
 class Adaptive:
-    """The least that the goal asks for, soonest, while nothing is known of the future but estimates."""
+    """The least that the goal asks for, soonest, while nothing is known of the future but estimates.
+
+    Attributes:
+        name: For tables and logs.
+        preemptible: See ``Policy.preemptible``.
+    """
 
     name: str = "adaptive"
     preemptible: bool = True
@@ -51,7 +56,7 @@ class Adaptive:
         # Of those that are as good as the best, the soonest.
         score = np.where(feasible & (timeline.error <= least * _AS_GOOD), timeline.finish_s, np.inf)
         row, split = np.unravel_index(int(np.argmin(score)), score.shape)
-        plan = _lifted(request, timeline, int(row), int(split))
+        plan = _upgraded(request, timeline, int(row), int(split))
         # The link need not wait for what is only computed.
         return plan if plan.order else replace(plan, refine=_refinements(request, plan.finish_s))
 
@@ -69,7 +74,7 @@ def _earliest(request: PlanRequest) -> Plan:
     timeline = Timeline(as_it_is, np.array([request.goal.floor]), request.bandwidth)
     split = int(np.argmin(timeline.finish_s[0]))
     worth_it = request.bandwidth > 0 and float(prefill_s(request).sum()) > _LONG * request.costs.prefill.base_s
-    if not split and timeline.counts[0] and not len(request.promised.wire) and worth_it:
+    if not split and timeline.counts[0] and not len(request.committed.wire) and worth_it:
         # An idle link tells nothing. One chunk, the last that compute would come to, costs little, and may tell much.
         return replace(_written(request, timeline, 0, 1, "soonest"), finish_s=float(timeline.finish_s[0, 0]))
     return _written(request, timeline, 0, split, "soonest")
@@ -91,7 +96,7 @@ def _written(request: PlanRequest, timeline: Timeline, row: int, split: int, rea
     )
 
 
-def _lifted(request: PlanRequest, timeline: Timeline, row: int, split: int) -> Plan:
+def _upgraded(request: PlanRequest, timeline: Timeline, row: int, split: int) -> Plan:
     """Give single chunks the next level while the plan stays in time: most error removed per byte first."""
     plan = _written(request, timeline, row, split, "least error in time")
     chunks, order = request.chunks, timeline.order[row, :split]
@@ -144,9 +149,9 @@ def _refinements(request: PlanRequest, finish_s: float) -> list[int]:
     wire = wire_s(request, more, request.bandwidth_low)[best]
     work = decode_s(request, some.tokens[able], some.sizes[level + 1, able])[best]
     # Each is decoded anew when it is there, behind what its lane has to do anyway.
-    promised, closing_s = request.promised, request.costs.closing_s(request.prompt_tokens)
+    committed, closing_s = request.committed, request.costs.closing_s(request.prompt_tokens)
     ready_s = finish_s - closing_s
-    lane_s = ready_s if request.workers == 1 else promised.decode_s + float(promised.work_s.sum())
-    link_s = request.lead_s + float(promised.wire.sum()) / max(request.bandwidth_low, SLOWEST) + np.cumsum(wire)
+    lane_s = ready_s if request.workers == 1 else committed.decode_s + float(committed.work_s.sum())
+    link_s = request.lead_s + float(committed.wire.sum()) / max(request.bandwidth_low, SLOWEST) + np.cumsum(wire)
     ends = np.maximum(np.maximum(link_s + work, lane_s + np.cumsum(work)), ready_s) + closing_s
     return [int(at) for at in able[best[: int(np.searchsorted(ends, left_s, side="right"))]]]

@@ -34,12 +34,18 @@ SLOWEST = 1.0
 class Columns:
     """Chunks as columns; n of them, L levels at most.
 
-    document, chunk, tokens: ``[n]``. context: tokens before the chunk in its document ``[n]``.
-    sizes: bytes of levels 0..k ``[L, n]``. errors: once decoded up to k ``[L, n]``. Both repeat the last level that a
-    chunk has. top: finest level that can be fetched, -1 for none ``[n]``. finest: the document's finest ``[n]``.
-    exact_error: what a recomputed chunk counts with: its own finest error, 0 without a blob ``[n]``.
-    can_text: the chunk can be recomputed ``[n]``.
-    head_s: seconds of head start that its document still needs if any of it is fetched ``[n]``.
+    Attributes:
+        document: Number of its document ``[n]``.
+        chunk: Number in its document ``[n]``.
+        tokens: Of each ``[n]``.
+        context: Tokens before the chunk in its document ``[n]``.
+        sizes: Bytes of levels 0..k ``[L, n]``; the last level that a chunk has is repeated.
+        errors: Once decoded up to level k ``[L, n]``; repeated likewise.
+        top: Finest level that can be fetched, -1 for none ``[n]``.
+        finest: The document's finest ``[n]``.
+        exact_error: What a recomputed chunk counts with: its own finest error, 0 without a blob ``[n]``.
+        can_text: The chunk can be recomputed ``[n]``.
+        prefix_s: Seconds of computing prefix layers that its document still needs if any of it is fetched ``[n]``.
     """
 
     document: Ints
@@ -52,7 +58,7 @@ class Columns:
     finest: Ints
     exact_error: Floats
     can_text: Flags
-    head_s: Floats
+    prefix_s: Floats
 
     @property
     def count(self) -> int:
@@ -73,18 +79,37 @@ class Columns:
         """Level to fetch so that quality is at least ``target``, RECOMPUTE where only recomputing gives that.
 
         A document's finest level stands for all above it. Without text the best level that can be had must do.
-        ``[n]``, or ``[targets, n]`` for a column of targets.
+
+        Args:
+            target: Uniform level, or a column of them.
+
+        Returns:
+            Levels ``[n]``, or ``[targets, n]`` for a column.
         """
         wanted = np.minimum(target, self.finest)
         fallback = np.where(self.can_text, RECOMPUTE, self.top)
         return np.where((wanted <= self.top) & (wanted >= 0), wanted, fallback)
 
     def bytes_at(self, levels: Ints) -> Ints:
-        """Bytes up to each chunk's level; 0 where it is recomputed. levels: ``[..., n]``."""
+        """Bytes up to each chunk's level; 0 where it is recomputed.
+
+        Args:
+            levels: ``[..., n]``.
+
+        Returns:
+            Bytes ``[..., n]``.
+        """
         return np.where(levels < 0, 0, self.sizes[np.maximum(levels, 0), np.arange(self.count)])
 
     def errors_at(self, levels: Ints) -> Floats:
-        """Error of each chunk at its level. levels: ``[..., n]``."""
+        """Error of each chunk at its level.
+
+        Args:
+            levels: ``[..., n]``.
+
+        Returns:
+            Errors ``[..., n]``.
+        """
         return np.where(levels < 0, self.exact_error, self.errors[np.maximum(levels, 0), np.arange(self.count)])
 
 
@@ -92,8 +117,13 @@ class Columns:
 class UpgradeCandidates:
     """Chunks that have been fetched, or are being fetched, and could become better; m of them.
 
-    level, top: asked for so far, and the finest that they could become ``[m]``. ready: valid in the prompt and idle, so
-    that a refinement can be asked for now ``[m]``. sizes, errors: as in ``Columns`` ``[L, m]``. tokens: ``[m]``.
+    Attributes:
+        level: Asked for so far ``[m]``.
+        top: The finest that they could become ``[m]``.
+        sizes: Bytes, as in ``Columns`` ``[L, m]``.
+        errors: As in ``Columns`` ``[L, m]``.
+        tokens: ``[m]``.
+        ready: Valid in the prompt and idle, so that a refinement can be asked for now ``[m]``.
     """
 
     level: Ints
@@ -108,8 +138,12 @@ class UpgradeCandidates:
 class CommittedWork:
     """What has been asked for already, by this load or by others that go first.
 
-    wire: bytes that each open fetch still needs, in the order of the requests ``[q]``. work_s: decoding that each
-    brings ``[q]``. prefill_s, decode_s: compute that runs or waits. ahead_bytes: what others will fetch first.
+    Attributes:
+        wire: Bytes that each open fetch still needs, in the order of the requests ``[q]``.
+        work_s: Decoding that each brings ``[q]``.
+        prefill_s: Recomputing that runs or waits.
+        decode_s: Decoding that runs or waits.
+        ahead_bytes: What others will fetch first.
     """
 
     wire: Floats = field(default_factory=lambda: np.zeros(0))
@@ -123,12 +157,21 @@ class CommittedWork:
 class PlanRequest:
     """Everything that a plan depends on.
 
-    chunks: nothing has been started for them. refinable: under way or ready, but could be better; None where the goal
-    does not ask for that. promised: see there. costs: those of decoding are of a chunk among many.
-    left_s: seconds until the first token is due, None for no deadline; the reserve is taken off already.
-    prompt_tokens: of all documents. bandwidth, bandwidth_low: bytes per second, expected and to rely on.
-    lead_s: until the link delivers again, at most one time to first byte. ttfb_s, parallel: what a request waits, and
-    how many may be open. now: the instant, for policies that look into the future.
+    Attributes:
+        chunks: Nothing has been started for them.
+        costs: Those of decoding are of a chunk among many.
+        goal: What is wanted.
+        bandwidth: Expected bytes per second.
+        bandwidth_low: Bytes per second to rely on.
+        prompt_tokens: Of all documents.
+        refinable: Under way or ready, but could be better; None where the goal does not ask for that.
+        committed: What has been asked for already.
+        left_s: Seconds until the first token is due, None for no deadline; the reserve is taken off already.
+        lead_s: Until the link delivers again, at most one time to first byte.
+        ttfb_s: Seconds that a request waits for its first byte.
+        parallel: Requests that may be open at a time.
+        workers: 1: decoding and recomputing take turns; 2: a lane each.
+        now: The instant, for policies that look into the future.
     """
 
     chunks: Columns
@@ -138,7 +181,7 @@ class PlanRequest:
     bandwidth_low: float
     prompt_tokens: int
     refinable: UpgradeCandidates | None = None
-    promised: CommittedWork = field(default_factory=CommittedWork)
+    committed: CommittedWork = field(default_factory=CommittedWork)
     left_s: float | None = None
     lead_s: float = 0.0
     ttfb_s: float = 0.0
@@ -151,11 +194,16 @@ class PlanRequest:
 class Plan:
     """What to do with every open chunk, and what that should lead to.
 
-    levels: for each, RECOMPUTE or the level to fetch ``[n]``. order: columns to fetch, first one first.
-    reason: why, for all chunks that ``upgraded`` does not name; upgraded: columns that got more than the others.
-    refine: columns of ``refinable`` to fetch one more level of, first one first.
-    finish_s: predicted seconds from now to the first token. error: predicted, mean over the tokens of the open chunks.
-    bytes: to fetch for open chunks. in_time: the deadline is met by the prediction, or there is none.
+    Attributes:
+        levels: For each, RECOMPUTE or the level to fetch ``[n]``.
+        order: Columns to fetch, first one first.
+        finish_s: Predicted seconds from now to the first token.
+        error: Predicted, mean over the tokens of the open chunks.
+        bytes: To fetch for open chunks.
+        in_time: The deadline is met by the prediction, or there is none.
+        reason: Why, for all chunks that ``upgraded`` does not name.
+        upgraded: Columns that got more than the others.
+        refine: Columns of ``refinable`` to fetch one more level of, first one first.
     """
 
     levels: Ints
@@ -183,10 +231,17 @@ class Policy(Protocol):
 
         True: a fetch is given up where recomputing is sooner, and a forward pass is kept short enough for plans to
         change their minds. False: fetches run to their end, passes are as long as the plan allows, and ``simulate``
-        lifts the patience that would give fetches up on slow links.
+        waits for fetches on slow links as long as they take.
         """
         ...
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Decide for every open chunk; without side effects."""
+        """Decide for every open chunk; without side effects.
+
+        Args:
+            request: What the plan depends on.
+
+        Returns:
+            The plan.
+        """
         ...

@@ -33,6 +33,10 @@ class CacheGen:
     Text, which loses nothing, where recomputing the rest is in time, each document by itself; otherwise the finest
     level at which fetching the rest is; otherwise the coarsest. Decoding counts nothing, for it overlaps with fetching.
     Without a deadline, the level that is fetched soonest, or text where that is sooner.
+
+    Attributes:
+        name: For tables and logs.
+        preemptible: See ``Policy.preemptible``.
     """
 
     name: str = "cachegen"
@@ -43,7 +47,7 @@ class CacheGen:
         bandwidth = max(request.bandwidth, SLOWEST)
         chunks, costs = request.chunks, request.costs
         floor = request.goal.floor
-        text_s = request.promised.prefill_s + float(prefill_s(request)[chunks.can_text].sum())
+        text_s = request.committed.prefill_s + float(prefill_s(request)[chunks.can_text].sum())
         sizes = [chunks.bytes_at(chunks.level_for(level)).sum() for level in _levels(request)]
         fetch_s = [float(size) / bandwidth for size in sizes]
         if request.left_s is None:
@@ -63,7 +67,11 @@ class CacheGenArtefact:
     decoding count nothing, and text counts ``text_s`` whatever its length. The most exact choice that fits a share is
     taken, otherwise the quickest.
 
-    bandwidth: true mean bytes per second over so many seconds from an instant.
+    Attributes:
+        bandwidth: True mean bytes per second over so many seconds from an instant.
+        text_s: Seconds that text counts.
+        name: For tables and logs.
+        preemptible: See ``Policy.preemptible``.
     """
 
     bandwidth: Callable[[float, float], float]

@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fixed:
-    """Fetches ``level`` of everything, or the finest that a document has where it has fewer."""
+    """Fetches ``level`` of everything, or the finest that a document has where it has fewer.
+
+    Attributes:
+        level: That is fetched.
+        preemptible: See ``Policy.preemptible``.
+    """
 
     level: int
     preemptible: bool = False

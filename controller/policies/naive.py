@@ -16,7 +16,15 @@ if TYPE_CHECKING:
 
 
 def fetch_order(request: PlanRequest, levels: Ints) -> list[int]:
-    """Columns that a level can be fetched of: those that must be first, then the others, each from the back."""
+    """Order the chunks that a level can be fetched of.
+
+    Args:
+        request: What the plan depends on.
+        levels: Level of each chunk, RECOMPUTE for none ``[n]``.
+
+    Returns:
+        Columns: those that must be fetched first, then the others, each from the back.
+    """
     chunks = request.chunks
     columns = [column for column in range(chunks.count - 1, -1, -1) if levels[column] != RECOMPUTE]
     forced = [column for column in columns if not chunks.can_text[column]]
@@ -24,16 +32,32 @@ def fetch_order(request: PlanRequest, levels: Ints) -> list[int]:
 
 
 def splits(request: PlanRequest, levels: Ints) -> Iterator[int]:
-    """Numbers of chunks that may be fetched: from those that must be to all that can be."""
+    """Count the chunks that may be fetched.
+
+    Args:
+        request: What the plan depends on.
+        levels: Level of each chunk, RECOMPUTE for none ``[n]``.
+
+    Returns:
+        Numbers from those that must be to all that can be.
+    """
     order = fetch_order(request, levels)
     forced = sum(not request.chunks.can_text[column] for column in order)
     yield from range(forced, len(order) + 1)
 
 
 def finish_naive(request: PlanRequest, target: int, levels: Ints, split: int, bandwidth: float) -> float:
-    """Seconds to the first token when the first ``split`` chunks of the fetch order are fetched, the others recomputed.
+    """Play a plan through: the first ``split`` chunks of the fetch order are fetched, the others recomputed.
 
-    levels: of each chunk for the uniform ``target``, to which chunks under way are raised in the end.
+    Args:
+        request: What the plan depends on.
+        target: To which chunks under way are raised in the end.
+        levels: Of each chunk for that target.
+        split: How many chunks are fetched.
+        bandwidth: Bytes per second.
+
+    Returns:
+        Seconds to the first token.
     """
     chunks = request.chunks
     order = fetch_order(request, levels)
@@ -46,13 +70,13 @@ def finish_naive(request: PlanRequest, target: int, levels: Ints, split: int, ba
         link += sum(wire for wire, _ in raised)
         arrivals.append((link, sum(work for _, work in raised)))
     documents = {int(chunks.document[column]) for column in tail}
-    heads = {int(d): float(s) for d, s in zip(chunks.document, chunks.head_s, strict=True) if int(d) in documents}
-    now += request.promised.prefill_s + sum(heads.values())
+    heads = {int(d): float(s) for d, s in zip(chunks.document, chunks.prefix_s, strict=True) if int(d) in documents}
+    now += request.committed.prefill_s + sum(heads.values())
     if request.workers == 1:
         waiting = [(link, late)] if late else []
-        end = _play(now + request.promised.decode_s, sorted([*arrivals, *waiting]))
+        end = _play(now + request.committed.decode_s, sorted([*arrivals, *waiting]))
     else:
-        decoding = _play(request.promised.decode_s, arrivals)
+        decoding = _play(request.committed.decode_s, arrivals)
         end = max(decoding, max(now, link) + late if late else now)
     return end + request.costs.closing_s(request.prompt_tokens)
 
@@ -61,12 +85,12 @@ def _arrivals(
     request: PlanRequest, sizes: list[int], tail: list[int], bandwidth: float
 ) -> tuple[list[tuple[float, float]], float]:
     """``(arrival, work)`` in the order of the link, and when the link has delivered all of it."""
-    promised, at = request.promised, request.lead_s
+    committed, at = request.committed, request.lead_s
     arrivals = []
-    for left, work in zip(promised.wire, promised.work_s, strict=True):
+    for left, work in zip(committed.wire, committed.work_s, strict=True):
         at += float(left) / max(bandwidth, SLOWEST)
         arrivals.append((at, float(work)))
-    at += promised.ahead_bytes / max(bandwidth, SLOWEST)
+    at += committed.ahead_bytes / max(bandwidth, SLOWEST)
     for column, size in zip(tail, sizes, strict=True):
         at += _wire_s(request, size, bandwidth)
         arrivals.append((at, _decode_s(request, int(request.chunks.tokens[column]), size)))

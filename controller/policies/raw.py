@@ -9,7 +9,11 @@ from kvwire.controller.policies.fixed import Fixed
 
 @dataclass(frozen=True)
 class Raw(Fixed):
-    """Fetches level 0 of documents whose only level is the cache itself, see ``simulator.sizes.raw_documents_for``."""
+    """Fetches level 0 of documents whose only level is the cache itself, see ``simulator.sizes.raw_documents_for``.
+
+    Attributes:
+        level: The only one.
+    """
 
     level: int = 0
 

@@ -16,14 +16,24 @@ if TYPE_CHECKING:
 
 
 def sequential_plan(request: PlanRequest, levels: Ints, order: Sequence[int], reason: str) -> Plan:
-    """A plan of these levels; it ends when link, decoding and recomputing have done their sums, one beside another."""
-    chunks, promised = request.chunks, request.promised
+    """Write down a plan of these levels.
+
+    Args:
+        request: What the plan depends on.
+        levels: Level of each chunk, RECOMPUTE for none ``[n]``.
+        order: Columns to fetch, first one first.
+        reason: For all chunks.
+
+    Returns:
+        The plan; it ends when link, decoding and recomputing have done their sums, each beside the others.
+    """
+    chunks, committed = request.chunks, request.committed
     sizes = chunks.bytes_at(levels)
     bandwidth = max(request.bandwidth, SLOWEST)
-    link = request.lead_s + (float(promised.wire.sum()) + promised.ahead_bytes) / bandwidth
+    link = request.lead_s + (float(committed.wire.sum()) + committed.ahead_bytes) / bandwidth
     link += float(np.sum(wire_s(request, sizes, bandwidth)))
-    decoding = promised.decode_s + float(promised.work_s.sum() + np.sum(decode_s(request, chunks.tokens, sizes)))
-    computing = promised.prefill_s + float(np.sum(prefill_s(request)[levels == RECOMPUTE])) if chunks.count else 0.0
+    decoding = committed.decode_s + float(committed.work_s.sum() + np.sum(decode_s(request, chunks.tokens, sizes)))
+    computing = committed.prefill_s + float(np.sum(prefill_s(request)[levels == RECOMPUTE])) if chunks.count else 0.0
     compute = decoding + computing if request.workers == 1 else max(decoding, computing)
     finish_s = max(link if sizes.any() else 0.0, compute) + request.costs.closing_s(request.prompt_tokens)
     tokens = max(int(chunks.tokens.sum()), 1)

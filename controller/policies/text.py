@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextOnly:
-    """Recomputes each document in one pass."""
+    """Recomputes each document in one pass.
+
+    Attributes:
+        name: For tables and logs.
+        preemptible: See ``Policy.preemptible``.
+    """
 
     name: str = "text"
     preemptible: bool = False

@@ -27,18 +27,44 @@ if TYPE_CHECKING:
 
 
 def levels_for(request: PlanRequest, targets: Ints) -> Ints:
-    """Level of each chunk for each uniform target, RECOMPUTE where it cannot be fetched ``[targets, n]``."""
+    """Choose the level of each chunk for each uniform target.
+
+    Args:
+        request: What the plan depends on.
+        targets: Uniform levels ``[targets]``.
+
+    Returns:
+        Levels, RECOMPUTE where none can be fetched ``[targets, n]``.
+    """
     return request.chunks.level_for(targets[:, None])
 
 
 def wire_s(request: PlanRequest, sizes: Ints, bandwidth: float) -> Floats:
-    """Seconds for which a fetch of some bytes holds up the next one; sizes: ``[...]``, 0 for no fetch."""
+    """Seconds for which a fetch of some bytes holds up the next one.
+
+    Args:
+        request: What the plan depends on.
+        sizes: Bytes, 0 for no fetch ``[...]``.
+        bandwidth: Bytes per second.
+
+    Returns:
+        Seconds ``[...]``.
+    """
     # Requests that share a link end together, and it idles for one time to first byte until the next ones deliver.
     return np.where(sizes > 0, sizes / max(bandwidth, SLOWEST) + request.ttfb_s / request.parallel, 0.0)
 
 
 def decode_s(request: PlanRequest, tokens: Ints, sizes: Ints) -> Floats:
-    """Seconds of a decode lane that chunks of some bytes take; 0 where nothing is fetched."""
+    """Work out how long chunks of some bytes keep a decode lane busy.
+
+    Args:
+        request: What the plan depends on.
+        tokens: Of each chunk ``[n]``.
+        sizes: Bytes, 0 for no fetch ``[..., n]``.
+
+    Returns:
+        Seconds, 0 where nothing is fetched ``[..., n]``.
+    """
     cost = request.costs.decode
     return np.where(sizes > 0, cost.base_s + cost.token_s * tokens + cost.byte_s * sizes, 0.0)
 
@@ -56,13 +82,23 @@ def prefill_s(request: PlanRequest) -> Floats:
 class Timeline:
     """All candidates of one request at one bandwidth: target levels times numbers of chunks that are fetched.
 
-    finish_s, error, bytes: ``[targets, splits]``: seconds from now to the first token; error summed over tokens of the
-    open chunks and of those to be raised; bytes of open chunks to fetch. Split k fetches the first k chunks of
-    ``order`` of that target, from ``least`` on, which must be fetched; other splits end never.
+    Split k fetches the first k chunks of ``order`` of that target, from ``least`` on, which must be fetched; other
+    splits end never.
+
+    Attributes:
+        finish_s: Seconds from now to the first token ``[targets, splits]``.
+        error: Summed over tokens of the open chunks and of those to be raised ``[targets, splits]``.
+        bytes: Of open chunks to fetch ``[targets, splits]``.
     """
 
     def __init__(self, request: PlanRequest, targets: Ints, bandwidth: float) -> None:
-        """Evaluate. targets: uniform levels ``[targets]``."""
+        """Evaluate.
+
+        Args:
+            request: What the plan depends on.
+            targets: Uniform levels ``[targets]``.
+            bandwidth: Bytes per second.
+        """
         chunks = request.chunks
         self._request = request
         self.levels = levels_for(request, targets)
@@ -100,19 +136,19 @@ class Timeline:
     def _lanes(self, wire: Floats, work: Floats, bandwidth: float, raised: Raised) -> tuple[Floats, Floats]:
         """Ends of the link and of a decode lane that does nothing else, for every split ``[targets, n + 1]``."""
         request = self._request
-        promised = request.promised
-        begun = request.lead_s + np.cumsum(promised.wire) / max(bandwidth, SLOWEST)  # arrivals of open requests
-        done = np.cumsum(promised.work_s)
+        committed = request.committed
+        begun = request.lead_s + np.cumsum(committed.wire) / max(bandwidth, SLOWEST)  # arrivals of open requests
+        done = np.cumsum(committed.work_s)
         # The largest arrival minus the work that arrived before it: what arrives later only adds to both.
-        head = float(np.max(begun - (done - promised.work_s), initial=-np.inf))
+        head = float(np.max(begun - (done - committed.work_s), initial=-np.inf))
         busy = float(done[-1]) if len(done) else 0.0
         last = float(begun[-1]) if len(begun) else request.lead_s
-        last += promised.ahead_bytes / max(bandwidth, SLOWEST)
+        last += committed.ahead_bytes / max(bandwidth, SLOWEST)
         link = last + self._cumulated(self._sorted(wire))
         tail = self._cumulated(self._sorted(work))
         gaps = np.full(link.shape, head)
         np.maximum.accumulate(link[:, 1:] - tail[:, :-1] - busy, axis=1, out=gaps[:, 1:])
-        self._work = promised.decode_s + busy + tail + raised.decode_s[:, None]
+        self._work = committed.decode_s + busy + tail + raised.decode_s[:, None]
         arrivals = np.maximum(gaps, head) + busy + tail
         last_s = np.where(raised.wire_s > 0, raised.wire_s, -np.inf)[:, None] + link
         link = link + raised.wire_s[:, None]
@@ -130,7 +166,7 @@ class Timeline:
         cold = np.where(fetched | lost, 0.0, seconds).sum(axis=1, keepdims=True)
         heads = self._heads(fetched)
         if not lost.any():
-            return request.promised.prefill_s + front + cold + heads, np.zeros(self.finish_shape)
+            return request.committed.prefill_s + front + cold + heads, np.zeros(self.finish_shape)
         # Lost chunks behind the first one fetched wait; those before it belong to the front.
         after = np.zeros((len(fetched), chunks.count + 1))
         after[:, :-1] = np.cumsum(np.where(lost, seconds, 0.0)[:, ::-1], axis=1)[:, ::-1]
@@ -140,7 +176,7 @@ class Timeline:
         lead = np.minimum.accumulate(lead, axis=1)
         late = np.take_along_axis(after, lead, axis=1)
         front += after[:, :1] - late
-        return request.promised.prefill_s + front + cold + heads, late
+        return request.committed.prefill_s + front + cold + heads, late
 
     @property
     def finish_shape(self) -> tuple[int, int]:
@@ -150,11 +186,11 @@ class Timeline:
     def _heads(self, fetched: NDArray[np.bool_]) -> Floats:
         """Head starts of documents of which anything is fetched, for every split ``[targets, n + 1]``."""
         chunks = self._request.chunks
-        if not chunks.head_s.any():
+        if not chunks.prefix_s.any():
             return np.zeros(self.finish_shape)
         in_order = np.broadcast_to(chunks.document, self.order.shape)
         document = np.take_along_axis(in_order, self.order, axis=1)
-        seconds = self._sorted(np.where(fetched, chunks.head_s, 0.0))
+        seconds = self._sorted(np.where(fetched, chunks.prefix_s, 0.0))
         # Documents are fetched one after another, apart from forced chunks: each counts where it first appears.
         first = np.ones(document.shape, np.bool_)
         for row, documents in enumerate(document):
@@ -188,11 +224,20 @@ class Timeline:
 class Raised:
     """What raising chunks that are under way or ready to each target takes.
 
-    wire_s, decode_s: seconds ``[targets]``. error: summed over their tokens then ``[targets]``.
+    Attributes:
+        wire_s: Seconds of the link ``[targets]``.
+        decode_s: Seconds of the decode lane ``[targets]``.
+        error: Summed over their tokens then ``[targets]``.
     """
 
     def __init__(self, request: PlanRequest, targets: Ints, bandwidth: float) -> None:
-        """Add up; all zero where nothing can be raised."""
+        """Add up; all zero where nothing can be raised.
+
+        Args:
+            request: What the plan depends on.
+            targets: Uniform levels ``[targets]``.
+            bandwidth: Bytes per second.
+        """
         some = request.refinable
         self.wire_s = self.decode_s = self.error = np.zeros(len(targets))
         if some is None or not len(some.level):

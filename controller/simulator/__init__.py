@@ -5,17 +5,19 @@ from typing import TYPE_CHECKING
 from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
+    from kvwire.controller.simulator.arrivals import LoadArrival, Trouble
     from kvwire.controller.simulator.contenders import policy_named, policy_names
     from kvwire.controller.simulator.machines import MACHINES, Machine, costs, machine_named
     from kvwire.controller.simulator.metrics import Scored, Summary, decibels
     from kvwire.controller.simulator.models import MODELS, Model, model_named
     from kvwire.controller.simulator.optimum import Optimum, optimum
     from kvwire.controller.simulator.outcome import Outcome, Span
-    from kvwire.controller.simulator.rates import RateTrace, ar1, constant, steps, token_bucket, with_outages
+    from kvwire.controller.simulator.rates import ar1, constant, steps, token_bucket, with_outages
     from kvwire.controller.simulator.scenario import Scenario, settings_for, simulate, variants_for
     from kvwire.controller.simulator.sizes import documents_for, measured, raw_documents_for, raw_of
     from kvwire.controller.simulator.traces import parse_log_json, parse_mbit_lines
-    from kvwire.controller.simulator.world import LoadArrival, Trouble, World
+    from kvwire.controller.simulator.world import World
+    from kvwire.types.rates import RateTrace
 
 __all__ = [
     "MACHINES",
@@ -64,10 +66,12 @@ __getattr__ = lazy(
         "kvwire.controller.simulator.models": ("MODELS", "Model", "model_named"),
         "kvwire.controller.simulator.optimum": ("Optimum", "optimum"),
         "kvwire.controller.simulator.outcome": ("Outcome", "Span"),
-        "kvwire.controller.simulator.rates": ("RateTrace", "ar1", "constant", "steps", "token_bucket", "with_outages"),
+        "kvwire.controller.simulator.rates": ("ar1", "constant", "steps", "token_bucket", "with_outages"),
         "kvwire.controller.simulator.scenario": ("Scenario", "settings_for", "simulate", "variants_for"),
         "kvwire.controller.simulator.sizes": ("documents_for", "measured", "raw_documents_for", "raw_of"),
         "kvwire.controller.simulator.traces": ("parse_log_json", "parse_mbit_lines"),
-        "kvwire.controller.simulator.world": ("LoadArrival", "Trouble", "World"),
+        "kvwire.controller.simulator.arrivals": ("LoadArrival", "Trouble"),
+        "kvwire.controller.simulator.world": ("World",),
+        "kvwire.types.rates": ("RateTrace",),
     },
 )

@@ -33,7 +33,13 @@ class Savings:
     """
 
     def __init__(self, cost: Floats, saved: Floats, most: float) -> None:
-        """Prepare budgets from 0 to ``most``. cost: ``[items]``, above 0; saved: ``[items, kinds]``, at least 0."""
+        """Prepare budgets from 0 to ``most``.
+
+        Args:
+            cost: ``[items]``, above 0.
+            saved: ``[items, kinds]``, at least 0.
+            most: The largest budget.
+        """
         self._cells = _cells(len(cost))
         self._cell = max(most, 1e-12) / self._cells
         # Costs are rounded down: every true choice stays possible, at no less than it saves.
@@ -76,12 +82,17 @@ def _hull(cost: Floats, saved: Floats) -> tuple[Floats, Floats]:
 def least_value(value: Floats, uses: Floats, budgets: Floats) -> tuple[float, NDArray[np.int64]]:
     """Bound the least sum of values over choices of one option for each item, each resource within its budget.
 
-    value: ``[items, options]``, infinite where an option is not there. uses: ``[resources, items, options]``.
-    budgets: ``[resources]``, raised to the least that can be used. Returns the bound, and the choice ``[items]`` that
-    dynamic programming ends with: it keeps to the prices' mix of the budgets, not always to each of them.
-
     Prices of the resources that make the Lagrangian bound highest mix the resources into one; dynamic programming
     over that one gives a bound that is at least as high, but for its rounding.
+
+    Args:
+        value: ``[items, options]``, infinite where an option is not there.
+        uses: ``[resources, items, options]``.
+        budgets: ``[resources]``, raised to the least that can be used.
+
+    Returns:
+        The bound, and the choice ``[items]`` that dynamic programming ends with: it keeps to the prices' mix of the
+        budgets, not always to each of them.
     """
     least = np.where(np.isfinite(value), uses, inf).min(axis=2).sum(axis=1)
     budgets = np.maximum(budgets, least) * (1 + _SLACK)

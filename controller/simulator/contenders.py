@@ -9,7 +9,7 @@ from kvwire.errors import NotFoundError
 
 if TYPE_CHECKING:
     from kvwire.controller.policies import Policy
-    from kvwire.controller.simulator.rates import RateTrace
+    from kvwire.types.rates import RateTrace
 
 _SIMPLE: dict[str, type[Policy]] = {"adaptive": Adaptive, "cachegen": CacheGen, "text": TextOnly, "raw": Raw}
 _LEVEL = "level-"
@@ -23,9 +23,17 @@ def policy_names(levels: int) -> tuple[str, ...]:
 
 
 def policy_named(name: str, rate: RateTrace) -> Policy:
-    """A policy of ``policy_names``; raises NotFoundError that lists them.
+    """Make a policy by its name.
 
-    rate: the true one, which CacheGen's released artefact looks into.
+    Args:
+        name: One of ``policy_names``.
+        rate: The true one, which CacheGen's released artefact looks into.
+
+    Returns:
+        The policy.
+
+    Raises:
+        NotFoundError: There is no such policy; the message lists those there are.
     """
     if name in _SIMPLE:
         return _SIMPLE[name]()

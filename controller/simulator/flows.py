@@ -17,10 +17,17 @@ _BURST_BYTES = 14_600  # ten packets, the initial window of RFC 6928
 
 @dataclass(eq=False)
 class Flow:
-    """One answer. asked, begins: instants of the request and of the end of its round trip.
+    """One answer.
 
-    left: bytes still to come; fails_at: at how many of them it breaks off, below 0 for never. corrupt: it cannot
-    be decoded. begun: the round trip is over. is_heard: so is the wait behind others.
+    Attributes:
+        fetch: That is answered.
+        asked: Instant of the request.
+        begins: Instant at which the round trip ends.
+        left: Bytes still to come.
+        fails_at: At how many bytes still to come it breaks off, below 0 for never.
+        corrupt: It cannot be decoded.
+        begun: The round trip is over.
+        is_heard: So is the wait behind others.
     """
 
     fetch: Fetch

@@ -54,12 +54,23 @@ _CHECK_BYTES_S = 10e9
 class Machine:
     """One kind of processor, or a group of them that computes together.
 
-    processors: in the group. workers: 1: decoding and recomputing take turns; 2: they run side by side. bf16_flops,
-    fp8_flops: dense peak of one processor, operations a second. memory_bytes, memory_bytes_s: of one processor.
-    wire_bytes_s: between processors, each way. efficiency, attention_efficiency, expert_efficiency: share of the peak
-    that prefill reaches in matrix products, attention, and mixtures of experts. launch_s: fixed part of a forward pass.
-    chunk_decode_s, element_decode_s, byte_decode_s: seconds of decoding for each chunk, element and fetched byte.
-    link_element_s: seconds of linking for each element.
+    Attributes:
+        name: For tables and logs.
+        processors: In the group.
+        workers: 1: decoding and recomputing take turns; 2: they run side by side.
+        bf16_flops: Dense peak of one processor, operations a second.
+        fp8_flops: Likewise in fp8.
+        memory_bytes: Of one processor.
+        memory_bytes_s: Bytes a second of one processor's memory.
+        wire_bytes_s: Between processors, each way.
+        efficiency: Share of the peak that prefill reaches in matrix products.
+        attention_efficiency: Share of the peak in attention.
+        expert_efficiency: Share of the peak in mixtures of experts.
+        launch_s: Fixed part of a forward pass.
+        chunk_decode_s: Seconds of decoding for each chunk.
+        element_decode_s: Seconds of decoding for each element.
+        byte_decode_s: Seconds of decoding for each fetched byte.
+        link_element_s: Seconds of linking for each element.
     """
 
     name: str
@@ -88,10 +99,18 @@ class Machine:
 
 
 def costs(model: Model, machine: Machine, *, raw: bool = False) -> CostModel:
-    """What a model costs on a machine.
+    """What a model costs on a machine; the question's tokens are the caller's to set.
 
-    raw: the caches lie as plain bfloat16, so that decoding is a copy. The question's tokens are the caller's to set.
-    Raises ArgumentError where the weights do not fit into the machine's memory.
+    Args:
+        model: Shape of the model.
+        machine: The machine.
+        raw: The caches lie as plain bfloat16, so that decoding is a copy.
+
+    Returns:
+        The costs, for a question of no tokens.
+
+    Raises:
+        ArgumentError: The weights do not fit into the machine's memory.
     """
     if model.parameters * model.weight_bytes > machine.processors * machine.memory_bytes:
         msg = f"{model.name} does not fit into the memory of {machine.name}; choose a larger group"
@@ -182,7 +201,17 @@ MACHINES = {
 
 
 def machine_named(name: str) -> Machine:
-    """A machine of ``MACHINES``; raises NotFoundError that lists them."""
+    """Look up a machine.
+
+    Args:
+        name: One of ``MACHINES``.
+
+    Returns:
+        The machine.
+
+    Raises:
+        NotFoundError: There is no such machine; the message lists those there are.
+    """
     if name not in MACHINES:
         msg = f"no machine is called {name!r} here; choose one of {', '.join(MACHINES)}, or make a Machine"
         raise NotFoundError(msg)

@@ -22,7 +22,13 @@ _LEAST_ERROR = 1e-12  # 120 dB: what counts as no error at all
 
 @dataclass(frozen=True)
 class Scored:
-    """One load beside its bound, see ``optimum``."""
+    """One load beside its bound, see ``optimum``.
+
+    Attributes:
+        goal: Of the load.
+        outcome: What came of it.
+        bound: What nobody can better.
+    """
 
     goal: Goal
     outcome: Outcome
@@ -69,10 +75,20 @@ def decibels(error: float) -> float:
 class Summary:
     """Figures over loads, None where there is no load to take them from.
 
-    ttft_s: quantiles 0.1, 0.5, 0.9 and 0.99 of the loads that did not fail. missed: deadlines; avoidable: those of them
-    that the bound keeps; missed_by_bound: deadlines that it misses itself. quality_db: of the mean error, over loads in
-    time. received, wasted: bytes. recomputed: share of tokens. regret: quantiles 0.5 and 0.9, see ``Scored.regret``.
-    late: the median over loads whose deadline nobody could keep, of how much later than the bound they were.
+    Attributes:
+        loads: How many.
+        failed: Loads without a first token.
+        ttft_s: Quantiles 0.1, 0.5, 0.9 and 0.99 of the loads that did not fail.
+        missed: Deadlines.
+        avoidable: Those of them that the bound keeps.
+        missed_by_bound: Deadlines that it misses itself.
+        quality_db: Of the mean error, over loads in time.
+        error: Mean over loads in time.
+        received: Bytes over the link.
+        wasted: Bytes that are not in any prompt.
+        recomputed: Share of tokens.
+        regret: Quantiles 0.5 and 0.9, see ``Scored.regret``.
+        late: The median over loads whose deadline nobody could keep, of how much later than the bound they were.
     """
 
     loads: int

@@ -13,10 +13,20 @@ BF16_BYTES = 2
 class Model:
     """A model's shape, as its published configuration gives it.
 
-    key_dim, value_dim: elements of one head in attention. parameters: all of them, read in every pass of many tokens.
-    active_parameters: those that one token uses. latent_elements: what the cache keeps of one token in one layer where
-    attention is latent (MLA); 0: keys and values of ``kv_heads`` heads. weight_bytes: of one parameter as served.
-    experts: the feed-forward layers are mixtures of experts.
+    Attributes:
+        name: For tables and logs.
+        layers: How many.
+        hidden: Width of the residual stream.
+        heads: Of attention.
+        kv_heads: Heads of keys and values.
+        key_dim: Elements of a key in one head.
+        value_dim: Elements of a value in one head.
+        parameters: All of them, read in every pass of many tokens.
+        active_parameters: Those that one token uses.
+        latent_elements: What the cache keeps of one token in one layer where attention is latent (MLA); 0: keys and
+            values of ``kv_heads`` heads.
+        weight_bytes: Of one parameter as served.
+        experts: The feed-forward layers are mixtures of experts.
     """
 
     name: str
@@ -60,7 +70,15 @@ class Model:
         return 2 * self.layers * self.heads * (self.key_dim + self.value_dim)
 
     def prefill_flops(self, tokens: int, context: int = 0) -> float:
-        """Operations to compute ``tokens`` new tokens behind ``context`` tokens, under a causal mask."""
+        """Count the operations of a forward pass under a causal mask.
+
+        Args:
+            tokens: New ones.
+            context: Tokens before them.
+
+        Returns:
+            Operations.
+        """
         return tokens * (self.token_flops + self.pair_flops * (context + tokens / 2))
 
 
@@ -97,7 +115,17 @@ MODELS = {
 
 
 def model_named(name: str) -> Model:
-    """A model of ``MODELS``; raises NotFoundError that lists them."""
+    """Look up a model's shape.
+
+    Args:
+        name: One of ``MODELS``.
+
+    Returns:
+        The shape.
+
+    Raises:
+        NotFoundError: There is no such model; the message lists those there are.
+    """
     if name not in MODELS:
         msg = f"no model is called {name!r} here; choose one of {', '.join(MODELS)}, or make a Model of its shape"
         raise NotFoundError(msg)

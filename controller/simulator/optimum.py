@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from kvwire.controller.costs import CostModel
     from kvwire.controller.documents import DocumentPlanInput
-    from kvwire.controller.simulator.rates import RateTrace
+    from kvwire.types.rates import RateTrace
 
     Floats = NDArray[np.float64]
 
@@ -52,9 +52,14 @@ _SLACK = 1e-9  # of a deadline, relative; for rounding
 class Optimum:
     """What no controller can better, by the objective's own figure; the others are those of the choice behind it.
 
-    ttft_s: seconds from the load's start; infinite, and never in time, where the link does not bring what must be
-    fetched. error: mean over tokens. bytes: fetched. in_time: whether ``ttft_s`` is within the deadline, if there is
-    one. recomputed: chunks; fetched[level]: chunks fetched up to that level.
+    Attributes:
+        ttft_s: Seconds from the load's start; infinite, and never in time, where the link does not bring what must be
+            fetched.
+        error: Mean over tokens.
+        bytes: Fetched.
+        in_time: Whether ``ttft_s`` is within the deadline, if there is one.
+        recomputed: Chunks.
+        fetched: Chunks fetched up to each level.
     """
 
     ttft_s: float
@@ -77,13 +82,25 @@ def optimum(  # noqa: PLR0913 - a load has as many sides
     floor: int = 0,
     workers: int = 1,
 ) -> Optimum:
-    """Bound a load that begins ``start_s`` after the trace does.
+    """Bound what any controller can reach for a load.
 
-    objective: "earliest" (least ``ttft_s``), "quality" (least ``error`` within the deadline) or "cheapest" (fewest
-    ``bytes`` within it); the latter two become "earliest" where nothing is in time. rtt_s: before the first byte.
-    deadline_s: seconds from the load's start to the first token, or None for no limit. floor: the lowest level
-    that may be fetched where there is a choice. workers: 1 (decoding and recomputing take turns) or 2 (a lane each).
-    Raises ArgumentError for a chunk that can neither be fetched nor recomputed, and for settings that cannot be.
+    Args:
+        documents: In prompt order.
+        costs: What computing costs.
+        rate: Of the link.
+        start_s: Second of the trace at which the load begins.
+        rtt_s: Before the first byte.
+        objective: "earliest" (least ``ttft_s``), "quality" (least ``error`` within the deadline) or "cheapest" (fewest
+            ``bytes`` within it); the latter two become "earliest" where nothing is in time.
+        deadline_s: Seconds from the load's start to the first token, or None for no limit.
+        floor: The lowest level that may be fetched where there is a choice.
+        workers: 1 (decoding and recomputing take turns) or 2 (a lane each).
+
+    Returns:
+        The bound.
+
+    Raises:
+        ArgumentError: For a chunk that can neither be fetched nor recomputed, and for settings that cannot be.
     """
     _check(objective, workers, floor, start_s, rtt_s, deadline_s)
     load = _Load(_Options(documents, costs, floor), costs, rate, start_s, rtt_s, workers)

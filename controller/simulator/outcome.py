@@ -18,8 +18,15 @@ Lane = Literal["link", "decode", "prefill"]
 class Span:
     """Something that took from ``began`` to ``ended`` (instants): chunks first..last of a document on a lane.
 
-    what: ``fetch``, ``failed``, ``cancelled``, ``decode``, ``recompute`` or ``head start``. level: of a fetch or a
-    decode; chunks that are decoded in one batch have a span each, at the same time.
+    Attributes:
+        lane: Which lane.
+        began: Instant.
+        ended: Instant.
+        document: Number of the document.
+        first: First chunk.
+        last: Last chunk.
+        what: ``fetch``, ``failed``, ``cancelled``, ``decode``, ``recompute`` or ``head start``.
+        level: Of a fetch or a decode; chunks that are decoded in one batch have a span each, at the same time.
     """
 
     lane: Lane
@@ -36,10 +43,20 @@ class Span:
 class Outcome:
     """One load, times in seconds from its asking.
 
-    ready_s: until all chunks were ready. ttft_s: until the first token. in_time: by the deadline, or there was none.
-    error: mean over tokens, a recomputed chunk counts with its finest error. received: bytes over the link;
-    wasted: those of them that are not in the prompt. recomputed: tokens. failed: there was no first token.
-    levels: tokens at each level. decisions, spans: what was done; asked_at: the instant that spans count from.
+    Attributes:
+        ready_s: Until all chunks were ready.
+        ttft_s: Until the first token. in_time: by the deadline, or there was none.
+        deadline_s: Seconds; None: there was none.
+        error: Mean over tokens, a recomputed chunk counts with its finest error.
+        received: Bytes over the link.
+        wasted: Those of them that are not in the prompt.
+        recomputed: Tokens.
+        levels: Tokens at each level.
+        failed: There was no first token.
+        reason: Of the last plan, in words.
+        asked_at: The instant that spans count from.
+        decisions: What was done.
+        spans: What was done when.
     """
 
     ready_s: float
@@ -66,7 +83,22 @@ class Outcome:
         cls, documents: Sequence[DocumentPlanInput], decisions: Sequence[Decision], *, reason: str, ready_s: float,
         ttft_s: float, deadline_s: float | None, received: int, asked_at: float, spans: tuple[Span, ...],
     ) -> Outcome:  # fmt: skip
-        """Count up what was decided; without decisions the load failed."""
+        """Count up what was decided; without decisions the load failed.
+
+        Args:
+            documents: The variants that were taken, in prompt order.
+            decisions: None: the load failed.
+            reason: Of the last plan, in words.
+            ready_s: Until all chunks were ready.
+            ttft_s: Until the first token.
+            deadline_s: Seconds to the first token; None: no deadline.
+            received: Bytes over the link.
+            asked_at: Instant of the asking.
+            spans: What was done when.
+
+        Returns:
+            The outcome.
+        """
         error, used, recomputed, tokens = 0.0, 0, 0, 0
         levels = [0] * max((document.finest + 1 for document in documents), default=0)
         for decision in decisions:

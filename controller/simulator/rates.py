@@ -1,17 +1,14 @@
-"""What a link carries over time: piecewise constant rates, and the common ways to make some."""
+"""Common ways to make the rates of a simulated link."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import accumulate, pairwise
 from math import inf, isfinite, sqrt
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvwire.errors import ArgumentError
+from kvwire.types.rates import RateTrace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -20,128 +17,21 @@ if TYPE_CHECKING:
 _MOST_SIGMA = 10.0  # larger ones leave the range of numbers
 
 
-@dataclass(frozen=True)
-class RateTrace:
-    """Bytes per second over time, constant in pieces; a rate of 0 is an outage.
-
-    times: seconds at which the pieces start, the first one 0. rates: bytes per second of each piece. period_s: seconds
-    after which the trace starts again; None: the last rate lasts.
-    """
-
-    times: tuple[float, ...]
-    rates: tuple[float, ...]
-    period_s: float | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse pieces that are not in order and rates that cannot be."""
-        if not self.times or len(self.times) != len(self.rates):
-            msg = f"a trace needs a rate for every time and at least one, got {len(self.times)} and {len(self.rates)}"
-            raise ArgumentError(msg)
-        ends = self.times if self.period_s is None else (*self.times, self.period_s)
-        ordered = all(before < after for before, after in pairwise(ends))
-        if self.times[0] != 0 or not ordered or not all(map(isfinite, ends)):
-            msg = "times must start at 0 and grow, and the period must lie beyond the last one"
-            raise ArgumentError(msg)
-        if not all(isfinite(rate) and rate >= 0 for rate in self.rates):
-            msg = "rates must be finite and at least 0 bytes per second"
-            raise ArgumentError(msg)
-
-    def at(self, t: float) -> float:
-        """Bytes per second at second ``t``."""
-        return self.rates[self._piece(self._split(t)[1])]
-
-    def bytes_between(self, a: float, b: float) -> float:
-        """Bytes that the link carries from second ``a`` to second ``b``."""
-        if not a <= b:
-            msg = f"an interval must not end before it begins, got {a} to {b}"
-            raise ArgumentError(msg)
-        (first, since), (last, until) = self._split(a), self._split(b)
-        return (last - first) * self._starts[-1] + self._carried(until) - self._carried(since)
-
-    def time_to(self, size: float, start: float) -> float:
-        """The second at which ``size`` more bytes than at second ``start`` are through; infinity if never."""
-        if not (isfinite(size) and size >= 0):
-            msg = f"a size must be finite and at least 0, got {size}"
-            raise ArgumentError(msg)
-        if not size:
-            return start
-        turns, since = self._split(start)
-        wanted, whole = self._carried(since) + size, self._starts[-1]
-        if self.period_s is not None and wanted > whole:
-            if not whole:
-                return inf
-            more, wanted = divmod(wanted, whole)
-            # Exactly a whole number of periods: through when the last byte of the last one is.
-            turns, wanted = (turns + more, wanted) if wanted else (turns + more - 1, whole)
-        piece = bisect_left(self._starts, wanted) - 1
-        if not self.rates[piece]:
-            return inf
-        found = self.times[piece] + (wanted - self._starts[piece]) / self.rates[piece]
-        return max(start, turns * (self.period_s or 0.0) + found)
-
-    @property
-    def mean_bytes_s(self) -> float:
-        """Mean bytes per second in the long run: of a period, or the last rate where nothing repeats."""
-        return self.rates[-1] if self.period_s is None else self._starts[-1] / self.period_s
-
-    def scaled(self, mean_bytes_s: float) -> RateTrace:
-        """The same course with another mean, see ``mean_bytes_s``."""
-        if not (self.mean_bytes_s and isfinite(mean_bytes_s) and mean_bytes_s >= 0):
-            msg = f"a trace whose mean is {self.mean_bytes_s} bytes/s cannot be scaled to {mean_bytes_s}"
-            raise ArgumentError(msg)
-        ratio = mean_bytes_s / self.mean_bytes_s
-        return replace(self, rates=tuple(rate * ratio for rate in self.rates))
-
-    def stretched(self, factor: float) -> RateTrace:
-        """The same rates, each for ``factor`` times as long; below 1 the link changes faster."""
-        if not (isfinite(factor) and factor > 0):
-            msg = f"a trace is stretched by a finite factor above 0, got {factor}"
-            raise ArgumentError(msg)
-        times = tuple(time * factor for time in self.times)
-        return RateTrace(times, self.rates, None if self.period_s is None else self.period_s * factor)
-
-    def shifted(self, start_s: float) -> RateTrace:
-        """The trace as who comes at second ``start_s`` sees it: that second is its 0."""
-        since = self._split(start_s)[1]
-        piece = self._piece(since)
-        times = [0.0, *(time - since for time in self.times[piece + 1 :])]
-        rates = list(self.rates[piece:])
-        if self.period_s is not None:
-            rest = [(time + self.period_s - since, rate) for time, rate in zip(self.times, self.rates, strict=True)]
-            again = [(time, rate) for time, rate in rest[: piece + 1] if times[-1] < time < self.period_s]
-            times += [time for time, _ in again]
-            rates += [rate for _, rate in again]
-        return RateTrace(tuple(times), tuple(rates), self.period_s)
-
-    def _split(self, t: float) -> tuple[float, float]:
-        """Whole periods before second ``t``, and the seconds since the last one began."""
-        if not (isfinite(t) and t >= 0):
-            msg = f"a trace is known from second 0 on, got {t}"
-            raise ArgumentError(msg)
-        return (0.0, t) if self.period_s is None else divmod(t, self.period_s)
-
-    def _piece(self, since: float) -> int:
-        return bisect_right(self.times, since) - 1
-
-    def _carried(self, since: float) -> float:
-        piece = self._piece(since)
-        return self._starts[piece] + self.rates[piece] * (since - self.times[piece])
-
-    @cached_property
-    def _starts(self) -> list[float]:
-        """Bytes carried before each piece, and, in a trace that repeats, in a whole period."""
-        ends = self.times if self.period_s is None else (*self.times, self.period_s)
-        seconds = (after - before for before, after in pairwise(ends))
-        return [0.0, *accumulate(rate * length for rate, length in zip(self.rates, seconds, strict=False))]
-
-
 def constant(bytes_s: float) -> RateTrace:
     """The same rate for ever."""
     return RateTrace((0.0,), (bytes_s,))
 
 
 def steps(pieces: Iterable[tuple[float, float]], period_s: float | None = None) -> RateTrace:
-    """A trace from pairs of start, in seconds, and rate, in bytes per second."""
+    """Make a trace from its pieces.
+
+    Args:
+        pieces: Starts in seconds, and rates in bytes per second.
+        period_s: Seconds after which the trace starts again; None: the last rate lasts.
+
+    Returns:
+        The trace.
+    """
     times, rates = zip(*pieces, strict=True)
     return RateTrace(tuple(times), tuple(rates), period_s)
 
@@ -157,9 +47,19 @@ def ar1(
 ) -> RateTrace:
     """A link whose logarithmic rate is a first-order autoregression.
 
-    mean_bytes_s: mean of the trace, exactly. sigma: standard deviation of the natural logarithm, at most 10.
-    correlation: of the logarithms of neighbouring steps, 0 to below 1. step_s: seconds of a piece. length_s: seconds
-    before it repeats.
+    Args:
+        rng: Source of the noise.
+        mean_bytes_s: Mean of the trace, exactly.
+        sigma: Standard deviation of the natural logarithm, at most 10.
+        correlation: Of the logarithms of neighbouring steps, 0 to below 1.
+        step_s: Seconds of a piece.
+        length_s: Seconds before it repeats.
+
+    Returns:
+        The trace, which repeats.
+
+    Raises:
+        ArgumentError: Steps, sigma or correlation are out of range.
     """
     count = round(length_s / step_s) if step_s > 0 and isfinite(length_s) else 0
     if not (count >= 1 and 0 <= sigma <= _MOST_SIGMA and 0 <= correlation < 1):
@@ -182,6 +82,17 @@ def token_bucket(peak_bytes_s: float, sustained_bytes_s: float, bucket_bytes: fl
     """A shaped link, as a reader sees it who is always busy: the peak until the full bucket is empty, then less.
 
     The bucket fills at the sustained rate while it is drained at the peak.
+
+    Args:
+        peak_bytes_s: Rate while the bucket is not empty.
+        sustained_bytes_s: Rate afterwards.
+        bucket_bytes: Size of the bucket.
+
+    Returns:
+        The trace, which starts with a full bucket.
+
+    Raises:
+        ArgumentError: The peak is not above the sustained rate, or the bucket is empty.
     """
     if not (0 <= sustained_bytes_s < peak_bytes_s and bucket_bytes > 0):
         msg = "a token bucket needs a peak above the sustained rate, and a bucket above 0 bytes"
@@ -191,9 +102,17 @@ def token_bucket(peak_bytes_s: float, sustained_bytes_s: float, bucket_bytes: fl
 
 
 def with_outages(trace: RateTrace, outages: Sequence[tuple[float, float]]) -> RateTrace:
-    """The trace with rate 0 in some intervals.
+    """Set the rate to 0 in some intervals.
 
-    outages: pairs of start and length in seconds; in a trace that repeats they must lie within its period.
+    Args:
+        trace: Any.
+        outages: Starts and lengths in seconds; in a trace that repeats they lie within its period.
+
+    Returns:
+        The trace with the outages.
+
+    Raises:
+        ArgumentError: An outage lies outside.
     """
     end = inf if trace.period_s is None else trace.period_s
     silent = [(start, start + length) for start, length in outages]

@@ -15,10 +15,11 @@ from kvwire.controller.documents import DocumentPlanInput
 from kvwire.controller.estimates import Estimates
 from kvwire.controller.policies import Adaptive, Raw, TextOnly
 from kvwire.controller.settings import ControllerSettings, Goal
+from kvwire.controller.simulator.arrivals import LoadArrival, Trouble
 from kvwire.controller.simulator.machines import costs
 from kvwire.controller.simulator.optimum import optimum
 from kvwire.controller.simulator.sizes import documents_for, raw_of
-from kvwire.controller.simulator.world import LoadArrival, Trouble, World
+from kvwire.controller.simulator.world import World
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from kvwire.controller.simulator.models import Model
     from kvwire.controller.simulator.optimum import Optimum
     from kvwire.controller.simulator.outcome import Outcome
-    from kvwire.controller.simulator.rates import RateTrace
+    from kvwire.types.rates import RateTrace
 
 Variants = tuple[DocumentPlanInput, ...]
 
@@ -43,12 +44,23 @@ _LIMIT_S = 1e5
 class Scenario:
     """What a load, or several that share a link and an engine, are faced with.
 
-    documents[d]: its variants, usually one, see ``variants_for``. rate: of the link, in the time of its trace.
-    asked: when loads come in, in seconds after ``start_s`` of the trace. trouble: what goes wrong, by ``seed``.
-    warm: an earlier load over the same link has taught the estimates; it begins at second 0, ends before ``start_s``
-    or puts it off, and is the same for every policy. bandwidth_error, prefill_error: what the priors of the link's
-    bandwidth (otherwise the trace's mean) and of prefill's seconds (otherwise true) are wrong by, as factors.
-    leaves_s: seconds after which nobody waits for a load any more: it has failed.
+    Attributes:
+        model: Shape of the model.
+        machine: The machine.
+        documents: Each with its variants, usually one, see ``variants_for``.
+        rate: Of the link, in the time of its trace.
+        goal: What is wanted, and by when.
+        rtt_s: Seconds of a round trip.
+        query_tokens: Length of the question.
+        start_s: Second of the trace at which the clock of the loads starts.
+        asked: When loads come in, in seconds after ``start_s`` of the trace.
+        trouble: What goes wrong, by ``seed``.
+        warm: An earlier load over the same link has taught the estimates; it begins at second 0, ends before
+            ``start_s`` or puts it off, and is the same for every policy.
+        bandwidth_error: Factor by which the prior of the link's bandwidth is wrong; it is otherwise the trace's mean.
+        prefill_error: Factor by which the prior of prefill's seconds is wrong; it is otherwise true.
+        leaves_s: Seconds after which nobody waits for a load any more: it has failed.
+        seed: Of what is drawn.
     """
 
     model: Model
@@ -168,7 +180,17 @@ def _up_to(document: DocumentPlanInput, ceiling: int | None) -> DocumentPlanInpu
 def variants_for(
     model: Model, lengths: Sequence[int], methods: Sequence[str] = ("kvwire",), seed: int = 0
 ) -> tuple[Variants, ...]:
-    """Documents of these lengths, in tokens, each as one variant for each method; see ``documents_for``."""
+    """Make documents of these lengths; see ``documents_for``.
+
+    Args:
+        model: Shape of the model.
+        lengths: Tokens of each document.
+        methods: How the documents are coded.
+        seed: Of what is drawn.
+
+    Returns:
+        Documents, each as one variant for each method.
+    """
     if not methods:
         msg = "documents need at least one method"
         raise ArgumentError(msg)
@@ -190,11 +212,23 @@ def simulate(
     settings: ControllerSettings | None = None,
     record: Callable[[LogEntry], object] | None = None,
 ) -> list[Outcome]:
-    """Play a scenario under a policy; one outcome for each load, in the order of ``scenario.asked``.
+    """Play a scenario under a policy.
 
     ``Raw`` gets the documents as plain bfloat16 and decodes by copying, ``TextOnly`` waits for no index of documents
-    whose text there is. record: called with every step of the controller. Raises ArgumentError for settings of another
-    number of workers than the machine has, or of several threads for decoding, which the bounds do not know.
+    whose text there is.
+
+    Args:
+        scenario: What the loads are faced with.
+        policy: Decides.
+        settings: By default ``settings_for`` the machine.
+        record: Called with every step of the controller.
+
+    Returns:
+        One outcome for each load, in the order of ``scenario.asked``.
+
+    Raises:
+        ArgumentError: The settings have another number of workers than the machine, or several threads for decoding,
+            which the bounds do not know.
     """
     chosen = settings or settings_for(scenario.machine)
     if chosen.workers != scenario.machine.workers:

@@ -30,7 +30,12 @@ CHUNK_TOKENS = 256
 
 @dataclass(frozen=True)
 class ChunkRates:
-    """One measured chunk. bits[level], errors[level]: bits for each element that are fetched, and the error then."""
+    """One measured chunk.
+
+    Attributes:
+        bits: For each element that are fetched, by level.
+        errors: By level.
+    """
 
     bits: tuple[float, ...]
     errors: tuple[float, ...]
@@ -38,9 +43,14 @@ class ChunkRates:
 
 @dataclass(frozen=True)
 class MethodRates:
-    """One way of coding. firsts, others: chunks at the beginning of a document, and behind; whole ones only.
+    """One way of coding.
 
-    prefix_share: share of the forward pass that a reader computes before decoding.
+    Attributes:
+        levels: Their names.
+        layered: A finer level adds to the coarser ones.
+        prefix_share: Share of the forward pass that a reader computes before decoding.
+        firsts: Chunks at the beginning of a document; whole ones only.
+        others: Chunks behind the first; whole ones only.
     """
 
     levels: tuple[str, ...]
@@ -63,7 +73,19 @@ def documents_for(
     """Documents of these lengths, in tokens, as a model's caches would be encoded, in chunks of 256 tokens.
 
     Each chunk takes bits and errors of a measured one, drawn at random: a document's first chunk of a first one, the
-    others of the others. The same seed gives the same documents. Raises NotFoundError for an unknown method.
+    others of the others. The same seed gives the same documents.
+
+    Args:
+        model: Shape of the model.
+        lengths: Tokens of each document.
+        method: How they are coded, one of ``measured``.
+        seed: Of what is drawn.
+
+    Returns:
+        The documents as planning takes them.
+
+    Raises:
+        NotFoundError: There is no such method.
     """
     if method not in measured():
         msg = f"no sizes are known of method {method!r}; choose one of {', '.join(measured())}"
@@ -88,12 +110,28 @@ def documents_for(
 
 
 def raw_documents_for(model: Model, lengths: Sequence[int]) -> list[DocumentPlanInput]:
-    """The same documents as plain bfloat16: one level without error; ``costs(..., raw=True)`` decodes it by copying."""
+    """Make the same documents as plain bfloat16; ``costs(..., raw=True)`` decodes them by copying.
+
+    Args:
+        model: Shape of the model.
+        lengths: Tokens of each document.
+
+    Returns:
+        Documents of one level without error.
+    """
     return [raw_of(model, DocumentPlanInput(tokens=chunk_lengths(length))) for length in lengths]
 
 
 def raw_of(model: Model, document: DocumentPlanInput) -> DocumentPlanInput:
-    """A document as plain bfloat16, counting with the same error as when it is recomputed: its finest, or 0."""
+    """Make a document plain bfloat16.
+
+    Args:
+        model: Shape of the model.
+        document: As it was coded.
+
+    Returns:
+        The document, counting with the same error as when it is recomputed: its finest, or 0.
+    """
     return DocumentPlanInput(
         tokens=document.tokens,
         fetch_bytes=tuple((count * model.cache_bytes,) for count in document.tokens),

@@ -6,8 +6,8 @@ import json
 from math import isfinite
 from typing import Any, NoReturn
 
-from kvwire.controller.simulator.rates import RateTrace
 from kvwire.errors import CorruptError
+from kvwire.types.rates import RateTrace
 
 _MAX_CHARACTERS = 16 << 20
 _MAX_PIECES = 200_000
@@ -22,7 +22,16 @@ def parse_mbit_lines(text: str) -> RateTrace:
     """Read lines of ``seconds Mbit/s``: the format of the FCC, HSDPA, Oboe and Puffer collections.
 
     A line's rate holds until the next line's time; the last one's as long as the one before. The first line becomes
-    second 0, and the trace repeats. Empty lines are passed over. Raises CorruptError naming the line.
+    second 0, and the trace repeats. Empty lines are passed over.
+
+    Args:
+        text: Content of the file.
+
+    Returns:
+        The trace, which repeats.
+
+    Raises:
+        CorruptError: A line is none of this format; the message names it.
     """
     _check_size(text)
     times: list[float] = []
@@ -47,7 +56,16 @@ def parse_mbit_lines(text: str) -> RateTrace:
 def parse_log_json(text: str) -> RateTrace:
     """Read a JSON list of ``{"duration_ms", "bandwidth_kbps", "latency_ms"}``: the format of Ghent's 4G logs.
 
-    The trace repeats; latencies are checked and left out. Raises CorruptError naming the entry, counted from 1.
+    The trace repeats; latencies are checked and left out.
+
+    Args:
+        text: Content of the file.
+
+    Returns:
+        The trace, which repeats.
+
+    Raises:
+        CorruptError: An entry is none of this format; the message names it, counted from 1.
     """
     _check_size(text)
     try:

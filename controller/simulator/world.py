@@ -18,6 +18,7 @@ import numpy as np
 
 from kvwire.controller import events as ev
 from kvwire.controller.costs import busiest
+from kvwire.controller.simulator.arrivals import Trouble
 from kvwire.controller.simulator.flows import DONE_BYTES, Flow, served
 from kvwire.controller.simulator.outcome import Lane, Outcome, Span
 from kvwire.errors import ArgumentError
@@ -29,53 +30,14 @@ if TYPE_CHECKING:
     from kvwire.controller.core import Controller
     from kvwire.controller.costs import CostModel
     from kvwire.controller.documents import DocumentPlanInput
-    from kvwire.controller.settings import Goal
-    from kvwire.controller.simulator.rates import RateTrace
+    from kvwire.controller.simulator.arrivals import LoadArrival
     from kvwire.types import Decision
+    from kvwire.types.rates import RateTrace
 
 _REPORT_S = 0.005
 _SELDOM_S = 0.1  # well within what counts as a stall
 _REPORTS = 0.01  # of a load's age, so that long loads do not drown in reports
 _GRAIN_S = 1e-12
-
-
-@dataclass(frozen=True)
-class LoadArrival:
-    """A load that comes in. at: instant of the asking. documents[d]: its variants. index_s: until indexes are known.
-
-    leaves_s: seconds after which nobody waits for it any more.
-    """
-
-    at: float
-    documents: tuple[tuple[DocumentPlanInput, ...], ...]
-    goal: Goal
-    query_tokens: int = 32
-    index_s: float | None = None
-    leaves_s: float = inf
-
-
-@dataclass(frozen=True)
-class Trouble:
-    """What goes wrong, by chance.
-
-    fail, stall, corrupt: probabilities of a fetch to break off, to stand still for ``stall_s`` before its first byte,
-    and to be undecodable. noise: sigma of the logarithm of compute times.
-    """
-
-    fail: float = 0.0
-    stall: float = 0.0
-    stall_s: float = 0.5
-    corrupt: float = 0.0
-    noise: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Refuse chances that are none."""
-        chances = all(0 <= chance <= 1 for chance in (self.fail, self.stall, self.corrupt))
-        if not (chances and 0 <= self.stall_s < inf and 0 <= self.noise < inf):
-            msg = (
-                f"fail, stall and corrupt are chances from 0 to 1, stall_s and noise finite and at least 0, got {self}"
-            )
-            raise ArgumentError(msg)
 
 
 @dataclass(eq=False)
@@ -103,7 +65,7 @@ class _Run:
 
 
 class World:
-    """One link and one engine. costs: what compute truly costs. rate: what the link truly carries from instant 0 on."""
+    """One link and one engine, with a controller that steers the loads which come in."""
 
     def __init__(  # noqa: PLR0913 - a world has as many sides
         self,
@@ -119,12 +81,21 @@ class World:
         seed: int = 0,
         limit_s: float = 3600.0,
     ) -> None:
-        """Start at instant 0. limit_s: simulated seconds after which something must be wrong.
+        """Start at instant 0.
 
-        lane_s: seconds for which a lane stands idle around each job, because its driver has to hear of the end and to
-        begin the next one; no job's own seconds hold them. workers: 2: a lane each for forward passes and for decoding,
-        closings take turns with the former; 1: one thing at a time. decode_threads: see ``ControllerSettings``.
-        seed: of troubles, which depend on chunk and level alone, so that they are the same under every policy.
+        Args:
+            controller: That steers the loads.
+            rate: What the link truly carries from instant 0 on.
+            costs: What computing truly costs.
+            rtt_s: Seconds of a round trip.
+            trouble: What goes wrong, by chance.
+            lane_s: Seconds for which a lane stands idle around each job, because its driver has to hear of the end and
+                to begin the next one; no job's own seconds hold them.
+            workers: 2: a lane each for forward passes and for decoding, closings take turns with the former; 1: one
+                thing at a time.
+            decode_threads: See ``ControllerSettings``.
+            seed: Of troubles, which depend on chunk and level alone, so that they are the same under every policy.
+            limit_s: Simulated seconds after which something must be wrong.
         """
         self._controller, self._rate, self._costs, self._rtt_s = controller, rate, costs, rtt_s
         self._trouble = trouble or Trouble()

@@ -9,6 +9,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from kvwire.codec import Statistics, Vocabulary, perturbed, planes_of, positions_on
+from kvwire.engines.base import Engine
 from kvwire.engines.transformers.capture import QueryRecorder, attention_of, recording, uses_sdpa
 from kvwire.engines.transformers.fitting import kept_by_all, turn_alike
 from kvwire.engines.transformers.plain import filled, tensors_of
@@ -38,7 +39,7 @@ BATCH_TOKENS = 4096
 """Tokens of one prefill batch, padding included: enough to keep a CPU busy without holding many documents at once."""
 
 
-class TransformersEngine:
+class TransformersEngine(Engine):
     """Runs one model: documents to caches, caches and a question to the first token.
 
     model: a decoder whose keys are rotary, on one device; its layout is learnt and tested here.
@@ -63,7 +64,29 @@ class TransformersEngine:
         self._tokenizer = tokenizer
         layers, ropes = learn_layout(model)
         dtype = str(model.dtype).removeprefix("torch.")
-        self.meta = CacheMeta(model_id, revision, tokenizer_id, dtype, layers, ropes)
+        self._meta = CacheMeta(model_id, revision, tokenizer_id, dtype, layers, ropes)
+
+    @property
+    def meta(self) -> CacheMeta:
+        """What its caches say of themselves."""
+        return self._meta
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights, and of the caches."""
+        dtype: torch.dtype = self.model.dtype
+        return dtype
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Token ids are 0 to this, exclusive."""
+        return int(self.model.config.get_text_config(decoder=True).vocab_size)
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """End-of-text tokens of the generation settings."""
+        ends = self.model.generation_config.eos_token_id if self.model.generation_config is not None else None
+        return frozenset({ends} if isinstance(ends, int) else ends or ())
 
     @property
     def device(self) -> torch.device:
@@ -364,19 +387,6 @@ class TransformersEngine:
         hidden = torch.zeros(visible.shape, dtype=self.model.dtype, device=visible.device)
         return hidden.masked_fill_(~visible, torch.finfo(self.model.dtype).min)[None, None]
 
-    def generate(self, past: DynamicCache, first: int, start: int, tokens: int) -> list[int]:
-        """Greedy continuation: ``first`` at position ``start``, then up to ``tokens - 1`` more.
-
-        Stops after the end-of-text token, and at the end of the window.
-        """
-        ends = self.model.generation_config.eos_token_id if self.model.generation_config is not None else None
-        stops = {ends} if isinstance(ends, int) else set(ends or ())
-        out = [first]
-        while len(out) < tokens and out[-1] not in stops and start + len(out) < self.window:
-            logits = self.forward(past, [out[-1]], start + len(out) - 1, logits=1)
-            out.append(int(logits[-1].argmax()))
-        return out
-
     def _check_ids(self, token_ids: Sequence[int], start: int = 0) -> None:
         if not len(token_ids):
             msg = "a document without tokens has no cache; leave it out"
@@ -387,7 +397,6 @@ class TransformersEngine:
                 "split the document or name fewer documents"
             )
             raise ArgumentError(msg)
-        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
-        if min(token_ids) < 0 or max(token_ids) >= vocabulary:
-            msg = f"token ids must lie in 0 to {vocabulary - 1}; were they made by this model's tokenizer?"
+        if min(token_ids) < 0 or max(token_ids) >= self.vocabulary_size:
+            msg = f"token ids must lie in 0 to {self.vocabulary_size - 1}; were they made by this model's tokenizer?"
             raise ArgumentError(msg)

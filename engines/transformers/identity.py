@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from kvwire.engines.transformers.revisions import RevisionsFile, fingerprint
+
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-_BLOCK = 64 << 10
+    Tell = Callable[[int], object]
+
+_BLOCK = 1 << 20
 _WHOLE = 1 << 30
-"""Files up to this size are hashed whole, which takes about a second."""
-_BLOCKS = 4096
-"""Blocks of a larger file that are hashed, evenly spread: fine-tuning changes all of a file; 140 GB are not read."""
+"""The content of files up to this size goes into the revision as it is, of larger ones as a SHA-256 of its own."""
+_REMEMBERED = 1 << 28
+"""Bytes of weights from which on a revision is remembered; hashing less takes a fraction of a second."""
+_THREADS = 4  # hashing at once
+_SETTLED_NS = 2 * 10**9
+"""Files that changed this lately may change again within one tick of the file system's clock."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 _TOKENIZER = (
     "tokenizer.json",
@@ -28,35 +39,75 @@ _TOKENIZER = (
 )
 
 
-def model_revision(folder: Path) -> str:
-    """SHA-256 over config.json and every weight file: names, sizes and contents.
+def model_revision(folder: Path, revisions: RevisionsFile | None = None) -> str:
+    """SHA-256 over config.json and every weight file: names, sizes and contents, to the last byte.
 
-    Of a file above 1 GiB only evenly spread blocks are read, so a change to a few of its weights may go unseen.
+    Weights are read whole once. After that the revision of a large model is remembered for files that have the same
+    names, real paths, sizes, times of change, inodes and devices: what the file system says of them is trusted, and so
+    is the file of revisions, which only this user may write.
+
+    Args:
+        folder: Holds config.json and the weights.
+        revisions: Where revisions are remembered; None: where ``KVWIRE_REVISIONS`` says.
+
+    Returns:
+        Hexadecimal digest.
+
+    Raises:
+        OSError: A file cannot be read.
     """
-    digest = hashlib.sha256()
-    _add(digest, folder / "config.json")
-    for path in sorted({path for pattern in _WEIGHTS for path in folder.glob(pattern)}):
-        if path.is_file():
-            _add(digest, path)
-    return digest.hexdigest()
+    weights = {path for pattern in _WEIGHTS for path in folder.glob(pattern) if path.is_file()}
+    paths = [folder / "config.json", *sorted(weights)]
+    total = sum(path.stat().st_size for path in paths)
+    if total < _REMEMBERED:
+        return _digest(paths, total)
+    known = RevisionsFile.of_environment() if revisions is None else revisions
+    key = fingerprint(paths)
+    found = known.recall(key)
+    if found is None:
+        settled = time.time_ns() - max(path.stat().st_mtime_ns for path in paths) > _SETTLED_NS
+        found = _digest(paths, total)
+        if settled and fingerprint(paths) == key:
+            known.remember(key, found)
+    return found
 
 
 def tokenizer_digest(folder: Path) -> str:
     """SHA-256 over the tokenizer's files; the empty string where there are none."""
     found = [folder / name for name in _TOKENIZER if (folder / name).is_file()]
-    if not found:
-        return ""
+    return _digest(found, 0) if found else ""
+
+
+def _digest(paths: Sequence[Path], total: int) -> str:
+    """SHA-256 over names, sizes and contents; large files are hashed side by side, small ones in their order."""
+    from tqdm import tqdm
+
     digest = hashlib.sha256()
-    for path in found:
-        _add(digest, path)
+    quiet = True if total < _WHOLE else None  # None: unless stderr is a terminal
+    with (
+        tqdm(total=total, unit="B", unit_scale=True, disable=quiet, desc="hashing weights", file=sys.stderr) as bar,
+        ThreadPoolExecutor(_THREADS) as pool,
+    ):
+        large = {path: pool.submit(_hashed, path, bar.update) for path in paths if path.stat().st_size > _WHOLE}
+        for path in paths:
+            digest.update(f"{path.name}:{path.stat().st_size}:".encode())
+            if path in large:
+                digest.update(b"sha256:" + large[path].result())
+                continue
+            for block in _blocks(path, bar.update):
+                digest.update(block)
     return digest.hexdigest()
 
 
-def _add(digest: hashlib._Hash, path: Path) -> None:
-    size = path.stat().st_size
-    digest.update(f"{path.name}:{size}:".encode())
-    step = _BLOCK if size <= _WHOLE else size // _BLOCKS
+def _hashed(path: Path, tell: Tell) -> bytes:
+    digest = hashlib.sha256()
+    for block in _blocks(path, tell):
+        digest.update(block)
+    return digest.digest()
+
+
+def _blocks(path: Path, tell: Tell) -> Iterator[bytes]:
     with path.open("rb") as file:
-        for start in range(0, size, step):
-            file.seek(start)
-            digest.update(file.read(_BLOCK))
+        while block := file.read(_BLOCK):
+            yield block
+            tell(len(block))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Ready(Protocol):
-    """Something to wait for; ``kvwire.codec.Mark`` is one."""
+    """Something to wait for; ``kvwire.codec.StreamEvent`` is one."""
 
     def hold(self) -> None:
         """Let the current stream go on only once it is there."""

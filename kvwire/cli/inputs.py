@@ -21,9 +21,20 @@ _MOST_NAMED = 40  # characters of what somebody wrote that errors repeat
 
 
 def read_file_head(path: Path) -> BlobInfo:
-    """What a blob file says of itself; no more of it is read than its head.
+    """Read the header of a blob file, and no more of it.
 
-    Raises NotFoundError, StorageError, CorruptError, TruncatedError and FormatVersionError, which name the file.
+    Args:
+        path: Of a blob.
+
+    Returns:
+        What it says of itself.
+
+    Raises:
+        NotFoundError: The file is not there.
+        StorageError: The file cannot be read.
+        CorruptError: It is no blob.
+        TruncatedError: It ends within its header.
+        FormatVersionError: It is of another format version.
     """
     from kvwire.codec import inspect
 
@@ -50,7 +61,18 @@ def read_file_head(path: Path) -> BlobInfo:
 
 
 def read_tokens(text: str, most: int) -> int:
-    """A number of tokens such as 4000 or 32k, which is 32768. Raises ArgumentError below 1 and above ``most``."""
+    """Read a number of tokens such as 4000 or 32k, which is 32768.
+
+    Args:
+        text: As it was typed.
+        most: The largest number allowed.
+
+    Returns:
+        The number.
+
+    Raises:
+        ArgumentError: The number is below 1 or above ``most``.
+    """
     found = _TOKENS.fullmatch(text.strip().lower())
     tokens = int(found[1]) * (1024 if found[2] else 1) if found else 0
     if not 0 < tokens <= most:
@@ -61,7 +83,17 @@ def read_tokens(text: str, most: int) -> int:
 
 
 def read_link(text: str) -> LinkSettings:
-    """A link such as ``1gbit`` or ``1gbit,2ms``. Raises ArgumentError."""
+    """Read a link such as ``1gbit`` or ``1gbit,2ms``.
+
+    Args:
+        text: As it was typed.
+
+    Returns:
+        Bandwidth and round trip.
+
+    Raises:
+        ArgumentError: This is no link.
+    """
     from kvwire.transport import parse_link
 
     try:
@@ -73,7 +105,17 @@ def read_link(text: str) -> LinkSettings:
 
 
 def read_machine(name: str) -> Machine:
-    """A machine by name. Raises NotFoundError."""
+    """Look up a machine.
+
+    Args:
+        name: As it was typed.
+
+    Returns:
+        The machine.
+
+    Raises:
+        NotFoundError: No machine is called so.
+    """
     from kvwire.controller.simulator import MACHINES
 
     _check_name("machine", name, MACHINES)
@@ -81,7 +123,17 @@ def read_machine(name: str) -> Machine:
 
 
 def read_shape(name: str) -> Model:
-    """A model's shape by name. Raises NotFoundError."""
+    """Look up a model's shape.
+
+    Args:
+        name: As it was typed.
+
+    Returns:
+        The shape.
+
+    Raises:
+        NotFoundError: No model is called so.
+    """
     from kvwire.controller.simulator import MODELS
 
     _check_name("model shape", name, MODELS)

@@ -33,7 +33,14 @@ _NUMBER = re.compile(r"[0-9]*\.?[0-9]+(?:e-?[0-9]{1,2})?")
 
 @dataclass(frozen=True)
 class NamedLink:
-    """A link. rtt_s: where its name says so. start_s: where loads begin; None: anywhere."""
+    """A link.
+
+    Attributes:
+        name: As it was typed.
+        rate: Of the link.
+        rtt_s: Seconds of a round trip, where the name says so.
+        start_s: Where loads begin; None: anywhere.
+    """
 
     name: str
     rate: RateTrace
@@ -42,15 +49,36 @@ class NamedLink:
 
 
 def steady_link(text: str) -> NamedLink:
-    """A constant rate, and a round trip if it is told: ``1gbit`` or ``1gbit,5ms``. Raises ArgumentError."""
+    """Make a link of a constant rate, with a round trip if it is told.
+
+    Args:
+        text: ``1gbit`` or ``1gbit,5ms``.
+
+    Returns:
+        The link.
+
+    Raises:
+        ArgumentError: This is no link.
+    """
     link = read_link(text)
     return NamedLink(text, constant(link.bandwidth_bytes_s), link.rtt_s if "," in text else None)
 
 
 def recorded_link(path: str, mean_bytes_s: float | None, stretch: float) -> NamedLink:
-    """A recorded trace: .json is a log of durations and kbit/s, anything else lines of seconds and Mbit/s.
+    """Read a recorded trace: .json is a log of durations and kbit/s, anything else lines of seconds and Mbit/s.
 
-    Raises NotFoundError, CorruptError, and ArgumentError where it cannot be scaled or stretched so.
+    Args:
+        path: Of the recording.
+        mean_bytes_s: Rates are scaled to this mean; None: as recorded.
+        stretch: Factor of all times.
+
+    Returns:
+        The link, which repeats.
+
+    Raises:
+        NotFoundError: The file is not there.
+        CorruptError: It is no recording.
+        ArgumentError: It cannot be scaled or stretched so.
     """
     file = Path(path)
     if not file.is_file():
@@ -78,10 +106,20 @@ def recorded_link(path: str, mean_bytes_s: float | None, stretch: float) -> Name
 
 
 def made_link(text: str, seed: int) -> NamedLink:
-    """A link from a formula. Raises ArgumentError.
+    """A link from a formula.
 
     ``ar1:MEAN,SIGMA,CORRELATION``: a wandering rate, see ``ar1``. ``steps:0=RATE,SECOND=RATE,...``: the load begins at
     second 0, and the last rate lasts. ``bucket:PEAK,SUSTAINED,SIZE``: a full token bucket.
+
+    Args:
+        text: The formula.
+        seed: Of a wandering rate.
+
+    Returns:
+        The link.
+
+    Raises:
+        ArgumentError: This is no formula.
     """
     kind, _, rest = text.partition(":")
     parts = rest.split(",")
@@ -104,7 +142,18 @@ def made_link(text: str, seed: int) -> NamedLink:
 
 
 def with_outage(link: NamedLink, text: str) -> NamedLink:
-    """The link with an outage, ``START,LENGTH`` in seconds; of every period where the link repeats."""
+    """Add an outage to a link.
+
+    Args:
+        link: Any.
+        text: ``START,LENGTH`` in seconds.
+
+    Returns:
+        The link with the outage, in every period where it repeats.
+
+    Raises:
+        ArgumentError: The outage lies outside.
+    """
     start, comma, length = text.partition(",")
     if not comma:
         msg = f"{text!r} is no outage: write its start and its length in seconds, such as 0.3,0.5"
@@ -120,7 +169,17 @@ def with_outage(link: NamedLink, text: str) -> NamedLink:
 
 
 def number(text: str) -> float:
-    """A number of at least 0, such as 0.25 or 1e-3. Raises ArgumentError."""
+    """Read a number of at least 0.
+
+    Args:
+        text: Such as 0.25 or 1e-3.
+
+    Returns:
+        The number.
+
+    Raises:
+        ArgumentError: This is no number of at least 0.
+    """
     if not _NUMBER.fullmatch(text.strip()):
         msg = f"{text[:40]!r} is not a number of at least 0, such as 0.25"
         raise ArgumentError(msg)

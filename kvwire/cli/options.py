@@ -1,4 +1,4 @@
-"""Options that commands share: which store, whose documents in it, and what stands before it."""
+"""Options that commands share: the engine, which store, whose documents in it, and what stands before it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,46 @@ from kvwire.errors import ArgumentError, NotFoundError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvwire.store import Keyring, Store
+    from kvwire.store import Keyring, Store, UseFile
 
     Command = Callable[..., None]
+
+MODEL = click.option("--model", required=True, envvar="KVWIRE_MODEL", help="Folder of a Hugging Face causal model.")
+DEVICE = click.option(
+    "--device", default="cpu", envvar="KVWIRE_DEVICE", show_default=True, help="Where the model runs."
+)
+DTYPE = click.option(
+    "--dtype",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    help="auto: float32 on the CPU, elsewhere as the weights are stored.",
+)
+BACKEND = click.option(
+    "--backend",
+    default="auto",
+    show_default=True,
+    envvar="KVWIRE_BACKEND",
+    type=click.Choice(["auto", "triton", "numba"]),
+    help="Kernels that code caches; auto: Triton's on a GPU.",
+)
+USES = click.option("--uses", envvar="KVWIRE_USES", metavar="FILE", help="Where uses of documents are counted.")
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
 
 
 @dataclass(frozen=True)
 class StoreOptions:
     """A store and a tenant, as options name them.
 
-    store: its address, None where a command can do without. keys: file of master keys, where this tenant's objects are
-    sealed. cache, cache_size, memory_size: folder and sizes of the tiers before the store.
+    Attributes:
+        store: Address of the store; None where a command can do without.
+        token: Bearer token for HTTP stores.
+        tenant: Whose documents.
+        salt: The deployment's secret.
+        keys: File of master keys, where this tenant's objects are sealed.
+        cache: Folder of the tier before the store.
+        cache_size: Of that folder, such as 10GB.
+        memory_size: Of the tier in memory, such as 2GB; None: there is none.
     """
 
     store: str | None
@@ -36,7 +65,14 @@ class StoreOptions:
     memory_size: str | None = None
 
     def open(self) -> Store:
-        """The store, behind its tiers where some were asked for."""
+        """Open the store, behind its tiers where some were asked for.
+
+        Returns:
+            The store, which the caller closes.
+
+        Raises:
+            ArgumentError: No store is named, or its address is none.
+        """
         from kvwire.store.schemes import open_store
 
         if self.store is None:
@@ -47,7 +83,18 @@ class StoreOptions:
         )
 
     def open_lasting(self, *, exists: bool = False) -> Store:
-        """A store that outlives this process; ``exists``: and whose folder is there already."""
+        """Open a store that outlives this process.
+
+        Args:
+            exists: The store's folder must be there already.
+
+        Returns:
+            The store, which the caller closes.
+
+        Raises:
+            ArgumentError: No store is named, or one in memory.
+            NotFoundError: The store's folder is not there.
+        """
         from kvwire.store import FolderStore, MemoryStore
 
         opened = self.open()
@@ -110,15 +157,14 @@ def tier_options(command: Command) -> Command:
     return _with(_TIERS, command)
 
 
+def use_file(path: str | None) -> UseFile | None:
+    """Where uses of documents are counted; None where ``--uses`` names no file."""
+    from kvwire.store import UseFile
+
+    return UseFile(path) if path else None
+
+
 def _with(options: Sequence[Callable[[Command], Command]], command: Command) -> Command:
     for option in reversed(options):
         command = option(command)
     return command
-
-
-@click.command("key")
-def key() -> None:
-    """Make a master key for --keys; put it at the top of the file, which only you may read."""
-    from kvwire.store import Keyring
-
-    click.echo(Keyring.new_line())

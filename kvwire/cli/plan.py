@@ -1,4 +1,4 @@
-"""``kvwire plan``: what a load would do, why, and what else there is. Of blobs, nothing but heads is read."""
+"""``kvwire plan``: what a load would do, why, and what else there is. Of blobs, nothing but headers is read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvwire.cli.options import StoreOptions, store_options
+from kvwire.cli.failures import leave
+from kvwire.cli.options import DEVICE, DTYPE, JSON, StoreOptions, store_options
 from kvwire.cli.plan_inputs import PlanOptions, Sources
 from kvwire.cli.plan_printing import print_plan
 from kvwire.errors import DeadlineError
@@ -27,14 +28,8 @@ _MANY = 16  # documents
     "--documents", default=1, show_default=True, type=click.IntRange(1, 128), help="Of which --context is made."
 )
 @click.option("--model", envvar="KVWIRE_MODEL", help="Folder of the model, whose costs are remembered or measured.")
-@click.option("--device", default="cpu", envvar="KVWIRE_DEVICE", show_default=True, help="Where the model runs.")
-@click.option(
-    "--dtype",
-    default="auto",
-    show_default=True,
-    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-    help="auto: float32 on the CPU, elsewhere as the weights are stored.",
-)
+@DEVICE
+@DTYPE
 @click.option("--machine", help="Instead of --model: a machine by name, such as h100, 4xh100 or cpu; needs --shape.")
 @click.option("--shape", help="The model's shape by name, such as llama-3.1-8b; needs --machine.")
 @click.option("--estimates", metavar="FILE", help="Instead of --model: what kvwire plan --json printed.")
@@ -53,7 +48,7 @@ _MANY = 16  # documents
 )
 @click.option("--compare/--no-compare", default=True, help="Also work out alternatives and break-even points.")
 @store_options
-@click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
+@JSON
 def plan(*, place: StoreOptions, **given: Any) -> None:  # noqa: ANN401 - click's values
     """Tell what a load would do, why, when its first token would come, and what else there is.
 
@@ -86,8 +81,7 @@ def plan(*, place: StoreOptions, **given: Any) -> None:  # noqa: ANN401 - click'
         )
     print_plan(prompt.names, made, estimates, settings, as_json=options.as_json, error=error)
     if error:
-        click.echo(f"kvwire: {error}", err=True)
-        sys.exit(error.exit_code)
+        leave(error)
 
 
 def _goal(options: PlanOptions) -> Goal:

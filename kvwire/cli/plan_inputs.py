@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvwire.cli.engines import open_engine
 from kvwire.cli.inputs import read_file_head, read_link, read_machine, read_shape, read_tokens
 from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError, StorageError
 
@@ -15,11 +16,11 @@ if TYPE_CHECKING:
     from kvwire.cli.options import StoreOptions
     from kvwire.controller import ControllerSettings, DocumentPlanInput, Estimates, Objective
     from kvwire.controller.simulator import Machine, Model
-    from kvwire.engines.transformers import TransformersEngine
+    from kvwire.engines.base import Engine
     from kvwire.runtime.corpus import Corpus
     from kvwire.store import Catalog, CatalogEntry, Store
     from kvwire.types import BlobInfo
-    from kvwire.whatif.plan import Details
+    from kvwire.whatif.records import Details
 
 _BLOB = ".kvw"
 _MOST_TOKENS = 1 << 22
@@ -31,7 +32,29 @@ _RAW_BYTES = 2  # of an element: caches that are not coded are bfloat16
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Options of ``kvwire plan``, but for those of the store."""
+    """Options of ``kvwire plan``, but for those of the store.
+
+    Attributes:
+        docs: Ids of documents, or files.
+        more_docs: Likewise.
+        context: Tokens of a made up prompt.
+        documents: Of which that is made.
+        model: Folder of the model.
+        device: Where it runs.
+        dtype: In which it runs.
+        machine: Name of a machine, in place of a model.
+        shape: Name of a model's shape.
+        estimates: File of estimates, in place of a model.
+        workers: 1 or 2, as text.
+        config: Prefix of a model configuration.
+        link: Bandwidth and round trip, as text.
+        deadline: Seconds.
+        objective: Of the goal; None: by the deadline.
+        floor: Lowest level.
+        question_tokens: Length of the question.
+        compare: Also work out alternatives.
+        as_json: Print JSON.
+    """
 
     docs: tuple[str, ...]
     more_docs: tuple[str, ...]
@@ -98,7 +121,13 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Documents as planning takes them."""
+    """Documents as planning takes them.
+
+    Attributes:
+        names: In prompt order.
+        inputs: In prompt order.
+        details: Beyond what planning needs.
+    """
 
     names: tuple[str, ...]
     inputs: tuple[DocumentPlanInput, ...]
@@ -109,21 +138,27 @@ class Sources:
     """Where documents and costs come from. With an engine there is a corpus, otherwise costs are modelled."""
 
     def __init__(self, options: PlanOptions, place: StoreOptions, store: Store | None) -> None:
-        """Open the model where its costs are wanted."""
+        """Open the model where its costs are wanted.
+
+        Args:
+            options: Of the command.
+            place: The store's options.
+            store: Where documents are; None: no store is named.
+        """
         from kvwire.runtime.corpus import Corpus
         from kvwire.store import MemoryStore
 
         self._options, self._place, self._store = options, place, store
-        self._engine: TransformersEngine | None = None
+        self._engine: Engine | None = None
         self._corpus: Corpus | None = None
         if not options.is_modelled:
-            self._engine = _engine(options.model or "", options.device, options.dtype)
+            self._engine = open_engine(options.model or "", options.device, options.dtype)
             self._corpus = Corpus(self._engine, store or MemoryStore(), **place.whose())
 
     # Documents.
 
     def prompt(self) -> Prompt:
-        """The documents; only their heads are read."""
+        """The documents; only their headers are read."""
         options = self._options
         if options.context is not None:
             return self._made_up(options.context)
@@ -133,7 +168,7 @@ class Sources:
     def _made_up(self, context: str) -> Prompt:
         """Documents of equal lengths with sizes as measured."""
         from kvwire.controller.simulator import costs, documents_for, measured
-        from kvwire.whatif.plan import Details
+        from kvwire.whatif.records import Details
 
         tokens, count = read_tokens(context, _MOST_TOKENS), self._options.documents
         if tokens < count:
@@ -181,10 +216,10 @@ class Sources:
             raise MismatchError(msg)
 
     def _details(self, heads: list[BlobInfo | int]) -> Details:
-        """What heads tell beyond what planning needs."""
+        """What headers tell beyond what planning needs."""
         from kvwire.controller import DecodeCost
         from kvwire.controller.simulator import costs
-        from kvwire.whatif.plan import Details
+        from kvwire.whatif.records import Details
 
         infos = [head for head in heads if not isinstance(head, int)]
         levels = max((info.levels for info in infos), key=len, default=())
@@ -206,7 +241,7 @@ class Sources:
     def estimates(self) -> Estimates:
         """Of the engine or machine, and of the link that was named or is remembered."""
         from kvwire.runtime.estimates_file import EstimatesFile, link_key
-        from kvwire.whatif.plan import known_link
+        from kvwire.whatif.situation import known_link
 
         link = read_link(self._options.link) if self._options.link else None
         state: dict[str, object] = {"version": 1}
@@ -226,7 +261,7 @@ class Sources:
     def settings(self) -> ControllerSettings:
         """How loads would be steered: on the machine, as the file of estimates says, or by the device."""
         from kvwire.controller.simulator import settings_for
-        from kvwire.runtime.loader import LoadSettings, controls_of
+        from kvwire.runtime.settings import LoadSettings, controls_of
 
         options = self._options
         if options.machine:
@@ -241,10 +276,12 @@ class Sources:
     def _engine_estimates(self, state: dict[str, object], age_s: float) -> Estimates:
         from kvwire.controller import Estimates
         from kvwire.controller.simulator import costs
-        from kvwire.runtime.loader import Loader, LoadSettings
+        from kvwire.runtime.loader import Loader
+        from kvwire.runtime.settings import LoadSettings
 
         if self._engine and self._corpus:
-            return Loader(self._engine, self._corpus).estimates
+            with Loader(self._engine, self._corpus) as loader:
+                return loader.estimates
         given = None
         if self._options.machine:
             machine, model = self._options.modelled()
@@ -289,15 +326,6 @@ def _entry(catalog: Catalog, config: str, name: str) -> CatalogEntry:
         msg = f"{name!r} is not in {catalog.store.url}; see kvwire store ls, --tenant and --config"
         raise NotFoundError(msg)
     return next(iter(found.values()))
-
-
-def _engine(model: str, device: str, dtype: str) -> TransformersEngine:
-    import torch
-
-    from kvwire.engines.transformers import open_engine
-
-    usual = torch.float32 if device == "cpu" else None
-    return open_engine(model, device=device, dtype=usual if dtype == "auto" else getattr(torch, dtype))
 
 
 def _read_plan(path: Path) -> dict[str, Any]:

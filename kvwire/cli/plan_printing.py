@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvwire.cli.failures import error_as_data
 from kvwire.cli.plan_inputs import COMPUTE
-from kvwire.cli.printing import described
 from kvwire.whatif.break_even import FASTEST, SLOWEST
 
 if TYPE_CHECKING:
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from kvwire.controller import ControllerSettings, Estimates
     from kvwire.errors import KvwireError
     from kvwire.whatif.break_even import BreakEven
-    from kvwire.whatif.plan import LoadPlan, PlannedChunk, Prediction
+    from kvwire.whatif.plan import LoadPlan
+    from kvwire.whatif.records import PlannedChunk, Prediction
 
 _MOST_RUNS = 40
 _NAME = 28
@@ -38,11 +39,20 @@ def print_plan(
     names: Sequence[str], plan: LoadPlan, estimates: Estimates, settings: ControllerSettings, *, as_json: bool,
     error: KvwireError | None = None,
 ) -> None:  # fmt: skip
-    """Show a plan. names: of the documents. estimates, settings: that it was made with."""
+    """Show a plan.
+
+    Args:
+        names: Of the documents.
+        plan: The plan.
+        estimates: That it was made with.
+        settings: That it was made with.
+        as_json: Print JSON.
+        error: What the command ends with; None: it is done.
+    """
     if as_json:
         compute = {name: getattr(settings, name) for name in COMPUTE}
         made_with = {"estimates": estimates.to_state(), "compute": compute}
-        shown = describe_plan(names, plan) | made_with | described(error)
+        shown = describe_plan(names, plan) | made_with | error_as_data(error)
         click.echo(json.dumps(shown, allow_nan=False))
         return
     for line in (*_verdict(plan), *_chunk_table(names, plan)):
@@ -53,7 +63,15 @@ def print_plan(
 
 
 def describe_plan(names: Sequence[str], plan: LoadPlan) -> dict[str, Any]:
-    """A plan as plain data; seconds, bytes, bytes per second."""
+    """Turn a plan into plain data.
+
+    Args:
+        names: Of the documents, in prompt order.
+        plan: The plan.
+
+    Returns:
+        Seconds, bytes, bytes per second.
+    """
     below, above = plan.unchanged
     return {
         "documents": list(names),
@@ -75,7 +93,8 @@ def describe_plan(names: Sequence[str], plan: LoadPlan) -> dict[str, Any]:
 
 def _described(prediction: Prediction) -> dict[str, Any]:
     quality = prediction.quality_db
-    return {**asdict(prediction), "quality_db": quality if isfinite(quality) else None}
+    old = {"heads_s": prediction.headers_s, "link_s": prediction.fetch_s}  # keys of version 0.1, until 0.2
+    return {**asdict(prediction), **old, "quality_db": quality if isfinite(quality) else None}
 
 
 def _action(chunk: PlannedChunk) -> str:
@@ -101,7 +120,7 @@ def _verdict(plan: LoadPlan) -> Iterator[str]:
         yield f"Fetches all {total} chunks at {levels}."
     kl = "" if made.kl is None else f", expected KL {made.kl:.1e} nats"
     yield f"{_size(made.bytes)} of chunks, error {made.error:.2g} ({_decibels(made)}){kl}."
-    parts = (("heads", made.heads_s), ("fetching", made.link_s), ("decoding", made.decode_s),
+    parts = (("headers", made.headers_s), ("fetching", made.fetch_s), ("decoding", made.decode_s),
              ("recomputing", made.prefill_s), ("closing", made.closing_s))  # fmt: skip
     yield f"{', '.join(f'{name} {_time(seconds)}' for name, seconds in parts)} (parts overlap)."
     if not made.played:

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvwire.cli.failures import error_as_data
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvwire.errors import KvwireError
+    from kvwire.runtime.answer import Answer
     from kvwire.runtime.corpus import Encoded
-    from kvwire.runtime.loader import Answer
     from kvwire.types import BlobInfo
 
 
@@ -46,22 +48,24 @@ def describe(info: BlobInfo) -> dict[str, Any]:
     }
 
 
-def described(error: KvwireError | None) -> dict[str, Any]:
-    """An error as plain data; nothing for None."""
-    return {"error": {"kind": type(error).__name__, "message": str(error)}} if error else {}
-
-
 def print_encoded(
     done: Sequence[Encoded], failures: dict[str, str], *, as_json: bool, error: KvwireError | None = None
 ) -> None:
-    """What was encoded, document by document, and the levels of all together."""
+    """What was encoded, document by document, and the levels of all together.
+
+    Args:
+        done: Documents that were encoded or had been.
+        failures: Problems by document.
+        as_json: Print JSON.
+        error: What the command ends with; None: it is done.
+    """
     if as_json:
         rows = [
             {"id": e.entry.document_id, "skipped": e.skipped, "seconds": e.encode_s}
             | (describe(e.blob) if e.blob else {"tokens": e.entry.tokens, "text_only": e.entry.is_text})
             for e in done
         ]
-        click.echo(json.dumps({"documents": rows, "failures": failures} | described(error)))
+        click.echo(json.dumps({"documents": rows, "failures": failures} | error_as_data(error)))
     else:
         for e in done:
             levels = "  ".join(f"{name} {size / 1e3:.0f} kB" for name, size in e.entry.levels) or "kept as text"
@@ -96,10 +100,17 @@ def print_levels(infos: Sequence[BlobInfo]) -> None:
 
 
 def print_answer(names: Sequence[str], answer: Answer, *, as_json: bool, error: KvwireError | None = None) -> None:
-    """Decisions, misses, where the time went, and the text."""
+    """Decisions, misses, where the time went, and the text.
+
+    Args:
+        names: Of the documents, in prompt order.
+        answer: Of a load.
+        as_json: Print JSON.
+        error: What the command ends with; None: it is done.
+    """
     timing = answer.timing
     if as_json:
-        click.echo(json.dumps(_described_answer(names, answer) | described(error)))
+        click.echo(json.dumps(_described_answer(names, answer) | error_as_data(error)))
         return
     for decision in answer.decisions:
         what = "recompute" if decision.action == "recompute" else f"level {decision.level}"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import click
 
-from kvwire.cli.options import StoreOptions, tier_options
+from kvwire.cli.options import JSON, StoreOptions, tier_options
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     Command = Callable[..., None]
 
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
 _GIB = 1 << 30
 _FOLDER = click.Path(exists=True, file_okay=False, writable=True, path_type=Path)
 _SPARE_FILES = 256  # of the store, the logs and Python itself
@@ -96,7 +95,7 @@ class _ServeOptions(TypedDict):
 @_number("--shutdown-seconds", 30.0, "Given to running answers after SIGTERM.")
 @_option("--log-level", default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"]))
 @_option("--log-format", default="json", show_default=True, type=click.Choice(["json", "text"]))
-@_JSON
+@JSON
 def serve(**options: Unpack[_ServeOptions]) -> None:
     """Serve a store over HTTP until interrupted; other machines need --token, --tenants or --signing-keys."""
     with _logs_on_stderr(options["log_level"], options["log_format"]):
@@ -214,7 +213,7 @@ class _SignOptions(TypedDict):
 @_option("--key-id", required=True, help="Which of its keys signs.")
 @click.option("--seconds", default=3600, show_default=True, type=click.IntRange(1), help="How long the URL is good.")
 @click.option("--method", default="GET", show_default=True, type=click.Choice(["GET", "PUT", "DELETE"]))
-@_JSON
+@JSON
 def sign(**options: Unpack[_SignOptions]) -> None:
     """Print a URL with which anyone may read (or write) the object KEY for a while."""
     from kvwire.transport import SigningKeys, sign_url
@@ -245,7 +244,7 @@ class _TokenOptions(TypedDict):
     "--salt", default="", help="The deployment's secret, where keys are salted: the line then holds the namespace."
 )
 @click.option("--write", is_flag=True, help="The token may write.")
-@_JSON
+@JSON
 def token(**options: Unpack[_TokenOptions]) -> None:
     """Make a random bearer token; print it, and the line for the server's tenants file, which holds its hash alone."""
     from kvwire.store import tenant_hash

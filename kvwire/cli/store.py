@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvwire.cli.failures import error_as_data, leave
 from kvwire.cli.options import StoreOptions, store_options
-from kvwire.cli.printing import describe, described, print_levels
+from kvwire.cli.printing import describe, print_levels
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError
 
 if TYPE_CHECKING:
@@ -302,7 +303,6 @@ def _progress(what: str, unit: str) -> Iterator[Callable[[int], None]]:
 
 def _finish(about: dict[str, Any], words: str, error: KvwireError | None, *, as_json: bool) -> None:
     """Print what was done, and leave with the error's exit code where there was one."""
-    click.echo(json.dumps(about | described(error)) if as_json else words)
+    click.echo(json.dumps(about | error_as_data(error)) if as_json else words)
     if error is not None:
-        click.echo(f"kvwire: {error}", err=True)
-        sys.exit(error.exit_code)
+        leave(error)

@@ -16,7 +16,7 @@ from kvwire.types import KVCache
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvwire.engines.transformers import TransformersEngine
+    from kvwire.engines.base import Engine
     from kvwire.store import Store
     from kvwire.transport import LinkSettings
 
@@ -29,8 +29,17 @@ class _Prompt(Protocol):
     def question(self) -> tuple[int, ...]: ...
 
 
-def text_ttft(engine: TransformersEngine, documents: Sequence[Sequence[int]], question: Sequence[int]) -> float:
-    """Seconds to the first token by one prefill of documents and question, whose token ids are at hand."""
+def text_ttft(engine: Engine, documents: Sequence[Sequence[int]], question: Sequence[int]) -> float:
+    """Measure one prefill of documents and question, whose token ids are at hand.
+
+    Args:
+        engine: Runs the model.
+        documents: Token ids of each.
+        question: Token ids.
+
+    Returns:
+        Seconds to the first token.
+    """
     started = time.perf_counter()
     ids = [token for document in documents for token in document]
     int(engine.forward(None, [*ids, *question], 0, logits=1)[-1].argmax())
@@ -39,14 +48,28 @@ def text_ttft(engine: TransformersEngine, documents: Sequence[Sequence[int]], qu
 
 @dataclass(frozen=True)
 class RawCaches:
-    """Documents' caches as plain bf16 tensors in a store: keys at positions from 0, then values, layer by layer."""
+    """Documents' caches as plain bf16 tensors in a store: keys at positions from 0, then values, layer by layer.
+
+    Attributes:
+        keys: Of the stored objects, by document.
+        tokens: Of each document.
+    """
 
     keys: Mapping[str, str]
     tokens: Mapping[str, int]
 
     @classmethod
-    def write(cls, store: Store, engine: TransformersEngine, documents: Mapping[str, Sequence[int]]) -> RawCaches:
-        """Prefill every document and store its tensors."""
+    def write(cls, store: Store, engine: Engine, documents: Mapping[str, Sequence[int]]) -> RawCaches:
+        """Prefill every document and store its tensors.
+
+        Args:
+            store: The store.
+            engine: Runs the model.
+            documents: Token ids by id.
+
+        Returns:
+            Where they lie.
+        """
         keys = {}
         for number, (name, ids) in enumerate(documents.items()):
             (cache,) = engine.prefill([ids])
@@ -55,8 +78,18 @@ class RawCaches:
             store.put(keys[name], flat.view(torch.uint8).numpy().tobytes())
         return cls(keys, {name: len(ids) for name, ids in documents.items()})
 
-    def ttft(self, engine: TransformersEngine, store: Store, prompt: _Prompt, link: LinkSettings) -> tuple[float, int]:
-        """Seconds to the first token, and bytes: fetch all documents at once, shift, concatenate, run the question."""
+    def ttft(self, engine: Engine, store: Store, prompt: _Prompt, link: LinkSettings) -> tuple[float, int]:
+        """Fetch all documents at once, shift, concatenate and run the question.
+
+        Args:
+            engine: Runs the model.
+            store: The store.
+            prompt: Documents and question.
+            link: Emulated before the store.
+
+        Returns:
+            Seconds to the first token, and bytes.
+        """
         started = time.perf_counter()
         caches, size = asyncio.run(self._fetch(engine, store, prompt.documents, link))
         past = engine.past_key_values(link_caches(caches))
@@ -65,7 +98,7 @@ class RawCaches:
         return time.perf_counter() - started, size
 
     async def _fetch(
-        self, engine: TransformersEngine, store: Store, documents: Sequence[str], link: LinkSettings
+        self, engine: Engine, store: Store, documents: Sequence[str], link: LinkSettings
     ) -> tuple[list[KVCache], int]:
         """Fetch all documents at once, and turn each into tensors in a thread while others still arrive."""
         shared = EmulatedLink.of(link)
@@ -80,8 +113,8 @@ class RawCaches:
             caches = await asyncio.gather(*map(one, documents))
         return caches, sum(sizes)
 
-    def _cache(self, engine: TransformersEngine, name: str, data: bytes) -> KVCache:
-        flat = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).to(engine.device, engine.model.dtype)
+    def _cache(self, engine: Engine, name: str, data: bytes) -> KVCache:
+        flat = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).to(engine.device, engine.dtype)
         tokens, at, tensors = self.tokens[name], 0, []
         for dim in ("key_dim", "value_dim"):
             for spec in engine.meta.layers:

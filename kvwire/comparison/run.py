@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from kvwire.controller import CostModel
-    from kvwire.engines.transformers import TransformersEngine
-    from kvwire.runtime.loader import Answer
+    from kvwire.engines.base import Engine
+    from kvwire.runtime.answer import Answer
     from kvwire.store import Store
     from kvwire.transport import LinkSettings
 
@@ -49,14 +49,19 @@ _QUESTION = "\n\nWhen all this had been told, it was plain that"
 
 @dataclass(frozen=True)
 class Prompt:
-    """Documents by id, and what the model is to continue."""
+    """Documents by id, and what the model is to continue.
+
+    Attributes:
+        documents: Their ids, in order.
+        question: Token ids.
+    """
 
     documents: tuple[str, ...]
     question: tuple[int, ...]
 
 
 def run_demo(
-    engine: TransformersEngine,
+    engine: Engine,
     texts: Mapping[str, str],
     *,
     questions: str | None = None,
@@ -64,10 +69,19 @@ def run_demo(
     links: Sequence[str] = (),
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Encode, serve, and answer over each link in three ways; writes ``demo.json`` and ``demo.png`` to ``out``.
+    """Encode, serve, and answer over each link in three ways; writes ``demo.json`` and ``demo.png``.
 
-    questions: JSON file, a list of ``{"documents": [id, ...], "question": text}``; the first one is timed, all count
-    for quality. links: ``name=50mbit,20ms``. Returns what demo.json holds.
+    Args:
+        engine: Runs the model.
+        texts: By document's id.
+        questions: JSON file, a list of ``{"documents": [id, ...], "question": text}``; the first one is timed, all
+            count for quality.
+        out: Folder for ``demo.json`` and ``demo.png``.
+        links: ``name=50mbit,20ms``.
+        say: Told every line.
+
+    Returns:
+        What demo.json holds.
     """
     named = [_named_link(link) for link in (links or LINKS)]
     tokens = _fitting(engine, texts, say)
@@ -101,7 +115,7 @@ class _Comparison:
 
     def __init__(
         self,
-        engine: TransformersEngine,
+        engine: Engine,
         store: Store,
         tokens: Mapping[str, Sequence[int]],
         prompts: Sequence[Prompt],
@@ -129,9 +143,12 @@ class _Comparison:
 
     def over(self, name: str, link: LinkSettings, deadline: float) -> dict[str, Any]:
         """All three ways over one link."""
-        first = self._prompts[0]
         nothing = EstimatesFile(None)  # a link of this comparison alone is not worth remembering
-        loader = Loader(self._engine, self._corpus, costs=self._costs, link=link, memory=nothing)
+        with Loader(self._engine, self._corpus, costs=self._costs, link=link, memory=nothing) as loader:
+            return self._over(loader, name, link, deadline)
+
+    def _over(self, loader: Loader, name: str, link: LinkSettings, deadline: float) -> dict[str, Any]:
+        first = self._prompts[0]
         # A server in use knows its link.
         loader.ask(first.documents, first.question, deadline_s=deadline, objective="earliest")
         raw_s, raw_bytes = self._raw.ttft(self._engine, self._corpus.catalog.store, first, link)
@@ -181,7 +198,7 @@ def _named_link(text: str) -> tuple[str, LinkSettings]:
     return (name, parse_link(link)) if equals else (text, parse_link(text))
 
 
-def _fitting(engine: TransformersEngine, texts: Mapping[str, str], say: Callable[[str], None]) -> dict[str, list[int]]:
+def _fitting(engine: Engine, texts: Mapping[str, str], say: Callable[[str], None]) -> dict[str, list[int]]:
     """Token ids of the documents that can be encoded; the others are named and left out."""
     tokens = {name: engine.tokenize(text) for name, text in texts.items()}
     problems = {name: problem_with(ids, engine.window) for name, ids in tokens.items()}
@@ -195,7 +212,7 @@ def _fitting(engine: TransformersEngine, texts: Mapping[str, str], say: Callable
     return fitting
 
 
-def _prompts(engine: TransformersEngine, tokens: Mapping[str, Sequence[int]], questions: str | None) -> list[Prompt]:
+def _prompts(engine: Engine, tokens: Mapping[str, Sequence[int]], questions: str | None) -> list[Prompt]:
     """The questions of the file, or one over as many documents as the window holds."""
     if questions is None:
         ids = tuple(engine.tokenize(_QUESTION))
@@ -219,7 +236,7 @@ def _prompts(engine: TransformersEngine, tokens: Mapping[str, Sequence[int]], qu
 
 
 def _encode(
-    engine: TransformersEngine, store: Store, tokens: Mapping[str, Sequence[int]], say: Callable[[str], None]
+    engine: Engine, store: Store, tokens: Mapping[str, Sequence[int]], say: Callable[[str], None]
 ) -> dict[str, Any]:
     started = time.perf_counter()
     corpus = Corpus(engine, store)

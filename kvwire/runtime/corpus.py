@@ -5,18 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import suppress
+from copy import copy
 from dataclasses import InitVar, dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from kvwire.codec import (
-    CHUNK_TOKENS,
-    CacheGenProfile,
-    Ladder,
-    encode,
-    fit_cachegen_profile,
-    fit_profile,
-    read_profile,
-)
+from kvwire.codec import CHUNK_TOKENS, DEFAULT_METHOD, Ladder, encode, kind_of_method, read_profile
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, MismatchError, NotFoundError
 from kvwire.runtime.quality import calibrate_error
 from kvwire.store import Catalog, CatalogEntry
@@ -25,8 +18,10 @@ from kvwire.types import digest_tokens
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvwire.codec import AnyProfile, Backend
-    from kvwire.engines.transformers import TransformersEngine
+    from torch import Tensor
+
+    from kvwire.codec import AnyProfile, Backend, LevelKind, Profile, Statistics
+    from kvwire.engines.base import Engine
     from kvwire.store import Keyring, Store, UseCounts
     from kvwire.types import BlobInfo, CacheMeta, KVCache
 
@@ -72,13 +67,13 @@ class Encoded:
 class Coding:
     """How a corpus is encoded.
 
-    method: kvwire's own, or CacheGen's as its paper describes it. prefix_layers: layers that readers will compute anew,
+    method: of the lossy levels, one of ``codec.methods()``. prefix_layers: layers that readers will compute anew,
     which makes blobs smaller. lossless: add a level that holds every number bit for bit. ladder: the quality levels of
     kvwire's own method, None for the default. backend: which kernels encode; blobs are alike. head_start: old name of
     ``prefix_layers``, for one more version.
     """
 
-    method: Literal["kvwire", "cachegen"] = "kvwire"
+    method: str = DEFAULT_METHOD
     prefix_layers: int = 0
     lossless: bool = False
     ladder: Ladder | None = None
@@ -93,17 +88,44 @@ class Coding:
         if self.prefix_layers < 0:
             msg = f"a head start takes layers, {self.prefix_layers} are none; 0 goes without"
             raise ArgumentError(msg)
-        if self.method == "cachegen" and (self.prefix_layers or self.ladder):
-            msg = "CacheGen's method knows neither head start nor ladder; leave them out or use kvwire's own"
-            raise ArgumentError(msg)
+        self.kind.check_settings(self)
+
+    @property
+    def kind(self) -> LevelKind:
+        """What codes the lossy levels."""
+        return kind_of_method(self.method)
+
+
+class _Texts:
+    """Calibration texts, as the level kinds' ``fit`` asks for them."""
+
+    def __init__(self, engine: Engine, chosen: Sequence[Sequence[int]]) -> None:
+        self._engine, self._chosen = engine, chosen
+
+    def caches(self) -> list[KVCache]:
+        return self._engine.prefill(self._chosen)
+
+    def statistics(self, *, tokens: bool) -> Statistics | None:
+        return self._engine.statistics(self._chosen, tokens=tokens)
+
+    def prefix_states(self, layers: int) -> list[Tensor]:
+        return [self._engine.prefix_states(ids, layers) for ids in self._chosen]
+
+    def calibrate_error(self, profile: Profile, ladder: Ladder | None) -> Profile:
+        return calibrate_error(self._engine, profile, self._chosen, ladder)
 
 
 class Corpus:
-    """Documents of one model and one tenant in a store."""
+    """Documents of one model and one tenant in a store.
+
+    Attributes:
+        catalog: Where entries, texts and profiles are found.
+        changes: How often this object wrote anything, so that whoever keeps entries knows when to ask anew.
+    """
 
     def __init__(
         self,
-        engine: TransformersEngine,
+        engine: Engine,
         store: Store,
         *,
         tenant: str = "default",
@@ -124,6 +146,13 @@ class Corpus:
         self._scope = self.catalog.keys(self._config).root
         self._profiles: dict[str, AnyProfile] = {}
         self._reading = threading.Lock()
+        self.changes = 0
+
+    def over(self, store: Store) -> Corpus:
+        """The same corpus, read and written through another store object; profiles are shared."""
+        other = copy(self)
+        other.catalog = self.catalog.over(store)
+        return other
 
     @property
     def meta(self) -> CacheMeta:
@@ -143,6 +172,7 @@ class Corpus:
     def set_profile(self, profile: AnyProfile) -> None:
         """Store a profile and use it for what is encoded from now on."""
         profile.check_fits(self.meta)
+        self.changes += 1
         digest = self.catalog.put_profile(self._config, profile.data)
         self.catalog.set_current_profile(self._config, digest)
         self._profiles[digest] = profile
@@ -160,26 +190,10 @@ class Corpus:
             chosen.append(document.token_ids[:room])
         if sum(map(len, chosen)) < LEAST_TOKENS:
             return None
-        profile = self._fit(chosen)
+        profile = self._coding.kind.fit(_Texts(self._engine, chosen), self._coding)
         if profile is not None:
             self.set_profile(profile)
         return profile
-
-    def _fit(self, chosen: Sequence[Sequence[int]]) -> AnyProfile | None:
-        engine, layers = self._engine, self._coding.prefix_layers
-        caches = engine.prefill(chosen)
-        if self._coding.method == "cachegen":
-            return fit_cachegen_profile(caches)
-        hidden = [engine.prefix_states(ids, layers) for ids in chosen] if layers else None
-        statistics = engine.statistics(chosen, tokens=not layers)
-        profile = fit_profile(caches, statistics, ladder=self._coding.ladder, prefix_layers=layers, hidden=hidden)
-        return None if profile is None else calibrate_error(engine, profile, chosen, self._coding.ladder)
-
-    def _is_wanted(self, profile: AnyProfile) -> bool:
-        """Whether a profile is of the method and head start that this corpus encodes with."""
-        if isinstance(profile, CacheGenProfile) or self._coding.method == "cachegen":
-            return isinstance(profile, CacheGenProfile) and self._coding.method == "cachegen"
-        return profile.prefix_layers == self._coding.prefix_layers
 
     def encode(self, documents: Sequence[Document], *, force: bool = False, encode_after: int = 0) -> Iterator[Encoded]:
         """Encode what the catalog lacks, document by document; the first ones calibrate where there is no profile yet.
@@ -191,6 +205,7 @@ class Corpus:
         damaged, which is a CorruptError otherwise. encode_after: documents with fewer counted uses are kept as text,
         from which readers compute them; ``promote`` encodes them later.
         """
+        self.changes += 1
         due = [document for document in documents if self._is_due(document.document_id, encode_after)]
         profile, encoded = self._profile_for(due, force=force), {document.document_id for document in due}
         for document in documents:
@@ -246,8 +261,10 @@ class Corpus:
             entry = None
         if entry is None or entry.token_digest != digest_tokens(document.token_ids):
             entry = self.catalog.add_text(self._config, document.document_id, document.token_ids)
+            self.changes += 1
             return Encoded(entry, None, skipped=False, encode_s=0.0)
         self.catalog.put_text(self._config, document.token_ids)
+        self.changes += 1
         return Encoded(entry, None, skipped=True, encode_s=0.0)
 
     def _profile_for(self, documents: Sequence[Document], *, force: bool) -> AnyProfile | None:
@@ -263,7 +280,7 @@ class Corpus:
             if not force:
                 raise
             profile = None
-        if profile is not None and not self._is_wanted(profile):
+        if profile is not None and not self._coding.kind.is_wanted(profile, self._coding):
             msg = (
                 "the profile in use here is of another method or head start; encode with that one, name another tenant "
                 "or store, or call Corpus.calibrate to replace it"
@@ -274,13 +291,15 @@ class Corpus:
         tokens = sum(len(document.token_ids) for document in documents)
         if profile is None or (seen < ENOUGH_TOKENS and tokens >= 2 * seen):
             profile = self.calibrate(documents) or profile
-        if profile is None and self._coding.method == "cachegen" and documents:
-            msg = f"CacheGen's method needs a profile, and that {LEAST_TOKENS} tokens at least; encode more text first"
+        kind = self._coding.kind
+        if profile is None and kind.needs_profile and documents:
+            needs = f"needs a profile, and that {LEAST_TOKENS} tokens at least; encode more text first"
+            msg = f"{kind.title}'s method {needs}"
             raise ArgumentError(msg)
         return profile
 
     def _store(self, document: Document, cache: KVCache, profile: AnyProfile | None, started: float) -> Encoded:
-        layers = 0 if profile is None or isinstance(profile, CacheGenProfile) else profile.prefix_layers
+        layers = 0 if profile is None else profile.prefix_layers
         hidden = self._engine.prefix_states(document.token_ids, layers) if layers else None
         coding = self._coding
         plain = encode(
@@ -307,6 +326,7 @@ class Corpus:
             overwrite=True,  # whatever lies there was not good enough
         )
         self.catalog.confirm(self._config, entry, document.token_ids, profile.data if profile else b"")
+        self.changes += 1
         return Encoded(entry, info, skipped=False, encode_s=time.perf_counter() - started)
 
     def _known(self, document: Document, profile: AnyProfile | None) -> Encoded | None:
@@ -336,6 +356,7 @@ class Corpus:
                 return None
             self.catalog.confirm(self._config, added, document.token_ids, profile.data if profile else b"")
             entry = added
+        self.changes += 1
         return Encoded(entry, info, skipped=True, encode_s=0.0)
 
     def _is_coded_so(self, info: BlobInfo) -> bool:
@@ -343,10 +364,7 @@ class Corpus:
         coding = self._coding
         if coding.lossless and not any(level.lossless for level in info.levels):
             return False
-        ladder = coding.ladder or Ladder()
-        steps = [(level.name, level.step) for level in info.levels if not level.independent]
-        wanted = coding.method == "cachegen" or steps == list(zip(ladder.names, ladder.steps, strict=True))
-        return wanted and info.chunk_tokens == coding.chunk_tokens
+        return coding.kind.has_levels(info, coding) and info.chunk_tokens == coding.chunk_tokens
 
     def read_header(self, entry: CatalogEntry) -> BlobInfo:
         """What the blob of an entry says of itself; NotFoundError where only the text is kept."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from kvwire.codec import AnyProfile, Backend
     from kvwire.controller import PrefillCost
-    from kvwire.engines.transformers import TransformersEngine
+    from kvwire.engines.base import Engine
     from kvwire.types import KVCache
 
 _PASSES = ((32, 0), (256, 0), (1024, 0), (256, 768), (32, 2048))
@@ -28,9 +28,7 @@ _QUESTION = 32
 _REPEATS = 3
 
 
-def measure_costs(
-    engine: TransformersEngine, profile: AnyProfile | None = None, backend: Backend = "auto"
-) -> CostModel:
+def measure_costs(engine: Engine, profile: AnyProfile | None = None, backend: Backend = "auto") -> CostModel:
     """Time a few forward passes and chunk decodings on this engine; takes a second or two, and warms both up.
 
     profile None: decoding is timed with the identity transform. The model's cache content is real, its text is random.
@@ -44,7 +42,7 @@ def measure_costs(
     return CostModel(prefill, decode, link_s_per_token=_link_s(engine, ids, prefill))
 
 
-def warm_up(engine: TransformersEngine, profile: AnyProfile | None = None, backend: Backend = "auto") -> None:
+def warm_up(engine: Engine, profile: AnyProfile | None = None, backend: Backend = "auto") -> None:
     """Do a little of everything once, so that no load waits for kernels and libraries; for costs that are known."""
     ids = _random_ids(engine, min(engine.window, 2 * _QUESTION))
     (cache,) = engine.prefill([ids])
@@ -55,24 +53,23 @@ def warm_up(engine: TransformersEngine, profile: AnyProfile | None = None, backe
     engine.forward(engine.past_key_values(cache.slice(0, len(ids) - 1)), ids[-1:], len(ids) - 1, logits=1)
 
 
-def _random_ids(engine: TransformersEngine, count: int) -> list[int]:
+def _random_ids(engine: Engine, count: int) -> list[int]:
     generator = torch.Generator().manual_seed(0)
-    vocabulary = int(engine.model.config.get_text_config(decoder=True).vocab_size)
-    return torch.randint(0, vocabulary, (count,), generator=generator).tolist()
+    return torch.randint(0, engine.vocabulary_size, (count,), generator=generator).tolist()
 
 
 def _coded(
-    engine: TransformersEngine, part: KVCache, ids: list[int], profile: AnyProfile | None, backend: Backend
+    engine: Engine, part: KVCache, ids: list[int], profile: AnyProfile | None, backend: Backend
 ) -> tuple[BlobDecoder, bytes]:
     """A cache as a blob, and what decodes it on this engine's device."""
     layers = profile.prefix_layers if isinstance(profile, Profile) else 0
     hidden = engine.prefix_states(ids[: part.tokens], layers) if layers else None
     blob = encode(part, profile, hidden=hidden, backend=backend)
-    dtype, device = engine.model.dtype, engine.device
+    dtype, device = engine.dtype, engine.device
     return BlobDecoder(blob, profile, device=device, dtype=dtype, hidden=hidden, backend=backend), blob
 
 
-def _link_s(engine: TransformersEngine, ids: list[int], prefill: PrefillCost) -> float:
+def _link_s(engine: Engine, ids: list[int], prefill: PrefillCost) -> float:
     """Seconds for each prompt token that handing the cache over costs, beyond the question's pass itself."""
     before = len(ids) - _QUESTION
     if before < 1:
@@ -82,13 +79,13 @@ def _link_s(engine: TransformersEngine, ids: list[int], prefill: PrefillCost) ->
     return max(0.0, closing - prefill.seconds(_QUESTION, before)) / before
 
 
-def _prefill_s(engine: TransformersEngine, ids: list[int], new: int, before: int) -> float:
+def _prefill_s(engine: Engine, ids: list[int], new: int, before: int) -> float:
     prefix = engine.extend(None, ids[:before]) if before else None
     return _best(lambda: engine.extend(prefix, ids[before : before + new]), engine)
 
 
 def _decode_samples(
-    engine: TransformersEngine, ids: list[int], profile: AnyProfile | None, backend: Backend
+    engine: Engine, ids: list[int], profile: AnyProfile | None, backend: Backend
 ) -> list[tuple[int, int, float]]:
     samples = []
     (cache,) = engine.prefill([ids[:_TOKENS]])
@@ -104,13 +101,12 @@ def _decode_samples(
     return samples
 
 
-def _best(work: Callable[[], object], engine: TransformersEngine) -> float:
+def _best(work: Callable[[], object], engine: Engine) -> float:
     """Quickest of a few runs after one that warms up: other work on the machine only ever adds."""
     times = []
     for _ in range(_REPEATS + 1):
         started = time.perf_counter()
         work()
-        if engine.device.type == "cuda":
-            torch.cuda.synchronize(engine.device)
+        engine.synchronize()
         times.append(time.perf_counter() - started)
     return min(times[1:])

@@ -1,4 +1,4 @@
-"""Drives one controller on one event loop: events go in, instructions go to the executors of their loads.
+"""Drives the controller of a session: events go in, instructions go to the executors of their loads.
 
 It decides nothing. A controller hands out at most one job for each lane over all of its loads, so one thread for each
 lane is enough for all of them.
@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from math import inf
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from kvwire.codec.workers import stay_on_one_core
 from kvwire.controller import events as ev
 from kvwire.errors import KvwireError, StorageError
-from kvwire.transport import LinkMeter, open_session
+from kvwire.transport import LinkMeter
 
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Coroutine, Iterable, Iterator
 
     from kvwire.controller import Controller
-    from kvwire.transport import EmulatedLink, LinkSample
+    from kvwire.runtime.threads import Threads
+    from kvwire.transport import LinkSample
 
 T = TypeVar("T")
 U = TypeVar("U")
-_LOOK_UPS = 16  # in stores at a time
 _LEAST_WAIT_S = 0.001  # the grain of event loops' timers
 _LATE_S = 0.02  # a timer that late tells of a loop that was blocked
 _GRACE_S = 0.01
@@ -43,51 +41,38 @@ class Carrier(Protocol):
         """Steering broke: nothing more will come."""
 
 
-class Threads:
-    """Threads for all loads of a loader: they start when they are needed and end with it.
-
-    compute, decode: one each, the same where ``workers`` is 1. abreast: for chunks that the processor decodes side by
-    side. store: for stores that block.
-    """
-
-    def __init__(self, workers: int, abreast: int = 1) -> None:
-        """Start none yet."""
-        self.compute = ThreadPoolExecutor(1, "kvwire-compute")
-        self.decode = self.compute if workers == 1 else ThreadPoolExecutor(1, "kvwire-decode")
-        self.abreast = ThreadPoolExecutor(abreast, "kvwire-codec", initializer=stay_on_one_core)
-        self.store = ThreadPoolExecutor(_LOOK_UPS, "kvwire-store")
-
-
 class ControllerDriver:
-    """One controller with its link, shared by the loads of one event loop.
+    """One controller for all loads of a session, on the session's event loop.
 
-    lock: held while the controller works, since its estimates are shared with other loops. link: emulated, before the
-    store. users: loads that hold on to it. broken: why it takes no loads any more, None while it does.
+    Attributes:
+        clock: Seconds, of ``time.monotonic``.
+        meter: Measures transfers over the link for the controller.
+        broken: Why it takes no loads any more; None while it does.
     """
 
-    def __init__(
-        self, controller: Controller, lock: threading.RLock, threads: Threads, link: EmulatedLink | None
-    ) -> None:
-        """Open a connection pool; to be called on the event loop."""
+    def __init__(self, controller: Controller, lock: threading.RLock, threads: Threads) -> None:
+        """To be called on the event loop.
+
+        Args:
+            controller: Decides.
+            lock: Held while the controller works, since its estimates are read from other threads.
+            threads: Where the jobs of lanes run.
+        """
         self._controller, self._lock, self._threads = controller, lock, threads
-        self.link = link
         self.clock = time.monotonic
         self._samples: list[LinkSample] = []
         self.meter = LinkMeter(self._samples.append, self.clock)
-        self.http = open_session()
         self._numbers = count()
         self._carriers: dict[int, Carrier] = {}
         self._jobs: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self.users = 0
         self.broken: StorageError | None = None
 
     async def close(self) -> None:
-        """Wait for the jobs that still run, then close the connections."""
+        """Stop the timer, and wait for the jobs that still run."""
         if self._timer:
             self._timer.cancel()
         await asyncio.gather(*self._jobs, return_exceptions=True)
-        await self.http.close()
 
     def begin(self, carrier: Carrier, asked: Callable[[int], ev.LoadRequested]) -> int:
         """Ask for a load; returns its number. asked: makes the event. Raises StorageError where driver is broken."""
@@ -180,9 +165,9 @@ class ControllerDriver:
         """Run work in the decode thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads.decode, work)
 
-    def abreast(self, work: Callable[[U], T], items: Iterable[U]) -> list[T]:
+    def side_by_side(self, work: Callable[[U], T], items: Iterable[U]) -> list[T]:
         """``[work(item) for item in items]`` side by side, each on one core; to be called in a lane's thread."""
-        return list(self._threads.abreast.map(work, items))
+        return list(self._threads.side_by_side.map(work, items))
 
     async def look_up(self, work: Callable[[], T], limit_s: float) -> T:
         """Run work that reads a store; raises StorageError where it takes too long."""

@@ -11,24 +11,24 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
-import torch
-
-from kvwire.codec import BlobDecoder
 from kvwire.controller import events as ev
 from kvwire.errors import ArgumentError, KvwireError, StorageError
 from kvwire.reuse import LinkedPrompt
-from kvwire.runtime.documents import DocumentHandle, HeaderReader, in_words
+from kvwire.runtime.documents import in_words
+from kvwire.runtime.headers import HeaderReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from torch import Tensor
 
-    from kvwire.codec import Backend, Pending
+    from kvwire.codec import Backend, BlobDecoder, Pending
     from kvwire.controller import DocumentPlanInput, Goal
-    from kvwire.engines.transformers import TransformersEngine
-    from kvwire.runtime.documents import DocumentRef, Timeouts
+    from kvwire.engines.base import Engine
+    from kvwire.runtime.documents import DocumentHandle, Timeouts
     from kvwire.runtime.driver import ControllerDriver
+    from kvwire.runtime.finder import DocumentFinder
+    from kvwire.runtime.session import Session
     from kvwire.transport import FetchSettings
     from kvwire.types import ChunkId
 
@@ -43,7 +43,7 @@ class ExecutorSettings:
 
     fetch: FetchSettings
     backend: Backend
-    limits: Timeouts
+    timeouts: Timeouts
 
 
 class Executor:
@@ -55,16 +55,13 @@ class Executor:
     """
 
     def __init__(
-        self,
-        engine: TransformersEngine,
-        sources: Sequence[DocumentRef],
-        driver: ControllerDriver,
-        settings: ExecutorSettings,
-    ) -> None:
+        self, engine: Engine, documents: Sequence[DocumentHandle], session: Session, driver: ControllerDriver,
+        finder: DocumentFinder, settings: ExecutorSettings,
+    ) -> None:  # fmt: skip
         """Take the parts; enter the context to begin."""
-        self._engine, self._sources, self._driver = engine, sources, driver
+        self._engine, self._found, self._driver = engine, documents, driver
         self._backend = settings.backend
-        self._heads = HeaderReader(driver, settings.fetch, settings.limits)
+        self._headers = HeaderReader(session, driver, finder, settings.fetch, settings.timeouts)
         self.number = -1
         self._documents: dict[int, DocumentHandle] = {}
         self._variants: dict[int, list[DocumentHandle]] = {}
@@ -80,7 +77,7 @@ class Executor:
     async def __aenter__(self) -> Self:
         """Begin."""
         self._done: asyncio.Future[ev.Finish] = asyncio.get_running_loop().create_future()
-        await self._heads.__aenter__()
+        await self._headers.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -91,13 +88,13 @@ class Executor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._heads.__aexit__()
+        await self._headers.__aexit__()
         self._parts.clear()
 
     @property
     def bytes(self) -> int:
         """Received over the link, heads included."""
-        return self._heads.wire_bytes
+        return self._headers.wire_bytes
 
     async def run(self, query_tokens: int, goal: Goal) -> ev.Finish:
         """Lay out the prompt and fill it.
@@ -105,7 +102,7 @@ class Executor:
         Raises ArgumentError where the prompt does not fit the model's window, what reading a head raised where the
         document's text is not known either, and StorageError where a chunk can be neither fetched nor recomputed.
         """
-        tokens = [source.tokens for source in self._sources]
+        tokens = [document.tokens for document in self._found]
         total = sum(tokens) + query_tokens
         if total > self._engine.window:
             msg = (
@@ -113,8 +110,7 @@ class Executor:
                 "name fewer documents"
             )
             raise ArgumentError(msg)
-        dtype, device = self._engine.model.dtype, self._engine.device
-        self.prompt = LinkedPrompt(tokens, self._engine.meta, dtype=dtype, device=device)
+        self.prompt = LinkedPrompt(tokens, self._engine.meta, cache=self._engine.allocate(sum(tokens)))
         count = len(tokens)
         self.number = self._driver.begin(self, lambda number: ev.LoadRequested(number, count, query_tokens, goal))
         for index in range(count):
@@ -163,24 +159,23 @@ class Executor:
             self.fail(error)
 
     def _lost(self, chunk: ChunkId, words: str) -> None:
-        self.misses.append(f"{self._sources[chunk.document].document_id} chunk {chunk.chunk}: {words}")
+        self.misses.append(f"{self._found[chunk.document].document_id} chunk {chunk.chunk}: {words}")
 
     # Heads.
 
     async def _open(self, index: int) -> None:
-        document, *others = await self._heads.open_all(self._sources[index])
+        document, *others = await self._headers.open_all(self._found[index])
         if document.info and not document.prefix_layers:
             try:
-                document.decoder = self._decoder(index, document, None)
-                self._keep(index, document.decoder)
+                self._make_decoder(index, document, None)
             except KvwireError as error:
                 if document.token_ids is None:
                     raise
-                document.trouble = str(error)
+                document.fall_back(str(error))
         if document.info:
             self.fetched_at = self._driver.clock()
         if document.trouble:
-            self.misses.append(f"{document.source.document_id}: {document.trouble}")
+            self.misses.append(f"{document.document_id}: {document.trouble}")
         is_pruned = document.decoder is not None and document.decoder.kept is not None
         usable = (each for each in others if not is_pruned and self._can_decode(index, each))
         self._documents[index], self._variants[index] = document, [document, *usable]
@@ -194,7 +189,8 @@ class Executor:
         """Whether a variant is of use; a pruned one is another cache. What is wrong with it does not matter."""
         try:
             variant.plan_input(1)
-            variant.decoder = None if variant.prefix_layers else self._decoder(index, variant, None)
+            if not variant.prefix_layers:
+                variant.decode_into(self.prompt.document(index), self.prompt.offset(index), None, self._backend)
         except Exception:  # noqa: BLE001 - whatever it is, there are others
             return False
         return variant.decoder is None or variant.decoder.kept is None
@@ -206,14 +202,10 @@ class Executor:
             self._documents[index] = document
             self.inputs[index] = document.plan_input(len(self._engine.meta.layers))
 
-    def _decoder(self, index: int, document: DocumentHandle, hidden: Tensor | None) -> BlobDecoder:
-        """What decodes a document into its place in the prompt."""
-        return BlobDecoder(
-            document.reader.head, document.source.profile, out=self.prompt.document(index),
-            offset=self.prompt.offset(index), hidden=hidden, backend=self._backend,
-        )  # fmt: skip
-
-    def _keep(self, index: int, decoder: BlobDecoder) -> None:
+    def _make_decoder(self, index: int, document: DocumentHandle, hidden: Tensor | None) -> None:
+        """Have a document decoded into its place in the prompt."""
+        part, offset = self.prompt.document(index), self.prompt.offset(index)
+        decoder = document.decode_into(part, offset, hidden, self._backend)
         if decoder.kept is not None:
             self.prompt.keep(index, decoder.kept)
 
@@ -246,14 +238,17 @@ class Executor:
 
     async def _decode(self, chunks: tuple[ChunkId, ...], levels: tuple[int, ...]) -> None:
         bad: dict[ChunkId, Exception] = {}
-        began = self._driver.clock()
+        began = seconds = 0.0
         try:
-            seconds = await self._driver.decode(partial(self._timed, partial(self._decode_here, chunks, levels, bad)))
+            began, seconds = await self._driver.decode(
+                partial(self._timed, partial(self._decode_here, chunks, levels, bad))
+            )
         except Exception as error:  # noqa: BLE001 - out of memory, for one: chunks can be recomputed
-            bad, seconds = dict.fromkeys(chunks, error), 0.0
+            bad = dict.fromkeys(chunks, error)
         self.decode_s += seconds
         if not bad:
-            # Until here the lane was taken: threads that wake up and a busy loop cost as much as computing.
+            # From the thread's beginning until here the lane was taken: a busy loop costs as much as computing. What
+            # the thread did before is not this job's: a closing pass, for one.
             self._driver.tell(ev.DecodeDone(chunks, self._driver.clock() - began))
             return
         for chunk, trouble in bad.items():
@@ -272,7 +267,7 @@ class Executor:
             piece = (chunk.chunk, [self._parts[chunk][each.level] for each in reads], level)
             pieces.setdefault(chunk.document, {})[chunk] = piece
         left = self._left_by_gpu(pieces)
-        troubles = self._driver.abreast(self._decode_one, left.items())
+        troubles = self._driver.side_by_side(self._decode_one, left.items())
         bad.update((chunk, trouble) for chunk, trouble in zip(left, troubles, strict=True) if trouble)
 
     def _decode_one(self, what: tuple[ChunkId, Piece]) -> Exception | None:
@@ -318,7 +313,7 @@ class Executor:
         chunks = tuple(replace(first, chunk=index) for index in range(first.chunk, last.chunk + 1))
         failed = [first]
         try:
-            seconds = await self._driver.compute(partial(self._timed, partial(self._extend_all, chunks, failed)))
+            _, seconds = await self._driver.compute(partial(self._timed, partial(self._extend_all, chunks, failed)))
         except Exception as error:  # noqa: BLE001 - the controller knows whether there is another way
             self._lost(failed[0], in_words(error))
             self._driver.tell(ev.RecomputeFailed(failed[0], in_words(error)))
@@ -356,9 +351,9 @@ class Executor:
 
     async def _start_head(self, index: int) -> None:
         try:
-            seconds = await self._driver.compute(partial(self._timed, partial(self._start_here, index)))
+            _, seconds = await self._driver.compute(partial(self._timed, partial(self._start_here, index)))
         except Exception as error:  # noqa: BLE001 - the document can be recomputed
-            self.misses.append(f"{self._sources[index].document_id}: {in_words(error)}")
+            self.misses.append(f"{self._found[index].document_id}: {in_words(error)}")
             self._driver.tell(ev.PrefixFailed(self.number, index, in_words(error)))
             return
         self._driver.tell(ev.PrefixComputed(self.number, index, seconds))
@@ -368,13 +363,11 @@ class Executor:
         if self._is_gone:
             raise StorageError(_GONE)
         hidden = self._engine.prefix_states(document.token_ids or (), document.prefix_layers)
-        document.decoder = self._decoder(index, document, hidden)
-        self._keep(index, document.decoder)
+        self._make_decoder(index, document, hidden)
 
-    def _timed(self, work: Callable[[], object]) -> float:
-        """Seconds that work took, what it gave a GPU to do included."""
+    def _timed(self, work: Callable[[], object]) -> tuple[float, float]:
+        """When work began, and the seconds that it took, what it gave a GPU to do included."""
         started = self._driver.clock()
         work()
-        if self._engine.device.type == "cuda":
-            torch.cuda.current_stream(self._engine.device).synchronize()
-        return self._driver.clock() - started
+        self._engine.synchronize()
+        return started, self._driver.clock() - started

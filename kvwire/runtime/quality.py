@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvwire.codec import Ladder, Profile
-    from kvwire.engines.transformers import TransformersEngine
+    from kvwire.engines.base import Engine
     from kvwire.types import KVCache
 
 
@@ -43,7 +43,7 @@ def greedy_agreement(exact: Tensor, other: Tensor) -> float:
 
 
 def calibrate_error(
-    engine: TransformersEngine, profile: Profile, documents: Sequence[Sequence[int]], ladder: Ladder | None = None
+    engine: Engine, profile: Profile, documents: Sequence[Sequence[int]], ladder: Ladder | None = None
 ) -> Profile:
     """Learn which KL divergence a blob's measured error stands for, from the text that follows cached contexts.
 
@@ -67,7 +67,7 @@ def calibrate_error(
 
 
 def _points(
-    engine: TransformersEngine, profile: Profile, ids: Sequence[int], ladder: Ladder | None
+    engine: Engine, profile: Profile, ids: Sequence[int], ladder: Ladder | None
 ) -> Iterator[tuple[float, float]]:
     """Measured error and KL divergence of one document at each level."""
     context, rest = ids[: len(ids) * 3 // 4], ids[len(ids) * 3 // 4 :]
@@ -76,7 +76,7 @@ def _points(
     exact = engine.forward(engine.past_key_values(cache), rest, len(context))
     blob = encode(cache, profile, ladder, hidden=hidden)
     for index, level in enumerate(inspect(blob).levels):
-        decoded = decode(blob, index, profile, engine.device, engine.model.dtype, hidden=hidden)
+        decoded = decode(blob, index, profile, engine.device, engine.dtype, hidden=hidden)
         kl = mean_kl(exact, engine.forward(engine.past_key_values(decoded), rest, len(context)))
         if 0 < kl < math.inf and level.measured_error > 0:
             yield level.measured_error, kl
@@ -97,7 +97,7 @@ class Reference:
 
     @classmethod
     def of(
-        cls, engine: TransformersEngine, documents: Sequence[Sequence[int]], question: Sequence[int], answer_tokens: int
+        cls, engine: Engine, documents: Sequence[Sequence[int]], question: Sequence[int], answer_tokens: int
     ) -> Reference:
         """Prefill the documents one by one, link them, and let the model answer."""
         linked = link([engine.prefill([document])[0] for document in documents])
@@ -112,7 +112,7 @@ class Reference:
         full = engine.forward(None, [*whole, *tokens], 0, logits=len(tokens))
         return cls(start, tokens, logits, mean_kl(full, logits))
 
-    def compare(self, engine: TransformersEngine, cache: KVCache) -> tuple[float, float]:
+    def compare(self, engine: Engine, cache: KVCache) -> tuple[float, float]:
         """Mean KL divergence and greedy agreement of another cache of the same prompt."""
         logits = engine.forward(engine.past_key_values(cache), self.tokens, self.start)
         return mean_kl(self.logits, logits), greedy_agreement(self.logits, logits)

@@ -1,11 +1,17 @@
 """Plain data types that every room shares."""
 
-from kvwire.types.blob import BlobInfo, LevelInfo, SegmentInfo
-from kvwire.types.cache import CacheMeta, KVCache, LayerSpec, Side, digest_tokens
-from kvwire.types.decision import ChunkId, Decision
-from kvwire.types.magic import SEALED_MAGIC, TEXT_MAGIC
-from kvwire.types.paged import PagedKVCache
-from kvwire.types.rope import RopeRegime
+from typing import TYPE_CHECKING
+
+from kvwire._lazy import lazy
+
+if TYPE_CHECKING:
+    from kvwire.types.blob import BlobInfo, LevelInfo, SegmentInfo
+    from kvwire.types.cache import CacheMeta, KVCache, LayerSpec, Side, digest_tokens
+    from kvwire.types.decision import ChunkId, Decision
+    from kvwire.types.magic import SEALED_MAGIC, TEXT_MAGIC
+    from kvwire.types.paged import PagedKVCache
+    from kvwire.types.rates import RateTrace
+    from kvwire.types.rope import RopeRegime
 
 __all__ = [
     "SEALED_MAGIC",
@@ -18,8 +24,22 @@ __all__ = [
     "LayerSpec",
     "LevelInfo",
     "PagedKVCache",
+    "RateTrace",
     "RopeRegime",
     "SegmentInfo",
     "Side",
     "digest_tokens",
 ]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "kvwire.types.blob": ("BlobInfo", "LevelInfo", "SegmentInfo"),
+        "kvwire.types.cache": ("CacheMeta", "KVCache", "LayerSpec", "Side", "digest_tokens"),
+        "kvwire.types.decision": ("ChunkId", "Decision"),
+        "kvwire.types.magic": ("SEALED_MAGIC", "TEXT_MAGIC"),
+        "kvwire.types.paged": ("PagedKVCache",),
+        "kvwire.types.rates": ("RateTrace",),
+        "kvwire.types.rope": ("RopeRegime",),
+    },
+)

@@ -13,12 +13,17 @@ if TYPE_CHECKING:
 class LevelInfo:
     """One quality level of a blob.
 
-    step: quantiser step, in units of the profile's normalised coefficients. bytes: this refinement alone.
-    cumulative_bytes: everything that a reader of this level must fetch, header and index included. bits_per_element:
-    cumulative, per element of the original tensors. measured_error: attention-weighted squared error over
-    attention-weighted energy, measured while encoding. independent: the level is a stream of its own, which needs no
-    level below it. lossless: bit for bit what was encoded. predicted_kl: mean KL divergence of the next token, in nats,
-    that the error is expected to cause; None where the profile was not calibrated.
+    Attributes:
+        name: Of the level.
+        step: Quantiser step, in units of the profile's normalised coefficients.
+        bytes: This refinement alone.
+        cumulative_bytes: Everything that a reader of this level must fetch, header and index included.
+        bits_per_element: Cumulative, per element of the original tensors.
+        measured_error: Attention-weighted squared error over attention-weighted energy, measured while encoding.
+        independent: The level is a stream of its own, which needs no level below it.
+        lossless: Bit for bit what was encoded.
+        predicted_kl: Mean KL divergence of the next token, in nats, that the error is expected to cause; None where the
+            profile was not calibrated.
     """
 
     name: str
@@ -41,8 +46,15 @@ class LevelInfo:
 class SegmentInfo:
     """One segment of the grid [chunk][level]: where it lies and what it must hash to.
 
-    offset, stored: bytes in the blob. raw: symbols that it decodes to. crc32: of the stored bytes. error: the chunk's
-    measured error once decoded up to this level.
+    Attributes:
+        chunk: Number of the chunk.
+        level: Number of the level.
+        offset: First byte in the blob.
+        stored: Bytes in the blob.
+        raw: Symbols that it decodes to.
+        crc32: Of the stored bytes.
+        codec: Number of the entropy coder, see docs/format.md.
+        error: The chunk's measured error once decoded up to this level.
     """
 
     chunk: int
@@ -62,13 +74,23 @@ class SegmentInfo:
 
 @dataclass(frozen=True)
 class BlobInfo:
-    """Everything in a blob's head: model, layout, levels, chunks and the token ids.
+    """Everything in a blob's header: model, layout, levels, chunks and the token ids.
 
-    header_bytes: length of header, metadata, index and token ids; file_bytes: the whole blob. segments[chunk][level];
-    levels 0..k of a chunk decode to quality k and lie next to each other, but for levels that decode alone: see
-    ``reads``. profile_digest: SHA-256 of the profile that decoding needs; the empty string where the blob carries its
-    own. token_ids is None where the encoder was not told them. method: ``kvwire`` or ``cachegen``. prefix_layers:
-    layers that the reader computes anew before it can decode, see ``fit_profile``.
+    Attributes:
+        version: Of the format.
+        meta: Of the cache.
+        tokens: Of the document.
+        chunk_tokens: Of each chunk but the last.
+        header_bytes: Length of header, metadata, index and token ids.
+        file_bytes: Of the whole blob.
+        profile_digest: SHA-256 of the profile that decoding needs; the empty string where the blob carries its own.
+            token_ids is None where the encoder was not told them.
+        levels: From the coarsest on.
+        segments: ``[chunk][level]``; levels 0..k of a chunk decode to quality k and lie next to each other, but for
+            levels that decode alone: see ``reads``.
+        token_ids: None where the encoder was not told them.
+        method: ``kvwire`` or ``cachegen``.
+        prefix_layers: Layers that the reader computes anew before it can decode, see ``fit_profile``.
     """
 
     version: tuple[int, int]
@@ -105,10 +127,26 @@ class BlobInfo:
         return start, min(start + self.chunk_tokens, self.tokens)
 
     def reads(self, chunk: int, level: int) -> tuple[SegmentInfo, ...]:
-        """Segments that a reader of a chunk at a level needs, in payload order."""
+        """Segments that a reader of a chunk at a level needs, in payload order.
+
+        Args:
+            chunk: Number of the chunk.
+            level: The level.
+
+        Returns:
+            Segments in payload order.
+        """
         row = self.segments[chunk]
         return row[level : level + 1] if self.levels[level].independent else row[: level + 1]
 
     def chunk_bytes(self, chunk: int, level: int) -> int:
-        """Bytes that a reader of a chunk at a level fetches."""
+        """Bytes that a reader of a chunk at a level fetches.
+
+        Args:
+            chunk: Number of the chunk.
+            level: The level.
+
+        Returns:
+            Bytes.
+        """
         return sum(segment.stored for segment in self.reads(chunk, level))

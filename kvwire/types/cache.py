@@ -28,12 +28,16 @@ Side = Literal["key", "value"]
 class LayerSpec:
     """Shape and kind of one layer's cache.
 
-    kind: ``full`` or ``sliding`` attention, or ``none`` for a layer without keys and values.
-    rope: index into ``CacheMeta.ropes``; None where the keys carry no position that can be taken off.
-    window: tokens that a sliding layer attends to, itself included.
-    value_rope: the same index for values that carry positions: multi-head latent attention (DeepSeek-V2, arXiv
-    2405.04434) caches its latent as keys and the rotated part, which all heads share, as values.
-    key_rope_start: first key dimension that is rotated; above 0 where the rotary part comes last.
+    Attributes:
+        kv_heads: Heads of keys and values.
+        key_dim: Elements of a key in one head.
+        value_dim: Elements of a value in one head.
+        kind: ``full`` or ``sliding`` attention, or ``none`` for a layer without keys and values.
+        rope: Index into ``CacheMeta.ropes``; None where the keys carry no position that can be taken off.
+        window: Tokens that a sliding layer attends to, itself included.
+        value_rope: The same index for values that carry positions: multi-head latent attention (DeepSeek-V2, arXiv
+            2405.04434) caches its latent as keys and the rotated part, which all heads share, as values.
+        key_rope_start: First key dimension that is rotated; above 0 where the rotary part comes last.
     """
 
     kv_heads: int
@@ -65,12 +69,16 @@ class LayerSpec:
 class CacheMeta:
     """What makes a cache usable: the model it belongs to, its layout and its positions.
 
-    model_id, model_revision: a name for people and a digest that tells weights apart.
-    dtype: the torch dtype of the stored tensors, by name (``bfloat16``).
-    layers: one entry per layer of the model, in order; empty means "read it off the tensors".
-    ropes: the distinct rotary regimes that layers refer to.
-    positions: ``on``: keys are rotated at positions offset, offset + 1, ...; ``off``: keys are un-rotated.
-    token_digest: SHA-256 of the token ids as little-endian uint32, or the empty string.
+    Attributes:
+        model_id: A name for people.
+        model_revision: A digest that tells weights apart.
+        tokenizer_digest: SHA-256 of the tokenizer's files, or the empty string.
+        dtype: The torch dtype of the stored tensors, by name (``bfloat16``).
+        layers: One entry per layer of the model, in order; empty means "read it off the tensors".
+        ropes: The distinct rotary regimes that layers refer to.
+        positions: ``on``: keys are rotated at positions offset, offset + 1, ...; ``off``: keys are un-rotated.
+        offset: Position of the first token.
+        token_digest: SHA-256 of the token ids as little-endian uint32, or the empty string.
     """
 
     model_id: str = ""
@@ -105,7 +113,14 @@ class CacheMeta:
 def digest_tokens(token_ids: Sequence[int]) -> str:
     """SHA-256 of token ids as little-endian uint32; the same in every process and on every machine.
 
-    Raises ArgumentError where an id does not fit 32 bits.
+    Args:
+        token_ids: Each fits 32 bits.
+
+    Returns:
+        Hexadecimal digest.
+
+    Raises:
+        ArgumentError: An id does not fit 32 bits.
     """
     if len(token_ids) and not (min(token_ids) >= 0 and max(token_ids) < 1 << 32):
         msg = "token ids must lie in 0 to 2^32 - 1"
@@ -117,10 +132,14 @@ def digest_tokens(token_ids: Sequence[int]) -> str:
 class KVCache:
     """Keys and values of one document, layer by layer.
 
-    keys[l]: ``[kv_heads, tokens, key_dim]``; values[l]: ``[kv_heads, tokens, value_dim]``; any float dtype, any device.
-    A layer of kind ``none`` holds two empty tensors. token_ids: the document's own tokens, or None where unknown.
-    kept: what pruning left, bool ``[kv_heads, tokens]`` for each layer, None for a layer and for a cache that has
-    everything. Entries that were not kept hold zeros and mean nothing.
+    Attributes:
+        keys: Of each layer, ``[kv_heads, tokens, key_dim]``, any float dtype, any device; empty for a layer of kind
+            ``none``.
+        values: Of each layer, ``[kv_heads, tokens, value_dim]``, likewise.
+        meta: What makes the cache usable.
+        token_ids: The document's own tokens, or None where unknown.
+        kept: What pruning left, bool ``[kv_heads, tokens]`` for each layer, None for a layer and for a cache that has
+            everything. Entries that were not kept hold zeros and mean nothing.
     """
 
     keys: list[torch.Tensor]
@@ -139,11 +158,20 @@ class KVCache:
         *,
         kept: Sequence[torch.Tensor | None] | None = None,
     ) -> KVCache:
-        """Build a cache from lists of ``[heads, tokens, dim]`` tensors, one per layer, without an engine.
+        """Build a cache from lists of tensors, one for each layer, without an engine.
 
-        Layout and dtype are read off the tensors where ``meta`` leaves them out. kept: bool ``[heads, tokens]`` for
-        each layer, None for all; what it leaves out becomes zeros. Raises ArgumentError where shapes disagree with each
-        other, with ``meta`` or with ``token_ids``.
+        Args:
+            keys: ``[heads, tokens, key_dim]`` for each layer.
+            values: ``[heads, tokens, value_dim]`` for each layer.
+            meta: Layout and dtype are read off the tensors where it leaves them out.
+            token_ids: The document's own tokens; None: not known.
+            kept: Bool ``[heads, tokens]`` for each layer, None for all; what it leaves out becomes zeros.
+
+        Returns:
+            The cache, which holds these tensors.
+
+        Raises:
+            ArgumentError: Shapes disagree with each other, with ``meta`` or with ``token_ids``.
         """
         meta = meta or CacheMeta()
         if len(keys) != len(values) or not keys:
@@ -163,6 +191,17 @@ class KVCache:
         return cache if kept is None else cache._pruned(kept)
 
     @classmethod
+    def zeros(cls, meta: CacheMeta, tokens: int, *, dtype: torch.dtype, device: str | torch.device = "cpu") -> KVCache:
+        """Make room for a prompt of so many tokens: positions on and from 0, no token ids."""
+        import torch
+
+        shapes = [(spec, 0 if spec.kind == "none" else tokens) for spec in meta.layers]
+        keys = [torch.zeros(s.kv_heads, n, s.key_dim, dtype=dtype, device=device) for s, n in shapes]
+        values = [torch.zeros(s.kv_heads, n, s.value_dim, dtype=dtype, device=device) for s, n in shapes]
+        placed = replace(meta, positions="on", offset=0, token_digest="", dtype=str(dtype).removeprefix("torch."))
+        return cls(keys, values, placed)
+
+    @classmethod
     def from_ragged(
         cls,
         layers: Sequence[Sequence[Entries]],
@@ -170,11 +209,21 @@ class KVCache:
         meta: CacheMeta | None = None,
         token_ids: Sequence[int] | None = None,
     ) -> KVCache:
-        """Build a pruned cache, whose heads keep different tokens, of a document of ``tokens`` tokens.
+        """Build a pruned cache, whose heads keep different tokens.
 
-        layers[l]: for each head its positions in the document, int64 ``[n]`` ascending, its keys ``[n, key_dim]`` and
-        its values ``[n, value_dim]``; n may differ from head to head and may be 0. A layer without heads has no cache.
-        Raises ArgumentError where positions do not ascend or leave the document, and where shapes disagree.
+        Args:
+            layers: For each layer and head its positions in the document, int64 ``[n]`` ascending, its keys ``[n,
+                key_dim]`` and its values ``[n, value_dim]``; n may differ from head to head and may be 0. A layer
+                without heads has no cache.
+            tokens: Of the document.
+            meta: Layout and dtype are read off the tensors where it leaves them out.
+            token_ids: The document's own tokens; None: not known.
+
+        Returns:
+            The cache, zeros where nothing was kept.
+
+        Raises:
+            ArgumentError: Positions do not ascend or leave the document, or shapes disagree.
         """
         from kvwire.types.ragged import dense_layer
 
@@ -192,7 +241,15 @@ class KVCache:
         return cls.from_tensors(keys, values, meta, token_ids, kept=kept)
 
     def ragged(self, layer: int, head: int) -> Entries:
-        """What one head keeps: positions in the document, int64 ``[n]``, keys and values ``[n, dim]``."""
+        """What one head keeps: positions in the document, int64 ``[n]``, keys and values ``[n, dim]``.
+
+        Args:
+            layer: Number of the layer.
+            head: Number of the head.
+
+        Returns:
+            Positions, keys and values.
+        """
         from kvwire.types.ragged import entries_of
 
         if not (0 <= layer < len(self.keys) and 0 <= head < self.meta.layers[layer].kv_heads):
@@ -246,7 +303,15 @@ class KVCache:
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
     def slice(self, start: int, stop: int) -> KVCache:
-        """Tokens ``start`` to ``stop`` as views; positions keep their absolute values through ``meta.offset``."""
+        """Tokens ``start`` to ``stop`` as views; positions keep their absolute values through ``meta.offset``.
+
+        Args:
+            start: First token.
+            stop: Behind the last token.
+
+        Returns:
+            A cache that shares the tensors.
+        """
         ids = None if self.token_ids is None else self.token_ids[start:stop]
         meta = replace(
             self.meta, offset=self.meta.offset + start, token_digest="" if ids is None else digest_tokens(ids)

@@ -8,7 +8,13 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class ChunkId:
-    """A chunk of one of a prompt's documents, both counted from 0 in prompt order; load: which prompt is meant."""
+    """A chunk of one of a prompt's documents.
+
+    Attributes:
+        document: Counted from 0 in prompt order.
+        chunk: Counted from 0 in its document.
+        load: Which prompt is meant.
+    """
 
     document: int
     chunk: int
@@ -19,7 +25,11 @@ class ChunkId:
 class Decision:
     """How one chunk gets into the prompt.
 
-    action: ``recompute`` from its text, or ``fetch`` levels 0..level. reason: a few words for people and logs.
+    Attributes:
+        chunk: Which chunk.
+        action: ``recompute`` from its text, or ``fetch`` levels 0..level.
+        level: None: recomputed.
+        reason: A few words for people and logs.
     """
 
     chunk: ChunkId

@@ -23,10 +23,15 @@ _PAGES = 4
 class PagedKVCache:
     """One document's place in an engine's paged cache (PagedAttention, arXiv 2309.06180).
 
-    keys[l]: ``[pages, page_tokens, kv_heads, key_dim]``, values[l] likewise with value_dim: views of the engine's own
-    tensors, any strides, any float dtype; for layers without a cache they are empty. page_table: int32 ``[n]``, on the
-    tensors' device: which page holds the prompt's tokens ``i * page_tokens`` and on. start: the prompt's token at which
-    the document begins. tokens: the document's. meta: as of any cache of the model.
+    Attributes:
+        keys: Of each layer, ``[pages, page_tokens, kv_heads, key_dim]``: views of the engine's own tensors, any
+            strides, any float dtype; empty for layers without a cache.
+        values: Likewise with value_dim.
+        page_table: Int32 ``[n]``, on the tensors' device: which page holds the prompt's tokens ``i * page_tokens`` and
+            on.
+        tokens: Of the document.
+        meta: As of any cache of the model.
+        start: The prompt's token at which the document begins.
     """
 
     keys: list[torch.Tensor]
@@ -75,7 +80,18 @@ class PagedKVCache:
         meta: CacheMeta,
         start: int = 0,
     ) -> PagedKVCache:
-        """From one tensor ``[pages, 2, page_tokens, kv_heads, dim]`` for each layer, keys first."""
+        """Make it from one tensor for each layer.
+
+        Args:
+            blocks: ``[pages, 2, page_tokens, kv_heads, dim]`` for each layer, keys first.
+            page_table: Int32 ``[n]``: which page holds the prompt's tokens.
+            tokens: Of the document.
+            meta: As of any cache of the model.
+            start: The prompt's token at which the document begins.
+
+        Returns:
+            The document's place.
+        """
         if any(block.ndim != _BLOCKS or block.shape[1] != 2 for block in blocks):  # noqa: PLR2004 - keys and values
             msg = "blocks must be [pages, 2, page_tokens, kv_heads, dim], keys first"
             raise ArgumentError(msg)
@@ -95,7 +111,12 @@ class PagedKVCache:
         return self._page_shapes().pop()[1]
 
     def write(self, first: int, piece: KVCache) -> None:
-        """Copy a piece of the document, from its token ``first`` on, into the pages; positions are the caller's."""
+        """Copy a piece of the document, from its token ``first`` on, into the pages; positions are the caller's.
+
+        Args:
+            first: Token of the document at which the piece begins.
+            piece: Of the cache.
+        """
         stop = first + piece.tokens
         if not 0 <= first <= stop <= self.tokens:
             msg = f"tokens {first} to {stop} do not lie in a document of {self.tokens}"
@@ -107,12 +128,29 @@ class PagedKVCache:
                     self.put(side, layer, first, tensor)
 
     def put(self, side: Side, layer: int, first: int, tensor: torch.Tensor) -> None:
-        """Copy keys or values ``[kv_heads, tokens, dim]`` of one layer into the document from token ``first`` on."""
+        """Copy keys or values ``[kv_heads, tokens, dim]`` of one layer into the document from token ``first`` on.
+
+        Args:
+            side: Keys or values.
+            layer: Number of the layer.
+            first: Token of the document at which it begins.
+            tensor: ``[kv_heads, tokens, dim]``.
+        """
         ours = (self.keys if side == "key" else self.values)[layer]
         ours[self._where(first, first + tensor.shape[1])] = tensor.transpose(0, 1).to(ours.device, ours.dtype)
 
     def take(self, side: Side, layer: int, first: int, stop: int) -> torch.Tensor:
-        """A copy of some tokens' keys or values of a layer, ``[kv_heads, tokens, dim]``."""
+        """Copy some tokens' keys or values of a layer.
+
+        Args:
+            side: Keys or values.
+            layer: Number of the layer.
+            first: First token.
+            stop: Behind the last token.
+
+        Returns:
+            ``[kv_heads, tokens, dim]``.
+        """
         return (self.keys if side == "key" else self.values)[layer][self._where(first, stop)].transpose(0, 1)
 
     def read(self) -> KVCache:

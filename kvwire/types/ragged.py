@@ -16,10 +16,18 @@ Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def dense_layer(layer: int, heads: Sequence[Entries], tokens: int) -> Entries:
-    """Keys and values ``[heads, tokens, dim]`` of a layer, zeros where nothing was kept, and what was.
+    """Lay a layer's entries out densely.
 
-    layer: its number, for messages. The third is bool ``[heads, tokens]``. Raises ArgumentError where entries do not
-    fit each other or the document.
+    Args:
+        layer: Its number, for messages.
+        heads: Entries of each head.
+        tokens: Of the document.
+
+    Returns:
+        Keys and values ``[heads, tokens, dim]``, zeros where nothing was kept, and what was, bool ``[heads, tokens]``.
+
+    Raises:
+        ArgumentError: Entries do not fit each other or the document.
     """
     if not heads:
         return torch.zeros(0, tokens, 0), torch.zeros(0, tokens, 0), torch.zeros(0, tokens, dtype=torch.bool)
@@ -36,7 +44,16 @@ def dense_layer(layer: int, heads: Sequence[Entries], tokens: int) -> Entries:
 
 
 def entries_of(keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> Entries:
-    """What a bool ``[tokens]`` keeps of one head's keys and values ``[tokens, dim]``; everything where it is None."""
+    """What a bool ``[tokens]`` keeps of one head's keys and values ``[tokens, dim]``; everything where it is None.
+
+    Args:
+        keys: ``[tokens, dim]``.
+        values: ``[tokens, dim]``.
+        mask: Bool ``[tokens]``; None: everything is kept.
+
+    Returns:
+        Positions, keys and values.
+    """
     if mask is None:
         return torch.arange(len(keys), device=keys.device), keys, values
     positions = mask.nonzero()[:, 0].to(keys.device)
@@ -44,14 +61,31 @@ def entries_of(keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | No
 
 
 def masked(tensor: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Entries of ``[heads, tokens, dim]`` that a bool ``[heads, tokens]`` keeps, zeros elsewhere; None keeps all."""
+    """Set to zero what a mask leaves out.
+
+    Args:
+        tensor: ``[heads, tokens, dim]``.
+        mask: Bool ``[heads, tokens]``; None keeps all.
+
+    Returns:
+        ``[heads, tokens, dim]``; the tensor itself where nothing is left out.
+    """
     if mask is None:
         return tensor
     return torch.where(mask[..., None].to(tensor.device), tensor, torch.zeros_like(tensor))
 
 
 def check_mask(layer: int, mask: torch.Tensor | None, shape: tuple[int, int]) -> None:
-    """Raise ArgumentError where a layer's mask is not bool ``[heads, tokens]``."""
+    """Check that a layer's mask is bool ``[heads, tokens]``.
+
+    Args:
+        layer: Its number, for messages.
+        mask: What was kept; None: everything.
+        shape: Heads and tokens.
+
+    Raises:
+        ArgumentError: The mask is not bool or has another shape.
+    """
     if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != shape):
         msg = f"layer {layer}: kept must be bool {shape} or None, got {mask.dtype} {tuple(mask.shape)}"
         raise ArgumentError(msg)

@@ -11,11 +11,13 @@ from kvwire.errors import ArgumentError
 class RopeRegime:
     """How positions were rotated into keys (RoFormer, arXiv 2104.09864), whatever rule made the frequencies.
 
-    inv_freq: radians per token of each rotated pair, float32 values; linear, llama3 and yarn scaling are already in it.
-    interleaved: pairs are (2j, 2j + 1); otherwise (j, j + rotary_dim / 2).
-    attention_scaling: factor that the model multiplies into cos and sin (yarn, longrope). Moving keys preserves it.
-    max_positions: positions at and beyond this use other frequencies (dynamic, longrope); None: no such limit.
-    kind: the rule's usual name, for people.
+    Attributes:
+        inv_freq: Radians per token of each rotated pair, float32 values; linear, llama3 and yarn scaling are already in
+            it.
+        interleaved: Pairs are (2j, 2j + 1); otherwise (j, j + rotary_dim / 2).
+        attention_scaling: Factor that the model multiplies into cos and sin (yarn, longrope). Moving keys preserves it.
+        max_positions: Positions at and beyond this use other frequencies (dynamic, longrope); None: no such limit.
+        kind: The rule's usual name, for people.
     """
 
     inv_freq: tuple[float, ...]

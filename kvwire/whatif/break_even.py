@@ -12,7 +12,7 @@ from kvwire.controller.policies import RECOMPUTE
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvwire.whatif.plan import Forecast, Situation
+    from kvwire.whatif.situation import Forecast, Situation
 
 What = Literal["fetches", "fetches all", "beats text", "in time"]
 
@@ -27,10 +27,13 @@ _GROWTH = 1.5
 class BreakEven:
     """A bandwidth from which on something holds, by the policy's first plan.
 
-    what: ``fetches``: more than one chunk is fetched, a single one may only try the link; ``fetches all``: none is
-    recomputed; ``beats text``: fetching all at ``level`` is sooner than recomputing all; ``in time``: the deadline is
-    met with ``level`` as the floor.
-    bandwidth: bytes per second, None where it holds always or never between ``SLOWEST`` and ``FASTEST``.
+    Attributes:
+        what: ``fetches``: more than one chunk is fetched, a single one may only try the link; ``fetches all``: none is
+            recomputed; ``beats text``: fetching all at ``level`` is sooner than recomputing all; ``in time``: the
+            deadline is met with ``level`` as the floor.
+        level: That it is about; None for the first two.
+        holds: From ``bandwidth`` on, always or never.
+        bandwidth: Bytes per second, None where it holds always or never between ``SLOWEST`` and ``FASTEST``.
     """
 
     what: What
@@ -40,7 +43,14 @@ class BreakEven:
 
 
 def find_break_evens(situation: Situation) -> Iterator[BreakEven]:
-    """All of a prompt, in the order of ``What``, levels upwards; ``in time`` only where there is a deadline."""
+    """Find all break-even points of a prompt.
+
+    Args:
+        situation: Prompt, link, engine and goal.
+
+    Yields:
+        Points in the order of ``What``, levels upwards; ``in time`` only where there is a deadline.
+    """
     yield _break_even("fetches", None, lambda b: len(situation.forecast(bandwidth=b).plan.order) > 1)
     yield _break_even("fetches all", None, lambda b: RECOMPUTE not in situation.forecast(bandwidth=b).levels.values())
     yield from _beating_text(situation)
@@ -61,7 +71,16 @@ def _beating_text(situation: Situation) -> Iterator[BreakEven]:
 
 
 def find_unchanged(situation: Situation, forecast: Forecast) -> tuple[float | None, float | None]:
-    """The next bandwidths below and above at which the first plan is another than ``forecast``."""
+    """Find how far the bandwidth may change before the first plan does.
+
+    Args:
+        situation: Prompt, link, engine and goal.
+        forecast: The first plan.
+
+    Returns:
+        The next bandwidths below and above, in bytes per second, at which the first plan is another; None where there
+        is none within bounds.
+    """
 
     def same(bandwidth: float) -> bool:
         return situation.forecast(bandwidth=bandwidth).levels == forecast.levels

@@ -44,7 +44,13 @@ class _Patient:
 
 @dataclass(frozen=True, eq=False)
 class Answered:
-    """A policy's plan, what it was asked for it, and the variants that were chosen."""
+    """A policy's plan.
+
+    Attributes:
+        asked: What the policy was told.
+        plan: Its answer.
+        inputs: The variant of each document that was chosen.
+    """
 
     asked: PlanRequest
     plan: Plan
@@ -62,7 +68,15 @@ class Inquiry:
         settings: ctl.ControllerSettings,
         query_tokens: int,
     ) -> None:
-        """Keep what the prompt is; ``estimates`` stay as they are."""
+        """Keep what the prompt is.
+
+        Args:
+            documents: In prompt order, each with its variants.
+            estimates: Of the engine; they stay as they are.
+            goal: What the load is asked for.
+            settings: Of the controller.
+            query_tokens: Length of the question.
+        """
         self._documents, self._estimates = documents, estimates
         self._goal, self._settings, self._query_tokens = goal, settings, query_tokens
         self._choosing = any(len(variants) > 1 for variants in documents)
@@ -70,9 +84,18 @@ class Inquiry:
         self._now = 0.0
 
     def ask(self, policy: Policy, bandwidth: ctl.BandwidthEstimator, since_s: float) -> Answered:
-        """What a policy plans over a link when ``since_s`` seconds have passed since the prompt was asked for.
+        """Ask a policy for its plan of the prompt.
 
-        Raises ArgumentError where a chunk cannot be had in any way.
+        Args:
+            policy: Asked for the plan.
+            bandwidth: Of the link.
+            since_s: Seconds that have passed since the prompt was asked for.
+
+        Returns:
+            The plan, with what the policy was told.
+
+        Raises:
+            ArgumentError: A chunk cannot be had in any way.
         """
         if self._known is None or self._choosing:
             self._known = self._informed(policy, bandwidth, since_s)
@@ -84,7 +107,7 @@ class Inquiry:
         asked = patient.asked
         left_s = None if asked.left_s is None else asked.left_s + (asked.now - since_s)
         request = replace(asked, left_s=left_s, now=since_s)
-        inputs = tuple(board.input for board in controller.loads[0].boards)
+        inputs = tuple(doc.input for doc in controller.loads[0].docs)
         return Answered(request, policy.plan(request), inputs)
 
     def _informed(

@@ -37,7 +37,13 @@ _LINES = (
 
 
 def draw_load(outcome: Outcome, title: str, path: Path) -> None:
-    """Write a PNG of one load: a lane each for link, decoder and prefill, time from the asking on."""
+    """Write a PNG of one load: a lane each for link, decoder and prefill, time from the asking on.
+
+    Args:
+        outcome: Of the load.
+        title: Above the picture.
+        path: Where the file goes.
+    """
     figure = Figure(figsize=(9.0, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -152,7 +158,10 @@ def _keys(spans: Sequence[Span], finest: int) -> list[Patch]:
 def draw_cdf(panels: Mapping[str, Mapping[str, Sequence[float]]], deadline_s: float | None, path: Path) -> None:
     """Write a PNG with a panel for each model and prompt: share of loads whose first token has come by each second.
 
-    panels: seconds to the first token by policy.
+    Args:
+        panels: Seconds to the first token by policy.
+        deadline_s: Marked; None: there is none.
+        path: Where the file goes.
     """
     columns = min(len(panels), 3)
     lines = -(-len(panels) // columns)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, TypeAlias
@@ -64,6 +65,12 @@ class Catalog:
         catalog._tenant = check_tenant(tenant)
         catalog._keys = keyring.tenant(tenant) if keyring else None
         return catalog
+
+    def over(self, store: Store) -> Catalog:
+        """The same catalog, read and written through another store object, such as one that measures."""
+        other = copy(self)
+        other._store = store  # noqa: SLF001 - of this class
+        return other
 
     @property
     def store(self) -> Store:

@@ -19,7 +19,8 @@ import struct
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from kvwire.codec.format.container import MAX_HEADER_BYTES, read_header
+from kvwire.codec.format.container import read_header
+from kvwire.codec.format.header import MAX_HEADER_BYTES
 from kvwire.errors import (
     ArgumentError,
     AuthError,

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from kvwire.codec import KVCache
 from kvwire.codec.entropy.range_coder import decode_rows, encode_rows, frequencies_of
-from kvwire.codec.kinds import cachegen
-from kvwire.codec.kinds.cachegen import CacheGenProfile, decode_cachegen, encode_cachegen, fit_cachegen_profile
+from kvwire.codec.kinds import cachegen_coding as cachegen
+from kvwire.codec.kinds.cachegen_coding import decode_cachegen, encode_cachegen, fit_cachegen_profile
+from kvwire.codec.kinds.cachegen_profile import CacheGenProfile
 from kvwire.codec.transform.analysis import gather
 from kvwire.errors import (
     ArgumentError,

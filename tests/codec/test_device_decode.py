@@ -20,13 +20,14 @@ from kvwire.codec.entropy.rans_naive import decode_lanes
 from kvwire.codec.entropy.tables import ALPHABET, CLASSES, CONTEXTS, Tables, fit_tables
 from kvwire.codec.format import segment
 from kvwire.codec.format.container import parse_header
-from kvwire.codec.format.segment import Parts, SegmentState, decode_segment
+from kvwire.codec.format.segment import ChunkSegments, Parts, SegmentState, decode_segment
 from kvwire.codec.gpu import decode_kernels as kernels
 from kvwire.codec.gpu import staging
 from kvwire.codec.gpu import streams as queues
-from kvwire.codec.gpu.decode import Workspace, _bytes
+from kvwire.codec.gpu.batch import Workspace
+from kvwire.codec.gpu.decode import _bytes
 from kvwire.codec.gpu.profile import on_device
-from kvwire.codec.gpu.staging import BLOCK, ChunkSegments, described, open_piece, stage
+from kvwire.codec.gpu.staging import BLOCK, described, parse_chunk, stage
 from kvwire.codec.profile.group import Group
 from kvwire.errors import ArgumentError, CorruptError
 from kvwire.types import KVCache, LayerSpec, PagedKVCache, RopeRegime
@@ -78,31 +79,31 @@ def apart(one, other):
 def on_processor(blob, profile, level, chunk=0):
     """Quantised values ``[tokens, columns]`` as numba's kernels decode them."""
     info = inspect(blob)
-    head = parse_header(blob)
+    header = parse_header(blob)
     start, stop = info.chunk_span(chunk)
     state = SegmentState(stop - start, profile.spread, profile.tables)
     for s in info.reads(chunk, level):
-        decode_segment(state, s.level, head.levels[s.level].shift, blob[s.offset : s.end])
+        decode_segment(state, s.level, header.levels[s.level].shift, blob[s.offset : s.end])
     return state
 
 
 def on_gpu(blob, profile, level, chunks=(0,)):
     """The same by Triton's: values of each chunk, and its classes."""
     info = inspect(blob)
-    decoder = BlobDecoder(blob, profile, backend="triton")._device
+    decoder = BlobDecoder(blob, profile, backend="triton")._lossy.device
     pieces = [ChunkSegments(c, level, [blob[s.offset : s.end] for s in info.reads(c, level)]) for c in chunks]
     decoder._room = 1 << 30
     (staged,) = decoder.batches(pieces)
     batch = decoder.upload(staged, Workspace())
     decoder.entropy(batch)
     out, at = [], 0
-    for opened in staged.pieces:
-        values = batch.values[at : at + opened.values].view(opened.tokens, opened.width).int().numpy()
-        at += opened.values
-        whole = np.zeros((opened.tokens, profile.rank), np.int32)
-        coded = np.flatnonzero(opened.classes[-1])
-        whole[:, coded] = values[:, opened.slots[coded]]
-        out.append((whole, opened.classes[-1]))
+    for parsed in staged.pieces:
+        values = batch.values[at : at + parsed.values].view(parsed.tokens, parsed.width).int().numpy()
+        at += parsed.values
+        whole = np.zeros((parsed.tokens, profile.rank), np.int32)
+        coded = np.flatnonzero(parsed.classes[-1])
+        whole[:, coded] = values[:, parsed.slots[coded]]
+        out.append((whole, parsed.classes[-1]))
     return out, batch
 
 
@@ -119,11 +120,11 @@ def launched(tokens, columns, tables, streams, coded=None):
     classes = np.array([[*row, 0] for _, row in streams], np.uint8)
     width = -(-coded // 16) * 16
     parts = [Parts(b"", b"", lanes.states, lanes.counts, lanes.words) for lanes, _ in streams]
-    opened = described(
+    parsed = described(
         ChunkSegments(0, len(streams) - 1, []), 0, tokens, parts, classes, np.zeros(0, np.int32), profile
     )
-    head = SimpleNamespace(levels=[SimpleNamespace(step=1.0)] * len(streams), info=SimpleNamespace(token_ids=None))
-    staged = stage([opened], head, rows=16)
+    header = SimpleNamespace(levels=[SimpleNamespace(step=1.0)] * len(streams), info=SimpleNamespace(token_ids=None))
+    staged = stage([parsed], header, rows=16)
     loaded = on_device(profile, torch.device("cpu"))
     progress, flags = torch.zeros(1 + staged.streams, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     values = torch.full((tokens * width + 64,), 77, dtype=torch.int16)
@@ -334,7 +335,7 @@ def test_wide_heads(layers, dtype):
     blob = encode(cache, profile, 1)
     ours, theirs = (decode(blob, 0, profile, dtype=dtype, offset=9, backend=each) for each in ("triton", "numba"))
     assert apart(theirs, ours) < HALF[dtype]
-    tiles = BlobDecoder(blob, profile, dtype=dtype, backend="triton")._device._tiles
+    tiles = BlobDecoder(blob, profile, dtype=dtype, backend="triton")._lossy.device._tiles
     assert tiles.aligned == (layers[0].key_dim == 32)
     assert (len(layers) > 1) == (len(tiles.table) > 2)
 
@@ -468,12 +469,12 @@ def test_batches_take_turns_in_little_memory(small, document, fits):
     pending.wait()
     assert len(pending._flags) == 8
     assert len(pending.layers) == 2
-    assert [space._memory is not None for space in decoder._device._spaces] == [True, fits]
+    assert [space._memory is not None for space in decoder._lossy.device._spaces] == [True, fits]
     assert apart(expected, decoder.cache) < 2e-6
 
 
 def opened_of(blob, profile, chunk, level):
-    return open_piece(
+    return parse_chunk(
         ChunkSegments(chunk, level, pieces_of(blob, chunk, level)), parse_header(blob), profile, check=True
     )
 
@@ -518,7 +519,7 @@ def test_a_damaged_chunk_leaves_the_others_of_its_batch_alone(small, document):
     blob = encode(document, small, 1, chunk_tokens=12)
     damaged = cut.with_segment(blob, 1, damaged_stream(blob, 1))
     decoder = BlobDecoder(damaged, small, backend="triton")
-    decoder._device._room = 1 << 30
+    decoder._lossy.device._room = 1 << 30
     pending = decoder.submit([(chunk, pieces_of(damaged, chunk, 0), 0) for chunk in range(3)])
     with pytest.raises(CorruptError):
         pending.wait()
@@ -592,7 +593,7 @@ def test_chunks_before_a_damaged_header_are_complete(small, document, room):
     cut.put(data, cut.SEGMENT_FIELDS, "words", 60000)
     damaged = cut.with_segment(blob, 1, bytes(cut.put(data, cut.SEGMENT_FIELDS, "words", 60000)))
     decoder = BlobDecoder(damaged, small, backend="triton")
-    decoder._device._room = room
+    decoder._lossy.device._room = room
     with pytest.raises(CorruptError, match="do not add up"):
         decoder.submit([(chunk, pieces_of(damaged, chunk, 0), 0) for chunk in range(3)])
     expected = decode(blob, 0, small, backend="numba")
@@ -636,7 +637,7 @@ def test_layers_are_ready_once_nothing_writes_to_them_any_more():
     """Interleaved and plain rotations of one group take two launches; the first layers come first."""
     profile = fitted(MIXED, MIXED_ROPES, words=False, group_width=30)
     cache = make_cache(6, 4, layers=MIXED, ropes=MIXED_ROPES)
-    decoder = BlobDecoder(encode(cache, profile, 1), profile, backend="triton")._device
+    decoder = BlobDecoder(encode(cache, profile, 1), profile, backend="triton")._lossy.device
     plans, last = decoder._tiles.plans, decoder._last_launch
     assert {plan.stride for plan in plans} == {1, 2}
     assert last[1] == -1  # it has no cache

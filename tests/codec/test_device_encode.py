@@ -14,23 +14,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire.codec import Ladder, decode, encode, fit_profile, positions_on, read_header
-from kvwire.codec.entropy import kernels as numba_kernels
+from kvwire.codec.entropy import value_kernels as numba_kernels
 from kvwire.codec.entropy.rans import encode_base, encode_ternary
 from kvwire.codec.entropy.rans_naive import encode_lanes
 from kvwire.codec.entropy.tables import CLASSES, CONTEXTS, Tables, column_classes, fit_tables
 from kvwire.codec.fitting.fit import identity_profile
 from kvwire.codec.format.segment import SegmentState, encode_segment
 from kvwire.codec.gpu import analysis as gpu_analysis
-from kvwire.codec.gpu import encode as gpu_encode
 from kvwire.codec.gpu import encode_kernels as kernels
+from kvwire.codec.gpu import encode_levels
+from kvwire.codec.gpu import encode_streams as streams
 from kvwire.codec.gpu.analysis import Transform
-from kvwire.codec.gpu.encode import DeviceEncoder, encode_batch, encode_streams, split_values
+from kvwire.codec.gpu.encode import DeviceEncoder
+from kvwire.codec.gpu.encode_levels import split_values
+from kvwire.codec.gpu.encode_streams import encode_batch, encode_streams
 from kvwire.codec.gpu.profile import DeviceProfile, on_device, packed_tables
 from kvwire.codec.prediction.text import TextPredictor
 from kvwire.codec.profile.group import Group
 from kvwire.codec.profile.profile import Profile
 from kvwire.codec.transform import analysis
-from kvwire.codec.transform.quantiser import split_levels
+from kvwire.codec.transform.quantiser import quantise, split_levels
 from kvwire.errors import CacheValueError
 from kvwire.types import KVCache
 
@@ -187,14 +190,14 @@ def test_equal_coefficients_give_equal_classes_and_errors():
     rng = np.random.default_rng(4)
     bounds, steps = (0, 9, 40, 41), Ladder().steps
     coefficients = (rng.laplace(0, 1, (41, 30)) * np.logspace(-3, 2, 30)).astype(np.float32)
-    unit, squares = gpu_encode.measured(torch.from_numpy(coefficients), bounds)
+    unit, squares = encode_levels.measured(torch.from_numpy(coefficients), bounds)
     profile = profile_of(FITTED, np.zeros(30))
     known = DeviceProfile(profile, CPU)
-    values, largest = gpu_encode._quantised(torch.from_numpy(coefficients), steps[-1])
-    assert np.array_equal(values.numpy(), gpu_encode.quantise(coefficients, steps[-1]))
+    values, largest = encode_levels.quantised(torch.from_numpy(coefficients), steps[-1])
+    assert np.array_equal(values.numpy(), quantise(coefficients, steps[-1]))
     assert float(largest) == pytest.approx(abs(coefficients).max() / steps[-1], rel=1e-6)
     batch = split_values(values, unit, bounds, Ladder().shifts, known)
-    missed = gpu_encode.squared_errors(torch.from_numpy(coefficients), batch, steps, known)
+    missed = encode_levels.squared_errors(torch.from_numpy(coefficients), batch, steps, known)
     for chunk, (start, stop) in enumerate(pairwise(bounds)):
         part = coefficients[start:stop]
         assert np.array_equal(unit[chunk].numpy(), column_classes(part))
@@ -267,11 +270,11 @@ def test_coefficients_of_long_chunks_are_the_processors(profile, step):
     text = TextPredictor(profile, 300, cache.token_ids)
     known = DeviceProfile(profile, CPU)
     made = Transform(cache, text, known, step).analyse(spans)
-    values, _ = gpu_encode._quantised(made.coefficients, step)
+    values, _ = encode_levels.quantised(made.coefficients, step)
     assert torch.isfinite(made.sums).all()
     for chunk, (start, stop) in enumerate(spans):
         exact, dropped = analysis.analyse(cache, text, start, stop, step)
-        difference = abs(values[start:stop].numpy() - gpu_encode.quantise(exact, step))
+        difference = abs(values[start:stop].numpy() - quantise(exact, step))
         assert difference.max() <= 1
         assert (difference > 0).mean() < 2e-3
         assert float(made.dropped[chunk]) == pytest.approx(dropped, rel=1e-2, abs=1e-3)
@@ -390,8 +393,8 @@ def test_a_profile_is_copied_to_a_device_once_and_goes_with_it(plain_profile):
     assert known() is None
 
 
-COLUMNS = {"BLOCK": gpu_encode._COLUMN_BLOCK}
-TILES = {"ROWS": gpu_encode._ROW_BLOCK, **COLUMNS}
+COLUMNS = {"BLOCK": encode_levels.COLUMN_BLOCK}
+TILES = {"ROWS": encode_levels.ROW_BLOCK, **COLUMNS}
 WHOLE = {"columns": "i32", "bounds": "*i64"}
 KERNELS = {
     "measure": (WHOLE | {"coefficients": "*fp32", "magnitudes": "*fp32", "squares": "*fp32"}, COLUMNS, 4),
@@ -406,11 +409,11 @@ KERNELS = {
     "encode_lanes": (
         {"symbols": "*u8", "stride": "i32", "streams": "*i64", "stream_of": "*i32", "columns": "*i32", "rows": "*i32"}
         | {"packed": "*i32", "words": "*i16", "states": "*i32", "begins": "*i64", "counts": "*i32", "lanes": "i32"},
-        {"BLOCK": gpu_encode._LANE_BLOCK}, 2
+        {"BLOCK": streams._LANE_BLOCK}, 2
     ),
     "gather_words": (
         {"words": "*i16", "begins": "*i64", "counts": "*i32", "targets": "*i64", "out": "*i16"},
-        {"BLOCK": gpu_encode._WORD_BLOCK}, 4
+        {"BLOCK": streams._WORD_BLOCK}, 4
     ),
 }  # fmt: skip
 

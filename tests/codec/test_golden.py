@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from kvwire.codec.format.container import VERSION
+from kvwire.codec.format.header import VERSION
 
 from .write_golden import GOLDEN, STEM, assert_alike, facts, read_golden
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvwire.codec.entropy import kernels
+from kvwire.codec.entropy import kernels, value_kernels
 from kvwire.codec.entropy.tables import CLASSES, CONTEXTS, POINTS
 
 
@@ -75,7 +75,7 @@ def small(values):
 
 def test_dequantise(small):
     out, sizes = np.full(small.shape, np.nan, np.float32), sizes_for(small)
-    kernels.dequantise(small, sizes, 0.3, out)
+    value_kernels.dequantise(small, sizes, 0.3, out)
     assert np.array_equal(out, dequantised(small, sizes, 0.3))
 
 
@@ -85,7 +85,7 @@ def test_squared_error(small):
     noise = np.random.default_rng(6).uniform(-0.15, 0.15, small.shape)
     exact = np.where(small == 0, noise, np.copysign(abs(0.3 * small + noise), small)).astype(np.float32)
     out = np.ones(small.shape[1], np.float32)
-    kernels.squared_error(exact, small, sizes, 0.3, out)
+    value_kernels.squared_error(exact, small, sizes, 0.3, out)
     expected = 1 + np.square(exact.astype(np.float64) - dequantised(small, sizes, 0.3)).sum(0)
     np.testing.assert_allclose(out, expected, rtol=1e-4)
 
@@ -95,7 +95,7 @@ def test_to_bfloat16(largest):
     values = np.random.default_rng(largest).integers(-largest, largest + 1, (50, 9)).astype(np.int32)
     values[0, 0], sizes = -largest, sizes_for(values)
     out, widest = np.empty(values.shape, np.uint16), np.full(9, 77, np.uint32)
-    kernels.to_bfloat16(values, sizes, out, widest)
+    value_kernels.to_bfloat16(values, sizes, out, widest)
     expected = torch.from_numpy(dequantised(values, sizes, 1.0)).bfloat16()
     assert torch.equal(torch.from_numpy(out).view(torch.bfloat16), expected)
     assert widest.tolist() == abs(values).max(0).tolist()

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from kvwire.codec import KVCache
 from kvwire.codec.entropy import exponent_kernels
 from kvwire.codec.entropy.exponent_kernels import Fields
-from kvwire.codec.kinds import lossless_streams
-from kvwire.codec.kinds.lossless_streams import FORMATS, decode_lossless, encode_lossless
+from kvwire.codec.kinds import lossless_grid, lossless_streams, lossless_survey
+from kvwire.codec.kinds.lossless_grid import FORMATS
+from kvwire.codec.kinds.lossless_streams import decode_lossless, encode_lossless
 from kvwire.errors import ArgumentError, CorruptError
 from kvwire.types import CacheMeta, LayerSpec
 
@@ -213,7 +214,7 @@ def test_rows_that_repeat_are_stored_once():
 
 
 def test_a_hash_that_collides_changes_nothing(monkeypatch):
-    monkeypatch.setattr(lossless_streams, "_codes", lambda bits: np.minimum(np.arange(bits.shape[1]), 1))
+    monkeypatch.setattr(lossless_survey, "_codes", lambda bits: np.minimum(np.arange(bits.shape[1]), 1))
     cache = make(40, (LayerSpec(2, 8, 8),), torch.bfloat16, normal)
     check(cache)
     assert encode_lossless(cache, 0, 40)[1] == 40 * 32
@@ -321,7 +322,7 @@ def test_histogram_does_as_numpy(shape):
 def test_class_tables_look_up_what_they_count():
     base = np.zeros((3, 256), np.uint16)
     base[0, 200], base[1, [3, 7]], base[2, :16] = 4096, (4095, 1), 256
-    lookup = lossless_streams.ClassTables.of(base).lookup.reshape(3, 4096)
+    lookup = lossless_grid.ClassTables.of(base).lookup.reshape(3, 4096)
     for row, frequencies in zip(lookup, base, strict=True):
         slots = np.repeat(np.arange(256), frequencies)
         starts = np.cumsum(frequencies, dtype=np.int64) - frequencies

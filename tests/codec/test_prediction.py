@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from kvwire.codec.fitting.fit import identity_profile
 from kvwire.codec.fitting.moments import Features, feature_moments, group_moments
 from kvwire.codec.prediction.text import TextPredictor, expected_naive
 from kvwire.codec.profile import profile as profile_module
+from kvwire.codec.profile.expectations import Expectations
 from kvwire.codec.transform.analysis import gather_planes
 from kvwire.codec.transform.quantiser import Ladder
 from kvwire.errors import ArgumentError, CacheValueError, CorruptError, MismatchError
@@ -76,6 +78,55 @@ def test_threads_share_what_is_kept(split_profile):
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda start: expected(shared, 1, start, start + 20), range(0, 400, 20)))
     assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+
+
+def test_threads_compute_at_the_same_time(monkeypatch, split_profile):
+    """Each waits within the computation until the other is there as well."""
+    both = threading.Barrier(2, timeout=10)
+    compute = Expectations._compute
+
+    def meet(self, token_ids):
+        both.wait()
+        return compute(self, token_ids)
+
+    ids = [np.arange(0, 40), np.arange(20, 60)]
+    alone = [replace(split_profile).expectations[0].rows(each) for each in ids]
+    monkeypatch.setattr(Expectations, "_compute", meet)
+    shared = replace(split_profile).expectations[0]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(shared.rows, ids))
+    monkeypatch.undo()
+    assert all(torch.equal(a, b) for a, b in zip(alone, found, strict=True))
+    assert_slots(shared, 60)
+    assert torch.equal(shared.rows(ids[1]), alone[1])
+
+
+def assert_slots(expectations, most):
+    """Every kept row has one token, every token one row at most, and that row is the token's."""
+    tokens = np.flatnonzero(expectations._slots >= 0)
+    assert sorted(expectations._slots[tokens]) == list(range(expectations._used))
+    assert len(tokens) == expectations._used <= min(most, len(expectations._kept))
+    rows = expectations._kept[torch.from_numpy(expectations._slots[tokens])]
+    assert torch.equal(rows, expectations._compute(tokens))
+
+
+@settings(max_examples=20)
+@given(
+    st.lists(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=30), min_size=2, max_size=6),
+    st.sampled_from([64 << 20, 4 * VOCABULARY + 8_000, 4 * VOCABULARY + 1]),
+)
+def test_texts_expected_by_threads_are_those_of_the_naive_twin(split_profile, texts, room):
+    profile = replace(split_profile)
+    group, table = profile.groups[1], profile.table
+    profile.__dict__["expectations"] = tuple(Expectations(group, table, room) for group in profile.groups)
+    predictors = [TextPredictor(profile, len(ids), tuple(ids)) for ids in texts]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda text: expected(text, 1, 0, len(text.token_ids)), predictors))
+    for text, rows in zip(predictors, found, strict=True):
+        naive = expected_naive(text, 1, 0, len(text.token_ids))
+        torch.testing.assert_close(rows, naive, rtol=2.0**-8, atol=1e-4)
+        assert rows.shape == (len(text.token_ids), group.width)
+    assert_slots(profile.expectations[1], VOCABULARY)
 
 
 def test_hidden_states_add_to_what_the_tokens_say(profile, head_profile):
@@ -165,10 +216,10 @@ def test_hidden_states_are_checked(head_profile):
     assert inspect(blob).prefix_layers == 2
     assert decode(blob, None, head_profile, hidden=hidden.double()).tokens == 40
     for wrong in (None, hidden[:-1], hidden[:, :-1], hidden[None]):
-        with pytest.raises(ArgumentError, match=r"hidden=engine\.head_start"):
+        with pytest.raises(ArgumentError, match=r"hidden=engine\.prefix_states"):
             encode(cache, head_profile, hidden=wrong)
         for read in (decode, BlobDecoder):
-            with pytest.raises(ArgumentError, match=r"hidden=engine\.head_start"):
+            with pytest.raises(ArgumentError, match=r"hidden=engine\.prefix_states"):
                 read(blob, profile=head_profile, hidden=wrong)
     hidden = hidden.clone()
     hidden[3, 1] = torch.nan

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvwire.codec import decode, inspect
-from kvwire.codec.format.container import CODEC_LOSSLESS
+from kvwire.codec.format.codecs import CODEC_LOSSLESS
 
 from . import surgery as cut
 from .by_the_text import TextPredictor

@@ -27,7 +27,9 @@ from kvwire.codec import (
     positions_on,
     read_profile,
 )
-from kvwire.codec.format.container import CODEC_LANES, VERSION, parse_header
+from kvwire.codec.format.codecs import CODEC_LAYERED
+from kvwire.codec.format.container import parse_header
+from kvwire.codec.format.header import VERSION
 from kvwire.codec.format.segment import SegmentState, decode_segment
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -70,7 +72,7 @@ def sha256(*parts: bytes) -> str:
 def facts(blob: bytes, profile, hidden) -> dict:
     """What a reader of any later version must find in a golden blob."""
     info, head = inspect(blob), parse_header(blob)
-    layered = [k for k, level in enumerate(head.levels) if level.codec == CODEC_LANES]
+    layered = [k for k, level in enumerate(head.levels) if level.codec == CODEC_LAYERED]
     inside = Profile.from_bytes(head.profile_bytes) if head.profile_bytes else profile
     finest = decode(blob, None, profile, offset=OFFSET, hidden=hidden)
     exact = decode(blob, "lossless", offset=head.offset) if info.levels[-1].lossless else None

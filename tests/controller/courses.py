@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import inf, nan
 from random import Random
 
-import numpy as np
 import pytest
 
 from kvwire.controller import (
@@ -25,6 +23,8 @@ from kvwire.controller.policies import Adaptive, CacheGen, CacheGenArtefact, Fix
 from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId
 
+from .course_checks import Asked, Checks, fingerprint
+
 STEPS = 60
 MOST_EVENTS = 5000
 
@@ -34,40 +34,7 @@ def steady(_start, _seconds):
     return 1e6
 
 
-def fingerprint(value, seen=None):
-    """All that an object holds, as plain data that can be compared."""
-    seen = set() if seen is None else seen
-    if isinstance(value, np.ndarray):
-        return value.tobytes()
-    if isinstance(value, (list, tuple, deque)):
-        return [fingerprint(each, seen) for each in value]
-    if isinstance(value, dict):
-        return [(repr(key), fingerprint(each, seen)) for key, each in value.items()]
-    if not hasattr(value, "__dict__") or callable(value):
-        return repr(value)
-    if id(value) in seen:
-        return "seen"
-    seen.add(id(value))
-    return [type(value).__name__, fingerprint(vars(value), seen)]
-
-
-@dataclass
-class Asked:
-    """A load as the driver knows it. way: for each chunk what is known of it."""
-
-    goal: Goal
-    documents: list[tuple[DocumentPlanInput, ...]]
-    known: set[int] = field(default_factory=set)
-    variant: dict[int, int] = field(default_factory=dict)
-    heads: dict[int, str] = field(default_factory=dict)
-
-    def variants(self, document):
-        """Those that the controller may use."""
-        all_of_them = self.documents[document]
-        return [all_of_them[self.variant[document]]] if document in self.variant else list(all_of_them)
-
-
-class Course:
+class Course(Checks):
     """One random course; ``play`` raises AssertionError where the controller does what it must not."""
 
     def __init__(self, seed: int) -> None:
@@ -305,18 +272,33 @@ class Course:
 
     def _break_a_rule(self):
         """An event that cannot be raises and changes nothing."""
-        newest = max(self.loads, default=-1)
-        nobody = ChunkId(0, 0, newest + 1)
-        wrong = [
-            ev.LoadAbandoned(newest + 1), ev.ChunkArrived(nobody, 0), ev.ChunkFailed(nobody, ""),
-            ev.IndexKnown(newest + 1, 0, ()),
+        nobody = ChunkId(0, 0, max(self.loads, default=-1) + 1)
+        wrong = [*self._of_no_load(nobody), *self._of_loads(), *self._of_work(nobody)]
+        before = fingerprint(self.controller)
+        event, moment = self.random.choice(wrong), self.now
+        if self.random.random() < 0.2:
+            event, moment = ev.Tick(), self.random.choice([nan, inf, self.log[-1].now - 1 if self.log else nan])
+        with pytest.raises(ArgumentError):
+            self.controller.handle(event, moment)
+        assert fingerprint(self.controller) == before, event
+
+    def _of_no_load(self, nobody):
+        """Events of what is not there, and numbers that cannot be."""
+        number = nobody.load
+        return [
+            ev.LoadAbandoned(number), ev.ChunkArrived(nobody, 0), ev.ChunkFailed(nobody, ""),
+            ev.IndexKnown(number, 0, ()),
             ev.DecodeDone((), 0.1), ev.DecodeDone((nobody,), 0.1), ev.DecodeFailed((nobody,), (), ""),
             ev.RecomputeDone((nobody,), 0.1), ev.RecomputeDone((), 0.1), ev.RecomputeFailed(nobody, ""),
-            ev.PrefixComputed(newest + 1, 0, 0.1), ev.PrefixFailed(newest + 1, 0, ""), ev.FirstByte(nan),
+            ev.PrefixComputed(number, 0, 0.1), ev.PrefixFailed(number, 0, ""), ev.FirstByte(nan),
             ev.FirstByte(-1.0), ev.TransferProgress(-1, 0.0, 0.0), ev.TransferProgress(1, 1.0, 0.0),
             ev.TransferProgress(1, nan, 0.0), ev.TransferProgress(1, 0.0, inf), ev.TransferProgress(nan, 0.0, 0.0),
-            ev.LoadRequested(newest + 1, 0, 0, Goal()), ev.LoadRequested(newest + 1, 1, -1, Goal()),
+            ev.LoadRequested(number, 0, 0, Goal()), ev.LoadRequested(number, 1, -1, Goal()),
         ]  # fmt: skip
+
+    def _of_loads(self):
+        """Events that loads have had, or that are of other documents and chunks than theirs."""
+        wrong = []
         for number, load in self.loads.items():
             wrong.append(ev.LoadRequested(number, 1, 0, Goal()))
             if number in self.over:
@@ -330,6 +312,11 @@ class Course:
             ]
             wrong += [ev.ChunkArrived(chunk, 0) for chunk in chunks if chunk not in stale]
             wrong += [ev.ChunkFailed(chunk, "") for chunk in chunks if chunk not in stale]
+        return wrong
+
+    def _of_work(self, nobody):
+        """Outcomes of open fetches and running jobs that cannot be."""
+        wrong = []
         for chunk, fetch in self.open.items():
             wrong += [ev.ChunkArrived(chunk, fetch.level + 1), ev.ChunkArrived(chunk, -1)]
         for job in self.jobs.values():
@@ -347,188 +334,4 @@ class Course:
                 ]
             else:
                 wrong += [ev.RecomputeDone((job.first,) * 2, 0.1), ev.RecomputeDone((job.first,), nan)]
-        before = fingerprint(self.controller)
-        event, moment = self.random.choice(wrong), self.now
-        if self.random.random() < 0.2:
-            event, moment = ev.Tick(), self.random.choice([nan, inf, self.log[-1].now - 1 if self.log else nan])
-        with pytest.raises(ArgumentError):
-            self.controller.handle(event, moment)
-        assert fingerprint(self.controller) == before, event
-
-    # What comes out.
-
-    def _tell(self, event):
-        out = self.controller.handle(event, self.now)
-        self.log.append(ev.LogEntry(self.now, event, tuple(out)))
-        self.ending = {each.load for each in out if isinstance(each, ev.Fail)}
-        for instruction in out:
-            self._obey(instruction)
-            assert sum(self.held.values()) <= self.settings.memory_bytes
-        assert sum(self.held.values()) == self.controller.held_bytes
-        assert self.controller.wake_at >= self.now
-        assert set(self.controller.loads) == set(self.loads) - set(self.over)
-        return out
-
-    def _sizes(self, chunk):
-        load = self.loads[chunk.load]
-        return load.documents[chunk.document][load.variant[chunk.document]].fetch_bytes[chunk.chunk]
-
-    def _text(self, chunk):
-        variants = self.loads[chunk.load].documents[chunk.document]
-        return chunk not in self.no_text and any(variant.has_text for variant in variants)
-
-    def _obey(self, instruction):
-        match instruction:
-            case ev.Fetch():
-                self._fetch(instruction)
-            case ev.Decode():
-                self._decode(instruction)
-            case ev.Recompute():
-                self._recompute(instruction)
-            case ev.ComputePrefix():
-                self._head_start(instruction)
-            case ev.Cancel(chunk):
-                fetch = self.open.pop(chunk)
-                self.stale.append(fetch)
-                self.no_fetch.add(chunk)
-                self.held[chunk] = self._sizes(chunk)[fetch.first - 1] if fetch.first else 0
-            case ev.Release(chunk):
-                assert chunk not in self.open
-                assert chunk.load in self.over or chunk.load in self.ending or not self._is_used(chunk)
-                self.held[chunk] = 0
-                self.here.pop(chunk, None)
-            case ev.Finish(load):
-                self._finish(load, instruction)
-            case ev.Fail(load):
-                self._fail(load)
-
-    def _is_used(self, chunk):
-        job = self.jobs.get("decode")
-        return isinstance(job, ev.Decode) and chunk in job.chunks
-
-    def _commit(self, number, document, variant):
-        load = self.loads[number]
-        assert number not in self.over
-        assert document in load.known
-        assert load.variant.setdefault(document, variant) == variant
-        return load.documents[document][variant]
-
-    def _fetch(self, fetch):
-        chunk, load = fetch.chunk, self.loads[fetch.chunk.load]
-        document = self._commit(chunk.load, chunk.document, fetch.variant)
-        sizes = document.fetch_bytes[chunk.chunk]
-        levels = set(range(fetch.first, fetch.level + 1))
-        assert levels
-        assert not levels & self.asked_for.setdefault(chunk, set()), "asked for before"
-        self.asked_for[chunk] |= levels
-        assert chunk not in self.open
-        assert chunk not in self.no_fetch
-        assert fetch.bytes == sizes[fetch.level] - (sizes[fetch.first - 1] if fetch.first else 0)
-        assert fetch.until > self.now
-        if fetch.first:
-            assert document.layered
-            assert load.goal.objective == "quality"
-            assert self.here[chunk] == self.valid[chunk] == fetch.first - 1
-            assert not self._is_used(chunk)
-        else:
-            assert chunk not in self.valid
-            assert chunk not in self._pass()
-            if self.adaptive and self._text(chunk):
-                assert fetch.level >= min(load.goal.floor, document.finest)
-        if self.adaptive and load.goal.ceiling is not None:
-            assert fetch.level <= load.goal.ceiling
-        self.open[chunk] = fetch
-        assert len(self.open) <= self.settings.max_in_flight
-        self.held[chunk] = sizes[fetch.level]
-
-    def _pass(self):
-        job = self.jobs.get("prefill")
-        if not isinstance(job, ev.Recompute):
-            return []
-        return [replace(job.first, chunk=at) for at in range(job.first.chunk, job.last.chunk + 1)]
-
-    def _lane(self, lane, job):
-        assert lane not in self.jobs
-        assert self.settings.workers == 2 or not self.jobs
-        self.jobs[lane] = job
-
-    def _decode(self, job):
-        number = job.chunks[0].load
-        load = self.loads[number]
-        assert number not in self.over
-        assert len(set(job.chunks)) == len(job.chunks) == len(job.levels) <= self.settings.decode_batch
-        for chunk, level in zip(job.chunks, job.levels, strict=True):
-            assert chunk.load == number
-            variant = load.documents[chunk.document][load.variant[chunk.document]]
-            assert not variant.prefix_share or load.heads[chunk.document] == "done"
-            assert self.here[chunk] == level
-            assert chunk not in self.open
-            if chunk in self.valid:
-                assert level > self.valid[chunk]
-                assert (chunk.load, chunk.document) not in {(other.load, other.document) for other in self._pass()}
-        self._lane("decode", job)
-
-    def _recompute(self, job):
-        first, last = job.first, job.last
-        assert first.load not in self.over
-        assert first.document in self.loads[first.load].known
-        assert (first.document, first.load) == (last.document, last.load)
-        for at in range(first.chunk):
-            chunk = replace(first, chunk=at)
-            assert chunk in self.valid
-            assert not self._is_used(chunk)
-        self._lane("prefill", job)
-        assert self._pass()
-        for chunk in self._pass():
-            assert self._text(chunk)
-            assert chunk not in self.valid
-            assert chunk not in self.open
-            assert chunk not in self.here
-            assert not self._is_used(chunk)
-
-    def _head_start(self, job):
-        document = self._commit(job.load, job.document, job.variant)
-        assert document.prefix_share
-        assert job.document not in self.loads[job.load].heads
-        self._lane("prefill", job)
-
-    def _end(self, number, how):
-        assert number not in self.over
-        self.over[number] = how
-        assert not any(chunk.load == number for chunk in self.open)
-        assert not any(size for chunk, size in self.held.items() if chunk.load == number)
-
-    def _finish(self, number, finish):
-        self._end(number, finish)
-        load = self.loads[number]
-        chunks = [ChunkId(document, chunk, number) for document, variants in enumerate(load.documents)
-                  for chunk in range(len(variants[0].tokens))]  # fmt: skip
-        assert [decision.chunk for decision in finish.decisions] == chunks
-        assert len(load.known) == len(load.documents)
-        for decision in finish.decisions:
-            level = self.valid[decision.chunk]
-            assert decision.level == (None if level < 0 else level)
-            assert decision.action == ("recompute" if level < 0 else "fetch")
-            assert not self._is_used(decision.chunk)
-
-    def _fail(self, number):
-        self._end(number, "failed")
-        load = self.loads[number]
-        event = self.log[-1].event
-        new = (event.load, event.document) if isinstance(event, ev.IndexKnown) else None
-        assert any(
-            # A variant is chosen when it is known, by what is known then.
-            (all if (number, document) == new else any)(
-                self._is_lost(number, document, variant) for variant in load.variants(document)
-            )
-            for document in load.known
-        ), "failed although there was a way"
-
-    def _is_lost(self, number, document, variant):
-        for at in range(len(variant.tokens)):
-            chunk = ChunkId(document, at, number)
-            row = variant.fetch_bytes[at] if variant.fetch_bytes else ()
-            fetchable = chunk not in self.no_fetch and row and row[0] <= self.settings.memory_bytes
-            if not self._text(chunk) and not fetchable and chunk not in self.valid:
-                return True
-        return False
+        return wrong

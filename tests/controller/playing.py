@@ -11,11 +11,14 @@ from kvwire.controller import (
     DecodeCost,
     DocumentPlanInput,
     Estimates,
+    Goal,
     PrefillCost,
 )
 from kvwire.controller import events as ev
-from kvwire.controller.simulator.rates import RateTrace
+from kvwire.controller.simulator.arrivals import LoadArrival
 from kvwire.controller.simulator.world import World
+from kvwire.types import ChunkId
+from kvwire.types.rates import RateTrace
 
 MB = 1e6
 RTT_S = 0.01
@@ -73,3 +76,63 @@ def play(arrivals, rate, *, prior=None, policy=None, trouble=None, seed=0, limit
         decode_threads=settings.get("decode_threads", 1), limit_s=limit_s,
     )  # fmt: skip
     return Played(world.run(arrivals), log, controller.estimates)
+
+
+def quality(deadline_s, **more):
+    return Goal(objective="quality", deadline_s=deadline_s, **more)
+
+
+def cheapest(deadline_s, **more):
+    return Goal(objective="cheapest", deadline_s=deadline_s, **more)
+
+
+def one(goal, rate, *variants, **more):
+    """One load of one document; returns its outcome and all that was played."""
+    played = play([LoadArrival(0.0, (variants or (document(),),), goal)], rate, **more)
+    return played.outcomes[0], played
+
+
+class ByHand:
+    """A controller with one load of one kind of document, told event by event."""
+
+    def __init__(self, goal, *variants, prior=30 * MB, documents=1, **settings):
+        self.controller = Controller(Estimates(COSTS, prior, RTT_S), ControllerSettings(**settings))
+        self._goal, self._variants, self._documents = goal, variants, documents
+        self.now = 0.0
+        self.pass_ = None  # the latest forward pass
+
+    def begin(self):
+        """The first fetch that is asked for once the first document is known."""
+        self.tell(ev.LoadRequested(0, self._documents, 0, self._goal))
+        out = self.tell(ev.IndexKnown(0, 0, self._variants))
+        return next(each for each in out if isinstance(each, ev.Fetch))
+
+    def tell(self, event, now=None):
+        self.now = self.now + 0.001 if now is None else now
+        out = self.controller.handle(event, self.now)
+        self.pass_ = next((each for each in out if isinstance(each, ev.Recompute)), self.pass_)
+        return out
+
+    def valid_at_level_0(self):
+        """Answer until all but the last decode is done; returns the chunks of that one."""
+        self.begin()
+        chunks = tuple(ChunkId(0, chunk) for chunk in range(len(self._variants[0].tokens)))
+        waiting = [self.tell(ev.ChunkArrived(chunk, 0)) for chunk in reversed(chunks)]
+        decodes = [each for out in waiting for each in out if isinstance(each, ev.Decode)]
+        done = decodes[0].chunks
+        while len(done) < len(chunks):
+            rest = [each for each in self.tell(ev.DecodeDone(decodes[-1].chunks, 0.001)) if isinstance(each, ev.Decode)]
+            decodes += rest
+            done += rest[0].chunks
+        return decodes[-1].chunks
+
+    def quick_link(self, chunks):
+        """Learn that the link is fast, and finish the last decode."""
+        for _ in range(4):
+            self.tell(ev.TransferProgress(1_000_000, self.now, self.now + 0.001))
+        return self.tell(ev.DecodeDone(chunks, 0.001))
+
+    def only(self, kind, event):
+        """The one instruction of a kind that follows an event."""
+        (found,) = [each for each in self.tell(event) if isinstance(each, kind)]
+        return found

@@ -14,14 +14,14 @@ LEVELS = 4
 def columns(documents):
     """Columns of documents, each a list of ``(tokens, top, can_text)`` and a head start in seconds."""
     rows = []
-    for number, (chunks, head_s) in enumerate(documents):
+    for number, (chunks, prefix_s) in enumerate(documents):
         context = 0
         for index, (tokens, top, can_text, number_of) in enumerate(chunks):
             sizes = [tokens * 10 * 3 ** min(level, max(top, 0)) for level in range(LEVELS)]
             errors = [0.1 ** (1 + min(level, max(top, 0))) * (1 + number_of / 10) for level in range(LEVELS)]
             text = can_text or top < 0
             finest = max(row[1] for row in chunks)
-            rows.append((number, index, tokens, context, sizes, errors, top, finest, text, head_s))
+            rows.append((number, index, tokens, context, sizes, errors, top, finest, text, prefix_s))
             context += tokens
     data = list(zip(*rows, strict=True))
     finest = np.array(data[7])
@@ -36,7 +36,7 @@ def columns(documents):
         finest=finest,
         exact_error=np.where(finest >= 0, 0.1 ** (1.0 + finest), 0.0),
         can_text=np.array(data[8], dtype=bool),
-        head_s=np.array(data[9], dtype=float),
+        prefix_s=np.array(data[9], dtype=float),
     )
 
 
@@ -69,7 +69,7 @@ def refinables(draw):
 @st.composite
 def plan_requests(draw):
     """Any request, small enough to be played through."""
-    flights = draw(st.lists(st.tuples(st.floats(0, 1e6), SECONDS), max_size=3))
+    fetches = draw(st.lists(st.tuples(st.floats(0, 1e6), SECONDS), max_size=3))
     chunks = columns(draw(st.lists(DOCUMENT, min_size=1, max_size=4)))
     costs = CostModel(
         PrefillCost(draw(st.floats(0, 0.05)), draw(st.floats(1e-6, 1e-3)), draw(st.floats(0, 1e-6))),
@@ -87,9 +87,9 @@ def plan_requests(draw):
         bandwidth=bandwidth,
         bandwidth_low=bandwidth * draw(st.floats(0.3, 1)),
         prompt_tokens=int(chunks.tokens.sum()),
-        promised=CommittedWork(
-            np.array([left for left, _ in flights]),
-            np.array([work for _, work in flights]),
+        committed=CommittedWork(
+            np.array([left for left, _ in fetches]),
+            np.array([work for _, work in fetches]),
             draw(SECONDS),
             draw(SECONDS),
             draw(st.floats(0, 1e6)),

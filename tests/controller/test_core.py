@@ -9,27 +9,10 @@ import pytest
 from kvwire.controller import Controller, ControllerSettings, DocumentPlanInput, Estimates, Goal
 from kvwire.controller import events as ev
 from kvwire.controller.policies import Fixed
-from kvwire.controller.simulator.rates import RateTrace
-from kvwire.controller.simulator.world import LoadArrival, Trouble
 from kvwire.errors import ArgumentError
-from kvwire.types import ChunkId
+from kvwire.types.rates import RateTrace
 
-from .playing import COSTS, MB, RTT_S, document, play
-
-
-def quality(deadline_s, **more):
-    return Goal(objective="quality", deadline_s=deadline_s, **more)
-
-
-def cheapest(deadline_s, **more):
-    return Goal(objective="cheapest", deadline_s=deadline_s, **more)
-
-
-def one(goal, rate, *variants, **more):
-    """One load of one document; returns its outcome and all that was played."""
-    played = play([LoadArrival(0.0, (variants or (document(),),), goal)], rate, **more)
-    return played.outcomes[0], played
-
+from .playing import COSTS, MB, RTT_S, ByHand, cheapest, document, one, quality
 
 # Goals.
 
@@ -207,92 +190,6 @@ def test_what_a_corrupt_refinement_spoilt_is_decoded_again_at_its_old_level():
     assert "refinement cannot be decoded: checksum" in finish.decisions[0].reason
 
 
-# Troubles.
-
-
-def test_a_link_that_dies_for_good_costs_time_and_nothing_else():
-    outcome, played = one(Goal(), RateTrace((0.0, 0.03), (3 * MB, 0.0)), document(16))
-    assert not outcome.failed
-    assert sum(outcome.levels) + outcome.recomputed == 16 * 256
-    assert any("silent" in each.reason for _, each in played.instructions(ev.Cancel))
-    alone = COSTS.prefill.seconds(16 * 256)
-    assert outcome.ttft_s < alone + 0.5
-
-
-def test_a_stall_that_passes_is_sat_out_where_there_is_no_text():
-    outcome, _ = one(Goal(), RateTrace((0.0, 0.03, 1.5), (3 * MB, 0.0, 3 * MB)), document(text=False))
-    assert not outcome.failed
-    assert 1.5 < outcome.ttft_s < 1.8
-
-
-def test_a_link_that_died_is_used_again_when_it_is_back():
-    rate = RateTrace((0.0, 0.02, 5.0), (5 * MB, 0.0, 5 * MB))
-    arrivals = [LoadArrival(at, ((document(),),), Goal()) for at in (0.0, 10.0)]
-    dead, back = play(arrivals, rate).outcomes
-    assert dead.recomputed == 2048
-    assert back.recomputed <= 512
-    assert back.ttft_s < 0.5 * dead.ttft_s
-
-
-def test_a_dead_link_costs_later_loads_less_and_less():
-    arrivals = [LoadArrival(1.0 * at, ((document(),),), Goal()) for at in range(30)]
-    outcomes = play(arrivals, RateTrace((0.0, 0.02), (5 * MB, 0.0))).outcomes
-    alone = COSTS.prefill.seconds(2048)
-    delayed = [outcome.ttft_s > 1.2 * alone for outcome in outcomes]
-    assert sum(delayed[:10]) > sum(delayed[10:20]) >= sum(delayed[20:])
-    assert all(outcome.ttft_s < alone + 0.35 for outcome in outcomes)
-
-
-def test_a_blob_of_which_nothing_comes_is_given_up():
-    outcome, played = one(Goal(), 30 * MB, document(16), trouble=Trouble(fail=1.0), max_failures=3, max_in_flight=1)
-    assert outcome.recomputed == 16 * 256
-    assert len(played.instructions(ev.Fetch)) == 3
-    assert any("3 fetches in a row failed" in decision.reason for decision in outcome.decisions)
-
-
-def test_a_chunk_given_up_with_its_blob_is_fetched_when_its_text_fails():
-    steps = ByHand(Goal(), document(4, 1), max_failures=1, max_in_flight=1)
-    lost = steps.begin().chunk
-    out = steps.tell(ev.ChunkFailed(lost, "missing"))
-    running = steps.pass_
-    if running and not any(isinstance(each, ev.Recompute) for each in out):  # it began before
-        numbers = range(running.first.chunk, running.last.chunk + 1)
-        steps.tell(ev.RecomputeDone(tuple(ChunkId(0, number) for number in numbers), 0.03))
-    given_up = steps.pass_.first
-    assert given_up != lost
-    assert steps.only(ev.Fetch, ev.RecomputeFailed(given_up, "memory")).chunk == given_up
-
-
-def test_corrupt_chunks_are_recomputed():
-    outcome, played = one(Goal(), 30 * MB, trouble=Trouble(corrupt=1.0))
-    assert outcome.recomputed == 2048
-    assert len(played.instructions(ev.Release)) == len(played.instructions(ev.Fetch))
-    assert any("decode failed: checksum" in decision.reason for decision in outcome.decisions)
-
-
-def test_a_chunk_that_can_neither_be_fetched_nor_recomputed_fails_the_load():
-    outcome, _ = one(Goal(), 30 * MB, document(text=False), trouble=Trouble(fail=1.0))
-    assert outcome.failed
-    assert "fetch failed" in outcome.reason
-
-
-def test_a_memory_bound_below_any_chunk_means_recomputing():
-    outcome, played = one(Goal(), 30 * MB, memory_bytes=1000)
-    assert outcome.recomputed == 2048
-    assert not played.instructions(ev.Fetch)
-
-
-def test_a_memory_bound_below_any_chunk_fails_a_load_without_text():
-    outcome, _ = one(Goal(), 30 * MB, document(text=False), memory_bytes=1000)
-    assert outcome.failed
-    assert "memory bound of 1000 bytes" in outcome.reason
-
-
-def test_a_small_memory_bound_makes_chunks_wait_for_each_other():
-    outcome, _ = one(Goal(), 30 * MB, document(text=False), memory_bytes=30_000)
-    assert outcome.levels == (2048, 0, 0, 0)
-
-
 # Head starts, variants, indexes.
 
 
@@ -373,49 +270,3 @@ def test_a_policy_without_giving_up_waits_for_its_fetches():
     outcome, played = one(Goal(), RateTrace((0.0, 0.03, 1.0), (3 * MB, 0.0, 3 * MB)), policy=Fixed(0))
     assert not played.instructions(ev.Cancel)
     assert outcome.levels[0] == 2048
-
-
-class ByHand:
-    """A controller with one load of one kind of document, told event by event."""
-
-    def __init__(self, goal, *variants, prior=30 * MB, documents=1, **settings):
-        self.controller = Controller(Estimates(COSTS, prior, RTT_S), ControllerSettings(**settings))
-        self._goal, self._variants, self._documents = goal, variants, documents
-        self.now = 0.0
-        self.pass_ = None  # the latest forward pass
-
-    def begin(self):
-        """The first fetch that is asked for once the first document is known."""
-        self.tell(ev.LoadRequested(0, self._documents, 0, self._goal))
-        out = self.tell(ev.IndexKnown(0, 0, self._variants))
-        return next(each for each in out if isinstance(each, ev.Fetch))
-
-    def tell(self, event, now=None):
-        self.now = self.now + 0.001 if now is None else now
-        out = self.controller.handle(event, self.now)
-        self.pass_ = next((each for each in out if isinstance(each, ev.Recompute)), self.pass_)
-        return out
-
-    def valid_at_level_0(self):
-        """Answer until all but the last decode is done; returns the chunks of that one."""
-        self.begin()
-        chunks = tuple(ChunkId(0, chunk) for chunk in range(len(self._variants[0].tokens)))
-        waiting = [self.tell(ev.ChunkArrived(chunk, 0)) for chunk in reversed(chunks)]
-        decodes = [each for out in waiting for each in out if isinstance(each, ev.Decode)]
-        done = decodes[0].chunks
-        while len(done) < len(chunks):
-            rest = [each for each in self.tell(ev.DecodeDone(decodes[-1].chunks, 0.001)) if isinstance(each, ev.Decode)]
-            decodes += rest
-            done += rest[0].chunks
-        return decodes[-1].chunks
-
-    def quick_link(self, chunks):
-        """Learn that the link is fast, and finish the last decode."""
-        for _ in range(4):
-            self.tell(ev.TransferProgress(1_000_000, self.now, self.now + 0.001))
-        return self.tell(ev.DecodeDone(chunks, 0.001))
-
-    def only(self, kind, event):
-        """The one instruction of a kind that follows an event."""
-        (found,) = [each for each in self.tell(event) if isinstance(each, kind)]
-        return found

@@ -68,7 +68,7 @@ def test_cachegen_recomputes_one_stretch_over_documents_and_leaves_the_rest_open
 
 
 def test_cachegen_asks_on_while_earlier_requests_are_open():
-    busy = request(8, deadline_s=0.3, promised=CommittedWork(wire=np.array([1e6]), work_s=np.array([0.0])))
+    busy = request(8, deadline_s=0.3, committed=CommittedWork(wire=np.array([1e6]), work_s=np.array([0.0])))
     assert list(CacheGen().plan(busy).order) == list(range(8))
 
 
@@ -203,7 +203,7 @@ def test_adaptive_is_the_best_of_its_class(asked):
 
 
 @st.composite
-def liftable(draw):
+def upgradable(draw):
     """Requests for quality whose deadline some uniform level meets with a little to spare, but no finer one."""
     asked = replace(draw(plan_requests()), refinable=None)
     asked = replace(asked, goal=replace(asked.goal, objective="quality", deadline_s=1.0))
@@ -218,17 +218,17 @@ def times(asked, level):
     return [finish_naive(asked, level, levels, split, asked.bandwidth_low) for split in splits(asked, levels)]
 
 
-LIFTED = []
+UPGRADED = []
 
 
-@given(liftable())
+@given(upgradable())
 @settings(max_examples=150, deadline=None)
-def check_lifts(asked):
-    """A plan with lifts is played through at its own levels."""
+def check_upgrades(asked):
+    """A plan with upgrades is played through at its own levels."""
     plan = Adaptive().plan(asked)
     if not plan.upgraded:
         return
-    LIFTED.append(plan)
+    UPGRADED.append(plan)
     upgraded, fetched = np.array(sorted(plan.upgraded)), plan.levels >= 0
     assert (plan.levels[upgraded] <= asked.chunks.top[upgraded]).all()
     base = plan.levels.copy()
@@ -243,10 +243,10 @@ def check_lifts(asked):
     assert min(ends) <= asked.left_s + 1e-9
 
 
-def test_lifts_keep_the_plan_in_time():
-    LIFTED.clear()
-    check_lifts()
-    assert len(LIFTED) >= 15
+def test_upgrades_keep_the_plan_in_time():
+    UPGRADED.clear()
+    check_upgrades()
+    assert len(UPGRADED) >= 15
 
 
 def test_refinements_go_by_error_removed_per_byte_and_stop_at_the_deadline():

@@ -15,10 +15,11 @@ from kvwire.controller import events as ev
 from kvwire.controller.log import dump_entry, load_entry
 from kvwire.controller.policies import Adaptive, CacheGen, CacheGenArtefact, Fixed, Raw, TextOnly
 from kvwire.controller.simulator import Scenario, constant, machine_named, model_named, simulate, variants_for
-from kvwire.controller.simulator.rates import RateTrace
-from kvwire.controller.simulator.world import LoadArrival, Trouble, World
+from kvwire.controller.simulator.arrivals import LoadArrival, Trouble
+from kvwire.controller.simulator.world import World
 from kvwire.errors import ArgumentError, CorruptError
 from kvwire.types import ChunkId
+from kvwire.types.rates import RateTrace
 
 from .courses import Course
 from .playing import COSTS, MB, RTT_S, document

@@ -18,7 +18,7 @@ from kvwire.cli.app import main
 from kvwire.cli.printing import print_answer
 from kvwire.codec import read_header
 from kvwire.comparison.run import run_demo
-from kvwire.runtime.loader import Timing
+from kvwire.runtime.answer import Timing
 from kvwire.types import ChunkId, Decision
 
 ROOT = Path(__file__).resolve().parents[2]

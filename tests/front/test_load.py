@@ -16,8 +16,9 @@ from kvwire.controller import events as ev
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, NotFoundError, StorageError
 from kvwire.reuse import link
 from kvwire.runtime.corpus import Corpus
-from kvwire.runtime.loader import Loader, LoadSettings, controls_of
+from kvwire.runtime.loader import Loader
 from kvwire.runtime.quality import Reference
+from kvwire.runtime.settings import LoadSettings, controls_of
 from kvwire.store.schemes import open_store
 from kvwire.transport import FetchSettings, HttpStore, Patience, parse_link, serve
 
@@ -184,19 +185,20 @@ def test_a_server_that_dies_halfway_costs_time_only(small, reference, share):
     sizes = [corpus.catalog.by_document(config, name) for name in _names(small)]
     after = int(sum(e.levels[-1][1] for e in sizes) * share)
     with serving(corpus.catalog.store) as url, dying(url, after) as proxy:
-        remote = Corpus(small.engine, _split(corpus.catalog.store, proxy))
+        remote = Corpus(small.engine, _split(url, proxy))
         answer = _ask(small, remote, settings=replace(QUICK, quality_floor=4))
     assert answer.misses
     assert "recompute" in {d.action for d in answer.decisions}
     assert reference.compare(small.engine, answer.prompt.cache)[0] < 1e-4
 
 
-def _split(local, url):
-    """Catalog and profile from a sound store, blobs over HTTP from a dying one."""
+def _split(sound, url):
+    """Catalog and profile from a sound server, blobs from a dying one."""
 
     class Split(HttpStore):
-        def get(self, key, start=0, end=None):
-            return local.get(key, start, end)
+        def http_address(self, key, *, renew=False):
+            place = super() if key.endswith(".kvw") else HttpStore(sound)
+            return place.http_address(key, renew=renew)
 
     return Split(url)
 
@@ -278,8 +280,8 @@ def silent() -> Iterator[str]:
 def test_a_silent_server_does_not_hold_a_load_up(small, reference):
     corpus = small.corpus()
     _lose_texts(corpus)
-    with silent() as url:
-        remote = Corpus(small.engine, _split(corpus.catalog.store, url))
+    with serving(corpus.catalog.store) as sound, silent() as url:
+        remote = Corpus(small.engine, _split(sound, url))
         with pytest.raises(StorageError, match="nothing came"):
             _ask(small, remote, settings=LoadSettings(fetch=FetchSettings(retries=0, patience=Patience(0.3, 0.3))))
         answer = _ask(small, remote, settings=LoadSettings(open_s=30.0), deadline_s=1.0, texts=small.tokens)
@@ -290,11 +292,11 @@ def test_a_silent_server_does_not_hold_a_load_up(small, reference):
 
 def test_a_stored_text_stands_in_for_a_head_that_is_late(small, reference):
     corpus = small.corpus()
-    with silent() as url:
-        remote = Corpus(small.engine, _split(corpus.catalog.store, url))
+    with serving(corpus.catalog.store) as sound, silent() as url:
+        remote = Corpus(small.engine, _split(sound, url))
         answer = _ask(small, remote, settings=LoadSettings(open_s=30.0), deadline_s=1.0)
     assert len(answer.misses) == len(small.tokens)
-    assert all("no head within 0.25 s" in miss for miss in answer.misses)
+    assert all("no header within 0.25 s" in miss for miss in answer.misses)
     assert {d.action for d in answer.decisions} == {"recompute"}
     assert reference.compare(small.engine, answer.prompt.cache)[0] < 1e-6
 

@@ -12,7 +12,8 @@ from kvwire.cli.app import cli
 from kvwire.controller.policies import Fixed
 from kvwire.errors import AuthError, CorruptError
 from kvwire.runtime.corpus import Corpus, Document
-from kvwire.runtime.loader import Loader, LoadSettings
+from kvwire.runtime.loader import Loader
+from kvwire.runtime.settings import LoadSettings
 from kvwire.store import FolderStore, Keyring, MemoryStore, TieredStore
 from kvwire.store.schemes import open_store
 from kvwire.transport import parse_link

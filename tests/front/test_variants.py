@@ -15,8 +15,9 @@ from kvwire.controller import CostModel, DecodeCost, PrefillCost
 from kvwire.controller import events as ev
 from kvwire.errors import AuthError
 from kvwire.runtime.corpus import Coding, Corpus, Document
-from kvwire.runtime.loader import Loader, LoadSettings
+from kvwire.runtime.loader import Loader
 from kvwire.runtime.quality import Reference
+from kvwire.runtime.settings import LoadSettings
 from kvwire.store import FolderStore, MemoryStore
 from kvwire.transport import EmulatedLink
 
@@ -172,12 +173,14 @@ def test_a_variant_that_is_of_no_use_is_done_without(small, tokens, reference, p
     assert reference.compare(small.engine, answer.prompt.cache)[0] < FINE
 
 
-@pytest.mark.parametrize("late", ["get", "snapshot"])
+@pytest.mark.parametrize("late", ["catalog/", ".kvw"])
 def test_a_variant_that_never_answers_is_not_waited_for(small, reference, plain, started, late, monkeypatch):
     """Neither its catalog nor its head: the load ends while both still hang."""
     over = threading.Event()
-    given = getattr(started.catalog.store, late)
-    monkeypatch.setattr(started.catalog.store, late, lambda *args: given(*args) if over.wait(60) else None)
+    given = started.catalog.store.snapshot
+    monkeypatch.setattr(
+        started.catalog.store, "snapshot", lambda key: given(key) if late not in key or over.wait(60) else None
+    )
     answer, variants, known = _ask(small, [plain, started], FAST, after=over.set)
     assert known == 1
     assert answer.timing.ttft_s < 30.0

@@ -120,13 +120,19 @@ def test_the_last_rate_lasts_without_a_period():
         ((0.0,), (-5.0,), None),
         ((0.0, 1.0), (5.0, math.nan), 2.0),
         ((0.0,), (math.inf,), None),
-        ((0.0,), (0.0,), 1.0),
-        ((0.0, 1.0), (5.0, 0.0), None),
     ],
 )
-def test_schedules_that_make_no_sense_or_never_deliver_are_refused(times, rates, period):
+def test_schedules_that_make_no_sense_are_refused(times, rates, period):
     with pytest.raises(ArgumentError):
         RateSchedule(times, rates, period)
+
+
+@pytest.mark.parametrize(
+    ("times", "rates", "period"), [((0.0,), (0.0,), 1.0), ((0.0, 1.0), (5.0, 0.0), None), ((0.0,), (0.0,), None)]
+)
+def test_a_link_refuses_schedules_that_never_deliver(times, rates, period):
+    with pytest.raises(ArgumentError, match="stay at 0"):
+        EmulatedLink(RateSchedule(times, rates, period))
 
 
 def test_a_link_with_a_schedule_refuses_a_round_trip_below_zero():

@@ -11,13 +11,12 @@ import asyncio
 import math
 import re
 import time
-from bisect import bisect_left, bisect_right
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError
+from kvwire.types.rates import RateTrace
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -32,7 +31,6 @@ _PACKET_BYTES = 1500
 _PIECE_S = 0.01
 _MAX_PIECE_BYTES = 256 * 1024
 _CATCH_UP_S = 0.02  # longest delay of a sender that is made up for, by default
-_ROUNDING = 1e-12  # of a sum of bytes
 
 
 @dataclass(frozen=True)
@@ -65,64 +63,8 @@ def parse_link(text: str) -> LinkSettings:
     return LinkSettings(number / _BITS if size[3].startswith("bit") else number, seconds)
 
 
-@dataclass(frozen=True)
-class RateSchedule:
-    """Bytes per second over time, constant between changes.
-
-    times: seconds from the schedule's beginning at which each rate begins; the first is 0. rates: bytes per second; 0
-    is an outage. period_s: the schedule repeats after so many seconds; None: the last rate lasts.
-    Raises ArgumentError where the schedule makes no sense or ends in an outage for ever.
-    """
-
-    times: tuple[float, ...]
-    rates: tuple[float, ...]
-    period_s: float | None = None
-    _carried: tuple[float, ...] = field(init=False, repr=False, compare=False)  # bytes by each time and by the period
-
-    def __post_init__(self) -> None:
-        """Check, and add up the bytes."""
-        ends = [*self.times, math.inf if self.period_s is None else self.period_s]
-        ordered = self.times[:1] == (0,) and all(a < b for a, b in pairwise(ends))
-        if not ordered or len(self.rates) != len(self.times) or (self.period_s == math.inf):
-            msg = "a schedule needs times that rise from 0, one rate for each, and a finite period after the last time"
-            raise ArgumentError(msg)
-        flowing = self.rates[-1] if self.period_s is None else max(self.rates)
-        if not all(0 <= rate < math.inf for rate in self.rates) or flowing <= 0:
-            msg = (
-                "a schedule needs rates of 0 or more, and must not stay at 0: let it repeat or end with a rate above 0"
-            )
-            raise ArgumentError(msg)
-        steps = (rate * (b - a) for rate, (a, b) in zip(self.rates, pairwise(ends), strict=True))
-        object.__setattr__(self, "_carried", tuple(accumulate(steps, initial=0.0)))
-
-    @property
-    def slowest(self) -> float:
-        """Lowest rate above 0, in bytes per second."""
-        return min(rate for rate in self.rates if rate)
-
-    def bytes_by(self, moment: float) -> float:
-        """Bytes carried from the beginning until ``moment`` seconds; 0 before the beginning."""
-        whole, rest = (0.0, moment) if self.period_s is None else divmod(moment, self.period_s)
-        if moment <= 0:
-            return 0.0
-        index = bisect_right(self.times, rest) - 1
-        past = whole * self._carried[-1] if whole else 0.0
-        return past + self._carried[index] + self.rates[index] * (rest - self.times[index])
-
-    def moment_of(self, carried: float) -> float:
-        """First instant, in seconds from the beginning, by which so many bytes are carried."""
-        if carried <= 0:
-            return 0.0
-        whole, rest = 0.0, carried
-        slack = _ROUNDING * carried  # what rounding adds does not wait for the end of an outage
-        if self.period_s is not None:
-            whole = max(0, math.ceil(carried / self._carried[-1]) - 1)
-            rest = min(carried - whole * self._carried[-1], self._carried[-1])
-            if rest <= slack:  # the end of a period is where its last byte is carried
-                whole, rest = whole - 1, self._carried[-1]
-        index = max(0, bisect_left(self._carried, rest - slack) - 1)
-        start = whole * self.period_s if self.period_s is not None else 0.0
-        return start + self.times[index] + (rest - self._carried[index]) / self.rates[index]
+RateSchedule = RateTrace
+"""The transport's name for the rates that an emulated link follows."""
 
 
 class EmulatedLink:
@@ -136,16 +78,19 @@ class EmulatedLink:
 
     def __init__(
         self,
-        bandwidth: float | RateSchedule,
+        bandwidth: float | RateTrace,
         rtt_s: float = 0.0,
         *,
         burst_bytes: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        """Start idle."""
-        if not isinstance(bandwidth, RateSchedule):
-            bandwidth = RateSchedule((0.0,), (LinkSettings(bandwidth, rtt_s).bandwidth_bytes_s,))
+        """Start idle. Raises ArgumentError for a link that could never deliver."""
+        if not isinstance(bandwidth, RateTrace):
+            bandwidth = RateTrace((0.0,), (LinkSettings(bandwidth, rtt_s).bandwidth_bytes_s,))
+        if not bandwidth.delivers:
+            msg = "an emulated link must not stay at 0: let its schedule repeat or end with a rate above 0"
+            raise ArgumentError(msg)
         self._schedule = bandwidth
         self._rtt_s = LinkSettings(bandwidth.slowest, rtt_s).rtt_s
         self._burst_bytes = burst_bytes

@@ -203,9 +203,15 @@ async def read_patiently(source: ByteSource, start: int, end: int | None, sink: 
         raise patience.stalled(source.url, began=began) from error
 
 
-async def read_object(source: ByteSource, link: EmulatedLink | None = None, patience: Patience | None = None) -> bytes:
-    """Read a whole object, over ``link`` where one is given."""
+async def read_object(
+    source: ByteSource,
+    link: EmulatedLink | None = None,
+    patience: Patience | None = None,
+    start: int = 0,
+    end: int | None = None,
+) -> bytes:
+    """Read an object, or bytes ``start`` to ``end`` of it, over ``link`` where one is given."""
     linked = LinkedSource(source, link) if link else source
     pieces: list[Data] = []
-    await read_patiently(linked, 0, None, pieces.append, patience or Patience())
+    await read_patiently(linked, start, end, pieces.append, patience or Patience())
     return b"".join(pieces)

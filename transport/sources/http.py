@@ -19,12 +19,17 @@ from kvwire.transport.errors import BusyError, ReplacedError
 from kvwire.transport.sources.base import ByteSource
 
 if TYPE_CHECKING:
+    from types import SimpleNamespace
+
+    from kvwire.transport.emulation.links import EmulatedLink
     from kvwire.transport.sources.base import Sink
 
 Addresses: TypeAlias = Callable[[bool], HttpAddress]
 """Gives an object's address; told True, a fresh one, because the last was refused. May block."""
 
 _CONNECT_S = 5.0
+_KEPT_S = 60.0  # a connection that nobody used for so long is closed; servers close theirs about then, too
+_TLS_TRIPS = 2
 _READ_BUFFER_BYTES = 512 * 1024
 _MAX_WORDS = 200
 _RENEW_BEFORE_S = 30.0  # an address that is about to expire is not used for another request
@@ -34,18 +39,43 @@ _ABSENT = (404, 410)
 _BUSY = (429, 503)
 
 
-def open_session(*, connect_s: float = _CONNECT_S) -> aiohttp.ClientSession:
-    """A session for any number of sources; close it after them.
+def open_session(
+    *, connect_s: float = _CONNECT_S, connections: int = 0, link: EmulatedLink | None = None
+) -> aiohttp.ClientSession:
+    """A session for any number of sources; close it after them. It keeps no cookies and follows no proxy settings.
 
-    It keeps no cookies, follows no proxy settings and has no limit on connections: fetchers have their own.
+    Args:
+        connect_s: Longest wait for a connection, in seconds.
+        connections: At most so many at a time, requests wait for one; 0: no limit, since fetchers have their own.
+        link: An emulated link, on which a connection takes its round trips: one for TCP, one more for TLS 1.3.
+
+    Returns:
+        The session, which keeps connections open between requests.
     """
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
+        connector=aiohttp.TCPConnector(limit=connections, keepalive_timeout=_KEPT_S),
+        trace_configs=[_connecting_over(link)] if link else [],
         cookie_jar=aiohttp.DummyCookieJar(),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_s),
         auto_decompress=False,
         read_bufsize=_READ_BUFFER_BYTES,
     )
+
+
+def _connecting_over(link: EmulatedLink) -> aiohttp.TraceConfig:
+    """Makes a new connection wait as long as it would over the link."""
+
+    async def asked(_: object, context: SimpleNamespace, params: aiohttp.TraceRequestStartParams) -> None:
+        context.trips = _TLS_TRIPS if params.url.scheme == "https" else 1
+
+    async def connected(_: object, context: SimpleNamespace, __: object) -> None:
+        for _trip in range(context.trips):
+            await link.round_trip(link.now())
+
+    config = aiohttp.TraceConfig()
+    config.on_request_start.append(asked)
+    config.on_connection_create_end.append(connected)
+    return config
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from kvwire.controller import CostModel, DecodeCost, DocumentPlanInput, PrefillCost
 from kvwire.controller.simulator.optimum import Optimum, optimum
-from kvwire.controller.simulator.rates import RateTrace
 from kvwire.errors import ArgumentError
+from kvwire.types.rates import RateTrace
 
 COSTS = CostModel(PrefillCost(0.005, 2e-4, 1e-9), DecodeCost(0.002, 1e-6, 1e-9), 1e-6, 16)
 STEADY = RateTrace((0.0,), (1e7,), None)

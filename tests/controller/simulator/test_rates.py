@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+from itertools import pairwise
 from math import inf
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvwire.controller.simulator import RateTrace, ar1, constant, steps, token_bucket, with_outages
@@ -59,6 +60,47 @@ def test_time_to_is_the_earliest_instant(trace, start, end):
     assert found <= end + 1e-9
     if found < end - 1e-6:  # then the link was silent since
         assert trace.bytes_between(found, end) == pytest.approx(0, abs=1e-9 * size + 1e-6 * max(trace.rates))
+
+
+@st.composite
+def walks(draw):
+    """A trace with an outage, an instant before it, where the outage begins and how a walk there is cut up."""
+    rates = st.floats(1.0, 1e10)
+    before, silent, after = draw(st.floats(1e-3, 10)), draw(st.floats(1e-3, 10)), draw(st.floats(1e-3, 10))
+    middle = draw(st.floats(0, 0.99)) * before
+    times = [0.0, *([middle] if middle else []), before, before + silent]
+    chosen = [draw(rates), *([draw(rates)] if middle else []), 0.0, draw(rates)]
+    period = before + silent + after if draw(st.booleans()) else None
+    turns = draw(st.integers(0, 10_000)) if period else 0
+    start = draw(st.floats(0, 1, exclude_max=True)) * before
+    cuts = sorted(draw(st.lists(st.floats(0, 1), max_size=5)))
+    trace = RateTrace(tuple(times), tuple(chosen), period)
+    return trace, turns * (period or 0.0) + start, turns * (period or 0.0) + before, cuts
+
+
+@settings(max_examples=1000)
+@given(walks())
+def test_a_walk_to_an_edge_never_jumps_the_outage_behind_it(walk):
+    trace, start, edge, cuts = walk
+    assume(start < edge)
+    total = trace.bytes_between(start, edge)
+    sizes = [(b - a) * total for a, b in pairwise([0.0, *cuts, 1.0])]
+    reached = start
+    for size in sizes:
+        reached = trace.time_to(size, reached)
+    assert reached <= edge * (1 + 1e-12) + 1e-9
+    assert trace.moment_of(trace.bytes_by(edge)) <= edge * (1 + 1e-9)
+
+
+def test_walks_to_the_edge_of_an_outage_end_there():
+    rng = np.random.default_rng(0)
+    late = 0
+    for _ in range(2000):
+        edge, silent, after = rng.uniform(0.01, 3, 3)
+        trace = RateTrace((0.0, edge, edge + silent), (rng.uniform(1, 1e9), 0.0, 1e6), edge + silent + after)
+        start = rng.uniform(0, edge)
+        late += trace.time_to(trace.bytes_between(start, edge), start) > edge
+    assert late == 0
 
 
 @given(traces(), instants(), instants())

@@ -22,7 +22,8 @@ from kvwire.controller.simulator import (
     simulate,
     variants_for,
 )
-from kvwire.controller.simulator.world import LoadArrival, World
+from kvwire.controller.simulator.arrivals import LoadArrival
+from kvwire.controller.simulator.world import World
 from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId
 

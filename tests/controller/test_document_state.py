@@ -14,7 +14,7 @@ from kvwire.types import ChunkId
 S = ChunkState
 
 
-def board(*tops, text=True, **more):
+def doc(*tops, text=True, **more):
     """A document with a chunk of 10 tokens and 100, 200, ... bytes for each finest level; -1: no segment."""
     rows = tuple(tuple(100 * (level + 1) for level in range(top + 1)) for top in tops)
     return DocumentState(0, 0, (DocumentPlanInput((10,) * len(tops), rows, text, **more),))
@@ -22,7 +22,7 @@ def board(*tops, text=True, **more):
 
 @pytest.mark.parametrize(("before", "after"), [*product(S, S)], ids=lambda state: state.name)
 def test_the_table_is_the_whole_truth(before, after):
-    made = board(1)
+    made = doc(1)
     made.state[0] = before
     if after in MOVES[before]:
         made.move(0, after)
@@ -43,7 +43,7 @@ def test_every_state_is_in_the_table_and_can_be_reached():
 
 
 def test_a_lost_fetch_leaves_the_text():
-    made = board(1, 1)
+    made = doc(1, 1)
     made.move(0, S.FETCHING)
     made.lose(0, "missing", fetch=True)
     assert made.state.tolist() == [S.PLANNED, S.PLANNED]
@@ -55,18 +55,18 @@ def test_a_lost_fetch_leaves_the_text():
 
 
 def test_a_lost_recomputation_leaves_the_segments():
-    made = board(1)
+    made = doc(1)
     made.move(0, S.RECOMPUTING)
     made.lose(0, "memory", fetch=False)
     assert (made.state[0], made.top[0], bool(made.can_text[0])) == (S.PLANNED, 1, False)
 
 
 def test_a_chunk_without_any_way_fails_at_once():
-    assert board(1, -1, text=False).state.tolist() == [S.PLANNED, S.FAILED]
+    assert doc(1, -1, text=False).state.tolist() == [S.PLANNED, S.FAILED]
 
 
 def test_a_blob_is_given_up_where_text_stands_in():
-    made = board(1, 1, 1)
+    made = doc(1, 1, 1)
     made.move(1, S.FETCHING)
     made.give_up_blob("the store is gone")
     assert made.top.tolist() == [-1, 1, -1]
@@ -74,19 +74,19 @@ def test_a_blob_is_given_up_where_text_stands_in():
 
 
 def test_a_blob_is_not_given_up_where_nothing_stands_in_for_it():
-    made = board(1, 1, text=False)
+    made = doc(1, 1, text=False)
     made.give_up_blob("three failed")
     assert made.top.tolist() == [1, 1]
 
 
 def test_a_blob_of_no_use_fails_chunks_without_text():
-    made = board(1, 1, text=False)
+    made = doc(1, 1, text=False)
     made.give_up_blob("no head start", all_of_it=True)
     assert made.state.tolist() == [S.FAILED, S.FAILED]
 
 
 def test_what_was_given_up_comes_back_where_the_text_fails():
-    made = board(1, 0)
+    made = doc(1, 0)
     made.give_up_blob("three failed")
     made.move(0, S.RECOMPUTING)
     made.lose(0, "memory", fetch=False)
@@ -95,7 +95,7 @@ def test_what_was_given_up_comes_back_where_the_text_fails():
 
 
 def test_what_is_of_no_use_does_not_come_back():
-    made = board(1)
+    made = doc(1)
     made.give_up_blob("three failed")
     made.give_up_blob("no head start", all_of_it=True)
     made.move(0, S.RECOMPUTING)
@@ -130,7 +130,7 @@ def test_variants_of_different_tokens_are_refused():
 
 
 def test_a_pass_counts_the_tokens_before_it():
-    made = board(1, 1, 1)
+    made = doc(1, 1, 1)
     assert made.prefill_span(1, 2) == (20, 10)
     assert made.ready_before() == 0
     made.state[:2] = S.READY
@@ -138,7 +138,7 @@ def test_a_pass_counts_the_tokens_before_it():
 
 
 def test_a_decision_tells_what_is_in_the_prompt_and_why():
-    made = board(1)
+    made = doc(1)
     made.reasons[0] = "soonest"
     made.note(0, "decode failed")
     made.valid_level[0] = 1

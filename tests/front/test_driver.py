@@ -1,4 +1,4 @@
-"""One controller for all loads of an event loop: what they share, and what happens when one of them goes."""
+"""One controller for all loads of a loader: what they share, and what happens when one of them goes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ from kvwire.controller.log import dump_entry, load_entry
 from kvwire.controller.policies import Fixed
 from kvwire.errors import StorageError
 from kvwire.runtime.corpus import Coding, Corpus, Document
-from kvwire.runtime.driver import ControllerDriver, Threads
+from kvwire.runtime.driver import ControllerDriver
 from kvwire.runtime.estimates_file import EstimatesFile
-from kvwire.runtime.loader import Loader, LoadSettings
+from kvwire.runtime.loader import Loader
 from kvwire.runtime.quality import Reference
+from kvwire.runtime.settings import LoadSettings
+from kvwire.runtime.threads import Threads
 from kvwire.store import MemoryStore
 from kvwire.transport import EmulatedLink, RateSchedule, parse_link
 
@@ -76,6 +78,11 @@ def _loader(small, corpus=None, *, link=None, log=None, **settings):
     record = None if log is None else log.append
     chosen = LoadSettings(record=record, **settings)
     return Loader(small.engine, corpus or small.corpus(), costs=small.costs, link=link, settings=chosen)
+
+
+def ours():
+    """Threads of loaders."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("kvwire")]
 
 
 def _given(log: list[LogEntry], kind: type) -> list[ev.Instruction]:
@@ -336,7 +343,7 @@ def test_a_cancelled_load_leaves_nothing_behind_and_disturbs_nobody(small, quest
         stays = asyncio.create_task(loader.ask_async(order[:1], question))
         while not any(fetch.chunk.load == 0 for fetch in _given(log, ev.Fetch)):
             await asyncio.sleep(0.001)
-        (driver,) = loader._drivers.values()
+        driver = loader._session._driver
         goes.cancel()
         with pytest.raises(asyncio.CancelledError):
             await goes
@@ -349,7 +356,8 @@ def test_a_cancelled_load_leaves_nothing_behind_and_disturbs_nobody(small, quest
 
     answer = asyncio.run(one_goes())
     assert references[order[:1]].compare(small.engine, answer.prompt.cache)[0] < FINE
-    assert not loader._drivers
+    loader.close()
+    assert not ours()
     left = next(entry for entry in log if isinstance(entry.event, ev.LoadAbandoned))
     assert any(isinstance(each, ev.Cancel) for each in left.instructions)
 
@@ -377,8 +385,7 @@ def test_the_log_of_overlapping_loads_replays_exactly_as_written(small, question
         return [await short, await loader.ask_async([second], question)]
 
     async def both():
-        async with loader._driven():  # by one controller, whoever ends first
-            await asyncio.gather(one_after_the_other(), loader.ask_async([second, first], question, deadline_s=9.0))
+        await asyncio.gather(one_after_the_other(), loader.ask_async([second, first], question, deadline_s=9.0))
 
     asyncio.run(both())
     kinds = [type(entry.event) for entry in log]
@@ -412,7 +419,7 @@ def test_what_came_while_the_loop_was_blocked_is_told_before_the_tick():
 
     async def block():
         loop, controller = asyncio.get_running_loop(), _Clockwork()
-        driver = ControllerDriver(controller, threading.RLock(), Threads(1), None)
+        driver = ControllerDriver(controller, threading.RLock(), Threads(1))
         driver.tell(ev.FirstByte(0.0))
         time.sleep(0.05)  # noqa: ASYNC251 - as a thread does that holds the interpreter's lock
         loop.call_soon(loop.call_soon, loop.call_soon, driver.tell, arrived)  # from the socket to the fetcher

@@ -1,0 +1,153 @@
+"""numba kernels from quantised values to elements; ``kernels`` says what holds for all of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from numpy import empty, float32, uint16, uint32
+
+from kvwire.codec.entropy.jit import jit
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvwire.codec.entropy.jit import F32, I32, U16, U32
+
+
+@jit
+def dequantise(quantised: I32, sizes: F32, step: float, out: F32) -> None:
+    """Set ``out = step * size`` with the sign of the value.
+
+    Args:
+        quantised: int32 ``[tokens, columns]``.
+        sizes: float32 ``[columns, 3]``, of values 0, 1 and 2.
+        step: Of the quantiser.
+        out: float32 ``[tokens, columns]``, written.
+    """
+    for t in range(out.shape[0]):
+        for c in range(out.shape[1]):
+            q = quantised[t, c]
+            size = float32(abs(q))
+            size = sizes[c, 1] if abs(q) == 1 else size
+            size = sizes[c, 2] if abs(q) == 2 else size  # noqa: PLR2004 - the sizes that have points
+            out[t, c] = float32(step) * (-size if q < 0 else size)
+
+
+@jit
+def squared_error(coefficients: F32, quantised: I32, sizes: F32, step: float, out: F32) -> None:
+    """Sum each column's squared difference between coefficients and what they dequantise to.
+
+    Args:
+        coefficients: float32 ``[tokens, columns]``.
+        quantised: int32 ``[tokens, columns]``.
+        sizes: float32 ``[columns, 3]``, of values 0, 1 and 2.
+        step: Of the quantiser.
+        out: float32 ``[columns]``, added to in place.
+    """
+    for t in range(coefficients.shape[0]):
+        for c in range(coefficients.shape[1]):
+            q = quantised[t, c]
+            size = float32(abs(q))
+            size = sizes[c, 1] if abs(q) == 1 else size
+            size = sizes[c, 2] if abs(q) == 2 else size  # noqa: PLR2004 - the sizes that have points
+            difference = float32(abs(coefficients[t, c])) - float32(step) * size
+            out[c] += difference * difference
+
+
+@jit
+def to_bfloat16(quantised: I32, sizes: F32, out: U16, widest: U32) -> None:
+    """Dequantise at step 1 to bfloat16 bits; exact for whole numbers up to 256.
+
+    Args:
+        quantised: int32 ``[tokens, columns]``.
+        sizes: float32 ``[columns, 3]``, of values 0, 1 and 2.
+        out: uint16 ``[tokens, columns]``, written.
+        widest: ``[columns]``, written: the largest size met.
+    """
+    columns = out.shape[1]
+    row = empty(columns, float32)
+    bits = row.view(uint32)
+    for c in range(columns):
+        widest[c] = 0
+    for t in range(out.shape[0]):
+        for c in range(columns):
+            q = quantised[t, c]
+            size = float32(abs(q))
+            size = sizes[c, 1] if abs(q) == 1 else size
+            size = sizes[c, 2] if abs(q) == 2 else size  # noqa: PLR2004 - the sizes that have points
+            row[c] = -size if q < 0 else size
+            widest[c] = max(widest[c], uint32(abs(q)))
+        for c in range(columns):
+            out[t, c] = uint16((bits[c] + uint32(0x7FFF) + ((bits[c] >> uint32(16)) & uint32(1))) >> uint32(16))
+
+
+@jit
+def place_elements(
+    product: NDArray[Any],
+    expand: bool,
+    scale: float,
+    rows: F32,
+    of_token: U32,
+    at: int,
+    cosines: F32,
+    sines: F32,
+    interleaved: bool,
+    rotary_start: int,
+    out: NDArray[Any],
+    shrink: bool,
+    first: int,
+) -> None:
+    """Write ``rows[of_token] + scale * product`` of one plane, rotated.
+
+    Args:
+        product: float32, or bfloat16 bits; its columns from ``at`` on are the plane's.
+        expand: Whether the product is bfloat16 bits.
+        scale: Of the product.
+        rows: float32 with the columns of the product.
+        of_token: Row of each token.
+        at: First column of the plane.
+        cosines: float32 ``[tokens, pairs]``; no pairs where nothing is rotated.
+        sines: float32 ``[tokens, pairs]``.
+        interleaved: Whether pairs are neighbours, and not two halves.
+        rotary_start: First dimension of the pairs.
+        out: float32, or bfloat16 bits, ``[heads, tokens, dim]``, written.
+        shrink: Whether the output is bfloat16 bits.
+        first: Token of the output to begin at.
+    """
+    heads, _, dim = out.shape
+    pairs = cosines.shape[1]
+    row, rotated = empty(dim, float32), empty(dim, float32)
+    bits, rotated_bits = row.view(uint32), rotated.view(uint32)
+    factor = float32(scale)
+    for t in range(of_token.shape[0]):
+        expected = rows[of_token[t]]
+        for head in range(heads):
+            begin = at + head * dim
+            part = product[t, begin : begin + dim]
+            if expand:
+                for d in range(dim):
+                    bits[d] = uint32(part[d]) << uint32(16)
+            else:
+                for d in range(dim):
+                    row[d] = float32(part[d])
+            for d in range(dim):
+                rotated[d] = expected[begin + d] + factor * row[d]
+            if interleaved:
+                for j in range(pairs):
+                    one, other = rotary_start + 2 * j, rotary_start + 2 * j + 1
+                    a, b = rotated[one], rotated[other]
+                    rotated[one] = a * cosines[t, j] - b * sines[t, j]
+                    rotated[other] = b * cosines[t, j] + a * sines[t, j]
+            else:
+                for j in range(pairs):
+                    a, b = rotated[rotary_start + j], rotated[rotary_start + pairs + j]
+                    rotated[rotary_start + j] = a * cosines[t, j] - b * sines[t, j]
+                    rotated[rotary_start + pairs + j] = b * cosines[t, j] + a * sines[t, j]
+            target = out[head, first + t]
+            if shrink:
+                for d in range(dim):
+                    u = rotated_bits[d]
+                    target[d] = (u + uint32(0x7FFF) + ((u >> uint32(16)) & uint32(1))) >> uint32(16)
+            else:
+                for d in range(dim):
+                    target[d] = rotated[d]

@@ -1,0 +1,81 @@
+"""The registry of level kinds: codec numbers of docs/format.md, section 2.2, and the module that codes each.
+
+A header is parsed by this table alone. The code of a kind is imported when a level of it is encoded or decoded, see
+``kinds.base.kind_of``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvwire.errors import ArgumentError
+
+CODEC_LAYERED = 1
+"""Coefficients in layers that refine each other, in private-lane rANS."""
+CODEC_LOSSLESS = 2
+"""Stored numbers bit for bit."""
+CODEC_CACHEGEN = 3
+"""The CacheGen profile's anchors and deltas."""
+DEFAULT_METHOD = "kvwire"
+
+
+@dataclass(frozen=True)
+class SegmentCodec:
+    """A row of the registry: what a reader of headers knows of a level kind.
+
+    Attributes:
+        number: The codec number in levels and in the segment index.
+        module: Dotted name of the module whose ``KIND`` is the ``kinds.base.LevelKind``.
+        method: What blobs of such levels are called, in ``BlobInfo.method`` and on the command line.
+        refines: Whether a level adds to the levels below it; a level that does not stands alone, without step or shift.
+        lossless: Whether a level holds the stored numbers bit for bit, without a profile. Lossless levels come last.
+        profile_magic: First bytes of the stored profiles of the kind; empty where it has none.
+    """
+
+    number: int
+    module: str
+    method: str = DEFAULT_METHOD
+    refines: bool = False
+    lossless: bool = False
+    profile_magic: bytes = b""
+
+
+CODECS = {
+    codec.number: codec
+    for codec in (
+        SegmentCodec(CODEC_LAYERED, "kvwire.codec.kinds.layered", refines=True, profile_magic=b"\x89KVP\r\n\x1a\n"),
+        SegmentCodec(CODEC_LOSSLESS, "kvwire.codec.kinds.lossless", lossless=True),
+        SegmentCodec(
+            CODEC_CACHEGEN, "kvwire.codec.kinds.cachegen", method="cachegen", profile_magic=b"\x89KVG\r\n\x1a\n"
+        ),
+    )
+}
+"""Every known codec by its number."""
+
+
+def methods() -> tuple[str, ...]:
+    """List the methods that a corpus can be encoded with.
+
+    Returns:
+        Their names, kvwire's own first.
+    """
+    return tuple(dict.fromkeys(codec.method for codec in CODECS.values()))
+
+
+def codec_of_method(method: str) -> SegmentCodec:
+    """The codec of a method's lossy levels.
+
+    Args:
+        method: One of ``methods()``.
+
+    Returns:
+        Its row of the registry.
+
+    Raises:
+        ArgumentError: No lossy kind has this method.
+    """
+    found = [codec for codec in CODECS.values() if codec.method == method and not codec.lossless]
+    if not found:
+        msg = f"no method {method!r}; there are {', '.join(methods())}"
+        raise ArgumentError(msg)
+    return found[0]

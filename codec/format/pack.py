@@ -1,0 +1,133 @@
+"""A blob's bytes from its header and segments. Exactly specified in docs/format.md."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from isal.isal_zlib import crc32  # zlib's checksum, some 15 times as fast
+
+from kvwire.codec.format.header import ALIGNMENT, CRC_AT, ENTRY, MAGIC, MAX_HEADER_BYTES, PROLOGUE, VERSION
+from kvwire.codec.format.ids import pack_ids
+from kvwire.codec.format.kept import pack_kept
+from kvwire.codec.format.metadata_json import MAX_WIDTH, elements_per_token, meta_to_json, pack_json
+from kvwire.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from kvwire.codec.format.header import Level
+    from kvwire.codec.format.kept import Kept
+    from kvwire.types import CacheMeta
+
+_LARGEST_ERROR = 1e38
+"""Float32 holds it."""
+
+
+class Coded(NamedTuple):
+    """One segment as encoded, and how far the chunk is off once it is decoded up to here.
+
+    Attributes:
+        data: The segment's bytes.
+        symbols: How many it codes.
+        error: Squared error for each element in the kind's metric; for layered levels the attention metric, whose unit
+            is the mean energy of calibration caches.
+        energy: Of the same unit, what the profile does not expect of the chunk.
+    """
+
+    data: bytes
+    symbols: int
+    error: float
+    energy: float
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """What the encoder hands to ``pack_blob``.
+
+    Attributes:
+        meta: Of the cache.
+        token_ids: None where they are not known.
+        tokens: Of the document.
+        chunk_tokens: Tokens of every chunk but the last.
+        levels: In the blob's order.
+        profile_digest: Name of the profile; empty where it is inside or none is needed.
+        profile_bytes: The profile inside; empty for none.
+        segments: ``[chunk][level]``.
+        prefix_layers: The profile's own.
+        error_to_kl: The profile's own.
+        kept: What a pruned cache holds; None where nothing was pruned.
+    """
+
+    meta: CacheMeta
+    token_ids: tuple[int, ...] | None
+    tokens: int
+    chunk_tokens: int
+    levels: tuple[Level, ...]
+    profile_digest: str
+    profile_bytes: bytes
+    segments: Sequence[Sequence[Coded]]
+    prefix_layers: int = 0
+    error_to_kl: tuple[float, float] | None = None
+    kept: Kept | None = None
+
+
+def pack_blob(draft: Draft) -> bytes:
+    """Lay out a whole blob.
+
+    Args:
+        draft: Its content.
+
+    Returns:
+        The blob.
+
+    Raises:
+        ArgumentError: Its header would be longer than readers accept.
+    """
+    if elements_per_token(draft.meta.layers) > MAX_WIDTH:
+        msg = f"the cache has more than the {MAX_WIDTH} elements for a token that readers accept; split its layers"
+        raise ArgumentError(msg)
+    kept = b"" if draft.kept is None else pack_kept(draft.kept, draft.meta.layers, draft.tokens)
+    metadata, metadata_raw = pack_json(
+        {
+            "meta": meta_to_json(draft.meta),
+            "levels": [[level.name, level.codec, level.step, level.shift] for level in draft.levels],
+            "profile": draft.profile_digest,
+            "head_start": draft.prefix_layers,
+            "error_to_kl": None if draft.error_to_kl is None else list(draft.error_to_kl),
+            "offset": draft.meta.offset if draft.meta.positions == "on" else None,
+            "kept_bytes": len(kept),
+        }
+    )
+    bits, ids = pack_ids(draft.token_ids, draft.tokens)
+    cells = len(draft.segments) * len(draft.levels)
+    used = PROLOGUE.size + len(metadata) + cells * ENTRY.itemsize + len(ids) + len(draft.profile_bytes) + len(kept)
+    header_bytes = -(-used // ALIGNMENT) * ALIGNMENT
+    if header_bytes > MAX_HEADER_BYTES:
+        msg = f"the blob's header would take {header_bytes} bytes of {MAX_HEADER_BYTES} allowed; split the document"
+        raise ArgumentError(msg)
+    index, end = _index(draft, header_bytes)
+    prologue = PROLOGUE.pack(
+        MAGIC, *VERSION, 0, 0, header_bytes, end, 0, len(metadata), metadata_raw, draft.tokens, draft.chunk_tokens,
+        len(draft.levels), bits, 0, len(draft.profile_bytes),
+    )  # fmt: skip
+    header = bytearray(
+        prologue + metadata + index.tobytes() + ids + draft.profile_bytes + kept + bytes(header_bytes - used)
+    )
+    header[CRC_AT : CRC_AT + 4] = struct.pack("<I", crc32(header))
+    return bytes(header) + b"".join(coded.data for chunk in draft.segments for coded in chunk)
+
+
+def _index(draft: Draft, offset: int) -> tuple[NDArray[np.void], int]:
+    index = np.zeros((len(draft.segments), len(draft.levels)), ENTRY)
+    for row, chunk in enumerate(draft.segments):
+        for level, (data, symbols, error, energy) in enumerate(chunk):
+            codec = draft.levels[level].codec
+            sizes = (min(error, _LARGEST_ERROR), min(energy, _LARGEST_ERROR))
+            index[row, level] = (offset, len(data), symbols, crc32(data), codec, 0, *sizes)
+            offset += len(data)
+    return index, offset

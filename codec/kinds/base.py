@@ -1,0 +1,297 @@
+"""What a level kind is: one module of this folder, with a ``KIND``, and one row of ``format.codecs.CODECS``.
+
+docs/how-to/add-a-level-kind.md says what to write.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from importlib import import_module
+from typing import TYPE_CHECKING, ClassVar
+
+from kvwire.codec.format.codecs import CODECS, SegmentCodec, codec_of_method
+from kvwire.codec.workers import each
+from kvwire.errors import ArgumentError, CorruptError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvwire.codec.format.header import Level
+    from kvwire.codec.format.pack import Coded
+    from kvwire.codec.format.segment import ChunkSegments
+    from kvwire.codec.gpu.streams import Pending
+    from kvwire.codec.kinds.requests import AnyProfile, Calibration, CodingSettings, DecodeRequest, EncodeRequest
+    from kvwire.types import BlobInfo, KVCache, PagedKVCache
+
+    Span = tuple[int, int]
+
+
+class LevelEncoder(ABC):
+    """Codes the chunks of one cache in one kind's levels.
+
+    Attributes:
+        levels: What it makes of every chunk, coarsest first.
+        profile_digest: Name of the profile that readers need; empty where they need none, or find it inside.
+        profile_bytes: The profile to put inside the blob; empty for none.
+        prefix_layers: The profile's own.
+        error_to_kl: The profile's own.
+    """
+
+    levels: tuple[Level, ...] = ()
+    profile_digest = ""
+    profile_bytes = b""
+    prefix_layers = 0
+    error_to_kl: tuple[float, float] | None = None
+
+    @abstractmethod
+    def encode(self, start: int, stop: int) -> list[Coded]:
+        """Code one chunk.
+
+        Args:
+            start: Its first token.
+            stop: The first token after it.
+
+        Returns:
+            A segment for each of ``levels``.
+        """
+
+    def encode_all(self, spans: Sequence[Span], threads: int | None) -> list[list[Coded]]:
+        """Code every chunk of the cache; equal bytes whatever ``threads`` is.
+
+        Args:
+            spans: First token of each chunk and the first token after it, in order.
+            threads: Chunks coded at a time, None for one on every core.
+
+        Returns:
+            ``encode`` of every span.
+        """
+        return each(lambda span: self.encode(*span), spans, threads)
+
+
+class LevelDecoder(ABC):
+    """Decodes the chunks of one blob that are of one kind; several threads may call it."""
+
+    @abstractmethod
+    def decode(self, piece: ChunkSegments, out: KVCache, at: int) -> None:
+        """Decode one chunk on the processor; a damaged one writes nothing.
+
+        Args:
+            piece: The chunk's segments; their checksums hold.
+            out: To write into.
+            at: Token of ``out`` that the chunk's first one goes to.
+
+        Raises:
+            CorruptError: A segment cannot be what was written.
+        """
+
+    def use_device(  # noqa: B027 - most kinds have no kernels
+        self,
+        out: KVCache | PagedKVCache,
+        workspace_bytes: int | None,
+        finish: Callable[[int, int], None] | None,
+    ) -> None:
+        """Prepare to decode on the device of the output; a kind without kernels has nothing to do.
+
+        Args:
+            out: The whole output, on one device that runs Triton.
+            workspace_bytes: Device memory for chunks under way; None for the kind's own choice.
+            finish: To be called with the first token of each chunk and the one after it, on the queue that writes the
+                output, once the chunk is written; None where nothing is left to do.
+        """
+
+    def suits_device(self, piece: ChunkSegments) -> bool:  # noqa: ARG002 - for kinds with kernels
+        """Say where a chunk is decoded.
+
+        Args:
+            piece: The chunk's segments.
+
+        Returns:
+            Whether ``submit`` takes it; the processor decodes the others.
+        """
+        return False
+
+    def submit(self, pieces: Sequence[ChunkSegments]) -> Pending:
+        """Queue chunks on the device.
+
+        Args:
+            pieces: Chunks that suit the device, one at least.
+
+        Returns:
+            What tells when they are written.
+
+        Raises:
+            CorruptError: The host sees that a segment is damaged.
+        """
+        raise NotImplementedError
+
+    @property
+    def on_device(self) -> bool:
+        """Whether ``use_device`` found kernels to run."""
+        return False
+
+
+class LevelKind(ABC):
+    """A way to code the levels of a blob. Each has a module of its own, which holds one as ``KIND``.
+
+    Attributes:
+        number: Its codec number, the key of its row in ``format.codecs.CODECS``.
+        title: Its name in messages.
+        needs_profile: Whether encoding takes a profile that was fitted before.
+    """
+
+    number: ClassVar[int]
+    title: ClassVar[str]
+    needs_profile: ClassVar[bool] = False
+
+    @property
+    def codec(self) -> SegmentCodec:
+        """Its row of the registry."""
+        return CODECS[self.number]
+
+    @abstractmethod
+    def encoder(self, request: EncodeRequest) -> LevelEncoder:
+        """Prepare to encode a cache.
+
+        Args:
+            request: What to encode, and how.
+
+        Returns:
+            What codes the chunks.
+
+        Raises:
+            ArgumentError: The request is not one that the kind can serve.
+            MismatchError: The profile does not fit the cache.
+        """
+
+    @abstractmethod
+    def decoder(self, request: DecodeRequest) -> LevelDecoder:
+        """Prepare to decode a blob.
+
+        Args:
+            request: What to decode, and how.
+
+        Returns:
+            What decodes the chunks.
+
+        Raises:
+            ArgumentError: Something that the profile needs was not given.
+        """
+
+    def read_profile(self, data: bytes) -> AnyProfile:
+        """Read a stored profile of the kind.
+
+        Args:
+            data: Its bytes, which come from anyone.
+
+        Returns:
+            The profile.
+
+        Raises:
+            CorruptError: The bytes are no profile of the kind.
+            TruncatedError: They end too early.
+            FormatVersionError: A later version wrote them.
+        """
+        raise NotImplementedError
+
+    def read_profile_inside(self, data: bytes) -> AnyProfile:  # noqa: ARG002 - for kinds whose blobs carry one
+        """Read the profile that a blob carries.
+
+        Args:
+            data: Its bytes; empty where the blob carries none.
+
+        Returns:
+            The profile.
+
+        Raises:
+            CorruptError: Blobs of the kind carry none, or this one is damaged.
+        """
+        msg = f"the blob carries a profile inside, which {self.title}'s levels never do; fetch it again"
+        raise CorruptError(msg)
+
+    def check_blob(self, info: BlobInfo, profile: AnyProfile) -> None:  # noqa: B027 - most kinds have no bounds
+        """Compare a blob with the profile that it names or carries, of this kind; the layouts fit.
+
+        Args:
+            info: What the blob says about itself.
+            profile: Of this kind.
+
+        Raises:
+            CorruptError: The blob's levels are not of the profile, or a chunk's working set is out of bounds.
+        """
+
+    def check_settings(self, settings: CodingSettings) -> None:
+        """Refuse settings that the kind does not know.
+
+        Args:
+            settings: What a corpus is to be encoded with.
+
+        Raises:
+            ArgumentError: They do not go together.
+        """
+        if settings.prefix_layers or settings.ladder:
+            msg = f"{self.title}'s method knows neither head start nor ladder; leave them out or use kvwire's own"
+            raise ArgumentError(msg)
+
+    def fit(self, texts: Calibration, settings: CodingSettings) -> AnyProfile | None:
+        """Fit a profile.
+
+        Args:
+            texts: What to fit it on.
+            settings: What the corpus is to be encoded with.
+
+        Returns:
+            The profile; None where the kind needs none, or the texts say too little.
+        """
+        raise NotImplementedError
+
+    def is_wanted(self, profile: AnyProfile, settings: CodingSettings) -> bool:
+        """Compare a profile with settings.
+
+        Args:
+            profile: Of any kind.
+            settings: What a corpus is to be encoded with.
+
+        Returns:
+            Whether the profile is one that ``fit`` with these settings could have made.
+        """
+        return profile.codec == self.number and profile.prefix_layers == settings.prefix_layers
+
+    def has_levels(self, info: BlobInfo, settings: CodingSettings) -> bool:  # noqa: ARG002 - for kinds with a ladder
+        """Compare a blob's levels with settings.
+
+        Args:
+            info: What the blob says about itself; its profile is the one in use.
+            settings: What a corpus is to be encoded with.
+
+        Returns:
+            Whether encoding with these settings would give the same lossy levels.
+        """
+        return True
+
+
+def kind_of(number: int) -> LevelKind:
+    """Find a level kind and import its module, unless it is there already.
+
+    Args:
+        number: A codec number of ``format.codecs.CODECS``.
+
+    Returns:
+        The ``KIND`` of the module that the registry names.
+    """
+    kind: LevelKind = import_module(CODECS[number].module).KIND
+    return kind
+
+
+def kind_of_method(method: str) -> LevelKind:
+    """Find the kind that a method's lossy levels are of.
+
+    Args:
+        method: One of ``format.codecs.methods()``.
+
+    Returns:
+        The kind.
+
+    Raises:
+        ArgumentError: No kind has this method.
+    """
+    return kind_of(codec_of_method(method).number)

@@ -1,0 +1,245 @@
+"""kvwire's own levels: transform coefficients in a ladder of quantiser steps, each level refining the one before."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, cast
+
+import numpy as np
+
+from kvwire.codec.entropy import value_kernels
+from kvwire.codec.entropy.tables import column_classes
+from kvwire.codec.fitting.fit import fit_profile, identity_profile
+from kvwire.codec.format.codecs import CODEC_LAYERED
+from kvwire.codec.format.header import Level
+from kvwire.codec.format.pack import Coded
+from kvwire.codec.format.segment import MAX_CHUNK_SYMBOLS, SegmentState, decode_segment, encode_segment
+from kvwire.codec.gpu.staging import suits_gpu
+from kvwire.codec.kinds.base import LevelDecoder, LevelEncoder, LevelKind
+from kvwire.codec.kinds.outputs import device_of, positions_for
+from kvwire.codec.prediction.text import TextPredictor
+from kvwire.codec.profile.profile import Profile
+from kvwire.codec.transform.analysis import analyse, energy_of
+from kvwire.codec.transform.quantiser import Ladder, ladder_for, quantise, split_levels
+from kvwire.codec.transform.reconstruct import place_group
+from kvwire.codec.workers import one_core
+from kvwire.errors import ArgumentError, CorruptError, TruncatedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvwire.codec.format.segment import ChunkSegments
+    from kvwire.codec.gpu.decode import DeviceDecoder
+    from kvwire.codec.gpu.streams import Pending
+    from kvwire.codec.kinds.base import Span
+    from kvwire.codec.kinds.requests import AnyProfile, Calibration, CodingSettings, DecodeRequest, EncodeRequest
+    from kvwire.types import BlobInfo, KVCache, PagedKVCache, SegmentInfo
+
+
+class LayeredEncoder(LevelEncoder):
+    """Codes chunks on the processor."""
+
+    def __init__(self, request: EncodeRequest) -> None:
+        """Check the profile, or derive one from the cache.
+
+        Args:
+            request: What to encode, and how.
+
+        Raises:
+            ArgumentError: A chunk would be too large, or the profile needs what was not given.
+            MismatchError: The profile is of another model.
+        """
+        cache, ladder = request.cache, ladder_for(request.levels)
+        profile = cast("Profile | None", request.profile)
+        with one_core():  # whose sums do not depend on the number of threads
+            used = identity_profile(cache, ladder) if profile is None else profile
+        used.check_fits(cache.meta)
+        if request.chunk_tokens * used.rank > MAX_CHUNK_SYMBOLS:
+            most = MAX_CHUNK_SYMBOLS // used.rank
+            msg = f"a chunk may hold {most} tokens of a model this wide, got {request.chunk_tokens}"
+            raise ArgumentError(msg)
+        named = zip(ladder.names, ladder.steps, ladder.shifts, strict=True)
+        self.levels = tuple(Level(name, step, shift) for name, step, shift in named)
+        self.profile_digest = "" if profile is None else used.digest
+        self.profile_bytes = used.data if profile is None else b""
+        self.prefix_layers, self.error_to_kl = used.prefix_layers, used.error_to_kl
+        self._cache, self._ladder = cache, ladder
+        self._text = TextPredictor(used, cache.tokens, cache.token_ids, request.hidden)
+
+    def encode_all(self, spans: Sequence[Span], threads: int | None) -> list[list[Coded]]:
+        """As of every encoder; what workers share is made before they ask for it."""
+        for group in self._text.profile.groups:
+            _ = group.analysis if group.rows is None else group.halved_analysis
+        return super().encode_all(spans, threads)
+
+    def encode(self, start: int, stop: int) -> list[Coded]:
+        """Every level of the ladder, each refining the one before."""
+        ladder, profile = self._ladder, self._text.profile
+        coefficients, dropped = analyse(self._cache, self._text, start, stop, ladder.steps[-1])
+        values, refinements = split_levels(quantise(coefficients, ladder.steps[-1]), len(ladder.steps))
+        unit = column_classes(coefficients)
+        energy = energy_of(coefficients) + dropped
+        state = SegmentState(stop - start, profile.spread, profile.tables)
+        elements = (stop - start) * sum(group.width for group in profile.groups)
+        segments = []
+        for level, (shift, step) in enumerate(zip(ladder.shifts, ladder.steps, strict=True)):
+            refinement = refinements[level - 1] if level else None
+            data, symbols = encode_segment(state, shift, unit - shift, values[level], refinement)
+            sizes = profile.tables.sizes[state.classes]
+            missed = np.zeros(profile.rank, np.float32)
+            value_kernels.squared_error(coefficients, values[level], sizes, step, missed)
+            error = float(missed.sum(dtype=np.float64)) + dropped
+            segments.append(Coded(data, symbols, error / elements, energy / elements))
+        return segments
+
+
+class _OnDevice(LayeredEncoder):
+    """The same on the cache's device, many chunks at a time."""
+
+    def encode(self, start: int, stop: int) -> list[Coded]:
+        return self.encode_all([(start, stop)], 1)[0]
+
+    def encode_all(self, spans: Sequence[Span], threads: int | None) -> list[list[Coded]]:
+        from kvwire.codec.gpu.encode import DeviceEncoder  # Triton is optional
+
+        return DeviceEncoder(self._cache, self._text, self._ladder, device_of(self._cache)).encode(spans, threads)
+
+
+class LayeredDecoder(LevelDecoder):
+    """Decodes chunks on the processor, or on the output's device by Triton's kernels.
+
+    Attributes:
+        device: What decodes on the device; None until ``use_device`` is called.
+    """
+
+    device: DeviceDecoder | None = None
+
+    def __init__(self, request: DecodeRequest) -> None:
+        """Check what the profile predicts from.
+
+        Args:
+            request: What to decode, and how.
+
+        Raises:
+            ArgumentError: The profile needs token ids or hidden states that were not given.
+            MismatchError: A token id is not in the profile's vocabulary.
+        """
+        self._header, self._check, self._offset = request.header, request.check, request.offset
+        self._info, self._profile = request.header.info, cast("Profile", request.profile)
+        self._text = TextPredictor(self._profile, self._info.tokens, self._info.token_ids, request.hidden)
+        self._cos_sin = positions_for(self._info, self._offset)
+
+    def decode(self, piece: ChunkSegments, out: KVCache, at: int) -> None:
+        """Decode the symbols of every level, then transform back group by group."""
+        start, stop = self._info.chunk_span(piece.chunk)
+        reads = self._info.reads(piece.chunk, piece.level)
+        state = SegmentState(stop - start, self._profile.spread, self._profile.tables)
+        for segment, data in zip(reads, piece.segments, strict=True):
+            self._advance(state, segment, data)
+        step = self._header.levels[reads[-1].level].step
+        cos_sin = self._cos_sin(start, stop)
+        first = 0
+        for index, group in enumerate(self._profile.groups):
+            expected = self._text.expected(index, start, stop)
+            columns = slice(first, first + group.rank)
+            place_group(state, group, columns, step, expected, out, self._info.meta, at, cos_sin)
+            first += group.rank
+
+    def _advance(self, state: SegmentState, segment: SegmentInfo, data: bytes) -> None:
+        """Decode one segment's symbols."""
+        shift = self._header.levels[segment.level].shift
+        symbols = decode_segment(state, segment.level, shift, data, check=self._check)
+        if self._check and symbols != segment.raw:
+            name = f"chunk {segment.chunk} level {segment.level}"
+            msg = f"{name} holds {symbols} symbols, the index says {segment.raw}; fetch it again"
+            raise CorruptError(msg)
+
+    def use_device(
+        self,
+        out: KVCache | PagedKVCache,
+        workspace_bytes: int | None,
+        finish: Callable[[int, int], None] | None,
+    ) -> None:
+        """Put the profile on the device and describe the output."""
+        from kvwire.codec.gpu.decode import DeviceDecoder  # needs Triton
+
+        self.device = DeviceDecoder(
+            self._header,
+            self._text,
+            out,
+            offset=self._offset,
+            check=self._check,
+            workspace_bytes=workspace_bytes,
+            finish=finish,
+        )
+
+    @property
+    def on_device(self) -> bool:
+        """Whether Triton's kernels decode."""
+        return self.device is not None
+
+    def suits_device(self, piece: ChunkSegments) -> bool:
+        """What kvwire's own encoders write does; what others write may take the processor."""
+        symbols = [segment.raw for segment in self._info.reads(piece.chunk, piece.level)]
+        return self.device is not None and suits_gpu(piece, symbols)
+
+    def submit(self, pieces: Sequence[ChunkSegments]) -> Pending:
+        """Queue chunks on the device."""
+        return cast("DeviceDecoder", self.device).decode(pieces)
+
+
+class LayeredKind(LevelKind):
+    """Codec 1, with the profiles of ``fit_profile``, or one derived from a cache, which travels inside its blob."""
+
+    number: ClassVar[int] = CODEC_LAYERED
+    title: ClassVar[str] = "kvwire"
+
+    def encoder(self, request: EncodeRequest) -> LevelEncoder:
+        """On the cache's device where that was asked for and a profile was given."""
+        return (_OnDevice if request.on_device and request.profile is not None else LayeredEncoder)(request)
+
+    def decoder(self, request: DecodeRequest) -> LevelDecoder:
+        """On the processor, until ``use_device`` is called."""
+        return LayeredDecoder(request)
+
+    def read_profile(self, data: bytes) -> Profile:
+        """A ``.kvp`` file."""
+        return Profile.from_bytes(data)
+
+    def read_profile_inside(self, data: bytes) -> Profile:
+        """As ``read_profile``; bytes fetched anew would not lengthen it, so it is never "truncated"."""
+        try:
+            return Profile.from_bytes(data)
+        except TruncatedError as error:
+            msg = f"the profile inside the blob is damaged: {error}"
+            raise CorruptError(msg) from error
+
+    def check_blob(self, info: BlobInfo, profile: AnyProfile) -> None:
+        """The head start is the profile's, and a chunk's working set within bounds."""
+        rank, tokens = cast("Profile", profile).rank, min(info.tokens, info.chunk_tokens)
+        if info.prefix_layers != profile.prefix_layers:
+            msg = "the blob is coded for another head start than its profile; fetch the blob's header again"
+            raise CorruptError(msg)
+        if tokens * rank > MAX_CHUNK_SYMBOLS:
+            msg = f"a chunk of {tokens} tokens would hold {tokens * rank} symbols, {MAX_CHUNK_SYMBOLS} are allowed"
+            raise CorruptError(msg)
+
+    def check_settings(self, settings: CodingSettings) -> None:
+        """Every head start and ladder will do."""
+
+    def fit(self, texts: Calibration, settings: CodingSettings) -> Profile | None:
+        """Fit transform, prediction and tables, then measure what errors cost."""
+        layers = settings.prefix_layers
+        caches = texts.caches()
+        hidden = texts.prefix_states(layers) if layers else None
+        statistics = texts.statistics(tokens=not layers)
+        profile = fit_profile(caches, statistics, ladder=settings.ladder, prefix_layers=layers, hidden=hidden)
+        return None if profile is None else texts.calibrate_error(profile, settings.ladder)
+
+    def has_levels(self, info: BlobInfo, settings: CodingSettings) -> bool:
+        """Names and steps are those of the ladder."""
+        ladder = settings.ladder or Ladder()
+        steps = [(level.name, level.step) for level in info.levels if not level.independent]
+        return steps == list(zip(ladder.names, ladder.steps, strict=True))
+
+
+KIND = LayeredKind()

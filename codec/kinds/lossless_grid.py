@@ -1,0 +1,222 @@
+"""What a lossless segment stores: dtypes, blocks of columns, rows, and tables of the columns' classes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvwire.codec.entropy.exponent_kernels import Fields
+from kvwire.codec.entropy.rans_naive import PROBABILITY_BITS
+from kvwire.codec.entropy.tables import ALPHABET, CONTEXTS, POINTS, Tables
+from kvwire.errors import CorruptError
+
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+    from numpy.typing import NDArray
+
+    from kvwire.types import LayerSpec
+
+FORMATS = {
+    torch.float64: Fields.of(11, 52),
+    torch.float32: Fields.of(8, 23),
+    torch.bfloat16: Fields.of(8, 7),
+    torch.float16: Fields.of(5, 10),
+    torch.float8_e4m3fn: Fields.of(4, 3),
+    torch.float8_e4m3fnuz: Fields.of(4, 3),
+    torch.float8_e5m2: Fields.of(5, 2),
+    torch.float8_e5m2fnuz: Fields.of(5, 2),
+}
+"""Every dtype that a lossless segment can hold."""
+MAX_CLASSES = 32
+FLIP = 128
+"""Added to a column's class where its signs are flipped."""
+_TOTAL = 1 << PROBABILITY_BITS
+
+
+@dataclass(frozen=True, eq=False)
+class ClassTables(Tables):
+    """Base tables of any number of classes up to MAX_CLASSES; there are no refinements."""
+
+    @classmethod
+    def of(cls, base: NDArray[np.uint16]) -> ClassTables:
+        """Check the tables of a segment.
+
+        Args:
+            base: uint16 ``[classes, 256]``.
+
+        Returns:
+            The tables.
+
+        Raises:
+            CorruptError: A row does not add up to 4096.
+        """
+        if not (base.sum(axis=1, dtype=np.int64) == _TOTAL).all():
+            refuse("has frequencies that do not add up to 4096")
+        return cls(base, np.zeros((len(base), CONTEXTS, 3), np.uint16), np.zeros((len(base), POINTS), np.uint16))
+
+    @cached_property
+    def lookup(self) -> NDArray[np.uint32]:
+        """As in ``Tables``, in a few passes over all classes at once."""
+        entries = np.repeat(np.arange(self.base.size, dtype=np.uint32), self.base.ravel())
+        bias = np.tile(np.arange(_TOTAL, dtype=np.uint32), len(self.base)) - self.base_starts[entries]
+        frequency = self.base.ravel()[entries].astype(np.uint32) - np.uint32(1)
+        packed = entries % np.uint32(ALPHABET) << np.uint32(24) | bias << np.uint32(PROBABILITY_BITS) | frequency
+        return np.asarray(packed, np.uint32)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Keys or values of one layer: where its columns lie.
+
+    Attributes:
+        heads: KV heads.
+        dim: Of each head.
+        stream: 0 where it has a row for each token, 1 where it has distinct rows alone.
+        first: First column in its stream.
+        columns: Its columns among those of all blocks.
+        fields: Of its numbers.
+        raw_start: Its first raw bit.
+    """
+
+    heads: int
+    dim: int
+    stream: int
+    first: int
+    columns: slice
+    fields: Fields
+    raw_start: int
+
+    @property
+    def in_stream(self) -> slice:
+        """Its columns in its stream."""
+        return slice(self.first, self.first + self.heads * self.dim)
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """Which bits a segment stores: blocks of columns, over all tokens (stream 0) or over distinct rows (stream 1).
+
+    Attributes:
+        fields: Of the dtype.
+        shapes: ``(heads, dim)`` of each block.
+        codes: ``[tokens]``; 0 for a row of its own, k for the same as row k - 1.
+        shared: Bool ``[blocks]``; whether the block follows the codes.
+        spares: ``[blocks]``, lowest mantissa bits that are zero in all its numbers.
+    """
+
+    fields: Fields
+    shapes: list[tuple[int, int]]
+    codes: NDArray[np.int64]
+    shared: NDArray[np.bool_]
+    spares: NDArray[np.int64]
+
+    @classmethod
+    def plain(cls, fields: Fields, shapes: list[tuple[int, int]], tokens: int) -> Grid:
+        """Make the grid with a row for each token of every block, and no bit to spare.
+
+        Args:
+            fields: Of the dtype.
+            shapes: ``(heads, dim)`` of each block.
+            tokens: How many.
+
+        Returns:
+            The grid.
+        """
+        blocks = len(shapes)
+        return cls(fields, shapes, np.zeros(tokens, np.int64), np.zeros(blocks, np.bool_), np.zeros(blocks, np.int64))
+
+    @cached_property
+    def fresh(self) -> NDArray[np.intp]:
+        """Tokens that have a row of their own."""
+        return np.flatnonzero(self.codes == 0)
+
+    @cached_property
+    def sources(self) -> NDArray[np.int64]:
+        """Row of each token."""
+        return np.where(self.codes == 0, np.cumsum(self.codes == 0), self.codes) - 1
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Rows of the two streams."""
+        return len(self.codes), len(self.fresh)
+
+    @cached_property
+    def stream_of(self) -> NDArray[np.int64]:
+        """Stream of each column."""
+        return np.repeat(self.shared.astype(np.int64), [heads * dim for heads, dim in self.shapes])
+
+    @cached_property
+    def blocks(self) -> list[Block]:
+        """All blocks in order."""
+        ends, raw, out = [0, 0], 0, []
+        for (heads, dim), stream, spare in zip(self.shapes, map(int, self.shared), map(int, self.spares), strict=True):
+            width, fields = heads * dim, self.fields._replace(spare=spare)
+            among = slice(sum(ends), sum(ends) + width)
+            out.append(Block(heads, dim, stream, ends[stream], among, fields, raw))
+            ends[stream] += width
+            raw += self.rows[stream] * width * fields.raw
+        return out
+
+    @property
+    def raw_bits(self) -> int:
+        """Raw bits of all blocks."""
+        last = self.blocks[-1]
+        return last.raw_start + self.rows[last.stream] * last.heads * last.dim * last.fields.raw
+
+    def matrices(self) -> list[NDArray[np.uint8]]:
+        """Make room for the symbols of both streams.
+
+        Returns:
+            uint8 ``[rows, columns]`` for each stream.
+        """
+        return [
+            np.empty((rows, int((self.stream_of == stream).sum())), np.uint8) for stream, rows in enumerate(self.rows)
+        ]
+
+
+def block_shapes(layers: tuple[LayerSpec, ...]) -> list[tuple[int, int]]:
+    """List the blocks of a layout.
+
+    Args:
+        layers: Of the model.
+
+    Returns:
+        Heads and dim of keys, then of values, of each layer that has a cache.
+    """
+    cached = [spec for spec in layers if spec.kind != "none"]
+    return [(spec.kv_heads, dim) for spec in cached for dim in (spec.key_dim, spec.value_dim)]
+
+
+def escaped_in(symbols: NDArray[np.uint8], fields: Fields) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Find the numbers whose symbol's distance is the escape.
+
+    Args:
+        symbols: ``[rows, columns]``.
+        fields: Of the dtype.
+
+    Returns:
+        Their rows and columns, by row, then by column.
+    """
+    if fields.exponent <= fields.distance:
+        return np.zeros(0, np.intp), np.zeros(0, np.intp)
+    escape = np.uint8(fields.escape << 7 - fields.distance)
+    row, column = np.divmod(np.flatnonzero((symbols & escape) == escape), symbols.shape[1])
+    return row, column
+
+
+def refuse(what: str) -> NoReturn:
+    """Report a damaged segment.
+
+    Args:
+        what: What is wrong with it, from the verb on.
+
+    Raises:
+        CorruptError: Always.
+    """
+    msg = f"a lossless segment {what}: it is damaged, fetch it again"
+    raise CorruptError(msg)

@@ -1,0 +1,169 @@
+"""What the encoder of a lossless segment finds out: repeated rows, references, symbols, classes of columns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvwire.codec.entropy import exponent_kernels
+from kvwire.codec.entropy.tables import ALPHABET, _normalise
+from kvwire.codec.kinds.lossless_grid import FLIP, MAX_CLASSES, ClassTables, escaped_in
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvwire.codec.entropy.exponent_kernels import Bits
+    from kvwire.codec.kinds.lossless_grid import Grid
+
+_NUMBERS_PER_CLASS = 1 << 15
+"""A table costs about 80 bytes; with fewer numbers than this, another one saves less."""
+_BATCH = 1024
+"""Columns that the classes are fitted on, and columns whose histograms are held at a time."""
+_ROUNDS = 4
+_UNSEEN = 0.02
+"""Count of a symbol that a class has not met yet: dear, not impossible."""
+
+
+def find_repeats(blocks: list[Bits], grid: Grid) -> Grid:
+    """Find the rows that repeat in the first layer, and all blocks in which the same rows repeat.
+
+    A hash proposes which rows are equal; the comparison decides.
+
+    Args:
+        blocks: Unsigned ``[heads, tokens, dim]`` each.
+        grid: The plain one.
+
+    Returns:
+        The grid with codes and shared blocks.
+    """
+    for bits in blocks[:2]:
+        codes = _codes(bits)
+        twins = np.flatnonzero(codes)
+        repeated = replace(grid, codes=codes)
+        originals = repeated.fresh[repeated.sources[twins]]
+        shared = np.array([len(twins) > 0 and _same(block, twins, originals) for block in blocks])
+        if shared.any():
+            return replace(repeated, shared=shared)
+    return grid
+
+
+def _same(bits: Bits, twins: NDArray[np.intp], originals: NDArray[np.intp]) -> bool:
+    first = np.array_equal(bits[:, twins[0]], bits[:, originals[0]])  # tells most blocks at once
+    return first and np.array_equal(bits[:, twins], bits[:, originals])
+
+
+def _codes(bits: Bits) -> NDArray[np.int64]:
+    """0 for tokens whose row's hash is new, k for those that hash as row k - 1 does."""
+    heads, tokens, dim = bits.shape
+    weights = np.random.default_rng(0).integers(1, 2**63, (heads, dim), np.uint64)
+    hashes = np.zeros(tokens, np.uint64)
+    for head, weight in zip(bits, weights, strict=True):
+        hashes += head.astype(np.uint64) @ weight
+    _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
+    ranks = np.argsort(np.argsort(first))
+    return np.where(first[inverse] == np.arange(tokens), 0, ranks[inverse] + 1)
+
+
+def survey(blocks: list[Bits], grid: Grid) -> tuple[Grid, NDArray[np.uint16], NDArray[np.uint8]]:
+    """Find what a segment says once for each block or column.
+
+    Args:
+        blocks: The rows that are stored.
+        grid: Theirs.
+
+    Returns:
+        The grid with spare bits; each column's reference exponent, and 1 where its signs are flipped.
+    """
+    columns = len(grid.stream_of)
+    references, negatives = np.zeros(columns, np.uint16), np.zeros(columns, np.uint32)
+    spares = []
+    for bits, block in zip(blocks, grid.blocks, strict=True):
+        union = np.zeros(1, np.uint64)
+        exponent_kernels.survey(bits, grid.fields, references[block.columns], negatives[block.columns], union)
+        used = int(union[0]) | 1 << grid.fields.low
+        spares.append((used & -used).bit_length() - 1)
+    rows = np.array(grid.rows)[grid.stream_of]
+    return replace(grid, spares=np.array(spares)), references, (2 * negatives > rows).astype(np.uint8)
+
+
+def split(
+    blocks: list[Bits], grid: Grid, references: NDArray[np.uint16], flips: NDArray[np.uint8]
+) -> tuple[list[NDArray[np.uint8]], bytes, NDArray[np.uint16]]:
+    """Split numbers into symbols, raw bits and escapes.
+
+    Args:
+        blocks: The rows that are stored.
+        grid: With spare bits.
+        references: Exponent of each column.
+        flips: 1 where a column's signs are flipped.
+
+    Returns:
+        Symbols of both streams, the raw bits, and the exponents that no symbol could tell.
+    """
+    symbols, escapes = grid.matrices(), []
+    raw = np.zeros(grid.raw_bits // 64 + 2, np.uint64)
+    for bits, block in zip(blocks, grid.blocks, strict=True):
+        matrix = symbols[block.stream]
+        side = references[block.columns], flips[block.columns]
+        exponent_kernels.split(bits, block.fields, *side, matrix, block.first, raw, block.raw_start)
+        row, column = escaped_in(matrix[:, block.in_stream], grid.fields)
+        lost = bits[column // block.dim, row, column % block.dim]
+        escapes.append((lost >> grid.fields.mantissa & grid.fields.top).astype(np.uint16))
+    return symbols, raw.astype("<u8").tobytes()[: -(-grid.raw_bits // 8)], np.concatenate(escapes)
+
+
+def cluster(symbols: list[NDArray[np.uint8]]) -> tuple[list[NDArray[np.int64]], ClassTables]:
+    """Choose classes of columns: k-means over histograms, by the bits that a table costs.
+
+    Classes begin as columns of like mean symbol, are fitted on some of the columns, then all columns choose.
+
+    Args:
+        symbols: uint8 ``[rows, columns]`` of each stream.
+
+    Returns:
+        Class of each stream's columns, and the classes' tables.
+    """
+    columns = sum(matrix.shape[1] for matrix in symbols)
+    sample = np.concatenate([_histograms(matrix[:, :: -(-columns // _BATCH)]) for matrix in symbols])
+    numbers = sum(matrix.size for matrix in symbols)
+    wanted = min(max(numbers // _NUMBERS_PER_CLASS, 1), MAX_CLASSES, len(sample))
+    means = sample @ (np.arange(ALPHABET, dtype=np.float32) % FLIP) / sample.sum(axis=1)
+    classes = np.argsort(np.argsort(means, kind="stable"), kind="stable") * wanted // len(sample)
+    for _ in range(_ROUNDS):
+        classes = (sample @ _costs(_sums(sample, classes, wanted)).T).argmin(axis=1)
+    costs = _costs(_sums(sample, classes, wanted))
+    chosen = [np.zeros(matrix.shape[1], np.int64) for matrix in symbols]
+    sums = np.zeros((wanted, ALPHABET))
+    for matrix, own in zip(symbols, chosen, strict=True):
+        for first in range(0, len(own), _BATCH):
+            counts = _histograms(matrix[:, first : first + _BATCH])
+            own[first : first + _BATCH] = (counts @ costs.T).argmin(axis=1)
+            sums += _sums(counts, own[first : first + _BATCH], wanted)
+    used = sums.any(axis=1)
+    tables = ClassTables.of(np.stack([_normalise(row, row > 0) for row in sums[used]]))
+    return [(np.cumsum(used) - 1)[own] for own in chosen], tables
+
+
+def _histograms(symbols: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """How often each symbol occurs in each column, ``[columns, 256]``."""
+    counts = np.zeros((symbols.shape[1], ALPHABET), np.uint32)
+    exponent_kernels.histogram(np.ascontiguousarray(symbols), counts)
+    return counts.astype(np.float32)
+
+
+def _sums(counts: NDArray[np.float32], classes: NDArray[np.int64], wanted: int) -> NDArray[np.float32]:
+    """Histogram of each class, ``[classes, 256]``."""
+    members = (classes[None, :] == np.arange(wanted)[:, None]).astype(np.float32)
+    return np.asarray(members @ counts, np.float32)
+
+
+def _costs(sums: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Sixteenths of a bit that each symbol takes in each class.
+
+    All are whole numbers: sums of them are exact, so that the number of threads cannot change what is chosen.
+    """
+    counts = sums + np.float32(_UNSEEN)
+    bits = np.log2(counts.sum(axis=1, keepdims=True)) - np.log2(counts)
+    return np.asarray(np.rint(16 * bits), np.float32)

@@ -1,0 +1,232 @@
+"""What kvwire needs of an engine, and nothing else.
+
+An engine runs one model. It inherits from ``Engine``, which makes of the few methods that every engine has its own way
+for all that follows from them, and says of the rest what doing without costs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+
+from kvwire.errors import ArgumentError, NotFoundError
+from kvwire.types import KVCache
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from kvwire.codec import Statistics
+    from kvwire.types import CacheMeta
+
+
+class Engine(Protocol):
+    """One model: documents to caches, and caches and a question to the first token.
+
+    All methods are called from one thread at a time for each engine. To be implemented: ``meta``, ``device``,
+    ``dtype``, ``window``, ``vocabulary_size``, ``prefill``, ``extend``, ``past_key_values`` and ``forward``.
+    """
+
+    @property
+    def meta(self) -> CacheMeta:
+        """What the caches of this model say of themselves: model, tokenizer, layers and rotary regimes."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the numbers that the model computes with, and of its caches."""
+        ...
+
+    @property
+    def window(self) -> int:
+        """Most tokens that a prompt may hold."""
+        ...
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Token ids are 0 to this, exclusive."""
+        ...
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Token ids that end an answer."""
+        return frozenset()
+
+    @property
+    def device_name(self) -> str:
+        """The hardware, for what is remembered of its speed; empty for the processor."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether texts can be read and written; without it, callers pass token ids."""
+        return False
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens.
+
+        Raises:
+            NotFoundError: The engine has no tokenizer.
+        """
+        raise _no_tokenizer(text)
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids.
+
+        Raises:
+            NotFoundError: The engine has no tokenizer.
+        """
+        raise _no_tokenizer(token_ids)
+
+    def prefill(self, documents: Sequence[Sequence[int]]) -> list[KVCache]:
+        """Caches of independent documents.
+
+        Args:
+            documents: Token ids of each.
+
+        Returns:
+            One cache for each document, in their order, positions on and from 0, with its token ids.
+
+        Raises:
+            ArgumentError: A document has no tokens, or more than the window.
+        """
+        ...
+
+    def extend(self, prefix: KVCache | None, token_ids: Sequence[int], *, offset: int = 0) -> KVCache:
+        """Compute tokens on top of the cache before them, as one prefill of both would.
+
+        Args:
+            prefix: Positions on, ending where the new tokens begin; None where nothing stands before them.
+            token_ids: The new tokens.
+            offset: Position of the first new token where there is no prefix.
+
+        Returns:
+            The cache of the new tokens alone.
+        """
+        ...
+
+    def past_key_values(self, cache: KVCache) -> Any:  # noqa: ANN401 - the engine's own
+        """A cache as ``forward`` takes it: the engine's own type, which grows as it is used.
+
+        Raises:
+            MismatchError: The cache is of another model.
+        """
+        ...
+
+    def forward(self, past: Any, token_ids: Sequence[int], start: int, *, logits: int = 0) -> Tensor:  # noqa: ANN401
+        """Run tokens on top of a cache.
+
+        Args:
+            past: From ``past_key_values``; None where nothing stands before. It grows by the tokens.
+            token_ids: Tokens at positions ``start``, ``start + 1``, ...
+            start: Position of the first.
+            logits: How many of the last tokens to return logits for; 0 for all.
+
+        Returns:
+            Logits ``[tokens, vocabulary_size]``.
+        """
+        ...
+
+    def generate(self, past: Any, first: int, start: int, tokens: int) -> list[int]:  # noqa: ANN401
+        """Continue greedily.
+
+        Args:
+            past: What stands before ``first``; it grows.
+            first: The first token of the answer, at position ``start``.
+            start: Position of ``first``.
+            tokens: Length of the answer at most, ``first`` included.
+
+        Returns:
+            Token ids from ``first`` on; the answer ends after one of ``end_tokens``, and at the end of the window.
+        """
+        out = [first]
+        while len(out) < tokens and out[-1] not in self.end_tokens and start + len(out) < self.window:
+            logits = self.forward(past, [out[-1]], start + len(out) - 1, logits=1)
+            out.append(int(logits[-1].argmax()))
+        return out
+
+    def prefix_states(self, token_ids: Sequence[int], layers: int) -> Tensor:
+        """Hidden states of a document before the first layer and after each of the first ``layers``.
+
+        An engine without them cannot read corpora that were encoded with ``prefix_layers``, whose blobs take 0.63 (one
+        layer) or 0.44 (two layers) of the bits at equal KL divergence (docs/ablation.md: 14M model, novel and
+        encyclopaedia).
+
+        Returns:
+            Float32 ``[tokens, (layers + 1) * hidden_size]``.
+
+        Raises:
+            ArgumentError: The engine cannot run its first layers alone, or has not as many.
+        """
+        del token_ids
+        msg = f"this engine cannot run its first {layers} layers alone; encode with prefix_layers=0"
+        raise ArgumentError(msg)
+
+    def statistics(
+        self, documents: Sequence[Sequence[int]], *, tokens: bool = True, sensitivity: bool = True
+    ) -> Statistics | None:
+        """What makes some errors in a cache matter more than others, for ``fit_profile``.
+
+        An engine may leave out any part (docs/ablation.md: 14M model, bits at equal KL divergence): without the
+        features of tokens a blob takes 2.1 times the bits, without the attention metric 1.1 times, without
+        sensitivities 1.06 times. A profile is fitted from caches alone, too.
+
+        Args:
+            documents: Token ids of calibration documents.
+            tokens: False leaves out the features of the vocabulary.
+            sensitivity: False leaves out the sensitivity of layers.
+
+        Returns:
+            The statistics; None where the engine knows nothing.
+        """
+        del documents, tokens, sensitivity
+        return None
+
+    def allocate(self, tokens: int) -> KVCache:
+        """A cache of zeros for a prompt, which decoders and ``extend`` write into; an engine may give its own memory.
+
+        Returns:
+            Tensors ``[kv_heads, tokens, dim]`` of the engine's dtype on its device, positions on and from 0; layers
+            without a cache hold no tokens.
+        """
+        return KVCache.zeros(self.meta, tokens, dtype=self.dtype, device=self.device)
+
+    def synchronize(self) -> None:
+        """Wait until all that was given to the device is done, so that times are those of the work."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+@runtime_checkable
+class RowsEngine(Protocol):
+    """Reserved: what repairing linked prompts will ask of an engine. Nothing calls it yet, no engine has it yet."""
+
+    def extend_rows(self, cache: KVCache, token_ids: Sequence[int], rows: Tensor, columns: Tensor) -> KVCache:
+        """Compute tokens at some positions of a prompt anew, each seeing given positions of the prompt's cache.
+
+        Layer by layer, the new keys and values of the rows take their places before that layer's attention, so that a
+        row sees the others' new ones. Hybrid models: a layer with a window shows a row what lies in its window and in
+        ``columns``, no more. Pruned caches: an entry that ``cache.kept`` of the layer and head lacks is not seen, and
+        is not brought back. Latent attention: the rows' latents and rotary parts are what is computed and returned.
+
+        Args:
+            cache: The prompt's, positions on and from 0; it is not changed.
+            token_ids: Tokens of the rows.
+            rows: int64 ``[n]``, positions of the rows in ascending order.
+            columns: bool ``[n, tokens]``: what each row may see; a row sees itself, and nothing behind itself.
+
+        Returns:
+            The cache of the rows alone, ``[kv_heads, n, dim]`` for each layer; row ``i`` stands at ``rows[i]``.
+        """
+        ...
+
+
+def _no_tokenizer(_: object) -> NotFoundError:
+    return NotFoundError("this engine has no tokenizer; pass token ids instead of texts")

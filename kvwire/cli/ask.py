@@ -1,0 +1,126 @@
+"""``kvwire ask``: a question over documents of a store."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import TYPE_CHECKING, TypedDict, Unpack
+
+import click
+
+from kvwire.cli.engines import open_engine
+from kvwire.cli.failures import leave
+from kvwire.cli.options import BACKEND, DEVICE, DTYPE, JSON, MODEL, USES, StoreOptions, store_options, use_file
+from kvwire.cli.printing import print_answer
+from kvwire.errors import DeadlineError
+
+if TYPE_CHECKING:
+    from kvwire.codec import Backend
+    from kvwire.controller import Objective
+    from kvwire.runtime.answer import Answer
+
+
+class _AskOptions(TypedDict):
+    docs: tuple[str, ...]
+    more_docs: tuple[str, ...]
+    question: str
+    deadline: float | None
+    link: str | None
+    floor: int
+    ceiling: int | None
+    objective: Objective | None
+    tokens: int
+    texts: str | None
+    variants: tuple[str, ...]
+    uses: str | None
+    model: str
+    device: str
+    dtype: str
+    backend: Backend
+    as_json: bool
+
+
+@click.command()
+@click.option("--docs", "docs", multiple=True, required=True, help="Ids of documents, in the prompt's order.")
+@click.argument("more_docs", nargs=-1)
+@click.option("--question", required=True, help="What the model continues after the documents.")
+@click.option(
+    "--deadline",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds to the first token.",
+)
+@click.option("--link", help="Emulate a link: 50mbit or 50mbit,20ms.")
+@click.option(
+    "--floor",
+    default=0,
+    show_default=True,
+    type=click.IntRange(0, 7),
+    help="Lowest level to use where there is a choice.",
+)
+@click.option(
+    "--ceiling",
+    type=click.IntRange(0, 7),
+    help="Finest level that is worth waiting for; any without it.",
+)
+@click.option(
+    "--objective",
+    type=click.Choice(["earliest", "quality", "cheapest"]),
+    help="The soonest first token, or the best quality or the fewest bytes within the deadline; by default quality "
+    "with a deadline, and earliest without.",
+)
+@click.option(
+    "--tokens", default=32, show_default=True, type=click.IntRange(min=1), help="Length of the answer at most."
+)
+@click.option("--texts", help="Folder of the documents' texts, for those whose blob is lost.")
+@click.option(
+    "--variant-tenant",
+    "variants",
+    multiple=True,
+    help="Tenant that has the documents encoded for another head start, to be used where that is sooner; repeatable.",
+)
+@USES
+@MODEL
+@store_options
+@DEVICE
+@DTYPE
+@BACKEND
+@JSON
+def ask(place: StoreOptions, **options: Unpack[_AskOptions]) -> None:
+    """Answer a question over documents of a store: --docs A B C --question "..."."""
+    names, deadline = [*options["docs"], *options["more_docs"]], options["deadline"]
+    answer = _answer(names, place, options)
+    error = None
+    if deadline is not None and answer.timing.ttft_s > deadline:
+        error = DeadlineError(
+            f"the first token came after {answer.timing.ttft_s:.3f} s, the deadline was {deadline:g} s"
+        )
+    print_answer(names, answer, as_json=options["as_json"], error=error)
+    if error:
+        leave(error)
+
+
+def _answer(names: list[str], place: StoreOptions, options: _AskOptions) -> Answer:
+    from kvwire.runtime.corpus import Corpus
+    from kvwire.runtime.loader import Loader
+    from kvwire.runtime.settings import LoadSettings
+    from kvwire.runtime.text_files import read_texts
+    from kvwire.transport import parse_link
+
+    engine = open_engine(options["model"], options["device"], options["dtype"])
+    settings = LoadSettings(
+        quality_floor=options["floor"], quality_ceiling=options["ceiling"], backend=options["backend"]
+    )
+    texts = read_texts([options["texts"]]) if options["texts"] else {}
+    known = {name: engine.tokenize(text) for name, text in texts.items()} if options["texts"] else None
+    with closing(place.open()) as opened:
+        corpus = Corpus(engine, opened, **place.whose(), uses=use_file(options["uses"]))
+        others = [Corpus(engine, opened, **(place.whose() | {"tenant": tenant})) for tenant in options["variants"]]
+        emulated = parse_link(options["link"]) if options["link"] else None
+        with Loader(engine, corpus, variants=others, link=emulated, settings=settings) as loader:
+            return loader.ask(
+                names,
+                engine.tokenize(options["question"]),
+                deadline_s=options["deadline"],
+                objective=options["objective"],
+                tokens=options["tokens"],
+                texts=known,
+            )

@@ -1,0 +1,125 @@
+"""``kvwire encode``: text files into a store."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, TypedDict, Unpack
+
+import click
+
+from kvwire.cli.engines import open_engine
+from kvwire.cli.failures import leave
+from kvwire.cli.options import (
+    BACKEND,
+    DEVICE,
+    DTYPE,
+    JSON,
+    MODEL,
+    USES,
+    StoreOptions,
+    store_options,
+    use_file,
+)
+from kvwire.cli.printing import print_encoded
+from kvwire.codec import DEFAULT_METHOD, methods
+from kvwire.errors import ArgumentError
+from kvwire.runtime.text_files import problem_with, read_texts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvwire.codec import Backend
+    from kvwire.engines.base import Engine
+    from kvwire.runtime.corpus import Corpus, Document, Encoded
+
+
+class _EncodeOptions(TypedDict):
+    paths: tuple[str, ...]
+    model: str
+    device: str
+    dtype: str
+    force: bool
+    method: str
+    prefix_layers: int
+    lossless: bool
+    encode_after: int
+    uses: str | None
+    backend: Backend
+    as_json: bool
+
+
+@click.command()
+@click.argument("paths", nargs=-1, required=True)
+@MODEL
+@store_options
+@DEVICE
+@DTYPE
+@click.option("--force", is_flag=True, help="Encode again even what the store seems to have.")
+@click.option("--method", type=click.Choice(methods()), default=DEFAULT_METHOD, show_default=True)
+@click.option(
+    "--prefix-layers",
+    "--head-start",
+    "prefix_layers",
+    default=0,
+    show_default=True,
+    type=click.IntRange(0),
+    help="Layers that readers compute anew, which makes blobs smaller; --head-start is the old name.",
+)
+@click.option("--lossless", is_flag=True, help="Add a level that holds every number bit for bit.")
+@click.option(
+    "--encode-after",
+    default=0,
+    type=click.IntRange(0),
+    metavar="N",
+    help="Keep documents with fewer than N counted uses as text; needs --uses.",
+)
+@USES
+@BACKEND
+@JSON
+def encode(place: StoreOptions, **options: Unpack[_EncodeOptions]) -> None:
+    """Encode text files, or all .txt and .md files of folders, into a store.
+
+    A document's id is its path below the folder named, without its ending. What the catalog has already is skipped.
+    """
+    from kvwire.runtime.corpus import Coding, Corpus
+
+    failures: dict[str, str] = {}
+    texts = read_texts(options["paths"], failures)
+    engine = open_engine(options["model"], options["device"], options["dtype"])
+    coding = Coding(options["method"], options["prefix_layers"], options["lossless"], backend=options["backend"])
+    corpus = Corpus(engine, place.open_lasting(), **place.whose(), coding=coding, uses=use_file(options["uses"]))
+    documents = _documents(engine, texts, failures)
+    done = _encode_all(corpus, documents, force=options["force"], encode_after=options["encode_after"])
+    error = None
+    if failures:
+        error = ArgumentError(f"{len(failures)} of {len(done) + len(failures)} documents were left out")
+    print_encoded(done, failures, as_json=options["as_json"], error=error)
+    if error:
+        leave(error)
+
+
+def _documents(engine: Engine, texts: Mapping[str, str], failures: dict[str, str]) -> list[Document]:
+    """Texts as token ids; those that cannot be encoded go to ``failures``."""
+    from kvwire.runtime.corpus import Document
+
+    documents = []
+    for document_id, text in texts.items():
+        ids = engine.tokenize(text)
+        problem = problem_with(ids, engine.window)
+        if problem:
+            failures[document_id] = problem
+        else:
+            documents.append(Document(document_id, tuple(ids)))
+    return documents
+
+
+def _encode_all(corpus: Corpus, documents: Sequence[Document], *, force: bool, encode_after: int) -> list[Encoded]:
+    from tqdm import tqdm
+
+    done = []
+    total = sum(len(document.token_ids) for document in documents)
+    with tqdm(total=total, unit="tok", disable=None, desc="encoding", file=sys.stderr) as bar:
+        for encoded in corpus.encode(documents, force=force, encode_after=encode_after):
+            done.append(encoded)
+            bar.update(encoded.entry.tokens)
+    return done

@@ -1,0 +1,61 @@
+"""``kvwire inspect``: what a blob holds."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvwire.cli.engines import open_engine
+from kvwire.cli.options import JSON, StoreOptions, store_options
+from kvwire.cli.printing import describe, print_levels
+from kvwire.codec import DEFAULT_METHOD
+from kvwire.errors import NotFoundError, StorageError
+
+if TYPE_CHECKING:
+    from kvwire.types import BlobInfo
+
+
+@click.command()
+@click.argument("blob")
+@click.option("--model", envvar="KVWIRE_MODEL", help="To look BLOB up as a document's id in the store.")
+@store_options
+@JSON
+def inspect(*, blob: str, model: str | None, place: StoreOptions, as_json: bool) -> None:
+    """Show what a blob holds: a .kvw file, which is checked to its end, or a document of a store."""
+    info = _info(blob, model, place)
+    if as_json:
+        click.echo(json.dumps(describe(info)))
+        return
+    click.echo(
+        f"{info.tokens} tokens in {info.chunks} chunks, {info.file_bytes:,} bytes (header {info.header_bytes:,})"
+    )
+    click.echo(
+        f"model {info.meta.model_id} ({info.meta.model_revision[:12]}), profile {info.profile_digest[:12] or 'inside'}"
+    )
+    if info.prefix_layers or info.method != DEFAULT_METHOD:
+        click.echo(f"method {info.method}, coded for readers that compute the first {info.prefix_layers} layers")
+    print_levels([info])
+
+
+def _info(blob: str, model: str | None, place: StoreOptions) -> BlobInfo:
+    path = Path(blob)
+    if path.is_file():
+        from kvwire.codec import verify
+
+        try:
+            return verify(path.read_bytes())
+        except OSError as error:
+            msg = f"{path} cannot be read ({error.strerror})"
+            raise StorageError(msg) from error
+    if not (place.store and model):
+        msg = f"{blob} is no file; to look up a document name --store and --model"
+        raise NotFoundError(msg)
+    from kvwire.runtime.corpus import Corpus
+
+    with closing(place.open()) as opened:
+        corpus = Corpus(open_engine(model), opened, **place.whose())
+        return corpus.read_header(corpus.find(blob))

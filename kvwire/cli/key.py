@@ -1,0 +1,13 @@
+"""``kvwire key``: make a master key."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command("key")
+def key() -> None:
+    """Make a master key for --keys; put it at the top of the file, which only you may read."""
+    from kvwire.store import Keyring
+
+    click.echo(Keyring.new_line())

@@ -1,0 +1,54 @@
+"""What a load gives: the first token, how it came about, and where the time went."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvwire.reuse import LinkedPrompt
+    from kvwire.types import Decision
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Where the time to the first token went, in seconds.
+
+    ttft_s: from the call to the first token, catalog lookups included. fetch_s: until the last byte that was used
+    arrived. decode_s, recompute_s: compute spent on chunks, in part while fetching. link_s: making the engine's cache.
+    query_s: the question's forward pass. The parts overlap, so they add up to more than ttft_s.
+    """
+
+    ttft_s: float
+    fetch_s: float
+    decode_s: float
+    recompute_s: float
+    link_s: float
+    query_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """The first token and how it came about.
+
+    logits: of the question's last token, float32 ``[vocabulary]``. prompt: the linked cache of all documents.
+    misses: what went wrong on the way and was healed by recomputing, or with a lower level, in words. bytes: fetched,
+    heads included. predicted_s: the time to first token that the first complete plan expected, counted from the asking;
+    None where there was none. error: mean over the
+    documents' tokens of the measured errors of the levels in use; a recomputed chunk counts with its blob's finest.
+    """
+
+    first_token: int
+    logits: Tensor
+    tokens: tuple[int, ...]
+    text: str
+    prompt: LinkedPrompt
+    decisions: tuple[Decision, ...]
+    reason: str
+    timing: Timing
+    bytes: int
+    misses: tuple[str, ...]
+    predicted_s: float | None = None
+    error: float = 0.0

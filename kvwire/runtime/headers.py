@@ -1,0 +1,157 @@
+"""Documents of a load: from what the catalog says to an open blob, or to the text that stands in for it."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+from kvwire.codec import read_header
+from kvwire.errors import CorruptError, DeadlineError, KvwireError, NotFoundError, StorageError
+from kvwire.runtime.documents import CHANGED, DocumentHandle, Timeouts
+from kvwire.runtime.finder import beside
+from kvwire.transport import BlobFetcher, open_source
+from kvwire.types import digest_tokens
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from kvwire.runtime.driver import ControllerDriver
+    from kvwire.runtime.finder import DocumentFinder
+    from kvwire.runtime.session import Session
+    from kvwire.store import CatalogEntry
+    from kvwire.transport import FetchSettings
+    from kvwire.types import BlobInfo
+
+
+class HeaderReader:
+    """Reads headers of blobs, and texts where headers fail or are late; closes what it opened at its end."""
+
+    def __init__(
+        self, session: Session, driver: ControllerDriver, finder: DocumentFinder, settings: FetchSettings,
+        timeouts: Timeouts,
+    ) -> None:  # fmt: skip
+        """Read nothing yet."""
+        self._session, self._driver, self._finder, self._settings = session, driver, finder, settings
+        self._timeouts = replace(timeouts, soon=min(timeouts.soon, timeouts.patience))
+        self._stack = AsyncExitStack()
+        self._fetchers: list[BlobFetcher] = []
+
+    async def __aenter__(self) -> Self:
+        """Begin."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close all fetchers."""
+        await self._stack.aclose()
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that came over the link so far, for all documents together, heads and chunks."""
+        return sum(fetcher.counts.wire_bytes for fetcher in self._fetchers)
+
+    async def open_all(self, document: DocumentHandle) -> list[DocumentHandle]:
+        """``open`` a document, and those of its variants whose headers are sound, in time and of the same chunks."""
+        variants = [self._open_variant(each) for each in document.variants]
+        _, others = await beside(self._opened(document), variants, self._timeouts)
+        return [document, *(each for each in others if each.joins(document))]
+
+    async def _opened(self, document: DocumentHandle) -> DocumentHandle:
+        await self.open(document)
+        return document
+
+    async def _open_variant(self, document: DocumentHandle) -> DocumentHandle:
+        """Read a variant's header; without a text to stand in for it, raises whatever is wrong."""
+        if document.entry is None:
+            msg = f"{document.document_id!r} has no blob there"
+            raise NotFoundError(msg)
+        fetcher = await self._fetcher(document, document.entry)
+        document.info = await fetcher.open(deadline=self._driver.clock() + self._timeouts.soon)
+        document.corpus.check_blob(document.info, document.entry)
+        return document
+
+    async def open(self, document: DocumentHandle) -> None:
+        """Read a document's header; where that fails, is late or is of another document, find its text.
+
+        Raises what reading the header raised where there is no text either.
+        """
+        document.token_ids = document.text
+        if document.entry is None or (document.trouble and document.text is not None):
+            return
+        try:
+            info = await self._header_of_now(document)
+            if document.trouble:
+                raise StorageError(document.trouble)
+        except KvwireError as error:
+            document.fall_back(str(error))
+            if document.token_ids is None:
+                document.token_ids = self._ids_of(document.reader.head, document.entry)
+            if document.token_ids is None:
+                document.token_ids = await self._stored_text(document, document.entry)
+            if document.token_ids is None:
+                raise
+            return
+        if document.text is not None and info.token_ids not in (None, document.text):
+            document.trouble = CHANGED
+            return
+        document.use(info, info.token_ids or document.text)
+
+    async def _header_of_now(self, document: DocumentHandle) -> BlobInfo:
+        """The header of the blob that the catalog names; where a kept entry named another one, of the new one."""
+        entry = cast("CatalogEntry", document.entry)
+        try:
+            return await self._header(document, entry)
+        except (NotFoundError, CorruptError):
+            tokens = document.tokens
+            if not await self._finder.find_again(self._driver, document, self._timeouts) or document.tokens != tokens:
+                raise
+            return await self._header(document, document.entry or entry)
+
+    async def _fetcher(self, document: DocumentHandle, entry: CatalogEntry) -> BlobFetcher:
+        """What reads a document's blob, open until the end of this reader."""
+        catalog = document.corpus.catalog
+        reader = document.reader = catalog.blob_reader()
+        source = open_source(catalog.store, entry.blob_key, self._session.http)
+        settings = replace(self._settings, header_bytes=max(1, entry.header_bytes))
+        known = partial(BlobFetcher, source, settings=settings, link=self._session.link, meter=self._driver.meter)
+        fetcher = known(read_header=reader.read_header, check=reader.check)
+        document.fetcher = await self._stack.enter_async_context(fetcher)
+        self._fetchers.append(fetcher)
+        return fetcher
+
+    async def _header(self, document: DocumentHandle, entry: CatalogEntry) -> BlobInfo:
+        """The header, checked against the catalog; a DeadlineError where it is late and the text is there."""
+        fetcher = await self._fetcher(document, entry)
+        opening = asyncio.create_task(fetcher.open(deadline=self._driver.clock() + self._timeouts.patience))
+        try:
+            await asyncio.wait({opening}, timeout=self._timeouts.soon)
+            if not opening.done() and document.token_ids is None:
+                document.token_ids = await self._stored_text(document, entry)
+            if not opening.done() and document.token_ids is not None:
+                msg = f"{fetcher.url}: no header within {self._timeouts.soon:.3g} s; check the server and the network"
+                raise DeadlineError(msg)
+            info = await opening
+        finally:
+            opening.cancel()
+            await asyncio.gather(opening, return_exceptions=True)
+        document.corpus.check_blob(info, entry)
+        return info
+
+    def _ids_of(self, head: bytes, entry: CatalogEntry) -> tuple[int, ...] | None:
+        """Token ids from a head whose blob is of no use otherwise, where they are the ones that the catalog names."""
+        ids = read_header(head).token_ids if head else None
+        return ids if ids is not None and self._fits(ids, entry) else None
+
+    def _fits(self, ids: tuple[int, ...], entry: CatalogEntry) -> bool:
+        """Whether a text is the entry's: the prompt has been laid out for that many tokens."""
+        return len(ids) == entry.tokens and digest_tokens(ids) == entry.token_digest
+
+    async def _stored_text(self, document: DocumentHandle, entry: CatalogEntry) -> tuple[int, ...] | None:
+        """Token ids from beside the blob, None where they are lost too or do not come in time."""
+        try:
+            ids = await self._driver.look_up(partial(self._finder.text, document, entry), self._timeouts.patience)
+        except KvwireError:
+            return None
+        return ids if self._fits(ids, entry) else None

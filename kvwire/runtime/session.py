@@ -1,0 +1,238 @@
+"""What all loads of a loader share, whichever threads and event loops call it.
+
+One event loop in a thread of its own, one HTTP session with kept connections, one emulated link where there is one, and
+one controller. Whatever is read from a store while loading goes over the HTTP session and the link: catalog entries,
+profiles, texts, headers and chunks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import random
+import threading
+from concurrent.futures import CancelledError
+from typing import TYPE_CHECKING, TypeVar
+
+from kvwire.errors import ArgumentError, AuthError, KvwireError, NotFoundError
+from kvwire.runtime.driver import ControllerDriver
+from kvwire.runtime.threads import DaemonThreads, Threads
+from kvwire.store import Store
+from kvwire.transport import open_session, open_source, read_object
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterable, Iterator
+
+    import aiohttp
+
+    from kvwire.controller import Controller
+    from kvwire.store import Data, Listed, ObjectStat
+    from kvwire.transport import EmulatedLink, FetchSettings
+
+T = TypeVar("T")
+_CLOSED = "the loader is closed: open another one"
+_READERS = 32  # threads for stores that block, beside those of look-ups
+_JOIN_S = 5.0
+
+
+class Session:
+    """One event loop in a thread, with all that loads share. It starts with the first load and ends with ``close``.
+
+    Attributes:
+        link: The emulated link, None without one.
+        threads: Where lanes and blocking calls run.
+    """
+
+    def __init__(
+        self, lock: threading.RLock, threads: Threads, link: EmulatedLink | None, fetch: FetchSettings
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            lock: Held while the controller works.
+            threads: Owned by the session from now on.
+            link: An emulated link in front of every store.
+            fetch: Its ``concurrency`` bounds the connections, its retries and patience hold for look-ups, too.
+        """
+        self._lock = lock
+        self.threads, self.link = threads, link
+        self._fetch = fetch
+        self._starting = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+        self._http: aiohttp.ClientSession | None = None
+        self._driver: ControllerDriver | None = None
+
+    def run(self, work: Coroutine[None, None, T]) -> T:
+        """Run work on the session's loop and wait for it; to be called from any other thread.
+
+        Raises:
+            ArgumentError: The session is closed, or was closed meanwhile.
+        """
+        future = asyncio.run_coroutine_threadsafe(work, self._running(work))
+        try:
+            return future.result()
+        except CancelledError:
+            raise ArgumentError(_CLOSED) from None
+        except BaseException:
+            future.cancel()  # an interrupted caller waits for nothing any more
+            raise
+
+    async def wait(self, work: Coroutine[None, None, T]) -> T:
+        """``run`` for callers with an event loop of their own.
+
+        A caller that is cancelled cancels the work, and goes on when the work has cleaned up after itself.
+        """
+        caller, began, ended = asyncio.get_running_loop(), threading.Event(), asyncio.Event()
+
+        async def whole() -> T:
+            began.set()
+            try:
+                return await work
+            finally:
+                caller.call_soon_threadsafe(ended.set)
+
+        future = asyncio.run_coroutine_threadsafe(whole(), self._running(work))
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if self._is_closed:
+                raise ArgumentError(_CLOSED) from None
+            if began.is_set():
+                await ended.wait()
+            else:
+                work.close()
+            raise
+
+    def _running(self, work: Coroutine[None, None, object]) -> asyncio.AbstractEventLoop:
+        with self._starting:
+            if self._is_closed:
+                work.close()
+                raise ArgumentError(_CLOSED)
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._loop.set_default_executor(DaemonThreads(_READERS, "kvwire-read"))
+                self._thread = threading.Thread(target=self._serve, args=(self._loop,), name="kvwire-loop", daemon=True)
+                self._thread.start()
+                _RUNNING.add(self)
+            return self._loop
+
+    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_forever()
+        finally:
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.run_until_complete(loop.shutdown_default_executor())
+            loop.close()
+            _RUNNING.discard(self)
+
+    @property
+    def http(self) -> aiohttp.ClientSession:
+        """The HTTP session, on the session's loop."""
+        if self._http is None:
+            self._http = open_session(connections=self._fetch.concurrency, link=self.link)
+        return self._http
+
+    def driver(self, controller: Callable[[], Controller]) -> ControllerDriver:
+        """What drives the controller, on the session's loop; ``controller`` makes one at first and where one broke."""
+        if self._driver is None or self._driver.broken:
+            self._driver = ControllerDriver(controller(), self._lock, self.threads)
+        return self._driver
+
+    async def read(self, store: Store, key: str, start: int, end: int | None, link: EmulatedLink | None) -> bytes:
+        """Bytes of an object over the HTTP session and a link, tried again as the fetcher does."""
+        settings, failed = self._fetch, 0
+        while True:
+            source = open_source(store, key, self.http)
+            try:
+                return await read_object(source, link, settings.patience, start, end)
+            except (NotFoundError, AuthError):
+                raise
+            except KvwireError as error:
+                failed += 1
+                if failed > settings.retries:
+                    raise
+                await asyncio.sleep(settings.backoff(failed, random.random(), error))  # noqa: S311 - only a pause
+            finally:
+                await source.close()
+
+    def view(self, store: Store, *, over_link: bool = True) -> Store:
+        """A store whose reads take the session's way, for callers in other threads than the loop's."""
+        return _View(self, store, self.link if over_link else None)
+
+    def close(self, *, wait: bool = True) -> None:
+        """End loads that are under way, connections and threads.
+
+        Args:
+            wait: Until they have ended, but for what a dead store blocks.
+        """
+        with self._starting:
+            was_closed, self._is_closed = self._is_closed, True
+            loop, thread = self._loop, self._thread
+        if loop is not None and thread is not None:
+            if not was_closed:
+                asyncio.run_coroutine_threadsafe(self._end(), loop)
+            if wait and thread is not threading.current_thread():
+                thread.join(_JOIN_S)
+        self.threads.close(wait=wait)
+
+    async def _end(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.wait(others, timeout=_JOIN_S) if others else None
+        if self._driver is not None:
+            await self._driver.close()
+        if self._http is not None:
+            await self._http.close()
+        asyncio.get_running_loop().call_soon(asyncio.get_running_loop().stop)
+
+
+_RUNNING: set[Session] = set()
+"""Sessions whose threads are to end before the interpreter does: one that it cuts off may take the process down."""
+
+
+@atexit.register
+def _close_all() -> None:
+    for session in tuple(_RUNNING):
+        session.close()
+
+
+class _View(Store):
+    """A store read through a session; everything else is the store's own."""
+
+    def __init__(self, session: Session, store: Store, link: EmulatedLink | None) -> None:
+        self._session, self._store, self._link = session, store, link
+
+    @property
+    def url(self) -> str:
+        return self._store.url
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        return self._session.run(self._session.read(self._store, key, start, end, self._link))
+
+    def stat(self, key: str) -> ObjectStat:
+        return self._store.stat(key)
+
+    def put(self, key: str, data: Data) -> None:
+        self._store.put(key, data)
+
+    def create(self, key: str, data: Data) -> bool:
+        return self._store.create(key, data)
+
+    def delete(self, key: str) -> None:
+        self._store.delete(key)
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        self._store.delete_many(keys)
+
+    def distrust(self, key: str, start: int = 0, end: int | None = None) -> None:
+        self._store.distrust(key, start, end)
+
+    def scan(self, prefix: str, after: str = "") -> Iterator[Listed]:
+        return self._store.scan(prefix, after)
+
+    def close(self) -> None:
+        """The store belongs to somebody else."""

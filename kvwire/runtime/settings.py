@@ -1,0 +1,75 @@
+"""How prompts are loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from kvwire import controller as ctl
+from kvwire.codec.workers import cores
+from kvwire.transport import FetchSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvwire.codec import Backend
+    from kvwire.controller import LogEntry, Policy
+
+_GPU_BATCH, _MOST_THREADS, _HORIZON_S = 32, 8, 0.01
+_ROUNDS = 2  # of chunks that a CPU decodes in one go: telling of each that it is done costs time, too
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """How prompts are loaded.
+
+    Attributes:
+        quality_floor: The lowest level that may be used where there is a choice.
+        quality_ceiling: The finest level that is worth waiting for; None for any.
+        bandwidth_prior: Bytes per second assumed before anything was measured.
+        ttfb_prior_s: Seconds to the first byte assumed likewise.
+        max_in_flight: Chunks fetched at once.
+        memory_bytes: Of blobs, fetched or kept to be upgraded, over all loads.
+        open_s: Longest wait for a blob's header where the document's text is known or stored, in seconds.
+        patience_s: Longest wait for any other header, and for anything else that nothing stands in for, in seconds.
+        fetch: The fetcher's settings; its concurrency bounds the connections of all loads together.
+        backend: Which kernels decode.
+        compute_workers: 2 to decode beside forward passes, 1 to take turns; None: 2 where a GPU does both, since
+            decoding has streams of its own there.
+        decode_batch: Chunks that are decoded in one go; None: as suits the machine.
+        decode_threads: How many of them a CPU decodes side by side; None: as suits the machine.
+        entries_s: Seconds that a catalog entry is used for after it was read; 0: every load asks the catalog.
+        policy: Decides instead of the controller's own, for comparisons.
+        record: Called with every event and what it led to; ``controller.replay`` takes these.
+    """
+
+    quality_floor: int = 0
+    quality_ceiling: int | None = None
+    bandwidth_prior: float = 12.5e6
+    ttfb_prior_s: float = 0.02
+    max_in_flight: int = 16
+    memory_bytes: int = 1 << 32
+    open_s: float = 5.0
+    patience_s: float = 30.0
+    fetch: FetchSettings = field(default_factory=lambda: FetchSettings(concurrency=16, retries=2))
+    backend: Backend = "auto"
+    compute_workers: Literal[1, 2] | None = None
+    decode_batch: int | None = None
+    decode_threads: int | None = None
+    entries_s: float = 30.0
+    policy: Policy | None = None
+    record: Callable[[LogEntry], object] | None = None
+
+
+def controls_of(settings: LoadSettings, *, on_gpu: bool) -> ctl.ControllerSettings:
+    """How the controller of a loader with these settings steers; on_gpu: whether a GPU decodes and computes."""
+    threads = 1 if on_gpu else settings.decode_threads or min(cores(), _MOST_THREADS)
+    return ctl.ControllerSettings(
+        max_in_flight=settings.max_in_flight,
+        horizon_s=_HORIZON_S,
+        memory_bytes=settings.memory_bytes,
+        patience_s=settings.patience_s,
+        workers=settings.compute_workers or (2 if on_gpu else 1),
+        decode_batch=settings.decode_batch or (_GPU_BATCH if on_gpu else _ROUNDS * threads),
+        decode_threads=threads,
+    )

@@ -1,0 +1,112 @@
+"""Threads of a session: one for each lane of compute, some for decoding side by side, some that wait for stores."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvwire.codec.workers import stay_on_one_core
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+_LOOK_UPS = 16  # in stores at a time
+_JOIN_S = 2.0
+_Job = tuple["Future[Any]", "Callable[..., Any]", tuple[Any, ...], dict[str, Any]]
+
+
+class DaemonThreads(ThreadPoolExecutor):
+    """An executor whose threads no process waits for: what they do may block for minutes, as a dead disk does."""
+
+    def __init__(self, most: int, name: str) -> None:
+        """Start no thread yet; at most ``most`` of them start when they are needed."""
+        super().__init__(most, name)
+        self._most, self._name = most, name
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._started: list[threading.Thread] = []
+        self._idle = threading.Semaphore(0)
+        self._guard = threading.Lock()
+        self._is_closed = False
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:  # noqa: ANN401 - the job's
+        """Run ``fn(*args, **kwargs)`` in a thread; raises RuntimeError after ``shutdown``."""
+        future: Future[T] = Future()
+        with self._guard:
+            if self._is_closed:
+                msg = "these threads have ended"
+                raise RuntimeError(msg)
+            self._jobs.put((future, fn, args, kwargs))
+            if not self._idle.acquire(blocking=False) and len(self._started) < self._most:
+                thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._started)}", daemon=True)
+                self._started.append(thread)
+                thread.start()
+        return future
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, fn, args, kwargs = job
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = fn(*args, **kwargs)
+                except BaseException as error:  # noqa: BLE001 - it is whose future it is
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+            del job, future, fn, args, kwargs  # nothing is kept alive by a thread that waits
+            self._idle.release()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 - as inherited
+        """End the threads; jobs that wait are cancelled, a thread that is blocked in one is left behind.
+
+        Args:
+            wait: Wait for the others, two seconds at most.
+            cancel_futures: Not looked at: nothing is left to wait in line.
+        """
+        with self._guard:
+            self._is_closed = True
+            while True:
+                try:
+                    job = self._jobs.get_nowait()
+                except queue.Empty:
+                    break
+                if job is not None:
+                    job[0].cancel()
+            for _ in self._started:
+                self._jobs.put(None)
+        until = time.monotonic() + _JOIN_S
+        for thread in self._started if wait else ():
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until - time.monotonic()))
+
+
+class Threads:
+    """Threads for all loads of a session: they start when they are needed and end with it.
+
+    Attributes:
+        compute: One, for forward passes.
+        decode: One for decoding; the same where ``workers`` is 1.
+        side_by_side: For chunks that the processor decodes at once, each on one core.
+        store: For stores that block.
+    """
+
+    def __init__(self, workers: int, decode_threads: int = 1) -> None:
+        """Start none yet.
+
+        Args:
+            workers: 1: forward passes and decoding take turns. 2: each has a thread.
+            decode_threads: Chunks that the processor decodes at once.
+        """
+        self.compute = ThreadPoolExecutor(1, "kvwire-compute")
+        self.decode = self.compute if workers == 1 else ThreadPoolExecutor(1, "kvwire-decode")
+        self.side_by_side = ThreadPoolExecutor(decode_threads, "kvwire-codec", initializer=stay_on_one_core)
+        self.store = DaemonThreads(_LOOK_UPS, "kvwire-store")
+
+    def close(self, *, wait: bool = True) -> None:
+        """End all; with ``wait``, after the jobs that lanes are at."""
+        for pool in (self.compute, self.decode, self.side_by_side):
+            pool.shutdown(wait=wait, cancel_futures=True)
+        self.store.shutdown(wait=wait)

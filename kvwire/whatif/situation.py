@@ -1,0 +1,287 @@
+"""One prompt, link and engine, and what policies would make of it.
+
+A first plan is asked of the policy through a real controller that knows all documents and has begun nothing. What comes
+of it is played on the simulator's link and lanes by a real controller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+from typing import TYPE_CHECKING
+
+from kvwire import controller as ctl
+from kvwire.controller import events as ev
+from kvwire.controller.policies import RECOMPUTE, Adaptive
+from kvwire.controller.simulator import LoadArrival, World, constant
+from kvwire.errors import ArgumentError
+from kvwire.whatif.inquiry import Inquiry
+from kvwire.whatif.records import PlannedChunk, Prediction
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvwire.controller.policies import Plan, Policy
+    from kvwire.controller.simulator import Outcome
+    from kvwire.whatif.records import Details
+
+    Variants = tuple[ctl.DocumentPlanInput, ...]
+
+_MOST_PLAYED_S = 30.0  # a longer load takes the simulator too long; what its policy expects must do
+_MOST_PLAYED_DOCUMENTS = 64  # likewise
+
+
+def known_link(costs: ctl.CostModel | ctl.Estimates, bandwidth: float, ttfb_s: float) -> ctl.Estimates:
+    """Make estimates of a link that is known.
+
+    Args:
+        costs: Of the engine, or estimates that hold them.
+        bandwidth: Bytes per second, above 0.
+        ttfb_s: Seconds to a first byte, at least 0.
+
+    Returns:
+        New estimates with these costs, whose link does not err.
+
+    Raises:
+        ArgumentError: Bandwidth or round trip cannot be.
+    """
+    if not (0 < bandwidth < inf and 0 <= ttfb_s < inf):
+        msg = f"a link needs a bandwidth above 0 and a round trip of 0 or more, got {bandwidth} B/s and {ttfb_s} s"
+        raise ArgumentError(msg)
+    made = costs.copy() if isinstance(costs, ctl.Estimates) else ctl.Estimates(costs, bandwidth, ttfb_s)
+    made.bandwidth = ctl.BandwidthEstimator(bandwidth, prior_error=0.0)
+    made.ttfb = ctl.TtfbEstimator(ttfb_s, 0.0)
+    return made
+
+
+@dataclass(frozen=True, eq=False)
+class Forecast:
+    """A policy's first plan.
+
+    Attributes:
+        plan: As the policy gave it.
+        headers_s: Seconds until all headers are read.
+        closing_s: Seconds from the last chunk to the first token.
+        levels: By document and chunk; RECOMPUTE (-1) where a chunk is recomputed.
+        inputs: The variant of each document that was chosen.
+    """
+
+    plan: Plan
+    headers_s: float
+    closing_s: float
+    levels: dict[tuple[int, int], int]
+    inputs: tuple[ctl.DocumentPlanInput, ...]
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds from the asking to the first token."""
+        return self.headers_s + self.plan.finish_s
+
+
+@dataclass(frozen=True, eq=False)
+class Played:
+    """What came of a policy in the simulator.
+
+    Attributes:
+        outcome: Of the load.
+        inputs: The variant of each document that was taken.
+    """
+
+    outcome: Outcome
+    inputs: tuple[ctl.DocumentPlanInput, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Situation:
+    """One prompt, link and engine, to be asked about.
+
+    Attributes:
+        documents: In prompt order, each with its variants.
+        estimates: Of link and engine; they stay as they are.
+        goal: What the load is asked for.
+        settings: Of the controller.
+        query_tokens: Length of the question.
+        details: What planning itself need not know.
+    """
+
+    documents: tuple[Variants, ...]
+    estimates: ctl.Estimates
+    goal: ctl.Goal
+    settings: ctl.ControllerSettings
+    query_tokens: int
+    details: Details
+
+    @property
+    def bandwidth(self) -> float:
+        """Expected bytes per second."""
+        return self.estimates.bandwidth.value
+
+    @property
+    def headers_s(self) -> float:
+        """Seconds until all headers are read."""
+        return self._headers_s(self.bandwidth)
+
+    @property
+    def costs(self) -> ctl.CostModel:
+        """What computing costs."""
+        return self.estimates.costs(self.query_tokens)
+
+    @property
+    def finest(self) -> int:
+        """The finest level of any document."""
+        return max(variant.finest for variants in self.documents for variant in variants)
+
+    def forecast(self, policy: Policy | None = None, bandwidth: float | None = None) -> Forecast:
+        """Ask a policy for its plan when all headers are read and nothing has begun.
+
+        Args:
+            policy: By default kvwire's own.
+            bandwidth: Bytes per second of another link, whose estimate errs as much.
+
+        Returns:
+            The first plan.
+        """
+        estimator = self.estimates.bandwidth
+        if bandwidth is not None:
+            estimator = ctl.BandwidthEstimator(bandwidth, prior_error=estimator.error)
+        headers_s = self._headers_s(estimator.value)
+        answered = self._inquiry.ask(policy or Adaptive(), estimator, headers_s)
+        chunks, plan = answered.asked.chunks, answered.plan
+        places = zip(chunks.document.tolist(), chunks.chunk.tolist(), strict=True)
+        levels = dict(zip(places, plan.levels.tolist(), strict=True))
+        closing_s = self.costs.closing_s(answered.asked.prompt_tokens)
+        return Forecast(plan, headers_s, closing_s, levels, answered.inputs)
+
+    @cached_property
+    def _inquiry(self) -> Inquiry:
+        return Inquiry(self.documents, self.estimates, self.goal, self.settings, self.query_tokens)
+
+    def _headers_s(self, bandwidth: float) -> float:
+        return self.estimates.ttfb.value + self.details.header_bytes / bandwidth
+
+    def play(self, policy: Policy, forecast: Forecast) -> Played | None:
+        """Play the load on a link that keeps its bandwidth.
+
+        Args:
+            policy: Steers the load.
+            forecast: Its first plan.
+
+        Returns:
+            What comes of it; None where the load is too long or has too many documents to be played.
+        """
+        if forecast.ttft_s > _MOST_PLAYED_S or len(self.documents) > _MOST_PLAYED_DOCUMENTS:
+            return None
+        log: list[ctl.LogEntry] = []
+        controller = ctl.Controller(self.estimates.copy(), self.settings, policy, record=log.append)
+        world = World(
+            controller, constant(self.bandwidth), self.costs, rtt_s=self.estimates.ttfb.value,
+            workers=self.settings.workers, decode_threads=self.settings.decode_threads,
+        )  # fmt: skip
+        (outcome,) = world.run([LoadArrival(0.0, self.documents, self.goal, self.query_tokens, self.headers_s)])
+        fetches = [each for entry in log for each in entry.instructions if isinstance(each, ev.Fetch)]
+        variants = {fetch.chunk.document: fetch.variant for fetch in fetches}
+        inputs = tuple(each[variants.get(number, 0)] for number, each in enumerate(self.documents))
+        return Played(outcome, inputs)
+
+    def predict(self, name: str, policy: Policy) -> Prediction:
+        """Plan with a policy, and play the plan where it can be.
+
+        Args:
+            name: Of the policy, for tables.
+            policy: Asked for the plan.
+
+        Returns:
+            What would come of it.
+        """
+        forecast = self.forecast(policy)
+        return self.prediction(name, forecast, self.play(policy, forecast))
+
+    def prediction(self, name: str, forecast: Forecast, played: Played | None) -> Prediction:
+        """Sum up a policy's plan.
+
+        Args:
+            name: Of the policy, for tables.
+            forecast: Its first plan.
+            played: What came of it; None: what it expects stands for that.
+
+        Returns:
+            Time, bytes and quality.
+        """
+        chunks = planned_chunks(forecast, played)
+        tokens = sum(chunk.tokens for chunk in chunks)
+        levels = [0] * (1 + max((chunk.level for chunk in chunks if chunk.level is not None), default=-1))
+        for chunk in chunks:
+            if chunk.level is not None:
+                levels[chunk.level] += chunk.tokens
+        due = inf if self.goal.deadline_s is None else self.goal.deadline_s
+        ttft_s = played.outcome.ttft_s if played else forecast.ttft_s
+        lanes = _played_lanes(played.outcome) if played else self._planned_lanes(chunks)
+        return Prediction(
+            name=name, ttft_s=ttft_s, headers_s=self.headers_s, fetch_s=lanes[0], decode_s=lanes[1], prefill_s=lanes[2],
+            closing_s=forecast.closing_s, bytes=played.outcome.received if played else forecast.plan.bytes,
+            error=sum(chunk.tokens * chunk.error for chunk in chunks) / tokens, levels=tuple(levels),
+            kl=self._kl(chunks, played.inputs if played else forecast.inputs),
+            recomputed=sum(chunk.tokens for chunk in chunks if chunk.level is None), in_time=ttft_s <= due,
+            played=played is not None,
+        )  # fmt: skip
+
+    def _planned_lanes(self, chunks: Sequence[PlannedChunk]) -> tuple[float, float, float]:
+        """Seconds of fetching, decoding and recomputing by sizes alone."""
+        decode = self.costs.decode.shared(self.settings.decode_batch, self.settings.decode_threads)
+        prefill = self.costs.prefill
+        fetched = [chunk for chunk in chunks if chunk.level is not None]
+        computed = sum(prefill.marginal(c.tokens, c.tokens * c.chunk) for c in chunks if c.level is None)
+        fetch_s = sum(chunk.bytes for chunk in fetched) / self.bandwidth
+        return fetch_s, sum(decode.seconds(chunk.tokens, chunk.bytes) for chunk in fetched), computed
+
+    def _kl(self, chunks: Sequence[PlannedChunk], inputs: Sequence[ctl.DocumentPlanInput]) -> float | None:
+        """Mean over tokens of what blobs predict; like errors, a recomputed chunk counts with its finest level's."""
+        known, total = self.details.level_kl, 0.0
+        for chunk in chunks:
+            sizes = inputs[chunk.document].fetch_bytes
+            if not sizes or not sizes[chunk.chunk]:
+                continue
+            level = len(sizes[chunk.chunk]) - 1 if chunk.level is None else chunk.level
+            if chunk.document >= len(known) or level >= len(known[chunk.document]):
+                return None
+            total += chunk.tokens * known[chunk.document][level]
+        return total / sum(chunk.tokens for chunk in chunks)
+
+
+def planned_chunks(forecast: Forecast, played: Played | None) -> list[PlannedChunk]:
+    """Tell what becomes of every chunk.
+
+    Args:
+        forecast: The first plan.
+        played: What came of it; None: all happens as first planned.
+
+    Returns:
+        Chunks in prompt order.
+    """
+    decisions = played.outcome.decisions if played else ()
+    ends = {(made.chunk.document, made.chunk.chunk): (made.level, made.reason) for made in decisions}
+    planned = []
+    for number, document in enumerate(played.inputs if played else forecast.inputs):
+        for chunk, tokens in enumerate(document.tokens):
+            at = forecast.levels.get((number, chunk), RECOMPUTE)
+            first = None if at == RECOMPUTE else at
+            level, reason = ends.get((number, chunk), (first, forecast.plan.reason))
+            size = 0 if level is None else document.fetch_bytes[chunk][level]
+            error = document.error(chunk, level)
+            planned.append(PlannedChunk(number, chunk, tokens, level, first, reason, size, error))
+    return planned
+
+
+def _played_lanes(outcome: Outcome) -> tuple[float, float, float]:
+    """Seconds in which something was being fetched, decoded and recomputed; spans of one lane may overlap."""
+    link, decode, prefill = (_busy_s(outcome, lane) for lane in ("link", "decode", "prefill"))
+    return link, decode, prefill
+
+
+def _busy_s(outcome: Outcome, lane: str) -> float:
+    busy, until = 0.0, -inf
+    for began, ended in sorted((span.began, span.ended) for span in outcome.spans if span.lane == lane):
+        busy += max(0.0, ended - max(began, until))
+        until = max(until, ended)
+    return busy

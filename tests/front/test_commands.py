@@ -1,0 +1,75 @@
+"""Commands are imported when they are called."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from kvwire.cli import cli
+from kvwire.cli.app import COMMANDS
+from kvwire.cli.lazy_group import LazyCommand
+
+OTHERS = ("kvwire.cli.plan", "kvwire.cli.simulate", "kvwire.cli.serve", "kvwire.cli.store", "kvwire.cli.demo",
+          "kvwire.comparison", "kvwire.whatif")  # fmt: skip
+
+
+def imported(*words):
+    """Modules that are there after a command."""
+    code = f"""
+import json, sys
+from kvwire.cli import cli
+cli.main({list(words)!r}, standalone_mode=False)
+print(json.dumps(sorted(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_help_imports_no_command():
+    found = imported("--help")
+    assert not [name for name in found if name.startswith("kvwire.") and name not in
+                {"kvwire._lazy", "kvwire._version", "kvwire.cli", "kvwire.cli.app", "kvwire.cli.failures",
+                 "kvwire.cli.lazy_group", "kvwire.errors"}]  # fmt: skip
+    assert not {"numpy", "torch", "transformers"} & set(found)
+
+
+def test_ask_imports_no_other_command():
+    found = imported("ask", "--help")
+    assert "kvwire.cli.ask" in found
+    assert not [name for name in found if name.startswith(OTHERS)]
+    assert not {"numpy", "torch", "transformers"} & set(found)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_where_the_table_says(name):
+    command = COMMANDS[name].load()
+    assert command.name == name
+    assert command.help
+
+
+def test_help_lists_every_command_with_its_line():
+    shown = CliRunner().invoke(cli, ["--help"]).output
+    for name, command in COMMANDS.items():
+        assert f"  {name:<8}  {command.help}\n" in shown
+
+
+def test_a_command_that_is_not_there():
+    found = CliRunner().invoke(cli, ["asc"])
+    assert found.exit_code == 2
+    assert "No such command 'asc'" in found.output
+
+
+def test_a_row_that_leads_to_no_command():
+    with pytest.raises(TypeError, match="no click command"):
+        LazyCommand("kvwire.cli.app", "main", "").load()
+
+
+def test_the_group_knows_its_commands():
+    context = click.Context(cli)
+    assert cli.list_commands(context) == sorted(COMMANDS)
+    assert cli.get_command(context, "nothing") is None

@@ -1,0 +1,106 @@
+"""The whole runtime with an engine that is written in the tests: what the front needs of one, and nothing else."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from kvwire.codec import Profile, fit_profile
+from kvwire.errors import ArgumentError, NotFoundError
+from kvwire.reuse import link
+from kvwire.runtime.corpus import Coding, Corpus, Document
+from kvwire.runtime.loader import Loader
+from kvwire.runtime.quality import Reference, calibrate_error
+from kvwire.runtime.settings import LoadSettings
+from kvwire.store import MemoryStore
+
+from .answers import troubles
+from .tiny_engine import VOCABULARY, TinyEngine
+
+QUESTION = [3, 1, 4, 1, 5]
+
+
+def text(seed, tokens):
+    """Token ids of a text in which what was said comes again, so that there is something to learn."""
+    draw, out = random.Random(seed), [seed]
+    while len(out) < tokens:
+        out.append((3 * out[-1] + draw.choice([0, 0, 0, 1])) % VOCABULARY)
+    return out
+
+
+TEXTS = {"first": text(1, 300), "second": text(2, 420)}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return TinyEngine()
+
+
+@pytest.fixture(scope="module")
+def corpus(engine):
+    corpus = Corpus(engine, MemoryStore(), coding=Coding(chunk_tokens=128))
+    done = list(corpus.encode([Document(name, tuple(ids)) for name, ids in TEXTS.items()]))
+    assert [each.info.chunks for each in done] == [3, 4]
+    return corpus
+
+
+def test_a_prefix_and_what_follows_are_one_prefill(engine):
+    ids = TEXTS["first"]
+    (whole,) = engine.prefill([ids])
+    parts = [engine.extend(None, ids[:100])]
+    parts.append(engine.extend(parts[0], ids[100:]))
+    for layer, keys in enumerate(whole.keys):
+        assert torch.allclose(torch.cat([part.keys[layer] for part in parts], 1), keys, atol=1e-4)
+
+
+def test_a_profile_is_fitted_and_calibrated_without_statistics(engine, corpus):
+    assert engine.statistics(list(TEXTS.values())) is None
+    profile = corpus.profile()
+    assert isinstance(profile, Profile)
+    assert not profile.needs_tokens
+    assert profile.notes["weighted"] == 0
+    scale, exponent = profile.error_to_kl
+    assert scale > 0
+    assert 0 < exponent <= 1
+
+
+def test_caches_alone_give_a_profile_that_is_not_calibrated_before_an_engine_is_there(engine):
+    profile = fit_profile(engine.prefill(list(TEXTS.values())))
+    assert profile.error_to_kl is None
+    assert calibrate_error(engine, profile, list(TEXTS.values())).error_to_kl is not None
+
+
+@pytest.mark.parametrize("order", [("first",), ("first", "second"), ("second", "first")])
+def test_linked_documents_are_loaded_and_answered_from(engine, corpus, order):
+    reference = Reference.of(engine, [TEXTS[name] for name in order], QUESTION, 6)
+    with Loader(engine, corpus, settings=LoadSettings(quality_floor=4)) as loader:  # costs are measured
+        answer = loader.ask(order, QUESTION, tokens=6)
+    kl, agreement = reference.compare(engine, answer.prompt.cache)
+    assert kl < 1e-3
+    assert agreement == 1.0
+    assert answer.tokens[:5] == reference.tokens[-5:]
+    assert answer.text == ""
+    assert not troubles(answer.misses)
+
+
+def test_lost_blobs_are_computed_from_their_texts(engine):
+    corpus = Corpus(engine, MemoryStore())
+    for each in corpus.encode([Document(name, tuple(ids)) for name, ids in TEXTS.items()]):
+        corpus.catalog.store.delete(each.entry.blob_key)
+    exact = link(engine.prefill(list(TEXTS.values())))
+    with Loader(engine, corpus) as loader:
+        answer = loader.ask(list(TEXTS), QUESTION)
+    assert {decision.action for decision in answer.decisions} == {"recompute"}
+    for ours, theirs in zip(answer.prompt.cache.keys, exact.keys, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-4)
+
+
+def test_what_an_engine_lacks_is_told(engine):
+    with pytest.raises(NotFoundError, match="token ids"):
+        engine.tokenize("a text")
+    with pytest.raises(ArgumentError, match="prefix_layers=0"):
+        list(
+            Corpus(engine, MemoryStore(), coding=Coding(prefix_layers=1)).encode([Document("a", tuple(TEXTS["first"]))])
+        )

@@ -1,0 +1,249 @@
+"""One session for all loads of a loader: connections, link, look-ups, threads and their end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import pytest
+
+from kvwire.controller import events as ev
+from kvwire.controller.policies import Fixed
+from kvwire.errors import ArgumentError
+from kvwire.runtime.corpus import Corpus, Document
+from kvwire.runtime.loader import Loader
+from kvwire.runtime.settings import LoadSettings
+from kvwire.runtime.threads import DaemonThreads, Threads
+from kvwire.store import open_store
+from kvwire.store.testing import CountingStore
+from kvwire.transport import EmulatedLink, FetchSettings, LinkSettings
+from kvwire.transport.server.connections import Connections
+from kvwire.transport.testing.serving import serving
+
+from .answers import troubles
+
+QUESTION = [5, 6, 7, 8]
+
+
+def ours():
+    """Threads of loaders; a server in this process has its own."""
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name.startswith("kvwire") and not name.startswith("kvwire-serve")]
+
+
+@pytest.fixture
+def loader_of(small):
+    """Makes loaders, and closes them."""
+    made = []
+
+    def make(corpus, *, link=None, **settings):
+        made.append(Loader(small.engine, corpus, costs=small.costs, link=link, settings=LoadSettings(**settings)))
+        return made[-1]
+
+    yield make
+    for loader in made:
+        loader.close()
+
+
+@pytest.fixture
+def admitted(monkeypatch):
+    """Connections that servers of this process let in."""
+    seen, admit = [], Connections.admit
+    monkeypatch.setattr(Connections, "admit", lambda self, one: seen.append(1) or admit(self, one))
+    return seen
+
+
+@pytest.mark.parametrize("entries_s", [0.0, 30.0])
+def test_a_hundred_questions_over_http_share_a_few_connections(small, loader_of, admitted, entries_s):
+    fetch = FetchSettings(concurrency=4, retries=2, hedge_factor=1e6)  # a request that loses to its hedge is cut
+    with serving(small.corpus().catalog.store) as url, closing(open_store(url)) as store:
+        loader = loader_of(Corpus(small.engine, store), fetch=fetch, entries_s=entries_s, policy=Fixed(0))
+        for _ in range(100):
+            assert not troubles(loader.ask(list(small.tokens), QUESTION).misses)
+        loader.close()
+    assert 0 < len(admitted) <= fetch.concurrency
+
+
+def test_look_ups_headers_and_connections_take_the_links_time(small, loader_of):
+    rtt_s, name = 0.2, next(iter(small.tokens))
+    with serving(small.corpus().catalog.store) as url, closing(open_store(url)) as store:
+        loader = loader_of(Corpus(small.engine, store), link=LinkSettings(1e9, rtt_s), policy=Fixed(0))
+        times = [loader.ask([name], QUESTION).timing.ttft_s for _ in range(3)]
+        loader.close()
+    assert times[0] >= 5 * rtt_s  # connecting, entry, profile, header, chunks; several requests connect at once
+    assert 2 * rtt_s <= times[2] < times[0] - 2 * rtt_s  # header and chunks
+
+
+def test_threads_share_one_link(small, loader_of):
+    """Two threads that fetch at the same time get the link's bandwidth together, not each."""
+    names, rate = list(small.tokens), 250e3
+    loader = loader_of(small.corpus(), link=EmulatedLink(rate), policy=Fixed(4), entries_s=60.0)
+    loader.ask(names, QUESTION)
+    started = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda name: loader.ask([name], QUESTION), names))
+    took = time.monotonic() - started
+    assert {decision.level for answer in answers for decision in answer.decisions} == {4}
+    assert sum(answer.bytes for answer in answers) / took <= 1.1 * rate
+
+
+def test_loads_of_event_loops_and_threads_share_one_controller(small, loader_of):
+    log = []
+    loader = loader_of(small.corpus(), link=EmulatedLink(200e3, 0.01), policy=Fixed(4), record=log.append)
+
+    async def both():
+        return await asyncio.gather(*(loader.ask_async([name], QUESTION) for name in small.tokens))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: asyncio.run(both()), range(2)))
+    numbers = [entry.event.load for entry in log if isinstance(entry.event, ev.LoadRequested)]
+    assert numbers == list(range(4))
+    assert len({name for name in ours() if name.startswith("kvwire-loop")}) == 1
+
+
+def test_an_entry_is_asked_for_once_and_again_after_something_was_encoded(small, loader_of):
+    corpus = small.corpus()
+    counting = CountingStore(corpus.catalog.store)
+    mine, (name, ids) = Corpus(small.engine, counting), next(iter(small.tokens.items()))
+    loader = loader_of(mine, policy=Fixed(0))
+    key = corpus.catalog.keys(small.engine.meta.config_digest()).document(name)
+
+    def asked():
+        return sum(one.requests for (_, each), one in counting.tallies().items() if each == key)
+
+    loader.ask([name], QUESTION)
+    before = asked()
+    assert before > 0
+    loader.ask([name], QUESTION)
+    assert asked() == before
+    for _ in mine.encode([Document(name, tuple(ids[:200]))]):
+        pass
+    assert loader.ask([name], QUESTION).prompt.tokens == (200,)
+
+
+def test_a_kept_entry_whose_blob_is_gone_is_asked_for_again(small, loader_of):
+    """Another process encoded the same text anew, with another profile, and collected what was there before."""
+    corpus, (name, ids) = small.corpus(), next(iter(small.tokens.items()))
+    loader = loader_of(corpus, policy=Fixed(0))
+    old = corpus.find(name)
+    assert not loader.ask([name], QUESTION).misses
+    other = Corpus(small.engine, corpus.catalog.store)
+    other.calibrate([Document("x", tuple(small.tokens[list(small.tokens)[1]]))])
+    for _ in other.encode([Document(name, tuple(ids))], force=True):
+        pass
+    corpus.catalog.store.delete(old.blob_key)
+    answer = loader.ask([name], QUESTION)
+    assert not troubles(answer.misses)
+    assert {decision.level for decision in answer.decisions} == {0}
+
+
+def test_no_thread_outlives_a_loader(small, loader_of):
+    with serving(small.corpus().catalog.store) as url, closing(open_store(url)) as store:
+        with Loader(small.engine, Corpus(small.engine, store), costs=small.costs) as loader:
+            loader.ask(list(small.tokens), QUESTION)
+            assert ours()
+        assert not ours()
+    with pytest.raises(ArgumentError, match="closed"):
+        loader.ask(list(small.tokens), QUESTION)
+
+
+def test_closing_ends_loads_and_leaves_what_a_dead_store_blocks_behind(small):
+    over, store = threading.Event(), small.corpus().catalog.store
+    snapshot = store.snapshot
+    store.snapshot = lambda key: snapshot(key) if over.wait(60) else None
+    loader = Loader(small.engine, Corpus(small.engine, store), costs=small.costs)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            asking = pool.submit(loader.ask, list(small.tokens), QUESTION)
+            while not [name for name in ours() if name.startswith("kvwire-read")]:
+                time.sleep(0.001)
+            started = time.monotonic()
+            loader.close()
+            with pytest.raises(ArgumentError, match="closed"):
+                asking.result(10)
+            assert time.monotonic() - started < 10
+        assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("kvwire-read"))
+    finally:
+        over.set()
+
+
+def test_a_loader_that_nobody_holds_ends(small):
+    loader = Loader(small.engine, small.corpus(), costs=small.costs)
+    loader.ask(list(small.tokens), QUESTION)
+    session = loader._session
+    del loader
+    gc.collect()
+    session._thread.join(10)
+    assert not session._thread.is_alive()
+
+
+def test_a_process_that_closes_nothing_ends_without_a_word():
+    code = """
+import sys
+from tests.front.tiny_engine import TinyEngine
+from kvwire import Corpus, Document, Loader
+from kvwire.store import MemoryStore
+engine = TinyEngine()
+corpus = Corpus(engine, MemoryStore())
+list(corpus.encode([Document("a", tuple(i % 50 for i in range(300)))]))
+loader = Loader(engine, corpus)
+print(loader.ask(["a"], [1, 2]).first_token)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip().isdigit()
+
+
+def test_decoding_is_timed_from_when_its_thread_begins(small, loader_of, monkeypatch):
+    """What another load's closing pass does in the same thread is not part of it."""
+    log = []
+    loader = loader_of(small.corpus(), policy=Fixed(0), record=log.append, compute_workers=1)
+    loader.ask(list(small.tokens), QUESTION)
+    log.clear()
+    threads, busy_s = loader._session.threads, 0.5
+    submit = threads.decode.submit
+
+    def late(work, *args):
+        if "_decode_here" in str(work):
+            submit(time.sleep, busy_s)
+        return submit(work, *args)
+
+    monkeypatch.setattr(threads.decode, "submit", late)
+    loader.ask(list(small.tokens), QUESTION)
+    told = [entry.event.seconds for entry in log if isinstance(entry.event, ev.DecodeDone)]
+    assert told
+    assert max(told) < busy_s / 2
+
+
+def test_daemon_threads_run_jobs_in_their_order_and_cancel_what_waits():
+    pool, go, done = DaemonThreads(1, "few"), threading.Event(), []
+    first = pool.submit(lambda: go.wait(10) and done.append(1))
+    rest = [pool.submit(done.append, number) for number in (2, 3)]
+    go.set()
+    assert [each.result(10) for each in (first, *rest)] == [None] * 3
+    assert done == [1, 2, 3]
+    with pytest.raises(ZeroDivisionError):
+        pool.submit(lambda: 1 / 0).result(10)
+    go.clear()
+    began = threading.Event()
+    held, waits = pool.submit(lambda: began.set() or go.wait(10)), pool.submit(done.append, 4)
+    assert began.wait(10)
+    pool.shutdown(wait=False)
+    go.set()
+    assert held.result(10)
+    assert waits.cancelled()
+    with pytest.raises(RuntimeError, match="ended"):
+        pool.submit(print)
+
+
+def test_lanes_are_one_thread_or_two():
+    for workers in (1, 2):
+        threads = Threads(workers)
+        assert (threads.compute is threads.decode) == (workers == 1)
+        threads.close()
