@@ -1,5 +1,5 @@
 # Needs make and Python 3.11 or later; everything else goes into .venv.
-.PHONY: help .venv other-python demo test test-servers check check-install clean
+.PHONY: help .venv other-python demo docs test test-servers check check-install clean
 
 # The Python that .venv is of, so that a change of the requirements renews it as it is.
 PYTHON ?= $(or $(shell test -x "$$(cat .venv/python 2>/dev/null)" && cat .venv/python),python3)
@@ -11,6 +11,7 @@ help:
 	@echo "make demo    run the demonstration; results go to demo/out"
 	@echo "make test    run the tests, JOBS=$(JOBS) at a time"
 	@echo "make test-servers   the tests that need real servers, which are downloaded"
+	@echo "make docs    the documentation as a site, in site/; warnings are errors"
 	@echo "make check   ruff, formatting and mypy"
 	@echo "make check-install   requirements against the package index alone; the wheel in a clean environment, with a torch of its own"
 	@echo "make .venv   only the virtual environment, from PYTHON=$(PYTHON), with its torch where it has one"
@@ -35,10 +36,11 @@ $(READY): pyproject.toml constraints.txt scripts/set_up.py
 demo: $(READY)
 	$(BIN)/kvwire demo
 
-# KVWIRE_EXPLORE=1 makes property tests draw new examples instead of the same ones in every run.
-# A file's tests stay together, so that one worker compiles its numba kernels and the others find them cached.
+# KVWIRE_EXPLORE=<seed> makes property tests draw other examples than the usual ones: the same for the same seed.
+# A file's tests stay together, so that one worker compiles its numba kernels and the others find them cached; slow files
+# first, in the order of tests/conftest.py.
 test: $(READY)
-	$(BIN)/pytest -n $(JOBS) --dist loadfile
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # Ceph's gateway, Swift and nginx, downloaded once into KVWIRE_SERVERS (~/.cache/kvwire-servers); Debian 12, no root.
 test-servers: $(READY)
@@ -49,9 +51,14 @@ check: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+# Modules are read, none is imported.
+docs: $(READY)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
+
 check-install: $(READY)
 	scripts/check_install.sh
 
 clean:
-	rm -rf .venv build dist demo/out kvwire.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist site demo/out kvwire.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

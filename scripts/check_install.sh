@@ -47,7 +47,7 @@ for version in $(sed -n 's/.*"Programming Language :: Python :: \(3\.[0-9]*\)".*
         echo "Python $version: not here, not tried"
         continue
     fi
-    resolve "$python" -c constraints.txt "$wheel[dev,demo]"
+    resolve "$python" -c constraints.txt "$wheel[dev,demo,docs]"
     echo "Python $version: the two commands' requirements resolve from the index alone"
     newest=$python
 done
@@ -55,7 +55,7 @@ if [ -z "$newest" ]; then
     echo "none of the Pythons that pyproject.toml claims is on PATH or among pyenv's; install one" >&2
     exit 1
 fi
-resolve "$newest" "$wheel[dev,demo,gpu]"
+resolve "$newest" "$wheel[dev,demo,docs,gpu]"
 echo "$("$newest" --version): the newest versions that are allowed resolve too"
 
 quietly .venv/bin/python -m venv "$work/clean"

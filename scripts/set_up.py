@@ -60,7 +60,7 @@ def main() -> int:
     whose = f"torch {torch.version} from {torch.folder}" if torch else "installing torch too"
     _say(f"Python {sys.version.split()[0]}, {whose}")
 
-    status = status or _pip("install", "--progress-bar", "off", "-c", str(pins), "-e", f"{ROOT}[dev,demo]")
+    status = status or _pip("install", "--progress-bar", "off", "-c", str(pins), "-e", f"{ROOT}[dev,demo,docs]")
     if status:
         _say(f"pip failed; the end of {LOG.relative_to(ROOT)}:\n{_failure()}")
         return status

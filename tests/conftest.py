@@ -6,24 +6,70 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import settings
 
 os.environ["KVWIRE_ESTIMATES"] = "off"  # what tests measure is nobody's business
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are defined: no test needs a GPU
 ROOT = Path(__file__).resolve().parents[1]
+SLOW = (
+    "codec/test_device_decode.py",
+    "front/test_cli.py",
+    "transport/test_soak.py",
+    "codec/attacks/test_fuzz.py",
+    "codec/test_round_trips.py",
+    "test_set_up.py",
+    "benchmarks/test_gpu_benchmark.py",
+    "benchmarks/test_cachegen_fast.py",
+    "transport/test_fault_matrix.py",
+    "controller/test_sharing.py",
+    "codec/test_lossless.py",
+    "engines/test_opening.py",
+    "codec/test_device_encode.py",
+)
+"""Files that take longest, which begin first: at the end of a run, no worker waits long for another."""
 
 
-def pytest_configure() -> None:
+@pytest.hookimpl(tryfirst=True)  # hypothesis reads its option in a hook of the same name
+def pytest_configure(config: pytest.Config) -> None:
     """Make runs even: the same examples in each, no hypothesis deadline, and one torch thread in each xdist worker.
 
     A first call may compile a kernel, which no deadline allows for; workers with full thread pools fight over cores.
-    With KVWIRE_EXPLORE set, hypothesis draws new examples in every run.
+    KVWIRE_EXPLORE, a whole number, is the seed of other examples; the same seed draws the same ones.
     """
-    settings.register_profile("kvwire", deadline=None, derandomize="KVWIRE_EXPLORE" not in os.environ)
+    seed = os.environ.get("KVWIRE_EXPLORE", "")
+    if seed:
+        if not (seed.isascii() and seed.isdecimal()):
+            msg = f"KVWIRE_EXPLORE is a seed, a whole number from 0; got {seed!r}"
+            raise pytest.UsageError(msg)
+        config.option.hypothesis_seed = seed
+    settings.register_profile("kvwire", deadline=None, derandomize=not seed, database=None)
     settings.load_profile("kvwire")
     if "PYTEST_XDIST_WORKER" in os.environ:
+        import torch
+
         torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow files first, all else as it was."""
+    rank = {ROOT / "tests" / name: place for place, name in enumerate(SLOW)}
+    items.sort(key=lambda item: rank.get(item.path, len(SLOW)))
+
+
+def _repeat() -> str:
+    seed = os.environ.get("KVWIRE_EXPLORE", "")
+    return f"random examples are drawn from seed {seed}; to repeat: KVWIRE_EXPLORE={seed} make test" if seed else ""
+
+
+def pytest_report_header() -> str:
+    """Say what a run explores."""
+    return _repeat()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say it again where something failed."""
+    if _repeat() and (terminalreporter.stats.get("failed") or terminalreporter.stats.get("error")):
+        terminalreporter.write_line(_repeat())
 
 
 @pytest.fixture(scope="session")

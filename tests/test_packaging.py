@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
 import subprocess
 import sys
@@ -92,6 +93,29 @@ def test_type_checkers_see_the_installed_layout() -> None:
     fixes = [f"ln -sfn {wanted[name]} {name}" for name in sorted(wanted) if found.get(name) != wanted[name]]
     fixes += [f"rm {name}" for name in sorted(found.keys() - wanted.keys())]
     assert not fixes, "in .typing/kvwire run: " + "; ".join(fixes)
+
+
+def facades() -> list[Path]:
+    """Packages that import their public names on first use."""
+    files = (path for folder in FOLDERS.values() for path in sorted((ROOT / folder).rglob("__init__.py")))
+    return [path for path in files if "= lazy(" in path.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("path", facades(), ids=lambda path: path.parent.relative_to(ROOT).as_posix())
+def test_type_checkers_users_and_the_first_use_see_the_same_names(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    (checked,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = {
+        alias.asname or alias.name
+        for node in ast.walk(checked)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    tables = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+    public = ast.literal_eval(tables["__all__"])
+    table = ast.literal_eval(tables["__getattr__"].args[1])
+    assert sorted(name for names in table.values() for name in names) == sorted(seen)
+    assert {name for name in public if not name.startswith("__")} == seen
 
 
 def test_the_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from kvwire.codec import Ladder, encode, fit_profile
 
+from ..interpreter import quicken
 from .synthetic import make_cache, make_hidden, make_statistics
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from kvwire.codec import KVCache, Profile
 
+quicken()
 LADDER = Ladder(3.6, ("coarse", "standard", "fine", "finest"))
 
 

@@ -12,13 +12,45 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvwire import controller as ctl
 from kvwire.engines.transformers import TransformersEngine, open_engine
+from kvwire.runtime import loader
 from kvwire.runtime.corpus import Corpus, Document
 from kvwire.store import MemoryStore
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from kvwire.codec import Profile
+    from kvwire.codec import AnyProfile, Profile
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _learnt_once() -> Iterator[None]:
+    """What is learnt of the same model, from the same text in the same way, is learnt once for all tests of a worker.
+
+    Fitting a profile and measuring costs take a second each, and the command line begins with them again and again.
+    """
+    profiles: dict[object, AnyProfile | None] = {}
+    costs: dict[object, ctl.CostModel] = {}
+    fit, measure = Corpus._fit, loader.measure_costs
+
+    def fitted(corpus: Corpus, chosen: Sequence[Sequence[int]]) -> AnyProfile | None:
+        engine = corpus._engine
+        place = (engine.meta.config_digest(), str(engine.device), engine.model.dtype)
+        key = (place, corpus._coding, tuple(map(tuple, chosen)))
+        if key not in profiles:
+            profiles[key] = fit(corpus, chosen)
+        return profiles[key]
+
+    def measured(engine: TransformersEngine, profile: AnyProfile | None = None, backend: str = "auto") -> ctl.CostModel:
+        key = (engine.meta.config_digest(), str(engine.device), engine.model.dtype, profile and profile.digest, backend)
+        if key not in costs:
+            costs[key] = measure(engine, profile, backend)
+        return costs[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Corpus, "_fit", fitted)
+        patch.setattr(loader, "measure_costs", measured)
+        yield
 
 
 @dataclass

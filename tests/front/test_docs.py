@@ -1,0 +1,30 @@
+"""The documentation names files that are there; ``make docs`` checks the rest."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+ROOMS = "benchmarks|codec|controller|demo|engines|kvwire|reuse|scripts|store|tests|transport"
+PLANNED = {"engines/base.py"}
+
+
+def outside_code(page: Path) -> str:
+    return re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
+def test_links_and_paths_lead_to_files(page):
+    links = re.findall(r"\]\(([^)#\s]+)", outside_code(page))
+    missing = [link for link in links if not re.match(r"[a-z]+:", link) and not (page.parent / link).exists()]
+    paths = re.findall(rf"`((?:{ROOMS})/[\w./-]*)", outside_code(page))
+    assert not missing + [path for path in paths if not (ROOT / path).exists() and path not in PLANNED]
+
+
+def test_how_to_pages_are_short():
+    assert not [page.name for page in PAGES if page.parent.name == "how-to" and len(page.read_text().splitlines()) > 40]
