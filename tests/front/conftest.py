@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvwire.codec import AnyProfile, Profile
+    from kvwire.engines.base import Engine
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -31,26 +32,32 @@ def _learnt_once() -> Iterator[None]:
     """
     profiles: dict[object, AnyProfile | None] = {}
     costs: dict[object, ctl.CostModel] = {}
-    fit, measure = Corpus._fit, loader.measure_costs
+    calibrate, measure = Corpus.calibrate, loader.measure_costs
 
-    def fitted(corpus: Corpus, chosen: Sequence[Sequence[int]]) -> AnyProfile | None:
-        engine = corpus._engine
-        place = (engine.meta.config_digest(), str(engine.device), engine.model.dtype)
-        key = (place, corpus._coding, tuple(map(tuple, chosen)))
+    def calibrated(corpus: Corpus, documents: Sequence[Document], *more: int, **named: int) -> AnyProfile | None:
+        texts = tuple(document.token_ids for document in documents)
+        key = (_place(corpus._engine), corpus._coding, texts, more, tuple(named.items()))
         if key not in profiles:
-            profiles[key] = fit(corpus, chosen)
+            profiles[key] = calibrate(corpus, documents, *more, **named)
+        elif (profile := profiles[key]) is not None:
+            corpus.set_profile(profile)
         return profiles[key]
 
-    def measured(engine: TransformersEngine, profile: AnyProfile | None = None, backend: str = "auto") -> ctl.CostModel:
-        key = (engine.meta.config_digest(), str(engine.device), engine.model.dtype, profile and profile.digest, backend)
+    def measured(engine: Engine, profile: AnyProfile | None = None, backend: str = "auto") -> ctl.CostModel:
+        key = (_place(engine), profile and profile.digest, backend)
         if key not in costs:
             costs[key] = measure(engine, profile, backend)
         return costs[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Corpus, "_fit", fitted)
+        patch.setattr(Corpus, "calibrate", calibrated)
         patch.setattr(loader, "measure_costs", measured)
         yield
+
+
+def _place(engine: Engine) -> tuple[object, ...]:
+    """Which model it is, and where and how it runs."""
+    return engine.meta.config_digest(), str(engine.device), engine.dtype
 
 
 @dataclass
