@@ -338,3 +338,22 @@ def test_model_names_are_looked_for_in_code_alone() -> None:
     tree = ast.parse('"""Llama."""\n# llama\ndef fit(qwen):\n    "Llama."\n    return "x"')
     assert [line for line, text in words(tree) if text == "qwen"] == [3]
     assert not [text for _, text in words(tree) if "llama" in text.lower()]
+
+
+def test_no_public_name_is_that_of_a_module_beside_it() -> None:
+    """A package would give the function or the module by that name, whichever was imported last."""
+    faults = []
+    for path in sources(DOOR, *ROOMS):
+        if path.name != "__init__.py":
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        beside = {each.stem for each in path.parent.glob("*.py")} | {each.name for each in path.parent.iterdir()}
+        exported = {
+            text.value
+            for node in tree.body
+            if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets)
+            for text in ast.walk(node.value)
+            if isinstance(text, ast.Constant)
+        }
+        faults += [f"{path.relative_to(ROOT)} exports {name}, which is a module there" for name in exported & beside]
+    report(faults)

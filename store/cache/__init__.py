@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from kvwire.store.cache.disk_tier import StoredFile
     from kvwire.store.cache.extents import Extent
     from kvwire.store.cache.inflight import InflightRead
-    from kvwire.store.cache.open_tiers import open_tiers, parse_size
     from kvwire.store.cache.settings import TierSettings
     from kvwire.store.cache.tiered import TieredStore
+    from kvwire.store.cache.tiers import open_tiers, parse_size
     from kvwire.store.cache.write_back import WriteBackStore
 
 __all__ = [
@@ -51,7 +51,7 @@ __getattr__ = lazy(
         "kvwire.store.cache.disk_tier": ("StoredFile",),
         "kvwire.store.cache.extents": ("Extent",),
         "kvwire.store.cache.inflight": ("InflightRead",),
-        "kvwire.store.cache.open_tiers": ("open_tiers", "parse_size"),
+        "kvwire.store.cache.tiers": ("open_tiers", "parse_size"),
         "kvwire.store.cache.settings": ("TierSettings",),
         "kvwire.store.cache.tiered": ("TieredStore",),
         "kvwire.store.cache.write_back": ("WriteBackStore",),
