@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -165,6 +166,7 @@ def words(tree: ast.AST) -> Iterator[Import]:
             yield from ((getattr(node, "lineno", 0), text) for text in texts)
 
 
+@cache
 def graph() -> dict[str, set[str]]:
     """Every module of the package with the modules that it imports, anywhere in its text."""
     files = {module_name(path): path for path in sources(DOOR, *ROOMS)}
