@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from kvwire.controller.simulator.machines import MACHINES, Machine, costs, machine_named
     from kvwire.controller.simulator.metrics import Scored, Summary, decibels
     from kvwire.controller.simulator.models import MODELS, Model, model_named
-    from kvwire.controller.simulator.optimum import Optimum, optimum
+    from kvwire.controller.simulator.offline_optimum import Optimum, optimum
     from kvwire.controller.simulator.outcome import Outcome, Span
     from kvwire.controller.simulator.rates import ar1, constant, steps, token_bucket, with_outages
     from kvwire.controller.simulator.scenario import Scenario, settings_for, simulate, variants_for
@@ -64,7 +64,7 @@ __getattr__ = lazy(
         "kvwire.controller.simulator.machines": ("MACHINES", "Machine", "costs", "machine_named"),
         "kvwire.controller.simulator.metrics": ("Scored", "Summary", "decibels"),
         "kvwire.controller.simulator.models": ("MODELS", "Model", "model_named"),
-        "kvwire.controller.simulator.optimum": ("Optimum", "optimum"),
+        "kvwire.controller.simulator.offline_optimum": ("Optimum", "optimum"),
         "kvwire.controller.simulator.outcome": ("Outcome", "Span"),
         "kvwire.controller.simulator.rates": ("ar1", "constant", "steps", "token_bucket", "with_outages"),
         "kvwire.controller.simulator.scenario": ("Scenario", "settings_for", "simulate", "variants_for"),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvwire.controller.settings import Goal
-    from kvwire.controller.simulator.optimum import Optimum
+    from kvwire.controller.simulator.offline_optimum import Optimum
     from kvwire.controller.simulator.outcome import Outcome
 
 _LEAST_ERROR = 1e-12  # 120 dB: what counts as no error at all

@@ -17,7 +17,7 @@ from kvwire.controller.policies import Adaptive, Raw, TextOnly
 from kvwire.controller.settings import ControllerSettings, Goal
 from kvwire.controller.simulator.arrivals import LoadArrival, Trouble
 from kvwire.controller.simulator.machines import costs
-from kvwire.controller.simulator.optimum import optimum
+from kvwire.controller.simulator.offline_optimum import optimum
 from kvwire.controller.simulator.sizes import documents_for, raw_of
 from kvwire.controller.simulator.world import World
 from kvwire.errors import ArgumentError
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvwire.controller.policies import Policy
     from kvwire.controller.simulator.machines import Machine
     from kvwire.controller.simulator.models import Model
-    from kvwire.controller.simulator.optimum import Optimum
+    from kvwire.controller.simulator.offline_optimum import Optimum
     from kvwire.controller.simulator.outcome import Outcome
     from kvwire.types.rates import RateTrace
 

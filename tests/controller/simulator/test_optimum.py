@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire.controller import CostModel, DecodeCost, DocumentPlanInput, PrefillCost
-from kvwire.controller.simulator.optimum import Optimum, optimum
+from kvwire.controller.simulator.offline_optimum import Optimum, optimum
 from kvwire.errors import ArgumentError
 from kvwire.types.rates import RateTrace
 
