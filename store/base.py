@@ -19,7 +19,13 @@ Data: TypeAlias = bytes | bytearray | memoryview
 
 @dataclass(frozen=True)
 class ObjectStat:
-    """Size in bytes, strong entity tag without quotes, and time of writing in Unix seconds (0: unknown)."""
+    """What a store tells of an object without giving its bytes.
+
+    Attributes:
+        size: Length in bytes.
+        etag: Strong entity tag, without quotes.
+        modified: Time of writing in Unix seconds; 0: unknown.
+    """
 
     size: int
     etag: str
@@ -28,7 +34,13 @@ class ObjectStat:
 
 @dataclass(frozen=True)
 class Listed:
-    """One object of a listing: its key, size in bytes and time of writing (Unix seconds, 0: unknown)."""
+    """One object of a listing.
+
+    Attributes:
+        key: Its key.
+        size: Its length in bytes.
+        modified: Time of writing in Unix seconds; 0: unknown.
+    """
 
     key: str
     size: int
@@ -57,21 +69,56 @@ class Store(Protocol):
         ...
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
-        """Bytes ``start`` to ``end`` (exclusive; None: to the end), clamped at the object's end."""
+        """Read a range of an object.
+
+        Args:
+            key: The object.
+            start: First byte.
+            end: The byte after the last; None: to the object's end.
+
+        Returns:
+            The bytes, clamped at the object's end.
+
+        Raises:
+            NotFoundError: There is no such object.
+            ArgumentError: The key is none, or the range does not run forwards from 0 or later.
+        """
         ...
 
     def stat(self, key: str) -> ObjectStat:
-        """Size and entity tag."""
+        """Ask for an object's size and entity tag.
+
+        Args:
+            key: The object.
+
+        Returns:
+            Size, entity tag and time of writing.
+
+        Raises:
+            NotFoundError: There is no such object.
+        """
         ...
 
     def put(self, key: str, data: Data) -> None:
-        """Write the whole object: readers see the old bytes or the new ones, never a mixture."""
+        """Write the whole object: readers see the old bytes or the new ones, never a mixture.
+
+        Args:
+            key: The object.
+            data: All of its bytes.
+        """
         ...
 
     def create(self, key: str, data: Data) -> bool:
-        """Write where there is nothing of that size yet; tells whether it wrote. Saves time, but is no lock.
+        """Write where there is nothing of that size yet. Saves time, but is no lock.
 
         Meant for content-addressed keys, where whoever else writes the key writes the same bytes.
+
+        Args:
+            key: The object.
+            data: All of its bytes.
+
+        Returns:
+            Whether it wrote.
         """
         try:
             if self.stat(key).size == memoryview(data).nbytes:
@@ -82,29 +129,66 @@ class Store(Protocol):
         return True
 
     def put_many(self, items: Iterable[tuple[str, Data]]) -> None:
-        """Write objects, several at a time where the store knows how to."""
+        """Write objects, several at a time where the store knows how to.
+
+        Args:
+            items: Keys and all bytes of each.
+        """
         for key, data in items:
             self.put(key, data)
 
     def delete(self, key: str) -> None:
-        """Remove the object; removing what is not there is no error."""
+        """Remove the object; removing what is not there is no error.
+
+        Args:
+            key: The object.
+        """
         ...
 
     def delete_many(self, keys: Iterable[str]) -> None:
-        """Remove objects, in as few requests as the store knows how to."""
+        """Remove objects, in as few requests as the store knows how to.
+
+        Args:
+            keys: The objects.
+        """
         for key in keys:
             self.delete(key)
 
     def distrust(self, key: str, start: int = 0, end: int | None = None) -> None:
-        """Take note that bytes of this range were wrong: a store that keeps copies of its own forgets them."""
+        """Take note that bytes of this range were wrong: a store that keeps copies of its own forgets them.
+
+        Args:
+            key: The object.
+            start: First byte.
+            end: The byte after the last; None: to the object's end.
+        """
         del key, start, end
 
     def scan(self, prefix: str, after: str = "") -> Iterator[Listed]:
-        """Objects whose keys start with ``prefix`` and come after ``after``, in ascending order of keys."""
+        """List objects.
+
+        Args:
+            prefix: What their keys start with.
+            after: Keys up to this one are left out; empty: none is.
+
+        Returns:
+            The objects, in ascending order of keys.
+
+        Raises:
+            ArgumentError: No key could start with ``prefix``, or ``after`` is no key.
+        """
         ...
 
     def keys(self, prefix: str, after: str = "") -> Iterator[str]:
-        """Keys that start with ``prefix`` and come after ``after``, in ascending order."""
+        """List keys, as ``scan`` does.
+
+        Args:
+            prefix: What they start with.
+            after: Keys up to this one are left out; empty: none is.
+
+        Returns:
+            The keys, in ascending order.
+        """
         return (listed.key for listed in self.scan(prefix, after))
 
     @property
@@ -117,12 +201,26 @@ class Store(Protocol):
         return True
 
     def opens_at_once(self, key: str) -> bool:
-        """Whether opening an object takes so little that a thread for it would take longer."""
+        """Whether opening an object takes so little that a thread for it would take longer.
+
+        Args:
+            key: The object.
+
+        Returns:
+            True where it does; False unless a store says otherwise.
+        """
         del key
         return False
 
     def remove_leftovers(self, before: float) -> tuple[int, int]:
-        """Remove what writers left unfinished before that time (Unix seconds); returns how many, and bytes."""
+        """Remove what writers left unfinished.
+
+        Args:
+            before: Only what is older than this time (Unix seconds).
+
+        Returns:
+            How many were removed, and their bytes.
+        """
         del before
         return 0, 0
 
@@ -145,7 +243,15 @@ class ObjectReader(Protocol):
         ...
 
     def read(self, start: int, end: int) -> bytes:
-        """Bytes ``start`` to ``end`` (exclusive), clamped at the object's end."""
+        """Read a range of the version that is held.
+
+        Args:
+            start: First byte.
+            end: The byte after the last.
+
+        Returns:
+            The bytes, clamped at the object's end.
+        """
         ...
 
     def close(self) -> None:
@@ -158,7 +264,17 @@ class Snapshots(Protocol):
     """A store that can hold one version of an object open."""
 
     def snapshot(self, key: str) -> ObjectReader:
-        """Open the object as it is now; the caller closes the reader."""
+        """Open the object as it is now.
+
+        Args:
+            key: The object.
+
+        Returns:
+            A reader of this version; the caller closes it.
+
+        Raises:
+            NotFoundError: There is no such object.
+        """
         ...
 
 
@@ -184,7 +300,15 @@ class Addressed(Protocol):
     """A store whose objects can be read over plain HTTP, which is how transfers prefer it."""
 
     def http_address(self, key: str, *, renew: bool = False) -> HttpAddress:
-        """Address of one object, the same for all ranges; ``renew``: a fresh one, since the last was refused."""
+        """Address of one object, the same for all ranges.
+
+        Args:
+            key: The object.
+            renew: Ask for a fresh one, since the last was refused.
+
+        Returns:
+            The address, with the headers to send along.
+        """
         ...
 
 
@@ -217,12 +341,34 @@ class _PlainReader:
 
 
 def open_object(store: Store, key: str) -> ObjectReader:
-    """Open one object of any store; the caller closes the reader. Raises NotFoundError where there is none."""
+    """Open one object of any store.
+
+    Args:
+        store: The store.
+        key: The object.
+
+    Returns:
+        A reader of one version; the caller closes it.
+
+    Raises:
+        NotFoundError: There is no such object.
+    """
     return store.snapshot(key) if isinstance(store, Snapshots) else _PlainReader(store, key)
 
 
 def check_after(prefix: str, after: str) -> tuple[str, str]:
-    """Return both, or raise ArgumentError where no key could start with ``prefix`` or ``after`` is no key."""
+    """Check where a listing starts.
+
+    Args:
+        prefix: What the keys start with.
+        after: A key, or empty.
+
+    Returns:
+        Both, unchanged.
+
+    Raises:
+        ArgumentError: No key could start with ``prefix``, or ``after`` is no key.
+    """
     check_prefix(prefix)
     if after:
         check_key(after)
@@ -230,7 +376,19 @@ def check_after(prefix: str, after: str) -> tuple[str, str]:
 
 
 def clamp_range(start: int, end: int | None, size: int) -> tuple[int, int]:
-    """Cut a half-open range at the object's size; ArgumentError where it starts below 0 or ends before it starts."""
+    """Cut a half-open range at the object's size.
+
+    Args:
+        start: First byte.
+        end: The byte after the last; None: to the object's end.
+        size: The object's length in bytes.
+
+    Returns:
+        Start and end, neither beyond ``size``.
+
+    Raises:
+        ArgumentError: The range starts below 0 or ends before it starts.
+    """
     if start < 0 or (end is not None and end < start):
         msg = f"a byte range must run forwards from 0 or later, got {start} to {end}"
         raise ArgumentError(msg)

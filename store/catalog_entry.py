@@ -69,7 +69,17 @@ class CatalogEntry:
 
     @classmethod
     def from_json(cls, data: bytes) -> CatalogEntry:
-        """Parse strictly; unknown fields are ignored. Raises CorruptError."""
+        """Parse strictly; unknown fields are ignored.
+
+        Args:
+            data: The entry as ``to_json`` gives it.
+
+        Returns:
+            The entry.
+
+        Raises:
+            CorruptError: The bytes are no entry.
+        """
         fields = parse_object(data)
         levels = json_field(fields, "levels", list, _WHAT)
         try:

@@ -11,12 +11,27 @@ ContentRange = tuple[int, int, int | None]
 
 
 def range_header(start: int, end: int | None) -> str:
-    """The Range header for bytes ``start`` to ``end`` (exclusive; None: to the end)."""
+    """The Range header of a request.
+
+    Args:
+        start: First byte.
+        end: The byte after the last; None: to the end.
+
+    Returns:
+        The header's value.
+    """
     return f"bytes={start}-{'' if end is None else end - 1}"
 
 
 def content_range(field: str | None) -> ContentRange | None:
-    """What a Content-Range header tells, or None where it is malformed."""
+    """Read a Content-Range header.
+
+    Args:
+        field: The header's value; None where it is missing.
+
+    Returns:
+        What it tells; None where it is missing or malformed.
+    """
     match = _CONTENT_RANGE.fullmatch(field or "")
     if match is None:
         return None
@@ -28,9 +43,17 @@ def content_range(field: str | None) -> ContentRange | None:
 
 
 def range_told(field: str | None, start: int, end: int | None) -> ContentRange | None:
-    """What a Content-Range tells, or None where that is not the range asked for, cut at the object's end and no sooner.
+    """Read the Content-Range of an answer, and compare it with what was asked for.
 
     An answer to an open range that does not tell the object's size is taken as it is: nothing shows where it was cut.
+
+    Args:
+        field: The header's value; None where it is missing.
+        start: First byte asked for.
+        end: The byte after the last asked for; None: to the end.
+
+    Returns:
+        What it tells; None where that is not the range asked for, cut at the object's end and no sooner.
     """
     told = content_range(field)
     if told is None:

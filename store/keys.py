@@ -29,7 +29,17 @@ _CATALOG = re.compile(r"v1/[^/]+/[^/]+/catalog/.+")
 
 
 def check_key(key: str) -> str:
-    """Return ``key``, or raise ArgumentError where it could name anything outside the store."""
+    """Check a key.
+
+    Args:
+        key: What may be a key.
+
+    Returns:
+        ``key``, unchanged.
+
+    Raises:
+        ArgumentError: It could name something outside the store.
+    """
     parts_fit = all(len(part) <= MAX_PART_CHARS for part in key.split("/"))
     if len(key) > MAX_KEY_CHARS or not parts_fit or not _KEY.fullmatch(key):
         msg = (
@@ -41,7 +51,17 @@ def check_key(key: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """Return ``prefix``, or raise ArgumentError where no key could start with it."""
+    """Check the beginning of keys.
+
+    Args:
+        prefix: What keys may start with.
+
+    Returns:
+        ``prefix``, unchanged.
+
+    Raises:
+        ArgumentError: No key could start with it.
+    """
     if len(prefix) > MAX_KEY_CHARS or not _PREFIX.fullmatch(prefix):
         msg = f"{prefix[:80]!r} is not the beginning of a key"
         raise ArgumentError(msg)
@@ -49,12 +69,30 @@ def check_prefix(prefix: str) -> str:
 
 
 def is_catalog_key(key: str) -> bool:
-    """Whether a key is of an object that says what belongs to what: small, many, and replaced."""
+    """Whether a key is of an object that says what belongs to what: small, many, and replaced.
+
+    Args:
+        key: A key.
+
+    Returns:
+        True for whatever lies in a configuration's catalog, of a known kind or not.
+    """
     return _CATALOG.fullmatch(key) is not None
 
 
 def check_digest(digest: str, what: str) -> str:
-    """Return ``digest``, or raise ArgumentError where it is not a SHA-256 in lower-case hexadecimal."""
+    """Check a SHA-256.
+
+    Args:
+        digest: What may be one.
+        what: Its name, for the message.
+
+    Returns:
+        ``digest``, unchanged.
+
+    Raises:
+        ArgumentError: It is not a SHA-256 in lower-case hexadecimal.
+    """
     if not _HEX64.fullmatch(digest):
         msg = f"{what} must be 64 lower-case hexadecimal digits, got {digest[:80]!r}"
         raise ArgumentError(msg)
@@ -62,12 +100,33 @@ def check_digest(digest: str, what: str) -> str:
 
 
 def tenant_hash(name: str, salt: bytes = b"") -> str:
-    """Keyed hash that stands for a tenant in keys: HMAC-SHA-256 under the deployment's secret salt."""
+    """Keyed hash that stands for a tenant in keys: HMAC-SHA-256 under the deployment's secret salt.
+
+    Args:
+        name: The tenant's name, 1 to 4096 characters.
+        salt: The deployment's secret.
+
+    Returns:
+        The hash's first 32 hexadecimal digits.
+
+    Raises:
+        ArgumentError: The name is empty, too long or no proper text.
+    """
     return hmac.new(salt, b"tenant:" + _named(name, "tenant"), hashlib.sha256).hexdigest()[:TENANT_DIGITS]
 
 
 def check_tenant(digest: str) -> str:
-    """Return a tenant's hash, or raise ArgumentError where ``tenant_hash`` could not have given it."""
+    """Check a tenant's hash.
+
+    Args:
+        digest: What may be one.
+
+    Returns:
+        ``digest``, unchanged.
+
+    Raises:
+        ArgumentError: ``tenant_hash`` could not have given it.
+    """
     if not _HEX32.fullmatch(digest):
         msg = f"a tenant's hash is {TENANT_DIGITS} lower-case hexadecimal digits, got {digest[:80]!r}"
         raise ArgumentError(msg)
@@ -75,7 +134,14 @@ def check_tenant(digest: str) -> str:
 
 
 def is_tenant(name: str) -> bool:
-    """Whether a part of a key can be a tenant's hash."""
+    """Whether a part of a key can be a tenant's hash.
+
+    Args:
+        name: The part, between two slashes.
+
+    Returns:
+        True for 32 lower-case hexadecimal digits.
+    """
     return _HEX32.fullmatch(name) is not None
 
 
@@ -92,14 +158,30 @@ def _named(name: str, what: str) -> bytes:
 
 @dataclass(frozen=True)
 class KeySpace:
-    """The keys of one tenant and one model configuration."""
+    """The keys of one tenant and one model configuration.
+
+    Attributes:
+        tenant: The tenant's hash.
+        config: The first 16 hexadecimal digits of the configuration's digest.
+    """
 
     tenant: str
     config: str
 
     @classmethod
     def of(cls, tenant: str, config_digest: str) -> KeySpace:
-        """Build from a tenant hash and the full SHA-256 of ``CacheMeta.config_digest``."""
+        """Build from whole digests.
+
+        Args:
+            tenant: The tenant's hash.
+            config_digest: The full SHA-256 of ``CacheMeta.config_digest``.
+
+        Returns:
+            The key space.
+
+        Raises:
+            ArgumentError: ``config_digest`` is no SHA-256.
+        """
         return cls(tenant, check_digest(config_digest, "a configuration digest")[:CONFIG_DIGITS])
 
     @property
@@ -108,16 +190,37 @@ class KeySpace:
         return f"v1/{self.tenant}/{self.config}/"
 
     def blob(self, sha256: str) -> str:
-        """Key of a blob, by its content."""
+        """Key of a blob, by its content.
+
+        Args:
+            sha256: SHA-256 of the stored bytes.
+
+        Returns:
+            The key.
+        """
         check_digest(sha256, "a blob's SHA-256")
         return f"{self.root}{sha256[:2]}/{sha256}.kvw"
 
     def profile(self, sha256: str) -> str:
-        """Key of a profile, by its content."""
+        """Key of a profile, by its content.
+
+        Args:
+            sha256: SHA-256 of the profile's bytes.
+
+        Returns:
+            The key.
+        """
         return f"{self.profiles}{check_digest(sha256, 'a profile digest')}.kvp"
 
     def text(self, token_digest: str) -> str:
-        """Key of a text, by its token ids (``digest_tokens``)."""
+        """Key of a text, by its token ids.
+
+        Args:
+            token_digest: Digest of the token ids (``digest_tokens``).
+
+        Returns:
+            The key.
+        """
         check_digest(token_digest, "a token digest")
         return f"{self.texts}{token_digest[:2]}/{token_digest}.kvt"
 
@@ -142,12 +245,26 @@ class KeySpace:
         return f"{self.catalog}doc/"
 
     def document(self, document_id: str) -> str:
-        """Key of the catalog entry of a document; the id is hashed, so it may be any text."""
+        """Key of the catalog entry of a document.
+
+        Args:
+            document_id: The id, 1 to 4096 characters; it is hashed, so it may be any text.
+
+        Returns:
+            The key.
+        """
         digest = hashlib.sha256(_named(document_id, "document")).hexdigest()
         return f"{self.documents}{digest[:2]}/{digest}.json"
 
     def token_entry(self, token_digest: str) -> str:
-        """Key of the catalog entry of a token sequence."""
+        """Key of the catalog entry of a token sequence.
+
+        Args:
+            token_digest: Digest of the token ids (``digest_tokens``).
+
+        Returns:
+            The key.
+        """
         check_digest(token_digest, "a token digest")
         return f"{self.token_entries}{token_digest[:2]}/{token_digest}.json"
 
@@ -167,5 +284,12 @@ class KeySpace:
         return f"{self.catalog}collecting/"
 
     def announcement(self, name: str) -> str:
-        """Key of one collector's announcement."""
+        """Key of one collector's announcement.
+
+        Args:
+            name: 32 hexadecimal digits that no other announcement has.
+
+        Returns:
+            The key.
+        """
         return f"{self.announcements}{name}.json"

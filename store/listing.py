@@ -24,9 +24,17 @@ _AHEAD = 4
 
 
 def read_ahead(store: Store, keys: Iterable[str], read: Callable[[str], R]) -> Iterator[tuple[str, Callable[[], R]]]:
-    """Keys in their order, each with a function that gives or raises what ``read`` of it does.
+    """Read many objects.
 
     A store on this machine is read when the function is called, any other one ahead and several objects at a time.
+
+    Args:
+        store: Where they lie.
+        keys: The objects.
+        read: What reads one.
+
+    Returns:
+        Keys in their order, each with a function that gives or raises what ``read`` of it does.
     """
     if store.is_local:
         return ((key, partial(read, key)) for key in keys)
@@ -34,10 +42,18 @@ def read_ahead(store: Store, keys: Iterable[str], read: Callable[[str], R]) -> I
 
 
 def ahead(items: Iterable[T], work: Callable[[T], R], threads: int) -> Iterator[tuple[T, Callable[[], R]]]:
-    """Items in their order, each with a function that gives or raises the result, which threads work out beforehand.
+    """Work on many items, in threads.
 
     Only so many are begun that memory stays bounded, however many items there are. What a consumer leaves is cancelled,
     and threads that still work are not waited for: a generator may be ended by the garbage collector, anywhere.
+
+    Args:
+        items: What to work on.
+        work: What is done with each, beforehand.
+        threads: How many work at a time.
+
+    Yields:
+        Items in their order, each with a function that gives or raises the result.
     """
     pool = ThreadPoolExecutor(threads, "kvwire-store")
     begun: deque[tuple[T, Future[R]]] = deque()
@@ -55,7 +71,15 @@ def ahead(items: Iterable[T], work: Callable[[T], R], threads: int) -> Iterator[
 
 
 def content(store: Store, space: KeySpace) -> Iterator[Listed]:
-    """Everything of a configuration but its catalog, which can be longer than all else."""
+    """Everything of a configuration but its catalog, which can be longer than all else.
+
+    Args:
+        store: Where it lies.
+        space: The tenant and model configuration.
+
+    Returns:
+        The objects.
+    """
     catalog, after = space.catalog, ""
     while True:
         for listed in store.scan(space.root, after):
@@ -68,12 +92,27 @@ def content(store: Store, space: KeySpace) -> Iterator[Listed]:
 
 
 def tenants(store: Store) -> Iterator[str]:
-    """Hashes of the tenants that a store has anything of; other people's keys are passed over."""
+    """Hashes of the tenants that a store has anything of; other people's keys are passed over.
+
+    Args:
+        store: The store.
+
+    Returns:
+        The hashes.
+    """
     return (name for name in children(store, "v1/") if is_tenant(name))
 
 
 def children(store: Store, prefix: str) -> Iterator[str]:
-    """First parts of the keys below a prefix, each found with one look at the listing."""
+    """First parts of the keys below a prefix, each found with one look at the listing.
+
+    Args:
+        store: The store.
+        prefix: What the keys start with, trailing slash included.
+
+    Returns:
+        The parts, up to the next slash.
+    """
     last, after = "", ""
     while (found := next(iter(store.scan(prefix, after)), None)) is not None:
         name, slash, _ = found.key.removeprefix(prefix).partition("/")

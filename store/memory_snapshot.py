@@ -17,7 +17,13 @@ class MemorySnapshot:
     """
 
     def __init__(self, key: str, data: bytes, modified: float) -> None:
-        """Keep the content."""
+        """Keep the content.
+
+        Args:
+            key: The object.
+            data: All of its bytes.
+            modified: Time of writing in Unix seconds.
+        """
         self._key = key
         self.data = data
         self.modified = modified
@@ -33,7 +39,15 @@ class MemorySnapshot:
         return entity_tag(self._key, self.data)
 
     def read(self, start: int, end: int | None) -> bytes:
-        """Bytes ``start`` to ``end`` (None: to the end), clamped."""
+        """Read a range.
+
+        Args:
+            start: First byte.
+            end: The byte after the last; None: to the end.
+
+        Returns:
+            The bytes, clamped.
+        """
         start, stop = clamp_range(start, end, len(self.data))
         return self.data[start:stop]
 

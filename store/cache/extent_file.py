@@ -34,7 +34,13 @@ HEADER_BYTES = _FIELDS.size + _CRC.size
 
 @dataclass(frozen=True)
 class ExtentName:
-    """What a file's name says: object, start and end."""
+    """What a file's name says.
+
+    Attributes:
+        name: The object.
+        start: First byte.
+        end: The byte after the last.
+    """
 
     name: bytes
     start: int
@@ -57,7 +63,14 @@ class ExtentName:
 
     @classmethod
     def parse(cls, file_name: str) -> ExtentName | None:
-        """Read a file's name; None where it is no extent's."""
+        """Read a file's name.
+
+        Args:
+            file_name: The name.
+
+        Returns:
+            What it says; None where it is no extent's.
+        """
         match = _NAME.fullmatch(file_name)
         if match is None:
             return None
@@ -67,7 +80,17 @@ class ExtentName:
 
 
 def write_extent(path: Path, extent: ExtentName, size: int | None, data: bytes) -> None:
-    """Write the file. It is not flushed: a crash may tear it, and the checksum tells. Raises OSError."""
+    """Write the file. It is not flushed: a crash may tear it, and the checksum tells.
+
+    Args:
+        path: The file.
+        extent: Whose it is.
+        size: The object's length in bytes, where it is known.
+        data: The extent's bytes.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     fields = _FIELDS.pack(_MAGIC, extent.name, extent.start, len(data), _UNKNOWN if size is None else size)
     header = fields + _CRC.pack(crc32(data, crc32(fields)))
     descriptor = os.open(path, _CREATE_FLAGS, _MODE)
@@ -84,9 +107,18 @@ def write_extent(path: Path, extent: ExtentName, size: int | None, data: bytes) 
 
 
 def read_extent(path: Path, extent: ExtentName) -> tuple[bytes, int | None]:
-    """The extent's bytes and the object's size, where it is known.
+    """Read the file.
 
-    Raises CorruptError where the file is not exactly what was written for this extent, OSError where it cannot be read.
+    Args:
+        path: The file.
+        extent: Whose it must be.
+
+    Returns:
+        The extent's bytes and the object's size, where it is known.
+
+    Raises:
+        CorruptError: The file is not exactly what was written for this extent.
+        OSError: It cannot be read.
     """
     descriptor = os.open(path, _READ_FLAGS)
     try:

@@ -25,13 +25,16 @@ class InflightRead:
     future serves threads and event loops alike, and cannot be cancelled by one of those who wait.
 
     Args:
+        name: The object.
+        start: First byte.
+        end: The byte after the last; may be beyond the object's end.
         owner: Whoever leads it.
-        limit_s: How long nothing may come before a waiter stops waiting.
+        limit_s: How long nothing may come before a waiter stops waiting, in seconds.
         background: Whether it is a prefetch.
     """
 
     def __init__(self, name: bytes, start: int, end: int, owner: object, limit_s: float, *, background: bool) -> None:
-        """Nothing has come yet. The end may be beyond the object's."""
+        """Nothing has come yet."""
         self.name = name
         self.start = start
         self.end = end
@@ -48,12 +51,23 @@ class InflightRead:
         """Its bytes may be given on, but not kept: they were deleted, replaced or found wrong meanwhile."""
 
     def feed(self, piece: Data) -> None:
-        """The leader's next bytes; they are not changed afterwards."""
+        """Take the leader's next bytes.
+
+        Args:
+            piece: The bytes; they are not changed afterwards.
+        """
         self.pieces.append(piece)
         self.position += len(piece)
 
     def since(self, position: int) -> Iterator[memoryview]:
-        """What has come from ``position`` on; may be asked while more comes in."""
+        """What has come from a position on; may be asked while more comes in.
+
+        Args:
+            position: A byte of the object.
+
+        Yields:
+            The bytes, piece by piece.
+        """
         at = self.start
         for piece in [self.data] if self.data else list(self.pieces):
             if at + len(piece) > position:
@@ -61,10 +75,16 @@ class InflightRead:
             at += len(piece)
 
     def verdict(self, failures: int) -> KvwireError | None:
-        """The error for a reader that waited, this one the last of so many flights that failed before it.
+        """The error for a reader that waited.
 
         After the first failure it may try for itself; after the second it shares the error, or a thousand readers would
-        one after the other wait for a dead server.
+        one after the other wait for a dead server. An error that asking again cannot change is shared at once.
+
+        Args:
+            failures: How many flights failed that the reader waited for, this one included.
+
+        Returns:
+            A copy of the flight's error; None where there is none to share.
         """
         if self.error is None or (failures < _MOST_FAILURES and not isinstance(self.error, _FINAL)):
             return None

@@ -34,14 +34,28 @@ class TierReading:
     """One read of one object."""
 
     def __init__(self, cache: RangeCache, name: bytes, remote: RemoteObject) -> None:
-        """Prepare."""
+        """Prepare.
+
+        Args:
+            cache: The tiers.
+            name: What they call the object.
+            remote: The object.
+        """
         self._cache = cache
         self._name = name
         self._remote = remote
         self._failures = 0
 
     def read(self, start: int, end: int | None) -> bytes:
-        """Bytes ``start`` to ``end``, clamped at the object's end."""
+        """Read a range.
+
+        Args:
+            start: First byte.
+            end: The byte after the last; None: to the object's end.
+
+        Returns:
+            The bytes, clamped at the object's end.
+        """
         pieces: list[memoryview] = []
         position = start
         while True:
@@ -76,9 +90,18 @@ class TierReading:
 
 
 def lead(cache: RangeCache, flight: InflightRead, remote: RemoteObject) -> bytes:
-    """Fetch a flight's range in one call, and land it whatever happens; no bytes where the object ends before it.
+    """Fetch a flight's range in one call, and land it whatever happens.
 
-    A short answer is the object's end where the store says so, and else a fault: StorageError.
+    Args:
+        cache: The tiers.
+        flight: The flight.
+        remote: The object.
+
+    Returns:
+        The bytes; none where the object ends before the range.
+
+    Raises:
+        StorageError: The answer is short, and the store does not say that the object ends there.
     """
     size = None
     try:
@@ -111,7 +134,12 @@ def _checked(data: bytes, flight: InflightRead) -> bytes:
 
 
 def wait_for(cache: RangeCache, flight: InflightRead) -> None:
-    """Block until a flight is over, or give it up where nothing comes any more."""
+    """Block until a flight is over, or give it up where nothing comes any more.
+
+    Args:
+        cache: The tiers.
+        flight: The flight.
+    """
     while not flight.done.done():
         position = flight.position
         futures.wait([flight.done], flight.limit_s)

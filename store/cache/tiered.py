@@ -31,7 +31,13 @@ class TieredStore(Store):
     """
 
     def __init__(self, remote: Store, cache: RangeCache, settings: TierSettings) -> None:
-        """Take over the remote, which may be a ``WriteBackStore``."""
+        """Take over the remote.
+
+        Args:
+            remote: The store behind the tiers; may be a ``WriteBackStore``.
+            cache: The tiers.
+            settings: Limits and waits.
+        """
         self._remote = remote
         self._settings = settings
         self._prefetcher = Prefetcher(cache, settings)
@@ -44,13 +50,27 @@ class TieredStore(Store):
         return self._remote.url
 
     def name(self, key: str) -> bytes | None:
-        """What the tiers call an object of this remote; None where it is no content."""
+        """What the tiers call an object of this remote.
+
+        Args:
+            key: The object.
+
+        Returns:
+            Its name, 32 bytes; None where it is no content.
+        """
         if content_digest(check_key(key)) is None:
             return None
         return hashlib.sha256(f"{self._remote.url}\0{key}".encode()).digest()
 
     def origin(self, key: str) -> Store:
-        """The store below the tiers that has an object."""
+        """The store below the tiers that has an object.
+
+        Args:
+            key: The object.
+
+        Returns:
+            The remote, or the store of pending writes before it.
+        """
         return self._remote.origin(key) if isinstance(self._remote, WriteBackStore) else self._remote
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
@@ -119,7 +139,13 @@ class TieredStore(Store):
         return self._remote.scan(prefix, after)
 
     def prefetch(self, key: str, start: int = 0, end: int | None = None) -> None:
-        """Hint that content will be read soon. It is fetched in the background, while nobody else fetches anything."""
+        """Hint that content will be read soon. It is fetched in the background, while nobody else fetches anything.
+
+        Args:
+            key: The object; a hint of what is no content does nothing.
+            start: First byte.
+            end: The byte after the last; None: to the object's end.
+        """
         clamp_range(start, end, 0)
         if (name := self.name(key)) is not None:
             self._prefetcher.hint(name, RemoteObject(self._remote, key), start, end)
@@ -130,12 +156,26 @@ class TieredStore(Store):
             self.cache.drop(name, start, end)
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Wait until all writes are on the remote; DeadlineError where it takes longer. Without write-back they are."""
+        """Wait until all writes are on the remote. Without write-back they are.
+
+        Args:
+            timeout_s: Longest wait in seconds; None: as long as it takes.
+
+        Raises:
+            DeadlineError: It takes longer.
+        """
         if isinstance(self._remote, WriteBackStore):
             self._remote.flush(timeout_s)
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until the background has nothing to write to the disk or to prefetch; tells whether it came to that."""
+        """Wait until the background has nothing to write to the disk or to prefetch.
+
+        Args:
+            timeout_s: Longest wait for each of the two, in seconds.
+
+        Returns:
+            Whether it came to that.
+        """
         return self._prefetcher.drain(timeout_s) and self.cache.drain(timeout_s)
 
     def counters(self) -> Counters:

@@ -40,6 +40,8 @@ class Catalog:
     """One tenant's documents and profiles in a store.
 
     Args:
+        store: Where they lie.
+        tenant: The tenant's name.
         salt: The deployment's secret; with it, keys of tenants cannot be guessed from their names.
         keyring: Blobs, texts and entries are sealed with the tenant's key, and what is not sealed is refused; profiles
             stay as they are.
@@ -55,14 +57,33 @@ class Catalog:
 
     @classmethod
     def of_hash(cls, store: Store, tenant: str, *, keyring: Keyring | None = None) -> Catalog:
-        """The catalog of a tenant that is known by its hash alone, as operators see it in keys."""
+        """The catalog of a tenant that is known by its hash alone, as operators see it in keys.
+
+        Args:
+            store: Where its documents lie.
+            tenant: The tenant's hash.
+            keyring: As for ``Catalog``.
+
+        Returns:
+            The catalog.
+
+        Raises:
+            ArgumentError: ``tenant_hash`` could not have given that hash.
+        """
         catalog = cls(store)
         catalog._tenant = check_tenant(tenant)
         catalog._keys = keyring.tenant(tenant) if keyring else None
         return catalog
 
     def over(self, store: Store) -> Catalog:
-        """The same catalog, read and written through another store object, such as one that measures."""
+        """The same catalog, read and written through another store object, such as one that measures.
+
+        Args:
+            store: The other store object.
+
+        Returns:
+            A copy of this catalog, with the same tenant and keys.
+        """
         other = copy(self)
         other._store = store  # noqa: SLF001 - of this class
         return other
@@ -78,7 +99,17 @@ class Catalog:
         return self._tenant
 
     def keys(self, config: Config) -> KeySpace:
-        """The keys of this tenant for one model configuration."""
+        """The keys of this tenant for one model configuration.
+
+        Args:
+            config: The configuration.
+
+        Returns:
+            Its key space.
+
+        Raises:
+            ArgumentError: The configuration is another tenant's.
+        """
         space = config if isinstance(config, KeySpace) else KeySpace.of(self._tenant, config)
         if space.tenant != self._tenant:
             msg = "that model configuration is another tenant's: list the configurations of this one"
@@ -86,7 +117,14 @@ class Catalog:
         return space
 
     def seal(self, blob: bytes) -> bytes:
-        """A blob as it is to be stored: sealed, where this tenant's are."""
+        """A blob as it is to be stored: sealed, where this tenant's are.
+
+        Args:
+            blob: The plain blob.
+
+        Returns:
+            The bytes to store.
+        """
         return self._keys.seal_blob(blob) if self._keys else blob
 
     def blob_reader(self) -> BlobReader:
@@ -114,8 +152,21 @@ class Catalog:
     ) -> CatalogEntry:
         """Write a blob, as ``seal`` gives it, and then its entries.
 
-        A blob that already lies there with the same size is not written again, unless it is old enough to be collected;
-        ``overwrite`` does it anyway, which heals a copy that has rotted.
+        A blob that already lies there with the same size is not written again, unless it is old enough to be collected.
+
+        Args:
+            config: The model configuration.
+            blob: The bytes to store.
+            document_id: The document that the blob is of.
+            header_bytes: Length of the stored bytes' head.
+            tokens: How many tokens the blob holds.
+            token_digest: Digest of its token ids (``digest_tokens``); empty: no entry by tokens is written.
+            profile_digest: SHA-256 of the profile that it was encoded with; empty where there is none.
+            levels: Name and cumulative bytes of each level, coarsest first.
+            overwrite: Write the blob anyway, which heals a copy that has rotted.
+
+        Returns:
+            The entry as it was written.
         """
         sha256 = hashlib.sha256(blob).hexdigest()
         space = self.keys(config)
@@ -142,6 +193,12 @@ class Catalog:
         """Write the entries of a blob that is in the store already; its key says which configuration it is of.
 
         Only for blobs that nobody collects; ``alias`` makes sure of it.
+
+        Args:
+            entry: The entry.
+
+        Raises:
+            ArgumentError: The entry's blob key is not one of this tenant.
         """
         space = self._space_of(entry)
         data = entry.to_json()
@@ -151,9 +208,16 @@ class Catalog:
         self._put_entry(document_key, data)
 
     def alias(self, entry: CatalogEntry, document_id: str) -> CatalogEntry | None:
-        """Give the blob of an entry to another document too; None where the blob is lost or damaged.
+        """Give the blob of an entry to another document too.
 
         A blob that is old enough to be collected is written again first.
+
+        Args:
+            entry: The entry that has the blob.
+            document_id: The other document.
+
+        Returns:
+            The other document's entry; None where the blob is lost or damaged.
         """
         space = self._space_of(entry)
         added = replace(entry, document_id=document_id)
@@ -169,7 +233,16 @@ class Catalog:
             return None
 
     def put_text(self, config: Config, token_ids: Sequence[int], *, overwrite: bool = False) -> str:
-        """Write a text where it is not there yet, and return its digest; an entry that names it comes afterwards."""
+        """Write a text where it is not there yet; an entry that names it comes afterwards.
+
+        Args:
+            config: The model configuration.
+            token_ids: The text.
+            overwrite: Write it anyway.
+
+        Returns:
+            The digest of its token ids.
+        """
         from kvwire.codec import pack_text
         from kvwire.types import digest_tokens
 
@@ -180,7 +253,19 @@ class Catalog:
         return digest
 
     def get_text(self, config: Config, token_digest: str) -> tuple[int, ...]:
-        """Token ids of a text. Raises NotFoundError, and CorruptError where they are not those of the digest."""
+        """Read a text.
+
+        Args:
+            config: The model configuration.
+            token_digest: Digest of its token ids.
+
+        Returns:
+            The token ids.
+
+        Raises:
+            NotFoundError: There is no such text.
+            CorruptError: The token ids are not those of the digest.
+        """
         from kvwire.codec import read_text
         from kvwire.types import digest_tokens
 
@@ -196,7 +281,16 @@ class Catalog:
         return ids
 
     def add_text(self, config: Config, document_id: str, token_ids: Sequence[int]) -> CatalogEntry:
-        """Write a text and an entry without a blob."""
+        """Write a text and an entry without a blob.
+
+        Args:
+            config: The model configuration.
+            document_id: The document that the text is of.
+            token_ids: The text.
+
+        Returns:
+            The entry as it was written.
+        """
         space = self.keys(config)
         digest = self.put_text(space, token_ids)
         entry = CatalogEntry(document_id, "", "", 0, 0, len(token_ids), digest, "", ())
@@ -208,6 +302,12 @@ class Catalog:
         """Write again what a collector took of an entry's text and profile before it saw the entry.
 
         Called after the entry was written; whoever relied on a text or profile that was there already calls it.
+
+        Args:
+            config: The model configuration.
+            entry: The entry.
+            token_ids: Its text.
+            profile: The bytes of its profile; empty: the profile is not looked at.
         """
         space = self.keys(config)
         text = space.text(entry.token_digest)
@@ -218,9 +318,16 @@ class Catalog:
             self.put_profile(space, profile)
 
     def remove(self, config: Config, document_id: str) -> bool:
-        """Take a document out of the catalog; tells whether it was in. What it named is left to ``collect``.
+        """Take a document out of the catalog. What it named is left to ``collect``.
 
         The entry of its token sequence goes too, unless another document has the same blob and is named there.
+
+        Args:
+            config: The model configuration.
+            document_id: The document.
+
+        Returns:
+            Whether it was in.
         """
         space = self.keys(config)
         key = space.document(document_id)
@@ -247,7 +354,18 @@ class Catalog:
             self._store.delete(key)
 
     def by_document(self, config: Config, document_id: str) -> CatalogEntry | None:
-        """The entry of a document, or None. Raises CorruptError where it is damaged or speaks of something else."""
+        """Look a document up.
+
+        Args:
+            config: The model configuration.
+            document_id: The document.
+
+        Returns:
+            Its entry; None where there is none.
+
+        Raises:
+            CorruptError: The entry is damaged or speaks of something else.
+        """
         space = self.keys(config)
         entry = self._entry(space, space.document(document_id))
         if entry is not None and entry.document_id != document_id:
@@ -255,7 +373,18 @@ class Catalog:
         return entry
 
     def by_tokens(self, config: Config, token_digest: str) -> CatalogEntry | None:
-        """The entry of a token sequence (``digest_tokens``), or None. Raises CorruptError like ``by_document``."""
+        """Look a token sequence up.
+
+        Args:
+            config: The model configuration.
+            token_digest: Digest of the sequence (``digest_tokens``).
+
+        Returns:
+            Its entry; None where there is none.
+
+        Raises:
+            CorruptError: The entry is damaged or speaks of something else.
+        """
         space = self.keys(config)
         entry = self._entry(space, space.token_entry(token_digest))
         if entry is not None and entry.token_digest != token_digest:
@@ -267,8 +396,17 @@ class Catalog:
     ) -> Iterator[CatalogEntry]:
         """Entries of documents, in the order of their keys, which is none that means anything.
 
-        on_error: called with the key of a damaged entry and what is wrong, after which the listing goes on; without
-        it, the first damaged entry raises CorruptError. after: go on behind this key. limit: looked at, at most.
+        Args:
+            config: The model configuration.
+            on_error: Called with the key of a damaged entry and what is wrong, after which the listing goes on.
+            after: Go on behind this key.
+            limit: How many are looked at, at most; None: all.
+
+        Returns:
+            The entries.
+
+        Raises:
+            CorruptError: An entry is damaged, and there is no ``on_error``.
         """
         space = self.keys(config)
         keys = islice(self._store.keys(space.documents, after), limit)
@@ -292,7 +430,15 @@ class Catalog:
         return self._read(key, MAX_ENTRY_BYTES + 1)
 
     def read_each(self, config: Config, keys: Iterable[str]) -> Iterator[tuple[str, Callable[[], bytes | None]]]:
-        """``read`` several objects, several at a time where the store is far; each result is a function's."""
+        """``read`` several objects, several at a time where the store is far.
+
+        Args:
+            config: The model configuration.
+            keys: The objects.
+
+        Returns:
+            Each key with a function that gives what ``read`` gives, or raises what it raises.
+        """
         space = self.keys(config)
         return read_ahead(self._store, keys, lambda key: self.read(space, key))
 
@@ -311,13 +457,33 @@ class Catalog:
                 yield key, entry
 
     def put_profile(self, config: Config, data: bytes) -> str:
-        """Write a profile and return its digest; ``set_current_profile`` puts it to use."""
+        """Write a profile; ``set_current_profile`` puts it to use.
+
+        Args:
+            config: The model configuration.
+            data: The profile's bytes. They are written even where they are, which heals a rotten copy.
+
+        Returns:
+            The profile's digest.
+        """
         digest = hashlib.sha256(data).hexdigest()
         self._put_entry(self.keys(config).profile(digest), data)  # even where it is: a rotten copy is healed
         return digest
 
     def get_profile(self, config: Config, digest: str) -> bytes:
-        """Read a profile and check it against its digest: CorruptError where they differ."""
+        """Read a profile and check it against its digest.
+
+        Args:
+            config: The model configuration.
+            digest: SHA-256 of the profile.
+
+        Returns:
+            The profile's bytes.
+
+        Raises:
+            NotFoundError: There is no such profile.
+            CorruptError: The bytes are not those of the digest.
+        """
         try:
             data = self._intact(self.keys(config).profile(digest), _MAX_SMALL_BYTES)
         except NotFoundError as error:
@@ -330,13 +496,31 @@ class Catalog:
         return data
 
     def set_current_profile(self, config: Config, digest: str) -> None:
-        """Use this profile for new blobs of the configuration. Raises NotFoundError where it has not been written."""
+        """Use this profile for new blobs of the configuration.
+
+        Args:
+            config: The model configuration.
+            digest: SHA-256 of the profile.
+
+        Raises:
+            NotFoundError: The profile has not been written.
+        """
         space = self.keys(config)
         self._store.stat(space.profile(digest))
         self._put_entry(space.current_profile, json.dumps({"profile_digest": digest}).encode())
 
     def current_profile(self, config: Config) -> str | None:
-        """Digest of the profile in use, or None where none has been chosen."""
+        """The profile in use.
+
+        Args:
+            config: The model configuration.
+
+        Returns:
+            Its digest; None where none has been chosen.
+
+        Raises:
+            CorruptError: The pointer to the profile is damaged.
+        """
         data = self._read(self.keys(config).current_profile, MAX_ENTRY_BYTES + 1)
         if data is None:
             return None

@@ -34,7 +34,10 @@ BUSY_S = 0.2
 
 
 class UseCounts:
-    """Counts in this process's memory. scope: what tells tenants and models apart, such as ``KeySpace.root``."""
+    """Counts in this process's memory.
+
+    A ``scope`` is what tells tenants and models apart, such as ``KeySpace.root``.
+    """
 
     def __init__(self) -> None:
         """Start at nothing."""
@@ -42,18 +45,39 @@ class UseCounts:
         self._counts: defaultdict[str, dict[str, int]] = defaultdict(dict)
 
     def add(self, scope: str, document_id: str) -> None:
-        """Count one use."""
+        """Count one use.
+
+        Args:
+            scope: The tenant and model.
+            document_id: The document that was used.
+        """
         with self._lock:
             counts = self._counts[scope]
             counts[document_id] = counts.get(document_id, 0) + 1
 
     def count(self, scope: str, document_id: str) -> int:
-        """Uses of a document so far."""
+        """Ask how often a document was used.
+
+        Args:
+            scope: The tenant and model.
+            document_id: The document.
+
+        Returns:
+            Its uses so far.
+        """
         with self._lock:
             return self._counts[scope].get(document_id, 0)
 
     def reached(self, scope: str, least: int) -> list[str]:
-        """Documents with at least so many uses, the most used first."""
+        """Documents with at least so many uses.
+
+        Args:
+            scope: The tenant and model.
+            least: The number of uses.
+
+        Returns:
+            Ids of documents, the most used first.
+        """
         with self._lock:
             found = [(-count, name) for name, count in self._counts[scope].items() if count >= least]
         return [name for _, name in sorted(found)]
@@ -66,9 +90,15 @@ class UseFile(UseCounts):
     """Counts in a file, shared by the processes of one machine. A power cut may cost the last few uses."""
 
     def __init__(self, path: str | os.PathLike[str], *, busy_s: float = BUSY_S) -> None:
-        """Keep the path; the file is made at the first use. Raises NotFoundError where its folder is not there.
+        """Keep the path; the file is made at the first use.
 
-        busy_s: seconds that a use waits for another process's, which takes less than a millisecond; StorageError then.
+        Args:
+            path: The file.
+            busy_s: Seconds that a use waits for another process's, which takes less than a millisecond;
+                StorageError then.
+
+        Raises:
+            NotFoundError: The file's folder is not there.
         """
         path = Path(path).absolute()
         if not path.parent.is_dir():

@@ -25,7 +25,14 @@ class Keyring:
     """Master keys, the newest first: it seals, all of them open. Nothing here ever prints a key."""
 
     def __init__(self, masters: Sequence[bytes]) -> None:
-        """Keep them. Raises ArgumentError where one is not 32 bytes long."""
+        """Keep them.
+
+        Args:
+            masters: Master keys, the newest first.
+
+        Raises:
+            ArgumentError: There is none, or one is not 32 bytes long.
+        """
         if not masters or any(len(master) != MASTER_BYTES for master in masters):
             msg = f"a keyring needs master keys of {MASTER_BYTES} bytes each; make one with kvwire key"
             raise ArgumentError(msg)
@@ -33,10 +40,19 @@ class Keyring:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Keyring:
-        """Read a file with one key a line in base64, the newest first; empty lines and those after ``#`` do not count.
+        """Read a keyring file.
 
-        Raises NotFoundError where there is none, AuthError where others than its owner may read it, ArgumentError
-        where a line is no key.
+        Args:
+            path: A file with one key a line in base64, the newest first; empty lines and those after ``#`` do not
+                count.
+
+        Returns:
+            The keyring.
+
+        Raises:
+            NotFoundError: There is no such file.
+            AuthError: Others than its owner may read it.
+            ArgumentError: A line is no key.
         """
         path = Path(path)
         with reading(f"the keyring {path}"):
@@ -54,7 +70,14 @@ class Keyring:
         return base64.b64encode(secrets.token_bytes(MASTER_BYTES)).decode()
 
     def tenant(self, tenant: str) -> TenantKeys:
-        """The keys of one tenant, by its hash as keys of objects carry it (``tenant_hash``)."""
+        """The keys of one tenant.
+
+        Args:
+            tenant: The tenant's hash, as keys of objects carry it (``tenant_hash``).
+
+        Returns:
+            One key from each master key.
+        """
         from kvwire.store.crypto.sealing import TenantKey, TenantKeys, derive_key
 
         def key(master: bytes) -> TenantKey:

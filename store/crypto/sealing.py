@@ -49,7 +49,16 @@ _MAX_PART_BYTES = (1 << 31) - TAG_BYTES - 1  # AES-GCM allows 64 GiB; the librar
 
 
 def derive_key(key: bytes, purpose: bytes, salt: bytes = b"") -> bytes:
-    """A 32-byte key for a purpose from another key (HKDF with SHA-256, RFC 5869)."""
+    """A key for a purpose from another key (HKDF with SHA-256, RFC 5869).
+
+    Args:
+        key: The other key.
+        purpose: What the new key is for: HKDF's ``info``.
+        salt: HKDF's salt; empty: none.
+
+    Returns:
+        A key of 32 bytes.
+    """
     require("cryptography", "crypto", "encryption at rest")
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -59,7 +68,12 @@ def derive_key(key: bytes, purpose: bytes, salt: bytes = b"") -> bytes:
 
 @dataclass(frozen=True)
 class TenantKey:
-    """A key that seals one tenant's objects, and the id by which they name it. key: 32 bytes."""
+    """A key that seals one tenant's objects, and the id by which they name it.
+
+    Attributes:
+        key_id: 16 bytes.
+        key: 32 bytes.
+    """
 
     key_id: bytes
     key: bytes = field(repr=False)
@@ -71,12 +85,28 @@ class TenantKey:
             raise ArgumentError(msg)
 
     def object_id(self, prologue: bytes, place: str, content: bytes) -> bytes:
-        """What tells one object's key from all others: a keyed hash. prologue: with zeros where the id will be."""
+        """What tells one object's key from all others: a keyed hash.
+
+        Args:
+            prologue: The sealed object's prologue, with zeros where the id will be.
+            place: Where the object will lie; empty for a blob.
+            content: All that is sealed.
+
+        Returns:
+            16 bytes.
+        """
         told = hashlib.sha256(place.encode()).digest() + hashlib.sha256(content).digest()
         return hmac.digest(self.key, b"kvwire object id" + prologue + told, "sha256")[:_ID_BYTES]
 
     def cipher(self, object_id: bytes) -> AESGCM:
-        """The cipher of one object."""
+        """The cipher of one object.
+
+        Args:
+            object_id: As ``object_id`` gave it.
+
+        Returns:
+            AES-256-GCM with the object's own key.
+        """
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
         return AESGCM(derive_key(self.key, b"kvwire object key", object_id))
@@ -86,7 +116,14 @@ class TenantKeys:
     """A tenant's keys: the first one seals, all of them open. Made by ``store.Keyring.tenant``."""
 
     def __init__(self, keys: Sequence[TenantKey]) -> None:
-        """Keep them, the newest first."""
+        """Keep them.
+
+        Args:
+            keys: The tenant's keys, the newest first.
+
+        Raises:
+            ArgumentError: There is none.
+        """
         if not keys:
             msg = "there is no key to seal with; make one with kvwire key"
             raise ArgumentError(msg)
@@ -94,15 +131,36 @@ class TenantKeys:
         self._by_id = {key.key_id: key for key in reversed(keys)}
 
     def seal(self, content: bytes, place: str) -> bytes:
-        """Seal an object in one part. place: where it will lie, its key in the store: it opens nowhere else."""
+        """Seal an object in one part.
+
+        Args:
+            content: The plain bytes.
+            place: Where it will lie, its key in the store: it opens nowhere else.
+
+        Returns:
+            The sealed object.
+
+        Raises:
+            ArgumentError: The content is too long for one part.
+        """
         size = _PROLOGUE.size + len(content) + TAG_BYTES
         prologue, cipher = self._begun(content, _OBJECT, len(content), size, place)
         return prologue + cipher.encrypt(_nonce(0), content, prologue + place.encode())
 
     def unseal(self, sealed: bytes, place: str) -> bytes:
-        """The content of the object that lies at ``place``.
+        """Open an object that was sealed in one part.
 
-        Raises CorruptError where it was changed or moved, NotSealedError, AuthError where no key here fits it.
+        Args:
+            sealed: The whole sealed object.
+            place: Where it lies, its key in the store.
+
+        Returns:
+            The plain bytes.
+
+        Raises:
+            CorruptError: It was changed or moved.
+            NotSealedError: It is not sealed.
+            AuthError: No key here fits it.
         """
         prologue = _parsed(sealed, _OBJECT)
         if len(sealed) != prologue.file_bytes or prologue.header_bytes + TAG_BYTES + _PROLOGUE.size != len(sealed):
@@ -113,7 +171,17 @@ class TenantKeys:
         return _opened(cipher, 0, sealed[_PROLOGUE.size :], associated, f"the object {place}")
 
     def seal_blob(self, blob: bytes) -> bytes:
-        """Seal a blob, head and segments apart. Raises what ``read_header`` raises."""
+        """Seal a blob, head and segments apart. Raises what ``read_header`` raises.
+
+        Args:
+            blob: The whole plain blob.
+
+        Returns:
+            The sealed blob.
+
+        Raises:
+            CorruptError: The blob is not of the length that its head tells.
+        """
         info = read_header(blob)
         segments = _in_order(info)
         size = _PROLOGUE.size + info.file_bytes + TAG_BYTES * (1 + len(segments))
@@ -127,7 +195,18 @@ class TenantKeys:
         return b"".join(parts)
 
     def unseal_blob(self, sealed: bytes) -> bytes:
-        """The whole blob. Raises CorruptError where any of it was changed, AuthError where no key here fits it."""
+        """Open a sealed blob.
+
+        Args:
+            sealed: The whole sealed blob.
+
+        Returns:
+            The whole plain blob.
+
+        Raises:
+            CorruptError: Some of it was changed.
+            AuthError: No key here fits it.
+        """
         reader = self.blob_reader()
         info = reader.read_header(sealed)
         if len(sealed) != info.file_bytes:
@@ -149,7 +228,18 @@ class TenantKeys:
         return _PROLOGUE.pack(*known, object_id, kind), key.cipher(object_id)
 
     def cipher(self, key_id: bytes, object_id: bytes) -> AESGCM:
-        """The cipher of an object that was sealed with the key of that id; AuthError where it is not at hand."""
+        """The cipher of an object.
+
+        Args:
+            key_id: Id of the key that it was sealed with.
+            object_id: The object's own id, from its prologue.
+
+        Returns:
+            AES-256-GCM with the object's own key.
+
+        Raises:
+            AuthError: The key is not at hand.
+        """
         key = self._by_id.get(key_id)
         if key is None:
             msg = (
@@ -197,7 +287,14 @@ class BlobReader(Protocol):
         ...
 
     def read_header(self, data: bytes) -> BlobInfo:
-        """Parse the stored bytes' beginning. Offsets and lengths are those of the stored bytes."""
+        """Parse the stored bytes' beginning.
+
+        Args:
+            data: The beginning, or more.
+
+        Returns:
+            The blob's description. Offsets and lengths are those of the stored bytes.
+        """
         ...
 
 
@@ -211,7 +308,14 @@ class PlainBlob:
         self.head = b""
 
     def read_header(self, data: bytes) -> BlobInfo:
-        """``codec.read_header``, and the head is kept."""
+        """``codec.read_header``, and the head is kept.
+
+        Args:
+            data: The blob's beginning, or more.
+
+        Returns:
+            The blob's description.
+        """
         info = read_header(data)
         self.head = data[: info.header_bytes]
         return info
@@ -223,7 +327,11 @@ class SealedBlob:
     check: Callable[[SegmentInfo, bytes], bytes] | None
 
     def __init__(self, keys: TenantKeys) -> None:
-        """Nothing was read yet."""
+        """Nothing was read yet.
+
+        Args:
+            keys: The tenant's keys.
+        """
         self._keys = keys
         self._numbers: dict[tuple[int, int], int] = {}
         self._cipher: AESGCM | None = None
@@ -231,10 +339,19 @@ class SealedBlob:
         self.check = self.unsealed
 
     def read_header(self, data: bytes) -> BlobInfo:
-        """Parse the stored bytes' beginning: the blob's description, with offsets and lengths as they are stored.
+        """Parse the stored bytes' beginning.
 
-        Raises TruncatedError where more bytes are needed, CorruptError where they were changed or are not sealed,
-        AuthError where no key fits.
+        Args:
+            data: The beginning, or more.
+
+        Returns:
+            The blob's description, with offsets and lengths as they are stored.
+
+        Raises:
+            TruncatedError: More bytes are needed.
+            CorruptError: The bytes were changed.
+            NotSealedError: They are not sealed.
+            AuthError: No key fits.
         """
         prologue = _parsed(data, _BLOB)
         stored = _PROLOGUE.size + prologue.header_bytes + TAG_BYTES
@@ -254,7 +371,18 @@ class SealedBlob:
         return self._as_stored(info, stored, size)
 
     def unsealed(self, segment: SegmentInfo, stored: bytes) -> bytes:
-        """A segment's content; CorruptError where it was changed or is another one."""
+        """Open one segment.
+
+        Args:
+            segment: Which, as ``read_header`` described it.
+            stored: Its stored bytes.
+
+        Returns:
+            The segment's content.
+
+        Raises:
+            CorruptError: It was changed or is another one.
+        """
         number = self._numbers.get((segment.chunk, segment.level))
         if self._cipher is None or number is None:
             msg = "a segment can be opened only after its blob's head; call read_header first"
@@ -280,7 +408,14 @@ class SealedBlob:
 
 
 def is_sealed(data: bytes) -> bool:
-    """Whether bytes begin as a sealed object does."""
+    """Whether bytes begin as a sealed object does.
+
+    Args:
+        data: The object's beginning, or more.
+
+    Returns:
+        True where they do.
+    """
     return data.startswith(SEALED_MAGIC)
 
 

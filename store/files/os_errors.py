@@ -31,7 +31,18 @@ _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, err
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Translate errors met while reading: absent is NotFoundError, the rest StorageError."""
+    """Translate errors met while reading.
+
+    Args:
+        what: What is read, for the message.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        NotFoundError: It is absent.
+        StorageError: Any other error of the system.
+    """
     try:
         yield
     except KvwireError:
@@ -45,7 +56,17 @@ def reading(what: str) -> Iterator[None]:
 
 @contextmanager
 def writing(what: str) -> Iterator[None]:
-    """Translate errors met while writing, deleting or making folders."""
+    """Translate errors met while writing, deleting or making folders.
+
+    Args:
+        what: What is written, for the message.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        StorageError: Any error of the system.
+    """
     try:
         yield
     except KvwireError:

@@ -22,21 +22,36 @@ class EtagCache:
 
     A file is known by device, inode, size and both of its times: a store's file is never written to in place, and a
     replacement has another inode.
+
+    Args:
+        limit: Hashes that are kept at most; the oldest is dropped first.
     """
 
     def __init__(self, limit: int = 1024) -> None:
-        """Keep at most ``limit`` hashes, the oldest dropped first."""
+        """Start empty."""
         self._limit = limit
         self._lock = threading.Lock()
         self._known: OrderedDict[_Identity, str] = OrderedDict()
 
     def find(self, identity: _Identity) -> str | None:
-        """The hash of that file, where it is known."""
+        """Look a hash up.
+
+        Args:
+            identity: Device, inode, size, and times of modification and change (ns) of the file.
+
+        Returns:
+            The file's hash; None where it is not known.
+        """
         with self._lock:
             return self._known.get(identity)
 
     def keep(self, identity: _Identity, etag: str) -> None:
-        """Remember a hash."""
+        """Remember a hash.
+
+        Args:
+            identity: As for ``find``.
+            etag: The file's hash.
+        """
         with self._lock:
             self._known[identity] = etag
             while len(self._known) > self._limit:
@@ -47,7 +62,16 @@ class FileReader:
     """Reads ranges of an open file; safe from several threads, as each read names its own offset."""
 
     def __init__(self, descriptor: int, key: str, etags: EtagCache) -> None:
-        """Take over the descriptor. Raises NotFoundError, and closes it, where it is not of a regular file."""
+        """Take over the descriptor.
+
+        Args:
+            descriptor: Of the open file; it is closed where this raises.
+            key: The object that the file holds.
+            etags: Where hashes are remembered.
+
+        Raises:
+            NotFoundError: It is not of a regular file.
+        """
         self._descriptor = descriptor
         self._key = key
         self._etags = etags
@@ -75,11 +99,23 @@ class FileReader:
         return etag
 
     def fileno(self) -> int:
-        """The descriptor, for sending the file without copying it; it stays this reader's to close."""
+        """The descriptor, for sending the file without copying it.
+
+        Returns:
+            The descriptor; it stays this reader's to close.
+        """
         return self._descriptor
 
     def read(self, start: int, end: int) -> bytes:
-        """Bytes ``start`` to ``end``, clamped; fewer only where someone cut the file short underneath."""
+        """Read a range.
+
+        Args:
+            start: First byte.
+            end: The byte after the last.
+
+        Returns:
+            The bytes, clamped; fewer only where someone cut the file short underneath.
+        """
         start, stop = clamp_range(start, end, self._size)
         pieces = []
         with reading(self._key):

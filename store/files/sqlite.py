@@ -89,6 +89,7 @@ class Database:
     """One database file; nothing is opened or made before it is needed.
 
     Args:
+        path: The file.
         schema: SQL that makes an empty one.
         version: Of the schema, refused where the file has another.
         durable: Whether a transaction survives a power cut once ``write`` has returned.
@@ -109,7 +110,20 @@ class Database:
         self._start()
 
     def read(self, query: Callable[[sqlite3.Connection], T], absent: T) -> T:
-        """What a query gives; ``absent`` where there is no database yet."""
+        """Ask a question.
+
+        Args:
+            query: Called with a connection.
+            absent: The answer where there is no database yet.
+
+        Returns:
+            What the query gives.
+
+        Raises:
+            CorruptError: The file is damaged.
+            FormatVersionError: The file's schema has another version.
+            StorageError: The file cannot be read now.
+        """
         identity = self._identity()
         if identity is None:
             return absent
@@ -121,7 +135,19 @@ class Database:
                 return query(connection)
 
     def write(self, change: Callable[[sqlite3.Connection], T]) -> T:
-        """Carry out one transaction: all of it, or nothing where it raises."""
+        """Carry out one transaction: all of it, or nothing where it raises.
+
+        Args:
+            change: Called with a connection, within the transaction.
+
+        Returns:
+            What the change gives.
+
+        Raises:
+            CorruptError: The file is damaged.
+            FormatVersionError: The file's schema has another version.
+            StorageError: The file cannot be written now.
+        """
         with self._translated("write"), writing(str(self._path)):
             identity = self._identity()
             if identity is None:

@@ -23,12 +23,27 @@ NEW_FILE_MODE = 0o666
 
 
 def temporary_beside(path: Path) -> Path:
-    """A name for an unfinished file in the same folder, which nobody else uses."""
+    """A name for an unfinished file in the same folder, which nobody else uses.
+
+    Args:
+        path: The file's final place.
+
+    Returns:
+        The unfinished file's path.
+    """
     return path.with_name(f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}")
 
 
 def replace_file(path: Path, data: Data) -> None:
-    """Write a file under another name, flush it, rename it into place and flush the rename."""
+    """Write a file under another name, flush it, rename it into place and flush the rename.
+
+    Args:
+        path: The file.
+        data: All of its bytes.
+
+    Raises:
+        StorageError: The file system takes no more bytes.
+    """
     temporary = temporary_beside(path)
     try:
         _write_file(temporary, data)
@@ -56,7 +71,11 @@ def _write_file(path: Path, data: Data) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries, where the file system knows how to."""
+    """Flush a folder's entries, where the file system knows how to.
+
+    Args:
+        folder: The folder.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

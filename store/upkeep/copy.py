@@ -27,7 +27,15 @@ _BATCH = 500
 
 @dataclass(frozen=True)
 class Copied:
-    """What was copied and what the target had. failures: objects that are damaged where they come from, in words."""
+    """What was copied and what the target had.
+
+    Attributes:
+        objects: Blobs, profiles and texts that were written.
+        bytes: Of those.
+        entries: Catalog objects that were written.
+        skipped: What the target had already.
+        failures: Objects that are damaged where they come from, in words.
+    """
 
     objects: int
     bytes: int

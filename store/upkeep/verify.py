@@ -26,7 +26,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Damage:
-    """An object that is not what was written, or an entry whose content is not there."""
+    """An object that is not what was written, or an entry whose content is not there.
+
+    Attributes:
+        key: The object, or the entry.
+        problem: What is wrong, in words.
+        deleted: Whether it was deleted.
+    """
 
     key: str
     problem: str

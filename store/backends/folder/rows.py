@@ -40,11 +40,25 @@ class CatalogRows:
     """Keys and bytes in one table, ordered by key. Safe for threads and for processes of one machine."""
 
     def __init__(self, folder: Path) -> None:
-        """Keep the path; the database is made on the first write, in a folder that must be there by then."""
+        """Keep the path; the database is made on the first write.
+
+        Args:
+            folder: Where the database lies; it must be there by the first write.
+        """
         self._database = Database(folder / FILE_NAME, _SCHEMA, version=_VERSION, durable=True, advice=_ADVICE)
 
     def find(self, key: str) -> MemorySnapshot | None:
-        """The row of a key, or None."""
+        """Look a key up.
+
+        Args:
+            key: The key.
+
+        Returns:
+            Its row; None where there is none.
+
+        Raises:
+            CorruptError: The row holds other types than kvwire writes.
+        """
 
         def query(connection: sqlite3.Connection) -> MemorySnapshot | None:
             row = connection.execute(_FIND, (key,)).fetchone()
@@ -53,13 +67,21 @@ class CatalogRows:
         return self._database.read(query, None)
 
     def put(self, items: Iterable[tuple[str, Data]]) -> None:
-        """Write rows, all or none; when this returns they survive a power cut."""
+        """Write rows, all or none; when this returns they survive a power cut.
+
+        Args:
+            items: Keys and bytes.
+        """
         now = time.time()
         rows = [(key, now, bytes(data)) for key, data in items]
         self._database.write(lambda connection: connection.executemany(_PUT, rows))
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove rows, all or none; what is not there is no error."""
+        """Remove rows, all or none; what is not there is no error.
+
+        Args:
+            keys: The rows' keys.
+        """
         rows = [(key,) for key in keys]
         known = self._database.read(
             lambda connection: any(connection.execute(_FIND, row).fetchone() for row in rows), absent=False
@@ -68,7 +90,15 @@ class CatalogRows:
             self._database.write(lambda connection: connection.executemany(_DELETE, rows))
 
     def scan(self, prefix: str, after: str) -> Iterator[Listed]:
-        """Rows whose keys start with ``prefix`` and come after ``after``, in order, read in pages while iterating."""
+        """List rows.
+
+        Args:
+            prefix: What their keys start with.
+            after: Keys up to this one are left out; empty: none is.
+
+        Returns:
+            Rows in the order of keys, read in pages while iterating.
+        """
         while page := self._page(prefix, after):
             yield from page
             after = page[-1].key

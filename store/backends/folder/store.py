@@ -40,6 +40,7 @@ class FolderStore(Store):
     """Objects as files below one folder, which is made on the first write. ``close`` closes the catalog's database.
 
     Args:
+        root: The folder.
         catalog: What becomes of catalog entries that are written: rows of the database, or files as well, so that any
             web server can serve the folder. Both are read.
     """

@@ -56,7 +56,14 @@ class HttpStoreSettings:
 
 @dataclass(frozen=True)
 class Reply:
-    """A whole answer. fields: headers by any-case name; cut: there was more than the limit, which was not read."""
+    """A whole answer.
+
+    Attributes:
+        status: HTTP status.
+        fields: Headers by any-case name.
+        body: The bytes, whole or up to the limit.
+        cut: There was more than the limit, which was not read.
+    """
 
     status: int
     fields: Mapping[str, str]
@@ -79,7 +86,13 @@ class HttpExchange:
     """
 
     def __init__(self, parts: SplitResult, token: str | None, settings: HttpStoreSettings) -> None:
-        """Keep the address; nothing is connected yet."""
+        """Keep the address; nothing is connected yet.
+
+        Args:
+            parts: The server's address.
+            token: Bearer token; None: none is sent.
+            settings: Limits and waits.
+        """
         self._name = parts.geturl()
         self._headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {})
         self._settings = settings
@@ -95,9 +108,22 @@ class HttpExchange:
         data: Data | None = None,
         limit: int | None = None,
     ) -> Reply:
-        """Send a request; its answer's body is read whole, or up to ``limit`` bytes. Raises StorageError.
+        """Send a request and read its answer.
 
         All requests of a store can be sent twice without harm.
+
+        Args:
+            method: HTTP method.
+            target: Path and query.
+            headers: Of this request; the token's is added.
+            data: The body; None: there is none.
+            limit: Bytes of the answer's body to read at most; None: the whole.
+
+        Returns:
+            The answer.
+
+        Raises:
+            StorageError: No answer came, or not in time.
         """
         give_up_at = time.monotonic() + self._settings.total_s
         failed, kept_closed = 0, False

@@ -26,7 +26,17 @@ _NOT_FOR_FILES = (400, 403, 404, 405, 410, 501)  # how servers of plain files an
 
 
 def refusal(reply: Reply, method: str, key: str, url: str) -> KvwireError:
-    """The error for an answer that refuses to read or write an object."""
+    """The error for an answer that refuses to read or write an object.
+
+    Args:
+        reply: The answer.
+        method: HTTP method of the request.
+        key: The object.
+        url: The store's address.
+
+    Returns:
+        The error, to be raised.
+    """
     status, told = reply.status, _told(reply)
     if status in (_UNKNOWN, _FORBIDDEN) and (told or method not in _WRITES or status == _UNKNOWN):
         msg = f"{url} refused (status {status}{told}): check the token and what it may do"
@@ -48,9 +58,20 @@ def refusal(reply: Reply, method: str, key: str, url: str) -> KvwireError:
 
 
 def page(reply: Reply, prefix: str, after: str, url: str) -> tuple[list[Listed], bool]:
-    """Objects of one page of a listing, and whether more follow.
+    """Parse one page of a listing.
 
-    ArgumentError where the server knows no listings, StorageError where it gives one that cannot be right.
+    Args:
+        reply: The answer.
+        prefix: What keys were asked to start with.
+        after: The key that they were asked to come after.
+        url: The store's address.
+
+    Returns:
+        The page's objects, and whether more follow.
+
+    Raises:
+        ArgumentError: The server knows no listings.
+        StorageError: The listing cannot be right.
     """
     if reply.status in (_UNKNOWN, _FORBIDDEN) and (_told(reply) or reply.status == _UNKNOWN):
         raise refusal(reply, "GET", prefix, url)

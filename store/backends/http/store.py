@@ -36,7 +36,17 @@ __all__ = ["HttpStore", "HttpStoreSettings"]
 
 
 def check_token(token: str) -> str:
-    """Return a bearer token, or raise ArgumentError where it cannot be sent."""
+    """Check a bearer token.
+
+    Args:
+        token: What may be one.
+
+    Returns:
+        ``token``, as it is to be sent.
+
+    Raises:
+        ArgumentError: It cannot be sent.
+    """
     if not _TOKEN.fullmatch(token):
         msg = "a bearer token has visible ASCII characters only: check for spaces or line ends around it"
         raise ArgumentError(msg)
@@ -50,7 +60,13 @@ class HttpStore(Store):
     """
 
     def __init__(self, url: str, *, token: str | None = None, settings: HttpStoreSettings | None = None) -> None:
-        """Keep the address; nothing is connected yet."""
+        """Keep the address; nothing is connected yet.
+
+        Args:
+            url: ``http(s)://host[:port][/prefix]``.
+            token: Bearer token; None: none is sent.
+            settings: Limits and waits; None: the defaults.
+        """
         self._parts = _address(url)
         self._token = check_token(token) if token else None
         self._exchange = HttpExchange(self._parts, self._token, settings or HttpStoreSettings())
@@ -61,7 +77,14 @@ class HttpStore(Store):
         return self._parts.geturl().rstrip("/")
 
     def object_url(self, key: str) -> str:
-        """Address of one object."""
+        """Address of one object.
+
+        Args:
+            key: The object.
+
+        Returns:
+            Its URL.
+        """
         return f"{self.url}/{check_key(key)}"
 
     def http_address(self, key: str, *, renew: bool = False) -> HttpAddress:  # noqa: ARG002 - it never expires

@@ -32,7 +32,12 @@ class S3Client:
     """One boto3 client for all threads, no more requests at a time than it keeps connections."""
 
     def __init__(self, address: S3Address, settings: S3Settings) -> None:
-        """Find credentials and settings where boto3 does; nothing is asked of the S3 server yet."""
+        """Find credentials and settings where boto3 does; nothing is asked of the S3 server yet.
+
+        Args:
+            address: Of the bucket.
+            settings: Limits and waits.
+        """
         self._address = address
         self._slots = threading.BoundedSemaphore(settings.connections)
         with s3_errors(address.url), _arguments():
@@ -47,9 +52,15 @@ class S3Client:
 
     @contextmanager
     def asking(self, what: str = "") -> Iterator[BotoClient]:
-        """boto3's client, for one request and its answer. Errors inside become kvwire's; ``what`` names the object.
+        """boto3's client, for one request and its answer. Errors inside become kvwire's.
 
         Whatever is left of the answer at the end is closed: boto3 itself drops the body of one that it cannot parse.
+
+        Args:
+            what: Names the object in messages.
+
+        Yields:
+            The client.
         """
         url = self._address.url
         with self._slots, s3_errors(f"{what} in {url}" if what else url):
@@ -66,12 +77,23 @@ class S3Client:
 
     @contextmanager
     def signing(self, what: str) -> Iterator[BotoClient]:
-        """boto3's client, for work that asks nothing of the server."""
+        """boto3's client, for work that asks nothing of the server.
+
+        Args:
+            what: Names the object in messages.
+
+        Yields:
+            The client.
+        """
         with s3_errors(f"{what} in {self._address.url}"):
             yield self._boto
 
     def credentials_expire_at(self) -> float:
-        """Unix seconds; infinite for lasting credentials, and where their end is not known. Renews what is due."""
+        """When the credentials end. Renews what is due.
+
+        Returns:
+            Unix seconds; infinite for lasting credentials, and where their end is not known.
+        """
         if self._credentials is None:
             return math.inf  # signing tells that there are none
         self._credentials.get_frozen_credentials()

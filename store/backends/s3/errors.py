@@ -64,7 +64,14 @@ _ABOUT_ARGUMENTS = (
 
 @contextmanager
 def s3_errors(what: str) -> Iterator[None]:
-    """Translate everything that boto3 raises inside; ``what`` names the object or store for people."""
+    """Translate everything that boto3 raises inside.
+
+    Args:
+        what: Names the object or store for people.
+
+    Yields:
+        Nothing.
+    """
     try:
         yield
     except KvwireError:
@@ -81,28 +88,65 @@ def s3_errors(what: str) -> Iterator[None]:
 
 
 def status_of(error: boto.ClientError) -> int:
-    """The HTTP status of a refusal; 0 where it had none."""
+    """The HTTP status of a refusal.
+
+    Args:
+        error: The refusal.
+
+    Returns:
+        The status; 0 where it had none.
+    """
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     return status if isinstance(status, int) else 0
 
 
 def code_of(error: boto.ClientError) -> str:
-    """S3's code of a refusal; HEAD answers have only the status as text."""
+    """S3's code of a refusal.
+
+    Args:
+        error: The refusal.
+
+    Returns:
+        The code; HEAD answers have only the status as text.
+    """
     return plain_code(error.response.get("Error", {}).get("Code"))
 
 
 def is_taken(error: boto.ClientError) -> bool:
-    """Whether a conditional write was not done: something is there, others are at it, or the condition is not known."""
+    """Whether a conditional write was not done.
+
+    Args:
+        error: The refusal.
+
+    Returns:
+        True where something is there, others are at it, or the condition is not known.
+    """
     return status_of(error) in _NOT_CREATED or code_of(error) in ("NotImplemented", "PreconditionFailed")
 
 
 def plain_code(code: object) -> str:
-    """An error code as the server wrote it, or ``unknown`` where that does not look like one."""
+    """An error code that is safe to show.
+
+    Args:
+        code: The code as the server wrote it.
+
+    Returns:
+        The same, or ``unknown`` where that does not look like one.
+    """
     return code if isinstance(code, str) and _CODE.fullmatch(code) else "unknown"
 
 
 def error_of(code: str, status: int, what: str) -> KvwireError:
-    """The kvwire error for an S3 error code and an HTTP status (0: none)."""
+    """The kvwire error for an S3 error code and an HTTP status.
+
+    Args:
+        code: S3's code.
+        status: HTTP status; 0: none.
+        what: Names the object or store for people.
+
+    Returns:
+        The error, to be raised.
+    """
     if code in _BY_CODE:
         kind, advice = _BY_CODE[code]
     elif status in _REFUSED or code == "AccessDenied":

@@ -23,7 +23,22 @@ _NOT_KNOWN_CODES = ("MethodNotAllowed", "NotImplemented")
 
 
 def listed(client: S3Client, bucket: str, root: str, prefix: str, after: str, page_keys: int) -> Iterator[Listed]:
-    """Objects below ``root`` by their keys behind it, in ascending order; what is no key is skipped."""
+    """List the objects below ``root``; what is no key is skipped.
+
+    Args:
+        client: The bucket's client.
+        bucket: The bucket.
+        root: What comes before keys in the names of objects.
+        prefix: What keys start with.
+        after: Keys up to this one are left out; empty: none is.
+        page_keys: Keys of one request.
+
+    Yields:
+        Objects by their keys behind ``root``, in ascending order.
+
+    Raises:
+        StorageError: The server lists its keys out of order, or does not tell how the listing goes on.
+    """
     last, token, empty = after, None, 0
     while True:
         wanted: dict[str, Any] = {"Bucket": bucket, "Prefix": root + prefix, "MaxKeys": page_keys}
@@ -66,9 +81,14 @@ def _is_key(name: str) -> bool:
 
 
 def delete_in_batches(client: S3Client, bucket: str, names: Iterable[str]) -> None:
-    """Remove objects by their full names, 250 with each request, or one by one where the server has no such request.
+    """Remove objects, 250 with each request, or one by one where the server has no such request.
 
     Raises at the first batch of which the server refused something; the rest of that batch is gone.
+
+    Args:
+        client: The bucket's client.
+        bucket: The bucket.
+        names: The objects' full names.
     """
     names = iter(names)
     while batch := list(dict.fromkeys(islice(names, _BATCH))):
@@ -95,7 +115,13 @@ def _delete_batch(client: S3Client, bucket: str, names: list[str]) -> None:
 
 
 def delete_one(client: S3Client, bucket: str, name: str) -> None:
-    """Remove one object by its full name; one that is not there is no error."""
+    """Remove one object; one that is not there is no error.
+
+    Args:
+        client: The bucket's client.
+        bucket: The bucket.
+        name: The object's full name.
+    """
     with client.asking(name) as boto:
         try:
             boto.delete_object(Bucket=bucket, Key=name)

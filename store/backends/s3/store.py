@@ -44,7 +44,16 @@ class S3Store(Store):
     """
 
     def __init__(self, url: str, *, settings: S3Settings | None = None) -> None:
-        """Parse the address and find credentials; the server is not asked yet. Raises ArgumentError, AuthError."""
+        """Parse the address and find credentials; the server is not asked yet.
+
+        Args:
+            url: The bucket's address.
+            settings: Limits and waits; None: the defaults.
+
+        Raises:
+            ArgumentError: The address is none.
+            AuthError: There are no credentials.
+        """
         self._address = S3Address.parse(url)
         self._settings = settings or S3Settings()
         self._client = S3Client(self._address, self._settings)
@@ -68,7 +77,20 @@ class S3Store(Store):
         return self.read_version(key, "", start, end)
 
     def read_version(self, key: str, tag: str, start: int, end: int | None) -> bytes:
-        """As ``get``, of the version with S3's tag ``tag`` (empty: of any); StorageError where it is gone."""
+        """As ``get``, of one version.
+
+        Args:
+            key: The object.
+            tag: S3's tag of the version; empty: of any.
+            start: First byte.
+            end: The byte after the last; None: to the object's end.
+
+        Returns:
+            The bytes, clamped at the object's end.
+
+        Raises:
+            StorageError: The version is gone.
+        """
         clamp_range(start, end, 0)
         if start == end:
             self.stat(key)
@@ -157,7 +179,14 @@ class S3Reader:
     """Reads ranges of one version of an object; safe from several threads."""
 
     def __init__(self, store: S3Store, key: str, stat: ObjectStat, tag: str) -> None:
-        """Keep what was told of the version; ``tag`` is S3's own."""
+        """Keep what was told of the version.
+
+        Args:
+            store: Where it lies.
+            key: The object.
+            stat: Its size, entity tag and time of writing.
+            tag: S3's own tag.
+        """
         self._store = store
         self._key = key
         self._stat = stat
@@ -179,7 +208,18 @@ class S3Reader:
         return self._stat.modified
 
     def read(self, start: int, end: int) -> bytes:
-        """Bytes ``start`` to ``end``, clamped at the object's end."""
+        """Read a range of the version.
+
+        Args:
+            start: First byte.
+            end: The byte after the last.
+
+        Returns:
+            The bytes, clamped at the object's end.
+
+        Raises:
+            StorageError: The object was replaced or deleted meanwhile.
+        """
         start, end = clamp_range(start, end, self.size)
         if start >= end:
             return b""

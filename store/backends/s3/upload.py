@@ -22,27 +22,53 @@ _PART_THREADS = 4
 
 
 class Target(TypedDict):
-    """Where an object goes, as boto3's parameters."""
+    """Where an object goes, as boto3's parameters.
+
+    Attributes:
+        Bucket: The bucket.
+        Key: The object's full name.
+    """
 
     Bucket: str
     Key: str
 
 
 class About(TypedDict):
-    """What readers are told of an object, as boto3's parameters."""
+    """What readers are told of an object, as boto3's parameters.
+
+    Attributes:
+        ContentType: HTTP Content-Type.
+        CacheControl: HTTP Cache-Control.
+    """
 
     ContentType: str
     CacheControl: str
 
 
 def part_size(size: int, wished: int) -> int:
-    """Bytes of each part but the last: ``wished``, or more whole MiB where the parts would be too many."""
+    """Length of each part but the last.
+
+    Args:
+        size: The object's length in bytes.
+        wished: Length of a part in bytes.
+
+    Returns:
+        ``wished``, or more whole MiB where the parts would be too many.
+    """
     least = -(-size // _MOST_PARTS)
     return max(wished, -(-least // _MIB) * _MIB)
 
 
 def upload_in_parts(client: S3Client, target: Target, about: About, data: Data, settings: S3Settings) -> None:
-    """Write one object in parts, a few at a time. What was sent is removed again where any of it fails."""
+    """Write one object in parts, a few at a time. What was sent is removed again where any of it fails.
+
+    Args:
+        client: The bucket's client.
+        target: Where the object goes.
+        about: What readers are told of it.
+        data: All of its bytes.
+        settings: Size of parts.
+    """
     key = target["Key"]
     with client.asking(key) as boto:
         upload_id = boto.create_multipart_upload(**target, **about)["UploadId"]
