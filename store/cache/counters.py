@@ -20,7 +20,7 @@ class TierCounters:
         evictions: Extents given up for room.
         refused: Extents not taken in: too large, or the disk is off or behind.
         corrupt: Files that were not what was written; they were dropped.
-        write_errors: Files that could not be written.
+        write_errors: Times that the disk failed.
     """
 
     hits: int = 0

@@ -25,7 +25,12 @@ class LockedFolder:
     """A subfolder that this process holds until it closes the slot or ends."""
 
     def __init__(self, folder: Path, descriptor: int) -> None:
-        """Take over the locked descriptor."""
+        """Take over the locked descriptor.
+
+        Args:
+            folder: The subfolder.
+            descriptor: Holds the lock until it is closed.
+        """
         self.folder = folder
         self._descriptor = descriptor
 
@@ -37,7 +42,11 @@ class LockedFolder:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a private folder where there is none, and those above it; flushed, since pending writes rely on it."""
+    """Make a private folder where there is none, and those above it; flushed, since pending writes rely on it.
+
+    Args:
+        folder: The folder.
+    """
     missing = []
     while not folder.exists():
         missing.append(folder)
@@ -48,7 +57,17 @@ def make_folder(folder: Path) -> None:
 
 
 def lock_folder(root: Path) -> LockedFolder:
-    """The first free subfolder, made where there is none. Raises OSError where the folder cannot be used."""
+    """Hold the first free subfolder, made where there is none.
+
+    Args:
+        root: The folder above.
+
+    Returns:
+        The subfolder, locked.
+
+    Raises:
+        OSError: The folder cannot be used.
+    """
     make_folder(root)
     for number in range(_MANY):
         folder = root / f"slot-{number}"
@@ -60,7 +79,14 @@ def lock_folder(root: Path) -> LockedFolder:
 
 
 def unlocked_folders(root: Path) -> Iterator[LockedFolder]:
-    """Subfolders that nobody holds, each held while it is looked at."""
+    """Subfolders that nobody holds.
+
+    Args:
+        root: The folder above.
+
+    Yields:
+        Each subfolder, held while it is looked at.
+    """
     for number in range(_MANY):
         folder = root / f"slot-{number}"
         if not folder.is_dir():

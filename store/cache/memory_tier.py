@@ -12,7 +12,13 @@ EXTENT_BYTES = 512
 
 @dataclass(frozen=True)
 class Leaving:
-    """Bytes that the memory does not keep, or keeps no longer."""
+    """Bytes that the memory does not keep, or keeps no longer.
+
+    Attributes:
+        name: The object.
+        start: Where the bytes lie in it.
+        data: The bytes.
+    """
 
     name: bytes
     start: int
@@ -23,11 +29,24 @@ class MemoryTier:
     """Keeps bytes until the policy gives them up."""
 
     def __init__(self, budget_bytes: int) -> None:
-        """Start empty."""
+        """Start empty.
+
+        Args:
+            budget_bytes: What may be held.
+        """
         self.index: TierIndex[bytes] = TierIndex(budget_bytes, EXTENT_BYTES)
 
     def add(self, name: bytes, start: int, data: bytes) -> list[Leaving]:
-        """Keep what of these bytes is not there yet; returns what had to go for it, or could not be taken in."""
+        """Keep what of these bytes is not there yet.
+
+        Args:
+            name: The object.
+            start: Where the bytes lie in it.
+            data: The bytes.
+
+        Returns:
+            What had to go for it, or could not be taken in.
+        """
         counters = self.index.counters
         leaving = []
         for first, last in self.index.gaps(name, start, start + len(data)):
@@ -41,6 +60,12 @@ class MemoryTier:
         return leaving + [Leaving(gone, extent.start, extent.value) for gone, extent in self.index.overflow()]
 
     def drop(self, name: bytes, start: int, end: int | None) -> None:
-        """Forget all extents that hold any byte of a range."""
+        """Forget all extents that hold any byte of a range.
+
+        Args:
+            name: The object.
+            start: First byte.
+            end: The byte after the last; None: to the object's end.
+        """
         for extent in self.index.overlapping(name, start, end):
             self.index.remove(name, extent)

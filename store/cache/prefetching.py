@@ -26,7 +26,12 @@ class Prefetcher:
     """
 
     def __init__(self, cache: RangeCache, settings: TierSettings) -> None:
-        """Start nothing yet."""
+        """Start nothing yet.
+
+        Args:
+            cache: The tiers.
+            settings: Limits and waits.
+        """
         self._cache = cache
         self._settings = settings
         self._worker = Worker("kvwire-prefetch", settings.prefetch_threads)
@@ -34,7 +39,14 @@ class Prefetcher:
         self._counters = PrefetchCounters()
 
     def hint(self, name: bytes, remote: RemoteObject, start: int, end: int | None) -> None:
-        """Queue a range; dropped where too many wait already."""
+        """Queue a range; dropped where too many wait already.
+
+        Args:
+            name: What the tiers call the object.
+            remote: The object.
+            start: First byte.
+            end: The byte after the last; None: to the object's end.
+        """
         if self._worker.queued >= self._settings.prefetch_hints:
             self._counters.dropped += 1
             return
@@ -46,7 +58,14 @@ class Prefetcher:
         return PrefetchCounters(self._counters.taken, self._counters.dropped)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until no hint is left."""
+        """Wait until no hint is left.
+
+        Args:
+            timeout_s: Longest wait in seconds.
+
+        Returns:
+            Whether that came about in time.
+        """
         return self._worker.drain(timeout_s)
 
     def close(self) -> None:

@@ -24,7 +24,12 @@ class TierIndex(Generic[T]):
     """
 
     def __init__(self, budget_bytes: int, extent_bytes: int) -> None:
-        """Start empty."""
+        """Start empty.
+
+        Args:
+            budget_bytes: What may be held.
+            extent_bytes: What an extent costs beyond its content.
+        """
         self._budget_bytes = budget_bytes
         self._policy = WindowTinyLfu(budget_bytes)
         self._extent_bytes = extent_bytes
@@ -40,26 +45,64 @@ class TierIndex(Generic[T]):
         return replace(self.counters, **held)
 
     def touched(self, name: bytes) -> None:
-        """An object is used, held or not."""
+        """An object is used, held or not.
+
+        Args:
+            name: The object.
+        """
         self._policy.touched(name)
 
     def at(self, name: bytes, position: int) -> Extent[T] | None:
-        """The extent that holds a byte."""
+        """The extent that holds a byte.
+
+        Args:
+            name: The object.
+            position: The byte.
+
+        Returns:
+            The extent; None where there is none.
+        """
         found = self._maps.get(name)
         return found.at(position) if found else None
 
     def next_start(self, name: bytes, position: int) -> int | None:
-        """Where the first extent after ``position`` starts."""
+        """Where the next extent starts.
+
+        Args:
+            name: The object.
+            position: A byte of it.
+
+        Returns:
+            Start of the first extent after ``position``; None where there is none.
+        """
         found = self._maps.get(name)
         return found.next_start(position) if found else None
 
     def gaps(self, name: bytes, start: int, end: int) -> list[tuple[int, int]]:
-        """Parts of a range that are not held."""
+        """Parts of a range that are not held.
+
+        Args:
+            name: The object.
+            start: First byte.
+            end: The byte after the last.
+
+        Returns:
+            Pairs of start and end.
+        """
         found = self._maps.get(name)
         return found.gaps(start, end) if found else [(start, end)]
 
     def overlapping(self, name: bytes, start: int, end: int | None) -> list[Extent[T]]:
-        """Extents that hold any byte of a range."""
+        """Extents that hold any byte of a range.
+
+        Args:
+            name: The object.
+            start: First byte.
+            end: The byte after the last; None: to the object's end.
+
+        Returns:
+            The extents, in ascending order.
+        """
         found = self._maps.get(name)
         return found.overlapping(start, end) if found else []
 
@@ -68,18 +111,43 @@ class TierIndex(Generic[T]):
         return ((name, extent) for name, extents in self._maps.items() for extent in extents)
 
     def fits(self, length: int) -> bool:
-        """Whether an extent of that length could be held at all."""
+        """Whether an extent could be held at all.
+
+        Args:
+            length: Its length in bytes.
+
+        Returns:
+            False where it costs more than the whole budget.
+        """
         return length + self._extent_bytes <= self._budget_bytes
 
     def add(self, name: bytes, start: int, end: int, value: T) -> Extent[T]:
-        """Hold an extent where there is a gap; the tier may be over its budget afterwards."""
+        """Hold an extent where there is a gap; the tier may be over its budget afterwards.
+
+        Args:
+            name: The object.
+            start: First byte.
+            end: The byte after the last.
+            value: Whatever stands for the bytes.
+
+        Returns:
+            The extent.
+        """
         extent = self._maps.setdefault(name, ExtentMap()).add(start, end, value)
         self._resize(name, extent.length + self._extent_bytes)
         self._extents += 1
         return extent
 
     def remove(self, name: bytes, extent: Extent[T]) -> bool:
-        """Hold this very extent no longer; tells whether it was held."""
+        """Hold this very extent no longer.
+
+        Args:
+            name: The object.
+            extent: The extent.
+
+        Returns:
+            Whether it was held.
+        """
         found = self._maps.get(name)
         if found is None or not found.remove(extent):
             return False

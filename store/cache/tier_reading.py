@@ -16,13 +16,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RemoteObject:
-    """One object of the store below the tiers."""
+    """One object of the store below the tiers.
+
+    Attributes:
+        store: That store.
+        key: The object.
+    """
 
     store: Store
     key: str
 
     def get(self, start: int, end: int) -> bytes:
-        """Bytes of a range, clamped at the end."""
+        """Read a range.
+
+        Args:
+            start: First byte.
+            end: The byte after the last.
+
+        Returns:
+            The bytes, clamped at the end.
+        """
         return self.store.get(self.key, start, end)
 
     def size(self) -> int:

@@ -51,7 +51,11 @@ class WindowTinyLfu:
     """
 
     def __init__(self, budget_bytes: int) -> None:
-        """Share out the tier's bytes."""
+        """Share out the tier's bytes.
+
+        Args:
+            budget_bytes: How many there are.
+        """
         window = int(budget_bytes * _WINDOW_SHARE)
         self._window = _Segment(window)
         self._probation = _Segment(0)
@@ -60,7 +64,11 @@ class WindowTinyLfu:
         self._sketch = FrequencySketch()
 
     def touched(self, name: bytes) -> None:
-        """Count the use; what is used again in the main part becomes protected."""
+        """Count the use; what is used again in the main part becomes protected.
+
+        Args:
+            name: The object.
+        """
         self._sketch.add(name)
         segment = self._segment_of(name)
         if self._sketch.additions >= _SAMPLE * max(_FEWEST, self._objects()):
@@ -72,7 +80,12 @@ class WindowTinyLfu:
             segment.sizes.move_to_end(name)
 
     def added(self, name: bytes, size: int) -> None:
-        """What is new starts in the window; what overflows it moves on while there is room for all."""
+        """What is new starts in the window; what overflows it moves on while there is room for all.
+
+        Args:
+            name: The object.
+            size: What it takes, in bytes.
+        """
         segment = self._segment_of(name) or self._window
         segment.put(name, size)
         self._unprotect()
@@ -81,12 +94,23 @@ class WindowTinyLfu:
             self._probation.put(first, self._window.take(first))
 
     def removed(self, name: bytes) -> None:
-        """Forget it, but not how often it was used."""
+        """Forget it, but not how often it was used.
+
+        Args:
+            name: The object.
+        """
         if segment := self._segment_of(name):
             segment.take(name)
 
     def victim(self, excess: int) -> bytes:
-        """The window's candidate or what it would push out, whichever was used less."""
+        """Choose what goes.
+
+        Args:
+            excess: Bytes that the tier holds too many.
+
+        Returns:
+            The window's candidate or what it would push out, whichever was used less.
+        """
         if not self._window.overflows:
             return next(one for one in (self._probation, self._protected, self._window) if one.sizes).first()
         candidate = self._window.first()

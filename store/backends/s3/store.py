@@ -52,7 +52,7 @@ class S3Store(Store):
 
         Raises:
             ArgumentError: The address is none.
-            AuthError: There are no credentials.
+            AuthError: There are no usable credentials.
         """
         self._address = S3Address.parse(url)
         self._settings = settings or S3Settings()
