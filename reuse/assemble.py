@@ -69,22 +69,48 @@ class LinkedPrompt:
         self._lock = threading.Lock()
 
     def offset(self, document: int) -> int:
-        """Position of a document's first token."""
+        """Position of a document's first token.
+
+        Args:
+            document: Its number, in prompt order from 0.
+
+        Returns:
+            The position, in tokens.
+
+        Raises:
+            ArgumentError: The prompt has no such document.
+        """
         if not 0 <= document < len(self.tokens):
             msg = f"this prompt links documents 0 to {len(self.tokens) - 1}, there is no document {document}"
             raise ArgumentError(msg)
         return sum(self.tokens[:document])
 
     def document(self, document: int) -> KVCache:
-        """A document's part of the prompt, as views that may be written to."""
+        """A document's part of the prompt, as views that may be written to.
+
+        Args:
+            document: Its number, in prompt order from 0.
+
+        Returns:
+            Tensors ``[kv_heads, tokens, dim]`` for each layer, which share memory with ``cache``.
+
+        Raises:
+            ArgumentError: The prompt has no such document.
+        """
         start = self.offset(document)
         return self.cache.slice(start, start + self.tokens[document])
 
     def write(self, document: int, start: int, piece: KVCache) -> None:
         """Write tokens ``start``, ``start + 1``, ... of a document, moved from where ``piece`` stands.
 
-        Raises ArgumentError where the piece does not fit into the document, MismatchError where it comes from a model
-        of another layout.
+        Args:
+            document: Its number, in prompt order from 0.
+            start: First token to write, counted from the document's beginning.
+            piece: Cache of these tokens, at any position.
+
+        Raises:
+            ArgumentError: The piece does not fit into the document.
+            MismatchError: The piece comes from a model of another layout.
         """
         whole = self.document(document)
         stop = start + piece.tokens
@@ -103,8 +129,13 @@ class LinkedPrompt:
     def keep(self, document: int, kept: Sequence[Tensor | None], start: int = 0) -> None:
         """Note what of a document is there, for whoever writes a pruned one into ``document()`` itself.
 
-        kept: as in ``KVCache.kept``, of tokens ``start``, ``start + 1``, ... Raises ArgumentError where it does not
-        fit.
+        Args:
+            document: Its number, in prompt order from 0.
+            kept: As in ``KVCache.kept``, of tokens ``start``, ``start + 1``, ...
+            start: First token that ``kept`` tells of, counted from the document's beginning.
+
+        Raises:
+            ArgumentError: ``kept`` does not fit the document.
         """
         room = self.tokens[document] - start if 0 <= document < len(self.tokens) else 0
         heads = [spec.kv_heads for spec in self.cache.meta.layers]
@@ -123,9 +154,17 @@ class LinkedPrompt:
 
 
 def moved(cache: KVCache, offset: int) -> KVCache:
-    """A cache with its first token at ``offset``; the very same tensors where it stands there already.
+    """Move a cache.
 
-    Raises RopeRegimeError where it stands, or would stand, at positions that have other frequencies.
+    Args:
+        cache: At any position.
+        offset: Where its first token is to stand.
+
+    Returns:
+        The cache with its first token at ``offset``; the very same tensors where it stands there already.
+
+    Raises:
+        RopeRegimeError: It stands, or would stand, at positions that have other frequencies.
     """
     _check_reach(cache.meta, offset + cache.tokens, offset)
     if cache.meta.positions == "off":
@@ -142,7 +181,16 @@ def moved(cache: KVCache, offset: int) -> KVCache:
 def link(caches: Sequence[KVCache]) -> KVCache:
     """Link documents' caches into one prompt cache at positions 0, 1, ...: shift and concatenate.
 
-    Raises MismatchError where they come from different models, RopeRegimeError where the prompt gets too long to move.
+    Args:
+        caches: The documents', in prompt order.
+
+    Returns:
+        The prompt's cache.
+
+    Raises:
+        ArgumentError: There is no cache.
+        MismatchError: The caches come from different models.
+        RopeRegimeError: The prompt gets too long to move documents in it.
     """
     if not caches:
         msg = "nothing to link: name at least one document"
@@ -167,9 +215,16 @@ def link(caches: Sequence[KVCache]) -> KVCache:
 
 
 def block_mask(documents: Sequence[int], query: int) -> Tensor:
-    """What K = 0 linking lets each token see, as a bool ``[tokens, tokens]``.
+    """What K = 0 linking lets each token see.
 
-    documents: their lengths. Documents see themselves, the query sees everything, all causally.
+    Documents see themselves, the query sees everything, all causally.
+
+    Args:
+        documents: Their lengths, in tokens.
+        query: Length of the query, in tokens.
+
+    Returns:
+        Bool ``[tokens, tokens]``: row r sees column c.
     """
     total = sum(documents) + query
     owner = torch.repeat_interleave(torch.arange(len(documents) + 1), torch.tensor([*documents, query]))

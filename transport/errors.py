@@ -19,7 +19,11 @@ class StalledError(StorageError):
 
 
 class BusyError(StorageError):
-    """The other side asks to come back later, in ``retry_after_s`` seconds where it says when."""
+    """The other side asks to come back later.
+
+    Attributes:
+        retry_after_s: Seconds to wait, where it says when; 0 otherwise.
+    """
 
     def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
         """Keep the message and the wait that was asked for."""
@@ -31,7 +35,13 @@ class SegmentError(KvwireError):
     """One segment could not be fetched; the others are not concerned."""
 
     def __init__(self, segment: SegmentInfo, attempts: int, cause: KvwireError) -> None:
-        """Name the chunk and the level, and keep the cause of the last attempt."""
+        """Name the chunk and the level, and keep the cause of the last attempt.
+
+        Args:
+            segment: What was wanted.
+            attempts: How many failed.
+            cause: Of the last.
+        """
         super().__init__(
             f"chunk {segment.chunk}, level {segment.level}: given up after {attempts} attempts ({cause}); "
             "recompute the chunk or use a lower level"
@@ -50,6 +60,15 @@ class SegmentCorruptError(SegmentError, CorruptError):
 
 
 def segment_error(segment: SegmentInfo, attempts: int, cause: KvwireError) -> SegmentError:
-    """The error for a segment, by its cause."""
+    """Make the error for a segment, by its cause.
+
+    Args:
+        segment: What was wanted.
+        attempts: How many failed.
+        cause: Of the last.
+
+    Returns:
+        A SegmentCorruptError or a SegmentStorageError.
+    """
     kind = SegmentCorruptError if isinstance(cause, CorruptError) else SegmentStorageError
     return kind(segment, attempts, cause)

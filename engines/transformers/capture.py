@@ -41,6 +41,9 @@ class QueryRecorder:
     Only calls from the thread that made the recorder, and from modules of its model, count. Queries must stand at
     positions from 0. They meet keys at any position before them, so each is turned back by positions drawn at random
     from those that it sees: what is left is how it weighs an un-rotated key.
+
+    Attributes:
+        modules: Attention modules by number of the layer, as far as they were seen.
     """
 
     def __init__(self, meta: CacheMeta, model: PreTrainedModel) -> None:
@@ -57,7 +60,12 @@ class QueryRecorder:
         self.modules: dict[int, torch.nn.Module] = {}
 
     def record(self, module: torch.nn.Module, query: Tensor) -> None:
-        """Add a layer's queries ``[1, heads, tokens, query_dim]``."""
+        """Add a layer's queries.
+
+        Args:
+            module: The layer's attention.
+            query: ``[1, heads, tokens, query_dim]``.
+        """
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or layer >= len(self._meta.layers):
             return
@@ -98,14 +106,25 @@ class QueryRecorder:
         return rotate(queries, regime, angles.cos(), -angles.sin(), start)
 
     def record_cache(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Add what a document cached, ``[1, kv_heads, tokens, dim]`` for each layer: latents serve two purposes."""
+        """Add what a document cached: latents serve two purposes.
+
+        Args:
+            pairs: Keys and values, ``[1, kv_heads, tokens, dim]`` for each layer.
+        """
         for layer, expansion in self._expansions.items():
             if expansion is not None:
                 scatter = self._latents.setdefault(layer, Scatter(self._meta.layers[layer].key_dim))
                 scatter.add(pairs[layer][0][0, 0].float().cpu())
 
     def statistics(self, vocabulary: Vocabulary | None = None) -> Statistics | None:
-        """What was seen, None for layers that attention never showed; None alone where nothing is known at all."""
+        """What was seen.
+
+        Args:
+            vocabulary: Features of tokens, to go with it.
+
+        Returns:
+            The statistics, with None for layers that attention never showed; None alone where nothing is known at all.
+        """
         if not self.modules and vocabulary is None:
             return None
         layers = range(len(self._meta.layers))
@@ -157,7 +176,12 @@ class QueryRecorder:
 
 @contextmanager
 def recording(recorder: QueryRecorder, model: PreTrainedModel) -> Iterator[None]:
-    """Show the recorder every query that the model's attention receives while the block runs."""
+    """Show the recorder every query that the model's attention receives while the block runs.
+
+    Args:
+        recorder: What sums them.
+        model: The model that is run in the block.
+    """
     with _LOCK, ExitStack() as stack:
         if uses_sdpa(model):
             stack.enter_context(_watching_table(recorder))

@@ -42,8 +42,8 @@ BATCH_TOKENS = 4096
 class TransformersEngine(Engine):
     """Runs one model: documents to caches, caches and a question to the first token.
 
-    model: a decoder whose keys are rotary, on one device; its layout is learnt and tested here.
-    meta: what its caches say of themselves.
+    Attributes:
+        model: A decoder whose keys are rotary, on one device; its layout is learnt and tested here.
     """
 
     def __init__(
@@ -55,7 +55,20 @@ class TransformersEngine(Engine):
         revision: str = "",
         tokenizer_id: str = "",
     ) -> None:
-        """Learn the layout; raises RopeRegimeError or MismatchError where the model's caches cannot be kept."""
+        """Learn the layout.
+
+        Args:
+            model: A decoder whose keys are rotary, on one device.
+            tokenizer: The model's; None where texts come as token ids.
+            model_id: The model's name, for its caches.
+            revision: Tells versions of the weights apart, for its caches.
+            tokenizer_id: Digest of the tokenizer, for its caches.
+
+        Raises:
+            ArgumentError: The model is spread over several devices.
+            RopeRegimeError: The model's keys cannot be moved, so its caches cannot be kept.
+            MismatchError: The model's caches cannot be kept for another reason.
+        """
         if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
             msg = "the model is spread over several devices; load it onto one"
             raise ArgumentError(msg)
@@ -110,7 +123,11 @@ class TransformersEngine(Engine):
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer; raises NotFoundError where its folder has none."""
+        """The model's tokenizer.
+
+        Raises:
+            NotFoundError: The model's folder has none.
+        """
         if self._tokenizer is None:
             msg = (
                 "the model's folder holds no tokenizer; put tokenizer.json beside the weights, "
@@ -120,19 +137,48 @@ class TransformersEngine(Engine):
         return self._tokenizer
 
     def tokenize(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens: documents are linked, so they carry no BOS."""
+        """Read a text, without special tokens: documents are linked, so they carry no BOS.
+
+        Args:
+            text: Of any length.
+
+        Returns:
+            Its token ids.
+
+        Raises:
+            NotFoundError: There is no tokenizer.
+        """
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids."""
+        """The text of token ids.
+
+        Args:
+            token_ids: Of the model's vocabulary.
+
+        Returns:
+            The text.
+
+        Raises:
+            NotFoundError: There is no tokenizer.
+        """
         return str(self.tokenizer.decode(list(token_ids)))
 
     @torch.no_grad()
     def prefill(self, documents: Sequence[Sequence[int]], *, batch_tokens: int = BATCH_TOKENS) -> list[KVCache]:
-        """Caches of independent documents, each at positions from 0, in the order given.
+        """Caches of independent documents, each at positions from 0.
 
-        Batches are padded on the right, where causal attention never looks. Raises ArgumentError on a document without
-        tokens or longer than the model's window.
+        Batches are padded on the right, where causal attention never looks.
+
+        Args:
+            documents: Token ids of each.
+            batch_tokens: Most tokens of a batch, padding included; a longer document has a batch of its own.
+
+        Returns:
+            Their caches, in the order given.
+
+        Raises:
+            ArgumentError: A document is without tokens or longer than the model's window.
         """
         for ids in documents:
             self._check_ids(ids)
@@ -170,10 +216,17 @@ class TransformersEngine(Engine):
 
     @torch.no_grad()
     def extend(self, prefix: KVCache | None, token_ids: Sequence[int], *, offset: int = 0) -> KVCache:
-        """Recompute tokens from text on top of the cache before them; returns the cache of the new tokens alone.
+        """Recompute tokens from text on top of the cache before them.
 
-        prefix: positions on, ending where the new tokens begin; None where there is nothing before them, and then they
-        stand at ``offset``. Attention sees the prefix and the new tokens, so this equals a prefill of both.
+        Attention sees the prefix and the new tokens, so this equals a prefill of both.
+
+        Args:
+            prefix: Positions on, ending where the new tokens begin; None where there is nothing before them.
+            token_ids: The new tokens.
+            offset: Position of the first new token where ``prefix`` is None.
+
+        Returns:
+            The cache of the new tokens alone.
         """
         start = offset if prefix is None else prefix.meta.offset + prefix.tokens
         self._check_ids(token_ids, start)
@@ -191,10 +244,14 @@ class TransformersEngine(Engine):
     ) -> Statistics | None:
         """Query covariances over some documents, the value metric and sensitivity of each layer, features of tokens.
 
-        tokens: False leaves the features out, which take a pass over the vocabulary. sensitivity: False leaves those
-        out, which take two short passes for each layer and each of a few documents.
-        Metrics are None where the model's attention cannot be watched; ``fit_profile`` then goes without weights.
-        Returns None without documents.
+        Args:
+            documents: Token ids of each.
+            tokens: False leaves the features out, which take a pass over the vocabulary.
+            sensitivity: False leaves those out, which take two short passes for each layer and each of a few documents.
+
+        Returns:
+            The statistics; None without documents. Metrics are None where the model's attention cannot be watched;
+            ``fit_profile`` then goes without weights.
         """
         for ids in documents:
             self._check_ids(ids)
@@ -238,8 +295,14 @@ class TransformersEngine(Engine):
     def prefix_states(self, token_ids: Sequence[int], layers: int) -> Tensor:
         """What the model's first layers, which alone are run, make of a document.
 
-        Float32 ``[tokens, (layers + 1) * hidden_size]``: the hidden states before them and after each. What a profile
-        that was fitted with a head start predicts from; see ``prefix_layers`` of ``fit_profile``.
+        What a profile that was fitted with a head start predicts from; see ``prefix_layers`` of ``fit_profile``.
+
+        Args:
+            token_ids: The document's.
+            layers: How many layers to run.
+
+        Returns:
+            Float32 ``[tokens, (layers + 1) * hidden_size]``: the hidden states before the layers and after each.
         """
         self._check_ids(token_ids)
         return prefix_states(self.model, token_ids, layers)
@@ -253,7 +316,16 @@ class TransformersEngine(Engine):
 
         Positions are put on where they are off. Sliding layers keep what their window can still see. A pruned cache
         whose layers and heads all keep the same tokens becomes that much shorter: the tokens stay at their positions,
-        so pass ``position_ids``. Raises MismatchError on a cache of another model, and on one that is pruned otherwise.
+        so pass ``position_ids``.
+
+        Args:
+            cache: Of this model.
+
+        Returns:
+            The transformers cache.
+
+        Raises:
+            MismatchError: The cache is of another model, or it is pruned otherwise.
         """
         return filled(self._pairs(cache), self.model.config)
 
@@ -278,7 +350,14 @@ class TransformersEngine(Engine):
         return [tensor.to(self.device, dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
 
     def check_fits(self, cache: KVCache) -> None:
-        """Raise MismatchError where a cache comes from another model."""
+        """Refuse a cache of another model.
+
+        Args:
+            cache: The cache to look at.
+
+        Raises:
+            MismatchError: It comes from another model, or its text was read by another tokenizer.
+        """
         theirs, ours = cache.meta, self.meta
         shapes = [(s.kv_heads, s.key_dim, s.value_dim) for s in theirs.layers]
         same = shapes == [(s.kv_heads, s.key_dim, s.value_dim) for s in ours.layers] and turn_alike(theirs, ours)
@@ -300,7 +379,14 @@ class TransformersEngine(Engine):
     def forward(self, past: DynamicCache | None, token_ids: Sequence[int], start: int, *, logits: int = 0) -> Tensor:
         """Run tokens at positions ``start``, ``start + 1``, ... on top of ``past``, which grows by them.
 
-        logits: how many of the last tokens to return logits for, 0 for all. Returns ``[tokens, vocabulary]``.
+        Args:
+            past: What comes before them; None where there is nothing.
+            token_ids: The tokens to run.
+            start: Position of the first.
+            logits: How many of the last tokens to return logits for, 0 for all.
+
+        Returns:
+            Logits ``[tokens, vocabulary]``.
         """
         self._check_ids(token_ids, start)
         ids = torch.tensor([list(token_ids)], device=self.device)
@@ -320,9 +406,21 @@ class TransformersEngine(Engine):
     ) -> tuple[Tensor, DynamicCache]:
         """``forward`` on a cache that is still being decoded, each layer as soon as its part is there.
 
-        cache: at its positions, not pruned, of the model's dtype and on its device; its tensors become the past's.
-        layers: ``Pending.layers``. Call ``Pending.wait`` before using what is returned: only it tells whether all was
-        sound. Models with layers that see a window wait for the whole cache. Returns logits and the past.
+        Call ``Pending.wait`` before using what is returned: only it tells whether all was sound. Models with layers
+        that see a window wait for the whole cache.
+
+        Args:
+            cache: At its positions, not pruned, of the model's dtype and on its device; its tensors become the past's.
+            layers: ``Pending.layers``.
+            token_ids: The tokens to run.
+            logits: How many of the last tokens to return logits for, 0 for all.
+
+        Returns:
+            Logits ``[tokens, vocabulary]``, and the past.
+
+        Raises:
+            ArgumentError: The cache is not as described.
+            MismatchError: The cache is of another model.
         """
         self.check_fits(cache)
         start = cache.meta.offset + cache.tokens
@@ -342,9 +440,20 @@ class TransformersEngine(Engine):
 
     @torch.no_grad()
     def masked_forward(self, token_ids: Sequence[int], visible: Tensor) -> Tensor:
-        """One pass over a whole prompt at positions 0, 1, ... under a mask; logits of all tokens.
+        """One pass over a whole prompt at positions 0, 1, ... under a mask.
 
-        visible: bool ``[tokens, tokens]``: row r sees column c. The reference that linked reuse is measured against.
+        The reference that linked reuse is measured against.
+
+        Args:
+            token_ids: The prompt's.
+            visible: Bool ``[tokens, tokens]``: row r sees column c.
+
+        Returns:
+            Logits of all tokens, ``[tokens, vocabulary]``.
+
+        Raises:
+            ArgumentError: The mask is not of the prompt's size.
+            MismatchError: See ``attention_mask``.
         """
         self._check_ids(token_ids)
         if visible.shape != (len(token_ids), len(token_ids)):
@@ -356,10 +465,18 @@ class TransformersEngine(Engine):
         return out.logits[0]  # type: ignore[no-any-return]
 
     def attention_mask(self, visible: Tensor) -> Tensor | dict[str, Tensor]:
-        """A bool ``[queries, keys]`` as this model takes masks: 4-D, and one for each kind of layer in hybrids.
+        """A mask as this model takes it: 4-D, and one for each kind of layer in hybrids.
 
-        Sliding layers see less: keys are taken to end with the queries. Raises MismatchError where a 4-D mask cannot
-        say what the model's layers need.
+        Sliding layers see less: keys are taken to end with the queries.
+
+        Args:
+            visible: Bool ``[queries, keys]``: row r sees column c.
+
+        Returns:
+            One mask, or masks by kind of layer.
+
+        Raises:
+            MismatchError: A 4-D mask cannot say what the model's layers need.
         """
         windows = {spec.window for spec in self.meta.layers if spec.kind != "none"}
         if windows == {None}:

@@ -16,10 +16,18 @@ _SIDES: tuple[Side, ...] = ("key", "value")
 
 
 def kept_by_all(cache: KVCache) -> Tensor | None:
-    """Tokens that every layer and head of a pruned cache keeps, int64; None where none that counts was pruned.
+    """Tokens that every layer and head of a pruned cache keeps.
 
-    A sliding layer need only keep what its window still sees. Raises MismatchError where layers or heads keep different
-    tokens, or where a sliding layer would see further back.
+    A sliding layer need only keep what its window still sees.
+
+    Args:
+        cache: The cache.
+
+    Returns:
+        Their numbers, int64; None where none that counts was pruned.
+
+    Raises:
+        MismatchError: Layers or heads keep different tokens, or a sliding layer would see further back.
     """
     layers = zip(cache.meta.layers, cache.kept or (), strict=False)
     counted = [(spec, mask.cpu()) for spec, mask in layers if mask is not None]
@@ -44,7 +52,15 @@ def _seen(spec: LayerSpec, tokens: int) -> int:
 
 
 def turn_alike(theirs: CacheMeta, ours: CacheMeta) -> bool:
-    """Whether two models of one layout rotate their keys alike; a cache that names no regimes is taken at its word."""
+    """Whether two models of one layout rotate their keys alike; a cache that names no regimes is taken at its word.
+
+    Args:
+        theirs: What a cache says of itself.
+        ours: What the engine's caches say of themselves.
+
+    Returns:
+        True where keys of one fit the other.
+    """
     for their_spec, our_spec in zip(theirs.layers if theirs.ropes else (), ours.layers, strict=False):
         for side in _SIDES:
             their_turn, our_turn = their_spec.rotary(side), our_spec.rotary(side)

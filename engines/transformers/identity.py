@@ -73,7 +73,14 @@ def model_revision(folder: Path, revisions: RevisionsFile | None = None) -> str:
 
 
 def tokenizer_digest(folder: Path) -> str:
-    """SHA-256 over the tokenizer's files; the empty string where there are none."""
+    """SHA-256 over the tokenizer's files.
+
+    Args:
+        folder: Holds the files.
+
+    Returns:
+        Hexadecimal digest; the empty string where there are no such files.
+    """
     found = [folder / name for name in _TOKENIZER if (folder / name).is_file()]
     return _digest(found, 0) if found else ""
 

@@ -25,8 +25,10 @@ _EXPANSION = "expand_kv"
 class Expansion:
     """What one layer makes of a unit in each cached dimension, float32.
 
-    latent_to_keys: ``[heads, key_dim, query_dim]``. rotated_to_keys: ``[heads, value_dim, query_dim]``.
-    latent_to_values: ``[heads, key_dim, head_value_dim]``.
+    Attributes:
+        latent_to_keys: ``[heads, key_dim, query_dim]``.
+        rotated_to_keys: ``[heads, value_dim, query_dim]``.
+        latent_to_values: ``[heads, key_dim, head_value_dim]``.
     """
 
     latent_to_keys: Tensor
@@ -36,9 +38,15 @@ class Expansion:
 
 @torch.no_grad()
 def expansion_of(module: torch.nn.Module, spec: LayerSpec, like: Tensor) -> Expansion | None:
-    """The expansion of an attention module that caches a latent; None where it has none that can be asked.
+    """The expansion of an attention module that caches a latent.
 
-    like: any activation, for its dtype and device.
+    Args:
+        module: The layer's attention.
+        spec: What the layer caches.
+        like: Any activation, for its dtype and device.
+
+    Returns:
+        The expansion; None where the module has none that can be asked.
     """
     expand = getattr(module, _EXPANSION, None)
     if spec.value_rope is None or spec.kv_heads != 1 or expand is None:
@@ -63,7 +71,11 @@ class Scatter:
         self._products = torch.zeros(dim, dim, dtype=torch.float64)
 
     def add(self, rows: Tensor) -> None:
-        """Add float32 ``[n, dim]``."""
+        """Add vectors.
+
+        Args:
+            rows: Float32 ``[n, dim]``.
+        """
         self._count += len(rows)
         self._sum += rows.sum(0)
         self._products += (rows.T @ rows).double()

@@ -31,12 +31,23 @@ _NO_SDPA = "scaled_dot_product_attention"
 def open_engine(
     path: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
 ) -> TransformersEngine:
-    """Open a model folder (config.json and weights as Hugging Face saves them; a tokenizer where text is to be read).
+    """Open a model folder. Nothing is ever downloaded and no code of the folder is run.
 
-    dtype None: as the weights are stored. Nothing is ever downloaded and no code of the folder is run. Raises
-    NotFoundError where the folder holds no model, CorruptError where its files cannot be read or weights are missing,
-    MismatchError where it is no model that kvwire can run, RopeRegimeError where its keys cannot be moved,
-    StorageError where the disk fails, ArgumentError on a device or dtype that cannot be used.
+    Args:
+        path: config.json and weights as Hugging Face saves them; a tokenizer where text is to be read.
+        device: Where the model runs.
+        dtype: Of the weights; None: as they are stored.
+
+    Returns:
+        The engine.
+
+    Raises:
+        NotFoundError: The folder holds no model.
+        CorruptError: Its files cannot be read, or weights are missing.
+        MismatchError: It is no model that kvwire can run.
+        RopeRegimeError: Its keys cannot be moved.
+        StorageError: The disk fails.
+        ArgumentError: The device or dtype cannot be used.
     """
     folder = Path(path).expanduser()
     _check_options(device, dtype)

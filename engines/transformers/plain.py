@@ -15,9 +15,14 @@ if TYPE_CHECKING:
 
 
 def filled(pairs: Iterable[tuple[Tensor, Tensor]], config: PreTrainedConfig | None = None) -> DynamicCache:
-    """A cache that holds keys and values ``[batch, kv_heads, tokens, dim]``; empty ones stand for layers without any.
+    """Make a cache that holds some keys and values.
 
-    config: the model's, so that sliding layers keep only what they see; None: every layer keeps every token.
+    Args:
+        pairs: Keys and values ``[batch, kv_heads, tokens, dim]``; empty ones stand for layers without any.
+        config: The model's, so that sliding layers keep only what they see; None: every layer keeps every token.
+
+    Returns:
+        The cache.
     """
     cache = DynamicCache(config=config)
     for layer, (keys, values) in enumerate(pairs):
@@ -27,7 +32,14 @@ def filled(pairs: Iterable[tuple[Tensor, Tensor]], config: PreTrainedConfig | No
 
 
 def tensors_of(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values ``[batch, kv_heads, tokens, dim]`` of each layer; learning the layout saw that they exist."""
+    """Keys and values of each layer; learning the layout saw that they exist.
+
+    Args:
+        cache: Filled by the model.
+
+    Returns:
+        ``[batch, kv_heads, tokens, dim]``, twice for each layer.
+    """
     first = next(keys for keys, *_ in cache if keys is not None)
     batch, _, tokens, _ = first.shape
     none = first.new_zeros(batch, 0, tokens, 0)
@@ -35,5 +47,12 @@ def tensors_of(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
 
 
 def empty_layer(tokens: int) -> tuple[Tensor, Tensor]:
-    """Keys and values ``[0, tokens, 0]`` of a layer that stores nothing."""
+    """Keys and values of a layer that stores nothing.
+
+    Args:
+        tokens: Length of the cache.
+
+    Returns:
+        ``[0, tokens, 0]``, twice.
+    """
     return torch.zeros(0, tokens, 0), torch.zeros(0, tokens, 0)

@@ -41,13 +41,22 @@ Turn = tuple[RopeRegime, int] | None
 
 
 def learn_layout(model: PreTrainedModel) -> tuple[tuple[LayerSpec, ...], tuple[RopeRegime, ...]]:
-    """The specs of all layers that store keys and values, and the distinct regimes that they use.
+    """Learn the specs of all layers that store keys and values.
 
     Layers that skip attention are listed as kind ``none``; layers after the last that store nothing, which borrow the
-    cache of earlier ones, are not listed. Raises RopeRegimeError where keys depend on position in a way that no known
-    rotation explains (learned or additive positions), or not at all (ALiBi), MismatchError where a layer stores
-    something other than keys and values or attends in fixed blocks, and CacheValueError where the model computes NaN or
-    infinity.
+    cache of earlier ones, are not listed.
+
+    Args:
+        model: The model, which is run on a few tokens.
+
+    Returns:
+        The specs, and the distinct regimes that they use.
+
+    Raises:
+        RopeRegimeError: Keys depend on position in a way that no known rotation explains (learned or additive
+            positions), or not at all (ALiBi).
+        MismatchError: A layer stores something other than keys and values, or attends in fixed blocks.
+        CacheValueError: The model computes NaN or infinity.
     """
     windows = _windows(model)
     count = max(1, min(_TOKENS, window_of(model) // 3))
@@ -107,9 +116,19 @@ def _token_ids(model: PreTrainedModel, count: int) -> list[int]:
 
 @torch.no_grad()
 def run(model: PreTrainedModel, ids: list[int], start: int, past: Layers | None = None) -> Layers:
-    """Keys and values ``[heads, tokens, dim]`` of tokens at ``start`` on top of ``past``, for each storing layer.
+    """Run tokens at ``start``, ``start + 1``, ... on top of ``past``.
 
-    Whatever transformers raises over a cache or arguments that the model does not take becomes a MismatchError.
+    Args:
+        model: The model.
+        ids: The tokens.
+        start: Position of the first.
+        past: Keys and values of what comes before them; None where there is nothing.
+
+    Returns:
+        The tokens' keys and values ``[heads, tokens, dim]``, for each storing layer.
+
+    Raises:
+        MismatchError: transformers raised something over a cache or arguments that the model does not take.
     """
     data = () if past is None else [(key[None].to(model.device), value[None].to(model.device)) for key, value in past]
     cache = filled(data)
@@ -125,9 +144,17 @@ def run(model: PreTrainedModel, ids: list[int], start: int, past: Layers | None 
 
 
 def stored(cache: DynamicCache, tokens: int) -> Layers:
-    """A batch-of-one cache as keys and values of each layer, empty where a layer was skipped.
+    """A batch-of-one cache as keys and values of each layer.
 
-    Raises MismatchError where a layer holds anything else.
+    Args:
+        cache: Filled by the model.
+        tokens: Length of the cache.
+
+    Returns:
+        Keys and values, empty where a layer was skipped.
+
+    Raises:
+        MismatchError: A layer holds anything else, or no layer holds anything.
     """
     out = []
     for layer in cache.layers:

@@ -56,7 +56,14 @@ class RevisionsFile:
             return cls(None)
 
     def recall(self, key: str) -> str | None:
-        """The revision of the files that ``fingerprint`` gave this key; None where nothing is known."""
+        """Look a revision up.
+
+        Args:
+            key: From ``fingerprint``.
+
+        Returns:
+            The revision of the files with this key; None where nothing is known.
+        """
         return self._read().get(key)
 
     def remember(self, key: str, revision: str) -> None:

@@ -47,11 +47,22 @@ class _ReachedError(Exception):
 
 @torch.no_grad()
 def prefix_states(model: PreTrainedModel, token_ids: Sequence[int], layers: int) -> Tensor:
-    """What the first ``layers`` layers make of a text, float32 ``[tokens, (layers + 1) * hidden_size]`` on the CPU.
+    """What the first layers make of a text: the hidden states before the first layer and after each, side by side.
 
-    The hidden states before the first layer and after each, side by side, each scaled to unit root mean square, which
-    is what the next layer sees of them; no other layer runs. Other threads may run the model meanwhile. Raises
-    ArgumentError where the model has not so many layers, MismatchError where they are not to be found.
+    Each is scaled to unit root mean square, which is what the next layer sees of them; no other layer runs. Other
+    threads may run the model meanwhile.
+
+    Args:
+        model: The model.
+        token_ids: The text's.
+        layers: How many layers to run.
+
+    Returns:
+        Float32 ``[tokens, (layers + 1) * hidden_size]`` on the CPU.
+
+    Raises:
+        ArgumentError: The model has not so many layers.
+        MismatchError: The layers are not to be found.
     """
     stack = _layers_of(model)
     if not 1 <= layers <= len(stack):
@@ -120,8 +131,14 @@ def _decoder_of(model: PreTrainedModel) -> torch.nn.Module:
 def look_up(model: PreTrainedModel, meta: CacheMeta, context: KVCache, seen: Sequence[int]) -> Vocabulary:
     """What is known of every token of the vocabulary.
 
-    context: the cache of some ordinary tokens at positions from 0, positions on. seen: tokens to look at first, should
-    the vocabulary be larger than ATLAS_TOKENS.
+    Args:
+        model: The model.
+        meta: What its caches say of themselves.
+        context: The cache of some ordinary tokens at positions from 0, positions on.
+        seen: Tokens to look at first, should the vocabulary be larger than ATLAS_TOKENS.
+
+    Returns:
+        Features of tokens.
     """
     weight = torch.as_tensor(model.get_input_embeddings().weight).detach().float().cpu()
     embedding = _normalised(weight)

@@ -22,9 +22,14 @@ class Ready(Protocol):
 
 
 def referring(pairs: Sequence[tuple[Tensor, Tensor]], model: PreTrainedModel) -> DynamicCache | None:
-    """A cache whose layers are these very tensors ``[1, kv_heads, tokens, dim]``, which nothing has read yet.
+    """A cache whose layers are these very tensors, which nothing has read yet.
 
-    None where the model has layers that keep another form of what they are given.
+    Args:
+        pairs: Keys and values ``[1, kv_heads, tokens, dim]`` of each layer.
+        model: The model that will read them.
+
+    Returns:
+        The cache; None where the model has layers that keep another form of what they are given.
     """
     past = DynamicCache(config=model.config)
     plain = [layer for layer in past.layers if isinstance(layer, DynamicLayer) and not layer.is_sliding]
@@ -41,6 +46,10 @@ def held(model: PreTrainedModel, layers: Sequence[Ready]) -> Iterator[None]:
     """While inside, everything in the model that belongs to a layer waits for it.
 
     Layers that no module says it belongs to are waited for at once.
+
+    Args:
+        model: The model that is run inside.
+        layers: What to wait for, by number of the layer.
     """
     hooks, hooked = [], set()
     for module in model.modules():

@@ -16,9 +16,15 @@ if TYPE_CHECKING:
 class Timing:
     """Where the time to the first token went, in seconds.
 
-    ttft_s: from the call to the first token, catalog lookups included. fetch_s: until the last byte that was used
-    arrived. decode_s, recompute_s: compute spent on chunks, in part while fetching. link_s: making the engine's cache.
-    query_s: the question's forward pass. The parts overlap, so they add up to more than ttft_s.
+    The parts overlap, so they add up to more than ``ttft_s``.
+
+    Attributes:
+        ttft_s: From the call to the first token, catalog lookups included.
+        fetch_s: Until the last byte that was used arrived.
+        decode_s: Compute spent on decoding chunks, in part while fetching.
+        recompute_s: Compute spent on recomputing chunks, in part while fetching.
+        link_s: Making the engine's cache.
+        query_s: The question's forward pass.
     """
 
     ttft_s: float
@@ -33,11 +39,21 @@ class Timing:
 class Answer:
     """The first token and how it came about.
 
-    logits: of the question's last token, float32 ``[vocabulary]``. prompt: the linked cache of all documents.
-    misses: what went wrong on the way and was healed by recomputing, or with a lower level, in words. bytes: fetched,
-    heads included. predicted_s: the time to first token that the first complete plan expected, counted from the asking;
-    None where there was none. error: mean over the
-    documents' tokens of the measured errors of the levels in use; a recomputed chunk counts with its blob's finest.
+    Attributes:
+        first_token: Its id.
+        logits: Of the question's last token, float32 ``[vocabulary]``.
+        tokens: Token ids of the answer.
+        text: The answer in words.
+        prompt: The linked cache of all documents.
+        decisions: What the controller decided for the chunks.
+        reason: Why it decided so, in words.
+        timing: Where the time went.
+        bytes: Fetched, heads included.
+        misses: What went wrong on the way and was healed by recomputing, or with a lower level, in words.
+        predicted_s: The time to first token that the first complete plan expected, counted from the asking; None where
+            there was none.
+        error: Mean over the documents' tokens of the measured errors of the levels in use; a recomputed chunk counts
+            with its blob's finest.
     """
 
     first_token: int

@@ -35,7 +35,12 @@ ENOUGH_TOKENS = 4096
 
 @dataclass(frozen=True)
 class Document:
-    """A document to encode: its name in the catalog and its token ids."""
+    """A document to encode.
+
+    Attributes:
+        document_id: Its name in the catalog.
+        token_ids: Its token ids.
+    """
 
     document_id: str
     token_ids: tuple[int, ...]
@@ -45,8 +50,11 @@ class Document:
 class Encoded:
     """What became of a document.
 
-    skipped: the catalog had it already, as it was wanted. blob: what its head says; None where only the text is kept,
-    or where an older blob was left as it is.
+    Attributes:
+        entry: The document's entry in the catalog.
+        blob: What the blob's head says; None where only the text is kept, or where an older blob was left as it is.
+        skipped: The catalog had the document already, as it was wanted.
+        encode_s: Seconds of prefilling, encoding and writing; 0 where nothing was encoded.
     """
 
     entry: CatalogEntry
@@ -56,7 +64,11 @@ class Encoded:
 
     @property
     def info(self) -> BlobInfo:
-        """What the blob's head says; raises ArgumentError where there is no blob."""
+        """What the blob's head says.
+
+        Raises:
+            ArgumentError: There is no blob.
+        """
         if self.blob is None:
             msg = f"of {self.entry.document_id!r} no blob was made: look at ``blob`` first"
             raise ArgumentError(msg)
@@ -67,10 +79,14 @@ class Encoded:
 class Coding:
     """How a corpus is encoded.
 
-    method: of the lossy levels, one of ``codec.methods()``. prefix_layers: layers that readers will compute anew,
-    which makes blobs smaller. lossless: add a level that holds every number bit for bit. ladder: the quality levels of
-    kvwire's own method, None for the default. backend: which kernels encode; blobs are alike. head_start: old name of
-    ``prefix_layers``, for one more version.
+    Attributes:
+        method: Of the lossy levels, one of ``codec.methods()``.
+        prefix_layers: Layers that readers will compute anew, which makes blobs smaller.
+        lossless: Add a level that holds every number bit for bit.
+        ladder: The quality levels of kvwire's own method, None for the default.
+        chunk_tokens: Tokens of a chunk.
+        backend: Which kernels encode; blobs are alike.
+        head_start: Old name of ``prefix_layers``, for one more version.
     """
 
     method: str = DEFAULT_METHOD
@@ -136,7 +152,14 @@ class Corpus:
     ) -> None:
         """Keep the parts; nothing is read or written yet.
 
-        salt, keyring: see ``Catalog``. coding: matters to who encodes. uses: where loads are counted, if they are.
+        Args:
+            engine: The model whose caches are encoded.
+            store: Where everything lies.
+            tenant: Whose documents these are; see ``Catalog``.
+            salt: See ``Catalog``.
+            keyring: See ``Catalog``.
+            coding: How documents are encoded; matters only to who encodes. None for the defaults.
+            uses: Where loads are counted, if they are.
         """
         self._engine = engine
         self.catalog = Catalog(store, tenant, salt, keyring=keyring)
@@ -149,7 +172,14 @@ class Corpus:
         self.changes = 0
 
     def over(self, store: Store) -> Corpus:
-        """The same corpus, read and written through another store object; profiles are shared."""
+        """The same corpus, read and written through another store object.
+
+        Args:
+            store: The other store object.
+
+        Returns:
+            A corpus that shares its profiles with this one.
+        """
         other = copy(self)
         other.catalog = self.catalog.over(store)
         return other
@@ -160,7 +190,18 @@ class Corpus:
         return self._engine.meta
 
     def profile(self, digest: str | None = None) -> AnyProfile | None:
-        """A stored profile by digest, or the one in use; None where the corpus has none yet."""
+        """Look up a profile; what was read is kept.
+
+        Args:
+            digest: Of a stored profile; None for the one in use.
+
+        Returns:
+            The profile; None where the corpus has none in use yet.
+
+        Raises:
+            NotFoundError: The profile is lost.
+            CorruptError: The profile is damaged.
+        """
         digest = digest if digest is not None else self.catalog.current_profile(self._config)
         if not digest:
             return None
@@ -170,7 +211,11 @@ class Corpus:
             return self._profiles[digest]
 
     def set_profile(self, profile: AnyProfile) -> None:
-        """Store a profile and use it for what is encoded from now on."""
+        """Store a profile and use it for what is encoded from now on.
+
+        Args:
+            profile: One that fits the engine's cache layout.
+        """
         profile.check_fits(self.meta)
         self.changes += 1
         digest = self.catalog.put_profile(self._config, profile.data)
@@ -178,9 +223,14 @@ class Corpus:
         self._profiles[digest] = profile
 
     def calibrate(self, documents: Sequence[Document], tokens: int = CALIBRATION_TOKENS) -> AnyProfile | None:
-        """Fit a profile on the first documents, up to that many tokens, and use it from now on.
+        """Fit a profile on the first documents and use it from now on.
 
-        Returns None, and changes nothing, where there are fewer than LEAST_TOKENS.
+        Args:
+            documents: Calibration text, the first ones first.
+            tokens: Fit on up to that many tokens; the last document is cut there.
+
+        Returns:
+            The profile. None where the documents have fewer than LEAST_TOKENS tokens, and then nothing changes.
         """
         chosen: list[tuple[int, ...]] = []
         for document in documents:
@@ -201,9 +251,22 @@ class Corpus:
         A blob and its text are in the store before the entry is; whoever stops in the middle loses only what was not
         yielded. Documents are prefilled one by one: in a batch their last bits would depend on their neighbours, and
         the same text must give the same blob.
-        force: encode and write again even what seems to be there, and fit a new profile where the one in use is
-        damaged, which is a CorruptError otherwise. encode_after: documents with fewer counted uses are kept as text,
-        from which readers compute them; ``promote`` encodes them later.
+
+        Args:
+            documents: What the catalog is to hold.
+            force: Encode and write again even what seems to be there, and fit a new profile where the one in use is
+                damaged.
+            encode_after: Documents with fewer counted uses are kept as text, from which readers compute them;
+                ``promote`` encodes them later. 0 encodes all.
+
+        Yields:
+            What became of each document, in the order given.
+
+        Raises:
+            ArgumentError: ``encode_after`` is given and uses are not counted, or the method needs a profile and
+                there is too little text to fit one.
+            CorruptError: The profile in use is damaged and ``force`` is not given.
+            MismatchError: The profile in use is of another method or head start.
         """
         self.changes += 1
         due = [document for document in documents if self._is_due(document.document_id, encode_after)]
@@ -220,9 +283,15 @@ class Corpus:
                 yield self._store(document, cache, profile, started)
 
     def promote(self, uses: int) -> Iterator[Encoded]:
-        """Encode the documents that are kept as text and were used that often, the most used first.
+        """Encode the documents that are kept as text and were used often enough, the most used first.
 
         Texts that are lost or damaged are left out; encoding the document again heals them.
+
+        Args:
+            uses: Counted uses from which on a document is encoded.
+
+        Yields:
+            What became of each of them; nothing where uses are not counted.
         """
         due = []
         for document_id in self._uses.reached(self._scope, uses) if self._uses else ():
@@ -233,13 +302,28 @@ class Corpus:
         yield from self.encode(due)
 
     def count_use(self, document_id: str) -> None:
-        """Count one use of a document, where uses are counted. A file that fails costs a count, not an answer."""
+        """Count one use of a document, where uses are counted. A file that fails costs a count, not an answer.
+
+        Args:
+            document_id: The document's name in the catalog.
+        """
         if self._uses is not None:
             with suppress(KvwireError):
                 self._uses.add(self._scope, document_id)
 
     def text(self, entry: CatalogEntry) -> tuple[int, ...]:
-        """Token ids of a document, from beside its blob. Raises NotFoundError or CorruptError where they are lost."""
+        """Token ids of a document, from beside its blob.
+
+        Args:
+            entry: The document's entry.
+
+        Returns:
+            The token ids.
+
+        Raises:
+            NotFoundError: The text is lost.
+            CorruptError: The text is damaged.
+        """
         if not entry.token_digest:
             msg = f"the text of {entry.document_id!r} is not known: encode the document again"
             raise NotFoundError(msg)
@@ -367,14 +451,34 @@ class Corpus:
         return coding.kind.has_levels(info, coding) and info.chunk_tokens == coding.chunk_tokens
 
     def read_header(self, entry: CatalogEntry) -> BlobInfo:
-        """What the blob of an entry says of itself; NotFoundError where only the text is kept."""
+        """What the blob of an entry says of itself.
+
+        Args:
+            entry: The document's entry.
+
+        Returns:
+            What the blob's head says.
+
+        Raises:
+            NotFoundError: Only the text is kept.
+        """
         if entry.is_text:
             msg = f"{entry.document_id!r} is kept as text: it has no blob; kvwire store stat shows its entry"
             raise NotFoundError(msg)
         return self.catalog.blob_reader().read_header(self.catalog.store.get(entry.blob_key, 0, entry.header_bytes))
 
     def find(self, document_id: str) -> CatalogEntry:
-        """A document's entry; raises NotFoundError that says how to encode it."""
+        """A document's entry.
+
+        Args:
+            document_id: The document's name in the catalog.
+
+        Returns:
+            The entry.
+
+        Raises:
+            NotFoundError: The catalog has no such document; the message says how to encode it.
+        """
         entry = self.catalog.by_document(self._config, document_id)
         if entry is None:
             msg = (
@@ -386,7 +490,16 @@ class Corpus:
         return entry
 
     def check_blob(self, info: BlobInfo, entry: CatalogEntry) -> None:
-        """Raise MismatchError where a blob is of another model, CorruptError where it is not what its entry names."""
+        """Refuse a blob that is not the one to use.
+
+        Args:
+            info: What the blob's head says.
+            entry: The entry that names the blob.
+
+        Raises:
+            MismatchError: The blob is of another model.
+            CorruptError: The blob is not what its entry names.
+        """
         names = (entry.token_digest, entry.tokens, entry.size, entry.profile_digest)
         if names != (info.meta.token_digest, info.tokens, info.file_bytes, info.profile_digest):
             msg = f"the blob of {entry.document_id!r} is not the one that the catalog names; encode the document again"

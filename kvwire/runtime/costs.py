@@ -31,8 +31,15 @@ _REPEATS = 3
 def measure_costs(engine: Engine, profile: AnyProfile | None = None, backend: Backend = "auto") -> CostModel:
     """Time a few forward passes and chunk decodings on this engine; takes a second or two, and warms both up.
 
-    profile None: decoding is timed with the identity transform. The model's cache content is real, its text is random.
-    backend: which kernels decode.
+    The model's cache content is real, its text is random.
+
+    Args:
+        engine: The model to time.
+        profile: What decoding is timed with; None for the identity transform.
+        backend: Which kernels decode.
+
+    Returns:
+        Costs of prefill, of decoding, and of handing the cache over, in seconds.
     """
     longest = min(engine.window, max(new + before for new, before in _PASSES))
     ids = _random_ids(engine, longest)
@@ -43,7 +50,13 @@ def measure_costs(engine: Engine, profile: AnyProfile | None = None, backend: Ba
 
 
 def warm_up(engine: Engine, profile: AnyProfile | None = None, backend: Backend = "auto") -> None:
-    """Do a little of everything once, so that no load waits for kernels and libraries; for costs that are known."""
+    """Do a little of everything once, so that no load waits for kernels and libraries; for costs that are known.
+
+    Args:
+        engine: The model to warm up.
+        profile: What decoding is done with; None for the identity transform.
+        backend: Which kernels decode.
+    """
     ids = _random_ids(engine, min(engine.window, 2 * _QUESTION))
     (cache,) = engine.prefill([ids])
     engine.extend(cache.slice(0, len(ids) - 1), ids[-1:])

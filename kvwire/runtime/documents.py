@@ -96,6 +96,9 @@ class DocumentHandle:
             hidden: ``Engine.prefix_states`` of its text, where it needs some.
             backend: Which kernels decode.
 
+        Returns:
+            The decoder.
+
         Raises:
             KvwireError: The blob cannot be decoded; see ``BlobDecoder``.
         """
@@ -105,18 +108,34 @@ class DocumentHandle:
         return self.decoder
 
     def fall_back(self, trouble: str) -> None:
-        """Let the text stand in for a blob that cannot be used."""
+        """Let the text stand in for a blob that cannot be used.
+
+        Args:
+            trouble: Why it cannot be used, in words.
+        """
         self.trouble, self.fetcher = trouble, None
 
     def use(self, info: BlobInfo, token_ids: tuple[int, ...] | None) -> None:
-        """Take in what the head says and what the text is known to be."""
+        """Take in what the head says and what the text is known to be.
+
+        Args:
+            info: The head.
+            token_ids: The text; None where it is not known.
+        """
         self.info, self.token_ids = info, token_ids
         profile = self.profile
         if token_ids is not None and isinstance(profile, Profile) and profile.hidden_size:
             self.prefix_layers = info.prefix_layers
 
     def joins(self, first: DocumentHandle) -> bool:
-        """Whether this has the very chunks of another, whose text it then takes over."""
+        """Take over another's text, where this has the very same chunks.
+
+        Args:
+            first: The other.
+
+        Returns:
+            Whether it has.
+        """
         info, ids = self.info, first.token_ids
         if info is None or (info.tokens, info.chunk_tokens) != (first.tokens, first.chunk_tokens):
             return False
@@ -126,15 +145,30 @@ class DocumentHandle:
         return True
 
     def span(self, chunk: int) -> tuple[int, int]:
-        """First token of a chunk, and the first token after it."""
+        """Where a chunk lies in the document.
+
+        Args:
+            chunk: Its number.
+
+        Returns:
+            The chunk's first token, and the first token after it.
+        """
         if self.info:
             return self.info.chunk_span(chunk)
         return chunk * CHUNK_TOKENS, min((chunk + 1) * CHUNK_TOKENS, self.tokens)
 
     async def fetch(self, reads: Sequence[SegmentInfo], until: float, parts: dict[int, bytes]) -> str:
-        """Fetch a chunk's segments, lowest level first, into ``parts`` by level; returns what was lost, in words.
+        """Fetch a chunk's segments.
 
-        until: instant at which to give up. Ends as soon as all that are of use are in: those below one that is lost.
+        It ends as soon as all that are of use are in: those below one that is lost.
+
+        Args:
+            reads: The segments, lowest level first.
+            until: Instant at which to give up.
+            parts: Gets the bytes, by level.
+
+        Returns:
+            What was lost, in words; empty where nothing was.
         """
         if self.fetcher is None:
             return "its blob is not open"
@@ -154,7 +188,14 @@ class DocumentHandle:
         return trouble
 
     def plan_input(self, layers: int) -> ctl.DocumentPlanInput:
-        """What planning needs to know; layers: of the model."""
+        """What planning needs to know.
+
+        Args:
+            layers: How many the model has.
+
+        Returns:
+            The document's chunks and levels, as the controller takes them.
+        """
         has_text = self.token_ids is not None
         if self.info and self.has_blob:
             share = min(1.0, self.prefix_layers / layers)
@@ -164,7 +205,14 @@ class DocumentHandle:
 
 
 def in_words(error: Exception) -> str:
-    """What went wrong, with the kind of error where it is not one of this package."""
+    """What went wrong, with the kind of error where it is not one of this package.
+
+    Args:
+        error: What was raised.
+
+    Returns:
+        The words.
+    """
     return str(error) if isinstance(error, KvwireError) else f"{type(error).__name__}: {error}"
 
 
@@ -172,8 +220,10 @@ def in_words(error: Exception) -> str:
 class Timeouts:
     """Seconds to wait for the catalog, a head or a text.
 
-    soon: where the document's text is known, or for a head where it may be stored; patience: for anything else. extra:
-    further wait for variants, see ``beside``.
+    Attributes:
+        soon: Where the document's text is known, or for a head where it may be stored.
+        patience: For anything else.
+        extra: Further wait for variants, see ``beside``.
     """
 
     soon: float

@@ -35,10 +35,18 @@ class Carrier(Protocol):
     """Carries out a load's instructions."""
 
     def carry_out(self, instruction: ev.Instruction) -> None:
-        """Begin what is asked for; report its outcome later, with ``ControllerDriver.tell``."""
+        """Begin what is asked for; report its outcome later, with ``ControllerDriver.tell``.
+
+        Args:
+            instruction: The controller's.
+        """
 
     def fail(self, error: BaseException) -> None:
-        """Steering broke: nothing more will come."""
+        """Steering broke: nothing more will come.
+
+        Args:
+            error: Why.
+        """
 
 
 class ControllerDriver:
@@ -75,7 +83,18 @@ class ControllerDriver:
         await asyncio.gather(*self._jobs, return_exceptions=True)
 
     def begin(self, carrier: Carrier, asked: Callable[[int], ev.LoadRequested]) -> int:
-        """Ask for a load; returns its number. asked: makes the event. Raises StorageError where driver is broken."""
+        """Ask for a load.
+
+        Args:
+            carrier: Carries out the load's instructions.
+            asked: Makes the event from the load's number.
+
+        Returns:
+            The load's number.
+
+        Raises:
+            StorageError: The driver is broken.
+        """
         if self.broken:
             raise self.broken
         number = next(self._numbers)
@@ -84,18 +103,33 @@ class ControllerDriver:
         return number
 
     def leave(self, number: int) -> None:
-        """Nobody waits for a load any more, or it is over."""
+        """Nobody waits for a load any more, or it is over.
+
+        Args:
+            number: The load's.
+        """
         if number in self._controller.loads:
             self.tell(ev.LoadAbandoned(number))
         self._carriers.pop(number, None)
 
     def predicted_s(self, number: int) -> float | None:
-        """Seconds from the asking to the first token as planned when all documents were known; None before."""
+        """What was planned when all documents were known.
+
+        Args:
+            number: The load's.
+
+        Returns:
+            Seconds from the asking to the first token; None before there is such a plan.
+        """
         load = self._controller.loads.get(number)
         return load.first_s if load else None
 
     def tell(self, event: ev.Event) -> None:
-        """Report what happened, and have its instructions carried out."""
+        """Report what happened, and have its instructions carried out.
+
+        Args:
+            event: What happened.
+        """
         if self.broken:
             return  # all loads have failed
         try:
@@ -146,7 +180,11 @@ class ControllerDriver:
             carrier.fail(self.broken)
 
     def run(self, job: Coroutine[None, None, None]) -> None:
-        """Run a job of a lane, which reports its end even where its load is over by then."""
+        """Run a job of a lane, which reports its end even where its load is over by then.
+
+        Args:
+            job: To be run on the event loop.
+        """
         task = asyncio.create_task(job)
         self._jobs.add(task)
         task.add_done_callback(self._ended)
@@ -158,19 +196,52 @@ class ControllerDriver:
             self._break(error)
 
     async def compute(self, work: Callable[[], T]) -> T:
-        """Run work in the compute thread."""
+        """Run work in the compute thread.
+
+        Args:
+            work: What to run.
+
+        Returns:
+            Its result.
+        """
         return await asyncio.get_running_loop().run_in_executor(self._threads.compute, work)
 
     async def decode(self, work: Callable[[], T]) -> T:
-        """Run work in the decode thread."""
+        """Run work in the decode thread.
+
+        Args:
+            work: What to run.
+
+        Returns:
+            Its result.
+        """
         return await asyncio.get_running_loop().run_in_executor(self._threads.decode, work)
 
     def side_by_side(self, work: Callable[[U], T], items: Iterable[U]) -> list[T]:
-        """``[work(item) for item in items]`` side by side, each on one core; to be called in a lane's thread."""
+        """``[work(item) for item in items]`` side by side, each on one core; to be called in a lane's thread.
+
+        Args:
+            work: What to run.
+            items: What to run it on.
+
+        Returns:
+            The results, in the order of the items.
+        """
         return list(self._threads.side_by_side.map(work, items))
 
     async def look_up(self, work: Callable[[], T], limit_s: float) -> T:
-        """Run work that reads a store; raises StorageError where it takes too long."""
+        """Run work that reads a store.
+
+        Args:
+            work: What to run; it may block.
+            limit_s: Longest wait, in seconds.
+
+        Returns:
+            Its result.
+
+        Raises:
+            StorageError: It takes too long.
+        """
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(limit_s):

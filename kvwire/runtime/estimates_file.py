@@ -51,9 +51,11 @@ _NO_COSTS = CostModel(PrefillCost(0, 0), DecodeCost(0, 0))
 
 @dataclass(frozen=True)
 class Remembered:
-    """What is known of a link and an engine: a state for ``Estimates.of_state``, and the age of the link's part.
+    """What is known of a link and an engine.
 
-    The state lacks ``link`` or ``engine`` where nothing is known of it.
+    Attributes:
+        state: A state for ``Estimates.of_state``; it lacks ``link`` or ``engine`` where nothing is known of it.
+        age_s: Age of the link's part, in seconds.
     """
 
     state: dict[str, object]
@@ -69,14 +71,26 @@ class EstimatesFile:
     """Estimates by link and by engine. No method raises for what is wrong with the file or its disk."""
 
     def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
-        """Keep them in ``path``; None: remember nothing. clock: seconds since 1970."""
+        """Name the file; nothing is read yet.
+
+        Args:
+            path: Where estimates are kept; None: remember nothing.
+            clock: Gives seconds since 1970.
+        """
         self._path = path
         self._clock = clock
         self._warned = False
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> EstimatesFile:
-        """The file that ``KVWIRE_ESTIMATES`` names, or ``kvwire/estimates.json`` among the user's caches."""
+        """The file that ``KVWIRE_ESTIMATES`` names, or ``kvwire/estimates.json`` among the user's caches.
+
+        Args:
+            environment: Variables to look at.
+
+        Returns:
+            The file; one that remembers nothing where the variable is ``off``, or where this user has no home.
+        """
         named = environment.get(VARIABLE, "")
         if named.lower() == "off":
             return cls(None)
@@ -86,7 +100,15 @@ class EstimatesFile:
             return cls(None)
 
     def recall(self, link: str, engine: str) -> Remembered:
-        """What is known of a link (see ``link_key``) and an engine (``engine_key``); reads a small file."""
+        """What is known of a link and an engine; reads a small file.
+
+        Args:
+            link: See ``link_key``.
+            engine: See ``engine_key``.
+
+        Returns:
+            What is known, without the parts that are not.
+        """
         entries = self._read()
         state: dict[str, object] = {"version": _VERSION}
         age_s = 0.0
@@ -102,9 +124,13 @@ class EstimatesFile:
     def remember(self, link: str, engine: str | None, estimates: Estimates) -> None:
         """Write down what was measured; what other processes wrote of others stays. Waits for a lock: use a thread.
 
-        engine: None where the estimates began with costs that were not measured on it. Else these are written too
-        where nothing was measured since, unless something is known already.
         Only a regular file of estimates, an empty one or none is written; a symbolic link stays, its target is written.
+
+        Args:
+            link: See ``link_key``.
+            engine: See ``engine_key``; None where the estimates began with costs that were not measured on it. Else
+                these are written too where nothing was measured since, unless something is known already.
+            estimates: What was measured.
         """
         state = estimates.to_state()
         new = {"link": (link, state["link"])} if estimates.knows_link else {}
@@ -173,7 +199,12 @@ class EstimatesFile:
 def link_key(url: str, emulated: str = "") -> str:
     """Name of the link to a store: scheme, host, port and bucket; no path, query or user, hence nothing secret.
 
-    url: the store's address, or a folder's path. emulated: settings of an emulated link before it, as text.
+    Args:
+        url: The store's address, or a folder's path.
+        emulated: Settings of an emulated link before it, as text.
+
+    Returns:
+        The name.
     """
     try:
         place = _place(url)
@@ -187,8 +218,17 @@ def engine_key(
 ) -> str:
     """Name of an engine: what its speed depends on.
 
-    device: the name of the hardware, not only its kind. backend: which kernels decode, where that is not a default.
-    versions: of the software that computes.
+    Args:
+        model: The model's name.
+        revision: The model's revision.
+        device: The name of the hardware, not only its kind.
+        dtype: Of the weights.
+        threads: Threads that compute.
+        backend: Which kernels decode, where that is not a default.
+        versions: Of the software that computes.
+
+    Returns:
+        The name; parts with unusual characters are in it as their digest.
     """
     parts = (model, revision, device, dtype, str(threads), backend, versions)
     return " | ".join(part if _PLAIN.fullmatch(part) else _digest(part) for part in parts if part)

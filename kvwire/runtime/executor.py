@@ -39,7 +39,13 @@ _GONE = "nobody waits for it any more"
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutorSettings:
-    """How a load is carried out, as in ``LoadSettings``."""
+    """How a load is carried out, as in ``LoadSettings``.
+
+    Attributes:
+        fetch: How blobs are fetched.
+        backend: Which kernels decode.
+        timeouts: Longest waits.
+    """
 
     fetch: FetchSettings
     backend: Backend
@@ -49,16 +55,31 @@ class ExecutorSettings:
 class Executor:
     """One load, from ``run`` to ``Finish``; ``prompt`` is then complete.
 
-    misses: what went wrong and was healed by recomputing, in words. inputs: what planning was told, by document.
-    decode_s, recompute_s: compute spent. fetched_at: when the last bytes that were used arrived, on steering's clock.
-    predicted_s: see ``ControllerDriver.predicted_s``. number: the load's, for the controller; -1 before ``run``.
+    Attributes:
+        prompt: The linked cache of all documents; there from ``run`` on.
+        number: The load's, for the controller; -1 before ``run``.
+        inputs: What planning was told, by document.
+        misses: What went wrong and was healed by recomputing, in words.
+        decode_s: Compute spent on decoding, in seconds.
+        recompute_s: Compute spent on recomputing, in seconds.
+        fetched_at: When the last bytes that were used arrived, on steering's clock.
+        predicted_s: See ``ControllerDriver.predicted_s``.
     """
 
     def __init__(
         self, engine: Engine, documents: Sequence[DocumentHandle], session: Session, driver: ControllerDriver,
         finder: DocumentFinder, settings: ExecutorSettings,
     ) -> None:  # fmt: skip
-        """Take the parts; enter the context to begin."""
+        """Take the parts; enter the context to begin.
+
+        Args:
+            engine: The model that recomputes.
+            documents: The prompt's, in order.
+            session: What loads share.
+            driver: The controller's, which this load joins.
+            finder: What finds documents in the catalog.
+            settings: How the load is carried out.
+        """
         self._engine, self._found, self._driver = engine, documents, driver
         self._backend = settings.backend
         self._headers = HeaderReader(session, driver, finder, settings.fetch, settings.timeouts)
@@ -99,8 +120,17 @@ class Executor:
     async def run(self, query_tokens: int, goal: Goal) -> ev.Finish:
         """Lay out the prompt and fill it.
 
-        Raises ArgumentError where the prompt does not fit the model's window, what reading a head raised where the
-        document's text is not known either, and StorageError where a chunk can be neither fetched nor recomputed.
+        Args:
+            query_tokens: Length of the question, in tokens.
+            goal: What the load is to reach.
+
+        Returns:
+            The controller's last instruction.
+
+        Raises:
+            ArgumentError: The prompt does not fit the model's window.
+            StorageError: A chunk can be neither fetched nor recomputed.
+            KvwireError: What reading a head raised, where the document's text is not known either.
         """
         tokens = [document.tokens for document in self._found]
         total = sum(tokens) + query_tokens
@@ -118,12 +148,20 @@ class Executor:
         return await self._done
 
     def fail(self, error: BaseException) -> None:
-        """End the load with an error."""
+        """End the load with an error.
+
+        Args:
+            error: What ``run`` raises; the first one counts.
+        """
         if not self._done.done():
             self._done.set_exception(error)
 
     def carry_out(self, instruction: ev.Instruction) -> None:
-        """Begin what the controller asks for."""
+        """Begin what the controller asks for.
+
+        Args:
+            instruction: One for this load.
+        """
         match instruction:
             case ev.Fetch(chunk=chunk):
                 self._choose(chunk.document, instruction.variant)

@@ -27,10 +27,18 @@ _MOST_KEPT = 10_000  # entries
 async def beside(
     first: Coroutine[None, None, T], others: Sequence[Coroutine[None, None, T]], timeouts: Timeouts
 ) -> tuple[T, list[T]]:
-    """What comes of the first, and of those of the others that succeed and are in time.
+    """Wait for the first, and for those of the others that succeed and are in time.
 
-    They are given ``timeouts.extra`` more than the first, or twice as long as it, since they share the link, but never
-    more than ``timeouts.soon`` altogether.
+    The others are given ``timeouts.extra`` more than the first, or twice as long as it, since they share the link, but
+    never more than ``timeouts.soon`` altogether.
+
+    Args:
+        first: What counts.
+        others: What is done without where it fails or is late.
+        timeouts: How long to wait.
+
+    Returns:
+        What comes of the first, and of those of the others that succeeded in time.
     """
     started = time.monotonic()
     tasks = [asyncio.create_task(each) for each in others]
@@ -99,7 +107,16 @@ class DocumentFinder:
         return first
 
     async def find_again(self, driver: ControllerDriver, document: DocumentHandle, timeouts: Timeouts) -> bool:
-        """Ask the catalog anew where a kept entry was used; tells whether it names another blob now."""
+        """Ask the catalog anew where a kept entry was used.
+
+        Args:
+            driver: Of the load.
+            document: Gets what is found.
+            timeouts: How long to wait.
+
+        Returns:
+            Whether the catalog names another blob now.
+        """
         number = self._corpora.index(document.corpus)
         kept = self._kept.pop((number, document.document_id), None)
         if kept is None or kept.is_new:
@@ -111,7 +128,15 @@ class DocumentFinder:
         return True
 
     def text(self, document: DocumentHandle, entry: CatalogEntry) -> tuple[int, ...]:
-        """Token ids of a document from beside its blob; blocks."""
+        """Read a document's text from beside its blob; blocks.
+
+        Args:
+            document: The document.
+            entry: Its entry.
+
+        Returns:
+            Its token ids.
+        """
         return self._views[self._corpora.index(document.corpus)].text(entry)
 
     async def _find_first(

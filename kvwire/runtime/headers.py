@@ -53,7 +53,14 @@ class HeaderReader:
         return sum(fetcher.counts.wire_bytes for fetcher in self._fetchers)
 
     async def open_all(self, document: DocumentHandle) -> list[DocumentHandle]:
-        """``open`` a document, and those of its variants whose headers are sound, in time and of the same chunks."""
+        """``open`` a document and its variants.
+
+        Args:
+            document: The document.
+
+        Returns:
+            The document, and those of its variants whose headers are sound, in time and of the same chunks.
+        """
         variants = [self._open_variant(each) for each in document.variants]
         _, others = await beside(self._opened(document), variants, self._timeouts)
         return [document, *(each for each in others if each.joins(document))]
@@ -75,7 +82,11 @@ class HeaderReader:
     async def open(self, document: DocumentHandle) -> None:
         """Read a document's header; where that fails, is late or is of another document, find its text.
 
-        Raises what reading the header raised where there is no text either.
+        Args:
+            document: Gets what is found.
+
+        Raises:
+            KvwireError: What reading the header raised, where there is no text either.
         """
         document.token_ids = document.text
         if document.entry is None or (document.trouble and document.text is not None):

@@ -32,13 +32,29 @@ _STEEPEST = 0.9
 
 
 def mean_kl(exact: Tensor, other: Tensor) -> float:
-    """Mean KL divergence of next-token distributions in nats, from logits ``[tokens, vocabulary]``."""
+    """Mean KL divergence of next-token distributions.
+
+    Args:
+        exact: Logits of the reference, ``[tokens, vocabulary]``.
+        other: Logits to compare with it, of the same shape.
+
+    Returns:
+        The mean over all tokens, in nats.
+    """
     p, q = exact.float().log_softmax(-1), other.float().log_softmax(-1)
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
 def greedy_agreement(exact: Tensor, other: Tensor) -> float:
-    """Share of positions at which both would choose the same token."""
+    """Share of positions at which both would choose the same token.
+
+    Args:
+        exact: Logits of the reference, ``[tokens, vocabulary]``.
+        other: Logits to compare with it, of the same shape.
+
+    Returns:
+        The share, from 0 to 1.
+    """
     return float((exact.argmax(-1) == other.argmax(-1)).float().mean())
 
 
@@ -49,7 +65,16 @@ def calibrate_error(
 
     Of some documents, all but the last quarter is encoded and decoded at each level, and the rest is read on top of it.
     The curve runs where nine points out of ten lie below: calibration text is what the profile knows best, other text
-    suffers more. Returns the profile with ``error_to_kl``, unchanged where the documents are too short to tell.
+    suffers more.
+
+    Args:
+        engine: The model that the profile was fitted for.
+        profile: The profile to complete.
+        documents: Token ids of calibration texts; the longest are used.
+        ladder: The quality levels to measure, None for the default.
+
+    Returns:
+        The profile with ``error_to_kl``, unchanged where the documents are too short to tell.
     """
     points = [
         point
@@ -86,8 +111,12 @@ def _points(
 class Reference:
     """What exact caches, linked in the same way, make of a question and of the answer that they give.
 
-    tokens: the question and the exact caches' greedy answer, fed to both sides. logits: ``[tokens, vocabulary]``.
-    linking_kl: of linked exact caches against one full prefill of the prompt; not the codec's doing.
+    Attributes:
+        start: Position of the question's first token.
+        tokens: The question and the exact caches' greedy answer, fed to both sides.
+        logits: Of all of them, ``[tokens, vocabulary]``.
+        linking_kl: Mean KL divergence in nats of linked exact caches against one full prefill of the prompt; not the
+            codec's doing.
     """
 
     start: int
@@ -99,7 +128,17 @@ class Reference:
     def of(
         cls, engine: Engine, documents: Sequence[Sequence[int]], question: Sequence[int], answer_tokens: int
     ) -> Reference:
-        """Prefill the documents one by one, link them, and let the model answer."""
+        """Prefill the documents one by one, link them, and let the model answer.
+
+        Args:
+            engine: The model.
+            documents: Token ids of each document, in prompt order.
+            question: Token ids of the question.
+            answer_tokens: Longest answer, in tokens; the model's window may shorten it.
+
+        Returns:
+            The reference to compare other caches of the same prompt with.
+        """
         linked = link([engine.prefill([document])[0] for document in documents])
         start = linked.tokens
         past = engine.past_key_values(linked)
@@ -113,6 +152,14 @@ class Reference:
         return cls(start, tokens, logits, mean_kl(full, logits))
 
     def compare(self, engine: Engine, cache: KVCache) -> tuple[float, float]:
-        """Mean KL divergence and greedy agreement of another cache of the same prompt."""
+        """Compare another cache of the same prompt.
+
+        Args:
+            engine: The model that made the reference.
+            cache: All documents of the prompt, linked.
+
+        Returns:
+            Mean KL divergence in nats, and greedy agreement from 0 to 1.
+        """
         logits = engine.forward(engine.past_key_values(cache), self.tokens, self.start)
         return mean_kl(self.logits, logits), greedy_agreement(self.logits, logits)

@@ -67,6 +67,12 @@ class Session:
     def run(self, work: Coroutine[None, None, T]) -> T:
         """Run work on the session's loop and wait for it; to be called from any other thread.
 
+        Args:
+            work: What to run.
+
+        Returns:
+            Its result.
+
         Raises:
             ArgumentError: The session is closed, or was closed meanwhile.
         """
@@ -83,6 +89,12 @@ class Session:
         """``run`` for callers with an event loop of their own.
 
         A caller that is cancelled cancels the work, and goes on when the work has cleaned up after itself.
+
+        Args:
+            work: What to run.
+
+        Returns:
+            Its result.
         """
         caller, began, ended = asyncio.get_running_loop(), threading.Event(), asyncio.Event()
 
@@ -136,13 +148,31 @@ class Session:
         return self._http
 
     def driver(self, controller: Callable[[], Controller]) -> ControllerDriver:
-        """What drives the controller, on the session's loop; ``controller`` makes one at first and where one broke."""
+        """What drives the controller, on the session's loop.
+
+        Args:
+            controller: Makes a controller, at first and where one broke.
+
+        Returns:
+            The driver.
+        """
         if self._driver is None or self._driver.broken:
             self._driver = ControllerDriver(controller(), self._lock, self.threads)
         return self._driver
 
     async def read(self, store: Store, key: str, start: int, end: int | None, link: EmulatedLink | None) -> bytes:
-        """Bytes of an object over the HTTP session and a link, tried again as the fetcher does."""
+        """Read an object over the HTTP session and a link, tried again as the fetcher does.
+
+        Args:
+            store: Where it lies.
+            key: Its key.
+            start: First byte.
+            end: First byte after the range; None: to the end.
+            link: An emulated link; None for none.
+
+        Returns:
+            The bytes.
+        """
         settings, failed = self._fetch, 0
         while True:
             source = open_source(store, key, self.http)
@@ -159,7 +189,15 @@ class Session:
                 await source.close()
 
     def view(self, store: Store, *, over_link: bool = True) -> Store:
-        """A store whose reads take the session's way, for callers in other threads than the loop's."""
+        """A store whose reads take the session's way, for callers in other threads than the loop's.
+
+        Args:
+            store: The store behind it.
+            over_link: Whether reads take the emulated link's time.
+
+        Returns:
+            The view.
+        """
         return _View(self, store, self.link if over_link else None)
 
     def close(self, *, wait: bool = True) -> None:

@@ -62,7 +62,15 @@ class LoadSettings:
 
 
 def controls_of(settings: LoadSettings, *, on_gpu: bool) -> ctl.ControllerSettings:
-    """How the controller of a loader with these settings steers; on_gpu: whether a GPU decodes and computes."""
+    """How the controller of a loader with these settings steers.
+
+    Args:
+        settings: The loader's.
+        on_gpu: Whether a GPU decodes and computes.
+
+    Returns:
+        The controller's settings.
+    """
     threads = 1 if on_gpu else settings.decode_threads or min(cores(), _MOST_THREADS)
     return ctl.ControllerSettings(
         max_in_flight=settings.max_in_flight,

@@ -12,10 +12,18 @@ if TYPE_CHECKING:
 
 
 def read_texts(paths: Sequence[str], failures: dict[str, str] | None = None) -> dict[str, str]:
-    """Texts by document id from files and folders.
+    """Read texts from files and folders.
 
-    failures: gets what is wrong with a file that is no text, by document id; without it, that is an ArgumentError.
-    Raises NotFoundError where there are no files, ArgumentError where two have the same id.
+    Args:
+        paths: Of files, and of folders whose .txt and .md files are read.
+        failures: Gets what is wrong with a file that is no text, by document id; without it, that is an ArgumentError.
+
+    Returns:
+        Texts by document id.
+
+    Raises:
+        NotFoundError: There are no files.
+        ArgumentError: Two files have the same id, or one is no text.
     """
     found: dict[str, Path] = {}
     for name in paths:
@@ -61,7 +69,15 @@ def _read_text(path: Path) -> str:
 
 
 def problem_with(ids: Sequence[int], window: int) -> str:
-    """Why a document cannot be encoded, in words; the empty string where it can."""
+    """Why a document cannot be encoded.
+
+    Args:
+        ids: The document's token ids.
+        window: Most tokens that the model takes.
+
+    Returns:
+        The words; the empty string where it can be encoded.
+    """
     if not ids:
         return "the document is empty"
     if len(ids) > window:

@@ -23,7 +23,12 @@ class DaemonThreads(ThreadPoolExecutor):
     """An executor whose threads no process waits for: what they do may block for minutes, as a dead disk does."""
 
     def __init__(self, most: int, name: str) -> None:
-        """Start no thread yet; at most ``most`` of them start when they are needed."""
+        """Start no thread yet.
+
+        Args:
+            most: Threads that start at most, when they are needed.
+            name: What their names begin with.
+        """
         super().__init__(most, name)
         self._most, self._name = most, name
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -106,7 +111,11 @@ class Threads:
         self.store = DaemonThreads(_LOOK_UPS, "kvwire-store")
 
     def close(self, *, wait: bool = True) -> None:
-        """End all; with ``wait``, after the jobs that lanes are at."""
+        """End all.
+
+        Args:
+            wait: Wait for the jobs that lanes are at.
+        """
         for pool in (self.compute, self.decode, self.side_by_side):
             pool.shutdown(wait=wait, cancel_futures=True)
         self.store.shutdown(wait=wait)

@@ -35,7 +35,12 @@ _CATCH_UP_S = 0.02  # longest delay of a sender that is made up for, by default
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """A link: bytes per second, and seconds of one round trip."""
+    """A link.
+
+    Attributes:
+        bandwidth_bytes_s: Bytes per second.
+        rtt_s: Seconds of one round trip.
+    """
 
     bandwidth_bytes_s: float
     rtt_s: float = 0.0
@@ -50,7 +55,16 @@ class LinkSettings:
 def parse_link(text: str) -> LinkSettings:
     """Read ``50mbit``, ``1gbit``, ``800kbit``, ``6.25MB/s`` or, with a round trip, ``50mbit,20ms``.
 
-    ``bit`` means bits per second, ``B/s`` bytes per second; prefixes are powers of 1000. Raises ArgumentError.
+    ``bit`` means bits per second, ``B/s`` bytes per second; prefixes are powers of 1000.
+
+    Args:
+        text: The link in one of these forms.
+
+    Returns:
+        The link.
+
+    Raises:
+        ArgumentError: The text is no link.
     """
     bandwidth, comma, rtt = text.strip().partition(",")
     size, delay = _SIZE.fullmatch(bandwidth.strip().lower()), _TIME.fullmatch(rtt.strip().lower())
@@ -68,16 +82,7 @@ RateSchedule = RateTrace
 
 
 class EmulatedLink:
-    """Delays bytes as a link would. One instance is one link: all requests over it share its bandwidth.
-
-    Args:
-        bandwidth: Bytes per second, or a schedule of them, which starts with the first request or with ``begin``.
-        rtt_s: Seconds of a round trip.
-        burst_bytes: Most that a delayed sender may catch up on at once; by default what the link carries in 20 ms. An
-            idle link saves nothing up: a transfer that starts on it gets the bandwidth and no more.
-        clock: For tests.
-        sleep: For tests.
-    """
+    """Delays bytes as a link would. One instance is one link: all requests over it share its bandwidth."""
 
     def __init__(
         self,
@@ -88,7 +93,19 @@ class EmulatedLink:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        """Start idle. Raises ArgumentError for a link that could never deliver."""
+        """Start idle.
+
+        Args:
+            bandwidth: Bytes per second, or a schedule of them, which starts with the first request or with ``begin``.
+            rtt_s: Seconds of a round trip.
+            burst_bytes: Most that a delayed sender may catch up on at once; by default what the link carries in 20 ms.
+                An idle link saves nothing up: a transfer that starts on it gets the bandwidth and no more.
+            clock: For tests.
+            sleep: For tests.
+
+        Raises:
+            ArgumentError: The link could never deliver.
+        """
         if not isinstance(bandwidth, RateTrace):
             bandwidth = RateTrace((0.0,), (LinkSettings(bandwidth, rtt_s).bandwidth_bytes_s,))
         if not bandwidth.delivers:
@@ -105,7 +122,14 @@ class EmulatedLink:
 
     @classmethod
     def of(cls, settings: LinkSettings) -> EmulatedLink:
-        """A link with these settings."""
+        """Make a link with these settings.
+
+        Args:
+            settings: Bandwidth and round trip.
+
+        Returns:
+            The link, idle.
+        """
         return cls(settings.bandwidth_bytes_s, settings.rtt_s)
 
     @property
@@ -119,14 +143,22 @@ class EmulatedLink:
         return self._clock()
 
     def begin(self) -> None:
-        """Start the schedule now, again where it runs already. Raises ArgumentError while a response is being sent."""
+        """Start the schedule now, again where it runs already.
+
+        Raises:
+            ArgumentError: A response is being sent.
+        """
         if self._senders:
             msg = "a link cannot begin anew while it carries a response: begin before the first request"
             raise ArgumentError(msg)
         self._began, self._sent = self._clock(), 0.0
 
     async def round_trip(self, asked_at: float) -> None:
-        """Wait until a round trip has passed since the request was sent."""
+        """Wait until a round trip has passed since the request was sent.
+
+        Args:
+            asked_at: When it was sent, on the link's clock.
+        """
         if self._began is None:
             self._began = asked_at
         await self._until(asked_at + self._rtt_s)
@@ -144,7 +176,11 @@ class EmulatedLink:
             self._senders -= 1
 
     async def transmit(self, size: int) -> None:
-        """Take ``size`` bytes' time on the link, and return when the last of them would have arrived."""
+        """Take the bytes' time on the link, and return when the last of them would have arrived.
+
+        Args:
+            size: Bytes.
+        """
         began = self._beginning()
         self._sent = max(self._sent, self._caught_up(self._clock() - began)) + size
         await self._until(began + self._schedule.moment_of(self._sent))

@@ -30,15 +30,6 @@ _MAX_HEAD_READS = 8  # a head tells its length after one or two; more would be a
 class BlobFetcher:
     """Reads one version of one blob over any source.
 
-    Args:
-        read_header: Parses the beginning of a blob (default: the codec's).
-        check: Takes a segment as it was stored, and gives its content or raises CorruptError (default: compares the
-            CRC-32).
-        link: An emulated link in front of the source.
-        meter: Shared by fetchers that use one link at the same time.
-        rng: Spreads the pauses before retries.
-        sleep: Makes them.
-
     Attributes:
         counts: What has been done so far.
     """
@@ -55,7 +46,19 @@ class BlobFetcher:
         rng: random.Random | None = None,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        """Take over the source; nothing is read yet."""
+        """Take over the source; nothing is read yet.
+
+        Args:
+            source: Of the blob; closing the fetcher closes it.
+            read_header: Parses the beginning of a blob (default: the codec's).
+            check: Takes a segment as it was stored, and gives its content or raises CorruptError (default: compares the
+                CRC-32).
+            settings: How the blob is fetched.
+            link: An emulated link in front of the source.
+            meter: Shared by fetchers that use one link at the same time.
+            rng: Spreads the pauses before retries.
+            sleep: Makes them.
+        """
         self._source: ByteSource = LinkedSource(source, link) if link else source
         self._read_head = read_header or _codec_read_head
         self._check = check or check_crc
@@ -79,7 +82,13 @@ class BlobFetcher:
         Payload that comes along is kept for ``fetch``. Damaged heads and failed requests are tried again.
 
         Args:
-            deadline: On the meter's clock; a head that is not there by then is a DeadlineError.
+            deadline: On the meter's clock, in seconds; None to wait as long as it takes.
+
+        Returns:
+            What the head says.
+
+        Raises:
+            DeadlineError: The head is not there by the deadline.
         """
         left_s = None if deadline is None else max(0.0, deadline - self._meter.now())
         try:
@@ -106,14 +115,22 @@ class BlobFetcher:
     async def fetch(
         self, segments: Sequence[SegmentInfo], *, deadline: float | None = None
     ) -> AsyncGenerator[FetchedSegment | SegmentError, None]:
-        """Give every segment once, when its last byte is in: as an FetchedSegment, or as the SegmentError that it met.
+        """Give every segment once, when its last byte is in.
 
-        deadline: on the meter's clock (``time.monotonic``); what has not come by then is given as a SegmentError whose
-        cause is a DeadlineError, and its requests are broken off.
-
-        The order of ``segments`` is the order of importance; neighbours in it that are neighbours in the blob share a
-        request. Raises ReplacedError, NotFoundError or AuthError where the object as a whole cannot be read any more.
         Wrap it in ``contextlib.aclosing`` where the loop may be left early: that breaks off what still runs.
+
+        Args:
+            segments: In the order of importance; neighbours in it that are neighbours in the blob share a request.
+            deadline: On the meter's clock (``time.monotonic``), in seconds. What has not come by then is given as a
+                SegmentError whose cause is a DeadlineError, and its requests are broken off.
+
+        Yields:
+            The FetchedSegment, or the SegmentError that it met.
+
+        Raises:
+            ReplacedError: The object was replaced while it was read.
+            NotFoundError: The object is gone.
+            AuthError: The object may not be read any more.
         """
         at_hand: list[FetchedSegment] = []
         missing: list[SegmentInfo] = []
@@ -219,7 +236,18 @@ class BlobFetcher:
 
 
 def check_crc(segment: SegmentInfo, stored: bytes) -> bytes:
-    """The segment's bytes as they are; CorruptError where their CRC-32 is not the one in the index."""
+    """Compare a segment's CRC-32 with the one in the index.
+
+    Args:
+        segment: What the index says.
+        stored: The segment's bytes.
+
+    Returns:
+        The bytes as they are.
+
+    Raises:
+        CorruptError: Their CRC-32 is another.
+    """
     if crc32(stored) != segment.crc32:
         msg = f"the CRC-32 of bytes {segment.offset} to {segment.end} is wrong"
         raise CorruptError(msg)

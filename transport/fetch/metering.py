@@ -16,11 +16,16 @@ _SAMPLE_S = 0.005  # long enough to say something about bandwidth, short enough 
 class LinkSample(NamedTuple):
     """What was observed since the sample before.
 
-    first_byte_s: from sending a request to its first byte; None where no answer began.
-    wire_bytes: all bytes received.
-    timed_bytes, started, ended: bytes that arrived between two instants of the meter's clock during which at least
-    one answer was coming in all the time; intervals of one meter do not overlap. The piece that opens such a period is
-    left out, because nothing is known of the time that it took. 0 bytes over some time: the link was silent.
+    Bytes are timed between two instants of the meter's clock during which at least one answer was coming in all the
+    time; intervals of one meter do not overlap. The piece that opens such a period is left out, because nothing is
+    known of the time that it took. 0 timed bytes over some time: the link was silent.
+
+    Attributes:
+        first_byte_s: Seconds from sending a request to its first byte; None where no answer began.
+        wire_bytes: All bytes received.
+        timed_bytes: Bytes that arrived from ``started`` to ``ended``.
+        started: Beginning of the interval, in seconds.
+        ended: End of the interval, in seconds.
     """
 
     first_byte_s: float | None
@@ -38,7 +43,8 @@ class LinkSample(NamedTuple):
 class LinkMeter:
     """Watches all transfers that share one link. Give the same meter to fetchers that run at the same time.
 
-    pace: what requests over this link usually take.
+    Attributes:
+        pace: What requests over this link usually take.
     """
 
     def __init__(
@@ -46,7 +52,12 @@ class LinkMeter:
         on_sample: Callable[[LinkSample], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start idle. on_sample is called on the event loop and must return quickly."""
+        """Start idle.
+
+        Args:
+            on_sample: Called with each sample on the event loop; it must return quickly.
+            clock: Gives seconds.
+        """
         self._on_sample = on_sample
         self._clock = clock
         self.pace = Pace()
@@ -66,7 +77,13 @@ class LinkMeter:
         return Transfer(self, self._clock())
 
     def opened(self, size: int, first_byte_s: float, now: float) -> None:
-        """A transfer's first piece came in."""
+        """A transfer's first piece came in.
+
+        Args:
+            size: Bytes of the piece.
+            first_byte_s: Seconds since the request was sent.
+            now: Instant of the meter's clock.
+        """
         if self._receiving == 0:
             self.flush()
             self._started = self._ended = now
@@ -80,7 +97,12 @@ class LinkMeter:
             self.received(size, now)
 
     def received(self, size: int, now: float) -> None:
-        """A further piece came in."""
+        """A further piece came in.
+
+        Args:
+            size: Bytes of the piece.
+            now: Instant of the meter's clock.
+        """
         self._wire_bytes += size
         self._timed_bytes += size
         self._ended = now
@@ -88,7 +110,11 @@ class LinkMeter:
             self.flush()
 
     def closed(self, *, silent: bool) -> None:
-        """A transfer that had begun is over; ``silent``: because nothing came any more."""
+        """A transfer that had begun is over.
+
+        Args:
+            silent: Because nothing came any more.
+        """
         if silent:
             self._ended = self._clock()
         self._receiving -= 1
@@ -107,24 +133,41 @@ class LinkMeter:
 class Transfer:
     """One request and its answer; made by ``LinkMeter.begin``.
 
-    asked_at, last_at: when it was sent, and when anything was last heard of it. first_byte_s: None before the first.
-    bytes, local_bytes: received so far, over the link and from copies on this side of it.
+    Attributes:
+        asked_at: When it was sent, on the meter's clock.
+        last_at: When anything was last heard of it.
+        first_byte_s: Seconds to the first byte; None before it.
+        bytes: Received so far over the link.
+        local_bytes: Received so far from copies on this side of the link.
     """
 
     def __init__(self, meter: LinkMeter, asked_at: float) -> None:
-        """Start waiting for the first byte."""
+        """Start waiting for the first byte.
+
+        Args:
+            meter: What it counts for.
+            asked_at: When it was sent, on the meter's clock.
+        """
         self._meter = meter
         self.asked_at = self.last_at = asked_at
         self.first_byte_s: float | None = None
         self.bytes = self.local_bytes = 0
 
     def received_locally(self, size: int) -> None:
-        """Bytes came without crossing the link: they say nothing about it."""
+        """Bytes came without crossing the link: they say nothing about it.
+
+        Args:
+            size: How many.
+        """
         self.last_at = self._meter.now()
         self.local_bytes += size
 
     def received(self, size: int) -> None:
-        """A piece of the answer came in."""
+        """A piece of the answer came in.
+
+        Args:
+            size: Bytes of the piece.
+        """
         self.last_at = now = self._meter.now()
         self.bytes += size
         if self.first_byte_s is None:
@@ -134,6 +177,10 @@ class Transfer:
             self._meter.received(size, now)
 
     def end(self, *, silent: bool = False) -> None:
-        """The answer is over, whole or not; ``silent``: it stalled."""
+        """The answer is over, whole or not.
+
+        Args:
+            silent: It stalled.
+        """
         if self.first_byte_s is not None:
             self._meter.closed(silent=silent)

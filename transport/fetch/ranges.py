@@ -14,7 +14,13 @@ T = TypeVar("T")
 
 
 class WantedRange(NamedTuple, Generic[T]):
-    """``length`` bytes from ``offset``; ``tag`` is the caller's."""
+    """A piece of an object that is wanted.
+
+    Attributes:
+        offset: First byte, in the object.
+        length: Bytes.
+        tag: The caller's.
+    """
 
     offset: int
     length: int
@@ -27,7 +33,13 @@ class WantedRange(NamedTuple, Generic[T]):
 
 
 class Range(NamedTuple, Generic[T]):
-    """One request, for the bytes ``start`` to ``end``; its pieces lie in it in ascending order without overlap."""
+    """One request.
+
+    Attributes:
+        start: First byte, in the object.
+        end: First byte after it.
+        pieces: What is wanted of it, in ascending order without overlap.
+    """
 
     start: int
     end: int
@@ -38,8 +50,18 @@ def coalesce(pieces: Iterable[WantedRange[T]], *, gap_bytes: int, max_bytes: int
     """Join pieces that follow each other, in the list and in the object, into ranges.
 
     The order of the list is the order of importance and is kept: a piece joins the range of the one before it, never
-    an earlier range. gap_bytes: bytes that may be read in vain between two pieces. max_bytes: longest range; a longer
-    piece has a range of its own.
+    an earlier range.
+
+    Args:
+        pieces: In the order of importance.
+        gap_bytes: Bytes that may be read in vain between two pieces.
+        max_bytes: Longest range; a longer piece has a range of its own.
+
+    Returns:
+        The ranges, in the order of importance.
+
+    Raises:
+        ArgumentError: A limit or a piece makes no sense.
     """
     if gap_bytes < 0 or max_bytes < 1:
         msg = f"gap_bytes must be 0 or more and max_bytes 1 or more, got {gap_bytes} and {max_bytes}"
@@ -58,7 +80,18 @@ def coalesce(pieces: Iterable[WantedRange[T]], *, gap_bytes: int, max_bytes: int
 
 
 def split(pieces: Iterable[WantedRange[T]], *, max_bytes: int) -> list[WantedRange[T]]:
-    """Cut pieces longer than ``max_bytes`` into as few parts of about equal length as fit; the tag goes with each."""
+    """Cut pieces longer than ``max_bytes`` into as few parts of about equal length as fit; the tag goes with each.
+
+    Args:
+        pieces: In any order.
+        max_bytes: Longest part.
+
+    Returns:
+        The parts, in the order of the pieces.
+
+    Raises:
+        ArgumentError: ``max_bytes`` is less than 1.
+    """
     if max_bytes < 1:
         msg = f"max_bytes must be 1 or more, got {max_bytes}"
         raise ArgumentError(msg)

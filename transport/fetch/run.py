@@ -36,7 +36,15 @@ _LOOK_S = 0.05  # how often running requests are looked at, at most
 
 @dataclass(eq=False, slots=True)
 class Want:
-    """A segment that is wanted: failed attempts at its parts, the bytes they cost, and parts that are in, by offset."""
+    """A segment that is wanted.
+
+    Attributes:
+        segment: What the index says of it.
+        failures: Failed attempts at its parts, by offset and length.
+        spent_bytes: Bytes that they cost.
+        done: It has come, or was given up.
+        parts: Parts that are in, by offset.
+    """
 
     segment: SegmentInfo
     failures: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -50,7 +58,14 @@ class Want:
         return max(self.failures.values(), default=0)
 
     def fail(self, piece: WantedRange[Want]) -> int:
-        """Count a failed attempt at a part; returns how many there were."""
+        """Count a failed attempt at a part.
+
+        Args:
+            piece: The part.
+
+        Returns:
+            How many attempts at it have failed.
+        """
         place = (piece.offset, piece.length)
         self.failures[place] = self.failures.get(place, 0) + 1
         return self.failures[place]
@@ -61,7 +76,15 @@ class Want:
         return WantedRange(self.segment.offset, self.segment.stored, self)
 
     def whole(self, piece: WantedRange[Want], body: bytes) -> bytes | None:
-        """The segment's bytes, where this piece completes them."""
+        """Take in a piece.
+
+        Args:
+            piece: Its place in the blob.
+            body: Its bytes.
+
+        Returns:
+            The segment's bytes, where this piece completes them; None otherwise.
+        """
         if piece.length == self.segment.stored:
             return body
         self.parts[piece.offset] = body
@@ -97,8 +120,11 @@ class _Attempt:
 class FetchHooks(NamedTuple):
     """What a run asks of its fetcher.
 
-    check: a segment's content from what was stored. received: counts so many bytes of a transfer. jitter: a number from
-    0 to 1. sleep: waits.
+    Attributes:
+        check: Gives a segment's content from what was stored.
+        received: Counts so many bytes of a transfer.
+        jitter: Gives a number from 0 to 1.
+        sleep: Waits so many seconds.
     """
 
     check: Callable[[SegmentInfo, bytes], bytes]
@@ -123,7 +149,16 @@ class FetchRun:
         hooks: FetchHooks,
         deadline: float | None = None,
     ) -> None:
-        """Prepare; nothing is asked yet."""
+        """Prepare; nothing is asked yet.
+
+        Args:
+            source: Of the blob.
+            settings: How it is fetched.
+            meter: Measures transfers.
+            counts: What was done is added here.
+            hooks: What is asked of the fetcher.
+            deadline: On the meter's clock; None for none.
+        """
         self._source = source
         self._settings = settings
         self._meter = meter
@@ -145,14 +180,25 @@ class FetchRun:
         self._look: asyncio.TimerHandle | None = None
 
     def start(self, segments: Sequence[SegmentInfo]) -> None:
-        """Send the requests, most important first."""
+        """Send the requests.
+
+        Args:
+            segments: Most important first.
+        """
         self._left = len(segments)
         self._wants = [Want(segment) for segment in segments]
         self._ask([want.piece for want in self._wants])
         self._look_later()
 
     async def wait(self) -> bool:
-        """Wait for results to take; False when each segment has come or failed. Raises what ended the whole fetch."""
+        """Wait for results to take.
+
+        Returns:
+            False when each segment has come or failed.
+
+        Raises:
+            KvwireError: What ended the whole fetch.
+        """
         while self._left and not self._results:
             if self._fatal:
                 raise self._fatal
@@ -161,7 +207,11 @@ class FetchRun:
         return self._left > 0
 
     def take(self) -> Iterator[FetchedSegment | SegmentError]:
-        """Results that are in."""
+        """Hand over the results that are in.
+
+        Yields:
+            Segments that came, and errors of those that did not.
+        """
         while self._results:
             result = self._results.popleft()
             self._hold(-len(result.data) if isinstance(result, FetchedSegment) else 0)

@@ -81,9 +81,15 @@ class FetchSettings:
             raise ArgumentError(msg)
 
     def backoff(self, attempt: int, jitter: float, error: KvwireError | None = None) -> float:
-        """Seconds before attempt number ``attempt`` (1 is the first retry).
+        """Pause before an attempt.
 
-        jitter: 0 to 1, of the upper half. error: what happened; a server that says when to come back is obeyed.
+        Args:
+            attempt: Its number; 1 is the first retry.
+            jitter: 0 to 1, of the upper half.
+            error: What happened; a server that says when to come back is obeyed.
+
+        Returns:
+            Seconds to wait.
         """
         full_s = min(self.max_backoff_s, self.backoff_s * 2.0 ** min(attempt - 1, 60))
         told_s = error.retry_after_s if isinstance(error, BusyError) else 0.0

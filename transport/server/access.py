@@ -51,7 +51,17 @@ class Access:
     """Decides on requests; holds the files' current content."""
 
     def __init__(self, settings: AccessSettings, clock: Callable[[], float] = time.time) -> None:
-        """Read the files. Raises StorageError, ArgumentError or AuthError where one, or a token, cannot be used."""
+        """Read the files.
+
+        Args:
+            settings: The credentials to take.
+            clock: Gives Unix seconds.
+
+        Raises:
+            StorageError: A file cannot be read.
+            ArgumentError: A file or a token cannot be used.
+            AuthError: A file of secrets is open to others than its owner.
+        """
         for token in (settings.token, settings.metrics_token):
             if token is not None:
                 check_token(token)
@@ -73,13 +83,32 @@ class Access:
         return 0 < len(self._settings.token or "") < _MIN_TOKEN_CHARS
 
     def refresh(self, *, force: bool = False) -> None:
-        """Read files again that have changed; ``force``: all of them."""
+        """Read files again that have changed.
+
+        Args:
+            force: Read all of them.
+        """
         for watched in (self._tenants, self._keys):
             if watched is not None:
                 watched.refresh(force=force)
 
     def rights(self, method: str, path: str, query: str, headers: Mapping[str, str], address: str) -> Rights:
-        """Rights of a request; a RefusedError (401) where it has none."""
+        """Decide on a request.
+
+        Args:
+            method: Of the request.
+            path: Decoded, without the query.
+            query: As it was sent.
+            headers: Of the request.
+            address: The client's, which names its bucket where there are no credentials.
+
+        Returns:
+            The rights that it has.
+
+        Raises:
+            RefusedError: It has none (401). Where the server has no credentials: the request does not name this
+                machine, or a web page would write (403).
+        """
         if not self.guarded:
             self.check_host(headers)
             if method not in ("GET", "HEAD") and "Origin" in headers:
@@ -95,9 +124,15 @@ class Access:
         return rights
 
     def check_host(self, headers: Mapping[str, str]) -> None:
-        """Refuse (403) requests that do not name this machine, where the server has no credentials.
+        """Refuse requests that do not name this machine, where the server has no credentials.
 
         Any web page can have its own name lead to 127.0.0.1, and its visitors' browsers then let it read the answers.
+
+        Args:
+            headers: Of the request.
+
+        Raises:
+            RefusedError: The request names another host (403).
         """
         if self.guarded:
             return
@@ -106,7 +141,14 @@ class Access:
             raise RefusedError(403, "a server without credentials is asked for as 127.0.0.1, [::1] or localhost")
 
     def may_see_metrics(self, headers: Mapping[str, str]) -> bool:
-        """Metrics are open where objects are and no token was set for them."""
+        """Decide on a request for metrics: they are open where objects are and no token was set for them.
+
+        Args:
+            headers: Of the request.
+
+        Returns:
+            Whether it may see them.
+        """
         if not self.guarded and not self._settings.metrics_token:
             return True
         given = headers.get("Authorization")
@@ -125,7 +167,14 @@ class Access:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address; a name other than ``localhost`` counts as public."""
+    """Whether only this machine can reach an address.
+
+    Args:
+        host: An address, or a name; a name other than ``localhost`` counts as public.
+
+    Returns:
+        True for this machine alone.
+    """
     if host == "localhost":
         return True
     try:

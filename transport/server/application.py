@@ -48,12 +48,7 @@ _ERROR = 400
 
 
 class ObjectServer:
-    """Answers requests for the objects of one store; ``listen`` or ``serve`` runs it.
-
-    Args:
-        token: With full rights; the same as in ``access``, which tells all credentials. Without any, everybody who can
-            connect may read and write.
-    """
+    """Answers requests for the objects of one store; ``listen`` or ``serve`` runs it."""
 
     def __init__(
         self,
@@ -63,7 +58,19 @@ class ObjectServer:
         access: AccessSettings | None = None,
         settings: ServerSettings | None = None,
     ) -> None:
-        """Keep the store, read the credentials' files; nothing is bound. Raises StorageError, ArgumentError."""
+        """Keep the store, read the credentials' files; nothing is bound.
+
+        Args:
+            store: Whose objects are served.
+            token: With full rights; the same as in ``access``. Without any credentials, everybody who can connect may
+                read and write.
+            access: Tells all credentials.
+            settings: Limits; None for the defaults.
+
+        Raises:
+            StorageError: A file cannot be read.
+            ArgumentError: A file or a token cannot be used.
+        """
         settings = settings or ServerSettings()
         access = access or AccessSettings()
         self._settings = settings
@@ -110,7 +117,14 @@ class ObjectServer:
             await asyncio.to_thread(self._threads.close)
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request."""
+        """Answer one request.
+
+        Args:
+            request: As aiohttp read it.
+
+        Returns:
+            The answer, sent or to be sent.
+        """
         exchange = Exchange.of(request)
         connection = request.protocol
         task = asyncio.current_task()

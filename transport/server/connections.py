@@ -35,7 +35,14 @@ class Connections(web.Server):
         metrics: ServerMetrics,
         refused: Callable[[int], None],
     ) -> None:
-        """Keep the limits. refused: told the status of what was no request at all."""
+        """Keep the limits.
+
+        Args:
+            handler: Answers requests.
+            settings: The limits.
+            metrics: Told of connections.
+            refused: Told the status of what was no request at all.
+        """
         super().__init__(handler)
         self.settings = settings
         self.refused = refused
@@ -59,7 +66,14 @@ class Connections(web.Server):
         )
 
     def admit(self, connection: Connection) -> bool:
-        """Count a connection, where there is room for it."""
+        """Count a connection, where there is room for it.
+
+        Args:
+            connection: A new one.
+
+        Returns:
+            Whether there was room.
+        """
         if len(self._open) >= self.settings.max_connections:
             self._metrics.connections_refused.inc()
             return False
@@ -88,9 +102,12 @@ class Connections(web.Server):
             connection.finish()
 
     async def flush(self, limit_s: float) -> None:
-        """Close all connections, and wait until clients have taken what was written, ``limit_s`` seconds at most.
+        """Close all connections, and wait until clients have taken what was written.
 
         For clients that owe no more than their side of closing, which TLS has, it waits a second.
+
+        Args:
+            limit_s: Longest wait, in seconds.
         """
         for connection in list(self._open):
             connection.finish()
@@ -111,7 +128,9 @@ class Connections(web.Server):
 class Connection(web.RequestHandler):
     """aiohttp's protocol with a clock for headers.
 
-    give_up_at: of the loop's clock. busy: a request is being answered.
+    Attributes:
+        give_up_at: Instant of the loop's clock.
+        busy: A request is being answered.
     """
 
     __slots__ = ("_connections", "_hung_up", "_in_header", "_link", "_refused", "busy", "give_up_at")

@@ -28,10 +28,13 @@ _FIELDS = frozenset({"tenant", "namespace", "token_sha256", "write", "expires"})
 
 @dataclass(frozen=True, slots=True)
 class Rights:
-    """What a request may touch: keys that start with ``prefix``, or the one ``key``.
+    """What a request may touch.
 
     Attributes:
         client: Names the bucket that its requests are counted in; secret enough to stay out of logs.
+        prefix: Keys must start with it.
+        key: The one key; None for all that start with ``prefix``.
+        write: Also writing.
         full: Also metrics.
     """
 
@@ -68,7 +71,17 @@ class TenantTokens:
 
     @classmethod
     def parse(cls, data: bytes) -> TenantTokens:
-        """Read the file strictly. Raises ArgumentError, which names the entry but quotes nothing of it."""
+        """Read the file strictly.
+
+        Args:
+            data: The file's content, a JSON list.
+
+        Returns:
+            The table.
+
+        Raises:
+            ArgumentError: The content cannot be used; the message names the entry but quotes nothing of it.
+        """
         listed = strict_json(data)
         if not isinstance(listed, list):
             msg = "a tenants file holds a JSON list"
@@ -80,7 +93,15 @@ class TenantTokens:
         return cls(entries)
 
     def find(self, token: bytes, now: float) -> Rights | None:
-        """Rights of a token at a time in Unix seconds; None where it is unknown or has expired."""
+        """Look a token up.
+
+        Args:
+            token: As the client sent it.
+            now: Unix seconds.
+
+        Returns:
+            Its rights; None where it is unknown or has expired.
+        """
         digest = hashlib.sha256(token).digest()
         entry = self._slots.get(self._slot(digest), self._nobody)
         fits = hmac.compare_digest(entry.token_sha256, digest)
@@ -91,13 +112,27 @@ class TenantTokens:
 
 
 def new_token() -> tuple[str, str]:
-    """A random bearer token of 256 bits, and its SHA-256 for a tenants file."""
+    """Make a random bearer token of 256 bits.
+
+    Returns:
+        The token, and its SHA-256 in hexadecimal for a tenants file.
+    """
     token = secrets.token_urlsafe(_TOKEN_BYTES)
     return token, hashlib.sha256(token.encode()).hexdigest()
 
 
 def namespace_prefix(namespace: object) -> str:
-    """What all keys of a namespace start with; ArgumentError where it is none."""
+    """What all keys of a namespace start with.
+
+    Args:
+        namespace: 32 lower-case hexadecimal digits.
+
+    Returns:
+        The prefix.
+
+    Raises:
+        ArgumentError: It is no namespace.
+    """
     if not isinstance(namespace, str) or not _NAMESPACE.fullmatch(namespace):
         msg = "a namespace is 32 lower-case hexadecimal digits (kvwire.store.tenant_hash)"
         raise ArgumentError(msg)

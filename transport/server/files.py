@@ -21,12 +21,23 @@ _Identity = tuple[int, int, int, int]
 class WatchedFile(Generic[_T]):
     """A parsed file. A new version that cannot be read or parsed is logged, and the old one stays in force.
 
-    Args:
-        private: It is refused where others than its owner may read it.
+    Attributes:
+        value: What the file was parsed to.
     """
 
     def __init__(self, path: Path, parse: Callable[[bytes], _T], *, private: bool = False) -> None:
-        """Read the file. Raises StorageError, AuthError, or ArgumentError where it cannot be parsed."""
+        """Read the file.
+
+        Args:
+            path: Of the file.
+            parse: Makes a value of its content, or raises ArgumentError.
+            private: It is refused where others than its owner may read it.
+
+        Raises:
+            StorageError: The file cannot be read.
+            AuthError: It is private, and open to others than its owner.
+            ArgumentError: It cannot be parsed.
+        """
         self._path = path
         self._parse = parse
         self._private = private
@@ -34,7 +45,11 @@ class WatchedFile(Generic[_T]):
         self.value = self._load()
 
     def refresh(self, *, force: bool = False) -> None:
-        """Read the file again where its time, size or inode differ; ``force``: in any case."""
+        """Read the file again where its time, size or inode differ.
+
+        Args:
+            force: Read it in any case.
+        """
         seen = None
         try:
             seen = _identity(self._path)
@@ -53,7 +68,21 @@ class WatchedFile(Generic[_T]):
 
 
 def read_parsed(path: Path, parse: Callable[[bytes], _T], *, private: bool = False) -> _T:
-    """Content of a file. Raises as ``WatchedFile`` does."""
+    """Read and parse a file.
+
+    Args:
+        path: Of the file.
+        parse: Makes a value of its content, or raises ArgumentError.
+        private: It is refused where others than its owner may read it.
+
+    Returns:
+        What it was parsed to.
+
+    Raises:
+        StorageError: The file cannot be read.
+        AuthError: It is private, and open to others than its owner.
+        ArgumentError: It cannot be parsed.
+    """
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode

@@ -18,12 +18,21 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 class RefusedError(KvwireError):
     """A request ends here with this status; the message goes to the client as it is.
 
-    Args:
+    Attributes:
+        status: Of the answer.
+        headers: Of the answer.
         reason: One word for the metrics.
     """
 
     def __init__(self, status: int, message: str, headers: dict[str, str] | None = None, *, reason: str = "") -> None:
-        """Keep what the answer needs."""
+        """Keep what the answer needs.
+
+        Args:
+            status: Of the answer.
+            message: For the client.
+            headers: Of the answer.
+            reason: One word for the metrics.
+        """
         super().__init__(message)
         self.status = status
         self.headers = headers or {}
@@ -39,7 +48,15 @@ def not_found() -> RefusedError:
 
 
 def answer_of(refusal: RefusedError, request_id: str) -> web.Response:
-    """The answer to a refused request: JSON that is never cached."""
+    """Make the answer to a refused request: JSON that is never cached.
+
+    Args:
+        refusal: Why it is refused.
+        request_id: The request's id.
+
+    Returns:
+        The answer.
+    """
     body = {"error": str(refusal), "status": refusal.status, "request_id": request_id}
     headers = {**refusal.headers, **common_headers(request_id), "Cache-Control": "no-store"}
     return web.Response(status=refusal.status, text=json.dumps(body), content_type="application/json", headers=headers)
@@ -51,7 +68,15 @@ def common_headers(request_id: str) -> dict[str, str]:
 
 
 def refusal_of(error: Exception, request_id: str) -> RefusedError:
-    """Translate any exception; what a client cannot act on is logged here and not told."""
+    """Translate any exception; what a client cannot act on is logged here and not told.
+
+    Args:
+        error: What happened.
+        request_id: Named in the log.
+
+    Returns:
+        What the client is told.
+    """
     if isinstance(error, RefusedError):
         return error
     if isinstance(error, ArgumentError):

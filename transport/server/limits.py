@@ -18,22 +18,30 @@ _MAX_BUCKETS = 16384
 
 
 class RateLimiter:
-    """A token bucket for each client, in bounded memory: the bucket that was used longest ago is forgotten first.
-
-    Args:
-        rate: Requests a second (0: no limit).
-        burst: Requests at once, at least 1.
-    """
+    """A token bucket for each client, in bounded memory: the bucket that was used longest ago is forgotten first."""
 
     def __init__(self, rate: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start with no buckets; a client that is not known has a full one."""
+        """Start with no buckets; a client that is not known has a full one.
+
+        Args:
+            rate: Requests a second (0: no limit).
+            burst: Requests at once, at least 1.
+            clock: Gives seconds.
+        """
         self._rate = rate
         self._burst = max(1.0, burst)
         self._clock = clock
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # tokens left, at which time
 
     def take(self, client: str) -> float:
-        """Take one token: 0, or the seconds to wait for one where there is none."""
+        """Take one token.
+
+        Args:
+            client: Whose.
+
+        Returns:
+            0, or the seconds to wait for one where there is none.
+        """
         if not self._rate:
             return 0.0
         now = self._clock()
@@ -62,15 +70,16 @@ class RateLimiter:
 
 
 class SpoolBudget:
-    """Bytes that all running uploads hold together, and each client's share of them.
-
-    Args:
-        limit: Of all.
-        upload_bytes: Of the largest upload; one client has at most half of the limit, or this if it is more.
-    """
+    """Bytes that all running uploads hold together, and each client's share of them."""
 
     def __init__(self, limit: int, upload_bytes: int, metrics: ServerMetrics) -> None:
-        """Start empty."""
+        """Start empty.
+
+        Args:
+            limit: Bytes of all uploads.
+            upload_bytes: Of the largest upload; one client has at most half of the limit, or this if it is more.
+            metrics: Told what is held.
+        """
         self._limit = limit
         self._client_limit = min(limit, max(limit // 2, upload_bytes))
         self._used = 0
@@ -79,9 +88,19 @@ class SpoolBudget:
 
     @contextmanager
     def share(self, client: str, announced: int) -> Iterator[SpoolShare]:
-        """Bytes of one upload, given back at the end; a RefusedError where so many are not free now.
+        """Bytes of one upload, given back at the end.
 
         What is announced takes no room from others: only what has come counts.
+
+        Args:
+            client: Whose upload it is.
+            announced: Bytes that it will have.
+
+        Yields:
+            What the upload holds.
+
+        Raises:
+            RefusedError: So many bytes are not free now.
         """
         self._check(client, announced)
         share = SpoolShare(self, client)
@@ -91,7 +110,15 @@ class SpoolBudget:
             self._count(client, -share.taken)
 
     def take(self, client: str, size: int) -> None:
-        """Count bytes that have come; a RefusedError where they are not free."""
+        """Count bytes that have come.
+
+        Args:
+            client: Whose upload they belong to.
+            size: How many.
+
+        Raises:
+            RefusedError: They are not free.
+        """
         self._check(client, size)
         self._count(client, size)
 
@@ -117,6 +144,13 @@ class SpoolShare:
         self.taken = 0
 
     def take(self, size: int) -> None:
-        """Hold so many bytes more; a RefusedError where they are not free."""
+        """Hold more bytes.
+
+        Args:
+            size: How many more.
+
+        Raises:
+            RefusedError: They are not free.
+        """
         self._budget.take(self._client, size)
         self.taken += size

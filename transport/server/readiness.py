@@ -28,7 +28,14 @@ class Readiness:
         self._good_until = 0.0
 
     async def check(self, request_id: str) -> None:
-        """Raise a RefusedError where the store cannot say what it does not have. request_id: named in the log."""
+        """Ask whether the store can be served.
+
+        Args:
+            request_id: Named in the log.
+
+        Raises:
+            RefusedError: The store cannot say what it does not have.
+        """
         look = self._look
         if look is None or (look.done() and time.monotonic() >= self._good_until):
             look = self._look = asyncio.create_task(self._ask(request_id))

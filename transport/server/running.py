@@ -35,10 +35,24 @@ async def serve(
     settings: ServerSettings | None = None,
     tls: ServerTls | None = None,
 ) -> AsyncIterator[str]:
-    """Serve a store while the block runs; gives the URL that was bound (port 0: any free port).
+    """Serve a store while the block runs.
 
-    Raises AuthError where an address other than this machine's own would be bound without credentials or with a token
-    of fewer than 16 characters, StorageError where the address cannot be bound.
+    Args:
+        store: Whose objects are served.
+        host: Address to bind.
+        port: Port to bind; 0: any free one.
+        token: See ``ObjectServer``.
+        access: See ``ObjectServer``.
+        settings: See ``ObjectServer``.
+        tls: Certificate and key; None for plain HTTP.
+
+    Yields:
+        The URL that was bound.
+
+    Raises:
+        AuthError: An address other than this machine's own would be bound without credentials or with a token of fewer
+            than 16 characters.
+        StorageError: The address cannot be bound.
     """
     server = ObjectServer(store, token=token, access=access, settings=settings)
     async with listen(server, host, port, tls=tls) as url:
@@ -49,7 +63,21 @@ async def serve(
 async def listen(
     server: ObjectServer, host: str = "127.0.0.1", port: int = 0, *, tls: ServerTls | None = None
 ) -> AsyncIterator[str]:
-    """As ``serve``, for a server made before; after the block no connection is open."""
+    """As ``serve``, for a server made before; after the block no connection is open.
+
+    Args:
+        server: The server.
+        host: Address to bind.
+        port: Port to bind; 0: any free one.
+        tls: Certificate and key; None for plain HTTP.
+
+    Yields:
+        The URL that was bound.
+
+    Raises:
+        AuthError: As for ``serve``.
+        StorageError: The address cannot be bound.
+    """
     if not is_loopback(host):
         _check_public(server, host, tls)
     async with server.protocols() as connections:

@@ -38,7 +38,12 @@ _MAX_PARAMETERS = 16
 
 @dataclass(frozen=True)
 class SigningKey:
-    """A secret, and what all keys that it may sign for start with."""
+    """A key that signs URLs.
+
+    Attributes:
+        secret: Its secret.
+        prefix: What all keys of objects that it may sign for start with.
+    """
 
     secret: bytes = field(repr=False)
     prefix: str = ""
@@ -54,7 +59,17 @@ class SigningKeys:
 
     @classmethod
     def parse(cls, data: bytes) -> SigningKeys:
-        """Read the file strictly. Raises ArgumentError, which quotes no secret."""
+        """Read the file strictly.
+
+        Args:
+            data: The file's content, a JSON object.
+
+        Returns:
+            The keys.
+
+        Raises:
+            ArgumentError: The content cannot be used; the message quotes no secret.
+        """
         listed = strict_json(data)
         if not isinstance(listed, dict):
             msg = "a signing keys' file holds a JSON object"
@@ -63,18 +78,53 @@ class SigningKeys:
 
     @classmethod
     def read(cls, path: Path) -> SigningKeys:
-        """Read the file. Raises StorageError, ArgumentError, and AuthError where others than its owner may read it."""
+        """Read the file.
+
+        Args:
+            path: Of the file.
+
+        Returns:
+            The keys.
+
+        Raises:
+            StorageError: The file cannot be read.
+            ArgumentError: Its content cannot be used.
+            AuthError: Others than its owner may read it.
+        """
         return read_parsed(path, cls.parse, private=True)
 
     def secret(self, key_id: str) -> bytes:
-        """Secret of a key; NotFoundError where there is none of that id."""
+        """Secret of a key.
+
+        Args:
+            key_id: The key's id.
+
+        Returns:
+            The secret.
+
+        Raises:
+            NotFoundError: There is no key of that id.
+        """
         if key_id not in self._keys:
             msg = f"the signing keys' file has no key {key_id[:64]!r}: check --key-id"
             raise NotFoundError(msg)
         return self._keys[key_id].secret
 
     def rights(self, method: str, path: str, query: str, now: float | None = None) -> Rights:
-        """Rights that a signed URL gives: for one key and method. Raises a RefusedError where it gives none."""
+        """Rights that a signed URL gives: for one key and method.
+
+        Args:
+            method: Of the request.
+            path: Of the URL.
+            query: Of the URL, with the signature.
+            now: Unix seconds; None for the system's clock.
+
+        Returns:
+            The rights.
+
+        Raises:
+            RefusedError: The URL gives none.
+        """
         fields = _parameters(query)
         key_id, expiry, signature = fields["kid"], fields["exp"], fields["sig"]
         key = self._keys.get(key_id, self._nobody)
@@ -87,11 +137,21 @@ class SigningKeys:
 
 
 def sign_url(base_url: str, key: str, *, secret: bytes, key_id: str, expires_at: float, method: str = "GET") -> str:
-    """A URL with which anyone may do ``method`` on one object until ``expires_at`` (Unix seconds).
+    """Make a URL with which anyone may do ``method`` on one object for some time.
 
-    base_url: the server's address, with the path that a proxy in front of it takes off, if any. secret: at least 32
-    bytes, as in the server's signing keys. method: ``GET`` (covers HEAD), ``PUT`` or ``DELETE``. The URL is a secret
-    itself until it expires. Raises ArgumentError.
+    Args:
+        base_url: The server's address, with the path that a proxy in front of it takes off, if any.
+        key: The object's.
+        secret: At least 32 bytes, as in the server's signing keys.
+        key_id: The id of the secret there.
+        expires_at: Until when, in Unix seconds.
+        method: ``GET`` (covers HEAD), ``PUT`` or ``DELETE``.
+
+    Returns:
+        The URL, which is a secret itself until it expires.
+
+    Raises:
+        ArgumentError: An argument cannot be used.
     """
     _check_secret(secret)
     parts = urlsplit(base_url)

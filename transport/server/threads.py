@@ -27,11 +27,25 @@ class Threads:
         return asyncio.get_running_loop().run_in_executor(self._executor, call)
 
     async def run(self, call: Callable[[], _T]) -> _T:
-        """Result of a call; whoever is cancelled does not wait for it."""
+        """Run a call in a thread; whoever is cancelled does not wait for it.
+
+        Args:
+            call: What to run.
+
+        Returns:
+            Its result.
+        """
         return await self.start(call)
 
     async def finish(self, call: Callable[[], _T]) -> _T:
-        """Result of a call that uses something the caller will close: also who is cancelled waits for its end."""
+        """Run a call that uses something the caller will close: also who is cancelled waits for its end.
+
+        Args:
+            call: What to run.
+
+        Returns:
+            Its result.
+        """
         running = self.start(call)
         try:
             return await asyncio.shield(running)

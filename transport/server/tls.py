@@ -17,7 +17,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """PEM files: the certificate with its chain, and its private key without a password."""
+    """PEM files.
+
+    Attributes:
+        certificate: With its chain.
+        private_key: Without a password.
+    """
 
     certificate: Path
     private_key: Path
@@ -27,7 +32,14 @@ class ServerTls:
     """The context that connections are made with; each handshake takes the certificate that was read last."""
 
     def __init__(self, files: TlsFiles) -> None:
-        """Load the files. Raises ArgumentError where they cannot be used."""
+        """Load the files.
+
+        Args:
+            files: Certificate and key.
+
+        Raises:
+            ArgumentError: They cannot be used.
+        """
         self._files = files
         self.context = self._current = self._load()
         self.context.sni_callback = self._choose

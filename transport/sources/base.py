@@ -29,7 +29,8 @@ _PIECE_BYTES = 256 * 1024
 class ByteSource(Protocol):
     """One version of one object. Raises only ``kvwire.errors``; ReplacedError once the version is gone.
 
-    on_local: called with a length right before the sink gets so many bytes that did not cross the link.
+    Attributes:
+        on_local: Called with a length right before the sink gets so many bytes that did not cross the link.
     """
 
     on_local: Callable[[int], None] | None = None
@@ -45,14 +46,24 @@ class ByteSource(Protocol):
         ...
 
     async def read(self, start: int, end: int | None, sink: Sink) -> None:
-        """Give bytes ``start`` to ``end`` (exclusive; None: to the end) to ``sink``, in order, as they arrive.
+        """Give bytes of the object to ``sink``, in order, as they arrive.
 
         The range is clamped at the object's end.
+
+        Args:
+            start: First byte.
+            end: First byte after the range; None: to the end.
+            sink: Takes each piece.
         """
         ...
 
     def distrust(self, start: int, end: int) -> None:
-        """Hear that bytes given for this range were wrong: never give them again from a copy."""
+        """Hear that bytes given for this range were wrong: never give them again from a copy.
+
+        Args:
+            start: First byte.
+            end: First byte after the range.
+        """
         del start, end  # a source without copies has nothing to forget
 
     async def close(self) -> None:
@@ -62,13 +73,26 @@ class ByteSource(Protocol):
 
 @dataclass(frozen=True)
 class ReadTimeouts:
-    """Longest waits, in seconds: for the first byte of a response, connecting included, and for each next piece."""
+    """Longest waits, in seconds.
+
+    Attributes:
+        first_byte_s: For the first byte of a response, connecting included.
+        stall_s: For each next piece.
+    """
 
     first_byte_s: float = 15.0
     stall_s: float = 15.0
 
     def stalled(self, what: str, *, began: bool) -> StalledError:
-        """The error of whoever waited that long."""
+        """Make the error of whoever waited that long.
+
+        Args:
+            what: What was read, for people.
+            began: Whether the first byte had come.
+
+        Returns:
+            The error to raise.
+        """
         limit_s = self.stall_s if began else self.first_byte_s
         return StalledError(f"{what}: nothing came for {limit_s:g} s; try again or check the server and the network")
 
@@ -81,7 +105,12 @@ class StoreSource(ByteSource):
     """Reads an object of any store in worker threads; the version is held from the first read on."""
 
     def __init__(self, store: Store, key: str) -> None:
-        """Name the object; nothing is opened yet."""
+        """Name the object; nothing is opened yet.
+
+        Args:
+            store: Where it lies.
+            key: Its key.
+        """
         self._store = store
         self._key = key
         self._reader: ObjectReader | None = None
@@ -137,7 +166,12 @@ class LinkedSource(ByteSource):
     """Any source, behind an emulated link."""
 
     def __init__(self, source: ByteSource, link: EmulatedLink) -> None:
-        """Take over the source: closing this closes it."""
+        """Put a link in front of a source.
+
+        Args:
+            source: Taken over: closing this closes it.
+            link: What its bytes pass.
+        """
         self._source = source
         self._link = link
 
@@ -189,7 +223,18 @@ def _cuts(data: Data, size: int) -> list[Data]:
 
 
 async def read_patiently(source: ByteSource, start: int, end: int | None, sink: Sink, patience: ReadTimeouts) -> None:
-    """``source.read``, and StalledError where a piece is waited for too long."""
+    """``source.read``, with limits for each wait.
+
+    Args:
+        source: What to read.
+        start: First byte.
+        end: First byte after the range; None: to the end.
+        sink: Takes each piece.
+        patience: Longest waits.
+
+    Raises:
+        StalledError: A piece was waited for too long.
+    """
     now, began = asyncio.get_running_loop().time, False
 
     def passed(data: Data) -> None:
@@ -214,7 +259,21 @@ async def read_object(
     start: int = 0,
     end: int | None = None,
 ) -> bytes:
-    """Read an object, or bytes ``start`` to ``end`` of it, over ``link`` where one is given."""
+    """Read an object, or a range of it.
+
+    Args:
+        source: What to read.
+        link: An emulated link to read over; None for none.
+        patience: Longest waits; None for the defaults.
+        start: First byte.
+        end: First byte after the range; None: to the end.
+
+    Returns:
+        The bytes.
+
+    Raises:
+        StalledError: A piece was waited for too long.
+    """
     linked = LinkedSource(source, link) if link else source
     pieces: list[Data] = []
     await read_patiently(linked, start, end, pieces.append, patience or ReadTimeouts())

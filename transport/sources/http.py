@@ -112,7 +112,13 @@ class HttpSource(ByteSource):
     """
 
     def __init__(self, session: aiohttp.ClientSession, url: str | Addresses, *, token: str | None = None) -> None:
-        """Name the object; nothing is asked yet. The session is the caller's and is not closed here."""
+        """Name the object; nothing is asked yet.
+
+        Args:
+            session: The caller's; it is not closed here.
+            url: The object's address, or what finds one.
+            token: Bearer token for ``url``; not used where addresses are found.
+        """
         self._session = session
         self._find = url if callable(url) else None
         self._target: _Target | None = None
@@ -133,7 +139,16 @@ class HttpSource(ByteSource):
         return self._size
 
     async def read(self, start: int, end: int | None, sink: Sink) -> None:
-        """Give bytes ``start`` to ``end``, as they arrive; one request, two where the address had to be renewed."""
+        """Give bytes of the object, as they arrive; one request, two where the address had to be renewed.
+
+        Args:
+            start: First byte.
+            end: First byte after the range; None: to the end.
+            sink: Takes each piece.
+
+        Raises:
+            ArgumentError: The range does not run forwards from 0 or later.
+        """
         if start < 0 or (end is not None and end < start):
             msg = f"a byte range must run forwards from 0 or later, got {start} to {end}"
             raise ArgumentError(msg)

@@ -19,11 +19,20 @@ if TYPE_CHECKING:
 
 
 def open_source(store: Store, key: str, session: aiohttp.ClientSession | None = None) -> ByteSource:
-    """A source for an object: ranges over HTTP where the store gives addresses, worker threads for any other store.
+    """Make a source: ranges over HTTP where the store gives addresses, worker threads for any other store.
 
     Content of a ``TieredStore`` comes through its tiers, and the gaps from what lies below them in the same way.
 
-    session: from ``open_session``; only a store that is ``Addressed`` needs one.
+    Args:
+        store: Where the object lies.
+        key: Its key.
+        session: From ``open_session``; only a store that is ``Addressed`` needs one.
+
+    Returns:
+        The source; close it after use.
+
+    Raises:
+        ArgumentError: The store needs a session and none is given.
     """
     if isinstance(store, Cached):
         below = open_source(store.origin(key), key, session)

@@ -27,15 +27,19 @@ class TieredSource(ByteSource):
     A reader that is cancelled in the middle of a request leaves what came, and one of those who waited asks for the
     rest. Where this source is asked for bytes that it is fetching already, it asks the remote a second time: that is
     how a fetcher hedges a slow request.
-
-    Args:
-        store: The tiers.
-        key: The object's.
-        remote: A source for the same object below the tiers; closing this closes it.
     """
 
     def __init__(self, store: Cached, key: str, remote: ByteSource) -> None:
-        """Name the object. Raises ArgumentError where the key is not content-addressed."""
+        """Name the object.
+
+        Args:
+            store: The tiers.
+            key: The object's.
+            remote: A source for the same object below the tiers; closing this closes it.
+
+        Raises:
+            ArgumentError: The key is not content-addressed.
+        """
         name = store.name(key)
         if name is None:
             msg = f"{key} is not content-addressed and so never cached: read it from the store below the tiers"
