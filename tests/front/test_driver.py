@@ -80,9 +80,9 @@ def _loader(small, corpus=None, *, link=None, log=None, **settings):
     return Loader(small.engine, corpus or small.corpus(), costs=small.costs, link=link, settings=chosen)
 
 
-def ours():
-    """Threads of loaders."""
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("kvwire")]
+def ours(before=frozenset()):
+    """Threads of loaders, but for those of loaders that were there before."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("kvwire")} - before
 
 
 def _given(log: list[LogEntry], kind: type) -> list[ev.Instruction]:
@@ -335,7 +335,7 @@ def test_a_pass_that_needs_too_much_memory_is_made_in_parts(small, question, ref
 
 
 def test_a_cancelled_load_leaves_nothing_behind_and_disturbs_nobody(small, question, references):
-    order, log = tuple(small.tokens), []
+    order, log, before = tuple(small.tokens), [], ours()
     loader = _loader(small, link=EmulatedLink(60e3, 0.005), log=log, policy=Fixed(4))
 
     async def one_goes():
@@ -357,7 +357,7 @@ def test_a_cancelled_load_leaves_nothing_behind_and_disturbs_nobody(small, quest
     answer = asyncio.run(one_goes())
     assert references[order[:1]].compare(small.engine, answer.prompt.cache)[0] < FINE
     loader.close()
-    assert not ours()
+    assert not ours(before)
     left = next(entry for entry in log if isinstance(entry.event, ev.LoadAbandoned))
     assert any(isinstance(each, ev.Cancel) for each in left.instructions)
 

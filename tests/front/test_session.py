@@ -143,12 +143,13 @@ def test_a_kept_entry_whose_blob_is_gone_is_asked_for_again(small, loader_of):
     assert {decision.level for decision in answer.decisions} == {0}
 
 
-def test_no_thread_outlives_a_loader(small, loader_of):
+def test_no_thread_outlives_a_loader(small):
+    before = ours()
     with serving(small.corpus().catalog.store) as url, closing(open_store(url)) as store:
         with Loader(small.engine, Corpus(small.engine, store), costs=small.costs) as loader:
             loader.ask(list(small.tokens), QUESTION)
             assert ours()
-        assert not ours()
+        assert set(ours()) <= set(before)
     with pytest.raises(ArgumentError, match="closed"):
         loader.ask(list(small.tokens), QUESTION)
 
