@@ -1,5 +1,5 @@
 # Needs make and Python 3.11 or later; everything else goes into .venv.
-.PHONY: help .venv other-python demo docs test test-servers check check-install clean
+.PHONY: help .venv other-python demo docs test test-servers fuzz check check-install clean
 
 # The Python that .venv is of, so that a change of the requirements renews it as it is.
 PYTHON ?= $(or $(shell test -x "$$(cat .venv/python 2>/dev/null)" && cat .venv/python),python3)
@@ -11,6 +11,7 @@ help:
 	@echo "make demo    run the demonstration; results go to demo/out"
 	@echo "make test    run the tests, JOBS=$(JOBS) at a time"
 	@echo "make test-servers   the tests that need real servers, which are downloaded"
+	@echo "make fuzz N=100000 SEED=1   mutants of every file format; findings go to build/fuzz"
 	@echo "make docs    the documentation as a site, in site/; warnings are errors"
 	@echo "make check   ruff, formatting and mypy"
 	@echo "make check-install   requirements against the package index alone; the wheel in a clean environment, with a torch of its own"
@@ -38,13 +39,20 @@ demo: $(READY)
 
 # KVWIRE_EXPLORE=<seed> makes property tests draw other examples than the usual ones: the same for the same seed.
 # A file's tests stay together, so that one worker compiles its numba kernels and the others find them cached; slow files
-# first, in the order of tests/conftest.py.
+# first, in the order of tests/conftest.py. Python keeps what it compiles, also where the environment says otherwise: else
+# each worker and each process that a test starts compiles all tests and the package anew.
 test: $(READY)
-	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # Ceph's gateway, Swift and nginx, downloaded once into KVWIRE_SERVERS (~/.cache/kvwire-servers); Debian 12, no root.
 test-servers: $(READY)
 	$(BIN)/pytest -m servers tests/servers
+
+# NUMBA_BOUNDSCHECK=1 make fuzz checks every index of the kernels, too.
+N ?= 10000
+SEED ?= 0
+fuzz: $(READY)
+	$(BIN)/python -m tests.codec.fuzz --mutants $(N) --seed $(SEED) --jobs $(JOBS) --kinds
 
 check: $(READY)
 	$(BIN)/ruff check

@@ -48,7 +48,8 @@ DOCUMENTS = (100, 10_000)
 """Documents among which a profile's bytes are shared out."""
 _REACH = 4.0
 """A curve is drawn on beyond its ends up to that many times the quality there, no further."""
-_FIT, _ENCODE, _METRIC, _REGRESSION = (f"kvwire.codec.{name}" for name in ("fit", "encode", "metric", "regression"))
+_FIT, _METRIC, _REGRESSION = (f"kvwire.codec.fitting.{name}" for name in ("fit", "metric", "regression"))
+_ENCODE = "kvwire.codec.kinds.layered"
 
 
 @dataclass(frozen=True)

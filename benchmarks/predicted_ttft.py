@@ -3,7 +3,7 @@
 The demonstration's model answers a question over three of its documents, warm, over emulated links and over a real
 connection that the kernel shapes. The simulator plays the same load with the same sizes, settings and policy, the
 link as it was set, and the costs that the loader had measured by then. What the machine takes besides is measured in
-every round with a load over a link of 10 Gbit/s: idle time of the lanes between jobs, opening of heads, handing over.
+every round with a load over a link of 10 Gbit/s: idle time of the lanes between jobs, opening of headers, handing over.
 Lookups in the catalog are not predicted but taken as measured. One thread computes, another one fetches. Needs root for
 the shaped links. Writes ``results/predicted_ttft.json`` and draws ``results/predicted_ttft.png``.
 """
@@ -29,7 +29,7 @@ from predicted_ttft_parts.picture import draw
 import kvwire
 from kvwire.comparison.run import local_server
 from kvwire.controller import Adaptive
-from kvwire.controller.policies import CacheGen, Fixed, Text
+from kvwire.controller.policies import CacheGen, Fixed, TextOnly
 from kvwire.runtime.corpus import Corpus, Document
 from kvwire.runtime.costs import measure_costs
 from kvwire.store import FolderStore
@@ -53,7 +53,7 @@ WARM_UPS = 2
 BAND = 0.15
 SOON, TIGHT = Way("earliest", Adaptive()), "quality"
 OTHERS = (
-    Way("cachegen", CacheGen()), *(Way(f"level {level}", Fixed(level)) for level in LEVELS), Way("text", Text()),
+    Way("cachegen", CacheGen()), *(Way(f"level {level}", Fixed(level)) for level in LEVELS), Way("text", TextOnly()),
 )  # fmt: skip
 
 
@@ -124,7 +124,7 @@ class Benchmark:
         return self._entries[0].blob_key
 
     def header_bytes(self, prompt: Prompt) -> int:
-        """Bytes of the heads of a prompt's documents."""
+        """Bytes of the headers of a prompt's documents."""
         return sum(entry.header_bytes for entry in self._entries if entry.document_id in prompt.documents)
 
 
@@ -194,7 +194,7 @@ class Rounds:
         return found
 
     def row(self, contender: Contender, together: int) -> dict[str, Any]:
-        """Measured beside predicted. told_s: what the controller itself expected when all heads were read."""
+        """Measured beside predicted. told_s: what the controller itself expected when all headers were read."""
         loads, model = self._loads[contender.way.name], self.model
         measured = [sum(loaded.ttft_s) / together for loaded in loads]
         predicted = self.predicted(contender)

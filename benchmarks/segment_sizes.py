@@ -3,7 +3,7 @@
     python benchmarks/segment_sizes.py
 
 writes ``controller/simulator/segment_sizes.json``, which is part of the package: for each method, document, chunk and
-level, the bits for each element that a reader of that level fetches (segments alone, without the blob's head) and the
+level, the bits for each element that a reader of that level fetches (segments alone, without the blob's header) and the
 error of what it decodes. The error is taken in the same way for every method: attention-weighted squared error over
 attention-weighted energy about the means, all directions counted. For kvwire's own levels that is, within some per
 cent, what a blob's index says; CacheGen's index counts plain elements instead, which says five times as much.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvwire.codec.fitting.statistics import Statistics, Vocabulary
     from kvwire.codec.format.codecs import DEFAULT_METHOD, methods
     from kvwire.codec.format.container import read_header
-    from kvwire.codec.format.texts import pack_text, read_text
+    from kvwire.codec.format.texts import pack_text, read_text, read_text_documents
     from kvwire.codec.gpu.streams import Mark, Pending, StreamEvent
     from kvwire.codec.kinds.base import LevelKind, kind_of_method
     from kvwire.codec.kinds.cachegen_coding import fit_cachegen_profile
@@ -62,6 +62,7 @@ __all__ = [
     "read_header",
     "read_profile",
     "read_text",
+    "read_text_documents",
     "rotate",
     "rotation",
     "shift_keys",
@@ -81,7 +82,7 @@ __getattr__ = lazy(
         "kvwire.codec.fitting.statistics": ("Statistics", "Vocabulary"),
         "kvwire.codec.format.codecs": ("DEFAULT_METHOD", "methods"),
         "kvwire.codec.format.container": ("read_header",),
-        "kvwire.codec.format.texts": ("pack_text", "read_text"),
+        "kvwire.codec.format.texts": ("pack_text", "read_text", "read_text_documents"),
         "kvwire.codec.gpu.streams": ("Mark", "Pending", "StreamEvent"),
         "kvwire.codec.kinds.base": ("LevelKind", "kind_of_method"),
         "kvwire.codec.kinds.cachegen_coding": ("fit_cachegen_profile",),

@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 class Engine(Protocol):
     """One model: documents to caches, and caches and a question to the first token.
 
-    All methods are called from one thread at a time for each engine. To be implemented: ``meta``, ``device``,
-    ``dtype``, ``window``, ``vocabulary_size``, ``prefill``, ``extend``, ``past_key_values`` and ``forward``.
+    All methods are called from one thread at a time for each engine, but for ``synchronize``: where a second thread
+    decodes, it calls that while the first computes. Properties may be read at any time. To be implemented: ``meta``,
+    ``device``, ``dtype``, ``window``, ``vocabulary_size``, ``prefill``, ``extend``, ``past_key_values`` and
+    ``forward``.
     """
 
     @property
@@ -199,7 +201,10 @@ class Engine(Protocol):
         return KVCache.zeros(self.meta, tokens, dtype=self.dtype, device=self.device)
 
     def synchronize(self) -> None:
-        """Wait until all that was given to the device is done, so that times are those of the work."""
+        """Wait until all that this thread gave to the device is done, so that times are those of the work.
+
+        Called from the thread that decodes, too, while another one runs any other method.
+        """
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 

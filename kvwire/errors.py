@@ -79,6 +79,10 @@ class StorageError(KvwireError, OSError):
     exit_code = 7
 
 
+class ConflictError(StorageError):
+    """Another object lies where this one has to go: trying again helps nobody, another key or a deletion does."""
+
+
 class MismatchError(KvwireError):
     """Two sound things that do not belong together: a blob and another model, profile or tokenizer."""
 

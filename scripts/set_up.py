@@ -47,7 +47,7 @@ def main() -> int:
     line = f"{torch.folder}\n" if torch else ""
     renewable = _is_this_pythons() and beside.is_file() and beside.read_text(encoding="utf-8") == line
     try:
-        venv.create(HOME, clear=not renewable, with_pip=True, symlinks=True)
+        venv.create(HOME, clear=not renewable, with_pip=not renewable, symlinks=True)
     except subprocess.CalledProcessError as error:
         words = (error.output or b"").decode(errors="replace")
         _say(f"{sys.executable} makes no environment with pip (Debian and Ubuntu: install python3-venv)\n{words}")

@@ -29,11 +29,12 @@ if TYPE_CHECKING:
     from kvwire.store.crypto.keyring import Keyring
     from kvwire.store.http_ranges import range_header, range_told
     from kvwire.store.key_kinds import KeyKind, Named, content_digest, kind_of, text_digest
-    from kvwire.store.keys import KeySpace, check_key, is_catalog_key, tenant_hash
+    from kvwire.store.keys import KeySpace, check_key, check_new_name, is_catalog_key, tenant_hash
     from kvwire.store.listing import tenants
     from kvwire.store.schemes import open_store
     from kvwire.store.upkeep.collect import Collected, collect
     from kvwire.store.upkeep.copy import Copied, copy_store
+    from kvwire.store.upkeep.rebuild import Rebuilt, rebuild
     from kvwire.store.upkeep.verify import Damage, Verified, verify_store
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "Named",
     "ObjectReader",
     "ObjectStat",
+    "Rebuilt",
     "S3Settings",
     "S3Store",
     "Snapshots",
@@ -65,6 +67,7 @@ __all__ = [
     "Verified",
     "check_after",
     "check_key",
+    "check_new_name",
     "clamp_range",
     "collect",
     "content_digest",
@@ -77,6 +80,7 @@ __all__ = [
     "parse_size",
     "range_header",
     "range_told",
+    "rebuild",
     "strict_json",
     "tenant_hash",
     "tenants",
@@ -111,11 +115,12 @@ __getattr__ = lazy(
         "kvwire.store.crypto.keyring": ("Keyring",),
         "kvwire.store.http_ranges": ("range_header", "range_told"),
         "kvwire.store.key_kinds": ("KeyKind", "Named", "content_digest", "kind_of", "text_digest"),
-        "kvwire.store.keys": ("KeySpace", "check_key", "is_catalog_key", "tenant_hash"),
+        "kvwire.store.keys": ("KeySpace", "check_key", "check_new_name", "is_catalog_key", "tenant_hash"),
         "kvwire.store.listing": ("tenants",),
         "kvwire.store.schemes": ("open_store",),
         "kvwire.store.upkeep.collect": ("Collected", "collect"),
         "kvwire.store.upkeep.copy": ("Copied", "copy_store"),
+        "kvwire.store.upkeep.rebuild": ("Rebuilt", "rebuild"),
         "kvwire.store.upkeep.verify": ("Damage", "Verified", "verify_store"),
     },
 )

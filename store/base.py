@@ -51,9 +51,12 @@ class Store(Protocol):
     """Where blobs live. Every method may be called from any thread and raises only ``kvwire.errors``.
 
     Keys are checked by ``keys.check_key``: a bad one is an ArgumentError, a missing object a NotFoundError, anything
-    that the disk or server did wrong a StorageError, refused credentials an AuthError. A store that inherits from this
-    class gets ``create``, ``put_many``, ``delete_many`` and ``keys`` made of the other methods, a ``distrust`` that
-    does nothing, and the answers of an ordinary remote store about what it can do besides.
+    that the disk or server did wrong a StorageError, refused credentials an AuthError. Where there is an object ``a``,
+    a store may refuse ``a/b`` with a ConflictError, and the other way round: folders do, S3 and memory hold both, and
+    nothing that kvwire writes needs both.
+
+    A store that inherits from this class gets ``create``, ``put_many``, ``delete_many`` and ``keys`` made of the other
+    methods, a ``distrust`` that does nothing, and the answers of an ordinary remote store about what it can do besides.
 
     Attributes:
         is_local: Whether objects are at hand, so that reading several ahead gains nothing.

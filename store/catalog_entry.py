@@ -27,7 +27,7 @@ class CatalogEntry:
     """One document's blob, or, where ``is_text``, one document of which only the text is kept.
 
     Attributes:
-        document_id: The document's name; any text.
+        document_id: The document's name; any text that can be encoded. New ones pass ``check_new_name``, too.
         blob_key: Where its blob lies. Empty without one, and all about the blob is then empty or 0; the text is found
             by its token digest.
         sha256: Of the blob.
@@ -128,12 +128,17 @@ def _problem(entry: CatalogEntry) -> str | None:
             f"the document id needs 1 to {MAX_NAME_CHARS} characters",
             lambda: 0 < len(entry.document_id) <= MAX_NAME_CHARS,
         ),
+        ("the document id holds half a surrogate pair", lambda: _is_proper(entry.document_id)),
         ("tokens is out of range", lambda: 0 <= entry.tokens < _MAX_BYTES),
         ("token_digest is not a SHA-256", lambda: bool(_DIGEST.fullmatch(entry.token_digest))),
         ("profile_digest is not a SHA-256", lambda: bool(_DIGEST.fullmatch(entry.profile_digest))),
         *(_text_checks(entry) if entry.is_text else _blob_checks(entry)),
     )
     return next((message for message, holds in checks if not holds()), None)
+
+
+def _is_proper(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _blob_checks(entry: CatalogEntry) -> tuple[_Check, ...]:

@@ -98,7 +98,7 @@ def check_text(reader: ObjectReader, token_digest: str) -> bool:
 
 
 class _SegmentCheck:
-    """Checks a blob's head and the checksums of its segments while its bytes come by, in order."""
+    """Checks a blob's header and the checksums of its segments while its bytes come by, in order."""
 
     def __init__(self) -> None:
         self._start = b""
@@ -126,7 +126,7 @@ class _SegmentCheck:
         if self._segments is None:
             self._begin()
         if self._segments is None or self._at != self._file_bytes or self._index != len(self._segments):
-            msg = f"the blob has {self._at} bytes, its head says {self._file_bytes}: encode the document again"
+            msg = f"the blob has {self._at} bytes, its header says {self._file_bytes}: encode the document again"
             raise CorruptError(msg)
         return True
 

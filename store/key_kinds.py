@@ -16,7 +16,7 @@ from kvwire._json import strict_json
 from kvwire.errors import ArgumentError, CorruptError
 from kvwire.store.catalog_entry import MAX_ENTRY_BYTES, CatalogEntry, parse_object
 from kvwire.store.content_checks import MAX_TEXT_BYTES, check_blob, check_profile, check_text
-from kvwire.store.keys import KeySpace, check_digest, is_catalog_key
+from kvwire.store.keys import KeySpace, check_digest, check_key, is_catalog_key
 from kvwire.types import SEALED_MAGIC, TEXT_MAGIC
 
 if TYPE_CHECKING:
@@ -164,6 +164,42 @@ def text_digest(key: str) -> str | None:
     return found[1] if found and found[0].digest == "tokens" and not found[0].is_catalog else None
 
 
+def is_misplaced(key: str, space: KeySpace | None = None) -> bool:
+    """Whether an object lies in a model configuration where none of its kind does, so that nothing leads to it.
+
+    Args:
+        key: A key.
+        space: The configuration; None: as the key tells.
+
+    Returns:
+        True where the kind is known and its place is another; False for what belongs to no configuration.
+    """
+    found = _find(key)
+    if found is None or found[0].place is None:
+        return False
+    if space is None and (match := _SPACE.match(key)):
+        space = KeySpace(match[1], match[2])
+    return space is not None and found[0].place(space, found[1]) != key
+
+
+def check_place(key: str) -> str:
+    """Check a key that something is to be written under.
+
+    Args:
+        key: The key.
+
+    Returns:
+        ``key``, unchanged.
+
+    Raises:
+        ArgumentError: It is no key, or one where nobody would look for the object, a collector of garbage included.
+    """
+    if is_misplaced(check_key(key)):
+        msg = f"{key[:200]!r} is not where an object of its kind and digest lies: make the key with KeySpace"
+        raise ArgumentError(msg)
+    return key
+
+
 def entity_tag(key: str, data: bytes) -> str:
     """Strong entity tag of an object.
 
@@ -197,8 +233,11 @@ def max_bytes(key: str, content_bytes: int) -> int | None:
         content_bytes: The server's limit of uploads.
 
     Returns:
-        Bytes; None where the key cannot be written: a folder keeps what is in the catalog as rows of a database.
+        Bytes; None where the key cannot be written: a folder keeps what is in the catalog as rows of a database, and
+        nobody would find what is misplaced.
     """
+    if is_misplaced(key):
+        return None
     kind = kind_of(key)
     if kind is None:
         return MAX_ENTRY_BYTES if is_catalog_key(key) and key.endswith(".json") else None
@@ -295,6 +334,7 @@ def _accept_announcement(key: str, data: Data) -> None:
         raise CorruptError(msg)
 
 
+_SPACE = re.compile(r"v1/([0-9a-f]{32})/([0-9a-f]{16})/")
 # Folders of two digits keep listings of file systems short.
 _CATALOG = r"v1/[0-9a-f]{32}/[0-9a-f]{16}/catalog/"
 _FOLDED = r"(?P<fold>[0-9a-f]{2})/(?P<digest>(?P=fold)[0-9a-f]{62})\.json"

@@ -11,6 +11,7 @@ import hmac
 import re
 from dataclasses import dataclass
 
+from kvwire._printable import name_problem
 from kvwire.errors import ArgumentError
 
 MAX_KEY_CHARS = 512
@@ -143,6 +144,27 @@ def is_tenant(name: str) -> bool:
         True for 32 lower-case hexadecimal digits.
     """
     return _HEX32.fullmatch(name) is not None
+
+
+def check_new_name(name: str, what: str) -> str:
+    """Refuse a name that would deceive whoever reads it in a list or a log; what has one already stays readable.
+
+    Args:
+        name: Of something that is about to be written.
+        what: Of what, for the message.
+
+    Returns:
+        ``name``, unchanged.
+
+    Raises:
+        ArgumentError: It holds a control character, half of a surrogate pair, a line separator, or a mark that turns
+            the direction of writing.
+    """
+    problem = name_problem(name)
+    if problem:
+        msg = f"the {what}'s name {name[:80]!r} holds {problem}: name it otherwise"
+        raise ArgumentError(msg)
+    return name
 
 
 def _named(name: str, what: str) -> bytes:

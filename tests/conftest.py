@@ -44,10 +44,20 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.hypothesis_seed = seed
     settings.register_profile("kvwire", deadline=None, derandomize=not seed, database=None)
     settings.load_profile("kvwire")
+    _one_thread_each()
+
+
+def _one_thread_each() -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         import torch
 
         torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """A parallel kernel of numba's sets up threads in OpenMP, which is torch's too: whatever ran before, it is one."""
+    _one_thread_each()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from inspect import getmembers
+from types import SimpleNamespace
 
 
 def quicken() -> None:
     """Leave out what the interpreter does for nothing.
 
     It computes all sums and products of integers once more to check them for overflow, and drops the verdict unless it
-    debugs. It makes a table of dtypes for every look-up. And it looks through the whole language for what a kernel may
-    call, in each call of a function.
+    debugs. It makes a table of dtypes for every look-up. It looks through the whole language for what a kernel may
+    call, in each call of a function, where the kernel that calls it had all of it replaced already. And it works out
+    anew what a shape says of every tensor.
     """
     try:
         import triton.language as tl
@@ -22,6 +24,14 @@ def quicken() -> None:
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = replace(builder.options, sanitize_overflow=False)
+    _remember_dtypes(tl, interpreter)
+    _replace_once(tl, interpreter)
+    _remember_shapes(tl)
+    if semantic := getattr(interpreter, "TritonSemantic", None):  # since 3.4
+        _leave_alike(semantic)
+
+
+def _remember_dtypes(tl, interpreter) -> None:
     real = interpreter._get_np_dtype
     plain = cache(real)
 
@@ -30,9 +40,14 @@ def quicken() -> None:
         return real(element) if isinstance(element, tl.pointer_type) else plain(element)
 
     interpreter._get_np_dtype = dtype_of
-    search = interpreter._patch_builtin
+
+
+def _replace_once(tl, interpreter) -> None:
+    """Look up once what is built in, and replace it once for a kernel and all the functions that it calls."""
+    search, replace_all = interpreter._patch_builtin, interpreter._patch_lang
+    nothing = SimpleNamespace(restore=lambda: None)
     is_builtin = tl.core.is_builtin
-    homes = (tl, tl.core, tl.tensor, tl.math)
+    homes = (tl, tl.core, tl.tensor, tl.math, getattr(tl.core, "tensor_descriptor_base", tl.tensor))
     builtins = {home: [name for name, member in getmembers(home) if is_builtin(member)] for home in homes}
 
     def patch(home, builder, scope):
@@ -44,3 +59,53 @@ def quicken() -> None:
         return None
 
     interpreter._patch_builtin = patch
+
+    @cache
+    def languages(function):
+        return [module for module in (tl, tl.core) if module in function.__globals__.values()]
+
+    def is_replaced(language):
+        mine = language.dtype.to_ir.__module__ == interpreter.__name__
+        return mine and not is_builtin(language.load) and not is_builtin(language.tensor.__add__)
+
+    def patch_all(function):
+        found = languages(function)
+        return nothing if found and all(map(is_replaced, found)) else replace_all(function)
+
+    interpreter._patch_lang = patch_all
+
+
+def _remember_shapes(tl) -> None:
+    """Work out once what follows from a shape: a block's name and size, the constants that a tensor has of it."""
+    make_type, make_tensor = tl.block_type.__init__, tl.tensor.__init__
+    types, shapes = {}, {}
+
+    def init_type(self, element_ty, shape):
+        place = getattr(element_ty, "address_space", None)  # pointers have no hash
+        key = (element_ty.name, place, *(getattr(length, "value", length) for length in shape))
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = vars(self).copy()
+        vars(self).update(types[key], element_ty=element_ty)
+
+    def init_tensor(self, handle, type):  # noqa: A002 - Triton's name
+        shape = type.shape if type.is_block() else ()
+        _, known = shapes.get(id(shape), (None, None))
+        if known is None:
+            make_tensor(self, handle, type)
+            shapes[id(shape)] = shape, vars(self).copy()  # blocks of a shape share it, so that it stays the same object
+        else:
+            vars(self).update(known, handle=handle, type=type, dtype=type.scalar)
+
+    tl.block_type.__init__, tl.tensor.__init__ = init_type, init_tensor
+
+
+def _leave_alike(semantic) -> None:
+    """Compare no lengths of two blocks of the same shape to make them of one shape."""
+    broadcast = semantic.broadcast_impl_value
+
+    def broadcast_unlike(self, lhs, rhs):
+        alike = lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape
+        return (lhs, rhs) if alike else broadcast(self, lhs, rhs)
+
+    semantic.broadcast_impl_value = broadcast_unlike

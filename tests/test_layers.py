@@ -17,6 +17,8 @@ DOOR = "kvwire"
 FLOORS = {
     "_json": 0,
     "_lazy": 0,
+    "_printable": 0,
+    "_user_file": 0,
     "_version": 0,
     "errors": 0,
     "types": 0,
@@ -54,7 +56,7 @@ SHELVES: dict[str, list[set[str]]] = {
     "engines": [{"base.py"}, {"transformers"}],
     "reuse": [{"assemble.py"}],
     "store": [
-        {"http_ranges.py", "keys.py"},
+        {"client_tls.py", "http_ranges.py", "keys.py"},
         {"base.py", "catalog_entry.py"},
         {"content_checks.py"},
         {"key_kinds.py"},
@@ -70,7 +72,7 @@ SHELVES: dict[str, list[set[str]]] = {
     "transport": [{"emulation", "errors.py"}, {"sources"}, {"fetch"}, {"server"}, {"testing"}],
     DOOR: [
         {"_version.py", "errors.py"},
-        {"_json.py", "_lazy.py"},
+        {"_json.py", "_lazy.py", "_printable.py", "_user_file.py"},
         {"types"},
         {"runtime", "whatif"},
         {"comparison"},
@@ -120,8 +122,13 @@ def absolute(name: str, level: int, module: str) -> str:
     return ".".join([*package, name] if name else package)
 
 
-def imports(tree: ast.AST, module: str) -> Iterator[Import]:
+@cache
+def imports(source: str, module: str) -> list[Import]:
     """Every import of a module: at the top, in functions, for type checkers only, and by a literal name."""
+    return list(_imports(ast.parse(source), module))
+
+
+def _imports(tree: ast.AST, module: str) -> Iterator[Import]:
     for node in ast.walk(tree):
         match node:
             case ast.Import(names=names):
@@ -142,7 +149,7 @@ def layer_faults(source: str, module: str) -> list[Import]:
     """Imports of a module that lead to its own floor's neighbour or upstairs."""
     own = room_of(module) or DOOR
     faults = []
-    for line, target in imports(ast.parse(source), module):
+    for line, target in imports(source, module):
         room = room_of(target)
         if room is None or room == own or FLOORS[room] == FLOORS[own] == 0:
             continue
@@ -154,7 +161,7 @@ def layer_faults(source: str, module: str) -> list[Import]:
 
 def top_names(source: str, module: str) -> list[Import]:
     """First part of the name of every import."""
-    return [(line, target.partition(".")[0]) for line, target in imports(ast.parse(source), module)]
+    return [(line, target.partition(".")[0]) for line, target in imports(source, module)]
 
 
 def words(tree: ast.AST) -> Iterator[Import]:

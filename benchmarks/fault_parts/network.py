@@ -174,7 +174,7 @@ async def fetched(
     settings: FetchSettings = SETTINGS,
     between: Callable[[], Awaitable[object]] | None = None,
 ) -> tuple[str, int]:
-    """Fetch the blob: how it ended, and how many segments are missing. ``between``: done when the head is in."""
+    """Fetch the blob: how it ended, and how many segments are missing. ``between``: done when the header is in."""
     give_up_at = time.monotonic() + deadline_s
     misses: list[SegmentError] = []
     try:
@@ -207,7 +207,7 @@ def got(store: Store) -> str:
 
 
 def plan_of(fault: ProxyFault, when: str) -> FaultPlan:
-    """Which GETs of a fetch go wrong; the first one reads the head."""
+    """Which GETs of a fetch go wrong; the first one reads the header."""
     if when == "always":
         return nth(fault, *range(1, 10_000))
     return nth(fault, 0 if when == "head" else 1)
@@ -326,13 +326,13 @@ async def unreachable(store: Store, name: str, kind: str) -> list[Row]:
 
 
 async def changed_between(bench: Bench, name: str, change: Callable[[Store], None]) -> Row:
-    """The object is really another one, or gone, when its head has been read."""
+    """The object is really another one, or gone, when its header has been read."""
     try:
         async with open_session() as session:
             bench.begin()
             source = open_source(bench.store, KEY, session)
             outcome, misses = await fetched(source, 5.0, between=partial(asyncio.to_thread, change, bench.origin))
-            return bench.row(name, "after the head", outcome, misses, 5.0, ", ranges")
+            return bench.row(name, "after the header", outcome, misses, 5.0, ", ranges")
     finally:
         write_everything(bench.origin)
 

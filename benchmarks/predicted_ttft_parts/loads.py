@@ -69,7 +69,7 @@ class Loaded:
 
     @property
     def heads_s(self) -> float:
-        """Seconds from the end of the catalog's lookups until the last head was known."""
+        """Seconds from the end of the catalog's lookups until the last header was known."""
         known = max(entry.now for entry in self.log if isinstance(entry.event, ev.IndexKnown))
         return known - self.began - self.catalog_s
 
@@ -158,7 +158,7 @@ class Model:
     settings: ctl.ControllerSettings
 
     def heads_s(self, loads: int, documents: int) -> float:
-        """Seconds from the end of the lookups until all heads of some loads, of so many documents each, are known."""
+        """Seconds from the end of the lookups until all headers of some loads, of so many documents each, are known."""
         began = self.catalog_s + self.connected_s
         received = self.link.rate.time_to(self.header_bytes * loads, began)
         return received - self.catalog_s + self.open_s * loads * documents

@@ -14,7 +14,15 @@ from kvwire.codec.format.header import Header
 from kvwire.codec.format.segment import ChunkSegments
 from kvwire.codec.gpu.streams import Pending, StreamEvent
 from kvwire.codec.kinds.base import kind_of
-from kvwire.codec.kinds.outputs import DTYPES, check_out, check_positions, chunk_of, drop_pruned, empty_for
+from kvwire.codec.kinds.outputs import (
+    DTYPES,
+    check_claim,
+    check_out,
+    check_positions,
+    chunk_of,
+    drop_pruned,
+    empty_for,
+)
 from kvwire.codec.kinds.profiles import profile_for
 from kvwire.codec.kinds.requests import DecodeRequest
 from kvwire.codec.workers import each
@@ -53,6 +61,8 @@ class BlobDecoder:
         level: int | None = None,
         backend: Backend = "auto",
         workspace_bytes: int | None = None,
+        max_tokens: int | None = None,
+        max_bytes: int | None = None,
     ) -> None:
         """Parse the header, pick the profile and allocate the output; raises as ``decode`` does.
 
@@ -72,19 +82,23 @@ class BlobDecoder:
             backend: Which kernels run, see ``backend.Backend``.
             workspace_bytes: Device memory of a GPU for chunks under way, None for 15 % of the output; more of it takes
                 more chunks at a time, which is sooner for short documents.
+            max_tokens: Most tokens that the blob may claim, the model's window for one; None for any number.
+            max_bytes: Most bytes to allocate for the output, None for any number: a constant cache of any size is a
+                short blob, so a blob's length bounds nothing. Give one where blobs come from strangers.
         """
         self._header = head if isinstance(head, Header) else parse_header(head, check=check)
+        dtype = dtype or DTYPES.get(self.info.meta.dtype, torch.float32)
+        check_claim(self.info, dtype, max_tokens, max_bytes if out is None else None)
         self._check = check
         self._decoders: dict[int, LevelDecoder] = {}
         independent = level is not None and self.info.levels[level_index(self.info, level)].lossless
         profile = None if independent else profile_for(self._header, profile)
         self._request = DecodeRequest(self._header, profile, offset, check, hidden)
         self._lossy = None if profile is None else kind_of(profile.codec).decoder(self._request)
-        check_positions(self.info, offset)
         if dtype is not None and not dtype.is_floating_point:
             msg = f"a cache holds floating-point numbers, it cannot be decoded to {dtype}"
             raise ArgumentError(msg)
-        dtype = dtype or DTYPES.get(self.info.meta.dtype, torch.float32)
+        check_positions(self.info, offset)
         if out is not None:
             check_out(out, self.info)
         self._out = empty_for(self._header, device, dtype, offset) if out is None else out
@@ -234,6 +248,8 @@ def decode(  # noqa: PLR0913 - a decoder's settings, each with its default
     hidden: Tensor | None = None,
     threads: int | None = None,
     backend: Backend = "auto",
+    max_tokens: int | None = None,
+    max_bytes: int | None = None,
 ) -> KVCache:
     """Decode a whole blob at one quality level.
 
@@ -251,6 +267,8 @@ def decode(  # noqa: PLR0913 - a decoder's settings, each with its default
             with one.
         threads: Chunks decoded at a time on the processor, None for one on every core.
         backend: Which kernels run, see ``backend.Backend``: by default Triton's on a GPU.
+        max_tokens: Most tokens that the blob may claim, see ``BlobDecoder``.
+        max_bytes: Most bytes that the cache may take.
 
     Returns:
         The cache.
@@ -261,7 +279,7 @@ def decode(  # noqa: PLR0913 - a decoder's settings, each with its default
         FormatVersionError: A later version wrote it.
         MismatchError: The profile is missing or is another one.
         RopeRegimeError: A position is out of reach.
-        ArgumentError: There is no such level, or an argument is out of range.
+        ArgumentError: There is no such level, an argument is out of range, or the blob claims more than a limit.
     """
     header = parse_header(blob, check=check)
     info = header.info
@@ -276,6 +294,8 @@ def decode(  # noqa: PLR0913 - a decoder's settings, each with its default
         hidden=hidden,
         level=index,
         backend=backend,
+        max_tokens=max_tokens,
+        max_bytes=max_bytes,
     )
     view = memoryview(blob)
 

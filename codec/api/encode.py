@@ -79,7 +79,7 @@ def encode(
     coded = [encoder.encode_all(spans, threads) for encoder in encoders]
     return pack_blob(
         Draft(
-            meta=_named(cache),
+            meta=_named(cache, lossless=lossless),
             token_ids=cache.token_ids,
             tokens=cache.tokens,
             chunk_tokens=chunk_tokens,
@@ -105,7 +105,13 @@ def _codecs(profile: AnyProfile | None, levels: Ladder | int | None, *, lossless
     return chosen
 
 
-def _named(cache: KVCache) -> CacheMeta:
-    """The cache's meta with the digest of its token ids, where they are known."""
-    ids = cache.token_ids
-    return cache.meta if ids is None else replace(cache.meta, token_digest=digest_tokens(ids))
+def _named(cache: KVCache, *, lossless: bool) -> CacheMeta:
+    """The cache's meta with the digest of its token ids, where they are known.
+
+    A lossless level holds the numbers of the tensors, all of one dtype, which readers take from the meta.
+    """
+    meta, ids = cache.meta, cache.token_ids
+    if lossless:
+        stored = next(tensor.dtype for tensor in (*cache.keys, *cache.values) if tensor.numel())
+        meta = replace(meta, dtype=str(stored).removeprefix("torch."))
+    return meta if ids is None else replace(meta, token_digest=digest_tokens(ids))

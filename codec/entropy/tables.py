@@ -127,13 +127,11 @@ class Tables:
     @cached_property
     def lookup(self) -> NDArray[np.uint32]:
         """For each class and slot of 4096: symbol in 8 bits, slot - start in 12, frequency - 1 in 12."""
-        frequencies = self.base.astype(np.int64)
-        symbols = np.concatenate([np.repeat(np.arange(ALPHABET), row) for row in frequencies]).reshape(CLASSES, _TOTAL)
-        rows = np.arange(CLASSES)[:, None]
-        starts = self.base_starts.reshape(CLASSES, ALPHABET).astype(np.int64)
-        bias = np.arange(_TOTAL)[None, :] - starts[rows, symbols]
-        packed = symbols << 24 | bias << PROBABILITY_BITS | (frequencies[rows, symbols] - 1)
-        return np.asarray(packed.ravel(), np.uint32)
+        entries = np.repeat(np.arange(self.base.size, dtype=np.uint32), self.base.ravel())
+        bias = np.tile(np.arange(_TOTAL, dtype=np.uint32), len(self.base)) - self.base_starts[entries]
+        frequency = self.base.ravel()[entries].astype(np.uint32) - np.uint32(1)
+        packed = entries % np.uint32(ALPHABET) << np.uint32(24) | bias << np.uint32(PROBABILITY_BITS) | frequency
+        return np.asarray(packed, np.uint32)
 
     @cached_property
     def thresholds(self) -> NDArray[np.uint32]:

@@ -29,7 +29,7 @@ from kvwire.codec.format.header import (
 )
 from kvwire.codec.format.ids import MAX_BITS, MIN_BITS, id_bytes, unpack_ids
 from kvwire.codec.format.kept import kept_sizes
-from kvwire.codec.format.limits import MAX_LEVELS
+from kvwire.codec.format.limits import MAX_CHUNK_SYMBOLS, MAX_LEVELS
 from kvwire.codec.format.metadata_json import elements_per_token, error_to_kl_from_json, meta_from_json, unpack_json
 from kvwire.errors import CorruptError, FormatVersionError, TruncatedError
 from kvwire.types import BlobInfo, LevelInfo, SegmentInfo, digest_tokens
@@ -99,14 +99,15 @@ def parse_header(data: bytes, *, check: bool = True) -> Header:
     digest = parts.metadata.get("profile")
     lossy = any(not level.lossless for level in levels)
     wanted = 0 if parts.profile or not lossy else _DIGEST_CHARACTERS
-    if not isinstance(digest, str) or len(digest) != wanted:
-        msg = "the blob neither carries a profile nor names one; fetch it again"
+    if not isinstance(digest, str) or len(digest) != wanted or (parts.profile and not lossy):
+        msg = "the blob neither carries a profile nor names one, or has one that it does not need; fetch it again"
         raise CorruptError(msg)
     prefix_layers, error_to_kl, offset = _settings(parts.metadata)
     token_ids = unpack_ids(parts.ids, fields.tokens, fields.bits)
     if check and token_ids is not None and digest_tokens(token_ids) != meta.token_digest:
         msg = "the blob's token ids are not those that its metadata names; write the document again"
         raise CorruptError(msg)
+    _check_chunks(fields, levels, elements_per_token(meta.layers))
     segments = _segments(parts.entries, fields, levels)
     infos = _level_infos(levels, parts.entries, fields, elements_per_token(meta.layers), error_to_kl)
     method = next((CODECS[level.codec].method for level in levels if not level.lossless), DEFAULT_METHOD)
@@ -239,6 +240,14 @@ def _level(name: Any, codec: Any, step: Any, shift: Any) -> Level:  # noqa: ANN4
         msg = f"level {name!r} with shift {shift!r}"
         raise ValueError(msg)
     return Level(name, float(step), shift)
+
+
+def _check_chunks(fields: _Prologue, levels: tuple[Level, ...], elements_of_token: int) -> None:
+    """Levels that decode alone code every element; of layered ones the profile says how many coefficients there are."""
+    numbers = min(fields.tokens, fields.chunk_tokens) * elements_of_token
+    if numbers > MAX_CHUNK_SYMBOLS and any(level.independent for level in levels):
+        msg = f"the blob claims {numbers} numbers a chunk, {MAX_CHUNK_SYMBOLS} are allowed; fetch it again"
+        raise CorruptError(msg)
 
 
 def _segments(

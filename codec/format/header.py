@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvwire.codec.format.codecs import CODEC_LAYERED, CODECS
-from kvwire.codec.format.kept import Kept, unpack_kept
 
 if TYPE_CHECKING:
+    from kvwire.codec.format.kept import Kept
     from kvwire.types import BlobInfo
 
 MAGIC = b"\x89KVW\r\n\x1a\n"
@@ -100,4 +100,6 @@ class Header:
         Raises:
             CorruptError: The bits do not fit the layout.
         """
+        from kvwire.codec.format.kept import unpack_kept  # brings torch, which no server of blobs needs
+
         return unpack_kept(self.kept_bits, self.info.meta.layers, self.info.tokens) if self.kept_bits else None

@@ -2,3 +2,5 @@
 
 MAX_LEVELS = 8
 """Quality levels of a blob."""
+MAX_CHUNK_SYMBOLS = 1 << 30
+"""Tokens times coefficients of a chunk: 4096 tokens of the widest model there is; a lane's length stays in 16 bits."""

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-MAX_CHUNK_SYMBOLS = 1 << 30
-"""Tokens times coefficients of a chunk: 4096 tokens of the widest model there is; a lane's length stays in 16 bits."""
 _HEADER = struct.Struct("<IIIHH")
 """words, class bytes, escape bytes, lanes, reserved."""
 

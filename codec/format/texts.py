@@ -1,13 +1,15 @@
-"""A text on its own: the token ids of one document, without a cache. Exactly specified in docs/format.md."""
+"""A text on its own: token ids, and which documents have them. Exactly specified in docs/format.md."""
 
 from __future__ import annotations
 
+import json
 import struct
 from typing import TYPE_CHECKING
 
 import zstandard
 from isal.isal_zlib import crc32
 
+from kvwire._json import strict_json
 from kvwire.codec.format.ids import MAX_BITS, MIN_BITS, id_bytes, pack_ids, unpack_ids
 from kvwire.codec.format.metadata_json import decompress
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, TruncatedError
@@ -24,13 +26,19 @@ _MOST_PACKED = 256
 _PROLOGUE = struct.Struct("<8sHHIIIIB3x")
 """magic, major, minor, incompatible flags, CRC-32, tokens, stored bytes of the ids, bits of an id, reserved"""
 _CRC_AT = 16
+_NAMED = 1
+"""Flag: names of documents follow the ids."""
+_MAX_NAMES_BYTES = 1 << 20
+_LENGTH = struct.Struct("<I")
 
 
-def pack_text(ids: Sequence[int]) -> bytes:
-    """Write a text's file; equal ids give equal bytes.
+def pack_text(ids: Sequence[int], documents: Sequence[str] = ()) -> bytes:
+    """Write a text's file; equal ids and names give equal bytes.
 
     Args:
         ids: Token ids.
+        documents: Names of documents that have this text, so that a lost catalog can be made anew. Of more than fit
+            1 MiB, the first ones are left out.
 
     Returns:
         The file.
@@ -44,8 +52,9 @@ def pack_text(ids: Sequence[int]) -> bytes:
     bits, raw = pack_ids(ids, len(ids))
     frame = zstandard.ZstdCompressor(level=19, write_content_size=True).compress(raw)
     stored = frame if len(frame) < len(raw) <= _MOST_PACKED * len(frame) else raw
-    header = _PROLOGUE.pack(TEXT_MAGIC, *VERSION, 0, 0, len(ids), len(stored), bits)
-    data = bytearray(header + stored)
+    names = _pack_names(documents)
+    header = _PROLOGUE.pack(TEXT_MAGIC, *VERSION, _NAMED if names else 0, 0, len(ids), len(stored), bits)
+    data = bytearray(header + stored + names)
     data[_CRC_AT : _CRC_AT + 4] = crc32(data).to_bytes(4, "little")
     return bytes(data)
 
@@ -64,6 +73,31 @@ def read_text(data: bytes) -> tuple[int, ...]:
         CorruptError: It is damaged.
         FormatVersionError: A later version wrote it.
     """
+    tokens, bits, body, _ = _parts(data)
+    size = id_bytes(tokens, bits)
+    raw = body if len(body) == size else decompress(body, size, "text")
+    return unpack_ids(raw, tokens, bits) or ()
+
+
+def read_text_documents(data: bytes) -> tuple[str, ...]:
+    """Read which documents have a text, as far as its file says.
+
+    Args:
+        data: All its bytes.
+
+    Returns:
+        Names of documents, in the order in which they came to have it; none in files that name none.
+
+    Raises:
+        TruncatedError: It ends too early.
+        CorruptError: It is damaged.
+        FormatVersionError: A later version wrote it.
+    """
+    return _parts(data)[3]
+
+
+def _parts(data: bytes) -> tuple[int, int, bytes, tuple[str, ...]]:
+    """Tokens, bits of an id, the ids as stored and the names, all checked."""
     if data[: len(TEXT_MAGIC)] != TEXT_MAGIC[: len(data)]:
         msg = "this is no text of kvwire's; encode the document again"
         raise CorruptError(msg)
@@ -71,14 +105,12 @@ def read_text(data: bytes) -> tuple[int, ...]:
         msg = f"the text ends after {len(data)} bytes, within its header; fetch it again"
         raise TruncatedError(msg, _PROLOGUE.size)
     _, major, minor, flags, checksum, tokens, stored, bits = _PROLOGUE.unpack_from(data)
-    if major != VERSION[0] or flags:
-        msg = f"the text has version {major}.{minor}, flags {flags:#x}; this reader knows {VERSION[0]}.x without any"
+    if major != VERSION[0] or flags & ~_NAMED:
+        msg = f"the text has version {major}.{minor}, flags {flags:#x}; this reader knows {VERSION[0]}.x, flags 0 and 1"
         raise FormatVersionError(msg)
-    if len(data) < _PROLOGUE.size + stored:
-        msg = f"the text ends after {len(data)} of {_PROLOGUE.size + stored} bytes; fetch it again"
-        raise TruncatedError(msg, _PROLOGUE.size + stored)
+    end = _end(data, _PROLOGUE.size + stored, has_names=bool(flags & _NAMED))
     zeroed = data[:_CRC_AT] + bytes(4) + data[_CRC_AT + 4 :]
-    if len(data) > _PROLOGUE.size + stored or crc32(zeroed) != checksum:
+    if len(data) > end or crc32(zeroed) != checksum:
         msg = "the text does not match its checksum or length; fetch it again or encode the document again"
         raise CorruptError(msg)
     size = id_bytes(tokens, bits)
@@ -86,6 +118,43 @@ def read_text(data: bytes) -> tuple[int, ...]:
     if not fits:
         msg = f"the text claims {tokens} tokens of {bits} bits in {stored} bytes; encode the document again"
         raise CorruptError(msg)
-    body = data[_PROLOGUE.size :]
-    raw = body if stored == size else decompress(body, size, "text")
-    return unpack_ids(raw, tokens, bits) or ()
+    at = _PROLOGUE.size + stored
+    names = _read_names(data[at + _LENGTH.size : end]) if flags & _NAMED else ()
+    return tokens, bits, data[_PROLOGUE.size : at], names
+
+
+def _end(data: bytes, end: int, *, has_names: bool) -> int:
+    """Length that the file must have; TruncatedError where it is shorter."""
+    if has_names and len(data) >= end + _LENGTH.size:
+        (length,) = _LENGTH.unpack_from(data, end)
+        if length > _MAX_NAMES_BYTES:
+            msg = f"the text claims {length} bytes of names, more than the {_MAX_NAMES_BYTES} allowed; encode it again"
+            raise CorruptError(msg)
+        end += length
+    end += _LENGTH.size if has_names else 0
+    if len(data) < end:
+        msg = f"the text ends after {len(data)} of {end} bytes; fetch it again"
+        raise TruncatedError(msg, end)
+    return end
+
+
+def _pack_names(documents: Sequence[str]) -> bytes:
+    names = list(dict.fromkeys(documents))
+    while names:
+        packed = json.dumps(names, separators=(",", ":")).encode()
+        if len(packed) <= _MAX_NAMES_BYTES:
+            return _LENGTH.pack(len(packed)) + packed
+        names = names[-(len(names) // 2) :] if len(names) > 1 else []
+    return b""
+
+
+def _read_names(data: bytes) -> tuple[str, ...]:
+    try:
+        names = strict_json(data)
+    except ArgumentError as error:
+        msg = f"the text's names are not JSON as kvwire writes it ({error}); encode the document again"
+        raise CorruptError(msg) from error
+    if not (isinstance(names, list) and names) or not all(isinstance(name, str) and name for name in names):
+        msg = "the text's names are no list of texts; encode the document again"
+        raise CorruptError(msg)
+    return tuple(names)

@@ -13,9 +13,10 @@ from kvwire.codec.entropy.range_coder import sound
 from kvwire.codec.format.arrays import pack_arrays, unpack_arrays
 from kvwire.codec.format.codecs import CODEC_CACHEGEN, CODECS
 from kvwire.codec.format.limits import MAX_LEVELS
-from kvwire.codec.format.metadata_json import layers_from_json, layers_to_json, shapes_of
+from kvwire.codec.format.metadata_json import layers_from_json, layers_to_json
 from kvwire.codec.planes import Side, plane_width, planes_of
-from kvwire.errors import CorruptError, MismatchError
+from kvwire.codec.profile.model_check import check_model
+from kvwire.errors import CorruptError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -127,15 +128,7 @@ class CacheGenProfile:
         Raises:
             MismatchError: The cache is of another model or of another shape.
         """
-        if shapes_of(meta.layers) != shapes_of(self.layers):
-            msg = "the CacheGen profile fits another cache layout; fit one on caches of this model"
-            raise MismatchError(msg)
-        if self.model_revision and meta.model_revision and self.model_revision != meta.model_revision:
-            msg = (
-                f"the CacheGen profile belongs to model {self.model_id!r} ({self.model_revision[:12]}), "
-                f"the cache to {meta.model_id!r} ({meta.model_revision[:12]}); fit a profile for this model"
-            )
-            raise MismatchError(msg)
+        check_model(self, meta, "CacheGen profile", "kvwire.fit_cachegen_profile")
 
     @cached_property
     def data(self) -> bytes:

@@ -11,8 +11,9 @@ from kvwire.codec.entropy.tables import column_classes
 from kvwire.codec.fitting.fit import fit_profile, identity_profile
 from kvwire.codec.format.codecs import CODEC_LAYERED
 from kvwire.codec.format.header import Level
+from kvwire.codec.format.limits import MAX_CHUNK_SYMBOLS
 from kvwire.codec.format.pack import Coded
-from kvwire.codec.format.segment import MAX_CHUNK_SYMBOLS, SegmentState, decode_segment, encode_segment
+from kvwire.codec.format.segment import SegmentState, decode_segment, encode_segment
 from kvwire.codec.gpu.staging import suits_gpu
 from kvwire.codec.kinds.base import LevelDecoder, LevelEncoder, LevelKind
 from kvwire.codec.kinds.outputs import device_of, positions_for

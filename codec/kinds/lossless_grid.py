@@ -11,7 +11,7 @@ import torch
 
 from kvwire.codec.entropy.exponent_kernels import Fields
 from kvwire.codec.entropy.rans_naive import PROBABILITY_BITS
-from kvwire.codec.entropy.tables import ALPHABET, CONTEXTS, POINTS, Tables
+from kvwire.codec.entropy.tables import CONTEXTS, POINTS, Tables
 from kvwire.errors import CorruptError
 
 if TYPE_CHECKING:
@@ -58,15 +58,6 @@ class ClassTables(Tables):
         if not (base.sum(axis=1, dtype=np.int64) == _TOTAL).all():
             refuse("has frequencies that do not add up to 4096")
         return cls(base, np.zeros((len(base), CONTEXTS, 3), np.uint16), np.zeros((len(base), POINTS), np.uint16))
-
-    @cached_property
-    def lookup(self) -> NDArray[np.uint32]:
-        """As in ``Tables``, in a few passes over all classes at once."""
-        entries = np.repeat(np.arange(self.base.size, dtype=np.uint32), self.base.ravel())
-        bias = np.tile(np.arange(_TOTAL, dtype=np.uint32), len(self.base)) - self.base_starts[entries]
-        frequency = self.base.ravel()[entries].astype(np.uint32) - np.uint32(1)
-        packed = entries % np.uint32(ALPHABET) << np.uint32(24) | bias << np.uint32(PROBABILITY_BITS) | frequency
-        return np.asarray(packed, np.uint32)
 
 
 @dataclass(frozen=True)

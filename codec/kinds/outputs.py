@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from kvwire.codec.format.metadata_json import shapes_of
+from kvwire.codec.format.metadata_json import elements_per_token, shapes_of
 from kvwire.codec.planes import SIDES
 from kvwire.codec.transform.positions import rotation
 from kvwire.errors import ArgumentError, KvwireError
@@ -161,8 +162,34 @@ def check_out(out: KVCache | PagedKVCache, info: BlobInfo) -> None:
         raise ArgumentError(msg)
 
 
+def check_claim(info: BlobInfo, dtype: torch.dtype, max_tokens: int | None, max_bytes: int | None) -> None:
+    """Compare what a header claims with what the caller is ready to hold, before anything is allocated.
+
+    Args:
+        info: Of the blob.
+        dtype: Of the output.
+        max_tokens: Most tokens, None for any number.
+        max_bytes: Most bytes of the output, None for any number.
+
+    Raises:
+        ArgumentError: The blob claims more.
+    """
+    size = info.tokens * elements_per_token(info.meta.layers) * dtype.itemsize
+    limits = (("max_tokens", info.tokens, max_tokens), ("max_bytes", size, max_bytes))
+    passed = [f"{name}={most}" for name, claimed, most in limits if most is not None and claimed > most]
+    if passed:
+        msg = (
+            f"the blob claims {info.tokens} tokens ({size} bytes decoded), more than {' and '.join(passed)}; "
+            "raise the limit if the blob is to be trusted"
+        )
+        raise ArgumentError(msg)
+
+
 def empty_for(header: Header, device: str | torch.device, dtype: torch.dtype, offset: int | None) -> KVCache:
     """Make a cache of zeros for a blob's.
+
+    On the processor it takes memory page by page as chunks are written: a header that claims much, and whose segments
+    are no good, costs next to nothing.
 
     Args:
         header: Of the blob.
@@ -180,11 +207,18 @@ def empty_for(header: Header, device: str | torch.device, dtype: torch.dtype, of
     try:
         for spec in info.meta.layers:
             tokens = 0 if spec.kind == "none" else info.tokens
-            keys.append(torch.zeros(spec.kv_heads, tokens, spec.key_dim, dtype=dtype, device=device))
-            values.append(torch.zeros(spec.kv_heads, tokens, spec.value_dim, dtype=dtype, device=device))
+            keys.append(_zeros((spec.kv_heads, tokens, spec.key_dim), device, dtype))
+            values.append(_zeros((spec.kv_heads, tokens, spec.value_dim), device, dtype))
     except (RuntimeError, MemoryError) as error:
         msg = f"no room for the decoded cache of {info.tokens} tokens on {device} ({error}); decode it elsewhere"
         raise KvwireError(msg) from error
     meta = replace(info.meta, dtype=str(dtype).removeprefix("torch."))
     meta = meta if offset is None else replace(meta, positions="on", offset=offset)
     return KVCache(keys, values, meta, info.token_ids, header.kept)
+
+
+def _zeros(shape: tuple[int, int, int], device: str | torch.device, dtype: torch.dtype) -> Tensor:
+    """Zeros; on the processor from pages that the system clears when they are first touched."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(shape, f"i{dtype.itemsize}")).view(dtype)

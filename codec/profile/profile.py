@@ -18,11 +18,12 @@ import torch
 from kvwire.codec.entropy.tables import Tables
 from kvwire.codec.format.arrays import pack_arrays, unpack_arrays
 from kvwire.codec.format.codecs import CODEC_LAYERED, CODECS
-from kvwire.codec.format.metadata_json import error_to_kl_from_json, layers_from_json, layers_to_json, shapes_of
+from kvwire.codec.format.metadata_json import error_to_kl_from_json, layers_from_json, layers_to_json
 from kvwire.codec.planes import SIDES, Plane, plane_width, planes_of
 from kvwire.codec.profile.expectations import ROWS_BYTES, Expectations
 from kvwire.codec.profile.group import Group
-from kvwire.errors import CorruptError, MismatchError
+from kvwire.codec.profile.model_check import check_model
+from kvwire.errors import CorruptError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -113,15 +114,7 @@ class Profile:
         Raises:
             MismatchError: The cache is of another model or of another shape.
         """
-        if shapes_of(meta.layers) != shapes_of(self.layers):
-            msg = "the profile fits another cache layout; fit one on caches of this model (kvwire.fit_profile)"
-            raise MismatchError(msg)
-        if self.model_revision and meta.model_revision and self.model_revision != meta.model_revision:
-            msg = (
-                f"the profile belongs to model {self.model_id!r} ({self.model_revision[:12]}), "
-                f"the cache to {meta.model_id!r} ({meta.model_revision[:12]}); fit a profile for this model"
-            )
-            raise MismatchError(msg)
+        check_model(self, meta, "profile", "kvwire.fit_profile")
 
     @cached_property
     def data(self) -> bytes:

@@ -78,7 +78,8 @@ class Columns:
     def level_for(self, target: int | Ints) -> Ints:
         """Level to fetch so that quality is at least ``target``, RECOMPUTE where only recomputing gives that.
 
-        A document's finest level stands for all above it. Without text the best level that can be had must do.
+        A document's finest level stands for all above it. Where neither that level nor text can be had, the best level
+        that can be had must do.
 
         Args:
             target: Uniform level, or a column of them.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from math import isfinite
 from typing import Any, NoReturn
 
-from kvwire.errors import CorruptError
+from kvwire._json import strict_json
+from kvwire.errors import ArgumentError, CorruptError
 from kvwire.types.rates import RateTrace
 
 _MAX_CHARACTERS = 16 << 20
@@ -69,9 +69,9 @@ def parse_log_json(text: str) -> RateTrace:
     """
     _check_size(text)
     try:
-        entries = json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        msg = f"the trace is not JSON ({error}); copy it again"
+        entries = strict_json(text)
+    except ArgumentError as error:
+        msg = f"the trace is {error}; copy it again"
         raise CorruptError(msg) from error
     if not isinstance(entries, list) or not entries:
         _refuse("the text", "it must be a list that is not empty")
@@ -119,11 +119,6 @@ def _trace(times: list[float], rates: list[float], period_s: float) -> RateTrace
 def _check_size(text: str) -> None:
     if len(text) > _MAX_CHARACTERS:
         _refuse("the text", f"it has {len(text)} characters, more than {_MAX_CHARACTERS}")
-
-
-def _no_constant(name: str) -> NoReturn:
-    msg = f"{name} is no number of a trace"
-    raise ValueError(msg)
 
 
 def _refuse(where: str, why: str) -> NoReturn:

@@ -15,6 +15,7 @@ from kvwire.engines.transformers.fitting import kept_by_all, turn_alike
 from kvwire.engines.transformers.plain import filled, tensors_of
 from kvwire.engines.transformers.registration import learn_layout, window_of
 from kvwire.engines.transformers.text import ATLAS_CONTEXT, look_up, prefix_states
+from kvwire.engines.transformers.tokenizer_limits import no_panics
 from kvwire.engines.transformers.waiting import held, referring
 from kvwire.errors import ArgumentError, MismatchError, NotFoundError
 from kvwire.types import CacheMeta, KVCache
@@ -147,8 +148,10 @@ class TransformersEngine(Engine):
 
         Raises:
             NotFoundError: There is no tokenizer.
+            CorruptError: The tokenizer's rules fail on this text.
         """
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        with no_panics():
+            return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """The text of token ids.
@@ -161,8 +164,10 @@ class TransformersEngine(Engine):
 
         Raises:
             NotFoundError: There is no tokenizer.
+            CorruptError: The tokenizer's rules fail on these tokens.
         """
-        return str(self.tokenizer.decode(list(token_ids)))
+        with no_panics():
+            return str(self.tokenizer.decode(list(token_ids)))
 
     @torch.no_grad()
     def prefill(self, documents: Sequence[Sequence[int]], *, batch_tokens: int = BATCH_TOKENS) -> list[KVCache]:

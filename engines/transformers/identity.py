@@ -72,6 +72,18 @@ def model_revision(folder: Path, revisions: RevisionsFile | None = None) -> str:
     return found
 
 
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The tokenizer's files.
+
+    Args:
+        folder: Holds the files.
+
+    Returns:
+        Those that are there.
+    """
+    return [folder / name for name in _TOKENIZER if (folder / name).is_file()]
+
+
 def tokenizer_digest(folder: Path) -> str:
     """SHA-256 over the tokenizer's files.
 
@@ -81,7 +93,7 @@ def tokenizer_digest(folder: Path) -> str:
     Returns:
         Hexadecimal digest; the empty string where there are no such files.
     """
-    found = [folder / name for name in _TOKENIZER if (folder / name).is_file()]
+    found = tokenizer_files(folder)
     return _digest(found, 0) if found else ""
 
 

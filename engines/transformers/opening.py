@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from kvwire.engines.transformers.engine import TransformersEngine
-from kvwire.engines.transformers.identity import model_revision, tokenizer_digest
+from kvwire.engines.transformers.identity import model_revision, tokenizer_digest, tokenizer_files
+from kvwire.engines.transformers.tokenizer_limits import check_tokenizer, no_panics
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, MismatchError, NotFoundError, StorageError
 
 if TYPE_CHECKING:
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
 """Nothing is downloaded, and no code that lies in a model's folder is run."""
+_PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
+"""Weights as Python objects, which may run any code when they are read: they are not."""
+_SHARD = re.compile(r"[^/\\]+\.safetensors")
 _NO_SDPA = "scaled_dot_product_attention"
 """Found in what transformers says of a model without an sdpa path."""
 
@@ -34,7 +39,7 @@ def open_engine(
     """Open a model folder. Nothing is ever downloaded and no code of the folder is run.
 
     Args:
-        path: config.json and weights as Hugging Face saves them; a tokenizer where text is to be read.
+        path: config.json and weights as Hugging Face saves them, in safetensors; a tokenizer where text is to be read.
         device: Where the model runs.
         dtype: Of the weights; None: as they are stored.
 
@@ -44,7 +49,7 @@ def open_engine(
     Raises:
         NotFoundError: The folder holds no model.
         CorruptError: Its files cannot be read, or weights are missing.
-        MismatchError: It is no model that kvwire can run.
+        MismatchError: It is no model that kvwire can run, or its weights are a pickle, which is not read.
         RopeRegimeError: Its keys cannot be moved.
         StorageError: The disk fails.
         ArgumentError: The device or dtype cannot be used.
@@ -54,6 +59,8 @@ def open_engine(
     if not (folder / "config.json").is_file():
         msg = f"{folder} holds no model: config.json is missing; name a folder saved by save_pretrained"
         raise NotFoundError(msg)
+    _check_weights(folder)
+    check_tokenizer(tokenizer_files(folder))
     try:
         revision, tokenizer_id = model_revision(folder), tokenizer_digest(folder)
         config = (folder / "config.json").read_bytes()
@@ -79,6 +86,39 @@ def _check_options(device: str | torch.device, dtype: torch.dtype | None) -> Non
         raise ArgumentError(msg) from error
 
 
+def _check_weights(folder: Path) -> None:
+    """Refuse a folder whose weights are pickles alone, or whose index of shards names anything but safetensors."""
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    others = [
+        name
+        for index in folder.glob("*.safetensors.index.json")
+        for name in _shards(index)
+        if not _SHARD.fullmatch(name)
+    ]
+    if others:
+        msg = f"{folder}'s index names {others[0]!r}; only safetensors beside it are read: copy the model's files again"
+        raise MismatchError(msg)
+    if pickles and not any(folder.glob("*.safetensors")):
+        msg = (
+            f"{folder} holds its weights as a pickle ({pickles[0]}), which may run any code when it is read; only "
+            "safetensors are read. Where you trust the file, convert it with transformers: "
+            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        )
+        raise MismatchError(msg)
+
+
+def _shards(index: Path) -> set[str]:
+    """Names of the files that an index leads to."""
+    try:
+        return {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
+    except OSError as error:
+        msg = f"{index} cannot be read ({error}); check its permissions and the disk"
+        raise StorageError(msg) from error
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        msg = f"{index} is no index of weights; copy the model's files again"
+        raise CorruptError(msg) from error
+
+
 def _check_config(folder: Path, data: bytes) -> None:
     try:
         config = json.loads(data)
@@ -91,7 +131,7 @@ def _check_config(folder: Path, data: bytes) -> None:
 
 
 def _model(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
-    options = {"dtype": dtype or "auto", "output_loading_info": True, **_LOCAL}
+    options = {"dtype": dtype or "auto", "output_loading_info": True, "use_safetensors": True, **_LOCAL}
     try:
         with _quiet():
             loaded = _weights(folder, options)
@@ -139,7 +179,7 @@ def _explained(folder: Path, error: Exception) -> KvwireError | Exception:
         return NotFoundError(f"{folder} holds no weights that transformers can read ({error}); name a complete folder")
     if isinstance(error, (AttributeError, ImportError, KeyError, NotImplementedError, TypeError, ValueError)):
         return MismatchError(f"{folder} cannot be opened as a causal language model ({error}); use another model")
-    if isinstance(error, (EOFError, RuntimeError)) or type(error).__module__.startswith(("safetensors", "pickle")):
+    if isinstance(error, (EOFError, RuntimeError)) or type(error).__module__.startswith("safetensors"):
         if "memory" in str(error).lower():
             return error
         return CorruptError(f"{folder}'s weights cannot be read ({error}); copy the model's files again")
@@ -148,7 +188,8 @@ def _explained(folder: Path, error: Exception) -> KvwireError | Exception:
 
 def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
-        return AutoTokenizer.from_pretrained(folder, **_LOCAL)
+        with no_panics():
+            return AutoTokenizer.from_pretrained(folder, **_LOCAL)
     except Exception as error:  # the tokenizers library raises bare Exception
         msg = (
             f"{folder}'s tokenizer cannot be read ({error}); copy its files again, or remove them to use token ids only"

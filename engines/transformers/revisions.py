@@ -9,20 +9,20 @@ import contextlib
 import json
 import os
 import re
-import secrets
 from hashlib import sha256
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from kvwire._user_file import read_at_most, replace_unflushed, user_file, writable_place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
 VARIABLE = "KVWIRE_REVISIONS"
 """Environment variable: path of the file, or ``off``."""
 _VERSION = 1
 _MOST_ENTRIES = 256
 _MOST_BYTES = 1 << 18
-_FOLDER_MODE, _FILE_MODE = 0o700, 0o600
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -47,13 +47,7 @@ class RevisionsFile:
         Returns:
             What ``KVWIRE_REVISIONS`` names, or ``kvwire/revisions.json`` among the user's caches.
         """
-        named = environment.get(VARIABLE, "")
-        if named.lower() == "off":
-            return cls(None)
-        try:
-            return cls(Path(named).expanduser() if named else _caches(environment) / "kvwire" / "revisions.json")
-        except RuntimeError:  # this user has no home
-            return cls(None)
+        return cls(user_file(environment, VARIABLE, "revisions.json"))
 
     def recall(self, key: str) -> str | None:
         """Look a revision up.
@@ -78,17 +72,15 @@ class RevisionsFile:
         entries = {name: value for name, value in self._read().items() if name != key} | {key: revision}
         kept = dict(list(entries.items())[-_MOST_ENTRIES:])
         with contextlib.suppress(OSError):
-            path = Path(os.path.realpath(self._path))
-            path.parent.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
-            _replace(path, json.dumps({"version": _VERSION, "revisions": kept}).encode())
+            content = json.dumps({"version": _VERSION, "revisions": kept}).encode()
+            replace_unflushed(writable_place(self._path), content)
 
     def _read(self) -> dict[str, str]:
         """Entries, oldest first; none where the file holds anything else."""
+        if self._path is None:
+            return {}
         try:
-            if self._path is None or not self._path.is_file():
-                return {}
-            with self._path.open("rb") as file:
-                content = file.read(_MOST_BYTES + 1)
+            content = read_at_most(self._path, _MOST_BYTES)
             whole = json.loads(content) if len(content) <= _MOST_BYTES else None
         except (OSError, ValueError, RecursionError):
             return {}
@@ -119,22 +111,3 @@ def fingerprint(paths: Sequence[Path]) -> str:
         times = (found.st_mtime_ns, found.st_ctime_ns)
         facts.append((path.name, os.path.realpath(path), found.st_size, *times, found.st_ino, found.st_dev))
     return sha256(json.dumps(facts).encode()).hexdigest()
-
-
-def _caches(environment: Mapping[str, str]) -> Path:
-    """The user's folder of caches, by the XDG base directory specification, which ignores relative paths."""
-    named = Path(environment.get("XDG_CACHE_HOME", ""))
-    return named if named.is_absolute() else Path.home() / ".cache"
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(8)}")
-    try:
-        temporary.touch(_FILE_MODE, exist_ok=False)
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise

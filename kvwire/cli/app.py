@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import sys
+from io import StringIO
 
 import click
 
 from kvwire._version import __version__
 from kvwire.cli.failures import error_as_data, leave
 from kvwire.cli.lazy_group import LazyCommand, LazyGroup
+from kvwire.cli.say import prepare_output, say, say_text
 from kvwire.errors import KvwireError
 
 COMMANDS = {
@@ -33,19 +35,22 @@ COMMANDS = {
 
 def main() -> None:
     """Run the command line; translates kvwire errors into messages and exit codes."""
+    prepare_output()
     as_json = "--json" in sys.argv[1:]
     try:
         cli.main(prog_name="kvwire", standalone_mode=False)
     except click.ClickException as error:
         if as_json:
-            click.echo(json.dumps({"error": {"kind": "UsageError", "message": error.format_message()}}))
-        error.show()
+            say(json.dumps({"error": {"kind": "UsageError", "message": error.format_message()}}))
+        usage = StringIO()
+        error.show(usage)
+        say_text(usage.getvalue().rstrip("\n"), err=True)
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)
     except KvwireError as error:
         if as_json:
-            click.echo(json.dumps(error_as_data(error)))
+            say(json.dumps(error_as_data(error)))
         leave(error)
 
 

@@ -102,7 +102,7 @@ def _answer(names: list[str], place: StoreOptions, options: _AskOptions) -> Answ
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.loader import Loader
     from kvwire.runtime.settings import LoadSettings
-    from kvwire.runtime.text_files import read_texts
+    from kvwire.runtime.text_files import read_texts, token_ids
     from kvwire.transport import parse_link
 
     engine = open_engine(options["model"], options["device"], options["dtype"])
@@ -110,7 +110,8 @@ def _answer(names: list[str], place: StoreOptions, options: _AskOptions) -> Answ
         quality_floor=options["floor"], quality_ceiling=options["ceiling"], backend=options["backend"]
     )
     texts = read_texts([options["texts"]]) if options["texts"] else {}
-    known = {name: engine.tokenize(text) for name, text in texts.items()} if options["texts"] else None
+    wanted = {name: text for name, text in texts.items() if name in names}
+    known = {name: token_ids(engine.tokenize, engine.window, text) for name, text in wanted.items()}
     with closing(place.open()) as opened:
         corpus = Corpus(engine, opened, **place.whose(), uses=use_file(options["uses"]))
         others = [Corpus(engine, opened, **(place.whose() | {"tenant": tenant})) for tenant in options["variants"]]

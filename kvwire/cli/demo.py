@@ -11,6 +11,7 @@ import click
 from kvwire.cli.engines import open_engine
 from kvwire.cli.failures import error_as_data, leave
 from kvwire.cli.options import JSON
+from kvwire.cli.say import say, say_text
 from kvwire.errors import KvwireError, NotFoundError
 
 if TYPE_CHECKING:
@@ -58,11 +59,11 @@ def demo(**options: Unpack[_DemoOptions]) -> None:
         questions=options["questions"] or _beside(options["documents"]),
         out=Path(options["out"]),
         links=options["links"],
-        say=lambda line: click.echo(line, err=options["as_json"]),
+        say=lambda text: say_text(text, err=options["as_json"]),
     )
     error = _difference(report, options["bound"], options["agreement"])
     if options["as_json"]:
-        click.echo(json.dumps({**report, **error_as_data(error)}))
+        say(json.dumps({**report, **error_as_data(error)}))
     if error:
         leave(error)
 

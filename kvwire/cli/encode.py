@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
+from kvwire._printable import name_problem
 from kvwire.cli.engines import open_engine
 from kvwire.cli.failures import leave
 from kvwire.cli.options import (
@@ -20,17 +21,17 @@ from kvwire.cli.options import (
     store_options,
     use_file,
 )
-from kvwire.cli.printing import print_encoded
+from kvwire.cli.printing import print_document, print_encoded
 from kvwire.codec import DEFAULT_METHOD, methods
 from kvwire.errors import ArgumentError
-from kvwire.runtime.text_files import problem_with, read_texts
+from kvwire.runtime.text_files import problem_with, read_texts, token_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from kvwire.codec import Backend
     from kvwire.engines.base import Engine
-    from kvwire.runtime.corpus import Corpus, Document, Encoded
+    from kvwire.runtime.corpus import Document, Encoded
 
 
 class _EncodeOptions(TypedDict):
@@ -79,7 +80,8 @@ class _EncodeOptions(TypedDict):
 def encode(place: StoreOptions, **options: Unpack[_EncodeOptions]) -> None:
     """Encode text files, or all .txt and .md files of folders, into a store.
 
-    A document's id is its path below the folder named, without its ending. What the catalog has already is skipped.
+    A document's id is its path below the folder named, without its ending. What the catalog has already is skipped. A
+    document's line is printed once the store holds it.
     """
     from kvwire.runtime.corpus import Coding, Corpus
 
@@ -89,7 +91,9 @@ def encode(place: StoreOptions, **options: Unpack[_EncodeOptions]) -> None:
     coding = Coding(options["method"], options["prefix_layers"], options["lossless"], backend=options["backend"])
     corpus = Corpus(engine, place.open_lasting(), **place.whose(), coding=coding, uses=use_file(options["uses"]))
     documents = _documents(engine, texts, failures)
-    done = _encode_all(corpus, documents, force=options["force"], encode_after=options["encode_after"])
+    encoded = corpus.encode(documents, force=options["force"], encode_after=options["encode_after"])
+    tokens = sum(len(document.token_ids) for document in documents)
+    done = _told(encoded, tokens, as_json=options["as_json"])
     error = None
     if failures:
         error = ArgumentError(f"{len(failures)} of {len(done) + len(failures)} documents were left out")
@@ -99,12 +103,15 @@ def encode(place: StoreOptions, **options: Unpack[_EncodeOptions]) -> None:
 
 
 def _documents(engine: Engine, texts: Mapping[str, str], failures: dict[str, str]) -> list[Document]:
-    """Texts as token ids; those that cannot be encoded go to ``failures``."""
+    """Texts as token ids; those that cannot be encoded go to ``failures``, and so do those with impossible names."""
     from kvwire.runtime.corpus import Document
 
     documents = []
     for document_id, text in texts.items():
-        ids = engine.tokenize(text)
+        if wrong := name_problem(document_id):
+            failures[document_id] = f"its name holds {wrong}; rename the file"
+            continue
+        ids = token_ids(engine.tokenize, engine.window, text)
         problem = problem_with(ids, engine.window)
         if problem:
             failures[document_id] = problem
@@ -113,13 +120,16 @@ def _documents(engine: Engine, texts: Mapping[str, str], failures: dict[str, str
     return documents
 
 
-def _encode_all(corpus: Corpus, documents: Sequence[Document], *, force: bool, encode_after: int) -> list[Encoded]:
+def _told(encoded: Iterator[Encoded], tokens: int, *, as_json: bool) -> list[Encoded]:
+    """Documents as they are done, each told at once but as JSON, where all are one object."""
     from tqdm import tqdm
 
     done = []
-    total = sum(len(document.token_ids) for document in documents)
-    with tqdm(total=total, unit="tok", disable=None, desc="encoding", file=sys.stderr) as bar:
-        for encoded in corpus.encode(documents, force=force, encode_after=encode_after):
-            done.append(encoded)
-            bar.update(encoded.entry.tokens)
+    with tqdm(total=tokens, unit="tok", disable=None, desc="encoding", file=sys.stderr) as bar:
+        for each in encoded:
+            done.append(each)
+            bar.update(each.entry.tokens)
+            if not as_json:
+                with tqdm.external_write_mode():
+                    print_document(each)
     return done

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import click
+from kvwire.cli.say import say
 
 if TYPE_CHECKING:
     from kvwire.errors import KvwireError
@@ -25,5 +25,5 @@ def leave(error: KvwireError) -> NoReturn:
     Raises:
         SystemExit: Always.
     """
-    click.echo(f"kvwire: {error}", err=True)
+    say(f"kvwire: {error}", err=True)
     sys.exit(error.exit_code)

@@ -12,6 +12,7 @@ import click
 from kvwire.cli.engines import open_engine
 from kvwire.cli.options import JSON, StoreOptions, store_options
 from kvwire.cli.printing import describe, print_levels
+from kvwire.cli.say import say
 from kvwire.codec import DEFAULT_METHOD
 from kvwire.errors import NotFoundError, StorageError
 
@@ -28,16 +29,12 @@ def inspect(*, blob: str, model: str | None, place: StoreOptions, as_json: bool)
     """Show what a blob holds: a .kvw file, which is checked to its end, or a document of a store."""
     info = _info(blob, model, place)
     if as_json:
-        click.echo(json.dumps(describe(info)))
+        say(json.dumps(describe(info)))
         return
-    click.echo(
-        f"{info.tokens} tokens in {info.chunks} chunks, {info.file_bytes:,} bytes (header {info.header_bytes:,})"
-    )
-    click.echo(
-        f"model {info.meta.model_id} ({info.meta.model_revision[:12]}), profile {info.profile_digest[:12] or 'inside'}"
-    )
+    say(f"{info.tokens} tokens in {info.chunks} chunks, {info.file_bytes:,} bytes (header {info.header_bytes:,})")
+    say(f"model {info.meta.model_id} ({info.meta.model_revision[:12]}), profile {info.profile_digest[:12] or 'inside'}")
     if info.prefix_layers or info.method != DEFAULT_METHOD:
-        click.echo(f"method {info.method}, coded for readers that compute the first {info.prefix_layers} layers")
+        say(f"method {info.method}, coded for readers that compute the first {info.prefix_layers} layers")
     print_levels([info])
 
 

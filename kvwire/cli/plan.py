@@ -12,6 +12,7 @@ from kvwire.cli.failures import leave
 from kvwire.cli.options import DEVICE, DTYPE, JSON, StoreOptions, store_options
 from kvwire.cli.plan_inputs import PlanOptions, Sources
 from kvwire.cli.plan_printing import print_plan
+from kvwire.cli.say import say
 from kvwire.errors import DeadlineError
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def plan(*, place: StoreOptions, **given: Any) -> None:  # noqa: ANN401 - click'
         sources = Sources(options, place, store)
         prompt, estimates, settings = sources.prompt(), sources.estimates(), sources.settings()
     if sys.stderr.isatty() and len(prompt.inputs) > _MANY:
-        click.echo(f"planning {len(prompt.inputs)} documents takes some seconds; --no-compare is faster", err=True)
+        say(f"planning {len(prompt.inputs)} documents takes some seconds; --no-compare is faster", err=True)
     made = plan_load(
         prompt.inputs,
         estimates,

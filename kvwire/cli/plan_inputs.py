@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvwire._json import json_object
 from kvwire.cli.engines import open_engine
 from kvwire.cli.inputs import read_file_header, read_link, read_machine, read_shape, read_tokens
 from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError, StorageError
@@ -342,13 +342,14 @@ def _read_plan(path: Path) -> dict[str, Any]:
         msg = f"{path} cannot be read ({error.strerror})"
         raise StorageError(msg) from error
     try:
-        state = json.loads(content) if len(content) <= _MOST_BYTES else None
-    except (ValueError, RecursionError):
-        state = None
+        state = json_object(content, str(path), _MOST_BYTES)
+    except CorruptError as error:
+        msg = f"{error}; name what kvwire plan --json printed"
+        raise CorruptError(msg) from error
     compute = None
-    if isinstance(state, dict) and isinstance(state.get("estimates"), dict):
+    if isinstance(state.get("estimates"), dict):
         state, compute = state["estimates"], state.get("compute")
-    if not isinstance(state, dict) or "engine" not in state:
+    if "engine" not in state:
         msg = f"{path} holds no estimates of an engine; name what kvwire plan --json printed"
         raise CorruptError(msg)
     return {"estimates": state} if compute is None else {"estimates": state, "compute": _checked(compute, path)}

@@ -8,10 +8,9 @@ from itertools import groupby
 from math import isfinite, log10
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from kvwire.cli.failures import error_as_data
 from kvwire.cli.plan_inputs import COMPUTE
+from kvwire.cli.say import say
 from kvwire.whatif.break_even import FASTEST, SLOWEST
 
 if TYPE_CHECKING:
@@ -53,13 +52,13 @@ def print_plan(
         compute = {name: getattr(settings, name) for name in COMPUTE}
         made_with = {"estimates": estimates.to_state(), "compute": compute}
         shown = describe_plan(names, plan) | made_with | error_as_data(error)
-        click.echo(json.dumps(shown, allow_nan=False))
+        say(json.dumps(shown, allow_nan=False))
         return
     for line in (*_verdict(plan), *_chunk_table(names, plan)):
-        click.echo(line)
+        say(line)
     if plan.alternatives:
         for line in (*_alternatives(plan), *_break_evens(plan)):
-            click.echo(line)
+            say(line)
 
 
 def describe_plan(names: Sequence[str], plan: LoadPlan) -> dict[str, Any]:
@@ -128,7 +127,8 @@ def _verdict(plan: LoadPlan) -> Iterator[str]:
 
 
 def _chunk_table(names: Sequence[str], plan: LoadPlan) -> Iterator[str]:
-    yield f"\n{'document':<{_NAME}}{'chunks':>10}{'tokens':>8}  {'what':<20}{'bytes':>9}{'dB':>7}  why"
+    yield ""
+    yield f"{'document':<{_NAME}}{'chunks':>10}{'tokens':>8}  {'what':<20}{'bytes':>9}{'dB':>7}  why"
     runs = [list(run) for _, run in groupby(plan.chunks, lambda chunk: (chunk.document, chunk.level))]
     for run in runs[:_MOST_RUNS]:
         first, last = run[0], run[-1]
@@ -147,7 +147,8 @@ def _chunk_table(names: Sequence[str], plan: LoadPlan) -> Iterator[str]:
 
 
 def _alternatives(plan: LoadPlan) -> Iterator[str]:
-    yield f"\n{'instead':<{_NAME}}{'first token':>12}{'bytes':>10}{'error':>9}{'dB':>7}{'KL':>9}  in time"
+    yield ""
+    yield f"{'instead':<{_NAME}}{'first token':>12}{'bytes':>10}{'error':>9}{'dB':>7}{'KL':>9}  in time"
     for each in (plan.prediction, *plan.alternatives):
         name = "this plan" if each is plan.prediction else each.name
         kl = "-" if each.kl is None else f"{each.kl:.1e}"
@@ -162,7 +163,8 @@ def _alternatives(plan: LoadPlan) -> Iterator[str]:
 
 
 def _break_evens(plan: LoadPlan) -> Iterator[str]:
-    yield f"\n{'from which bandwidth on':<{_NAME}}(now {_rate(plan.bandwidth)})"
+    yield ""
+    yield f"{'from which bandwidth on':<{_NAME}}(now {_rate(plan.bandwidth)})"
     for each in plan.break_evens:
         title = _TITLES[each.what].format(each.level)
         yield f"{title:<{_NAME}}{_point(each):>14}"

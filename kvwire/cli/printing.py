@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from kvwire.cli.failures import error_as_data
+from kvwire.cli.say import say, say_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,10 +47,18 @@ def describe(info: BlobInfo) -> dict[str, Any]:
     }
 
 
+def print_document(encoded: Encoded) -> None:
+    """A line for a document that the store holds by now."""
+    entry = encoded.entry
+    levels = "  ".join(f"{name} {size / 1e3:.0f} kB" for name, size in entry.levels) or "kept as text"
+    had = "  (had it already)" if encoded.skipped else ""
+    say(f"{entry.document_id}: {entry.tokens} tokens  {levels}{had}")
+
+
 def print_encoded(
     done: Sequence[Encoded], failures: dict[str, str], *, as_json: bool, error: KvwireError | None = None
 ) -> None:
-    """What was encoded, document by document, and the levels of all together.
+    """The levels of all documents together, and what was left out; as JSON the documents, too.
 
     Args:
         done: Documents that were encoded or had been.
@@ -65,23 +72,18 @@ def print_encoded(
             | (describe(e.blob) if e.blob else {"tokens": e.entry.tokens, "text_only": e.entry.is_text})
             for e in done
         ]
-        click.echo(json.dumps({"documents": rows, "failures": failures} | error_as_data(error)))
+        say(json.dumps({"documents": rows, "failures": failures} | error_as_data(error)))
     else:
-        for e in done:
-            levels = "  ".join(f"{name} {size / 1e3:.0f} kB" for name, size in e.entry.levels) or "kept as text"
-            click.echo(
-                f"{e.entry.document_id}: {e.entry.tokens} tokens  {levels}{'  (had it already)' if e.skipped else ''}"
-            )
         blobs = [e.blob for e in done if e.blob]
         if blobs:
             print_levels(blobs)
     for document_id, problem in failures.items():
-        click.echo(f"kvwire: {document_id}: {problem}", err=True)
+        say(f"kvwire: {document_id}: {problem}", err=True)
 
 
 def print_levels(infos: Sequence[BlobInfo]) -> None:
     """One row for each level, blobs added up."""
-    click.echo(f"\n{'level':<12}{'bytes':>12}{'bits/element':>14}{'error':>10}{'KL':>10}")
+    say("", f"{'level':<12}{'bytes':>12}{'bits/element':>14}{'error':>10}{'KL':>10}")
     elements = sum(info.tokens * info.meta.elements_per_token for info in infos)
     tokens = sum(info.tokens for info in infos)
     for index in range(min(len(info.levels) for info in infos)):
@@ -92,8 +94,8 @@ def print_levels(infos: Sequence[BlobInfo]) -> None:
             each.predicted_kl * i.tokens for each, i in zip(levels, infos, strict=True) if each.predicted_kl is not None
         ]
         kl = f"{sum(known) / tokens:10.1e}" if len(known) == len(levels) else f"{'-':>10}"
-        click.echo(f"{level.name:<12}{size:>12,}{8 * size / elements:>14.3f}{error:>10.5f}{kl}")
-    click.echo(
+        say(f"{level.name:<12}{size:>12,}{8 * size / elements:>14.3f}{error:>10.5f}{kl}")
+    say(
         "bytes: of what a reader of the level fetches, header and index included; error: attention-weighted, relative; "
         "KL: what it is expected to change the next token's distribution by, in nats"
     )
@@ -110,13 +112,13 @@ def print_answer(names: Sequence[str], answer: Answer, *, as_json: bool, error: 
     """
     timing = answer.timing
     if as_json:
-        click.echo(json.dumps(_described_answer(names, answer) | error_as_data(error)))
+        say(json.dumps(_described_answer(names, answer) | error_as_data(error)))
         return
     for decision in answer.decisions:
         what = "recompute" if decision.action == "recompute" else f"level {decision.level}"
-        click.echo(f"{names[decision.chunk.document]} chunk {decision.chunk.chunk}: {what}  ({decision.reason})")
+        say(f"{names[decision.chunk.document]} chunk {decision.chunk.chunk}: {what}  ({decision.reason})")
     for miss in answer.misses:
-        click.echo(f"kvwire: {_outcome(names, answer, miss)}: {miss}", err=True)
+        say(f"kvwire: {_outcome(names, answer, miss)}: {miss}", err=True)
     spent = ", ".join(
         f"{name} {getattr(timing, field) * 1e3:.0f}"
         for name, field in (
@@ -124,9 +126,9 @@ def print_answer(names: Sequence[str], answer: Answer, *, as_json: bool, error: 
             ("question", "query_s"),
         )
     )  # fmt: skip
-    click.echo(f"\nfirst token after {timing.ttft_s * 1e3:.0f} ms: {spent} ms (parts overlap)")
-    click.echo(f"{answer.bytes / 1e3:.0f} kB fetched; {answer.reason}\n")
-    click.echo(answer.text)
+    say("", f"first token after {timing.ttft_s * 1e3:.0f} ms: {spent} ms (parts overlap)")
+    say(f"{answer.bytes / 1e3:.0f} kB fetched; {answer.reason}", "")
+    say_text(answer.text)
 
 
 def _described_answer(names: Sequence[str], answer: Answer) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 import click
 
 from kvwire.cli.options import JSON, StoreOptions, tier_options
+from kvwire.cli.say import say
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ async def _serve(server: ObjectServer, tls: ServerTls | None, options: _ServeOpt
         loop.add_signal_handler(number, stop.set)
     loop.add_signal_handler(signal.SIGHUP, reload)
     async with listen(server, options["host"], options["port"], tls=tls) as url:
-        click.echo(json.dumps({"url": url}) if options["as_json"] else f"serving {options['store']} at {url}")
+        say(json.dumps({"url": url}) if options["as_json"] else f"serving {options['store']} at {url}")
         sys.stdout.flush()
         await stop.wait()
 
@@ -228,7 +229,7 @@ def sign(**options: Unpack[_SignOptions]) -> None:
         expires_at=expires_at,
         method=options["method"],
     )
-    click.echo(json.dumps({"url": url, "expires": expires_at}) if options["as_json"] else url)
+    say(json.dumps({"url": url, "expires": expires_at}) if options["as_json"] else url)
 
 
 class _TokenOptions(TypedDict):
@@ -255,6 +256,6 @@ def token(**options: Unpack[_TokenOptions]) -> None:
     made, digest = new_token()
     entry = {**whose, "token_sha256": digest, "write": options["write"]}
     if options["as_json"]:
-        click.echo(json.dumps({"token": made, "entry": entry}))
+        say(json.dumps({"token": made, "entry": entry}))
     else:
-        click.echo(f"{made}\n{json.dumps(entry)}")
+        say(made, json.dumps(entry))

@@ -14,6 +14,7 @@ import click
 import numpy as np
 
 from kvwire.cli.inputs import read_file_header, read_link, read_machine, read_shape, read_tokens
+from kvwire.cli.say import say
 from kvwire.errors import ArgumentError, MismatchError, NotFoundError, StorageError
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def simulate(**given: Any) -> None:  # noqa: ANN401 - click's values
     if asked.out:
         _write(asked.out, report, results)
     if asked.as_json:
-        click.echo(json.dumps(report))
+        say(json.dumps(report))
     else:
         _print(asked, results)
 
@@ -344,17 +345,18 @@ def _print(asked: _Asked, results: Sequence[_Result]) -> None:
     for (model, machine, prompt), found in _groups(results).items():
         first = next(iter(found.values()))
         named = ", ".join(links[:_NAMED]) + (" and others" if len(links) > _NAMED else "")
-        click.echo(f"\n{model} on {machine}, {prompt}: {first.loads} loads over {named}")
+        say("", f"{model} on {machine}, {prompt}: {first.loads} loads over {named}")
         if asked.deadline is not None:
-            click.echo(f"deadline {asked.deadline:g} s, which nobody could keep in {first.missed_by_bound} of them")
+            say(f"deadline {asked.deadline:g} s, which nobody could keep in {first.missed_by_bound} of them")
         rows = [_HEAD, *(_row(name, figures) for name, figures in found.items())]
         widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
         for row in rows:
             cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-            click.echo("  ".join([row[0].ljust(widths[0]), *cells]))
-    click.echo(
-        "\nTTFT: seconds to the first token; regret: against the best that was possible; dB: quality of loads in time; "
-        "MB: received for each load"
+            say("  ".join([row[0].ljust(widths[0]), *cells]))
+    say(
+        "",
+        "TTFT: seconds to the first token; regret: against the best that was possible; dB: quality of loads in time; "
+        "MB: received for each load",
     )
 
 
@@ -393,4 +395,4 @@ def _write(out: Path, report: dict[str, Any], results: Sequence[_Result]) -> Non
     except OSError as error:
         msg = f"{out} cannot be written ({error.strerror}); choose another --out"
         raise StorageError(msg) from error
-    click.echo(f"written: simulation.json, ttft.png and load.png in {out}", err=True)
+    say(f"written: simulation.json, ttft.png and load.png in {out}", err=True)

@@ -15,6 +15,7 @@ import click
 from kvwire.cli.failures import error_as_data, leave
 from kvwire.cli.options import StoreOptions, store_options
 from kvwire.cli.printing import describe, print_levels
+from kvwire.cli.say import say
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdo
 _CONFIG = click.option("--config", default="", metavar="PREFIX", help="Model configuration, as --configs lists them.")
 _ALL = click.option("--all-tenants", is_flag=True, help="Every tenant of the store, not only --tenant.")
 _JOBS = click.option("--jobs", default=4, show_default=True, type=click.IntRange(1, 64), help="Objects at once.")
+_MOST_COLLECTED = 0.5
+"""Part of all bytes that gc deletes without being told to."""
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)([smhd]?)")
 
@@ -72,7 +75,7 @@ def ls(
         else:
             rows = _document_rows(catalog, _spaces(catalog, config), after, failures)
         for row in islice(rows, limit):
-            click.echo(json.dumps(row) if as_json else "  ".join(_words(row)))
+            say(json.dumps(row) if as_json else "  ".join(_words(row)))
     if failures:
         msg = f"{len(failures)} entries cannot be read, the first of them {failures[0]}"
         raise CorruptError(msg)
@@ -91,15 +94,15 @@ def stat(*, document: str, place: StoreOptions, config: str, as_json: bool) -> N
         info = None if entry.is_text else _header(catalog, entry)
     if as_json:
         about = asdict(entry) | {"config": space.config, "is_text": entry.is_text}
-        click.echo(json.dumps(about | ({"blob": describe(info)} if info else {})))
+        say(json.dumps(about | ({"blob": describe(info)} if info else {})))
         return
-    click.echo(f"{entry.document_id}: {entry.tokens} tokens, configuration {space.config}")
-    click.echo(f"token digest {entry.token_digest or 'unknown'}")
+    say(f"{entry.document_id}: {entry.tokens} tokens, configuration {space.config}")
+    say(f"token digest {entry.token_digest or 'unknown'}")
     if info is None:
-        click.echo("kept as text: there is no blob")
+        say("kept as text: there is no blob")
         return
-    click.echo(f"{entry.blob_key}\n{entry.size:,} bytes (header {entry.header_bytes:,})")
-    click.echo(f"model {info.meta.model_id}, profile {entry.profile_digest[:12] or 'inside'}, method {info.method}")
+    say(entry.blob_key, f"{entry.size:,} bytes (header {entry.header_bytes:,})")
+    say(f"model {info.meta.model_id}, profile {entry.profile_digest[:12] or 'inside'}, method {info.method}")
     print_levels([info])
 
 
@@ -129,8 +132,19 @@ def rm(*, documents: tuple[str, ...], place: StoreOptions, config: str, as_json:
 @_ALL
 @click.option("--grace", default="24h", show_default=True, help="Younger content stays: 90s, 30m, 24h, 7d.")
 @click.option("--dry-run", is_flag=True, help="Delete nothing, and tell what would be.")
+@click.option("--yes", is_flag=True, help="Delete even more than half of all bytes, or of all documents'.")
+@click.option("--allow-empty-catalog", is_flag=True, help="Collect where the catalog names nothing that is there.")
 @_JSON
-def gc(*, place: StoreOptions, all_tenants: bool, grace: str, dry_run: bool, as_json: bool) -> None:
+def gc(
+    *,
+    place: StoreOptions,
+    all_tenants: bool,
+    grace: str,
+    dry_run: bool,
+    yes: bool,
+    allow_empty_catalog: bool,
+    as_json: bool,
+) -> None:
     """Delete blobs, profiles and texts that no document names any more. Safe while others read and write."""
     from kvwire.store import collect
 
@@ -143,13 +157,45 @@ def gc(*, place: StoreOptions, all_tenants: bool, grace: str, dry_run: bool, as_
             keyring=place.keyring(),
             grace_s=grace_s,
             dry_run=dry_run,
+            max_fraction=1.0 if yes else _MOST_COLLECTED,
+            allow_empty_catalog=allow_empty_catalog,
             on_progress=lambda _, count: tell(count),
         )
     error = CorruptError(f"left alone: {'; '.join(done.failures)}") if done.failures else None
     words = (
         f"{'would delete' if dry_run else 'deleted'} {done.blobs} blobs, {done.profiles} profiles, {done.texts} texts, "
-        f"{done.entries} entries of tokens, {done.leftovers} unfinished files: {done.bytes:,} bytes"
+        f"{done.entries} entries of tokens, {done.leftovers} unfinished files: {done.bytes:,} of {done.looked_at:,} "
+        "bytes"
     )
+    if done.misplaced:
+        words += f"; {done.misplaced} objects lie where nothing leads to them: kvwire store verify names them"
+    _finish(asdict(done) | {"dry_run": dry_run}, words, error, as_json=as_json)
+
+
+@store_group.command()
+@store_options
+@_ALL
+@click.option("--dry-run", is_flag=True, help="Write nothing, and tell what would be.")
+@_JSON
+def rebuild(*, place: StoreOptions, all_tenants: bool, dry_run: bool, as_json: bool) -> None:
+    """Make a lost catalog anew from blobs and texts. Entries that lead somewhere stay; nothing is deleted."""
+    from kvwire.store import rebuild as rebuild_store
+
+    with _opened(place) as store, _progress("looking at", "obj") as tell:
+        tenant = None if all_tenants else _catalog(place, store).tenant
+        done = rebuild_store(store, tenant_hash=tenant, keyring=place.keyring(), dry_run=dry_run, on_progress=tell)
+    for failure in done.failures if not as_json else ():
+        say(failure, err=True)
+    error = None
+    if done.failures:
+        error = CorruptError(f"{len(done.failures)} objects could not be read, and the catalog does not lead to them")
+    words = (
+        f"{'would write' if dry_run else 'wrote'} entries of {done.documents} documents and of {done.texts} texts, "
+        f"{done.unnamed} of them under the name recovered-DIGEST, {done.profiles} pointers to profiles; "
+        f"{done.kept} entries were there"
+    )
+    if done.unnamed:
+        words += "; encode those documents again under their names, which computes nothing"
     _finish(asdict(done) | {"dry_run": dry_run}, words, error, as_json=as_json)
 
 
@@ -170,7 +216,7 @@ def verify(*, place: StoreOptions, all_tenants: bool, jobs: int, delete_damaged:
             catalogs = (Catalog.of_hash(store, tenant, keyring=keyring) for tenant in tenants(store))
         found = verify_store(store, catalogs, jobs=jobs, delete_damaged=delete_damaged, on_progress=tell)
     for damage in found.damaged if not as_json else ():
-        click.echo(f"{damage.key}: {damage.problem}{' (deleted)' if damage.deleted else ''}", err=True)
+        say(f"{damage.key}: {damage.problem}{' (deleted)' if damage.deleted else ''}", err=True)
     error = None
     if found.damaged:
         error = CorruptError(f"{len(found.damaged)} of {found.objects + found.entries} objects and entries are damaged")
@@ -203,7 +249,7 @@ def cp(*, source: str, target: str, token: str | None, to_token: str | None, job
     ):
         done = copy_store(ours, theirs, jobs=jobs, on_progress=tell)
     for failure in done.failures if not as_json else ():
-        click.echo(failure, err=True)
+        say(failure, err=True)
     error = None
     if done.failures:
         error = CorruptError(f"{len(done.failures)} objects are damaged where they come from and were left out")
@@ -303,6 +349,6 @@ def _progress(what: str, unit: str) -> Iterator[Callable[[int], None]]:
 
 def _finish(about: dict[str, Any], words: str, error: KvwireError | None, *, as_json: bool) -> None:
     """Print what was done, and leave with the error's exit code where there was one."""
-    click.echo(json.dumps(about | error_as_data(error)) if as_json else words)
+    say(json.dumps(about | error_as_data(error)) if as_json else words)
     if error is not None:
         leave(error)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvwire._json import strict_json
 from kvwire.comparison.baselines import RawCaches, text_ttft
 from kvwire.errors import ArgumentError, StorageError
 from kvwire.runtime.corpus import Corpus, Document
@@ -24,7 +25,7 @@ from kvwire.runtime.costs import measure_costs
 from kvwire.runtime.estimates_file import EstimatesFile
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.quality import Reference
-from kvwire.runtime.text_files import problem_with
+from kvwire.runtime.text_files import problem_with, token_ids
 from kvwire.store.schemes import open_store
 from kvwire.transport import parse_link
 
@@ -200,7 +201,7 @@ def _named_link(text: str) -> tuple[str, LinkSettings]:
 
 def _fitting(engine: Engine, texts: Mapping[str, str], say: Callable[[str], None]) -> dict[str, list[int]]:
     """Token ids of the documents that can be encoded; the others are named and left out."""
-    tokens = {name: engine.tokenize(text) for name, text in texts.items()}
+    tokens = {name: token_ids(engine.tokenize, engine.window, text) for name, text in texts.items()}
     problems = {name: problem_with(ids, engine.window) for name, ids in tokens.items()}
     for name, problem in problems.items():
         if problem:
@@ -223,7 +224,7 @@ def _prompts(engine: Engine, tokens: Mapping[str, Sequence[int]], questions: str
                 room -= len(tokens[name])
         return [Prompt(tuple(chosen), ids)]
     try:
-        rows = json.loads(Path(questions).read_text(encoding="utf-8"))
+        rows = strict_json(Path(questions).read_bytes())
         prompts = [Prompt(tuple(row["documents"]), tuple(engine.tokenize(row["question"]))) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         msg = f"{questions} is not a list of documents and questions ({error})"

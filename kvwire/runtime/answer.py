@@ -48,7 +48,7 @@ class Answer:
         decisions: What the controller decided for the chunks.
         reason: Why it decided so, in words.
         timing: Where the time went.
-        bytes: Fetched, heads included.
+        bytes: Fetched, headers included.
         misses: What went wrong on the way and was healed by recomputing, or with a lower level, in words.
         predicted_s: The time to first token that the first complete plan expected, counted from the asking; None where
             there was none.

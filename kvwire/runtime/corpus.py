@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvwire.codec import CHUNK_TOKENS, DEFAULT_METHOD, Ladder, encode, kind_of_method, read_profile
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, MismatchError, NotFoundError
 from kvwire.runtime.quality import calibrate_error
-from kvwire.store import Catalog, CatalogEntry
+from kvwire.store import Catalog, CatalogEntry, check_new_name
 from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Encoded:
 
     Attributes:
         entry: The document's entry in the catalog.
-        blob: What the blob's head says; None where only the text is kept, or where an older blob was left as it is.
+        blob: What the blob's header says; None where only the text is kept, or where an older blob was left as it is.
         skipped: The catalog had the document already, as it was wanted.
         encode_s: Seconds of prefilling, encoding and writing; 0 where nothing was encoded.
     """
@@ -64,7 +64,7 @@ class Encoded:
 
     @property
     def info(self) -> BlobInfo:
-        """What the blob's head says.
+        """What the blob's header says.
 
         Raises:
             ArgumentError: There is no blob.
@@ -168,7 +168,7 @@ class Corpus:
         self._uses = uses
         self._scope = self.catalog.keys(self._config).root
         self._profiles: dict[str, AnyProfile] = {}
-        self._reading = threading.Lock()
+        self._reading: dict[str, threading.Lock] = {}
         self.changes = 0
 
     def over(self, store: Store) -> Corpus:
@@ -205,10 +205,12 @@ class Corpus:
         digest = digest if digest is not None else self.catalog.current_profile(self._config)
         if not digest:
             return None
-        with self._reading:  # documents that are looked up at the same time share one reading
-            if digest not in self._profiles:
-                self._profiles[digest] = read_profile(self.catalog.get_profile(self._config, digest))
-            return self._profiles[digest]
+        if (known := self._profiles.get(digest)) is not None:
+            return known
+        with self._reading.setdefault(digest, threading.Lock()):  # documents looked up at the same time share a reading
+            if (known := self._profiles.get(digest)) is None:
+                known = self._profiles[digest] = read_profile(self.catalog.get_profile(self._config, digest))
+            return known
 
     def set_profile(self, profile: AnyProfile) -> None:
         """Store a profile and use it for what is encoded from now on.
@@ -263,11 +265,13 @@ class Corpus:
             What became of each document, in the order given.
 
         Raises:
-            ArgumentError: ``encode_after`` is given and uses are not counted, or the method needs a profile and
-                there is too little text to fit one.
+            ArgumentError: A document's name is not taken (``kvwire.store.check_new_name``), ``encode_after`` is given
+                and uses are not counted, or the method needs a profile and there is too little text to fit one.
             CorruptError: The profile in use is damaged and ``force`` is not given.
             MismatchError: The profile in use is of another method or head start.
         """
+        for document in documents:
+            check_new_name(document.document_id, "document")
         self.changes += 1
         due = [document for document in documents if self._is_due(document.document_id, encode_after)]
         profile, encoded = self._profile_for(due, force=force), {document.document_id for document in due}
@@ -285,7 +289,8 @@ class Corpus:
     def promote(self, uses: int) -> Iterator[Encoded]:
         """Encode the documents that are kept as text and were used often enough, the most used first.
 
-        Texts that are lost or damaged are left out; encoding the document again heals them.
+        Texts that are lost or damaged are left out, which encoding the document again heals, and so are documents
+        whose names are not taken any more.
 
         Args:
             uses: Counted uses from which on a document is encoded.
@@ -295,8 +300,8 @@ class Corpus:
         """
         due = []
         for document_id in self._uses.reached(self._scope, uses) if self._uses else ():
-            with suppress(CorruptError, NotFoundError):
-                entry = self.catalog.by_document(self._config, document_id)
+            with suppress(ArgumentError, CorruptError, NotFoundError):
+                entry = self.catalog.by_document(self._config, check_new_name(document_id, "document"))
                 if entry is not None and entry.is_text:
                     due.append(Document(document_id, self.text(entry)))
         yield from self.encode(due)
@@ -347,7 +352,7 @@ class Corpus:
             entry = self.catalog.add_text(self._config, document.document_id, document.token_ids)
             self.changes += 1
             return Encoded(entry, None, skipped=False, encode_s=0.0)
-        self.catalog.put_text(self._config, document.token_ids)
+        self.catalog.put_text(self._config, document.token_ids, document_id=document.document_id)
         self.changes += 1
         return Encoded(entry, None, skipped=True, encode_s=0.0)
 
@@ -397,7 +402,7 @@ class Corpus:
         )
         blob = self.catalog.seal(plain)
         info = self.catalog.blob_reader().read_header(blob)
-        self.catalog.put_text(self._config, document.token_ids, overwrite=True)
+        self.catalog.put_text(self._config, document.token_ids, document_id=document.document_id, overwrite=True)
         entry = self.catalog.put_blob(
             self._config,
             blob,
@@ -416,14 +421,15 @@ class Corpus:
     def _known(self, document: Document, profile: AnyProfile | None) -> Encoded | None:
         """The document as the catalog has it, where that is still what encoding would give.
 
-        The same text under another name counts: only an entry is added then.
+        The same text under another name counts: only an entry is added then. So does the entry of its tokens under its
+        own name, which is written first: a writer that was killed in between left it.
         """
         digest = digest_tokens(document.token_ids)
         wanted = (digest, profile.digest if profile else "", False)
         try:
-            entry = self.catalog.by_document(self._config, document.document_id)
+            entry = own = self.catalog.by_document(self._config, document.document_id)
             if entry is None or (entry.token_digest, entry.profile_digest, entry.is_text) != wanted:
-                entry = self.catalog.by_tokens(self._config, digest)
+                entry, own = self.catalog.by_tokens(self._config, digest), None
             if entry is None or (entry.token_digest, entry.profile_digest, entry.is_text) != wanted:
                 return None
             if self.catalog.store.stat(entry.blob_key).size != entry.size:
@@ -433,8 +439,8 @@ class Corpus:
             return None  # a damaged entry or a blob that is gone is written again
         if not self._is_coded_so(info):
             return None
-        self.catalog.put_text(self._config, document.token_ids)
-        if entry.document_id != document.document_id:
+        self.catalog.put_text(self._config, document.token_ids, document_id=document.document_id)
+        if own is None:
             added = self.catalog.alias(entry, document.document_id)
             if added is None:
                 return None
@@ -457,7 +463,7 @@ class Corpus:
             entry: The document's entry.
 
         Returns:
-            What the blob's head says.
+            What the blob's header says.
 
         Raises:
             NotFoundError: Only the text is kept.
@@ -490,15 +496,15 @@ class Corpus:
         return entry
 
     def check_blob(self, info: BlobInfo, entry: CatalogEntry) -> None:
-        """Refuse a blob that is not the one to use.
+        """Refuse a blob that is not the one to use, or that claims more tokens than the model takes.
 
         Args:
-            info: What the blob's head says.
+            info: What the blob's header says.
             entry: The entry that names the blob.
 
         Raises:
             MismatchError: The blob is of another model.
-            CorruptError: The blob is not what its entry names.
+            CorruptError: The blob is not what its entry names, or no cache of the model.
         """
         names = (entry.token_digest, entry.tokens, entry.size, entry.profile_digest)
         if names != (info.meta.token_digest, info.tokens, info.file_bytes, info.profile_digest):
@@ -512,3 +518,9 @@ class Corpus:
                 "encode the document with this model"
             )
             raise MismatchError(msg)
+        if info.tokens > self._engine.window:
+            msg = (
+                f"the blob of {entry.document_id!r} claims {info.tokens} tokens, the model's window is "
+                f"{self._engine.window}; split the document and encode it again"
+            )
+            raise CorruptError(msg)

@@ -36,6 +36,7 @@ class DocumentHandle:
         corpus: Where it is looked for.
         document_id: Its name there.
         entry: What the catalog says; None where only its text is known or kept.
+        entry_is_kept: Whether the entry was kept from an earlier load, so that it may be out of date.
         profile: What its blob is decoded with; None where the blob carries its own, or where it could not be read, as
             ``trouble`` says.
         text: Token ids as they were known before the header; None where they were not.
@@ -55,6 +56,7 @@ class DocumentHandle:
     profile: AnyProfile | None
     text: tuple[int, ...] | None
     trouble: str = ""
+    entry_is_kept: bool = False
     variants: tuple[DocumentHandle, ...] = ()
     token_ids: tuple[int, ...] | None = None
     info: BlobInfo | None = None
@@ -116,10 +118,10 @@ class DocumentHandle:
         self.trouble, self.fetcher = trouble, None
 
     def use(self, info: BlobInfo, token_ids: tuple[int, ...] | None) -> None:
-        """Take in what the head says and what the text is known to be.
+        """Take in what the header says and what the text is known to be.
 
         Args:
-            info: The head.
+            info: The header.
             token_ids: The text; None where it is not known.
         """
         self.info, self.token_ids = info, token_ids
@@ -137,7 +139,9 @@ class DocumentHandle:
             Whether it has.
         """
         info, ids = self.info, first.token_ids
-        if info is None or (info.tokens, info.chunk_tokens) != (first.tokens, first.chunk_tokens):
+        if info is None or self.token_digest != first.token_digest:
+            return False
+        if (info.tokens, info.chunk_tokens) != (first.tokens, first.chunk_tokens):
             return False
         if ids is not None and info.token_ids not in (None, ids):
             return False
@@ -204,6 +208,10 @@ class DocumentHandle:
         return ctl.DocumentPlanInput(tuple(stop - start for start, stop in spans), (), has_text)
 
 
+class LengthChangedError(KvwireError):
+    """The catalog names a text of another length than the prompt was laid out for: the load begins anew."""
+
+
 def in_words(error: Exception) -> str:
     """What went wrong, with the kind of error where it is not one of this package.
 
@@ -218,10 +226,10 @@ def in_words(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds to wait for the catalog, a head or a text.
+    """Seconds to wait for the catalog, a header or a text.
 
     Attributes:
-        soon: Where the document's text is known, or for a head where it may be stored.
+        soon: Where the document's text is known, or for a header where it may be stored.
         patience: For anything else.
         extra: Further wait for variants, see ``beside``.
     """

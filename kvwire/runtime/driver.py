@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from kvwire.controller import events as ev
 from kvwire.errors import KvwireError, StorageError
+from kvwire.runtime.threads import LookUp
 from kvwire.transport import LinkMeter
 
 if TYPE_CHECKING:
@@ -230,7 +231,7 @@ class ControllerDriver:
         return list(self._threads.side_by_side.map(work, items))
 
     async def look_up(self, work: Callable[[], T], limit_s: float) -> T:
-        """Run work that reads a store.
+        """Run work that reads a store. Whoever is cancelled or waits too long leaves no thread waiting behind.
 
         Args:
             work: What to run; it may block.
@@ -242,15 +243,17 @@ class ControllerDriver:
         Raises:
             StorageError: It takes too long.
         """
-        loop = asyncio.get_running_loop()
+        loop, looking = asyncio.get_running_loop(), LookUp(work)
         try:
             async with asyncio.timeout(limit_s):
-                return await loop.run_in_executor(self._threads.store, work)
+                return await loop.run_in_executor(self._threads.store, looking)
         except TimeoutError as error:
             if isinstance(error, KvwireError):
                 raise
             msg = f"the store did not answer within {limit_s:g} s; check it and the network"
             raise StorageError(msg) from error
+        finally:
+            looking.leave()
 
 
 def _measured(sample: LinkSample) -> Iterator[ev.Event]:

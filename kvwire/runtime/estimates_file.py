@@ -12,16 +12,16 @@ import logging
 import os
 import platform
 import re
-import secrets
 import time
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from kvwire._json import strict_json
+from kvwire._user_file import FILE_MODE, read_at_most, replace_unflushed, user_file, writable_place
 from kvwire.controller import CostModel, DecodeCost, Estimates, PrefillCost
 from kvwire.errors import ArgumentError, CorruptError
 
@@ -41,8 +41,8 @@ _MOST_KEY_CHARS = 300
 _MOST_BYTES = 1 << 20
 _LOCK_PATIENCE_S = 5.0
 _LOCK_POLL_S = 0.005
-_FOLDER_MODE, _FILE_MODE = 0o700, 0o600
 _CPU_LINES, _CPU_CHARS = 64, 70
+_ROOT, _OTHERS_WRITE = 0, 0o022
 _END_OF_TIME = 1e11  # seconds since 1970
 _PORTS = {"http": 80, "https": 443}
 _PLAIN = re.compile(r"[\w.+ -]{1,80}(/[\w.+ -]{1,80})?")  # what may be written as it is; anything else as its digest
@@ -70,14 +70,17 @@ class Remembered:
 class EstimatesFile:
     """Estimates by link and by engine. No method raises for what is wrong with the file or its disk."""
 
-    def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path | None, clock: Callable[[], float] = time.time, *, is_named: bool = True) -> None:
         """Name the file; nothing is read yet.
 
         Args:
             path: Where estimates are kept; None: remember nothing.
             clock: Gives seconds since 1970.
+            is_named: The user named this file, and so trusts it, whoever else may write it. Any other must be this
+                user's own, or the system's, and writable by nobody else.
         """
         self._path = path
+        self._is_named = is_named
         self._clock = clock
         self._warned = False
 
@@ -91,13 +94,7 @@ class EstimatesFile:
         Returns:
             The file; one that remembers nothing where the variable is ``off``, or where this user has no home.
         """
-        named = environment.get(VARIABLE, "")
-        if named.lower() == "off":
-            return cls(None)
-        try:
-            return cls(Path(named).expanduser() if named else _caches(environment) / "kvwire" / "estimates.json")
-        except RuntimeError:  # this user has no home
-            return cls(None)
+        return cls(user_file(environment, VARIABLE, "estimates.json"), is_named=bool(environment.get(VARIABLE)))
 
     def recall(self, link: str, engine: str) -> Remembered:
         """What is known of a link and an engine; reads a small file.
@@ -139,8 +136,7 @@ class EstimatesFile:
         if self._path is None or not new or self._read() is None:
             return
         try:
-            path = Path(os.path.realpath(self._path))
-            path.parent.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
+            path = writable_place(self._path)
             with _locked(path):
                 read = self._read()
                 if read is None:
@@ -149,7 +145,7 @@ class EstimatesFile:
                 for part, (key, value) in new.items():
                     if part == "link" or estimates.knows_engine or key not in entries[part]:
                         entries[part][key] = {"saved": now, "state": value}
-                _replace(path, _encoded(entries, now))
+                replace_unflushed(path, _encoded(entries, now))
         except (OSError, ValueError) as error:
             self._warn(f"cannot write {self._path}: {_words(error)}; estimates are not remembered")
 
@@ -159,7 +155,9 @@ class EstimatesFile:
         if self._path is None:
             return nothing
         try:
-            content = _content(self._path)
+            if not self._is_named:
+                _check_owner(self._path)
+            content = read_at_most(self._path, _MOST_BYTES)
         except FileNotFoundError:
             return nothing
         except (OSError, ValueError) as error:
@@ -197,7 +195,7 @@ class EstimatesFile:
 
 
 def link_key(url: str, emulated: str = "") -> str:
-    """Name of the link to a store: scheme, host, port and bucket; no path, query or user, hence nothing secret.
+    """Name of the link to a store: scheme, host, port and bucket, or the digest of a path; no query, no user.
 
     Args:
         url: The store's address, or a folder's path.
@@ -252,11 +250,19 @@ def _place(url: str) -> str:
     if scheme in _PORTS:
         return f"{scheme}://{_host(url)}"
     if scheme != "s3":
-        return scheme if _PLAIN.fullmatch(scheme) else "unknown"
+        return _other_place(parts) if _PLAIN.fullmatch(scheme) else "unknown"
     options = parse_qs(parts.query, max_num_fields=9)
     bucket, region = parts.netloc.rpartition("@")[2], options.get("region", [""])[0]
     where = _host(options["endpoint"][0]) if "endpoint" in options else region
     return f"s3://{bucket if _PLAIN.fullmatch(bucket) else _digest(bucket)} at {where or 'default'}"[:_MOST_KEY_CHARS]
+
+
+def _other_place(parts: SplitResult) -> str:
+    """Of a scheme that only its store knows: the host where there is one, else which path it is."""
+    if parts.hostname:
+        host = parts.hostname if _PLAIN.fullmatch(parts.hostname) else _digest(parts.hostname)
+        return f"{parts.scheme}://{host}" + (f":{parts.port}" if parts.port else "")
+    return f"{parts.scheme} {_digest(parts.path)}" if parts.path else parts.scheme
 
 
 def _host(url: str) -> str:
@@ -269,18 +275,14 @@ def _digest(text: str) -> str:
     return "#" + sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def _caches(environment: Mapping[str, str]) -> Path:
-    """The user's folder of caches, by the XDG base directory specification, which ignores relative paths."""
-    named = Path(environment.get("XDG_CACHE_HOME", ""))
-    return named if named.is_absolute() else Path.home() / ".cache"
-
-
-def _content(path: Path) -> bytes:
-    if path.exists() and not path.is_file():
-        msg = "not a regular file"
-        raise ValueError(msg)  # reading a pipe would make a load wait
-    with path.open("rb") as file:
-        return file.read(_MOST_BYTES + 1)
+def _check_owner(path: Path) -> None:
+    """Raise ValueError where a file may hold what somebody else wrote."""
+    about = path.stat()
+    is_theirs = about.st_uid not in (os.geteuid(), _ROOT)
+    if is_theirs or about.st_mode & _OTHERS_WRITE:
+        why = "it belongs to another user" if is_theirs else "others may write it"
+        msg = f"{why}, so it is not trusted (make it yours alone, or name it in {VARIABLE})"
+        raise ValueError(msg)
 
 
 def _decoded(content: bytes) -> dict[str, Entries]:
@@ -350,7 +352,9 @@ def _encoded(entries: dict[str, Entries], now: float) -> bytes:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold the lock beside a file; raises OSError where others hold it for too long."""
-    descriptor = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _FILE_MODE)
+    descriptor = os.open(
+        path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE
+    )
     try:
         patience = time.monotonic() + _LOCK_PATIENCE_S
         while True:
@@ -364,16 +368,3 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all; not flushed, since losing it costs nothing but measuring again."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(8)}")
-    try:
-        temporary.touch(_FILE_MODE, exist_ok=False)
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise

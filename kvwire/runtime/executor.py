@@ -1,6 +1,6 @@
 """The thin executor of one load: it carries out the controller's instructions and reports what happened.
 
-It decides nothing. Fetching runs on the event loop, forward passes in one thread and decoding in the same or in another
+It decides nothing. Fetching runs on the event loop, the engine in one thread and decoding in the same or in another
 (see ``driver``), so that the link and the processor are busy at once.
 """
 
@@ -108,13 +108,15 @@ class Executor:
         self._done.cancel()
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._headers.__aexit__()
-        self._parts.clear()
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        finally:  # whoever is cancelled once more leaves no blob open
+            await self._headers.__aexit__()
+            self._parts.clear()
 
     @property
     def bytes(self) -> int:
-        """Received over the link, heads included."""
+        """Received over the link, headers included."""
         return self._headers.wire_bytes
 
     async def run(self, query_tokens: int, goal: Goal) -> ev.Finish:
@@ -130,7 +132,7 @@ class Executor:
         Raises:
             ArgumentError: The prompt does not fit the model's window.
             StorageError: A chunk can be neither fetched nor recomputed.
-            KvwireError: What reading a head raised, where the document's text is not known either.
+            KvwireError: What reading a header raised, where the document's text is not known either.
         """
         tokens = [document.tokens for document in self._found]
         total = sum(tokens) + query_tokens
@@ -140,12 +142,16 @@ class Executor:
                 "name fewer documents"
             )
             raise ArgumentError(msg)
-        self.prompt = LinkedPrompt(tokens, self._engine.meta, cache=self._engine.allocate(sum(tokens)))
         count = len(tokens)
         self.number = self._driver.begin(self, lambda number: ev.LoadRequested(number, count, query_tokens, goal))
+        laid_out = self._spawn(self._lay_out(tokens))
         for index in range(count):
-            self._spawn(self._open(index))
+            self._spawn(self._open(index, laid_out))
         return await self._done
+
+    async def _lay_out(self, tokens: Sequence[int]) -> None:
+        cache = await self._driver.compute(partial(self._engine.allocate, sum(tokens)))
+        self.prompt = LinkedPrompt(tokens, self._engine.meta, cache=cache)
 
     def fail(self, error: BaseException) -> None:
         """End the load with an error.
@@ -199,10 +205,11 @@ class Executor:
     def _lost(self, chunk: ChunkId, words: str) -> None:
         self.misses.append(f"{self._found[chunk.document].document_id} chunk {chunk.chunk}: {words}")
 
-    # Heads.
+    # Headers.
 
-    async def _open(self, index: int) -> None:
+    async def _open(self, index: int, laid_out: asyncio.Task[None]) -> None:
         document, *others = await self._headers.open_all(self._found[index])
+        await laid_out
         if document.info and not document.prefix_layers:
             try:
                 self._make_decoder(index, document, None)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from kvwire.errors import CorruptError, NotFoundError, StorageError
+from kvwire.errors import CorruptError, FormatVersionError, NotFoundError, StorageError
 from kvwire.runtime.documents import CHANGED, DocumentHandle, Timeouts
 from kvwire.types import digest_tokens
 
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _MOST_KEPT = 10_000  # entries
+UNREADABLE = (NotFoundError, CorruptError, FormatVersionError, StorageError)
+"""What a document's text stands in for. An AuthError is not among them: whoever has wrong credentials is told so."""
 
 
 async def beside(
@@ -59,7 +60,7 @@ class DocumentFinder:
     """Looks documents up in their catalogs, over the session's link; what was found of late is not asked for again.
 
     An entry is kept for some seconds, and no longer than until this process encodes anything into the corpus, or until
-    the blob that it names turns out to be gone.
+    what it names turns out to be gone.
     """
 
     def __init__(self, session: Session, corpora: Sequence[Corpus], kept_s: float) -> None:
@@ -80,6 +81,8 @@ class DocumentFinder:
         document_id: str,
         texts: Mapping[str, Sequence[int]] | None,
         timeouts: Timeouts,
+        *,
+        anew: bool = False,
     ) -> DocumentHandle:
         """What the first corpus knows of a document, its profile included; its text alone where the catalog fails.
 
@@ -91,41 +94,45 @@ class DocumentFinder:
             document_id: The document's name.
             texts: Token ids by document, as far as the caller knows them.
             timeouts: How long to wait.
+            anew: Ask for entries that were kept, too. The load has asked before, so that no use is counted.
 
         Raises:
             KvwireError: What the catalog raises, for a document whose text is not known.
+            AuthError: The credentials were refused, whether its text is known or not.
         """
         given = (texts or {}).get(document_id)
         text = None if given is None else tuple(given)
-        looking = self._find_first(driver, document_id, text, timeouts)
+        looking = self._find_first(driver, document_id, text, timeouts, anew=anew)
         others = [
-            driver.look_up(partial(self._look_up_variant, number, document_id), timeouts.soon)
+            driver.look_up(partial(self._look_up, number, document_id, None, anew=anew), timeouts.soon)
             for number in range(1, len(self._corpora))
         ]
         first, found = await beside(looking, others, timeouts)
         first.variants = tuple(each for each in found if each.token_digest == first.token_digest != "")
         return first
 
-    async def find_again(self, driver: ControllerDriver, document: DocumentHandle, timeouts: Timeouts) -> bool:
-        """Ask the catalog anew where a kept entry was used.
+    async def find_again(
+        self, driver: ControllerDriver, document: DocumentHandle, timeouts: Timeouts
+    ) -> DocumentHandle | None:
+        """Ask the catalog anew, where a kept entry led nowhere.
 
         Args:
             driver: Of the load.
-            document: Gets what is found.
+            document: What was found at first.
             timeouts: How long to wait.
 
         Returns:
-            Whether the catalog names another blob now.
+            What the catalog names now; None where the entry was not a kept one, is still the same or cannot be read.
         """
+        if not document.entry_is_kept:
+            return None
         number = self._corpora.index(document.corpus)
-        kept = self._kept.pop((number, document.document_id), None)
-        if kept is None or kept.is_new:
-            return False
-        found = await driver.look_up(partial(self._look_up, number, document.document_id, document.text), timeouts.soon)
-        if found.entry is None or found.entry == document.entry:
-            return False
-        document.entry, document.profile, document.trouble = found.entry, found.profile, found.trouble
-        return True
+        asking = partial(self._look_up, number, document.document_id, document.text, anew=True)
+        try:
+            found = await driver.look_up(asking, timeouts.soon)
+        except UNREADABLE:
+            return None
+        return None if found.entry == document.entry else found
 
     def text(self, document: DocumentHandle, entry: CatalogEntry) -> tuple[int, ...]:
         """Read a document's text from beside its blob; blocks.
@@ -140,62 +147,63 @@ class DocumentFinder:
         return self._views[self._corpora.index(document.corpus)].text(entry)
 
     async def _find_first(
-        self, driver: ControllerDriver, document_id: str, text: tuple[int, ...] | None, timeouts: Timeouts
-    ) -> DocumentHandle:
+        self, driver: ControllerDriver, document_id: str, text: tuple[int, ...] | None, timeouts: Timeouts, *,
+        anew: bool,
+    ) -> DocumentHandle:  # fmt: skip
         try:
             wait_s = timeouts.patience if text is None else timeouts.soon
-            return await driver.look_up(partial(self._look_up, 0, document_id, text, is_use=True), wait_s)
-        except (NotFoundError, CorruptError, StorageError) as error:
+            looking = partial(self._look_up, 0, document_id, text, anew=anew, is_use=not anew)
+            return await driver.look_up(looking, wait_s)
+        except UNREADABLE as error:
             if text is None:
                 raise
             return DocumentHandle(self._corpora[0], document_id, None, None, text, str(error))
 
-    def _entry(self, number: int, document_id: str) -> CatalogEntry:
-        """A document's entry, kept or read."""
+    def _entry(self, number: int, document_id: str, *, anew: bool) -> tuple[CatalogEntry, bool]:
+        """A document's entry, and whether it was kept rather than read."""
         key, now, corpus = (number, document_id), time.monotonic(), self._corpora[number]
-        kept = self._kept.get(key)
-        if kept is not None and now - kept.read_at < self._kept_s and kept.changes == corpus.changes:
-            kept.is_new = False
-            return kept.entry
+        kept = self._kept.pop(key, None) if anew else self._kept.get(key)
+        if kept is not None and not anew and now - kept.read_at < self._kept_s and kept.changes == corpus.changes:
+            return kept.entry, True
         changes = corpus.changes
         entry = self._views[number].find(document_id)
         if self._kept_s > 0:
             if len(self._kept) >= _MOST_KEPT:
                 self._kept.clear()
             self._kept[key] = _Kept(entry, now, changes)
-        return entry
-
-    def _look_up_variant(self, number: int, document_id: str) -> DocumentHandle:
-        entry = self._entry(number, document_id)
-        corpus = self._corpora[number]
-        if entry.is_text:
-            msg = f"{document_id!r} is kept as text in {corpus.catalog.store.url}: that is no variant of a blob"
-            raise NotFoundError(msg)
-        profile = self._views[number].profile(entry.profile_digest)
-        return DocumentHandle(corpus, document_id, entry, profile, None)
+        return entry, False
 
     def _look_up(
-        self, number: int, document_id: str, text: tuple[int, ...] | None, *, is_use: bool = False
+        self, number: int, document_id: str, text: tuple[int, ...] | None, *, anew: bool, is_use: bool = False
     ) -> DocumentHandle:
-        entry, corpus, view = self._entry(number, document_id), self._corpora[number], self._views[number]
+        """What a catalog says, with the profile; where something that a kept entry names is gone, asked anew."""
         if is_use:
-            corpus.count_use(document_id)
+            self._corpora[number].count_use(document_id)
+        entry, is_kept = self._entry(number, document_id, anew=anew)
+        try:
+            found = self._read(number, document_id, entry, text)
+        except UNREADABLE as error:
+            if is_kept and isinstance(error, (NotFoundError, CorruptError)):
+                return self._look_up(number, document_id, text, anew=True)
+            if entry.is_text:
+                raise
+            found = DocumentHandle(self._corpora[number], document_id, entry, None, text, str(error))
+        found.entry_is_kept = is_kept
+        return found
+
+    def _read(self, number: int, document_id: str, entry: CatalogEntry, text: tuple[int, ...] | None) -> DocumentHandle:
+        corpus, view = self._corpora[number], self._views[number]
         if entry.is_text:
             return DocumentHandle(corpus, document_id, None, None, text or view.text(entry))
         if text is not None and (len(text) != entry.tokens or entry.token_digest not in ("", digest_tokens(text))):
             return DocumentHandle(corpus, document_id, None, None, text, CHANGED)
-        try:
-            profile = view.profile(entry.profile_digest) if entry.profile_digest else None
-        except (NotFoundError, CorruptError, StorageError) as error:
-            return DocumentHandle(corpus, document_id, entry, None, text, str(error))
+        profile = view.profile(entry.profile_digest) if entry.profile_digest else None
         return DocumentHandle(corpus, document_id, entry, profile, text)
 
 
-@dataclass
-class _Kept:
-    """An entry, the instant at which it was asked for, and the corpus's changes by then. is_new: not used again yet."""
+class _Kept(NamedTuple):
+    """An entry, the instant at which it was asked for, and the corpus's changes by then."""
 
     entry: CatalogEntry
     read_at: float
     changes: int
-    is_new: bool = True

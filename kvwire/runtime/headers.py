@@ -6,11 +6,11 @@ import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from kvwire.codec import read_header
 from kvwire.errors import CorruptError, DeadlineError, KvwireError, NotFoundError, StorageError
-from kvwire.runtime.documents import CHANGED, DocumentHandle, Timeouts
+from kvwire.runtime.documents import CHANGED, DocumentHandle, LengthChangedError, Timeouts
 from kvwire.runtime.finder import beside
 from kvwire.transport import BlobFetcher, open_source
 from kvwire.types import digest_tokens
@@ -49,7 +49,7 @@ class HeaderReader:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that came over the link so far, for all documents together, heads and chunks."""
+        """Bytes that came over the link so far, for all documents together, headers and chunks."""
         return sum(fetcher.counts.wire_bytes for fetcher in self._fetchers)
 
     async def open_all(self, document: DocumentHandle) -> list[DocumentHandle]:
@@ -59,43 +59,53 @@ class HeaderReader:
             document: The document.
 
         Returns:
-            The document, and those of its variants whose headers are sound, in time and of the same chunks.
+            The document as ``open`` gives it, and those of its variants whose headers are sound, in time and of the
+            same chunks of the same text.
         """
         variants = [self._open_variant(each) for each in document.variants]
-        _, others = await beside(self._opened(document), variants, self._timeouts)
-        return [document, *(each for each in others if each.joins(document))]
-
-    async def _opened(self, document: DocumentHandle) -> DocumentHandle:
-        await self.open(document)
-        return document
+        opened, others = await beside(self.open(document), variants, self._timeouts)
+        return [opened, *(each for each in others if each.joins(opened))]
 
     async def _open_variant(self, document: DocumentHandle) -> DocumentHandle:
         """Read a variant's header; without a text to stand in for it, raises whatever is wrong."""
-        if document.entry is None:
-            msg = f"{document.document_id!r} has no blob there"
-            raise NotFoundError(msg)
-        fetcher = await self._fetcher(document, document.entry)
-        document.info = await fetcher.open(deadline=self._driver.clock() + self._timeouts.soon)
-        document.corpus.check_blob(document.info, document.entry)
+        if document.entry is None or document.trouble:
+            raise NotFoundError(document.trouble or f"{document.document_id!r} has no blob there")
+        try:
+            fetcher = await self._fetcher(document, document.entry)
+            info = await fetcher.open(deadline=self._driver.clock() + self._timeouts.soon)
+            document.corpus.check_blob(info, document.entry)
+        except (NotFoundError, CorruptError):
+            newer = await self._finder.find_again(self._driver, document, self._timeouts)
+            if newer is None:
+                raise
+            return await self._open_variant(newer)
+        document.info = info
         return document
 
-    async def open(self, document: DocumentHandle) -> None:
+    async def open(self, document: DocumentHandle) -> DocumentHandle:
         """Read a document's header; where that fails, is late or is of another document, find its text.
 
         Args:
-            document: Gets what is found.
+            document: What the catalog said of it; gets what is found.
+
+        Returns:
+            The document; where a kept entry led nowhere, what the catalog names instead.
 
         Raises:
             KvwireError: What reading the header raised, where there is no text either.
+            LengthChangedError: The catalog names a text of another length instead.
         """
         document.token_ids = document.text
         if document.entry is None or (document.trouble and document.text is not None):
-            return
+            return document
         try:
-            info = await self._header_of_now(document)
+            info = await self._header(document, document.entry)
             if document.trouble:
                 raise StorageError(document.trouble)
         except KvwireError as error:
+            newer = await self._newer(document, error)
+            if newer is not None:
+                return await self.open(newer)
             document.fall_back(str(error))
             if document.token_ids is None:
                 document.token_ids = self._ids_of(document.reader.head, document.entry)
@@ -103,22 +113,22 @@ class HeaderReader:
                 document.token_ids = await self._stored_text(document, document.entry)
             if document.token_ids is None:
                 raise
-            return
+            return document
         if document.text is not None and info.token_ids not in (None, document.text):
             document.trouble = CHANGED
-            return
+            return document
         document.use(info, info.token_ids or document.text)
+        return document
 
-    async def _header_of_now(self, document: DocumentHandle) -> BlobInfo:
-        """The header of the blob that the catalog names; where a kept entry named another one, of the new one."""
-        entry = cast("CatalogEntry", document.entry)
-        try:
-            return await self._header(document, entry)
-        except (NotFoundError, CorruptError):
-            tokens = document.tokens
-            if not await self._finder.find_again(self._driver, document, self._timeouts) or document.tokens != tokens:
-                raise
-            return await self._header(document, document.entry or entry)
+    async def _newer(self, document: DocumentHandle, error: KvwireError) -> DocumentHandle | None:
+        """What the catalog names instead of a kept entry whose blob is gone or does not fit it."""
+        if not isinstance(error, (NotFoundError, CorruptError)):
+            return None
+        newer = await self._finder.find_again(self._driver, document, self._timeouts)
+        if newer is not None and newer.tokens != document.tokens:
+            msg = f"{document.document_id!r} has {newer.tokens} tokens now, no longer {document.tokens}; ask again"
+            raise LengthChangedError(msg)
+        return newer
 
     async def _fetcher(self, document: DocumentHandle, entry: CatalogEntry) -> BlobFetcher:
         """What reads a document's blob, open until the end of this reader."""
@@ -139,7 +149,7 @@ class HeaderReader:
         try:
             await asyncio.wait({opening}, timeout=self._timeouts.soon)
             if not opening.done() and document.token_ids is None:
-                document.token_ids = await self._stored_text(document, entry)
+                document.token_ids = await self._text_beside(opening, document, entry)
             if not opening.done() and document.token_ids is not None:
                 msg = f"{fetcher.url}: no header within {self._timeouts.soon:.3g} s; check the server and the network"
                 raise DeadlineError(msg)
@@ -150,9 +160,22 @@ class HeaderReader:
         document.corpus.check_blob(info, entry)
         return info
 
-    def _ids_of(self, head: bytes, entry: CatalogEntry) -> tuple[int, ...] | None:
-        """Token ids from a head whose blob is of no use otherwise, where they are the ones that the catalog names."""
-        ids = read_header(head).token_ids if head else None
+    async def _text_beside(
+        self, opening: asyncio.Task[BlobInfo], document: DocumentHandle, entry: CatalogEntry
+    ) -> tuple[int, ...] | None:
+        """``_stored_text``, for as long as a late header does not come after all."""
+        reading = asyncio.create_task(self._stored_text(document, entry))
+        try:
+            await asyncio.wait({opening, reading}, return_when=asyncio.FIRST_COMPLETED)
+            has_come = opening.done() and opening.exception() is None
+            return None if has_come else await reading
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    def _ids_of(self, header: bytes, entry: CatalogEntry) -> tuple[int, ...] | None:
+        """Token ids from a header whose blob is of no use otherwise, where they are the ones that the catalog names."""
+        ids = read_header(header).token_ids if header else None
         return ids if ids is not None and self._fits(ids, entry) else None
 
     def _fits(self, ids: tuple[int, ...], entry: CatalogEntry) -> bool:

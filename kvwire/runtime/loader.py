@@ -19,13 +19,13 @@ from kvwire import controller as ctl
 from kvwire._version import __version__
 from kvwire.codec import uses_triton
 from kvwire.controller import events as ev
-from kvwire.errors import ArgumentError, CorruptError, KvwireError, NotFoundError, StorageError
+from kvwire.errors import ArgumentError, KvwireError
 from kvwire.runtime.answer import Answer, Timing
 from kvwire.runtime.costs import measure_costs, warm_up
-from kvwire.runtime.documents import Timeouts
+from kvwire.runtime.documents import LengthChangedError, Timeouts
 from kvwire.runtime.estimates_file import EstimatesFile, engine_key, link_key, processor
 from kvwire.runtime.executor import Executor, ExecutorSettings
-from kvwire.runtime.finder import DocumentFinder
+from kvwire.runtime.finder import UNREADABLE, DocumentFinder
 from kvwire.runtime.session import Session
 from kvwire.runtime.settings import LoadSettings, controls_of
 from kvwire.runtime.threads import Threads
@@ -211,12 +211,19 @@ class Loader:
         with self._lock:
             timeouts = Timeouts(soon, chosen.patience_s, self._estimates.ttfb.value)
         settings = ExecutorSettings(fetch=chosen.fetch, backend=chosen.backend, timeouts=timeouts)
-        found = await _all_of([self._finder.find(driver, name, texts, timeouts) for name in documents])
-        async with Executor(self._engine, found, self._session, driver, self._finder, settings) as executor:
-            asked = driver.clock() - started
-            left = None if deadline_s is None else deadline_s - asked
-            finish = await executor.run(len(question), replace(goal, deadline_s=left))
-            return await self._answer(driver, executor, finish, list(question), started, asked, tokens)
+        anew = False
+        while True:
+            finding = [self._finder.find(driver, name, texts, timeouts, anew=anew) for name in documents]
+            found = await _all_of(finding)
+            async with Executor(self._engine, found, self._session, driver, self._finder, settings) as executor:
+                asked = driver.clock() - started
+                left = None if deadline_s is None else deadline_s - asked
+                try:
+                    finish = await executor.run(len(question), replace(goal, deadline_s=left))
+                except LengthChangedError:
+                    anew = True  # what was read in this load is not out of date, so that this happens but once
+                    continue
+                return await self._answer(driver, executor, finish, list(question), started, asked, tokens)
 
     def _new_controller(self) -> ctl.Controller:
         chosen = self._settings
@@ -248,7 +255,7 @@ class Loader:
         first = int(closing.logits.argmax())
         start = executor.prompt.cache.tokens + len(question)
         out = await self._generate(driver, closing.past, first, start, tokens)
-        text = self._engine.detokenize(out) if self._engine.has_tokenizer else ""
+        text = await driver.compute(partial(self._engine.detokenize, out)) if self._engine.has_tokenizer else ""
         self._remember()
         predicted_s = None if executor.predicted_s is None else asked_s + executor.predicted_s
         return Answer(
@@ -335,5 +342,5 @@ def _profile_in_use(corpus: Corpus) -> AnyProfile | None:
     """The corpus's profile, or None where it cannot be read: loads then go without it, and say so."""
     try:
         return corpus.profile()
-    except (NotFoundError, CorruptError, StorageError):
+    except UNREADABLE:
         return None

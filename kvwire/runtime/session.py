@@ -12,16 +12,18 @@ import atexit
 import random
 import threading
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from kvwire.errors import ArgumentError, AuthError, KvwireError, NotFoundError
 from kvwire.runtime.driver import ControllerDriver
-from kvwire.runtime.threads import DaemonThreads, Threads
+from kvwire.runtime.threads import DaemonThreads, Threads, look_up_here
 from kvwire.store import Store
 from kvwire.transport import open_session, open_source, read_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Iterator
+    from concurrent.futures import Future
 
     import aiohttp
 
@@ -57,7 +59,7 @@ class Session:
         self._lock = lock
         self.threads, self.link = threads, link
         self._fetch = fetch
-        self._starting = threading.Lock()
+        self._starting = threading.RLock()  # a loader may be collected, and closed, in whichever thread holds it
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -76,11 +78,16 @@ class Session:
         Raises:
             ArgumentError: The session is closed, or was closed meanwhile.
         """
-        future = asyncio.run_coroutine_threadsafe(work, self._running(work))
+        future = self._begin(work)
+        look_up = look_up_here()
+        if look_up is not None:
+            look_up.waits_for(future)
         try:
             return future.result()
         except CancelledError:
-            raise ArgumentError(_CLOSED) from None
+            if self._is_closed:
+                raise ArgumentError(_CLOSED) from None
+            raise
         except BaseException:
             future.cancel()  # an interrupted caller waits for nothing any more
             raise
@@ -95,29 +102,41 @@ class Session:
 
         Returns:
             Its result.
+
+        Raises:
+            ArgumentError: The session is closed, or was closed meanwhile; not to a caller that is cancelled itself.
         """
-        caller, began, ended = asyncio.get_running_loop(), threading.Event(), asyncio.Event()
+        caller, ended = asyncio.get_running_loop(), asyncio.Event()
+        taken = threading.Lock()  # the work, by the loop that runs it or by the caller that leaves before
 
         async def whole() -> T:
-            began.set()
+            if not taken.acquire(blocking=False):
+                raise asyncio.CancelledError
             try:
                 return await work
             finally:
-                caller.call_soon_threadsafe(ended.set)
+                with suppress(RuntimeError):  # a caller that left because of a close may have ended its loop
+                    caller.call_soon_threadsafe(ended.set)
 
-        future = asyncio.run_coroutine_threadsafe(whole(), self._running(work))
+        try:
+            future = self._begin(whole())
+        except ArgumentError:
+            work.close()
+            raise
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            if self._is_closed:
-                raise ArgumentError(_CLOSED) from None
-            if began.is_set():
-                await ended.wait()
-            else:
+            if taken.acquire(blocking=False):
                 work.close()
+            elif not self._is_closed:
+                await ended.wait()
+            task = asyncio.current_task()
+            if self._is_closed and not (task and task.cancelling()):
+                raise ArgumentError(_CLOSED) from None
             raise
 
-    def _running(self, work: Coroutine[None, None, object]) -> asyncio.AbstractEventLoop:
+    def _begin(self, work: Coroutine[None, None, T]) -> Future[T]:
+        """Have the loop run work. Nothing begins behind the session's end, which ends all that has begun before."""
         with self._starting:
             if self._is_closed:
                 work.close()
@@ -128,7 +147,7 @@ class Session:
                 self._thread = threading.Thread(target=self._serve, args=(self._loop,), name="kvwire-loop", daemon=True)
                 self._thread.start()
                 _RUNNING.add(self)
-            return self._loop
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)

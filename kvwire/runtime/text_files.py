@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 from kvwire.errors import ArgumentError, NotFoundError, StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+MOST_BYTES = 64 << 20
+"""Of a text file: as much as the text of a stored document may have."""
+_CHARACTERS_PER_TOKEN = 8
+"""More than tokenizers need for ordinary text: so many characters for each token of the window, and it is full."""
 
 
 def read_texts(paths: Sequence[str], failures: dict[str, str] | None = None) -> dict[str, str]:
@@ -59,13 +64,38 @@ def read_texts(paths: Sequence[str], failures: dict[str, str] | None = None) -> 
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            msg = f"{path} is larger than {MOST_BYTES >> 20} MiB, more than a document can be; split it"
+            raise ArgumentError(msg)
+        return data.decode().replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         msg = f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); convert it first"
         raise ArgumentError(msg) from error
     except OSError as error:
         msg = f"{path} cannot be read ({error.strerror})"
         raise StorageError(msg) from error
+
+
+def token_ids(tokenize: Callable[[str], Sequence[int]], window: int, text: str) -> list[int]:
+    """Read a text that may be far too long: tokenizers take some hundred times its length in memory.
+
+    Args:
+        tokenize: Gives the token ids of a text.
+        window: Most tokens that the model takes.
+        text: Any text.
+
+    Returns:
+        Its token ids; of a text that does not fit the window, those of a beginning that does not fit either.
+    """
+    most = _CHARACTERS_PER_TOKEN * window
+    while most < len(text):
+        found = list(tokenize(text[:most]))
+        if len(found) > window + 1:  # the last token may go on
+            return found
+        most *= 4
+    return list(tokenize(text))
 
 
 def problem_with(ids: Sequence[int], window: int) -> str:
@@ -81,5 +111,5 @@ def problem_with(ids: Sequence[int], window: int) -> str:
     if not ids:
         return "the document is empty"
     if len(ids) > window:
-        return f"{len(ids)} tokens do not fit the model's window of {window}; split the document"
+        return f"{len(ids)} tokens or more do not fit the model's window of {window}; split the document"
     return ""

@@ -6,7 +6,8 @@ import queue
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kvwire.codec.workers import stay_on_one_core
 
@@ -86,6 +87,60 @@ class DaemonThreads(ThreadPoolExecutor):
         for thread in self._started if wait else ():
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
+
+
+class LookUp(Generic[T]):
+    """Work that reads a store, to be called in a thread. Once nobody waits for it, the thread waits for nothing."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        """Begin nothing yet.
+
+        Args:
+            work: What to run.
+        """
+        self._work = work
+        self._waits_for: Future[Any] | None = None
+        self._is_left = False
+
+    def __call__(self) -> T:
+        """Run the work.
+
+        Returns:
+            Its result.
+        """
+        token = _LOOK_UP.set(self)
+        try:
+            return self._work()
+        finally:
+            _LOOK_UP.reset(token)
+
+    def waits_for(self, future: Future[Any]) -> None:
+        """Hear from the work what it is about to wait for.
+
+        Args:
+            future: It is cancelled when the look-up is left, or at once where it was.
+        """
+        self._waits_for = future
+        if self._is_left:  # looked at after the future is told: ``leave`` does it the other way round
+            future.cancel()
+
+    def leave(self) -> None:
+        """Cancel what the work waits for now or later."""
+        self._is_left = True
+        if self._waits_for is not None:
+            self._waits_for.cancel()
+
+
+_LOOK_UP: ContextVar[LookUp[Any] | None] = ContextVar("look_up", default=None)
+
+
+def look_up_here() -> LookUp[Any] | None:
+    """The look-up whose work this thread is at.
+
+    Returns:
+        The look-up; None outside of one.
+    """
+    return _LOOK_UP.get()
 
 
 class Threads:

@@ -300,16 +300,17 @@ def _scan(folder: Path) -> Iterator[tuple[float, ExtentName]]:
     with contextlib.suppress(OSError):  # on a read-only disk it stays
         (folder / _TEMPORARY).unlink(missing_ok=True)
     with os.scandir(folder) as entries:
-        subfolders = [entry.path for entry in entries if _SUBFOLDER.fullmatch(entry.name) and entry.is_dir()]
+        named = [entry for entry in entries if _SUBFOLDER.fullmatch(entry.name)]
+        subfolders = [entry.path for entry in named if entry.is_dir(follow_symlinks=False)]
     for subfolder in subfolders:
         with os.scandir(subfolder) as entries:
             for entry in entries:
-                named = ExtentName.parse(entry.name)
-                if named is None:
+                extent = ExtentName.parse(entry.name)
+                if extent is None:
                     continue
                 about = entry.stat(follow_symlinks=False)
-                if about.st_size == named.file_bytes:
-                    yield about.st_mtime, named
+                if about.st_size == extent.file_bytes:
+                    yield about.st_mtime, extent
                 else:
                     with contextlib.suppress(OSError):
                         os.unlink(entry.path)  # noqa: PTH108 - 100,000 paths are not made into objects

@@ -26,7 +26,7 @@ from kvwire.store.base import Listed, ObjectStat, Store, check_after, clamp_rang
 from kvwire.store.cache.counters import UploadCounters
 from kvwire.store.cache.upload_entry import upload_entry
 from kvwire.store.catalog.announcements import GRACE_S
-from kvwire.store.key_kinds import content_digest, entity_tag
+from kvwire.store.key_kinds import check_place, content_digest, entity_tag
 from kvwire.store.keys import check_key, is_catalog_key
 from kvwire.store.memory_snapshot import MemorySnapshot
 
@@ -133,7 +133,7 @@ class WriteBackStore(Store):
         Where that is impossible, it goes to the remote at once, in order all the same. Waits while the pending folder
         is full; DeadlineError after ``put_s``.
         """
-        check_key(key)
+        check_place(key)
         digest = content_digest(key)
         if _ANNOUNCEMENTS.fullmatch(key):  # it has to be seen before anything is deleted
             self._remote.put(key, data)

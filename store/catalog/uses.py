@@ -10,7 +10,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvwire.errors import NotFoundError
+from kvwire.errors import CorruptError, NotFoundError
 from kvwire.store.files.sqlite import Database
 
 if TYPE_CHECKING:
@@ -114,16 +114,30 @@ class UseFile(UseCounts):
         """Uses of a document so far."""
 
         def query(connection: sqlite3.Connection) -> int:
-            row = connection.execute(_COUNT, (scope, document_id)).fetchone()
-            return int(row[0]) if row else 0
+            match connection.execute(_COUNT, (scope, document_id)).fetchone():
+                case None:
+                    return 0
+                case (int(count),):
+                    return count
+            raise _strange()
 
         return self._database.read(query, 0)
 
     def reached(self, scope: str, least: int) -> list[str]:
         """Documents with at least so many uses, the most used first."""
-        bounds = (scope, least)
-        return self._database.read(lambda connection: [str(row[0]) for row in connection.execute(_REACHED, bounds)], [])
+
+        def query(connection: sqlite3.Connection) -> list[str]:
+            names = [row[0] for row in connection.execute(_REACHED, (scope, least))]
+            if not all(isinstance(name, str) for name in names):
+                raise _strange()
+            return names
+
+        return self._database.read(query, [])
 
     def close(self) -> None:
         """Close the file."""
         self._database.close()
+
+
+def _strange() -> CorruptError:
+    return CorruptError(f"a count of uses has another type than kvwire writes: {_ADVICE}")

@@ -1,6 +1,6 @@
 """Encryption at rest: AES-256-GCM around each part of a blob, so that ranges can still be fetched one by one.
 
-A sealed object begins with a prologue that names the key. A sealed *blob* keeps the blob's own division: its head is
+A sealed object begins with a prologue that names the key. A sealed *blob* keeps the blob's own division: its header is
 one message, each segment another, each 16 bytes longer than what it hides. Exactly specified in docs/format.md.
 
 Keys. A keyring's master keys give each tenant a key of its own (HKDF, RFC 5869), and a tenant's key gives each object
@@ -171,7 +171,7 @@ class TenantKeys:
         return _opened(cipher, 0, sealed[_PROLOGUE.size :], associated, f"the object {place}")
 
     def seal_blob(self, blob: bytes) -> bytes:
-        """Seal a blob, head and segments apart. Raises what ``read_header`` raises.
+        """Seal a blob, header and segments apart. Raises what ``read_header`` raises.
 
         Args:
             blob: The whole plain blob.
@@ -180,7 +180,7 @@ class TenantKeys:
             The sealed blob.
 
         Raises:
-            CorruptError: The blob is not of the length that its head tells.
+            CorruptError: The blob is not of the length that its header tells.
         """
         info = read_header(blob)
         segments = _in_order(info)
@@ -276,14 +276,14 @@ def _parsed(data: bytes, kind: int) -> _Prologue:
 
 
 class BlobReader(Protocol):
-    """What turns ranges of a stored blob into its head and segments, whether it is sealed or not."""
+    """What turns ranges of a stored blob into its header and segments, whether it is sealed or not."""
 
     check: Callable[[SegmentInfo, bytes], bytes] | None
     """Takes a segment as it was stored, gives its content or raises CorruptError; None: the CRC-32 decides."""
 
     @property
     def head(self) -> bytes:
-        """The blob's plain head, once it was read."""
+        """The blob's plain header, once it was read."""
         ...
 
     def read_header(self, data: bytes) -> BlobInfo:
@@ -308,7 +308,7 @@ class PlainBlob:
         self.head = b""
 
     def read_header(self, data: bytes) -> BlobInfo:
-        """``codec.read_header``, and the head is kept.
+        """``codec.read_header``, and the header is kept.
 
         Args:
             data: The blob's beginning, or more.
@@ -322,7 +322,7 @@ class PlainBlob:
 
 
 class SealedBlob:
-    """Reads a sealed blob: first its head, then segments in any order."""
+    """Reads a sealed blob: first its header, then segments in any order."""
 
     check: Callable[[SegmentInfo, bytes], bytes] | None
 
@@ -356,17 +356,17 @@ class SealedBlob:
         prologue = _parsed(data, _BLOB)
         stored = _PROLOGUE.size + prologue.header_bytes + TAG_BYTES
         if len(data) < stored:
-            msg = f"the sealed head ends after {len(data)} of {stored} bytes; fetch it again"
+            msg = f"the sealed header ends after {len(data)} of {stored} bytes; fetch it again"
             raise TruncatedError(msg, stored)
         cipher = self._keys.cipher(prologue.key_id, prologue.object_id)
-        head = _opened(cipher, 0, data[_PROLOGUE.size : stored], data[: _PROLOGUE.size], "the head")
-        info = read_header(head)
+        header = _opened(cipher, 0, data[_PROLOGUE.size : stored], data[: _PROLOGUE.size], "the header")
+        info = read_header(header)
         order = _in_order(info)
         size = _PROLOGUE.size + info.file_bytes + TAG_BYTES * (1 + len(order))
         if (info.header_bytes, size) != (prologue.header_bytes, prologue.file_bytes):
-            msg = "the sealed blob is not of the length that its head tells; write it again"
+            msg = "the sealed blob is not of the length that its header tells; write it again"
             raise CorruptError(msg)
-        self.head, self._cipher = head, cipher
+        self.head, self._cipher = header, cipher
         self._numbers = {(segment.chunk, segment.level): number for number, segment in enumerate(order, 1)}
         return self._as_stored(info, stored, size)
 
@@ -385,7 +385,7 @@ class SealedBlob:
         """
         number = self._numbers.get((segment.chunk, segment.level))
         if self._cipher is None or number is None:
-            msg = "a segment can be opened only after its blob's head; call read_header first"
+            msg = "a segment can be opened only after its blob's header; call read_header first"
             raise ArgumentError(msg)
         return _opened(self._cipher, number, stored, None, f"chunk {segment.chunk} level {segment.level}")
 

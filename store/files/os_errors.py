@@ -20,9 +20,7 @@ _ADVICE = {
     errno.EMFILE: "this process has too many open files: raise its limit (ulimit -n)",
     errno.ENFILE: "the machine has too many open files: raise its limit (fs.file-max)",
     errno.ENAMETOOLONG: "the path is too long for the file system: use a shorter folder name",
-    errno.ENOTDIR: "an object lies where a folder is needed: choose another key or delete that object",
-    errno.EEXIST: "an object lies where a folder is needed: choose another key or delete that object",
-    errno.EISDIR: "a folder lies where the object should go: choose another key",
+    errno.ENOTDIR: "a file lies where a folder is needed: move it away or open a store elsewhere",
     errno.EIO: "the disk reported an input/output error: check its health",
 }
 # What reading a missing object looks like; ELOOP is how O_NOFOLLOW refuses a symbolic link.
@@ -77,4 +75,6 @@ def writing(what: str) -> Iterator[None]:
 
 def _translated(error: OSError, verb: str, what: str) -> StorageError:
     advice = _ADVICE.get(error.errno or 0, error.strerror or str(error))
-    return StorageError(f"cannot {verb} {what}: {advice}")
+    translated = StorageError(f"cannot {verb} {what}: {advice}")
+    translated.errno = error.errno
+    return translated

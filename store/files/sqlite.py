@@ -14,9 +14,11 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, TypeVar
 
-from kvwire.errors import CorruptError, FormatVersionError, KvwireError, StorageError
+from kvwire.errors import CorruptError, StorageError
+from kvwire.store.files import sqlite_checks
 from kvwire.store.files.os_errors import reading, writing
-from kvwire.store.files.writer import CREATE_FLAGS, NEW_FILE_MODE, sync_folder, temporary_beside
+from kvwire.store.files.sqlite_errors import NO_LOCKS, is_full, is_not_writable, translated
+from kvwire.store.files.writer import CREATE_FLAGS, NEW_FILE_MODE, sync_folder, temporary_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,22 +29,11 @@ _Identity = tuple[int, int]
 
 BUSY_S = 30.0
 """Longest wait for another process's transaction, which takes milliseconds."""
-_MAX_VALUE_BYTES = 64 << 20  # of one value or row: what a hostile file may make this process allocate
 _WAL_KEPT_BYTES = 64 << 20
+_WAL_PAGES = 128  # merged beyond: what a killed process leaves unmerged must fit into what is kept aside for deletions
 _PAGE_BYTES = 16 << 10  # some twenty catalog entries: rows in the order of keys are then read at a stretch
 _STILL_ATTEMPTS = 10
-_DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_TOOBIG})
-_NOT_WRITABLE = frozenset({sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM})
-_HELD = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
-_NO_LOCKS = "its file system cannot share a database between processes: use a local disk, an S3 bucket or kvwire serve"
-_ADVICE = {
-    sqlite3.SQLITE_FULL: "the disk is full: free space or move the store to a larger disk",
-    sqlite3.SQLITE_IOERR: "the disk reported an input/output error: check its health and free space",
-    sqlite3.SQLITE_PROTOCOL: _NO_LOCKS,
-    sqlite3.SQLITE_NOLFS: _NO_LOCKS,
-    sqlite3.SQLITE_READONLY: "the folder is read-only for this user: remount it or give this user the right to write",
-    sqlite3.SQLITE_CANTOPEN: "it cannot be opened: give this user the right to the file and its folder",
-}
+_MERGE_MS = 1000  # longest wait for others: what merging gains is worth no more
 
 
 class _Pool:
@@ -92,17 +83,27 @@ class Database:
         path: The file.
         schema: SQL that makes an empty one.
         version: Of the schema, refused where the file has another.
+        older: SQL that made files of this version once; they are used as they are.
         durable: Whether a transaction survives a power cut once ``write`` has returned.
         advice: What to do where the file is damaged.
         busy_s: Longest wait for another process's transaction, in seconds; None for BUSY_S.
     """
 
     def __init__(
-        self, path: Path, schema: str, *, version: int, durable: bool, advice: str, busy_s: float | None = None
+        self,
+        path: Path,
+        schema: str,
+        *,
+        version: int,
+        durable: bool,
+        advice: str,
+        busy_s: float | None = None,
+        older: tuple[str, ...] = (),
     ) -> None:
         """Keep the path."""
         self._path = path
         self._schema = schema
+        self._schemas = (schema, *older)
         self._version = version
         self._durable = durable
         self._advice = advice
@@ -160,6 +161,15 @@ class Database:
             with self._lent(connection, identity), _transaction(connection):
                 return change(connection)
 
+    def merge(self) -> None:
+        """Put the log's changes into the file and give its space back, as far as others let it and the disk allows."""
+        with (
+            contextlib.suppress(sqlite3.Error, StorageError),
+            contextlib.closing(self._connect("mode=rw")) as connection,
+        ):
+            connection.execute(f"PRAGMA busy_timeout={_MERGE_MS}")
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
     def close(self) -> None:
         """Close the connections; using the database afterwards opens new ones."""
         self._pool.close()
@@ -178,15 +188,34 @@ class Database:
         try:
             about = self._path.stat()
         except (FileNotFoundError, NotADirectoryError):
+            self._refuse_orphan()
             return None
         except OSError as error:
             msg = f"cannot read {self._path}: {error.strerror}; give this user the right to its folder"
             raise StorageError(msg) from error
         return about.st_dev, about.st_ino
 
+    def _refuse_orphan(self) -> None:
+        """Raise CorruptError where changes lie without their database: SQLite would put them into a new one."""
+        if self._has_log() and not self._path.exists():
+            name = self._path.name
+            msg = (
+                f"{self._path}-wal holds changes of a database that is gone: put {name} back beside it, "
+                f"or remove {name}-wal and {name}-shm too"
+            )
+            raise CorruptError(msg)
+
+    def _has_log(self) -> bool:
+        """Whether changes lie beside the file that are, or may be, not in it yet."""
+        try:
+            return self._path.with_name(self._path.name + "-wal").stat().st_size > 0
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
     @contextlib.contextmanager
     def _lent(self, connection: sqlite3.Connection, identity: _Identity) -> Iterator[None]:
         """Give a connection back after use; after an error nobody knows what state it is in."""
+        sqlite_checks.limit_time(connection)
         try:
             yield
         except BaseException:
@@ -198,11 +227,12 @@ class Database:
         name, wait_s = f"{self._path.as_uri()}?{how}", self._wait_s()
         connection = sqlite3.connect(name, uri=True, timeout=wait_s, isolation_level=None, check_same_thread=False)
         try:
-            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
-            connection.execute("PRAGMA trusted_schema=OFF")
+            sqlite_checks.restrict(connection)
+            sqlite_checks.limit_time(connection)
             connection.execute(f"PRAGMA synchronous={'FULL' if self._durable else 'NORMAL'}")
             connection.execute(f"PRAGMA journal_size_limit={_WAL_KEPT_BYTES}")
-            self._check_version(connection)
+            connection.execute(f"PRAGMA wal_autocheckpoint={_WAL_PAGES}")
+            sqlite_checks.check_layout(connection, self._path, self._schemas, self._version, self._advice)
         except BaseException:
             connection.close()
             raise
@@ -211,22 +241,18 @@ class Database:
     def _wait_s(self) -> float:
         return BUSY_S if self._busy_s is None else self._busy_s
 
-    def _check_version(self, connection: sqlite3.Connection) -> None:
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if version != self._version:
-            msg = f"{self._path} has version {version}, this kvwire knows {self._version}: use the one that wrote it"
-            raise FormatVersionError(msg)
-
     def _connect_to_read(self) -> sqlite3.Connection | None:
         """A connection, without the right to write where there is none; None where not even that works.
 
-        Reading takes a side file, which SQLite cannot make in a read-only folder.
+        Reading takes a side file, which SQLite cannot make in a read-only folder, nor on a full disk.
         """
         for how in ("mode=rw", "mode=ro"):
             try:
                 return self._connect(how)
             except sqlite3.OperationalError as error:
-                if _code(error) not in _NOT_WRITABLE:
+                if is_full(error) and not self._has_log():
+                    return None
+                if not is_not_writable(error):
                     raise
         return None
 
@@ -234,37 +260,36 @@ class Database:
         """Read the file as if nobody could change it, and again where somebody did."""
         for _ in range(_STILL_ATTEMPTS):
             before = self._stillness()
-            with contextlib.closing(self._connect("mode=ro&immutable=1")) as connection:
-                try:
+            try:
+                with contextlib.closing(self._connect("mode=ro&immutable=1")) as connection:
                     result = query(connection)
-                except sqlite3.DatabaseError:
-                    if self._stillness() == before:
-                        raise
-                    continue
+            except (sqlite3.DatabaseError, CorruptError):
+                if self._stillness() == before:
+                    raise
+                continue
             if self._stillness() == before:
                 return result
         msg = f"{self._path} changes while it is being read: give this user the right to write to its folder"
         raise StorageError(msg)
 
     def _stillness(self) -> tuple[int, int, int]:
-        with contextlib.suppress(FileNotFoundError):
-            if self._path.with_name(self._path.name + "-wal").stat().st_size:
-                msg = (
-                    f"{self._path} has changes that are not yet merged, which takes the right to write: "
-                    "open the store once with that right, for instance with kvwire store ls"
-                )
-                raise StorageError(msg)
+        if self._has_log():
+            msg = (
+                f"{self._path} has changes that are not yet merged, which takes the right to write: "
+                "open the store once with that right, for instance with kvwire store ls"
+            )
+            raise StorageError(msg)
         about = self._path.stat()
         return about.st_ino, about.st_size, about.st_mtime_ns
 
     def _create(self) -> None:
-        temporary = temporary_beside(self._path)
+        temporary = self._path.with_name(temporary_name())
         try:
             os.close(os.open(temporary, CREATE_FLAGS, NEW_FILE_MODE))
             with contextlib.closing(sqlite3.connect(temporary, timeout=BUSY_S, isolation_level=None)) as connection:
                 connection.execute(f"PRAGMA page_size={_PAGE_BYTES}")
                 if connection.execute("PRAGMA journal_mode=WAL").fetchone()[0] != "wal":
-                    msg = f"cannot make {self._path}: {_NO_LOCKS}"
+                    msg = f"cannot make {self._path}: {NO_LOCKS}"
                     raise StorageError(msg)
                 with _transaction(connection):
                     connection.execute(self._schema)
@@ -276,22 +301,8 @@ class Database:
                 temporary.with_name(temporary.name + end).unlink(missing_ok=True)
         sync_folder(self._path.parent)
 
-    @contextlib.contextmanager
-    def _translated(self, verb: str) -> Iterator[None]:
-        try:
-            yield
-        except KvwireError:
-            raise
-        except sqlite3.Error as error:
-            code = _code(error)
-            if code in _DAMAGED or (code == sqlite3.SQLITE_ERROR and "no such" in str(error)):
-                msg = f"{self._path} is damaged ({error}): {self._advice}"
-                raise CorruptError(msg) from error
-            if code in _NOT_WRITABLE and not os.access(self._path.parent, os.W_OK):
-                code = sqlite3.SQLITE_READONLY
-            held = f"another process has held it for more than {self._wait_s():g} s: try again, or end that process"
-            msg = f"cannot {verb} {self._path}: {held if code in _HELD else _ADVICE.get(code, str(error))}"
-            raise StorageError(msg) from error
+    def _translated(self, verb: str) -> contextlib.AbstractContextManager[None]:
+        return translated(self._path, verb, advice=self._advice, wait_s=self._wait_s())
 
 
 @contextlib.contextmanager
@@ -304,8 +315,3 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
             connection.execute("ROLLBACK")
         raise
     connection.execute("COMMIT")
-
-
-def _code(error: sqlite3.Error) -> int:
-    """The primary result code; the higher bits only tell more."""
-    return int(getattr(error, "sqlite_errorcode", 0) or 0) & 0xFF

@@ -8,8 +8,6 @@ import os
 import secrets
 from typing import TYPE_CHECKING
 
-from kvwire.errors import StorageError
-
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -22,61 +20,55 @@ NEW_FILE_MODE = 0o666
 """Less the umask, as for any program's files: other users may serve the folder."""
 
 
-def temporary_beside(path: Path) -> Path:
-    """A name for an unfinished file in the same folder, which nobody else uses.
-
-    Args:
-        path: The file's final place.
-
-    Returns:
-        The unfinished file's path.
-    """
-    return path.with_name(f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}")
+def temporary_name() -> str:
+    """A name for an unfinished file, which nobody else uses."""
+    return f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
 
 
-def replace_file(path: Path, data: Data) -> None:
+def replace_file(folder: int, name: str, data: Data) -> None:
     """Write a file under another name, flush it, rename it into place and flush the rename.
 
     Args:
-        path: The file.
+        folder: Descriptor of the folder.
+        name: The file's name in it.
         data: All of its bytes.
 
     Raises:
-        StorageError: The file system takes no more bytes.
+        OSError: The file cannot be written.
     """
-    temporary = temporary_beside(path)
+    temporary = temporary_name()
     try:
-        _write_file(temporary, data)
-        temporary.replace(path)
+        _write_file(folder, temporary, data)
+        os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         with contextlib.suppress(OSError):
-            temporary.unlink()
+            os.unlink(temporary, dir_fd=folder)
         raise
-    sync_folder(path.parent)
+    sync_folder(".", folder)
 
 
-def _write_file(path: Path, data: Data) -> None:
-    descriptor = os.open(path, CREATE_FLAGS, NEW_FILE_MODE)
+def _write_file(folder: int, name: str, data: Data) -> None:
+    descriptor = os.open(name, CREATE_FLAGS, NEW_FILE_MODE, dir_fd=folder)
     try:
         view = memoryview(data)
         while view:
             written = os.write(descriptor, view)
             if not written:
-                msg = f"cannot write {path}: the file system takes no more bytes; check its free space"
-                raise StorageError(msg)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             view = view[written:]
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def sync_folder(folder: Path) -> None:
+def sync_folder(folder: str | Path, within: int | None = None) -> None:
     """Flush a folder's entries, where the file system knows how to.
 
     Args:
         folder: The folder.
+        within: Descriptor of the folder that a relative path starts from.
     """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC, dir_fd=within)
     try:
         os.fsync(descriptor)
     except OSError as error:

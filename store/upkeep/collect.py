@@ -30,14 +30,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError, AuthError, CorruptError, FormatVersionError, NotFoundError, StorageError
 from kvwire.store.catalog.announcements import GRACE_S, LEASE_S, MAX_NAMES, announce
 from kvwire.store.catalog.catalog import Catalog
-from kvwire.store.key_kinds import catalog_prefixes, key_digest, kind_of, kinds, mark
+from kvwire.store.key_kinds import KINDS, catalog_prefixes, key_digest, kind_of, kinds, mark
 from kvwire.store.keys import check_tenant
 from kvwire.store.listing import content, read_ahead, tenants
 
@@ -57,6 +57,7 @@ _UNFINISHED_S = 3600.0
 _PIECE = 200
 """Deletions between looks at the clock, which comes after as many looks at what is to be deleted."""
 _TELL_EVERY = 1000
+_SHARED = tuple(kind for kind in KINDS if kind.name == "profile")
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,11 @@ class Collected:
         failures: In words, model configurations where an entry that cannot be read hides what is needed, or where the
             store failed, so that less was deleted than might be.
         others: Objects of further kinds.
+        looked_at: Bytes of all content that was looked at.
+        documents_looked_at: Bytes of all of it but profiles, which are shared and outweigh a few documents.
+        document_bytes: Bytes of what was deleted but profiles.
+        misplaced: Objects of known kinds that lie where none of their kind does, so that nothing leads to them. They
+            are left alone: ``verify_store`` names them.
     """
 
     blobs: int = 0
@@ -80,6 +86,10 @@ class Collected:
     bytes: int = 0
     failures: tuple[str, ...] = ()
     others: int = 0
+    looked_at: int = field(default=0, compare=False)
+    documents_looked_at: int = field(default=0, compare=False)
+    document_bytes: int = field(default=0, compare=False)
+    misplaced: int = field(default=0, compare=False)
 
     def __add__(self, other: Collected) -> Collected:
         """Both together."""
@@ -92,6 +102,10 @@ class Collected:
             self.bytes + other.bytes,
             self.failures + other.failures,
             self.others + other.others,
+            self.looked_at + other.looked_at,
+            self.documents_looked_at + other.documents_looked_at,
+            self.document_bytes + other.document_bytes,
+            self.misplaced + other.misplaced,
         )
 
 
@@ -102,6 +116,8 @@ def collect(
     keyring: Keyring | None = None,
     grace_s: float = GRACE_S,
     dry_run: bool = False,
+    max_fraction: float = 1.0,
+    allow_empty_catalog: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Collected:
     """Delete content that no document of its tenant and model configuration names and that is older than the grace.
@@ -115,29 +131,65 @@ def collect(
         keyring: To read the entries of tenants whose are sealed; without it nothing of theirs is deleted.
         grace_s: Seconds that content stays though nothing names it; content of unknown age counts as young.
         dry_run: Delete nothing, and tell what would be.
+        max_fraction: Delete nothing at all where garbage is more than this part of all content's bytes, or of those of
+            blobs and texts alone.
+        allow_empty_catalog: Collect even where no catalog entry of a configuration names any content that is there.
+            Without it such a catalog counts as lost, and nothing of the configuration is deleted: see ``rebuild``.
         on_progress: Called with ``"entries"`` or ``"objects"`` and how many more were looked at.
 
     Returns:
         What was deleted.
 
     Raises:
-        ArgumentError: The grace period is negative.
+        ArgumentError: The grace period is negative, or garbage is more than ``max_fraction`` of the content.
         StorageError: The tenants cannot be listed.
     """
     if grace_s < 0:
         msg = f"a grace period is no time at least, {grace_s:g} s are less"
         raise ArgumentError(msg)
+    tell = on_progress or (lambda _what, _count: None)
+    settings = _Settings(grace_s, allow_empty_catalog=allow_empty_catalog, tell=tell)
+    if max_fraction < 1 and not dry_run:
+        _check_fraction(_sweep(store, tenant_hash, keyring, replace(settings, dry_run=True)), max_fraction)
+    total = _sweep(store, tenant_hash, keyring, replace(settings, dry_run=dry_run))
+    if not dry_run:
+        total += _remove_leftovers(store, grace_s)
+    return total
+
+
+@dataclass(frozen=True)
+class _Settings:
+    grace_s: float
+    allow_empty_catalog: bool
+    tell: OnProgress
+    dry_run: bool = False
+
+
+def _sweep(store: Store, tenant_hash: str | None, keyring: Keyring | None, settings: _Settings) -> Collected:
     total = Collected()
     for tenant in list(tenants(store)) if tenant_hash is None else [check_tenant(tenant_hash)]:
         catalog = Catalog.of_hash(store, tenant, keyring=keyring)
         try:
             for space in catalog.configurations():
-                total += _Sweep(catalog, space, grace_s, dry_run=dry_run, on_progress=on_progress).run()
+                total += _Sweep(catalog, space, settings).run()
         except StorageError as error:
             total += Collected(failures=(f"v1/{tenant}/: {error}",))
-    if not dry_run:
-        total += _remove_leftovers(store, grace_s)
     return total
+
+
+def _check_fraction(found: Collected, max_fraction: float) -> None:
+    shares = (
+        (found.bytes, found.looked_at, "bytes"),
+        (found.document_bytes, found.documents_looked_at, "bytes of documents"),
+    )
+    for garbage, whole, what in shares:
+        if garbage > max_fraction * whole:
+            msg = (
+                f"no document names {garbage:,} of {whole:,} {what}, more than {max_fraction:.0%}, so nothing was "
+                "deleted: look with --dry-run; where the catalog lost entries, run kvwire store rebuild; where this is "
+                "right, pass --yes (max_fraction=1)"
+            )
+            raise ArgumentError(msg)
 
 
 def _remove_leftovers(store: Store, grace_s: float) -> Collected:
@@ -151,15 +203,12 @@ def _remove_leftovers(store: Store, grace_s: float) -> Collected:
 class _Sweep:
     """One configuration. marked: digests that are needed."""
 
-    def __init__(
-        self, catalog: Catalog, space: KeySpace, grace_s: float, *, dry_run: bool, on_progress: OnProgress | None
-    ) -> None:
+    def __init__(self, catalog: Catalog, space: KeySpace, settings: _Settings) -> None:
         self._catalog = catalog
         self._store = catalog.store
         self._space = space
-        self._grace_s = grace_s
-        self._dry_run = dry_run
-        self._tell = on_progress or (lambda _what, _count: None)
+        self._grace_s, self._dry_run, self._tell = settings.grace_s, settings.dry_run, settings.tell
+        self._allow_empty_catalog = settings.allow_empty_catalog
         self._marked: set[bytes] = set()
         self._marked_at = 0.0
         self._done = Collected()
@@ -168,6 +217,8 @@ class _Sweep:
         try:
             self._refuse_unknown_kinds()
             self._mark()
+            if not self._allow_empty_catalog:
+                self._refuse_lost_catalog()
             self._batches(self._stale_hints(), self._delete_hints)
             self._batches(self._garbage(), self._delete_content)
             if not self._dry_run:
@@ -208,11 +259,29 @@ class _Sweep:
                 raise _unknown(found.key)
             after = max(found.key, f"{prefix}~")
 
+    def _refuse_lost_catalog(self) -> None:
+        """Raise CorruptError where there is garbage, and nothing that is there is named: the catalog is lost, then."""
+        garbage = 0
+        for listed in content(self._store, self._space):
+            if self._is_collected(listed.key) and mark(listed.key) in self._marked:
+                return
+            garbage += self._is_garbage(listed.key, listed.modified)
+        if garbage:
+            msg = (
+                f"the catalog names none of the content that is there ({garbage} objects): it may be lost, so nothing "
+                "is deleted; kvwire store rebuild makes it anew from blobs and texts; where all documents were taken "
+                "out on purpose, pass --allow-empty-catalog"
+            )
+            raise CorruptError(msg)
+
     def _is_garbage(self, key: str, modified: float) -> bool:
         return self._is_collected(key) and mark(key) not in self._marked and 0 < modified < time.time() - self._grace_s
 
     def _garbage(self) -> Iterator[Listed]:
         for count, listed in enumerate(content(self._store, self._space), 1):
+            is_misplaced = kind_of(listed.key) is not None and not self._is_collected(listed.key)
+            of_documents = listed.size * (kind_of(listed.key) not in _SHARED)
+            self._done += Collected(looked_at=listed.size, documents_looked_at=of_documents, misplaced=is_misplaced)
             if self._is_garbage(listed.key, listed.modified):
                 yield listed
             if count % _TELL_EVERY == 0:
@@ -287,8 +356,9 @@ class _Sweep:
     def _count(self, deleted: list[Listed]) -> None:
         names = Counter(kind.name for listed in deleted if (kind := kind_of(listed.key)))
         size = sum(listed.size for listed in deleted)
+        of_documents = sum(listed.size for listed in deleted if kind_of(listed.key) not in _SHARED)
         blobs, profiles, texts = (names.pop(name, 0) for name in ("blob", "profile", "text"))
-        self._done += Collected(blobs, profiles, texts, bytes=size, others=names.total())
+        self._done += Collected(blobs, profiles, texts, bytes=size, others=names.total(), document_bytes=of_documents)
 
     def _delete_dead_announcements(self) -> None:
         dead = time.time() - 2 * LEASE_S - self._grace_s

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvwire.errors import CorruptError, NotFoundError
+from kvwire.errors import ArgumentError, CorruptError, NotFoundError
 from kvwire.store.catalog.announcements import wait_for_collectors
 from kvwire.store.catalog.catalog import Catalog
-from kvwire.store.key_kinds import content_digest, kind_of
+from kvwire.store.key_kinds import content_digest, is_misplaced, kind_of
 from kvwire.store.keys import check_tenant
 from kvwire.store.listing import ahead, content, tenants
+from kvwire.types import SEALED_MAGIC
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvwire.store.base import Listed, Store
+    from kvwire.store.key_kinds import Named
     from kvwire.store.keys import KeySpace
 
     OnProgress = Callable[[int], None]
 
 _BATCH = 500
+_MOST_REMEMBERED = 10_000  # keys
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,8 @@ class Copied:
         bytes: Of those.
         entries: Catalog objects that were written.
         skipped: What the target had already.
-        failures: Objects that are damaged where they come from, in words.
+        failures: Objects that are damaged where they come from, in words. Neither they nor the entries that lead
+            nowhere without them were copied.
     """
 
     objects: int
@@ -47,9 +52,10 @@ class Copied:
 def copy_store(source: Store, target: Store, *, jobs: int = 4, on_progress: OnProgress | None = None) -> Copied:
     """Copy all tenants' blobs, profiles, texts and catalogs; what the target has already is not written again.
 
-    An entry is written when everything that lies before it is there, so the target can be read all the time, and a copy
-    that was interrupted goes on where it was. Entries that differ become the source's. Garbage may be collected in the
-    target meanwhile: once the entries are written, content is looked through again.
+    An entry is written when everything that it needs is there, so the target can be read all the time, and a copy that
+    was interrupted goes on where it was. Entries that differ become the source's, but for those that need what is
+    damaged there; of sealed ones nobody knows what they need. Documents may be encoded in the source meanwhile, and
+    garbage collected in the target: once the entries are written, content is looked through again.
 
     Args:
         source: Where objects come from.
@@ -75,6 +81,7 @@ class _Copier:
         self._source, self._target, self._jobs, self._tell = source, target, jobs, on_progress
         self.objects = self.bytes = self.entries = self.skipped = 0
         self.failures: dict[str, str] = {}
+        self._there: set[str] = set()
 
     def copy(self, space: KeySpace) -> None:
         skipped = self._copy_content(space)
@@ -85,25 +92,33 @@ class _Copier:
 
     def _copy_content(self, space: KeySpace) -> int:
         missing = _Missing(_known(self._source, space), _known(self._target, space))
-        for listed, copied in ahead(missing, self._copy_object, self._jobs):
-            try:
-                size = copied()
-            except NotFoundError:  # deleted since it was listed
-                continue
-            except CorruptError as error:
-                self.failures[listed.key] = f"{listed.key}: {error}"
-                continue
-            self.objects += 1
-            self.bytes += size
-            self._tell(size)
+        for listed, copied in ahead(missing, lambda listed: self._copy_object(listed.key), self._jobs):
+            with suppress(NotFoundError):  # deleted since it was listed
+                self._count(listed.key, copied)
         return missing.had
 
-    def _copy_object(self, listed: Listed) -> int:
-        data, sha256, kind = self._source.get(listed.key), content_digest(listed.key), kind_of(listed.key)
-        if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
-            msg = f"its SHA-256 is not the one in its key: it is left out, {kind.advice if kind else ''}"
+    def _count(self, key: str, copied: Callable[[], int]) -> bool:
+        """Count an object; whether it could be copied."""
+        try:
+            size = copied()
+        except CorruptError as error:
+            self.failures[key] = f"{key}: {error}"
+            return False
+        self.objects += 1
+        self.bytes += size
+        self._tell(size)
+        return True
+
+    def _copy_object(self, key: str) -> int:
+        if is_misplaced(key):
+            msg = "nothing leads to it, as it does not lie where its kind does: it is left out"
             raise CorruptError(msg)
-        self._target.put(listed.key, data)
+        data, sha256, kind = self._source.get(key), content_digest(key), kind_of(key)
+        if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
+            advice = kind.advice if kind else ""
+            msg = f"its SHA-256 is not the one in its key: with what needs it, it is left out, {advice}"
+            raise CorruptError(msg)
+        self._target.put(key, data)
         return len(data)
 
     def _copy_entries(self, space: KeySpace) -> None:
@@ -122,12 +137,50 @@ class _Copier:
             self.entries += len(batch)
 
     def _differing(self, keys: Iterator[str]) -> Iterator[tuple[str, bytes]]:
-        for key, read in ahead(keys, lambda key: (_get(self._source, key), _get(self._target, key)), self._jobs):
-            ours, theirs = read()
-            if ours is not None and ours != theirs:
-                yield key, ours
-            else:
+        for key, read in ahead(keys, self._compare, self._jobs):
+            try:
+                data, lacking = read()
+            except CorruptError as error:
+                self.failures[key] = f"{key}: {error}"
+                continue
+            if data is None:
                 self.skipped += 1
+            elif all(self._complete(key, data, named) for named in lacking):
+                yield key, data
+
+    def _compare(self, key: str) -> tuple[bytes | None, list[Named]]:
+        """An entry that is to be written, and what it needs that the target has not."""
+        ours = _get(self._source, key)
+        if ours is None or ours == _get(self._target, key):
+            return None, []
+        return ours, [named for named in _needed(key, ours) if not self._has(named)]
+
+    def _has(self, named: Named) -> bool:
+        """Whether the target has an object; many entries need the same profile, which is asked for once."""
+        if named.key in self._there:
+            return True
+        try:
+            size = self._target.stat(named.key).size
+        except NotFoundError:
+            return False
+        if named.size not in (None, size):
+            return False
+        if len(self._there) >= _MOST_REMEMBERED:
+            self._there.clear()
+        self._there.add(named.key)
+        return True
+
+    def _complete(self, key: str, data: bytes, named: Named) -> bool:
+        """Copy what an entry needs and the source did not have when content was listed; whether it is there now."""
+        if named.key in self.failures:
+            return False
+        try:
+            return self._count(named.key, lambda: self._copy_object(named.key))
+        except NotFoundError:
+            if _get(self._source, key) == data:  # and not yet another's
+                why = f"the {named.what} that it needs is not there"
+                self.failures[key] = f"{key}: {why}: it is left out, encode the document again"
+            return False
 
 
 class _Missing:
@@ -150,6 +203,17 @@ class _Missing:
 
 def _known(store: Store, space: KeySpace) -> Iterator[Listed]:
     return (one for one in content(store, space) if (kind := kind_of(one.key)) and kind.is_copied)
+
+
+def _needed(key: str, data: bytes) -> list[Named]:
+    """What an entry leads nowhere without; raises CorruptError where it is damaged."""
+    kind = kind_of(key)
+    if kind is None or kind.names is None or data.startswith(SEALED_MAGIC):
+        return []
+    try:
+        return [named for named in kind.names(key, data) if named.is_needed]
+    except ArgumentError as error:
+        raise CorruptError(str(error)) from error
 
 
 def _get(store: Store, key: str) -> bytes | None:

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from kvwire.errors import AuthError, CorruptError, FormatVersionError, NotFoundError, NotSealedError
 from kvwire.store.base import open_object
 from kvwire.store.catalog_entry import parse_object
-from kvwire.store.key_kinds import key_digest, kind_of, kinds, mark
+from kvwire.store.key_kinds import is_misplaced, key_digest, kind_of, kinds, mark
 from kvwire.store.listing import ahead, content
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from kvwire.errors import KvwireError
-    from kvwire.store.base import Store
+    from kvwire.store.base import Listed, Store
     from kvwire.store.catalog.catalog import Catalog
     from kvwire.store.key_kinds import KeyKind, Named
     from kvwire.store.keys import KeySpace
@@ -68,7 +68,8 @@ def verify_store(
     """Read every blob, profile and text of these catalogs' tenants, and their document entries.
 
     Blobs are checked against the hash in their key and, segment by segment, against their own checksums, a piece at a
-    time.
+    time. Of a configuration's content, what is sound is remembered until its entries were read: some 120 bytes for each
+    object.
 
     Args:
         store: The store.
@@ -106,7 +107,7 @@ class _Verifier:
 
     def check(self, catalog: Catalog, space: KeySpace) -> None:
         sound: set[bytes] = set()
-        known = (one for one in content(self._store, space) if (kind := kind_of(one.key)) and kind.verify)
+        known = (one for one in self._placed(space) if (kind := kind_of(one.key)) and kind.verify)
         for listed, checked in ahead(known, lambda listed: self._check_object(listed.key), self._jobs):
             try:
                 self._sealed += not checked()
@@ -123,6 +124,15 @@ class _Verifier:
                 self._check_entries(catalog, space, kind, sound)
         except AuthError:  # sealed with a key that is not at hand: nothing can be said of them
             self._sealed += 1
+
+    def _placed(self, space: KeySpace) -> Iterator[Listed]:
+        """What lies where its kind does; the rest is told of, and left where it is."""
+        for listed in content(self._store, space):
+            if is_misplaced(listed.key, space):
+                problem = "nothing leads to it, as it does not lie where its kind does: remove it by hand"
+                self._damaged.append(Damage(listed.key, problem, deleted=False))
+            else:
+                yield listed
 
     def _check_object(self, key: str) -> bool:
         """Whether what it holds could be checked; raises what is wrong."""

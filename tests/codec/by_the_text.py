@@ -1,4 +1,10 @@
-"""A second decoder of blobs, written from docs/format.md alone: slow, plain, and in float64."""
+"""A second decoder of blobs, written from docs/format.md alone: slow, plain, and in float64.
+
+Beside each number goes its noise: how far a decoder in float32 may be off, by the format's own words. That is 2^-19 of
+the sizes of all terms of a sum (some tens of terms, each rounded), the step to the other bfloat16 number where an
+expectation lies within noise of the middle between two, and 2^-22 of an angle's size. Where noise is not finite, the
+text says nothing: a number beyond float32, an angle beyond counting.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +19,13 @@ from . import surgery as cut
 from .streams_by_the_text import read_cachegen, read_lanes, read_lossless, unframed
 
 LOSSLESS, CACHEGEN = 2, 3
+FLOAT_NOISE, ANGLE_NOISE = 2.0**-19, 2.0**-22
+LEAST, MOST = 2.0**-120, 2.0**120
+"""Sizes that leave float32 room for every partial sum."""
+
+
+class UndefinedError(Exception):
+    """The text leaves the result to the decoder: a value left 32 bits."""
 
 
 def clip(value):
@@ -43,7 +56,13 @@ def read_profile(data):
     return meta["head"], arrays
 
 
-def read_segment(data, level, shift, classes, values, spread, arrays):
+def tables_of(arrays):
+    """Starts of the base tables by class, of the ternary ones by class and context."""
+    tables = (arrays["base"], arrays["ternary"])
+    return [np.concatenate([0 * each[..., :1], each.cumsum(-1)], -1).tolist() for each in tables]
+
+
+def read_segment(data, level, shift, classes, values, spread, tables):
     """One segment of section 4, in place: values are lists by token, classes 0 while open."""
     word_count, class_bytes, escape_bytes, lanes, _ = struct.unpack_from("<IIIHH", data)
     at = 16 + class_bytes
@@ -58,19 +77,22 @@ def read_segment(data, level, shift, classes, values, spread, arrays):
             classes[column] = clip(clip(spread[column] - shift) + difference)
     coded = [column for column, cls in enumerate(classes) if cls]
 
-    def table(token, index):
+    def starts(token, index):
         cls = classes[coded[index]] - 1
-        return arrays["base"][cls] if not level else arrays["ternary"][cls, min(abs(values[token][coded[index]]), 2)]
+        return tables[1][cls][min(abs(values[token][coded[index]]), 2)] if level else tables[0][cls]
 
     stream = data[at + escape_bytes :]
     assert len(stream) == 6 * lanes + 2 * word_count
-    symbols = read_lanes(stream, lanes, len(values), len(coded), table)
+    symbols = read_lanes(stream, lanes, len(values), len(coded), starts)
     for (token, index), symbol in sorted(symbols.items()):
         was = values[token][coded[index]]
         if not level:
             values[token][coded[index]] = symbol - 128 if symbol else next(escapes)
         else:
             values[token][coded[index]] = 3 * was + (symbol - 1 if was >= 0 else 1 - symbol)
+            if abs(values[token][coded[index]]) >= 2**31:
+                raise UndefinedError
+    assert next(escapes, None) is None
 
 
 def size_of(value, cls, points):
@@ -80,9 +102,9 @@ def size_of(value, cls, points):
 
 def coefficients_of(segments, level, steps, tokens, spread, arrays):
     """Coefficients of a chunk at a level, ``[tokens, columns]``."""
-    values, classes = [[0] * len(spread) for _ in range(tokens)], [0] * len(spread)
+    values, classes, tables = [[0] * len(spread) for _ in range(tokens)], [0] * len(spread), tables_of(arrays)
     for k in range(level + 1):
-        read_segment(segments[k], k, steps[k][3], classes, values, spread, arrays)
+        read_segment(segments[k], k, steps[k][3], classes, values, spread, tables)
     sizes = [
         [
             math.copysign(size_of(v, cls, arrays["points"]), v) if cls else 0.0
@@ -93,48 +115,74 @@ def coefficients_of(segments, level, steps, tokens, spread, arrays):
     return np.array(sizes) * steps[level][2]
 
 
-def layered(coefficients, ids, hidden, head, arrays, layers):
-    """Un-rotated planes ``[tokens, heads, dim]`` of a chunk by side and layer."""
+def expected(ids, hidden, group, features):
+    """What the text says of a group's elements, and how sure that is."""
+    mean, predictor = group["mean"], group.get("predictor")
+    elements, noise = np.tile(mean, (len(ids), 1)), np.zeros((len(ids), len(mean)))
+    if predictor is not None and features is not None:
+        told = features[ids]
+        elements = mean + told @ predictor[: told.shape[1]]
+        sizes = abs(mean) + abs(told) @ abs(predictor[: told.shape[1]])
+        near = FLOAT_NOISE * sizes
+        noise = rounded(elements + near) - rounded(elements - near) + noise_of(sizes)
+        elements = rounded(elements)
+    if predictor is not None and hidden is not None:
+        rest = predictor[len(predictor) - hidden.shape[1] :]
+        elements, noise = elements + hidden @ rest, noise + noise_of(abs(hidden) @ abs(rest))
+    return elements, noise
+
+
+def noise_of(sizes):
+    """Of sums whose terms have these sizes in all."""
+    return np.where(sizes < MOST, FLOAT_NOISE * sizes + LEAST, np.inf)
+
+
+def layered(coefficients, step, ids, hidden, head, arrays, layers):
+    """Un-rotated planes ``[tokens, heads, dim]`` of a chunk by side and layer, each with its noise."""
     planes, start = {}, 0
-    for i, group in enumerate(head["groups"]):
-        mean, scale, rows, predictor = (arrays.get(f"g{i}.{n}") for n in ("mean", "row_scale", "rows", "predictor"))
-        own = coefficients[:, start : start + len(arrays[f"g{i}.spread"])]
+    hidden = hidden if head["hidden_size"] else None
+    for i, planes_of_group in enumerate(head["groups"]):
+        group = {name.partition(".")[2]: array for name, array in arrays.items() if name.startswith(f"g{i}.")}
+        own = coefficients[:, start : start + len(group["spread"])]
         start += own.shape[1]
-        elements = np.tile(mean, (len(own), 1))
-        features = arrays["table"].shape[1] if "table" in arrays else 0
-        if predictor is not None and features:
-            elements = rounded(mean + arrays["table"][ids] @ predictor[:features])
-        if predictor is not None and head["hidden_size"]:
-            elements = elements + hidden @ predictor[features:]
-        elements = elements + (own * scale if rows is None else own @ rows)
-        for side, layer in group:
+        rows = np.diag(group["row_scale"]) if "rows" not in group else group["rows"]
+        elements, noise = expected(np.zeros(len(own), int) if ids is None else ids, hidden, group, arrays.get("table"))
+        sizes = abs(own) @ abs(rows)
+        beyond = np.where(sizes / min(step, 1.0) < MOST, 0.0, np.inf)  # the step may come after the sum
+        noise = noise + noise_of(sizes + abs(elements)) + beyond
+        elements = elements + own @ rows
+        for side, layer in planes_of_group:
             _, heads, key_dim, value_dim, *_ = layers[layer]
             dim = key_dim if side == "key" else value_dim
-            planes[side, layer] = elements[:, : heads * dim].reshape(-1, heads, dim)
-            elements = elements[:, heads * dim :]
+            planes[side, layer] = [part[:, : heads * dim].reshape(-1, heads, dim) for part in (elements, noise)]
+            elements, noise = elements[:, heads * dim :], noise[:, heads * dim :]
     return planes
 
 
-def turned(part, rope, first, offset):
+def turned(part, noise, rope, first, offset):
     """A plane ``[tokens, heads, dim]`` placed at offset, offset + 1, ...; its rotary part begins at ``first``."""
     frequencies = np.frombuffer(base64.b64decode(rope["inv_freq"]), "<f4").astype(np.float64)
-    half, out = len(frequencies), part.copy()
+    half, out, out_noise = len(frequencies), part.copy(), noise.copy()
     for j, frequency in enumerate(frequencies):
         a, b = (2 * j, 2 * j + 1) if rope["interleaved"] else (j, j + half)
         a, b = first + a, first + b
         angle = ((offset + np.arange(len(part))) * frequency)[:, None]
         out[..., a] = part[..., a] * np.cos(angle) - part[..., b] * np.sin(angle)
         out[..., b] = part[..., b] * np.cos(angle) + part[..., a] * np.sin(angle)
-    return out
+        sizes = abs(part[..., a]) + abs(part[..., b])
+        both = noise[..., a] + noise[..., b] + noise_of(sizes) + ANGLE_NOISE * abs(angle) * sizes
+        out_noise[..., a] = out_noise[..., b] = both
+    return out, out_noise
 
 
 def placed(planes, meta, offset):
-    """Un-rotated planes at the positions from offset on."""
+    """Un-rotated planes at the positions from offset on; None leaves them as they are."""
     out = {}
-    for (side, layer), part in planes.items():
+    for (side, layer), (part, noise) in planes.items():
         _, _, _, _, rope, _, value_rope, start = [*meta["layers"][layer], None, 0][:8]
         regime, first = (rope, start) if side == "key" else (value_rope, 0)
-        out[side, layer] = part if regime is None else turned(part, meta["ropes"][regime], first, offset)
+        still = regime is None or offset is None
+        out[side, layer] = (part, noise) if still else turned(part, noise, meta["ropes"][regime], first, offset)
     return out
 
 
@@ -175,39 +223,54 @@ class TextPredictor:
         self.ids = read_ids(blob[ids_at:tail], self.tokens, bits)
         self.kept = read_kept(blob, self.head["meta"], self.tokens)
         self.hidden = hidden
-        stored = blob[tail : tail + inside] if inside else profile
-        self.profile, self.arrays = read_profile(stored) if stored else ({}, {})
+        self.stored_profile = blob[tail : tail + inside] if inside else profile
+        self.profile, self.arrays = {}, {}
+
+    @staticmethod
+    def offset_of(blob):
+        """Where levels of codec 2 stand; None where their positions are off."""
+        return cut.metadata(blob).get("offset")
 
     def chunk(self, number, level):
-        """Un-rotated planes of a chunk, or those stored and where they stand."""
+        """Un-rotated planes of a chunk, or those stored and where they stand; each with its noise."""
         span = slice(number * self.chunk_tokens, min((number + 1) * self.chunk_tokens, self.tokens))
         count, meta = span.stop - span.start, self.head["meta"]
         segments = [cut.segment(self.blob, number * self.level_count + k) for k in range(self.level_count)]
         codec = self.head["levels"][level][1]
         if codec == LOSSLESS:
-            return read_lossless(segments[level], count, meta["layers"], meta["dtype"])
+            exact = read_lossless(segments[level], count, meta["layers"], meta["dtype"])
+            return {plane: (part, np.zeros(part.shape)) for plane, part in exact.items()}
+        if not self.profile:  # levels of codec 2 need none
+            self.profile, self.arrays = read_profile(self.stored_profile)
         if codec == CACHEGEN:
-            return read_cachegen(segments[level], count, meta["layers"], self.profile["levels"], level, self.arrays)
+            alone = read_cachegen(segments[level], count, meta["layers"], self.profile["levels"], level, self.arrays)
+            return {plane: (part, noise_of(abs(part))) for plane, part in alone.items()}
         groups = range(len(self.profile["groups"]))
         spread = np.concatenate([self.arrays[f"g{i}.spread"] for i in groups]).tolist()
         steps = self.head["levels"]
         coefficients = coefficients_of(segments, level, steps, count, spread, self.arrays)
         ids = None if self.ids is None else self.ids[span]
         hidden = None if self.hidden is None else self.hidden[span]
-        return layered(coefficients, ids, hidden, self.profile, self.arrays, meta["layers"])
+        return layered(coefficients, steps[level][2], ids, hidden, self.profile, self.arrays, meta["layers"])
 
-    def decode(self, level, offset):
-        """Keys and values by side and layer, ``[heads, tokens, dim]``, at the positions from offset on."""
+    def decode_with_noise(self, level, offset):
+        """Keys and values by side and layer, ``[heads, tokens, dim]``, at the positions from offset on, with noise."""
         meta = self.head["meta"]
         parts = [self.chunk(number, level) for number in range(-(-self.tokens // self.chunk_tokens))]
-        planes = {plane: np.concatenate([part[plane] for part in parts]) for plane in parts[0]}
-        stood = self.head["offset"] if self.head["levels"][level][1] == LOSSLESS else None
+        planes = {
+            plane: [np.concatenate([part[plane][which] for part in parts]) for which in (0, 1)] for plane in parts[0]
+        }
+        stood = self.head.get("offset") if self.head["levels"][level][1] == LOSSLESS else None
         if stood != offset:
             planes = placed(unplaced(planes, meta, stood), meta, offset)
         return {
-            (side, layer): np.where(self.kept[layer][:, :, None], part.transpose(1, 0, 2), 0)
-            for (side, layer), part in planes.items()
+            (side, layer): [np.where(self.kept[layer][:, :, None], part.transpose(1, 0, 2), 0) for part in both]
+            for (side, layer), both in planes.items()
         }
+
+    def decode(self, level, offset):
+        """The numbers alone."""
+        return {plane: part for plane, (part, _) in self.decode_with_noise(level, offset).items()}
 
 
 def unplaced(planes, meta, stood):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import struct
+from bisect import bisect_right
+from itertools import accumulate
 
 import numpy as np
+import torch
 import zstandard
 
 FIELDS = {
@@ -13,7 +16,9 @@ FIELDS = {
     "bfloat16": (8, 7, 5),
     "float16": (5, 10, 5),
     "float8_e4m3fn": (4, 3, 4),
+    "float8_e4m3fnuz": (4, 3, 4),
     "float8_e5m2": (5, 2, 5),
+    "float8_e5m2fnuz": (5, 2, 5),
 }
 """Exponent bits, mantissa bits and distance bits."""
 
@@ -22,13 +27,18 @@ def unframed(data):
     return zstandard.ZstdDecompressor().decompress(data) if data else b""
 
 
-def read_lane(state, words, walk, table_of):
-    """One lane of section 4.1: the symbols along its walk; table_of gives the frequencies of a place."""
+def starts_of(frequencies):
+    """Sums of the frequencies before each symbol, and of all of them."""
+    return [0, *accumulate(map(int, frequencies))]
+
+
+def read_lane(state, words, walk, starts_at):
+    """One lane of section 4.1: the symbols along its walk; starts_at gives the starts of a place's table."""
     out, words = [], iter(words)
     for place in walk:
-        slot, frequencies = state % 4096, table_of(*place)
-        symbol = int(np.searchsorted(np.cumsum(frequencies), slot, side="right"))
-        state = int(frequencies[symbol]) * (state // 4096) + slot - int(frequencies[:symbol].sum())
+        slot, starts = state % 4096, starts_at(*place)
+        symbol = bisect_right(starts, slot) - 1
+        state = (starts[symbol + 1] - starts[symbol]) * (state // 4096) + slot - starts[symbol]
         if state < 65536:
             state = 65536 * state + next(words)
         out.append(symbol)
@@ -37,7 +47,7 @@ def read_lane(state, words, walk, table_of):
     return out
 
 
-def read_lanes(stream, lanes, rows, columns, table_of):
+def read_lanes(stream, lanes, rows, columns, starts_at):
     """States, lengths and words of a stream: the symbol of each row and column."""
     states = struct.unpack_from(f"<{lanes}I", stream)
     lengths = struct.unpack_from(f"<{lanes}H", stream, 4 * lanes)
@@ -45,7 +55,7 @@ def read_lanes(stream, lanes, rows, columns, table_of):
     symbols = {}
     for lane, (state, length) in enumerate(zip(states, lengths, strict=True)):
         walk = [(row, column) for column in range(lane, columns, lanes) for row in range(rows)]
-        symbols |= zip(walk, read_lane(state, words[:length], walk, table_of), strict=True)
+        symbols |= zip(walk, read_lane(state, words[:length], walk, starts_at), strict=True)
         words = words[length:]
     assert not words
     return symbols
@@ -92,8 +102,14 @@ class Numbers:
         return ((symbol >> 7) ^ flip) << self.width - 1 | exponent << self.mantissa | upper << self.low
 
 
+def as_numbers(bits, size, dtype):
+    """Numbers of a dtype in float64, which holds them all."""
+    unsigned = torch.from_numpy(np.array(bits, f"<u{size}").view(np.uint8))
+    return unsigned.view(getattr(torch, dtype)).double().numpy()
+
+
 def read_lossless(data, tokens, layers, dtype):
-    """Planes ``[tokens, heads, dim]`` in float64, which holds every number of the golden dtypes."""
+    """Planes ``[tokens, heads, dim]`` in float64, which holds every number of all dtypes."""
     form, blocks = Numbers(dtype), list(blocks_of(layers))
     fixed, at = struct.unpack_from("<8I4H", data), 40
     lists = []
@@ -111,7 +127,8 @@ def read_lossless(data, tokens, layers, dtype):
         if mine:
             size = 6 * lanes + 2 * fixed[6 + stream]
             frequencies = np.array(in_planes(lists[0], 2)).reshape(fixed[10], 256)
-            tables = [frequencies[lists[1][index] & 127] for index in mine]
+            starts = [starts_of(row) for row in frequencies]
+            tables = [starts[lists[1][index] & 127] for index in mine]
             own = read_lanes(data[at : at + size], lanes, max(rows[stream]) + 1, len(mine), lambda _, c, t=tables: t[c])
             symbols |= {(*columns[mine[column]], row): symbol for (row, column), symbol in own.items()}
             at += size
@@ -132,8 +149,7 @@ def read_lossless(data, tokens, layers, dtype):
     for block, (side, layer, heads, dim) in enumerate(blocks):
         places = rows[lists[3][block] >> 7]
         bits = [[[numbers[block, h, row, d] for d in range(dim)] for h in range(heads)] for row in places]
-        size = form.width // 8
-        planes[side, layer] = np.array(bits, f"<u{size}").view(f"<f{size}").astype(np.float64)
+        planes[side, layer] = as_numbers(bits, form.width // 8, dtype)
     return planes
 
 
@@ -144,11 +160,12 @@ def read_range(words, counts_and_tables):
     point, lower, size = (take() << 32) | take(), 0, 2**64 - 1
     for count, tables in counts_and_tables:
         for table in tables.tolist():
-            starts = np.cumsum([0, *table]).tolist()
+            starts = starts_of(table)
             for _ in range(count):
                 unit = size >> 24
                 slot = ((point - lower) % 2**64) // unit // 256
-                symbol = next(s for s in range(len(table)) if starts[s] <= slot < starts[s + 1])
+                assert slot < starts[-1]
+                symbol = bisect_right(starts, slot) - 1
                 lower = (lower + unit * 256 * starts[symbol]) % 2**64
                 size = unit * 256 * table[symbol]
                 if size < 2**32:

@@ -50,7 +50,7 @@ def put(data, fields, name, value, base=0):
 
 
 def sealed(blob):
-    """The blob with the head's checksum made right, where there is a head."""
+    """The blob with the header's checksum made right, where there is a header."""
     if len(blob) < 64:
         return blob
     head = put(blob, BLOB_FIELDS, "crc", 0)[: min(get(blob, BLOB_FIELDS, "head_bytes"), len(blob))]
@@ -64,7 +64,7 @@ def sealed_profile(data):
 
 
 def field(blob, name, value):
-    """One field of the prologue changed and the head sealed again."""
+    """One field of the prologue changed and the header sealed again."""
     return sealed(put(blob, BLOB_FIELDS, name, value))
 
 

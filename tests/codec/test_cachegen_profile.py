@@ -299,10 +299,10 @@ def test_stored_profiles_code_the_same(fitted):
 def test_profiles_know_their_model(plain):
     profile, cache = plain
     profile.check_fits(replace(cache.meta, model_revision=""))
-    with pytest.raises(MismatchError):
+    with pytest.raises(MismatchError, match="the CacheGen profile belongs to model"):
         profile.check_fits(replace(cache.meta, model_revision="r2"))
     other = make_cache(20, layers=MIXED, ropes=MIXED_ROPES)
-    with pytest.raises(MismatchError):
+    with pytest.raises(MismatchError, match=r"another cache layout.*kvwire\.fit_cachegen_profile"):
         encode_cachegen(other, profile, 0, 0, 20)
     with pytest.raises(MismatchError):
         fit_cachegen_profile([cache, other])

@@ -9,10 +9,12 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from kvwire.codec import BlobDecoder, decode, inspect, read_header
+from kvwire.codec import BlobDecoder, decode, encode, inspect, read_header
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, TruncatedError
 
 from . import surgery as cut
+from .fuzz.drafts import Draft
+from .synthetic import make_cache
 
 MISSING = 2**64 - 1
 
@@ -213,6 +215,12 @@ def test_metadata_of_the_largest_length_takes_little_memory(blob, profile):
     finally:
         tracemalloc.stop()
     refused(cut.with_metadata(blob, b'{"a":[' + b"[]," * 350_000 + b"[]]}"), profile, CorruptError, "more than")
+
+
+def test_a_profile_that_no_level_needs_is_refused():
+    draft = Draft.read(encode(make_cache(9), levels=0, lossless=True))
+    draft.inside = b"xx"
+    refused(draft.pack(), None, match="one that it does not need")
 
 
 def test_duplicate_keys_are_refused_wherever_they_stand(blob, profile):

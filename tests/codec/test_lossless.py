@@ -12,7 +12,7 @@ import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvwire.codec import KVCache
+from kvwire.codec import KVCache, decode, encode
 from kvwire.codec.entropy import exponent_kernels
 from kvwire.codec.entropy.exponent_kernels import Fields
 from kvwire.codec.kinds import lossless_grid, lossless_streams, lossless_survey
@@ -143,6 +143,18 @@ def test_numbers_far_below_a_columns_largest():
     octaves = torch.arange(-149, 128, dtype=torch.float64).exp2().float().reshape(1, -1, 1)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         check(of_tensors(torch.cat([octaves, -octaves, octaves.flip(1)], 2).to(dtype)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_a_blob_tells_the_dtype_of_the_tensors_whatever_the_meta_says(dtype):
+    """A meta that names the layers alone says float32 by default; readers take the dtype from the blob."""
+    meta = CacheMeta(layers=(LayerSpec(2, 8, 8),))
+    tensor = torch.randn(2, 30, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    blob = encode(KVCache.from_tensors([tensor], [tensor], meta), levels=0, lossless=True)
+    cache = decode(blob)
+    assert cache.meta.dtype == str(dtype).removeprefix("torch.")
+    assert cache.keys[0].dtype == dtype
+    assert torch.equal(cache.keys[0].view(torch.uint8), tensor.view(torch.uint8))
 
 
 def test_no_tokens_have_no_bytes():

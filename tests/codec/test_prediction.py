@@ -183,7 +183,7 @@ def test_tokens_beyond_the_table_are_of_another_model(profile):
 
 
 def test_a_blob_whose_text_is_not_in_the_table_is_refused(profile, plain_profile):
-    """Its head names the predicting profile, its ids are none of the profile's."""
+    """Its header names the predicting profile, its ids are none of the profile's."""
     cache = make_cache(30)
     stranger = replace(cache, token_ids=(VOCABULARY, *cache.token_ids[1:]))
     blob = encode(stranger, plain_profile)

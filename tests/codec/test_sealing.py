@@ -41,7 +41,7 @@ def test_a_blob_comes_back_whole(blob):
 
 
 def test_a_range_of_a_sealed_blob_is_a_segment(blob):
-    """What a reader needs is the head and, in any order, any segment by its own range."""
+    """What a reader needs is the header and, in any order, any segment by its own range."""
     sealed, plain, reader = KEYS.seal_blob(blob), read_header(blob), KEYS.blob_reader()
     told = read_head_in_pieces(reader, sealed)
     assert reader.head == blob[: plain.header_bytes]

@@ -3,13 +3,14 @@
 import contextlib
 import struct
 import zlib
+from pathlib import Path
 
 import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.codec import pack_text, read_text
+from kvwire.codec import pack_text, read_text, read_text_documents
 from kvwire.codec.format.texts import MAX_TEXT_TOKENS
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, TruncatedError
 
@@ -40,15 +41,59 @@ def test_a_file_by_the_text_of_the_format_is_read():
     assert read_text(built(1, 8, b"x", version=(1, 7))) == (120,)
 
 
+@given(IDS, st.lists(st.text(min_size=1).filter(lambda name: name.isprintable()), max_size=5))
+def test_names_of_documents_are_read_and_change_no_id(ids, names):
+    data = pack_text(ids, names)
+    assert read_text(data) == tuple(ids)
+    assert read_text_documents(data) == tuple(dict.fromkeys(names))
+    assert pack_text(ids, []) == pack_text(ids)
+
+
+def test_names_by_the_text_of_the_format_are_read():
+    names = b'["a","b c"]'
+    data = built(1, 8, b"x" + struct.pack("<I", len(names)) + names, stored=1, flags=1)
+    assert read_text(data) == (120,)
+    assert read_text_documents(data) == ("a", "b c")
+    assert pack_text([120], ["a", "b c"]) == data
+    assert read_text_documents(built(1, 8, b"x")) == ()
+
+
+def test_the_golden_file_is_read_and_written():
+    data = (Path(__file__).parent / "golden" / "v1.0-documents.kvt").read_bytes()
+    assert read_text(data) == (511, 1, 0, 70000)
+    assert read_text_documents(data) == ("a letter", "Brief für 母")
+    assert pack_text(read_text(data), read_text_documents(data)) == data
+
+
+def test_of_too_many_names_the_last_stay():
+    names = [f"{number:04000}" for number in range(600)]
+    kept = read_text_documents(pack_text([1], names))
+    assert kept == tuple(names[-len(kept) :])
+    assert len(kept) >= 100
+
+
+@pytest.mark.parametrize("names", [b"", b"{}", b"[]", b"[1]", b'[""]', b'["a"', b"\xff"])
+def test_names_that_are_none_are_corrupt(names):
+    data = built(1, 8, b"x" + struct.pack("<I", len(names)) + names, stored=1, flags=1)
+    for read in (read_text, read_text_documents):
+        with pytest.raises(CorruptError):
+            read(data)
+
+
+def test_a_claim_of_too_many_names_is_corrupt():
+    with pytest.raises(CorruptError, match="names"):
+        read_text(built(1, 8, b"x" + struct.pack("<I", (1 << 20) + 1), stored=1, flags=1))
+
+
 @pytest.mark.parametrize("ids", [[], [-1], [2**32], [0] * (MAX_TEXT_TOKENS + 1)])
 def test_what_cannot_be_packed_is_refused(ids):
     with pytest.raises(ArgumentError):
         pack_text(ids)
 
 
-@given(IDS, st.data())
-def test_cut_and_changed_files_are_refused(ids, data):
-    good = pack_text(ids)
+@given(IDS, st.lists(st.sampled_from("abc"), max_size=3), st.data())
+def test_cut_and_changed_files_are_refused(ids, names, data):
+    good = pack_text(ids, names)
     cut = data.draw(st.integers(0, len(good) - 1))
     with pytest.raises(TruncatedError) as caught:
         read_text(good[:cut])
@@ -85,7 +130,7 @@ def test_claims_that_do_not_fit_are_corrupt(data):
         read_text(data)
 
 
-@pytest.mark.parametrize("data", [built(1, 8, b"x", version=(2, 0)), built(1, 8, b"x", flags=1)])
+@pytest.mark.parametrize("data", [built(1, 8, b"x", version=(2, 0)), built(1, 8, b"x", flags=2)])
 def test_later_versions_are_told_apart_from_damage(data):
     with pytest.raises(FormatVersionError):
         read_text(data)

@@ -44,6 +44,14 @@ def request(chunks=3, *, tokens=512, top=3, text=True, deadline_s=None, objectiv
     )  # fmt: skip
 
 
+def test_a_level_is_had_as_it_is_or_from_text_or_as_well_as_can_be():
+    chunks = [(256, top, text, 0) for top, text in ((3, False), (1, False), (1, True), (-1, True))]
+    made = replace(columns([(chunks, 0.0)]), finest=np.full(4, 3))
+    assert made.level_for(0).tolist() == [0, 0, 0, RECOMPUTE]
+    assert made.level_for(2).tolist() == [2, 1, RECOMPUTE, RECOMPUTE]
+    assert made.level_for(7).tolist() == [3, 1, RECOMPUTE, RECOMPUTE]
+
+
 # CacheGen.
 
 

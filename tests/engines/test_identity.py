@@ -11,6 +11,9 @@ from kvwire.engines.transformers.identity import model_revision
 from kvwire.engines.transformers.revisions import RevisionsFile
 
 LONG_AGO = 10**18  # nanoseconds
+ZEROS = (1 << 30) + (1 << 20)
+SHA256_OF_ZEROS = "0e5784b2441347f7c1cbfe2ee03dd421ff87c3086fdf0ce280cf26cbcf114462"
+"""Of so many zero bytes, which are above the real limit."""
 
 
 @pytest.fixture
@@ -64,10 +67,10 @@ def test_every_byte_of_a_large_file_counts(model):
 def test_a_sparse_file_above_the_real_limit_counts_to_its_middle(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with (tmp_path / "model.safetensors").open("wb") as file:
-        file.truncate((1 << 30) + (1 << 20))
-    before = model_revision(tmp_path, RevisionsFile(None))
+        file.truncate(ZEROS)
+    unflipped = f"config.json:2:{{}}model.safetensors:{ZEROS}:sha256:".encode() + bytes.fromhex(SHA256_OF_ZEROS)
     flip(tmp_path / "model.safetensors", (1 << 29) + 70_001)
-    assert model_revision(tmp_path, RevisionsFile(None)) != before
+    assert model_revision(tmp_path, RevisionsFile(None)) != hashlib.sha256(unflipped).hexdigest()
 
 
 def test_revisions_of_small_files_are_digests_of_names_sizes_and_contents(tmp_path):

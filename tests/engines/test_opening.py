@@ -130,6 +130,59 @@ def test_a_configuration_without_weights(folder):
         open_engine(folder)
 
 
+class Marked:
+    """What runs code when a pickle of it is read."""
+
+    def __init__(self, path):
+        self._path = path
+
+    def __reduce__(self):
+        return open, (str(self._path), "x")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "consolidated.00.pth"])
+def test_a_pickle_is_not_read(folder, tmp_path, name):
+    """Neither a sound one, nor one that torch refuses, nor one that would run code."""
+    (folder / "model.safetensors").unlink()
+    model = make_model(config_of("llama"))
+    for weights in (model.state_dict(), model, {"lm_head.weight": Marked(tmp_path / "ran")}):
+        torch.save(weights, folder / name)
+        with pytest.raises(MismatchError, match="only safetensors are read") as caught:
+            open_engine(folder)
+        assert "save_pretrained" in str(caught.value)
+        assert name in str(caught.value)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["weights.bin", "../weights.safetensors", "/weights.safetensors"])
+def test_an_index_leads_to_safetensors_beside_it_alone(folder, tmp_path, name):
+    torch.save({"lm_head.weight": Marked(tmp_path / "ran")}, folder / "weights.bin")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    index = folder / "model.safetensors.index.json"
+    names = list(make_model(config_of("llama")).state_dict())
+    index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, name)}))
+    with pytest.raises(MismatchError, match="only safetensors beside it"):
+        open_engine(folder)
+    assert not (tmp_path / "ran").exists()
+    for text in ("{", "[]", "{}", '{"weight_map": 3}'):
+        index.write_text(text)
+        with pytest.raises(CorruptError, match="no index"):
+            open_engine(folder)
+    index.write_text(
+        json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")})
+    )
+    assert open_engine(folder).meta.layers == engine_of("llama").meta.layers
+
+
+def test_a_pickle_beside_safetensors_is_not_read(folder, tmp_path):
+    torch.save({"lm_head.weight": Marked(tmp_path / "ran")}, folder / "pytorch_model.bin")
+    assert open_engine(folder).meta.layers == engine_of("llama").meta.layers
+    (folder / "model.safetensors").rename(folder / "another.safetensors")
+    with pytest.raises(NotFoundError, match="complete"):
+        open_engine(folder)
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "\udcff"], ids=["cut", "list", "bytes"])
 def test_a_corrupt_configuration(folder, text):
     (folder / "config.json").write_bytes(text.encode(errors="surrogateescape"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,13 +12,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvwire import controller as ctl
+from kvwire.cli.app import main
 from kvwire.engines.transformers import TransformersEngine, open_engine
 from kvwire.runtime import loader
 from kvwire.runtime.corpus import Corpus, Document
 from kvwire.store import MemoryStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from kvwire.codec import AnyProfile, Profile
@@ -58,6 +60,25 @@ def _learnt_once() -> Iterator[None]:
 def _place(engine: Engine) -> tuple[object, ...]:
     """Which model it is, and where and how it runs."""
     return engine.meta.config_digest(), str(engine.device), engine.dtype
+
+
+@pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[str | int, str, str]]:
+    """Run the command line in this process; gives exit code, stdout and stderr."""
+
+    def call(*words: object) -> tuple[str | int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["kvwire", *map(str, words)])
+        code: str | int = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code or 0
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return call
 
 
 @dataclass

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -14,33 +15,17 @@ from types import SimpleNamespace
 import pytest
 from safetensors.torch import load_file, save_file
 
-from kvwire.cli.app import main
 from kvwire.cli.printing import print_answer
 from kvwire.codec import read_header
 from kvwire.comparison.run import run_demo
+from kvwire.errors import ArgumentError
 from kvwire.runtime.answer import Timing
+from kvwire.runtime.text_files import read_texts, token_ids
 from kvwire.types import ChunkId, Decision
 
 from .answers import troubles
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Run the command line in this process; gives exit code, stdout and stderr."""
-
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["kvwire", *map(str, words)])
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = stop.code or 0
-        out = capsys.readouterr()
-        return code, out.out, out.err
-
-    return call
 
 
 @pytest.fixture(scope="session")
@@ -137,6 +122,64 @@ def test_empty_and_overlong_documents_are_left_out_and_named(run, tmp_path, demo
     assert "window" in err
     assert "split" in err
     assert "empty" in err
+
+
+def test_enormous_texts_are_left_out_before_they_are_read_or_tokenised(run, tmp_path, demo_model, documents):
+    folder = tmp_path / "large"
+    folder.mkdir()
+    with (folder / "gigabyte.txt").open("wb") as file:
+        file.truncate(1 << 30)
+    (folder / "long.txt").write_text("The old toll gate stood at the end of the lane. " * 1_000_000)
+    (folder / "good.txt").write_text(next(iter(documents.values()))[:800])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    code, out, err = run("encode", folder, "--model", demo_model, "--store", tmp_path / "s", "--json")
+    assert code == 2
+    assert [row["id"] for row in json.loads(out)["documents"]] == ["good"]
+    assert "gigabyte.txt is larger than 64 MiB" in err
+    assert "tokens or more do not fit" in err
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # in KiB: 48 MB of text took 8 GB
+
+
+def test_a_text_is_tokenised_no_further_than_it_takes_to_see_that_it_does_not_fit():
+    seen = []
+
+    def words(text):
+        seen.append(len(text))
+        return text.split()
+
+    assert token_ids(words, 10, "a b c") == ["a", "b", "c"]
+    assert token_ids(words, 10, "longer " * 10) == ["longer"] * 10
+    assert seen == [5, 70]
+    seen.clear()
+    assert len(token_ids(words, 10, "word " * 1000)) > 10
+    assert seen == [80]
+    seen.clear()
+    assert token_ids(words, 10, "w" * 1000) == ["w" * 1000]  # a text of few long words fits
+    assert seen == [80, 320, 1000]
+
+
+def test_line_ends_are_read_alike(tmp_path):
+    (tmp_path / "d.txt").write_bytes(b"one\r\ntwo\rthree\n")
+    assert read_texts([str(tmp_path)]) == {"d": "one\ntwo\nthree\n"}
+
+
+def test_files_whose_names_are_no_text_are_left_out_and_named(run, tmp_path, demo_model, documents):
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    text = next(iter(documents.values()))[:800]
+    for name in (b"caf\xe9.txt", b"two\nlines.txt", b"\x1b[31m.md", "good שלום.txt".encode()):
+        Path(os.fsdecode(os.fsencode(folder) + b"/" + name)).write_text(text)
+    common = ("--model", demo_model, "--store", tmp_path / "s")
+    code, out, err = run("encode", folder, *common)
+    assert code == 2
+    assert out.startswith("good שלום: ")
+    assert "kvwire: caf\\udce9: its name holds U+DCE9, half of a surrogate pair" in err
+    assert "kvwire: two\\nlines: its name holds U+000A, a control character; rename the file" in err
+    assert "kvwire: \\x1b[31m: its name holds" in err
+    assert err.splitlines()[-1] == "kvwire: 3 of 4 documents were left out"
+    code, out, _ = run("encode", folder, *common, "--json")
+    assert code == 2
+    assert set(json.loads(out)["failures"]) == {"caf\udce9", "two\nlines", "\x1b[31m"}
 
 
 @pytest.mark.parametrize(
@@ -337,6 +380,24 @@ def test_the_demo_on_a_folder_of_ones_own(small, tmp_path, capfd):
         assert row["bytes"]["kvwire"] * 2 < row["bytes"]["raw"]  # whichever levels this machine had time for
         assert row["decisions"]
     assert set(report["encode"]["bits_per_element"]) == {"coarse", "standard", "fine", "finer", "finest"}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[", "not valid JSON at line 1"),
+        ("[" * 100_000, "hardly nested"),
+        ('[{"documents": ["a"], "question": "So", "question": "Who?"}]', "name nothing twice"),
+        ('[{"documents": NaN, "question": "So"}]', "of finite numbers"),
+        ('[{"documents": ["a"]}]', "question"),
+        ("{}", "no questions at all"),
+    ],
+)
+def test_a_damaged_file_of_questions_is_refused_before_anything_is_encoded(small, tmp_path, text, says):
+    path = tmp_path / "questions.json"
+    path.write_text(text)
+    with pytest.raises(ArgumentError, match=says):
+        run_demo(small.engine, small.texts, questions=str(path), out=tmp_path, say=lambda _: None)
 
 
 def test_rare_documents_are_kept_as_text_and_encoded_once_they_were_asked_for(run, tmp_path, texts, demo_model):

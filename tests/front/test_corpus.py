@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 
@@ -49,6 +50,33 @@ def test_a_blob_does_not_depend_on_what_is_encoded_with_it(small):
         corpus.set_profile(small.profile)
         digests.append([e.entry.sha256 for e in corpus.encode(together)][-1])
     assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("before", ["nothing", "another text"])
+def test_a_writer_killed_between_its_two_entries_is_made_up_for(small, before):
+    """The entry of the tokens is there, the document's own is not, or still that of its text before."""
+    corpus, (name, ids) = small.corpus(), next(iter(small.tokens.items()))
+    entry, store = corpus.find(name), corpus.catalog.store
+    space = corpus.catalog.keys(small.engine.meta.config_digest())
+    if before == "nothing":
+        store.delete(space.document(name))
+    else:
+        (other,) = corpus.encode([Document(name, tuple(ids[:70]))])
+        store.put(space.token_entry(entry.token_digest), entry.to_json())
+        assert corpus.find(name) == other.entry != entry
+    (again,) = corpus.encode([Document(name, tuple(ids))])
+    assert again.skipped
+    assert corpus.find(name) == again.entry == entry
+
+
+def test_a_blob_of_more_tokens_than_the_model_takes_is_refused(small):
+    """Whoever writes the catalog too may claim any number in both."""
+    corpus, name = small.corpus(), next(iter(small.tokens))
+    entry = corpus.find(name)
+    info, window = corpus.read_header(entry), small.engine.window
+    corpus.check_blob(replace(info, tokens=window), replace(entry, tokens=window))
+    with pytest.raises(CorruptError, match=f"claims {window + 1} tokens, the model's window is {window}"):
+        corpus.check_blob(replace(info, tokens=window + 1), replace(entry, tokens=window + 1))
 
 
 def test_text_is_stored_beside_every_blob(small):

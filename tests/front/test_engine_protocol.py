@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from inspect import isfunction
 
 import pytest
 import torch
 
+from kvwire import controller as ctl
 from kvwire.codec import Profile, fit_profile
+from kvwire.engines.base import Engine
 from kvwire.errors import ArgumentError, NotFoundError
 from kvwire.reuse import link
 from kvwire.runtime.corpus import Coding, Corpus, Document
@@ -20,6 +26,7 @@ from .answers import troubles
 from .tiny_engine import VOCABULARY, TinyEngine
 
 QUESTION = [3, 1, 4, 1, 5]
+COSTS = ctl.CostModel(ctl.PrefillCost(0.002, 0.0005), ctl.DecodeCost(0.0005, 1e-5))
 
 
 def text(seed, tokens):
@@ -83,6 +90,38 @@ def test_linked_documents_are_loaded_and_answered_from(engine, corpus, order):
     assert answer.tokens[:5] == reference.tokens[-5:]
     assert answer.text == ""
     assert not troubles(answer.misses)
+
+
+def test_all_methods_are_called_from_one_thread_whoever_asks(corpus):
+    """But for ``synchronize``, which a second thread that decodes calls, too."""
+    callers = defaultdict(set)
+
+    class Watched(TinyEngine):
+        has_tokenizer = True
+
+        def detokenize(self, token_ids):
+            return str(token_ids)
+
+        def __getattribute__(self, name):
+            found = super().__getattribute__(name)
+            if not isfunction(getattr(Engine, name, None)):
+                return found
+
+            def called(*args, **named):
+                callers[name].add(threading.current_thread().name)
+                return found(*args, **named)
+
+            return called
+
+    engine = Watched()
+    watched = Corpus(engine, corpus.catalog.store)
+    with Loader(engine, watched, costs=COSTS, settings=LoadSettings(compute_workers=2)) as loader:
+        with ThreadPoolExecutor(2) as pool:
+            answers = list(pool.map(lambda name: loader.ask([name], QUESTION, tokens=2), TEXTS))
+        assert all(answer.text == str(list(answer.tokens)) for answer in answers)
+    assert {"allocate", "forward", "detokenize", "past_key_values"} <= set(callers)
+    [computing] = callers["forward"]
+    assert {name: each for name, each in callers.items() if each != {computing}}.keys() <= {"synchronize"}
 
 
 def test_lost_blobs_are_computed_from_their_texts(engine):

@@ -236,6 +236,78 @@ def test_a_place_that_cannot_be_used_is_told_once_and_costs_nothing(tmp_path, ca
     assert {entry.name for entry in tmp_path.iterdir()} == {"file", "folder", "pipe", "loop"}
 
 
+@pytest.fixture
+def usual(tmp_path):
+    """Where estimates are kept that nobody named, with some in it; and the file of the environment."""
+    environment = {"XDG_CACHE_HOME": str(tmp_path)}
+    EstimatesFile.of_environment(environment).remember("link", "engine", estimates())
+    return tmp_path / "kvwire" / "estimates.json", lambda: EstimatesFile.of_environment(environment)
+
+
+def is_refused(usual, caplog):
+    """Whether a file is neither read nor written, which is told once; and whether it is, where the user names it."""
+    path, opened = usual
+    before, caplog.records[:] = path.read_bytes(), []
+    file = opened()
+    for _ in range(2):
+        assert file.recall("link", "engine").state == {"version": 1}
+        file.remember("other", "engine", estimates())
+    assert path.read_bytes() == before
+    (told,) = caplog.records
+    assert "not trusted (make it yours alone, or name it in KVWIRE_ESTIMATES)" in told.getMessage()
+    named = EstimatesFile.of_environment({"KVWIRE_ESTIMATES": str(path)})
+    assert named.recall("link", "engine").has_engine
+    return told.getMessage()
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+def test_a_file_that_others_may_write_is_not_trusted_unless_it_is_named(usual, caplog, mode):
+    usual[0].chmod(mode)
+    assert "others may write it" in is_refused(usual, caplog)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_file_of_another_user_is_not_trusted_unless_it_is_named(usual, caplog, tmp_path):
+    os.chown(usual[0], 12345, -1)
+    assert "belongs to another user" in is_refused(usual, caplog)
+    moved = usual[0].rename(tmp_path / "theirs.json")
+    usual[0].symlink_to(moved)  # a link of one's own to it makes it no better
+    assert "belongs to another user" in is_refused(usual, caplog)
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o644, 0o400])
+def test_a_file_of_ones_own_is_used(usual, caplog, mode):
+    path, opened = usual
+    path.chmod(mode)
+    assert opened().recall("link", "engine").has_engine
+    path.rename(path.with_name("moved.json"))
+    path.symlink_to("moved.json")
+    opened().remember("other", "engine", estimates())
+    assert path.is_symlink()
+    assert opened().recall("other", "engine").state.keys() == {"version", "link", "engine"}
+    assert not caplog.records
+
+
+def test_a_huge_file_is_not_read_and_left_alone(path, caplog):
+    path.parent.mkdir()
+    with path.open("wb") as file:
+        file.truncate(1 << 36)  # 64 GiB, of which the disk holds none
+    opened = EstimatesFile(path)
+    assert opened.recall("link", "engine").state == {"version": 1}
+    opened.remember("link", "engine", estimates())
+    assert path.stat().st_size == 1 << 36
+    assert "is no file of estimates" in caplog.text
+
+
+def test_a_lock_that_leads_elsewhere_is_not_followed(path, tmp_path, caplog):
+    path.parent.mkdir()
+    path.with_name(f"{path.name}.lock").symlink_to(tmp_path / "elsewhere")
+    EstimatesFile(path).remember("link", "engine", estimates())
+    assert not (tmp_path / "elsewhere").exists()
+    assert not path.exists()
+    assert "estimates are not remembered" in caplog.text
+
+
 def test_a_full_disk_leaves_the_old_file_and_nothing_else(path, monkeypatch, caplog):
     file = EstimatesFile(path)
     file.remember("link", "engine", estimates())
@@ -283,6 +355,10 @@ URLS = [
     ("s3://alice:s3cret@bucket/x?region=eu-1&profile=alice", "s3://bucket at eu-1"),
     ("s3://bucket", "s3://bucket at default"),
     ("memory:", "memory"),
+    ("ftp://alice:s3cret@Example.org/t0ken?query", "ftp://example.org"),
+    ("ftp://example.org:2121/a", "ftp://example.org:2121"),
+    ("ftp://host:99999999/", "unknown"),
+    ("ftp://", "ftp"),
     ("http://[bad/alice", "unknown"),
     ("http://host:99999999/", "unknown"),
 ]
@@ -300,6 +376,21 @@ def test_folders_and_emulated_links_have_names_of_their_own(tmp_path):
     assert "alice" not in folder
     names = {link_key("http://host"), link_key("http://host", "50mbit"), link_key("http://host", "60mbit")}
     assert len(names) == 3
+
+
+def test_stores_of_registered_schemes_have_names_of_their_own():
+    stores = (
+        "zip:///alice/a.zip",
+        "zip:///alice/b.zip",
+        "zip:alice",
+        "zip://alice:s3cret@/c.zip",
+        "tar:///alice/a.zip",
+    )
+    names = [link_key(url) for url in (*stores, "ftp://alice|1/x", "ftp://alice|2/x", f"ftp://{'a' * 5000}/x")]
+    assert len(set(names)) == len(names)
+    assert max(map(len, names)) < 40
+    assert not any(secret in name for secret in SECRETS for name in names)
+    assert link_key("zip:///a.zip?key=s3cret#t0ken") == link_key("zip:///a.zip")
 
 
 def test_an_engines_name_tells_what_its_speed_depends_on():

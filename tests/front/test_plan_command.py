@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
 
 from kvwire import controller as ctl
-from kvwire.cli.app import main
 from kvwire.cli.plan_inputs import COMPUTE
 from kvwire.controller.simulator import costs, machine_named, model_named
 from kvwire.runtime.corpus import Corpus, Document
@@ -27,18 +25,8 @@ BANDWIDTH, RTT_S = 125e6, 0.002
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["kvwire", "plan", *map(str, words)])
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = stop.code or 0
-        out = capsys.readouterr()
-        return code, out.out, out.err
-
-    return call
+def run(run):
+    return partial(run, "plan")
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +237,19 @@ def test_documents_and_costs_that_do_not_belong_together_are_refused(run, small,
     assert run("--docs", "nobody", *common, "--estimates", estimates)[0] == 3
     assert run("--docs", name, *common, "--estimates", estimates, "--config", "zz")[0] == 3
     assert run("--docs", name, *common, "--estimates", tmp_path / "none.json")[0] == 3
-    for text in ("[", "{}", '{"engine": {}}', '{"engine": NaN}', "[" * 100_000):
-        path = Path(tmp_path / "bad.json")
+    engine = json.dumps(json.loads(estimates.read_text())["estimates"]["engine"])
+    bad = {
+        "{": "not valid JSON at line 1, column 2",
+        "[]": "must be a JSON object, got list",
+        "{}": "holds no estimates of an engine",
+        '{"engine": {}}': "",
+        '{"engine": NaN}': "of finite numbers",
+        f'{{"version": 1, "engine": {engine}, "engine": {engine}}}': "name nothing twice",
+        "[" * 100_000: "hardly nested",
+        "[" + " " * (1 << 24): "is longer than",
+    }
+    path = tmp_path / "bad.json"
+    for text, says in bad.items():
         path.write_text(text)
-        assert run("--docs", name, *common, "--estimates", path)[0] == 4, text[:20]
+        code, _, err = run("--docs", name, *common, "--estimates", path)
+        assert (code, says in err) == (4, True), (text[:20], err)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -17,6 +17,8 @@ from kvwire.controller import events as ev
 from kvwire.controller.policies import Fixed
 from kvwire.errors import ArgumentError
 from kvwire.runtime.corpus import Corpus, Document
+from kvwire.runtime.documents import Timeouts
+from kvwire.runtime.executor import Executor, ExecutorSettings
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.settings import LoadSettings
 from kvwire.runtime.threads import DaemonThreads, Threads
@@ -54,8 +56,8 @@ def loader_of(small):
 @pytest.fixture
 def admitted(monkeypatch):
     """Connections that servers of this process let in."""
-    seen, admit = [], Connections.admit
-    monkeypatch.setattr(Connections, "admit", lambda self, one: seen.append(1) or admit(self, one))
+    seen, admitted = [], Connections.admitted
+    monkeypatch.setattr(Connections, "admitted", lambda self: seen.append(1) or admitted(self))
     return seen
 
 
@@ -127,20 +129,173 @@ def test_an_entry_is_asked_for_once_and_again_after_something_was_encoded(small,
     assert loader.ask([name], QUESTION).prompt.tokens == (200,)
 
 
-def test_a_kept_entry_whose_blob_is_gone_is_asked_for_again(small, loader_of):
+@pytest.mark.parametrize("gone", ["blob", "profile"])
+@pytest.mark.parametrize("loads", [1, 4])
+def test_a_kept_entry_is_asked_for_again_where_what_it_names_is_gone(small, loader_of, gone, loads):
     """Another process encoded the same text anew, with another profile, and collected what was there before."""
     corpus, (name, ids) = small.corpus(), next(iter(small.tokens.items()))
-    loader = loader_of(corpus, policy=Fixed(0))
+    store = corpus.catalog.store
+    loader = loader_of(Corpus(small.engine, store), policy=Fixed(0))
     old = corpus.find(name)
     assert not loader.ask([name], QUESTION).misses
-    other = Corpus(small.engine, corpus.catalog.store)
+    other = Corpus(small.engine, store)
     other.calibrate([Document("x", tuple(small.tokens[list(small.tokens)[1]]))])
     for _ in other.encode([Document(name, tuple(ids))], force=True):
         pass
-    corpus.catalog.store.delete(old.blob_key)
-    answer = loader.ask([name], QUESTION)
-    assert not troubles(answer.misses)
-    assert {decision.level for decision in answer.decisions} == {0}
+    space = corpus.catalog.keys(small.engine.meta.config_digest())
+    store.delete(old.blob_key if gone == "blob" else space.profile(old.profile_digest))
+    loader._finder._views[0]._profiles.clear()  # as in a process that did not load with this profile
+    with ThreadPoolExecutor(loads) as pool:
+        answers = list(pool.map(lambda _: loader.ask([name], QUESTION), range(loads)))
+    for answer in answers:
+        assert not troubles(answer.misses)
+        assert {decision.level for decision in answer.decisions} == {0}
+
+
+def test_a_kept_entry_of_a_text_that_is_gone_is_asked_for_again(small, loader_of):
+    """Another process encoded what was kept as text alone, and collected the text."""
+    corpus, (name, ids) = small.corpus(), next(iter(small.tokens.items()))
+    store = corpus.catalog.store
+    entry = corpus.find(name)
+    corpus.catalog.add_text(small.engine.meta.config_digest(), name, ids)
+    loader = loader_of(Corpus(small.engine, store), policy=Fixed(0))
+    assert {decision.level for decision in loader.ask([name], QUESTION).decisions} == {None}
+    for _ in Corpus(small.engine, store).encode([Document(name, tuple(ids))], force=True):
+        pass
+    store.delete(corpus.catalog.keys(small.engine.meta.config_digest()).text(entry.token_digest))
+    assert {decision.level for decision in loader.ask([name], QUESTION).decisions} == {0}
+
+
+def test_a_closed_session_refuses_work_and_leaves_none_behind(small):
+    async def work():
+        return 1
+
+    loader = Loader(small.engine, small.corpus(), costs=small.costs)
+    loader.close()
+    with pytest.raises(ArgumentError, match="closed"):
+        loader._session.run(work())
+    with pytest.raises(ArgumentError, match="closed"):
+        asyncio.run(loader._session.wait(work()))
+    gc.collect()  # a coroutine that nobody awaited warns, and warnings are errors here
+
+
+def test_work_that_is_cancelled_is_not_told_as_a_closed_loader(small, loader_of):
+    async def work():
+        raise asyncio.CancelledError
+
+    session = loader_of(small.corpus())._session
+    with pytest.raises(CancelledError):
+        session.run(work())
+
+
+async def _began(began):
+    while not began.is_set():
+        await asyncio.sleep(0.001)
+
+
+def test_a_caller_that_is_cancelled_while_the_loader_closes_is_told_so(small):
+    """Not that the loader is closed: whoever cancels, or has a time limit, looks for just that."""
+    loader, began = Loader(small.engine, small.corpus(), costs=small.costs), threading.Event()
+
+    async def work():
+        began.set()
+        await asyncio.Event().wait()
+
+    async def leave():
+        task = asyncio.create_task(loader._session.wait(work()))
+        await _began(began)
+        task.cancel()
+        loader.close()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(leave())
+
+
+def test_work_that_the_loop_never_began_is_not_left_behind(small, loader_of):
+    session, busy, over, begun = loader_of(small.corpus())._session, threading.Event(), threading.Event(), []
+
+    async def block():
+        busy.set()
+        over.wait(60)
+
+    async def work():
+        begun.append(1)
+
+    async def leave():
+        blocking = asyncio.create_task(session.wait(block()))
+        await _began(busy)
+        task = asyncio.create_task(session.wait(work()))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        over.set()
+        await blocking
+
+    try:
+        asyncio.run(leave())
+    finally:
+        over.set()
+    gc.collect()  # a coroutine that nobody awaited warns
+    assert not begun
+
+
+def test_work_that_races_with_closing_ends_with_it(small, monkeypatch):
+    """Its thread loses the processor right before it hands the work to the loop."""
+    loader, given = Loader(small.engine, small.corpus(), costs=small.costs), threading.Event()
+    hand_over = asyncio.run_coroutine_threadsafe
+
+    def late(work, loop):
+        if threading.current_thread().name.startswith("racer"):
+            given.set()
+            loader._session._thread.join(0.2)  # ends at once where closing does not wait for this thread
+        return hand_over(work, loop)
+
+    loader._session.run(asyncio.sleep(0))
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", late)
+    with ThreadPoolExecutor(1, "racer") as pool:
+        racing = pool.submit(loader._session.run, asyncio.Event().wait())
+        assert given.wait(10)
+        loader.close()
+        with pytest.raises(ArgumentError, match="closed"):
+            racing.result(10)
+    gc.collect()
+
+
+def test_a_load_that_is_cancelled_twice_leaves_no_blob_open(small, loader_of):
+    """The second time while it waits for its tasks to end."""
+    loader, closed = loader_of(small.corpus()), []
+    session = loader._session
+
+    async def lingers():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(60)
+
+    async def twice():
+        driver, begun = session.driver(loader._new_controller), []
+        settings = ExecutorSettings(fetch=FetchSettings(), backend="auto", timeouts=Timeouts(1.0, 1.0, 1.0))
+
+        async def load():
+            async with Executor(small.engine, [], session, driver, loader._finder, settings) as executor:
+                executor._headers._stack.callback(closed.append, 1)
+                executor._spawn(lingers())
+                begun.append(executor)
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(load())
+        while not begun:
+            await asyncio.sleep(0)
+        for _ in range(2):
+            task.cancel()
+            for _ in range(5):
+                await asyncio.sleep(0)
+        await asyncio.gather(task, return_exceptions=True)
+
+    session.run(twice())
+    assert closed == [1]
 
 
 def test_no_thread_outlives_a_loader(small):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 
 import pytest
 
 import kvwire
-from kvwire.cli.app import main
 from kvwire.cli.links import LEAD_S, made_link, recorded_link, steady_link, with_outage
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError
 from kvwire.whatif.pictures import draw_cdf
@@ -17,18 +17,8 @@ QUICK = ("--context", "2k", "--documents", "2", "--machine", "a100")
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["kvwire", "simulate", *map(str, words)])
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = stop.code or 0
-        out = capsys.readouterr()
-        return code, out.out, out.err
-
-    return call
+def run(run):
+    return partial(run, "simulate")
 
 
 def test_all_policies_are_compared_and_the_report_is_json(run):

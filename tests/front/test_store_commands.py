@@ -2,14 +2,15 @@
 
 import json
 import os
-import sys
+import random
+import shutil
 import threading
 import time
 from contextlib import closing
+from functools import partial
 
 import pytest
 
-from kvwire.cli.app import main
 from kvwire.runtime.corpus import Corpus, Document
 from kvwire.store import Catalog, FolderStore, MemoryStore, UseCounts, copy_store, tenant_hash, verify_store
 from kvwire.store.catalog.announcements import announce
@@ -23,18 +24,8 @@ BEARER = "made-up"
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["kvwire", "store", *map(str, words)])
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = stop.code or 0
-        out = capsys.readouterr()
-        return code, out.out, out.err
-
-    return call
+def run(run):
+    return partial(run, "store")
 
 
 @pytest.fixture(scope="session")
@@ -141,11 +132,75 @@ def test_removed_documents_are_garbage_afterwards(run, folder, small):
 def test_garbage_of_all_tenants(run, tmp_path):
     with closing(FolderStore(tmp_path)) as store:
         for tenant in ("alice", "bob"):
-            Catalog(store, tenant).put_text("c" * 64, (1, 2))
+            catalog = Catalog(store, tenant)
+            catalog.add_text("c" * 64, "kept", tuple(range(1000)))
+            catalog.put_text("c" * 64, (1, 2))
     common = ("--store", tmp_path, "--grace", "0s", "--json")
     assert json.loads(run("gc", *common)[1])["texts"] == 0  # the default tenant has nothing
     assert json.loads(run("gc", *common, "--tenant", "alice")[1])["texts"] == 1
     assert json.loads(run("gc", *common, "--all-tenants")[1])["texts"] == 1
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["of all bytes", "of the documents' bytes"])
+def test_more_than_half_goes_only_where_that_was_confirmed(run, folder, small, content, shared):
+    with closing(FolderStore(folder)) as store:
+        profile = next(store.stat(key).size for key in content if key.endswith(".kvp"))
+        if not shared:  # so that what documents take is most of all bytes
+            ids = tuple(random.Random(1).choices(range(60_000), k=profile // 2 * 2))
+            Catalog(store).add_text(small.engine.meta.config_digest(), "long", ids)
+    names = [*small.tokens] if shared else [*small.tokens, "long"]
+    assert run("rm", *names, "--store", folder)[0] == 0
+    code, _, err = run("gc", "--store", folder, "--grace", "0s")
+    assert code == 2
+    assert "--yes" in err
+    assert "rebuild" in err
+    with closing(FolderStore(folder)) as store:
+        assert not set(content) - set(store.keys("")) - {key for key in content if "/catalog/" in key}
+    code, out, _ = run("gc", "--store", folder, "--grace", "0s", "--yes", "--json")
+    assert (code, json.loads(out)["blobs"]) == (0, 2)
+
+
+@pytest.mark.parametrize("how", ["copied without dot files", "of another model", "other"])
+def test_content_whose_catalog_is_lost_is_not_garbage_and_the_catalog_is_made_anew(run, folder, small, content, how):
+    broken = folder.with_name("broken")
+    if how == "copied without dot files":
+        broken.mkdir()
+        for path in folder.glob("[!.]*"):
+            shutil.copytree(path, broken / path.name)
+    else:
+        shutil.copytree(folder, broken)
+        for file in broken.glob(".catalog*"):
+            file.unlink()
+        with closing(FolderStore(broken)) as store:
+            other = Catalog(store, "somebody else") if how == "other" else Catalog(store)
+            other.add_text("e" * 64, "of another model", (1, 2))
+    with closing(FolderStore(broken)) as store:
+        before = {key for key in store.keys("") if "/catalog/" not in key}
+    assert before
+    for words in ((), ("--yes",), ("--all-tenants", "--yes"), ("--dry-run",)):
+        code, out, err = run("gc", "--store", broken, "--grace", "0s", "--json", *words)
+        assert code == 4
+        assert json.loads(out)["bytes"] == 0
+        assert "kvwire store rebuild" in err
+    config = small.engine.meta.config_digest()[:16]
+    assert rows(run("ls", "--store", broken, "--config", config, "--json")[1]) == []
+    dry = json.loads(run("rebuild", "--store", broken, "--dry-run", "--json")[1])
+    code, out, _ = run("rebuild", "--store", broken, "--json")
+    assert code == 0
+    assert json.loads(out) == dry | {"dry_run": False}
+    assert (dry["documents"], dry["texts"], dry["unnamed"], dry["profiles"]) == (2, 1, 0, 1)
+
+    def listed(place):
+        return sorted(run("ls", "--store", place, "--config", config, "--json")[1].splitlines())
+
+    assert listed(broken) == listed(folder)
+    assert run("verify", "--store", broken)[0] == 0
+    assert json.loads(run("gc", "--store", broken, "--grace", "0s", "--json")[1])["bytes"] == 0
+    with closing(FolderStore(broken)) as store:
+        assert {key for key in store.keys("") if "/catalog/" not in key} == before
+        entries = {key: data for key, data in content.items() if "/catalog/doc" in key or "profile.json" in key}
+        assert {key: store.get(key) for key in entries} == entries
+    assert " entries were there" in run("rebuild", "--store", broken)[1]
 
 
 def test_garbage_collection_that_was_stopped_by_damage_is_an_error(run, folder):

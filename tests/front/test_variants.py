@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import threading
 from typing import TYPE_CHECKING
 
 import pytest
 
-from kvwire.cli.app import main
 from kvwire.controller import CostModel, DecodeCost, PrefillCost
 from kvwire.controller import events as ev
 from kvwire.errors import AuthError
@@ -197,14 +195,14 @@ def test_a_variant_stands_in_for_a_blob_that_is_lost(small, tokens, reference, p
     assert reference.compare(small.engine, answer.prompt.cache)[0] < FINE
 
 
-def test_the_command_line_names_tenants_of_variants(small, tokens, profile, demo_model, tmp_path, monkeypatch, capsys):
+def test_the_command_line_names_tenants_of_variants(small, tokens, profile, demo_model, tmp_path, run):
     store = FolderStore(tmp_path)
     _encoded(small, tokens, small.profile, store=store)
     _encoded(small, tokens, profile, STARTED, store=store, tenant="started")
     words = ["ask", "--docs", NAME, "--question", "So", "--model", demo_model, "--store", tmp_path, "--tokens", "2"]
     words += ["--variant-tenant", "started", "--variant-tenant", "nobody", "--json"]
-    monkeypatch.setattr(sys, "argv", ["kvwire", *map(str, words)])
-    main()
-    answer = json.loads(capsys.readouterr().out)
+    code, out, err = run(*words)
+    assert code == 0, err
+    answer = json.loads(out)
     assert answer["text"]
     assert not troubles(answer["misses"])

@@ -2,16 +2,30 @@
 
 import json
 import re
+import urllib.error
+import urllib.request
 from contextlib import closing
 from hashlib import sha256
 
 import pytest
 
+from kvwire.codec import pack_text
 from kvwire.errors import ArgumentError, AuthError, CorruptError
-from kvwire.store import Catalog, FolderStore, MemoryStore, collect, content_digest, copy_store, kind_of, verify_store
+from kvwire.store import (
+    Catalog,
+    FolderStore,
+    MemoryStore,
+    collect,
+    content_digest,
+    copy_store,
+    kind_of,
+    open_tiers,
+    verify_store,
+)
 from kvwire.store import key_kinds as table
 from kvwire.store.cache.upload_entry import upload_entry
 from kvwire.transport import HttpStore
+from kvwire.types import digest_tokens
 
 from ..http_servers import serving
 
@@ -107,6 +121,84 @@ def test_every_built_in_kind_lies_where_its_row_says():
         assert kind.place is None or kind.place(space, table.key_digest(key)) == key
 
 
+DIGEST = sha256(b"x").hexdigest()
+MISPLACED = (
+    f"zz/{DIGEST}.kvw", f"{DIGEST}.kvw", f"{DIGEST[:2]}/ab/{DIGEST}.kvw", f"texts/{DIGEST}.kvp",
+    f"texts/00/{DIGEST}.kvt", f"profiles/{DIGEST[:2]}/{DIGEST}.kvp",
+)  # fmt: skip
+
+
+@pytest.fixture(params=["folder", "write-back", "server"])
+def taking(request, tmp_path):
+    """A store, and what lies behind it."""
+    with closing(FolderStore(tmp_path / "s")) as behind:
+        if request.param == "folder":
+            yield behind, behind
+        elif request.param == "write-back":
+            options = {"memory_bytes": 0, "folder": tmp_path / "tiers", "folder_bytes": 1 << 20, "write_back": True}
+            with closing(open_tiers(behind, **options)) as tiers:
+                yield tiers, behind
+        else:
+            with serving(behind) as url, closing(HttpStore(url)) as client:
+                yield client, behind
+
+
+@pytest.mark.parametrize("place", MISPLACED)
+def test_what_would_lie_where_nothing_leads_to_it_is_not_taken(taking, place):
+    store, behind = taking
+    key = Catalog(store).keys(CONFIG).root + place
+    assert table.is_misplaced(key)
+    for write in (store.put, store.create):
+        with pytest.raises(ArgumentError, match="not where an object of its kind and digest lies"):
+            write(key, b"x")
+    with pytest.raises(ArgumentError):
+        store.put_many([(key, b"x")])
+    assert list(behind.keys("")) == []
+
+
+def test_keys_of_no_configuration_are_nobodys_business():
+    for key in (f"{DIGEST}.kvw", f"v1/t/{DIGEST}.kvw", f"v1/{'ab' * 16}/other/zz/{DIGEST}.kvw", "v1/notes"):
+        assert table.check_place(key) == key
+
+
+@pytest.mark.parametrize("place", MISPLACED)
+def test_a_server_refuses_what_would_be_misplaced_before_it_is_sent(tmp_path, place):
+    with closing(FolderStore(tmp_path)) as behind, serving(behind) as url:
+        address = f"{url}/{Catalog(behind).keys(CONFIG).root}{place}"
+        request = urllib.request.Request(address, data=b"x", method="PUT")
+        with pytest.raises(urllib.error.HTTPError) as raised, urllib.request.urlopen(request):
+            pass
+        assert raised.value.code == 403
+        raised.value.close()
+        assert not list(behind.keys(""))
+
+
+def test_verify_names_what_is_misplaced_and_leaves_it():
+    store = MemoryStore()
+    space = Catalog(store).keys(CONFIG)
+    text = pack_text([1, 2, 3])
+    store.put(space.text(digest_tokens([1, 2, 3])), text)
+    for place in MISPLACED:
+        store.put(space.root + place, text)
+    found = verify_store(store, [Catalog(store)], delete_damaged=True)
+    assert {one.key for one in found.damaged} == {space.root + place for place in MISPLACED}
+    assert all("nothing leads to it" in one.problem and not one.deleted for one in found.damaged)
+    assert found.objects == 1
+    assert len(list(store.keys(""))) == 1 + len(MISPLACED)
+
+
+def test_a_copy_leaves_out_what_is_misplaced_and_says_so(tmp_path):
+    source = MemoryStore()
+    space = Catalog(source).keys(CONFIG)
+    source.put(space.root + MISPLACED[0], b"x")
+    source.put(space.blob(DIGEST), b"x")
+    with closing(FolderStore(tmp_path)) as target:
+        done = copy_store(source, target)
+        assert done.objects == 1
+        assert [one.startswith(space.root + MISPLACED[0]) for one in done.failures] == [True]
+        assert list(target.keys("")) == [space.blob(DIGEST)]
+
+
 @pytest.mark.usefixtures("rows")
 def test_a_server_takes_and_serves_a_new_kind(tmp_path):
     content, entry = keys()
@@ -150,7 +242,7 @@ def test_nothing_is_collected_beside_a_kind_that_is_unknown():
     assert blob in store.keys("")
     assert "does not know" in done.failures[0]
     store.delete(keys()[1])
-    assert collect(store).blobs == 1
+    assert collect(store, allow_empty_catalog=True).blobs == 1
     assert keys()[0] in store.keys("")  # content of an unknown kind stays too
 
 

@@ -151,7 +151,7 @@ def test_racing_first_writers_make_one_database(tmp_path):
     assert sum(1 for _ in stores[0].keys("")) == 6
     for one in stores:
         one.close()
-    assert sorted(path.name for path in (tmp_path / "s").iterdir()) == [FILE_NAME]
+    assert sorted(path.name for path in (tmp_path / "s").iterdir()) == [FILE_NAME, f"{FILE_NAME}-reserve"]
 
 
 def test_a_killed_writer_leaves_whole_entries(store):
@@ -201,12 +201,15 @@ def test_a_replaced_database_is_noticed(store, tmp_path):
     assert store.get(ENTRY) == b"of the backup"
 
 
-@pytest.mark.parametrize("content", [b"", b"not a database at all, " * 100], ids=["empty", "text"])
-def test_a_damaged_database_is_corrupt_and_says_what_to_do(store, content):
+@pytest.mark.parametrize(
+    ("content", "told"), [(b"", "it is empty"), (b"not a database at all, " * 100, "not a database")],
+    ids=["empty", "text"],
+)  # fmt: skip
+def test_a_damaged_database_is_corrupt_and_says_what_to_do(store, content, told):
     store.root.mkdir()
     (store.root / FILE_NAME).write_bytes(content)
     for action in (lambda: store.get(ENTRY), lambda: store.put(ENTRY, b"x"), lambda: list(store.keys(""))):
-        with pytest.raises((CorruptError, FormatVersionError), match=r"restore|use the one that wrote it"):
+        with pytest.raises(CorruptError, match=f"damaged.*{told}.*or move it .*away and run kvwire store rebuild"):
             action()
 
 
@@ -236,6 +239,118 @@ def test_rows_of_strange_types_are_corrupt(store):
         connection.execute("UPDATE objects SET data = 1000000000000")
     with pytest.raises(CorruptError, match="types"):
         store.get(ENTRY)
+
+
+def damaged_by(store, *statements):
+    """A database that had an entry, after somebody's SQL."""
+    store.put(ENTRY, b"x")
+    store.close()
+    with closing(sqlite3.connect(store.root / FILE_NAME, isolation_level=None)) as connection:
+        for statement in statements:
+            connection.execute(statement)
+
+
+_RECURSIVE = (
+    "CREATE VIEW objects AS WITH RECURSIVE more(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM more) "
+    "SELECT 'v1/' || n AS key, 1.0 AS modified, x'00' AS data FROM more"
+)
+_SAME = "key TEXT NOT NULL PRIMARY KEY, modified REAL NOT NULL, data BLOB NOT NULL"
+
+
+@pytest.mark.parametrize(
+    ("statements", "told"),
+    [
+        (["DROP TABLE objects", _RECURSIVE], "the view 'objects'"),
+        (["CREATE TRIGGER t AFTER INSERT ON objects BEGIN DELETE FROM objects; END"], "the trigger 't'"),
+        (["CREATE INDEX i ON objects (length(data))"], "the index 'i'"),
+        (["CREATE TABLE more (a)"], "the table 'more'"),
+        (["ALTER TABLE objects ADD COLUMN more TEXT"], "the table 'objects'"),
+        (["DROP TABLE objects"], "its table is not there"),
+        (["DROP TABLE objects", f"CREATE TABLE objects ({_SAME}, CHECK (modified > 0)) WITHOUT ROWID"], "'objects'"),
+    ],
+)
+def test_a_database_that_declares_anything_else_is_not_asked(store, statements, told):
+    damaged_by(store, *statements)
+    before = (store.root / FILE_NAME).read_bytes()
+    actions = (
+        lambda: store.get(ENTRY), lambda: store.put(ENTRY, b"y"), lambda: list(store.keys("")),
+        lambda: store.delete(ENTRY),
+    )  # fmt: skip
+    for action in actions:
+        with pytest.raises(CorruptError, match=f"not as kvwire made it.*{told}.*kvwire store rebuild"):
+            action()
+    assert (store.root / FILE_NAME).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE objects SET modified = 'soon'",
+        "UPDATE objects SET modified = x'00'",
+        "UPDATE objects SET modified = 9e999",
+        "UPDATE objects SET modified = -1",
+        "UPDATE objects SET data = 'text'",
+        "UPDATE objects SET data = 7",
+        "UPDATE objects SET data = zeroblob(100000000)",
+    ],
+)
+def test_rows_with_strange_values_are_corrupt(store, statement):
+    damaged_by(store, statement)
+    with pytest.raises(CorruptError, match="kvwire store rebuild"):
+        store.get(ENTRY)
+    if "zeroblob" not in statement:  # of which a listing tells the size
+        with pytest.raises(CorruptError, match="kvwire store rebuild"):
+            list(store.keys(""))
+
+
+@pytest.mark.parametrize("name", [b"v1/a\x80", b"v1/../x", b"v1/" + b"a" * 2_000_000], ids=["bytes", "path", "long"])
+def test_rows_under_strange_keys_are_corrupt(store, name):
+    damaged_by(store, f"INSERT INTO objects SELECT CAST(x'{name.hex()}' AS TEXT), modified, data FROM objects")  # noqa: S608
+    with pytest.raises(CorruptError, match="kvwire store rebuild"):
+        list(store.keys("v1/"))
+    assert store.get(ENTRY) == b"x"
+
+
+def test_a_question_that_takes_too_long_is_broken_off(store, monkeypatch):
+    store.put_many((key(f"{number:05d}"), bytes(50)) for number in range(3000))
+    monkeypatch.setattr("kvwire.store.files.sqlite_checks.QUERY_S", 0.0)
+    with pytest.raises(StorageError, match=r"one question takes longer than 0 s"):
+        store._rows._database.read(lambda connection: connection.execute("SELECT sum(length(data)) FROM objects"), None)
+    monkeypatch.undo()
+    assert len(list(store.keys(""))) == 3000
+
+
+def test_an_unmerged_log_without_its_database_is_never_put_into_a_new_one(store):
+    code = (
+        "import os, sys; from kvwire.store import FolderStore\n"
+        "s = FolderStore(sys.argv[1]); s.put(sys.argv[2], b'unmerged'); os._exit(0)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(store.root), ENTRY], check=True)
+    path, log = store.root / FILE_NAME, store.root / f"{FILE_NAME}-wal"
+    path.rename(store.root / ".aside")
+    for action in (lambda: store.get(ENTRY), lambda: store.put(ENTRY, b"x"), lambda: list(store.keys(""))):
+        with pytest.raises(CorruptError, match=r"of a database that is gone: put .* back beside it, or remove"):
+            action()
+    (store.root / ".aside").rename(path)
+    assert store.get(ENTRY) == b"unmerged"
+    store.close()
+    assert not log.exists()
+
+
+@pytest.mark.parametrize("table", [f"({_SAME})", f"({_SAME}) WITHOUT ROWID"])
+def test_databases_of_this_version_open_whichever_way_their_table_was_declared(store, table):
+    store.root.mkdir()
+    with closing(sqlite3.connect(store.root / FILE_NAME, isolation_level=None)) as connection:
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute(f"CREATE TABLE objects {table}")
+        connection.execute("PRAGMA user_version=1")
+        connection.execute("INSERT INTO objects VALUES (?, 1.0, x'01')", (ENTRY,))
+    assert store.get(ENTRY) == b"\x01"
+    store.put(ENTRY, b"new")
+    store.put(key("other"), b"other")
+    assert [(one.key, one.size) for one in store.scan("")] == [(ENTRY, 3), (key("other"), 5)]
+    store.delete_many([ENTRY, key("other")])
+    assert list(store.keys("")) == []
 
 
 def test_a_file_system_without_shared_memory_is_refused(store, monkeypatch):

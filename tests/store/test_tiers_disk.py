@@ -553,3 +553,22 @@ def test_a_temporary_file_of_a_killed_process_is_removed(tmp_path):
     (tmp_path / "slot-0" / "new.tmp").write_bytes(b"half")
     with on_disk(MemoryStore(), tmp_path):
         assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_link_in_place_of_a_folder_is_neither_counted_nor_followed_to_remove_anything(tmp_path):
+    remote = CountingStore(MemoryStore())
+    remote.inner.close = lambda: None
+    [(key, data)] = filled(remote, 1)
+    with on_disk(remote, tmp_path / "tier") as tiers:
+        assert tiers.get(key) == data
+        assert tiers.settle(30)
+    [path] = files(tmp_path / "tier")
+    outside = tmp_path / "outside"
+    path.parent.rename(outside)
+    path.parent.symlink_to(outside)
+    torn = outside / path.name
+    torn.write_bytes(b"x")
+    with on_disk(remote, tmp_path / "tier") as tiers:
+        assert tiers.settle(30)
+        assert tiers.counters().disk.held_bytes == 0
+    assert torn.read_bytes() == b"x"

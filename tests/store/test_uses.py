@@ -70,3 +70,19 @@ def test_a_file_that_is_held_costs_a_use_and_little_time(tmp_path):
             assert uses.count("a/", "x") == 1
         uses.add("a/", "x")
         assert uses.count("a/", "x") == 2
+
+
+def test_counts_of_other_types_are_damage(tmp_path):
+    path = tmp_path / "uses"
+    with closing(UseFile(path)) as uses:
+        uses.add("space", "doc")
+        uses.add("space", "other")
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute("UPDATE uses SET count = 'many' WHERE document = 'doc'")
+        database.execute("INSERT INTO uses VALUES ('space', x'ff', 9)")
+    with closing(UseFile(path)) as uses:
+        with pytest.raises(CorruptError, match="starts anew"):
+            uses.count("space", "doc")
+        with pytest.raises(CorruptError, match="starts anew"):
+            uses.reached("space", 1)
+        assert uses.count("space", "other") == 1

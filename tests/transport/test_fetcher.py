@@ -261,7 +261,7 @@ async def test_a_slow_taker_holds_back_new_requests(store, fake, fetcher_for):
         async with aclosing(fetcher.fetch(everything(info)[9:])) as arrivals:
             await anext(arrivals)
             await asyncio.sleep(0.1)
-            assert len(source.asked) <= 6  # the head, and what fits into the buffer with one more for each slot
+            assert len(source.asked) <= 6  # the header, and what fits into the buffer with one more for each slot
             assert len([a async for a in arrivals]) == len(everything(info)) - 10
 
 

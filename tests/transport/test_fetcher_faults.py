@@ -37,7 +37,7 @@ async def outcome(fetcher, segments):
 
 
 def first_time(fault, at=1):
-    """Request ``at`` goes wrong (0 is the head), all others are answered well."""
+    """Request ``at`` goes wrong (0 is the header), all others are answered well."""
     return lambda number, _start, _end: fault if number == at else None
 
 

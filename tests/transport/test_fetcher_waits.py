@@ -463,7 +463,7 @@ async def test_chaos_with_hedges_gives_the_right_bytes(blob, misbehaving, fetche
 async def test_a_head_that_misses_its_deadline(blob, misbehaving, fetcher_for):
     async with misbehaving(blob, lambda *_: {"after": 10, "stall": True}) as server, fetcher_for(server.url) as fetcher:
         started = time.monotonic()
-        with pytest.raises(DeadlineError, match="no head by the deadline"):
+        with pytest.raises(DeadlineError, match="no header by the deadline"):
             await fetcher.open(deadline=started + 0.2)
         assert time.monotonic() - started < 3
 
@@ -508,27 +508,33 @@ async def test_a_head_is_never_longer_than_allowed(blob, fetcher_for, fake):
     assert source.spans == [(0, 2_000)]
 
 
-async def test_an_object_opened_for_nobody_is_closed(tmp_path):
-    """Whoever asked was cancelled while the store opened the object."""
+@pytest.mark.parametrize("cancelled", ["whoever asked", "everything"])
+async def test_an_object_opened_for_nobody_is_closed(tmp_path, cancelled):
+    """Cancelled while the store opened the object; a session that ends cancels everything."""
     store, waits = FolderStore(tmp_path), threading.Event()
     store.put("k", b"x" * 1000)
-    opened = []
+    opened, asked = [], threading.Event()
 
     class Slow(MemoryStore):
         def snapshot(self, key):
+            asked.set()
             waits.wait(5)
             opened.append(store.snapshot(key))
             return opened[-1]
 
     source = StoreSource(Slow(), "k")
     reading = asyncio.create_task(source.read(0, 10, lambda _: None))
-    await asyncio.sleep(0.05)
-    reading.cancel()
+    while not asked.is_set():
+        await asyncio.sleep(0.001)
+    everything = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in everything if cancelled == "everything" else {reading}:
+        task.cancel()
     with suppress(asyncio.CancelledError):
         await reading
     waits.set()
-    while not opened or opened[0]._descriptor >= 0:
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(5):
+        while not opened or opened[0]._descriptor >= 0:
+            await asyncio.sleep(0.001)
 
 
 # Parts of long segments.

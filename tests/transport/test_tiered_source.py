@@ -442,7 +442,7 @@ def content(fake, number, sizes):
 
 
 async def load(tiers, key, session, fake, settings):
-    """One load, as the executor does it: the head, then all segments; returns the number of segments."""
+    """One load, as the executor does it: the header, then all segments; returns the number of segments."""
     async with BlobFetcher(
         open_source(tiers, key, session), read_header=fake.read_header, settings=settings
     ) as fetcher:

@@ -1,4 +1,4 @@
-"""Fetches a blob: its head first, then any of its segments."""
+"""Fetches a blob: its header first, then any of its segments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvwire.transport.sources.base import ByteSource
     from kvwire.types import BlobInfo, SegmentInfo
 
-_MAX_HEAD_READS = 8  # a head tells its length after one or two; more would be a head that leads in circles
+_MAX_HEADER_READS = 8  # a header tells its length after one or two; more would be a header that leads in circles
 
 
 class BlobFetcher:
@@ -60,7 +60,7 @@ class BlobFetcher:
             sleep: Makes them.
         """
         self._source: ByteSource = LinkedSource(source, link) if link else source
-        self._read_head = read_header or _codec_read_head
+        self._read_header = read_header or _codec_read_header
         self._check = check or check_crc
         self._settings = settings or FetchSettings()
         self._meter = meter or LinkMeter()
@@ -77,18 +77,18 @@ class BlobFetcher:
         return self._source.url
 
     async def open(self, *, deadline: float | None = None) -> BlobInfo:
-        """Read the head, in one request where it is no longer than ``header_bytes``.
+        """Read the header, in one request where it is no longer than ``header_bytes``.
 
-        Payload that comes along is kept for ``fetch``. Damaged heads and failed requests are tried again.
+        Payload that comes along is kept for ``fetch``. Damaged headers and failed requests are tried again.
 
         Args:
             deadline: On the meter's clock, in seconds; None to wait as long as it takes.
 
         Returns:
-            What the head says.
+            What the header says.
 
         Raises:
-            DeadlineError: The head is not there by the deadline.
+            DeadlineError: The header is not there by the deadline.
         """
         left_s = None if deadline is None else max(0.0, deadline - self._meter.now())
         try:
@@ -97,7 +97,7 @@ class BlobFetcher:
         except TimeoutError as error:
             if isinstance(error, KvwireError):
                 raise
-            msg = f"{self.url}: no head by the deadline; check the server and the network"
+            msg = f"{self.url}: no header by the deadline; check the server and the network"
             raise DeadlineError(msg) from error
 
     async def _open(self) -> BlobInfo:
@@ -166,7 +166,7 @@ class BlobFetcher:
         await self.close()
 
     def _at_hand(self, segment: SegmentInfo) -> bytes | None:
-        """The segment, where it came along with the head undamaged; segments of no bytes need no request either."""
+        """The segment, where it came along with the header undamaged; segments of no bytes need no request either."""
         if segment.stored and segment.end > len(self._prefix):
             return None
         try:
@@ -190,15 +190,15 @@ class BlobFetcher:
 
     async def _open_once(self) -> BlobInfo:
         self._prefix = await self._read(0, min(self._settings.header_bytes, self._settings.max_head_bytes))
-        for _ in range(_MAX_HEAD_READS):
+        for _ in range(_MAX_HEADER_READS):
             try:
-                info = self._read_head(self._prefix)
+                info = self._read_header(self._prefix)
             except TruncatedError as error:
                 await self._lengthen(error)
                 continue
             self._check_size(info)
             return info
-        msg = f"{self.url}: the head asks for more again and again; write the blob again"
+        msg = f"{self.url}: the header asks for more again and again; write the blob again"
         raise CorruptError(msg)
 
     async def _lengthen(self, error: TruncatedError) -> None:
@@ -207,7 +207,7 @@ class BlobFetcher:
         if needed <= have or (size is not None and needed > size):
             raise error
         if needed > self._settings.max_head_bytes:
-            msg = f"{self.url}: a head of {needed} bytes is over the limit of {self._settings.max_head_bytes}"
+            msg = f"{self.url}: a header of {needed} bytes is over the limit of {self._settings.max_head_bytes}"
             raise CorruptError(msg) from error
         self._prefix += await self._read(have, needed)
         if len(self._prefix) < needed:
@@ -254,7 +254,7 @@ def check_crc(segment: SegmentInfo, stored: bytes) -> bytes:
     return stored
 
 
-def _codec_read_head(data: bytes) -> BlobInfo:
+def _codec_read_header(data: bytes) -> BlobInfo:
     """The codec's reader, imported when a blob is opened: serving files needs no tensors."""
     from kvwire.codec import read_header
 

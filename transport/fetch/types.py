@@ -41,7 +41,7 @@ class FetchSettings:
 
     Attributes:
         header_bytes: Asked for speculatively when a blob is opened.
-        max_head_bytes: Longest head that is read.
+        max_head_bytes: Longest header that is read.
         gap_bytes: See ``ranges.coalesce``.
         max_bytes: See ``ranges.coalesce``.
         concurrency: Requests at a time.
@@ -73,7 +73,7 @@ class FetchSettings:
     def __post_init__(self) -> None:
         """Refuse settings with which nothing would ever be fetched."""
         if min(self.header_bytes, self.max_head_bytes, self.concurrency, self.buffer_bytes, self.max_bytes) < 1:
-            msg = "head_bytes, max_head_bytes, max_bytes, concurrency and buffer_bytes must be 1 or more"
+            msg = "header_bytes, max_head_bytes, max_bytes, concurrency and buffer_bytes must be 1 or more"
             raise ArgumentError(msg)
         waits = (self.backoff_s, self.max_backoff_s, self.max_retry_after_s, self.hedge_factor, self.hedge_least_s)
         if min(self.retries, self.gap_bytes, self.hedge_share, *waits) < 0:

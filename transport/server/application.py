@@ -14,7 +14,7 @@ from aiohttp import web
 
 from kvwire.store import check_key
 from kvwire.transport.server.access import Access, AccessSettings
-from kvwire.transport.server.connections import Connection, Connections
+from kvwire.transport.server.connections import TOO_MANY, Connection, Connections
 from kvwire.transport.server.http_errors import (
     CHALLENGE,
     GONE,
@@ -86,6 +86,11 @@ class ObjectServer:
         self._draining = False
 
     @property
+    def settings(self) -> ServerSettings:
+        """Its limits."""
+        return self._settings
+
+    @property
     def guarded(self) -> bool:
         """Whether objects are kept from those without credentials."""
         return self._access.guarded
@@ -100,12 +105,18 @@ class ObjectServer:
         self._access.refresh(force=True)
 
     @asynccontextmanager
-    async def protocols(self) -> AsyncIterator[Connections]:
-        """What makes a protocol for each connection, for ``loop.create_server``; at the end, connections are drained.
+    async def protocols(self, most: int) -> AsyncIterator[Connections]:
+        """What makes a protocol for each connection; at the end, connections are drained.
 
         Stop listening before the end of the block.
+
+        Args:
+            most: Connections at a time, see ``connection_limit``.
+
+        Yields:
+            Where connections are admitted.
         """
-        connections = Connections(self.handle, self._settings, self._metrics, self._malformed)
+        connections = Connections(self.handle, self._settings, self._metrics, self._malformed, most)
         housekeeping = asyncio.create_task(self._housekeeping(connections))
         try:
             yield connections
@@ -153,12 +164,15 @@ class ObjectServer:
             response = answer_of(refusal, exchange.request_id)
             if not exchange.request.content.is_eof():  # the rest of a refused upload is not waited for
                 response.force_close()
-        if self._draining and not response.prepared:
+        if (self._draining or _is_spare(exchange)) and not response.prepared:
             response.force_close()
         return response
 
     async def _route(self, exchange: Exchange) -> web.StreamResponse:
         method, path = exchange.request.method, exchange.path
+        if _is_spare(exchange) and path != "/healthz":
+            self._metrics.connections_refused.inc()
+            raise RefusedError(503, TOO_MANY, {"Retry-After": "1"})
         if path in ("/healthz", "/readyz"):
             return await self._probe(exchange)
         if self._metrics.in_flight > self._settings.max_requests:
@@ -170,9 +184,10 @@ class ObjectServer:
         self._take(rights.client)
         if method not in ("GET", "HEAD", "PUT", "DELETE"):
             raise RefusedError(405, "no such method", {"Allow": _METHODS})
-        if path == "/":
-            return await self._listing(exchange, rights)
-        key = check_key(path[1:])
+        return await (self._listing(exchange, rights) if path == "/" else self._object(exchange, rights))
+
+    async def _object(self, exchange: Exchange, rights: Rights) -> web.StreamResponse:
+        method, key = exchange.request.method, check_key(exchange.path[1:])
         if not rights.sees(key):
             raise not_found()
         if method in ("GET", "HEAD"):
@@ -287,6 +302,11 @@ class ObjectServer:
         await connections.flush(max(0.0, until - clock()))
         connections.abort()
         await connections.shutdown(1.0)
+
+
+def _is_spare(exchange: Exchange) -> bool:
+    connection = exchange.request.protocol
+    return isinstance(connection, Connection) and connection.is_spare
 
 
 def _text(exchange: Exchange, text: str) -> web.Response:

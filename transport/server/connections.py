@@ -1,4 +1,7 @@
-"""Connections under limits: how many, how long a header may take, how long an idle one is kept."""
+"""Connections under limits: how many, how long a header may take, how long an idle one is kept.
+
+Beyond their number, a few spare ones are heard: who asks whether the server is alive gets an answer, all others 503.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,9 @@ _CLOSING_S = 1.0
 _FLUSH_S = 0.02
 _LINGERING_S = 5.0  # an unread body is read for so long, so that its sender sees why it was refused
 _TOO_LONG = "LineTooLong"
+SPARE_CONNECTIONS = 8
+_SPARE_S = 1.0  # for the header of a spare one
+TOO_MANY = "too many connections: try again later"
 
 
 class Connections(web.Server):
@@ -34,6 +40,7 @@ class Connections(web.Server):
         settings: ServerSettings,
         metrics: ServerMetrics,
         refused: Callable[[int], None],
+        most: int,
     ) -> None:
         """Keep the limits.
 
@@ -42,12 +49,16 @@ class Connections(web.Server):
             settings: The limits.
             metrics: Told of connections.
             refused: Told the status of what was no request at all.
+            most: Connections at a time.
         """
         super().__init__(handler)
         self.settings = settings
         self.refused = refused
         self._metrics = metrics
+        self._most = most
         self._open: set[Connection] = set()
+        self._idle: dict[Connection, None] = {}  # have had an answer and sent nothing since, the longest idle first
+        self._spare: dict[Connection, None] = {}  # over the limit, the oldest first
         self._all_closed = asyncio.Event()
         self._all_closed.set()
 
@@ -65,25 +76,69 @@ class Connections(web.Server):
             access_log=None,
         )
 
-    def admit(self, connection: Connection) -> bool:
-        """Count a connection, where there is room for it.
+    def admitted(self) -> Connection | None:
+        """Make the protocol of a connection that was accepted, and count it.
 
-        Args:
-            connection: A new one.
+        Where all places are taken, a connection that has long been idle gives its own, else it is a spare one.
 
         Returns:
-            Whether there was room.
+            The protocol; None where even the spare places are taken by answers that are under way.
         """
-        if len(self._open) >= self.settings.max_connections:
-            self._metrics.connections_refused.inc()
-            return False
+        is_spare = not self._has_room()
+        if is_spare and len(self._spare) >= SPARE_CONNECTIONS and not self._give_up_spare():
+            self.count_refused()
+            return None
+        connection = self()
+        connection.is_spare = is_spare
+        if is_spare:
+            self._spare[connection] = None
         self._open.add(connection)
         self._all_closed.clear()
         self._metrics.connections.set(len(self._open))
+        return connection
+
+    def promote(self, connection: Connection) -> None:
+        """Give a spare connection that has sent its request a place of its own, where one is free by now."""
+        if self._has_room():
+            self._spare.pop(connection, None)
+            connection.is_spare = False
+
+    def count_refused(self) -> None:
+        """A connection was one too many."""
+        self._metrics.connections_refused.inc()
+
+    def rest(self, connection: Connection) -> None:
+        """A connection has had its answer."""
+        self._idle[connection] = None
+
+    def wake(self, connection: Connection) -> None:
+        """A connection is not idle any more."""
+        self._idle.pop(connection, None)
+
+    def _has_room(self) -> bool:
+        """Whether a place is free, or was made free: no answer is cut for it."""
+        if len(self._open) - len(self._spare) < self._most:
+            return True
+        connection = next((one for one in self._idle if not one.unsent), None)
+        if connection is None:
+            return False
+        connection.cut()
+        self.leave(connection)
+        return True
+
+    def _give_up_spare(self) -> bool:
+        connection = next((one for one in self._spare if not one.busy), None)
+        if connection is None:
+            return False
+        connection.give_up()
+        connection.cut()
+        self.leave(connection)
         return True
 
     def leave(self, connection: Connection) -> None:
         """A connection is over."""
+        self._idle.pop(connection, None)
+        self._spare.pop(connection, None)
         self._open.discard(connection)
         if not self._open:
             self._all_closed.set()
@@ -131,40 +186,37 @@ class Connection(web.RequestHandler):
     Attributes:
         give_up_at: Instant of the loop's clock.
         busy: A request is being answered.
+        is_spare: It is over the limit of connections, and nothing is answered beyond whether the server is alive.
+        opening: The handshake, where it is under way.
     """
 
-    __slots__ = ("_connections", "_hung_up", "_in_header", "_link", "_refused", "busy", "give_up_at")
+    __slots__ = ("_connections", "_hung_up", "_in_header", "_link", "busy", "give_up_at", "is_spare", "opening")
 
     def __init__(self, connections: Connections, **options: Any) -> None:  # noqa: ANN401 - aiohttp's options
         """Wait for a connection."""
         super().__init__(connections, **options)
         self._connections = connections
         self._link: asyncio.Transport | None = None
-        self._refused = False
         self._hung_up = False
         self._in_header = True
         self.busy = False
+        self.is_spare = False
+        self.opening: asyncio.Task[Any] | None = None
         self.give_up_at = math.inf
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin, or answer that there are too many."""
+        """Begin; the clock for the first header starts."""
         if not isinstance(transport, asyncio.Transport):
             transport.close()
             return
         self._link = transport
-        if not self._connections.admit(self):
-            self._refused = True
-            transport.write(_raw_answer(503, "Service Unavailable", "too many connections: try again later"))
-            transport.close()
-            return
-        self.give_up_at = self._loop.time() + self._connections.settings.header_s
+        self.give_up_at = self._loop.time() + (_SPARE_S if self.is_spare else self._connections.settings.header_s)
         super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
         """Start the clock where a header begins."""
-        if self._refused:
-            return
         if not self._in_header and not self.busy:
+            self._connections.wake(self)
             self._in_header = True
             self.give_up_at = self._loop.time() + self._connections.settings.header_s
         super().data_received(data)
@@ -172,8 +224,6 @@ class Connection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         """Give the place back."""
         self._link = None
-        if self._refused:
-            return
         self._connections.leave(self)
         super().connection_lost(exc)
 
@@ -182,18 +232,35 @@ class Connection(web.RequestHandler):
         self.busy = True
         self._in_header = False
         self.give_up_at = math.inf
+        self._connections.wake(self)
+        if self.is_spare:
+            self._connections.promote(self)
 
     def end(self) -> None:
         """The answer is out."""
         self.busy = False
         self.give_up_at = self._loop.time() + self._connections.settings.keepalive_s
+        if self._link is not None and not self._link.is_closing() and not self.is_spare:
+            self._connections.rest(self)
 
     def give_up(self) -> None:
         """Close an idle connection, and tell a client whose header is late."""
         if self._link is not None and self._in_header and not self._hung_up:
-            self._connections.refused(408)
-            self._link.write(_raw_answer(408, "Request Timeout", "the request's header took too long"))
+            if self.is_spare:
+                self._connections.count_refused()
+                self._link.write(too_many())
+            else:
+                self._connections.refused(408)
+                self._link.write(_raw_answer(408, "Request Timeout", "the request's header took too long"))
         self.hang_up()
+
+    def cut(self) -> None:
+        """Close at once, and wait for nothing."""
+        self._hung_up = True
+        if self._link is not None:
+            self._link.abort()
+        elif self.opening is not None:
+            self.opening.cancel()
 
     @property
     def unsent(self) -> int:
@@ -239,6 +306,11 @@ class Connection(web.RequestHandler):
 
     def log_exception(self, *args: Any, **kw: Any) -> None:  # noqa: ANN401 - aiohttp's signature
         """Say nothing: what aiohttp would log may quote a header."""
+
+
+def too_many() -> bytes:
+    """The whole answer to whoever is one too many."""
+    return _raw_answer(503, "Service Unavailable", TOO_MANY)
 
 
 def _raw_answer(status: int, reason: str, message: str) -> bytes:

@@ -8,7 +8,7 @@ import logging
 
 from aiohttp import web
 
-from kvwire.errors import ArgumentError, KvwireError, NotFoundError
+from kvwire.errors import ArgumentError, ConflictError, KvwireError, NotFoundError
 
 _log = logging.getLogger(__name__)
 GONE = 499  # as nginx counts it: nobody reads this answer, and the server did nothing wrong
@@ -83,6 +83,8 @@ def refusal_of(error: Exception, request_id: str) -> RefusedError:
         return RefusedError(400, "not a key of this store")
     if isinstance(error, NotFoundError):
         return not_found()
+    if isinstance(error, ConflictError):
+        return RefusedError(409, "another object lies where this one has to go: use another key", reason="conflict")
     return _failure_of(error, request_id)
 
 

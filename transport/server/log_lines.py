@@ -6,6 +6,8 @@ import json
 import logging
 from datetime import UTC, datetime
 
+from kvwire._printable import PrintableLines
+
 
 class JsonLines(logging.Formatter):
     """One JSON object a record, with the request's fields where it tells of one."""
@@ -21,7 +23,7 @@ class JsonLines(logging.Formatter):
         return json.dumps(fields)
 
 
-class TextLines(logging.Formatter):
+class TextLines(PrintableLines):
     """Time, level and message, with the request's most telling fields."""
 
     def __init__(self) -> None:
@@ -29,9 +31,9 @@ class TextLines(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
-        """The record's line; control characters are shown, not sent to a terminal."""
+        """The record's line."""
         request = getattr(record, "request", None)
         if isinstance(request, dict):
             record.message += f" {request['bytes']}B {request['seconds']:.3f}s {request['client']}"
             record.message += f" {request['request_id']}"
-        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in super().formatMessage(record))
+        return super().formatMessage(record)

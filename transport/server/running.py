@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from kvwire.errors import AuthError, StorageError
+from kvwire.errors import AuthError
 from kvwire.transport.server.access import is_loopback
 from kvwire.transport.server.application import ObjectServer
+from kvwire.transport.server.listening import Listener, bind, connection_limit
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from kvwire.transport.server.tls import ServerTls
 
 _log = logging.getLogger(__name__)
-_BACKLOG = 1024
-_HANDSHAKE_S = 10.0
 
 
 @asynccontextmanager
@@ -52,7 +50,7 @@ async def serve(
     Raises:
         AuthError: An address other than this machine's own would be bound without credentials or with a token of fewer
             than 16 characters.
-        StorageError: The address cannot be bound.
+        StorageError: The address cannot be bound, or this process may open too few files.
     """
     server = ObjectServer(store, token=token, access=access, settings=settings)
     async with listen(server, host, port, tls=tls) as url:
@@ -76,27 +74,17 @@ async def listen(
 
     Raises:
         AuthError: As for ``serve``.
-        StorageError: The address cannot be bound.
+        StorageError: The address cannot be bound, or this process may open too few files.
     """
     if not is_loopback(host):
         _check_public(server, host, tls)
-    async with server.protocols() as connections:
+    async with server.protocols(connection_limit(server.settings)) as connections:
+        sockets = await bind(host, port)
+        listener = Listener(sockets, connections, tls.context if tls else None)
         try:
-            listening = await asyncio.get_running_loop().create_server(
-                connections,
-                host or None,
-                port,
-                backlog=_BACKLOG,
-                ssl=tls.context if tls else None,
-                ssl_handshake_timeout=_HANDSHAKE_S if tls else None,
-            )
-        except OSError as error:
-            msg = f"cannot listen on {host}:{port} ({error.strerror or error}): choose another address or port"
-            raise StorageError(msg) from error
-        try:
-            yield _url("https" if tls else "http", listening.sockets[0].getsockname())
+            yield _url("https" if tls else "http", sockets[0].getsockname())
         finally:
-            listening.close()
+            await listener.close()
 
 
 def _check_public(server: ObjectServer, host: str, tls: ServerTls | None) -> None:

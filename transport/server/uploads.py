@@ -19,6 +19,7 @@ from kvwire.store import content_digest
 from kvwire.store.key_kinds import check_object, kind_of, max_bytes
 from kvwire.transport.server.http_errors import GONE, RefusedError, common_headers, refusal_of
 from kvwire.transport.server.limits import SpoolBudget
+from kvwire.transport.server.names import check_names
 from kvwire.transport.server.objects import check_conditions, conditions
 
 if TYPE_CHECKING:
@@ -179,6 +180,7 @@ class Uploads:
         with spool.view() as data:
             if content_digest(key) is None:
                 _check(key, data)
+            check_names(key, data)
             if not create:
                 self._store.put(key, data)
             elif not self._store.create(key, data):

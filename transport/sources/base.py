@@ -7,6 +7,7 @@ the socket and whoever cuts the bytes into segments.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -142,13 +143,22 @@ class StoreSource(ByteSource):
             start += len(piece)
 
     async def _opened(self) -> ObjectReader:
-        """Open the object in a thread; where nobody waits any more, what it opened is closed."""
-        opening = asyncio.ensure_future(asyncio.to_thread(open_object, self._store, self._key))
+        """Open the object in a thread; where nobody waits any more, what it opened is closed, by the thread if late."""
+        opened: list[ObjectReader] = []  # whoever takes the reader out of it closes it
+        left = threading.Event()
+
+        def opening() -> None:
+            opened.append(open_object(self._store, self._key))
+            if left.is_set():
+                _close_all(opened)
+
         try:
-            return await asyncio.shield(opening)
+            await asyncio.to_thread(opening)
         except asyncio.CancelledError:
-            opening.add_done_callback(_close_unwanted)
+            left.set()
+            _close_all(opened)
             raise
+        return opened.pop()
 
     async def close(self) -> None:
         """Let go of the object."""
@@ -157,9 +167,10 @@ class StoreSource(ByteSource):
             self._reader = None
 
 
-def _close_unwanted(opening: asyncio.Future[ObjectReader]) -> None:
-    if not opening.cancelled() and opening.exception() is None:
-        opening.result().close()
+def _close_all(opened: list[ObjectReader]) -> None:
+    with suppress(IndexError):  # two threads may be here
+        while True:
+            opened.pop().close()
 
 
 class LinkedSource(ByteSource):

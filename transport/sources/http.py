@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, TypeAlias
 
 import aiohttp
@@ -15,10 +16,12 @@ from yarl import URL
 from kvwire.errors import ArgumentError, AuthError, KvwireError, NotFoundError, StorageError
 from kvwire.store import HttpAddress, range_header, range_told
 from kvwire.store.backends.http.semantics import retry_after_s, strong_etag, unsatisfied_size
+from kvwire.store.client_tls import client_tls
 from kvwire.transport.errors import BusyError, ReplacedError
 from kvwire.transport.sources.base import ByteSource
 
 if TYPE_CHECKING:
+    import ssl
     from types import SimpleNamespace
 
     from kvwire.transport.emulation.links import EmulatedLink
@@ -177,7 +180,7 @@ class HttpSource(ByteSource):
             headers["Range"] = range_header(start, end)
         if self._etag:
             headers["If-Match"] = self._etag
-        tls = target.address.tls or True
+        tls = (target.address.tls or _usual_tls()) if target.url.scheme == "https" else True
         try:
             async with self._session.get(target.url, headers=headers, allow_redirects=False, ssl=tls) as response:
                 await self._take(response, start, end, sink)
@@ -275,6 +278,12 @@ class HttpSource(ByteSource):
 
     def _replaced(self) -> ReplacedError:
         return ReplacedError(f"{self.url} was replaced while being read: open it again")
+
+
+@cache
+def _usual_tls() -> ssl.SSLContext:
+    """One for all sources: reading the system's certificates takes milliseconds."""
+    return client_tls()
 
 
 def _words(error: Exception) -> str:

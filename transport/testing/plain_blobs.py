@@ -19,7 +19,7 @@ _PREFIX = struct.Struct("<4sII")  # magic, bytes of the JSON that follows, its C
 
 
 def build_blob(sizes: Sequence[Sequence[int]], *, padding: int = 0, seed: int = 1) -> bytes:
-    """A blob with ``sizes[chunk][level]`` payload bytes, drawn from ``seed``; ``padding`` lengthens the head."""
+    """A blob with ``sizes[chunk][level]`` payload bytes, drawn from ``seed``; ``padding`` lengthens the header."""
     rng = random.Random(seed)  # noqa: S311 - test data
     payloads = [[rng.randbytes(size) for size in row] for row in sizes]
     table = [[[len(data), zlib.crc32(data)] for data in row] for row in payloads]
@@ -30,7 +30,7 @@ def build_blob(sizes: Sequence[Sequence[int]], *, padding: int = 0, seed: int = 
 def read_blob_head(data: bytes) -> BlobInfo:
     """What ``BlobFetcher`` needs to know of such a blob. Raises TruncatedError and CorruptError as the codec does."""
     if len(data) < _PREFIX.size:
-        msg = "the head is not there yet"
+        msg = "the header is not there yet"
         raise TruncatedError(msg, _PREFIX.size)
     magic, length, crc = _PREFIX.unpack_from(data)
     if magic != _MAGIC:
@@ -38,11 +38,11 @@ def read_blob_head(data: bytes) -> BlobInfo:
         raise CorruptError(msg)
     end = _PREFIX.size + length
     if len(data) < end:
-        msg = "half of the head is not there yet"
+        msg = "half of the header is not there yet"
         raise TruncatedError(msg, end)
     body = data[_PREFIX.size : end]
     if zlib.crc32(body) != crc:
-        msg = "the head's CRC-32 is wrong: write the blob again"
+        msg = "the header's CRC-32 is wrong: write the blob again"
         raise CorruptError(msg)
     return _info(json.loads(body)["table"], end)
 

@@ -2,50 +2,64 @@
 
 from __future__ import annotations
 
+import errno
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from kvwire.errors import CorruptError
+from kvwire.errors import ArgumentError, CorruptError, StorageError
 from kvwire.store.base import Listed
 from kvwire.store.files.sqlite import Database
+from kvwire.store.keys import check_key
 from kvwire.store.memory_snapshot import MemorySnapshot
 
 if TYPE_CHECKING:
     import sqlite3
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from kvwire.store.base import Data
+    from kvwire.store.files.reserve import Reserve
+
+T = TypeVar("T")
 
 FILE_NAME = ".catalog.sqlite"
 """Begins with a dot, as no key does."""
 _SCHEMA = (
     "CREATE TABLE objects (key TEXT NOT NULL PRIMARY KEY, modified REAL NOT NULL, data BLOB NOT NULL) WITHOUT ROWID"
 )
+_OLDER = ("CREATE TABLE objects (key TEXT NOT NULL PRIMARY KEY, modified REAL NOT NULL, data BLOB NOT NULL)",)
 _VERSION = 1
 _PUT = (
     "INSERT INTO objects (key, modified, data) VALUES (?, ?, ?) "
     "ON CONFLICT (key) DO UPDATE SET modified = excluded.modified, data = excluded.data"
 )
 _FIND = "SELECT data, modified FROM objects WHERE key = ?"
-_SCAN = "SELECT key, length(data), modified FROM objects WHERE key >= ? AND key < ? ORDER BY key LIMIT ?"
+_SCAN = "SELECT key, length(data), modified, typeof(data) FROM objects WHERE key >= ? AND key < ? ORDER BY key LIMIT ?"
 _DELETE = "DELETE FROM objects WHERE key = ?"
 _PAST = "\x7f"  # sorts after every character of a key
 _NEXT = "\0"  # a key and this sort between the key and all later ones
 _PAGE = 1000
-_ADVICE = "restore it from a copy, mend it with sqlite3's .recover, or delete it and encode the documents again"
+_MAX_TIME_S = 253402300800.0  # the year 10000
+_ADVICE = (
+    "restore it from a copy, mend it with sqlite3's .recover, "
+    "or move it and its -wal and -shm files away and run kvwire store rebuild"
+)
 
 
 class CatalogRows:
     """Keys and bytes in one table, ordered by key. Safe for threads and for processes of one machine."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, reserve: Reserve) -> None:
         """Keep the path; the database is made on the first write.
 
         Args:
             folder: Where the database lies; it must be there by the first write.
+            reserve: What deletions take from where the disk is full, and reading where a killed process left changes.
         """
-        self._database = Database(folder / FILE_NAME, _SCHEMA, version=_VERSION, durable=True, advice=_ADVICE)
+        self._reserve = reserve
+        self._database = Database(
+            folder / FILE_NAME, _SCHEMA, older=_OLDER, version=_VERSION, durable=True, advice=_ADVICE
+        )
 
     def find(self, key: str) -> MemorySnapshot | None:
         """Look a key up.
@@ -64,30 +78,56 @@ class CatalogRows:
             row = connection.execute(_FIND, (key,)).fetchone()
             return MemorySnapshot(key, *_checked(row)) if row else None
 
-        return self._database.read(query, None)
+        return self._spend(lambda: self._database.read(query, None))
 
-    def put(self, items: Iterable[tuple[str, Data]]) -> None:
+    def put(self, items: Iterable[tuple[str, Data]], *, frees_space: bool = False) -> None:
         """Write rows, all or none; when this returns they survive a power cut.
 
         Args:
             items: Keys and bytes.
+            frees_space: Whether deletions wait for it, so that it may take from the reserve.
         """
         now = time.time()
         rows = [(key, now, bytes(data)) for key, data in items]
-        self._database.write(lambda connection: connection.executemany(_PUT, rows))
+        self._write(_PUT, rows, frees_space=frees_space)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove rows, all or none; what is not there is no error.
+        """Remove rows, all or none unless the disk is full; what is not there is no error.
 
         Args:
             keys: The rows' keys.
         """
         rows = [(key,) for key in keys]
-        known = self._database.read(
-            lambda connection: any(connection.execute(_FIND, row).fetchone() for row in rows), absent=False
+        known = self._spend(
+            lambda: self._database.read(
+                lambda connection: any(connection.execute(_FIND, row).fetchone() for row in rows), absent=False
+            )
         )
         if known:
-            self._database.write(lambda connection: connection.executemany(_DELETE, rows))
+            self._delete(rows)
+
+    def _spend(self, action: Callable[[], T]) -> T:
+        return self._reserve.spend(action, before_retry=self._database.merge)
+
+    def _delete(self, rows: list[tuple[str]]) -> None:
+        try:
+            self._write(_DELETE, rows, frees_space=True)
+        except StorageError as error:
+            if error.errno != errno.ENOSPC or len(rows) == 1:
+                raise
+            middle = len(rows) // 2  # fewer at a time take less space
+            self._delete(rows[:middle])
+            self._delete(rows[middle:])
+
+    def _write(self, statement: str, rows: Sequence[tuple[object, ...]], *, frees_space: bool) -> None:
+        def write() -> None:
+            self._database.write(lambda connection: connection.executemany(statement, rows))
+
+        if frees_space:
+            self._spend(write)
+        else:
+            write()
+        self._reserve.keep()
 
     def scan(self, prefix: str, after: str) -> Iterator[Listed]:
         """List rows.
@@ -112,14 +152,33 @@ class CatalogRows:
         bounds = (max(prefix, after + _NEXT) if after else prefix, prefix + _PAST, _PAGE)
 
         def query(connection: sqlite3.Connection) -> list[Listed]:
-            return [Listed(key, size, when) for key, size, when in connection.execute(_SCAN, bounds)]
+            page: list[Listed] = []
+            for row in connection.execute(_SCAN, bounds):
+                page.append(_listed(row, prefix, page[-1].key if page else after))
+            return page
 
-        return self._database.read(query, [])
+        return self._spend(lambda: self._database.read(query, []))
 
 
 def _checked(row: tuple[object, ...]) -> tuple[bytes, float]:
     match row:
-        case (bytes(data), float(modified)):
+        case (bytes(data), float(modified)) if 0 <= modified < _MAX_TIME_S:
             return data, modified
-    msg = f"{FILE_NAME} holds a row of other types than kvwire writes: {_ADVICE}"
-    raise CorruptError(msg)
+    raise _strange()
+
+
+def _listed(row: tuple[object, ...], prefix: str, after: str) -> Listed:
+    match row:
+        case (str(key), int(size), float(modified), "blob") if (
+            0 <= modified < _MAX_TIME_S and after < key and key.startswith(prefix)
+        ):
+            try:
+                return Listed(check_key(key), size, modified)
+            except ArgumentError as error:
+                raise _strange() from error
+    raise _strange()
+
+
+def _strange() -> CorruptError:
+    msg = f"{FILE_NAME} is damaged: a row has other types, or lies elsewhere, than kvwire writes it: {_ADVICE}"
+    return CorruptError(msg)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import ssl
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from urllib3.exceptions import TimeoutError as UrllibTimeoutError
 from kvwire.errors import StorageError
 from kvwire.store.backends.http.connection import BoundedPool, BoundedTlsPool, KeptClosedError
 from kvwire.store.backends.http.semantics import retry_after_s
+from kvwire.store.client_tls import client_tls
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -95,6 +95,7 @@ class HttpExchange:
         """
         self._name = parts.geturl()
         self._headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        self._token = token.encode() if token else b""
         self._settings = settings
         self._pool = _pool(parts, settings)
         self._piece_bytes = _TLS_PIECE_BYTES if parts.scheme == "https" else _PIECE_BYTES
@@ -162,6 +163,8 @@ class HttpExchange:
         except (HTTPError, OSError) as error:
             # What urllib3 says may repeat what a server sent: it stays out of messages and tracebacks.
             raise self._failure(error, is_late=time.monotonic() >= give_up_at) from None
+        if response.status >= _FIRST_REFUSAL and self._token:  # what it says goes into messages: it may quote the token
+            body = body.replace(self._token, b"(the token)")
         return Reply(response.status, response.headers, body, cut)
 
     def _failure(self, error: HTTPError | OSError, *, is_late: bool) -> StorageError:
@@ -207,7 +210,7 @@ def _pool(parts: SplitResult, settings: HttpStoreSettings) -> urllib3.HTTPConnec
     host, port = parts.hostname or "", parts.port
     if parts.scheme == "http":
         return BoundedPool(host, port, **limits)
-    return BoundedTlsPool(host, port, ssl_context=ssl.create_default_context(), **limits)
+    return BoundedTlsPool(host, port, ssl_context=client_tls(), **limits)
 
 
 def _pieces(data: Data, piece_bytes: int) -> Iterator[memoryview]:

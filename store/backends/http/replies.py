@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from kvwire._json import strict_json
-from kvwire.errors import ArgumentError, AuthError, KvwireError, NotFoundError, StorageError
+from kvwire.errors import ArgumentError, AuthError, ConflictError, KvwireError, NotFoundError, StorageError
 from kvwire.store.base import Listed
 from kvwire.store.keys import check_key
 
@@ -18,7 +18,7 @@ MAX_PAGE_BYTES = 4 << 20
 PAGE_KEYS = 1000
 _MAX_WORDS = 200
 _MAX_SIZE = 10**18
-_FORBIDDEN, _CHANGED, _TOO_LARGE, _WRONG, _FULL = 403, 412, 413, 422, 507
+_FORBIDDEN, _CONFLICT, _CHANGED, _TOO_LARGE, _WRONG, _FULL = 403, 409, 412, 413, 422, 507
 _UNKNOWN, _ABSENT, _BUSY = 401, (404, 410), (429, 503)
 _MOVED = (301, 308)
 _WRITES = ("PUT", "DELETE")
@@ -48,6 +48,8 @@ def refusal(reply: Reply, method: str, key: str, url: str) -> KvwireError:
         return NotFoundError(f"{key} is not in {url}")
     if status == _WRONG:
         return ArgumentError(f"{url} refused {key} (status {status}{told}): the bytes do not belong to the key")
+    if status == _CONFLICT and told:  # of another server it may mean anything
+        return ConflictError(f"{url} refused {key} (status {status}{told}): choose another key, or delete the other")
     advice = {
         _CHANGED: "something else lies there than expected: look again",
         _TOO_LARGE: "the object is larger than the server takes: raise its limit",

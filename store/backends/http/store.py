@@ -18,6 +18,7 @@ from kvwire.store.backends.http.replies import MAX_PAGE_BYTES, PAGE_KEYS, page, 
 from kvwire.store.backends.http.semantics import strong_etag
 from kvwire.store.base import HttpAddress, ObjectStat, Store, check_after, clamp_range
 from kvwire.store.http_ranges import range_header, range_told
+from kvwire.store.key_kinds import check_place
 from kvwire.store.keys import check_key
 
 if TYPE_CHECKING:
@@ -124,11 +125,12 @@ class HttpStore(Store):
 
     def put(self, key: str, data: Data) -> None:
         """Write the object. ArgumentError where the server finds that the bytes do not belong to the key."""
-        self._ask("PUT", key, {}, data=data, allowed=_WRITTEN)
+        self._ask("PUT", check_place(key), {}, data=data, allowed=_WRITTEN)
 
     def create(self, key: str, data: Data) -> bool:
         """Write where there is nothing of that size yet; tells whether it wrote."""
-        if self._ask("PUT", key, {"If-None-Match": "*"}, data=data, allowed=(*_WRITTEN, _CHANGED)).status == _CHANGED:
+        headers, allowed = {"If-None-Match": "*"}, (*_WRITTEN, _CHANGED)
+        if self._ask("PUT", check_place(key), headers, data=data, allowed=allowed).status == _CHANGED:
             return super().create(key, data)
         return True
 

@@ -6,7 +6,6 @@ import base64
 import hashlib
 import math
 import os
-import ssl
 import threading
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +17,10 @@ from botocore.exceptions import BotoCoreError
 
 from kvwire.errors import ArgumentError, KvwireError
 from kvwire.store.backends.s3.errors import s3_errors
+from kvwire.store.client_tls import client_tls
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Iterator
 
     from mypy_boto3_s3 import S3Client as BotoClient
@@ -138,8 +139,8 @@ def _tls(session: Any, endpoint: str) -> ssl.SSLContext | None:  # noqa: ANN401 
         return None
     try:
         if Path(bundle).is_dir():
-            return ssl.create_default_context(capath=bundle)
-        return ssl.create_default_context(cafile=bundle)
+            return client_tls(capath=bundle)
+        return client_tls(cafile=bundle)
     except OSError as error:
         msg = "the certificates named by AWS_CA_BUNDLE (or ca_bundle in the profile) cannot be read: check the path"
         raise ArgumentError(msg) from error

@@ -19,7 +19,7 @@ from kvwire.store.backends.s3.settings import S3Settings
 from kvwire.store.backends.s3.upload import upload_in_parts
 from kvwire.store.base import ObjectStat, Store, check_after, clamp_range
 from kvwire.store.http_ranges import range_header
-from kvwire.store.key_kinds import content_digest
+from kvwire.store.key_kinds import check_place, content_digest
 from kvwire.store.keys import check_key
 
 if TYPE_CHECKING:
@@ -119,6 +119,7 @@ class S3Store(Store):
 
     def put(self, key: str, data: Data) -> None:
         """Write the object, in parts where it is large. Readers see it once all of it is there."""
+        check_place(key)
         if memoryview(data).nbytes > self._settings.multipart_bytes:
             upload_in_parts(self._client, self._target(key), _about(key), data, self._settings)
             return
@@ -131,6 +132,7 @@ class S3Store(Store):
         Small objects are sent with ``If-None-Match: *``, which saves asking first. A server that does not know it, or
         lets several writers win, only takes the same bytes again.
         """
+        check_place(key)
         if memoryview(data).nbytes <= self._settings.multipart_bytes:
             with self._client.asking(key) as boto:
                 try:

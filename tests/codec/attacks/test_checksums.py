@@ -1,6 +1,6 @@
 """Abuse: damage without a matching checksum, and ids that are not the text that the metadata names.
 
-Mitigation: CRC-32 over the head, each segment and the profile; a digest of the token ids.
+Mitigation: CRC-32 over the header, each segment and the profile; a digest of the token ids.
 """
 
 from __future__ import annotations
@@ -43,6 +43,6 @@ def test_of_profiles(profile):
 
 
 def test_of_the_text(blob, profile):
-    """The head is sealed, so its checksum says nothing."""
+    """The header is sealed, so its checksum says nothing."""
     other = cut.sealed(flipped(blob, cut.tail_at(blob) - 2))
     refused(other, profile, match="token ids are not those")

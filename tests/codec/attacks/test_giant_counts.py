@@ -1,19 +1,23 @@
 """Abuse: a few bytes that claim billions of tokens, chunks, heads, dims, lanes, words, features or rows.
 
 Mitigation: every count is capped or compared with bytes that are there before anything is allocated by it: a token
-costs a byte of ids, a chunk 32 of index, a column two of ``spread``, a token's width has a cap.
+costs a byte of ids, a chunk 32 of index, a column two of ``spread``, a token's width has a cap. The cache that a sound
+blob decodes to may still be huge, so its memory is taken as chunks are written, and callers may bound it.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 
-from kvwire.codec import CacheGenProfile, Profile
-from kvwire.errors import CorruptError, KvwireError
+from kvwire.codec import BlobDecoder, CacheGenProfile, Profile, decode, encode, inspect
+from kvwire.errors import ArgumentError, CorruptError, KvwireError
 
 from .. import surgery as cut
+from ..synthetic import make_cache
 from .abuse import refused, refused_by_head
 
 MANY = 2**32 - 1
@@ -32,7 +36,7 @@ def test_many_chunks_of_few_tokens(blob):
 @pytest.mark.parametrize("place", [1, 2, 3])
 @pytest.mark.parametrize("count", [2**20, 2**19, 2**21, 2**40, 10**30])
 def test_heads_and_dims(blob, exact_blob, profile, place, count):
-    """A blob without a profile is where only the head says how wide a token is."""
+    """A blob without a profile is where only the header says how wide a token is."""
     for data, used in ((blob, profile), (exact_blob, None)):
         meta = cut.metadata(data)
         meta["meta"]["layers"][0][place] = count
@@ -103,3 +107,58 @@ def test_of_cachegen_profiles(cachegen_profile):
         wide["head"]["levels"] = levels
         with pytest.raises(CorruptError):
             CacheGenProfile.from_bytes(cut.profile_of(cachegen_profile.data, wide, parts))
+
+
+def giant_blob(chunk_tokens):
+    """A head of 1.5 kB that claims a cache of 8.4 GB, and segments that hold nothing of it."""
+    blob = encode(make_cache(1000, ids=False), levels=0, lossless=True, chunk_tokens=chunk_tokens)
+    meta = cut.metadata(blob)
+    meta["meta"] |= {"layers": [["full", 1, 2**20, 2**20, None, None]] * 4, "dtype": "float8_e4m3fn"}
+    blob = cut.with_metadata(blob, meta)
+    for cell in range(cut.cells(blob)):
+        blob = cut.with_segment(blob, cell, b"x" * 200)
+    return blob
+
+
+def status(name):
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return 1024 * int(line.split()[1])
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells the peak")
+def test_a_cache_that_is_only_claimed_takes_no_memory():
+    blob = giant_blob(128)
+    assert cut.get(blob, cut.BLOB_FIELDS, "head_bytes") < 2000
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = status("VmRSS")
+    with pytest.raises(KvwireError, match=r"do not fit it|no room"):
+        decode(blob, threads=1)
+    assert status("VmHWM") - before < 64 << 20
+
+
+def test_chunks_of_more_numbers_than_a_segment_holds():
+    refused_by_head(giant_blob(256), match="2147483648 numbers a chunk")
+
+
+@pytest.mark.parametrize("limit", ["max_tokens", "max_bytes"])
+def test_a_caller_bounds_what_is_allocated(blob, profile, limit):
+    """The message says what is claimed; a blob just within the limit is decoded."""
+    cache = decode(blob, None, profile)
+    most = {"max_tokens": 76, "max_bytes": cache.nbytes}
+    assert decode(blob, None, profile, **{limit: most[limit]}).tokens == 76
+    words = rf"claims 76 tokens \({cache.nbytes} bytes decoded\), more than {limit}={most[limit] - 1};"
+    with pytest.raises(ArgumentError, match=words):
+        decode(blob, None, profile, **{limit: most[limit] - 1})
+    with pytest.raises(ArgumentError, match=words):
+        BlobDecoder(blob, profile, **{limit: most[limit] - 1})
+
+
+def test_a_caller_that_brings_the_output_bounds_tokens_alone(blob, profile):
+    out = decode(blob, 0, profile)
+    assert BlobDecoder(blob, profile, out=out, max_bytes=1).cache is out
+    with pytest.raises(ArgumentError, match="max_tokens=75"):
+        BlobDecoder(blob, profile, out=out, max_tokens=75)
+
+
+def test_a_giant_can_be_looked_at():
+    assert inspect(giant_blob(128)).tokens == 1000

@@ -1,6 +1,6 @@
-"""Abuse: index entries that share bytes, leave gaps, point into the head or past the end.
+"""Abuse: index entries that share bytes, leave gaps, point into the header or past the end.
 
-Mitigation: entries must follow each other in payload order, from the head's end to the file's.
+Mitigation: entries must follow each other in payload order, from the header's end to the file's.
 """
 
 from __future__ import annotations

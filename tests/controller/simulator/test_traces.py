@@ -55,8 +55,8 @@ def test_broken_lines_are_named(text, where):
 @pytest.mark.parametrize(
     ("text", "where"),
     [
-        ("", "not JSON"),
-        ("[" * 100_000, "not JSON"),
+        ("", "not valid JSON at line 1"),
+        ("[" * 100_000, "hardly nested"),
         ("[]", "not empty"),
         ("{}", "a list"),
         ("[1]", "entry 1"),
@@ -66,7 +66,9 @@ def test_broken_lines_are_named(text, where):
         (json.dumps([{**ENTRY, "bandwidth_kbps": True}]), "entry 1"),
         (json.dumps([{**ENTRY, "bandwidth_kbps": -1}]), "entry 1"),
         (json.dumps([{**ENTRY, "latency_ms": "5"}]), "entry 1"),
-        (json.dumps([{**ENTRY, "latency_ms": float("nan")}]), "not JSON"),
+        (json.dumps([{**ENTRY, "latency_ms": float("nan")}]), "finite numbers"),
+        ('[{"duration_ms": 500, "duration_ms": 5, "bandwidth_kbps": 1, "latency_ms": 1}]', "nothing twice"),
+        (json.dumps([ENTRY]).replace("8000", "1e999"), "finite numbers"),
         (json.dumps([{**ENTRY, "bandwidth_kbps": 10**400}]), "entry 1"),
         (json.dumps([{**ENTRY, "bandwidth_kbps": 10**308}]), "entry 1|go together"),
         (json.dumps([{**ENTRY, "bandwidth_kbps": 0}] * 200_001), "more than"),

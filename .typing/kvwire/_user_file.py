@@ -1,0 +1,1 @@
+../../kvwire/_user_file.py

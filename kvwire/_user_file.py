@@ -1,0 +1,102 @@
+"""Small files among the user's caches, which several processes share: found, read up to a size, written whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+FILE_MODE = 0o600
+"""Of such a file and of what lies beside it."""
+_FOLDER_MODE = 0o700
+
+
+def user_file(environment: Mapping[str, str], variable: str, name: str) -> Path | None:
+    """Find a file.
+
+    Args:
+        environment: Environment variables.
+        variable: The one that names the file, or says ``off``.
+        name: The file's name among the user's caches, where the variable is not set.
+
+    Returns:
+        The path; None where the variable is ``off``, or where this user has no home.
+    """
+    named = environment.get(variable, "")
+    if named.lower() == "off":
+        return None
+    try:
+        return Path(named).expanduser() if named else _caches(environment) / "kvwire" / name
+    except RuntimeError:  # this user has no home
+        return None
+
+
+def read_at_most(path: Path, most: int) -> bytes:
+    """Read a file.
+
+    Args:
+        path: The file.
+        most: Its longest sensible length in bytes.
+
+    Returns:
+        The content; of a longer file ``most`` bytes and one.
+
+    Raises:
+        OSError: The file is not there, or cannot be read.
+        ValueError: It is no regular file: reading a pipe would make its reader wait.
+    """
+    if path.exists() and not path.is_file():
+        msg = "not a regular file"
+        raise ValueError(msg)
+    with path.open("rb") as file:
+        return file.read(most + 1)
+
+
+def writable_place(path: Path) -> Path:
+    """Make the folder of a file that is to be written.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Its place, symbolic links followed, so that they stay.
+
+    Raises:
+        OSError: The folder cannot be made.
+        ValueError: No file can have this name.
+    """
+    place = Path(os.path.realpath(path))
+    place.parent.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
+    return place
+
+
+def replace_unflushed(place: Path, content: bytes) -> None:
+    """Write a file whole or not at all; not flushed, since losing it costs only the work of finding out again.
+
+    Args:
+        place: From ``writable_place``.
+        content: All of its bytes.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    temporary = place.with_name(f".{place.name}.{os.getpid()}-{secrets.token_hex(8)}")
+    try:
+        temporary.touch(FILE_MODE, exist_ok=False)
+        temporary.write_bytes(content)
+        temporary.replace(place)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def _caches(environment: Mapping[str, str]) -> Path:
+    """The user's folder of caches, by the XDG base directory specification, which ignores relative paths."""
+    named = Path(environment.get("XDG_CACHE_HOME", ""))
+    return named if named.is_absolute() else Path.home() / ".cache"

@@ -1,0 +1,193 @@
+"""The objects of one tenant in a store: their keys, and what is sealed of them."""
+
+from __future__ import annotations
+
+import hashlib
+from copy import copy
+from typing import TYPE_CHECKING, TypeAlias
+
+from kvwire.errors import ArgumentError, AuthError, NotFoundError, StorageError
+from kvwire.store.catalog.announcements import is_old
+from kvwire.store.catalog_entry import MAX_ENTRY_BYTES
+from kvwire.store.key_kinds import content_digest
+from kvwire.store.keys import KeySpace, check_tenant, tenant_hash
+from kvwire.store.listing import children, read_ahead
+from kvwire.types import SEALED_MAGIC
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from typing import Self
+
+    from kvwire.store.base import Store
+    from kvwire.store.crypto.keyring import Keyring
+    from kvwire.store.crypto.sealing import BlobReader, TenantKeys
+
+Config: TypeAlias = str | KeySpace
+"""A model configuration: ``CacheMeta.config_digest()``, or what ``Catalog.configurations`` found."""
+MAX_SMALL_BYTES = 1 << 30
+"""Of a profile or text: more is not read."""
+
+
+class TenantObjects:
+    """One tenant's objects in a store: what all that is kept for it goes through.
+
+    Args:
+        store: Where they lie.
+        tenant: The tenant's name.
+        salt: The deployment's secret; with it, keys of tenants cannot be guessed from their names.
+        keyring: Blobs, texts and entries are sealed with the tenant's key, and what is not sealed is refused; profiles
+            stay as they are.
+    """
+
+    def __init__(
+        self, store: Store, tenant: str = "default", salt: bytes = b"", *, keyring: Keyring | None = None
+    ) -> None:
+        """Keep the store; nothing is read or written yet."""
+        self._store = store
+        self._tenant = tenant_hash(tenant, salt)
+        self._keys: TenantKeys | None = keyring.tenant(self._tenant) if keyring else None
+
+    @classmethod
+    def of_hash(cls, store: Store, tenant: str, *, keyring: Keyring | None = None) -> Self:
+        """The catalog of a tenant that is known by its hash alone, as operators see it in keys.
+
+        Args:
+            store: Where its documents lie.
+            tenant: The tenant's hash.
+            keyring: As for ``Catalog``.
+
+        Returns:
+            The catalog.
+
+        Raises:
+            ArgumentError: ``tenant_hash`` could not have given that hash.
+        """
+        catalog = cls(store)
+        catalog._tenant = check_tenant(tenant)
+        catalog._keys = keyring.tenant(tenant) if keyring else None
+        return catalog
+
+    def over(self, store: Store) -> Self:
+        """The same catalog, read and written through another store object, such as one that measures.
+
+        Args:
+            store: The other store object.
+
+        Returns:
+            A copy of this catalog, with the same tenant and keys.
+        """
+        other = copy(self)
+        other._store = store  # noqa: SLF001 - of this class
+        return other
+
+    @property
+    def store(self) -> Store:
+        """The store underneath."""
+        return self._store
+
+    @property
+    def tenant(self) -> str:
+        """The tenant's hash, as keys carry it."""
+        return self._tenant
+
+    def keys(self, config: Config) -> KeySpace:
+        """The keys of this tenant for one model configuration.
+
+        Args:
+            config: The configuration.
+
+        Returns:
+            Its key space.
+
+        Raises:
+            ArgumentError: The configuration is another tenant's.
+        """
+        space = config if isinstance(config, KeySpace) else KeySpace.of(self._tenant, config)
+        if space.tenant != self._tenant:
+            msg = "that model configuration is another tenant's: list the configurations of this one"
+            raise ArgumentError(msg)
+        return space
+
+    def seal(self, blob: bytes) -> bytes:
+        """A blob as it is to be stored: sealed, where this tenant's are.
+
+        Args:
+            blob: The plain blob.
+
+        Returns:
+            The bytes to store.
+        """
+        return self._keys.seal_blob(blob) if self._keys else blob
+
+    def blob_reader(self) -> BlobReader:
+        """A reader for one blob as it is stored."""
+        from kvwire.store.crypto.sealing import PlainBlob
+
+        return self._keys.blob_reader() if self._keys else PlainBlob()
+
+    def configurations(self) -> Iterator[KeySpace]:
+        """Model configurations that this tenant has anything of."""
+        return (KeySpace(self._tenant, name) for name in children(self._store, f"v1/{self._tenant}/"))
+
+    def read(self, config: Config, key: str) -> bytes | None:
+        """Read an object of the catalog.
+
+        Args:
+            config: The model configuration.
+            key: Of the catalog.
+
+        Returns:
+            Its bytes, unsealed where this tenant's are sealed; None where there is none.
+
+        Raises:
+            AuthError: It is sealed, and this catalog has no key for it.
+            CorruptError: It was changed.
+        """
+        self.keys(config)
+        return self._read(key, MAX_ENTRY_BYTES + 1)
+
+    def read_each(self, config: Config, keys: Iterable[str]) -> Iterator[tuple[str, Callable[[], bytes | None]]]:
+        """``read`` several objects, several at a time where the store is far.
+
+        Args:
+            config: The model configuration.
+            keys: The objects.
+
+        Returns:
+            Each key with a function that gives what ``read`` gives, or raises what it raises.
+        """
+        space = self.keys(config)
+        return read_ahead(self._store, keys, lambda key: self.read(space, key))
+
+    def _intact(self, key: str, most: int | None = None) -> bytes | None:
+        """Content that its key names by digest; None where it is damaged, not only in a copy of it nearby."""
+        for _ in range(2):
+            data = self._store.get(key, 0, most)
+            if hashlib.sha256(data).hexdigest() == content_digest(key):
+                return data
+            self._store.distrust(key)
+        return None
+
+    def _is_young(self, key: str) -> bool:
+        """Whether content is there and will be for a while; where nobody can say, it is written again."""
+        try:
+            return not is_old(self._store.stat(key).modified)
+        except (NotFoundError, StorageError):
+            return False
+
+    def _read(self, key: str, most: int) -> bytes | None:
+        try:
+            data = self._store.get(key, 0, most)
+        except NotFoundError:
+            return None
+        if content_digest(key):
+            return data
+        if self._keys:
+            return self._keys.unseal(data, key)
+        if data.startswith(SEALED_MAGIC):
+            msg = f"{key} is sealed: give the keyring that it was written with (--keys)"
+            raise AuthError(msg)
+        return data
+
+    def _put_entry(self, key: str, data: bytes) -> None:
+        self._store.put(key, self._keys.seal(data, key) if self._keys and not content_digest(key) else data)

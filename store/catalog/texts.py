@@ -1,0 +1,93 @@
+"""Texts beside blobs: token ids, to compute documents from where a blob is lost or was never made."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvwire.errors import AuthError, CorruptError, FormatVersionError, NotFoundError, StorageError
+from kvwire.store.catalog.tenant_objects import MAX_SMALL_BYTES, TenantObjects
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvwire.store.catalog.tenant_objects import Config
+
+
+class Texts(TenantObjects):
+    """A tenant's texts."""
+
+    def put_text(
+        self, config: Config, token_ids: Sequence[int], *, document_id: str = "", overwrite: bool = False
+    ) -> str:
+        """Write a text where it is not there yet; an entry that names it comes afterwards.
+
+        Args:
+            config: The model configuration.
+            token_ids: The text.
+            document_id: A document that has it: the text says so from now on, for ``rebuild``. Two writers at the same
+                moment may lose one of their names there, which costs nothing else.
+            overwrite: Write it anyway.
+
+        Returns:
+            The digest of its token ids.
+        """
+        from kvwire.codec import pack_text
+        from kvwire.types import digest_tokens
+
+        digest = digest_tokens(token_ids)
+        key = self.keys(config).text(digest)
+        if not overwrite and self._is_young(key) and (not document_id or document_id in self._names_in(key)):
+            return digest
+        names = [name for name in self._names_in(key) if name != document_id]
+        self._put_entry(key, pack_text(token_ids, [*names, document_id] if document_id else names))
+        return digest
+
+    def text_documents(self, config: Config, token_digest: str) -> tuple[str, ...]:
+        """Which documents have a text, as far as it says itself.
+
+        Args:
+            config: The model configuration.
+            token_digest: Digest of its token ids.
+
+        Returns:
+            Names of documents; none where there is no such text, or where it is damaged or sealed with a key that is
+            not at hand.
+        """
+        return self._names_in(self.keys(config).text(token_digest))
+
+    def get_text(self, config: Config, token_digest: str) -> tuple[int, ...]:
+        """Read a text.
+
+        Args:
+            config: The model configuration.
+            token_digest: Digest of its token ids.
+
+        Returns:
+            The token ids.
+
+        Raises:
+            NotFoundError: There is no such text.
+            CorruptError: The token ids are not those of the digest.
+        """
+        from kvwire.codec import read_text
+        from kvwire.types import digest_tokens
+
+        key = self.keys(config).text(token_digest)
+        data = self._read(key, MAX_SMALL_BYTES)
+        if data is None:
+            msg = f"text {token_digest[:12]} is not in {self._store.url}: encode the document again"
+            raise NotFoundError(msg)
+        ids = read_text(data)
+        if digest_tokens(ids) != token_digest:
+            msg = f"text {token_digest[:12]} is damaged in {self._store.url}: encode the document again"
+            raise CorruptError(msg)
+        return ids
+
+    def _names_in(self, key: str) -> tuple[str, ...]:
+        from kvwire.codec import read_text_documents
+
+        try:
+            data = self._read(key, MAX_SMALL_BYTES)
+            return () if data is None else read_text_documents(data)
+        except (AuthError, CorruptError, FormatVersionError, StorageError):
+            return ()

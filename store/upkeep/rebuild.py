@@ -1,0 +1,247 @@
+"""A lost catalog made anew from what blobs and texts say of themselves.
+
+A blob's key names its tenant and model configuration; its header its tokens, levels and profile; a text names the
+documents that have it. Nothing is deleted, and entries that lead somewhere stay as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvwire.errors import (
+    AuthError,
+    CorruptError,
+    FormatVersionError,
+    KvwireError,
+    NotFoundError,
+    StorageError,
+    TruncatedError,
+)
+from kvwire.store.catalog.announcements import wait_for_collectors
+from kvwire.store.catalog.catalog import Catalog
+from kvwire.store.catalog_entry import CatalogEntry
+from kvwire.store.key_kinds import key_digest, kind_of
+from kvwire.store.keys import check_tenant
+from kvwire.store.listing import content, tenants
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvwire.store.base import Listed, Store
+    from kvwire.store.crypto.keyring import Keyring
+    from kvwire.store.keys import KeySpace
+    from kvwire.types import BlobInfo
+
+    OnProgress = Callable[[int], None]
+
+_HEADER_BYTES = 64 << 10
+"""Read of a blob at first: most headers are shorter."""
+_NAME_DIGITS = 16
+_UNREADABLE = (AuthError, CorruptError, FormatVersionError, NotFoundError)
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """What was written into the catalog, or would be.
+
+    Attributes:
+        documents: Entries of documents with a blob.
+        texts: Entries of documents of which only the text is left.
+        unnamed: How many of both are called ``recovered-`` and a digest, since no text names their document.
+        kept: Entries of documents that were there and lead somewhere.
+        profiles: Pointers to the profile in use.
+        failures: What could not be read, in words.
+    """
+
+    documents: int = 0
+    texts: int = 0
+    unnamed: int = 0
+    kept: int = 0
+    profiles: int = 0
+    failures: tuple[str, ...] = ()
+
+    def __add__(self, other: Rebuilt) -> Rebuilt:
+        """Both together."""
+        return Rebuilt(
+            self.documents + other.documents,
+            self.texts + other.texts,
+            self.unnamed + other.unnamed,
+            self.kept + other.kept,
+            self.profiles + other.profiles,
+            self.failures + other.failures,
+        )
+
+
+def rebuild(
+    store: Store,
+    *,
+    tenant_hash: str | None = None,
+    keyring: Keyring | None = None,
+    dry_run: bool = False,
+    on_progress: OnProgress | None = None,
+) -> Rebuilt:
+    """Write catalog entries for all blobs and texts that the catalog does not lead to.
+
+    Documents that were taken out of the catalog, but not collected yet, come back. Where several texts name a document,
+    it gets the one written last, and of several blobs of a text the one written last. Not to be run beside ``collect``.
+
+    Args:
+        store: The store.
+        tenant_hash: One tenant only.
+        keyring: To read what is sealed, and to seal entries.
+        dry_run: Write nothing, and tell what would be.
+        on_progress: Called with how many more objects were looked at.
+
+    Returns:
+        What was written.
+
+    Raises:
+        StorageError: The store cannot be listed or written.
+    """
+    total = Rebuilt()
+    for tenant in list(tenants(store)) if tenant_hash is None else [check_tenant(tenant_hash)]:
+        catalog = Catalog.of_hash(store, tenant, keyring=keyring)
+        for space in catalog.configurations():
+            total += _Rebuild(catalog, space, dry_run=dry_run, on_progress=on_progress).run()
+    return total
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A text, the documents that it names, and its blob; either may be lacking."""
+
+    modified: float = -1.0
+    names: tuple[str, ...] = ()
+    blob: CatalogEntry | None = None
+    blob_modified: float = -1.0
+
+
+class _Rebuild:
+    """One configuration. texts: by token digest, or by the blob's own digest where its text is not known."""
+
+    def __init__(self, catalog: Catalog, space: KeySpace, *, dry_run: bool, on_progress: OnProgress | None) -> None:
+        self._catalog, self._store, self._space, self._dry_run = catalog, catalog.store, space, dry_run
+        self._tell = on_progress or (lambda _: None)
+        self._texts: dict[str, _Text] = {}
+        self._profiles: set[str] = set()
+        self._failures: list[str] = []
+        self._done = Rebuilt()
+
+    def run(self) -> Rebuilt:
+        for listed in content(self._store, self._space):
+            self._look_at(listed)
+            self._tell(1)
+        kept = self._kept()
+        self._done += Rebuilt(kept=len(kept))
+        reached = {entry.blob_key or entry.token_digest for entry in kept.values()}
+        owners = self._owners()
+        for name, digest in owners.items():
+            if name not in kept:
+                self._add(name, digest)
+        for digest, text in self._texts.items():
+            place = text.blob.blob_key if text.blob else digest
+            if not text.names and place not in reached:
+                self._add(f"recovered-{digest[:_NAME_DIGITS]}", digest)
+                self._done += Rebuilt(unnamed=1)
+        self._point_to_a_profile()
+        return self._done + Rebuilt(failures=tuple(self._failures))
+
+    def _look_at(self, listed: Listed) -> None:
+        kind, digest = kind_of(listed.key), key_digest(listed.key)
+        if kind is None or kind.place is None or kind.place(self._space, digest) != listed.key:
+            self._failures.append(f"{listed.key}: it lies where no object of its kind does, and is left alone")
+        elif kind.name == "profile":
+            self._profiles.add(digest)
+        elif kind.name == "text":
+            names = self._catalog.text_documents(self._space, digest)
+            self._texts[digest] = replace(self._texts.get(digest, _Text()), modified=listed.modified, names=names)
+        elif kind.name == "blob":
+            try:
+                self._look_at_blob(listed)
+            except _UNREADABLE as error:
+                self._failures.append(f"{listed.key}: {error}")
+
+    def _look_at_blob(self, listed: Listed) -> None:
+        info, sha256 = self._header(listed), key_digest(listed.key)
+        if self._catalog.keys(info.meta.config_digest()) != self._space:
+            msg = "it is of another model configuration than its key says, and is left alone"
+            raise CorruptError(msg)
+        digest = info.meta.token_digest
+        levels = tuple((level.name, level.cumulative_bytes) for level in info.levels)
+        entry = CatalogEntry(
+            f"recovered-{(digest or sha256)[:_NAME_DIGITS]}", listed.key, sha256, listed.size, info.header_bytes,
+            info.tokens, digest, info.profile_digest, levels,
+        )  # fmt: skip
+        found = self._texts.get(digest or sha256, _Text())
+        if listed.modified >= found.blob_modified:
+            self._texts[digest or sha256] = replace(found, blob=entry, blob_modified=listed.modified)
+
+    def _header(self, listed: Listed) -> BlobInfo:
+        read, needed = b"", min(_HEADER_BYTES, listed.size)
+        while True:
+            read += self._store.get(listed.key, len(read), needed)
+            try:
+                return self._catalog.blob_reader().read_header(read)
+            except TruncatedError as error:
+                if not len(read) < error.needed <= listed.size:
+                    raise
+                needed = error.needed
+
+    def _kept(self) -> dict[str, CatalogEntry]:
+        """Entries that are sound and whose blob or text is there."""
+        blobs = {text.blob.blob_key for text in self._texts.values() if text.blob}
+        found = {}
+        for entry in self._catalog.documents(self._space, on_error=lambda _key, _error: None):
+            leads = entry.token_digest in self._texts if entry.is_text else self._is_there(entry, blobs)
+            if leads:
+                found[entry.document_id] = entry
+        return found
+
+    def _is_there(self, entry: CatalogEntry, blobs: set[str]) -> bool:
+        """Whether a blob is there; where several have a text, only the latest is among those found."""
+        try:
+            return entry.blob_key in blobs or self._store.stat(entry.blob_key).size == entry.size
+        except NotFoundError:
+            return False
+
+    def _owners(self) -> dict[str, str]:
+        """For each document that texts name, the digest of the text that was written last."""
+        owners: dict[str, str] = {}
+        for digest, text in sorted(self._texts.items(), key=lambda item: item[1].modified):
+            owners |= dict.fromkeys(text.names, digest)
+        return owners
+
+    def _add(self, name: str, digest: str) -> None:
+        blob = self._texts[digest].blob
+        try:
+            if blob is None:
+                ids = self._catalog.get_text(self._space, digest)
+                if not self._dry_run:
+                    self._catalog.add_text(self._space, name, ids)
+                self._done += Rebuilt(texts=1)
+                return
+            if not self._dry_run:
+                self._catalog.add(replace(blob, document_id=name))
+                wait_for_collectors(self._store, self._space, [blob.blob_key])
+                self._store.stat(blob.blob_key)
+            self._done += Rebuilt(documents=1)
+        except StorageError:
+            raise
+        except KvwireError as error:
+            self._failures.append(f"{name}: {error}")
+
+    def _point_to_a_profile(self) -> None:
+        """Use the profile of the latest blob for new blobs, where none is in use."""
+        try:
+            if self._catalog.current_profile(self._space) in self._profiles:
+                return
+        except _UNREADABLE as error:
+            self._failures.append(f"{self._space.current_profile}: {error}")
+        latest = sorted(self._texts.values(), key=lambda text: text.blob_modified, reverse=True)
+        named = (text.blob.profile_digest for text in latest if text.blob)
+        digest = next((digest for digest in named if digest in self._profiles), None)
+        if digest is not None:
+            if not self._dry_run:
+                self._catalog.set_current_profile(self._space, digest)
+            self._done += Rebuilt(profiles=1)
