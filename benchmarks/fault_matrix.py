@@ -1,8 +1,8 @@
 """Every fault on every way from a store to a reader: how it ends, after how many requests and seconds.
 
 The cases are those of ``tests/transport/test_fault_matrix.py``, on real servers behind a proxy that makes exchanges go
-wrong. Writes ``results/fault_matrix.json`` and ``docs/fault-matrix.md``. Needs the ``dev``
-packages; takes about two minutes.
+wrong. Writes ``results/fault_matrix.json`` and ``docs/fault-matrix.md``. Needs the ``dev`` packages; takes about two
+minutes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from fault_parts import local
 from fault_parts import network as cases
-from fault_parts.files import CLAIMS
 from fault_parts.servers import free_port, ministack
 from measure import RESULTS, ROOT, write_json
 
@@ -55,12 +54,6 @@ caller decides whether to ask again.
 ## Everything else
 
 {others}
-
-## Files that are not what they claim
-
-Checksums made right, so that they say nothing. Tests try these (`tests/codec`); nothing is timed here.
-
-{claims}
 """
 
 
@@ -90,11 +83,6 @@ def listed(rows: Sequence[Row]) -> str:
         for row in rows
     ]
     return "\n".join(lines)
-
-
-def told(rows: Sequence[tuple[str, str]]) -> str:
-    """Cases that are described and not run here."""
-    return "\n".join(["| what | outcome |", "|---|---|", *(f"| {what} | {outcome} |" for what, outcome in rows)])
 
 
 def proxied(server: S3Server) -> list[Row]:
@@ -160,7 +148,6 @@ def page(rows: Sequence[Row]) -> str:
         ranges=pivoted([row for row in rows if is_proxied(row)], "ranges"),
         gets=pivoted([row for row in rows if is_proxied(row)], "get"),
         others=listed([row for row in rows if not is_proxied(row)]),
-        claims=told(CLAIMS),
     )
 
 
