@@ -14,12 +14,15 @@ import select
 import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from tqdm import tqdm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -96,6 +99,9 @@ def forked(work: Callable[[], object], kill_at: Moment | None = None) -> Ended:
             break
         out += piece
     if limit:
+        if kill_at is None:  # it hangs: faulthandler, where that is on, tells where
+            os.kill(child, signal.SIGABRT)
+            time.sleep(1)
         os.kill(child, signal.SIGKILL)
         while piece := os.read(read, 1 << 16):  # what it had said by then
             out += piece
@@ -107,6 +113,7 @@ def forked(work: Callable[[], object], kill_at: Moment | None = None) -> Ended:
 def _run(work: Callable[[], object], write: int) -> NoReturn:
     """The child's life: stdout goes to the pipe, stderr to where this process has it."""
     code = 0
+    tqdm.set_lock(threading.RLock())  # its usual one is shared by all processes: one that was killed would hold it on
     try:
         os.dup2(write, 1)
         sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
