@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from kvwire.codec.api.inspect import inspect, level_index, verify
     from kvwire.codec.backend import Backend, uses_triton
     from kvwire.codec.fitting.fit import fit_profile
+    from kvwire.codec.fitting.gathering import StatisticsBuilder
     from kvwire.codec.fitting.sensitivity import perturbed
     from kvwire.codec.fitting.statistics import Statistics, Vocabulary
     from kvwire.codec.format.codecs import DEFAULT_METHOD, methods
@@ -44,6 +45,7 @@ __all__ = [
     "Plane",
     "Profile",
     "Statistics",
+    "StatisticsBuilder",
     "StreamEvent",
     "Vocabulary",
     "decode",
@@ -78,6 +80,7 @@ __getattr__ = lazy(
         "kvwire.codec.api.inspect": ("inspect", "level_index", "verify"),
         "kvwire.codec.backend": ("Backend", "uses_triton"),
         "kvwire.codec.fitting.fit": ("fit_profile",),
+        "kvwire.codec.fitting.gathering": ("StatisticsBuilder",),
         "kvwire.codec.fitting.sensitivity": ("perturbed",),
         "kvwire.codec.fitting.statistics": ("Statistics", "Vocabulary"),
         "kvwire.codec.format.codecs": ("DEFAULT_METHOD", "methods"),

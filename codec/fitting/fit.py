@@ -24,7 +24,7 @@ from kvwire.codec.entropy.tables import (
     column_classes,
     fit_tables,
 )
-from kvwire.codec.fitting.metric import plane_metrics, roots
+from kvwire.codec.fitting.metric import plane_metrics, plane_weights, roots
 from kvwire.codec.fitting.moments import Features, feature_moments, group_moments, spans
 from kvwire.codec.fitting.regression import predict
 from kvwire.codec.planes import SIDES, plane_width, planes_of
@@ -107,13 +107,18 @@ def fit_profile(  # noqa: PLR0913 - settings, each with its default
     seen = feature_moments(caches, features)
     planes = group_planes(first.layers, group_width)
     moments = [group_moments(caches, group, features, seen) for group in planes]
-    metrics = [plane_metrics(first.layers, statistics, *pair) for pair in zip(planes, moments, strict=True)]
+    weights = plane_weights(first.layers, statistics, planes, moments)
+    metrics = [plane_metrics(first.layers, statistics, *pair, weights) for pair in zip(planes, moments, strict=True)]
     prediction = predict(seen, moments, metrics, features.table, features.of_hidden)
     groups = tuple(
         _basis(*each, seen.tokens, rank_cut * ladder.steps[-1], small=small)
         for each in zip(planes, metrics, prediction.of_groups(moments, seen), strict=True)
     )
-    notes: dict[str, str | int | float] = {"tokens": seen.tokens, "weighted": int(statistics is not None)}
+    notes: dict[str, str | int | float] = {
+        "tokens": seen.tokens,
+        "weighted": int(statistics is not None),
+        "gradients": int(statistics is not None and len(statistics.gradients) > 0),
+    }
     draft = Profile(
         first.model_id, first.model_revision, first.layers, groups, _no_counts(), notes, prediction.table,
         prefix_layers, features.of_hidden if prediction.features else 0,

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from kvwire.codec.planes import plane_width
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
     from torch import Tensor
 
     from kvwire.codec.fitting.moments import Moments
@@ -26,48 +29,106 @@ _RESOLUTION = 2.0**-20
 _SENSITIVITY_EXPONENT = 0.5
 """Measured sensitivities count by their square root: what noise in one plane alone does says only half of what errors
 in all planes together do, and text differs."""
+_GRADIENT_EXPONENT = 0.75
+"""Energies of planes as gradients tell them, from many more documents than sensitivities are measured on."""
+_LEAST_SENSITIVITY, _LEAST_GRADIENT = 0.05, 0.005
+"""Least weights of planes, the mean plane's being 1: what calibration texts never need, others may."""
+
+
+def plane_weights(
+    layers: tuple[LayerSpec, ...],
+    statistics: Statistics | None,
+    groups: Sequence[tuple[Plane, ...]],
+    moments: Sequence[Moments],
+) -> dict[Plane, float]:
+    """How much the planes matter, by what gradients make of each one's scatter, or else by measured sensitivity.
+
+    Args:
+        layers: Of the model.
+        statistics: Of the engine; None where nothing is known.
+        groups: All planes, group by group.
+        moments: Of each group's elements.
+
+    Returns:
+        What each plane's energy is to be scaled by, 1 on average. Planes that are missing count as average.
+    """
+    if statistics is None:
+        return {}
+    if not statistics.gradients:
+        return _around_one(statistics.sensitivity, _SENSITIVITY_EXPONENT, _LEAST_SENSITIVITY)
+    energies = {}
+    for planes, of_group in zip(groups, moments, strict=True):
+        for plane, (covariance, mean) in zip(planes, _parts(layers, planes, of_group), strict=True):
+            block = _checked(layers[plane[1]], plane, statistics.gradients.get(plane), "gradients")
+            if block is not None:
+                energies[plane] = _energy(block, covariance, mean) / plane_width(layers, plane)
+    return _around_one(energies, _GRADIENT_EXPONENT, _LEAST_GRADIENT)
+
+
+def _around_one(known: Mapping[Plane, float], exponent: float, least: float) -> dict[Plane, float]:
+    raised = {plane: max(value, 0.0) ** exponent for plane, value in known.items()}
+    mean = sum(raised.values()) / max(1, len(raised))
+    return {plane: max(value / mean, least) for plane, value in raised.items()} if mean > 0 else {}
 
 
 def plane_metrics(
-    layers: tuple[LayerSpec, ...], statistics: Statistics | None, planes: tuple[Plane, ...], moments: Moments
+    layers: tuple[LayerSpec, ...],
+    statistics: Statistics | None,
+    planes: tuple[Plane, ...],
+    moments: Moments,
+    weights: Mapping[Plane, float],
 ) -> list[Tensor]:
-    """Compute the attention metric of each plane, scaled so that its weighted energy is 1 for each element.
+    """Compute the metric of each plane, scaled so that its weighted energy is its weight for each element.
 
-    Where the statistics know how sensitive the planes are, each plane's energy is scaled by that, 1 on average. A plane
-    that hardly scatters about its mean is scaled by its mean instead, one that is zero by its metric.
+    It is attention's, or that of gradients; where both are known their mean, each scaled alike. Attention's alone does
+    not know what later layers make of an error, and gradients are few, and differ from text to text. A plane that
+    hardly scatters about its mean is scaled by its mean instead, one that is zero by its metric.
 
     Args:
         layers: Of the model.
         statistics: Of the engine; None where nothing is known.
         planes: Of one group.
         moments: Of the group's elements.
+        weights: From ``plane_weights``.
 
     Returns:
         float32 ``[heads, dim, dim]`` or a diagonal ``[width]`` for each plane.
     """
-    out, start = [], 0
-    weights = _weights(statistics)
-    for plane in planes:
-        block = floored_metric(layers[plane[1]], statistics, plane)
-        heads, dim, _ = block.shape
-        width = heads * dim
-        own = moments.covariance[start : start + width, start : start + width].reshape(heads, dim, heads, dim)
-        mean = moments.mean[start : start + width].reshape(heads, dim)
-        scatter = float(torch.einsum("hde,hdhe->", block, own))
-        constant = float(torch.einsum("hde,hd,he->", block, mean, mean))
-        trace = float(torch.diagonal(block, dim1=1, dim2=2).sum())
-        energy = max(scatter, _RESOLUTION**2 * constant) or trace
-        out.append((block * (width / energy * weights.get(plane, 1.0))).float())
-        start += width
+    out = []
+    for plane, (covariance, mean) in zip(planes, _parts(layers, planes, moments), strict=True):
+        width = plane_width(layers, plane)
+        blocks = [floored_metric(layers[plane[1]], statistics, plane)]
+        if statistics is not None:
+            by_gradients = _checked(layers[plane[1]], plane, statistics.gradients.get(plane), "gradients")
+            if by_gradients is not None:
+                known = (statistics.query_metric if plane[0] == "key" else statistics.value_metric)[
+                    plane[1]
+                ] is not None
+                blocks = [*blocks[:known], _floored(by_gradients)]
+        scaled = [block * (width / len(blocks) / _energy(block, covariance, mean)) for block in blocks]
+        out.append((sum(scaled[1:], scaled[0]) * weights.get(plane, 1.0)).float())
     return out
 
 
-def _weights(statistics: Statistics | None) -> dict[Plane, float]:
-    """Each plane's weight by its sensitivity, 1 on average."""
-    known = {} if statistics is None else statistics.sensitivity
-    raised = {plane: max(value, 0.0) ** _SENSITIVITY_EXPONENT for plane, value in known.items()}
-    mean = sum(raised.values()) / max(1, len(raised))
-    return {plane: max(value / mean, 0.05) for plane, value in raised.items()} if mean > 0 else {}
+def _parts(
+    layers: tuple[LayerSpec, ...], planes: tuple[Plane, ...], moments: Moments
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Covariance ``[heads, dim, heads, dim]`` and mean ``[heads, dim]`` of each plane of a group."""
+    start = 0
+    for plane in planes:
+        spec = layers[plane[1]]
+        heads, dim = spec.kv_heads, spec.key_dim if plane[0] == "key" else spec.value_dim
+        rows = slice(start, start + heads * dim)
+        yield moments.covariance[rows, rows].reshape(heads, dim, heads, dim), moments.mean[rows].reshape(heads, dim)
+        start += heads * dim
+
+
+def _energy(block: Tensor, covariance: Tensor, mean: Tensor) -> float:
+    """Of a plane's elements in a metric, above 0."""
+    scatter = float(torch.einsum("hde,hdhe->", block, covariance))
+    constant = float(torch.einsum("hde,hd,he->", block, mean, mean))
+    trace = float(torch.diagonal(block, dim1=1, dim2=2).sum())
+    return max(scatter, _RESOLUTION**2 * constant) or trace or 1.0
 
 
 def floored_metric(spec: LayerSpec, statistics: Statistics | None, plane: Plane) -> Tensor:
@@ -83,19 +144,31 @@ def floored_metric(spec: LayerSpec, statistics: Statistics | None, plane: Plane)
     """
     side, layer = plane
     dim = spec.key_dim if side == "key" else spec.value_dim
-    block = torch.eye(dim, dtype=torch.float64).repeat(spec.kv_heads, 1, 1)
+    known = None
     if statistics is not None:
-        known = (statistics.query_metric if side == "key" else statistics.value_metric)[layer]
-        if known is not None:
-            given = known.double().cpu()
-            if given.shape != block.shape or not np.isfinite(given.numpy()).all():
-                msg = (
-                    f"layer {layer}'s {side} statistics have another shape than its {side}s, or NaN; measure them again"
-                )
-                raise ArgumentError(msg)
-            block = given
+        metrics = statistics.query_metric if side == "key" else statistics.value_metric
+        known = _checked(spec, plane, metrics[layer])
+    return _floored(torch.eye(dim, dtype=torch.float64).repeat(spec.kv_heads, 1, 1) if known is None else known)
+
+
+def _checked(spec: LayerSpec, plane: Plane, known: Tensor | None, what: str = "statistics") -> Tensor | None:
+    """A plane's metric in float64, if there is any; refuses what does not fit the plane."""
+    if known is None:
+        return None
+    dim = spec.key_dim if plane[0] == "key" else spec.value_dim
+    given = known.double().cpu()
+    if given.shape != (spec.kv_heads, dim, dim) or not np.isfinite(given.numpy()).all():
+        msg = (
+            f"layer {plane[1]}'s {plane[0]} {what} have another shape than its {plane[0]}s, or NaN; measure them again"
+        )
+        raise ArgumentError(msg)
+    return given
+
+
+def _floored(block: Tensor) -> Tensor:
     mean_weight = float(torch.diagonal(block, dim1=1, dim2=2).mean())
-    return block + max(_METRIC_FLOOR * mean_weight, _TINY) * torch.eye(dim, dtype=torch.float64)
+    unit = torch.eye(block.shape[-1], dtype=torch.float64)
+    return block + max(_METRIC_FLOOR * mean_weight, _TINY) * unit
 
 
 def roots(metric: list[Tensor]) -> tuple[Tensor, Tensor]:

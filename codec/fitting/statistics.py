@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
+    from kvwire.codec.planes import Plane
     from kvwire.types import KVCache
 
 
@@ -29,7 +30,10 @@ class Vocabulary:
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """Attention's own metric on keys and values, layer by layer; None where the engine could not tell.
+    """What weighs errors in keys and values; None, or nothing, where the engine could not tell.
+
+    ``StatisticsBuilder`` makes it of queries, weights and gradients. Attention's own metric says what errors do to the
+    output of one layer, gradients what they do to the answer: a fit mixes both.
 
     Attributes:
         query_metric: For each layer float32 ``[kv_heads, key_dim, key_dim]``, the sum over the query heads that share a
@@ -39,10 +43,14 @@ class Statistics:
             W_o: an error in a value counts by what the output projection makes of it.
         vocabulary: None where nothing is known of tokens, and then caches are not predicted from them.
         sensitivity: For each plane, ``("key" or "value", layer)``, the KL divergence that a share of noise in it
-            causes; in any unit. Planes that are missing count as average.
+            causes; in any unit. Planes that are missing count as average. Not used where there are gradients.
+        gradients: For each plane float32 ``[kv_heads, dim, dim]``, E[g g^T] over a document's tokens, g the gradient of
+            the log-probability of tokens drawn from the model, by the token's un-rotated keys or its values; in any
+            unit. Empty where the engine has none.
     """
 
     query_metric: tuple[Tensor | None, ...]
     value_metric: tuple[Tensor | None, ...]
     vocabulary: Vocabulary | None = None
-    sensitivity: Mapping[tuple[Literal["key", "value"], int], float] = field(default_factory=dict)
+    sensitivity: Mapping[Plane, float] = field(default_factory=dict)
+    gradients: Mapping[Plane, Tensor] = field(default_factory=dict)

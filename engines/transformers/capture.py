@@ -8,12 +8,13 @@ from __future__ import annotations
 import sys
 import threading
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvwire.codec import Statistics, rotate
+from kvwire.codec import StatisticsBuilder
 from kvwire.engines.transformers.latent import Expansion, Scatter, expansion_of
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from kvwire.codec import Vocabulary
-    from kvwire.types import CacheMeta, LayerSpec, Side
+    from kvwire.codec import Statistics, Vocabulary
+    from kvwire.types import CacheMeta
 
 _LOCK = threading.Lock()
 """The attention functions belong to transformers and are shared by all models: one capture at a time."""
@@ -31,32 +32,28 @@ _OUTPUT_NAMES = ("o_proj", "dense", "out_proj", "wo")
 _EAGER = "eager_attention_forward"
 """What every modeling file of transformers calls its own plain attention."""
 SDPA = "sdpa"
-_DRAWS = 4
-"""Positions drawn for each query."""
 
 
 class QueryRecorder:
     """Sums query covariances of one model and notes the attention module of each layer.
 
     Only calls from the thread that made the recorder, and from modules of its model, count. Queries must stand at
-    positions from 0. They meet keys at any position before them, so each is turned back by positions drawn at random
-    from those that it sees: what is left is how it weighs an un-rotated key.
+    positions from 0.
 
     Attributes:
+        builder: Sums what was seen.
         modules: Attention modules by number of the layer, as far as they were seen.
     """
 
     def __init__(self, meta: CacheMeta, model: PreTrainedModel) -> None:
         """Start from nothing."""
         self._meta = meta
+        self.builder = StatisticsBuilder(meta)
         self._thread = threading.get_ident()
         self._modules = {id(module) for module in model.modules()}
-        self._sums: dict[tuple[int, Side], Tensor] = {}
-        self._counts: dict[tuple[int, Side], int] = {}
         self._heads: dict[int, int] = {}
         self._expansions: dict[int, Expansion | None] = {}
         self._latents: dict[int, Scatter] = {}
-        self._draws = torch.Generator().manual_seed(0)
         self.modules: dict[int, torch.nn.Module] = {}
 
     def record(self, module: torch.nn.Module, query: Tensor) -> None:
@@ -75,35 +72,14 @@ class QueryRecorder:
         self._heads[layer] = query.shape[1]
         spec, queries = self._meta.layers[layer], query[0].float().cpu()
         if spec.value_rope is None:
-            self._add(layer, "key", queries)
+            self.builder.add_queries(layer, queries)
             return
         if layer not in self._expansions:
             self._expansions[layer] = expansion_of(module, spec, query)
         expansion = self._expansions[layer]
         if expansion is not None:
-            self._add(layer, "key", queries @ expansion.latent_to_keys.mT)
-            self._add(layer, "value", queries @ expansion.rotated_to_keys.mT)
-
-    def _add(self, layer: int, side: Side, queries: Tensor) -> None:
-        """Queries ``[heads, tokens, dim]`` as they meet what the layer caches on one side."""
-        spec = self._meta.layers[layer]
-        rotary, dim = spec.rotary(side), spec.key_dim if side == "key" else spec.value_dim
-        if not spec.kv_heads or queries.shape[-1] != dim or len(queries) % spec.kv_heads:
-            return
-        if rotary is not None:
-            queries = torch.cat([self._turned_back(queries, spec, rotary) for _ in range(_DRAWS)], 1)
-        total = (queries.mT @ queries).reshape(spec.kv_heads, -1, dim, dim).sum(1)
-        place = layer, side
-        self._sums[place] = self._sums[place] + total if place in self._sums else total
-        self._counts[place] = self._counts.get(place, 0) + queries.shape[1]
-
-    def _turned_back(self, queries: Tensor, spec: LayerSpec, rotary: tuple[int, int]) -> Tensor:
-        regime, start = self._meta.ropes[rotary[0]], rotary[1]
-        own = torch.arange(queries.shape[1], dtype=torch.float32)
-        seen = own + 1 if spec.window is None else (own + 1).clamp(max=spec.window)
-        met = own - (torch.rand(len(own), generator=self._draws) * seen).floor()
-        angles = met[:, None] * torch.tensor(regime.inv_freq)[None]
-        return rotate(queries, regime, angles.cos(), -angles.sin(), start)
+            self.builder.add_queries(layer, queries @ expansion.latent_to_keys.mT)
+            self.builder.add_queries(layer, queries @ expansion.rotated_to_keys.mT, "value")
 
     def record_cache(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Add what a document cached: latents serve two purposes.
@@ -116,61 +92,48 @@ class QueryRecorder:
                 scatter = self._latents.setdefault(layer, Scatter(self._meta.layers[layer].key_dim))
                 scatter.add(pairs[layer][0][0, 0].float().cpu())
 
-    def statistics(self, vocabulary: Vocabulary | None = None) -> Statistics | None:
+    def statistics(self, vocabulary: Vocabulary | None = None) -> Statistics:
         """What was seen.
 
         Args:
             vocabulary: Features of tokens, to go with it.
 
         Returns:
-            The statistics, with None for layers that attention never showed; None alone where nothing is known at all.
+            The statistics, with None for layers that attention never showed.
         """
-        if not self.modules and vocabulary is None:
-            return None
-        layers = range(len(self._meta.layers))
-        return Statistics(tuple(map(self._query_metric, layers)), tuple(map(self._value_metric, layers)), vocabulary)
+        for layer in self.modules:
+            spec = self._meta.layers[layer]
+            weight = self._output_weight(layer, spec.value_dim)
+            if weight is not None and spec.value_rope is None and spec.kv_heads and not len(weight) % spec.kv_heads:
+                self.builder.set_output(layer, weight.transpose(0, 1).flatten(1))
+        found = self.builder.build(vocabulary)
+        metrics = (self._with_latent(layer, metric) for layer, metric in enumerate(found.query_metric))
+        return replace(found, query_metric=tuple(metrics))
 
-    def _mean(self, layer: int, side: Side) -> Tensor | None:
-        total = self._sums.get((layer, side))
-        return None if total is None else total / self._counts[layer, side]
-
-    def _query_metric(self, layer: int) -> Tensor | None:
-        """How queries weigh keys, ``[kv_heads, key_dim, key_dim]``.
+    def _with_latent(self, layer: int, metric: Tensor | None) -> Tensor | None:
+        """How queries weigh what a layer caches as keys, ``[kv_heads, key_dim, key_dim]``.
 
         A latent is made into values too: what the output projection makes of these weighs as much, over its scatter.
         """
-        metric, expansion = self._mean(layer, "key"), self._expansions.get(layer)
+        expansion = self._expansions.get(layer)
         if metric is None or expansion is None or layer not in self._latents:
             return metric
-        output = self._output_metric(layer, expansion.latent_to_values.shape[-1])
-        if output is None:
+        weight = self._output_weight(layer, expansion.latent_to_values.shape[-1])
+        if weight is None:
             return metric
+        output = torch.einsum("hod,hoe->hde", weight, weight)
         of_values = (expansion.latent_to_values @ output @ expansion.latent_to_values.mT).sum(0, keepdim=True)
         covariance = self._latents[layer].covariance()
         energies = [float((part * covariance).sum()) for part in (metric, of_values)]
         return metric if min(energies) <= 0 else metric + of_values * (energies[0] / energies[1])
 
-    def _value_metric(self, layer: int) -> Tensor | None:
-        """How the output projection weighs values, ``[kv_heads, value_dim, value_dim]``.
-
-        Values that carry positions are parts of keys, and queries weigh them. None where W_o is not found.
-        """
-        spec = self._meta.layers[layer]
-        if spec.value_rope is not None:
-            return self._mean(layer, "value")
-        output = self._output_metric(layer, spec.value_dim)
-        if output is None or not spec.kv_heads or len(output) % spec.kv_heads:
-            return None
-        return output.reshape(spec.kv_heads, -1, *output.shape[1:]).sum(1)
-
-    def _output_metric(self, layer: int, value_dim: int) -> Tensor | None:
-        """W_o^T W_o of each query head, ``[heads, value_dim, value_dim]``; None where W_o is not found."""
+    def _output_weight(self, layer: int, value_dim: int) -> Tensor | None:
+        """W_o by query heads, float32 ``[heads, hidden, value_dim]``; None where it is not found."""
         heads = self._heads.get(layer, 0)
         for name in _OUTPUT_NAMES if heads else ():
             weight = getattr(getattr(self.modules[layer], name, None), "weight", None)
             if isinstance(weight, torch.Tensor) and weight.shape[1:] == (heads * value_dim,):
-                per_head = weight.detach().float().cpu().reshape(len(weight), heads, value_dim)
-                return torch.einsum("ohd,ohe->hde", per_head, per_head)
+                return weight.detach().float().cpu().reshape(len(weight), heads, value_dim).transpose(0, 1)
         return None
 
 

@@ -10,6 +10,8 @@ from transformers.cache_utils import DynamicCache
 
 from kvwire.codec import Statistics, Vocabulary, perturbed, planes_of, positions_on
 from kvwire.engines.base import Engine
+from kvwire.engines.gradients import gather_gradients
+from kvwire.engines.transformers.backward import backpropagated
 from kvwire.engines.transformers.capture import QueryRecorder, attention_of, recording, uses_sdpa
 from kvwire.engines.transformers.fitting import kept_by_all, turn_alike
 from kvwire.engines.transformers.plain import filled, tensors_of
@@ -247,16 +249,17 @@ class TransformersEngine(Engine):
     def statistics(
         self, documents: Sequence[Sequence[int]], *, tokens: bool = True, sensitivity: bool = True
     ) -> Statistics | None:
-        """Query covariances over some documents, the value metric and sensitivity of each layer, features of tokens.
+        """Query covariances over some documents, the value metric of each layer, gradients, features of tokens.
 
         Args:
             documents: Token ids of each.
             tokens: False leaves the features out, which take a pass over the vocabulary.
-            sensitivity: False leaves those out, which take two short passes for each layer and each of a few documents.
+            sensitivity: False leaves gradients out, which take two passes over some 24 pieces of the documents. Where
+                the model cannot backpropagate, the sensitivity of each layer to noise stands in for them.
 
         Returns:
-            The statistics; None without documents. Metrics are None where the model's attention cannot be watched;
-            ``fit_profile`` then goes without weights.
+            The statistics; None without documents, and where nothing is known. Metrics are None where the model's
+            attention cannot be watched.
         """
         for ids in documents:
             self._check_ids(ids)
@@ -269,8 +272,32 @@ class TransformersEngine(Engine):
                 batch = torch.tensor([list(ids)], device=self.device)
                 self.model(input_ids=batch, past_key_values=past, use_cache=True, logits_to_keep=1)
                 recorder.record_cache(tensors_of(past))
+        has_gradients = sensitivity and gather_gradients(self, documents, recorder.builder) > 0
+        if not (recorder.modules or has_gradients or tokens):
+            return None
         found = recorder.statistics(self._vocabulary(documents) if tokens else None)
-        return replace(found, sensitivity=self._sensitivity(documents, found)) if found and sensitivity else found
+        if has_gradients or not sensitivity:
+            return found
+        return replace(found, sensitivity=self._sensitivity(documents, found))
+
+    def cache_gradients(self, cache: KVCache, token_ids: Sequence[int], *, seed: int = 0) -> KVCache:
+        """Backpropagate from tokens that are drawn behind some to the cache before them; see ``GradientEngine``.
+
+        Args:
+            cache: What stands before the tokens, positions on, not pruned.
+            token_ids: What follows.
+            seed: Of the draw.
+
+        Returns:
+            The gradients, in the cache's shape and at its positions.
+
+        Raises:
+            ArgumentError: The model cannot backpropagate.
+        """
+        start = cache.meta.offset + cache.tokens
+        self._check_ids(token_ids, start)
+        pairs = backpropagated(self.model, self._pairs(cache), token_ids, start, seed)
+        return replace(cache, keys=[keys[0] for keys, _ in pairs], values=[values[0] for _, values in pairs])
 
     def _sensitivity(self, documents: Sequence[Sequence[int]], statistics: Statistics) -> dict[Plane, float]:
         """Mean KL divergence that noise in each plane of a cached context causes in what follows it."""

@@ -1,0 +1,162 @@
+"""What an engine shows of its model, summed to ``Statistics``: queries, output projections, gradients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvwire.codec.fitting.statistics import Statistics
+from kvwire.codec.planes import plane_width, planes_of
+from kvwire.codec.transform.positions import positions_off, rotate
+from kvwire.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from kvwire.codec.fitting.statistics import Vocabulary
+    from kvwire.codec.planes import Plane
+    from kvwire.types import CacheMeta, KVCache, LayerSpec, Side
+
+_DRAWS = 4
+"""Positions drawn for each query."""
+_CAP = 0.95
+"""Quantile of a document's tokens: gradients that are larger than that of the token there are scaled down to it."""
+_MATRIX = 2
+_TINY = 1e-300
+"""Stands for zero where something is divided by."""
+
+
+class StatisticsBuilder:
+    """Gathers what weighs errors in the caches of one model; every part may be missing, and any order will do.
+
+    Example:
+        >>> builder = StatisticsBuilder(engine.meta)
+        >>> builder.add_queries(0, queries)  # for each layer and document
+        >>> builder.set_output(0, attention.o_proj.weight)  # for each layer
+        >>> fit_profile(caches, builder.build())
+    """
+
+    def __init__(self, meta: CacheMeta) -> None:
+        """Start from nothing.
+
+        Args:
+            meta: Layers and rotary regimes of the model's caches.
+        """
+        self._meta = meta
+        self._sums: dict[Plane, Tensor] = {}
+        self._counts: dict[Plane, int] = {}
+        self._outputs: dict[int, Tensor] = {}
+        self._gradients: dict[Plane, Tensor] = {}
+        self._documents = 0
+        self._draws = torch.Generator().manual_seed(0)
+
+    def add_queries(self, layer: int, queries: Tensor, side: Side = "key") -> None:
+        """Add the queries of one document, as attention receives them: normalised, and rotated to positions from 0 on.
+
+        They meet keys at any position before them, so each is turned back by positions drawn at random from those that
+        it sees: what is left is how it weighs an un-rotated key. Queries that do not fit what the layer caches are left
+        out.
+
+        Args:
+            layer: Number of the layer.
+            queries: ``[heads, tokens, dim]`` of any float dtype; heads that share a key head follow each other.
+            side: What they meet; "value" where values carry positions, as with latent attention.
+        """
+        spec = self._meta.layers[layer]
+        rotary, dim = spec.rotary(side), spec.key_dim if side == "key" else spec.value_dim
+        if not spec.kv_heads or queries.shape[-1] != dim or len(queries) % spec.kv_heads:
+            return
+        queries = queries.detach().float().cpu()
+        if rotary is not None:
+            queries = torch.cat([self._turned_back(queries, spec, rotary) for _ in range(_DRAWS)], 1)
+        total = (queries.mT @ queries).reshape(spec.kv_heads, -1, dim, dim).sum(1)
+        place: Plane = (side, layer)
+        self._sums[place] = self._sums[place] + total if place in self._sums else total
+        self._counts[place] = self._counts.get(place, 0) + queries.shape[1]
+
+    def _turned_back(self, queries: Tensor, spec: LayerSpec, rotary: tuple[int, int]) -> Tensor:
+        regime, start = self._meta.ropes[rotary[0]], rotary[1]
+        own = torch.arange(queries.shape[1], dtype=torch.float32)
+        seen = own + 1 if spec.window is None else (own + 1).clamp(max=spec.window)
+        met = own - (torch.rand(len(own), generator=self._draws) * seen).floor()
+        angles = met[:, None] * torch.tensor(regime.inv_freq)[None]
+        return rotate(queries, regime, angles.cos(), -angles.sin(), start)
+
+    def set_output(self, layer: int, weight: Tensor) -> None:
+        """Tell a layer's output projection.
+
+        Args:
+            layer: Number of the layer.
+            weight: W_o ``[hidden, heads * value_dim]``; heads that share a key head follow each other.
+
+        Raises:
+            ArgumentError: It does not fit the layer's values.
+        """
+        spec = self._meta.layers[layer]
+        each = spec.kv_heads * spec.value_dim
+        if weight.dim() != _MATRIX or not each or weight.shape[1] % each:
+            fits = f"{spec.kv_heads} heads of {spec.value_dim} values"
+            msg = f"W_o of {list(weight.shape)} does not fit layer {layer}, which caches {fits}"
+            raise ArgumentError(msg)
+        per_head = weight.detach().float().cpu().reshape(len(weight), -1, spec.value_dim)
+        metric = torch.einsum("ohd,ohe->hde", per_head, per_head)
+        self._outputs[layer] = metric.reshape(spec.kv_heads, -1, *metric.shape[1:]).sum(1)
+
+    def add_gradients(self, gradients: KVCache) -> None:
+        """Add what a cache's tensors have as gradients of the log-probability of tokens drawn from the model.
+
+        A few tokens hold most of the gradients' energy, and what errors do there soon stops to grow with their square.
+        So larger ones count as that of the document's 95th percentile: without, one document out of many would decide.
+
+        Args:
+            gradients: In the cache's own shape and at its positions.
+        """
+        off = positions_off(gradients)
+        self._documents += 1
+        for plane in planes_of(self._meta.layers):
+            if not plane_width(self._meta.layers, plane):
+                continue
+            rows = (off.keys if plane[0] == "key" else off.values)[plane[1]].detach().double().cpu()
+            energies = rows.square().sum((0, 2))
+            cap = energies.quantile(_CAP) if len(energies) else energies.sum()
+            rows = rows * (cap / energies.clamp(min=_TINY)).clamp(max=1).sqrt()[None, :, None]
+            mean = rows.mT @ rows / max(1, rows.shape[1])
+            self._gradients[plane] = self._gradients[plane] + mean if plane in self._gradients else mean
+
+    def query_metric(self, layer: int, side: Side = "key") -> Tensor | None:
+        """The mean of what ``add_queries`` was given.
+
+        Args:
+            layer: Number of the layer.
+            side: As there.
+
+        Returns:
+            float32 ``[kv_heads, dim, dim]``; None where nothing was given.
+        """
+        total = self._sums.get((side, layer))
+        return None if total is None else total / self._counts[side, layer]
+
+    def build(
+        self, vocabulary: Vocabulary | None = None, sensitivity: Mapping[Plane, float] | None = None
+    ) -> Statistics:
+        """All that was gathered.
+
+        Args:
+            vocabulary: Features of tokens, which caches are predicted from; None where none are known.
+            sensitivity: What noise in each plane costs, for engines without gradients; see ``Statistics``.
+
+        Returns:
+            The statistics, None for layers of which nothing is known.
+        """
+        layers = range(len(self._meta.layers))
+        values = (
+            self._outputs.get(layer) if spec.value_rope is None else self.query_metric(layer, "value")
+            for layer, spec in enumerate(self._meta.layers)
+        )
+        gradients = {plane: (total / self._documents).float() for plane, total in self._gradients.items()}
+        return Statistics(
+            tuple(map(self.query_metric, layers)), tuple(values), vocabulary, sensitivity or {}, gradients
+        )

@@ -1,0 +1,104 @@
+"""Which errors in a cache change answers: gradients of drawn tokens, for caches as they are used.
+
+A question may follow a document at once, or much later, or the document may stand among others. Right behind it the
+last tokens weigh several times what others do, and layers that look far back hardly count: so all three are gathered.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from kvwire.errors import KvwireError
+from kvwire.reuse import link
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvwire.codec import StatisticsBuilder
+    from kvwire.engines.base import Engine
+    from kvwire.types import KVCache
+
+_PIECES = 24
+"""Of calibration texts, spread over all of them."""
+_LONGEST, _LEAST = 1280, 64
+"""Tokens of a piece."""
+_READ = 192
+"""Tokens at most that are drawn behind a cache."""
+_log = logging.getLogger("kvwire.engines")
+
+
+@runtime_checkable
+class GradientEngine(Protocol):
+    """What an engine has that can backpropagate to a cache."""
+
+    def cache_gradients(self, cache: KVCache, token_ids: Sequence[int], *, seed: int = 0) -> KVCache:
+        """Backpropagate from drawn tokens to the cache before them.
+
+        Behind each of the tokens one is drawn from what the model predicts there, so the mean of the gradients' squares
+        is the Fisher information, which is what small errors make of the KL divergence.
+
+        Args:
+            cache: What stands before the tokens, positions on.
+            token_ids: What follows; they are read, and those drawn are not.
+            seed: Of the draw.
+
+        Returns:
+            In the cache's shape and at its positions, the gradient of the sum of the drawn tokens' log-probabilities
+            over the square root of their number.
+
+        Raises:
+            ArgumentError: The model cannot backpropagate.
+        """
+        ...
+
+
+def gather_gradients(engine: Engine, documents: Sequence[Sequence[int]], builder: StatisticsBuilder) -> int:
+    """Give a builder the gradients of some pieces of text, each read right behind, late, and in third place.
+
+    Args:
+        engine: Of the model; one that is no ``GradientEngine`` gives nothing.
+        documents: Token ids of calibration texts.
+        builder: What sums them.
+
+    Returns:
+        How many caches' gradients were added; with 0, ``sensitivity`` is what is left to weigh layers by.
+    """
+    if not isinstance(engine, GradientEngine):
+        return 0
+    count = 0
+    for number, (cache, at, token_ids) in enumerate(_uses(engine, _pieces(engine, documents))):
+        try:
+            gradients = engine.cache_gradients(cache, token_ids, seed=number)
+        except KvwireError as error:
+            _log.warning("layers are weighed by noise instead of gradients: %s", error)
+            return 0
+        if all(bool(part.isfinite().all()) for part in (*gradients.keys, *gradients.values)):
+            builder.add_gradients(gradients.slice(0, at))
+            count += 1
+    return count
+
+
+def _pieces(engine: Engine, documents: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    longest = min(_LONGEST, engine.window)
+    pieces = [ids[start : start + longest] for ids in documents for start in range(0, len(ids), longest)]
+    pieces = [piece for piece in pieces if len(piece) >= _LEAST]
+    return pieces[:: max(1, len(pieces) // _PIECES)][:_PIECES]
+
+
+def _uses(engine: Engine, pieces: list[Sequence[int]]) -> Iterator[tuple[KVCache, int, Sequence[int]]]:
+    """Caches, how many of their tokens count, and what is read behind them."""
+    for number, ids in enumerate(pieces):
+        read = min(_READ, len(ids) // 4)
+        at = (len(ids) - read) * 3 // 5
+        (cache,) = engine.prefill([ids[:at]])
+        yield cache, at, ids[at : at + read]
+        if number % 2 == 0:
+            (whole,) = engine.prefill([ids[:-read]])
+            yield whole, at, ids[-read:]
+        else:
+            others = [pieces[other][: at // 2] for other in (number - 1, number - 2)]
+            with suppress(KvwireError):  # some caches cannot be moved that far
+                linked = link(engine.prefill([*others, ids[: at // 2]]))
+                yield linked, linked.tokens, ids[at // 2 : at // 2 + read]

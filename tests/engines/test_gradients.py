@@ -1,0 +1,157 @@
+"""Gradients by cached keys and values: against differences, against the KL divergence, and what is made of them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvwire.codec import StatisticsBuilder, planes_of, positions_off, positions_on
+from kvwire.engines import gradients as gathering
+from kvwire.engines.transformers import TransformersEngine
+from kvwire.engines.transformers.backward import _draw
+from kvwire.errors import ArgumentError
+from kvwire.reuse import link
+
+from .families import config_of, engine_of, make_model, tokens
+
+CONTEXT, REST = 24, 12
+
+
+def precise(family):
+    """A model in float64, whose differences mean something."""
+    return TransformersEngine(make_model(config_of(family)).double())
+
+
+def moved(cache, direction, by):
+    """A cache that is changed along a direction."""
+    keys = [key + by * way for key, way in zip(cache.keys, direction.keys, strict=True)]
+    values = [value + by * way for value, way in zip(cache.values, direction.values, strict=True)]
+    return replace(cache, keys=keys, values=values)
+
+
+def some_direction(cache, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(tensors):
+        return [
+            torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype) for tensor in tensors
+        ]
+
+    return replace(cache, keys=drawn(cache.keys), values=drawn(cache.values))
+
+
+def dot(one, other):
+    pairs = zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True)
+    return sum(float((a.double() * b.double()).sum()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt-neox", "phi", "glm", "gemma2", "gemma4", "youtu", "minicpm3"])
+def test_gradients_are_what_differences_tell(family):
+    engine, ids = precise(family), tokens(CONTEXT + REST)
+    (cache,) = engine.prefill([ids[:CONTEXT]])
+    predicted = engine.forward(engine.past_key_values(cache), ids[CONTEXT:], CONTEXT).log_softmax(-1)
+    drawn = _draw(predicted.float(), 3)[:, None]
+
+    def total(by):
+        logits = engine.forward(engine.past_key_values(moved(cache, way, by)), ids[CONTEXT:], CONTEXT)
+        return float(logits.log_softmax(-1).gather(1, drawn).sum()) / REST**0.5
+
+    way = some_direction(cache)
+    slope = (total(1e-3) - total(-1e-3)) / 2e-3
+    assert dot(engine.cache_gradients(cache, ids[CONTEXT:], seed=3), way) == pytest.approx(slope, rel=0.02, abs=1e-3)
+
+
+def test_gradients_foretell_the_kl_divergence_of_small_errors():
+    """Mean square over draws: the Fisher information, half of which is the KL divergence."""
+    engine, ids = precise("llama"), tokens(CONTEXT + REST)
+    (cache,) = engine.prefill([ids[:CONTEXT]])
+    way = some_direction(cache)
+    exact, changed = (
+        engine.forward(engine.past_key_values(each), ids[CONTEXT:], CONTEXT).log_softmax(-1)
+        for each in (cache, moved(cache, way, 1e-3))
+    )
+    kl = float((exact.exp() * (exact - changed)).sum(-1).mean())
+    draws = [dot(engine.cache_gradients(cache, ids[CONTEXT:], seed=seed), way) ** 2 for seed in range(400)]
+    assert 1e-6 / 2 * sum(draws) / len(draws) == pytest.approx(kl, rel=0.2)
+
+
+def test_draws_follow_the_distribution():
+    chances = torch.tensor([0.1, 0.0, 0.6, 0.3])
+    drawn = torch.cat([_draw(chances.log().expand(500, 4), seed) for seed in range(8)])
+    shares = torch.bincount(drawn, minlength=4) / len(drawn)
+    assert shares[1] == 0
+    assert torch.allclose(shares, chances, atol=0.03)
+    assert torch.equal(_draw(chances.log().expand(9, 4), 5), _draw(chances.log().expand(9, 4), 5))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "youtu", "gpt-oss", "deepseek-v3"])
+def test_statistics_hold_a_metric_of_each_plane(family):
+    engine, documents = engine_of(family), [tokens(120, seed) for seed in range(4)]
+    statistics = engine.statistics(documents, tokens=False)
+    assert not statistics.sensitivity
+    assert set(statistics.gradients) == set(planes_of(engine.meta.layers))
+    for (side, layer), metric in statistics.gradients.items():
+        spec = engine.meta.layers[layer]
+        dim = spec.key_dim if side == "key" else spec.value_dim
+        assert metric.shape == (spec.kv_heads, dim, dim)
+        assert float(torch.linalg.eigvalsh(metric).min()) > -1e-5 * float(metric.abs().max())
+        assert float(metric.diagonal(dim1=1, dim2=2).sum()) > 0
+    again = engine.statistics(documents, tokens=False)
+    assert all(torch.equal(again.gradients[plane], metric) for plane, metric in statistics.gradients.items())
+    assert not engine.statistics(documents, tokens=False, sensitivity=False).gradients
+
+
+def test_texts_are_read_right_behind_late_and_linked(monkeypatch):
+    engine, seen = engine_of("llama"), []
+    uses, builder = gathering._uses, StatisticsBuilder(engine.meta)
+    monkeypatch.setattr(gathering, "_uses", lambda *given: seen.extend(uses(*given)) or iter(seen))
+    documents = [tokens(100, seed) for seed in range(4)]
+    assert gathering.gather_gradients(engine, documents, builder) == 8
+    behind, late, linked = seen[0], seen[1], seen[3]
+    assert (behind[0].tokens, behind[1]) == (45, 45)
+    assert behind[2] == documents[0][45:70]
+    assert (late[0].tokens, late[1]) == (75, 45)
+    assert late[2] == documents[0][75:]
+    wanted = link(engine.prefill([documents[0][:22], documents[3][:22], documents[1][:22]]))
+    assert linked[1] == linked[0].tokens == wanted.tokens
+    assert torch.equal(linked[0].keys[0], wanted.keys[0])
+
+
+def test_long_and_short_texts():
+    engine = engine_of("llama")
+    assert gathering._pieces(engine, [tokens(63)]) == []
+    assert gathering._pieces(engine, [tokens(64)]) == [tokens(64)]
+    many = gathering._pieces(engine, [tokens(engine.window * 5 + 3), *([tokens(70)] * 100)])
+    assert len(many) == 24
+    assert {len(piece) for piece in many} == {engine.window, 70}
+
+
+def test_a_model_without_a_way_back_is_weighed_by_noise(monkeypatch, caplog):
+    engine, documents = engine_of("llama"), [tokens(100, seed) for seed in range(4)]
+
+    def refuse(*_, **__):
+        msg = "derivative for aten::something is not implemented"
+        raise NotImplementedError(msg)
+
+    monkeypatch.setattr(torch.autograd, "grad", refuse)
+    with caplog.at_level(logging.WARNING, "kvwire.engines"):
+        statistics = engine.statistics(documents, tokens=False)
+    assert not statistics.gradients
+    assert set(statistics.sensitivity) == set(planes_of(engine.meta.layers))
+    assert "something is not implemented" in caplog.text
+    with pytest.raises(ArgumentError, match="cannot backpropagate"):
+        engine.cache_gradients(engine.prefill([tokens(9)])[0], tokens(4))
+
+
+def test_gradients_turn_back_as_keys_do():
+    """What an error in an un-rotated key costs: its gradient is the rotated key's, turned back."""
+    engine, ids = precise("llama"), tokens(CONTEXT + REST)
+    (cache,) = engine.prefill([ids[:CONTEXT]])
+    off = positions_off(cache)
+    way = some_direction(off)
+    turned = positions_on(replace(way, meta=replace(way.meta, positions="off")), 0)
+    gradients = engine.cache_gradients(cache, ids[CONTEXT:])
+    assert dot(positions_off(gradients), way) == pytest.approx(dot(gradients, turned), rel=1e-5)
