@@ -107,7 +107,7 @@ def fit_profile(  # noqa: PLR0913 - settings, each with its default
     seen = feature_moments(caches, features)
     planes = group_planes(first.layers, group_width)
     moments = [group_moments(caches, group, features, seen) for group in planes]
-    weights = plane_weights(first.layers, statistics, planes, moments)
+    weights = plane_weights(statistics)
     metrics = [plane_metrics(first.layers, statistics, *pair, weights) for pair in zip(planes, moments, strict=True)]
     prediction = predict(seen, moments, metrics, features.table, features.of_hidden)
     groups = tuple(

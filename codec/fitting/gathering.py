@@ -146,7 +146,7 @@ class StatisticsBuilder:
 
         Args:
             vocabulary: Features of tokens, which caches are predicted from; None where none are known.
-            sensitivity: What noise in each plane costs, for engines without gradients; see ``Statistics``.
+            sensitivity: What noise in each plane costs; see ``Statistics``.
 
         Returns:
             The statistics, None for layers of which nothing is known.

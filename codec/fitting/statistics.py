@@ -33,7 +33,7 @@ class Statistics:
     """What weighs errors in keys and values; None, or nothing, where the engine could not tell.
 
     ``StatisticsBuilder`` makes it of queries, weights and gradients. Attention's own metric says what errors do to the
-    output of one layer, gradients what they do to the answer: a fit mixes both.
+    output of one layer, gradients which of them reach the answer: a fit mixes both. How layers compare, noise tells.
 
     Attributes:
         query_metric: For each layer float32 ``[kv_heads, key_dim, key_dim]``, the sum over the query heads that share a
@@ -43,7 +43,7 @@ class Statistics:
             W_o: an error in a value counts by what the output projection makes of it.
         vocabulary: None where nothing is known of tokens, and then caches are not predicted from them.
         sensitivity: For each plane, ``("key" or "value", layer)``, the KL divergence that a share of noise in it
-            causes; in any unit. Planes that are missing count as average. Not used where there are gradients.
+            causes; in any unit. Planes that are missing count as average.
         gradients: For each plane float32 ``[kv_heads, dim, dim]``, E[g g^T] over a document's tokens, g the gradient of
             the log-probability of tokens drawn from the model, by the token's un-rotated keys or its values; in any
             unit. Empty where the engine has none.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvwire.controller.simulator.outcome import Outcome, Span
     from kvwire.controller.simulator.rates import ar1, constant, steps, token_bucket, with_outages
     from kvwire.controller.simulator.scenario import Scenario, settings_for, simulate, variants_for
-    from kvwire.controller.simulator.sizes import documents_for, measured, raw_documents_for, raw_of
+    from kvwire.controller.simulator.sizes import documents_for, measured, raw_documents_for, raw_of, source_in_words
     from kvwire.controller.simulator.traces import parse_log_json, parse_mbit_lines
     from kvwire.controller.simulator.world import World
     from kvwire.types.rates import RateTrace
@@ -51,6 +51,7 @@ __all__ = [
     "raw_of",
     "settings_for",
     "simulate",
+    "source_in_words",
     "steps",
     "token_bucket",
     "variants_for",
@@ -68,7 +69,13 @@ __getattr__ = lazy(
         "kvwire.controller.simulator.outcome": ("Outcome", "Span"),
         "kvwire.controller.simulator.rates": ("ar1", "constant", "steps", "token_bucket", "with_outages"),
         "kvwire.controller.simulator.scenario": ("Scenario", "settings_for", "simulate", "variants_for"),
-        "kvwire.controller.simulator.sizes": ("documents_for", "measured", "raw_documents_for", "raw_of"),
+        "kvwire.controller.simulator.sizes": (
+            "documents_for",
+            "measured",
+            "raw_documents_for",
+            "raw_of",
+            "source_in_words",
+        ),
         "kvwire.controller.simulator.traces": ("parse_log_json", "parse_mbit_lines"),
         "kvwire.controller.simulator.arrivals": ("LoadArrival", "Trouble"),
         "kvwire.controller.simulator.world": ("World",),

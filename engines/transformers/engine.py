@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from transformers.cache_utils import DynamicCache
 
-from kvwire.codec import Statistics, Vocabulary, perturbed, planes_of, positions_on
+from kvwire.codec import Statistics, Vocabulary, positions_on
 from kvwire.engines.base import Engine
-from kvwire.engines.gradients import gather_gradients
+from kvwire.engines.calibration import gather_gradients, measure_sensitivity
 from kvwire.engines.transformers.backward import backpropagated
 from kvwire.engines.transformers.capture import QueryRecorder, attention_of, recording, uses_sdpa
 from kvwire.engines.transformers.fitting import kept_by_all, turn_alike
@@ -28,16 +28,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from kvwire.codec import Plane
     from kvwire.engines.transformers.waiting import Ready
     from kvwire.types import Side
 
 _SIDES: tuple[Side, ...] = ("key", "value")
-_SENSITIVITY_DOCUMENTS, _SENSITIVITY_LEAST = 3, 64
-_SENSITIVITY_CONTEXT, _SENSITIVITY_REST = 576, 192
-"""Documents, and tokens of each, that layers' sensitivities are measured on."""
-_NOISE = 0.02
-"""Noise in a layer's keys or values, as a share of their energy: small enough that its effect grows in proportion."""
 BATCH_TOKENS = 4096
 """Tokens of one prefill batch, padding included: enough to keep a CPU busy without holding many documents at once."""
 
@@ -249,13 +243,14 @@ class TransformersEngine(Engine):
     def statistics(
         self, documents: Sequence[Sequence[int]], *, tokens: bool = True, sensitivity: bool = True
     ) -> Statistics | None:
-        """Query covariances over some documents, the value metric of each layer, gradients, features of tokens.
+        """Query covariances over some documents, the value metric and sensitivity of each layer, gradients, features.
 
         Args:
             documents: Token ids of each.
             tokens: False leaves the features out, which take a pass over the vocabulary.
-            sensitivity: False leaves gradients out, which take two passes over some 24 pieces of the documents. Where
-                the model cannot backpropagate, the sensitivity of each layer to noise stands in for them.
+            sensitivity: False leaves out what errors do to answers: the sensitivity of layers to noise, which takes two
+                short passes for each layer and each of a few documents, and gradients, which take two passes over some
+                24 pieces of the documents and are missing where the model cannot backpropagate.
 
         Returns:
             The statistics; None without documents, and where nothing is known. Metrics are None where the model's
@@ -272,13 +267,11 @@ class TransformersEngine(Engine):
                 batch = torch.tensor([list(ids)], device=self.device)
                 self.model(input_ids=batch, past_key_values=past, use_cache=True, logits_to_keep=1)
                 recorder.record_cache(tensors_of(past))
-        has_gradients = sensitivity and gather_gradients(self, documents, recorder.builder) > 0
-        if not (recorder.modules or has_gradients or tokens):
+        gathered = gather_gradients(self, documents, recorder.builder) if sensitivity else 0
+        if not (recorder.modules or gathered or tokens):
             return None
         found = recorder.statistics(self._vocabulary(documents) if tokens else None)
-        if has_gradients or not sensitivity:
-            return found
-        return replace(found, sensitivity=self._sensitivity(documents, found))
+        return replace(found, sensitivity=measure_sensitivity(self, documents, found)) if sensitivity else found
 
     def cache_gradients(self, cache: KVCache, token_ids: Sequence[int], *, seed: int = 0) -> KVCache:
         """Backpropagate from tokens that are drawn behind some to the cache before them; see ``GradientEngine``.
@@ -298,24 +291,6 @@ class TransformersEngine(Engine):
         self._check_ids(token_ids, start)
         pairs = backpropagated(self.model, self._pairs(cache), token_ids, start, seed)
         return replace(cache, keys=[keys[0] for keys, _ in pairs], values=[values[0] for _, values in pairs])
-
-    def _sensitivity(self, documents: Sequence[Sequence[int]], statistics: Statistics) -> dict[Plane, float]:
-        """Mean KL divergence that noise in each plane of a cached context causes in what follows it."""
-        total: dict[Plane, float] = {}
-        for ids in sorted(documents, key=len, reverse=True)[:_SENSITIVITY_DOCUMENTS]:
-            taken = ids[: _SENSITIVITY_CONTEXT + _SENSITIVITY_REST]
-            if len(taken) < _SENSITIVITY_LEAST:
-                continue
-            at = len(taken) * 3 // 4
-            (cache,) = self.prefill([taken[:at]])
-            exact = self._log_probabilities(cache, taken[at:])
-            for plane in planes_of(self.meta.layers):
-                noisy = self._log_probabilities(perturbed(cache, plane, statistics, _NOISE), taken[at:])
-                total[plane] = total.get(plane, 0.0) + float((exact.exp() * (exact - noisy)).sum(-1).mean())
-        return total
-
-    def _log_probabilities(self, cache: KVCache, rest: Sequence[int]) -> Tensor:
-        return self.forward(self.past_key_values(cache), rest, cache.tokens).float().log_softmax(-1)
 
     def _vocabulary(self, documents: Sequence[Sequence[int]]) -> Vocabulary:
         longest = max(documents, key=len)

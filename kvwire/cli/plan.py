@@ -80,7 +80,7 @@ def plan(*, place: StoreOptions, **given: Any) -> None:  # noqa: ANN401 - click'
         error = DeadlineError(
             f"the first token would come after {ttft_s:.3f} s, the deadline is {options.deadline:g} s"
         )
-    print_plan(prompt.names, made, estimates, settings, as_json=options.as_json, error=error)
+    print_plan(prompt, made, estimates, settings, as_json=options.as_json, error=error)
     if error:
         leave(error)
 

@@ -127,11 +127,13 @@ class Prompt:
         names: In prompt order.
         inputs: In prompt order.
         details: Beyond what planning needs.
+        sizes: Where sizes come from that are not the documents' own, in words; empty where they are.
     """
 
     names: tuple[str, ...]
     inputs: tuple[DocumentPlanInput, ...]
     details: Details
+    sizes: str = ""
 
 
 class Sources:
@@ -167,7 +169,7 @@ class Sources:
 
     def _made_up(self, context: str) -> Prompt:
         """Documents of equal lengths with sizes as measured."""
-        from kvwire.controller.simulator import costs, documents_for, measured
+        from kvwire.controller.simulator import costs, documents_for, measured, source_in_words
         from kvwire.whatif.records import Details
 
         tokens, count = read_tokens(context, _MOST_TOKENS), self._options.documents
@@ -181,7 +183,7 @@ class Sources:
             level_names=measured()["kvwire"].levels, raw_token_bytes=_RAW_BYTES * model.cache_elements, raw_decode=raw
         )
         names = tuple(f"document {number + 1}" for number in range(count))
-        return Prompt(names, tuple(documents_for(model, lengths)), details)
+        return Prompt(names, tuple(documents_for(model, lengths)), details, source_in_words(model))
 
     def _header(self, name: str) -> BlobInfo | int:
         """What a document's blob says of itself; its tokens where only the text is kept."""

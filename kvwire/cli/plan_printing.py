@@ -16,6 +16,7 @@ from kvwire.whatif.break_even import FASTEST, SLOWEST
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from kvwire.cli.plan_inputs import Prompt
     from kvwire.controller import ControllerSettings, Estimates
     from kvwire.errors import KvwireError
     from kvwire.whatif.break_even import BreakEven
@@ -35,13 +36,13 @@ _TITLES = {
 
 
 def print_plan(
-    names: Sequence[str], plan: LoadPlan, estimates: Estimates, settings: ControllerSettings, *, as_json: bool,
+    prompt: Prompt, plan: LoadPlan, estimates: Estimates, settings: ControllerSettings, *, as_json: bool,
     error: KvwireError | None = None,
 ) -> None:  # fmt: skip
     """Show a plan.
 
     Args:
-        names: Of the documents.
+        prompt: The documents.
         plan: The plan.
         estimates: That it was made with.
         settings: That it was made with.
@@ -51,11 +52,14 @@ def print_plan(
     if as_json:
         compute = {name: getattr(settings, name) for name in COMPUTE}
         made_with = {"estimates": estimates.to_state(), "compute": compute}
-        shown = describe_plan(names, plan) | made_with | error_as_data(error)
+        sizes = {"sizes": prompt.sizes} if prompt.sizes else {}
+        shown = describe_plan(prompt.names, plan) | sizes | made_with | error_as_data(error)
         say(json.dumps(shown, allow_nan=False))
         return
-    for line in (*_verdict(plan), *_chunk_table(names, plan)):
+    for line in (*_verdict(plan), *_chunk_table(prompt.names, plan)):
         say(line)
+    if prompt.sizes:
+        say(prompt.sizes)
     if plan.alternatives:
         for line in (*_alternatives(plan), *_break_evens(plan)):
             say(line)

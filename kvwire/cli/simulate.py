@@ -315,7 +315,8 @@ def _groups(results: Sequence[_Result]) -> dict[tuple[str, str, str], dict[str, 
 def _report(asked: _Asked, results: Sequence[_Result]) -> dict[str, Any]:
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(asked).items()}
     summaries = [
-        {"model": group[0], "machine": group[1], "prompt": group[2], "policy": name} | asdict(figures)
+        {"model": group[0], "machine": group[1], "prompt": group[2], "sizes": _sizes(asked, group[0]), "policy": name}
+        | asdict(figures)
         for group, found in _groups(results).items()
         for name, figures in found.items()
     ]
@@ -326,6 +327,13 @@ def _report(asked: _Asked, results: Sequence[_Result]) -> dict[str, Any]:
         for scored in result.scored
     ]  # fmt: skip
     return {"settings": settings, "summaries": summaries, "loads": loads}
+
+
+def _sizes(asked: _Asked, model: str) -> str:
+    """Where the documents' sizes come from, in words."""
+    from kvwire.controller.simulator import source_in_words
+
+    return "sizes of the blobs that were named" if asked.blobs else source_in_words(read_shape(model))
 
 
 def _load(scored: Scored) -> dict[str, Any]:
@@ -346,6 +354,7 @@ def _print(asked: _Asked, results: Sequence[_Result]) -> None:
         first = next(iter(found.values()))
         named = ", ".join(links[:_NAMED]) + (" and others" if len(links) > _NAMED else "")
         say("", f"{model} on {machine}, {prompt}: {first.loads} loads over {named}")
+        say(_sizes(asked, model))
         if asked.deadline is not None:
             say(f"deadline {asked.deadline:g} s, which nobody could keep in {first.missed_by_bound} of them")
         rows = [_HEAD, *(_row(name, figures) for name, figures in found.items())]

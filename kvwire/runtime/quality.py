@@ -26,9 +26,12 @@ _WINDOWS = 6
 _LEAST_TOKENS = 64
 _CONTEXT, _REST = 1024, 256
 """Tokens of a document that are cached and read on, at most."""
-_QUANTILE = 0.9
-_STEEPEST = 0.9
-"""Exponent of the error at most: on text that the profile was fitted on, fine levels look better than on other text."""
+_QUANTILE = 0.65
+"""Of the points, on the curve: a little above the middle, as other text suffers more than that of the calibration."""
+_WITHIN = (0.1, 0.9)
+"""Quantiles of the points that the interval tells."""
+_SLOPES = (0.5, 2.0)
+"""Exponents of the error that are believed: 0.8 to 1.3 were measured, 1 is what small errors have."""
 
 
 def mean_kl(exact: Tensor, other: Tensor) -> float:
@@ -64,8 +67,9 @@ def calibrate_error(
     """Learn which KL divergence a blob's measured error stands for, from the text that follows cached contexts.
 
     Of some documents, all but the last quarter is encoded and decoded at each level, and the rest is read on top of it.
-    The curve runs where nine points out of ten lie below: calibration text is what the profile knows best, other text
-    suffers more.
+    The notes of the profile tell how far single documents lie from the curve: ``kl_low`` and ``kl_high`` are factors on
+    the prediction between which four points out of five lie, ``kl_exponent_error`` is the standard error of the
+    exponent. Text of another kind may lie further off (benchmarks/predicted_kl.py measures that).
 
     Args:
         engine: The model that the profile was fitted for.
@@ -85,10 +89,17 @@ def calibrate_error(
     if not points:
         return profile
     errors, kls = np.log(np.array(points)).T
-    spread = float(errors.std())
-    slope = float(np.clip(np.polyfit(errors, kls, 1)[0], 0.5, _STEEPEST)) if spread else 1.0
-    level = float(np.quantile(kls - slope * errors, _QUANTILE))
-    return replace(profile, error_to_kl=(math.exp(level), slope))
+    deviations, spread = errors - errors.mean(), float(errors.std())
+    slope = float(np.clip(np.polyfit(errors, kls, 1)[0], *_SLOPES)) if spread else 1.0
+    apart = kls - slope * errors
+    level, low, high = (float(np.quantile(apart, share)) for share in (_QUANTILE, *_WITHIN))
+    uncertain = float(apart.std() / np.sqrt((deviations**2).sum())) if spread else 0.0
+    interval: dict[str, str | int | float] = {
+        "kl_low": math.exp(low - level),
+        "kl_high": math.exp(high - level),
+        "kl_exponent_error": uncertain,
+    }
+    return replace(profile, error_to_kl=(math.exp(level), slope), notes=profile.notes | interval)
 
 
 def _points(

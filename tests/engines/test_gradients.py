@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvwire.codec import StatisticsBuilder, planes_of, positions_off, positions_on
-from kvwire.engines import gradients as gathering
+from kvwire.engines import calibration as gathering
 from kvwire.engines.transformers import TransformersEngine
 from kvwire.engines.transformers.backward import _draw
 from kvwire.errors import ArgumentError
@@ -91,8 +91,7 @@ def test_draws_follow_the_distribution():
 def test_statistics_hold_a_metric_of_each_plane(family):
     engine, documents = engine_of(family), [tokens(120, seed) for seed in range(4)]
     statistics = engine.statistics(documents, tokens=False)
-    assert not statistics.sensitivity
-    assert set(statistics.gradients) == set(planes_of(engine.meta.layers))
+    assert set(statistics.sensitivity) == set(statistics.gradients) == set(planes_of(engine.meta.layers))
     for (side, layer), metric in statistics.gradients.items():
         spec = engine.meta.layers[layer]
         dim = spec.key_dim if side == "key" else spec.value_dim
@@ -129,7 +128,7 @@ def test_long_and_short_texts():
     assert {len(piece) for piece in many} == {engine.window, 70}
 
 
-def test_a_model_without_a_way_back_is_weighed_by_noise(monkeypatch, caplog):
+def test_a_model_without_a_way_back_goes_without_gradients(monkeypatch, caplog):
     engine, documents = engine_of("llama"), [tokens(100, seed) for seed in range(4)]
 
     def refuse(*_, **__):

@@ -6,19 +6,22 @@ import random
 import threading
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from inspect import isfunction
 
+import numpy as np
 import pytest
 import torch
 
 from kvwire import controller as ctl
-from kvwire.codec import Profile, fit_profile
+from kvwire.codec import Profile, StatisticsBuilder, decode, encode, fit_profile, inspect
 from kvwire.engines.base import Engine
+from kvwire.engines.calibration import gather_gradients, measure_sensitivity
 from kvwire.errors import ArgumentError, NotFoundError
 from kvwire.reuse import link
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.loader import Loader
-from kvwire.runtime.quality import Reference, calibrate_error
+from kvwire.runtime.quality import Reference, calibrate_error, mean_kl
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore
 
@@ -70,13 +73,74 @@ def test_a_profile_is_fitted_and_calibrated_without_statistics(engine, corpus):
     assert profile.notes["weighted"] == 0
     scale, exponent = profile.error_to_kl
     assert scale > 0
-    assert 0 < exponent <= 1
+    assert 0.5 <= exponent <= 2
+    assert profile.notes["kl_low"] <= 1 <= profile.notes["kl_high"]
 
 
 def test_caches_alone_give_a_profile_that_is_not_calibrated_before_an_engine_is_there(engine):
     profile = fit_profile(engine.prefill(list(TEXTS.values())))
     assert profile.error_to_kl is None
     assert calibrate_error(engine, profile, list(TEXTS.values())).error_to_kl is not None
+
+
+class Weighing(TinyEngine):
+    """What tells of errors, from public parts alone."""
+
+    def cache_gradients(self, cache, token_ids, *, seed=0):
+        past = [
+            (key.clone().requires_grad_(), value.clone().requires_grad_()) for key, value in self.past_key_values(cache)
+        ]
+        leaves = [leaf for pair in past for leaf in pair]
+        predicted = self.forward(past, token_ids, cache.meta.offset + cache.tokens).log_softmax(-1)
+        drawn = torch.multinomial(predicted.detach().exp(), 1, generator=torch.Generator().manual_seed(seed))
+        found = torch.autograd.grad(predicted.gather(1, drawn).sum() / len(token_ids) ** 0.5, leaves)
+        return replace(cache, keys=list(found[::2]), values=list(found[1::2]))
+
+    def statistics(self, documents, *, tokens=True, sensitivity=True):  # noqa: ARG002 - it knows nothing of tokens
+        builder = StatisticsBuilder(self.meta)
+        for layer, weights in enumerate(self._layers):
+            builder.set_output(layer, weights["o"].T)
+        self.seen = builder
+        for ids in documents:
+            self.prefill([ids])
+        self.seen = None
+        assert gather_gradients(self, documents, builder)
+        found = builder.build()
+        return replace(found, sensitivity=measure_sensitivity(self, documents, found))
+
+    def watch(self, layer, query):
+        if getattr(self, "seen", None) is not None:
+            self.seen.add_queries(layer, query)
+
+
+def test_an_engine_of_ones_own_weighs_errors_with_public_parts(engine):
+    """Bits at the same error of the answers' logits, against caches alone."""
+    weighing, texts = Weighing(), [text(seed, 400) for seed in range(3, 9)]
+    statistics = weighing.statistics(texts)
+    assert all(metric is not None for metric in (*statistics.query_metric, *statistics.value_metric))
+    assert len(statistics.gradients) == len(statistics.sensitivity) == 4
+    profile = fit_profile(weighing.prefill(texts), statistics)
+    assert profile.notes["weighted"] == profile.notes["gradients"] == 1
+    unweighted = fit_profile(weighing.prefill(texts))
+    assert unweighted.notes["gradients"] == 0
+    bits = [kl_bits(weighing, each) for each in (profile, unweighted)]
+    assert bits[0] < 0.97 * bits[1]
+
+
+def kl_bits(engine, profile):
+    """Bits of unseen documents where the KL divergence is 1e-3, straight between levels on logarithmic axes."""
+    rows = []
+    for seed in range(20, 26):
+        context, rest = text(seed, 400)[:300], text(seed, 400)[300:]
+        (cache,) = engine.prefill([context])
+        exact, blob = engine.forward(engine.past_key_values(cache), rest, 300), encode(cache, profile)
+        kls = [
+            mean_kl(exact, engine.forward(engine.past_key_values(decode(blob, level, profile)), rest, 300))
+            for level in range(5)
+        ]
+        rows.append([[level.bits_per_element, kl] for level, kl in zip(inspect(blob).levels, kls, strict=True)])
+    bits, kls = np.log(np.array(rows).mean(0)).T
+    return float(np.exp(np.interp(-np.log(1e-3), -kls, bits)))
 
 
 @pytest.mark.parametrize("order", [("first",), ("first", "second"), ("second", "first")])

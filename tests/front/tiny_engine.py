@@ -71,6 +71,9 @@ class TinyEngine(Engine):
         hidden = self._run([] if past is None else past, token_ids, start)
         return hidden[-logits:] @ self._table.T
 
+    def watch(self, layer, query):
+        """For who wants to see a layer's queries, ``[heads, tokens, dim]``."""
+
     def _run(self, past, token_ids, start):
         """Hidden states of new tokens on top of ``past``, a list of a layer's keys and values that is written to."""
         if not len(token_ids) or start + len(token_ids) > self.window:
@@ -83,6 +86,7 @@ class TinyEngine(Engine):
             normed = torch.nn.functional.rms_norm(hidden, (WIDTH,))
             query, key, value = ((normed @ weights[name]).view(-1, HEADS, DIM).transpose(0, 1) for name in "qkv")
             query, key = rotate(query, self._meta.ropes[0], *turned), rotate(key, self._meta.ropes[0], *turned)
+            self.watch(layer, query)
             if layer < len(past):
                 key, value = torch.cat([past[layer][0], key], 1), torch.cat([past[layer][1], value], 1)
                 past[layer] = key, value

@@ -20,6 +20,8 @@ from kvwire.codec.format.limits import MAX_LEVELS
 from .. import surgery as cut
 from .drafts import Draft, lists_of, unframed, with_lists
 
+MOST_TOKENS = 1 << 16
+"""Longer texts keep their digest."""
 TOO_DAMAGED = (
     LookupError,
     MemoryError,
@@ -194,9 +196,10 @@ def move_chunks(rng, draft):
     elif len(draft.cells) > 1:
         del draft.cells[first]
         draft.tokens = max(1, draft.tokens - draft.chunk_tokens)
-    size = -(-draft.tokens * max(8, draft.id_bits) // 8)
-    draft.ids = draft.ids[:size].ljust(size, b"\0")
-    mend_digest(draft)
+    if draft.tokens <= MOST_TOKENS:  # chunks may claim to be as long as they like
+        size = -(-draft.tokens * max(8, draft.id_bits) // 8)
+        draft.ids = draft.ids[:size].ljust(size, b"\0")
+        mend_digest(draft)
 
 
 def move_levels(rng, draft):
@@ -235,9 +238,11 @@ def other_ids(rng, draft):
 
 def mend_digest(draft):
     """The text's digest of the ids that are there."""
-    if draft.id_bits:
-        whole, bits = int.from_bytes(draft.ids, "little"), draft.id_bits
-        ids = np.array([whole >> at * bits & (1 << bits) - 1 for at in range(draft.tokens)], "<u4")
+    tokens, bits = draft.tokens, draft.id_bits
+    if bits and tokens <= MOST_TOKENS:
+        digits = np.unpackbits(np.frombuffer(draft.ids, np.uint8), bitorder="little")[: tokens * bits]
+        digits = np.pad(digits, (0, tokens * bits - len(digits))).reshape(tokens, bits)
+        ids = (digits.astype(np.uint64) << np.arange(bits, dtype=np.uint64)).sum(1, dtype=np.uint64).astype("<u4")
         draft.metadata["meta"]["token_digest"] = hashlib.sha256(ids.tobytes()).hexdigest()
 
 

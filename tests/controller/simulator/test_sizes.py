@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 import kvwire
-from kvwire.controller.simulator import documents_for, model_named, raw_documents_for
-from kvwire.controller.simulator.sizes import measured
+from kvwire.controller.simulator import documents_for, model_named, raw_documents_for, source_in_words
+from kvwire.controller.simulator.sizes import WEB_TEXT, measured
 from kvwire.errors import ArgumentError, NotFoundError
 
 DEMO, LLAMA = model_named("demo"), model_named("llama-3.1-8b")
@@ -26,16 +26,31 @@ def test_the_same_seed_gives_the_same_documents():
     assert documents_for(LLAMA, [5000, 300], seed=3) != documents_for(LLAMA, [5000, 300], seed=4)
 
 
-def test_sizes_follow_the_model_and_the_measured_rates():
-    (small,), (large,) = documents_for(DEMO, [2560]), documents_for(LLAMA, [2560])
-    ratio = LLAMA.cache_elements / DEMO.cache_elements
-    assert sum(row[-1] for row in large.fetch_bytes) == pytest.approx(
-        ratio * sum(row[-1] for row in small.fetch_bytes), rel=0.01
-    )
+def mean_bits(model, document):
+    """Of whole chunks behind the first, by level."""
+    rows = [row for row, tokens in zip(document.fetch_bytes[1:], document.tokens[1:], strict=True) if tokens == 256]
+    return [8 * sum(column) / len(rows) / 256 / model.cache_elements for column in zip(*rows, strict=True)]
+
+
+def test_the_demonstration_takes_the_rates_of_its_own_documents():
+    (document,) = documents_for(DEMO, [2560])
     known = [chunk.bits for chunk in measured()["kvwire"].others]
-    for sizes in large.fetch_bytes[1:]:
-        bits = [8 * size / (256 * LLAMA.cache_elements) for size in sizes]
+    for sizes in document.fetch_bytes[1:]:
+        bits = [8 * size / (256 * DEMO.cache_elements) for size in sizes]
         assert any(bits == pytest.approx(row, rel=1e-3) for row in known)
+
+
+@pytest.mark.parametrize("method", WEB_TEXT)
+def test_other_models_take_the_rates_of_the_hardest_that_was_measured(method):
+    (document,) = documents_for(LLAMA, [256 * 400], method=method)
+    assert mean_bits(LLAMA, document) == pytest.approx(WEB_TEXT[method], rel=0.1)
+    (easy,) = documents_for(DEMO, [256 * 400], method=method)
+    assert all(hard / bits > 2 for hard, bits in zip(mean_bits(LLAMA, document), mean_bits(DEMO, easy), strict=True))
+
+
+def test_every_source_has_its_words():
+    assert "demonstration" in source_in_words(DEMO)
+    assert "web-text" in source_in_words(LLAMA)
 
 
 def test_a_head_start_is_a_share_of_the_demonstration_model():

@@ -1,7 +1,8 @@
-"""Which errors in a cache change answers: gradients of drawn tokens, for caches as they are used.
+"""Which errors in a cache change answers, for any engine: noise in one layer at a time, and gradients of drawn tokens.
 
-A question may follow a document at once, or much later, or the document may stand among others. Right behind it the
-last tokens weigh several times what others do, and layers that look far back hardly count: so all three are gathered.
+For gradients caches are read as they are used: a question may follow a document at once, or much later, or the document
+may stand among others. Right behind it the last tokens weigh several times what others do, and layers that look far
+back hardly count: so all three are gathered.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from kvwire.codec import perturbed, planes_of, positions_on
 from kvwire.errors import KvwireError
 from kvwire.reuse import link
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvwire.codec import StatisticsBuilder
+    from torch import Tensor
+
+    from kvwire.codec import Plane, Statistics, StatisticsBuilder
     from kvwire.engines.base import Engine
     from kvwire.types import KVCache
 
@@ -26,6 +30,10 @@ _LONGEST, _LEAST = 1280, 64
 """Tokens of a piece."""
 _READ = 192
 """Tokens at most that are drawn behind a cache."""
+_NOISY_DOCUMENTS, _NOISY_TOKENS = 3, 768
+"""Documents, and tokens of each, that layers' sensitivities are measured on."""
+_NOISE = 0.02
+"""Noise in a layer's keys or values, as a share of their energy: small enough that its effect grows in proportion."""
 _log = logging.getLogger("kvwire.engines")
 
 
@@ -63,7 +71,7 @@ def gather_gradients(engine: Engine, documents: Sequence[Sequence[int]], builder
         builder: What sums them.
 
     Returns:
-        How many caches' gradients were added; with 0, ``sensitivity`` is what is left to weigh layers by.
+        How many caches' gradients were added; with 0, attention's own metric is all that a fit has.
     """
     if not isinstance(engine, GradientEngine):
         return 0
@@ -72,7 +80,7 @@ def gather_gradients(engine: Engine, documents: Sequence[Sequence[int]], builder
         try:
             gradients = engine.cache_gradients(cache, token_ids, seed=number)
         except KvwireError as error:
-            _log.warning("layers are weighed by noise instead of gradients: %s", error)
+            _log.warning("errors are weighed by attention alone, without gradients: %s", error)
             return 0
         if all(bool(part.isfinite().all()) for part in (*gradients.keys, *gradients.values)):
             builder.add_gradients(gradients.slice(0, at))
@@ -102,3 +110,35 @@ def _uses(engine: Engine, pieces: list[Sequence[int]]) -> Iterator[tuple[KVCache
             with suppress(KvwireError):  # some caches cannot be moved that far
                 linked = link(engine.prefill([*others, ids[: at // 2]]))
                 yield linked, linked.tokens, ids[at // 2 : at // 2 + read]
+
+
+def measure_sensitivity(
+    engine: Engine, documents: Sequence[Sequence[int]], statistics: Statistics
+) -> dict[Plane, float]:
+    """Mean KL divergence that noise in each plane of a cached context causes in what follows it.
+
+    Args:
+        engine: Of the model.
+        documents: Token ids of calibration texts; the longest few are used.
+        statistics: What is known of the model otherwise: noise is white in attention's metric.
+
+    Returns:
+        In nats, by plane; empty where all documents are too short.
+    """
+    total: dict[Plane, float] = {}
+    for ids in sorted(documents, key=len, reverse=True)[:_NOISY_DOCUMENTS]:
+        taken = ids[:_NOISY_TOKENS]
+        if len(taken) < _LEAST:
+            continue
+        at = len(taken) * 3 // 4
+        (cache,) = engine.prefill([taken[:at]])
+        exact = _log_probabilities(engine, cache, taken[at:])
+        for plane in planes_of(engine.meta.layers):
+            noisy = _log_probabilities(engine, perturbed(cache, plane, statistics, _NOISE), taken[at:])
+            total[plane] = total.get(plane, 0.0) + float((exact.exp() * (exact - noisy)).sum(-1).mean())
+    return total
+
+
+def _log_probabilities(engine: Engine, cache: KVCache, rest: Sequence[int]) -> Tensor:
+    past = engine.past_key_values(positions_on(cache, 0) if cache.meta.positions == "off" else cache)
+    return engine.forward(past, rest, cache.tokens).float().log_softmax(-1)
