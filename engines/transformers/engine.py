@@ -10,8 +10,6 @@ from transformers.cache_utils import DynamicCache
 
 from kvwire.codec import Statistics, Vocabulary, positions_on
 from kvwire.engines.base import Engine
-from kvwire.engines.calibration import gather_gradients, measure_sensitivity
-from kvwire.engines.transformers.backward import backpropagated
 from kvwire.engines.transformers.capture import QueryRecorder, attention_of, recording, uses_sdpa
 from kvwire.engines.transformers.fitting import kept_by_all, turn_alike
 from kvwire.engines.transformers.plain import filled, tensors_of
@@ -256,6 +254,8 @@ class TransformersEngine(Engine):
             The statistics; None without documents, and where nothing is known. Metrics are None where the model's
             attention cannot be watched.
         """
+        from kvwire.engines.calibration import gather_gradients, measure_sensitivity
+
         for ids in documents:
             self._check_ids(ids)
         if not documents:
@@ -287,6 +287,8 @@ class TransformersEngine(Engine):
         Raises:
             ArgumentError: The model cannot backpropagate.
         """
+        from kvwire.engines.transformers.backward import backpropagated
+
         start = cache.meta.offset + cache.tokens
         self._check_ids(token_ids, start)
         pairs = backpropagated(self.model, self._pairs(cache), token_ids, start, seed)

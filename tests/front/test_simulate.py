@@ -104,7 +104,9 @@ def test_who_loses_patience_gets_no_first_token(run):
     assert code == 0
     assert json.loads(out)["summaries"][0]["failed"] == 1
     assert json.loads(out)["summaries"][0]["ttft_s"] is None
-    assert run(*QUICK, *words)[1].splitlines()[3].split()[:3] == ["raw", "-", "-"]
+    lines = run(*QUICK, *words)[1].splitlines()
+    assert lines[4].split()[:3] == ["raw", "-", "-"]
+    assert lines[2] == json.loads(out)["summaries"][0]["sizes"]
 
 
 def test_priors_may_be_wrong_and_estimates_cold(run):
