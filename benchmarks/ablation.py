@@ -144,10 +144,15 @@ def diagonal_queries(statistics: Statistics) -> Statistics:
     return replace(statistics, query_metric=queries)
 
 
-def without_metric(statistics: Statistics) -> Statistics:
-    """Every error counts alike within a plane."""
+def gradients_alone(statistics: Statistics) -> Statistics:
+    """Within a plane errors count as gradients say."""
     nothing = (None,) * len(statistics.query_metric)
     return replace(statistics, query_metric=nothing, value_metric=nothing)
+
+
+def without_metrics(statistics: Statistics) -> Statistics:
+    """Every error counts alike within a plane."""
+    return replace(gradients_alone(statistics), gradients={})
 
 
 def keys_apart(layers: Any, _: int) -> list[tuple[Any, ...]]:  # noqa: ANN401 - stands in for ``group_planes``
@@ -202,10 +207,12 @@ def settings(width: int) -> list[Setting]:
         Setting("head start", "head start of 1 layer", prefix_layers=1),
         Setting("head start", "head start of 2 layers", prefix_layers=2),
         Setting("metric", "query metric: diagonal only", statistics=diagonal_queries, own_metric=True),
-        Setting("metric", "no attention metric", statistics=without_metric, own_metric=True),
+        Setting("metric", "no metric within a plane", statistics=without_metrics, own_metric=True),
         Setting("metric", "no sensitivities", statistics=lambda given: replace(given, sensitivity={}), own_metric=True),
         Setting("metric", "sensitivities to the power 1", patches=((_METRIC, "_SENSITIVITY_EXPONENT", 1.0),),
                 own_metric=True),
+        Setting("gradients", "no gradients", statistics=lambda given: replace(given, gradients={}), own_metric=True),
+        Setting("gradients", "gradients alone", statistics=gradients_alone, own_metric=True),
         Setting("groups", "one layer at a time", {"group_width": 512}),
         Setting("groups", "two layers at a time", {"group_width": 1024}),
         Setting("groups", "three layers at a time", {"group_width": 1536}),
