@@ -119,7 +119,7 @@ class StatisticsBuilder:
         for plane in planes_of(self._meta.layers):
             if not plane_width(self._meta.layers, plane):
                 continue
-            rows = (off.keys if plane[0] == "key" else off.values)[plane[1]].detach().double().cpu()
+            rows = (off.keys if plane[0] == "key" else off.values)[plane[1]].detach().cpu().double()
             energies = rows.square().sum((0, 2))
             cap = energies.quantile(_CAP) if len(energies) else energies.sum()
             rows = rows * (cap / energies.clamp(min=_TINY)).clamp(max=1).sqrt()[None, :, None]
