@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 FILE_MODE = 0o600
 """Of such a file and of what lies beside it."""
 _FOLDER_MODE = 0o700
+_ROOT, _OTHERS_WRITE = 0, 0o022
 
 
 def user_file(environment: Mapping[str, str], variable: str, name: str) -> Path | None:
@@ -34,6 +35,25 @@ def user_file(environment: Mapping[str, str], variable: str, name: str) -> Path 
         return Path(named).expanduser() if named else _caches(environment) / "kvwire" / name
     except RuntimeError:  # this user has no home
         return None
+
+
+def check_owner(path: Path, variable: str) -> None:
+    """Refuse a file that may hold what somebody else wrote.
+
+    Args:
+        path: The file among the user's caches.
+        variable: The environment variable that may name it instead.
+
+    Raises:
+        OSError: The file is not there.
+        ValueError: It belongs to another user, or others may write it.
+    """
+    about = path.stat()
+    is_theirs = about.st_uid not in (os.geteuid(), _ROOT)
+    if is_theirs or about.st_mode & _OTHERS_WRITE:
+        why = "it belongs to another user" if is_theirs else "others may write it"
+        msg = f"{why}, so it is not trusted (make it yours alone, or name it in {variable})"
+        raise ValueError(msg)
 
 
 def read_at_most(path: Path, most: int) -> bytes:

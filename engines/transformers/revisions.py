@@ -12,7 +12,7 @@ import re
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from kvwire._user_file import read_at_most, replace_unflushed, user_file, writable_place
+from kvwire._user_file import check_owner, read_at_most, replace_unflushed, user_file, writable_place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,13 +29,15 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 class RevisionsFile:
     """Model revisions by what the file system says of a model's files. No method raises for what is wrong with it."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, *, is_named: bool = True) -> None:
         """Keep them in a file.
 
         Args:
             path: The file; None: remember nothing.
+            is_named: Somebody named it. Otherwise it counts only where nobody else may have written it: who forges a
+                revision has another model's caches taken for this one's.
         """
-        self._path = path
+        self._path, self._is_named = path, is_named
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> RevisionsFile:
@@ -47,7 +49,7 @@ class RevisionsFile:
         Returns:
             What ``KVWIRE_REVISIONS`` names, or ``kvwire/revisions.json`` among the user's caches.
         """
-        return cls(user_file(environment, VARIABLE, "revisions.json"))
+        return cls(user_file(environment, VARIABLE, "revisions.json"), is_named=bool(environment.get(VARIABLE)))
 
     def recall(self, key: str) -> str | None:
         """Look a revision up.
@@ -80,6 +82,8 @@ class RevisionsFile:
         if self._path is None:
             return {}
         try:
+            if not self._is_named:
+                check_owner(self._path, VARIABLE)
             content = read_at_most(self._path, _MOST_BYTES)
             whole = json.loads(content) if len(content) <= _MOST_BYTES else None
         except (OSError, ValueError, RecursionError):

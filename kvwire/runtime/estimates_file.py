@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from kvwire._json import strict_json
-from kvwire._user_file import FILE_MODE, read_at_most, replace_unflushed, user_file, writable_place
+from kvwire._user_file import FILE_MODE, check_owner, read_at_most, replace_unflushed, user_file, writable_place
 from kvwire.controller import CostModel, DecodeCost, Estimates, PrefillCost
 from kvwire.errors import ArgumentError, CorruptError
 
@@ -42,7 +42,6 @@ _MOST_BYTES = 1 << 20
 _LOCK_PATIENCE_S = 5.0
 _LOCK_POLL_S = 0.005
 _CPU_LINES, _CPU_CHARS = 64, 70
-_ROOT, _OTHERS_WRITE = 0, 0o022
 _END_OF_TIME = 1e11  # seconds since 1970
 _PORTS = {"http": 80, "https": 443}
 _PLAIN = re.compile(r"[\w.+ -]{1,80}(/[\w.+ -]{1,80})?")  # what may be written as it is; anything else as its digest
@@ -156,7 +155,7 @@ class EstimatesFile:
             return nothing
         try:
             if not self._is_named:
-                _check_owner(self._path)
+                check_owner(self._path, VARIABLE)
             content = read_at_most(self._path, _MOST_BYTES)
         except FileNotFoundError:
             return nothing
@@ -273,16 +272,6 @@ def _host(url: str) -> str:
 
 def _digest(text: str) -> str:
     return "#" + sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-
-
-def _check_owner(path: Path) -> None:
-    """Raise ValueError where a file may hold what somebody else wrote."""
-    about = path.stat()
-    is_theirs = about.st_uid not in (os.geteuid(), _ROOT)
-    if is_theirs or about.st_mode & _OTHERS_WRITE:
-        why = "it belongs to another user" if is_theirs else "others may write it"
-        msg = f"{why}, so it is not trusted (make it yours alone, or name it in {VARIABLE})"
-        raise ValueError(msg)
 
 
 def _decoded(content: bytes) -> dict[str, Entries]:

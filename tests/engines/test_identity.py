@@ -159,6 +159,22 @@ def test_the_environment_names_the_file_or_switches_it_off(model, monkeypatch, t
     assert read
 
 
+def test_a_usual_file_that_others_may_write_is_not_trusted(monkeypatch, tmp_path):
+    """Who forges a revision has another model's caches taken for this one's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("KVWIRE_REVISIONS", raising=False)
+    usual, key = RevisionsFile.of_environment(), "1" * 64
+    usual.remember(key, "a" * 64)
+    assert usual.recall(key) == "a" * 64
+    path = tmp_path / "kvwire" / "revisions.json"
+    path.chmod(0o666)
+    assert usual.recall(key) is None
+    monkeypatch.setenv("KVWIRE_REVISIONS", str(path))
+    assert RevisionsFile.of_environment().recall(key) == "a" * 64
+    usual.remember(key, "b" * 64)  # written anew, by this user alone
+    assert usual.recall(key) == "b" * 64
+
+
 def test_a_file_that_vanishes_while_others_are_hashed_is_told(model, monkeypatch):
     def gone(path, tell):
         raise FileNotFoundError(path)
