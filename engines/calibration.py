@@ -8,8 +8,11 @@ back hardly count: so all three are gathered.
 from __future__ import annotations
 
 import logging
+import math
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import torch
 
 from kvwire.codec import perturbed, planes_of, positions_on
 from kvwire.errors import KvwireError
@@ -53,8 +56,8 @@ class GradientEngine(Protocol):
             seed: Of the draw.
 
         Returns:
-            In the cache's shape and at its positions, the gradient of the sum of the drawn tokens' log-probabilities
-            over the square root of their number.
+            In the cache's shape and at its positions, of any float dtype, the gradient of the sum of the drawn tokens'
+            log-probabilities over the square root of their number.
 
         Raises:
             ArgumentError: The model cannot backpropagate.
@@ -80,11 +83,13 @@ def gather_gradients(engine: Engine, documents: Sequence[Sequence[int]], builder
         try:
             gradients = engine.cache_gradients(cache, token_ids, seed=number)
         except KvwireError as error:
-            _log.warning("errors are weighed by attention alone, without gradients: %s", error)
-            return 0
+            _log.warning("gradients of %d caches weigh errors, no more can be had: %s", count, error)
+            break
         if all(bool(part.isfinite().all()) for part in (*gradients.keys, *gradients.values)):
             builder.add_gradients(gradients.slice(0, at))
             count += 1
+        else:
+            _log.warning("gradients of a cache are not finite and left out; is the model's dtype too narrow?")
     return count
 
 
@@ -92,7 +97,8 @@ def _pieces(engine: Engine, documents: Sequence[Sequence[int]]) -> list[Sequence
     longest = min(_LONGEST, engine.window)
     pieces = [ids[start : start + longest] for ids in documents for start in range(0, len(ids), longest)]
     pieces = [piece for piece in pieces if len(piece) >= _LEAST]
-    return pieces[:: max(1, len(pieces) // _PIECES)][:_PIECES]
+    count = min(_PIECES, len(pieces))
+    return [pieces[number * len(pieces) // count] for number in range(count)]
 
 
 def _uses(engine: Engine, pieces: list[Sequence[int]]) -> Iterator[tuple[KVCache, int, Sequence[int]]]:
@@ -106,7 +112,8 @@ def _uses(engine: Engine, pieces: list[Sequence[int]]) -> Iterator[tuple[KVCache
             (whole,) = engine.prefill([ids[:-read]])
             yield whole, at, ids[-read:]
         else:
-            others = [pieces[other][: at // 2] for other in (number - 1, number - 2)]
+            before = [other % len(pieces) for other in (number - 1, number - 2)]
+            others = [pieces[other][: at // 2] for other in before if other != number]
             with suppress(KvwireError):  # some caches cannot be moved that far
                 linked = link(engine.prefill([*others, ids[: at // 2]]))
                 yield linked, linked.tokens, ids[at // 2 : at // 2 + read]
@@ -123,20 +130,23 @@ def measure_sensitivity(
         statistics: What is known of the model otherwise: noise is white in attention's metric.
 
     Returns:
-        In nats, by plane; empty where all documents are too short.
+        In nats, by plane; empty where all documents are too short. Planes whose divergence is not finite are left out.
     """
     total: dict[Plane, float] = {}
-    for ids in sorted(documents, key=len, reverse=True)[:_NOISY_DOCUMENTS]:
-        taken = ids[:_NOISY_TOKENS]
-        if len(taken) < _LEAST:
-            continue
+    longest = min(_NOISY_TOKENS, engine.window)
+    chosen = [ids[:longest] for ids in sorted(documents, key=len, reverse=True)[:_NOISY_DOCUMENTS]]
+    chosen = [taken for taken in chosen if len(taken) >= _LEAST]
+    for taken in chosen:
         at = len(taken) * 3 // 4
         (cache,) = engine.prefill([taken[:at]])
         exact = _log_probabilities(engine, cache, taken[at:])
         for plane in planes_of(engine.meta.layers):
             noisy = _log_probabilities(engine, perturbed(cache, plane, statistics, _NOISE), taken[at:])
-            total[plane] = total.get(plane, 0.0) + float((exact.exp() * (exact - noisy)).sum(-1).mean())
-    return total
+            apart = torch.where(exact > -math.inf, exact.exp() * (exact - noisy), 0.0).sum(-1).mean()
+            total[plane] = total.get(plane, 0.0) + float(apart) / len(chosen)
+    if lost := [plane for plane, value in total.items() if not math.isfinite(value)]:
+        _log.warning("noise in %s gives no finite answers; they count as average", lost)
+    return {plane: value for plane, value in total.items() if math.isfinite(value)}
 
 
 def _log_probabilities(engine: Engine, cache: KVCache, rest: Sequence[int]) -> Tensor:

@@ -12,8 +12,6 @@ from kvwire.codec.transform.positions import positions_off, rotate
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import Tensor
 
     from kvwire.codec.fitting.statistics import Vocabulary
@@ -50,7 +48,6 @@ class StatisticsBuilder:
         self._counts: dict[Plane, int] = {}
         self._outputs: dict[int, Tensor] = {}
         self._gradients: dict[Plane, Tensor] = {}
-        self._documents = 0
         self._draws = torch.Generator().manual_seed(0)
 
     def add_queries(self, layer: int, queries: Tensor, side: Side = "key") -> None:
@@ -109,22 +106,26 @@ class StatisticsBuilder:
         """Add what a cache's tensors have as gradients of the log-probability of tokens drawn from the model.
 
         A few tokens hold most of the gradients' energy, and what errors do there soon stops to grow with their square.
-        So larger ones count as that of the document's 95th percentile: without, one document out of many would decide.
+        So larger ones count as that of the 95th percentile of those that have any, and every cache counts alike in each
+        plane: without, one text out of many would decide. How planes compare is lost by that, and told by
+        ``Statistics.sensitivity``.
 
         Args:
             gradients: In the cache's own shape and at its positions.
         """
         off = positions_off(gradients)
-        self._documents += 1
         for plane in planes_of(self._meta.layers):
             if not plane_width(self._meta.layers, plane):
                 continue
             rows = (off.keys if plane[0] == "key" else off.values)[plane[1]].detach().cpu().double()
             energies = rows.square().sum((0, 2))
-            cap = energies.quantile(_CAP) if len(energies) else energies.sum()
-            rows = rows * (cap / energies.clamp(min=_TINY)).clamp(max=1).sqrt()[None, :, None]
-            mean = rows.mT @ rows / max(1, rows.shape[1])
-            self._gradients[plane] = self._gradients[plane] + mean if plane in self._gradients else mean
+            some = energies[energies > 0]
+            if not len(some):  # the layer does not reach the answer, or a window ends before
+                continue
+            rows = rows * (some.quantile(_CAP) / energies.clamp(min=_TINY)).clamp(max=1).sqrt()[None, :, None]
+            products = rows.mT @ rows
+            alike = products / _trace(products)
+            self._gradients[plane] = self._gradients[plane] + alike if plane in self._gradients else alike
 
     def query_metric(self, layer: int, side: Side = "key") -> Tensor | None:
         """The mean of what ``add_queries`` was given.
@@ -139,14 +140,11 @@ class StatisticsBuilder:
         total = self._sums.get((side, layer))
         return None if total is None else total / self._counts[side, layer]
 
-    def build(
-        self, vocabulary: Vocabulary | None = None, sensitivity: Mapping[Plane, float] | None = None
-    ) -> Statistics:
-        """All that was gathered.
+    def build(self, vocabulary: Vocabulary | None = None) -> Statistics:
+        """All that was gathered; ``sensitivity`` is measured with what this returns, and put in by ``replace``.
 
         Args:
             vocabulary: Features of tokens, which caches are predicted from; None where none are known.
-            sensitivity: What noise in each plane costs; see ``Statistics``.
 
         Returns:
             The statistics, None for layers of which nothing is known.
@@ -156,7 +154,10 @@ class StatisticsBuilder:
             self._outputs.get(layer) if spec.value_rope is None else self.query_metric(layer, "value")
             for layer, spec in enumerate(self._meta.layers)
         )
-        gradients = {plane: (total / self._documents).float() for plane, total in self._gradients.items()}
-        return Statistics(
-            tuple(map(self.query_metric, layers)), tuple(values), vocabulary, sensitivity or {}, gradients
-        )
+        gradients = {plane: (total / _trace(total)).float() for plane, total in self._gradients.items()}
+        return Statistics(tuple(map(self.query_metric, layers)), tuple(values), vocabulary, {}, gradients)
+
+
+def _trace(blocks: Tensor) -> Tensor:
+    """Of all heads."""
+    return torch.diagonal(blocks, dim1=1, dim2=2).sum()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,7 +38,7 @@ def plane_weights(statistics: Statistics | None) -> dict[Plane, float]:
     """How much the planes matter, by the measured sensitivity.
 
     Gradients would tell that, too, but badly: a few tokens hold nearly all of their energy, and errors there soon stop
-    to cost what their square says (measured: 1.1 to 1.6 times the bits, by model).
+    to cost what their square says (docs/ablation.md).
 
     Args:
         statistics: Of the engine; None where nothing is known.
@@ -45,7 +46,7 @@ def plane_weights(statistics: Statistics | None) -> dict[Plane, float]:
     Returns:
         What each plane's energy is to be scaled by, 1 on average. Planes that are missing count as average.
     """
-    known = {} if statistics is None else statistics.sensitivity
+    known = {} if statistics is None else {p: value for p, value in statistics.sensitivity.items() if isfinite(value)}
     raised = {plane: max(value, 0.0) ** _SENSITIVITY_EXPONENT for plane, value in known.items()}
     mean = sum(raised.values()) / max(1, len(raised))
     return {plane: max(value / mean, _LEAST_SENSITIVITY) for plane, value in raised.items()} if mean > 0 else {}
@@ -80,7 +81,7 @@ def plane_metrics(
         blocks = [floored_metric(layers[plane[1]], statistics, plane)]
         if statistics is not None:
             by_gradients = _checked(layers[plane[1]], plane, statistics.gradients.get(plane), "gradients")
-            if by_gradients is not None:
+            if by_gradients is not None and float(torch.diagonal(by_gradients, dim1=1, dim2=2).sum()) > 0:
                 known = (statistics.query_metric if plane[0] == "key" else statistics.value_metric)[
                     plane[1]
                 ] is not None

@@ -46,7 +46,7 @@ class Statistics:
             causes; in any unit. Planes that are missing count as average.
         gradients: For each plane float32 ``[kv_heads, dim, dim]``, E[g g^T] over a document's tokens, g the gradient of
             the log-probability of tokens drawn from the model, by the token's un-rotated keys or its values; in any
-            unit. Empty where the engine has none.
+            unit, each plane's own. Planes that are missing, or zero, have attention's metric alone.
     """
 
     query_metric: tuple[Tensor | None, ...]

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+_HALF_SCALE = 2.0**16
+"""What a loss in float16 is multiplied by: most gradients would be zero there; less where that overflows."""
+
 
 def backpropagated(
     model: PreTrainedModel, pairs: Sequence[tuple[Tensor, Tensor]], token_ids: Sequence[int], start: int, seed: int
@@ -29,36 +32,59 @@ def backpropagated(
         seed: Of the draw.
 
     Returns:
-        Gradients in the shapes of ``pairs``, of the sum over the square root of the number of tokens; zeros where a
-        layer does not reach the answer.
+        Gradients in the shapes of ``pairs``, float32, of the sum over the square root of the number of tokens; zeros
+        where a layer does not reach the answer.
 
     Raises:
         ArgumentError: The model cannot backpropagate.
     """
-    leaves = [
-        (keys.detach().clone().requires_grad_(), values.detach().clone().requires_grad_()) for keys, values in pairs
-    ]
-    flat = [leaf for pair in leaves for leaf in pair]
-    ids = torch.tensor([list(token_ids)], device=model.device)
-    positions = torch.arange(start, start + len(token_ids), device=model.device)[None]
+    scale = _HALF_SCALE if model.dtype == torch.float16 else 1.0
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
-        with torch.enable_grad():
-            past = filled(leaves, model.config)
-            logits = model(input_ids=ids, position_ids=positions, past_key_values=past, use_cache=True).logits[0]
-            predicted = logits.float().log_softmax(-1)
-            drawn = _draw(predicted.detach(), seed)
-            total = predicted.gather(1, drawn[:, None]).sum() / len(token_ids) ** 0.5
-            found = torch.autograd.grad(total, flat, allow_unused=True)
-    except (RuntimeError, NotImplementedError) as error:  # quantised weights, kernels without a way back, memory
+        for parameter in trained:  # the way back to weights would keep every layer's input
+            parameter.requires_grad_(False)
+        found = _gradients(model, pairs, token_ids, start, seed, scale)
+        while scale > 1 and not all(bool(one.isfinite().all()) for one in found):
+            scale /= 16
+            found = _gradients(model, pairs, token_ids, start, seed, scale)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:  # quantised weights, kernels, memory
         msg = f"the model cannot backpropagate to its cache ({error})"
         raise ArgumentError(msg) from error
-    known = [torch.zeros_like(leaf) if one is None else one.detach() for leaf, one in zip(flat, found, strict=True)]
-    return list(zip(known[::2], known[1::2], strict=True))
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+    return list(zip(found[::2], found[1::2], strict=True))
+
+
+def _gradients(
+    model: PreTrainedModel,
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    token_ids: Sequence[int],
+    start: int,
+    seed: int,
+    scale: float,
+) -> list[Tensor]:
+    """Of keys and values in turn, float32."""
+    ids = torch.tensor([list(token_ids)], device=model.device)
+    positions = torch.arange(start, start + len(token_ids), device=model.device)[None]
+    with torch.enable_grad():
+        leaves = [leaf.detach().clone().requires_grad_() for pair in pairs for leaf in pair]
+        past = filled(zip(leaves[::2], leaves[1::2], strict=True), model.config)
+        logits = model(input_ids=ids, position_ids=positions, past_key_values=past, use_cache=True).logits[0]
+        predicted = logits.float().log_softmax(-1)
+        drawn = _draw(predicted.detach(), seed)
+        total = predicted.gather(1, drawn[:, None]).sum() * (scale / len(token_ids) ** 0.5)
+        found = torch.autograd.grad(total, leaves, allow_unused=True)
+    return [
+        torch.zeros_like(leaf, dtype=torch.float32) if one is None else one.detach().float() / scale
+        for leaf, one in zip(leaves, found, strict=True)
+    ]
 
 
 def _draw(log_probabilities: Tensor, seed: int) -> Tensor:
     """One token for each row, the same on every device: by the place of a uniform number in the distribution."""
     places = torch.rand(len(log_probabilities), 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    sums = log_probabilities.double().exp().cumsum(-1)
-    last = torch.tensor(log_probabilities.shape[1] - 1)
-    return torch.searchsorted(sums.cpu(), places * sums[:, -1:].cpu()).squeeze(1).clamp(max=last).to(sums.device)
+    sums = log_probabilities.cpu().double().exp().cumsum(-1)
+    last = log_probabilities.shape[1] - 1
+    drawn = torch.searchsorted(sums, places * sums[:, -1:]).squeeze(1).clamp(max=last)
+    return drawn.to(log_probabilities.device)

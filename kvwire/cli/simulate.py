@@ -333,7 +333,7 @@ def _sizes(asked: _Asked, model: str) -> str:
     """Where the documents' sizes come from, in words."""
     from kvwire.controller.simulator import source_in_words
 
-    return "sizes of the blobs that were named" if asked.blobs else source_in_words(read_shape(model))
+    return "sizes of the blobs that were named" if asked.blobs else source_in_words(read_shape(model), asked.methods)
 
 
 def _load(scored: Scored) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from kvwire.codec import decode, encode, inspect
 from kvwire.reuse import link
@@ -26,12 +27,14 @@ _WINDOWS = 6
 _LEAST_TOKENS = 64
 _CONTEXT, _REST = 1024, 256
 """Tokens of a document that are cached and read on, at most."""
-_QUANTILE = 0.65
+_QUANTILE = 0.7
 """Of the points, on the curve: a little above the middle, as other text suffers more than that of the calibration."""
 _WITHIN = (0.1, 0.9)
 """Quantiles of the points that the interval tells."""
 _SLOPES = (0.5, 2.0)
 """Exponents of the error that are believed: 0.8 to 1.3 were measured, 1 is what small errors have."""
+_LEAST_SPREAD = 0.5
+"""Standard deviation of the errors' logarithms from which on an exponent can be fitted; one level alone has less."""
 
 
 def mean_kl(exact: Tensor, other: Tensor) -> float:
@@ -45,7 +48,7 @@ def mean_kl(exact: Tensor, other: Tensor) -> float:
         The mean over all tokens, in nats.
     """
     p, q = exact.float().log_softmax(-1), other.float().log_softmax(-1)
-    return float((p.exp() * (p - q)).sum(-1).mean())
+    return float(torch.where(p > -math.inf, p.exp() * (p - q), 0.0).sum(-1).mean())
 
 
 def greedy_agreement(exact: Tensor, other: Tensor) -> float:
@@ -67,9 +70,10 @@ def calibrate_error(
     """Learn which KL divergence a blob's measured error stands for, from the text that follows cached contexts.
 
     Of some documents, all but the last quarter is encoded and decoded at each level, and the rest is read on top of it.
-    The notes of the profile tell how far single documents lie from the curve: ``kl_low`` and ``kl_high`` are factors on
-    the prediction between which four points out of five lie, ``kl_exponent_error`` is the standard error of the
-    exponent. Text of another kind may lie further off (benchmarks/predicted_kl.py measures that).
+    The notes of the profile tell how far single levels of single documents lie from the curve: ``kl_low`` and
+    ``kl_high`` are factors on the prediction between which four out of five lie, ``kl_exponent_error`` is the
+    exponent's standard error, as if they were independent. Text of another kind may lie further off
+    (benchmarks/predicted_kl.py measures that).
 
     Args:
         engine: The model that the profile was fitted for.
@@ -84,16 +88,16 @@ def calibrate_error(
         point
         for ids in sorted(documents, key=len, reverse=True)[:_WINDOWS]
         if len(ids) >= _LEAST_TOKENS
-        for point in _points(engine, profile, ids[: _CONTEXT + _REST], ladder)
+        for point in _points(engine, profile, ids[: min(_CONTEXT + _REST, engine.window)], ladder)
     ]
     if not points:
         return profile
     errors, kls = np.log(np.array(points)).T
     deviations, spread = errors - errors.mean(), float(errors.std())
-    slope = float(np.clip(np.polyfit(errors, kls, 1)[0], *_SLOPES)) if spread else 1.0
+    slope = float(np.clip(np.polyfit(errors, kls, 1)[0], *_SLOPES)) if spread > _LEAST_SPREAD else 1.0
     apart = kls - slope * errors
     level, low, high = (float(np.quantile(apart, share)) for share in (_QUANTILE, *_WITHIN))
-    uncertain = float(apart.std() / np.sqrt((deviations**2).sum())) if spread else 0.0
+    uncertain = float(apart.std() / np.sqrt((deviations**2).sum())) if spread > _LEAST_SPREAD else 0.0
     interval: dict[str, str | int | float] = {
         "kl_low": math.exp(low - level),
         "kl_high": math.exp(high - level),

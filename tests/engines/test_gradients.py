@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvwire.codec import StatisticsBuilder, planes_of, positions_off, positions_on
+from kvwire.codec import StatisticsBuilder, fit_profile, planes_of, positions_off, positions_on
 from kvwire.engines import calibration as gathering
 from kvwire.engines.transformers import TransformersEngine
 from kvwire.engines.transformers.backward import _draw
@@ -123,6 +123,8 @@ def test_long_and_short_texts():
     engine = engine_of("llama")
     assert gathering._pieces(engine, [tokens(63)]) == []
     assert gathering._pieces(engine, [tokens(64)]) == [tokens(64)]
+    spread = [tokens(64, seed) for seed in range(47)]
+    assert gathering._pieces(engine, spread)[-1] == spread[45]
     many = gathering._pieces(engine, [tokens(engine.window * 5 + 3), *([tokens(70)] * 100)])
     assert len(many) == 24
     assert {len(piece) for piece in many} == {engine.window, 70}
@@ -143,6 +145,67 @@ def test_a_model_without_a_way_back_goes_without_gradients(monkeypatch, caplog):
     assert "something is not implemented" in caplog.text
     with pytest.raises(ArgumentError, match="cannot backpropagate"):
         engine.cache_gradients(engine.prefill([tokens(9)])[0], tokens(4))
+
+
+def test_what_was_gathered_before_a_failure_counts(caplog):
+    class Failing(TransformersEngine):
+        calls = 0
+
+        def cache_gradients(self, cache, token_ids, *, seed=0):
+            self.calls += 1
+            if self.calls > 2:
+                msg = "out of memory"
+                raise ArgumentError(msg)
+            return super().cache_gradients(cache, token_ids, seed=seed)
+
+    engine = Failing(make_model(config_of("llama")))
+    builder, documents = StatisticsBuilder(engine.meta), [tokens(100, seed) for seed in range(4)]
+    assert gathering.gather_gradients(engine, documents, builder) == 2
+    assert "gradients of 2 caches" in caplog.text
+    assert "out of memory" in caplog.text
+    assert set(builder.build().gradients) == set(planes_of(engine.meta.layers))
+
+
+def test_float16_gradients_do_not_vanish():
+    ids, found = tokens(CONTEXT + REST), []
+    for dtype in (torch.float32, torch.float16):
+        engine = TransformersEngine(make_model(config_of("llama")).to(dtype))
+        (cache,) = engine.prefill([ids[:CONTEXT]])
+        gradients = engine.cache_gradients(cache, ids[CONTEXT:], seed=1)
+        found.append(torch.cat([part.flatten() for part in (*gradients.keys, *gradients.values)]))
+    exact, half = found
+    assert half.dtype == torch.float32
+    assert float((exact != 0).float().mean()) - float((half != 0).float().mean()) < 0.01
+    assert float(torch.nn.functional.cosine_similarity(exact, half, dim=0)) > 0.99
+
+
+def test_one_loud_text_does_not_decide():
+    """Each cache counts alike, and a few loud tokens count as the others' loudest."""
+    engine = engine_of("llama")
+    (cache,) = engine.prefill([tokens(40)])
+    off = positions_off(cache)
+    quiet, loud = some_direction(off, 1), some_direction(off, 2)
+    one_loud_token = [part.clone() for part in quiet.values]
+    for part in one_loud_token:
+        part[:, 7] *= 1e4
+    builders = [StatisticsBuilder(engine.meta) for _ in range(3)]
+    for builder, scale in zip(builders[:2], (1.0, 1e6), strict=True):
+        builder.add_gradients(quiet)
+        builder.add_gradients(replace(loud, keys=[scale * part for part in loud.keys]))
+    builders[2].add_gradients(replace(quiet, values=one_loud_token))
+    alike, scaled, token = (builder.build().gradients for builder in builders)
+    assert all(torch.allclose(alike[plane], scaled[plane], atol=1e-6) for plane in alike)
+    assert float(token["value", 0].abs().max()) < 20 * float(alike["value", 0].abs().max())
+
+
+def test_planes_without_gradients_have_attention_alone():
+    engine, documents = engine_of("llama"), [tokens(100, seed) for seed in range(4)]
+    statistics = engine.statistics(documents)
+    silent = {plane: torch.zeros_like(metric) for plane, metric in statistics.gradients.items()}
+    caches = engine.prefill(documents)
+    without, zeros = (fit_profile(caches, replace(statistics, gradients=given)) for given in ({}, silent))
+    pairs = zip(without.groups, zeros.groups, strict=True)
+    assert all(torch.equal(one.rows, other.rows) for one, other in pairs)
 
 
 def test_gradients_turn_back_as_keys_do():
