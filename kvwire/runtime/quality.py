@@ -27,8 +27,8 @@ _WINDOWS = 6
 _LEAST_TOKENS = 64
 _CONTEXT, _REST = 1024, 256
 """Tokens of a document that are cached and read on, at most."""
-_QUANTILE = 0.7
-"""Of the points, on the curve: a little above the middle, as other text suffers more than that of the calibration."""
+_QUANTILE = 0.8
+"""Of the points, on the curve: above the middle, as other text suffers more than that of the calibration."""
 _WITHIN = (0.1, 0.9)
 """Quantiles of the points that the interval tells."""
 _SLOPES = (0.5, 2.0)
