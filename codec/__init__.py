@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvwire.codec.fitting.fit import fit_profile
     from kvwire.codec.fitting.gathering import StatisticsBuilder
     from kvwire.codec.fitting.sensitivity import perturbed
-    from kvwire.codec.fitting.statistics import Statistics, Vocabulary
+    from kvwire.codec.fitting.statistics import Statistics, Vocabulary, Weighting
     from kvwire.codec.format.codecs import DEFAULT_METHOD, methods
     from kvwire.codec.format.container import read_header
     from kvwire.codec.format.texts import pack_text, read_text, read_text_documents
@@ -48,6 +48,7 @@ __all__ = [
     "StatisticsBuilder",
     "StreamEvent",
     "Vocabulary",
+    "Weighting",
     "decode",
     "encode",
     "fit_cachegen_profile",
@@ -82,7 +83,7 @@ __getattr__ = lazy(
         "kvwire.codec.fitting.fit": ("fit_profile",),
         "kvwire.codec.fitting.gathering": ("StatisticsBuilder",),
         "kvwire.codec.fitting.sensitivity": ("perturbed",),
-        "kvwire.codec.fitting.statistics": ("Statistics", "Vocabulary"),
+        "kvwire.codec.fitting.statistics": ("Statistics", "Vocabulary", "Weighting"),
         "kvwire.codec.format.codecs": ("DEFAULT_METHOD", "methods"),
         "kvwire.codec.format.container": ("read_header",),
         "kvwire.codec.format.texts": ("pack_text", "read_text", "read_text_documents"),

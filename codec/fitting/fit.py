@@ -107,7 +107,7 @@ def fit_profile(  # noqa: PLR0913 - settings, each with its default
     seen = feature_moments(caches, features)
     planes = group_planes(first.layers, group_width)
     moments = [group_moments(caches, group, features, seen) for group in planes]
-    weights = plane_weights(statistics)
+    weights = plane_weights(first.layers, statistics, planes, moments)
     metrics = [plane_metrics(first.layers, statistics, *pair, weights) for pair in zip(planes, moments, strict=True)]
     prediction = predict(seen, moments, metrics, features.table, features.of_hidden)
     groups = tuple(
@@ -118,6 +118,7 @@ def fit_profile(  # noqa: PLR0913 - settings, each with its default
         "tokens": seen.tokens,
         "weighted": int(statistics is not None),
         "gradients": int(statistics is not None and len(statistics.gradients) > 0),
+        "weighting": statistics.weighting if statistics else "",
     }
     draft = Profile(
         first.model_id, first.model_revision, first.layers, groups, _no_counts(), notes, prediction.table,

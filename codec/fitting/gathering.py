@@ -48,6 +48,8 @@ class StatisticsBuilder:
         self._counts: dict[Plane, int] = {}
         self._outputs: dict[int, Tensor] = {}
         self._gradients: dict[Plane, Tensor] = {}
+        self._fisher: dict[Plane, Tensor] = {}
+        self._caches = 0
         self._draws = torch.Generator().manual_seed(0)
 
     def add_queries(self, layer: int, queries: Tensor, side: Side = "key") -> None:
@@ -106,14 +108,15 @@ class StatisticsBuilder:
         """Add what a cache's tensors have as gradients of the log-probability of tokens drawn from the model.
 
         A few tokens hold most of the gradients' energy, and what errors do there soon stops to grow with their square.
-        So larger ones count as that of the 95th percentile of those that have any, and every cache counts alike in each
-        plane: without, one text out of many would decide. How planes compare is lost by that, and told by
-        ``Statistics.sensitivity``.
+        So in ``Statistics.gradients`` larger ones count as that of the 95th percentile of those that have any, and
+        every cache counts alike in each plane: without, one text out of many would decide. How planes compare is lost
+        by that, and told by ``Statistics.sensitivity``. ``Statistics.fisher`` has them as they are.
 
         Args:
             gradients: In the cache's own shape and at its positions.
         """
         off = positions_off(gradients)
+        self._caches += 1
         for plane in planes_of(self._meta.layers):
             if not plane_width(self._meta.layers, plane):
                 continue
@@ -122,6 +125,8 @@ class StatisticsBuilder:
             some = energies[energies > 0]
             if not len(some):  # the layer does not reach the answer, or a window ends before
                 continue
+            information = rows.mT @ rows / rows.shape[1]
+            self._fisher[plane] = self._fisher[plane] + information if plane in self._fisher else information
             rows = rows * (some.quantile(_CAP) / energies.clamp(min=_TINY)).clamp(max=1).sqrt()[None, :, None]
             products = rows.mT @ rows
             alike = products / _trace(products)
@@ -155,7 +160,8 @@ class StatisticsBuilder:
             for layer, spec in enumerate(self._meta.layers)
         )
         gradients = {plane: (total / _trace(total)).float() for plane, total in self._gradients.items()}
-        return Statistics(tuple(map(self.query_metric, layers)), tuple(values), vocabulary, {}, gradients)
+        fisher = {plane: (total / self._caches).float() for plane, total in self._fisher.items()}
+        return Statistics(tuple(map(self.query_metric, layers)), tuple(values), vocabulary, {}, gradients, fisher)
 
 
 def _trace(blocks: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import isfinite
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +12,7 @@ from kvwire.codec.planes import plane_width
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -32,24 +32,54 @@ _SENSITIVITY_EXPONENT = 0.5
 in all planes together do, and text differs."""
 _LEAST_SENSITIVITY = 0.05
 """Least weight of a plane, the mean plane's being 1: what calibration texts never need, others may."""
+_LEAST_INFORMATION = 1e-3
+"""The same where gradients tell how planes compare."""
 
 
-def plane_weights(statistics: Statistics | None) -> dict[Plane, float]:
-    """How much the planes matter, by the measured sensitivity.
+def plane_weights(
+    layers: tuple[LayerSpec, ...],
+    statistics: Statistics | None,
+    planes: Sequence[tuple[Plane, ...]],
+    moments: Sequence[Moments],
+) -> dict[Plane, float]:
+    """How much the planes matter: by the measured sensitivity, or by the energy that the Fisher information gives them.
 
-    Gradients would tell that, too, but badly: a few tokens hold nearly all of their energy, and errors there soon stop
-    to cost what their square says (docs/ablation.md).
+    The latter is what the fit is to minimise, if errors are small; but a few tokens hold nearly all of the gradients'
+    energy, and errors there soon stop to cost what their square says. Which is better depends on the model
+    (docs/ablation.md).
 
     Args:
+        layers: Of the model.
         statistics: Of the engine; None where nothing is known.
+        planes: Of each group.
+        moments: Of each group's elements.
 
     Returns:
         What each plane's energy is to be scaled by, 1 on average. Planes that are missing count as average.
     """
-    known = {} if statistics is None else {p: value for p, value in statistics.sensitivity.items() if isfinite(value)}
+    if statistics is None:
+        return {}
+    if statistics.weighting == "fisher":
+        energies = {
+            plane: _energy(found.double().cpu(), *parts) / plane_width(layers, plane)
+            for group, moment in zip(planes, moments, strict=True)
+            for plane, parts in zip(group, _parts(layers, group, moment), strict=True)
+            if (found := statistics.fisher.get(plane)) is not None
+        }
+        return _scaled(energies, _LEAST_INFORMATION, geometric=True)
+    known = {plane: value for plane, value in statistics.sensitivity.items() if math.isfinite(value)}
     raised = {plane: max(value, 0.0) ** _SENSITIVITY_EXPONENT for plane, value in known.items()}
-    mean = sum(raised.values()) / max(1, len(raised))
-    return {plane: max(value / mean, _LEAST_SENSITIVITY) for plane, value in raised.items()} if mean > 0 else {}
+    return _scaled(raised, _LEAST_SENSITIVITY, geometric=False)
+
+
+def _scaled(weights: dict[Plane, float], least: float, *, geometric: bool) -> dict[Plane, float]:
+    """Weights with a mean of 1. The geometric one suits those that lie far apart: most planes are below the other."""
+    mean = sum(weights.values()) / max(1, len(weights))
+    if mean <= 0:
+        return {}
+    scaled = {plane: max(value / mean, least) for plane, value in weights.items()}
+    middle = math.exp(sum(map(math.log, scaled.values())) / len(scaled)) if geometric else 1.0
+    return {plane: value / middle for plane, value in scaled.items()}
 
 
 def plane_metrics(
@@ -62,8 +92,9 @@ def plane_metrics(
     """Compute the metric of each plane, scaled so that its weighted energy is its weight for each element.
 
     It is attention's, or that of gradients; where both are known their mean, each scaled alike. Attention's alone does
-    not know what later layers make of an error, gradients alone follow the few tokens that hold most of them. A plane
-    that hardly scatters about its mean is scaled by its mean instead, one that is zero by its metric.
+    not know what later layers make of an error, gradients alone follow the few tokens that hold most of them. Or it is
+    the Fisher information, where ``Statistics.weighting`` says so. A plane that hardly scatters about its mean is
+    scaled by its mean instead, one that is zero by its metric.
 
     Args:
         layers: Of the model.
@@ -78,17 +109,24 @@ def plane_metrics(
     out = []
     for plane, (covariance, mean) in zip(planes, _parts(layers, planes, moments), strict=True):
         width = plane_width(layers, plane)
-        blocks = [floored_metric(layers[plane[1]], statistics, plane)]
-        if statistics is not None:
-            by_gradients = _checked(layers[plane[1]], plane, statistics.gradients.get(plane), "gradients")
-            if by_gradients is not None and float(torch.diagonal(by_gradients, dim1=1, dim2=2).sum()) > 0:
-                known = (statistics.query_metric if plane[0] == "key" else statistics.value_metric)[
-                    plane[1]
-                ] is not None
-                blocks = [*blocks[:known], _floored(by_gradients)]
+        blocks = _metrics_of(layers[plane[1]], statistics, plane)
         scaled = [block * (width / len(blocks) / _energy(block, covariance, mean)) for block in blocks]
         out.append((sum(scaled[1:], scaled[0]) * weights.get(plane, 1.0)).float())
     return out
+
+
+def _metrics_of(spec: LayerSpec, statistics: Statistics | None, plane: Plane) -> list[Tensor]:
+    """The metrics whose mean counts in a plane, one at least."""
+    by_attention = floored_metric(spec, statistics, plane)
+    if statistics is None:
+        return [by_attention]
+    fisher = statistics.weighting == "fisher"
+    given = (statistics.fisher if fisher else statistics.gradients).get(plane)
+    gradients = _checked(spec, plane, given, "gradients")
+    if gradients is None or not float(torch.diagonal(gradients, dim1=1, dim2=2).sum()) > 0:
+        return [by_attention]
+    known = (statistics.query_metric if plane[0] == "key" else statistics.value_metric)[plane[1]] is not None
+    return [*([by_attention] if known and not fisher else []), _floored(gradients)]
 
 
 def _parts(

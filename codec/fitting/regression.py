@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MAX_TABLE_COLUMNS = 768
 """Columns of the token table at most."""
-TABLE_CUT = 0.004
+TABLE_CUT = 0.001
 """A direction of the features that explains less energy for one token, in steps squared of about the middle level, is
 left out: what it would take off the residual is less than quantisation leaves there."""
 LEAST_GAIN = 0.01

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -12,6 +12,15 @@ if TYPE_CHECKING:
 
     from kvwire.codec.planes import Plane
     from kvwire.types import KVCache
+
+
+Weighting = Literal["mixed", "fisher"]
+"""How a fit weighs errors, by what is known:
+
+* ``mixed``: within a plane the mean of attention's metric and of capped gradients', planes by the root of their
+  sensitivity to noise.
+* ``fisher``: the Fisher information as it is, within planes and between them.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +55,10 @@ class Statistics:
             causes; in any unit. Planes that are missing count as average.
         gradients: For each plane float32 ``[kv_heads, dim, dim]``, E[g g^T] over a document's tokens, g the gradient of
             the log-probability of tokens drawn from the model, by the token's un-rotated keys or its values; in any
-            unit, each plane's own. Planes that are missing, or zero, have attention's metric alone.
+            unit, each plane's own, large ones capped. Planes that are missing, or zero, have attention's metric alone.
+        fisher: The same without a cap, and in one unit for all planes.
+        weighting: Which of this a fit is to follow. None suits every model best: an engine that can measures which one
+            does (``choose_weighting``).
     """
 
     query_metric: tuple[Tensor | None, ...]
@@ -54,3 +66,5 @@ class Statistics:
     vocabulary: Vocabulary | None = None
     sensitivity: Mapping[Plane, float] = field(default_factory=dict)
     gradients: Mapping[Plane, Tensor] = field(default_factory=dict)
+    fisher: Mapping[Plane, Tensor] = field(default_factory=dict)
+    weighting: Weighting = "mixed"

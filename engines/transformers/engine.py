@@ -248,13 +248,15 @@ class TransformersEngine(Engine):
             tokens: False leaves the features out, which take a pass over the vocabulary.
             sensitivity: False leaves out what errors do to answers: the sensitivity of layers to noise, which takes two
                 short passes for each layer and each of a few documents, and gradients, which take two passes over some
-                24 pieces of the documents and are missing where the model cannot backpropagate.
+                24 pieces of the documents and are missing where the model cannot backpropagate. And which of them
+                weighs errors best, see ``choose_weighting``.
 
         Returns:
             The statistics; None without documents, and where nothing is known. Metrics are None where the model's
             attention cannot be watched.
         """
         from kvwire.engines.calibration import gather_gradients, measure_sensitivity
+        from kvwire.engines.weighting import choose_weighting
 
         for ids in documents:
             self._check_ids(ids)
@@ -271,7 +273,10 @@ class TransformersEngine(Engine):
         if not (recorder.modules or gathered or tokens):
             return None
         found = recorder.statistics(self._vocabulary(documents) if tokens else None)
-        return replace(found, sensitivity=measure_sensitivity(self, documents, found)) if sensitivity else found
+        if not sensitivity:
+            return found
+        found = replace(found, sensitivity=measure_sensitivity(self, documents, found))
+        return replace(found, weighting=choose_weighting(self, documents, found))
 
     def cache_gradients(self, cache: KVCache, token_ids: Sequence[int], *, seed: int = 0) -> KVCache:
         """Backpropagate from tokens that are drawn behind some to the cache before them; see ``GradientEngine``.

@@ -6,7 +6,7 @@ import threading
 import time
 from contextlib import suppress
 from copy import copy
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvwire.codec import CHUNK_TOKENS, DEFAULT_METHOD, Ladder, encode, kind_of_method, read_profile
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 CALIBRATION_TOKENS = 16384
 """Tokens that a profile is fitted on: the basis hardly moves beyond, and their caches fit in memory."""
+HELD_OUT, EACH_OUT = 24, 6
+"""Texts at most to measure errors on; where there are no further ones, of how many one is kept out of the fit."""
 LEAST_TOKENS = 64
 """Less text says nothing about a model: such documents carry a plain profile of their own."""
 ENOUGH_TOKENS = 4096
@@ -115,8 +117,8 @@ class Coding:
 class _Texts:
     """Calibration texts, as the level kinds' ``fit`` asks for them."""
 
-    def __init__(self, engine: Engine, chosen: Sequence[Sequence[int]]) -> None:
-        self._engine, self._chosen = engine, chosen
+    def __init__(self, engine: Engine, chosen: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> None:
+        self._engine, self._chosen, self._others = engine, chosen, others
 
     def caches(self) -> list[KVCache]:
         return self._engine.prefill(self._chosen)
@@ -128,7 +130,29 @@ class _Texts:
         return [self._engine.prefix_states(ids, layers) for ids in self._chosen]
 
     def calibrate_error(self, profile: Profile, ladder: Ladder | None) -> Profile:
-        return calibrate_error(self._engine, profile, self._chosen, ladder)
+        profile = calibrate_error(self._engine, profile, self._others or self._chosen, ladder)
+        return replace(profile, notes=profile.notes | {"kl_held_out": int(bool(self._others))})
+
+
+def _calibration_texts(
+    documents: Sequence[Document], tokens: int
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Texts to fit on, up to that many tokens, and others to measure errors on: seen text flatters a profile.
+
+    The others are what comes next; where nothing does, every sixth text is kept out of the fit, if there are that many.
+    """
+    chosen: list[tuple[int, ...]] = []
+    others: list[tuple[int, ...]] = []
+    for document in documents:
+        room = tokens - sum(map(len, chosen))
+        if room > 0:
+            chosen.append(document.token_ids[:room])
+        elif len(others) < HELD_OUT and len(document.token_ids) >= LEAST_TOKENS:
+            others.append(document.token_ids)
+    if not others and min(map(len, kept := chosen[EACH_OUT - 1 :: EACH_OUT]), default=0) >= LEAST_TOKENS:
+        others = kept
+        del chosen[EACH_OUT - 1 :: EACH_OUT]
+    return chosen, others
 
 
 class Corpus:
@@ -229,20 +253,16 @@ class Corpus:
 
         Args:
             documents: Calibration text, the first ones first.
-            tokens: Fit on up to that many tokens; the last document is cut there.
+            tokens: Fit on up to that many tokens; the last document is cut there. Errors are measured on the documents
+                that come next, or else on some that are kept out of the fit.
 
         Returns:
             The profile. None where the documents have fewer than LEAST_TOKENS tokens, and then nothing changes.
         """
-        chosen: list[tuple[int, ...]] = []
-        for document in documents:
-            room = tokens - sum(map(len, chosen))
-            if room <= 0:
-                break
-            chosen.append(document.token_ids[:room])
+        chosen, others = _calibration_texts(documents, tokens)
         if sum(map(len, chosen)) < LEAST_TOKENS:
             return None
-        profile = self._coding.kind.fit(_Texts(self._engine, chosen), self._coding)
+        profile = self._coding.kind.fit(_Texts(self._engine, chosen, others), self._coding)
         if profile is not None:
             self.set_profile(profile)
         return profile
