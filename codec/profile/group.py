@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvwire.codec.planes import Plane
+    from kvwire.codec.profile.stepped import SteppedGroup
 
 REPEATS = 2
 """Digits of eight bits, besides the lowest, for which ``Group.repeated_rows`` has rows."""
@@ -36,6 +37,7 @@ class Group:
         metric: The attention metric of each plane, symmetric blocks ``[heads, dim, dim]`` or a diagonal ``[width of the
             plane]``; the encoder's only.
         predictor: bfloat16 ``[features, width]``, what the text says of the elements; None where it says nothing.
+        stepped: What rows, predictor and metric were rounded to, for the file; None where they were not.
     """
 
     planes: tuple[Plane, ...]
@@ -45,6 +47,7 @@ class Group:
     row_scale: NDArray[np.float32] | None = None
     metric: tuple[NDArray[np.float32], ...] = ()
     predictor: torch.Tensor | None = None
+    stepped: SteppedGroup | None = None
 
     @property
     def rank(self) -> int:
