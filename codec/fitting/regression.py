@@ -287,4 +287,6 @@ def _sensitivity(
 
 def _quantised(metric: list[Tensor], precision: Precision) -> Tensor:
     """Covariance of the quantiser's error in elements: white in the metric."""
-    return precision.error * torch.block_diag(*(torch.linalg.inv(head.double()) for block in metric for head in block))
+    heads = (torch.linalg.inv(head.double()) for block in metric for head in block)
+    whole: Tensor = torch.block_diag(*heads)  # type: ignore[no-untyped-call]
+    return precision.error * whole

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvwire.types import BlobInfo, CacheMeta, KVCache
 
 CALIBRATION_TOKENS = 16384
-"""Tokens that a profile is fitted on: the basis hardly moves beyond, and their caches fit in memory."""
+"""Tokens that a profile is fitted on: the basis hardly moves beyond. Their caches wait on disk."""
 LEAST_TOKENS = 64
 """Less text says nothing about a model: such documents carry a plain profile of their own."""
 ENOUGH_TOKENS = 4096
@@ -119,7 +119,9 @@ class _Texts:
         self._engine, self._chosen = engine, chosen
 
     def caches(self) -> list[KVCache]:
-        return self._engine.prefill(self._chosen)
+        from kvwire.runtime.spilled import spilled
+
+        return spilled((self._engine.prefill([ids])[0] for ids in self._chosen), len(self._chosen))
 
     def statistics(self, *, tokens: bool) -> Statistics | None:
         return self._engine.statistics(self._chosen, tokens=tokens)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -147,7 +148,7 @@ def make() -> tuple[dict, dict, torch.Tensor]:
 
 
 def make_packed() -> tuple[dict, dict, torch.Tensor]:
-    """The same with profiles as ``fit_profile`` makes them now: one that predicts from tokens, one from hidden states."""
+    """Profiles as ``fit_profile`` makes them now: one knows tokens, one hidden states; as ``make``."""
     from synthetic import TINY, TINY_ROPES, make_hidden, make_statistics, make_tiny
 
     tiny, caches = make_tiny(20, 5), [make_tiny(200, seed) for seed in (1, 2)]
@@ -172,7 +173,7 @@ def main() -> None:
     written = [_written(*each) for each in ((STEM, *make()), (PACKED, *make_packed()))]
     for files in written:
         if not overwrite and any((GOLDEN / name).exists() for name in files):
-            print("golden files of this version exist; they are never written twice")
+            sys.stderr.write("golden files of this version exist; they are never written twice\n")
             continue
         for name, data in files.items():
             (GOLDEN / name).write_bytes(data)
