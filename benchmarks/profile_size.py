@@ -60,7 +60,7 @@ def rotation_of(width: int, draw: torch.Generator) -> Tensor:
 def synthetic(args: argparse.Namespace, layers: int) -> tuple[list[KVCache], Statistics]:
     """Calibration caches of the first layers, and what an engine would know of tokens and errors."""
     draw = torch.Generator().manual_seed(args.seed)
-    meta = CacheMeta("synthetic-8b", "", layer_specs(layers), positions="off")
+    meta = CacheMeta("synthetic-8b", layers=layer_specs(layers), positions="off")
     features = torch.randn(VOCABULARY, args.features, generator=draw)
     ids = (VOCABULARY * torch.rand(args.tokens, generator=draw) ** 3).long()  # few tokens are frequent
     width = TOGETHER * 2 * HEADS * DIM
@@ -151,9 +151,9 @@ def options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4, help="that are fitted, a multiple of four")
-    parser.add_argument("--tokens", type=int, default=16_384, help="to fit on")
+    parser.add_argument("--tokens", type=int, default=8192, help="to fit on")
     parser.add_argument("--features", type=int, default=1024, help="of a token; a real fit has some 8000")
-    parser.add_argument("--exponent", type=float, default=1.3, help="by which variances fall off with their rank")
+    parser.add_argument("--exponent", type=float, default=1.8, help="by which variances fall off with their rank")
     parser.add_argument("--decided", type=float, default=0.5, help="share of the energy that tokens decide")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULTS / "profile_size.json")

@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 
 GROUP_WIDTH = 4096
 """Elements for one token in a group: keys and values of neighbouring layers share what is common to them."""
-RANK_CUT = 0.2
-"""Coefficients narrower than this many of the finest steps are left out: they would hardly ever be coded."""
+RANK_CUT = 0.05
+"""Coefficients narrower than this many of the finest steps are left out: they would never be coded."""
 _SHRINKAGE_TOKENS = 256
 """The covariance leans on an isotropic one as if that many tokens had been seen: short corpora keep every direction."""
 _TINY = 1e-20

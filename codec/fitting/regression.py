@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvwire.codec.fitting.rounding import Precision
     from kvwire.codec.profile.stepped import Stepped
 
-MAX_TABLE_COLUMNS = 768
+MAX_TABLE_COLUMNS = 512
 """Columns of the token table at most."""
 TABLE_CUT = 0.004
 """A direction of the features that explains less energy for one token, in steps squared of about the middle level, is
