@@ -30,9 +30,8 @@ from kvwire.codec.fitting.regression import predict
 from kvwire.codec.fitting.rounding import SMALLER, Precision, factor_of, round_rows
 from kvwire.codec.planes import SIDES, plane_width, planes_of
 from kvwire.codec.prediction.text import TextPredictor
-from kvwire.codec.profile.group import Group
+from kvwire.codec.profile.group import Group, SteppedGroup
 from kvwire.codec.profile.profile import Profile
-from kvwire.codec.profile.stepped import SteppedGroup
 from kvwire.codec.transform.analysis import analyse, gather_planes
 from kvwire.codec.transform.quantiser import Ladder, quantise, split_levels
 from kvwire.errors import ArgumentError, CacheValueError, MismatchError
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     from kvwire.codec.fitting.regression import Prediction
     from kvwire.codec.fitting.statistics import Statistics
     from kvwire.codec.planes import Plane
-    from kvwire.codec.profile.stepped import Factor
+    from kvwire.codec.profile.group import Factor
     from kvwire.types import KVCache, LayerSpec
 
 GROUP_WIDTH = 4096

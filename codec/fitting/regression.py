@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from kvwire.codec.fitting.moments import FeatureMoments, Moments
     from kvwire.codec.fitting.rounding import Precision
-    from kvwire.codec.profile.stepped import Stepped
+    from kvwire.codec.profile.group import Stepped
 
 MAX_TABLE_COLUMNS = 512
 """Columns of the token table at most."""

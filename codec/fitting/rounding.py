@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from kvwire.codec.profile.stepped import LARGEST, SMALL, Factor, Stepped
+from kvwire.codec.profile.group import LARGEST, SMALL, Factor, Stepped
 
 if TYPE_CHECKING:
     from torch import Tensor

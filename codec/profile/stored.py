@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from kvwire.codec.planes import SIDES
-from kvwire.codec.profile.group import Group
-from kvwire.codec.profile.stepped import Factor, Stepped, SteppedGroup
+from kvwire.codec.profile.group import Factor, Group, Stepped, SteppedGroup
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

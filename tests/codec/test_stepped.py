@@ -19,7 +19,7 @@ from kvwire.codec.fitting.rounding import (
     round_with_feedback,
     round_with_feedback_naive,
 )
-from kvwire.codec.profile.stepped import LARGEST, Stepped, values_naive
+from kvwire.codec.profile.group import LARGEST, Stepped, values_naive
 
 from . import surgery as cut
 from .synthetic import make_cache, make_statistics, stored_plainly
