@@ -217,7 +217,7 @@ def settings(width: int) -> list[Setting]:
         Setting("groups", "two layers at a time", {"group_width": 1024}),
         Setting("groups", "three layers at a time", {"group_width": 1536}),
         Setting("groups", "keys apart from values", patches=((_FIT, "group_planes", keys_apart),)),
-        Setting("size", "8-bit rows", {"small": True}),
+        Setting("size", "matrices less precise", {"small": True}),
         Setting("size", "rank cut 0.2", {"rank_cut": 0.2}),
         Setting("size", "rank cut 0.5", {"rank_cut": 0.5}),
         Setting("rounding", "no reconstruction points", made=middle_points),

@@ -27,9 +27,10 @@ from kvwire.codec.entropy.tables import (
 from kvwire.codec.fitting.metric import plane_metrics, plane_weights, roots
 from kvwire.codec.fitting.moments import Features, feature_moments, group_moments, spans
 from kvwire.codec.fitting.regression import predict
+from kvwire.codec.fitting.rounding import SMALLER, Precision, factor_of, round_rows
 from kvwire.codec.planes import SIDES, plane_width, planes_of
 from kvwire.codec.prediction.text import TextPredictor
-from kvwire.codec.profile.group import Group
+from kvwire.codec.profile.group import Group, SteppedGroup
 from kvwire.codec.profile.profile import Profile
 from kvwire.codec.transform.analysis import analyse, gather_planes
 from kvwire.codec.transform.quantiser import Ladder, quantise, split_levels
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from kvwire.codec.fitting.regression import Prediction
     from kvwire.codec.fitting.statistics import Statistics
     from kvwire.codec.planes import Plane
+    from kvwire.codec.profile.group import Factor
     from kvwire.types import KVCache, LayerSpec
 
 GROUP_WIDTH = 4096
@@ -83,7 +85,7 @@ def fit_profile(  # noqa: PLR0913 - settings, each with its default
         prefix_layers: Layers of the model whose output predicts the rest; 0 for none. Blobs then need it for decoding.
         hidden: The hidden states after them, ``[tokens, size]`` for each cache, as ``engine.prefix_states`` computes
             them.
-        small: Whether to store the transform in 8 bits an entry: half the size for about one per cent of rate.
+        small: Whether to store matrices less precisely: a fifth less for some per cent of rate at the finest levels.
         head_start: Old name of ``prefix_layers``, for one more version.
 
     Returns:
@@ -108,11 +110,15 @@ def fit_profile(  # noqa: PLR0913 - settings, each with its default
     planes = group_planes(first.layers, group_width)
     moments = [group_moments(caches, group, features, seen) for group in planes]
     weights = plane_weights(first.layers, statistics, planes, moments)
-    metrics = [plane_metrics(first.layers, statistics, *pair, weights) for pair in zip(planes, moments, strict=True)]
-    prediction = predict(seen, moments, metrics, features.table, features.of_hidden)
+    exact = [plane_metrics(first.layers, statistics, *pair, weights) for pair in zip(planes, moments, strict=True)]
+    factors = [tuple(map(_factor, blocks)) for blocks in exact]
+    metrics = [list(map(_rounded, *pair)) for pair in zip(exact, factors, strict=True)]
+    precision = Precision(ladder.steps[-1], SMALLER if small else 1.0)
+    prediction = predict(seen, moments, metrics, features.table, features.of_hidden, precision)
+    predicted = prediction.of_groups(moments, seen, metrics, precision)
     groups = tuple(
-        _basis(*each, seen.tokens, rank_cut * ladder.steps[-1], small=small)
-        for each in zip(planes, metrics, prediction.of_groups(moments, seen), strict=True)
+        _basis(*each, seen.tokens, rank_cut * ladder.steps[-1], precision)
+        for each in zip(planes, metrics, factors, predicted, strict=True)
     )
     notes: dict[str, str | int | float] = {
         "tokens": seen.tokens,
@@ -226,11 +232,11 @@ def group_planes(layers: tuple[LayerSpec, ...], group_width: int) -> list[tuple[
 def _basis(
     planes: tuple[Plane, ...],
     metric: list[Tensor],
+    factors: tuple[Factor | None, ...],
     predicted: Prediction,
     tokens: int,
     cut: float,
-    *,
-    small: bool,
+    precision: Precision,
 ) -> Group:
     """Eigenvectors of the weighted covariance of what prediction leaves, as synthesis rows; see ``Group``."""
     root, inverse = roots(metric)
@@ -241,24 +247,25 @@ def _basis(
     energies, vectors = energies.flip(0), vectors.flip(1)
     # Only many tokens can tell that a direction is empty; a few leave most directions unseen.
     kept = max(1, int((energies.clamp(min=0).sqrt() >= cut).sum())) if tokens >= len(energies) else len(energies)
-    rows = (inverse @ vectors[:, :kept]).T.contiguous()  # by columns, decoding would take three times as long
-    spread = class_of(energies[:kept].clamp(min=0).sqrt().numpy())
-    blocks = tuple(_compact(block).contiguous().numpy() for block in metric)
-    stored = _in_8_bits(rows) if small else rows.bfloat16()
-    mean = predicted.mean.float().numpy()
-    return Group(planes, mean, _as_spread(spread), stored, None, blocks, predicted.predictor)
+    spread = energies[:kept].clamp(min=0).sqrt()
+    diagonals = [torch.diagonal(block, dim1=1, dim2=2).reshape(-1) for block in metric]
+    rows = round_rows((inverse @ vectors[:, :kept]).T, spread, torch.cat(diagonals).double(), precision)
+    pairs = zip(metric, diagonals, factors, strict=True)
+    blocks = tuple((diagonal if factor is None else block).numpy() for block, diagonal, factor in pairs)
+    stepped = SteppedGroup(rows, predicted.predictor, factors)
+    mean, classes = predicted.mean.float().numpy(), _as_spread(class_of(spread.numpy()))
+    predictor = None if predicted.predictor is None else predicted.predictor.values()
+    return Group(planes, mean, classes, rows.values(), None, blocks, predictor, stepped)
 
 
-def _in_8_bits(rows: Tensor) -> Tensor:
-    """Each row as whole numbers up to 127 times a power of two, which bfloat16 holds exactly."""
-    step = torch.ldexp(torch.ones(len(rows), 1), torch.frexp(rows.abs().amax(1, keepdim=True))[1] - 7)
-    return ((rows.float() / step).round().clamp(-127, 127) * step).bfloat16()
+def _factor(block: Tensor) -> Factor | None:
+    """What a metric is stored as; None for a diagonal one, which is stored as it is."""
+    return None if torch.equal(torch.diag_embed(torch.diagonal(block, dim1=1, dim2=2)), block) else factor_of(block)
 
 
-def _compact(block: Tensor) -> Tensor:
-    """A diagonal metric as a vector."""
-    diagonal = torch.diagonal(block, dim1=1, dim2=2)
-    return diagonal.reshape(-1) if torch.equal(torch.diag_embed(diagonal), block) else block
+def _rounded(block: Tensor, factor: Factor | None) -> Tensor:
+    """The metric that a stored one stands for, so that all of the fit is made for that."""
+    return block if factor is None else torch.from_numpy(factor.metric())
 
 
 def count_tables(texts: Sequence[TextPredictor], caches: Sequence[KVCache], ladder: Ladder) -> Tables:

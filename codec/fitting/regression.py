@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from kvwire.codec.fitting.rounding import round_predictor, table_steps
 from kvwire.errors import CacheValueError
 
 if TYPE_CHECKING:
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvwire.codec.fitting.moments import FeatureMoments, Moments
+    from kvwire.codec.fitting.rounding import Precision
+    from kvwire.codec.profile.group import Stepped
 
-MAX_TABLE_COLUMNS = 768
+MAX_TABLE_COLUMNS = 512
 """Columns of the token table at most."""
 TABLE_CUT = 0.001
 """A direction of the features that explains less energy for one token, in steps squared of about the middle level, is
@@ -45,12 +48,12 @@ class Prediction:
     """What is predicted of one group, and what is left.
 
     Attributes:
-        predictor: bfloat16 ``[features, width]``; None where nothing is predicted.
+        predictor: ``[features, width]``, rounded as it is stored; None where nothing is predicted.
         mean: float64 ``[width]``, to be added to the predictor's product.
         covariance: float64 ``[width, width]``, of the residual.
     """
 
-    predictor: Tensor | None
+    predictor: Stepped | None
     mean: Tensor
     covariance: Tensor
 
@@ -63,7 +66,7 @@ class Predictions:
         table: int8 ``[vocabulary, r]``; None without prediction from tokens.
         basis: float64 ``[features, r + hidden]``, raw features to the table's columns and hidden states as they are.
         centre: float64 ``[features]``, what the columns have taken off already.
-        weights: For each group bfloat16 ``[r + hidden, width]``.
+        weights: For each group float64 ``[r + hidden, width]``.
         excess: How much larger residuals are on text that the fit has not seen.
     """
 
@@ -78,12 +81,16 @@ class Predictions:
         """Features used, 0 where prediction does not pay."""
         return self.basis.shape[1]
 
-    def of_groups(self, moments: Sequence[Moments], seen: FeatureMoments) -> Iterator[Prediction]:
-        """Find what is left of each group; residuals are enlarged by what the fit has learnt by heart.
+    def of_groups(
+        self, moments: Sequence[Moments], seen: FeatureMoments, metrics: Sequence[list[Tensor]], precision: Precision
+    ) -> Iterator[Prediction]:
+        """Round each group's weights and find what is left; residuals are enlarged by what the fit has learnt by heart.
 
         Args:
             moments: Of each group.
             seen: The features' own.
+            metrics: Of each group's planes.
+            precision: Of the stored predictors.
 
         Yields:
             Each group's prediction.
@@ -91,15 +98,31 @@ class Predictions:
         if not self.features:
             yield from (Prediction(None, each.mean, each.covariance) for each in moments)
             return
-        for each, weights in zip(moments, self.weights, strict=True):
-            full = self.basis @ weights.double()
-            covariance = each.covariance - full.T @ each.cross - each.cross.T @ full
-            covariance += full.T @ seen.covariance @ full
-            yield Prediction(weights, each.mean - (seen.mean - self.centre) @ full, covariance * self.excess)
+        reduced = self.basis.T @ seen.covariance @ self.basis
+        centre = (seen.mean - self.centre) @ self.basis
+        energy = reduced.diagonal() + centre.square()
+        for each, weights, metric in zip(moments, self.weights, metrics, strict=True):
+            cross = self.basis.T @ each.cross
+            left = _left(each.covariance, cross, reduced, weights) + _quantised(metric, precision)
+            rounded = round_predictor(weights, energy, left, precision)
+            used = rounded.values().double()
+            covariance = _left(each.covariance, cross, reduced, used)
+            yield Prediction(rounded, each.mean - centre @ used, covariance * self.excess)
+
+
+def _left(covariance: Tensor, cross: Tensor, reduced: Tensor, weights: Tensor) -> Tensor:
+    """Covariance of elements less their prediction by weights, from their covariance with features and the latter's."""
+    shared = weights.T @ cross
+    return covariance - shared - shared.T + weights.T @ reduced @ weights
 
 
 def predict(
-    seen: FeatureMoments, moments: Sequence[Moments], metrics: Sequence[list[Tensor]], table: Tensor | None, hidden: int
+    seen: FeatureMoments,
+    moments: Sequence[Moments],
+    metrics: Sequence[list[Tensor]],
+    table: Tensor | None,
+    hidden: int,
+    precision: Precision,
 ) -> Predictions:
     """Fit all groups' predictions.
 
@@ -111,6 +134,7 @@ def predict(
         metrics: Of each group's planes.
         table: Raw features of every token ``[vocabulary, F]``, the first features; None without prediction from tokens.
         hidden: Number of features, the last ones, that are of hidden states.
+        precision: Of the stored table.
 
     Returns:
         The table and the weights.
@@ -126,8 +150,8 @@ def predict(
     fits = [torch.cholesky_solve(each.cross + choice.weight * each.examples / seen.tokens, factor) for each in moments]
     freedom = float(torch.cholesky_solve(seen.covariance, factor).trace())
     excess = 1 / max(1 - freedom / seen.tokens, 0.25)
-    columns = _columns(seen, fits, metrics, table)
-    weights = tuple((torch.cat([columns.down @ fit[: columns.count], fit[columns.count :]])).bfloat16() for fit in fits)
+    columns = _columns(seen, fits, moments, metrics, table, precision)
+    weights = tuple(torch.cat([columns.down @ fit[: columns.count], fit[columns.count :]]) for fit in fits)
     basis = torch.zeros(len(seen.mean), columns.up.shape[1] + hidden, dtype=torch.float64)
     basis[: columns.count, : columns.up.shape[1]] = columns.up
     basis[columns.count :, columns.up.shape[1] :] = torch.eye(hidden, dtype=torch.float64)
@@ -212,7 +236,12 @@ class _Columns:
 
 
 def _columns(
-    seen: FeatureMoments, fits: list[Tensor], metrics: Sequence[list[Tensor]], table: Tensor | None
+    seen: FeatureMoments,
+    fits: list[Tensor],
+    moments: Sequence[Moments],
+    metrics: Sequence[list[Tensor]],
+    table: Tensor | None,
+    precision: Precision,
 ) -> _Columns:
     """Directions of the token features in the order of what they explain, up to where that no longer matters."""
     if table is None:
@@ -227,9 +256,37 @@ def _columns(
     energies, directions = torch.linalg.eigh(explained)
     kept = max(1, min(MAX_TABLE_COLUMNS, int((energies > TABLE_CUT).sum())))
     chosen = directions.flip(1)[:, :kept]
-    up = axes @ (chosen / root[:, None])
+    up, down = axes @ (chosen / root[:, None]), (chosen * root[:, None]).T @ axes.T
     entries = (table - seen.mean[:count].float()) @ up.float()
-    scale = entries.abs().amax(0).clamp(min=1e-12, max=_CLIP) / 127
+    width = sum(fit.shape[1] for fit in fits)
+    finest = entries.abs().amax(0).clamp(min=1e-12, max=_CLIP) / 127
+    scale = torch.maximum(
+        finest, table_steps(_sensitivity(seen, fits, moments, metrics, down, precision), width, precision).float()
+    )
     stored: NDArray[np.int8] = (entries / scale).round().clamp(-127, 127).to(torch.int8).numpy()
-    down = scale.double()[:, None] * ((chosen * root[:, None]).T @ axes.T)
-    return _Columns(count, stored, up / scale.double(), down)
+    return _Columns(count, stored, up / scale.double(), scale.double()[:, None] * down)
+
+
+def _sensitivity(
+    seen: FeatureMoments,
+    fits: list[Tensor],
+    moments: Sequence[Moments],
+    metrics: Sequence[list[Tensor]],
+    down: Tensor,
+    precision: Precision,
+) -> Tensor:
+    """What a unit of each column adds to the elements, squared, over what is left there with the quantiser's error."""
+    total = torch.zeros(len(down), dtype=torch.float64)
+    for fit, each, metric in zip(fits, moments, metrics, strict=True):
+        left = _left(each.covariance, each.cross, seen.covariance, fit) + _quantised(metric, precision)
+        columns = down @ fit[: down.shape[1]]
+        factor = _factor(left, 0.0)
+        total += torch.linalg.solve_triangular(factor, columns.T, upper=False).square().sum(0)
+    return total
+
+
+def _quantised(metric: list[Tensor], precision: Precision) -> Tensor:
+    """Covariance of the quantiser's error in elements: white in the metric."""
+    heads = (torch.linalg.inv(head.double()) for block in metric for head in block)
+    whole: Tensor = torch.block_diag(*heads)  # type: ignore[no-untyped-call]
+    return precision.error * whole

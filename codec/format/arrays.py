@@ -21,6 +21,10 @@ MAX_PACKED_BYTES = 1 << 20
 """Raw size up to which an array may be compressed: tables and means are far below, matrices do not compress anyway."""
 MAX_PACKED_TOTAL = 16 << 20
 """The same for all arrays of a file together: the profile inside a blob of a hundred wide layers needs two."""
+PACKED = 1
+"""Incompatible flag: larger arrays may be compressed, too, and all compressed ones lie in planes of bytes."""
+MOST_PACKED = 16
+"""Bytes that a byte of a larger array's frame may stand for: more would let a short file claim much memory."""
 _PROLOGUE = struct.Struct("<8sHHIIQIII")
 """magic, major, minor, incompatible flags, compatible flags, file bytes, CRC-32, metadata stored, metadata raw."""
 _CRC_AT = 28
@@ -29,13 +33,14 @@ _DTYPES = ("<f2", "<f4", "<i2", "<u2", "|i1")
 Arrays = dict[str, "NDArray[np.generic]"]
 
 
-def pack_arrays(magic: bytes, head: dict[str, Any], arrays: Arrays) -> bytes:
+def pack_arrays(magic: bytes, head: dict[str, Any], arrays: Arrays, *, packed: bool = False) -> bytes:
     """Serialise named arrays; the same input gives the same bytes.
 
     Args:
         magic: First eight bytes of the file.
         head: What JSON can hold.
         arrays: By name; zstd-compressed where that helps.
+        packed: Compress large ones, too, in planes of bytes; see ``PACKED``.
 
     Returns:
         The file.
@@ -44,15 +49,39 @@ def pack_arrays(magic: bytes, head: dict[str, Any], arrays: Arrays) -> bytes:
     for name in sorted(arrays):
         array = np.ascontiguousarray(arrays[name])
         array = array.astype(array.dtype.newbyteorder("<"), copy=False)
-        parts.append(_smaller(array.tobytes(), budget))
-        budget -= array.nbytes if len(parts[-1]) < array.nbytes else 0
+        large = packed and array.nbytes > MAX_PACKED_BYTES
+        parts.append(_packed(array) if large else _smaller(_in_planes(array) if packed else array.tobytes(), budget))
+        if len(parts[-1]) == array.nbytes:
+            parts[-1] = array.tobytes()
+        elif not large:
+            budget -= array.nbytes
         listed.append([name, array.dtype.newbyteorder("=").str.replace("=", "<"), list(array.shape), len(parts[-1])])
     meta, raw = pack_json({"arrays": listed, "head": head})
     body = meta + b"".join(parts)
     size = _PROLOGUE.size + len(body)
-    blank = _PROLOGUE.pack(magic, *VERSION, 0, 0, size, 0, len(meta), raw)
+    flags = PACKED if packed else 0
+    blank = _PROLOGUE.pack(magic, *VERSION, flags, 0, size, 0, len(meta), raw)
     crc = crc32(body, crc32(blank))
-    return _PROLOGUE.pack(magic, *VERSION, 0, 0, size, crc, len(meta), raw) + body
+    return _PROLOGUE.pack(magic, *VERSION, flags, 0, size, crc, len(meta), raw) + body
+
+
+def _in_planes(array: NDArray[np.generic]) -> bytes:
+    """The lowest byte of every element, then the next one of every element, and so on."""
+    return np.ascontiguousarray(array.reshape(-1, 1).view(np.uint8).T).tobytes()
+
+
+def _off_planes(raw: bytes, size: int) -> bytes:
+    """Undo ``_in_planes`` of elements of ``size`` bytes."""
+    return np.ascontiguousarray(np.frombuffer(raw, np.uint8).reshape(size, -1).T).tobytes()
+
+
+def _packed(array: NDArray[np.generic]) -> bytes:
+    """The frame of a large array, or the array itself where that would be no shorter or too short to be believed.
+
+    Level 1: entries have nothing in common but how often each occurs, and looking for more takes long and costs bytes.
+    """
+    frame = zstandard.ZstdCompressor(level=1, write_content_size=True).compress(_in_planes(array))
+    return frame if len(frame) < array.nbytes <= MOST_PACKED * len(frame) else array.tobytes()
 
 
 def _smaller(raw: bytes, budget: int) -> bytes:
@@ -79,19 +108,19 @@ def unpack_arrays(magic: bytes, data: bytes, what: str) -> tuple[dict[str, Any],
         CorruptError: It is damaged, or of another kind.
         FormatVersionError: A later version wrote it.
     """
-    meta_stored, meta_raw = _prologue(magic, data, what)
+    meta_stored, meta_raw, packed = _prologue(magic, data, what)
     body = memoryview(data)[_PROLOGUE.size :]
     meta = unpack_json(bytes(body[:meta_stored]), meta_raw, what)
     try:
-        arrays = _arrays(meta["arrays"], body[meta_stored:], what)
+        arrays = _arrays(meta["arrays"], body[meta_stored:], what, packed=packed)
         return dict(meta["head"]), arrays
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         msg = f"the {what}'s array list is damaged ({error}); fetch it again"
         raise CorruptError(msg) from error
 
 
-def _prologue(magic: bytes, data: bytes, what: str) -> tuple[int, int]:
-    """Check everything that comes before the metadata; returns the metadata's stored and raw length."""
+def _prologue(magic: bytes, data: bytes, what: str) -> tuple[int, int, bool]:
+    """Check what comes before the metadata; returns the metadata's stored and raw length, and whether it is packed."""
     if data[: len(magic)] != magic[: len(data)] or not data:
         msg = f"this is no kvwire {what}: it does not begin with the {what}'s signature"
         raise CorruptError(msg)
@@ -99,7 +128,7 @@ def _prologue(magic: bytes, data: bytes, what: str) -> tuple[int, int]:
         msg = f"the {what} ends within its header; fetch it again"
         raise TruncatedError(msg, _PROLOGUE.size)
     _, major, minor, flags, _, size, crc, meta_stored, meta_raw = _PROLOGUE.unpack_from(data)
-    if major != VERSION[0] or flags:
+    if major != VERSION[0] or flags & ~PACKED:
         msg = f"{what} format {major}.{minor} (flags {flags:#x}) is newer than this kvwire; upgrade kvwire"
         raise FormatVersionError(msg)
     if len(data) < size:
@@ -113,10 +142,10 @@ def _prologue(magic: bytes, data: bytes, what: str) -> tuple[int, int]:
     if meta_stored > size - _PROLOGUE.size:
         msg = f"the {what}'s metadata is longer than the {what}; fetch it again"
         raise CorruptError(msg)
-    return meta_stored, meta_raw
+    return meta_stored, meta_raw, bool(flags & PACKED)
 
 
-def _arrays(listed: list[list[Any]], body: memoryview, what: str) -> Arrays:
+def _arrays(listed: list[list[Any]], body: memoryview, what: str, *, packed: bool) -> Arrays:
     out: Arrays = {}
     start, budget = 0, MAX_PACKED_TOTAL
     for name, dtype, shape, stored in listed:
@@ -129,14 +158,30 @@ def _arrays(listed: list[list[Any]], body: memoryview, what: str) -> Arrays:
             msg = f"array {name!r} has another size than its shape says"
             raise ValueError(msg)
         if stored < raw:
-            budget -= raw
-            if raw > MAX_PACKED_BYTES or budget < 0:
+            large = packed and raw > MAX_PACKED_BYTES
+            budget -= 0 if large else raw
+            if (raw > MOST_PACKED * stored if large else raw > MAX_PACKED_BYTES) or budget < 0:
                 msg = f"array {name!r} claims more than a compressed array may hold"
                 raise ValueError(msg)
-            part = memoryview(decompress(bytes(part), raw, what))
+            unpacked = decompress(bytes(part), raw, what)
+            part = memoryview(_off_planes(unpacked, np.dtype(dtype).itemsize) if packed else unpacked)
         out[name] = np.frombuffer(part, dtype).reshape(shape)
         start += stored
     if start != len(body):
         msg = "bytes are left over"
         raise ValueError(msg)
     return out
+
+
+def array_sizes(data: bytes) -> dict[str, int]:
+    """Count what each array takes in a file that was read before.
+
+    Args:
+        data: The file.
+
+    Returns:
+        Stored bytes by name.
+    """
+    stored, raw = _PROLOGUE.unpack_from(data)[-2:]
+    meta = unpack_json(data[_PROLOGUE.size : _PROLOGUE.size + stored], raw, "file")
+    return {name: size for name, _, _, size in meta["arrays"]}

@@ -19,23 +19,22 @@ from kvwire.codec.entropy.tables import Tables
 from kvwire.codec.format.arrays import pack_arrays, unpack_arrays
 from kvwire.codec.format.codecs import CODEC_LAYERED, CODECS
 from kvwire.codec.format.metadata_json import error_to_kl_from_json, layers_from_json, layers_to_json
-from kvwire.codec.planes import SIDES, Plane, plane_width, planes_of
+from kvwire.codec.planes import plane_width, planes_of
 from kvwire.codec.profile.expectations import ROWS_BYTES, Expectations
-from kvwire.codec.profile.group import Group
 from kvwire.codec.profile.model_check import check_model
+from kvwire.codec.profile.stored import arrays_of, group_of, typed
 from kvwire.errors import CorruptError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvwire.codec.format.arrays import Arrays
+    from kvwire.codec.profile.group import Group
     from kvwire.types import CacheMeta, LayerSpec
 
 MAGIC = CODECS[CODEC_LAYERED].profile_magic
 MAX_FEATURES = 1 << 16
 """Features of a token: embedding widths end far below."""
-_STEEPEST_ROW = 120
-"""Powers of two that a row may be scaled by: within bfloat16's range."""
 _MATRIX = 2
 
 
@@ -120,10 +119,11 @@ class Profile:
     def data(self) -> bytes:
         """The profile as stored: see docs/format.md."""
         arrays: Arrays = {"base": self.tables.base, "ternary": self.tables.ternary, "points": self.tables.points}
-        if self.table is not None:
-            arrays["table"] = self.table
         for index, group in enumerate(self.groups):
-            arrays |= {f"g{index}.{name}": array for name, array in _stored(group).items()}
+            arrays |= {f"g{index}.{name}": array for name, array in arrays_of(group).items()}
+        packed = any(name.endswith(".rows_steps") for name in arrays)
+        if self.table is not None:
+            arrays["table"] = self.table.T if packed else self.table
         head = {
             "model_id": self.model_id,
             "model_revision": self.model_revision,
@@ -134,7 +134,7 @@ class Profile:
             "error_to_kl": None if self.error_to_kl is None else list(self.error_to_kl),
             "notes": self.notes,
         }
-        return pack_arrays(MAGIC, head, arrays)
+        return pack_arrays(MAGIC, head, arrays, packed=packed)
 
     @cached_property
     def digest(self) -> str:
@@ -162,10 +162,10 @@ class Profile:
                 str(head["model_id"]),
                 str(head["model_revision"]),
                 layers_from_json(head["layers"]),
-                tuple(_group(index, raw, arrays) for index, raw in enumerate(head["groups"])),
-                Tables(*(_typed(arrays[name], "u2") for name in ("base", "ternary", "points"))),
+                tuple(group_of(index, raw, arrays) for index, raw in enumerate(head["groups"])),
+                Tables(*(typed(arrays[name], "u2") for name in ("base", "ternary", "points"))),
                 dict(head["notes"]),
-                _typed(arrays["table"], "i1") if "table" in arrays else None,
+                _table(arrays) if "table" in arrays else None,
                 _count(head["head_start"]),
                 _count(head["hidden_size"]),
                 error_to_kl_from_json(head["error_to_kl"]),
@@ -179,54 +179,11 @@ class Profile:
         return profile
 
 
-def _stored(group: Group) -> Arrays:
-    """A group's arrays by name; a mean that float16 holds exactly is stored so, rows of 8 bits as such."""
-    small = bool((np.abs(group.mean) <= np.finfo(np.float16).max).all())
-    half = group.mean.astype(np.float16) if small else None
-    exact = half is not None and np.array_equal(half.astype(np.float32), group.mean)
-    named: Arrays = {"mean": half if half is not None and exact else group.mean, "spread": group.spread}
-    if group.row_scale is not None:
-        named["row_scale"] = group.row_scale
-    if group.rows is not None:
-        named |= _stored_rows(group.rows)
-    if group.predictor is not None:
-        named["predictor"] = bits_of(group.predictor)
-    return named | {f"metric{number}": block for number, block in enumerate(group.metric)}
-
-
-def _stored_rows(rows: torch.Tensor) -> Arrays:
-    """Rows as bfloat16, or as int8 times a power of two each, where they are just that."""
-    exponent = torch.frexp(rows.float().abs().amax(1))[1] - 7
-    scaled = torch.ldexp(rows.float(), -exponent[:, None])
-    eighth = scaled.round().clamp(-127, 127)
-    if torch.equal(eighth, scaled):
-        return {"rows": eighth.to(torch.int8).numpy(), "row_exponent": exponent.to(torch.int16).numpy()}
-    return {"rows": bits_of(rows)}
-
-
-def bits_of(tensor: torch.Tensor) -> NDArray[np.uint16]:
-    """View a tensor's bits.
-
-    Args:
-        tensor: bfloat16.
-
-    Returns:
-        uint16 of the same shape.
-    """
-    bits: NDArray[np.uint16] = tensor.contiguous().view(torch.uint16).numpy()
-    return bits
-
-
-def _bfloat16(array: NDArray[np.generic]) -> torch.Tensor:
-    return torch.from_numpy(_typed(array, "u2")).view(torch.bfloat16)
-
-
-def _typed(array: NDArray[np.generic], *kinds: str) -> Any:  # noqa: ANN401 - an array of one of the kinds
-    """A writable copy in native order; raises ValueError where the array is of another type."""
-    if array.dtype.str[1:] not in kinds:
-        msg = f"an array is of type {array.dtype}, not {' or '.join(kinds)}"
-        raise ValueError(msg)
-    return array.astype(array.dtype.newbyteorder("="))
+def _table(arrays: Arrays) -> NDArray[np.int8]:
+    """By token; where matrices are whole numbers and steps, it is stored by feature: each spreads in its own way."""
+    table: NDArray[np.int8] = typed(arrays["table"], "i1")
+    by_feature = any(name.endswith(".rows_steps") for name in arrays)
+    return np.ascontiguousarray(table.T) if by_feature else table
 
 
 def _count(raw: Any) -> int:  # noqa: ANN401 - JSON
@@ -234,44 +191,6 @@ def _count(raw: Any) -> int:  # noqa: ANN401 - JSON
         msg = f"{raw!r} is no count"
         raise ValueError(msg)
     return raw
-
-
-def _plane(raw: Any) -> Plane:  # noqa: ANN401 - JSON
-    side, layer = raw
-    if side not in SIDES or type(layer) is not int:
-        msg = f"plane {raw!r}"
-        raise ValueError(msg)
-    return side, layer
-
-
-def _group(index: int, raw: Any, arrays: Arrays) -> Group:  # noqa: ANN401 - JSON
-    prefix = f"g{index}."
-    planes = tuple(_plane(each) for each in raw)
-    identity = prefix + "rows" not in arrays
-    if identity and (prefix + "metric0" in arrays or prefix + "predictor" in arrays):
-        msg = f"group {index} has a metric or a predictor and no rows"
-        raise ValueError(msg)
-    return Group(
-        planes,
-        _typed(arrays[prefix + "mean"], "f2", "f4").astype(np.float32),
-        _typed(arrays[prefix + "spread"], "i2"),
-        None if identity else _rows(arrays, prefix),
-        _typed(arrays[prefix + "row_scale"], "f4") if identity else None,
-        () if identity else tuple(_typed(arrays[f"{prefix}metric{number}"], "f4") for number in range(len(planes))),
-        _bfloat16(arrays[prefix + "predictor"]) if prefix + "predictor" in arrays else None,
-    )
-
-
-def _rows(arrays: Arrays, prefix: str) -> torch.Tensor:
-    raw = arrays[prefix + "rows"]
-    if raw.dtype != np.int8:
-        return _bfloat16(raw)
-    exponent = torch.from_numpy(_typed(arrays[prefix + "row_exponent"], "i2"))
-    if exponent.ndim != 1 or len(exponent) != len(raw) or bool((exponent.int().abs() > _STEEPEST_ROW).any()):
-        msg = "rows without fitting exponents"
-        raise ValueError(msg)
-    rows = torch.from_numpy(_typed(raw, "i1")).float()
-    return torch.ldexp(rows, exponent.reshape(-1, *([1] * (rows.ndim - 1)))).bfloat16()
 
 
 def _check_groups(profile: Profile) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvwire.types import BlobInfo, CacheMeta, KVCache
 
 CALIBRATION_TOKENS = 16384
-"""Tokens that a profile is fitted on: the basis hardly moves beyond, and their caches fit in memory."""
+"""Tokens that a profile is fitted on: the basis hardly moves beyond. Their caches wait on disk."""
 HELD_OUT, EACH_OUT = 24, 6
 """Texts at most to measure errors on; where there are no further ones, of how many one is kept out of the fit."""
 LEAST_TOKENS = 64
@@ -121,7 +121,9 @@ class _Texts:
         self._engine, self._chosen, self._others = engine, chosen, others
 
     def caches(self) -> list[KVCache]:
-        return self._engine.prefill(self._chosen)
+        from kvwire.runtime.spilled import spilled
+
+        return spilled((self._engine.prefill([ids])[0] for ids in self._chosen), len(self._chosen))
 
     def statistics(self, *, tokens: bool) -> Statistics | None:
         return self._engine.statistics(self._chosen, tokens=tokens)

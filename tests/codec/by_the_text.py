@@ -44,15 +44,24 @@ def rounded(numbers):
 def read_profile(data):
     """Head and arrays of section 3; floats and rows as numbers."""
     meta, parts = cut.profile_parts(data)
-    arrays = {}
+    packed, arrays = cut.get(data, cut.PROFILE_FIELDS, "incompatible") == 1, {}
     for name, dtype, shape, stored in meta["arrays"]:
-        raw = parts[name] if stored == math.prod(shape) * int(dtype[2]) else unframed(parts[name])
+        item = int(dtype[2])
+        raw = parts[name] if stored == math.prod(shape) * item else unframed(parts[name])
+        if packed and stored < len(raw):
+            raw = bytes(raw[plane * len(raw) // item + n] for n in range(len(raw) // item) for plane in range(item))
         array = np.frombuffer(raw, dtype).reshape(shape)
         bits = dtype == "<u2" and name.partition(".")[2] in {"rows", "predictor"}
         arrays[name] = bfloat16(array) if bits else array.astype(np.int64 if dtype[1] in "iu" else np.float64)
     for name in [name for name in arrays if name.endswith(".row_exponent")]:
         rows = name.replace("row_exponent", "rows")
         arrays[rows] = arrays[rows] * 2.0 ** arrays[name][:, None]
+    if "table" in arrays and any(name.endswith(".rows_steps") for name in arrays):
+        arrays["table"] = arrays["table"].T
+    for name in [name.removesuffix("_columns") for name in arrays if name.endswith("_columns")]:
+        entries = np.concatenate([arrays.get(f"{name}_wide", arrays[name][:0]), arrays[name]]).astype(np.float32)
+        steps, columns = (arrays[f"{name}_{kind}"].astype(np.float32) for kind in ("steps", "columns"))
+        arrays[name] = rounded((entries * steps[:, None] * columns).astype(np.float64))
     return meta["head"], arrays
 
 

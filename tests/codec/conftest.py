@@ -10,7 +10,7 @@ import torch
 from kvwire.codec import Ladder, encode, fit_profile
 
 from ..interpreter import quicken
-from .synthetic import make_cache, make_hidden, make_statistics
+from .synthetic import make_cache, make_hidden, make_statistics, stored_plainly
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,8 +32,16 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def profile() -> Profile:
-    """Fitted on two documents, with statistics and the vocabulary: it predicts from the text."""
+    """Fitted on two documents, with statistics and the vocabulary: it predicts from the text. Stored plainly."""
     fitted = fit_profile([make_cache(512, seed) for seed in (1, 2)], make_statistics(words=True))
+    assert fitted is not None
+    return stored_plainly(fitted)
+
+
+@pytest.fixture(scope="session")
+def packed_profile() -> Profile:
+    """One of two groups as it is stored when it was just fitted: whole numbers and steps."""
+    fitted = fit_profile([make_cache(512, seed) for seed in (1, 2)], make_statistics(words=True), group_width=64)
     assert fitted is not None
     return fitted
 

@@ -5,6 +5,7 @@ A part of the signal depends on the token alone, so that its text predicts a cac
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,8 @@ from kvwire.types import LayerSpec, RopeRegime
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from kvwire.codec import Profile
 
 ROPE = RopeRegime(tuple(float(np.float32(10000.0 ** (-j / 4))) for j in range(4)))
 GQA = tuple(LayerSpec(2, 8, 8, rope=0) for _ in range(4))
@@ -125,3 +128,19 @@ TINY_ROPES = (RopeRegime((1.0, 0.125)), RopeRegime((0.5, 0.25), interleaved=True
 def make_tiny(tokens: int, seed: int) -> KVCache:
     """41 numbers a token: what golden files hold."""
     return make_cache(tokens, seed, layers=TINY, ropes=TINY_ROPES, dtype=torch.float16)
+
+
+def stored_plainly(profile: Profile) -> Profile:
+    """The same numbers, but stored as they are: bfloat16 matrices, float32 metrics, the table by token."""
+    return replace(profile, groups=tuple(replace(group, stepped=None) for group in profile.groups))
+
+
+def in_8_bits(profile: Profile) -> Profile:
+    """Each row as whole numbers up to 127 times a power of two, as earlier versions stored small profiles."""
+
+    def rounded(rows: torch.Tensor) -> torch.Tensor:
+        step = torch.ldexp(torch.ones(len(rows), 1), torch.frexp(rows.float().abs().amax(1, keepdim=True))[1] - 7)
+        return ((rows.float() / step).round().clamp(-127, 127) * step).bfloat16()
+
+    groups = profile.groups
+    return replace(profile, groups=tuple(replace(g, rows=rounded(g.rows), stepped=None) for g in groups))

@@ -11,17 +11,18 @@ from kvwire.codec.format.codecs import CODEC_LOSSLESS
 
 from . import surgery as cut
 from .by_the_text import TextPredictor
-from .write_golden import GOLDEN, OFFSET, STEM, assert_alike, read_golden
+from .write_golden import GOLDEN, OFFSET, PACKED, STEM, assert_alike, read_golden
 
 TOLD, PROFILES = read_golden(STEM)
+PACKED_TOLD, PACKED_PROFILES = read_golden(PACKED)
 
 
-def outcomes(name, level, offset):
+def outcomes(name, level, offset, stem=STEM, told=TOLD, profiles=PROFILES):
     """What both decoders make of a level: pairs of one plane's tensors."""
-    blob, used = (GOLDEN / f"{STEM}-{name}.kvw").read_bytes(), TOLD["blobs"][name]["profile"]
-    hidden = torch.tensor(TOLD["hidden"])
+    blob, used = (GOLDEN / f"{stem}-{name}.kvw").read_bytes(), told["blobs"][name]["profile"]
+    hidden = torch.tensor(told["hidden"])
     stored = (GOLDEN / used).read_bytes() if used else None
-    cache = decode(blob, level, PROFILES.get(used), offset=offset, hidden=hidden, dtype=torch.float32)
+    cache = decode(blob, level, profiles.get(used), offset=offset, hidden=hidden, dtype=torch.float32)
     found = TextPredictor(blob, stored, hidden.double().numpy()).decode(level, offset)
     assert len(found) == 2 * sum(spec.kind != "none" for spec in cache.meta.layers)
     for (side, layer), part in found.items():
@@ -33,6 +34,14 @@ def test_a_decoder_made_from_the_specification_agrees(name):
     blob = (GOLDEN / f"{STEM}-{name}.kvw").read_bytes()
     for level in range(len(inspect(blob).levels)):
         for ours, theirs in outcomes(name, level, OFFSET):
+            assert_alike(ours, theirs)
+
+
+@pytest.mark.parametrize("name", PACKED_TOLD["blobs"])
+def test_so_it_does_with_packed_profiles(name):
+    blob = (GOLDEN / f"{PACKED}-{name}.kvw").read_bytes()
+    for level in range(len(inspect(blob).levels)):
+        for ours, theirs in outcomes(name, level, OFFSET, PACKED, PACKED_TOLD, PACKED_PROFILES):
             assert_alike(ours, theirs)
 
 

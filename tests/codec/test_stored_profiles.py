@@ -12,7 +12,7 @@ from kvwire.codec.format.arrays import MAX_PACKED_BYTES, MAX_PACKED_TOTAL, pack_
 from kvwire.errors import CorruptError, FormatVersionError, TruncatedError
 
 from . import surgery as cut
-from .synthetic import make_cache, make_statistics
+from .synthetic import in_8_bits, make_cache, make_statistics
 
 MAGIC = b"\x89TEST\r\n\n"
 
@@ -20,7 +20,7 @@ MAGIC = b"\x89TEST\r\n\n"
 @pytest.fixture(scope="module")
 def data():
     """With a table, predictors and rows of 8 bits, in two groups."""
-    return fit_profile([make_cache(200)], make_statistics(words=True), group_width=64, small=True).data
+    return in_8_bits(fit_profile([make_cache(200)], make_statistics(words=True), group_width=64)).data
 
 
 def refused(data, match=None):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +35,8 @@ from kvwire.codec.format.segment import SegmentState, decode_segment
 
 GOLDEN = Path(__file__).parent / "golden"
 STEM = f"v{VERSION[0]}.{VERSION[1]}"
+PACKED = f"{STEM}-packed"
+"""Of files whose profiles have flag 1; all others are stored plainly."""
 OFFSET = 3
 """Where golden blobs are decoded to."""
 LADDER = Ladder(2.0, ("low", "middle", "high"))
@@ -106,15 +109,24 @@ def with_hidden(profile: Profile, size: int) -> Profile:
 
 def make() -> tuple[dict, dict, torch.Tensor]:
     """Profiles by file name; for each blob its bytes and its profile's file name; and the document's hidden states."""
-    from synthetic import TINY, TINY_ROPES, make_cache, make_hidden, make_statistics, make_tiny
+    from synthetic import (
+        TINY,
+        TINY_ROPES,
+        in_8_bits,
+        make_cache,
+        make_hidden,
+        make_statistics,
+        make_tiny,
+        stored_plainly,
+    )
 
     tiny = make_tiny(20, 5)
     tiny.values[0][1, 9, 2] = 3000.0  # beyond the alphabet: an escape
     hidden = make_hidden(tiny).half().float()
     caches = [make_tiny(200, seed) for seed in (1, 2)]
     told = make_statistics(TINY, TINY_ROPES, words=True)
-    named = fit_profile(caches, told, group_width=40)
-    small = fit_profile(caches, replace(told, vocabulary=None), small=True)
+    named = stored_plainly(fit_profile(caches, told, group_width=40))
+    small = in_8_bits(fit_profile(caches, replace(told, vocabulary=None)))
     both, cachegen = with_hidden(named, hidden.shape[1]), fit_cachegen_profile(caches)
     names = {kind: f"{STEM}{kind}" for kind in (".kvp", "-small.kvp", "-hidden.kvp", ".kvg")}
     profiles = dict(zip(names.values(), (named, small, both, cachegen), strict=True))
@@ -135,13 +147,41 @@ def make() -> tuple[dict, dict, torch.Tensor]:
     return profiles, blobs, hidden
 
 
+def make_packed() -> tuple[dict, dict, torch.Tensor]:
+    """Profiles as ``fit_profile`` makes them now: one knows tokens, one hidden states; as ``make``."""
+    from synthetic import TINY, TINY_ROPES, make_hidden, make_statistics, make_tiny
+
+    tiny, caches = make_tiny(20, 5), [make_tiny(200, seed) for seed in (1, 2)]
+    told, hidden = make_statistics(TINY, TINY_ROPES, words=True), make_hidden(tiny).half().float()
+    named = fit_profile(caches, told, group_width=40)
+    start = fit_profile(
+        caches, replace(told, vocabulary=None), prefix_layers=1, hidden=[make_hidden(each) for each in caches]
+    )
+    profiles = {f"{PACKED}.kvp": named, f"{PACKED}-hidden.kvp": start}
+    blobs = {
+        "named": (encode(tiny, named, LADDER, chunk_tokens=8), f"{PACKED}.kvp"),
+        "hidden": (encode(tiny, start, LADDER, chunk_tokens=8, hidden=hidden), f"{PACKED}-hidden.kvp"),
+    }
+    return profiles, blobs, hidden
+
+
 def main() -> None:
     """Write profiles, blobs of every kind, and what must be found in them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--overwrite", action="store_true")
     overwrite = parser.parse_args().overwrite
-    profiles, blobs, hidden = make()
-    files = {f"{STEM}-{name}.kvw": blob for name, (blob, _) in blobs.items()}
+    written = [_written(*each) for each in ((STEM, *make()), (PACKED, *make_packed()))]
+    for files in written:
+        if not overwrite and any((GOLDEN / name).exists() for name in files):
+            sys.stderr.write("golden files of this version exist; they are never written twice\n")
+            continue
+        for name, data in files.items():
+            (GOLDEN / name).write_bytes(data)
+
+
+def _written(stem: str, profiles: dict, blobs: dict, hidden: torch.Tensor) -> dict[str, bytes]:
+    """All files of a stem by name."""
+    files = {f"{stem}-{name}.kvw": blob for name, (blob, _) in blobs.items()}
     files |= {name: profile.data for name, profile in profiles.items()}
     told = {
         "profiles": {name: profile.digest for name, profile in profiles.items()},
@@ -150,11 +190,7 @@ def main() -> None:
             name: {"profile": used, **facts(blob, profiles.get(used), hidden)} for name, (blob, used) in blobs.items()
         },
     }
-    files[f"{STEM}.json"] = (json.dumps(told, separators=(",", ":")) + "\n").encode()
-    if not overwrite and any((GOLDEN / name).exists() for name in files):
-        parser.error("golden files of this version exist; they are never written twice")
-    for name, data in files.items():
-        (GOLDEN / name).write_bytes(data)
+    return files | {f"{stem}.json": (json.dumps(told, separators=(",", ":")) + "\n").encode()}
 
 
 if __name__ == "__main__":

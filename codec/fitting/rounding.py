@@ -1,0 +1,193 @@
+"""How precisely a profile's matrices are stored: as finely as the quantiser's finest step deserves, and no finer.
+
+What a row, a predictor or the table loses by rounding is held to a share of what coding loses or leaves anyway. Rows of
+wide coefficients need many bits, those of narrow ones few.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from kvwire.codec.profile.group import LARGEST, SMALL, Factor, Stepped
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ROW_SHARE = 0.05
+"""What rounding the rows adds to the error of the finest step, a coefficient, as a share of the quantiser's own."""
+TABLE_SHARE = 0.003
+"""What rounding the token table adds to what prediction leaves of an element, as a share of it."""
+PREDICTOR_SHARE = 0.003
+"""What rounding the predictors adds, likewise."""
+SMALLER = 4.0
+"""Times larger shares where a small profile is wanted."""
+_COARSEST = 1.0
+"""Largest step of a matrix row, in root mean squares of its entries: beyond, rows would depend on each other."""
+_BLOCK = 64
+"""Columns rounded between two products of matrices."""
+
+
+class Precision(NamedTuple):
+    """How precisely to store.
+
+    Attributes:
+        step: The finest quantiser step that the profile is for.
+        looser: Times larger shares than the usual ones.
+    """
+
+    step: float
+    looser: float = 1.0
+
+    @property
+    def error(self) -> float:
+        """Mean squared error of the quantiser for each coefficient."""
+        return self.step**2 / 12
+
+
+def factor_of(block: Tensor) -> Factor:
+    """Round a metric's Cholesky factors to 8 bits, each row by itself.
+
+    Args:
+        block: ``[heads, dim, dim]``, positive definite.
+
+    Returns:
+        The factors; never singular.
+    """
+    lower = torch.linalg.cholesky(block.double())
+    steps = (lower.abs().amax(2) / SMALL).float()
+    entries = (lower / steps[:, :, None]).round().clamp(-SMALL, SMALL)
+    diagonal = torch.diagonal(entries, dim1=1, dim2=2)
+    diagonal.clamp_(min=1)
+    rows, columns = np.tril_indices(block.shape[-1])
+    return Factor(entries[:, rows, columns].to(torch.int8).numpy(), steps.numpy())
+
+
+def round_rows(rows: Tensor, spread: Tensor, metric: Tensor, precision: Precision) -> Stepped:
+    """Round synthesis rows, the more coarsely the less their coefficients spread.
+
+    Args:
+        rows: float64 ``[rank, width]``, orthonormal in the metric.
+        spread: float64 ``[rank]``, standard deviations of the coefficients.
+        metric: float64 ``[width]``, the metric's diagonal.
+        precision: Wanted.
+
+    Returns:
+        The rounded rows: each one's error, times its coefficient, adds alike to the error of every element.
+    """
+    columns = (metric * len(metric)).rsqrt().float()
+    wanted = math.sqrt(ROW_SHARE * precision.looser) * precision.step / spread.clamp(min=1e-12)
+    scaled = rows / columns
+    steps = _believable(wanted, scaled)
+    entries = (scaled / steps[:, None].double()).round()
+    return _stepped(entries, steps, columns)
+
+
+def _believable(wanted: Tensor, scaled: Tensor) -> Tensor:
+    """Steps of rows in units of the columns' steps: none coarser than the row itself, none too fine for its entries."""
+    root = scaled.square().mean(1).sqrt()
+    finest = (scaled.abs().amax(1) / (LARGEST - 1)).clamp(min=1e-30)
+    return torch.maximum(torch.minimum(wanted, _COARSEST * root), finest).float()
+
+
+def _stepped(entries: Tensor, rows: Tensor, columns: Tensor) -> Stepped:
+    whole = entries.clamp(-LARGEST, LARGEST).to(torch.int16).contiguous()
+    return Stepped(whole.numpy(), rows.numpy(), columns.numpy())
+
+
+def table_steps(sensitivity: Tensor, width: int, precision: Precision) -> Tensor:
+    """Choose the steps of the token table's columns.
+
+    Args:
+        sensitivity: float64 ``[r]``, what a unit of a column adds to all elements, squared, each over what is left of
+            it; columns have a variance of 1.
+        width: Elements for one token.
+        precision: Wanted.
+
+    Returns:
+        float64 ``[r]``.
+    """
+    share = TABLE_SHARE * precision.looser * width / max(1, len(sensitivity))
+    return (12 * share / sensitivity.clamp(min=1e-30)).sqrt().clamp(max=_COARSEST)
+
+
+def round_predictor(weights: Tensor, energy: Tensor, left: Tensor, precision: Precision) -> Stepped:
+    """Round a predictor so that what that adds hides in what is left to code.
+
+    Args:
+        weights: float64 ``[features, width]``.
+        energy: float64 ``[features]``, mean square of each feature.
+        left: float64 ``[width, width]``, covariance of what prediction leaves and the quantiser's error; positive
+            definite.
+        precision: Wanted.
+
+    Returns:
+        The rounded predictor.
+    """
+    lower, conditional = _factors(left)
+    columns = conditional.rsqrt().float()
+    wanted = (12 * PREDICTOR_SHARE * precision.looser / (len(weights) * energy.clamp(min=1e-30))).sqrt()
+    steps = _believable(wanted, weights / columns)
+    return _stepped(round_with_feedback(weights, steps.double(), columns.double(), lower), steps, columns)
+
+
+def _factors(left: Tensor) -> tuple[Tensor, Tensor]:
+    """Unit lower L and diagonal D of the inverse L D L^T; the diagonal alone where rounding noise is in the way."""
+    root, failed = torch.linalg.cholesky_ex(left)
+    lower, failed_too = torch.linalg.cholesky_ex(torch.cholesky_inverse(root)) if not int(failed) else (root, failed)
+    if int(failed) or int(failed_too):
+        return torch.eye(len(left), dtype=torch.float64), 1 / left.diagonal().clamp(min=1e-30)
+    diagonal = lower.diagonal().clone()
+    return lower / diagonal, diagonal.square()
+
+
+def round_with_feedback(matrix: Tensor, rows: Tensor, columns: Tensor, lower: Tensor) -> Tensor:
+    """Round a matrix column by column, the last one first, each taking on what rounding has left of those before.
+
+    With an error e of a row, ``e L D L^T e^T`` is then a twelfth of the squared step for each column, weighted by D.
+    Columns that were rounded in blocks before come in by one product of matrices.
+
+    Args:
+        matrix: float64 ``[n, width]``.
+        rows: float64 ``[n]``, steps.
+        columns: float64 ``[width]``, steps.
+        lower: float64 ``[width, width]``, unit lower triangular.
+
+    Returns:
+        Whole numbers, float64 ``[n, width]``.
+    """
+    errors, entries = torch.zeros_like(matrix), torch.zeros_like(matrix)
+    for stop in range(matrix.shape[1], 0, -_BLOCK):
+        start = max(0, stop - _BLOCK)
+        lean = errors[:, stop:] @ lower[stop:, start:stop]
+        for column in range(stop - 1, start - 1, -1):
+            known = errors[:, column + 1 : stop] @ lower[column + 1 : stop, column]
+            wanted = matrix[:, column] - lean[:, column - start] - known
+            step = rows * columns[column]
+            entries[:, column] = (wanted / step).round()
+            errors[:, column] = entries[:, column] * step - matrix[:, column]
+    return entries
+
+
+def round_with_feedback_naive(matrix: Tensor, rows: Tensor, columns: Tensor, lower: Tensor) -> Tensor:
+    """Round as ``round_with_feedback`` does: its readable twin.
+
+    Args:
+        matrix: As there.
+        rows: As there.
+        columns: As there.
+        lower: As there.
+
+    Returns:
+        As there.
+    """
+    entries = torch.zeros_like(matrix)
+    for column in reversed(range(matrix.shape[1])):
+        steps = rows[:, None] * columns
+        errors = (entries * steps - matrix)[:, column + 1 :]
+        wanted = matrix[:, column] - errors @ lower[column + 1 :, column]
+        entries[:, column] = (wanted / steps[:, column]).round()
+    return entries

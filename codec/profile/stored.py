@@ -1,0 +1,242 @@
+"""Groups of a profile as arrays of its file, and back; see docs/format.md, section 3.2."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from kvwire.codec.planes import SIDES
+from kvwire.codec.profile.group import Factor, Group, Stepped, SteppedGroup
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvwire.codec.format.arrays import Arrays
+    from kvwire.codec.planes import Plane
+
+_STEEPEST_ROW = 120
+"""Powers of two that a row may be scaled by: within bfloat16's range."""
+_MATRIX = 2
+
+
+def arrays_of(group: Group) -> Arrays:
+    """Name a group's arrays.
+
+    Args:
+        group: To store.
+
+    Returns:
+        Arrays by name. A mean that float16 holds exactly is stored so; matrices as whole numbers and steps where they
+        were rounded to such, see ``Group.stepped``.
+    """
+    small = bool((np.abs(group.mean) <= np.finfo(np.float16).max).all())
+    half = group.mean.astype(np.float16) if small else None
+    exact = half is not None and np.array_equal(half.astype(np.float32), group.mean)
+    named: Arrays = {"mean": half if half is not None and exact else group.mean, "spread": group.spread}
+    if group.row_scale is not None:
+        named["row_scale"] = group.row_scale
+    if group.rows is None:
+        return named
+    if is_stepped(group) and group.stepped is not None:
+        return named | _stepped_arrays(group, group.stepped)
+    named |= _stored_rows(group.rows)
+    if group.predictor is not None:
+        named["predictor"] = bits_of(group.predictor)
+    return named | {f"metric{number}": block for number, block in enumerate(group.metric)}
+
+
+def is_stepped(group: Group) -> bool:
+    """Compare a group's matrices with what they were rounded to.
+
+    Args:
+        group: Any.
+
+    Returns:
+        Whether they are just that; not so where a matrix was replaced since.
+    """
+    known = group.stepped
+    if known is None or group.rows is None or (known.predictor is None) != (group.predictor is None):
+        return False
+    if group.predictor is not None and known.predictor is not None:
+        if known.predictor.entries.shape != group.predictor.shape:
+            return False
+        if not torch.equal(known.predictor.values(), group.predictor):
+            return False
+    if known.rows.entries.shape != group.rows.shape or len(known.factors) != len(group.metric):
+        return False
+    pairs = zip(known.factors, group.metric, strict=True)
+    alike = all(factor is None or np.array_equal(factor.metric(), block) for factor, block in pairs)
+    return alike and torch.equal(known.rows.values(), group.rows)
+
+
+def _stepped_arrays(group: Group, known: SteppedGroup) -> Arrays:
+    named = _by_width("rows", known.rows)
+    if known.predictor is not None:
+        named |= _by_width("predictor", known.predictor)
+    for number, (factor, block) in enumerate(zip(known.factors, group.metric, strict=True)):
+        named[f"metric{number}"] = block if factor is None else factor.entries
+        if factor is not None:
+            named[f"metric{number}_steps"] = factor.steps
+    return named
+
+
+def _by_width(name: str, matrix: Stepped) -> Arrays:
+    """Rows with large entries, which come first, in two bytes an entry, the others in one."""
+    wide = matrix.wide_rows
+    named: Arrays = {
+        name: matrix.entries[wide:].astype(np.int8),
+        f"{name}_steps": matrix.row_steps,
+        f"{name}_columns": matrix.column_steps,
+    }
+    return named | ({f"{name}_wide": matrix.entries[:wide]} if wide else {})
+
+
+def _stored_rows(rows: torch.Tensor) -> Arrays:
+    """Rows as bfloat16, or as int8 times a power of two each, where they are just that."""
+    exponent = torch.frexp(rows.float().abs().amax(1))[1] - 7
+    scaled = torch.ldexp(rows.float(), -exponent[:, None])
+    eighth = scaled.round().clamp(-127, 127)
+    if torch.equal(eighth, scaled):
+        return {"rows": eighth.to(torch.int8).numpy(), "row_exponent": exponent.to(torch.int16).numpy()}
+    return {"rows": bits_of(rows)}
+
+
+def bits_of(tensor: torch.Tensor) -> NDArray[np.uint16]:
+    """View a tensor's bits.
+
+    Args:
+        tensor: bfloat16.
+
+    Returns:
+        uint16 of the same shape.
+    """
+    bits: NDArray[np.uint16] = tensor.contiguous().view(torch.uint16).numpy()
+    return bits
+
+
+def typed(array: NDArray[np.generic], *kinds: str) -> Any:  # noqa: ANN401 - an array of one of the kinds
+    """Check an array's type.
+
+    Args:
+        array: As read.
+        kinds: Types that will do, as numpy names them, without the byte order.
+
+    Returns:
+        A writable copy in native order.
+
+    Raises:
+        ValueError: The array is of another type.
+    """
+    if array.dtype.str[1:] not in kinds:
+        msg = f"an array is of type {array.dtype}, not {' or '.join(kinds)}"
+        raise ValueError(msg)
+    return array.astype(array.dtype.newbyteorder("="))
+
+
+def group_of(index: int, raw: Any, arrays: Arrays) -> Group:  # noqa: ANN401 - JSON
+    """Read a group.
+
+    Args:
+        index: Its number in the profile.
+        raw: Its planes, as the profile's head has them.
+        arrays: Of the profile.
+
+    Returns:
+        The group; shapes and ranges are checked by the caller.
+
+    Raises:
+        KeyError: An array is missing.
+        ValueError: An array is of the wrong type or length.
+    """
+    prefix = f"g{index}."
+    own = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+    planes = tuple(_plane(each) for each in raw)
+    try:
+        return _group(index, planes, own)
+    except KeyError as error:
+        raise KeyError(prefix + error.args[0]) from error
+
+
+def _group(index: int, planes: tuple[Plane, ...], own: Arrays) -> Group:
+    identity = "rows" not in own
+    if identity and ("metric0" in own or "predictor" in own):
+        msg = f"group {index} has a metric or a predictor and no rows"
+        raise ValueError(msg)
+    mean, spread = typed(own["mean"], "f2", "f4").astype(np.float32), typed(own["spread"], "i2")
+    if identity:
+        return Group(planes, mean, spread, None, typed(own["row_scale"], "f4"))
+    if "rows_steps" in own:
+        return _stepped_group(planes, mean, spread, own)
+    metric = tuple(typed(own[f"metric{number}"], "f4") for number in range(len(planes)))
+    predictor = _bfloat16(own["predictor"]) if "predictor" in own else None
+    return Group(planes, mean, spread, _rows(own), None, metric, predictor)
+
+
+def _stepped_group(
+    planes: tuple[Plane, ...], mean: NDArray[np.float32], spread: NDArray[np.int16], own: Arrays
+) -> Group:
+    rows = _stepped("rows", own)
+    predictor = _stepped("predictor", own) if "predictor" in own else None
+    factors: list[Factor | None] = []
+    metric: list[NDArray[np.float32]] = []
+    for number in range(len(planes)):
+        block, steps = own[f"metric{number}"], own.get(f"metric{number}_steps")
+        factor = None if steps is None else Factor(typed(block, "i1"), _steps(steps, _MATRIX))
+        factors.append(factor)
+        metric.append(typed(block, "f4") if factor is None else factor.metric())
+    known = SteppedGroup(rows, predictor, tuple(factors))
+    return Group(
+        planes,
+        mean,
+        spread,
+        rows.values(),
+        None,
+        tuple(metric),
+        None if predictor is None else predictor.values(),
+        known,
+    )
+
+
+def _stepped(name: str, own: Arrays) -> Stepped:
+    entries = typed(own[name], "i1")
+    if f"{name}_wide" in own:
+        entries = np.concatenate([typed(own[f"{name}_wide"], "i2"), entries])
+    matrix = Stepped(entries.astype(np.int16), _steps(own[f"{name}_steps"], 1), _steps(own[f"{name}_columns"], 1))
+    if entries.shape != (len(matrix.row_steps), len(matrix.column_steps)):
+        msg = f"{name} without fitting steps"
+        raise ValueError(msg)
+    return matrix
+
+
+def _steps(array: NDArray[np.generic], ndim: int) -> NDArray[np.float32]:
+    steps: NDArray[np.float32] = typed(array, "f4")
+    if steps.ndim != ndim or not bool((np.isfinite(steps) & (steps > 0)).all()):
+        msg = "steps that are none"
+        raise ValueError(msg)
+    return steps
+
+
+def _plane(raw: Any) -> Plane:  # noqa: ANN401 - JSON
+    side, layer = raw
+    if side not in SIDES or type(layer) is not int:
+        msg = f"plane {raw!r}"
+        raise ValueError(msg)
+    return side, layer
+
+
+def _bfloat16(array: NDArray[np.generic]) -> torch.Tensor:
+    return torch.from_numpy(typed(array, "u2")).view(torch.bfloat16)
+
+
+def _rows(own: Arrays) -> torch.Tensor:
+    raw = own["rows"]
+    if raw.dtype != np.int8:
+        return _bfloat16(raw)
+    exponent = torch.from_numpy(typed(own["row_exponent"], "i2"))
+    if exponent.ndim != 1 or len(exponent) != len(raw) or bool((exponent.int().abs() > _STEEPEST_ROW).any()):
+        msg = "rows without fitting exponents"
+        raise ValueError(msg)
+    rows = torch.from_numpy(typed(raw, "i1")).float()
+    return torch.ldexp(rows, exponent.reshape(-1, *([1] * (rows.ndim - 1)))).bfloat16()

@@ -1,0 +1,73 @@
+"""Caches that calibration puts on disk."""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+import pytest
+import torch
+
+from kvwire.codec import fit_profile
+from kvwire.runtime.spilled import spilled
+
+from ..codec.synthetic import MIXED, MIXED_ROPES, make_cache, make_statistics
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fit_on_mapped_caches_is_the_same(tmp_path, dtype):
+    caches = [make_cache(n, n, layers=MIXED, ropes=MIXED_ROPES, dtype=dtype) for n in (200, 1, 77)]
+    mapped = spilled(caches, len(caches), tmp_path)
+    for ours, theirs in zip(mapped, caches, strict=True):
+        assert ours.meta == theirs.meta
+        assert ours.token_ids == theirs.token_ids
+        pairs = zip((*ours.keys, *ours.values), (*theirs.keys, *theirs.values), strict=True)
+        assert all(a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
+    statistics = make_statistics(MIXED, MIXED_ROPES, words=True)
+    assert fit_profile(mapped, statistics).digest == fit_profile(caches, statistics).digest
+
+
+def test_files_leave_no_name_behind(tmp_path):
+    mapped = spilled((make_cache(9) for _ in range(3)), 3, tmp_path)
+    assert len(mapped) == 3
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_room_caches_stay_in_memory(tmp_path, caplog):
+    cache = make_cache(9)
+    (kept,) = spilled([cache], 1, tmp_path / "nowhere")
+    assert kept is cache
+    assert "stays in memory" in caplog.text
+
+
+def test_a_disk_that_fills_up_keeps_caches_in_memory(tmp_path, caplog):
+    if sys.platform == "win32":
+        pytest.skip("needs a limit on files")
+    limits, cache = resource.getrlimit(resource.RLIMIT_FSIZE), make_cache(900)
+    import signal
+
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limits[1]))
+        (kept,) = spilled([cache], 1, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert kept is cache
+    assert "stays in memory" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_cache_is_held_at_a_time(tmp_path):
+    """Each is written before the next one is made."""
+    alive = []
+
+    def made():
+        for number in range(3):
+            cache = make_cache(50, number)
+            alive.append(cache.keys[0].data_ptr())
+            yield cache
+
+    mapped = spilled(made(), 3, tmp_path)
+    assert len(alive) == 3
+    assert all(cache.keys[0].data_ptr() not in alive for cache in mapped)
