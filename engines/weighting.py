@@ -30,7 +30,7 @@ _FITTED, _MEASURED = 9, 3
 _LONGEST, _LEAST = 512, 256
 """Tokens of a text."""
 _BEFORE = 128
-"""Tokens of another document that a measured one is linked behind."""
+"""Tokens at most of another document that a measured one is linked behind."""
 _LEVELS = 4
 _COMPARED = slice(1, 3)
 """Levels that are coded, and those at whose divergence bits are compared."""
@@ -66,7 +66,8 @@ def choose_weighting(engine: Engine, documents: Sequence[Sequence[int]], statist
     Returns:
         The weighting; ``mixed`` where gradients are missing or there is too little text to tell.
     """
-    longest = min(_LONGEST, engine.window - _BEFORE)
+    before = min(_BEFORE, engine.window // 8)
+    longest = min(_LONGEST, engine.window - before)
     pieces = [ids[start : start + longest] for ids in documents for start in range(0, len(ids), longest)]
     pieces = [piece for piece in pieces if len(piece) >= _LEAST]
     count = _FITTED + _MEASURED
@@ -77,7 +78,7 @@ def choose_weighting(engine: Engine, documents: Sequence[Sequence[int]], statist
     fitted = [ids for number, ids in enumerate(chosen) if number % (count // _MEASURED)]
     caches = engine.prefill(fitted)
     kinds = [
-        [_text(engine, *pair) for pair in zip(read, fitted, strict=False)]
+        [_text(engine, ids, other[:before]) for ids, other in zip(read, fitted, strict=False)]
         for read in (measured, [_in_random_order(ids) for ids in measured])
     ]
     curves: dict[Weighting, list[NDArray[np.float64]]] = {}
@@ -95,7 +96,7 @@ def _in_random_order(ids: Sequence[int]) -> list[int]:
 
 def _text(engine: Engine, ids: Sequence[int], other: Sequence[int]) -> _Text:
     at = len(ids) * 5 // 8
-    cache, before = engine.prefill([ids[:at], other[:_BEFORE]])
+    cache, before = engine.prefill([ids[:at], other])
     return _Text(cache, before, ids[at:], tuple(_read(engine, cache, before, ids[at:])))
 
 

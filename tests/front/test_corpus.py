@@ -8,7 +8,7 @@ import pytest
 
 from kvwire.codec import decode
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, NotFoundError
-from kvwire.runtime.corpus import Corpus, Document
+from kvwire.runtime.corpus import HELD_OUT, Corpus, Document, _calibration_texts
 from kvwire.runtime.loader import Loader
 from kvwire.store import MemoryStore, UseCounts, UseFile, collect
 
@@ -187,3 +187,21 @@ def test_nothing_that_a_corpus_needs_is_garbage(small):
     assert store.stat(encoded.entry.blob_key).modified > 0
     assert collect(store).blobs == 0  # the other name's blob was written again, so it is young
     assert collect(store, grace_s=0.0).blobs == 1
+
+
+def test_errors_are_measured_on_texts_that_the_fit_has_not_seen(small):
+    def drawn(count, tokens):
+        return [Document(str(number), tuple([number] * tokens)) for number in range(count)]
+
+    def names(texts):
+        return [ids[0] for ids in texts]
+
+    chosen, others = _calibration_texts(drawn(8, 100), 450)
+    assert (names(chosen), [len(ids) for ids in chosen]) == ([0, 1, 2, 3, 4], [100, 100, 100, 100, 50])
+    assert names(others) == [5, 6, 7]
+    assert len(_calibration_texts(drawn(99, 100), 450)[1]) == HELD_OUT
+    chosen, others = _calibration_texts(drawn(13, 100), 10_000)
+    assert (names(chosen), names(others)) == ([0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 12], [5, 11])
+    assert _calibration_texts(drawn(5, 100), 10_000)[1] == []
+    assert names(_calibration_texts(drawn(13, 60), 10_000)[0]) == list(range(13))
+    assert small.profile.notes["kl_held_out"] == 0
