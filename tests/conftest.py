@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 os.environ["KVWIRE_ESTIMATES"] = "off"  # what tests measure is nobody's business
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are defined: no test needs a GPU
@@ -45,6 +50,17 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("kvwire", deadline=None, derandomize=not seed, database=None)
     settings.load_profile("kvwire")
     _one_thread_each()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Millions of objects come with the imports and stay to the end: no search for garbage goes through them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _one_thread_each() -> None:
