@@ -9,6 +9,7 @@ which a line was printed has to be in the catalog; after each store ``kvwire ask
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import tempfile
@@ -28,11 +29,14 @@ PLACES = ("folder", "s3", "write-back")
 
 def places(names: list[str], folder: Path, s3: str | None, stack: ExitStack) -> list[Place]:
     """Where to write; an emulator runs until the stack is left, where one is needed."""
+    from kvwire.store import open_store
+
     out = []
     for name in names:
         if name == "s3":
             server = None if s3 else stack.enter_context(ministack())
             base = s3 or server.address("kills")
+            open_store(base).close()  # boto3's descriptions of S3 are read here, once for all processes
             before, _, query = base.partition("?")
             out.append(Place(name, lambda n, b=before, q=query: f"{b}/{n}?{q}"))
         elif name == "write-back":
@@ -63,6 +67,7 @@ def main() -> int:
         model, texts = make_model(folder / "model"), make_texts(folder / "texts")
         engine = open_engine(model, dtype=torch.float32)
         source = Source(engine, model, texts, use_engine(engine, texts))
+        gc.freeze()  # what is here stays: a child that searched it for garbage would copy all of it
         for place in places(options.places, folder, options.s3, stack):
             counts.append(Killer(place, source, options.seed).run(options.kills))
             print(*rows_of(counts[-1:]), flush=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvwire.controller import events as ev
-from kvwire.controller.document_state import ChunkState, among
+from kvwire.controller.document_state import ChunkState
 from kvwire.controller.lanes import Job
 from kvwire.controller.policies.base import Columns, CommittedWork, PlanRequest
 from kvwire.controller.resources import Resources
@@ -90,7 +90,7 @@ class Dispatcher(Resources):
         self._choose(doc, variant)
         plan = self._policy.plan(self._request(load, now))
         goal = {"earliest": 0.0, "quality": plan.error, "cheapest": float(plan.bytes)}[load.goal.objective]
-        hopeless = bool((doc.state == _S.FAILED).any())
+        hopeless = doc.has(_S.FAILED)
         return hopeless, not plan.in_time, goal if plan.in_time else 0.0, plan.finish_s
 
     # What comes next.
@@ -186,8 +186,8 @@ class Dispatcher(Resources):
         seconds = 0.0
         for load in self._loads.values():
             for doc in load.docs:
-                chunks = np.flatnonzero((doc.state == _S.ARRIVED) | (doc.state == _S.REFINED))
-                if len(chunks):
+                if doc.has(_S.ARRIVED, _S.REFINED):
+                    chunks = np.flatnonzero((doc.state == _S.ARRIVED) | (doc.state == _S.REFINED))
                     sizes = doc.sizes[doc.level[chunks], chunks]
                     each = costs.decode.token_s * doc.tokens[chunks] + costs.decode.byte_s * sizes
                     seconds += costs.decode.base_s * len(chunks) + float(each.sum())
@@ -219,8 +219,7 @@ class Dispatcher(Resources):
             return
         costs = self.costs_of(load)
         for doc in load.docs:
-            waited_for = among(doc.state, (_S.FETCHING, _S.ARRIVED)).any()
-            if doc.prefix_share_left and waited_for:
+            if doc.prefix_share_left and doc.has(_S.FETCHING, _S.ARRIVED):
                 seconds = doc.prefix_share_left * costs.prefill.seconds(int(doc.tokens.sum()))
                 doc.prefix_running = True
                 self.lanes.start("prefill", Job("head start", load.number, doc.number, (), now, seconds))
@@ -313,6 +312,8 @@ class Dispatcher(Resources):
             return
         costs = self.costs_of(load)
         for doc in load.docs:
+            if not doc.has(_S.FETCHING):
+                continue
             run: list[int] = []
             for chunk in range(doc.ready_before(), doc.count):
                 if doc.state[chunk] != _S.FETCHING or not doc.can_text[chunk]:

@@ -53,6 +53,7 @@ MOVES: dict[ChunkState, frozenset[ChunkState]] = {
 
 VALID = (_S.READY, _S.REFINING, _S.REFINED)
 """States in which a chunk of the prompt can be used as it is."""
+_VALID_BYTES = bytes(VALID)
 
 
 @cache
@@ -229,6 +230,16 @@ class DocumentState:
         """The first chunk that is not valid yet; the number of chunks where all are."""
         missing = np.flatnonzero(~self.valid)
         return int(missing[0]) if len(missing) else self.count
+
+    def has(self, *states: ChunkState) -> bool:
+        """Whether any chunk is in one of some states; far quicker than ``among`` where few chunks are."""
+        codes = self.state.tobytes()
+        return any(state in codes for state in states)
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether all chunks can be used as they are."""
+        return not self.state.tobytes().translate(None, _VALID_BYTES)
 
     @property
     def valid(self) -> Flags:

@@ -58,10 +58,20 @@ class Estimates:
         self.prefill = PrefillEstimator(costs.prefill)
         self.decode = DecodeEstimator(costs.decode)
         self.closing = ClosingEstimator(costs.link_s_per_token)
+        self._told = CostModel(costs.prefill, costs.decode)
 
     def costs(self, query_tokens: int = 0) -> CostModel:
         """What computing costs by what is known now, for a question of that many tokens."""
-        return CostModel(self.prefill.cost, self.decode.cost, self.closing.link_s_per_token, query_tokens)
+        prefill, decode, link_s = self.prefill.cost, self.decode.cost, self.closing.link_s_per_token
+        told = self._told
+        if not (
+            told.prefill is prefill
+            and told.decode is decode
+            and told.link_s_per_token == link_s
+            and told.query_tokens == query_tokens
+        ):
+            told = self._told = CostModel(prefill, decode, link_s, query_tokens)
+        return told
 
     def copy(self) -> Self:
         """Estimates that know the same and learn apart."""

@@ -166,6 +166,7 @@ class _Estimator:
 
     def __init__(self, prior: Row, spread: float, known: int) -> None:
         self._learner = _Learner(prior, spread, known)
+        self._written: Array | None = None  # the fit of which the cost was made that is told
 
     @property
     def spread(self) -> float:
@@ -214,7 +215,10 @@ class PrefillEstimator(_Estimator):
     @property
     def cost(self) -> PrefillCost:
         """The fit so far, see ``_Learner.coefficients``."""
-        return PrefillCost(*map(float, self._learner.coefficients))
+        fit = self._learner.coefficients
+        if fit is not self._written:  # it is asked for far more often than it changes
+            self._written, self._cost = fit, PrefillCost(*map(float, fit))
+        return self._cost
 
 
 class DecodeEstimator(_Estimator):
@@ -243,7 +247,10 @@ class DecodeEstimator(_Estimator):
     @property
     def cost(self) -> DecodeCost:
         """The fit so far, see ``_Learner.coefficients``."""
-        return DecodeCost(*map(float, self._learner.coefficients))
+        fit = self._learner.coefficients
+        if fit is not self._written:
+            self._written, self._cost = fit, DecodeCost(*map(float, fit))
+        return self._cost
 
 
 class ClosingEstimator:

@@ -123,21 +123,24 @@ class Load:
     def having(self, *states: ChunkState) -> Iterator[Place]:
         """Chunks in any of some states, in prompt order."""
         for doc in self.docs:
-            for chunk in np.flatnonzero(among(doc.state, states)).tolist():
-                yield doc, chunk
+            if doc.has(*states):
+                for chunk in np.flatnonzero(among(doc.state, states)).tolist():
+                    yield doc, chunk
 
     @property
     def is_ready(self) -> bool:
         """Whether all chunks are valid."""
-        return self.is_known and all(bool(doc.valid.all()) for doc in self.docs)
+        return self.is_known and all(doc.is_valid for doc in self.docs)
 
     @property
     def is_undecided(self) -> bool:
         """Whether a plan could still change anything: a chunk that nothing was started for, or that may be refined."""
         for doc in self.docs:
-            if (doc.state == ChunkState.PLANNED).any():
+            if doc.has(ChunkState.PLANNED):
                 return True
-            if self.goal.objective == "quality" and ((doc.state == ChunkState.READY) & (doc.held > 0)).any():
+            if self.goal.objective != "quality" or not doc.has(ChunkState.READY):
+                continue
+            if ((doc.state == ChunkState.READY) & (doc.held > 0)).any():
                 return True
         return False
 

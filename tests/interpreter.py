@@ -13,8 +13,8 @@ def quicken() -> None:
 
     It computes all sums and products of integers once more to check them for overflow, and drops the verdict unless it
     debugs. It makes a table of dtypes for every look-up. It looks through the whole language for what a kernel may
-    call, in each call of a function, where the kernel that calls it had all of it replaced already. And it works out
-    anew what a shape says of every tensor.
+    call, in each call of a function, where the kernel that calls it had all of it replaced already. It works out anew
+    what a shape says of every tensor, and makes a block of every number that a kernel names, whenever it comes by.
     """
     try:
         import triton.language as tl
@@ -78,14 +78,15 @@ def _replace_once(tl, interpreter) -> None:
 def _remember_shapes(tl) -> None:
     """Work out once what follows from a shape: a block's name and size, the constants that a tensor has of it."""
     make_type, make_tensor = tl.block_type.__init__, tl.tensor.__init__
-    types, shapes = {}, {}
+    types, shapes, same = {}, {}, {}
 
     def init_type(self, element_ty, shape):
         place = getattr(element_ty, "address_space", None)  # pointers have no hash
-        key = (element_ty.name, place, *(getattr(length, "value", length) for length in shape))
+        lengths = tuple(getattr(length, "value", length) for length in shape)
+        key = (element_ty.name, place, lengths)
         if key not in types:
             make_type(self, element_ty, shape)
-            types[key] = vars(self).copy()
+            types[key] = vars(self) | {"shape": same.setdefault(lengths, self.shape)}
         vars(self).update(types[key], element_ty=element_ty)
 
     def init_tensor(self, handle, type):  # noqa: A002 - Triton's name
@@ -101,11 +102,45 @@ def _remember_shapes(tl) -> None:
 
 
 def _leave_alike(semantic) -> None:
-    """Compare no lengths of two blocks of the same shape to make them of one shape."""
-    broadcast = semantic.broadcast_impl_value
+    """Convert nothing to its own type; compare no lengths of two blocks of one shape, which is the same object."""
+    _make_numbers_once(semantic)
+    cast, broadcast = semantic.cast, semantic.broadcast_impl_value
+
+    def cast_unlike(self, input, dst_ty, *more, **named):  # noqa: A002 - Triton's name
+        return input if input.type.scalar is dst_ty.scalar else cast(self, input, dst_ty, *more, **named)
 
     def broadcast_unlike(self, lhs, rhs):
         alike = lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape
         return (lhs, rhs) if alike else broadcast(self, lhs, rhs)
 
-    semantic.broadcast_impl_value = broadcast_unlike
+    semantic.cast, semantic.broadcast_impl_value = cast_unlike, broadcast_unlike
+
+
+def _make_numbers_once(semantic) -> None:
+    """Keep the tensors and blocks of numbers that a kernel names. To write to one would be an error."""
+    make, broadcast = semantic.scalar_constant, semantic.broadcast_impl_value
+    numbers, known, blocks = {}, {}, {}
+
+    def constant(self, value, dtype):
+        key = (type(value), value, getattr(dtype, "name", None))
+        if key not in numbers:
+            made = numbers[key] = make(self, value, dtype)
+            made.handle.data.flags.writeable = False
+            known[id(made)] = made
+        return numbers[key]
+
+    def block_of(self, number, like):
+        key = (id(number), *like.type.shape)
+        if key not in blocks:
+            blocks[key] = broadcast(self, number, like)[0]
+            blocks[key].handle.data.flags.writeable = False
+        return blocks[key]
+
+    def broadcast_numbers(self, lhs, rhs):
+        if id(lhs) in known and rhs.type.is_block():
+            return block_of(self, lhs, rhs), rhs
+        if id(rhs) in known and lhs.type.is_block():
+            return lhs, block_of(self, rhs, lhs)
+        return broadcast(self, lhs, rhs)
+
+    semantic.scalar_constant, semantic.broadcast_impl_value = constant, broadcast_numbers

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import math
 import struct
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -67,8 +68,14 @@ def read_profile(data):
 
 def tables_of(arrays):
     """Starts of the base tables by class, of the ternary ones by class and context."""
-    tables = (arrays["base"], arrays["ternary"])
-    return [np.concatenate([0 * each[..., :1], each.cumsum(-1)], -1).tolist() for each in tables]
+    return [_starts(each.tobytes(), each.dtype.str, each.shape) for each in (arrays["base"], arrays["ternary"])]
+
+
+@lru_cache(16)
+def _starts(data, dtype, shape):
+    """Of tables that every chunk of a blob asks for: as lists they take a while."""
+    tables = np.frombuffer(data, dtype).reshape(shape)
+    return np.concatenate([0 * tables[..., :1], tables.cumsum(-1)], -1).tolist()
 
 
 def read_segment(data, level, shift, classes, values, spread, tables):

@@ -38,6 +38,8 @@ def watch(frame, event, _):
         entered.add(frame.f_globals.get("__name__", ""))
 
 
+import numba, torch, transformers.modeling_utils  # nothing of ours is in them: they need not be watched
+
 threading.settrace(watch)  # told of calls alone, as it asks for no more of a function
 sys.settrace(watch)
 from kvwire.cli import main

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvwire.errors import ArgumentError, AuthError, NotFoundError, StorageError
 from kvwire.store import FolderStore, MemoryStore, tenant_hash
 from kvwire.transport import AccessSettings, ServerSettings, SigningKeys, TextLines, new_token, serve, sign_url
-from kvwire.transport.server import JsonLines, ObjectServer, TenantTokens
+from kvwire.transport.server import JsonLines, ObjectServer, TenantTokens, application
 from kvwire.transport.server.files import WatchedFile
 
 DATA = bytes(range(256)) * 8
@@ -160,6 +160,12 @@ async def eventually(holds):
             await asyncio.sleep(0.02)
 
 
+@pytest.fixture
+def _looks_often(monkeypatch):
+    monkeypatch.setattr(application, "_REFRESH_S", 0.05)
+
+
+@pytest.mark.usefixtures("_looks_often")
 async def test_the_tenants_file_is_read_again(url, client, tokens, caplog):
     async def status(token):
         async with client.get(f"{url}/{KEYS['anna']}", headers=bearer(token)) as response:

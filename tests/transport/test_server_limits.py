@@ -9,6 +9,7 @@ import pytest
 
 from kvwire.store import FolderStore, MemoryStore
 from kvwire.transport import ObjectServer, ServerSettings, listen, serve
+from kvwire.transport.server import application, connections
 from kvwire.transport.server.connections import Connection
 from kvwire.transport.server.limits import RateLimiter
 
@@ -66,7 +67,9 @@ async def test_requests_in_a_row_are_answered_in_order(store):
             assert (status, fields["x-request-id"], body) == (206, str(n), DATA[n : n + 10])
 
 
-async def test_connections_over_the_limit_are_refused(store):
+async def test_connections_over_the_limit_are_refused(store, monkeypatch):
+    monkeypatch.setattr(connections, "_SPARE_S", 0.1)  # before one that says nothing is told so
+    monkeypatch.setattr(application, "_REFRESH_S", 0.02)
     async with serve(store, settings=ServerSettings(max_connections=2)) as url:
         async with connected(url) as (reader, writer), connected(url) as (other, _):
             for _ in range(3):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError
+from botocore.loaders import JSONFileLoader
 
 from kvwire.errors import ArgumentError, KvwireError
 from kvwire.store.backends.s3.errors import s3_errors
@@ -43,6 +44,7 @@ class S3Client:
         self._slots = threading.BoundedSemaphore(settings.connections)
         with s3_errors(address.url), _arguments():
             session = boto3.session.Session(profile_name=address.profile, region_name=address.region)
+            session._session.get_component("data_loader").file_loader = _FILES  # noqa: SLF001 - boto3 has no other way
             config = _config(settings, path_style=address.endpoint is not None)
             self._boto: BotoClient = session.client("s3", endpoint_url=address.endpoint, config=config)
             self._credentials: Any = session.get_credentials()  # refreshes itself where it is temporary
@@ -104,6 +106,24 @@ class S3Client:
     def close(self) -> None:
         """Close the connections."""
         self._boto.close()
+
+
+class _Files(JSONFileLoader):
+    """botocore's descriptions of services, which are large, each read once: a session of its own would read them anew.
+
+    Nobody alters them: clients of one session share what it has read, too.
+    """
+
+    def __init__(self) -> None:
+        self._read: dict[str, Any] = {}
+
+    def load_file(self, file_path: str) -> Any:  # noqa: ANN401 - as it is in the file
+        if file_path not in self._read and (found := super().load_file(file_path)) is not None:
+            self._read[file_path] = found
+        return self._read.get(file_path)
+
+
+_FILES = _Files()
 
 
 @contextmanager
