@@ -53,7 +53,7 @@ SHELVES: dict[str, list[set[str]]] = {
         {"core.py"},
         {"simulator"},
     ],
-    "engines": [{"base.py"}, {"calibration.py"}, {"transformers"}],
+    "engines": [{"base.py"}, {"calibration.py", "weighting.py"}, {"transformers"}],
     "reuse": [{"assemble.py"}],
     "store": [
         {"client_tls.py", "http_ranges.py", "keys.py"},
