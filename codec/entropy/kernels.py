@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @jit
-def encode(symbols: U8, tables: U32, packed: U32, buffer: U16, states: U32, counts: NDArray[int64]) -> None:
+def encode(symbols: U8, rows: U32, packed: U32, buffer: U16, states: U32, counts: NDArray[int64]) -> None:
     """Fill each lane's buffer from its end with the lane's words.
 
     A word is stored whether it counts or not; only then is the division, which is exact in float64, all that a lane
@@ -30,7 +30,7 @@ def encode(symbols: U8, tables: U32, packed: U32, buffer: U16, states: U32, coun
 
     Args:
         symbols: uint8 ``[tokens, columns]``.
-        tables: uint32 ``[tokens, columns]``, flat index of the first entry of the symbol's table in ``packed``.
+        rows: ``[columns]``, index in ``packed`` of the entry of the column's symbol 0.
         packed: Start in the upper 16 bits, frequency in the lower ones.
         buffer: uint16 ``[lanes, room + 1]`` with room for a word a symbol.
         states: ``[lanes]``, written.
@@ -45,9 +45,9 @@ def encode(symbols: U8, tables: U32, packed: U32, buffer: U16, states: U32, coun
         ends[lane] = (lane + 1) * room
     for first in range((columns - 1) // lanes * lanes, -1, -lanes):
         width = min(lanes, columns - first)
+        base = rows[first : first + width]
         for t in range(tokens - 1, -1, -1):
             row = symbols[t, first : first + width]
-            base = tables[t, first : first + width]
             for lane in range(width):
                 both = packed[base[lane] + uint32(row[lane])]
                 f, start = both & uint32(65535), both >> uint32(16)

@@ -70,9 +70,7 @@ def encode_base(symbols: NDArray[np.uint8], classes: NDArray[np.integer], tables
     Returns:
         The stream.
     """
-    rows = ((np.asarray(classes, np.int64) - 1) * ALPHABET).astype(np.uint32)
-    index = np.broadcast_to(rows, symbols.shape)
-    return _encode(symbols, index, tables.base_starts, tables.base, lanes)
+    return _encode(symbols, classes, tables.base_starts, tables.base, lanes)
 
 
 def encode_ternary(
@@ -90,24 +88,41 @@ def encode_ternary(
     Returns:
         The stream.
     """
-    rows = ((np.asarray(classes, np.int64) - 1) * CONTEXTS).astype(np.uint32)
-    index = (rows[None, :] + contexts) * np.uint32(3)
-    return _encode(symbols, index, tables.ternary_starts, tables.ternary, lanes)
+    return encode_refinement(np.uint8(3) * contexts + symbols, classes, tables, lanes)
+
+
+def encode_refinement(
+    codes: NDArray[np.uint8], classes: NDArray[np.integer], tables: Tables, lanes: int
+) -> Lanes:
+    """Encode refinement symbols that stand together with their contexts.
+
+    Args:
+        codes: 3 * context + symbol, ``[tokens, columns]``.
+        classes: ``[columns]``, from 1 on.
+        tables: Frequencies.
+        lanes: How many.
+
+    Returns:
+        The stream.
+    """
+    return _encode(codes, classes, tables.ternary_starts, tables.ternary, lanes)
 
 
 def _encode(
     symbols: NDArray[np.uint8],
-    index: NDArray[np.uint32],
+    classes: NDArray[np.integer],
     starts: NDArray[np.uint32],
     frequencies: NDArray[np.uint16],
     lanes: int,
 ) -> Lanes:
+    """Encode symbols that select, with their column's class, an entry of the tables."""
     tokens, columns = symbols.shape
     room = tokens * -(-columns // lanes) + 1
     buffer = np.empty((lanes, room), np.uint16)
     states, counts = np.empty(lanes, np.uint32), np.empty(lanes, np.int64)
+    rows = ((np.asarray(classes, np.int64) - 1) * (frequencies.size // len(frequencies))).astype(np.uint32)
     packed = starts << np.uint32(16) | frequencies.ravel()
-    kernels.encode(np.ascontiguousarray(symbols), np.ascontiguousarray(index), packed, buffer, states, counts)
+    kernels.encode(np.ascontiguousarray(symbols), rows, packed, buffer, states, counts)
     words = np.concatenate([buffer[lane, room - count :] for lane, count in enumerate(counts)])
     return Lanes(states, counts.astype(np.uint16), words)
 

@@ -124,6 +124,17 @@ class Tables:
         out[1:, 1:] -= self.points.astype(np.float32) / _TOTAL_POINT
         return out
 
+    def sizes_of(self, classes: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Look up the sizes of some columns.
+
+        Args:
+            classes: ``[columns]``, 0 for no class.
+
+        Returns:
+            float32 ``[3, columns]``.
+        """
+        return np.ascontiguousarray(self.sizes[classes].T)
+
     @cached_property
     def lookup(self) -> NDArray[np.uint32]:
         """For each class and slot of 4096: symbol in 8 bits, slot - start in 12, frequency - 1 in 12."""

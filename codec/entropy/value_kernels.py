@@ -20,38 +20,17 @@ def dequantise(quantised: I32, sizes: F32, step: float, out: F32) -> None:
 
     Args:
         quantised: int32 ``[tokens, columns]``.
-        sizes: float32 ``[columns, 3]``, of values 0, 1 and 2.
+        sizes: float32 ``[3, columns]``, of values 0, 1 and 2.
         step: Of the quantiser.
         out: float32 ``[tokens, columns]``, written.
     """
     for t in range(out.shape[0]):
         for c in range(out.shape[1]):
-            q = quantised[t, c]
+            q, one, two = quantised[t, c], sizes[1, c], sizes[2, c]
             size = float32(abs(q))
-            size = sizes[c, 1] if abs(q) == 1 else size
-            size = sizes[c, 2] if abs(q) == 2 else size  # noqa: PLR2004 - the sizes that have points
+            size = one if abs(q) == 1 else size
+            size = two if abs(q) == 2 else size  # noqa: PLR2004 - the sizes that have points
             out[t, c] = float32(step) * (-size if q < 0 else size)
-
-
-@jit
-def squared_error(coefficients: F32, quantised: I32, sizes: F32, step: float, out: F32) -> None:
-    """Sum each column's squared difference between coefficients and what they dequantise to.
-
-    Args:
-        coefficients: float32 ``[tokens, columns]``.
-        quantised: int32 ``[tokens, columns]``.
-        sizes: float32 ``[columns, 3]``, of values 0, 1 and 2.
-        step: Of the quantiser.
-        out: float32 ``[columns]``, added to in place.
-    """
-    for t in range(coefficients.shape[0]):
-        for c in range(coefficients.shape[1]):
-            q = quantised[t, c]
-            size = float32(abs(q))
-            size = sizes[c, 1] if abs(q) == 1 else size
-            size = sizes[c, 2] if abs(q) == 2 else size  # noqa: PLR2004 - the sizes that have points
-            difference = float32(abs(coefficients[t, c])) - float32(step) * size
-            out[c] += difference * difference
 
 
 @jit
@@ -60,7 +39,7 @@ def to_bfloat16(quantised: I32, sizes: F32, out: U16, widest: U32) -> None:
 
     Args:
         quantised: int32 ``[tokens, columns]``.
-        sizes: float32 ``[columns, 3]``, of values 0, 1 and 2.
+        sizes: float32 ``[3, columns]``, of values 0, 1 and 2.
         out: uint16 ``[tokens, columns]``, written.
         widest: ``[columns]``, written: the largest size met.
     """
@@ -71,10 +50,10 @@ def to_bfloat16(quantised: I32, sizes: F32, out: U16, widest: U32) -> None:
         widest[c] = 0
     for t in range(out.shape[0]):
         for c in range(columns):
-            q = quantised[t, c]
+            q, one, two = quantised[t, c], sizes[1, c], sizes[2, c]
             size = float32(abs(q))
-            size = sizes[c, 1] if abs(q) == 1 else size
-            size = sizes[c, 2] if abs(q) == 2 else size  # noqa: PLR2004 - the sizes that have points
+            size = one if abs(q) == 1 else size
+            size = two if abs(q) == 2 else size  # noqa: PLR2004 - the sizes that have points
             row[c] = -size if q < 0 else size
             widest[c] = max(widest[c], uint32(abs(q)))
         for c in range(columns):

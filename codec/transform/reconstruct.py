@@ -80,7 +80,7 @@ def coefficients_of(state: SegmentState, columns: slice, step: float) -> Tensor:
     """
     values = state.values[:, columns]
     out = torch.empty(values.shape, dtype=torch.float32)
-    value_kernels.dequantise(values, state.tables.sizes[state.classes[columns]], step, out.numpy())
+    value_kernels.dequantise(values, state.tables.sizes_of(state.classes[columns]), step, out.numpy())
     return out
 
 
@@ -92,7 +92,7 @@ def _plain(target: Tensor) -> bool:
 def _product(state: SegmentState, columns: slice, group: Group, *, halved: bool) -> Tensor:
     """Values times synthesis rows ``[tokens, width]`` in units of a step, bfloat16 where ``halved``."""
     values = state.values[:, columns]
-    sizes = state.tables.sizes[state.classes[columns]]
+    sizes = state.tables.sizes_of(state.classes[columns])
     rows = group.rows
     if not halved or rows is None:
         return synthesised(coefficients_of(state, columns, 1.0), group)
