@@ -13,13 +13,13 @@ import numpy as np
 
 from kvwire.codec.entropy import kernels
 from kvwire.codec.entropy.rans_naive import STATE_FLOOR
-from kvwire.codec.entropy.tables import ALPHABET, CONTEXTS
+from kvwire.codec.entropy.tables import CONTEXTS
 from kvwire.errors import CorruptError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvwire.codec.entropy.tables import Tables
+    from kvwire.codec.entropy.tables import Entries, Tables
 
 SYMBOLS_PER_LANE = 8192
 """A lane costs six bytes of state and length; at this many symbols that is under 1 % even at a tenth of a bit each."""
@@ -70,7 +70,7 @@ def encode_base(symbols: NDArray[np.uint8], classes: NDArray[np.integer], tables
     Returns:
         The stream.
     """
-    return _encode(symbols, classes, tables.base_starts, tables.base, lanes)
+    return _encode(symbols, classes, tables.base, tables.base_entries, lanes)
 
 
 def encode_ternary(
@@ -91,9 +91,7 @@ def encode_ternary(
     return encode_refinement(np.uint8(3) * contexts + symbols, classes, tables, lanes)
 
 
-def encode_refinement(
-    codes: NDArray[np.uint8], classes: NDArray[np.integer], tables: Tables, lanes: int
-) -> Lanes:
+def encode_refinement(codes: NDArray[np.uint8], classes: NDArray[np.integer], tables: Tables, lanes: int) -> Lanes:
     """Encode refinement symbols that stand together with their contexts.
 
     Args:
@@ -105,14 +103,14 @@ def encode_refinement(
     Returns:
         The stream.
     """
-    return _encode(codes, classes, tables.ternary_starts, tables.ternary, lanes)
+    return _encode(codes, classes, tables.ternary, tables.ternary_entries, lanes)
 
 
 def _encode(
     symbols: NDArray[np.uint8],
     classes: NDArray[np.integer],
-    starts: NDArray[np.uint32],
     frequencies: NDArray[np.uint16],
+    entries: Entries,
     lanes: int,
 ) -> Lanes:
     """Encode symbols that select, with their column's class, an entry of the tables."""
@@ -121,8 +119,7 @@ def _encode(
     buffer = np.empty((lanes, room), np.uint16)
     states, counts = np.empty(lanes, np.uint32), np.empty(lanes, np.int64)
     rows = ((np.asarray(classes, np.int64) - 1) * (frequencies.size // len(frequencies))).astype(np.uint32)
-    packed = starts << np.uint32(16) | frequencies.ravel()
-    kernels.encode(np.ascontiguousarray(symbols), rows, packed, buffer, states, counts)
+    kernels.encode(np.ascontiguousarray(symbols), rows, *entries, buffer, states, counts)
     words = np.concatenate([buffer[lane, room - count :] for lane, count in enumerate(counts)])
     return Lanes(states, counts.astype(np.uint16), words)
 

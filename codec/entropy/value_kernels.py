@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from numpy import empty, float32, uint16, uint32
+from numpy import empty, float32, float64, uint16, uint32, uintp
 
 from kvwire.codec.entropy.jit import jit
 
@@ -130,3 +130,67 @@ def place_elements(
             else:
                 for d in range(dim):
                     target[d] = rotated[d]
+
+
+@jit
+def take_elements(
+    source: NDArray[Any],
+    expand: bool,
+    first: int,
+    rows: F32,
+    of_token: U32,
+    at: int,
+    cosines: F32,
+    sines: F32,
+    interleaved: bool,
+    rotary_start: int,
+    out: F32,
+) -> None:
+    """Read one plane, rotate it back and take ``rows[of_token]`` away: what ``place_elements`` undoes.
+
+    Args:
+        source: float32, or bfloat16 bits, ``[heads, tokens, dim]``.
+        expand: Whether it is bfloat16 bits.
+        first: Token of the source to begin at.
+        rows: float32 with the columns of the output.
+        of_token: Row of each token.
+        at: First column of the plane.
+        cosines: float32 ``[tokens, pairs]``; no pairs where nothing is rotated.
+        sines: float32 ``[tokens, pairs]``.
+        interleaved: Whether pairs are neighbours, and not two halves.
+        rotary_start: First dimension of the pairs.
+        out: float32 ``[tokens, width]``; the plane's columns are written.
+    """
+    heads, tokens, dim = uintp(source.shape[0]), uintp(of_token.shape[0]), uintp(source.shape[2])
+    pairs, low = uintp(cosines.shape[1]), uintp(rotary_start)
+    high, begin_plane, begin_source = low + pairs, uintp(at), uintp(first)
+    row = empty(source.shape[2], float32)
+    bits = row.view(uint32)
+    for t in range(tokens):
+        chosen = of_token[t]
+        for head in range(heads):
+            begin = begin_plane + head * dim
+            if expand:
+                for d in range(dim):
+                    bits[d] = uint32(source[head, begin_source + t, d]) << uint32(16)
+            else:
+                for d in range(dim):
+                    row[d] = float32(source[head, begin_source + t, d])
+            if interleaved:
+                for j in range(pairs):
+                    a, b = row[low + j + j], row[low + j + j + uintp(1)]
+                    row[low + j + j] = a * cosines[t, j] + b * sines[t, j]
+                    row[low + j + j + uintp(1)] = float32(
+                        float64(b * cosines[t, j]) - float64(a) * float64(sines[t, j])
+                    )
+                for d in range(dim):
+                    out[t, begin + d] = row[d] - rows[chosen, begin + d]
+                continue
+            for d in range(dim):
+                out[t, begin + d] = row[d] - rows[chosen, begin + d]
+            for j in range(pairs):
+                turned = row[low + j] * cosines[t, j] + row[high + j] * sines[t, j]
+                out[t, begin + low + j] = turned - rows[chosen, begin + low + j]
+            for j in range(pairs):
+                turned = float32(float64(row[high + j] * cosines[t, j]) - float64(row[low + j]) * float64(sines[t, j]))
+                out[t, begin + high + j] = turned - rows[chosen, begin + high + j]

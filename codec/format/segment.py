@@ -134,9 +134,7 @@ def encode_segment(
     return pack_segment(codes, escapes, stream), state.tokens * len(state.columns)
 
 
-def enter_level(
-    state: SegmentState, shift: int, wanted: NDArray[np.int64], entering: NDArray[np.bool_]
-) -> bytes:
+def enter_level(state: SegmentState, shift: int, wanted: NDArray[np.int64], entering: NDArray[np.bool_]) -> bytes:
     """Advance a state's classes to the next level, values aside.
 
     Args:

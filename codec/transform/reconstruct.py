@@ -14,7 +14,7 @@ import torch
 
 from kvwire.codec.entropy import value_kernels
 from kvwire.codec.profile.group import FIRST_ROWS, REPEATS
-from kvwire.codec.transform.analysis import fast_bfloat16, scatter_planes, synthesise, synthesised
+from kvwire.codec.transform.analysis import fast_bfloat16, plain, scatter_planes, synthesise, synthesised
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -58,7 +58,7 @@ def place_group(  # noqa: PLR0913, PLR0917 - the hub of decoding: what was decod
     last = int(coded[-1]) + 1 if len(coded) else 0  # the KLT has sorted them: what follows is zero
     columns = slice(columns.start, columns.start + last)
     targets = [(out.keys if side == "key" else out.values)[layer] for side, layer in group.planes]
-    if group.rows is None or not all(map(_plain, targets)):
+    if group.rows is None or not all(map(plain, targets)):
         elements = synthesise(coefficients_of(state, columns, step), group, *expected)
         scatter_planes(elements, group.planes, out, meta, start, cos_sin)
         return
@@ -82,11 +82,6 @@ def coefficients_of(state: SegmentState, columns: slice, step: float) -> Tensor:
     out = torch.empty(values.shape, dtype=torch.float32)
     value_kernels.dequantise(values, state.tables.sizes_of(state.classes[columns]), step, out.numpy())
     return out
-
-
-def _plain(target: Tensor) -> bool:
-    """Whether the kernel can write there."""
-    return target.device.type == "cpu" and target.dtype in (torch.float32, torch.bfloat16) and target.stride(-1) == 1
 
 
 def _product(state: SegmentState, columns: slice, group: Group, *, halved: bool) -> Tensor:
