@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvwire.codec.entropy import kernels
-from kvwire.codec.entropy.rans_naive import STATE_FLOOR
-from kvwire.codec.entropy.tables import CONTEXTS
 from kvwire.errors import CorruptError
 
 if TYPE_CHECKING:
@@ -142,11 +140,9 @@ def decode_base(
     Raises:
         CorruptError: A lane does not end as it began.
     """
-    rows = ((np.asarray(classes, np.int64) - 1) << 12).astype(np.uint32)
-    out = np.empty((tokens, len(rows)), np.uint8)
-    states, pointers, words = _opened(lanes)
-    kernels.decode_lookup(words, np.uint32(len(words) - 1), states, pointers, rows, tables.lookup, out)
-    _closed(lanes, states, pointers, check=check)
+    out, (states, words, wrong) = np.empty((tokens, len(classes)), np.uint8), _opened(lanes)
+    kernels.decode_base(words, lanes.counts, states, np.asarray(classes, np.int64), tables.lookup, out, wrong)
+    _closed(wrong, check=check)
     return out
 
 
@@ -168,24 +164,19 @@ def decode_ternary(
     Raises:
         CorruptError: A lane does not end as it began.
     """
-    rows = ((np.asarray(classes, np.int64) - 1) * CONTEXTS).astype(np.uint32)
-    out = np.empty(contexts.shape, np.uint8)
-    states, pointers, words = _opened(lanes)
-    kernels.decode_ternary(words, np.uint32(len(words) - 1), states, pointers, rows, tables.thresholds, contexts, out)
-    _closed(lanes, states, pointers, check=check)
+    out, (states, words, wrong) = np.empty(contexts.shape, np.uint8), _opened(lanes)
+    own = np.asarray(classes, np.int64)
+    kernels.decode_refinement(words, lanes.counts, states, own, tables.thresholds, contexts, out, wrong)
+    _closed(wrong, check=check)
     return out
 
 
-def _opened(lanes: Lanes) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint16]]:
-    """Working copies of the states, each lane's first word, and the words, of which there must be one to read."""
-    ends = np.cumsum(lanes.counts, dtype=np.int64)
-    pointers = (ends - lanes.counts).astype(np.uint32)
-    words = lanes.words if len(lanes.words) else np.zeros(1, np.uint16)
-    return lanes.states.copy(), pointers, np.ascontiguousarray(words)
+def _opened(lanes: Lanes) -> tuple[NDArray[np.uint32], NDArray[np.uint16], NDArray[np.uint32]]:
+    """A working copy of the states, the words, of which there must be one to read, and room for what was wrong."""
+    return lanes.states.copy(), lanes.words if len(lanes.words) else np.zeros(1, np.uint16), np.empty(1, np.uint32)
 
 
-def _closed(lanes: Lanes, states: NDArray[np.uint32], pointers: NDArray[np.uint32], *, check: bool) -> None:
-    ends = np.cumsum(lanes.counts, dtype=np.int64)
-    if check and not ((states == STATE_FLOOR).all() and (pointers == ends).all()):
+def _closed(wrong: NDArray[np.uint32], *, check: bool) -> None:
+    if check and wrong[0]:
         msg = "a lane of the entropy coder does not end in the state it began with; fetch the segment again"
         raise CorruptError(msg)
