@@ -65,6 +65,7 @@ def place_elements(
     product: NDArray[Any],
     expand: bool,
     scale: float,
+    begin: int,
     rows: F32,
     of_token: U32,
     at: int,
@@ -79,12 +80,13 @@ def place_elements(
     """Write ``rows[of_token] + scale * product`` of one plane, rotated.
 
     Args:
-        product: float32, or bfloat16 bits; its columns from ``at`` on are the plane's.
+        product: float32, or bfloat16 bits; its columns from ``begin`` on are the plane's.
         expand: Whether the product is bfloat16 bits.
         scale: Of the product.
-        rows: float32 with the columns of the product.
+        begin: First column of the plane in the product.
+        rows: float32; columns from ``at`` on are the plane's.
         of_token: Row of each token.
-        at: First column of the plane.
+        at: First column of the plane in the rows.
         cosines: float32 ``[tokens, pairs]``; no pairs where nothing is rotated.
         sines: float32 ``[tokens, pairs]``.
         interleaved: Whether pairs are neighbours, and not two halves.
@@ -93,43 +95,42 @@ def place_elements(
         shrink: Whether the output is bfloat16 bits.
         first: Token of the output to begin at.
     """
-    heads, _, dim = out.shape
-    pairs = cosines.shape[1]
-    row, rotated = empty(dim, float32), empty(dim, float32)
+    heads, tokens, dim = uintp(out.shape[0]), uintp(of_token.shape[0]), uintp(out.shape[2])
+    pairs, low, first_token = uintp(cosines.shape[1]), uintp(rotary_start), uintp(first)
+    high, factor = low + pairs, float32(scale)
+    row, rotated = empty(out.shape[2], float32), empty(out.shape[2], float32)
     bits, rotated_bits = row.view(uint32), rotated.view(uint32)
-    factor = float32(scale)
-    for t in range(of_token.shape[0]):
-        expected = rows[of_token[t]]
+    for t in range(tokens):
+        chosen = of_token[t]
         for head in range(heads):
-            begin = at + head * dim
-            part = product[t, begin : begin + dim]
+            source, wanted = uintp(begin) + head * dim, uintp(at) + head * dim
             if expand:
                 for d in range(dim):
-                    bits[d] = uint32(part[d]) << uint32(16)
+                    bits[d] = uint32(product[t, source + d]) << uint32(16)
             else:
                 for d in range(dim):
-                    row[d] = float32(part[d])
+                    row[d] = float32(product[t, source + d])
             for d in range(dim):
-                rotated[d] = expected[begin + d] + factor * row[d]
+                row[d] = rows[chosen, wanted + d] + factor * row[d]
+            for d in range(dim):
+                rotated[d] = row[d]
             if interleaved:
                 for j in range(pairs):
-                    one, other = rotary_start + 2 * j, rotary_start + 2 * j + 1
-                    a, b = rotated[one], rotated[other]
-                    rotated[one] = a * cosines[t, j] - b * sines[t, j]
-                    rotated[other] = b * cosines[t, j] + a * sines[t, j]
+                    one, other = low + j + j, low + j + j + uintp(1)
+                    rotated[one] = row[one] * cosines[t, j] - row[other] * sines[t, j]
+                    rotated[other] = row[other] * cosines[t, j] + row[one] * sines[t, j]
             else:
                 for j in range(pairs):
-                    a, b = rotated[rotary_start + j], rotated[rotary_start + pairs + j]
-                    rotated[rotary_start + j] = a * cosines[t, j] - b * sines[t, j]
-                    rotated[rotary_start + pairs + j] = b * cosines[t, j] + a * sines[t, j]
-            target = out[head, first + t]
+                    rotated[low + j] = row[low + j] * cosines[t, j] - row[high + j] * sines[t, j]
+                for j in range(pairs):
+                    rotated[high + j] = row[high + j] * cosines[t, j] + row[low + j] * sines[t, j]
             if shrink:
                 for d in range(dim):
                     u = rotated_bits[d]
-                    target[d] = (u + uint32(0x7FFF) + ((u >> uint32(16)) & uint32(1))) >> uint32(16)
+                    out[head, first_token + t, d] = (u + uint32(0x7FFF) + ((u >> uint32(16)) & uint32(1))) >> uint32(16)
             else:
                 for d in range(dim):
-                    target[d] = rotated[d]
+                    out[head, first_token + t, d] = rotated[d]
 
 
 @jit

@@ -7,7 +7,7 @@ metric that attention puts on errors, coefficients are uncorrelated and all dese
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -290,20 +290,7 @@ def synthesise(coefficients: Tensor, group: Group, rows: Tensor, of_token: NDArr
     if group.synthesis is None:
         out[:, :given] += coefficients * torch.from_numpy(group.scales)[:given]
         return out
-    return out.add_(synthesised(coefficients, group))
-
-
-def synthesised(coefficients: Tensor, group: Group) -> Tensor:
-    """Multiply the first coefficients by the synthesis rows, without what is expected.
-
-    Args:
-        coefficients: float32 ``[tokens, n]``.
-        group: Theirs.
-
-    Returns:
-        float32 ``[tokens, width]``.
-    """
-    return coefficients @ cast("Tensor", group.synthesis)[: coefficients.shape[1]]  # the identity has none
+    return out.addmm_(coefficients, group.synthesis[:given])
 
 
 def scatter_planes(
