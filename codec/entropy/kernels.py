@@ -108,7 +108,7 @@ def decode_lookup(
                 row[lane] = entry >> uint32(24)
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@register_jitable
 def _next(x: uint32, p: uint32, base: uint32, words: U16, limit: uint32, lookup: U32) -> tuple[uint32, uint32, uint32]:
     """A lane's state and pointer behind one base symbol, and the symbol."""
     entry = lookup[base + (x & uint32(4095))]
@@ -193,7 +193,7 @@ def decode_ternary(
                 row[lane] = uint8(above_low) + uint8(above_high)
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@register_jitable
 def _begin(counts: U16) -> U32:
     """Each lane's first word."""
     pointers = empty(counts.shape[0], uint32)
@@ -204,7 +204,7 @@ def _begin(counts: U16) -> U32:
     return pointers
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@register_jitable
 def _end(counts: U16, states: U32, pointers: U32) -> uint32:
     """How many lanes do not end as they began, all their words read."""
     at, wrong = uint32(0), uint32(0)
