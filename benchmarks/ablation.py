@@ -30,6 +30,8 @@ import kvwire
 from kvwire.codec import Ladder
 from kvwire.codec.planes import planes_of
 from kvwire.codec.prediction.text import TextPredictor
+from kvwire.codec.transform.analysis import energy_of
+from kvwire.codec.transform.levels import chunk_levels_naive
 from kvwire.codec.transform.positions import positions_off
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvwire import KVCache, Profile, Statistics, TransformersEngine
+    from kvwire.codec.entropy.tables import Tables
 
     Patch = tuple[str, str, Any]
     Curve = list[tuple[float, float]]
@@ -49,7 +52,7 @@ DOCUMENTS = (100, 10_000)
 _REACH = 4.0
 """A curve is drawn on beyond its ends up to that many times the quality there, no further."""
 _FIT, _METRIC, _REGRESSION = (f"kvwire.codec.fitting.{name}" for name in ("fit", "metric", "regression"))
-_ENCODE = "kvwire.codec.kinds.layered"
+_ENCODE, _LEVELS = "kvwire.codec.kinds.layered", "kvwire.codec.transform.levels"
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,21 @@ def dead_zone(offset: float) -> Callable[[NDArray[np.float32], float], NDArray[n
     return quantise
 
 
+class NaiveLevels:
+    """Stands in for ``ChunkLevels``, with whatever quantiser its twin has."""
+
+    def __init__(
+        self, coefficients: NDArray[np.float32], ladder: Ladder, spread: NDArray[np.int64], tables: Tables
+    ) -> None:
+        """Code all levels."""
+        self.energy = energy_of(coefficients)
+        self._coded = chunk_levels_naive(coefficients, ladder, spread, tables)
+
+    def encode(self, level: int) -> tuple[bytes, int, float]:
+        """What the twin made of a level."""
+        return self._coded[level]
+
+
 def middle_points(bench: Bench) -> Profile:
     """The default's profile, reconstructing in the middle of each bin."""
     profile = _default(bench)
@@ -196,7 +214,10 @@ def settings(width: int) -> list[Setting]:
     """Every setting, the default first. width: the model's hidden size."""
     cut = importlib.import_module(_REGRESSION).TABLE_CUT
     spare = _default
-    fast = {offset: ((_ENCODE, "quantise", dead_zone(offset)),) for offset in (0.4, 0.33)}
+    fast = {
+        offset: ((_ENCODE, "ChunkLevels", NaiveLevels), (_LEVELS, "quantise", dead_zone(offset)))
+        for offset in (0.4, 0.33)
+    }
     return [
         Setting("default", "default"),
         Setting("text", "no prediction from text", {"text": False}),

@@ -60,7 +60,7 @@ _DEMO = ROOT / "demo" / "documents"
 _NUMBA_THREADS: int = vars(numba.config)["NUMBA_NUM_THREADS"]
 PARTS = {
     "entropy decoding": ("decode_base", "decode_ternary"),
-    "inverse transform": ("_product", "synthesised", "coefficients_of"),
+    "inverse transform": ("_product", "_factors", "synthesise", "coefficients_of"),
     "prediction": ("expected",),
     "rotating, converting, storing": ("_place", "scatter_planes"),
 }

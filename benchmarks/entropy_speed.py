@@ -38,9 +38,11 @@ from kvwire.codec import Ladder
 from kvwire.codec.entropy import rans
 from kvwire.codec.entropy.tables import ALPHABET, BIAS, CLASSES, CONTEXTS, fit_tables
 from kvwire.codec.format import segment
+from kvwire.codec.transform import levels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import ModuleType
 
     from numpy.typing import NDArray
 
@@ -104,8 +106,8 @@ class Workload:
         return sum(call.result.size for call in self.decodes)
 
 
-def recorded(name: str, work: Callable[[], object]) -> list[Call]:
-    """The calls that ``work`` makes to the function ``name`` of the entropy coder."""
+def recorded(caller: ModuleType, name: str, work: Callable[[], object]) -> list[Call]:
+    """The calls that ``work`` makes from the module ``caller`` to the function ``name`` of the entropy coder."""
     real = getattr(rans, name)
     calls: list[Call] = []
 
@@ -114,7 +116,7 @@ def recorded(name: str, work: Callable[[], object]) -> list[Call]:
         calls.append(Call(real, arguments, named, result))
         return result
 
-    with mock.patch.object(segment, name, spy):
+    with mock.patch.object(caller, name, spy):
         work()
     return calls
 
@@ -122,8 +124,9 @@ def recorded(name: str, work: Callable[[], object]) -> list[Call]:
 def workload(name: str, kind: str, cache: KVCache, profile: Profile, ladder: Ladder) -> Workload:
     """Base or ternary streams (``kind``) of one document's blob."""
     blob = kvwire.encode(cache, profile=profile, threads=1, levels=ladder)
-    encodes = recorded(f"encode_{kind}", lambda: kvwire.encode(cache, profile=profile, threads=1, levels=ladder))
-    decodes = recorded(f"decode_{kind}", lambda: kvwire.decode(blob, profile=profile, threads=1))
+    encoder = "encode_base" if kind == "base" else "encode_refinement"
+    encodes = recorded(levels, encoder, lambda: kvwire.encode(cache, profile=profile, threads=1, levels=ladder))
+    decodes = recorded(segment, f"decode_{kind}", lambda: kvwire.decode(blob, profile=profile, threads=1))
     grouped = _base_groups if kind == "base" else _ternary_groups
     return Workload(name, encodes, decodes, [grouped(call) for call in encodes])
 
@@ -160,7 +163,8 @@ def _base_groups(call: Call) -> list[Group]:
 
 
 def _ternary_groups(call: Call) -> list[Group]:
-    symbols, contexts, classes, tables = call.arguments[:4]
+    codes, classes, tables = call.arguments[:3]
+    contexts, symbols = codes // CONTEXTS, codes % CONTEXTS
     owners = classes * CONTEXTS + contexts
     return [
         _group(symbols, owners == owner, tables.ternary[owner // CONTEXTS - 1, owner % CONTEXTS])
@@ -226,7 +230,8 @@ def range_decode(streams: list[list[Group]], coded: list[NDArray[np.uint32]]) ->
 def check(work: Workload, stacked: list[NDArray[np.uint32]], queued: list[NDArray[np.uint32]]) -> None:
     """Stop unless every decoder returns the symbols that were encoded."""
     for encode, decode in zip(work.encodes, work.decodes, strict=True):
-        assert np.array_equal(encode.arguments[0], decode.result), f"{work.name}: kvwire decoded other symbols"
+        symbols = encode.arguments[0] if encode.function is rans.encode_base else encode.arguments[0] % CONTEXTS
+        assert np.array_equal(symbols, decode.result), f"{work.name}: kvwire decoded other symbols"
         assert np.array_equal(decode.repeat(), decode.result), f"{work.name}: kvwire decodes differently each time"
     for decode, placed in zip(work.decodes, ans_decode_in_place(work, stacked), strict=True):
         assert np.array_equal(placed, decode.result), f"{work.name}: constriction decoded other symbols"

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from numpy import empty, float64, int32, intp, uint8, uint16, uint32
+from numba.extending import register_jitable
+from numpy import empty, float64, int32, uint8, uint16, uint32, uint64, uintp
 
 from kvwire.codec.entropy.jit import jit
 
@@ -22,51 +23,60 @@ if TYPE_CHECKING:
 
 
 @jit
-def encode(symbols: U8, tables: U32, packed: U32, buffer: U16, states: U32, counts: NDArray[int64]) -> None:
+def encode(
+    symbols: U8,
+    rows: U32,
+    packed: U32,
+    reciprocals: NDArray[uint64],
+    buffer: U16,
+    states: U32,
+    counts: NDArray[int64],
+) -> None:
     """Fill each lane's buffer from its end with the lane's words.
 
-    A word is stored whether it counts or not; only then is the division, which is exact in float64, all that a lane
-    waits for.
+    A word is stored whether it counts or not. The quotient is exact: a state x is below f * 2^20 when it is divided by
+    the frequency f, so x * (floor(2^44 / f) + 1) fits 64 bits and exceeds x * 2^44 / f by less than 2^44 / f.
 
     Args:
         symbols: uint8 ``[tokens, columns]``.
-        tables: uint32 ``[tokens, columns]``, flat index of the first entry of the symbol's table in ``packed``.
+        rows: ``[columns]``, index in the tables of the entry of the column's symbol 0.
         packed: Start in the upper 16 bits, frequency in the lower ones.
+        reciprocals: uint64, floor(2^44 / f) + 1 of each.
         buffer: uint16 ``[lanes, room + 1]`` with room for a word a symbol.
         states: ``[lanes]``, written.
         counts: ``[lanes]``, written: words of each lane.
     """
-    tokens, columns = symbols.shape
-    lanes, room = buffer.shape
+    tokens, columns = uintp(symbols.shape[0]), uintp(symbols.shape[1])
+    lanes, room = uintp(buffer.shape[0]), uintp(buffer.shape[1])
     flat = buffer.reshape(-1)
-    words, emitted, ends = empty(lanes, uint16), empty(lanes, uint8), empty(lanes, intp)
+    ends = empty(buffer.shape[0], uintp)
     for lane in range(lanes):
         states[lane] = 65536
-        ends[lane] = (lane + 1) * room
-    for first in range((columns - 1) // lanes * lanes, -1, -lanes):
+        ends[lane] = (lane + uintp(1)) * room - uintp(1)
+    steps = (columns + lanes - uintp(1)) // lanes
+    for step in range(steps):
+        first = (steps - uintp(1) - step) * lanes
         width = min(lanes, columns - first)
-        for t in range(tokens - 1, -1, -1):
-            row = symbols[t, first : first + width]
-            base = tables[t, first : first + width]
+        for back in range(tokens):
+            t = tokens - uintp(1) - back
             for lane in range(width):
-                both = packed[base[lane] + uint32(row[lane])]
-                f, start = both & uint32(65535), both >> uint32(16)
+                at = rows[first + lane] + uint32(symbols[t, first + lane])
+                f, start = packed[at] & uint32(65535), packed[at] >> uint32(16)
                 x = states[lane]
                 over = (x >> uint32(20)) >= f
-                words[lane] = uint16(x & uint32(65535))
-                emitted[lane] = uint8(over)
+                flat[ends[lane]] = uint16(x & uint32(65535))
+                ends[lane] -= uintp(over)
                 x = (x >> uint32(16)) if over else x
-                quotient = uint32(float64(x) / float64(f))
+                quotient = uint32((uint64(x) * reciprocals[at]) >> uint64(44))
                 states[lane] = (quotient << uint32(12)) + (x - quotient * f) + start
-            for lane in range(width):
-                flat[ends[lane] - 1] = words[lane]
-                ends[lane] -= emitted[lane]
     for lane in range(lanes):
-        counts[lane] = (lane + 1) * room - ends[lane]
+        counts[lane] = (lane + uintp(1)) * room - uintp(1) - ends[lane]
 
 
 @jit
-def decode_lookup(words: U16, limit: uint32, states: U32, pointers: U32, tables: U32, lookup: U32, out: U8) -> None:
+def decode_lookup(
+    words: U16, limit: uint32, states: U32, pointers: U32, tables: U32, lookup: U32, begin: int, out: U8
+) -> None:
     """Decode base symbols.
 
     Args:
@@ -76,11 +86,12 @@ def decode_lookup(words: U16, limit: uint32, states: U32, pointers: U32, tables:
         pointers: ``[lanes]``, the next word of each, advanced in place.
         tables: ``[columns]``, the column's start in ``lookup``.
         lookup: See ``Tables.lookup``.
-        out: uint8 ``[tokens, columns]``, written.
+        begin: First column to decode, one of lane 0.
+        out: uint8 ``[tokens, columns]``, written from ``begin`` on.
     """
     tokens, columns = out.shape
     lanes = states.shape[0]
-    for first in range(0, columns, lanes):
+    for first in range(begin, columns, lanes):
         width = min(lanes, columns - first)
         base = tables[first : first + width]
         for t in range(tokens):
@@ -95,6 +106,50 @@ def decode_lookup(words: U16, limit: uint32, states: U32, pointers: U32, tables:
                 states[lane] = (x << uint32(16)) | word if refill else x
                 pointers[lane] = p + uint32(refill)
                 row[lane] = entry >> uint32(24)
+
+
+@register_jitable
+def _next(x: uint32, p: uint32, base: uint32, words: U16, limit: uint32, lookup: U32) -> tuple[uint32, uint32, uint32]:
+    """A lane's state and pointer behind one base symbol, and the symbol."""
+    entry = lookup[base + (x & uint32(4095))]
+    x = ((entry & uint32(4095)) + uint32(1)) * (x >> uint32(12)) + ((entry >> uint32(12)) & uint32(4095))
+    word = uint32(words[min(p, limit)])
+    refill = x < uint32(65536)
+    return (x << uint32(16)) | word if refill else x, p + uint32(refill), entry >> uint32(24)
+
+
+@jit
+def decode_quads(words: U16, limit: uint32, states: U32, pointers: U32, tables: U32, lookup: U32, out: U8) -> None:
+    """Decode base symbols of few lanes, four at a time: too few for vectors, and enough to fill a core's pipeline.
+
+    States stay in registers; in memory, each symbol would wait until the one before is stored.
+
+    Args:
+        words: As of ``decode_lookup``.
+        limit: Index of the last word.
+        states: ``[lanes]``, a multiple of four, advanced in place.
+        pointers: ``[lanes]``, the next word of each, advanced in place.
+        tables: ``[columns]``, the column's start in ``lookup``.
+        lookup: See ``Tables.lookup``.
+        out: uint8 ``[tokens, columns]``; written but for the last columns, where they are fewer than lanes.
+    """
+    tokens, columns, lanes = uintp(out.shape[0]), uintp(out.shape[1]), uintp(states.shape[0])
+    for a in range(uintp(0), lanes, uintp(4)):
+        b, c, d = a + uintp(1), a + uintp(2), a + uintp(3)
+        xa, xb, xc, xd = states[a], states[b], states[c], states[d]
+        pa, pb, pc, pd = pointers[a], pointers[b], pointers[c], pointers[d]
+        for turn in range(columns // lanes):
+            at = turn * lanes
+            ta, tb, tc, td = tables[at + a], tables[at + b], tables[at + c], tables[at + d]
+            for t in range(tokens):
+                xa, pa, symbol_a = _next(xa, pa, ta, words, limit, lookup)
+                xb, pb, symbol_b = _next(xb, pb, tb, words, limit, lookup)
+                xc, pc, symbol_c = _next(xc, pc, tc, words, limit, lookup)
+                xd, pd, symbol_d = _next(xd, pd, td, words, limit, lookup)
+                out[t, at + a], out[t, at + b] = symbol_a, symbol_b
+                out[t, at + c], out[t, at + d] = symbol_c, symbol_d
+        states[a], states[b], states[c], states[d] = xa, xb, xc, xd
+        pointers[a], pointers[b], pointers[c], pointers[d] = pa, pb, pc, pd
 
 
 @jit
@@ -136,6 +191,83 @@ def decode_ternary(
                 states[lane] = (x << uint32(16)) | word if refill else x
                 pointers[lane] = p + uint32(refill)
                 row[lane] = uint8(above_low) + uint8(above_high)
+
+
+@register_jitable
+def _begin(counts: U16) -> U32:
+    """Each lane's first word."""
+    pointers = empty(counts.shape[0], uint32)
+    at = uint32(0)
+    for lane in range(counts.shape[0]):
+        pointers[lane] = at
+        at += uint32(counts[lane])
+    return pointers
+
+
+@register_jitable
+def _end(counts: U16, states: U32, pointers: U32) -> uint32:
+    """How many lanes do not end as they began, all their words read."""
+    at, wrong = uint32(0), uint32(0)
+    for lane in range(counts.shape[0]):
+        at += uint32(counts[lane])
+        wrong += uint32(states[lane] != uint32(65536) or pointers[lane] != at)
+    return wrong
+
+
+@jit
+def decode_base(
+    words: U16, counts: U16, states: U32, classes: NDArray[int64], lookup: U32, out: U8, wrong: U32
+) -> None:
+    """Decode a stream of base symbols.
+
+    Args:
+        words: uint16, one at least; lane after lane.
+        counts: ``[lanes]``, words of each.
+        states: ``[lanes]``, advanced in place.
+        classes: ``[columns]``, from 1 on.
+        lookup: See ``Tables.lookup``.
+        out: uint8 ``[tokens, columns]``, written.
+        wrong: ``[1]``, written: number of lanes that do not end as they began.
+    """
+    columns, lanes = out.shape[1], states.shape[0]
+    limit, pointers, rows, begin = uint32(words.shape[0] - 1), _begin(counts), empty(columns, uint32), 0
+    for c in range(columns):
+        rows[c] = uint32((classes[c] - 1) << 12)
+    if lanes == 4 or lanes == 8:  # noqa: PLR1714, PLR2004 - where it is faster than vectors
+        decode_quads(words, limit, states, pointers, rows, lookup, out)
+        begin = columns // lanes * lanes
+    decode_lookup(words, limit, states, pointers, rows, lookup, begin, out)
+    wrong[0] = _end(counts, states, pointers)
+
+
+@jit
+def decode_refinement(
+    words: U16,
+    counts: U16,
+    states: U32,
+    classes: NDArray[int64],
+    thresholds: U32,
+    contexts: U8,
+    out: U8,
+    wrong: U32,
+) -> None:
+    """Decode a stream of refinement symbols.
+
+    Args:
+        words: uint16, one at least; lane after lane.
+        counts: ``[lanes]``, words of each.
+        states: ``[lanes]``, advanced in place.
+        classes: ``[columns]``, from 1 on.
+        thresholds: See ``Tables.thresholds``.
+        contexts: uint8 ``[tokens, columns]``.
+        out: uint8 ``[tokens, columns]``, written.
+        wrong: ``[1]``, written: number of lanes that do not end as they began.
+    """
+    limit, pointers, rows = uint32(words.shape[0] - 1), _begin(counts), empty(out.shape[1], uint32)
+    for c in range(out.shape[1]):
+        rows[c] = uint32((classes[c] - 1) * 3)
+    decode_ternary(words, limit, states, pointers, rows, thresholds, contexts, out)
+    wrong[0] = _end(counts, states, pointers)
 
 
 @jit

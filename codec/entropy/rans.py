@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvwire.codec.entropy import kernels
-from kvwire.codec.entropy.rans_naive import STATE_FLOOR
-from kvwire.codec.entropy.tables import ALPHABET, CONTEXTS
 from kvwire.errors import CorruptError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvwire.codec.entropy.tables import Tables
+    from kvwire.codec.entropy.tables import Entries, Tables
 
 SYMBOLS_PER_LANE = 8192
 """A lane costs six bytes of state and length; at this many symbols that is under 1 % even at a tenth of a bit each."""
@@ -70,9 +68,7 @@ def encode_base(symbols: NDArray[np.uint8], classes: NDArray[np.integer], tables
     Returns:
         The stream.
     """
-    rows = ((np.asarray(classes, np.int64) - 1) * ALPHABET).astype(np.uint32)
-    index = np.broadcast_to(rows, symbols.shape)
-    return _encode(symbols, index, tables.base_starts, tables.base, lanes)
+    return _encode(symbols, classes, tables.base, tables.base_entries, lanes)
 
 
 def encode_ternary(
@@ -90,24 +86,38 @@ def encode_ternary(
     Returns:
         The stream.
     """
-    rows = ((np.asarray(classes, np.int64) - 1) * CONTEXTS).astype(np.uint32)
-    index = (rows[None, :] + contexts) * np.uint32(3)
-    return _encode(symbols, index, tables.ternary_starts, tables.ternary, lanes)
+    return encode_refinement(np.uint8(3) * contexts + symbols, classes, tables, lanes)
+
+
+def encode_refinement(codes: NDArray[np.uint8], classes: NDArray[np.integer], tables: Tables, lanes: int) -> Lanes:
+    """Encode refinement symbols that stand together with their contexts.
+
+    Args:
+        codes: 3 * context + symbol, ``[tokens, columns]``.
+        classes: ``[columns]``, from 1 on.
+        tables: Frequencies.
+        lanes: How many.
+
+    Returns:
+        The stream.
+    """
+    return _encode(codes, classes, tables.ternary, tables.ternary_entries, lanes)
 
 
 def _encode(
     symbols: NDArray[np.uint8],
-    index: NDArray[np.uint32],
-    starts: NDArray[np.uint32],
+    classes: NDArray[np.integer],
     frequencies: NDArray[np.uint16],
+    entries: Entries,
     lanes: int,
 ) -> Lanes:
+    """Encode symbols that select, with their column's class, an entry of the tables."""
     tokens, columns = symbols.shape
     room = tokens * -(-columns // lanes) + 1
     buffer = np.empty((lanes, room), np.uint16)
     states, counts = np.empty(lanes, np.uint32), np.empty(lanes, np.int64)
-    packed = starts << np.uint32(16) | frequencies.ravel()
-    kernels.encode(np.ascontiguousarray(symbols), np.ascontiguousarray(index), packed, buffer, states, counts)
+    rows = ((np.asarray(classes, np.int64) - 1) * (frequencies.size // len(frequencies))).astype(np.uint32)
+    kernels.encode(np.ascontiguousarray(symbols), rows, *entries, buffer, states, counts)
     words = np.concatenate([buffer[lane, room - count :] for lane, count in enumerate(counts)])
     return Lanes(states, counts.astype(np.uint16), words)
 
@@ -130,11 +140,9 @@ def decode_base(
     Raises:
         CorruptError: A lane does not end as it began.
     """
-    rows = ((np.asarray(classes, np.int64) - 1) << 12).astype(np.uint32)
-    out = np.empty((tokens, len(rows)), np.uint8)
-    states, pointers, words = _opened(lanes)
-    kernels.decode_lookup(words, np.uint32(len(words) - 1), states, pointers, rows, tables.lookup, out)
-    _closed(lanes, states, pointers, check=check)
+    out, (states, words, wrong) = np.empty((tokens, len(classes)), np.uint8), _opened(lanes)
+    kernels.decode_base(words, lanes.counts, states, np.asarray(classes, np.int64), tables.lookup, out, wrong)
+    _closed(wrong, check=check)
     return out
 
 
@@ -156,24 +164,19 @@ def decode_ternary(
     Raises:
         CorruptError: A lane does not end as it began.
     """
-    rows = ((np.asarray(classes, np.int64) - 1) * CONTEXTS).astype(np.uint32)
-    out = np.empty(contexts.shape, np.uint8)
-    states, pointers, words = _opened(lanes)
-    kernels.decode_ternary(words, np.uint32(len(words) - 1), states, pointers, rows, tables.thresholds, contexts, out)
-    _closed(lanes, states, pointers, check=check)
+    out, (states, words, wrong) = np.empty(contexts.shape, np.uint8), _opened(lanes)
+    own = np.asarray(classes, np.int64)
+    kernels.decode_refinement(words, lanes.counts, states, own, tables.thresholds, contexts, out, wrong)
+    _closed(wrong, check=check)
     return out
 
 
-def _opened(lanes: Lanes) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint16]]:
-    """Working copies of the states, each lane's first word, and the words, of which there must be one to read."""
-    ends = np.cumsum(lanes.counts, dtype=np.int64)
-    pointers = (ends - lanes.counts).astype(np.uint32)
-    words = lanes.words if len(lanes.words) else np.zeros(1, np.uint16)
-    return lanes.states.copy(), pointers, np.ascontiguousarray(words)
+def _opened(lanes: Lanes) -> tuple[NDArray[np.uint32], NDArray[np.uint16], NDArray[np.uint32]]:
+    """A working copy of the states, the words, of which there must be one to read, and room for what was wrong."""
+    return lanes.states.copy(), lanes.words if len(lanes.words) else np.zeros(1, np.uint16), np.empty(1, np.uint32)
 
 
-def _closed(lanes: Lanes, states: NDArray[np.uint32], pointers: NDArray[np.uint32], *, check: bool) -> None:
-    ends = np.cumsum(lanes.counts, dtype=np.int64)
-    if check and not ((states == STATE_FLOOR).all() and (pointers == ends).all()):
+def _closed(wrong: NDArray[np.uint32], *, check: bool) -> None:
+    if check and wrong[0]:
         msg = "a lane of the entropy coder does not end in the state it began with; fetch the segment again"
         raise CorruptError(msg)

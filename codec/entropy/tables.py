@@ -19,6 +19,10 @@ from kvwire.errors import CorruptError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    Entries = tuple[NDArray[np.uint32], NDArray[np.uint64]]
+    """For each symbol of each table in turn: its start in the upper 16 bits and its frequency in the lower ones; and
+    floor(2^44 / frequency) + 1."""
+
 CLASSES = 42
 """Scales from 0.05 to 91 steps: below, a column is all zeros; above, the alphabet is left through escapes anyway."""
 FINEST_SCALE = 0.05
@@ -78,6 +82,10 @@ def clip_class(classes: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.clip(classes, 1, CLASSES)
 
 
+_RECIPROCAL_BITS = 44
+"""Bits of a state, which is below 2^32, and of a frequency."""
+
+
 @dataclass(frozen=True, eq=False)
 class Tables:
     """Frequencies of every class; class ``k`` is row ``k - 1``.
@@ -118,11 +126,32 @@ class Tables:
         return _starts(self.ternary)
 
     @cached_property
+    def base_entries(self) -> Entries:
+        """What encodes a base symbol."""
+        return _entries(self.base, self.base_starts)
+
+    @cached_property
+    def ternary_entries(self) -> Entries:
+        """What encodes a refinement symbol."""
+        return _entries(self.ternary, self.ternary_starts)
+
+    @cached_property
     def sizes(self) -> NDArray[np.float32]:
         """Size in steps of values 0, 1 and 2 of every class, ``[CLASSES + 1, 3]``; row 0 is for no class."""
         out = np.tile(np.arange(POINTS + 1, dtype=np.float32), (CLASSES + 1, 1))
         out[1:, 1:] -= self.points.astype(np.float32) / _TOTAL_POINT
         return out
+
+    def sizes_of(self, classes: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Look up the sizes of some columns.
+
+        Args:
+            classes: ``[columns]``, 0 for no class.
+
+        Returns:
+            float32 ``[3, columns]``.
+        """
+        return np.ascontiguousarray(self.sizes[classes].T)
 
     @cached_property
     def lookup(self) -> NDArray[np.uint32]:
@@ -207,6 +236,12 @@ def _normalise(weight: NDArray[np.float64], allowed: NDArray[np.bool_]) -> NDArr
     # What rounding down left over goes, one each, to those that lost most by it.
     frequencies[np.argsort(frequencies - ideal, kind="stable")[: -excess or 0]] += 1
     return frequencies.astype(np.uint16)
+
+
+def _entries(frequencies: NDArray[np.uint16], starts: NDArray[np.uint32]) -> Entries:
+    counts = frequencies.ravel().astype(np.uint32)
+    reciprocals = np.uint64(1 << _RECIPROCAL_BITS) // np.maximum(counts, 1).astype(np.uint64) + np.uint64(1)
+    return starts << np.uint32(16) | counts, reciprocals
 
 
 def _starts(frequencies: NDArray[np.uint16]) -> NDArray[np.uint32]:

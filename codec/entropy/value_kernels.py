@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from numpy import empty, float32, uint16, uint32
+from numpy import empty, float32, float64, uint16, uint32, uintp
 
 from kvwire.codec.entropy.jit import jit
 
@@ -20,38 +20,17 @@ def dequantise(quantised: I32, sizes: F32, step: float, out: F32) -> None:
 
     Args:
         quantised: int32 ``[tokens, columns]``.
-        sizes: float32 ``[columns, 3]``, of values 0, 1 and 2.
+        sizes: float32 ``[3, columns]``, of values 0, 1 and 2.
         step: Of the quantiser.
         out: float32 ``[tokens, columns]``, written.
     """
     for t in range(out.shape[0]):
         for c in range(out.shape[1]):
-            q = quantised[t, c]
+            q, one, two = quantised[t, c], sizes[1, c], sizes[2, c]
             size = float32(abs(q))
-            size = sizes[c, 1] if abs(q) == 1 else size
-            size = sizes[c, 2] if abs(q) == 2 else size  # noqa: PLR2004 - the sizes that have points
+            size = one if abs(q) == 1 else size
+            size = two if abs(q) == 2 else size  # noqa: PLR2004 - the sizes that have points
             out[t, c] = float32(step) * (-size if q < 0 else size)
-
-
-@jit
-def squared_error(coefficients: F32, quantised: I32, sizes: F32, step: float, out: F32) -> None:
-    """Sum each column's squared difference between coefficients and what they dequantise to.
-
-    Args:
-        coefficients: float32 ``[tokens, columns]``.
-        quantised: int32 ``[tokens, columns]``.
-        sizes: float32 ``[columns, 3]``, of values 0, 1 and 2.
-        step: Of the quantiser.
-        out: float32 ``[columns]``, added to in place.
-    """
-    for t in range(coefficients.shape[0]):
-        for c in range(coefficients.shape[1]):
-            q = quantised[t, c]
-            size = float32(abs(q))
-            size = sizes[c, 1] if abs(q) == 1 else size
-            size = sizes[c, 2] if abs(q) == 2 else size  # noqa: PLR2004 - the sizes that have points
-            difference = float32(abs(coefficients[t, c])) - float32(step) * size
-            out[c] += difference * difference
 
 
 @jit
@@ -60,7 +39,7 @@ def to_bfloat16(quantised: I32, sizes: F32, out: U16, widest: U32) -> None:
 
     Args:
         quantised: int32 ``[tokens, columns]``.
-        sizes: float32 ``[columns, 3]``, of values 0, 1 and 2.
+        sizes: float32 ``[3, columns]``, of values 0, 1 and 2.
         out: uint16 ``[tokens, columns]``, written.
         widest: ``[columns]``, written: the largest size met.
     """
@@ -71,10 +50,10 @@ def to_bfloat16(quantised: I32, sizes: F32, out: U16, widest: U32) -> None:
         widest[c] = 0
     for t in range(out.shape[0]):
         for c in range(columns):
-            q = quantised[t, c]
+            q, one, two = quantised[t, c], sizes[1, c], sizes[2, c]
             size = float32(abs(q))
-            size = sizes[c, 1] if abs(q) == 1 else size
-            size = sizes[c, 2] if abs(q) == 2 else size  # noqa: PLR2004 - the sizes that have points
+            size = one if abs(q) == 1 else size
+            size = two if abs(q) == 2 else size  # noqa: PLR2004 - the sizes that have points
             row[c] = -size if q < 0 else size
             widest[c] = max(widest[c], uint32(abs(q)))
         for c in range(columns):
@@ -86,6 +65,7 @@ def place_elements(
     product: NDArray[Any],
     expand: bool,
     scale: float,
+    begin: int,
     rows: F32,
     of_token: U32,
     at: int,
@@ -100,12 +80,13 @@ def place_elements(
     """Write ``rows[of_token] + scale * product`` of one plane, rotated.
 
     Args:
-        product: float32, or bfloat16 bits; its columns from ``at`` on are the plane's.
+        product: float32, or bfloat16 bits; its columns from ``begin`` on are the plane's.
         expand: Whether the product is bfloat16 bits.
         scale: Of the product.
-        rows: float32 with the columns of the product.
+        begin: First column of the plane in the product.
+        rows: float32; columns from ``at`` on are the plane's.
         of_token: Row of each token.
-        at: First column of the plane.
+        at: First column of the plane in the rows.
         cosines: float32 ``[tokens, pairs]``; no pairs where nothing is rotated.
         sines: float32 ``[tokens, pairs]``.
         interleaved: Whether pairs are neighbours, and not two halves.
@@ -114,40 +95,103 @@ def place_elements(
         shrink: Whether the output is bfloat16 bits.
         first: Token of the output to begin at.
     """
-    heads, _, dim = out.shape
-    pairs = cosines.shape[1]
-    row, rotated = empty(dim, float32), empty(dim, float32)
+    heads, tokens, dim = uintp(out.shape[0]), uintp(of_token.shape[0]), uintp(out.shape[2])
+    pairs, low, first_token = uintp(cosines.shape[1]), uintp(rotary_start), uintp(first)
+    high, factor = low + pairs, float32(scale)
+    row, rotated = empty(out.shape[2], float32), empty(out.shape[2], float32)
     bits, rotated_bits = row.view(uint32), rotated.view(uint32)
-    factor = float32(scale)
-    for t in range(of_token.shape[0]):
-        expected = rows[of_token[t]]
+    for t in range(tokens):
+        chosen = of_token[t]
         for head in range(heads):
-            begin = at + head * dim
-            part = product[t, begin : begin + dim]
+            source, wanted = uintp(begin) + head * dim, uintp(at) + head * dim
             if expand:
                 for d in range(dim):
-                    bits[d] = uint32(part[d]) << uint32(16)
+                    bits[d] = uint32(product[t, source + d]) << uint32(16)
             else:
                 for d in range(dim):
-                    row[d] = float32(part[d])
+                    row[d] = float32(product[t, source + d])
             for d in range(dim):
-                rotated[d] = expected[begin + d] + factor * row[d]
+                row[d] = rows[chosen, wanted + d] + factor * row[d]
+            for d in range(dim):
+                rotated[d] = row[d]
             if interleaved:
                 for j in range(pairs):
-                    one, other = rotary_start + 2 * j, rotary_start + 2 * j + 1
-                    a, b = rotated[one], rotated[other]
-                    rotated[one] = a * cosines[t, j] - b * sines[t, j]
-                    rotated[other] = b * cosines[t, j] + a * sines[t, j]
+                    one, other = low + j + j, low + j + j + uintp(1)
+                    rotated[one] = row[one] * cosines[t, j] - row[other] * sines[t, j]
+                    rotated[other] = row[other] * cosines[t, j] + row[one] * sines[t, j]
             else:
                 for j in range(pairs):
-                    a, b = rotated[rotary_start + j], rotated[rotary_start + pairs + j]
-                    rotated[rotary_start + j] = a * cosines[t, j] - b * sines[t, j]
-                    rotated[rotary_start + pairs + j] = b * cosines[t, j] + a * sines[t, j]
-            target = out[head, first + t]
+                    rotated[low + j] = row[low + j] * cosines[t, j] - row[high + j] * sines[t, j]
+                for j in range(pairs):
+                    rotated[high + j] = row[high + j] * cosines[t, j] + row[low + j] * sines[t, j]
             if shrink:
                 for d in range(dim):
                     u = rotated_bits[d]
-                    target[d] = (u + uint32(0x7FFF) + ((u >> uint32(16)) & uint32(1))) >> uint32(16)
+                    out[head, first_token + t, d] = (u + uint32(0x7FFF) + ((u >> uint32(16)) & uint32(1))) >> uint32(16)
             else:
                 for d in range(dim):
-                    target[d] = rotated[d]
+                    out[head, first_token + t, d] = rotated[d]
+
+
+@jit
+def take_elements(
+    source: NDArray[Any],
+    expand: bool,
+    first: int,
+    rows: F32,
+    of_token: U32,
+    at: int,
+    cosines: F32,
+    sines: F32,
+    interleaved: bool,
+    rotary_start: int,
+    out: F32,
+) -> None:
+    """Read one plane, rotate it back and take ``rows[of_token]`` away: what ``place_elements`` undoes.
+
+    Args:
+        source: float32, or bfloat16 bits, ``[heads, tokens, dim]``.
+        expand: Whether it is bfloat16 bits.
+        first: Token of the source to begin at.
+        rows: float32 with the columns of the output.
+        of_token: Row of each token.
+        at: First column of the plane.
+        cosines: float32 ``[tokens, pairs]``; no pairs where nothing is rotated.
+        sines: float32 ``[tokens, pairs]``.
+        interleaved: Whether pairs are neighbours, and not two halves.
+        rotary_start: First dimension of the pairs.
+        out: float32 ``[tokens, width]``; the plane's columns are written.
+    """
+    heads, tokens, dim = uintp(source.shape[0]), uintp(of_token.shape[0]), uintp(source.shape[2])
+    pairs, low = uintp(cosines.shape[1]), uintp(rotary_start)
+    high, begin_plane, begin_source = low + pairs, uintp(at), uintp(first)
+    row = empty(source.shape[2], float32)
+    bits = row.view(uint32)
+    for t in range(tokens):
+        chosen = of_token[t]
+        for head in range(heads):
+            begin = begin_plane + head * dim
+            if expand:
+                for d in range(dim):
+                    bits[d] = uint32(source[head, begin_source + t, d]) << uint32(16)
+            else:
+                for d in range(dim):
+                    row[d] = float32(source[head, begin_source + t, d])
+            if interleaved:
+                for j in range(pairs):
+                    a, b = row[low + j + j], row[low + j + j + uintp(1)]
+                    row[low + j + j] = a * cosines[t, j] + b * sines[t, j]
+                    row[low + j + j + uintp(1)] = float32(
+                        float64(b * cosines[t, j]) - float64(a) * float64(sines[t, j])
+                    )
+                for d in range(dim):
+                    out[t, begin + d] = row[d] - rows[chosen, begin + d]
+                continue
+            for d in range(dim):
+                out[t, begin + d] = row[d] - rows[chosen, begin + d]
+            for j in range(pairs):
+                turned = row[low + j] * cosines[t, j] + row[high + j] * sines[t, j]
+                out[t, begin + low + j] = turned - rows[chosen, begin + low + j]
+            for j in range(pairs):
+                turned = float32(float64(row[high + j] * cosines[t, j]) - float64(row[low + j]) * float64(sines[t, j]))
+                out[t, begin + high + j] = turned - rows[chosen, begin + high + j]

@@ -108,7 +108,7 @@ def encode_segment(
     values: NDArray[np.int32],
     refinement: NDArray[np.uint8] | None,
 ) -> tuple[bytes, int]:
-    """Write the next level of a chunk and advance the state to it.
+    """Write the next level of a chunk and advance the state to it: the readable twin of ``transform.levels``.
 
     Args:
         state: After the level below.
@@ -120,13 +120,8 @@ def encode_segment(
     Returns:
         The bytes and the number of symbols.
     """
-    open_columns = np.flatnonzero(state.classes == 0)
-    entering = values[:, open_columns].any(axis=0)
-    fresh = open_columns[entering]
-    chosen = clip_class(wanted[fresh])
-    codes = np.zeros(len(open_columns), np.uint8)
-    codes[entering] = _zigzag(chosen - clip_class(state.spread[fresh] - shift)) + 1
-    state.enter(fresh, chosen)
+    entering = np.asarray(values.any(axis=0))
+    codes = enter_level(state, shift, wanted, entering)
     escapes = b""
     if refinement is None:
         stream, escapes = _encode_base(state, values)
@@ -136,7 +131,30 @@ def encode_segment(
         lanes = lanes_for(symbols.size)
         stream = encode_ternary(symbols, state.contexts(), state.classes[columns], state.tables, lanes)
     state.values = values
-    return pack_segment(codes.tobytes(), escapes, stream), state.tokens * len(state.columns)
+    return pack_segment(codes, escapes, stream), state.tokens * len(state.columns)
+
+
+def enter_level(state: SegmentState, shift: int, wanted: NDArray[np.int64], entering: NDArray[np.bool_]) -> bytes:
+    """Advance a state's classes to the next level, values aside.
+
+    Args:
+        state: After the level below.
+        shift: Classes to subtract at this level.
+        wanted: int64 ``[columns]``, the class that suits each column at this level.
+        entering: bool ``[columns]``, the columns that are coded from this level on; what the others say, of columns
+            that are coded already, does not matter.
+
+    Returns:
+        The class list.
+    """
+    open_columns = np.flatnonzero(state.classes == 0)
+    entering = entering[open_columns]
+    fresh = open_columns[entering]
+    chosen = clip_class(wanted[fresh])
+    codes = np.zeros(len(open_columns), np.uint8)
+    codes[entering] = _zigzag(chosen - clip_class(state.spread[fresh] - shift)) + 1
+    state.enter(fresh, chosen)
+    return codes.tobytes()
 
 
 def _encode_base(state: SegmentState, values: NDArray[np.int32]) -> tuple[Lanes, bytes]:

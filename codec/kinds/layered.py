@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, cast
 
-import numpy as np
-
-from kvwire.codec.entropy import value_kernels
-from kvwire.codec.entropy.tables import column_classes
 from kvwire.codec.fitting.fit import fit_profile, identity_profile
 from kvwire.codec.format.codecs import CODEC_LAYERED
 from kvwire.codec.format.header import Level
 from kvwire.codec.format.limits import MAX_CHUNK_SYMBOLS
 from kvwire.codec.format.pack import Coded
-from kvwire.codec.format.segment import SegmentState, decode_segment, encode_segment
+from kvwire.codec.format.segment import SegmentState, decode_segment
 from kvwire.codec.gpu.staging import suits_gpu
 from kvwire.codec.kinds.base import LevelDecoder, LevelEncoder, LevelKind
 from kvwire.codec.kinds.outputs import device_of, positions_for
 from kvwire.codec.prediction.text import TextPredictor
 from kvwire.codec.profile.profile import Profile
-from kvwire.codec.transform.analysis import analyse, energy_of
-from kvwire.codec.transform.quantiser import Ladder, ladder_for, quantise, split_levels
+from kvwire.codec.transform.analysis import analyse
+from kvwire.codec.transform.levels import ChunkLevels
+from kvwire.codec.transform.quantiser import Ladder, ladder_for
 from kvwire.codec.transform.reconstruct import place_group
 from kvwire.codec.workers import one_core
 from kvwire.errors import ArgumentError, CorruptError, TruncatedError
@@ -76,20 +73,13 @@ class LayeredEncoder(LevelEncoder):
         """Every level of the ladder, each refining the one before."""
         ladder, profile = self._ladder, self._text.profile
         coefficients, dropped = analyse(self._cache, self._text, start, stop, ladder.steps[-1])
-        values, refinements = split_levels(quantise(coefficients, ladder.steps[-1]), len(ladder.steps))
-        unit = column_classes(coefficients)
-        energy = energy_of(coefficients) + dropped
-        state = SegmentState(stop - start, profile.spread, profile.tables)
+        chunk = ChunkLevels(coefficients, ladder, profile.spread, profile.tables)
+        energy = chunk.energy + dropped
         elements = (stop - start) * sum(group.width for group in profile.groups)
         segments = []
-        for level, (shift, step) in enumerate(zip(ladder.shifts, ladder.steps, strict=True)):
-            refinement = refinements[level - 1] if level else None
-            data, symbols = encode_segment(state, shift, unit - shift, values[level], refinement)
-            sizes = profile.tables.sizes[state.classes]
-            missed = np.zeros(profile.rank, np.float32)
-            value_kernels.squared_error(coefficients, values[level], sizes, step, missed)
-            error = float(missed.sum(dtype=np.float64)) + dropped
-            segments.append(Coded(data, symbols, error / elements, energy / elements))
+        for level in range(len(ladder.steps)):
+            data, symbols, missed = chunk.encode(level)
+            segments.append(Coded(data, symbols, (missed + dropped) / elements, energy / elements))
         return segments
 
 

@@ -13,13 +13,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from kvwire.codec.profile.expectations import ROWS_BYTES
 from kvwire.errors import ArgumentError, CacheValueError, MismatchError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
     from torch import Tensor
 
     from kvwire.codec.profile.profile import Profile
+
+_SLOT_BYTES, _NUMBER_BYTES = 4, 2
+"""What ``Expectations`` keep for a token, and for each of its numbers."""
+_TOKENS = 128
 
 
 class TextPredictor:
@@ -78,6 +85,28 @@ class TextPredictor:
             return rows, index
         addition = self.hidden[start:stop] @ chosen.predictor[self.profile.token_features :].float()
         return rows[torch.from_numpy(index.astype(np.int64))] + addition, np.arange(tokens, dtype=np.uint32)
+
+
+def expect_all(profile: Profile) -> Iterator[None]:
+    """Compute what every token of the vocabulary lets expect, some at a time, so that no document waits for it.
+
+    Where there is no room to keep all of it, nothing is computed: which tokens are frequent, documents must show.
+
+    Args:
+        profile: Whose expectations are computed.
+
+    Yields:
+        Nothing, after some milliseconds of work each time.
+    """
+    if profile.table is None:
+        return
+    vocabulary, width = len(profile.table), sum(group.width for group in profile.groups)
+    if vocabulary * (_SLOT_BYTES * len(profile.groups) + _NUMBER_BYTES * width) > ROWS_BYTES:
+        return
+    for first in range(0, vocabulary, _TOKENS):
+        for expectations in profile.expectations:
+            expectations.rows(np.arange(first, min(first + _TOKENS, vocabulary)))
+            yield
 
 
 def expected_naive(text: TextPredictor, group: int, start: int, stop: int) -> Tensor:

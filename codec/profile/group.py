@@ -20,10 +20,6 @@ if TYPE_CHECKING:
 
     from kvwire.codec.planes import Plane
 
-REPEATS = 2
-"""Digits of eight bits, besides the lowest, for which ``Group.repeated_rows`` has rows."""
-FIRST_ROWS = 32
-"""Rows of the coefficients that may be large: they come first."""
 LARGEST = 32767
 """Largest entry."""
 SMALL = 127
@@ -171,15 +167,6 @@ class Group:
     def synthesis(self) -> torch.Tensor | None:
         """float32 ``[rank, width]``, coefficients to elements; None for the identity."""
         return None if self.rows is None else self.rows.float()
-
-    @cached_property
-    def repeated_rows(self) -> torch.Tensor:
-        """All rows behind ``REPEATS`` copies of the first ones, so that digits of large coefficients find theirs.
-
-        A second copy of the rows, kept as long as the profile, on processors that multiply bfloat16 matrices.
-        """
-        rows = cast("torch.Tensor", self.rows)  # the identity has none
-        return torch.cat([*[rows[:FIRST_ROWS]] * REPEATS, rows])
 
     @cached_property
     def analysis(self) -> torch.Tensor | None:

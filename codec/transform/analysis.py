@@ -7,11 +7,12 @@ metric that attention puts on errors, coefficients are uncorrelated and all dese
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from kvwire.codec.entropy import value_kernels
 from kvwire.codec.transform.positions import rotate, rotation, within
 from kvwire.errors import CacheValueError
 
@@ -94,6 +95,77 @@ def gather_planes(cache: KVCache, planes: Sequence[Plane], start: int, stop: int
     return out
 
 
+def centre_planes(
+    cache: KVCache, planes: Sequence[Plane], start: int, stop: int, expected: tuple[Tensor, NDArray[np.uint32]]
+) -> Tensor:
+    """Collect tokens as ``gather_planes`` does and take what is expected away, in one pass where the kernel can read.
+
+    Args:
+        cache: Positions on or off.
+        planes: Which.
+        start: First token.
+        stop: The first token after the span.
+        expected: See ``TextPredictor.expected``.
+
+    Returns:
+        float32 ``[tokens, width]`` on the CPU.
+
+    Raises:
+        CacheValueError: A layer, which the message names, holds NaN or infinity.
+    """
+    rows, of_token = expected
+    sources = [(cache.keys if side == "key" else cache.values)[layer].detach() for side, layer in planes]
+    if all(map(plain, sources)):
+        out = _taken(cache, planes, sources, start, expected)
+        if math.isfinite(float(out.sum())):
+            return out
+    out = gather_planes(cache, planes, start, stop)
+    out -= rows[0] if len(rows) == 1 else rows[torch.from_numpy(of_token.astype(np.int64))]
+    return out
+
+
+def _taken(
+    cache: KVCache,
+    planes: Sequence[Plane],
+    sources: list[Tensor],
+    start: int,
+    expected: tuple[Tensor, NDArray[np.uint32]],
+) -> Tensor:
+    rows, of_token = expected[0].numpy(), expected[1]
+    out = torch.empty(len(of_token), rows.shape[1])
+    unrotated = torch.empty(len(of_token), 0)
+    cos_sin: dict[int, tuple[Tensor, Tensor]] = {}
+    at = 0
+    for (side, layer), source in zip(planes, sources, strict=True):
+        rotary = cache.meta.layers[layer].rotary(side) if cache.meta.positions == "on" else None
+        cosines, sines, interleaved, first = unrotated, unrotated, False, 0
+        if rotary is not None:
+            index, first = rotary
+            if index not in cos_sin:
+                cos_sin[index] = rotation(cache.meta.ropes[index], cache.meta.offset + start, len(of_token))
+            cosines, sines = cos_sin[index]
+            interleaved = cache.meta.ropes[index].interleaved
+        expand = source.dtype == torch.bfloat16
+        value_kernels.take_elements(
+            (source.view(torch.uint16) if expand else source).numpy(), expand, start, rows, of_token, at,
+            cosines.numpy(), sines.numpy(), interleaved, first, out.numpy(),
+        )  # fmt: skip
+        at += source.shape[0] * source.shape[2]
+    return out
+
+
+def plain(tensor: Tensor) -> bool:
+    """Ask whether the kernels can read and write a tensor.
+
+    Args:
+        tensor: Of a cache.
+
+    Returns:
+        Whether its numbers lie in the processor's memory, in a dtype that they know.
+    """
+    return tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.bfloat16) and tensor.stride(-1) == 1
+
+
 def analyse(
     cache: KVCache, text: TextPredictor, start: int, stop: int, step: float = 0.0
 ) -> tuple[NDArray[np.float32], float]:
@@ -119,9 +191,7 @@ def analyse(
     sampled = slice(None, None, 4 if start and stop - start >= MANY_TOKENS else 1)
     halved = step >= HALVED_STEP and fast_bfloat16()
     for index, group in enumerate(text.profile.groups):
-        rows, of_token = text.expected(index, start, stop)
-        centred = gather_planes(cache, group.planes, start, stop)
-        centred -= rows[0] if len(rows) == 1 else rows[torch.from_numpy(of_token.astype(np.int64))]
+        centred = centre_planes(cache, group.planes, start, stop, text.expected(index, start, stop))
         if cache.kept is not None:
             _forget_pruned(centred, cache, group.planes, start, stop)
         coefficients = _project(centred, group, step if halved else None)
@@ -129,7 +199,7 @@ def analyse(
         if group.metric and group.rank < group.width:
             missing = _energy(centred[sampled], group) - energy_of(parts[-1][sampled])
             dropped += max(0.0, missing) * (stop - start) / len(centred[sampled])
-    return np.concatenate(parts, axis=1), dropped
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1), dropped
 
 
 def fast_bfloat16() -> bool:
@@ -220,20 +290,7 @@ def synthesise(coefficients: Tensor, group: Group, rows: Tensor, of_token: NDArr
     if group.synthesis is None:
         out[:, :given] += coefficients * torch.from_numpy(group.scales)[:given]
         return out
-    return out.add_(synthesised(coefficients, group))
-
-
-def synthesised(coefficients: Tensor, group: Group) -> Tensor:
-    """Multiply the first coefficients by the synthesis rows, without what is expected.
-
-    Args:
-        coefficients: float32 ``[tokens, n]``.
-        group: Theirs.
-
-    Returns:
-        float32 ``[tokens, width]``.
-    """
-    return coefficients @ cast("Tensor", group.synthesis)[: coefficients.shape[1]]  # the identity has none
+    return out.addmm_(coefficients, group.synthesis[:given])
 
 
 def scatter_planes(

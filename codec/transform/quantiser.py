@@ -96,12 +96,23 @@ def quantise(coefficients: NDArray[np.float32], step: float) -> NDArray[np.int32
     """
     with np.errstate(over="ignore", invalid="ignore"):
         scaled = coefficients * np.float32(1.0 / step)
-        largest = float(np.abs(scaled).max(initial=0.0))
-    if not largest < LARGEST:
-        msg = "the cache holds values too large to quantise; check the model's dtype and the profile it was fitted with"
-        raise CacheValueError(msg)
+        check_largest(float(np.abs(scaled).max(initial=0.0)))
     quantised: NDArray[np.int32] = np.rint(scaled).astype(np.int32)
     return quantised
+
+
+def check_largest(steps: float) -> None:
+    """Refuse what cannot be quantised.
+
+    Args:
+        steps: The largest size among some coefficients, in steps; not a number where one of them is none.
+
+    Raises:
+        CacheValueError: The value would exceed 28 bits.
+    """
+    if not steps < LARGEST:
+        msg = "the cache holds values too large to quantise; check the model's dtype and the profile it was fitted with"
+        raise CacheValueError(msg)
 
 
 def split_levels(finest: NDArray[np.int32], levels: int) -> tuple[list[NDArray[np.int32]], list[NDArray[np.uint8]]]:

@@ -7,25 +7,30 @@ precision that the output has anyway, and before the expectation is added.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import torch
 
 from kvwire.codec.entropy import value_kernels
-from kvwire.codec.profile.group import FIRST_ROWS, REPEATS
-from kvwire.codec.transform.analysis import fast_bfloat16, scatter_planes, synthesise, synthesised
+from kvwire.codec.transform.analysis import fast_bfloat16, plain, scatter_planes, synthesise
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from numpy.typing import NDArray
     from torch import Tensor
 
     from kvwire.codec.format.segment import SegmentState
+    from kvwire.codec.planes import Plane
     from kvwire.codec.profile.group import Group
     from kvwire.types import CacheMeta, KVCache
 
 _EXACT = 256
 """Whole numbers up to this are bfloat16 numbers."""
+_STRIP = 1024
+"""Elements of a token that are made at a time, at least: more take memory, fewer take time."""
+
 CosSin = dict[int, tuple["Tensor", "Tensor"]]
 """For each regime index, float32 cosines and sines ``[tokens, pairs]``."""
 
@@ -58,13 +63,18 @@ def place_group(  # noqa: PLR0913, PLR0917 - the hub of decoding: what was decod
     last = int(coded[-1]) + 1 if len(coded) else 0  # the KLT has sorted them: what follows is zero
     columns = slice(columns.start, columns.start + last)
     targets = [(out.keys if side == "key" else out.values)[layer] for side, layer in group.planes]
-    if group.rows is None or not all(map(_plain, targets)):
+    if group.rows is None or not all(map(plain, targets)):
         elements = synthesise(coefficients_of(state, columns, step), group, *expected)
         scatter_planes(elements, group.planes, out, meta, start, cos_sin)
         return
     halved = all(target.dtype == torch.bfloat16 for target in targets) and fast_bfloat16()
-    product = _product(state, columns, group, halved=halved)
-    _place(product, step, group, expected, targets, meta, start, cos_sin)
+    factors = _factors(state, columns, group, halved=halved)
+    first = 0
+    for planes in _strips([target.shape[0] * target.shape[2] for target in targets]):
+        width = sum(target.shape[0] * target.shape[2] for target in targets[planes])
+        product = _product(factors, slice(first, first + width))
+        _place(product, step, first, group.planes[planes], expected, targets[planes], meta, start, cos_sin)
+        first += width
 
 
 def coefficients_of(state: SegmentState, columns: slice, step: float) -> Tensor:
@@ -80,53 +90,63 @@ def coefficients_of(state: SegmentState, columns: slice, step: float) -> Tensor:
     """
     values = state.values[:, columns]
     out = torch.empty(values.shape, dtype=torch.float32)
-    value_kernels.dequantise(values, state.tables.sizes[state.classes[columns]], step, out.numpy())
+    value_kernels.dequantise(values, state.tables.sizes_of(state.classes[columns]), step, out.numpy())
     return out
 
 
-def _plain(target: Tensor) -> bool:
-    """Whether the kernel can write there."""
-    return target.device.type == "cpu" and target.dtype in (torch.float32, torch.bfloat16) and target.stride(-1) == 1
+def _strips(widths: list[int]) -> Iterator[slice]:
+    """Planes that are multiplied together: a product of a few planes stays in a core's own cache."""
+    begin, total = 0, 0
+    for index, width in enumerate(widths):
+        total += width
+        if total >= _STRIP or index == len(widths) - 1:
+            yield slice(begin, index + 1)
+            begin, total = index + 1, 0
 
 
-def _product(state: SegmentState, columns: slice, group: Group, *, halved: bool) -> Tensor:
-    """Values times synthesis rows ``[tokens, width]`` in units of a step, bfloat16 where ``halved``."""
-    values = state.values[:, columns]
-    sizes = state.tables.sizes[state.classes[columns]]
-    rows = group.rows
+class _Factors(NamedTuple):
+    """What is multiplied: ``values @ rows``, and in float32 ``large`` times the rows of the columns ``wide``."""
+
+    values: Tensor
+    rows: Tensor
+    large: Tensor | None = None
+    wide: Tensor | None = None
+
+
+def _factors(state: SegmentState, columns: slice, group: Group, *, halved: bool) -> _Factors:
+    """Values ``[tokens, n]`` and synthesis rows ``[n, width]``, whose product is the elements in units of a step.
+
+    halved: in bfloat16, but for the values that are no bfloat16 numbers: few columns have such.
+    """
+    values, rows = state.values[:, columns], group.rows
     if not halved or rows is None:
-        return synthesised(coefficients_of(state, columns, 1.0), group)
+        return _Factors(coefficients_of(state, columns, 1.0), cast("Tensor", group.synthesis)[: values.shape[1]])
     small = torch.empty(values.shape, dtype=torch.bfloat16)
     widest = np.empty(values.shape[1], np.uint32)
+    sizes = state.tables.sizes_of(state.classes[columns])
     value_kernels.to_bfloat16(values, sizes, small.view(torch.uint16).numpy(), widest)
-    rows = rows[: values.shape[1]]
-    wide = (widest > _EXACT).nonzero()[0]
+    rows, wide = rows[: values.shape[1]], torch.from_numpy((widest > _EXACT).nonzero()[0])
     if not len(wide):
-        return small @ rows
-    # A wide column goes in several, one for each of its digits of eight bits: each is exact.
-    first = min(FIRST_ROWS, group.rank)
-    leads = int(wide[-1]) < first <= len(rows)  # the KLT has sorted them
-    at = torch.arange(first) if leads else torch.from_numpy(wide)
-    rest = torch.from_numpy(values)[:, at].long()
-    carry = torch.div(rest + _EXACT // 2, _EXACT, rounding_mode="floor")
-    small[:, at] = torch.where(carry == 0, small[:, at], (rest - _EXACT * carry).bfloat16())
-    digits, scale = [], _EXACT
-    while bool(carry.any()):
-        rest, carry = carry, torch.div(carry + _EXACT // 2, _EXACT, rounding_mode="floor")
-        digits.append((scale * (rest - _EXACT * carry)).bfloat16())
-        scale *= _EXACT
-    if leads and len(digits) <= REPEATS:
-        # No copy of all rows, which would take longer than the product.
-        several = group.repeated_rows[(REPEATS - len(digits)) * first :][: len(digits) * first + len(rows)]
-    else:
-        several = torch.cat([*[rows[at]] * len(digits), rows])
-    return torch.cat([*digits, small], 1) @ several
+        return _Factors(small, rows)
+    exact = torch.from_numpy(values)[:, wide]
+    is_large = exact.abs() > _EXACT
+    small[:, wide] = small[:, wide].masked_fill_(is_large, 0.0)
+    return _Factors(small, rows, (exact * is_large).float(), wide)
 
 
-def _place(
+def _product(factors: _Factors, strip: slice) -> Tensor:
+    """The elements of some columns ``[tokens, strip]``; bfloat16 where all factors are."""
+    product = factors.values @ factors.rows[:, strip]
+    if factors.large is None or factors.wide is None:
+        return product
+    return product.float().addmm_(factors.large, factors.rows[:, strip][factors.wide].float())
+
+
+def _place(  # noqa: PLR0913, PLR0917 - as above
     product: Tensor,
     scale: float,
-    group: Group,
+    first: int,
+    planes: Sequence[Plane],
     expected: tuple[Tensor, NDArray[np.uint32]],
     targets: list[Tensor],
     meta: CacheMeta,
@@ -138,16 +158,16 @@ def _place(
     rows, of_token = expected[0].numpy(), expected[1]
     unrotated = np.empty((len(of_token), 0), np.float32)
     at = 0
-    for (side, layer), target in zip(group.planes, targets, strict=True):
+    for (side, layer), target in zip(planes, targets, strict=True):
         rotary = meta.layers[layer].rotary(side) if cos_sin else None
-        cosines, sines, interleaved, first = unrotated, unrotated, False, 0
+        cosines, sines, interleaved, begin = unrotated, unrotated, False, 0
         if rotary is not None:
-            regime, first = rotary
+            regime, begin = rotary
             cosines, sines = (each.numpy() for each in cos_sin[regime])
             interleaved = meta.ropes[regime].interleaved
         shrink = target.dtype == torch.bfloat16
         into = (target.view(torch.uint16) if shrink else target).numpy()
         value_kernels.place_elements(
-            bits, expand, scale, rows, of_token, at, cosines, sines, interleaved, first, into, shrink, start
-        )
+            bits, expand, scale, at, rows, of_token, first + at, cosines, sines, interleaved, begin, into, shrink, start
+        )  # fmt: skip
         at += target.shape[0] * target.shape[2]

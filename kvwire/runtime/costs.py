@@ -74,12 +74,12 @@ def _random_ids(engine: Engine, count: int) -> list[int]:
 def _coded(
     engine: Engine, part: KVCache, ids: list[int], profile: AnyProfile | None, backend: Backend
 ) -> tuple[BlobDecoder, bytes]:
-    """A cache as a blob, and what decodes it on this engine's device."""
+    """A cache as a blob, and what decodes it into this engine's memory."""
     layers = profile.prefix_layers if isinstance(profile, Profile) else 0
     hidden = engine.prefix_states(ids[: part.tokens], layers) if layers else None
     blob = encode(part, profile, hidden=hidden, backend=backend)
-    dtype, device = engine.dtype, engine.device
-    return BlobDecoder(blob, profile, device=device, dtype=dtype, hidden=hidden, backend=backend), blob
+    out = engine.allocate(part.tokens + 1).slice(0, part.tokens)  # a part of a prompt, as in loads
+    return BlobDecoder(blob, profile, out=out, hidden=hidden, backend=backend), blob
 
 
 def _link_s(engine: Engine, ids: list[int], prefill: PrefillCost) -> float:

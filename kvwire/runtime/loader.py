@@ -17,7 +17,8 @@ import torch
 
 from kvwire import controller as ctl
 from kvwire._version import __version__
-from kvwire.codec import uses_triton
+from kvwire.codec import Profile, uses_triton
+from kvwire.codec.prediction.text import expect_all
 from kvwire.controller import events as ev
 from kvwire.errors import ArgumentError, KvwireError
 from kvwire.runtime.answer import Answer, Timing
@@ -29,6 +30,7 @@ from kvwire.runtime.finder import UNREADABLE, DocumentFinder
 from kvwire.runtime.session import Session
 from kvwire.runtime.settings import LoadSettings, controls_of
 from kvwire.runtime.threads import Threads
+from kvwire.runtime.warming import Warming
 from kvwire.transport import EmulatedLink, LinkSettings
 
 if TYPE_CHECKING:
@@ -104,6 +106,8 @@ class Loader:
         self._session = Session(self._lock, threads, emulated, chosen.fetch)
         self._finder = DocumentFinder(self._session, self._corpora, chosen.entries_s)
         self._end = weakref.finalize(self, self._session.close, wait=False)  # from whichever thread collects it
+        self._warming = Warming()
+        _ = ctl.Controller  # imports it now, and not in the first load
         self._estimates = self._first_estimates(costs)
 
     def __enter__(self) -> Self:
@@ -119,6 +123,7 @@ class Loader:
         if self._writing is not None:
             with suppress(TimeoutError, CancelledError):
                 self._writing.result(_WRITING_S)
+        self._warming.close()
         self._session.close()
         self._end.detach()
 
@@ -136,6 +141,8 @@ class Loader:
                 warm_up(self._engine, profile, chosen.backend)
             else:
                 costs = measure_costs(self._engine, profile, chosen.backend)
+            if isinstance(profile, Profile):
+                self._warming.begin(expect_all(profile))
         priors = (chosen.bandwidth_prior, chosen.ttfb_prior_s)
         return ctl.Estimates.of_state(state, costs, *priors, age_s=known.age_s)
 
@@ -200,6 +207,13 @@ class Loader:
         texts: Mapping[str, Sequence[int]] | None,
     ) -> Answer:  # fmt: skip
         """On the session's loop."""
+        with self._warming.paused():
+            return await self._load(documents, question, goal, tokens, texts)
+
+    async def _load(
+        self, documents: Sequence[str], question: Sequence[int], goal: ctl.Goal, tokens: int,
+        texts: Mapping[str, Sequence[int]] | None,
+    ) -> Answer:  # fmt: skip
         if not documents or not question:
             msg = "a prompt needs at least one document and a question of at least one token"
             raise ArgumentError(msg)

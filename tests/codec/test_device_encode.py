@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire.codec import Ladder, decode, encode, fit_profile, positions_on, read_header
-from kvwire.codec.entropy import value_kernels as numba_kernels
 from kvwire.codec.entropy.rans import encode_base, encode_ternary
 from kvwire.codec.entropy.rans_naive import encode_lanes
 from kvwire.codec.entropy.tables import CLASSES, CONTEXTS, Tables, column_classes, fit_tables
@@ -33,6 +32,7 @@ from kvwire.codec.prediction.text import TextPredictor
 from kvwire.codec.profile.group import Group
 from kvwire.codec.profile.profile import Profile
 from kvwire.codec.transform import analysis
+from kvwire.codec.transform.levels import squared_error
 from kvwire.codec.transform.quantiser import quantise, split_levels
 from kvwire.errors import CacheValueError
 from kvwire.types import KVCache
@@ -204,10 +204,9 @@ def test_equal_coefficients_give_equal_classes_and_errors():
         assert float(squares[chunk].sum()) == pytest.approx(analysis.energy_of(part), rel=1e-5)
         by_level, _ = split_levels(values.numpy()[start:stop], len(steps))
         for level, step in enumerate(steps):
-            wanted = np.zeros(30, np.float32)
-            sizes = FITTED.sizes[batch.classes[chunk, level].numpy()]
-            numba_kernels.squared_error(part, by_level[level], sizes, step, wanted)
-            assert float(missed[chunk, level]) == pytest.approx(float(wanted.sum()), rel=1e-4)
+            sizes = FITTED.sizes_of(batch.classes[chunk, level].numpy())
+            wanted = squared_error(part, by_level[level], sizes, step)
+            assert float(missed[chunk, level]) == pytest.approx(wanted, rel=1e-4)
 
 
 NARROW = GQA[:1]

@@ -8,6 +8,7 @@ import torch
 
 from kvwire.codec.entropy import kernels, value_kernels
 from kvwire.codec.entropy.tables import CLASSES, CONTEXTS, POINTS
+from kvwire.codec.transform.levels import squared_error
 
 
 @pytest.fixture(params=[(1, 1), (7, 30), (40, 3), (5, 0)], ids=str)
@@ -55,14 +56,14 @@ def test_place(values, columns):
 def sizes_for(values):
     """Sizes of values 0, 1 and 2 of each column, as points make them."""
     rng = np.random.default_rng(5)
-    return (np.arange(3) - rng.uniform(0, 0.5, (values.shape[1], 3)) * [0, 1, 1]).astype(np.float32)
+    return (np.arange(3)[:, None] - rng.uniform(0, 0.5, (3, values.shape[1])) * [[0], [1], [1]]).astype(np.float32)
 
 
 def dequantised(values, sizes, step):
     """One by one."""
     out = np.empty(values.shape, np.float32)
     for (token, column), value in np.ndenumerate(values):
-        size = sizes[column, abs(value)] if abs(value) <= 2 else np.float32(abs(value))
+        size = sizes[abs(value), column] if abs(value) <= 2 else np.float32(abs(value))
         out[token, column] = np.float32(step) * np.float32(np.copysign(size, value))
     return out
 
@@ -84,10 +85,8 @@ def test_squared_error(small):
     # The encoder's values have their coefficients' signs; a zero has none.
     noise = np.random.default_rng(6).uniform(-0.15, 0.15, small.shape)
     exact = np.where(small == 0, noise, np.copysign(abs(0.3 * small + noise), small)).astype(np.float32)
-    out = np.ones(small.shape[1], np.float32)
-    value_kernels.squared_error(exact, small, sizes, 0.3, out)
-    expected = 1 + np.square(exact.astype(np.float64) - dequantised(small, sizes, 0.3)).sum(0)
-    np.testing.assert_allclose(out, expected, rtol=1e-4)
+    expected = np.square(exact.astype(np.float64) - dequantised(small, sizes, 0.3)).sum()
+    assert squared_error(exact, small, sizes, 0.3) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("largest", [3, 256, 257, 65536, 2**28 - 1])

@@ -43,6 +43,19 @@ def assert_same_stream(lanes, states, words):
     assert np.array_equal(lanes.words, naive_words(words))
 
 
+@given(st.integers(1, 9), st.integers(0, 40), st.sampled_from([4, 8]), st.integers(0, 2**32 - 1))
+def test_few_lanes_are_decoded_four_at_a_time(tokens, columns, lanes, seed):
+    rng = np.random.default_rng(seed)
+    classes = rng.integers(1, CLASSES + 1, columns)
+    symbols = drawn(rng, np.broadcast_to(TABLES.base[classes - 1], (tokens, columns, 256)))
+    coded = encode_base(symbols, classes, TABLES, lanes)
+    assert np.array_equal(decode_base(coded, classes, TABLES, tokens), symbols)
+    damaged = Lanes(coded.states ^ np.uint32(4096), coded.counts, coded.words)
+    if columns >= lanes:
+        with pytest.raises(CorruptError, match="does not end"):
+            decode_base(damaged, classes, TABLES, tokens)
+
+
 @FEW
 @given(SHAPES)
 def test_base_symbols_are_coded_as_the_naive_twin_codes_them(shape):

@@ -1,0 +1,153 @@
+"""numba kernels from coefficients to a level's symbols; ``kernels`` says what holds for all of them.
+
+They never hold a whole chunk's quantised values: a row is quantised anew for each level, which costs less than to write
+it and read it again, and only the columns that the level codes are touched. Callers have made sure that all values
+stay below 2^28 in size, see ``survey``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy import empty, float32, float64, int32, uint8, uint32
+
+from kvwire.codec.entropy.jit import jit
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvwire.codec.entropy.jit import F32, U8, U16, U32
+
+_TILE = 512
+"""Columns whose sums stay in a core's first cache."""
+
+
+@jit
+def survey(coefficients: F32, sums: F32, peaks: F32, squares: F32, energies: NDArray[float64]) -> None:
+    """Sum up each column, row by row.
+
+    Args:
+        coefficients: float32 ``[tokens, columns]``.
+        sums: ``[columns]``, zeros; written: of sizes. Not finite where a coefficient is not.
+        peaks: ``[columns]``, zeros; written: the largest size.
+        squares: ``[columns]``, zeros; written: of squares, in float32.
+        energies: ``[columns]``, zeros; written: of the same squares, in float64.
+    """
+    tokens, columns = coefficients.shape
+    for first in range(0, columns, _TILE):
+        width = min(_TILE, columns - first)
+        sums_of, peaks_of = sums[first : first + width], peaks[first : first + width]
+        squares_of, energies_of = squares[first : first + width], energies[first : first + width]
+        for t in range(tokens):
+            row = coefficients[t, first : first + width]
+            for c in range(width):
+                size = abs(row[c])
+                square = size * size
+                sums_of[c] += size
+                peaks_of[c] = size if size > peaks_of[c] else peaks_of[c]  # noqa: FURB136 - max() is not vectorised
+                squares_of[c] += square
+                energies_of[c] += float64(square)
+
+
+@jit
+def base_symbols(
+    coefficients: F32,
+    runs: U32,
+    inverse: float,
+    descents: int,
+    base: U16,
+    rows: U32,
+    sizes: F32,
+    step: float,
+    symbols: U8,
+    missed: F32,
+) -> None:
+    """Quantise a first level.
+
+    Args:
+        coefficients: float32 ``[tokens, all columns]``.
+        runs: uint32 ``[runs, 2]``: the coded columns as ranges, each from its first one to the one behind its last.
+        inverse: One over the finest step.
+        descents: Levels from the finest down to this one.
+        base: Frequencies of all tables, one after the other.
+        rows: ``[coded columns]``, where each one's table begins.
+        sizes: float32 ``[3, coded columns]``, of values 0, 1 and 2.
+        step: Of this level.
+        symbols: uint8 ``[tokens, coded columns]``, written: value + 128, or 0 for an escape.
+        missed: ``[coded columns]``, zeros; written: squared error.
+    """
+    count = missed.shape[0]
+    picked, values = empty(count, float32), empty(count, int32)
+    for t in range(symbols.shape[0]):
+        at = uint32(0)
+        for run in range(runs.shape[0]):
+            for c in range(runs[run, 0], runs[run, 1]):
+                picked[at] = coefficients[t, c]
+                at += uint32(1)
+        for i in range(count):
+            values[i] = int32(np.rint(picked[i] * float32(inverse)))
+        for _ in range(descents):
+            for i in range(count):
+                values[i] = int32(uint32(values[i] + int32(3 * 268435456 + 1)) // uint32(3)) - int32(268435456)
+        for i in range(count):
+            q = values[i]
+            symbol = uint32(q + int32(128)) if -128 < q < 128 else uint32(0)  # noqa: PLR2004 - the alphabet
+            symbols[t, i] = uint8(symbol) if base[rows[i] + symbol] > 0 else uint8(0)
+        for i in range(count):
+            q, one, two = abs(values[i]), sizes[1, i], sizes[2, i]
+            size = float32(q)
+            size = one if q == 1 else size
+            size = two if q == 2 else size  # noqa: PLR2004 - the sizes that have points
+            difference = abs(picked[i]) - float32(step) * size
+            missed[i] += difference * difference
+
+
+@jit
+def refinement_codes(
+    coefficients: F32,
+    runs: U32,
+    inverse: float,
+    descents: int,
+    sizes: F32,
+    step: float,
+    codes: U8,
+    missed: F32,
+) -> None:
+    """Quantise a level and the one below, and tell their difference.
+
+    Args:
+        coefficients: float32 ``[tokens, all columns]``.
+        runs: uint32 ``[runs, 2]``: the coded columns as ranges, each from its first one to the one behind its last.
+        inverse: One over the finest step.
+        descents: Levels from the finest down to this one.
+        sizes: float32 ``[3, coded columns]``, of values 0, 1 and 2.
+        step: Of this level.
+        codes: uint8 ``[tokens, coded columns]``, written: 3 * context + symbol.
+        missed: ``[coded columns]``, zeros; written: squared error.
+    """
+    count = missed.shape[0]
+    picked, values = empty(count, float32), empty(count, int32)
+    for t in range(codes.shape[0]):
+        at = uint32(0)
+        for run in range(runs.shape[0]):
+            for c in range(runs[run, 0], runs[run, 1]):
+                picked[at] = coefficients[t, c]
+                at += uint32(1)
+        for i in range(count):
+            values[i] = int32(np.rint(picked[i] * float32(inverse)))
+        for _ in range(descents):
+            for i in range(count):
+                values[i] = int32(uint32(values[i] + int32(3 * 268435456 + 1)) // uint32(3)) - int32(268435456)
+        for i in range(count):
+            q = values[i]
+            below = int32(uint32(q + int32(3 * 268435456 + 1)) // uint32(3)) - int32(268435456)
+            r = q - int32(3) * below
+            codes[t, i] = uint8(int32(3) * min(abs(below), int32(2)) + int32(1) + (-r if below < 0 else r))
+        for i in range(count):
+            q, one, two = abs(values[i]), sizes[1, i], sizes[2, i]
+            size = float32(q)
+            size = one if q == 1 else size
+            size = two if q == 2 else size  # noqa: PLR2004 - the sizes that have points
+            difference = abs(picked[i]) - float32(step) * size
+            missed[i] += difference * difference

@@ -1,0 +1,172 @@
+"""A chunk's coefficients to the segments of all levels, each level straight from the coefficients.
+
+Values of a level are those of the finest level, rounded from level to level. A column's largest coefficient tells from
+which level on it is coded, so what no level codes is never quantised. ``chunk_levels_naive`` is the readable twin.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvwire.codec.entropy import level_kernels
+from kvwire.codec.entropy.rans import encode_base, encode_refinement, lanes_for
+from kvwire.codec.entropy.tables import ALPHABET, ESCAPE, class_of, column_classes
+from kvwire.codec.format.segment import SegmentState, encode_segment, enter_level, pack_segment
+from kvwire.codec.transform.quantiser import RATIO, check_largest, quantise, split_levels_naive
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvwire.codec.entropy.rans import Lanes
+    from kvwire.codec.entropy.tables import Tables
+    from kvwire.codec.transform.quantiser import Ladder
+
+    CodedLevel = tuple[bytes, int, float]
+    """A segment, its number of symbols, and the level's squared error."""
+
+
+class ChunkLevels:
+    """Codes one chunk, coarsest level first.
+
+    Attributes:
+        energy: Squared length of the coefficients.
+    """
+
+    def __init__(
+        self, coefficients: NDArray[np.float32], ladder: Ladder, spread: NDArray[np.int64], tables: Tables
+    ) -> None:
+        """Look at every column once.
+
+        Args:
+            coefficients: float32 ``[tokens, columns]``.
+            ladder: The levels.
+            spread: int64 ``[columns]``, class of each column at unit step, from the profile.
+            tables: The entropy coder's.
+
+        Raises:
+            CacheValueError: A value would exceed 28 bits.
+        """
+        tokens, columns = coefficients.shape
+        sums, peaks, self._squares = np.zeros((3, columns), np.float32)
+        energies = np.zeros(columns, np.float64)
+        level_kernels.survey(coefficients, sums, peaks, self._squares, energies)
+        self.energy = float(energies.sum())
+        self._coefficients, self._ladder, self._inverse = coefficients, ladder, 1.0 / ladder.steps[-1]
+        with np.errstate(over="ignore", invalid="ignore"):
+            peaks *= np.float32(self._inverse)
+            check_largest(float(peaks.max(initial=0.0)) + 0.0 * float(sums.sum()))
+        self._unit = class_of(sums / np.float32(tokens) * np.sqrt(2))
+        self._enters = _first_levels(np.rint(peaks), len(ladder.steps))
+        self._state = SegmentState(tokens, spread, tables)
+
+    def encode(self, level: int) -> CodedLevel:
+        """Write the next level.
+
+        Args:
+            level: Its index; each in turn.
+
+        Returns:
+            The segment, its number of symbols, and the level's squared error.
+        """
+        state, shift = self._state, self._ladder.shifts[level]
+        listed = enter_level(state, shift, self._unit - shift, self._enters == level)
+        columns = state.columns
+        missed, escapes = np.zeros(len(columns), np.float32), b""
+        symbols = np.empty((state.tokens, len(columns)), np.uint8)
+        stream, escapes = (self._refine if level else self._begin)(level, columns, symbols, missed)
+        every = self._squares.copy()
+        every[columns] = missed
+        return pack_segment(listed, escapes, stream), symbols.size, float(every.sum(dtype=np.float64))
+
+    def _begin(
+        self, level: int, columns: NDArray[np.uint32], symbols: NDArray[np.uint8], missed: NDArray[np.float32]
+    ) -> tuple[Lanes, bytes]:
+        """The first level's stream and escapes."""
+        ladder, tables, classes = self._ladder, self._state.tables, self._state.classes[columns]
+        descents, rows = len(ladder.steps) - 1 - level, ((classes - 1) * ALPHABET).astype(np.uint32)
+        level_kernels.base_symbols(
+            self._coefficients, _runs(columns), self._inverse, descents, tables.base.reshape(-1), rows,
+            tables.sizes_of(classes), ladder.steps[level], symbols, missed,
+        )  # fmt: skip
+        tokens, index = np.nonzero(symbols == ESCAPE)
+        escaped = np.rint(self._coefficients[tokens, columns[index]] * np.float32(self._inverse)).astype(np.int64)
+        escaped = (escaped + (RATIO**descents - 1) // 2) // RATIO**descents
+        stream = encode_base(symbols, classes, tables, lanes_for(symbols.size))
+        return stream, escaped.astype("<i4").tobytes()
+
+    def _refine(
+        self, level: int, columns: NDArray[np.uint32], codes: NDArray[np.uint8], missed: NDArray[np.float32]
+    ) -> tuple[Lanes, bytes]:
+        """A later level's stream; it has no escapes."""
+        ladder, tables, classes = self._ladder, self._state.tables, self._state.classes[columns]
+        descents = len(ladder.steps) - 1 - level
+        level_kernels.refinement_codes(
+            self._coefficients, _runs(columns), self._inverse, descents,
+            tables.sizes_of(classes), ladder.steps[level], codes, missed,
+        )  # fmt: skip
+        return encode_refinement(codes, classes, tables, lanes_for(codes.size)), b""
+
+
+def _first_levels(peaks: NDArray[np.float32], levels: int) -> NDArray[np.int64]:
+    """The level from which on a column with such a largest value is coded; the number of levels for never."""
+    least, found = 1, np.zeros(len(peaks), np.int64)
+    for _ in range(levels):  # from the finest down: what is the least value that a level does not round to zero?
+        found += peaks < least
+        least = RATIO * least - 1
+    return found
+
+
+def _runs(columns: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Ascending columns as ranges ``[runs, 2]``, each from its first column to the one behind its last."""
+    ends = np.flatnonzero(np.diff(columns) != 1)
+    firsts = columns[np.concatenate([[0], ends + 1]) if len(columns) else slice(0)]
+    lasts = columns[np.concatenate([ends, [len(columns) - 1]]) if len(columns) else slice(0)]
+    return np.stack([firsts, lasts + np.uint32(1)], axis=1)
+
+
+def chunk_levels_naive(
+    coefficients: NDArray[np.float32], ladder: Ladder, spread: NDArray[np.int64], tables: Tables
+) -> list[CodedLevel]:
+    """Code a chunk as ``ChunkLevels`` does, level after level of all values: its readable twin.
+
+    Args:
+        coefficients: float32 ``[tokens, columns]``.
+        ladder: The levels.
+        spread: int64 ``[columns]``, from the profile.
+        tables: The entropy coder's.
+
+    Returns:
+        What ``ChunkLevels.encode`` gives for each level.
+    """
+    values, refinements = split_levels_naive(quantise(coefficients, ladder.steps[-1]), len(ladder.steps))
+    unit = column_classes(coefficients)
+    state = SegmentState(len(coefficients), spread, tables)
+    coded = []
+    for level, (shift, step) in enumerate(zip(ladder.shifts, ladder.steps, strict=True)):
+        refinement = refinements[level - 1] if level else None
+        data, symbols = encode_segment(state, shift, unit - shift, values[level], refinement)
+        coded.append((data, symbols, squared_error(coefficients, values[level], tables.sizes_of(state.classes), step)))
+    return coded
+
+
+def squared_error(
+    coefficients: NDArray[np.float32], values: NDArray[np.int32], sizes: NDArray[np.float32], step: float
+) -> float:
+    """Sum the squares of what quantised values miss.
+
+    Args:
+        coefficients: float32 ``[tokens, columns]``.
+        values: int32 ``[tokens, columns]``.
+        sizes: float32 ``[3, columns]``, of values 0, 1 and 2.
+        step: Of the quantiser.
+
+    Returns:
+        The sum, within a column in float32.
+    """
+    size = abs(values).astype(np.float32)
+    for small in (1, 2):
+        size = np.where(abs(values) == small, sizes[small], size)
+    missed = np.abs(coefficients) - np.float32(step) * size
+    return float((missed * missed).sum(axis=0).sum(dtype=np.float64))

@@ -1,0 +1,73 @@
+"""Work that no load has asked for yet, done while none is under way."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from kvwire.runtime.threads import DaemonThreads
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Warming:
+    """Runs short steps in a thread of its own, which ends with the last one; loads that begin wait for none."""
+
+    def __init__(self) -> None:
+        """Start nothing yet."""
+        self._threads = DaemonThreads(1, "kvwire-warming")
+        self._lock = threading.Lock()
+        self._steps: Iterator[None] | None = None
+        self._loads = 0
+        self._is_running = False
+
+    def begin(self, steps: Iterator[None]) -> None:
+        """Do some work, unless loads are under way.
+
+        Args:
+            steps: Does a little whenever it is asked for the next; must not fail.
+        """
+        with self._lock:
+            self._steps = steps
+        self._go_on()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Begin no further step inside.
+
+        Yields:
+            Nothing.
+        """
+        with self._lock:
+            self._loads += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._loads -= 1
+            self._go_on()
+
+    def close(self) -> None:
+        """Leave undone what is not done."""
+        with self._lock:
+            self._steps = None
+        self._threads.shutdown(wait=False)
+
+    def _go_on(self) -> None:
+        with self._lock:
+            if self._loads or self._is_running or self._steps is None:
+                return
+            self._is_running = True
+            with suppress(RuntimeError):  # closed just now
+                self._threads.submit(self._step, self._steps)
+
+    def _step(self, steps: Iterator[None]) -> None:
+        is_over = next(steps, self) is self
+        with self._lock:
+            self._is_running = False
+        if is_over:
+            self.close()
+        else:
+            self._go_on()

@@ -1,0 +1,103 @@
+"""The fast way from caches to segments against the readable one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvwire.codec import CacheMeta, KVCache, Ladder
+from kvwire.codec.entropy.tables import CLASSES, CONTEXTS, LARGEST, fit_tables
+from kvwire.codec.transform.analysis import centre_planes, energy_of, gather_planes
+from kvwire.codec.transform.levels import ChunkLevels, chunk_levels_naive
+from kvwire.errors import CacheValueError
+from kvwire.types import LayerSpec, RopeRegime
+
+COUNTS = np.random.default_rng(0)
+EXCESS = np.stack([np.full((CLASSES, 2), 1e6), COUNTS.uniform(0, 5e5, (CLASSES, 2))], axis=2)
+TABLES = fit_tables(COUNTS.integers(0, 9, (CLASSES, 256)), COUNTS.integers(0, 99, (CLASSES, CONTEXTS, 3)), EXCESS)
+ROPES = (RopeRegime((1.0, 0.25)), RopeRegime((0.5, 0.125, 0.01), interleaved=True))
+LAYERS = (
+    LayerSpec(2, 6, 5, rope=0),  # half-split, partial
+    LayerSpec(1, 9, 6, rope=1, value_rope=1),  # interleaved, both sides
+    LayerSpec(3, 7, 4, rope=0, key_rope_start=3),  # the rotary part comes last
+    LayerSpec(1, 4, 4),  # no positions
+)
+PLANES = tuple((side, layer) for side in ("key", "value") for layer in range(4))
+SMALL = settings(max_examples=40)
+
+
+@SMALL
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 30),
+    st.integers(2, 700),
+    st.integers(1, 8),
+    st.sampled_from([1.0, 300.0, 2e4]),
+)
+def test_levels_are_those_of_the_naive_twin(seed, tokens, columns, levels, largest):
+    rng = np.random.default_rng(seed)
+    ladder = Ladder(3.6, tuple("abcdefgh"[:levels]))
+    scales = np.exp(rng.uniform(np.log(1e-4), np.log(largest), columns)) * (rng.random(columns) < 0.8)
+    coefficients = (rng.laplace(0, 0.2, (tokens, columns)) * scales).astype(np.float32)
+    spread = rng.integers(-5, 60, columns)
+    chunk = ChunkLevels(coefficients, ladder, spread, TABLES)
+    assert [chunk.encode(level) for level in range(levels)] == chunk_levels_naive(coefficients, ladder, spread, TABLES)
+    assert chunk.energy == pytest.approx(energy_of(coefficients), rel=1e-12)
+
+
+def test_a_chunk_of_zeros_has_no_symbols():
+    chunk = ChunkLevels(np.zeros((3, 4), np.float32), Ladder(), np.zeros(4, np.int64), TABLES)
+    coded = [chunk.encode(level) for level in range(5)]
+    assert coded == chunk_levels_naive(np.zeros((3, 4), np.float32), Ladder(), np.zeros(4, np.int64), TABLES)
+    assert all(symbols == 0 for _, symbols, _ in coded)
+
+
+@pytest.mark.parametrize("value", [1e30, np.inf, np.nan, float(LARGEST)])
+def test_what_exceeds_28_bits_is_refused(value):
+    coefficients = np.array([[1.0, -value], [0.0, 1.0]], np.float32)
+    with pytest.raises(CacheValueError, match="too large"):
+        ChunkLevels(coefficients, Ladder(1.0, ("only",)), np.zeros(2, np.int64), TABLES)
+
+
+def drawn(seed, dtype, offset, *, strided):
+    """A cache of nine tokens; strided: a slice of a longer one, with heads and tokens in another order in memory."""
+    made = torch.Generator().manual_seed(seed)
+
+    def tensor(heads, dim):
+        whole = torch.randn(14, heads, dim, generator=made).to(dtype).transpose(0, 1)[:, 2:11]
+        return whole if strided else whole.contiguous()
+
+    place = {} if offset is None else {"positions": "on", "offset": offset}
+    meta = CacheMeta(layers=LAYERS, ropes=ROPES, dtype=str(dtype).removeprefix("torch."), **place)
+    keys = [tensor(spec.kv_heads, spec.key_dim) for spec in LAYERS]
+    return KVCache.from_tensors(keys, [tensor(spec.kv_heads, spec.value_dim) for spec in LAYERS], meta)
+
+
+@SMALL
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.sampled_from([None, 0, 1000]),
+    st.booleans(),
+    st.integers(1, 4),
+)
+def test_planes_are_centred_as_they_are_gathered_and_then_centred(seed, dtype, offset, strided, rows):
+    cache = drawn(seed, dtype, offset, strided=strided)
+    rng = np.random.default_rng(seed)
+    expected = torch.from_numpy(rng.standard_normal((rows, cache.meta.elements_per_token))).float()
+    of_token = rng.integers(0, rows, 6).astype(np.uint32)
+    fast = centre_planes(cache, PLANES, 2, 8, (expected, of_token))
+    plain = gather_planes(cache, PLANES, 2, 8) - expected[torch.from_numpy(of_token.astype(np.int64))]
+    # Where a product and a sum are one operation, and where not, decides the processor.
+    torch.testing.assert_close(fast, plain, rtol=0, atol=1e-6)
+
+
+def test_what_is_not_finite_is_named():
+    cache = drawn(0, torch.float32, 5, strided=False)
+    cache.values[2][1, 4, 3] = torch.inf
+    nothing = torch.zeros(1, cache.meta.elements_per_token), np.zeros(9, np.uint32)
+    with pytest.raises(CacheValueError, match="layer 2's values"):
+        centre_planes(cache, PLANES, 0, 9, nothing)
