@@ -1,7 +1,7 @@
 """The KL divergence that a blob's index predicts, against the one that is measured, on text that nothing was fitted on.
 
-The profile is fitted on novels and its error calibrated on them (``kvwire.calibrate_error``); texts are a novel, an
-encyclopaedia and question sets. Predictions are what ``kvwire.inspect`` says of each level; divergences are those of
+The profile is fitted on novels and its error calibrated on further ones (``kvwire.calibrate_error``); texts are a novel,
+an encyclopaedia and question sets. Predictions are what ``kvwire.inspect`` says of each level; divergences are those of
 the next token over the 256 tokens after the context.
 """
 
@@ -22,6 +22,8 @@ import kvwire
 if TYPE_CHECKING:
     from kvwire import Profile, TransformersEngine
 
+HELD_OUT = 6
+"""Windows behind those of the fit that the error is calibrated on, as ``Corpus.calibrate`` does."""
 FACTOR = 2.0
 """Predictions are to be within this factor of what is measured."""
 
@@ -67,7 +69,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--questions", type=Path, default=SHARED / "text" / "qa" / "musique_s.json", help="JSON")
     parser.add_argument("--contexts", type=int, default=1024, help="tokens in a cached context")
     parser.add_argument("--windows", type=int, default=8, help="contexts from each text")
-    parser.add_argument("--calibration", type=int, default=16, help="windows that profile and error are fitted on")
+    parser.add_argument("--calibration", type=int, default=16, help="windows that the profile is fitted on")
     return parser.parse_args()
 
 
@@ -75,12 +77,13 @@ def main() -> None:
     """Fit, calibrate, measure, print, save."""
     args = options()
     engine = kvwire.open_engine(args.model, dtype=torch.float32)
-    documents = calibration(engine, args.fit, args.calibration, args.contexts, args.seed)
+    drawn_to_fit = calibration(engine, args.fit, args.calibration + HELD_OUT, args.contexts, args.seed)
+    documents, others = drawn_to_fit[: args.calibration], drawn_to_fit[args.calibration :]
     profile = kvwire.fit_profile(engine.prefill(documents), statistics=engine.statistics(documents))
     if profile is None:
         msg = "calibration needs at least one window"
         raise SystemExit(msg)
-    profile = kvwire.calibrate_error(engine, profile, documents)
+    profile = kvwire.calibrate_error(engine, profile, others)
     tokens = args.contexts + CONTINUATION + 1
     drawn = {path.stem: windows(engine, path, args.windows, tokens, args.seed) for path in args.text}
     if args.questions.is_file():
@@ -107,6 +110,7 @@ def main() -> None:
         "context_tokens": args.contexts,
         "windows": args.windows,
         "calibration_windows": args.calibration,
+        "windows_kept_out_of_the_fit": HELD_OUT,
     }
     write_json(args.out, "predicted_kl", settings, {"error_to_kl": profile.error_to_kl, "texts": results})
 
