@@ -1,6 +1,6 @@
 """The KL divergence that a blob's index predicts, against the one that is measured, on text that nothing was fitted on.
 
-The profile is fitted on novels and its error calibrated on further ones (``kvwire.calibrate_error``); texts are a novel,
+The profile is fitted on novels, its error calibrated on further ones (``kvwire.calibrate_error``); texts are a novel,
 an encyclopaedia and question sets. Predictions are what ``kvwire.inspect`` says of each level; divergences are those of
 the next token over the 256 tokens after the context.
 """
