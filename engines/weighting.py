@@ -81,6 +81,8 @@ def choose_weighting(engine: Engine, documents: Sequence[Sequence[int]], statist
         [_text(engine, ids, other[:before]) for ids, other in zip(read, fitted, strict=False)]
         for read in (measured, [_in_random_order(ids) for ids in measured])
     ]
+    if len({len(text.exact) for texts in kinds for text in texts}) > 1:  # only some can be linked: not alike
+        return "mixed"
     curves: dict[Weighting, list[NDArray[np.float64]]] = {}
     for weighting in get_args(Weighting):
         profile = fit_profile(caches, replace(statistics, weighting=weighting), group_width=1)

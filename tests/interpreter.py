@@ -122,7 +122,7 @@ def _make_numbers_once(semantic) -> None:
     numbers, known, blocks = {}, {}, {}
 
     def constant(self, value, dtype):
-        key = (type(value), value, getattr(dtype, "name", None))
+        key = (type(value), repr(value), getattr(dtype, "name", None))
         if key not in numbers:
             made = numbers[key] = make(self, value, dtype)
             made.handle.data.flags.writeable = False

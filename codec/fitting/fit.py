@@ -265,7 +265,7 @@ def _factor(block: Tensor) -> Factor | None:
 
 def _rounded(block: Tensor, factor: Factor | None) -> Tensor:
     """The metric that a stored one stands for, so that all of the fit is made for that."""
-    return block if factor is None else torch.from_numpy(factor.metric())
+    return block if factor is None else torch.from_numpy(factor.metric)
 
 
 def count_tables(texts: Sequence[TextPredictor], caches: Sequence[KVCache], ladder: Ladder) -> Tables:

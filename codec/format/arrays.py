@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 VERSION = (1, 0)
 MAX_PACKED_BYTES = 1 << 20
-"""Raw size up to which an array may be compressed: tables and means are far below, matrices do not compress anyway."""
+"""Raw size up to which an array may be compressed: tables and means are far below. Of larger ones ``PACKED`` tells."""
 MAX_PACKED_TOTAL = 16 << 20
 """The same for all arrays of a file together: the profile inside a blob of a hundred wide layers needs two."""
 PACKED = 1

@@ -86,11 +86,9 @@ class Factor:
     entries: NDArray[np.int8]
     steps: NDArray[np.float32]
 
+    @cached_property
     def metric(self) -> NDArray[np.float32]:
-        """Multiply out.
-
-        Returns:
-            float32 ``[heads, dim, dim]``, symmetric and never indefinite.
+        """Multiplied out: float32 ``[heads, dim, dim]``, symmetric and never indefinite.
 
         Raises:
             CorruptError: Entries and steps do not belong together.
@@ -99,12 +97,14 @@ class Factor:
         if self.entries.shape != (heads, dim * (dim + 1) // 2):
             msg = "a metric's factor in the profile has another shape than its steps; fetch the profile again"
             raise CorruptError(msg)
-        lower = np.zeros((heads, dim, dim), np.float32)
-        rows, columns = np.tril_indices(dim)
-        with np.errstate(over="ignore", invalid="ignore"):  # readers check what comes out
-            lower[:, rows, columns] = self.entries * self.steps[:, rows]
-            product: NDArray[np.float32] = lower @ lower.transpose(0, 2, 1)
-        return np.tril(product) + np.tril(product, -1).transpose(0, 2, 1)
+        out, (rows, columns) = np.empty((heads, dim, dim), np.float32), np.tril_indices(dim)
+        for head in range(heads):
+            lower = np.zeros((dim, dim), np.float32)
+            with np.errstate(over="ignore", invalid="ignore"):  # readers check what comes out
+                lower[rows, columns] = self.entries[head] * self.steps[head, rows]
+                out[head] = np.tril(lower @ lower.T)
+            out[head] += np.tril(out[head], -1).T
+        return out
 
 
 @dataclass(frozen=True, eq=False)

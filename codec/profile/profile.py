@@ -119,9 +119,11 @@ class Profile:
     def data(self) -> bytes:
         """The profile as stored: see docs/format.md."""
         arrays: Arrays = {"base": self.tables.base, "ternary": self.tables.ternary, "points": self.tables.points}
+        packed = False
         for index, group in enumerate(self.groups):
-            arrays |= {f"g{index}.{name}": array for name, array in arrays_of(group).items()}
-        packed = any(name.endswith(".rows_steps") for name in arrays)
+            named = arrays_of(group)
+            arrays |= {f"g{index}.{name}": array for name, array in named.items()}
+            packed |= "rows_steps" in named
         if self.table is not None:
             arrays["table"] = self.table.T if packed else self.table
         head = {
@@ -158,14 +160,16 @@ class Profile:
         """
         head, arrays = unpack_arrays(MAGIC, data, what="profile")
         try:
+            layers = layers_from_json(head["layers"])
+            groups = tuple(group_of(index, raw, arrays, layers) for index, raw in enumerate(head["groups"]))
             profile = cls(
                 str(head["model_id"]),
                 str(head["model_revision"]),
-                layers_from_json(head["layers"]),
-                tuple(group_of(index, raw, arrays) for index, raw in enumerate(head["groups"])),
+                layers,
+                groups,
                 Tables(*(typed(arrays[name], "u2") for name in ("base", "ternary", "points"))),
                 dict(head["notes"]),
-                _table(arrays) if "table" in arrays else None,
+                _table(arrays, groups) if "table" in arrays else None,
                 _count(head["head_start"]),
                 _count(head["hidden_size"]),
                 error_to_kl_from_json(head["error_to_kl"]),
@@ -179,11 +183,10 @@ class Profile:
         return profile
 
 
-def _table(arrays: Arrays) -> NDArray[np.int8]:
+def _table(arrays: Arrays, groups: tuple[Group, ...]) -> NDArray[np.int8]:
     """By token; where matrices are whole numbers and steps, it is stored by feature: each spreads in its own way."""
     table: NDArray[np.int8] = typed(arrays["table"], "i1")
-    by_feature = any(name.endswith(".rows_steps") for name in arrays)
-    return np.ascontiguousarray(table.T) if by_feature else table
+    return np.ascontiguousarray(table.T) if any(group.stepped for group in groups) else table
 
 
 def _count(raw: Any) -> int:  # noqa: ANN401 - JSON

@@ -15,10 +15,13 @@ if TYPE_CHECKING:
 
     from kvwire.codec.format.arrays import Arrays
     from kvwire.codec.planes import Plane
+    from kvwire.types import LayerSpec
 
 _STEEPEST_ROW = 120
 """Powers of two that a row may be scaled by: within bfloat16's range."""
 _MATRIX = 2
+LARGEST_HEAD = 4096
+"""Numbers of a head whose metric is multiplied out; those that exist have some hundreds."""
 
 
 def arrays_of(group: Group) -> Arrays:
@@ -67,7 +70,7 @@ def is_stepped(group: Group) -> bool:
     if known.rows.entries.shape != group.rows.shape or len(known.factors) != len(group.metric):
         return False
     pairs = zip(known.factors, group.metric, strict=True)
-    alike = all(factor is None or np.array_equal(factor.metric(), block) for factor, block in pairs)
+    alike = all(factor is None or np.array_equal(factor.metric, block) for factor, block in pairs)
     return alike and torch.equal(known.rows.values(), group.rows)
 
 
@@ -135,13 +138,14 @@ def typed(array: NDArray[np.generic], *kinds: str) -> Any:  # noqa: ANN401 - an 
     return array.astype(array.dtype.newbyteorder("="))
 
 
-def group_of(index: int, raw: Any, arrays: Arrays) -> Group:  # noqa: ANN401 - JSON
+def group_of(index: int, raw: Any, arrays: Arrays, layers: tuple[LayerSpec, ...]) -> Group:  # noqa: ANN401 - JSON
     """Read a group.
 
     Args:
         index: Its number in the profile.
         raw: Its planes, as the profile's head has them.
         arrays: Of the profile.
+        layers: Of the profile: what is multiplied out has their shape before it takes memory.
 
     Returns:
         The group; shapes and ranges are checked by the caller.
@@ -154,12 +158,12 @@ def group_of(index: int, raw: Any, arrays: Arrays) -> Group:  # noqa: ANN401 - J
     own = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
     planes = tuple(_plane(each) for each in raw)
     try:
-        return _group(index, planes, own)
+        return _group(index, planes, own, layers)
     except KeyError as error:
         raise KeyError(prefix + error.args[0]) from error
 
 
-def _group(index: int, planes: tuple[Plane, ...], own: Arrays) -> Group:
+def _group(index: int, planes: tuple[Plane, ...], own: Arrays, layers: tuple[LayerSpec, ...]) -> Group:
     identity = "rows" not in own
     if identity and ("metric0" in own or "predictor" in own):
         msg = f"group {index} has a metric or a predictor and no rows"
@@ -168,24 +172,31 @@ def _group(index: int, planes: tuple[Plane, ...], own: Arrays) -> Group:
     if identity:
         return Group(planes, mean, spread, None, typed(own["row_scale"], "f4"))
     if "rows_steps" in own:
-        return _stepped_group(planes, mean, spread, own)
+        return _stepped_group(planes, mean, spread, own, layers)
     metric = tuple(typed(own[f"metric{number}"], "f4") for number in range(len(planes)))
     predictor = _bfloat16(own["predictor"]) if "predictor" in own else None
     return Group(planes, mean, spread, _rows(own), None, metric, predictor)
 
 
 def _stepped_group(
-    planes: tuple[Plane, ...], mean: NDArray[np.float32], spread: NDArray[np.int16], own: Arrays
+    planes: tuple[Plane, ...],
+    mean: NDArray[np.float32],
+    spread: NDArray[np.int16],
+    own: Arrays,
+    layers: tuple[LayerSpec, ...],
 ) -> Group:
     rows = _stepped("rows", own)
     predictor = _stepped("predictor", own) if "predictor" in own else None
+    if rows.entries.shape != (spread.size, mean.size) or (predictor and predictor.entries.shape[1] != mean.size):
+        msg = "matrices of another shape than the mean and the spread"
+        raise ValueError(msg)
     factors: list[Factor | None] = []
     metric: list[NDArray[np.float32]] = []
-    for number in range(len(planes)):
+    for number, plane in enumerate(planes):
         block, steps = own[f"metric{number}"], own.get(f"metric{number}_steps")
-        factor = None if steps is None else Factor(typed(block, "i1"), _steps(steps, _MATRIX))
+        factor = None if steps is None else _factor(typed(block, "i1"), _steps(steps, _MATRIX), plane, layers)
         factors.append(factor)
-        metric.append(typed(block, "f4") if factor is None else factor.metric())
+        metric.append(typed(block, "f4") if factor is None else factor.metric)
     known = SteppedGroup(rows, predictor, tuple(factors))
     return Group(
         planes,
@@ -197,6 +208,18 @@ def _stepped_group(
         None if predictor is None else predictor.values(),
         known,
     )
+
+
+def _factor(
+    entries: NDArray[np.int8], steps: NDArray[np.float32], plane: Plane, layers: tuple[LayerSpec, ...]
+) -> Factor:
+    side, layer = plane
+    spec = layers[layer] if 0 <= layer < len(layers) else None
+    shape = None if spec is None else (spec.kv_heads, spec.key_dim if side == "key" else spec.value_dim)
+    if steps.shape != shape or steps.shape[1] > LARGEST_HEAD:
+        msg = f"a metric of {side}s has another shape than those of layer {layer}"
+        raise ValueError(msg)
+    return Factor(entries, steps)
 
 
 def _stepped(name: str, own: Arrays) -> Stepped:

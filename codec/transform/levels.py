@@ -73,12 +73,12 @@ class ChunkLevels:
         state, shift = self._state, self._ladder.shifts[level]
         listed = enter_level(state, shift, self._unit - shift, self._enters == level)
         columns = state.columns
-        missed, escapes = np.zeros(len(columns), np.float32), b""
-        symbols = np.empty((state.tokens, len(columns)), np.uint8)
-        stream, escapes = (self._refine if level else self._begin)(level, columns, symbols, missed)
+        missed = np.zeros(len(columns), np.float32)
+        codes = np.empty((state.tokens, len(columns)), np.uint8)
+        stream, escapes = (self._refine if level else self._begin)(level, columns, codes, missed)
         every = self._squares.copy()
         every[columns] = missed
-        return pack_segment(listed, escapes, stream), symbols.size, float(every.sum(dtype=np.float64))
+        return pack_segment(listed, escapes, stream), codes.size, float(every.sum(dtype=np.float64))
 
     def _begin(
         self, level: int, columns: NDArray[np.uint32], symbols: NDArray[np.uint8], missed: NDArray[np.float32]

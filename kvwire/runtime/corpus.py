@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 CALIBRATION_TOKENS = 16384
 """Tokens that a profile is fitted on: the basis hardly moves beyond. Their caches wait on disk."""
-HELD_OUT, EACH_OUT = 24, 6
-"""Texts at most to measure errors on; where there are no further ones, of how many one is kept out of the fit."""
+HELD_OUT, HELD_TOKENS, EACH_OUT = 24, 1280, 6
+"""Texts at most to measure errors on, and tokens of all of them at least; without, of how many texts one is kept out of
+the fit for that."""
 LEAST_TOKENS = 64
 """Less text says nothing about a model: such documents carry a plain profile of their own."""
 ENOUGH_TOKENS = 4096
@@ -133,7 +134,8 @@ class _Texts:
 
     def calibrate_error(self, profile: Profile, ladder: Ladder | None) -> Profile:
         profile = calibrate_error(self._engine, profile, self._others or self._chosen, ladder)
-        return replace(profile, notes=profile.notes | {"kl_held_out": int(bool(self._others))})
+        held_out = int(bool(self._others) and profile.error_to_kl is not None)
+        return replace(profile, notes=profile.notes | {"kl_held_out": held_out})
 
 
 def _calibration_texts(
@@ -141,20 +143,23 @@ def _calibration_texts(
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """Texts to fit on, up to that many tokens, and others to measure errors on: seen text flatters a profile.
 
-    The others are what comes next; where nothing does, every sixth text is kept out of the fit, if there are that many.
+    The others are what comes next, the rest of a text that was cut included; where that is less than ``HELD_TOKENS``,
+    every sixth text is kept out of the fit, if there are that many. Else there are none.
     """
     chosen: list[tuple[int, ...]] = []
     others: list[tuple[int, ...]] = []
     for document in documents:
-        room = tokens - sum(map(len, chosen))
-        if room > 0:
+        room = max(0, tokens - sum(map(len, chosen)))
+        if room:
             chosen.append(document.token_ids[:room])
-        elif len(others) < HELD_OUT and len(document.token_ids) >= LEAST_TOKENS:
-            others.append(document.token_ids)
-    if not others and min(map(len, kept := chosen[EACH_OUT - 1 :: EACH_OUT]), default=0) >= LEAST_TOKENS:
-        others = kept
-        del chosen[EACH_OUT - 1 :: EACH_OUT]
-    return chosen, others
+        if len(rest := document.token_ids[room:]) >= LEAST_TOKENS and len(others) < HELD_OUT:
+            others.append(rest)
+    if sum(map(len, others)) >= HELD_TOKENS:
+        return chosen, others
+    kept = [ids for number, ids in enumerate(chosen) if (number + 1) % EACH_OUT]
+    out = chosen[EACH_OUT - 1 :: EACH_OUT]
+    usable = min(map(len, out), default=0) >= LEAST_TOKENS and sum(map(len, kept)) >= LEAST_TOKENS
+    return (kept, out) if usable else (chosen, [])
 
 
 class Corpus:

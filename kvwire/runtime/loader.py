@@ -105,8 +105,8 @@ class Loader:
         threads = Threads(self._controls.workers, self._controls.decode_threads)
         self._session = Session(self._lock, threads, emulated, chosen.fetch)
         self._finder = DocumentFinder(self._session, self._corpora, chosen.entries_s)
-        self._end = weakref.finalize(self, self._session.close, wait=False)  # from whichever thread collects it
         self._warming = Warming()
+        self._end = weakref.finalize(self, _end, self._session, self._warming)  # from whichever thread collects it
         _ = ctl.Controller  # imports it now, and not in the first load
         self._estimates = self._first_estimates(costs)
 
@@ -350,6 +350,11 @@ def _keys(engine: Engine, corpus: Corpus, emulated: str, backend: Backend) -> tu
     versions = f"torch {torch.__version__} kvwire {__version__}"
     named = engine_key(meta.model_id, meta.model_revision, device, dtype, torch.get_num_threads(), kernels, versions)
     return link_key(corpus.catalog.store.url, emulated), named
+
+
+def _end(session: Session, warming: Warming) -> None:
+    warming.close()
+    session.close(wait=False)
 
 
 def _profile_in_use(corpus: Corpus) -> AnyProfile | None:

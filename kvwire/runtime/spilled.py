@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from kvwire.types import KVCache
 
 _log = logging.getLogger("kvwire.runtime")
+_ALIGNED = 16
+"""Each tensor begins at a multiple of so many bytes of its file."""
 
 
 def spilled(caches: Iterable[KVCache], total: int, folder: Path | None = None) -> list[KVCache]:
@@ -46,7 +48,10 @@ def spilled(caches: Iterable[KVCache], total: int, folder: Path | None = None) -
 
 def _on_disk(cache: KVCache, folder: Path | None) -> KVCache:
     tensors = [*cache.keys, *cache.values]
-    with suppress(OSError), tempfile.NamedTemporaryFile(dir=folder, prefix="kvwire-", delete=False) as file:
+    with (
+        suppress(OSError, RuntimeError),
+        tempfile.NamedTemporaryFile(dir=folder, prefix="kvwire-", delete=False) as file,
+    ):
         path = Path(file.name)
         try:
             mapped = list(_mapped(tensors, file.file, path))
@@ -63,11 +68,12 @@ def _mapped(tensors: list[Tensor], file: IO[bytes], path: Path) -> Iterator[Tens
     for tensor in tensors:
         bytes_of = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         file.write(bytes_of.numpy().data)
+        file.write(bytes(-tensor.nbytes % _ALIGNED))
     file.flush()
     size = path.stat().st_size
     whole = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8) if size else torch.empty(0)
     at = 0
     for tensor in tensors:
         part = whole[at : at + tensor.nbytes].view(tensor.dtype) if tensor.nbytes else tensor.detach().cpu()
-        at += tensor.nbytes
+        at += tensor.nbytes + -tensor.nbytes % _ALIGNED
         yield part.reshape(tensor.shape)

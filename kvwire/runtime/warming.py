@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
@@ -10,6 +11,9 @@ from kvwire.runtime.threads import DaemonThreads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+_log = logging.getLogger("kvwire.runtime")
 
 
 class Warming:
@@ -27,7 +31,7 @@ class Warming:
         """Do some work, unless loads are under way.
 
         Args:
-            steps: Does a little whenever it is asked for the next; must not fail.
+            steps: Does a little whenever it is asked for the next; where it fails, the rest is left undone.
         """
         with self._lock:
             self._steps = steps
@@ -64,7 +68,11 @@ class Warming:
                 self._threads.submit(self._step, self._steps)
 
     def _step(self, steps: Iterator[None]) -> None:
-        is_over = next(steps, self) is self
+        try:
+            is_over = next(steps, self) is self
+        except Exception:  # noqa: BLE001 - loads do the same work when they need it, and tell what is wrong
+            _log.warning("what loads will need could not be prepared; they prepare it themselves", exc_info=True)
+            is_over = True
         with self._lock:
             self._is_running = False
         if is_over:

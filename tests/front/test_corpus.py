@@ -189,19 +189,40 @@ def test_nothing_that_a_corpus_needs_is_garbage(small):
     assert collect(store, grace_s=0.0).blobs == 1
 
 
-def test_errors_are_measured_on_texts_that_the_fit_has_not_seen(small):
+def test_errors_are_measured_on_texts_that_the_fit_has_not_seen():
     def drawn(count, tokens):
         return [Document(str(number), tuple([number] * tokens)) for number in range(count)]
 
-    def names(texts):
-        return [ids[0] for ids in texts]
+    def told(documents, tokens):
+        return [[(ids[0], len(ids)) for ids in texts] for texts in _calibration_texts(documents, tokens)]
 
-    chosen, others = _calibration_texts(drawn(8, 100), 450)
-    assert (names(chosen), [len(ids) for ids in chosen]) == ([0, 1, 2, 3, 4], [100, 100, 100, 100, 50])
-    assert names(others) == [5, 6, 7]
-    assert len(_calibration_texts(drawn(99, 100), 450)[1]) == HELD_OUT
-    chosen, others = _calibration_texts(drawn(13, 100), 10_000)
-    assert (names(chosen), names(others)) == ([0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 12], [5, 11])
-    assert _calibration_texts(drawn(5, 100), 10_000)[1] == []
-    assert names(_calibration_texts(drawn(13, 60), 10_000)[0]) == list(range(13))
-    assert small.profile.notes["kl_held_out"] == 0
+    chosen, others = told(drawn(8, 1000), 4600)
+    assert chosen == [(0, 1000), (1, 1000), (2, 1000), (3, 1000), (4, 600)]
+    assert others == [(4, 400), (5, 1000), (6, 1000), (7, 1000)]
+    assert len(told(drawn(99, 100), 450)[1]) == HELD_OUT
+    assert told(drawn(1, 20_000), 16_384) == [[(0, 16_384)], [(0, 3616)]]
+    chosen, others = told(drawn(13, 100), 10_000)
+    assert [first for first, _ in chosen] == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 12]
+    assert [first for first, _ in others] == [5, 11]
+    assert told(drawn(5, 100), 10_000)[1] == []
+    assert told(drawn(13, 60), 10_000) == [[(number, 60) for number in range(13)], []]
+    short = [*drawn(5, 10), Document("5", (5,) * 100)]
+    assert told(short, 10_000) == [[*((number, 10) for number in range(5)), (5, 100)], []]
+    assert told([*drawn(2, 8192), Document("2", (2,) * 64)], 16_384)[1] == []  # too little to tell anything
+
+
+@pytest.mark.parametrize("held_out", [True, False])
+def test_the_curve_is_of_held_out_texts_and_the_profile_says_so(small, monkeypatch, held_out):
+    seen = []
+
+    def spy(engine, profile, documents, ladder=None):
+        seen.extend(documents)
+        return replace(profile, error_to_kl=(1.0, 1.0))
+
+    monkeypatch.setattr("kvwire.runtime.corpus.calibrate_error", spy)
+    ids = max(small.tokens.values(), key=len)
+    texts = [tuple(ids[start : start + 70]) for start in range(0, 70 * (6 if held_out else 5), 70)]
+    corpus = Corpus(small.engine, MemoryStore())
+    profile = corpus.calibrate([Document(str(number), text) for number, text in enumerate(texts)], tokens=100_000)
+    assert profile.notes["kl_held_out"] == int(held_out)
+    assert seen == (texts[5:] if held_out else texts)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import sys
+import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -59,15 +61,34 @@ def test_a_disk_that_fills_up_keeps_caches_in_memory(tmp_path, caplog):
 
 
 def test_one_cache_is_held_at_a_time(tmp_path):
-    """Each is written before the next one is made."""
-    alive = []
+    """Each is written and let go of before the one after the next is made."""
+    made = []
 
-    def made():
-        for number in range(3):
+    def caches():
+        for number in range(5):
+            assert sum(cache() is not None for cache in made) <= 1
             cache = make_cache(50, number)
-            alive.append(cache.keys[0].data_ptr())
+            made.append(weakref.ref(cache))
             yield cache
 
-    mapped = spilled(made(), 3, tmp_path)
-    assert len(alive) == 3
-    assert all(cache.keys[0].data_ptr() not in alive for cache in mapped)
+    assert len(spilled(caches(), 5, tmp_path)) == len(made) == 5
+
+
+def test_where_no_file_can_be_mapped_caches_stay_in_memory(tmp_path, caplog, monkeypatch):
+    def refuse(*_, **__):
+        msg = "unable to mmap"
+        raise RuntimeError(msg)
+
+    monkeypatch.setattr(torch, "from_file", refuse)
+    cache = make_cache(9)
+    assert spilled([cache], 1, tmp_path) == [cache]
+    assert "stays in memory" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_tensors_of_several_widths_share_a_file(tmp_path):
+    cache = make_cache(9)
+    keys = [torch.arange(3, dtype=torch.uint8).reshape(1, 3, 1), *cache.keys[1:]]
+    (mapped,) = spilled([replace(cache, keys=keys)], 1, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(mapped.keys, keys, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(mapped.values, cache.values, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import torch
@@ -29,6 +30,28 @@ def test_all_steps_are_done_and_the_thread_ends():
     for thread in list(warming._threads._started):
         thread.join(LONG_S)
         assert not thread.is_alive()
+
+
+def test_a_step_that_fails_is_told_and_ends_the_thread(caplog):
+    def steps():
+        yield
+        raise MemoryError
+
+    warming = Warming()
+    warming.begin(steps())
+    for thread in wait_for_threads(warming):
+        thread.join(LONG_S)
+        assert not thread.is_alive()
+    assert "could not be prepared" in caplog.text
+    assert "MemoryError" in caplog.text
+
+
+def wait_for_threads(warming):
+    """The warming's threads, once it has any."""
+    end = time.monotonic() + LONG_S
+    while not (found := list(warming._threads._started)) and time.monotonic() < end:
+        time.sleep(0.001)
+    return found
 
 
 def test_nothing_begins_while_a_load_is_under_way():

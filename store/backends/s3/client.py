@@ -111,7 +111,7 @@ class S3Client:
 class _Files(JSONFileLoader):
     """botocore's descriptions of services, which are large, each read once: a session of its own would read them anew.
 
-    Nobody alters them: clients of one session share what it has read, too.
+    Sessions may merge a description's extras into it; that gives the same again.
     """
 
     def __init__(self) -> None:

@@ -6,6 +6,8 @@ its bytes, whatever it states; steps are finite and above 0.
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import zstandard
@@ -77,6 +79,31 @@ def test_steps_that_leave_the_range_of_numbers(packed_profile, name):
     meta, _ = cut.profile_parts(packed_profile.data)
     shape = next(row[2] for row in meta["arrays"] if row[0] == name)
     refused(changed(packed_profile.data, name, "<f4", shape, np.full(shape, 3e38, "<f4").tobytes()), "shape or range")
+
+
+@pytest.mark.parametrize("shape", [(0, 100_000), (1, 5000), (2, 3)])
+def test_metrics_of_other_shapes_than_the_layers_are_not_multiplied_out(packed_profile, shape):
+    """Without heads they hold no bytes, and would take memory by the square of what they claim."""
+    heads, dim = shape
+    entries = [heads, dim * (dim + 1) // 2]
+    meta, parts = cut.profile_parts(packed_profile.data)
+    for name, dtype, dims in (("g0.metric1", "|i1", entries), ("g0.metric1_steps", "<f4", [heads, dim])):
+        raw = np.ones(dims, dtype).tobytes()
+        next(row for row in meta["arrays"] if row[0] == name)[1:] = [dtype, dims, len(raw)]
+        parts[name] = raw
+    data = cut.profile_of(packed_profile.data, meta, parts)
+    tracemalloc.start()
+    refused(data, "another shape")
+    assert tracemalloc.get_traced_memory()[1] < 8 * len(data) + (1 << 20)
+    tracemalloc.stop()
+
+
+def test_an_unknown_array_is_ignored_whatever_its_name(profile, packed_profile):
+    for known in (profile, packed_profile):
+        meta, parts = cut.profile_parts(known.data)
+        meta["arrays"].append(["x.rows_steps", "|i1", [3], 3])
+        found = Profile.from_bytes(cut.profile_of(known.data, meta, parts | {"x.rows_steps": b"abc"}))
+        assert np.array_equal(found.table, known.table)
 
 
 @BOMBS
