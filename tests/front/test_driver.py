@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 QUESTION = "It was plain to everybody that"
 FLOOR = Fixed(0)
-FINE = 1.5e-4
+FINE = 4e-4
 """KL divergence that the finest level stays under."""
 
 
