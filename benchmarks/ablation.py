@@ -52,7 +52,7 @@ DOCUMENTS = (100, 10_000)
 _REACH = 4.0
 """A curve is drawn on beyond its ends up to that many times the quality there, no further."""
 _FIT, _METRIC, _REGRESSION = (f"kvwire.codec.fitting.{name}" for name in ("fit", "metric", "regression"))
-_ENCODE, _LEVELS = "kvwire.codec.kinds.layered", "kvwire.codec.transform.levels"
+_LEVELS = "kvwire.codec.transform.levels"
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def settings(width: int) -> list[Setting]:
     cut = importlib.import_module(_REGRESSION).TABLE_CUT
     spare = _default
     fast = {
-        offset: ((_ENCODE, "ChunkLevels", NaiveLevels), (_LEVELS, "quantise", dead_zone(offset)))
+        offset: ((_LEVELS, "ChunkLevels", NaiveLevels), (_LEVELS, "quantise", dead_zone(offset)))
         for offset in (0.4, 0.33)
     }
     return [

@@ -16,7 +16,6 @@ from kvwire.codec.kinds.outputs import device_of, positions_for
 from kvwire.codec.prediction.text import TextPredictor
 from kvwire.codec.profile.profile import Profile
 from kvwire.codec.transform.analysis import analyse
-from kvwire.codec.transform.levels import ChunkLevels
 from kvwire.codec.transform.quantiser import Ladder, ladder_for
 from kvwire.codec.transform.reconstruct import place_group
 from kvwire.codec.workers import one_core
@@ -71,6 +70,8 @@ class LayeredEncoder(LevelEncoder):
 
     def encode(self, start: int, stop: int) -> list[Coded]:
         """Every level of the ladder, each refining the one before."""
+        from kvwire.codec.transform.levels import ChunkLevels  # who only decodes goes without
+
         ladder, profile = self._ladder, self._text.profile
         coefficients, dropped = analyse(self._cache, self._text, start, stop, ladder.steps[-1])
         chunk = ChunkLevels(coefficients, ladder, profile.spread, profile.tables)
