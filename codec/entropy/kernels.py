@@ -194,7 +194,7 @@ def decode_ternary(
 
 
 @register_jitable
-def _begin(counts: U16) -> U32:
+def _first_words(counts: U16) -> U32:
     """Each lane's first word."""
     pointers = empty(counts.shape[0], uint32)
     at = uint32(0)
@@ -205,7 +205,7 @@ def _begin(counts: U16) -> U32:
 
 
 @register_jitable
-def _end(counts: U16, states: U32, pointers: U32) -> uint32:
+def _unfinished(counts: U16, states: U32, pointers: U32) -> uint32:
     """How many lanes do not end as they began, all their words read."""
     at, wrong = uint32(0), uint32(0)
     for lane in range(counts.shape[0]):
@@ -230,14 +230,14 @@ def decode_base(
         wrong: ``[1]``, written: number of lanes that do not end as they began.
     """
     columns, lanes = out.shape[1], states.shape[0]
-    limit, pointers, rows, begin = uint32(words.shape[0] - 1), _begin(counts), empty(columns, uint32), 0
+    limit, pointers, rows, begin = uint32(words.shape[0] - 1), _first_words(counts), empty(columns, uint32), 0
     for c in range(columns):
         rows[c] = uint32((classes[c] - 1) << 12)
     if lanes == 4 or lanes == 8:  # noqa: PLR1714, PLR2004 - where it is faster than vectors
         decode_quads(words, limit, states, pointers, rows, lookup, out)
         begin = columns // lanes * lanes
     decode_lookup(words, limit, states, pointers, rows, lookup, begin, out)
-    wrong[0] = _end(counts, states, pointers)
+    wrong[0] = _unfinished(counts, states, pointers)
 
 
 @jit
@@ -263,11 +263,11 @@ def decode_refinement(
         out: uint8 ``[tokens, columns]``, written.
         wrong: ``[1]``, written: number of lanes that do not end as they began.
     """
-    limit, pointers, rows = uint32(words.shape[0] - 1), _begin(counts), empty(out.shape[1], uint32)
+    limit, pointers, rows = uint32(words.shape[0] - 1), _first_words(counts), empty(out.shape[1], uint32)
     for c in range(out.shape[1]):
         rows[c] = uint32((classes[c] - 1) * 3)
     decode_ternary(words, limit, states, pointers, rows, thresholds, contexts, out)
-    wrong[0] = _end(counts, states, pointers)
+    wrong[0] = _unfinished(counts, states, pointers)
 
 
 @jit

@@ -171,17 +171,3 @@ def _arrays(listed: list[list[Any]], body: memoryview, what: str, *, packed: boo
         msg = "bytes are left over"
         raise ValueError(msg)
     return out
-
-
-def array_sizes(data: bytes) -> dict[str, int]:
-    """Count what each array takes in a file that was read before.
-
-    Args:
-        data: The file.
-
-    Returns:
-        Stored bytes by name.
-    """
-    stored, raw = _PROLOGUE.unpack_from(data)[-2:]
-    meta = unpack_json(data[_PROLOGUE.size : _PROLOGUE.size + stored], raw, "file")
-    return {name: size for name, _, _, size in meta["arrays"]}

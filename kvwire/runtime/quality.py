@@ -73,10 +73,10 @@ def calibrate_error(
     """Learn which KL divergence a blob's measured error stands for, from the text that follows cached contexts.
 
     Of some documents, all but the last quarter is encoded and decoded at each level, and the rest is read on top of it.
-    The notes of the profile tell how far single levels of single documents lie from the curve: ``kl_low`` and
-    ``kl_high`` are factors on the prediction between which four out of five lie, ``kl_exponent_error`` is the
-    exponent's standard error, as if they were independent. Text of another kind lies higher (benchmarks/predicted_kl.py
-    measures that), so the curve is drawn above the middle of these documents.
+    Text of another kind lies higher (benchmarks/predicted_kl.py measures that), so the curve is drawn half way there.
+    The notes of the profile tell how far single levels of single documents lie from it: ``kl_low`` and ``kl_high`` are
+    factors on the prediction between which four out of five of these documents lie, the upper one raised to what text
+    of another kind has; ``kl_exponent_error`` is the exponent's standard error, as if they were independent.
 
     Args:
         engine: The model that the profile was fitted for.
@@ -100,7 +100,7 @@ def calibrate_error(
     slope = float(np.clip(np.polyfit(errors, kls, 1)[0], *_SLOPES)) if spread > _LEAST_SPREAD else 1.0
     apart = kls - slope * errors
     level, low, high = (float(np.quantile(apart, share)) for share in (_QUANTILE, *_WITHIN))
-    level += math.log(_OTHER_TEXT)
+    level, high = level + math.log(_OTHER_TEXT), high + 2 * math.log(_OTHER_TEXT)
     uncertain = float(apart.std() / np.sqrt((deviations**2).sum())) if spread > _LEAST_SPREAD else 0.0
     interval: dict[str, str | int | float] = {
         "kl_low": math.exp(low - level),

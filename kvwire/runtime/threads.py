@@ -35,7 +35,7 @@ class DaemonThreads(ThreadPoolExecutor):
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._started: list[threading.Thread] = []
         self._idle = threading.Semaphore(0)
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()  # an owner that is collected shuts down, maybe within this thread's submit
         self._is_closed = False
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:  # noqa: ANN401 - the job's

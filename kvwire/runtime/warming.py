@@ -22,7 +22,7 @@ class Warming:
     def __init__(self) -> None:
         """Start nothing yet."""
         self._threads = DaemonThreads(1, "kvwire-warming")
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # an owner that is collected closes, in whichever thread and wherever that is
         self._steps: Iterator[None] | None = None
         self._loads = 0
         self._is_running = False

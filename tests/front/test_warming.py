@@ -46,6 +46,19 @@ def test_a_step_that_fails_is_told_and_ends_the_thread(caplog):
     assert "MemoryError" in caplog.text
 
 
+def test_an_owner_may_be_collected_while_its_thread_holds_the_locks():
+    warming = Warming()
+
+    def collected():
+        with warming._lock, warming._threads._guard:
+            warming.close()
+
+    thread = threading.Thread(target=collected, daemon=True)
+    thread.start()
+    thread.join(LONG_S)
+    assert not thread.is_alive()
+
+
 def wait_for_threads(warming):
     """The warming's threads, once it has any."""
     end = time.monotonic() + LONG_S
