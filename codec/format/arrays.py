@@ -149,7 +149,8 @@ def _arrays(listed: list[list[Any]], body: memoryview, what: str, *, packed: boo
     out: Arrays = {}
     start, budget = 0, MAX_PACKED_TOTAL
     for name, dtype, shape, stored in listed:
-        if dtype not in _DTYPES or any(type(n) is not int or n < 0 for n in (*shape, stored)) or name in out:
+        counts_fit = all(type(n) is int and n >= 0 for n in (*shape, stored))
+        if type(name) is not str or name in out or dtype not in _DTYPES or not counts_fit:
             msg = f"array {name!r}"
             raise ValueError(msg)
         raw = math.prod(shape) * np.dtype(dtype).itemsize

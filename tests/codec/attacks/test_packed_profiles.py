@@ -66,6 +66,13 @@ def test_arrays_that_are_gone_or_of_another_type_or_shape(packed_profile, name):
         refused(cut.profile_of(data, meta, cut.profile_parts(data)[1]))
 
 
+@pytest.mark.parametrize("name", [5, None, True, 1.5, ["g0.rows"], {}])
+def test_names_of_arrays_that_are_no_texts(packed_profile, name):
+    meta, parts = cut.profile_parts(packed_profile.data)
+    meta["arrays"][-1][0], kept = name, list(parts.values())
+    refused(cut.profile_of(packed_profile.data, meta, dict(enumerate(kept))), "array list is damaged")
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(("steps", "columns"))])
 @pytest.mark.parametrize("value", [0.0, -1.0, np.nan, np.inf])
 def test_steps_that_are_none(packed_profile, name, value):
