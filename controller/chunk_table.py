@@ -1,109 +1,272 @@
-"""Chunks of several documents side by side, as policies see them."""
+"""All chunks of a load side by side, one column for each thing that is known of them."""
 
 from __future__ import annotations
 
+from array import array
+from itertools import accumulate, repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvwire.controller.document_state import ChunkState, among
+from kvwire.controller.chunk_states import MOVES, VALID, ChunkState
+from kvwire.controller.documents import UNMEASURED
 from kvwire.controller.policies.base import Columns, UpgradeCandidates
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from kvwire.controller.document_state import DocumentState
-    from kvwire.controller.policies.base import Flags, Floats, Ints
+    from kvwire.controller.documents import DocumentPlanInput
+    from kvwire.controller.policies.base import Flags, Ints
 
 _S = ChunkState
-_RAISABLE = (_S.FETCHING, _S.ARRIVED, _S.DECODING, _S.READY, _S.REFINING, _S.REFINED, _S.REDECODING)
+_AFTER = tuple(frozenset(MOVES[state]) for state in _S)
+_RAISABLE = np.isin(
+    np.arange(len(_S)), (_S.FETCHING, _S.ARRIVED, _S.DECODING, _S.READY, _S.REFINING, _S.REFINED, _S.REDECODING)
+)
 
 
 class ChunkTable:
-    """All chunks of some documents; n in all. What never changes is laid out once, and again for other variants.
+    """Chunks of some documents, in the order in which these became known; n in all.
+
+    Columns are Python's arrays: single entries are read and written at every event, whole columns only where a plan is
+    made, and numpy then looks at the same memory. Nobody may keep such a look: a column that is looked at cannot grow.
 
     Attributes:
-        where: Position of each one's document in the list ``[n]``.
+        document: Number of its document in the prompt ``[n]``.
         chunk: Its number there ``[n]``.
+        tokens: Of each ``[n]``.
+        context: Tokens before it in its document ``[n]``.
+        state: Its ``ChunkState`` ``[n]``.
+        level: Asked for or in the prompt ``[n]``.
+        valid_level: In the prompt; RECOMPUTE (-1) where it was recomputed ``[n]``.
+        held: Bytes that were asked for or have arrived and are not released ``[n]``.
+        top: Finest level that can be fetched, -1 for none ``[n]``.
+        finest: Its document's finest ``[n]``.
+        can_text: It can be recomputed ``[n]``.
+        layered: A finer level adds to the coarser ones ``[n]``.
+        sizes: Bytes of levels 0..k, the last one that a chunk has repeated ``[L][n]``.
+        errors: Once decoded up to level k, repeated likewise ``[L][n]``.
+        exact_error: Its own finest error, 0 without a blob ``[n]``.
+        counts: How many chunks are in each state.
+        held_total: Sum of ``held``.
+        in_prompt_order: Documents became known in the order of the prompt.
     """
 
-    def __init__(self, docs: Sequence[DocumentState]) -> None:
-        """Lay out what never changes.
+    def __init__(self) -> None:
+        """Start without chunks."""
+        self.document, self.chunk, self.tokens, self.context = (array("q") for _ in range(4))
+        self.level, self.valid_level, self.held, self.top, self.finest = (array("q") for _ in range(5))
+        self.state, self.can_text, self.layered = bytearray(), bytearray(), bytearray()
+        self.exact_error = array("d")
+        self.sizes: list[array[int]] = [array("q")]
+        self.errors: list[array[float]] = [array("d")]
+        self.counts = [0] * len(_S)
+        self.held_total = 0
+        self.in_prompt_order = True
+
+    def __len__(self) -> int:
+        """Number of chunks."""
+        return len(self.state)
+
+    # Documents come.
+
+    def add(self, number: int, tokens: Sequence[int]) -> int:
+        """Append the chunks of a document; ``place`` tells what can be fetched of them.
 
         Args:
-            docs: States of the documents.
+            number: Of the document in the prompt.
+            tokens: Of each chunk.
+
+        Returns:
+            The first chunk's place in the columns.
         """
-        self._boards = docs
-        counts = [doc.count for doc in docs]
-        levels = max((len(doc.sizes) for doc in docs), default=1)
-        self.where: Ints = np.repeat(np.arange(len(docs)), counts)
-        self.chunk: Ints = np.concatenate([np.arange(0), *(np.arange(count) for count in counts)])
-        self._document: Ints = np.array([*(doc.number for doc in docs), 0])[self.where]
-        self._finest: Ints = np.array([*(doc.finest for doc in docs), 0])[self.where]
-        self._layered: Flags = np.array([*(doc.input.layered for doc in docs), False])[self.where]
-        self._tokens: Ints = self._joined("tokens", np.int64)
-        self._context: Ints = self._joined("context", np.int64)
-        self._exact_error: Floats = self._joined("exact_error", np.float64)
-        self._sizes: Ints = self._stacked("sizes", levels, np.int64)
-        self._errors: Floats = self._stacked("errors", levels, np.float64)
+        start, count = len(self.state), len(tokens)
+        if start and self.document[-1] > number:
+            self.in_prompt_order = False
+        zeros, none = bytes(8 * count), array("q", (-1,)) * count
+        self.document.extend(repeat(number, count))
+        self.chunk.extend(range(count))
+        self.tokens.extend(tokens)
+        self.context.extend(accumulate(tokens[:-1], initial=0))
+        for column in (self.level, self.valid_level, self.top, self.finest):
+            column += none
+        for wide in (self.held, self.exact_error, *self.sizes, *self.errors):
+            wide.frombytes(zeros)
+        for flags in (self.state, self.can_text, self.layered):
+            flags += bytes(count)
+        self.counts[_S.PLANNED] += count
+        return start
 
-    def _joined(self, name: str, dtype: type[np.generic]) -> NDArray[Any]:
-        """Rows ``[its chunks]`` of all documents ``[n]``."""
-        return np.concatenate([np.zeros(0, dtype), *(getattr(doc, name) for doc in self._boards)])
+    def place(self, start: int, chosen: DocumentPlanInput, *, has_text: bool) -> None:
+        """Write what can be done about a document's chunks; before anything of it is fetched.
 
-    def _stacked(self, name: str, levels: int, dtype: type[np.generic]) -> NDArray[Any]:
-        """Rows ``[own levels, its chunks]`` of all documents, the last level repeated ``[levels, n]``."""
-        parts = [getattr(doc, name) for doc in self._boards]
-        grown = [part[np.minimum(np.arange(levels), len(part) - 1)] for part in parts]
-        return np.concatenate([np.zeros((levels, 0), dtype), *grown], axis=1)
+        Args:
+            start: The first chunk's place.
+            chosen: The document.
+            has_text: Whether its text is known.
+        """
+        count = len(chosen.tokens)
+        stop = start + count
+        failed = self.state.count(_S.FAILED, start, stop)
+        self.counts[_S.FAILED] -= failed
+        self.counts[_S.PLANNED] += failed
+        self.state[start:stop] = bytes(count)
+        rows = chosen.fetch_bytes
+        lengths = [len(row) for row in rows] if rows else [0] * count
+        levels = max(lengths)
+        while len(self.sizes) < levels:
+            self.sizes.append(array("q", self.sizes[-1]))
+            self.errors.append(array("d", self.errors[-1]))
+        self.top[start:stop] = array("q", [length - 1 for length in lengths])
+        self.finest[start:stop] = array("q", (levels - 1,)) * count
+        self.can_text[start:stop] = bytes((has_text,)) * count
+        self.layered[start:stop] = bytes((chosen.layered,)) * count
+        errors = chosen.errors or [[UNMEASURED ** (1 + level) for level in range(length)] for length in lengths]
+        _write(self.sizes, start, rows or [()] * count, ragged=min(lengths) < levels)
+        _write(self.errors, start, errors, ragged=min(lengths) < levels)
+        self.exact_error[start:stop] = self.errors[-1][start:stop]
+
+    # Single chunks.
+
+    def move(self, at: int, state: ChunkState) -> bool:
+        """Take a chunk to another state.
+
+        Args:
+            at: Its place.
+            state: The next one.
+
+        Returns:
+            Whether ``MOVES`` has such a move; where it has none nothing changes.
+        """
+        old = self.state[at]
+        if state not in _AFTER[old]:
+            return False
+        self.state[at] = state
+        self.counts[old] -= 1
+        self.counts[state] += 1
+        return True
+
+    def hold(self, at: int, size: int) -> int:
+        """Note how many bytes are held for a chunk from now on; returns by how many that is more."""
+        more = size - self.held[at]
+        self.held[at] = size
+        self.held_total += more
+        return more
+
+    # Many chunks.
+
+    def look(self, name: str) -> NDArray[Any]:
+        """A column as numpy sees it; not to be kept. See the class."""
+        column = getattr(self, name)
+        return np.frombuffer(column, np.uint8 if isinstance(column, bytearray) else column.typecode)
+
+    def having(self, *states: ChunkState) -> Iterator[int]:
+        """Places of chunks in any of some states, in prompt order."""
+        if not any(self.counts[state] for state in states):
+            return iter(())
+        if len(states) == 1 and self.in_prompt_order:
+            return self._walk(states[0])
+        flags = np.isin(self.look("state"), states)
+        return iter(self._in_prompt_order(np.flatnonzero(flags)).tolist())
+
+    def _walk(self, state: ChunkState) -> Iterator[int]:
+        at = self.state.find(state)
+        while at >= 0:
+            yield at
+            at = self.state.find(state, at + 1)
+
+    def _in_prompt_order(self, places: Ints) -> Ints:
+        if self.in_prompt_order:
+            return places
+        return np.asarray(places[np.argsort(self.look("document")[places], kind="stable")])
+
+    @property
+    def valid(self) -> int:
+        """How many chunks can be used as they are."""
+        return sum(self.counts[state] for state in VALID)
+
+    def arrived(self) -> tuple[int, int, int]:
+        """What waits to be decoded: chunks, their tokens and their bytes."""
+        if not (self.counts[_S.ARRIVED] or self.counts[_S.REFINED]):
+            return 0, 0, 0
+        state, level = self.look("state"), self.look("level")
+        waits = (state == _S.ARRIVED) | (state == _S.REFINED)
+        size = sum(int(np.frombuffer(each, "q")[waits & (level == at)].sum()) for at, each in enumerate(self.sizes))
+        return int(waits.sum()), int(self.look("tokens")[waits].sum()), size
 
     def open(self, prefix_s: dict[int, float]) -> tuple[Columns, Ints]:
-        """Chunks that nothing was started for, and which of all they are.
+        """Chunks that nothing was started for, in prompt order.
 
         Args:
             prefix_s: Seconds of computing prefix layers that documents still need, by number.
 
         Returns:
-            The chunks as columns, and their positions among all.
+            The chunks as columns, and their places.
         """
-        picked = np.flatnonzero(self._joined("state", np.uint8) == _S.PLANNED)
+        places = self._in_prompt_order(np.flatnonzero(self.look("state") == _S.PLANNED))
+        document = self.look("document")[places]
+        waits = np.zeros(len(places))
+        for number, seconds in prefix_s.items():
+            waits[document == number] = seconds
         columns = Columns(
-            document=self._document[picked],
-            chunk=self.chunk[picked],
-            tokens=self._tokens[picked],
-            context=self._context[picked],
-            sizes=self._sizes[:, picked],
-            errors=self._errors[:, picked],
-            top=self._joined("top", np.int64)[picked],
-            finest=self._finest[picked],
-            exact_error=self._exact_error[picked],
-            can_text=self._joined("can_text", np.bool_)[picked],
-            prefix_s=np.array([*(prefix_s.get(doc.number, 0.0) for doc in self._boards), 0.0])[self.where[picked]],
+            document=document,
+            chunk=self.look("chunk")[places],
+            tokens=self.look("tokens")[places],
+            context=self.look("context")[places],
+            sizes=_stacked(self.sizes, places),
+            errors=_stacked(self.errors, places),
+            top=self.look("top")[places],
+            finest=self.look("finest")[places],
+            exact_error=self.look("exact_error")[places],
+            can_text=self.look("can_text")[places].astype(np.bool_),
+            prefix_s=waits,
         )
-        return columns, picked
+        return columns, places
 
     def refinable(self, ceiling: int | None) -> tuple[UpgradeCandidates, Ints]:
-        """Chunks of layered blobs that have a finer level than was asked for, up to a ceiling; and which they are.
+        """Chunks of layered blobs that have a finer level than was asked for, up to a ceiling, in prompt order.
 
         Args:
             ceiling: Finest level that is worth waiting for; None: any.
 
         Returns:
-            The candidates, and their positions among all chunks.
+            The candidates, and their places.
         """
-        state, level = self._joined("state", np.uint8), self._joined("level", np.int64)
-        top = self._joined("top", np.int64)
+        state, top = self.look("state"), self.look("top")
         most = top if ceiling is None else np.minimum(top, ceiling)
-        held = self._joined("held", np.int64) > 0
-        picked = np.flatnonzero(self._layered & held & (level < most) & among(state, _RAISABLE))
+        able: Flags = (self.look("layered") > 0) & (self.look("held") > 0) & (self.look("level") < most)
+        places = self._in_prompt_order(np.flatnonzero(able & _RAISABLE[state]))
         refinable = UpgradeCandidates(
-            level=level[picked],
-            top=most[picked],
-            sizes=self._sizes[:, picked],
-            errors=self._errors[:, picked],
-            tokens=self._tokens[picked],
-            ready=state[picked] == _S.READY,
+            level=self.look("level")[places],
+            top=most[places],
+            sizes=_stacked(self.sizes, places),
+            errors=_stacked(self.errors, places),
+            tokens=self.look("tokens")[places],
+            ready=state[places] == _S.READY,
         )
-        return refinable, picked
+        return refinable, places
+
+
+def _write(columns: list[Any], start: int, rows: Sequence[Sequence[float]], *, ragged: bool) -> None:
+    """Write rows ``[count][own levels]`` into columns ``[L][n]``, the last entry repeated; 0 where a row is empty."""
+    if ragged:
+        width = len(columns)
+        rows = [[*row, *(row[-1:] or (0,)) * (width - len(row))] for row in rows]
+    stop = start + len(rows)
+    part = array(columns[0].typecode, bytes(8 * len(rows)))
+    for level, entries in enumerate(zip(*rows, strict=True)):
+        part = array(columns[0].typecode, entries)
+        columns[level][start:stop] = part
+    for level in range(len(rows[0]), len(columns)):
+        columns[level][start:stop] = part
+
+
+def _stacked(columns: list[Any], places: Ints) -> NDArray[Any]:
+    """Entries of columns ``[L][n]`` at some places ``[L, m]``."""
+    dtype = columns[0].typecode
+    out = np.empty((len(columns), len(places)), dtype)
+    for level, column in enumerate(columns):
+        np.take(np.frombuffer(column, dtype), places, out=out[level])
+    return out

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvwire.controller import events as ev
 from kvwire.controller.dispatch import Dispatcher
-from kvwire.controller.document_state import ChunkState, DocumentState
+from kvwire.controller.chunk_states import ChunkState
 from kvwire.controller.load import Load
 from kvwire.controller.policies.adaptive import Adaptive
 from kvwire.errors import ArgumentError
@@ -19,6 +19,7 @@ from kvwire.errors import ArgumentError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvwire.controller.document_state import DocumentState
     from kvwire.controller.documents import DocumentPlanInput
     from kvwire.controller.estimates import Estimates
     from kvwire.controller.policies.base import Policy
@@ -68,6 +69,14 @@ class Controller:
         """Loads under way, by their numbers; to look at."""
         return self._loads
 
+    def is_under_way(self, load: int) -> bool:
+        """Whether a load is neither abandoned nor assembled.
+
+        Args:
+            load: Number of the load.
+        """
+        return load in self._loads or load in self._dispatch.lanes.closings
+
     @property
     def held_bytes(self) -> int:
         """Bytes that were asked for, have arrived or are kept, over all loads."""
@@ -114,16 +123,18 @@ class Controller:
                 self._asked(event, now)
             case ev.IndexKnown(load, document, variants):
                 return self._index(load, document, variants, now)
-            case ev.FirstByte() | ev.PromptAssembled():
-                self._learn(event)
+            case ev.FirstByte(seconds):
+                link.first_byte(seconds)
                 return False
+            case ev.PromptAssembled():
+                self._assembled(event)
             case ev.TransferProgress(size, started, ended, chunk):
                 link.progress(size, started, ended, chunk)
                 return self._dispatch.can_fetch
             case ev.ChunkArrived(chunk, level, trouble):
                 return self._arrived(chunk, level, trouble, now, out)
             case ev.ChunkFailed(chunk, reason):
-                return self._fetch_failed(chunk, reason)
+                return self._fetch_failed(chunk, reason, now)
             case ev.DecodeDone(chunks, seconds):
                 self._decoded(chunks, (), seconds, "", out)
             case ev.DecodeFailed(chunks, bad, reason):
@@ -135,22 +146,21 @@ class Controller:
             case ev.PrefixComputed(load, document, seconds):
                 self._prefix_computed(load, document, seconds)
             case ev.PrefixFailed(load, document, reason):
-                self._head_failed(load, document, reason, out)
+                self._head_failed(load, document, reason, now, out)
             case ev.Tick():
                 link.watch(now)
             case ev.LoadAbandoned(load):
                 known = self._load(load)
+                self._dispatch.lanes.closed(load)
                 if known:
-                    self._dispatch.end(known, out)
+                    self._dispatch.end(known, now, out)
         return True
 
-    def _learn(self, event: ev.FirstByte | ev.PromptAssembled) -> None:
-        """Take in what only feeds the estimates."""
-        if isinstance(event, ev.FirstByte):
-            self._dispatch.link.first_byte(event.seconds)
-            return
-        self._load(event.load)  # over by now, as a rule, but asked for
+    def _assembled(self, event: ev.PromptAssembled) -> None:
+        """End a load's closing, and learn from it; the load itself is over by now."""
+        self._load(event.load)  # but was asked for
         self.estimates.closing.add(event.prompt_tokens, event.seconds)
+        self._dispatch.lanes.closed(event.load)
 
     def _load(self, number: int) -> Load | None:
         """A load under way; None where it is over. Raises ArgumentError for one that never was."""
@@ -191,7 +201,8 @@ class Controller:
         place = self._place(chunk)
         if place is None:
             return None
-        state = ChunkState(int(place[1].state[chunk.chunk]))
+        doc = place[1]
+        state = ChunkState(doc.table.state[doc.start + chunk.chunk])
         if state not in (_S.FETCHING, _S.REFINING):
             msg = f"{chunk} is {state.name.lower()}, not being fetched; report each outcome once"
             raise ArgumentError(msg)
@@ -202,34 +213,35 @@ class Controller:
         if place is None:
             return False
         load, doc = place
-        at, asked = chunk.chunk, int(doc.level[chunk.chunk])
+        table, at = doc.table, doc.start + chunk.chunk
+        asked = table.level[at]
         if not 0 <= level <= asked:
             msg = f"level {level} of {chunk} arrived, level {asked} was asked for"
             raise ArgumentError(msg)
-        refining = doc.state[at] == _S.REFINING
-        too_coarse = level <= doc.valid_level[at] if refining else level < load.goal.floor and doc.can_text[at]
-        if level < asked and too_coarse:
-            if not refining:
-                out.append(ev.Release(chunk))
-            return self._fetch_failed(chunk, trouble or f"only level {level} is there")
+        refining = table.state[at] == _S.REFINING
+        if level < asked:
+            too_coarse = level <= table.valid_level[at] if refining else level < load.goal.floor and table.can_text[at]
+            if too_coarse:
+                if not refining:
+                    out.append(ev.Release(chunk))
+                return self._fetch_failed(chunk, trouble or f"only level {level} is there", now)
+            doc.note(chunk.chunk, trouble)
+            table.top[at] = level
+            self._dispatch.hold(doc, chunk.chunk, doc.size(chunk.chunk, level))
         self._dispatch.link.arrived(chunk, now)
         doc.failures = 0
-        if level < asked:
-            doc.note(at, trouble)
-            doc.top[at] = level
-            self._dispatch.hold(doc, at, doc.size(at, level))
-        doc.level[at] = level
-        doc.move(at, _S.REFINED if refining else _S.ARRIVED)
+        table.level[at] = level
+        doc.move(chunk.chunk, _S.REFINED if refining else _S.ARRIVED)
         return True
 
-    def _fetch_failed(self, chunk: ChunkId, reason: str) -> bool:
+    def _fetch_failed(self, chunk: ChunkId, reason: str, now: float) -> bool:
         place = self._fetched(chunk)
         if place is None:
             return False
         load, doc = place
-        self._dispatch.link.drop(chunk)
-        load.planned_at = -inf
-        if doc.state[chunk.chunk] == _S.REFINING:
+        self._dispatch.link.drop(chunk, now)
+        load.is_stale = True
+        if doc.table.state[doc.start + chunk.chunk] == _S.REFINING:
             doc.note(chunk.chunk, f"refinement failed: {reason}")
             self._dispatch.settle(doc, chunk.chunk)
             return True
@@ -243,8 +255,8 @@ class Controller:
         """Lose what was or should have been fetched for a chunk."""
         doc.lose(chunk, trouble, fetch=True)
         self._dispatch.hold(doc, chunk, 0)
-        load.planned_at = -inf
-        load.fallbacks += bool(doc.can_text[chunk])
+        load.is_stale = True
+        load.fallbacks += bool(doc.table.can_text[doc.start + chunk])
 
     def _decoded(
         self, chunks: tuple[ChunkId, ...], bad: tuple[ChunkId, ...], seconds: float | None, reason: str,
@@ -270,18 +282,20 @@ class Controller:
     def _decoded_one(
         self, load: Load, doc: DocumentState, chunk: int, trouble: str | None, out: list[ev.Instruction]
     ) -> None:
+        table, at = doc.table, doc.start + chunk
+        redecoding = table.state[at] == _S.REDECODING
         if trouble is None:
-            if doc.state[chunk] == _S.REDECODING:
+            if redecoding:
                 doc.reasons[chunk] = "refined: time was left"
             doc.move(chunk, _S.READY)
-            doc.valid_level[chunk] = doc.level[chunk]
+            table.valid_level[at] = table.level[at]
             self._dispatch.keep_or_release(load, doc, chunk, out)
-        elif doc.state[chunk] == _S.REDECODING:
+        elif redecoding:
             # What was valid is spoilt; its own bytes are still here, and nothing finer is tried again.
             doc.note(chunk, f"refinement cannot be decoded: {trouble}")
             doc.move(chunk, _S.ARRIVED)
-            doc.level[chunk] = doc.top[chunk] = doc.valid_level[chunk]
-            self._dispatch.hold(doc, chunk, doc.size(chunk, int(doc.level[chunk])))
+            table.level[at] = table.top[at] = level = table.valid_level[at]
+            self._dispatch.hold(doc, chunk, doc.size(chunk, level))
         else:
             self._lose(load, doc, chunk, f"decode failed: {trouble}")
             out.append(ev.Release(doc.id(chunk)))
@@ -297,7 +311,7 @@ class Controller:
         doc = load.doc(document)
         for chunk in chunks:
             doc.move(chunk.chunk, _S.READY)
-            doc.valid_level[chunk.chunk] = -1
+            doc.table.valid_level[doc.start + chunk.chunk] = -1
 
     def _recompute_failed(self, chunk: ChunkId, reason: str) -> None:
         job = self._dispatch.lanes.running("prefill")
@@ -309,7 +323,7 @@ class Controller:
         if place is None:
             return
         load, doc = place
-        load.planned_at = -inf
+        load.is_stale = True
         for other in job.chunks:
             if other == chunk:
                 doc.lose(other.chunk, f"recomputation failed: {reason}", fetch=False)
@@ -324,7 +338,9 @@ class Controller:
             doc = load.doc(document)
             doc.prefix_done, doc.prefix_running = True, False
 
-    def _head_failed(self, number: int, document: int, reason: str, out: list[ev.Instruction]) -> None:
+    def _head_failed(
+        self, number: int, document: int, reason: str, now: float, out: list[ev.Instruction]
+    ) -> None:
         self._dispatch.lanes.end("prefill", "head start", (), number, document)
         load = self._load(number)
         if load is None:
@@ -333,9 +349,9 @@ class Controller:
         doc.prefix_running = False
         trouble = f"its head start failed: {reason}"
         for chunk in range(doc.count):
-            state = doc.state[chunk]
+            state = doc.table.state[doc.start + chunk]
             if state == _S.FETCHING:
-                self._dispatch.link.drop(doc.id(chunk))
+                self._dispatch.link.drop(doc.id(chunk), now)
                 out.append(ev.Cancel(doc.id(chunk), trouble))
             if state in (_S.FETCHING, _S.ARRIVED):
                 self._lose(load, doc, chunk, trouble)

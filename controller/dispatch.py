@@ -8,13 +8,14 @@ time, but every fourth turn goes to a late one, to that which has begun nothing 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvwire.controller import events as ev
-from kvwire.controller.document_state import ChunkState
+from kvwire.controller.chunk_states import ChunkState
 from kvwire.controller.lanes import Job
 from kvwire.controller.policies.base import Columns, CommittedWork, PlanRequest
 from kvwire.controller.resources import Resources
@@ -34,6 +35,9 @@ _TICK_S = 0.05
 _LEAST_TICK_S = 0.001
 _TURNS = 4
 _PLANS = 4  # plans made for one event, besides those of loads whose turn it is
+_OVERDUE = 1.5  # a pass that takes that many times what was expected tells of a slow engine
+_PASSES = 8  # at least so many passes before a deadline
+_URGENT, _CALM = 5.0, 20.0  # plans are made after that many times what one costs, at the soonest
 
 
 class Dispatcher(Resources):
@@ -52,16 +56,25 @@ class Dispatcher(Resources):
         """
         super().__init__(estimates, settings, loads)
         self._policy = policy
+        self._reclaimed_at = -inf
+        self._known_cuts: dict[int, tuple[float, float]] | None = None
 
     def wake_at(self, now: float) -> float:
         """Instant of the next tick that is needed."""
-        refining = (load for load in self._loads.values() if load.goal.objective == "quality" and load.is_ready)
-        cuts = [self._cut(load) for load in refining]
-        undecided = any(load.is_undecided for load in self._loads.values())
-        regular = now + _TICK_S if self.link.fetches or undecided else inf
+        moment, undecided = self.link.stalls_at, False
+        for load in self._loads.values():
+            if load.is_undecided:
+                undecided = True
+                if load.is_stale and load.docs:
+                    moment = min(moment, load.planned_at + self._pause_s(load))
+            if load.goal.objective == "quality" and load.is_ready:
+                cut = self._cut(load)
+                moment = min(moment, cut if cut > now else inf)
         if undecided and not self.link.fetches and self.lanes.is_free("prefill"):
-            regular = now + max(self._settings.replan_s, _LEAST_TICK_S)
-        return max(now, min([self.link.stalls_at, regular, *(cut for cut in cuts if cut > now)]))
+            moment = min(moment, now + max(self._settings.replan_s, _LEAST_TICK_S))
+        elif self.link.fetches or undecided:
+            moment = min(moment, now + _TICK_S)
+        return max(now, moment)
 
     def add(self, load: Load, doc: DocumentState, now: float) -> None:
         """Choose a new document's variant, and leave out levels that would never fit into memory.
@@ -77,13 +90,9 @@ class Dispatcher(Resources):
             self._choose(doc, 0)
 
     def _choose(self, doc: DocumentState, variant: int) -> None:
-        doc.choose(variant)
-        fitting = (doc.sizes <= self._settings.memory_bytes).sum(axis=0) - 1
-        for chunk in np.flatnonzero(fitting < doc.top).tolist():
-            doc.top[chunk] = fitting[chunk]
-            doc.note(chunk, f"finer levels exceed the memory bound of {self._settings.memory_bytes} bytes")
-            if doc.top[chunk] < 0 and not doc.can_text[chunk]:
-                doc.move(chunk, _S.FAILED)
+        if variant != doc.variant:
+            doc.choose(variant)
+        doc.limit(self._settings.memory_bytes)
 
     def _score(self, load: Load, doc: DocumentState, variant: int, now: float) -> tuple[bool, bool, float, float]:
         """How good the prompt as far as it is known would be with a variant; less is better."""
@@ -107,21 +116,34 @@ class Dispatcher(Resources):
         if not self._loads:
             return
         self.link.retry(now)
-        self.backlog_s = None
-        for load in sorted(self._loads.values(), key=lambda load: load.planned_at)[:_PLANS]:
+        self.backlog_s = self._known_cuts = None
+        loads = [*self._loads.values()]
+        if len(loads) > 1:
+            loads.sort(key=lambda load: (not load.is_stale, load.planned_at))
+        for load in loads[:_PLANS]:
             self._refresh(load, now)
         order = self._order()
-        steps = (
-            self._decode, self._compute, self._redecode, self._fetch, self._refine, self._reclaim, self._conclude,
-        )  # fmt: skip
-        for begin in steps:
+        for begin in (self._decode, self._compute, self._redecode, self._fetch, self._refine):
             for load in order:
                 begin(load, now, out)
+        if now - self._reclaimed_at >= self._settings.replan_s:
+            self._reclaimed_at = now
+            for load in order:
+                self._reclaim(load, now, out)
+        for load in order:
+            self._conclude(load, now, out)
+
+    def _pause_s(self, load: Load) -> float:
+        """Seconds for which a plan is used: planning takes a small share of the time, the more there is to plan for."""
+        settings = self._settings
+        cost_s = settings.plan_s + settings.plan_chunk_s * load.table.counts[_S.PLANNED]
+        if load.is_stale or not (self.link.fetches or load.waiting):
+            return _URGENT * cost_s
+        return max(settings.replan_s, _CALM * cost_s)
 
     def _refresh(self, load: Load, now: float) -> None:
         """Plan anew unless the plan is fresh."""
-        idle = not self.link.fetches and not load.waiting
-        if now > load.planned_at and (idle or now - load.planned_at >= self._settings.replan_s):
+        if now >= load.planned_at + self._pause_s(load):  # as in ``wake_at``: a difference might round otherwise
             self._plan(load, now)
 
     def _rank(self, load: Load) -> tuple[bool, float, int]:
@@ -134,8 +156,10 @@ class Dispatcher(Resources):
         return finish > load.due, load.due, load.number
 
     def _order(self) -> list[Load]:
+        if len(self._loads) == 1:
+            return [*self._loads.values()]
         order = sorted(self._loads.values(), key=self._rank)
-        if len(order) > 1 and self.turns % _TURNS == _TURNS - 1:
+        if self.turns % _TURNS == _TURNS - 1:
             late = [load for load in order if self._rank(load)[0] and load.is_undecided]
             longest = min(late, key=lambda load: load.began, default=order[0])
             order.remove(longest)
@@ -144,7 +168,31 @@ class Dispatcher(Resources):
 
     def _cut(self, load: Load) -> float:
         """Instant at which a load is handed over as it is, so that the first token is in time."""
+        return self._cuts()[load.number][0] if len(self._loads) > 1 else self._own_cut(load)
+
+    def _own_cut(self, load: Load) -> float:
         return load.due - self._settings.reserve_s - self.costs_of(load).closing_s(load.prompt_tokens)
+
+    def _cuts(self) -> dict[int, tuple[float, float]]:
+        """For each load its cut, and the instant by which it must be done with the link.
+
+        Worked out from the last one due to the first: closings take turns, so the earlier ones leave room for the later
+        ones, and so do fetches, for what the later ones need at their floor. Who is late anyway is left room by nobody.
+        """
+        if self._known_cuts is not None:
+            return self._known_cuts
+        self._known_cuts = cuts = {}
+        closing = link = inf
+        for load in sorted(self._loads.values(), key=self._rank, reverse=True):
+            own = self._own_cut(load)
+            if self._rank(load)[0] or load.due == inf:
+                cuts[load.number] = own, inf
+                continue
+            closing_s = load.due - self._settings.reserve_s - own
+            closing = min(own, closing - closing_s)
+            cuts[load.number] = closing, min(closing, link)
+            link = min(closing, link) - load.floor_s
+        return cuts
 
     def _plan(self, load: Load, now: float) -> None:
         if not load.is_undecided and (load.first_s is not None or not load.docs):
@@ -156,23 +204,36 @@ class Dispatcher(Resources):
 
     def _request(self, load: Load, now: float) -> PlanRequest:
         costs, settings, link = self.costs_among_many(load), self._settings, self.link
-        ahead = [other for other in self._loads.values() if self._rank(other) < self._rank(load)]
-        fetches = link.fetches
+        slowness = self.lanes.slowness(now)
+        if slowness > _OVERDUE:
+            costs = replace(costs, prefill=costs.prefill.scaled(slowness))
+        rank = self._rank(load)
+        ahead = [other for other in self._loads.values() if other is not load and self._rank(other) < rank]
+        link.credit(now)
+        fetches = link.fetches.values()
         committed = CommittedWork(
             wire=np.array([fetch.left for fetch in fetches], np.float64),
             work_s=np.array([fetch.decode_s for fetch in fetches], np.float64),
             prefill_s=self.lanes.left_s("prefill", now) + sum(other.compute_s for other in ahead),
             decode_s=self.lanes.left_s("decode", now) + self._backlog_s(costs),
-            ahead_bytes=float(sum(other.plan.bytes for other in ahead if other.plan)),
+            ahead_bytes=float(sum(other.plan_bytes for other in ahead)),
         )
         base = PlanRequest(
             chunks=_NOTHING, costs=costs, goal=load.goal, bandwidth=link.bandwidth, bandwidth_low=link.bandwidth_low,
             prompt_tokens=0, committed=committed,
-            left_s=None if load.due == inf else load.due - now - settings.reserve_s - self._beside_s(load),
+            left_s=None if load.due == inf else self._left_s(load, costs, now),
             lead_s=link.lead_s(now), ttfb_s=link.ttfb_s, parallel=settings.max_in_flight, workers=settings.workers,
             now=now,
         )  # fmt: skip
         return load.request(base)
+
+    def _left_s(self, load: Load, costs: CostModel, now: float) -> float:
+        """Seconds that a plan may take: until the load is due, and so that later ones are in time at their floor."""
+        closing_s = costs.closing_s(load.prompt_tokens)
+        own_s = load.due - now - self._settings.reserve_s
+        if len(self._loads) > 1:
+            own_s = min(own_s, min(self._cuts()[load.number]) - now + closing_s)
+        return own_s - self._beside_s(load)
 
     def _beside_s(self, load: Load) -> float:
         """Seconds by which fetches of other loads, which share the link with a load's last ones, may hold these up."""
@@ -185,28 +246,23 @@ class Dispatcher(Resources):
             return self.backlog_s
         seconds = 0.0
         for load in self._loads.values():
-            for doc in load.docs:
-                if doc.has(_S.ARRIVED, _S.REFINED):
-                    chunks = np.flatnonzero((doc.state == _S.ARRIVED) | (doc.state == _S.REFINED))
-                    sizes = doc.sizes[doc.level[chunks], chunks]
-                    each = costs.decode.token_s * doc.tokens[chunks] + costs.decode.byte_s * sizes
-                    seconds += costs.decode.base_s * len(chunks) + float(each.sum())
+            count, tokens, size = load.table.arrived()
+            seconds += costs.decode.base_s * count + costs.decode.token_s * tokens + costs.decode.byte_s * size
         self.backlog_s = seconds
         return seconds
 
     def _decode(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Decode what arrived and is not valid yet, in one batch."""
-        if self.lanes.is_free("decode"):
-            arrived = load.having(_S.ARRIVED)
-            places = [(doc, chunk) for doc, chunk in arrived if doc.prefix_done or not doc.input.prefix_share]
-            self.start_decode(load, places[: self._settings.decode_batch], _S.DECODING, now, out)
+        if load.table.counts[_S.ARRIVED] and self.lanes.is_free("decode"):
+            places = (place for place in load.having(_S.ARRIVED) if not place[0].waits_for_prefix)
+            self.start_decode(load, [*islice(places, self._settings.decode_batch)], _S.DECODING, now, out)
 
     def _redecode(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Decode refinements, in one batch, after all that somebody waits for."""
-        if self.lanes.is_free("decode"):
+        if load.table.counts[_S.REFINED] and self.lanes.is_free("decode"):
             # A forward pass reads what is before it in its document: nothing of that is overwritten meanwhile.
-            places = [place for place in load.having(_S.REFINED) if not self._is_extended(place[0])]
-            self.start_decode(load, places[: self._settings.decode_batch], _S.REDECODING, now, out)
+            places = (place for place in load.having(_S.REFINED) if not self._is_extended(place[0]))
+            self.start_decode(load, [*islice(places, self._settings.decode_batch)], _S.REDECODING, now, out)
 
     def _is_extended(self, doc: DocumentState) -> bool:
         """Whether a forward pass over chunks of a document is running."""
@@ -218,9 +274,9 @@ class Dispatcher(Resources):
         if not self.lanes.is_free("prefill"):
             return
         costs = self.costs_of(load)
-        for doc in load.docs:
+        for doc in load.docs if load.has_prefix else ():
             if doc.prefix_share_left and doc.has(_S.FETCHING, _S.ARRIVED):
-                seconds = doc.prefix_share_left * costs.prefill.seconds(int(doc.tokens.sum()))
+                seconds = doc.prefix_share_left * costs.prefill.seconds(doc.tokens)
                 doc.prefix_running = True
                 self.lanes.start("prefill", Job("head start", load.number, doc.number, (), now, seconds))
                 load.began = self.turn()
@@ -229,25 +285,48 @@ class Dispatcher(Resources):
         if not load.is_known and now - load.known_since < self.link.ttfb_s:
             return  # the other indexes are about to come, and may change what is worth computing
         self._refresh(load, now)
+        if not load.wants_passes:
+            return
         sure_s = self._sure_s(load, costs, now)
-        found = load.next_pass(costs, min(self._pass_limit_s(load, costs), sure_s))
+        until_s = self._until_closing_s(load, now)
+        found = load.next_pass(costs, min(self._pass_limit_s(load, costs, now), sure_s, until_s))
         if found is None:
             return
         doc, run = found
         first = run[0]
-        can_fetch = doc.top[first] >= min(load.goal.floor, max(doc.finest, 0))
+        if costs.prefill.seconds(*doc.prefill_span(first, first)) > until_s:
+            return
+        table, at = doc.table, doc.start + first
+        can_fetch = table.top[at] >= min(load.goal.floor, max(table.finest[at], 0))
         if can_fetch and costs.prefill.seconds(*doc.prefill_span(first, first)) > sure_s:
             # Perhaps too slow even for one chunk: it is fetched as well as the others.
             load.fetch_instead(doc, first)
         else:
             self.start_pass(load, doc, run, now, out)
 
-    def _pass_limit_s(self, load: Load, costs: CostModel) -> float:
-        """Seconds that a pass may take: half of what is to be recomputed, so that the meeting point can still move."""
+    def _pass_limit_s(self, load: Load, costs: CostModel, now: float) -> float:
+        """Seconds that a pass may take: half of what is to be recomputed, so that the meeting point can still move.
+
+        And a share of the time that is left, so that an engine that has become slow is noticed in time.
+        """
         least = _LONG_PASS * costs.prefill.base_s
-        if not self._policy.preemptible or load.compute_s < 2 * least:
+        if not self._policy.preemptible:
             return inf
-        return max(least, min(self._settings.max_pass_s, load.compute_s / 2))
+        bounds = [self._settings.max_pass_s]
+        if load.compute_s >= 2 * least:
+            bounds.append(load.compute_s / 2)
+        if load.due < inf and load.can_fetch_instead:
+            bounds.append(max(0.0, self._cut(load) - now) / _PASSES)
+        return max(least, min(bounds)) if len(bounds) > 1 else inf
+
+    def _until_closing_s(self, load: Load, now: float) -> float:
+        """Seconds until the first cut of another load that goes first: a pass cannot be called back."""
+        if len(self._loads) == 1:
+            return inf
+        rank = self._rank(load)
+        others = [other for other in self._loads.values() if other is not load and not self._rank(other)[0]]
+        cuts = [self._cut(other) for other in others if other.due < inf and (self._rank(other) < rank or other.is_ready)]
+        return min((cut - now for cut in cuts), default=inf)
 
     def _sure_s(self, load: Load, costs: CostModel, now: float) -> float:
         """Seconds that a pass may be expected to take while costs or link are hardly known.
@@ -258,7 +337,7 @@ class Dispatcher(Resources):
         doubt = max(self._estimates.prefill.high, bandwidth.high / max(bandwidth.value, 1.0))
         if not self._policy.preemptible or load.plan is None or doubt <= _DOUBT:
             return inf
-        if not load.plan.bytes and not self.link.fetches:
+        if not load.plan_bytes and not self.link.fetches:
             return inf
         return (load.planned_at + load.plan.finish_s - costs.closing_s(load.prompt_tokens) - now) / doubt
 
@@ -280,28 +359,32 @@ class Dispatcher(Resources):
         if not self._window_open():
             return
         self._refresh(load, now)
+        table = load.table
         while load.waiting and self._window_open():
-            doc, chunk, level = load.waiting[0]
-            if doc.state[chunk] != _S.PLANNED or doc.top[chunk] < level:
-                load.waiting.pop(0)
+            at, level = load.waiting[0]
+            if table.state[at] != _S.PLANNED or table.top[at] < level:
+                load.waiting.popleft()
                 continue
+            doc, chunk = load.place(at)
             if not self.make_room(load, doc.size(chunk, level), out):
                 return
-            load.waiting.pop(0)
+            load.waiting.popleft()
             doc.reasons[chunk] = load.reason(doc, chunk)
             doc.move(chunk, _S.FETCHING)
             self.ask(load, (doc, chunk), 0, level, now + self._settings.patience_s, now, out)
-            if load.plan:
-                load.plan = replace(load.plan, bytes=max(0, load.plan.bytes - doc.size(chunk, level)))
+            load.plan_bytes = max(0, load.plan_bytes - doc.size(chunk, level))
 
     def _refine(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Open the refinements that the plan names, once nothing else is to be fetched."""
-        cut = self._cut(load)
-        while load.refine and not load.waiting and now < cut and self._window_open():
+        if not load.refine or load.waiting:
+            return
+        cut, table = self._cut(load), load.table
+        while load.refine and now < cut and self._window_open():
             doc, chunk = load.refine.pop(0)
-            level = int(doc.valid_level[chunk]) + 1
-            more = doc.size(chunk, level) - doc.size(chunk, level - 1) if doc.top[chunk] >= level else 0
-            usable = doc.state[chunk] == _S.READY and doc.held[chunk] and doc.top[chunk] >= level
+            at = doc.start + chunk
+            level = table.valid_level[at] + 1
+            more = doc.size(chunk, level) - doc.size(chunk, level - 1) if table.top[at] >= level else 0
+            usable = table.state[at] == _S.READY and table.held[at] and table.top[at] >= level
             if usable and self.held + more <= self._settings.memory_bytes:
                 doc.move(chunk, _S.REFINING)
                 self.ask(load, (doc, chunk), level, level, cut, now, out)
@@ -310,17 +393,18 @@ class Dispatcher(Resources):
         """Give up fetches that idle compute would beat."""
         if not self._policy.preemptible or not self.lanes.is_free("prefill"):
             return
-        costs = self.costs_of(load)
-        for doc in load.docs:
-            if not doc.has(_S.FETCHING):
-                continue
+        if not load.table.counts[_S.FETCHING]:
+            return
+        costs, table = self.costs_of(load), load.table
+        for number in sorted({chunk.document for chunk in self.link.fetches if chunk.load == load.number}):
+            doc = load.doc(number)
             run: list[int] = []
             for chunk in range(doc.ready_before(), doc.count):
-                if doc.state[chunk] != _S.FETCHING or not doc.can_text[chunk]:
+                at = doc.start + chunk
+                if table.state[at] != _S.FETCHING or not table.can_text[at]:
                     break
-                size = doc.size(chunk, int(doc.level[chunk]))
-                tokens = int(doc.tokens[chunk])
-                ready_s = self.link.arrival_s(doc.id(chunk), now) + costs.decode.seconds(tokens, size)
+                decode_s = costs.decode.seconds(table.tokens[at], doc.size(chunk, table.level[at]))
+                ready_s = self.link.arrival_s(doc.id(chunk), now) + decode_s
                 if ready_s <= self._settings.cancel_margin * costs.prefill.seconds(
                     *doc.prefill_span((run or [chunk])[0], chunk)
                 ):
@@ -336,48 +420,45 @@ class Dispatcher(Resources):
         """End a load that is ready or cannot become so."""
         if load.number not in self._loads:
             return
-        failed = next(load.having(_S.FAILED), None)
-        if failed:
-            doc, chunk = failed
-            self.end(load, out)
+        if load.table.counts[_S.FAILED]:
+            doc, chunk = next(load.having(_S.FAILED))
+            self.end(load, now, out)
             out.append(ev.Fail(load.number, f"{doc.id(chunk)} cannot be made ready: {doc.troubles[chunk]}"))
         elif load.is_ready and not self._becomes_better(load, now):
             for doc, chunk in [*load.having(_S.REFINED)]:
                 self.settle(doc, chunk)
             decisions = tuple(doc.decision(chunk) for doc in load.docs for chunk in range(doc.count))
-            self.end(load, out)
-            out.append(ev.Finish(load.number, decisions, self._verdict(load, now)))
+            closing_s = self.costs_of(load).closing_s(load.prompt_tokens)
+            verdict = load.goal.verdict(now - load.asked_at + self.lanes.left_s("prefill", now) + closing_s)
+            self.end(load, now, out)
+            self.lanes.close(Job("closing", load.number, -1, (), now, closing_s))
+            out.append(ev.Finish(load.number, decisions, verdict))
 
     def _becomes_better(self, load: Load, now: float) -> bool:
         """Whether it is worth waiting for refinements."""
         if load.goal.objective != "quality" or now >= self._cut(load):
             return False
-        if load.is_refining():
+        if load.is_refining:
             return True
         if now - load.planned_at > 0:
             self._plan(load, now)
         return bool(load.refine)
 
-    def _verdict(self, load: Load, now: float) -> str:
-        if load.due == inf:
-            return "all chunks are ready"
-        left = load.due - now - self.costs_of(load).closing_s(load.prompt_tokens)
-        return f"in time by {left:.3f} s" if left >= 0 else f"late by {-left:.3f} s"
-
-    def end(self, load: Load, out: list[ev.Instruction]) -> None:
+    def end(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Take a load out: its fetches are cancelled and its bytes forgotten.
 
         Args:
             load: Which one.
+            now: The instant, in seconds of the controller's clock.
             out: Instructions are appended to it.
         """
         for doc, chunk in load.having(_S.FETCHING, _S.REFINING):
-            self.link.drop(doc.id(chunk))
+            self.link.drop(doc.id(chunk), now)
             out.append(ev.Cancel(doc.id(chunk), "nobody waits for it any more"))
-        for doc in load.docs:
-            for chunk in np.flatnonzero(doc.held).tolist():
-                self.release(doc, chunk, out)
+        for at in np.flatnonzero(load.table.look("held")).tolist() if load.table.held_total else ():
+            self.release(*load.place(at), out)
         del self._loads[load.number]
+        self._known_cuts = None
 
 
 _NOTHING = Columns(

@@ -300,6 +300,7 @@ class RecentMedian:
         self._prior = prior
         self._spread = spread
         self._recent: deque[float] = deque(maxlen=_WINDOW)
+        self._value = prior
 
     def add(self, measured: float) -> None:
         """Take in one measurement."""
@@ -307,6 +308,7 @@ class RecentMedian:
             msg = f"a measurement must be a finite number, at least 0, got {measured}"
             raise ArgumentError(msg)
         self._recent.append(measured)
+        self._value = median(self._taken)
 
     @property
     def is_measured(self) -> bool:
@@ -316,7 +318,7 @@ class RecentMedian:
     @property
     def value(self) -> float:
         """Expected value."""
-        return median(self._taken)
+        return self._value
 
     @property
     def deviation(self) -> float:

@@ -190,7 +190,7 @@ class PrefixFailed:
 
 @dataclass(frozen=True)
 class PromptAssembled:
-    """A load that was finished is linked and handed over to the engine: it feeds the estimates.
+    """A load that was finished is linked and its question has run: until then its closing keeps the engine busy.
 
     Attributes:
         load: Number of the load.
@@ -308,12 +308,12 @@ class Release:
 
 @dataclass(frozen=True)
 class Finish:
-    """All chunks of a load are ready.
+    """All chunks of a load are ready: its closing is to begin, and ``PromptAssembled`` or ``LoadAbandoned`` to follow.
 
     Attributes:
         load: Number of the load.
         decisions: What was done, in prompt order.
-        reason: Why, in words.
+        reason: Whether the first token should be in time, in words.
     """
 
     load: int

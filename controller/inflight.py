@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf, isfinite
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError
@@ -38,7 +39,12 @@ class InflightFetch:
 
 
 class Link:
-    """Open fetches and what the estimators make of them. Times are the controller's, in seconds."""
+    """Open fetches and what the estimators make of them. Times are the controller's, in seconds.
+
+    Attributes:
+        fetches: By chunk, in the order of their requests; ``credit`` brings what is left of them up to date.
+        stalled: No byte came for so long that the link counts as dead.
+    """
 
     def __init__(self, estimates: Estimates, stall_s: float) -> None:
         """Start idle.
@@ -49,7 +55,9 @@ class Link:
         """
         self._estimates = estimates
         self._stall_s = stall_s
-        self.fetches: list[InflightFetch] = []
+        self.fetches: dict[ChunkId, InflightFetch] = {}
+        self._left = 0  # bytes of them that were not credited
+        self._loose = 0  # bytes that came, of which nobody knows whose they are
         self._since = 0.0  # the last byte, or the request that ended idleness
         self._flowing = False  # a byte came since then
         self.stalled = False
@@ -59,7 +67,7 @@ class Link:
     @property
     def open_bytes(self) -> int:
         """Bytes that are still to come."""
-        return sum(fetch.left for fetch in self.fetches)
+        return max(0, self._left - self._loose)
 
     @property
     def bandwidth(self) -> float:
@@ -80,11 +88,20 @@ class Link:
         """Note that a fetch was asked for."""
         if not self.fetches:
             self._since, self._flowing = fetch.asked, False
-        self.fetches.append(fetch)
+            self._loose = 0
+        self.fetches[fetch.chunk] = fetch
+        self._left += fetch.left
 
-    def drop(self, chunk: ChunkId) -> None:
-        """Note that a fetch brings nothing."""
-        self.fetches = [fetch for fetch in self.fetches if fetch.chunk != chunk]
+    def drop(self, chunk: ChunkId, now: float) -> None:
+        """Note that a fetch brings nothing.
+
+        Args:
+            chunk: Which chunk.
+            now: The instant, in seconds of the controller's clock.
+        """
+        if chunk in self.fetches:
+            self.credit(now)
+            self._left -= self.fetches.pop(chunk).left
 
     def arrived(self, chunk: ChunkId, now: float) -> None:
         """Note that a fetch has brought what was asked for.
@@ -93,12 +110,15 @@ class Link:
             chunk: Which chunk.
             now: The instant, in seconds of the controller's clock.
         """
-        fetch = next((fetch for fetch in self.fetches if fetch.chunk == chunk), None)
+        fetch = self.fetches.pop(chunk, None)
         if fetch is None:
             return
-        self.fetches.remove(fetch)
         self.alive(now)
-        self._return(fetch.left)
+        self._left -= fetch.left
+        self._loose -= fetch.left
+        if self._loose < 0:
+            self._return(-self._loose)
+            self._loose = 0
 
     def first_byte(self, seconds: float) -> None:
         """Take in a time to first byte, unless it may have been spent in a queue behind what was asked for before."""
@@ -124,24 +144,41 @@ class Link:
             msg = f"a transfer needs a finite number of bytes, got {size}"
             raise ArgumentError(msg)
         self._estimates.bandwidth.add(size, started, ended)
-        if size:
-            self.alive(ended)
-        self._credit(size, [fetch for fetch in self.fetches if chunk in (None, fetch.chunk)], ended)
+        if not size:
+            return
+        self.alive(ended)
+        if chunk is None:
+            self._loose += size
+        elif chunk in self.fetches:
+            self._take(self.fetches[chunk], size)
 
-    def _credit(self, size: int, fetches: list[InflightFetch], now: float) -> None:
-        """Share bytes of which nobody knows whose they are: equally among requests whose first byte can have come."""
-        begun = [each for each in fetches if each.left and now - each.asked >= self._estimates.ttfb.value]
-        sharing = sorted(begun or fetches, key=lambda fetch: fetch.left)
+    def _take(self, fetch: InflightFetch, size: int) -> int:
+        taken = min(size, fetch.left)
+        fetch.left -= taken
+        self._left -= taken
+        return taken
+
+    def credit(self, now: float) -> None:
+        """Share bytes of which nobody knows whose they are: equally among requests whose first byte can have come.
+
+        Args:
+            now: The instant, in seconds of the controller's clock.
+        """
+        size, self._loose = self._loose, 0
+        if not size:
+            return
+        ttfb_s = self._estimates.ttfb.value
+        begun = [each for each in self.fetches.values() if each.left and now - each.asked >= ttfb_s]
+        sharing = sorted(begun or self.fetches.values(), key=attrgetter("left"))
         for at, fetch in enumerate(sharing):
-            taken = min(size // (len(sharing) - at), fetch.left)
-            fetch.left -= taken
-            size -= taken
+            size -= self._take(fetch, size // (len(sharing) - at))
 
     def _return(self, size: int) -> None:
         """Bytes that were credited to others belonged to a fetch that has arrived."""
-        for fetch in self.fetches:
+        for fetch in self.fetches.values():
             given = min(size, fetch.size - fetch.left)
             fetch.left += given
+            self._left += given
             size -= given
 
     def alive(self, now: float) -> None:
@@ -195,8 +232,9 @@ class Link:
         """
         if self.bandwidth <= 0:
             return inf
+        self.credit(now)
         ahead = 0
-        for fetch in self.fetches:
+        for fetch in self.fetches.values():
             ahead += fetch.left
             if fetch.chunk == chunk:
                 break

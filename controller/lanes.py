@@ -31,7 +31,7 @@ class Job:
         size: Bytes, likewise.
     """
 
-    kind: Literal["decode", "recompute", "head start"]
+    kind: Literal["decode", "recompute", "head start", "closing"]
     load: int
     document: int
     chunks: tuple[ChunkId, ...]
@@ -42,12 +42,20 @@ class Job:
     size: int = 0
 
     def left_s(self, now: float) -> float:
-        """Seconds that it should still take."""
-        return max(0.0, self.expected_s - (now - self.began))
+        """Seconds that it should still take; of one that is overdue nothing is known but for how long."""
+        return abs(self.expected_s - (now - self.began))
+
+    def slowness(self, now: float) -> float:
+        """How many times as long as expected it takes at least."""
+        return max(1.0, (now - self.began) / self.expected_s) if self.expected_s > 0 else 1.0
 
 
 class ComputeLanes:
-    """At most one job on each lane, and with one worker at most one in all."""
+    """At most one job on each lane, and with one worker at most one in all; then closings, in the order they came.
+
+    A closing links a prompt that is ready and runs its question, on the lane for forward passes. It begins as soon as
+    what runs there is over.
+    """
 
     def __init__(self, workers: int) -> None:
         """Start idle.
@@ -57,10 +65,29 @@ class ComputeLanes:
         """
         self._workers = workers
         self._jobs: dict[Lane, Job] = {}
+        self.closings: dict[int, Job] = {}
 
     def is_free(self, lane: Lane) -> bool:
         """Whether a job could begin."""
-        return lane not in self._jobs if self._workers == 2 else not self._jobs  # noqa: PLR2004 - a lane each
+        if self._workers == 2:  # noqa: PLR2004 - a lane each
+            return lane not in self._jobs and not (self.closings and lane == "prefill")
+        return not self._jobs and not self.closings
+
+    def close(self, job: Job) -> None:
+        """Begin a load's closing, behind what runs.
+
+        Args:
+            job: The closing.
+        """
+        self.closings[job.load] = job
+
+    def closed(self, load: int) -> None:
+        """End a load's closing, if there is one.
+
+        Args:
+            load: Number of the load.
+        """
+        self.closings.pop(load, None)
 
     def start(self, lane: Lane, job: Job) -> None:
         """Begin a job on a free lane.
@@ -109,4 +136,14 @@ class ComputeLanes:
             Seconds; 0 for an idle lane.
         """
         job = self._jobs.get(lane)
-        return job.left_s(now) if job else 0.0
+        left_s = job.left_s(now) if job else 0.0
+        if lane == "prefill" and self.closings:
+            first, *others = self.closings.values()
+            left_s += first.expected_s if job else first.left_s(now)
+            left_s += sum(other.expected_s for other in others)
+        return left_s
+
+    def slowness(self, now: float) -> float:
+        """How many times as long as expected the forward pass that runs takes; 1 where none is overdue."""
+        job = self._jobs.get("prefill")
+        return job.slowness(now) if job else 1.0

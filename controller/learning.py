@@ -37,6 +37,7 @@ _DRIFT_SAMPLES = 3
 _SETTLED_SAMPLES = 8
 _LEAST_DRIFT = 0.1
 _MOST_UNFITTED = 4  # fits cost a fraction of a millisecond
+_LEAST_MISSED = 0.005  # a prior that no measurement was further from needs no fit
 _SURPRISE = 2.0  # times the usual error
 _SPREAD_WEIGHT = 0.15
 _MOST_ERROR = 0.7  # in logarithms: an outlier does not cast doubt on all the rest
@@ -103,6 +104,7 @@ class _Learner:
         self._error = spread / _MEAN_TO_SIGMA
         self._fitted = self._prior
         self._unfitted = 0  # samples that came since
+        self._missed = 0.0  # by how much any prediction was off
         self._is_due = False
 
     def add(self, row: Row, seconds: float) -> None:
@@ -123,7 +125,9 @@ class _Learner:
             self._error += weight * (error - self._error)
         self._window.add(row, seconds)
         self._unfitted += 1
-        self._is_due |= self._window.added <= _SETTLED_SAMPLES or self._unfitted >= _MOST_UNFITTED
+        self._missed = max(self._missed, error)
+        many = self._window.added <= _SETTLED_SAMPLES or self._unfitted >= _MOST_UNFITTED
+        self._is_due |= many and self._missed > _LEAST_MISSED
 
     @property
     def known(self) -> int:

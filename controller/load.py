@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from bisect import insort
+from collections import deque
 from dataclasses import replace
 from math import inf
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvwire.controller.chunk_states import ChunkState
 from kvwire.controller.chunk_table import ChunkTable
-from kvwire.controller.document_state import ChunkState, DocumentState, among
+from kvwire.controller.document_state import DocumentState
 from kvwire.controller.policies.base import RECOMPUTE, PlanRequest
-from kvwire.controller.policies.timeline import prefill_s
+from kvwire.controller.policies.timeline import floor_s, prefill_s
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from numpy.typing import NDArray
 
     from kvwire.controller.costs import CostModel
     from kvwire.controller.documents import DocumentPlanInput
@@ -24,6 +30,7 @@ if TYPE_CHECKING:
 
 Place = tuple[DocumentState, int]
 """A chunk: its document and its number there."""
+_GROWN = 1.25
 
 
 class Load:
@@ -34,9 +41,15 @@ class Load:
         first_s: What its first complete plan expected.
         began: Number of the last thing begun for it.
         known_since: Instant at which the first document was known.
+        docs: Documents that are known, in prompt order.
+        prompt_tokens: Of these.
+        table: Their chunks.
         plan: The latest.
+        plan_bytes: Of it, still to be asked for.
+        floor_s: Seconds of the link that its open chunks need at the quality floor, by what the plan knew.
         planned_at: When that was made.
-        waiting: Chunks that it fetches, next one first.
+        is_stale: Something happened since that the plan did not foresee.
+        waiting: Places in the table of chunks that it fetches, and their levels, next one first.
         refine: The refinements that it names.
         compute_s: Seconds of recomputation that it holds.
         fallbacks: Chunks for which a fetch or decode was given up for recomputation.
@@ -60,14 +73,23 @@ class Load:
         self.known_since = inf
         self._slots: list[DocumentState | None] = [None] * asked.documents
         self.docs: list[DocumentState] = []
+        self.prompt_tokens = 0
+        self.table = ChunkTable()
         self.plan: Plan | None = None
+        self.plan_bytes = 0
+        self.floor_s = 0.0
         self.planned_at = -inf
-        self.waiting: list[tuple[DocumentState, int, int]] = []
-        self.recompute: dict[int, set[int]] = {}
+        self._planned_docs = 0
+        self.is_stale = True
+        self.waiting: deque[tuple[int, int]] = deque()
+        self._wanted = bytearray()
+        self._passes: deque[DocumentState] = deque()
         self.refine: list[Place] = []
         self.compute_s = 0.0
         self.fallbacks = 0
-        self._laid_out: list[tuple[int, int]] | None = None
+        self.has_prefix = False
+        self._upgraded: set[int] = set()
+        self._open = self._refinable = np.zeros(0, np.int64)
 
     def add(self, number: int, variants: tuple[DocumentPlanInput, ...], now: float) -> DocumentState:
         """Make a document known.
@@ -86,9 +108,15 @@ class Load:
         if not 0 <= number < len(self._slots) or self._slots[number] is not None:
             msg = f"load {self.number} has no document {number} whose index is still missing"
             raise ArgumentError(msg)
-        doc = self._slots[number] = DocumentState(self.number, number, variants)
-        self.docs = [slot for slot in self._slots if slot is not None]
-        self.planned_at = -inf
+        doc = self._slots[number] = DocumentState(self.number, number, variants, self.table)
+        insort(self.docs, doc, key=attrgetter("number"))
+        self.prompt_tokens += doc.tokens
+        self.has_prefix |= any(variant.prefix_share > 0 for variant in variants)
+        # As documents come one by one, plans are made anew when there are a quarter more, and when all are known.
+        if self.is_known:
+            self.planned_at = -inf
+        if self.is_known or len(self.docs) >= _GROWN * self._planned_docs:
+            self.is_stale = True
         self.known_since = min(self.known_since, now)
         return doc
 
@@ -113,56 +141,47 @@ class Load:
     @property
     def is_known(self) -> bool:
         """Whether all documents are."""
-        return None not in self._slots
+        return len(self.docs) == len(self._slots)
 
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the documents that are known."""
-        return sum(int(doc.context[-1] + doc.tokens[-1]) for doc in self.docs)
+    def place(self, at: int) -> Place:
+        """The document and the number of a chunk of the table."""
+        return self.doc(self.table.document[at]), self.table.chunk[at]
 
     def having(self, *states: ChunkState) -> Iterator[Place]:
         """Chunks in any of some states, in prompt order."""
-        for doc in self.docs:
-            if doc.has(*states):
-                for chunk in np.flatnonzero(among(doc.state, states)).tolist():
-                    yield doc, chunk
+        return map(self.place, self.table.having(*states))
 
     @property
     def is_ready(self) -> bool:
         """Whether all chunks are valid."""
-        return self.is_known and all(doc.is_valid for doc in self.docs)
+        return self.is_known and self.table.valid == len(self.table)
 
     @property
     def is_undecided(self) -> bool:
         """Whether a plan could still change anything: a chunk that nothing was started for, or that may be refined."""
-        for doc in self.docs:
-            if doc.has(ChunkState.PLANNED):
-                return True
-            if self.goal.objective != "quality" or not doc.has(ChunkState.READY):
-                continue
-            if ((doc.state == ChunkState.READY) & (doc.held > 0)).any():
-                return True
-        return False
+        table = self.table
+        if table.counts[ChunkState.PLANNED]:
+            return True
+        return bool(self.goal.objective == "quality" and table.held_total and table.counts[ChunkState.READY])
 
+    @property
     def is_refining(self) -> bool:
         """Whether a finer level of any chunk is on its way."""
-        return next(self.having(ChunkState.REFINING, ChunkState.REFINED, ChunkState.REDECODING), None) is not None
+        counts = self.table.counts
+        return bool(counts[ChunkState.REFINING] or counts[ChunkState.REFINED] or counts[ChunkState.REDECODING])
 
     def request(self, base: PlanRequest) -> PlanRequest:
         """What a plan for the open chunks depends on; ``base`` knows the costs, the link and the lanes."""
         costs = base.costs
         heads = {
-            doc.number: doc.prefix_share_left * costs.prefill.seconds(int(doc.tokens.sum()))
-            for doc in self.docs
+            doc.number: doc.prefix_share_left * costs.prefill.seconds(doc.tokens)
+            for doc in (self.docs if self.has_prefix else ())
             if doc.prefix_share_left
         }
-        variants = [(doc.number, doc.variant) for doc in self.docs]
-        if self._laid_out != variants:
-            self._columns, self._laid_out = ChunkTable(self.docs), variants
-        columns, self._open = self._columns.open(heads)
+        columns, self._open = self.table.open(heads)
         refinable = None
         if self.goal.objective == "quality":
-            refinable, self._refinable = self._columns.refinable(self.goal.ceiling)
+            refinable, self._refinable = self.table.refinable(self.goal.ceiling)
         share = len(self.docs) / len(self._slots)
         if share < 1:
             # What the other documents need is not known yet: until then the known ones get their share of everything.
@@ -180,17 +199,32 @@ class Load:
             request: That it answers.
             now: The instant, in seconds of the controller's clock.
         """
-        self.plan, self.planned_at = plan, now
-        where, chunk = self._columns.where[self._open].tolist(), self._columns.chunk[self._open].tolist()
-        levels = plan.levels.tolist()
-        self.waiting = [(self.docs[where[at]], chunk[at], levels[at]) for at in plan.order]
-        self.recompute = {}
-        for at in np.flatnonzero(plan.levels == RECOMPUTE).tolist():
-            self.recompute.setdefault(where[at], set()).add(chunk[at])
-        self.compute_s = float(prefill_s(request)[plan.levels == RECOMPUTE].sum()) if len(chunk) else 0.0
-        self.upgraded = {(where[at], chunk[at]) for at in plan.upgraded}
-        places = [self._refinable[at] for at in plan.refine]
-        self.refine = [(self.docs[self._columns.where[at]], int(self._columns.chunk[at])) for at in places]
+        self.plan, self.plan_bytes, self.planned_at = plan, plan.bytes, now
+        self.is_stale, self._planned_docs = False, len(self.docs)
+        order = np.asarray(plan.order, np.int64)
+        self.waiting = deque(zip(self._open[order].tolist(), plan.levels[order].tolist(), strict=True))
+        recomputed = plan.levels == RECOMPUTE
+        self._want(self._open[recomputed])
+        self.compute_s = float(prefill_s(request)[recomputed].sum()) if len(recomputed) else 0.0
+        self.floor_s = floor_s(request, plan.levels)
+        self._upgraded = {int(self._open[at]) for at in plan.upgraded}
+        self.refine = [self.place(int(self._refinable[at])) for at in plan.refine]
+
+    def _want(self, places: NDArray[np.int64]) -> None:
+        """Remember which chunks are to be recomputed."""
+        self._wanted = bytearray(len(self.table))
+        np.frombuffer(self._wanted, np.uint8)[places] = 1
+        self._passes = deque(map(self.doc, np.unique(self.table.look("document")[places]).tolist()))
+
+    @property
+    def can_fetch_instead(self) -> bool:
+        """Whether there is a blob of any document."""
+        return any(doc.input.has_blob for doc in self.docs)
+
+    @property
+    def wants_passes(self) -> bool:
+        """Whether the plan may have chunks left to recompute."""
+        return bool(self._passes)
 
     def next_pass(self, costs: CostModel, limit_s: float) -> tuple[DocumentState, list[int]] | None:
         """Find the first forward pass that can run now and that the plan wants.
@@ -202,12 +236,15 @@ class Load:
         Returns:
             Its document and chunks; None where there is none.
         """
-        for at, doc in enumerate(self.docs):
-            wanted = self.recompute.get(at)
-            first = doc.ready_before() if wanted else doc.count
+        state, can_text, wanted = self.table.state, self.table.can_text, self._wanted
+        while self._passes and not self._passes[0].has(ChunkState.PLANNED):
+            self._passes.popleft()
+        for doc in self._passes:
+            first = doc.ready_before()
             run: list[int] = []
             for chunk in range(first, doc.count):
-                if chunk not in (wanted or ()) or doc.state[chunk] != ChunkState.PLANNED:
+                at = doc.start + chunk
+                if not (wanted[at] and can_text[at]) or state[at] != ChunkState.PLANNED:
                     break
                 if run and costs.prefill.seconds(*doc.prefill_span(first, chunk)) > limit_s:
                     break
@@ -223,8 +260,9 @@ class Load:
             doc: State of the document.
             chunk: Number of the chunk.
         """
-        self.recompute[self.docs.index(doc)].discard(chunk)
-        self.waiting.append((doc, chunk, min(self.goal.floor, int(doc.top[chunk]))))
+        at = doc.start + chunk
+        self._wanted[at] = 0
+        self.waiting.append((at, min(self.goal.floor, self.table.top[at])))
 
     def reason(self, doc: DocumentState, chunk: int) -> str:
         """Why the plan does with a chunk what it does.
@@ -236,6 +274,6 @@ class Load:
         Returns:
             The reason, in words.
         """
-        if (self.docs.index(doc), chunk) in self.upgraded:
+        if doc.start + chunk in self._upgraded:
             return "upgraded: time is left"
         return self.plan.reason if self.plan else ""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvwire.controller import events as ev
 from kvwire.controller.costs import busiest
-from kvwire.controller.document_state import ChunkState
+from kvwire.controller.chunk_states import ChunkState
 from kvwire.controller.inflight import InflightFetch, Link
 from kvwire.controller.lanes import ComputeLanes, Job
 
@@ -41,6 +41,8 @@ class Resources:
         self._estimates, self._settings, self._loads = estimates, settings, loads
         self.link = Link(estimates, settings.stall_s)
         self.lanes = ComputeLanes(settings.workers)
+        self._alone: CostModel | None = None
+        self._among_many = estimates.costs()
         self.held = 0
         self.turns = 0
         self.backlog_s: float | None = None
@@ -58,8 +60,7 @@ class Resources:
             chunk: Number of the chunk.
             size: Bytes.
         """
-        self.held += size - int(doc.held[chunk])
-        doc.held[chunk] = size
+        self.held += doc.table.hold(doc.start + chunk, size)
 
     def release(self, doc: DocumentState, chunk: int, out: list[ev.Instruction]) -> None:
         """Forget a chunk's bytes.
@@ -69,7 +70,7 @@ class Resources:
             chunk: Number of the chunk.
             out: Instructions are appended to it.
         """
-        if doc.held[chunk]:
+        if doc.table.held[doc.start + chunk]:
             self.hold(doc, chunk, 0)
             out.append(ev.Release(doc.id(chunk)))
 
@@ -82,11 +83,12 @@ class Resources:
             chunk: Number of the chunk.
             out: Instructions are appended to it.
         """
-        goal = load.goal
-        finest = int(doc.top[chunk]) if goal.ceiling is None else min(int(doc.top[chunk]), goal.ceiling)
-        refinable = goal.objective == "quality" and doc.input.layered and doc.valid_level[chunk] < finest
-        if not refinable:
-            self.release(doc, chunk, out)
+        goal, table, at = load.goal, doc.table, doc.start + chunk
+        if goal.objective == "quality" and table.layered[at]:
+            finest = table.top[at] if goal.ceiling is None else min(table.top[at], goal.ceiling)
+            if table.valid_level[at] < finest:
+                return
+        self.release(doc, chunk, out)
 
     def settle(self, doc: DocumentState, chunk: int) -> None:
         """A chunk that was to become better stays as it is.
@@ -96,8 +98,9 @@ class Resources:
             chunk: Number of the chunk.
         """
         doc.move(chunk, _S.READY)
-        doc.level[chunk] = doc.top[chunk] = doc.valid_level[chunk]
-        self.hold(doc, chunk, doc.size(chunk, int(doc.valid_level[chunk])))
+        table, at = doc.table, doc.start + chunk
+        table.level[at] = table.top[at] = level = table.valid_level[at]
+        self.hold(doc, chunk, doc.size(chunk, level))
 
     def make_room(self, load: Load, size: int, out: list[ev.Instruction]) -> bool:
         """Forget what is only kept for refinements, as far as that is needed.
@@ -125,7 +128,11 @@ class Resources:
     def costs_among_many(self, load: Load) -> CostModel:
         """``costs_of`` with what decoding costs for a chunk of many, which share batches and threads."""
         costs, settings = self.costs_of(load), self._settings
-        return replace(costs, decode=costs.decode.shared(settings.decode_batch, settings.decode_threads))
+        if self._alone is not costs:
+            self._alone = costs
+            shared = costs.decode.shared(settings.decode_batch, settings.decode_threads)
+            self._among_many = replace(costs, decode=shared)
+        return self._among_many
 
     def ask(
         self, load: Load, place: Place, first: int, level: int, until: float, now: float, out: list[ev.Instruction]
@@ -143,13 +150,13 @@ class Resources:
         """
         doc, chunk = place
         size = doc.size(chunk, level) - (doc.size(chunk, first - 1) if first else 0)
-        doc.level[chunk] = level
+        table, at, name = doc.table, doc.start + chunk, doc.id(chunk)
+        table.level[at] = level
         self.hold(doc, chunk, doc.size(chunk, level))
-        decode = self.costs_among_many(load).decode
-        work = decode.seconds(int(doc.tokens[chunk]), doc.size(chunk, level))
-        self.link.ask(InflightFetch(doc.id(chunk), size, size, now, until, work))
+        work = self.costs_among_many(load).decode.seconds(table.tokens[at], doc.size(chunk, level))
+        self.link.ask(InflightFetch(name, size, size, now, until, work))
         load.began = self.turn()
-        out.append(ev.Fetch(doc.id(chunk), first, level, size, doc.variant, until))
+        out.append(ev.Fetch(name, first, level, size, doc.variant, until))
 
     def give_up(self, load: Load, doc: DocumentState, run: list[int], now: float, out: list[ev.Instruction]) -> None:
         """Cancel the fetches of neighbouring chunks, and recompute these at once.
@@ -163,7 +170,7 @@ class Resources:
         """
         trouble = "the link is silent" if self.link.stalled else "the link became slow"
         for chunk in run:
-            self.link.drop(doc.id(chunk))
+            self.link.drop(doc.id(chunk), now)
             doc.lose(chunk, trouble, fetch=True)
             self.hold(doc, chunk, 0)
             load.fallbacks += 1
@@ -185,7 +192,7 @@ class Resources:
         for chunk in run:
             doc.reasons[chunk] = load.reason(doc, chunk)
             doc.move(chunk, _S.RECOMPUTING)
-            doc.level[chunk] = -1
+            doc.table.level[doc.start + chunk] = -1
         tokens, context = doc.prefill_span(run[0], run[-1])
         seconds = self.costs_of(load).prefill.seconds(tokens, context)
         ids = tuple(doc.id(chunk) for chunk in run)
@@ -211,9 +218,11 @@ class Resources:
             return
         for doc, chunk in places:
             doc.move(chunk, then)
-        levels = tuple(int(doc.level[chunk]) for doc, chunk in places)
+        table = load.table
+        levels = tuple(table.level[doc.start + chunk] for doc, chunk in places)
         chunks = [
-            (int(doc.tokens[chunk]), doc.size(chunk, level)) for (doc, chunk), level in zip(places, levels, strict=True)
+            (table.tokens[doc.start + chunk], doc.size(chunk, level))
+            for (doc, chunk), level in zip(places, levels, strict=True)
         ]
         tokens, size = busiest(chunks, self._settings.decode_threads)
         seconds = self.costs_of(load).decode.seconds(tokens, size)

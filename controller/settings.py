@@ -44,6 +44,20 @@ class Goal:
             msg = f"a floor must be at least 0 and a ceiling no lower, got {self.floor} and {self.ceiling}"
             raise ArgumentError(msg)
 
+    def verdict(self, ttft_s: float) -> str:
+        """Say in words whether a first token is in time.
+
+        Args:
+            ttft_s: Seconds from the asking to it.
+
+        Returns:
+            By how much it is in time or late.
+        """
+        if self.deadline_s is None:
+            return "all chunks are ready"
+        left_s = self.deadline_s - ttft_s
+        return f"in time by {left_s:.3f} s" if left_s >= 0 else f"late by {-left_s:.3f} s"
+
     @classmethod
     def within(cls, deadline_s: float | None, *, floor: int = 0) -> Goal:
         """The best quality within a deadline, or the soonest first token where there is none.
@@ -73,7 +87,10 @@ class ControllerSettings:
         stall_s: Seconds without a byte after which the link counts as dead until one comes.
         patience_s: Seconds that a fetch may take where nothing else says how long.
         max_failures: Fetches of one document in a row that bring nothing, after which its blob is given up.
-        replan_s: Seconds for which a plan is used again.
+        replan_s: Seconds for which a plan is used again, at least.
+        plan_s: Seconds of the processor that making a plan takes, by ``benchmarks/decision_time.py``. Plans are made so
+            seldom that this is a small share of the time.
+        plan_chunk_s: What it takes besides for each chunk that nothing was started for.
         reserve_s: Seconds of a deadline that plans leave unused, for what no model foresees.
         cancel_margin: A fetch is given up for recomputation where it would take that many times as long.
         memory_bytes: Of what was asked for, has arrived or is kept for refinement, over all loads.
@@ -91,6 +108,8 @@ class ControllerSettings:
     patience_s: float = 30.0
     max_failures: int = 3
     replan_s: float = 0.005
+    plan_s: float = 0.0001
+    plan_chunk_s: float = 1e-6
     reserve_s: float = 0.01
     cancel_margin: float = 1.5
     memory_bytes: int = 1 << 32
@@ -107,7 +126,7 @@ class ControllerSettings:
             raise ArgumentError(msg)
         figures = (
             self.horizon_s, self.max_pass_s, self.stall_s, self.patience_s, self.replan_s, self.reserve_s,
-            self.cancel_margin, self.stretch,
+            self.cancel_margin, self.stretch, self.plan_s, self.plan_chunk_s,
         )  # fmt: skip
         if not all(isfinite(figure) for figure in figures):
             msg = f"all settings must be finite numbers, got {self}"
@@ -116,6 +135,6 @@ class ControllerSettings:
         if not (min(positive) > 0 and self.cancel_margin >= 1):
             msg = "stall_s, patience_s, max_pass_s and stretch must be above 0 and cancel_margin at least 1"
             raise ArgumentError(msg)
-        if min(self.reserve_s, self.replan_s, self.horizon_s) < 0:
-            msg = "reserve_s, replan_s and horizon_s must be at least 0"
+        if min(self.reserve_s, self.replan_s, self.horizon_s, self.plan_s, self.plan_chunk_s) < 0:
+            msg = "reserve_s, replan_s, horizon_s, plan_s and plan_chunk_s must be at least 0"
             raise ArgumentError(msg)

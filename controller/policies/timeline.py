@@ -79,6 +79,23 @@ def prefill_s(request: PlanRequest) -> Floats:
     return seconds + cost.base_s * first
 
 
+def floor_s(request: PlanRequest, levels: Ints) -> float:
+    """Work out how long what a plan fetches would take at the quality floor.
+
+    Args:
+        request: That the plan answers.
+        levels: The plan's ``[n]``.
+
+    Returns:
+        Seconds of the link; 0 on a dead one.
+    """
+    fetched = levels >= 0
+    if request.bandwidth_low <= SLOWEST or not fetched.any():
+        return 0.0
+    sizes = request.chunks.bytes_at(np.minimum(request.goal.floor, levels))
+    return float(wire_s(request, sizes, request.bandwidth_low).sum())
+
+
 class Timeline:
     """All candidates of one request at one bandwidth: target levels times numbers of chunks that are fetched.
 

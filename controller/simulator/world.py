@@ -156,6 +156,8 @@ class World:
                     self._at(self._now + index_s, ("index", number, document))
             case ("index", int(number), int(document)):
                 self._tell(ev.IndexKnown(number, document, self._runs[number].arrival.documents[document]))
+            case ("closed", int(number), int(tokens), float(seconds)):
+                self._tell(ev.PromptAssembled(number, tokens, seconds))
             case ("leave", int(number)) if self._runs[number].outcome is None:
                 self._tell(ev.LoadAbandoned(number))
                 self._finish(self._runs[number], (), "nobody waits for it any more")
@@ -348,14 +350,18 @@ class World:
         inputs = [self._input(run, document) for document in range(len(arrival.documents))]
         prompt_tokens = sum(sum(document.tokens) for document in inputs)
         closing_s = replace(self._costs, query_tokens=arrival.query_tokens).closing_s(prompt_tokens)
+        ready_s, deadline_s = self._now - arrival.at, arrival.goal.deadline_s
+        ttft_s = ready_s + closing_s
         if decisions:
             busy = (job.ends - self._lane_s for lane, job in self._jobs.items() if lane in self._closing)
             self._closed_at = max(self._now, self._closed_at, *busy) + closing_s
-        ready_s = self._now - arrival.at
-        ttft_s = self._closed_at - arrival.at if decisions else ready_s + closing_s
+            linking_s = closing_s - self._costs.prefill.seconds(arrival.query_tokens, prompt_tokens)
+            self._at(self._closed_at, ("closed", run.number, prompt_tokens, linking_s))
+            ttft_s = self._closed_at - arrival.at
+            reason = arrival.goal.verdict(ttft_s)
         run.outcome = Outcome.of(
             inputs, decisions, reason=reason, ready_s=ready_s, ttft_s=ttft_s,
-            deadline_s=arrival.goal.deadline_s, received=round(run.received), asked_at=arrival.at,
+            deadline_s=deadline_s, received=round(run.received), asked_at=arrival.at,
             spans=tuple(run.spans),
         )  # fmt: skip
 

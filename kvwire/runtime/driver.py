@@ -109,7 +109,7 @@ class ControllerDriver:
         Args:
             number: The load's.
         """
-        if number in self._controller.loads:
+        if self._controller.is_under_way(number):
             self.tell(ev.LoadAbandoned(number))
         self._carriers.pop(number, None)
 

@@ -237,7 +237,7 @@ class Loader:
                 except LengthChangedError:
                     anew = True  # what was read in this load is not out of date, so that this happens but once
                     continue
-                return await self._answer(driver, executor, finish, list(question), started, asked, tokens)
+                return await self._answer(driver, executor, finish, goal, list(question), started, asked, tokens)
 
     def _new_controller(self) -> ctl.Controller:
         chosen = self._settings
@@ -253,7 +253,7 @@ class Loader:
         )
 
     async def _answer(
-        self, driver: ControllerDriver, executor: Executor, finish: ev.Finish, question: list[int],
+        self, driver: ControllerDriver, executor: Executor, finish: ev.Finish, goal: ctl.Goal, question: list[int],
         started: float, asked_s: float, tokens: int,
     ) -> Answer:  # fmt: skip
         closing = await driver.compute(partial(self._close, executor.prompt, question))
@@ -273,7 +273,7 @@ class Loader:
         self._remember()
         predicted_s = None if executor.predicted_s is None else asked_s + executor.predicted_s
         return Answer(
-            first, closing.logits.cpu(), tuple(out), text, executor.prompt, finish.decisions, finish.reason, timing,
+            first, closing.logits.cpu(), tuple(out), text, executor.prompt, finish.decisions, goal.verdict(timing.ttft_s), timing,
             executor.bytes, tuple(executor.misses), predicted_s, _error(executor, finish.decisions),
         )  # fmt: skip
 

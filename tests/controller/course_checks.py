@@ -143,6 +143,7 @@ class Checks:
 
     def _lane(self, lane, job):
         assert lane not in self.jobs
+        assert not self.closings or (self.settings.workers == 2 and lane == "decode")
         assert self.settings.workers == 2 or not self.jobs
         self.jobs[lane] = job
 
@@ -194,6 +195,7 @@ class Checks:
 
     def _finish(self, number, finish):
         self._end(number, finish)
+        self.closings.append(number)
         load = self.loads[number]
         chunks = [ChunkId(document, chunk, number) for document, variants in enumerate(load.documents)
                   for chunk in range(len(variants[0].tokens))]  # fmt: skip

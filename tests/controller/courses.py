@@ -60,6 +60,7 @@ class Course(Checks):
         self.open: dict[ChunkId, ev.Fetch] = {}
         self.stale: list[ev.Fetch] = []
         self.jobs: dict[str, object] = {}
+        self.closings: list[int] = []
         self.asked_for: dict[ChunkId, set[int]] = {}
         self.here: dict[ChunkId, int] = {}
         self.held: dict[ChunkId, int] = {}
@@ -129,7 +130,7 @@ class Course(Checks):
         idle = 0
         while set(self.loads) - set(self.over):
             assert len(self.log) < MOST_EVENTS, "loads do not end"
-            waits_for_driver = self.open or self.jobs or self._unknown()
+            waits_for_driver = self.open or self.jobs or self.closings or self._unknown()
             if waits_for_driver:
                 self._wait()
                 self._step(ending=True)
@@ -159,6 +160,7 @@ class Course(Checks):
         if self.controller.wake_at < self.now:
             self._tell(ev.Tick())
         steps = [self._answer_fetch] * 4 * bool(self.open) + [self._answer_job] * 4 * bool(self.jobs)
+        steps += [self._assemble] * 3 * bool(self.closings)
         steps += [self._index] * 3 * bool(self._unknown()) + [self._bytes] * 2 * bool(self.open)
         steps += [self._stale] * bool(self.stale)
         if not ending:
@@ -185,7 +187,14 @@ class Course(Checks):
     def _leave(self):
         number = self.random.choice(list(self.loads))
         self.over.setdefault(number, "left")
+        self.closings = [other for other in self.closings if other != number]
         self._tell(ev.LoadAbandoned(number))
+
+    def _assemble(self):
+        """The oldest closing is over, or nobody waits for it any more."""
+        number = self.closings.pop(0)
+        gone = self.random.random() < 0.1
+        self._tell(ev.LoadAbandoned(number) if gone else ev.PromptAssembled(number, 100, self._any(-0.01, 0.02)))
 
     def _bytes(self):
         if self.random.random() < 0.3:
