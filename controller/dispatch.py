@@ -16,8 +16,9 @@ import numpy as np
 
 from kvwire.controller import events as ev
 from kvwire.controller.chunk_states import ChunkState
+from kvwire.controller.demand import Demand
 from kvwire.controller.lanes import Job
-from kvwire.controller.policies.base import Columns, CommittedWork, PlanRequest
+from kvwire.controller.policies.base import SLOWEST, Columns, CommittedWork, PlanRequest
 from kvwire.controller.resources import Resources
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Dispatcher(Resources):
         super().__init__(estimates, settings, loads)
         self._policy = policy
         self._reclaimed_at = -inf
+        self._demand = Demand()
         self._known_cuts: dict[int, tuple[float, float]] | None = None
 
     def wake_at(self, now: float) -> float:
@@ -201,6 +203,8 @@ class Dispatcher(Resources):
         load.follow(self._policy.plan(request), request, now)
         if load.first_s is None and load.is_known and load.plan:
             load.first_s = now - load.asked_at + load.plan.finish_s
+            load.came, load.asked_floor_s = now, load.floor_s
+            self._demand.add(load.floor_s, now)
 
     def _request(self, load: Load, now: float) -> PlanRequest:
         costs, settings, link = self.costs_among_many(load), self._settings, self.link
@@ -233,7 +237,18 @@ class Dispatcher(Resources):
         own_s = load.due - now - self._settings.reserve_s
         if len(self._loads) > 1:
             own_s = min(own_s, min(self._cuts()[load.number]) - now + closing_s)
+        if load.came is not None:
+            least_s = self._queue_s(load, now) + load.floor_s + closing_s
+            floor_s, came = load.asked_floor_s, load.came
+            own_s = min(own_s, self._demand.limit_s(floor_s, came, now, least_s=least_s, left_s=own_s))
         return own_s - self._beside_s(load)
+
+    def _queue_s(self, load: Load, now: float) -> float:
+        """Seconds of work that goes before a load's open chunks."""
+        rank, low = self._rank(load), max(self.link.bandwidth_low, SLOWEST)
+        ahead = sum(other.plan_bytes for other in self._loads.values() if self._rank(other) < rank)
+        lanes_s = max(self.lanes.left_s("prefill", now), self.lanes.left_s("decode", now))
+        return max(self.link.lead_s(now) + (self.link.open_bytes + ahead) / low, lanes_s)
 
     def _beside_s(self, load: Load) -> float:
         """Seconds by which fetches of other loads, which share the link with a load's last ones, may hold these up."""

@@ -40,13 +40,15 @@ class Load:
         due: Instant of the deadline, infinite without one.
         first_s: What its first complete plan expected.
         began: Number of the last thing begun for it.
+        came: Instant of that plan, None before.
+        asked_floor_s: ``floor_s`` then.
         known_since: Instant at which the first document was known.
         docs: Documents that are known, in prompt order.
         prompt_tokens: Of these.
         table: Their chunks.
         plan: The latest.
         plan_bytes: Of it, still to be asked for.
-        floor_s: Seconds of the link that its open chunks need at the quality floor, by what the plan knew.
+        floor_s: Seconds that its open chunks need at the quality floor, by what the plan knew.
         planned_at: When that was made.
         is_stale: Something happened since that the plan did not foresee.
         waiting: Places in the table of chunks that it fetches, and their levels, next one first.
@@ -69,6 +71,8 @@ class Load:
         self.query_tokens = asked.query_tokens
         self.due = inf if asked.goal.deadline_s is None else now + asked.goal.deadline_s
         self.first_s: float | None = None
+        self.came: float | None = None
+        self.asked_floor_s = 0.0
         self.began = 0
         self.known_since = inf
         self._slots: list[DocumentState | None] = [None] * asked.documents
@@ -206,7 +210,7 @@ class Load:
         recomputed = plan.levels == RECOMPUTE
         self._want(self._open[recomputed])
         self.compute_s = float(prefill_s(request)[recomputed].sum()) if len(recomputed) else 0.0
-        self.floor_s = floor_s(request, plan.levels)
+        self.floor_s = floor_s(request)
         self._upgraded = {int(self._open[at]) for at in plan.upgraded}
         self.refine = [self.place(int(self._refinable[at])) for at in plan.refine]
 

@@ -79,21 +79,21 @@ def prefill_s(request: PlanRequest) -> Floats:
     return seconds + cost.base_s * first
 
 
-def floor_s(request: PlanRequest, levels: Ints) -> float:
-    """Work out how long what a plan fetches would take at the quality floor.
+def floor_s(request: PlanRequest) -> float:
+    """Work out how long the open chunks take at the quality floor, fetched as far as they can be.
 
     Args:
-        request: That the plan answers.
-        levels: The plan's ``[n]``.
+        request: That a plan answers.
 
     Returns:
-        Seconds of the link; 0 on a dead one.
+        Seconds of the link or of the decode lane, whichever is busy for longer; 0 on a dead link.
     """
-    fetched = levels >= 0
-    if request.bandwidth_low <= SLOWEST or not fetched.any():
+    chunks = request.chunks
+    if request.bandwidth_low <= SLOWEST or not chunks.count:
         return 0.0
-    sizes = request.chunks.bytes_at(np.minimum(request.goal.floor, levels))
-    return float(wire_s(request, sizes, request.bandwidth_low).sum())
+    sizes = chunks.bytes_at(np.minimum(request.goal.floor, chunks.top))
+    wire, work = wire_s(request, sizes, request.bandwidth_low), decode_s(request, chunks.tokens, sizes)
+    return float(max(wire.sum(), work.sum()))
 
 
 class Timeline:
