@@ -36,8 +36,10 @@ _TICK_S = 0.05
 _LEAST_TICK_S = 0.001
 _TURNS = 4
 _PLANS = 4  # plans made for one event, besides those of loads whose turn it is
+_SHORTEST_S = 1e-9
 _OVERDUE = 1.5  # a pass that takes that many times what was expected tells of a slow engine
 _PASSES = 8  # at least so many passes before a deadline
+_SHORT_PASS = 3.0  # but none that is shorter than that many times its fixed cost
 _URGENT, _CALM = 5.0, 20.0  # plans are made after that many times what one costs, at the soonest
 
 
@@ -209,8 +211,11 @@ class Dispatcher(Resources):
     def _request(self, load: Load, now: float) -> PlanRequest:
         costs, settings, link = self.costs_among_many(load), self._settings, self.link
         slowness = self.lanes.slowness(now)
-        if slowness > _OVERDUE:
-            costs = replace(costs, prefill=costs.prefill.scaled(slowness))
+        # Fixed costs of passes that are kept short.
+        factor = 1 + costs.prefill.base_s / max(self._pass_limit_s(load, costs, now), _SHORTEST_S)
+        factor *= slowness if slowness > _OVERDUE else 1.0
+        if factor > 1:
+            costs = replace(costs, prefill=costs.prefill.scaled(factor))
         rank = self._rank(load)
         ahead = [other for other in self._loads.values() if other is not load and self._rank(other) < rank]
         link.credit(now)
@@ -322,17 +327,17 @@ class Dispatcher(Resources):
     def _pass_limit_s(self, load: Load, costs: CostModel, now: float) -> float:
         """Seconds that a pass may take: half of what is to be recomputed, so that the meeting point can still move.
 
-        And a share of the time that is left, so that an engine that has become slow is noticed in time.
+        And a share of the time until the deadline, so that an engine that has become slow is noticed in time.
         """
-        least = _LONG_PASS * costs.prefill.base_s
+        base_s = costs.prefill.base_s
         if not self._policy.preemptible:
             return inf
-        bounds = [self._settings.max_pass_s]
-        if load.compute_s >= 2 * least:
-            bounds.append(load.compute_s / 2)
         if load.due < inf and load.can_fetch_instead:
-            bounds.append(max(0.0, self._cut(load) - now) / _PASSES)
-        return max(least, min(bounds)) if len(bounds) > 1 else inf
+            share_s = max(0.0, self._cut(load) - now) / _PASSES
+            return max(_SHORT_PASS * base_s, min(self._settings.max_pass_s, share_s))
+        if load.compute_s < 2 * _LONG_PASS * base_s:
+            return inf
+        return max(_LONG_PASS * base_s, min(self._settings.max_pass_s, load.compute_s / 2))
 
     def _until_closing_s(self, load: Load, now: float) -> float:
         """Seconds until the first cut of another load that goes first: a pass cannot be called back."""

@@ -43,10 +43,10 @@ SHELVES: dict[str, list[set[str]]] = {
         {"api"},
     ],
     "controller": [
-        {"costs.py", "documents.py", "estimators.py", "lanes.py", "settings.py"},
+        {"chunk_states.py", "costs.py", "demand.py", "documents.py", "estimators.py", "lanes.py", "settings.py"},
         {"events.py", "learning.py", "policies"},
-        {"document_state.py", "estimates.py", "log.py"},
-        {"chunk_table.py", "inflight.py"},
+        {"chunk_table.py", "estimates.py", "log.py"},
+        {"document_state.py", "inflight.py"},
         {"load.py"},
         {"resources.py"},
         {"dispatch.py"},
