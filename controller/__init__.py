@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvwire.controller.estimators import BandwidthEstimator, BandwidthSettings, TtfbEstimator
     from kvwire.controller.events import LogEntry
     from kvwire.controller.policies import Adaptive, Policy
-    from kvwire.controller.settings import ControllerSettings, Goal, Objective
+    from kvwire.controller.settings import ControllerSettings, Goal, Objective, OnLate
 
 __all__ = [
     "Adaptive",
@@ -27,6 +27,7 @@ __all__ = [
     "Goal",
     "LogEntry",
     "Objective",
+    "OnLate",
     "Policy",
     "PrefillCost",
     "TtfbEstimator",
@@ -45,6 +46,6 @@ __getattr__ = lazy(
         "kvwire.controller.estimators": ("BandwidthEstimator", "BandwidthSettings", "TtfbEstimator"),
         "kvwire.controller.events": ("LogEntry",),
         "kvwire.controller.policies": ("Adaptive", "Policy"),
-        "kvwire.controller.settings": ("ControllerSettings", "Goal", "Objective"),
+        "kvwire.controller.settings": ("ControllerSettings", "Goal", "Objective", "OnLate"),
     },
 )

@@ -37,6 +37,8 @@ _LEAST_TICK_S = 0.001
 _TURNS = 4
 _PLANS = 4  # plans made for one event, besides those of loads whose turn it is
 _SHORTEST_S = 1e-9
+_MARGIN = 0.1  # of a deadline: who is admitted in a queue that is full is to be in time
+_VAGUE = 0.5  # relative error of a bandwidth by which nobody is refused
 _OVERDUE = 1.5  # a pass that takes that many times what was expected tells of a slow engine
 _PASSES = 8  # at least so many passes before a deadline
 _SHORT_PASS = 3.0  # but none that is shorter than that many times its fixed cost
@@ -126,6 +128,8 @@ class Dispatcher(Resources):
             loads.sort(key=lambda load: (not load.is_stale, load.planned_at))
         for load in loads[:_PLANS]:
             self._refresh(load, now)
+            if load.refused_s:
+                self._conclude(load, now, out)
         order = self._order()
         for begin in (self._decode, self._compute, self._redecode, self._fetch, self._refine):
             for load in order:
@@ -206,7 +210,12 @@ class Dispatcher(Resources):
         if load.first_s is None and load.is_known and load.plan:
             load.first_s = now - load.asked_at + load.plan.finish_s
             load.came, load.asked_floor_s = now, load.floor_s
-            self._demand.add(load.floor_s, now)
+            margin_s = _MARGIN * (load.due - load.asked_at) + self._beside_s(load)
+            late_s = now + load.plan.finish_s + margin_s - load.due
+            if load.goal.on_late == "refuse" and late_s > 0 and self._estimates.bandwidth.error < _VAGUE:
+                load.refused_s = late_s
+            else:
+                self._demand.add(load.floor_s, now)
 
     def _request(self, load: Load, now: float) -> PlanRequest:
         costs, settings, link = self.costs_among_many(load), self._settings, self.link
@@ -220,10 +229,11 @@ class Dispatcher(Resources):
         ahead = [other for other in self._loads.values() if other is not load and self._rank(other) < rank]
         link.credit(now)
         fetches = link.fetches.values()
+        closings_s = sum(self.costs_of(other).closing_s(other.prompt_tokens) for other in ahead)
         committed = CommittedWork(
             wire=np.array([fetch.left for fetch in fetches], np.float64),
             work_s=np.array([fetch.decode_s for fetch in fetches], np.float64),
-            prefill_s=self.lanes.left_s("prefill", now) + sum(other.compute_s for other in ahead),
+            prefill_s=self.lanes.left_s("prefill", now) + sum(other.compute_s for other in ahead) + closings_s,
             decode_s=self.lanes.left_s("decode", now) + self._backlog_s(costs),
             ahead_bytes=float(sum(other.plan_bytes for other in ahead)),
         )
@@ -440,7 +450,10 @@ class Dispatcher(Resources):
         """End a load that is ready or cannot become so."""
         if load.number not in self._loads:
             return
-        if load.table.counts[_S.FAILED]:
+        if load.refused_s:
+            self.end(load, now, out)
+            out.append(ev.Refuse(load.number, load.refused_s))
+        elif load.table.counts[_S.FAILED]:
             doc, chunk = next(load.having(_S.FAILED))
             self.end(load, now, out)
             out.append(ev.Fail(load.number, f"{doc.id(chunk)} cannot be made ready: {doc.troubles[chunk]}"))

@@ -334,6 +334,19 @@ class Fail:
     reason: str
 
 
+@dataclass(frozen=True)
+class Refuse:
+    """A load that came in just now would be late, and its goal says that it is not to be served then.
+
+    Attributes:
+        load: Number of the load.
+        late_s: Seconds by which it would be late, margin included: before that it is of no use to ask again.
+    """
+
+    load: int
+    late_s: float
+
+
 Event: TypeAlias = (
     LoadRequested
     | IndexKnown
@@ -351,7 +364,7 @@ Event: TypeAlias = (
     | Tick
     | LoadAbandoned
 )
-Instruction: TypeAlias = Fetch | Decode | Recompute | ComputePrefix | Cancel | Release | Finish | Fail
+Instruction: TypeAlias = Fetch | Decode | Recompute | ComputePrefix | Cancel | Release | Finish | Fail | Refuse
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ class Load:
         began: Number of the last thing begun for it.
         came: Instant of that plan, None before.
         asked_floor_s: ``floor_s`` then.
+        refused_s: Seconds by which it would be late, where it is refused for that.
         known_since: Instant at which the first document was known.
         docs: Documents that are known, in prompt order.
         prompt_tokens: Of these.
@@ -73,6 +74,7 @@ class Load:
         self.first_s: float | None = None
         self.came: float | None = None
         self.asked_floor_s = 0.0
+        self.refused_s = 0.0
         self.began = 0
         self.known_since = inf
         self._slots: list[DocumentState | None] = [None] * asked.documents

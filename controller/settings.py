@@ -9,6 +9,7 @@ from typing import Literal
 from kvwire.errors import ArgumentError
 
 Objective = Literal["earliest", "quality", "cheapest"]
+OnLate = Literal["serve", "refuse"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +23,16 @@ class Goal:
         deadline_s: Seconds from the asking to the first token; None: there is none, and only ``earliest`` makes sense.
         floor: The lowest level to use where there is a choice.
         ceiling: The finest level that is worth waiting for; None: any.
+        on_late: What becomes of a load whose first token cannot be in time when all of its documents are known:
+            ``serve`` it as soon as possible, or ``refuse`` it at once. A load is refused by what is known of the link;
+            where that is next to nothing it is served.
     """
 
     objective: Objective = "earliest"
     deadline_s: float | None = None
     floor: int = 0
     ceiling: int | None = None
+    on_late: OnLate = "serve"
 
     def __post_init__(self) -> None:
         """Refuse goals that nobody can mean."""
@@ -36,6 +41,9 @@ class Goal:
             raise ArgumentError(msg)
         if self.deadline_s is not None and not isfinite(self.deadline_s):
             msg = f"a deadline must be a finite number of seconds, or None for none, got {self.deadline_s}"
+            raise ArgumentError(msg)
+        if self.on_late not in ("serve", "refuse"):
+            msg = f"a load that would be late is served or refused: serve or refuse, got {self.on_late!r}"
             raise ArgumentError(msg)
         if self.deadline_s is None and self.objective != "earliest":
             msg = f"{self.objective} needs a deadline; give one, or ask for the earliest first token"

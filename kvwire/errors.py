@@ -73,6 +73,24 @@ class DeadlineError(KvwireError, TimeoutError):
     exit_code = 6
 
 
+class OverloadedError(DeadlineError):
+    """The work was refused at once: by its deadline it could not be done.
+
+    Attributes:
+        retry_after_s: Seconds after which asking again may be of use.
+    """
+
+    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+        """Keep the message and the time to wait.
+
+        Args:
+            message: What to do next.
+            retry_after_s: Seconds after which asking again may be of use.
+        """
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class StorageError(KvwireError, OSError):
     """A disk, folder or server failed: full, read-only, dead, or gone in the middle."""
 

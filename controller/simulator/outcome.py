@@ -53,6 +53,7 @@ class Outcome:
         recomputed: Tokens.
         levels: Tokens at each level.
         failed: There was no first token.
+        refused: There was none because it would have been late.
         reason: Of the last plan, in words.
         asked_at: The instant that spans count from.
         decisions: What was done.
@@ -72,6 +73,7 @@ class Outcome:
     asked_at: float
     decisions: tuple[Decision, ...]
     spans: tuple[Span, ...]
+    refused: bool = False
 
     @property
     def in_time(self) -> bool:
@@ -82,6 +84,7 @@ class Outcome:
     def of(  # noqa: PLR0913 - a load has as many sides
         cls, documents: Sequence[DocumentPlanInput], decisions: Sequence[Decision], *, reason: str, ready_s: float,
         ttft_s: float, deadline_s: float | None, received: int, asked_at: float, spans: tuple[Span, ...],
+        refused: bool = False,
     ) -> Outcome:  # fmt: skip
         """Count up what was decided; without decisions the load failed.
 
@@ -95,6 +98,7 @@ class Outcome:
             received: Bytes over the link.
             asked_at: Instant of the asking.
             spans: What was done when.
+            refused: It would have been late.
 
         Returns:
             The outcome.
@@ -114,5 +118,5 @@ class Outcome:
         return cls(
             ready_s=ready_s, ttft_s=ttft_s, deadline_s=deadline_s, error=error / max(tokens, 1), received=received,
             wasted=max(0, received - used), recomputed=recomputed, levels=tuple(levels), failed=not decisions,
-            reason=reason, asked_at=asked_at, decisions=tuple(decisions), spans=spans,
+            reason=reason, asked_at=asked_at, decisions=tuple(decisions), spans=spans, refused=refused,
         )  # fmt: skip

@@ -61,6 +61,7 @@ class _Run:
     here: dict[ChunkId, int] = field(default_factory=dict)
     valid: set[ChunkId] = field(default_factory=set)
     spans: list[Span] = field(default_factory=list)
+    refused: bool = False
     outcome: Outcome | None = None
 
 
@@ -204,6 +205,9 @@ class World:
                 self._finish(self._runs[load], decisions, reason)
             case ev.Fail(load, reason):
                 self._finish(self._runs[load], (), reason)
+            case ev.Refuse(load, late_s):
+                self._runs[load].refused = True
+                self._finish(self._runs[load], (), f"refused: it would be late by {late_s:.3f} s")
 
     def _input(self, run: _Run, document: int) -> DocumentPlanInput:
         return run.arrival.documents[document][self._variants.get((run.number, document), 0)]
@@ -362,7 +366,7 @@ class World:
         run.outcome = Outcome.of(
             inputs, decisions, reason=reason, ready_s=ready_s, ttft_s=ttft_s,
             deadline_s=deadline_s, received=round(run.received), asked_at=arrival.at,
-            spans=tuple(run.spans),
+            spans=tuple(run.spans), refused=run.refused,
         )  # fmt: skip
 
 

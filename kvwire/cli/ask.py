@@ -15,7 +15,7 @@ from kvwire.errors import DeadlineError
 
 if TYPE_CHECKING:
     from kvwire.codec import Backend
-    from kvwire.controller import Objective
+    from kvwire.controller import Objective, OnLate
     from kvwire.runtime.answer import Answer
 
 
@@ -27,6 +27,7 @@ class _AskOptions(TypedDict):
     link: str | None
     floor: int
     ceiling: int | None
+    on_late: OnLate
     objective: Objective | None
     tokens: int
     texts: str | None
@@ -60,6 +61,13 @@ class _AskOptions(TypedDict):
     "--ceiling",
     type=click.IntRange(0, 7),
     help="Finest level that is worth waiting for; any without it.",
+)
+@click.option(
+    "--on-late",
+    default="serve",
+    show_default=True,
+    type=click.Choice(["serve", "refuse"]),
+    help="What to do where the first token cannot be in time: serve it as soon as possible, or refuse at once.",
 )
 @click.option(
     "--objective",
@@ -107,7 +115,10 @@ def _answer(names: list[str], place: StoreOptions, options: _AskOptions) -> Answ
 
     engine = open_engine(options["model"], options["device"], options["dtype"])
     settings = LoadSettings(
-        quality_floor=options["floor"], quality_ceiling=options["ceiling"], backend=options["backend"]
+        quality_floor=options["floor"],
+        quality_ceiling=options["ceiling"],
+        backend=options["backend"],
+        on_late=options["on_late"],
     )
     texts = read_texts([options["texts"]]) if options["texts"] else {}
     wanted = {name: text for name, text in texts.items() if name in names}

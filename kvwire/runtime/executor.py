@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from kvwire.controller import events as ev
-from kvwire.errors import ArgumentError, KvwireError, StorageError
+from kvwire.errors import ArgumentError, KvwireError, OverloadedError, StorageError
 from kvwire.reuse import LinkedPrompt
 from kvwire.runtime.documents import in_words
 from kvwire.runtime.headers import HeaderReader
@@ -188,6 +188,9 @@ class Executor:
                     self._done.set_result(instruction)
             case ev.Fail(reason=reason):
                 self.fail(StorageError(reason))
+            case ev.Refuse(late_s=late_s):
+                msg = f"the first token would be {late_s:.3f} s late; ask again later, or with a longer deadline"
+                self.fail(OverloadedError(msg, late_s))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

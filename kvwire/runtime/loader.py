@@ -184,6 +184,7 @@ class Loader:
         Raises:
             NotFoundError: A document is neither in the store nor in ``texts``.
             ArgumentError: The prompt does not fit the model's window, or the loader is closed.
+            OverloadedError: The first token would be late, and the settings say to refuse then.
         """
         goal = self._goal(deadline_s, objective)
         return self._session.run(self._ask(documents, question, goal, tokens, texts))
@@ -250,6 +251,7 @@ class Loader:
             deadline_s=deadline_s,
             floor=chosen.quality_floor,
             ceiling=chosen.quality_ceiling,
+            on_late=chosen.on_late,
         )
 
     async def _answer(

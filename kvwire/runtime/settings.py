@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvwire.codec import Backend
-    from kvwire.controller import LogEntry, Policy
+    from kvwire.controller import LogEntry, OnLate, Policy
 
 _GPU_BATCH, _MOST_THREADS, _HORIZON_S = 32, 8, 0.01
 _ROUNDS = 2  # of chunks that a CPU decodes in one go: telling of each that it is done costs time, too
@@ -38,6 +38,8 @@ class LoadSettings:
             decoding has streams of its own there.
         decode_batch: Chunks that are decoded in one go; None: as suits the machine.
         decode_threads: How many of them a CPU decodes side by side; None: as suits the machine.
+        on_late: What becomes of a load whose first token cannot be in time: ``serve`` it as soon as possible, or
+            ``refuse`` it at once with an OverloadedError, so that the caller can go elsewhere or come back.
         entries_s: Seconds that a catalog entry is used for after it was read; 0: every load asks the catalog.
         policy: Decides instead of the controller's own, for comparisons.
         record: Called with every event and what it led to; ``controller.replay`` takes these.
@@ -56,6 +58,7 @@ class LoadSettings:
     compute_workers: Literal[1, 2] | None = None
     decode_batch: int | None = None
     decode_threads: int | None = None
+    on_late: OnLate = "serve"
     entries_s: float = 30.0
     policy: Policy | None = None
     record: Callable[[LogEntry], object] | None = None

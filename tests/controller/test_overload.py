@@ -1,0 +1,122 @@
+"""More loads than there is room for: quality falls before deadlines do, and who cannot be in time is told so."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from kvwire.controller import ControllerSettings, Estimates, Goal
+from kvwire.controller import events as ev
+from kvwire.controller.core import Controller
+from kvwire.controller.policies import Fixed
+from kvwire.controller.simulator.arrivals import LoadArrival
+from kvwire.errors import ArgumentError
+
+from .playing import COSTS, MB, RTT_S, document, play, quality
+
+DEADLINE_S = 0.5
+SETTINGS = {"workers": 2, "max_in_flight": 16, "decode_batch": 16}
+
+
+def stream(rate, *, seconds=1.5, seed=3, **more):
+    """Loads of 8 chunks that come in at random; level 0 of one takes 13 ms of a link of 8 MB a second."""
+    random, at, found = Random(seed), 0.0, []
+    while (at := at + random.expovariate(rate)) < seconds:
+        found.append(LoadArrival(at, ((document(),),), quality(DEADLINE_S, **more)))
+    return found
+
+
+@pytest.mark.parametrize("rate", [4, 16, 40])
+def test_what_always_level_0_sustains_is_in_time(rate):
+    arrivals = stream(rate)
+    coarsest = play(arrivals, 8 * MB, policy=Fixed(0), **SETTINGS).outcomes
+    assert all(outcome.in_time for outcome in coarsest), "the test asks for too much"
+    outcomes = play(arrivals, 8 * MB, **SETTINGS).outcomes
+    assert all(outcome.in_time for outcome in outcomes)
+    assert sum(outcome.error for outcome in outcomes) < sum(outcome.error for outcome in coarsest)
+
+
+def test_the_more_loads_the_coarser():
+    errors = []
+    for rate in (2, 10, 40):
+        outcomes = play(stream(rate), 8 * MB, **SETTINGS).outcomes
+        errors.append(sum(outcome.error for outcome in outcomes) / len(outcomes))
+    assert errors == sorted(errors)
+
+
+def test_what_was_said_of_a_load_is_what_happened():
+    played = play(stream(40), 8 * MB, **SETTINGS)
+    said = {finish.load: finish.reason for entry in played.log for finish in entry.instructions
+            if isinstance(finish, ev.Finish)}  # fmt: skip
+    assert len(said) == len(played.outcomes)
+    for number, outcome in enumerate(played.outcomes):
+        assert said[number].startswith("in time") == outcome.in_time
+        assert outcome.reason.startswith("in time") == outcome.in_time
+
+
+def test_who_cannot_be_in_time_is_refused_at_once_and_the_others_are_in_time():
+    outcomes = play(stream(150, on_late="refuse"), 8 * MB, **SETTINGS).outcomes
+    refused = [outcome for outcome in outcomes if outcome.refused]
+    admitted = [outcome for outcome in outcomes if not outcome.refused]
+    assert refused
+    assert all(outcome.failed and "late by" in outcome.reason for outcome in refused)
+    assert max(outcome.ready_s for outcome in refused) < 0.1 * DEADLINE_S
+    assert len(admitted) > 30
+    assert sum(outcome.in_time for outcome in admitted) >= 0.98 * len(admitted)
+    served = play(stream(150), 8 * MB, **SETTINGS).outcomes
+    assert not any(outcome.refused for outcome in served)
+    assert sum(outcome.in_time for outcome in served) < len(admitted)
+
+
+def test_nobody_is_refused_by_a_guess():
+    goal = quality(0.02, on_late="refuse")
+    for known, refused in ((False, False), (True, True)):
+        estimates = Estimates(COSTS, 1000.0, RTT_S)
+        if known:
+            estimates.bandwidth.add(20_000, 0.0, 20.0)
+        controller = Controller(estimates, ControllerSettings())
+        controller.handle(ev.LoadRequested(0, 1, 0, goal), 21.0)
+        out = controller.handle(ev.IndexKnown(0, 0, (document(),)), 21.0)
+        assert any(isinstance(each, ev.Refuse) for each in out) == refused
+        assert (0 in controller.loads) != refused
+
+
+def test_late_loads_are_served_or_refused_and_nothing_else():
+    with pytest.raises(ArgumentError, match="serve or refuse"):
+        Goal(on_late="never")
+
+
+# Closings.
+
+
+def finished(**settings):
+    """A controller whose first load has just finished, another one that is to be recomputed being under way."""
+    controller = Controller(Estimates(COSTS, 1.0, RTT_S), ControllerSettings(**settings))
+    out = controller.handle(ev.LoadRequested(0, 1, 32, Goal()), 0.0)
+    out = controller.handle(ev.IndexKnown(0, 0, (document(1),)), 0.1)
+    (first,) = [each for each in out if isinstance(each, ev.Recompute)]
+    controller.handle(ev.LoadRequested(1, 1, 32, Goal()), 0.11)
+    controller.handle(ev.IndexKnown(1, 0, (document(1),)), 0.11)
+    out = controller.handle(ev.RecomputeDone((first.first,), 0.03), 0.13)
+    assert [type(each) for each in out] == [ev.Finish]
+    return controller
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("over", [ev.PromptAssembled(0, 256, 0.001), ev.LoadAbandoned(0)])
+def test_no_pass_begins_before_a_closing_is_over(workers, over):
+    controller = finished(workers=workers)
+    assert controller.is_under_way(0)
+    assert not [each for each in controller.handle(ev.Tick(), 0.14) if isinstance(each, ev.Recompute)]
+    out = controller.handle(over, 0.15)
+    assert [type(each) for each in out] == [ev.Recompute]
+    assert not controller.is_under_way(0)
+
+
+def test_a_closing_is_reported_once():
+    controller = finished(workers=2)
+    controller.handle(ev.PromptAssembled(0, 256, 0.001), 0.15)
+    assert controller.handle(ev.PromptAssembled(0, 256, 0.001), 0.16) == []
+    with pytest.raises(ArgumentError, match="never asked for"):
+        controller.handle(ev.PromptAssembled(7, 256, 0.001), 0.17)
