@@ -42,7 +42,7 @@ _VAGUE = 0.5  # relative error of a bandwidth by which nobody is refused
 _OVERDUE = 1.5  # a pass that takes that many times what was expected tells of a slow engine
 _PASSES = 8  # at least so many passes before a deadline
 _SHORT_PASS = 3.0  # but none that is shorter than that many times its fixed cost
-_URGENT, _CALM = 5.0, 20.0  # plans are made after that many times what one costs, at the soonest
+_URGENT, _CALM = 2.0, 20.0  # plans are made after that many times what one costs, at the soonest
 
 
 class Dispatcher(Resources):
@@ -147,7 +147,7 @@ class Dispatcher(Resources):
         cost_s = settings.plan_s + settings.plan_chunk_s * load.table.counts[_S.PLANNED]
         if load.is_stale or not (self.link.fetches or load.waiting):
             return _URGENT * cost_s
-        return max(settings.replan_s, _CALM * cost_s)
+        return max(settings.replan_s, _CALM * cost_s * len(self._loads))
 
     def _refresh(self, load: Load, now: float) -> None:
         """Plan anew unless the plan is fresh."""

@@ -116,7 +116,7 @@ class ControllerSettings:
     patience_s: float = 30.0
     max_failures: int = 3
     replan_s: float = 0.005
-    plan_s: float = 0.0001
+    plan_s: float = 0.0004
     plan_chunk_s: float = 1e-6
     reserve_s: float = 0.01
     cancel_margin: float = 1.5

@@ -56,7 +56,7 @@ def test_what_was_said_of_a_load_is_what_happened():
 
 
 def test_who_cannot_be_in_time_is_refused_at_once_and_the_others_are_in_time():
-    outcomes = play(stream(150, on_late="refuse"), 8 * MB, **SETTINGS).outcomes
+    outcomes = play(stream(150, on_late="refuse", seconds=1.0), 8 * MB, **SETTINGS).outcomes
     refused = [outcome for outcome in outcomes if outcome.refused]
     admitted = [outcome for outcome in outcomes if not outcome.refused]
     assert refused
@@ -64,7 +64,7 @@ def test_who_cannot_be_in_time_is_refused_at_once_and_the_others_are_in_time():
     assert max(outcome.ready_s for outcome in refused) < 0.1 * DEADLINE_S
     assert len(admitted) > 30
     assert sum(outcome.in_time for outcome in admitted) >= 0.98 * len(admitted)
-    served = play(stream(150), 8 * MB, **SETTINGS).outcomes
+    served = play(stream(150, seconds=1.0), 8 * MB, **SETTINGS).outcomes
     assert not any(outcome.refused for outcome in served)
     assert sum(outcome.in_time for outcome in served) < len(admitted)
 
