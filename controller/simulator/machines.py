@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING
 
 from kvwire.controller.costs import CostModel, DecodeCost, PrefillCost
 from kvwire.controller.simulator.models import BF16_BYTES, DEMO
+from kvwire.controller.simulator.steering import FREE, Steering
 from kvwire.errors import ArgumentError, NotFoundError
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ _DECODE_PASSES = 3
 _DECODE_BASE_S = 2e-3
 _COPY_BYTES_S = 25e9
 _CHECK_BYTES_S = 10e9
+_STEERING = Steering(event_s=4e-4, chunk_s=1e-6, request_s=1e-4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,7 @@ class Machine:
         element_decode_s: Seconds of decoding for each element.
         byte_decode_s: Seconds of decoding for each fetched byte.
         link_element_s: Seconds of linking for each element.
+        steering: What the controller and its driver take on the machine's processor; nothing where nobody measured it.
     """
 
     name: str
@@ -89,6 +92,7 @@ class Machine:
     element_decode_s: float
     byte_decode_s: float
     link_element_s: float = 0.0
+    steering: Steering = FREE
 
     def group(self, processors: int) -> Machine:
         """Several of these as one machine."""
@@ -159,6 +163,7 @@ def _gpu(
         chunk_decode_s=_DECODE_BASE_S,
         element_decode_s=_DECODE_FLOPS / (_DECODE_EFFICIENCY * bf16) + _DECODE_PASSES * BF16_BYTES / memory_bytes_s,
         byte_decode_s=1 / _COPY_BYTES_S + 1 / _CHECK_BYTES_S,
+        steering=_STEERING,
     )
 
 
@@ -189,6 +194,7 @@ CPU = Machine(
     element_decode_s=1.1e-5 / DEMO.cache_elements,
     byte_decode_s=1.3e-7,
     link_element_s=2.2e-6 / DEMO.cache_elements,
+    steering=_STEERING,
 )
 
 MACHINES = {
