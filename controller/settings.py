@@ -85,7 +85,7 @@ class ControllerSettings:
     """
 
     max_in_flight: int = 128
-    horizon_s: float = 0.01
+    horizon_s: float = 0.005
     workers: int = 1
     decode_batch: int = 1
     decode_threads: int = 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import isfinite
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,7 @@ class Steering:
             msg = f"steering takes finite times of at least 0 s, got {self}"
             raise ArgumentError(msg)
 
-    def seconds(self, event: ev.Event, chunks: int, instructions: Sequence[ev.Instruction]) -> float:
+    def delays(self, event: ev.Event, chunks: int, instructions: Sequence[ev.Instruction]) -> list[float]:
         """Work out what one event takes.
 
         Args:
@@ -47,10 +48,11 @@ class Steering:
             instructions: That it led to.
 
         Returns:
-            Seconds.
+            Seconds until it is decided, then until each instruction is carried out.
         """
-        heard = 0.0 if isinstance(event, ev.FirstByte) else self.event_s + self.chunk_s * chunks
-        return heard + self.request_s * sum(isinstance(each, ev.Fetch) for each in instructions)
+        decided = 0.0 if isinstance(event, ev.FirstByte) else self.event_s + self.chunk_s * chunks
+        requests = accumulate((isinstance(each, ev.Fetch) for each in instructions), initial=0)
+        return [decided + self.request_s * number for number in requests]
 
 
 FREE = Steering()

@@ -137,8 +137,8 @@ class World:
     def _step(self) -> None:
         """Go to the next instant at which anything happens, and let it happen."""
         planned = self._queue[0][0] if self._queue else inf
-        wake_at = max(self._controller.wake_at, self._inbox.free_at)
-        moment = max(self._now, min(planned, self._link_moment(), wake_at, self._job_moment()))
+        heard_at = self._inbox.free_at if self._inbox else max(self._controller.wake_at, self._inbox.free_at)
+        moment = max(self._now, min(planned, self._link_moment(), heard_at, self._job_moment()))
         if moment > self._limit_s:
             open_loads = [run.number for run in self._runs.values() if run.outcome is None]
             msg = f"loads {open_loads} are not over after {self._limit_s} simulated seconds"
@@ -169,9 +169,8 @@ class World:
             case ("leave", int(number)) if self._runs[number].outcome is None:
                 self._tell(ev.LoadAbandoned(number))
                 self._finish(self._runs[number], (), "nobody waits for it any more")
-            case ("obey", list(instructions)):
-                for instruction in instructions:
-                    self._obey(instruction)
+            case ("obey", instruction):
+                self._obey(instruction)
 
     def _tell(self, event: ev.Event, flow: Flow | None = None) -> None:
         """Let the driver hear of an event, and of the end of an answer where it is one."""
@@ -188,12 +187,12 @@ class World:
                 run.corrupt.update([event.chunk] if flow.corrupt else ())
             instructions = self._controller.handle(event, self._now)
             open_runs = (run for run in self._runs.values() if run.outcome is None and run.arrival.at <= self._now)
-            seconds = self._steering.seconds(event, sum(run.chunks for run in open_runs), instructions)
-            self._inbox.free_at = self._now + seconds
-            if seconds:
-                self._at(self._inbox.free_at, ("obey", instructions))
-            else:
-                for instruction in instructions:
+            delays = self._steering.delays(event, sum(run.chunks for run in open_runs), instructions)
+            self._inbox.free_at = self._now + delays[-1]
+            for instruction, delay_s in zip(instructions, delays[1:], strict=True):
+                if delay_s:
+                    self._at(self._now + delay_s, ("obey", instruction))
+                else:
                     self._obey(instruction)
 
     def _obey(self, instruction: ev.Instruction) -> None:  # noqa: C901 - a case for each instruction
