@@ -10,7 +10,7 @@ from kvwire.errors import ArgumentError
 
 Objective = Literal["earliest", "quality", "cheapest"]
 
-_GPU_BATCH = 32
+_GPU_BATCH = 64
 _ROUNDS = 2  # of chunks that a CPU decodes in one go: telling of each that it is done costs time, too
 
 

@@ -138,6 +138,25 @@ def test_a_lane_that_stands_idle_between_jobs_delays_what_follows_but_not_what_i
     assert ends[1] - ends[0] == pytest.approx(0.01 * len(passes) / 2)
 
 
+@pytest.mark.parametrize(("bytes_s", "rtt_s"), [(2e6, 0.002), (2e6, 0.05), (1.25e9, 0.0), (1.25e9, 0.02), (5e9, 0.1)])
+def test_as_many_requests_are_open_as_bandwidth_times_round_trip_needs(bytes_s, rtt_s):
+    machine = replace(machine_named("h100"), steering=Steering())
+    documents = variants_for(MODEL, [4096] * 16)
+    scene = scenario(
+        trouble=Trouble(), asked=(0.0,), rate=constant(bytes_s), rtt_s=rtt_s, goal=Goal(), documents=documents,
+        machine=machine,
+    )  # fmt: skip
+    (outcome,) = simulate(scene, policy_named("level-0", scene.rate))
+    found = spans([outcome], "link")
+    edges = sorted([(span.began, 1) for span in found] + [(span.ended, -1) for span in found])
+    most_open = max(np.cumsum([step for _, step in edges]))
+    settings = settings_for(machine)
+    sizes = [row[0] for (document,) in documents for row in document.fetch_bytes]
+    needed = bytes_s * rtt_s / max(sizes)
+    allowed = bytes_s * (2 * rtt_s + settings.horizon_s) / min(sizes)
+    assert min(needed, settings.max_in_flight) <= most_open <= min(allowed + 3, settings.max_in_flight)
+
+
 STEERING = Steering(event_s=2e-3, chunk_s=1e-5, request_s=1e-3)
 
 
