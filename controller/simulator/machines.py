@@ -27,8 +27,8 @@ coded, 512 token features) at 40 % of the peak, and three passes over the output
 to the device at 25 GB/s and the host's checks at 10 GB/s. For each chunk, 2 ms: launches, and a lane of 8,192 symbols
 that one thread walks. Linking is part of the last kernel's store, hence free.
 
-Steering was measured on one core of a server processor (2.8 GHz) with Python 3.11: the controller's part over whole
-loads by ``benchmarks/decision_time.py``, the fetcher's, without what each byte takes, by ``benchmarks/object_reads.py``.
+Steering was measured on one core of a server processor with Python 3.11: the controller's part over whole loads by
+``benchmarks/decision_time.py``, the fetcher's, without what each byte takes, by ``benchmarks/object_reads.py``.
 """
 
 from __future__ import annotations
