@@ -13,7 +13,7 @@ import heapq
 from dataclasses import dataclass, field, replace
 from itertools import count
 from math import inf
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
@@ -170,7 +170,7 @@ class World:
                 self._tell(ev.LoadAbandoned(number))
                 self._finish(self._runs[number], (), "nobody waits for it any more")
             case ("obey", instruction):
-                self._obey(instruction)
+                self._obey(cast("ev.Instruction", instruction))
 
     def _tell(self, event: ev.Event, flow: Flow | None = None) -> None:
         """Let the driver hear of an event, and of the end of an answer where it is one."""
