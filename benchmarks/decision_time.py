@@ -3,16 +3,21 @@
 ``handle``: the whole of ``Controller.handle`` for the events that bring a new plan: of a load that is played against a
 driver that answers at once. ``plan``: ``Adaptive.plan`` alone, with nearly all chunks open. Prompt sizes take turns, so
 that a busy moment hits all of them alike; the clock is the processor time of the thread.
+
+``whole loads``: all events of loads in the simulator, and the seconds of an event, and for each chunk of its load, that
+fit them best: what the simulator charges (``controller/simulator/machines.py``).
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from controller_parts.whole_loads import fitted, whole_loads
 from measure import RESULTS, one_thread, summary, table, write_json
 
 from kvwire.controller import (
@@ -129,8 +134,22 @@ def main() -> None:
         figures = [f"{1e3 * each[name]:.2f}" for each in spreads.values() for name in ("least", "median", "p99")]
         rows.append([f"{count} x {chunks // count} chunks, {goal}", *figures])
     print(table(["ms", "handle least", "median", "p99", "plan least", "median", "p99"], rows))
+    loads = whole_loads(options.rounds)
+    print(table(HEAD, [shown(load) for load in loads]))
+    steering = fitted(loads)
+    print(f"an event: {1e3 * steering.event_s:.3f} ms, and {1e6 * steering.chunk_s:.2f} us for each chunk of its load")
     settings = {"seed": options.seed, "rounds": options.rounds, "calls": options.calls, "levels": LEVELS}
-    write_json(options.out, "decision_time", settings, {"cases": results})
+    found = {"cases": results, "loads": loads, "steering": asdict(steering)}
+    write_json(options.out, "decision_time", settings, found)
+
+
+HEAD = ("whole load", "goal", "Gbit/s", "chunks", "events", "ms in all", "ms an event", "p99")
+
+
+def shown(load: dict[str, Any]) -> list[str]:
+    """A line of the table of whole loads."""
+    times = [f"{1e3 * load[name]:.3f}" for name in ("load_s", "event_s", "p99_s")]
+    return [load["prompt"], load["objective"], f"{load['gbit_s']:g}", str(load["chunks"]), str(load["events"]), *times]
 
 
 def spread(samples: list[float]) -> dict[str, float]:

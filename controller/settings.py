@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isfinite
-from typing import Literal
+from typing import Literal, Self
 
 from kvwire.errors import ArgumentError
 
 Objective = Literal["earliest", "quality", "cheapest"]
 OnLate = Literal["serve", "refuse"]
+
+_GPU_BATCH = 64
+_ROUNDS = 2  # of chunks that a CPU decodes in one go: telling of each that it is done costs time, too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +88,7 @@ class ControllerSettings:
     """How loads are steered.
 
     Attributes:
-        max_in_flight: Fetches open at once.
+        max_in_flight: Fetches open at once, whatever the link would need to be busy; each takes a connection.
         horizon_s: Besides what two round trips carry, bytes are asked for that far ahead; little, so that later
             decisions can still change.
         workers: 1: decoding and recomputing take turns; 2: each has a lane of its own.
@@ -106,8 +109,8 @@ class ControllerSettings:
             first goes first.
     """
 
-    max_in_flight: int = 8
-    horizon_s: float = 0.01
+    max_in_flight: int = 128
+    horizon_s: float = 0.005
     workers: int = 1
     decode_batch: int = 1
     decode_threads: int = 1
@@ -122,6 +125,21 @@ class ControllerSettings:
     cancel_margin: float = 1.5
     memory_bytes: int = 1 << 32
     stretch: float = 3.0
+
+    @classmethod
+    def suited(cls, *, on_gpu: bool, threads: int = 1) -> Self:
+        """What suits a machine: what loaders ship, and what simulations play.
+
+        Args:
+            on_gpu: A GPU decodes and computes, side by side.
+            threads: Of a processor, that decode chunks side by side.
+
+        Returns:
+            The settings.
+        """
+        if on_gpu:
+            return cls(workers=2, decode_batch=_GPU_BATCH)
+        return cls(workers=1, decode_batch=_ROUNDS * threads, decode_threads=threads)
 
     def __post_init__(self) -> None:
         """Refuse settings under which no load would end."""

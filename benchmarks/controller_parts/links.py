@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +18,7 @@ from kvwire.controller.simulator import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     Maker = Callable[[float, np.random.Generator], RateTrace]
@@ -26,8 +26,31 @@ if TYPE_CHECKING:
 GBIT = 1e9 / 8
 """Bytes per second."""
 LEAST_GBIT, MOST_GBIT = 0.1, 40.0
-STRETCH = 0.1
-"""Recorded traces have a sample a second or so: a tenth of that lets the link change within a load."""
+SCALES = {"tenth": 0.1, "native": 1.0}
+"""Factors of time. Recorded traces have a sample a second or so: a tenth lets the link change within a load."""
+
+
+@dataclass(frozen=True)
+class DrawnLink:
+    """A link of some kind, at a rate and a scale of time.
+
+    Attributes:
+        name: Collection and name, or ``made/`` and the kind.
+        scale: Of time, one of ``SCALES``.
+        gbit_s: Mean rate.
+        rate: The trace.
+    """
+
+    name: str
+    scale: str
+    gbit_s: float
+    rate: RateTrace
+
+    @property
+    def kind(self) -> str:
+        """The collection, or the whole name of a made link."""
+        folder = self.name.split("/", maxsplit=1)[0]
+        return self.name if folder == "made" else folder
 
 
 def recorded(folder: Path) -> dict[str, RateTrace]:
@@ -55,18 +78,21 @@ def made() -> dict[str, Maker]:
     }
 
 
-def links(folder: Path, seed: tuple[int, ...]) -> list[tuple[str, float, RateTrace]]:
-    """All links with their names and means in Gbit/s, each at a rate that is drawn log-uniformly."""
-    rng = np.random.default_rng(seed)
+def links(folder: Path, seed: tuple[int, ...], scales: Sequence[str] = tuple(SCALES)) -> list[DrawnLink]:
+    """All links at all scales of time, each at a rate that is drawn log-uniformly."""
+    rng, traces = np.random.default_rng(seed), recorded(folder)
     out = []
-    for name, trace in recorded(folder).items():
-        gbit = _draw(rng)
-        out.append((name, gbit, trace.scaled(gbit * GBIT).stretched(STRETCH)))
-    for name, make in made().items():
-        gbit = _draw(rng)
-        out.append((name, gbit, make(gbit * GBIT, rng)))
+    for scale, stretch in SCALES.items():
+        drawn = []
+        for name, trace in traces.items():
+            gbit = _gbit(rng)
+            drawn.append(DrawnLink(name, scale, gbit, trace.scaled(gbit * GBIT).stretched(stretch)))
+        for name, make in made().items():
+            gbit = _gbit(rng)
+            drawn.append(DrawnLink(name, scale, gbit, make(gbit * GBIT, rng).stretched(stretch)))
+        out += drawn if scale in scales else []
     return out
 
 
-def _draw(rng: np.random.Generator) -> float:
+def _gbit(rng: np.random.Generator) -> float:
     return float(np.exp(rng.uniform(np.log(LEAST_GBIT), np.log(MOST_GBIT))))

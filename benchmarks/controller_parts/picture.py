@@ -1,4 +1,4 @@
-"""The picture of the sweep: time to the first token against bandwidth, one panel for each model."""
+"""The picture of the sweep: time to the first token against bandwidth, a panel for each model and round trip."""
 
 from __future__ import annotations
 
@@ -25,19 +25,25 @@ _LEVEL_COLOR = "#56B4E9"
 
 def draw_sweep(models: dict[str, tuple[str, list[dict[str, Any]]]], path: Path) -> None:
     """Write a PNG. models: machine and points of each model, as ``controller_sweep.py`` writes them down."""
-    figure = Figure(figsize=(4.0 * len(models), 3.7), layout="constrained")
+    trips = sorted({point["rtt_s"] for _, points in models.values() for point in points})
+    figure = Figure(figsize=(4.0 * len(models), 0.9 + 2.7 * len(trips)), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(models), squeeze=False, sharey=True)[0]
-    for axes, (name, (machine, points)) in zip(panels, models.items(), strict=True):
-        _panel(axes, name, machine, points)
-    panels[0].set_ylabel("seconds to the first token")
-    handles, labels = panels[0].get_legend_handles_labels()
+    panels = figure.subplots(len(trips), len(models), squeeze=False, sharex=True, sharey=True)
+    for number, (row, rtt_s) in enumerate(zip(panels, trips, strict=True)):
+        for axes, (name, (machine, points)) in zip(row, models.items(), strict=True):
+            _panel(axes, [point for point in points if point["rtt_s"] == rtt_s])
+            if not number:
+                axes.set_title(f"{name}, {machine}", fontsize=10)
+            if number == len(trips) - 1:
+                axes.set_xlabel("bandwidth, Gbit/s")
+        row[0].set_ylabel(f"seconds, round trip {1000 * rtt_s:g} ms")
+    handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
     figure.suptitle("Time to the first token of a 32k-token prompt (simulated; lower is better)", weight="bold")
     figure.savefig(path, dpi=130)
 
 
-def _panel(axes: Axes, name: str, machine: str, points: list[dict[str, Any]]) -> None:
+def _panel(axes: Axes, points: list[dict[str, Any]]) -> None:
     rates = [point["gbit_s"] for point in points]
     levels = sorted(policy for policy in points[0]["ttft_s"] if policy.startswith("level-"))
     for number, level in enumerate(levels):
@@ -54,6 +60,4 @@ def _panel(axes: Axes, name: str, machine: str, points: list[dict[str, Any]]) ->
     axes.xaxis.set_major_formatter(plain)
     axes.yaxis.set_major_formatter(plain)
     axes.grid(visible=True, which="major", color="#dddddd", linewidth=0.6)
-    axes.set_title(f"{name}, {machine}", fontsize=10)
-    axes.set_xlabel("bandwidth, Gbit/s")
     axes.spines[["top", "right"]].set_visible(False)

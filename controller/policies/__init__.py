@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         Policy,
         UpgradeCandidates,
     )
-    from kvwire.controller.policies.cachegen import CacheGen, CacheGenArtefact
+    from kvwire.controller.policies.cachegen import CacheGen, CacheGenArtefact, CacheGenTimed
     from kvwire.controller.policies.fixed import Fixed
     from kvwire.controller.policies.raw import Raw
     from kvwire.controller.policies.text import TextOnly
@@ -25,6 +25,7 @@ __all__ = [
     "Adaptive",
     "CacheGen",
     "CacheGenArtefact",
+    "CacheGenTimed",
     "Columns",
     "CommittedWork",
     "Fixed",
@@ -49,7 +50,7 @@ __getattr__ = lazy(
             "RECOMPUTE",
             "UpgradeCandidates",
         ),
-        "kvwire.controller.policies.cachegen": ("CacheGen", "CacheGenArtefact"),
+        "kvwire.controller.policies.cachegen": ("CacheGen", "CacheGenArtefact", "CacheGenTimed"),
         "kvwire.controller.policies.fixed": ("Fixed",),
         "kvwire.controller.policies.raw": ("Raw",),
         "kvwire.controller.policies.text": ("TextOnly",),

@@ -2,25 +2,25 @@
 
 Both decide for one stretch of the prompt after another, of about 1,500 tokens, whatever documents these are of. Here a
 choice is made anew whenever the controller plans, and holds for what is asked for until then: requests follow one
-another without a gap, as those of a stream do, and recomputation goes forward by one stretch at a time.
+another without a gap, as those of a stream do, and recomputation goes forward by one stretch at a time. A stretch that
+is recomputed leaves the link to those behind it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import inf
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvwire.controller.policies.base import RECOMPUTE, SLOWEST
 from kvwire.controller.policies.sequential import sequential_plan
-from kvwire.controller.policies.timeline import prefill_s
+from kvwire.controller.policies.timeline import Timeline, prefill_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvwire.controller.policies.base import Ints, Plan, PlanRequest
+    from kvwire.controller.policies.base import Floats, Ints, Plan, PlanRequest
 
 STRETCH_TOKENS = 1536
 """The paper's chunks; several of ours make one."""
@@ -31,8 +31,9 @@ class CacheGen:
     """The paper's rule, causal: the rest of the prompt at the throughput that the link has shown.
 
     Text, which loses nothing, where recomputing the rest is in time, each document by itself; otherwise the finest
-    level at which fetching the rest is; otherwise the coarsest. Decoding counts nothing, for it overlaps with fetching.
-    Without a deadline, the level that is fetched soonest, or text where that is sooner.
+    level at which fetching the rest is, behind what is asked for already; otherwise the coarsest. Decoding and round
+    trips count nothing. Without a deadline, text from the front and beside it the coarsest level of what is behind,
+    divided where both are done soonest.
 
     Attributes:
         name: For tables and logs.
@@ -45,27 +46,52 @@ class CacheGen:
     def plan(self, request: PlanRequest) -> Plan:
         """Decide for the next stretch."""
         bandwidth = max(request.bandwidth, SLOWEST)
-        chunks, costs = request.chunks, request.costs
-        floor = request.goal.floor
-        text_s = request.committed.prefill_s + float(prefill_s(request)[chunks.can_text].sum())
-        sizes = [chunks.bytes_at(chunks.level_for(level)).sum() for level in _levels(request)]
-        fetch_s = [float(size) / bandwidth for size in sizes]
+        chunks, committed = request.chunks, request.committed
+        text = np.where(chunks.can_text, prefill_s(request), 0.0)
+        text_s = committed.prefill_s + float(text.sum())
+        ahead = committed.ahead_bytes + float(committed.wire.sum())
+        sizes = [chunks.bytes_at(chunks.level_for(level)) for level in _levels(request)]
         if request.left_s is None:
-            choice = RECOMPUTE if text_s <= min(fetch_s, default=inf) else floor
-        else:
-            left_s = request.left_s - costs.closing_s(request.prompt_tokens)
-            fitting = [floor + at for at, seconds in enumerate(fetch_s) if seconds <= left_s]
-            choice = RECOMPUTE if text_s <= left_s else max(fitting, default=floor)
-        return _next_stretch(request, choice)
+            fetch_s = (ahead + _from(sizes[0])) / bandwidth
+            done_s = np.maximum(committed.prefill_s + _before(text), fetch_s)
+            return _divided(request, done_s)
+        closing_s = request.costs.closing_s(request.prompt_tokens)
+        fetch = [(ahead + float(size.sum())) / bandwidth + closing_s for size in sizes]
+        return _in_time(request, text_s + closing_s, fetch, request.left_s)
+
+
+@dataclass(frozen=True)
+class CacheGenTimed:
+    """CacheGen's rule with kvwire's model of time: round trips, decoding, lanes that are busy; see ``Timeline``.
+
+    Attributes:
+        name: For tables and logs.
+        preemptible: See ``Policy.preemptible``.
+    """
+
+    name: str = "cachegen-timed"
+    preemptible: bool = False
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """Decide for the next stretch."""
+        levels = np.array(_levels(request))
+        timeline = Timeline(replace(request, refinable=None), levels, request.bandwidth)
+        if request.left_s is None:
+            # Fetched from the back on: so many of them are from each column on.
+            behind = _from((timeline.levels[0] >= 0).astype(np.int64))
+            return _divided(request, timeline.finish_s[0, np.maximum(behind, timeline.least[0])])
+        whole = timeline.finish_s[np.arange(len(levels)), timeline.counts].tolist()
+        return _in_time(request, float(timeline.finish_s[0, timeline.least[0]]), whole, request.left_s)
 
 
 @dataclass(frozen=True)
 class CacheGenArtefact:
     """The released artefact's rule, which sees the future: the true bandwidth while the next stretch is sent.
 
-    Each stretch gets an equal share of the deadline, and what one leaves is lost to the others; round trips and
-    decoding count nothing, and text counts ``text_s`` whatever its length. The most exact choice that fits a share is
-    taken, otherwise the quickest.
+    ``config_selection`` of its ``src/utils.py``: each stretch gets an equal share of the deadline, and what one leaves
+    is lost to the others. Levels are tried from the finest on, and the first that takes less than the share is taken;
+    text only where none does. Round trips and decoding count nothing, and what text takes does not matter. It knows
+    none but loads with a deadline: without one, or behind it, the soonest is taken here, and text counts ``text_s``.
 
     Attributes:
         bandwidth: True mean bytes per second over so many seconds from an instant.
@@ -80,44 +106,82 @@ class CacheGenArtefact:
     preemptible: bool = False
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Decide for the next stretch."""
-        chunks, goal = request.chunks, request.goal
-        stretch = _stretch(request)
+        """Decide for the next stretch, and for those behind it until one is fetched."""
+        for stretch in _stretches(request):
+            chosen = self._choice(request, stretch)
+            if chosen != RECOMPUTE:
+                return _written(request, chosen, int(stretch[0]))
+        return _written(request, RECOMPUTE, request.chunks.count)
+
+    def _choice(self, request: PlanRequest, stretch: Ints) -> int:
+        chunks, levels = request.chunks, _levels(request)
         share = int(chunks.tokens[stretch].sum()) / max(request.prompt_tokens, 1)
-        budget = inf if goal.deadline_s is None else goal.deadline_s * share
-        sizes = [chunks.bytes_at(chunks.level_for(level))[stretch].sum() for level in _levels(request)]
-        true = max(self.bandwidth(request.now, budget if 0 < budget < inf else self.text_s), SLOWEST)
-        times = {RECOMPUTE: self.text_s} | {goal.floor + at: float(size) / true for at, size in enumerate(sizes)}
-        # Text is exact, then the finer level.
-        ranked = [RECOMPUTE, *sorted((level for level in times if level >= 0), reverse=True)]
-        fitting = [level for level in ranked if times[level] <= budget] if budget < inf else []
-        return _next_stretch(request, fitting[0] if fitting else min(times, key=lambda level: times[level]))
+        budget = (request.goal.deadline_s or 0.0) * share
+        true = max(self.bandwidth(request.now, budget if budget > 0 else self.text_s), SLOWEST)
+        times = [float(chunks.bytes_at(chunks.level_for(level))[stretch].sum()) / true for level in levels]
+        if budget <= 0:
+            return levels[0] if times[0] < self.text_s else RECOMPUTE
+        fitting = [level for level, seconds in zip(levels, times, strict=True) if seconds < budget]
+        return max(fitting, default=RECOMPUTE)
 
 
 def _levels(request: PlanRequest) -> range:
-    """Levels to choose from."""
-    goal, levels = request.goal, request.chunks.levels
-    return range(goal.floor, levels if goal.ceiling is None else min(levels, goal.ceiling + 1))
+    """Levels to choose from; never none."""
+    goal = request.goal
+    most = request.chunks.levels if goal.ceiling is None else min(request.chunks.levels, goal.ceiling + 1)
+    return range(goal.floor, max(most, goal.floor + 1))
 
 
-def _stretch(request: PlanRequest) -> Ints:
-    """Columns of the next stretch: the first ones in the prompt."""
+def _from(values: Ints) -> Ints:
+    """Sums from each column to the last, then 0 ``[n + 1]``."""
+    return np.append(np.cumsum(values[::-1])[::-1], 0)
+
+
+def _before(values: Floats) -> Floats:
+    """Sums before each column, then of all ``[n + 1]``."""
+    return np.append(0.0, np.cumsum(values))
+
+
+def _stretches(request: PlanRequest) -> list[Ints]:
+    """Columns of each stretch, from the front of the prompt on."""
     tokens = request.chunks.tokens
-    return np.flatnonzero(np.cumsum(tokens) - tokens < STRETCH_TOKENS)
+    number = (np.cumsum(tokens) - tokens) // STRETCH_TOKENS
+    return np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(number)) + 1) if len(tokens) else []
 
 
-def _next_stretch(request: PlanRequest, choice: int) -> Plan:
-    """Recompute the next stretch and leave the rest open, or fetch what the controller asks for before it plans again.
+def _in_time(request: PlanRequest, text_s: float, fetch_s: list[float], left_s: float) -> Plan:
+    """Text where it is in time, otherwise the finest level that is, otherwise the coarsest; for all that is left."""
+    if text_s <= left_s:
+        return _written(request, RECOMPUTE, request.chunks.count)
+    levels = _levels(request)
+    fitting = [level for level, seconds in zip(levels, fetch_s, strict=True) if seconds <= left_s]
+    return _written(request, max(fitting, default=levels[0]), 0)
+
+
+def _divided(request: PlanRequest, done_s: Floats) -> Plan:
+    """Text before a stretch and the coarsest level from it on. done_s: the end, by the first column fetched."""
+    starts = np.array([*(int(stretch[0]) for stretch in _stretches(request)), request.chunks.count])
+    # Of equals the most text, which loses nothing.
+    at = int(starts[::-1][np.argmin(done_s[starts][::-1])])
+    return _written(request, RECOMPUTE if at == request.chunks.count else request.goal.floor, at)
+
+
+def _written(request: PlanRequest, choice: int, first: int) -> Plan:
+    """Fetch from a column on, and recompute the next stretch of what is before it; the rest of that is left open.
 
     What can only be fetched is fetched in any case, what can only be recomputed is recomputed.
     """
     chunks = request.chunks
-    if choice == RECOMPUTE:
-        floor = chunks.level_for(request.goal.floor)
-        levels = np.where((floor == RECOMPUTE) & chunks.can_fetch, chunks.top, floor)
-        stretch = _stretch(request)
+    floor = chunks.level_for(request.goal.floor)
+    levels = np.where((floor == RECOMPUTE) & chunks.can_fetch, chunks.top, floor)
+    taken = np.zeros(chunks.count, np.bool_)
+    if first:
+        stretch = _stretches(request)[0]
+        stretch = stretch[stretch < first]
         levels[stretch] = np.where(chunks.can_text, RECOMPUTE, chunks.top)[stretch]
-        order = stretch[levels[stretch] >= 0]
-        return sequential_plan(request, levels, order.tolist(), "text is in time")
-    levels = chunks.level_for(choice)
-    return sequential_plan(request, levels, np.flatnonzero(levels >= 0).tolist(), "by the throughput so far")
+        taken[stretch] = True
+    if choice != RECOMPUTE:
+        levels[first:] = chunks.level_for(choice)[first:]
+        taken[first:] = True
+    reason = "text is in time" if choice == RECOMPUTE else "by the throughput so far"
+    return sequential_plan(request, levels, np.flatnonzero(taken & (levels >= 0)).tolist(), reason)

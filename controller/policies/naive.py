@@ -91,6 +91,7 @@ def _arrivals(
         at += float(left) / max(bandwidth, SLOWEST)
         arrivals.append((at, float(work)))
     at += committed.ahead_bytes / max(bandwidth, SLOWEST)
+    at = max(at, request.ttfb_s) if tail else at
     for column, size in zip(tail, sizes, strict=True):
         at += _wire_s(request, size, bandwidth)
         arrivals.append((at, _decode_s(request, int(request.chunks.tokens[column]), size)))

@@ -3,7 +3,8 @@
 The model of a load that planning uses; ``naive.py`` plays the same model through event by event.
 
 * The link delivers one thing after another: what others ask for first, open requests, chunks that must be fetched, then
-  the others from the back of the prompt. Recomputation takes the rest, from the front (Cake, arXiv 2410.03065).
+  the others from the back of the prompt. Recomputation takes the rest, from the front (Cake, arXiv 2410.03065). What is
+  asked for now begins to come after a time to first byte, even where open requests leave the link idle before.
 * A decode can begin when its bytes are there. With one worker decoding and recomputing share it, with two each has one.
 * A worker never idles while it could work, so it ends at the largest, over all instants at which work becomes possible,
   of that instant plus all its work that becomes possible then or later.
@@ -162,6 +163,7 @@ class Timeline:
         last = float(begun[-1]) if len(begun) else request.lead_s
         last += committed.ahead_bytes / max(bandwidth, SLOWEST)
         link = last + self._cumulated(self._sorted(wire))
+        link[:, 1:] += max(0.0, request.ttfb_s - last)
         tail = self._cumulated(self._sorted(work))
         gaps = np.full(link.shape, head)
         np.maximum.accumulate(link[:, 1:] - tail[:, :-1] - busy, axis=1, out=gaps[:, 1:])

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvwire.controller.simulator.rates import ar1, constant, steps, token_bucket, with_outages
     from kvwire.controller.simulator.scenario import Scenario, settings_for, simulate, variants_for
     from kvwire.controller.simulator.sizes import documents_for, measured, raw_documents_for, raw_of, source_in_words
+    from kvwire.controller.simulator.steering import Steering
     from kvwire.controller.simulator.traces import parse_log_json, parse_mbit_lines
     from kvwire.controller.simulator.world import World
     from kvwire.types.rates import RateTrace
@@ -31,6 +32,7 @@ __all__ = [
     "Scenario",
     "Scored",
     "Span",
+    "Steering",
     "Summary",
     "Trouble",
     "World",
@@ -76,6 +78,7 @@ __getattr__ = lazy(
             "raw_of",
             "source_in_words",
         ),
+        "kvwire.controller.simulator.steering": ("Steering",),
         "kvwire.controller.simulator.traces": ("parse_log_json", "parse_mbit_lines"),
         "kvwire.controller.simulator.arrivals": ("LoadArrival", "Trouble"),
         "kvwire.controller.simulator.world": ("World",),

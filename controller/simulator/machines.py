@@ -26,6 +26,9 @@ decodes. For each element, the matrix products that docs/gpu.md names (groups of
 coded, 512 token features) at 40 % of the peak, and three passes over the output at memory speed. For each byte, a copy
 to the device at 25 GB/s and the host's checks at 10 GB/s. For each chunk, 2 ms: launches, and a lane of 8,192 symbols
 that one thread walks. Linking is part of the last kernel's store, hence free.
+
+Steering was measured on one core of a server processor with Python 3.11: the controller's part over whole loads by
+``benchmarks/decision_time.py``, the fetcher's, without what each byte takes, by ``benchmarks/object_reads.py``.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from typing import TYPE_CHECKING
 
 from kvwire.controller.costs import CostModel, DecodeCost, PrefillCost
 from kvwire.controller.simulator.models import BF16_BYTES, DEMO
+from kvwire.controller.simulator.steering import FREE, Steering
 from kvwire.errors import ArgumentError, NotFoundError
 
 if TYPE_CHECKING:
@@ -48,6 +52,7 @@ _DECODE_PASSES = 3
 _DECODE_BASE_S = 2e-3
 _COPY_BYTES_S = 25e9
 _CHECK_BYTES_S = 10e9
+_STEERING = Steering(event_s=5.1e-4, request_s=1.0e-4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +76,7 @@ class Machine:
         element_decode_s: Seconds of decoding for each element.
         byte_decode_s: Seconds of decoding for each fetched byte.
         link_element_s: Seconds of linking for each element.
+        steering: What the controller and its driver take on the machine's processor; nothing where nobody measured it.
     """
 
     name: str
@@ -89,6 +95,7 @@ class Machine:
     element_decode_s: float
     byte_decode_s: float
     link_element_s: float = 0.0
+    steering: Steering = FREE
 
     def group(self, processors: int) -> Machine:
         """Several of these as one machine."""
@@ -159,6 +166,7 @@ def _gpu(
         chunk_decode_s=_DECODE_BASE_S,
         element_decode_s=_DECODE_FLOPS / (_DECODE_EFFICIENCY * bf16) + _DECODE_PASSES * BF16_BYTES / memory_bytes_s,
         byte_decode_s=1 / _COPY_BYTES_S + 1 / _CHECK_BYTES_S,
+        steering=_STEERING,
     )
 
 
@@ -189,6 +197,7 @@ CPU = Machine(
     element_decode_s=1.1e-5 / DEMO.cache_elements,
     byte_decode_s=1.3e-7,
     link_element_s=2.2e-6 / DEMO.cache_elements,
+    steering=_STEERING,
 )
 
 MACHINES = {

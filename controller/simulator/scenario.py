@@ -118,7 +118,10 @@ class Scenario:
             return estimates, self.start_s
         controller = Controller(estimates, settings_for(self.machine), Adaptive())
         workers = self.machine.workers
-        world = World(controller, self.rate, self.costs, rtt_s=self.rtt_s, workers=workers, limit_s=_LIMIT_S)
+        world = World(
+            controller, self.rate, self.costs, rtt_s=self.rtt_s, steering=self.machine.steering, workers=workers,
+            limit_s=_LIMIT_S,
+        )  # fmt: skip
         (earlier,) = world.run([LoadArrival(0.0, self.documents, self.goal, self.query_tokens)])
         return estimates, max(self.start_s, earlier.ttft_s + _PAUSE_S)
 
@@ -199,10 +202,8 @@ def variants_for(
 
 
 def settings_for(machine: Machine) -> ControllerSettings:
-    """How to steer loads of a machine: GPUs decode many chunks at once and sit at links that carry many requests."""
-    if machine.workers == 1:
-        return ControllerSettings()
-    return ControllerSettings(workers=machine.workers, decode_batch=64, max_in_flight=128, horizon_s=0.005)
+    """How to steer loads of a machine: as loaders do that ship; see ``ControllerSettings.suited``."""
+    return ControllerSettings.suited(on_gpu=machine.workers > 1)
 
 
 def simulate(
@@ -246,7 +247,8 @@ def simulate(
         true = replace(costs(scenario.model, scenario.machine, raw=True), query_tokens=scenario.query_tokens)
     world = World(
         Controller(estimates, chosen, policy, record=record), scenario.rate, true, rtt_s=scenario.rtt_s,
-        trouble=scenario.trouble, workers=chosen.workers, seed=scenario.seed, limit_s=scenario.begins_s + _LIMIT_S,
+        trouble=scenario.trouble, steering=scenario.machine.steering, workers=chosen.workers, seed=scenario.seed,
+        limit_s=scenario.begins_s + _LIMIT_S,
     )  # fmt: skip
     begin = scenario.begins_s
     at_once = isinstance(policy, TextOnly) and all(variants[0].has_text for variants in documents)

@@ -2,8 +2,9 @@
 
 The link is a fluid: the first packets of answers come one after another, in the order of the requests, and share its
 rate equally with answers that are past theirs. Lanes take what the true costs say, times noise. Everything that the
-controller learns, it learns through its events, as in a real load. What no real driver could do, such as decoding bytes
-that are not here, is refused.
+controller learns, it learns through its events, as in a real load. Steering takes its time, too: events wait for each
+other, and instructions for the decision. What no real driver could do, such as decoding bytes that are not here, is
+refused.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import heapq
 from dataclasses import dataclass, field, replace
 from itertools import count
 from math import inf
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from kvwire.controller.costs import busiest
 from kvwire.controller.simulator.arrivals import Trouble
 from kvwire.controller.simulator.flows import DONE_BYTES, Flow, served
 from kvwire.controller.simulator.outcome import Lane, Outcome, Span
+from kvwire.controller.simulator.steering import FREE, Inbox
 from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from kvwire.controller.costs import CostModel
     from kvwire.controller.documents import DocumentPlanInput
     from kvwire.controller.simulator.arrivals import LoadArrival
+    from kvwire.controller.simulator.steering import Steering
     from kvwire.types import Decision
     from kvwire.types.rates import RateTrace
 
@@ -51,11 +54,12 @@ class _Job:
 class _Run:
     """A load in the world. received: bytes that came for it. corrupt: chunks that cannot be decoded.
 
-    here: level up to which a chunk's bytes are here. valid: chunks that are in the prompt.
+    here: level up to which a chunk's bytes are here. valid: chunks that are in the prompt. chunks: how many it has.
     """
 
     arrival: LoadArrival
     number: int
+    chunks: int
     received: float = 0.0
     corrupt: set[ChunkId] = field(default_factory=set)
     here: dict[ChunkId, int] = field(default_factory=dict)
@@ -77,6 +81,7 @@ class World:
         rtt_s: float = 0.0,
         trouble: Trouble | None = None,
         lane_s: float = 0.0,
+        steering: Steering | None = None,
         workers: int = 2,
         decode_threads: int = 1,
         seed: int = 0,
@@ -92,6 +97,7 @@ class World:
             trouble: What goes wrong, by chance.
             lane_s: Seconds for which a lane stands idle around each job, because its driver has to hear of the end and
                 to begin the next one; no job's own seconds hold them.
+            steering: What the driver's thread takes for events; None: nothing.
             workers: 2: a lane each for forward passes and for decoding, closings take turns with the former; 1: one
                 thing at a time.
             decode_threads: See ``ControllerSettings``.
@@ -114,11 +120,13 @@ class World:
         self._closing: tuple[Lane, ...] = ("prefill",) if workers > 1 else ("prefill", "decode")
         self._closed_at = 0.0  # when all closings so far are over
         self._variants: dict[tuple[int, int], int] = {}
+        self._steering, self._inbox = steering or FREE, Inbox()
 
     def run(self, arrivals: Sequence[LoadArrival]) -> list[Outcome]:
         """Let loads come in and play everything to its end; outcomes in the order of ``arrivals``."""
         for number, arrival in enumerate(arrivals):
-            self._runs[number] = _Run(arrival, number)
+            chunks = sum(len(variants[0].tokens) for variants in arrival.documents)
+            self._runs[number] = _Run(arrival, number, chunks)
             self._at(arrival.at, ("ask", number))
         while any(run.outcome is None for run in self._runs.values()):
             self._step()
@@ -130,7 +138,8 @@ class World:
     def _step(self) -> None:
         """Go to the next instant at which anything happens, and let it happen."""
         planned = self._queue[0][0] if self._queue else inf
-        moment = max(self._now, min(planned, self._link_moment(), self._controller.wake_at, self._job_moment()))
+        heard_at = self._inbox.free_at if self._inbox else max(self._controller.wake_at, self._inbox.free_at)
+        moment = max(self._now, min(planned, self._link_moment(), heard_at, self._job_moment()))
         if moment > self._limit_s:
             open_loads = [run.number for run in self._runs.values() if run.outcome is None]
             msg = f"loads {open_loads} are not over after {self._limit_s} simulated seconds"
@@ -139,11 +148,12 @@ class World:
         self._now = moment
         while self._queue and self._queue[0][0] <= moment:
             self._happen(heapq.heappop(self._queue)[2])
+        self._serve()
         self._begin_flows()
         self._report()
         self._end_flows()
         self._end_jobs()
-        if self._controller.wake_at <= moment:
+        if max(self._controller.wake_at, self._inbox.free_at) <= moment and not self._inbox:
             self._tell(ev.Tick())
 
     def _happen(self, what: object) -> None:
@@ -162,10 +172,31 @@ class World:
             case ("leave", int(number)) if self._runs[number].outcome is None:
                 self._tell(ev.LoadAbandoned(number))
                 self._finish(self._runs[number], (), "nobody waits for it any more")
+            case ("obey", instruction):
+                self._obey(cast("ev.Instruction", instruction))
 
-    def _tell(self, event: ev.Event) -> None:
-        for instruction in self._controller.handle(event, self._now):
-            self._obey(instruction)
+    def _tell(self, event: ev.Event, flow: Flow | None = None) -> None:
+        """Let the driver hear of an event, and of the end of an answer where it is one."""
+        self._inbox.put(event, self._now, flow)
+        self._serve()
+
+    def _serve(self) -> None:
+        """Have the controller handle what the driver can hear of by now; instructions come when it has decided."""
+        while taken := self._inbox.take(self._now):
+            event, flow = taken
+            if isinstance(event, ev.ChunkArrived) and flow:
+                run = self._runs[event.chunk.load]
+                run.here[event.chunk] = event.level
+                run.corrupt.update([event.chunk] if flow.corrupt else ())
+            instructions = self._controller.handle(event, self._now)
+            open_runs = (run for run in self._runs.values() if run.outcome is None and run.arrival.at <= self._now)
+            delays = self._steering.delays(event, sum(run.chunks for run in open_runs), instructions)
+            self._inbox.free_at = self._now + delays[-1]
+            for instruction, delay_s in zip(instructions, delays[1:], strict=True):
+                if delay_s:
+                    self._at(self._now + delay_s, ("obey", instruction))
+                else:
+                    self._obey(instruction)
 
     def _obey(self, instruction: ev.Instruction) -> None:  # noqa: C901 - a case for each instruction
         match instruction:
@@ -199,6 +230,7 @@ class World:
                 flow = self._flows.pop(chunk, None)
                 if flow:
                     self._span(flow, "cancelled")
+                self._inbox.drop(chunk)
             case ev.Release(chunk):
                 self._runs[chunk.load].here.pop(chunk, None)
             case ev.Finish(load, decisions, reason):
@@ -290,13 +322,10 @@ class World:
             late = self._now >= flow.fetch.until
             if flow.begun and flow.left <= DONE_BYTES and not late:
                 self._end_flow(flow, "fetch")
-                if flow.corrupt:
-                    self._runs[chunk.load].corrupt.add(chunk)
-                self._runs[chunk.load].here[chunk] = flow.fetch.level
-                self._tell(ev.ChunkArrived(chunk, flow.fetch.level))
+                self._tell(ev.ChunkArrived(chunk, flow.fetch.level), flow)
             elif late or (flow.begun and flow.left <= flow.fails_at + DONE_BYTES):
                 self._end_flow(flow, "failed")
-                self._tell(ev.ChunkFailed(chunk, "not in time" if late else "connection reset"))
+                self._tell(ev.ChunkFailed(chunk, "not in time" if late else "connection reset"), flow)
 
     def _end_flow(self, flow: Flow, what: Literal["fetch", "failed"]) -> None:
         del self._flows[flow.fetch.chunk]
@@ -350,6 +379,8 @@ class World:
     # The end.
 
     def _finish(self, run: _Run, decisions: tuple[Decision, ...], reason: str) -> None:
+        if run.outcome:
+            return  # whoever asked has left while it was decided
         arrival = run.arrival
         inputs = [self._input(run, document) for document in range(len(arrival.documents))]
         prompt_tokens = sum(sum(document.tokens) for document in inputs)

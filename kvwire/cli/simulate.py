@@ -57,7 +57,8 @@ _OPTIONS = (
                  help="Default: quality with a deadline, earliest without."),
     click.option("--floor", default=0, show_default=True, type=click.IntRange(0, 7), help="Lowest level to use."),
     click.option("--policy", "policies", multiple=True,
-                 help="adaptive, cachegen, cachegen-artefact, level-0 and so on, text, raw.  [default: all]"),
+                 help="adaptive, cachegen, cachegen-timed, cachegen-artefact, level-0 and so on, text, raw. "
+                 " [default: all]"),
     click.option("--loads", default=1, show_default=True, type=click.IntRange(1, 10_000), help="One after another."),
     click.option("--together", default=1, show_default=True, type=click.IntRange(1, 1000),
                  help="Loads that share link and machine each time."),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from kvwire import controller as ctl
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from kvwire.codec import Backend
     from kvwire.controller import LogEntry, OnLate, Policy
 
-_GPU_BATCH, _MOST_THREADS, _HORIZON_S = 32, 8, 0.01
-_ROUNDS = 2  # of chunks that a CPU decodes in one go: telling of each that it is done costs time, too
+_MOST_THREADS = 8
+_IN_FLIGHT = ctl.ControllerSettings.max_in_flight
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class LoadSettings:
         quality_ceiling: The finest level that is worth waiting for; None for any.
         bandwidth_prior: Bytes per second assumed before anything was measured.
         ttfb_prior_s: Seconds to the first byte assumed likewise.
-        max_in_flight: Chunks fetched at once.
+        max_in_flight: Chunks fetched at once at most; how many are, depends on the link.
         memory_bytes: Of blobs, fetched or kept to be upgraded, over all loads.
         open_s: Longest wait for a blob's header where the document's text is known or stored, in seconds.
         patience_s: Longest wait for any other header, and for anything else that nothing stands in for, in seconds.
@@ -49,11 +49,11 @@ class LoadSettings:
     quality_ceiling: int | None = None
     bandwidth_prior: float = 12.5e6
     ttfb_prior_s: float = 0.02
-    max_in_flight: int = 16
-    memory_bytes: int = 1 << 32
+    max_in_flight: int = _IN_FLIGHT
+    memory_bytes: int = ctl.ControllerSettings.memory_bytes
     open_s: float = 5.0
-    patience_s: float = 30.0
-    fetch: FetchSettings = field(default_factory=lambda: FetchSettings(concurrency=16, retries=2))
+    patience_s: float = ctl.ControllerSettings.patience_s
+    fetch: FetchSettings = field(default_factory=lambda: FetchSettings(concurrency=_IN_FLIGHT, retries=2))
     backend: Backend = "auto"
     compute_workers: Literal[1, 2] | None = None
     decode_batch: int | None = None
@@ -74,13 +74,13 @@ def controls_of(settings: LoadSettings, *, on_gpu: bool) -> ctl.ControllerSettin
     Returns:
         The controller's settings.
     """
-    threads = 1 if on_gpu else settings.decode_threads or min(cores(), _MOST_THREADS)
-    return ctl.ControllerSettings(
+    threads = settings.decode_threads or min(cores(), _MOST_THREADS)
+    suited = ctl.ControllerSettings.suited(on_gpu=on_gpu, threads=threads)
+    return replace(
+        suited,
         max_in_flight=settings.max_in_flight,
-        horizon_s=_HORIZON_S,
         memory_bytes=settings.memory_bytes,
         patience_s=settings.patience_s,
-        workers=settings.compute_workers or (2 if on_gpu else 1),
-        decode_batch=settings.decode_batch or (_GPU_BATCH if on_gpu else _ROUNDS * threads),
-        decode_threads=threads,
+        workers=settings.compute_workers or suited.workers,
+        decode_batch=settings.decode_batch or suited.decode_batch,
     )

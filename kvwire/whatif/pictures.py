@@ -31,6 +31,7 @@ _LETTER_SHARE = 0.0085
 # Okabe and Ito's palette; dashes say the same again.
 _LINES = (
     ("adaptive", "#0072B2", "-", 2.6), ("cachegen", "#CC79A7", (0, (4, 1.5, 1, 1.5)), 1.6),
+    ("cachegen-timed", "#F0E442", (0, (3, 1)), 1.6),
     ("cachegen-artefact", "#009E73", (0, (1, 1)), 1.6), ("text", "#555555", (0, (1, 2)), 1.6),
     ("raw", "#E69F00", (0, (5, 2)), 1.6),
 )  # fmt: skip

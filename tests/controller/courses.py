@@ -19,7 +19,7 @@ from kvwire.controller import (
     PrefillCost,
 )
 from kvwire.controller import events as ev
-from kvwire.controller.policies import Adaptive, CacheGen, CacheGenArtefact, Fixed, TextOnly
+from kvwire.controller.policies import Adaptive, CacheGen, CacheGenArtefact, CacheGenTimed, Fixed, TextOnly
 from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId
 
@@ -45,7 +45,9 @@ class Course(Checks):
         self.settings = self._settings()
         costs = CostModel(PrefillCost(self._any(0, 0.05), 10 ** self._any(-3 if self.calm else -6, -2), 1e-9),
                           DecodeCost(self._any(0, 0.01), self._any(0, 1e-5), self._any(0, 1e-7)), 1e-6)  # fmt: skip
-        policy = self.random.choice([Adaptive()] * 8 + [Fixed(1), TextOnly(), CacheGen(), CacheGenArtefact(steady)])
+        policy = self.random.choice(
+            [Adaptive()] * 8 + [Fixed(1), TextOnly(), CacheGen(), CacheGenTimed(), CacheGenArtefact(steady)]
+        )
         self.adaptive = isinstance(policy, Adaptive)
         self.pace_s = 10 ** self._any(-4, -3 if self.calm else -0.5)
         prior = 10 ** self._any(4 if self.calm else 3, 6 if self.calm else 8)

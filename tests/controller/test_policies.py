@@ -15,6 +15,7 @@ from kvwire.controller.policies import (
     Adaptive,
     CacheGen,
     CacheGenArtefact,
+    CacheGenTimed,
     CommittedWork,
     Fixed,
     PlanRequest,
@@ -107,6 +108,39 @@ def test_cachegen_without_a_deadline_takes_what_is_sooner(bandwidth, level):
     assert CacheGen().plan(request(bandwidth=bandwidth)).levels.tolist() == [level] * 3
 
 
+@pytest.mark.parametrize("policy", [CacheGen(), CacheGenTimed()])
+def test_cachegen_without_a_deadline_fetches_the_back_while_the_front_is_recomputed(policy):
+    asked = request(24, bandwidth=1e5)  # eight stretches of 0.154 s each as text and as level 0
+    plan = policy.plan(asked)
+    taken = sorted(plan.order)
+    ahead = STRETCH_TOKENS // 512
+    assert taken == list(range(24 - len(taken), 24))
+    assert len(taken) / ahead == 4  # both are done after half of the time
+    assert plan.levels[:ahead].tolist() == [RECOMPUTE] * ahead
+    assert set(plan.levels[ahead:].tolist()) == {0}
+
+
+def test_cachegen_counts_what_is_asked_for_already():
+    wire = CommittedWork(wire=np.array([5e4]), work_s=np.array([0.0]))
+    alone, behind = (
+        CacheGen().plan(request(deadline_s=0.1, bandwidth=1.4e6, **more)) for more in ({}, {"committed": wire})
+    )
+    assert alone.levels.tolist() == [2] * 3
+    assert behind.levels.tolist() == [1] * 3
+
+
+@pytest.mark.parametrize("trip_s", [0.0, 0.04])
+def test_cachegen_with_a_model_of_time_knows_round_trips_and_decoding(trip_s):
+    slow = CostModel(PrefillCost(0.0, 1e-3), DecodeCost(0.0, 4e-5), 0.0)  # 20 ms to decode a chunk
+    link = {"bandwidth": 1.4e6, "lead_s": trip_s, "ttfb_s": trip_s, "parallel": 3}
+    asked = replace(request(deadline_s=0.15, workers=2, **link), costs=slow)
+    assert CacheGen().plan(asked).levels.tolist() == [2] * 3  # 138,240 bytes: 0.099 s
+    expected = 2 if 0.099 + 2 * trip_s + 0.02 <= 0.15 else 1
+    assert CacheGenTimed().plan(asked).levels.tolist() == [expected] * 3
+    assert CacheGenTimed().plan(replace(asked, left_s=2.0)).levels.tolist() == [RECOMPUTE] * 3
+    assert CacheGenTimed().plan(replace(asked, left_s=0.01)).levels.tolist() == [0] * 3
+
+
 def artefact(bandwidth):
     asked = []
 
@@ -129,6 +163,23 @@ def test_the_artefact_prices_text_at_a_fifth_of_a_second_whatever_it_takes():
     policy, _ = artefact(1.0)
     assert policy.plan(replace(request(deadline_s=0.21), costs=slow)).levels.tolist() == [RECOMPUTE] * 3
     assert policy.plan(request(deadline_s=0.19)).levels.tolist() == [RECOMPUTE] * 3  # nothing fits: the quickest
+
+
+@pytest.mark.parametrize(("bandwidth", "level"), [(9e9, 3), (1.9e6, 2), (0.2e6, 0), (0.15e6, RECOMPUTE)])
+def test_the_artefact_takes_the_finest_level_that_fits_and_text_only_where_none_does(bandwidth, level):
+    policy, _ = artefact(bandwidth)
+    plan = policy.plan(request(deadline_s=0.1))  # 1536 tokens, whose text takes 0.154 s
+    assert plan.levels.tolist() == [level] * 3
+
+
+def test_the_artefact_fetches_the_next_stretch_while_one_is_recomputed():
+    """The second stretch is smaller than the first one, and fits its share of the deadline."""
+    made = columns([([(512, 3, True, 0)] * 3, 0.0), ([(512, 3, True, 0)] * 3, 0.0)])
+    made = replace(made, sizes=np.concatenate([made.sizes[:, :3] * 1000, made.sizes[:, 3:]], axis=1))
+    policy, _ = artefact(1e6)
+    plan = policy.plan(replace(request(6, deadline_s=0.2), chunks=made))
+    assert plan.levels.tolist() == [RECOMPUTE] * 3 + [1] * 3
+    assert list(plan.order) == [3, 4, 5]
 
 
 @pytest.mark.parametrize("deadline_s", [0.0, -0.1])

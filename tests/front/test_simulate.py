@@ -26,7 +26,8 @@ def test_all_policies_are_compared_and_the_report_is_json(run):
     assert code == 0
     report = json.loads(out)
     policies = [row["policy"] for row in report["summaries"]]
-    assert policies == ["adaptive", "cachegen", "cachegen-artefact", *(f"level-{n}" for n in range(5)), "text", "raw"]
+    rivals = ["cachegen", "cachegen-timed", "cachegen-artefact"]
+    assert policies == ["adaptive", *rivals, *(f"level-{n}" for n in range(5)), "text", "raw"]
     assert all(row["loads"] == 2 for row in report["summaries"])
     ours, text = report["summaries"][0], report["summaries"][-2]
     assert ours["avoidable"] == 0

@@ -12,6 +12,7 @@ from kvwire.controller import Controller, CostModel, DecodeCost, DocumentPlanInp
 from kvwire.controller import events as ev
 from kvwire.controller.simulator import (
     Scenario,
+    Steering,
     Trouble,
     ar1,
     constant,
@@ -135,6 +136,92 @@ def test_a_lane_that_stands_idle_between_jobs_delays_what_follows_but_not_what_i
     passes = [entry.event.seconds for entry in events if isinstance(entry.event, ev.RecomputeDone)]
     assert passes[: len(passes) // 2] == pytest.approx(passes[len(passes) // 2 :])
     assert ends[1] - ends[0] == pytest.approx(0.01 * len(passes) / 2)
+
+
+@pytest.mark.parametrize(("bytes_s", "rtt_s"), [(2e6, 0.002), (2e6, 0.05), (1.25e9, 0.0), (1.25e9, 0.02), (5e9, 0.1)])
+def test_as_many_requests_are_open_as_bandwidth_times_round_trip_needs(bytes_s, rtt_s):
+    machine = replace(machine_named("h100"), steering=Steering())
+    documents = variants_for(MODEL, [4096] * 16)
+    scene = scenario(
+        trouble=Trouble(), asked=(0.0,), rate=constant(bytes_s), rtt_s=rtt_s, goal=Goal(), documents=documents,
+        machine=machine,
+    )  # fmt: skip
+    (outcome,) = simulate(scene, policy_named("level-0", scene.rate))
+    found = spans([outcome], "link")
+    edges = sorted([(span.began, 1) for span in found] + [(span.ended, -1) for span in found])
+    most_open = max(np.cumsum([step for _, step in edges]))
+    settings = settings_for(machine)
+    sizes = [row[0] for (document,) in documents for row in document.fetch_bytes]
+    needed = bytes_s * rtt_s / max(sizes)
+    allowed = bytes_s * (2 * rtt_s + settings.horizon_s) / min(sizes)
+    assert min(needed, settings.max_in_flight) <= most_open <= min(1.2 * allowed + 3, settings.max_in_flight)
+
+
+STEERING = Steering(event_s=2e-3, chunk_s=1e-5, request_s=1e-3)
+
+
+def steered(steering, seed=0, policy="adaptive", **changed):
+    scene, log = scenario(seed=seed, **changed), []
+    scene = replace(scene, machine=replace(scene.machine, steering=steering))
+    return simulate(scene, policy_named(policy, scene.rate), record=log.append), log
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_driver_that_takes_next_to_no_time_changes_nothing(seed):
+    (free, _), (quick, _) = steered(Steering(), seed), steered(Steering(event_s=1e-13, request_s=1e-13), seed)
+    assert [each.decisions for each in quick] == [each.decisions for each in free]
+    assert [each.ttft_s for each in quick] == pytest.approx([each.ttft_s for each in free], rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_driver_hears_of_one_event_after_another(seed):
+    _, log = steered(STEERING, seed)
+    for entry, later in pairwise(log):
+        requests = sum(isinstance(each, ev.Fetch) for each in entry.instructions)
+        heard = 0.0 if isinstance(entry.event, ev.FirstByte) else STEERING.event_s
+        assert later.now - entry.now >= heard + STEERING.request_s * requests - 1e-9
+
+
+def test_instructions_come_when_the_controller_has_decided():
+    (outcome,), log = steered(Steering(event_s=0.01), policy="level-0", trouble=Trouble(), asked=(0.0,))
+    decided = {each.chunk: entry.now for entry in log for each in entry.instructions if isinstance(each, ev.Fetch)}
+    asked = {ChunkId(span.document, span.first, 0): span.began for span in spans([outcome], "link")}
+    assert asked
+    assert all(began == pytest.approx(decided[chunk] + 0.01) for chunk, began in asked.items())
+
+
+def test_steering_costs_time_the_more_the_more_chunks_there_are():
+    ends = []
+    for steering in (Steering(), Steering(event_s=1e-3), Steering(event_s=1e-3, chunk_s=1e-3)):
+        (outcome,), _ = steered(steering, trouble=Trouble(), asked=(0.0,), goal=Goal())
+        ends.append(outcome.ttft_s)
+    assert ends[0] < ends[1] < ends[2]
+
+
+def test_an_answer_that_is_cancelled_before_its_end_is_heard_of_never_ends():
+    """The driver is busy with the first byte of A while A and B come in; what it decides then is to cancel A."""
+
+    class Canceller(Stub):
+        def handle(self, event, now):
+            heard.append(event)
+            return super().handle(event, now)
+
+    heard = []
+    answers = {
+        ev.LoadRequested: [FETCH, replace(FETCH, chunk=B)], ev.TransferProgress: [ev.Cancel(A, "enough")],
+        ev.ChunkArrived: [ev.Finish(0, (), "done")],
+    }  # fmt: skip
+    costs = CostModel(PrefillCost(1.0, 0.0), DecodeCost(1.0, 0.0))
+    world = World(Canceller(answers), constant(1e4), costs, rtt_s=0.01, steering=Steering(event_s=0.05), limit_s=5.0)
+    document = DocumentPlanInput((256, 256), ((100, 200), (100, 200)))
+    world.run([LoadArrival(0.0, ((document,),), GOAL, index_s=0.0)])
+    assert [each.chunk for each in heard if isinstance(each, ev.ChunkArrived)] == [B]
+
+
+@pytest.mark.parametrize("wrong", [{"event_s": -1.0}, {"chunk_s": float("nan")}, {"request_s": float("inf")}])
+def test_steering_that_cannot_be_is_refused(wrong):
+    with pytest.raises(ArgumentError, match="steering"):
+        Steering(**wrong)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

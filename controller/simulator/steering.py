@@ -1,0 +1,110 @@
+"""What steering itself takes: the thread of a driver hears of one event after another, and is busy with each."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import isfinite
+from typing import TYPE_CHECKING
+
+from kvwire.controller import events as ev
+from kvwire.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvwire.controller.simulator.flows import Flow
+    from kvwire.types import ChunkId
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steering:
+    """Seconds for which a driver's thread is busy, so that instructions come later and other events wait.
+
+    Attributes:
+        event_s: With each event, but for first bytes, which are only noted.
+        chunk_s: With each event besides, for each chunk of the loads under way.
+        request_s: With each request besides: sending it and taking its answer in.
+    """
+
+    event_s: float = 0.0
+    chunk_s: float = 0.0
+    request_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse times that cannot be."""
+        figures = (self.event_s, self.chunk_s, self.request_s)
+        if not all(isfinite(figure) and figure >= 0 for figure in figures):
+            msg = f"steering takes finite times of at least 0 s, got {self}"
+            raise ArgumentError(msg)
+
+    def delays(self, event: ev.Event, chunks: int, instructions: Sequence[ev.Instruction]) -> list[float]:
+        """Work out what one event takes.
+
+        Args:
+            event: The event.
+            chunks: Of the loads under way.
+            instructions: That it led to.
+
+        Returns:
+            Seconds until it is decided, then until each instruction is carried out.
+        """
+        decided = 0.0 if isinstance(event, ev.FirstByte) else self.event_s + self.chunk_s * chunks
+        requests = accumulate((isinstance(each, ev.Fetch) for each in instructions), initial=0)
+        return [decided + self.request_s * number for number in requests]
+
+
+FREE = Steering()
+"""Nothing takes any time."""
+
+
+class Inbox:
+    """Events that have happened and that the driver has not heard of; first in, first out.
+
+    Attributes:
+        free_at: Instant from which on the driver can hear of the next one.
+    """
+
+    def __init__(self) -> None:
+        """Start empty and free."""
+        self.free_at = 0.0
+        self._waiting: deque[tuple[ev.Event, float, Flow | None]] = deque()
+
+    def __len__(self) -> int:
+        """Number of events that wait."""
+        return len(self._waiting)
+
+    def put(self, event: ev.Event, now: float, flow: Flow | None) -> None:
+        """Add an event.
+
+        Args:
+            event: What happened.
+            now: When it happened.
+            flow: Of which it is the end; None for none.
+        """
+        self._waiting.append((event, now, flow))
+
+    def drop(self, chunk: ChunkId) -> None:
+        """Forget the end of a fetch that was cancelled before the driver heard of it.
+
+        Args:
+            chunk: That it was of.
+        """
+        self._waiting = deque(each for each in self._waiting if each[2] is None or each[2].fetch.chunk != chunk)
+
+    def take(self, now: float) -> tuple[ev.Event, Flow | None] | None:
+        """Take the next event out; to whom decodes report, their lanes are busy until then.
+
+        Args:
+            now: The instant.
+
+        Returns:
+            The event, and of which flow it is the end; None where nothing waits or the driver is busy.
+        """
+        if not self._waiting or now < self.free_at:
+            return None
+        event, happened, flow = self._waiting.popleft()
+        if isinstance(event, ev.DecodeDone):
+            event = replace(event, seconds=event.seconds + now - happened)
+        return event, flow
