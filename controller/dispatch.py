@@ -220,8 +220,8 @@ class Dispatcher(Resources):
     def _request(self, load: Load, now: float) -> PlanRequest:
         costs, settings, link = self.costs_among_many(load), self._settings, self.link
         slowness = self.lanes.slowness(now)
-        # Fixed costs of passes that are kept short.
-        factor = 1 + costs.prefill.base_s / max(self._pass_limit_s(load, costs, now), _SHORTEST_S)
+        # Passes that are kept short pay their fixed cost more often.
+        factor = 1 + costs.prefill.base_s / max(self._pass_limit_s(load, costs, load.asked_at), _SHORTEST_S)
         factor *= slowness if slowness > _OVERDUE else 1.0
         if factor > 1:
             costs = replace(costs, prefill=costs.prefill.scaled(factor))
