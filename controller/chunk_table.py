@@ -81,6 +81,7 @@ class ChunkTable:
             exact_error=self._exact_error[picked],
             can_text=self._joined("can_text", np.bool_)[picked],
             prefix_s=np.array([*(prefix_s.get(doc.number, 0.0) for doc in self._boards), 0.0])[self.where[picked]],
+            layered=self._layered[picked],
         )
         return columns, picked
 

@@ -298,13 +298,12 @@ class Dispatcher(Resources):
         """Open the refinements that the plan names, once nothing else is to be fetched."""
         cut = self._cut(load)
         while load.refine and not load.waiting and now < cut and self._window_open():
-            doc, chunk = load.refine.pop(0)
-            level = int(doc.valid_level[chunk]) + 1
-            more = doc.size(chunk, level) - doc.size(chunk, level - 1) if doc.top[chunk] >= level else 0
-            usable = doc.state[chunk] == _S.READY and doc.held[chunk] and doc.top[chunk] >= level
-            if usable and self.held + more <= self._settings.memory_bytes:
+            doc, chunk, level = load.refine.pop(0)
+            valid = int(doc.valid_level[chunk])
+            usable = doc.state[chunk] == _S.READY and doc.held[chunk] and valid < level <= doc.top[chunk]
+            if usable and self.held + doc.size(chunk, level) - doc.size(chunk, valid) <= self._settings.memory_bytes:
                 doc.move(chunk, _S.REFINING)
-                self.ask(load, (doc, chunk), level, level, cut, now, out)
+                self.ask(load, (doc, chunk), valid + 1, level, cut, now, out)
 
     def _reclaim(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Give up fetches that idle compute would beat."""

@@ -37,7 +37,7 @@ class Load:
         plan: The latest.
         planned_at: When that was made.
         waiting: Chunks that it fetches, next one first.
-        refine: The refinements that it names.
+        refine: Chunks that become better, and up to which level, next one first.
         compute_s: Seconds of recomputation that it holds.
         fallbacks: Chunks for which a fetch or decode was given up for recomputation.
     """
@@ -64,7 +64,7 @@ class Load:
         self.planned_at = -inf
         self.waiting: list[tuple[DocumentState, int, int]] = []
         self.recompute: dict[int, set[int]] = {}
-        self.refine: list[Place] = []
+        self.refine: list[tuple[DocumentState, int, int]] = []
         self.compute_s = 0.0
         self.fallbacks = 0
         self._laid_out: list[tuple[int, int]] | None = None
@@ -189,8 +189,10 @@ class Load:
             self.recompute.setdefault(where[at], set()).add(chunk[at])
         self.compute_s = float(prefill_s(request)[plan.levels == RECOMPUTE].sum()) if len(chunk) else 0.0
         self.upgraded = {(where[at], chunk[at]) for at in plan.upgraded}
-        places = [self._refinable[at] for at in plan.refine]
-        self.refine = [(self.docs[self._columns.where[at]], int(self._columns.chunk[at])) for at in places]
+        self.refine = []
+        for at, level in zip(plan.refine, plan.refine_levels, strict=True):
+            place = self._refinable[at]
+            self.refine.append((self.docs[self._columns.where[place]], int(self._columns.chunk[place]), level))
 
     def next_pass(self, costs: CostModel, limit_s: float) -> tuple[DocumentState, list[int]] | None:
         """Find the first forward pass that can run now and that the plan wants.

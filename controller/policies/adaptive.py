@@ -10,19 +10,21 @@ what is left.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, log10
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.policies.base import RECOMPUTE, SLOWEST, Plan
-from kvwire.controller.policies.timeline import Timeline, decode_s, prefill_s, wire_s
+from kvwire.controller.policies.base import RECOMPUTE, Plan
+from kvwire.controller.policies.refining import Refining
+from kvwire.controller.policies.timeline import Timeline, prefill_s
 
 if TYPE_CHECKING:
     from kvwire.controller.policies.base import Ints, PlanRequest
 
 
 _AS_GOOD = 1.001
+_LEAST_ERROR = 1e-12  # 120 dB
 _LONG = 40.0  # recomputation of that many times a pass's fixed cost can afford one more pass
 
 
@@ -45,20 +47,50 @@ class Adaptive:
         if request.goal.objective == "earliest" or request.left_s is None:
             return _earliest(request)
         timeline = Timeline(request, _targets(request), request.bandwidth_low)
-        feasible = timeline.finish_s <= request.left_s
-        if not feasible.any():
+        if not (timeline.finish_s <= request.left_s).any():
             return _earliest(request)
         if request.goal.objective == "cheapest":
-            score = np.where(feasible, timeline.bytes, np.inf)
+            score = np.where(timeline.finish_s <= request.left_s, timeline.bytes, np.inf)
             row, split = np.unravel_index(int(np.argmin(score)), score.shape)
             return _written(request, timeline, int(row), int(split), "fewest bytes in time")
-        least = float(timeline.error[feasible].min())
-        # Of those that are as good as the best, the soonest.
-        score = np.where(feasible & (timeline.error <= least * _AS_GOOD), timeline.finish_s, np.inf)
-        row, split = np.unravel_index(int(np.argmin(score)), score.shape)
-        plan = _upgraded(request, timeline, int(row), int(split))
+        row, split = _best(request, timeline)
+        plan = _upgraded(request, timeline, row, split)
+        if plan.order:
+            return _insured(request, plan)
         # The link need not wait for what is only computed.
-        return plan if plan.order else replace(plan, refine=_refinements(request, plan.finish_s))
+        return _refining(request, plan)
+
+
+def _best(request: PlanRequest, timeline: Timeline) -> tuple[int, int]:
+    """Target and split of the least error in time; of those that are as good as the best, the soonest."""
+    feasible = timeline.finish_s <= (inf if request.left_s is None else request.left_s)
+    least = float(timeline.error[feasible].min())
+    score = np.where(feasible & (timeline.error <= least * _AS_GOOD), timeline.finish_s, np.inf)
+    row, split = np.unravel_index(int(np.argmin(score)), score.shape)
+    return int(row), int(split)
+
+
+def _insured(request: PlanRequest, plan: Plan) -> Plan:
+    """A plan that makes everything valid at the floor first, where what that costs is less than what it may save.
+
+    A miss loses all quality; requests and decodes for coarse levels lose what no longer fits, as a share of decibels.
+    """
+    if request.risk <= 0 or request.left_s is None:
+        return plan
+    timeline = Timeline(request, _targets(request), request.bandwidth_low, coarse_first=True)
+    if not (timeline.finish_s <= request.left_s).any():
+        return plan
+    row, split = _best(request, timeline)
+    coarse = _written(request, timeline, row, split, "coarse levels first")
+    if not coarse.order or _lost(coarse.error, plan.error) > request.risk:
+        return plan
+    return coarse
+
+
+def _lost(error: float, best: float) -> float:
+    """Share of the decibels of one error that another one lacks."""
+    decibels, most = (-10 * log10(max(each, _LEAST_ERROR)) for each in (error, best))
+    return 1 - decibels / most if most > 0 else 0.0
 
 
 def _targets(request: PlanRequest) -> Ints:
@@ -132,26 +164,28 @@ def _only_refine(request: PlanRequest) -> Plan:
     timeline = Timeline(replace(request, refinable=None), np.array([request.goal.floor]), request.bandwidth_low)
     finish_s = float(timeline.finish_s[0, 0])
     in_time = request.left_s is None or finish_s <= request.left_s
-    plan = Plan(np.zeros(0, np.int64), (), finish_s, 0.0, 0, in_time, "all is under way")
-    return replace(plan, refine=_refinements(request, finish_s))
+    return _refining(request, Plan(np.zeros(0, np.int64), (), finish_s, 0.0, 0, in_time, "all is under way"))
 
 
-def _refinements(request: PlanRequest, finish_s: float) -> list[int]:
-    """Refinements that still fit before the deadline, most error removed per byte first."""
+def _refining(request: PlanRequest, plan: Plan) -> Plan:
+    """The plan with the refinements that still fit before the deadline.
+
+    All that can become better goes to the finest level that all can have, single chunks to the next one, most error
+    removed per byte first. What is not ready yet counts, but is not asked for.
+    """
     some, left_s = request.refinable, request.left_s
-    if some is None or request.goal.objective != "quality" or left_s is None or finish_s > left_s:
-        return []
-    able = np.flatnonzero(some.ready & (some.level < some.top))
-    level = some.level[able]
-    more = some.sizes[level + 1, able] - some.sizes[level, able]
-    gain = some.tokens[able] * (some.errors[level, able] - some.errors[level + 1, able])
-    best = np.argsort(-gain / np.maximum(more, 1), kind="stable")
-    wire = wire_s(request, more, request.bandwidth_low)[best]
-    work = decode_s(request, some.tokens[able], some.sizes[level + 1, able])[best]
-    # Each is decoded anew when it is there, behind what its lane has to do anyway.
-    committed, closing_s = request.committed, request.costs.closing_s(request.prompt_tokens)
-    ready_s = finish_s - closing_s
-    lane_s = ready_s if request.workers == 1 else committed.decode_s + float(committed.work_s.sum())
-    link_s = request.lead_s + float(committed.wire.sum()) / max(request.bandwidth_low, SLOWEST) + np.cumsum(wire)
-    ends = np.maximum(np.maximum(link_s + work, lane_s + np.cumsum(work)), ready_s) + closing_s
-    return [int(at) for at in able[best[: int(np.searchsorted(ends, left_s, side="right"))]]]
+    if some is None or request.goal.objective != "quality" or left_s is None:
+        return plan
+    finer = Refining(request, some)
+    if finer.ready_s > left_s:
+        return plan
+    fitting = [level for level in range(int(some.top.max(initial=0)) + 1) if finer.end_s(finer.raised_to(level)) <= left_s]
+    levels = finer.raised_to(max(fitting, default=0))
+    steps = finer.steps(levels)
+    low, high = 0, len(steps)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if finer.end_s(finer.upgraded(levels, steps[:middle])) <= left_s else (low, middle - 1)
+    levels = finer.upgraded(levels, steps[:low])
+    order = [int(at) for at in finer.order(levels) if some.ready[at]]
+    return replace(plan, refine=order, refine_levels=[int(levels[at]) for at in order])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvwire.controller.policies.base import RECOMPUTE, SLOWEST
-from kvwire.controller.policies.timeline import decode_s, prefill_s, wire_s
+from kvwire.controller.policies.timeline import decode_s, first_levels, prefill_s, wire_s
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,7 +46,9 @@ def splits(request: PlanRequest, levels: Ints) -> Iterator[int]:
     yield from range(forced, len(order) + 1)
 
 
-def finish_naive(request: PlanRequest, target: int, levels: Ints, split: int, bandwidth: float) -> float:
+def finish_naive(  # noqa: PLR0913 - what a candidate consists of
+    request: PlanRequest, target: int, levels: Ints, split: int, bandwidth: float, *, coarse_first: bool = False
+) -> float:
     """Play a plan through: the first ``split`` chunks of the fetch order are fetched, the others recomputed.
 
     Args:
@@ -55,6 +57,7 @@ def finish_naive(request: PlanRequest, target: int, levels: Ints, split: int, ba
         levels: Of each chunk for that target.
         split: How many chunks are fetched.
         bandwidth: Bytes per second.
+        coarse_first: All chunks are fetched at the floor before any is raised.
 
     Returns:
         Seconds to the first token.
@@ -62,13 +65,19 @@ def finish_naive(request: PlanRequest, target: int, levels: Ints, split: int, ba
     chunks = request.chunks
     order = fetch_order(request, levels)
     tail = order[:split]
-    sizes = chunks.bytes_at(levels)
+    first = first_levels(request, levels) if coarse_first else levels
+    sizes = chunks.bytes_at(first)
     arrivals, link = _arrivals(request, [int(sizes[column]) for column in tail], tail, bandwidth)
     now, late = _recomputations(request, levels, order, tail)
     raised = _raising(request, target, bandwidth)
-    if raised:
-        link += sum(wire for wire, _ in raised)
-        arrivals.append((link, sum(work for _, work in raised)))
+    for column in tail:
+        size = int(chunks.bytes_at(levels)[column])
+        if size > sizes[column]:
+            wire = _wire_s(request, size - int(sizes[column]), bandwidth)
+            raised.append((wire, _decode_s(request, int(chunks.tokens[column]), size)))
+    for wire, work in raised:
+        link += wire
+        arrivals.append((link, work))
     documents = {int(chunks.document[column]) for column in tail}
     heads = {int(d): float(s) for d, s in zip(chunks.document, chunks.prefix_s, strict=True) if int(d) in documents}
     now += request.committed.prefill_s + sum(heads.values())
