@@ -170,7 +170,7 @@ class Dispatcher(Resources):
             prompt_tokens=0, committed=committed,
             left_s=None if load.due == inf else load.due - now - settings.reserve_s - self._beside_s(load),
             lead_s=link.lead_s(now), ttfb_s=link.ttfb_s, parallel=settings.max_in_flight, workers=settings.workers,
-            now=now,
+            now=now, risk=float(__import__('os').environ.get('RISK','0')),
         )  # fmt: skip
         return load.request(base)
 
@@ -280,6 +280,8 @@ class Dispatcher(Resources):
         if not self._window_open():
             return
         self._refresh(load, now)
+        if load.waiting:
+            self._refine(load, now, out)  # where a plan names both, what is valid goes first
         while load.waiting and self._window_open():
             doc, chunk, level = load.waiting[0]
             if doc.state[chunk] != _S.PLANNED or doc.top[chunk] < level:
@@ -295,9 +297,9 @@ class Dispatcher(Resources):
                 load.plan = replace(load.plan, bytes=max(0, load.plan.bytes - doc.size(chunk, level)))
 
     def _refine(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
-        """Open the refinements that the plan names, once nothing else is to be fetched."""
+        """Open the refinements that the plan names."""
         cut = self._cut(load)
-        while load.refine and not load.waiting and now < cut and self._window_open():
+        while load.refine and now < cut and self._window_open():
             doc, chunk, level = load.refine.pop(0)
             valid = int(doc.valid_level[chunk])
             usable = doc.state[chunk] == _S.READY and doc.held[chunk] and valid < level <= doc.top[chunk]

@@ -20,7 +20,7 @@ from kvwire.controller.policies.refining import Refining
 from kvwire.controller.policies.timeline import Timeline, prefill_s
 
 if TYPE_CHECKING:
-    from kvwire.controller.policies.base import Ints, PlanRequest
+    from kvwire.controller.policies.base import Flags, Ints, PlanRequest
 
 
 _AS_GOOD = 1.001
@@ -55,10 +55,9 @@ class Adaptive:
             return _written(request, timeline, int(row), int(split), "fewest bytes in time")
         row, split = _best(request, timeline)
         plan = _upgraded(request, timeline, row, split)
-        if plan.order:
-            return _insured(request, plan)
-        # The link need not wait for what is only computed.
-        return _refining(request, plan)
+        if not plan.order:
+            return _refining(request, plan)  # the link need not wait for what is only computed
+        return _insured(request, plan, row) if request.risk > 0 else plan
 
 
 def _best(request: PlanRequest, timeline: Timeline) -> tuple[int, int]:
@@ -70,21 +69,42 @@ def _best(request: PlanRequest, timeline: Timeline) -> tuple[int, int]:
     return int(row), int(split)
 
 
-def _insured(request: PlanRequest, plan: Plan) -> Plan:
-    """A plan that makes everything valid at the floor first, where what that costs is less than what it may save.
+def _insured(request: PlanRequest, plan: Plan, row: int) -> Plan:
+    """A plan under which a link that falls makes nothing late, where it costs less than what it may save.
 
-    A miss loses all quality; requests and decodes for coarse levels lose what no longer fits, as a share of decibels.
+    What recomputation cannot reach before the deadline is made valid at the floor first, then finer; what it can reach
+    is fetched last, so that either way stays open. A miss loses all quality; requests and decodes of coarse levels lose
+    what no longer fits, as a share of decibels.
     """
-    if request.risk <= 0 or request.left_s is None:
-        return plan
-    timeline = Timeline(request, _targets(request), request.bandwidth_low, coarse_first=True)
+    far = ~_within_reach(request)
+    if not far[list(plan.order)].any():
+        return _finer_first(request, plan, row)
+    timeline = Timeline(request, _targets(request), request.bandwidth_low, coarse=far)
     if not (timeline.finish_s <= request.left_s).any():
         return plan
-    row, split = _best(request, timeline)
-    coarse = _written(request, timeline, row, split, "coarse levels first")
-    if not coarse.order or _lost(coarse.error, plan.error) > request.risk:
+    coarse = _written(request, timeline, *_best(request, timeline), "coarse levels first")
+    if _lost(coarse.error, plan.error) > request.risk:
         return plan
-    return coarse
+    return replace(coarse, order=[at for at in coarse.order if far[at]])
+
+
+def _finer_first(request: PlanRequest, plan: Plan, row: int) -> Plan:
+    """The plan with what is valid raised to its target before more is fetched."""
+    some = request.refinable
+    if some is None:
+        return plan
+    levels = np.maximum(some.level, np.minimum(_targets(request)[row], some.top))
+    order = [int(at) for at in Refining(request, some).order(levels) if some.ready[at]]
+    return replace(plan, refine=order, refine_levels=[int(levels[at]) for at in order])
+
+
+def _within_reach(request: PlanRequest) -> Flags:
+    """Chunks that recomputation alone, from the front, has ready in time ``[n]``."""
+    chunks, committed = request.chunks, request.committed
+    seconds = np.cumsum(prefill_s(request)) + committed.prefill_s + request.costs.closing_s(request.prompt_tokens)
+    if request.workers == 1:
+        seconds += committed.decode_s + float(committed.work_s.sum())
+    return np.asarray(chunks.can_text & (seconds <= (inf if request.left_s is None else request.left_s)))
 
 
 def _lost(error: float, best: float) -> float:

@@ -12,7 +12,7 @@ from kvwire.controller.policies.timeline import decode_s, first_levels, prefill_
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvwire.controller.policies.base import Ints, PlanRequest
+    from kvwire.controller.policies.base import Flags, Ints, PlanRequest
 
 
 def fetch_order(request: PlanRequest, levels: Ints) -> list[int]:
@@ -47,7 +47,7 @@ def splits(request: PlanRequest, levels: Ints) -> Iterator[int]:
 
 
 def finish_naive(  # noqa: PLR0913 - what a candidate consists of
-    request: PlanRequest, target: int, levels: Ints, split: int, bandwidth: float, *, coarse_first: bool = False
+    request: PlanRequest, target: int, levels: Ints, split: int, bandwidth: float, *, coarse: Flags | None = None
 ) -> float:
     """Play a plan through: the first ``split`` chunks of the fetch order are fetched, the others recomputed.
 
@@ -57,7 +57,7 @@ def finish_naive(  # noqa: PLR0913 - what a candidate consists of
         levels: Of each chunk for that target.
         split: How many chunks are fetched.
         bandwidth: Bytes per second.
-        coarse_first: All chunks are fetched at the floor before any is raised.
+        coarse: Chunks that are fetched at the floor before they are raised.
 
     Returns:
         Seconds to the first token.
@@ -65,7 +65,7 @@ def finish_naive(  # noqa: PLR0913 - what a candidate consists of
     chunks = request.chunks
     order = fetch_order(request, levels)
     tail = order[:split]
-    first = first_levels(request, levels) if coarse_first else levels
+    first = levels if coarse is None else first_levels(request, levels, coarse)
     sizes = chunks.bytes_at(first)
     arrivals, link = _arrivals(request, [int(sizes[column]) for column in tail], tail, bandwidth)
     now, late = _recomputations(request, levels, order, tail)

@@ -24,7 +24,7 @@ from kvwire.controller.policies.base import SLOWEST
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvwire.controller.policies.base import Columns, Floats, Ints, PlanRequest
+    from kvwire.controller.policies.base import Columns, Flags, Floats, Ints, PlanRequest
 
 
 def levels_for(request: PlanRequest, targets: Ints) -> Ints:
@@ -40,19 +40,20 @@ def levels_for(request: PlanRequest, targets: Ints) -> Ints:
     return request.chunks.level_for(targets[:, None])
 
 
-def first_levels(request: PlanRequest, levels: Ints) -> Ints:
+def first_levels(request: PlanRequest, levels: Ints, coarse: Flags) -> Ints:
     """Choose what is fetched first where coarse levels go before finer ones: the floor, where blobs are layered.
 
     Args:
         request: What the plan depends on.
         levels: Of each chunk in the end, RECOMPUTE where it is not fetched ``[..., n]``.
+        coarse: Chunks that are fetched so ``[n]``.
 
     Returns:
         Levels, RECOMPUTE in the same places ``[..., n]``.
     """
     chunks = request.chunks
     lowest = np.minimum(levels, np.maximum(chunks.level_for(request.goal.floor), 0))
-    return lowest if chunks.layered is None else np.where(chunks.layered, lowest, levels)
+    return np.where(coarse if chunks.layered is None else coarse & chunks.layered, lowest, levels)
 
 
 def wire_s(request: PlanRequest, sizes: Ints, bandwidth: float) -> Floats:
@@ -109,7 +110,7 @@ class Timeline:
     """
 
     def __init__(
-        self, request: PlanRequest, targets: Ints, bandwidth: float, *, coarse_first: bool = False
+        self, request: PlanRequest, targets: Ints, bandwidth: float, *, coarse: Flags | None = None
     ) -> None:
         """Evaluate.
 
@@ -117,12 +118,12 @@ class Timeline:
             request: What the plan depends on.
             targets: Uniform levels ``[targets]``.
             bandwidth: Bytes per second.
-            coarse_first: All chunks are fetched at the floor before any is raised to its target.
+            coarse: Chunks that are fetched at the floor first and raised to the target when all is fetched ``[n]``.
         """
         chunks = request.chunks
         self._request = request
         self._finest = levels_for(request, targets)
-        self.levels = first_levels(request, self._finest) if coarse_first else self._finest
+        self.levels = self._finest if coarse is None else first_levels(request, self._finest, coarse)
         self.sizes = chunks.bytes_at(self.levels)
         fetched = self.levels >= 0
         forced = fetched & ~chunks.can_text
