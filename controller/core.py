@@ -137,7 +137,7 @@ class Controller:
             case ev.PrefixFailed(load, document, reason):
                 self._head_failed(load, document, reason, out)
             case ev.Tick():
-                link.watch(now)
+                self._dispatch.watch(now)
             case ev.LoadAbandoned(load):
                 known = self._load(load)
                 if known:

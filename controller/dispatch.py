@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvwire.controller import events as ev
-from kvwire.controller.document_state import ChunkState
+from kvwire.controller.costs import busiest
+from kvwire.controller.document_state import ChunkState, among
 from kvwire.controller.lanes import Job
 from kvwire.controller.policies.base import Columns, CommittedWork, PlanRequest
 from kvwire.controller.resources import Resources
@@ -23,13 +24,15 @@ if TYPE_CHECKING:
     from kvwire.controller.costs import CostModel
     from kvwire.controller.document_state import DocumentState
     from kvwire.controller.estimates import Estimates
-    from kvwire.controller.load import Load
+    from kvwire.controller.load import Load, Place
     from kvwire.controller.policies.base import Policy
     from kvwire.controller.settings import ControllerSettings
 
 _S = ChunkState
 _LONG_PASS = 10.0  # a pass of that many times its fixed cost may end: going on would save less than a tenth of it
 _DOUBT = 1.6  # estimates that may be wrong by less are relied on
+_SPLIT = 1.1  # what cutting a long recomputation into passes adds at most, see _LONG_PASS
+_LATE_START_S = 0.01  # by which a start may be late: the reserve covers it
 _TICK_S = 0.05
 _LEAST_TICK_S = 0.001
 _TURNS = 4
@@ -61,7 +64,41 @@ class Dispatcher(Resources):
         regular = now + _TICK_S if self.link.fetches or undecided else inf
         if undecided and not self.link.fetches and self.lanes.is_free("prefill"):
             regular = now + max(self._settings.replan_s, _LEAST_TICK_S)
-        return max(now, min([self.link.stalls_at, regular, *(cut for cut in cuts if cut > now)]))
+        if self._estimates.bandwidth.is_guess and self.link.fetches:
+            regular = min(regular, now + max(self.link.waited_s(now), _LEAST_TICK_S))
+        return max(now, min([self._stalls_at(now), regular, *(cut for cut in cuts if cut > now)]))
+
+    def watch(self, now: float) -> None:
+        """Notice that the link is silent.
+
+        Args:
+            now: The instant, in seconds of the controller's clock.
+        """
+        self.link.watch(now, self._stalls_at(now))
+
+    def _stalls_at(self, now: float) -> float:
+        """Instant after which silence is not waited out, or at which to look again.
+
+        That is the stall time, or sooner the latest instant at which recomputing alone still saves a deadline.
+        """
+        quiet, stalls = self.link.quiet_from, self.link.stalls_at
+        if now < quiet:
+            return min(quiet, stalls)
+        starts = (self._latest_start(load, now) for load in self._loads.values() if load.due < inf)
+        return min([stalls, *(max(start, quiet) for start in starts if start > now - _LATE_START_S)])
+
+    def _latest_start(self, load: Load, now: float) -> float:
+        """Instant at which text alone must begin to be in time; -inf where it cannot be without the link."""
+        cost, seconds = self.costs_of(load).prefill, self.lanes.left_s("prefill", now)
+        for doc in load.docs:
+            open_ = among(doc.state, (_S.PLANNED, _S.FETCHING))
+            if not load.is_known or (open_ & ~doc.can_text).any():
+                return -inf
+            if open_.any():
+                tokens, context = doc.tokens[open_], doc.context[open_]
+                pairs = float((tokens * (context + tokens / 2)).sum())
+                seconds += cost.base_s + cost.token_s * int(tokens.sum()) + cost.pair_s * pairs
+        return self._cut(load) - seconds * _SPLIT * min(self._estimates.prefill.high, _DOUBT)
 
     def add(self, load: Load, doc: DocumentState, now: float) -> None:
         """Choose a new document's variant, and leave out levels that would never fit into memory.
@@ -165,12 +202,13 @@ class Dispatcher(Resources):
             decode_s=self.lanes.left_s("decode", now) + self._backlog_s(costs),
             ahead_bytes=float(sum(other.plan.bytes for other in ahead if other.plan)),
         )
+        left_s = None if load.due == inf else load.due - now - settings.reserve_s - self._beside_s(load)
+        ahead_s = max(0.0, left_s or 0.0)
         base = PlanRequest(
-            chunks=_NOTHING, costs=costs, goal=load.goal, bandwidth=link.bandwidth, bandwidth_low=link.bandwidth_low,
-            prompt_tokens=0, committed=committed,
-            left_s=None if load.due == inf else load.due - now - settings.reserve_s - self._beside_s(load),
-            lead_s=link.lead_s(now), ttfb_s=link.ttfb_s, parallel=settings.max_in_flight, workers=settings.workers,
-            now=now, risk=float(__import__('os').environ.get('RISK','0')),
+            chunks=_NOTHING, costs=costs, goal=load.goal, bandwidth=link.bandwidth,
+            bandwidth_low=link.bandwidth_low if (__import__('os').environ.get('OLDLOW') or left_s is None) else link.low_over(ahead_s), prompt_tokens=0,
+            committed=committed, left_s=left_s, lead_s=link.lead_s(now), ttfb_s=link.ttfb_s,
+            parallel=settings.max_in_flight, workers=settings.workers, now=now, risk=float(__import__('os').environ.get('RISK') or link.risk(ahead_s)),
         )  # fmt: skip
         return load.request(base)
 
@@ -206,7 +244,16 @@ class Dispatcher(Resources):
         if self.lanes.is_free("decode"):
             # A forward pass reads what is before it in its document: nothing of that is overwritten meanwhile.
             places = [place for place in load.having(_S.REFINED) if not self._is_extended(place[0])]
-            self.start_decode(load, places[: self._settings.decode_batch], _S.REDECODING, now, out)
+            places = places[: self._settings.decode_batch]
+            while places and self._redecode_s(load, places) > self._cut(load) - now:
+                places = places[: len(places) // 2]  # nothing that is valid is overwritten too late
+            self.start_decode(load, places, _S.REDECODING, now, out)
+
+    def _redecode_s(self, load: Load, places: list[Place]) -> float:
+        """Seconds that decoding a batch hardly exceeds."""
+        chunks = [(int(doc.tokens[chunk]), doc.size(chunk, int(doc.level[chunk]))) for doc, chunk in places]
+        seconds = self.costs_of(load).decode.seconds(*busiest(chunks, self._settings.decode_threads))
+        return seconds * min(self._estimates.decode.high, _DOUBT)
 
     def _is_extended(self, doc: DocumentState) -> bool:
         """Whether a forward pass over chunks of a document is running."""
@@ -230,6 +277,13 @@ class Dispatcher(Resources):
             return  # the other indexes are about to come, and may change what is worth computing
         self._refresh(load, now)
         sure_s = self._sure_s(load, costs, now)
+        if self._policy.preemptible and self._estimates.bandwidth.is_guess and self.link.fetches:
+            # The first bytes tell more than any prior: until then no pass is longer than they have been waited for.
+            waited_s = self.link.waited_s(now)
+            found = load.next_pass(costs, waited_s)
+            if found is None or costs.prefill.seconds(*found[0].prefill_span(found[1][0], found[1][-1])) > waited_s:
+                return
+            sure_s = min(sure_s, waited_s)
         found = load.next_pass(costs, min(self._pass_limit_s(load, costs), sure_s))
         if found is None:
             return
@@ -254,13 +308,15 @@ class Dispatcher(Resources):
 
         A pass cannot be called back, and even if it takes longer than expected it should not be what ends last.
         """
-        bandwidth = self._estimates.bandwidth
-        doubt = max(self._estimates.prefill.high, bandwidth.high / max(bandwidth.value, 1.0))
-        if not self._policy.preemptible or load.plan is None or doubt <= _DOUBT:
+        if not self._policy.preemptible or load.plan is None or not (load.plan.bytes or self.link.fetches):
             return inf
-        if not load.plan.bytes and not self.link.fetches:
-            return inf
-        return (load.planned_at + load.plan.finish_s - costs.closing_s(load.prompt_tokens) - now) / doubt
+        bandwidth, doubt = self._estimates.bandwidth, self._estimates.prefill.high
+        ends = load.planned_at + load.plan.finish_s - costs.closing_s(load.prompt_tokens)
+        if load.goal.objective != "earliest" and load.plan.in_time:
+            ends = self._cut(load)  # that the link may be faster than expected makes nothing late
+        else:
+            doubt = max(doubt, bandwidth.high / max(bandwidth.value, 1.0))
+        return inf if doubt <= _DOUBT else (ends - now) / doubt
 
     def _window_open(self) -> bool:
         """Whether another fetch may be opened: enough to keep the link busy, little enough to decide late."""
