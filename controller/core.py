@@ -108,7 +108,6 @@ class Controller:
 
     def _take(self, event: ev.Event, now: float, out: list[ev.Instruction]) -> bool:  # noqa: C901, PLR0912 - a case for each event
         """Take in an event; returns whether there may be something to do."""
-        link = self._dispatch.link
         match event:
             case ev.LoadRequested():
                 self._asked(event, now)
@@ -118,8 +117,7 @@ class Controller:
                 self._learn(event)
                 return False
             case ev.TransferProgress(size, started, ended, chunk):
-                link.progress(size, started, ended, chunk)
-                return self._dispatch.can_fetch
+                return self._dispatch.progress(size, started, ended, chunk)
             case ev.ChunkArrived(chunk, level, trouble):
                 return self._arrived(chunk, level, trouble, now, out)
             case ev.ChunkFailed(chunk, reason):

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvwire.controller.load import Load, Place
     from kvwire.controller.policies.base import Policy
     from kvwire.controller.settings import ControllerSettings
+    from kvwire.types import ChunkId
 
 _S = ChunkState
 _LONG_PASS = 10.0  # a pass of that many times its fixed cost may end: going on would save less than a tenth of it
@@ -67,6 +68,25 @@ class Dispatcher(Resources):
         if self._estimates.bandwidth.is_guess and self.link.fetches:
             regular = min(regular, now + max(self.link.waited_s(now), _LEAST_TICK_S))
         return max(now, min([self._stalls_at(now), regular, *(cut for cut in cuts if cut > now)]))
+
+    def progress(self, size: int, started: float, ended: float, chunk: ChunkId | None) -> bool:
+        """Take in bytes that came.
+
+        Args:
+            size: Bytes.
+            started: When they began to come.
+            ended: When the last of them had come.
+            chunk: Whose bytes; None: nobody knows.
+
+        Returns:
+            Whether there may be something to do.
+        """
+        guessed = self._estimates.bandwidth.is_guess
+        self.link.progress(size, started, ended, chunk)
+        if guessed:
+            for load in self._loads.values():
+                load.planned_at = -inf  # the first bytes tell more than what the plan rests on
+        return guessed or self.can_fetch
 
     def watch(self, now: float) -> None:
         """Notice that the link is silent.
