@@ -7,6 +7,7 @@ time, but every fourth turn goes to a late one, to that which has begun nothing 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
@@ -226,9 +227,9 @@ class Dispatcher(Resources):
         ahead_s = max(0.0, left_s or 0.0)
         base = PlanRequest(
             chunks=_NOTHING, costs=costs, goal=load.goal, bandwidth=link.bandwidth,
-            bandwidth_low=link.bandwidth_low if (__import__('os').environ.get('OLDLOW') or left_s is None) else link.low_over(ahead_s), prompt_tokens=0,
+            bandwidth_low=link.bandwidth_low if left_s is None else link.low_over(ahead_s), prompt_tokens=0,
             committed=committed, left_s=left_s, lead_s=link.lead_s(now), ttfb_s=link.ttfb_s,
-            parallel=settings.max_in_flight, workers=settings.workers, now=now, risk=float(__import__('os').environ.get('RISK') or link.risk(ahead_s)),
+            parallel=settings.max_in_flight, workers=settings.workers, now=now, risk=link.risk(ahead_s),
         )  # fmt: skip
         return load.request(base)
 
@@ -265,15 +266,16 @@ class Dispatcher(Resources):
             # A forward pass reads what is before it in its document: nothing of that is overwritten meanwhile.
             places = [place for place in load.having(_S.REFINED) if not self._is_extended(place[0])]
             places = places[: self._settings.decode_batch]
-            while places and self._redecode_s(load, places) > self._cut(load) - now:
-                places = places[: len(places) // 2]  # nothing that is valid is overwritten too late
-            self.start_decode(load, places, _S.REDECODING, now, out)
+            left_s = self._cut(load) - now
+            # Nothing that is valid is overwritten too late.
+            count = bisect_right(range(1, len(places) + 1), left_s, key=lambda count: self._decode_s(load, places[:count]))
+            self.start_decode(load, places[:count], _S.REDECODING, now, out)
 
-    def _redecode_s(self, load: Load, places: list[Place]) -> float:
-        """Seconds that decoding a batch hardly exceeds."""
+    def _decode_s(self, load: Load, places: list[Place]) -> float:
+        """Seconds that decoding a batch should not exceed: a standard deviation more than expected."""
         chunks = [(int(doc.tokens[chunk]), doc.size(chunk, int(doc.level[chunk]))) for doc, chunk in places]
         seconds = self.costs_of(load).decode.seconds(*busiest(chunks, self._settings.decode_threads))
-        return seconds * min(self._estimates.decode.high, _DOUBT)
+        return seconds * (1 + min(self._estimates.decode.spread, 1.0))
 
     def _is_extended(self, doc: DocumentState) -> bool:
         """Whether a forward pass over chunks of a document is running."""
