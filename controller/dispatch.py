@@ -266,7 +266,7 @@ class Dispatcher(Resources):
             # A forward pass reads what is before it in its document: nothing of that is overwritten meanwhile.
             places = [place for place in load.having(_S.REFINED) if not self._is_extended(place[0])]
             places = places[: self._settings.decode_batch]
-            left_s = self._cut(load) - now
+            left_s = self._cut(load) + self._settings.reserve_s - now
             # Nothing that is valid is overwritten too late.
             count = bisect_right(range(1, len(places) + 1), left_s, key=lambda count: self._decode_s(load, places[:count]))
             self.start_decode(load, places[:count], _S.REDECODING, now, out)
@@ -299,7 +299,7 @@ class Dispatcher(Resources):
             return  # the other indexes are about to come, and may change what is worth computing
         self._refresh(load, now)
         sure_s = self._sure_s(load, costs, now)
-        if self._policy.preemptible and self._estimates.bandwidth.is_guess and self.link.fetches:
+        if self._policy.preemptible and self._estimates.bandwidth.is_guess and (self.link.fetches or load.waiting):
             # The first bytes tell more than any prior: until then no pass is longer than they have been waited for.
             waited_s = self.link.waited_s(now)
             found = load.next_pass(costs, waited_s)

@@ -130,7 +130,12 @@ class BandwidthEstimator:
     """
 
     def __init__(
-        self, prior: float, settings: BandwidthSettings | None = None, *, prior_error: float | None = None
+        self,
+        prior: float,
+        settings: BandwidthSettings | None = None,
+        *,
+        prior_error: float | None = None,
+        horizons: HorizonErrors | None = None,
     ) -> None:
         """Start from a prior.
 
@@ -138,6 +143,7 @@ class BandwidthEstimator:
             prior: Bytes per second, forgotten as measurements come in; 0: nothing is known.
             settings: How quickly the estimate follows the link.
             prior_error: Relative error to expect of the prior, by default the settings'.
+            horizons: What is known of the link's errors; None: nothing.
         """
         self._settings = settings or BandwidthSettings()
         error = self._settings.prior_error if prior_error is None else prior_error
@@ -154,7 +160,7 @@ class BandwidthEstimator:
         self._samples = 0
         self._streak = 0  # samples in a row that were far below the estimate, negative, or far above it
         self._below = self._above = error
-        self.horizons = HorizonErrors()
+        self.horizons = horizons or HorizonErrors()
 
     def add(self, size: int, started: float, ended: float) -> None:
         """Take in bytes that arrived between two instants, in seconds of any one clock.

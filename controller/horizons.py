@@ -18,9 +18,9 @@ HORIZONS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 """Busy seconds over which predictions are checked; loads with a deadline rarely look further ahead."""
 EDGES = (0.0, 0.0625, 0.125, 0.25, 0.35, 0.5, 0.6, 0.7, 0.8, 0.87, 0.92, 0.96, 0.98, 1.0)
 """Lower ends of the bins of bytes that came over bytes that were predicted; whatever is 1 or more is in the last."""
-MOST_KNOWN = 48.0
+MOST_COUNTED = 48.0
 """What the counts of a horizon never exceed together."""
-_KEEP = 1 - 1 / MOST_KNOWN
+_KEEP = 1 - 1 / MOST_COUNTED
 _SPACING = 4  # predictions checked for each horizon of time
 _TRUSTED = 4.0  # checks that weigh as much as what is assumed without any
 _FALL = 0.5  # a ratio below: the link fell

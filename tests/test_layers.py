@@ -43,9 +43,10 @@ SHELVES: dict[str, list[set[str]]] = {
         {"api"},
     ],
     "controller": [
-        {"costs.py", "documents.py", "estimators.py", "lanes.py", "settings.py"},
-        {"events.py", "learning.py", "policies"},
-        {"document_state.py", "estimates.py", "log.py"},
+        {"costs.py", "documents.py", "horizons.py", "lanes.py", "settings.py"},
+        {"estimators.py", "events.py", "policies"},
+        {"document_state.py", "learning.py", "log.py"},
+        {"estimates.py"},
         {"chunk_table.py", "inflight.py"},
         {"load.py"},
         {"resources.py"},

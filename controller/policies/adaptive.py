@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 _AS_GOOD = 1.001
+_MISS = 3.0  # times all quality: whoever set a deadline waits for something
 _LEAST_ERROR = 1e-12  # 120 dB
 _LONG = 40.0  # recomputation of that many times a pass's fixed cost can afford one more pass
 
@@ -73,8 +74,8 @@ def _insured(request: PlanRequest, plan: Plan, row: int) -> Plan:
     """A plan under which a link that falls makes nothing late, where it costs less than what it may save.
 
     What recomputation cannot reach before the deadline is made valid at the floor first, then finer; what it can reach
-    is fetched last, so that either way stays open. A miss loses all quality; requests and decodes of coarse levels lose
-    what no longer fits, as a share of decibels.
+    is fetched last, so that either way stays open. A miss loses more than all quality; requests and decodes of coarse
+    levels lose what no longer fits, as a share of decibels.
     """
     far = ~_within_reach(request)
     if not far[list(plan.order)].any():
@@ -82,8 +83,9 @@ def _insured(request: PlanRequest, plan: Plan, row: int) -> Plan:
     timeline = Timeline(request, _targets(request), request.bandwidth_low, coarse=far)
     if not (timeline.finish_s <= request.left_s).any():
         return plan
-    coarse = _written(request, timeline, *_best(request, timeline), "coarse levels first")
-    if _lost(coarse.error, plan.error) > request.risk:
+    best = _best(request, timeline)
+    coarse = _written(request, timeline, *best, "coarse levels first")
+    if _lost(_mixed(request, timeline, *best), plan.error) > _MISS * request.risk:
         return plan
     return replace(coarse, order=[at for at in coarse.order if far[at]])
 
@@ -105,6 +107,17 @@ def _within_reach(request: PlanRequest) -> Flags:
     if request.workers == 1:
         seconds += committed.decode_s + float(committed.work_s.sum())
     return np.asarray(chunks.can_text & (seconds <= (inf if request.left_s is None else request.left_s)))
+
+
+def _mixed(request: PlanRequest, timeline: Timeline, row: int, split: int) -> float:
+    """Error of a candidate, with as many chunks at the next level as the time that it leaves is a share of theirs."""
+    error, finish_s = float(timeline.error[row, split]), float(timeline.finish_s[row, split])
+    if row + 1 < len(timeline.finish_s) and request.left_s is not None:
+        finer = int(np.argmin(timeline.finish_s[row + 1]))
+        longer_s = float(timeline.finish_s[row + 1, finer]) - finish_s
+        share = min(1.0, (request.left_s - finish_s) / longer_s) if longer_s > 0 else 0.0
+        error += share * min(0.0, float(timeline.error[row + 1, finer]) - error)
+    return error / int(request.chunks.tokens.sum())
 
 
 def _lost(error: float, best: float) -> float:
