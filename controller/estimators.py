@@ -197,8 +197,7 @@ class BandwidthEstimator:
             expected, rate = max(self._measured, 1.0), max(size / seconds, 1.0)
             self._count_streak(rate / expected)
             self.horizons.add(size, seconds, expected)
-            # A sample is shorter than what is planned: one that nothing bears out is half noise.
-            share = 1.0 if abs(self._streak) > 1 else 0.5
+            share = 1.0 if abs(self._streak) > 1 else 0.5  # what nothing bears out is half noise
             self._below = max(self._below, share * min(expected / rate - 1, _MOST_ERROR))
             self._above = max(self._above, share * min(rate / expected - 1, _MOST_ERROR))
             shed = 1.0 if self._streak <= -_FALL_SAMPLES or self._streak >= _RISE_SAMPLES else 0.0
@@ -238,11 +237,9 @@ class BandwidthEstimator:
     @property
     def value(self) -> float:
         """Expected bytes per second."""
-        if not self._samples:
-            # What came at once, too soon to be timed, says at least how fast the link is not slower than.
-            settings = self._settings
-            burst = self._held_bytes / max(self._held_s, settings.min_busy_s)
-            return max(self._prior, burst) if self._held_bytes >= settings.min_bytes else self._prior
+        if not self._samples:  # of what came too soon to be timed, only that the link is not slower is known
+            burst = self._held_bytes / max(self._held_s, self._settings.min_busy_s)
+            return max(self._prior, burst) if self._held_bytes >= self._settings.min_bytes else self._prior
         if not self._prior:
             return self._measured
         # In logarithms: a prior that is far too high fades as soon as one that is far too low.

@@ -30,7 +30,7 @@ _USUAL_RISK = 0.05  # of a link of which nothing is known
 
 @dataclass(frozen=True)
 class _Prediction:
-    """Made when the link had been busy for ``at`` seconds and had brought ``brought`` bytes: ``rate`` bytes a second."""
+    """``rate`` bytes per second, when the link had been busy for ``at`` seconds and had brought ``brought`` bytes."""
 
     at: float
     brought: float

@@ -50,6 +50,7 @@ SHELVES: dict[str, list[set[str]]] = {
         {"chunk_table.py", "inflight.py"},
         {"load.py"},
         {"resources.py"},
+        {"limits.py"},
         {"dispatch.py"},
         {"core.py"},
         {"simulator"},

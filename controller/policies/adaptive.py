@@ -212,13 +212,17 @@ def _refining(request: PlanRequest, plan: Plan) -> Plan:
     finer = Refining(request, some)
     if finer.ready_s > left_s:
         return plan
-    fitting = [level for level in range(int(some.top.max(initial=0)) + 1) if finer.end_s(finer.raised_to(level)) <= left_s]
+    fitting = [
+        level for level in range(int(some.top.max(initial=0)) + 1) if finer.end_s(finer.raised_to(level)) <= left_s
+    ]
     levels = finer.raised_to(max(fitting, default=0))
     steps = finer.steps(levels)
     low, high = 0, len(steps)
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if finer.end_s(finer.upgraded(levels, steps[:middle])) <= left_s else (low, middle - 1)
+        low, high = (
+            (middle, high) if finer.end_s(finer.upgraded(levels, steps[:middle])) <= left_s else (low, middle - 1)
+        )
     levels = finer.upgraded(levels, steps[:low])
     order = [int(at) for at in finer.order(levels) if some.ready[at]]
     return replace(plan, refine=order, refine_levels=[int(levels[at]) for at in order])

@@ -46,7 +46,7 @@ def splits(request: PlanRequest, levels: Ints) -> Iterator[int]:
     yield from range(forced, len(order) + 1)
 
 
-def finish_naive(  # noqa: PLR0913 - what a candidate consists of
+def finish_naive(
     request: PlanRequest, target: int, levels: Ints, split: int, bandwidth: float, *, coarse: Flags | None = None
 ) -> float:
     """Play a plan through: the first ``split`` chunks of the fetch order are fetched, the others recomputed.
@@ -70,12 +70,7 @@ def finish_naive(  # noqa: PLR0913 - what a candidate consists of
     arrivals, link = _arrivals(request, [int(sizes[column]) for column in tail], tail, bandwidth)
     now, late = _recomputations(request, levels, order, tail)
     raised = _raising(request, target, bandwidth)
-    for column in tail:
-        size = int(chunks.bytes_at(levels)[column])
-        if size > sizes[column]:
-            wire = _wire_s(request, size - int(sizes[column]), bandwidth)
-            raised.append((wire, _decode_s(request, int(chunks.tokens[column]), size)))
-    for wire, work in raised:
+    for wire, work in [*raised, *_finer(request, tail, first, levels, bandwidth)]:
         link += wire
         arrivals.append((link, work))
     documents = {int(chunks.document[column]) for column in tail}
@@ -126,6 +121,18 @@ def _raising(request: PlanRequest, target: int, bandwidth: float) -> list[tuple[
             wire = _wire_s(request, size - int(some.sizes[level, column]), bandwidth)
             out.append((wire, _decode_s(request, int(some.tokens[column]), size)))
     return out
+
+
+def _finer(
+    request: PlanRequest, tail: list[int], first: Ints, levels: Ints, bandwidth: float
+) -> Iterator[tuple[float, float]]:
+    """``(seconds on the link, decode)`` of each chunk that is fetched at a first level and then at a finer one."""
+    chunks = request.chunks
+    sizes, finest = chunks.bytes_at(first), chunks.bytes_at(levels)
+    for column in tail:
+        if finest[column] > sizes[column]:
+            wire = _wire_s(request, int(finest[column] - sizes[column]), bandwidth)
+            yield wire, _decode_s(request, int(chunks.tokens[column]), int(finest[column]))
 
 
 def _recomputations(request: PlanRequest, levels: Ints, order: list[int], tail: list[int]) -> tuple[float, float]:

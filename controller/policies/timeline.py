@@ -109,9 +109,7 @@ class Timeline:
         bytes: Of open chunks to fetch ``[targets, splits]``.
     """
 
-    def __init__(
-        self, request: PlanRequest, targets: Ints, bandwidth: float, *, coarse: Flags | None = None
-    ) -> None:
+    def __init__(self, request: PlanRequest, targets: Ints, bandwidth: float, *, coarse: Flags | None = None) -> None:
         """Evaluate.
 
         Args:

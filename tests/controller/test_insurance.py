@@ -55,7 +55,9 @@ def candidates(levels, ready):
     )  # fmt: skip
 
 
-@given(plan_requests(), st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=8), st.floats(0.1, 5))
+@given(
+    plan_requests(), st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=8), st.floats(0.1, 5)
+)
 @settings(max_examples=100, deadline=None)
 def test_refinements_fit_with_those_of_chunks_that_are_not_ready_yet(request, rows, left_s):
     some = candidates(*zip(*rows, strict=True))
@@ -123,7 +125,9 @@ def test_what_recomputation_reaches_in_time_needs_no_insurance():
 
 def test_refinements_take_one_decode_however_many_levels_they_add():
     _, log = played(None, RateTrace((0.0,), (30 * MB,)), ((document(8, text=False, scale=4),),), quality(2.0))
-    decoded = [chunk for entry in log for each in entry.instructions if isinstance(each, ev.Decode) for chunk in each.chunks]
+    decoded = [
+        chunk for entry in log for each in entry.instructions if isinstance(each, ev.Decode) for chunk in each.chunks
+    ]
     assert max(decoded.count(chunk) for chunk in decoded) <= 2
 
 
@@ -158,7 +162,7 @@ def test_a_prior_that_is_far_too_low_costs_little(rate):
     """Text takes 0.9 s; a pass of what a link of 1 MB/s would leave to it is never begun."""
     documents = document(32)
     right, _ = one(Goal(), rate, documents, workers=2)
-    wrong, log = one(Goal(), rate, documents, workers=2, prior=1 * MB)
+    wrong, _ = one(Goal(), rate, documents, workers=2, prior=1 * MB)
     assert wrong.ttft_s < right.ttft_s + 3 * RTT_S + COSTS.prefill.seconds(256)
     assert wrong.ttft_s < 0.25 * one(Goal(), 1.0, documents, workers=2)[0].ttft_s
 
