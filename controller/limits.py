@@ -46,6 +46,10 @@ class Limits(Resources):
         return load.due - self._settings.reserve_s - self.costs_of(load).closing_s(load.prompt_tokens)
 
     @property
+    def can_fetch(self) -> bool:
+        """Whether a fetch that a plan names may be opened."""
+        return any(load.waiting or load.refine for load in self._loads.values()) and self._window_open()
+
     def _window_open(self) -> bool:
         """Whether another fetch may be opened: enough to keep the link busy, little enough to decide late."""
         settings, link = self._settings, self.link
