@@ -58,9 +58,6 @@ class Limits(Resources):
         horizon = (2 * link.ttfb_s + settings.horizon_s) * link.bandwidth_low
         return len(link.fetches) < 2 or link.open_bytes < horizon  # noqa: PLR2004 - one to come in, one behind it
 
-        """Whether a fetch that a plan names may be opened."""
-        return any(load.waiting or load.refine for load in self._loads.values()) and self._window_open()
-
     def progress(self, size: int, started: float, ended: float, chunk: ChunkId | None) -> bool:
         """Take in bytes that came.
 

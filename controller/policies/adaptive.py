@@ -52,8 +52,8 @@ class Adaptive:
             return _earliest(request)
         if request.goal.objective == "cheapest":
             score = np.where(timeline.finish_s <= request.left_s, timeline.bytes, np.inf)
-            row, split = np.unravel_index(int(np.argmin(score)), score.shape)
-            return _written(request, timeline, int(row), int(split), "fewest bytes in time")
+            at = divmod(int(np.argmin(score)), score.shape[1])
+            return _written(request, timeline, *at, "fewest bytes in time")
         row, split = _best(request, timeline)
         plan = _upgraded(request, timeline, row, split)
         if not plan.order:
@@ -81,7 +81,7 @@ def _insured(request: PlanRequest, plan: Plan, row: int) -> Plan:
     if not far[list(plan.order)].any():
         return _finer_first(request, plan, row)
     timeline = Timeline(request, _targets(request), request.bandwidth_low, coarse=far)
-    if not (timeline.finish_s <= request.left_s).any():
+    if not (timeline.finish_s <= (inf if request.left_s is None else request.left_s)).any():
         return plan
     best = _best(request, timeline)
     coarse = _written(request, timeline, *best, "coarse levels first")
