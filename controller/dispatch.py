@@ -216,7 +216,9 @@ class Dispatcher(Limits):
         if not load.is_known and now - load.known_since < self.link.ttfb_s:
             return  # the other indexes are about to come, and may change what is worth computing
         self._refresh(load, now)
-        heard_s = self._heard_s(load, now)
+        if self._estimates.bandwidth.is_guess:
+            self._fetch(load, now, out)
+        heard_s = self._heard_s(now)
         sure_s = min(self._sure_s(load, costs, now), heard_s)
         found = load.next_pass(costs, min(self._pass_limit_s(load, costs), sure_s))
         if found is None:

@@ -72,10 +72,10 @@ class Limits(Resources):
         """
         guessed = self._estimates.bandwidth.is_guess
         self.link.progress(size, started, ended, chunk)
-        if guessed:
-            for load in self._loads.values():
-                load.planned_at = -inf  # the first bytes tell more than what the plan rests on
-        return guessed or self.can_fetch
+        undecided = [load for load in self._loads.values() if guessed and any(doc.has(_S.PLANNED) for doc in load.docs)]
+        for load in undecided:
+            load.planned_at = -inf  # the first bytes tell more than what the plan rests on
+        return bool(undecided) or self.can_fetch
 
     def watch(self, now: float) -> None:
         """Notice that the link is silent.
@@ -116,13 +116,13 @@ class Limits(Resources):
             return inf
         return max(least, min(self._settings.max_pass_s, load.compute_s / 2))
 
-    def _heard_s(self, load: Load, now: float) -> float:
+    def _heard_s(self, now: float) -> float:
         """Seconds that a pass may take while the first bytes, which tell more than any prior, are waited for.
 
         It is no longer than they have been waited for, so that what is computed in vain is at most as much again.
         """
-        listening = self._estimates.bandwidth.is_guess and (self.link.fetches or load.waiting)
-        return self.link.waited_s(now) if listening and self._policy.preemptible else inf
+        listening = self._estimates.bandwidth.is_guess and self.link.fetches and self._policy.preemptible
+        return self.link.waited_s(now) if listening else inf
 
     def _sure_s(self, load: Load, costs: CostModel, now: float) -> float:
         """Seconds that a pass may be expected to take while costs or link are hardly known.

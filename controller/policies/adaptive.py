@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _AS_GOOD = 1.001
 _MISS = 3.0  # times all quality: whoever set a deadline waits for something
+_EFFORT = 0.01  # of all quality: what twice the requests and decodes are worth where there is time for them
 _LEAST_ERROR = 1e-12  # 120 dB
 _LONG = 40.0  # recomputation of that many times a pass's fixed cost can afford one more pass
 
@@ -81,11 +82,14 @@ def _insured(request: PlanRequest, plan: Plan, row: int) -> Plan:
     if not far[list(plan.order)].any():
         return _finer_first(request, plan, row)
     timeline = Timeline(request, _targets(request), request.bandwidth_low, coarse=far)
-    if not (timeline.finish_s <= (inf if request.left_s is None else request.left_s)).any():
+    left_s = inf if request.left_s is None else request.left_s
+    if not (timeline.finish_s <= left_s).any():
         return plan
     best = _best(request, timeline)
     coarse = _written(request, timeline, *best, "coarse levels first")
-    if _lost(_mixed(request, timeline, *best), plan.error) > _MISS * request.risk:
+    # The more time a plan leaves, the further the link may fall.
+    chance = request.risk * min(1.0, plan.finish_s / left_s)
+    if _EFFORT + _lost(_mixed(request, timeline, *best), plan.error) > _MISS * chance:
         return plan
     return replace(coarse, order=[at for at in coarse.order if far[at]])
 
