@@ -53,8 +53,8 @@ class Adaptive:
             return _earliest(request)
         if request.goal.objective == "cheapest":
             score = np.where(timeline.finish_s <= request.left_s, timeline.bytes, np.inf)
-            at = divmod(int(np.argmin(score)), score.shape[1])
-            return _written(request, timeline, *at, "fewest bytes in time")
+            row, split = divmod(int(np.argmin(score)), score.shape[1])
+            return _written(request, timeline, row, split, "fewest bytes in time")
         row, split = _best(request, timeline)
         plan = _upgraded(request, timeline, row, split)
         if not plan.order:
