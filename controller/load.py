@@ -190,7 +190,9 @@ class Load:
         self.compute_s = float(prefill_s(request)[plan.levels == RECOMPUTE].sum()) if len(chunk) else 0.0
         self.upgraded = {(where[at], chunk[at]) for at in plan.upgraded}
         self.refine = []
-        for at, level in zip(plan.refine, plan.refine_levels, strict=True):
+        some = request.refinable
+        one_more = [int(some.level[at]) + 1 for at in plan.refine] if some else []
+        for at, level in zip(plan.refine, plan.refine_levels or one_more, strict=True):
             place = self._refinable[at]
             self.refine.append((self.docs[self._columns.where[place]], int(self._columns.chunk[place]), level))
 

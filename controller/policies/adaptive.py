@@ -59,7 +59,7 @@ class Adaptive:
         plan = _upgraded(request, timeline, row, split)
         if not plan.order:
             return _refining(request, plan)  # the link need not wait for what is only computed
-        return _insured(request, plan, row) if request.risk > 0 else plan
+        return _insured(request, plan, timeline, (row, split)) if request.risk > 0 else plan
 
 
 def _best(request: PlanRequest, timeline: Timeline) -> tuple[int, int]:
@@ -71,7 +71,7 @@ def _best(request: PlanRequest, timeline: Timeline) -> tuple[int, int]:
     return int(row), int(split)
 
 
-def _insured(request: PlanRequest, plan: Plan, row: int) -> Plan:
+def _insured(request: PlanRequest, plan: Plan, timeline: Timeline, at: tuple[int, int]) -> Plan:
     """A plan under which a link that falls makes nothing late, where it costs less than what it may save.
 
     What recomputation cannot reach before the deadline is made valid at the floor first, then finer; what it can reach
@@ -80,18 +80,19 @@ def _insured(request: PlanRequest, plan: Plan, row: int) -> Plan:
     """
     far = ~_within_reach(request)
     if not far[list(plan.order)].any():
-        return _finer_first(request, plan, row)
-    timeline = Timeline(request, _targets(request), request.bandwidth_low, coarse=far)
+        return _finer_first(request, plan, at[0])
+    coarse = Timeline(request, _targets(request), request.bandwidth_low, coarse=far)
     left_s = inf if request.left_s is None else request.left_s
-    if not (timeline.finish_s <= left_s).any():
+    if not (coarse.finish_s <= left_s).any():
         return plan
-    best = _best(request, timeline)
-    coarse = _written(request, timeline, *best, "coarse levels first")
+    best = _best(request, coarse)
     # The more time a plan leaves, the further the link may fall.
     chance = request.risk * min(1.0, plan.finish_s / left_s)
-    if _EFFORT + _lost(_mixed(request, timeline, *best), plan.error) > _MISS * chance:
+    lost = _lost(_mixed(request, coarse, *best), _mixed(request, timeline, *at))
+    if _EFFORT + lost > _MISS * chance:
         return plan
-    return replace(coarse, order=[at for at in coarse.order if far[at]])
+    first = _written(request, coarse, *best, "coarse levels first")
+    return replace(first, order=[column for column in first.order if far[column]])
 
 
 def _finer_first(request: PlanRequest, plan: Plan, row: int) -> Plan:

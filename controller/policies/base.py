@@ -209,7 +209,7 @@ class Plan:
         reason: Why, for all chunks that ``upgraded`` does not name.
         upgraded: Columns that got more than the others.
         refine: Columns of ``refinable`` to fetch finer levels of, first one first.
-        refine_levels: Up to which level, for each of these.
+        refine_levels: Up to which level, for each of these; empty: one more.
     """
 
     levels: Ints
