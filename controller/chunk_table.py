@@ -90,12 +90,12 @@ class ChunkTable:
         self.chunk.extend(range(count))
         self.tokens.extend(tokens)
         self.context.extend(accumulate(tokens[:-1], initial=0))
-        for column in (self.level, self.valid_level, self.top, self.finest):
-            column += none
-        for wide in (self.held, self.exact_error, *self.sizes, *self.errors):
-            wide.frombytes(zeros)
+        for levels in (self.level, self.valid_level, self.top, self.finest):
+            levels.extend(none)
+        for numbers in (self.held, self.exact_error, *self.sizes, *self.errors):
+            numbers.frombytes(zeros)
         for flags in (self.state, self.can_text, self.layered):
-            flags += bytes(count)
+            flags.extend(bytes(count))
         self.counts[_S.PLANNED] += count
         return start
 
@@ -196,6 +196,16 @@ class ChunkTable:
         size = sum(int(np.frombuffer(each, "q")[waits & (level == at)].sum()) for at, each in enumerate(self.sizes))
         return int(waits.sum()), int(self.look("tokens")[waits].sum()), size
 
+    def unbegun(self) -> tuple[int, int, float] | None:
+        """What text alone would have to compute: documents, tokens and pairs that attend; None where it cannot."""
+        state = self.look("state")
+        places = np.flatnonzero((state == _S.PLANNED) | (state == _S.FETCHING))
+        if not self.look("can_text")[places].all():
+            return None
+        tokens, context = self.look("tokens")[places], self.look("context")[places]
+        pairs = float((tokens * (context + tokens / 2)).sum())
+        return len(np.unique(self.look("document")[places])), int(tokens.sum()), pairs
+
     def open(self, prefix_s: dict[int, float]) -> tuple[Columns, Ints]:
         """Chunks that nothing was started for, in prompt order.
 
@@ -222,6 +232,7 @@ class ChunkTable:
             exact_error=self.look("exact_error")[places],
             can_text=self.look("can_text")[places].astype(np.bool_),
             prefix_s=waits,
+            layered=self.look("layered")[places].astype(np.bool_),
         )
         return columns, places
 

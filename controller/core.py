@@ -10,8 +10,8 @@ from math import inf, isfinite
 from typing import TYPE_CHECKING
 
 from kvwire.controller import events as ev
-from kvwire.controller.dispatch import Dispatcher
 from kvwire.controller.chunk_states import ChunkState
+from kvwire.controller.dispatch import Dispatcher
 from kvwire.controller.load import Load
 from kvwire.controller.policies.adaptive import Adaptive
 from kvwire.errors import ArgumentError
@@ -117,20 +117,18 @@ class Controller:
 
     def _take(self, event: ev.Event, now: float, out: list[ev.Instruction]) -> bool:  # noqa: C901, PLR0912 - a case for each event
         """Take in an event; returns whether there may be something to do."""
-        link = self._dispatch.link
         match event:
             case ev.LoadRequested():
                 self._asked(event, now)
             case ev.IndexKnown(load, document, variants):
                 return self._index(load, document, variants, now)
             case ev.FirstByte(seconds):
-                link.first_byte(seconds)
+                self._dispatch.link.first_byte(seconds)
                 return False
             case ev.PromptAssembled():
                 self._assembled(event)
             case ev.TransferProgress(size, started, ended, chunk):
-                link.progress(size, started, ended, chunk)
-                return self._dispatch.can_fetch
+                return self._dispatch.progress(size, started, ended, chunk)
             case ev.ChunkArrived(chunk, level, trouble):
                 return self._arrived(chunk, level, trouble, now, out)
             case ev.ChunkFailed(chunk, reason):
@@ -148,7 +146,7 @@ class Controller:
             case ev.PrefixFailed(load, document, reason):
                 self._head_failed(load, document, reason, now, out)
             case ev.Tick():
-                link.watch(now)
+                self._dispatch.watch(now)
             case ev.LoadAbandoned(load):
                 known = self._load(load)
                 self._dispatch.lanes.closed(load)
@@ -338,9 +336,7 @@ class Controller:
             doc = load.doc(document)
             doc.prefix_done, doc.prefix_running = True, False
 
-    def _head_failed(
-        self, number: int, document: int, reason: str, now: float, out: list[ev.Instruction]
-    ) -> None:
+    def _head_failed(self, number: int, document: int, reason: str, now: float, out: list[ev.Instruction]) -> None:
         self._dispatch.lanes.end("prefill", "head start", (), number, document)
         load = self._load(number)
         if load is None:

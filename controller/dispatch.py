@@ -7,8 +7,9 @@ time, but every fourth turn goes to a late one, to that which has begun nothing 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -16,22 +17,16 @@ import numpy as np
 
 from kvwire.controller import events as ev
 from kvwire.controller.chunk_states import ChunkState
-from kvwire.controller.demand import Demand
 from kvwire.controller.lanes import Job
-from kvwire.controller.policies.base import SLOWEST, Columns, CommittedWork, PlanRequest
-from kvwire.controller.resources import Resources
+from kvwire.controller.limits import Limits
+from kvwire.controller.policies.base import Columns, CommittedWork, PlanRequest
 
 if TYPE_CHECKING:
     from kvwire.controller.costs import CostModel
     from kvwire.controller.document_state import DocumentState
-    from kvwire.controller.estimates import Estimates
     from kvwire.controller.load import Load
-    from kvwire.controller.policies.base import Policy
-    from kvwire.controller.settings import ControllerSettings
 
 _S = ChunkState
-_LONG_PASS = 10.0  # a pass of that many times its fixed cost may end: going on would save less than a tenth of it
-_DOUBT = 1.6  # estimates that may be wrong by less are relied on
 _TICK_S = 0.05
 _LEAST_TICK_S = 0.001
 _TURNS = 4
@@ -40,34 +35,17 @@ _SHORTEST_S = 1e-9
 _MARGIN = 0.1  # of a deadline: who is admitted in a queue that is full is to be in time
 _VAGUE = 0.5  # relative error of a bandwidth by which nobody is refused
 _OVERDUE = 1.5  # a pass that takes that many times what was expected tells of a slow engine
-_PASSES = 8  # at least so many passes before a deadline
-_SHORT_PASS = 3.0  # but none that is shorter than that many times its fixed cost
 _URGENT, _CALM = 2.0, 20.0  # plans are made after that many times what one costs, at the soonest
 
 
-class Dispatcher(Resources):
+class Dispatcher(Limits):
     """Hands out what the link and the lanes are free for."""
 
-    def __init__(
-        self, estimates: Estimates, settings: ControllerSettings, policy: Policy, loads: dict[int, Load]
-    ) -> None:
-        """Start idle.
-
-        Args:
-            estimates: Of link and engine.
-            settings: How loads are steered.
-            policy: Decides.
-            loads: Those under way, by number; ended ones are taken out.
-        """
-        super().__init__(estimates, settings, loads)
-        self._policy = policy
-        self._reclaimed_at = -inf
-        self._demand = Demand()
-        self._known_cuts: dict[int, tuple[float, float]] | None = None
+    _reclaimed_at = -inf
 
     def wake_at(self, now: float) -> float:
         """Instant of the next tick that is needed."""
-        moment, undecided = self.link.stalls_at, False
+        moment, undecided = self._stalls_at(now), False
         for load in self._loads.values():
             if load.is_undecided:
                 undecided = True
@@ -80,6 +58,8 @@ class Dispatcher(Resources):
             moment = min(moment, now + max(self._settings.replan_s, _LEAST_TICK_S))
         elif self.link.fetches or undecided:
             moment = min(moment, now + _TICK_S)
+        if self._estimates.bandwidth.is_guess and self.link.fetches:
+            moment = min(moment, now + max(self.link.waited_s(now), _LEAST_TICK_S))
         return max(now, moment)
 
     def add(self, load: Load, doc: DocumentState, now: float) -> None:
@@ -131,9 +111,9 @@ class Dispatcher(Resources):
             if load.refused_s:
                 self._conclude(load, now, out)
         order = self._order()
-        for begin in (self._decode, self._compute, self._redecode, self._fetch, self._refine):
-            for load in order:
-                begin(load, now, out)
+        steps = (self._decode, self._compute, self._redecode, self._fetch, self._refine)
+        for begin, load in product(steps, order):
+            begin(load, now, out)
         if now - self._reclaimed_at >= self._settings.replan_s:
             self._reclaimed_at = now
             for load in order:
@@ -154,15 +134,6 @@ class Dispatcher(Resources):
         if now >= load.planned_at + self._pause_s(load):  # as in ``wake_at``: a difference might round otherwise
             self._plan(load, now)
 
-    def _rank(self, load: Load) -> tuple[bool, float, int]:
-        """Whether a load is late anyway, when it is due, and its number; less goes first."""
-        if load.due == inf:
-            # Before anything is known of it nobody can tell, and those who are due go first.
-            due = inf if load.first_s is None else load.asked_at + self._settings.stretch * load.first_s
-            return False, due, load.number
-        finish = load.planned_at + load.plan.finish_s if load.plan else -inf
-        return finish > load.due, load.due, load.number
-
     def _order(self) -> list[Load]:
         if len(self._loads) == 1:
             return [*self._loads.values()]
@@ -173,34 +144,6 @@ class Dispatcher(Resources):
             order.remove(longest)
             order.insert(0, longest)
         return order
-
-    def _cut(self, load: Load) -> float:
-        """Instant at which a load is handed over as it is, so that the first token is in time."""
-        return self._cuts()[load.number][0] if len(self._loads) > 1 else self._own_cut(load)
-
-    def _own_cut(self, load: Load) -> float:
-        return load.due - self._settings.reserve_s - self.costs_of(load).closing_s(load.prompt_tokens)
-
-    def _cuts(self) -> dict[int, tuple[float, float]]:
-        """For each load its cut, and the instant by which it must be done with the link.
-
-        Worked out from the last one due to the first: closings take turns, so the earlier ones leave room for the later
-        ones, and so do fetches, for what the later ones need at their floor. Who is late anyway is left room by nobody.
-        """
-        if self._known_cuts is not None:
-            return self._known_cuts
-        self._known_cuts = cuts = {}
-        closing = link = inf
-        for load in sorted(self._loads.values(), key=self._rank, reverse=True):
-            own = self._own_cut(load)
-            if self._rank(load)[0] or load.due == inf:
-                cuts[load.number] = own, inf
-                continue
-            closing_s = load.due - self._settings.reserve_s - own
-            closing = min(own, closing - closing_s)
-            cuts[load.number] = closing, min(closing, link)
-            link = min(closing, link) - load.floor_s
-        return cuts
 
     def _plan(self, load: Load, now: float) -> None:
         if not load.is_undecided and (load.first_s is not None or not load.docs):
@@ -237,38 +180,15 @@ class Dispatcher(Resources):
             decode_s=self.lanes.left_s("decode", now) + self._backlog_s(costs),
             ahead_bytes=float(sum(other.plan_bytes for other in ahead)),
         )
+        left_s = None if load.due == inf else self._left_s(load, costs, now)
+        ahead_s = max(0.0, left_s or 0.0)
         base = PlanRequest(
-            chunks=_NOTHING, costs=costs, goal=load.goal, bandwidth=link.bandwidth, bandwidth_low=link.bandwidth_low,
-            prompt_tokens=0, committed=committed,
-            left_s=None if load.due == inf else self._left_s(load, costs, now),
-            lead_s=link.lead_s(now), ttfb_s=link.ttfb_s, parallel=settings.max_in_flight, workers=settings.workers,
-            now=now,
+            chunks=_NOTHING, costs=costs, goal=load.goal, bandwidth=link.bandwidth,
+            bandwidth_low=link.bandwidth_low if left_s is None else link.low_over(ahead_s), prompt_tokens=0,
+            committed=committed, left_s=left_s, lead_s=link.lead_s(now), ttfb_s=link.ttfb_s,
+            parallel=settings.max_in_flight, workers=settings.workers, now=now, risk=link.risk(ahead_s),
         )  # fmt: skip
         return load.request(base)
-
-    def _left_s(self, load: Load, costs: CostModel, now: float) -> float:
-        """Seconds that a plan may take: until the load is due, and so that later ones are in time at their floor."""
-        closing_s = costs.closing_s(load.prompt_tokens)
-        own_s = load.due - now - self._settings.reserve_s
-        if len(self._loads) > 1:
-            own_s = min(own_s, min(self._cuts()[load.number]) - now + closing_s)
-        if load.came is not None:
-            least_s = self._queue_s(load, now) + load.floor_s + closing_s
-            floor_s, came = load.asked_floor_s, load.came
-            own_s = min(own_s, self._demand.limit_s(floor_s, came, now, least_s=least_s, left_s=own_s))
-        return own_s - self._beside_s(load)
-
-    def _queue_s(self, load: Load, now: float) -> float:
-        """Seconds of work that goes before a load's open chunks."""
-        rank, low = self._rank(load), max(self.link.bandwidth_low, SLOWEST)
-        ahead = sum(other.plan_bytes for other in self._loads.values() if self._rank(other) < rank)
-        lanes_s = max(self.lanes.left_s("prefill", now), self.lanes.left_s("decode", now))
-        return max(self.link.lead_s(now) + (self.link.open_bytes + ahead) / low, lanes_s)
-
-    def _beside_s(self, load: Load) -> float:
-        """Seconds by which fetches of other loads, which share the link with a load's last ones, may hold these up."""
-        others = any(other.waiting or other.refine for other in self._loads.values() if other is not load)
-        return 2 * self.link.ttfb_s + self._settings.horizon_s if others else 0.0
 
     def _backlog_s(self, costs: CostModel) -> float:
         """Seconds of decoding for what has arrived, over all loads; worked out once until that changes."""
@@ -291,8 +211,14 @@ class Dispatcher(Resources):
         """Decode refinements, in one batch, after all that somebody waits for."""
         if load.table.counts[_S.REFINED] and self.lanes.is_free("decode"):
             # A forward pass reads what is before it in its document: nothing of that is overwritten meanwhile.
-            places = (place for place in load.having(_S.REFINED) if not self._is_extended(place[0]))
-            self.start_decode(load, [*islice(places, self._settings.decode_batch)], _S.REDECODING, now, out)
+            able = (place for place in load.having(_S.REFINED) if not self._is_extended(place[0]))
+            places = [*islice(able, self._settings.decode_batch)]
+            left_s = self._cut(load) + self._settings.reserve_s - now
+            # Nothing that is valid is overwritten too late.
+            count = bisect_right(
+                range(1, len(places) + 1), left_s, key=lambda count: self._decode_s(load, places[:count])
+            )
+            self.start_decode(load, places[:count], _S.REDECODING, now, out)
 
     def _is_extended(self, doc: DocumentState) -> bool:
         """Whether a forward pass over chunks of a document is running."""
@@ -317,78 +243,33 @@ class Dispatcher(Resources):
         self._refresh(load, now)
         if not load.wants_passes:
             return
-        sure_s = self._sure_s(load, costs, now)
-        until_s = self._until_closing_s(load, now)
-        found = load.next_pass(costs, min(self._pass_limit_s(load, costs, now), sure_s, until_s))
+        if self._estimates.bandwidth.is_guess:
+            self._fetch(load, now, out)
+        surest_s = min(self._heard_s(now), self._until_closing_s(load, now))
+        sure_s = min(self._sure_s(load, costs, now), surest_s)
+        found = load.next_pass(costs, min(self._pass_limit_s(load, costs, now), sure_s))
         if found is None:
             return
         doc, run = found
         first = run[0]
-        if costs.prefill.seconds(*doc.prefill_span(first, first)) > until_s:
+        least_s = costs.prefill.seconds(*doc.prefill_span(first, first))
+        if least_s > surest_s:
             return
         table, at = doc.table, doc.start + first
         can_fetch = table.top[at] >= min(load.goal.floor, max(table.finest[at], 0))
-        if can_fetch and costs.prefill.seconds(*doc.prefill_span(first, first)) > sure_s:
+        if can_fetch and least_s > sure_s:
             # Perhaps too slow even for one chunk: it is fetched as well as the others.
             load.fetch_instead(doc, first)
         else:
             self.start_pass(load, doc, run, now, out)
-
-    def _pass_limit_s(self, load: Load, costs: CostModel, now: float) -> float:
-        """Seconds that a pass may take: half of what is to be recomputed, so that the meeting point can still move.
-
-        And a share of the time until the deadline, so that an engine that has become slow is noticed in time.
-        """
-        base_s = costs.prefill.base_s
-        if not self._policy.preemptible:
-            return inf
-        if load.due < inf and load.can_fetch_instead:
-            share_s = max(0.0, self._cut(load) - now) / _PASSES
-            return max(_SHORT_PASS * base_s, min(self._settings.max_pass_s, share_s))
-        if load.compute_s < 2 * _LONG_PASS * base_s:
-            return inf
-        return max(_LONG_PASS * base_s, min(self._settings.max_pass_s, load.compute_s / 2))
-
-    def _until_closing_s(self, load: Load, now: float) -> float:
-        """Seconds until the first cut of another load that goes first: a pass cannot be called back."""
-        if len(self._loads) == 1:
-            return inf
-        rank = self._rank(load)
-        others = [other for other in self._loads.values() if other is not load and not self._rank(other)[0]]
-        cuts = [self._cut(other) for other in others if other.due < inf and (self._rank(other) < rank or other.is_ready)]
-        return min((cut - now for cut in cuts), default=inf)
-
-    def _sure_s(self, load: Load, costs: CostModel, now: float) -> float:
-        """Seconds that a pass may be expected to take while costs or link are hardly known.
-
-        A pass cannot be called back, and even if it takes longer than expected it should not be what ends last.
-        """
-        bandwidth = self._estimates.bandwidth
-        doubt = max(self._estimates.prefill.high, bandwidth.high / max(bandwidth.value, 1.0))
-        if not self._policy.preemptible or load.plan is None or doubt <= _DOUBT:
-            return inf
-        if not load.plan_bytes and not self.link.fetches:
-            return inf
-        return (load.planned_at + load.plan.finish_s - costs.closing_s(load.prompt_tokens) - now) / doubt
-
-    def _window_open(self) -> bool:
-        """Whether another fetch may be opened: enough to keep the link busy, little enough to decide late."""
-        settings, link = self._settings, self.link
-        if len(link.fetches) >= settings.max_in_flight:
-            return False
-        horizon = (2 * link.ttfb_s + settings.horizon_s) * link.bandwidth_low
-        return len(link.fetches) < 2 or link.open_bytes < horizon  # noqa: PLR2004 - one to come in, one behind it
-
-    @property
-    def can_fetch(self) -> bool:
-        """Whether a fetch that a plan names may be opened."""
-        return any(load.waiting or load.refine for load in self._loads.values()) and self._window_open()
 
     def _fetch(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Open the fetches that the plan wants next."""
         if not self._window_open():
             return
         self._refresh(load, now)
+        if load.waiting:
+            self._refine(load, now, out)  # where a plan names both, what is valid goes first
         table = load.table
         while load.waiting and self._window_open():
             at, level = load.waiting[0]
@@ -405,19 +286,19 @@ class Dispatcher(Resources):
             load.plan_bytes = max(0, load.plan_bytes - doc.size(chunk, level))
 
     def _refine(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
-        """Open the refinements that the plan names, once nothing else is to be fetched."""
-        if not load.refine or load.waiting:
+        """Open the refinements that the plan names."""
+        if not load.refine:
             return
         cut, table = self._cut(load), load.table
         while load.refine and now < cut and self._window_open():
-            doc, chunk = load.refine.pop(0)
-            at = doc.start + chunk
-            level = table.valid_level[at] + 1
-            more = doc.size(chunk, level) - doc.size(chunk, level - 1) if table.top[at] >= level else 0
-            usable = table.state[at] == _S.READY and table.held[at] and table.top[at] >= level
+            at, level = load.refine.popleft()
+            valid = table.valid_level[at]
+            more = table.sizes[level][at] - (table.sizes[valid][at] if valid >= 0 else 0)
+            usable = table.state[at] == _S.READY and table.held[at] and valid < level <= table.top[at]
             if usable and self.held + more <= self._settings.memory_bytes:
+                doc, chunk = load.place(at)
                 doc.move(chunk, _S.REFINING)
-                self.ask(load, (doc, chunk), level, level, cut, now, out)
+                self.ask(load, (doc, chunk), valid + 1, level, cut, now, out)
 
     def _reclaim(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Give up fetches that idle compute would beat."""

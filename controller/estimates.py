@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 from kvwire.controller.costs import CostModel, DecodeCost, PrefillCost
 from kvwire.controller.estimators import BandwidthEstimator, TtfbEstimator
+from kvwire.controller.horizons import EDGES, HORIZONS_S, MOST_COUNTED, HorizonErrors, faded
 from kvwire.controller.learning import MOST_KNOWN, ClosingEstimator, DecodeEstimator, PrefillEstimator
 from kvwire.errors import ArgumentError, CorruptError
 
@@ -21,6 +22,8 @@ _WEAK_SPREAD = 0.5  # of its time to first byte
 _SLOWEST, _FASTEST = 1e3, 1e13  # bytes per second; a link slower than that was dead, not slow
 _LONGEST_S = 3600.0
 _LARGEST_ERROR = 10.0
+_LINK = ("bandwidth", "bandwidth_error", "ttfb_s", "ttfb_spread")
+_DIGITS = 4  # of a count
 _PREFILL = ("base_s", "token_s", "pair_s")
 _DECODE = ("base_s", "token_s", "byte_s")
 _ADVICE = "delete what was remembered; it is measured again"
@@ -99,6 +102,10 @@ class Estimates:
                 "bandwidth_error": min(self.bandwidth.error, _LARGEST_ERROR),
                 "ttfb_s": ttfb,
                 "ttfb_spread": min(spread, _LARGEST_ERROR),
+                "horizons": {
+                    f"{seconds:g}": [round(count, _DIGITS) for count in row]
+                    for seconds, row in zip(HORIZONS_S, self.bandwidth.horizons.counts, strict=True)
+                },
             },
             "engine": {
                 "prefill": _learnt(self.prefill, (prefill.base_s, prefill.token_s, prefill.pair_s), _PREFILL),
@@ -149,10 +156,11 @@ class Estimates:
         if engine:
             made.prefill, made.decode = engine.prefill, engine.decode
         if "link" in parts:
-            link = _Fields(parts["link"], "link", ("bandwidth", "bandwidth_error", "ttfb_s", "ttfb_spread"))
+            link = _link(parts["link"])
             bandwidth = link.number("bandwidth", _FASTEST, _SLOWEST)
             error = _aged(link.number("bandwidth_error", _LARGEST_ERROR), _WEAK_ERROR, age_s)
-            made.bandwidth = BandwidthEstimator(bandwidth, settings, prior_error=error)
+            horizons = _horizons(link, age_s)
+            made.bandwidth = BandwidthEstimator(bandwidth, settings, prior_error=error, horizons=horizons)
             spread = _aged(link.number("ttfb_spread", _LARGEST_ERROR), _WEAK_SPREAD, age_s)
             made.ttfb = TtfbEstimator(link.number("ttfb_s", _LONGEST_S), spread)
         return made
@@ -182,7 +190,17 @@ class _Fields:
 
     def number(self, name: str, most: float, least: float = 0.0) -> float:
         """A finite number between two bounds."""
-        value = self.values[name]
+        return self._checked(name, self.values[name], most, least)
+
+    def row(self, name: str, length: int, most: float) -> tuple[float, ...]:
+        """A list of so many finite numbers from 0 on."""
+        values = self.values[name]
+        if not isinstance(values, list) or len(values) != length:
+            msg = f"{name} of the remembered {self._what} must be a list of {length} numbers; {_ADVICE}"
+            raise CorruptError(msg)
+        return tuple(self._checked(name, value, most, 0.0) for value in values)
+
+    def _checked(self, name: str, value: object, most: float, least: float) -> float:
         # Compared before it is converted: an integer may be too large for a float. NaN compares false.
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
             msg = f"{name} of the remembered {self._what} must be a number from {least:g} to {most:g}; {_ADVICE}"
@@ -199,6 +217,21 @@ def _parts(state: object) -> dict[str, object]:
         msg = f"the remembered estimates are not of version {STATE_VERSION}; {_ADVICE}"
         raise CorruptError(msg)
     return state
+
+
+def _link(part: object) -> _Fields:
+    """What is remembered of a link; older versions wrote nothing of its errors over longer horizons."""
+    known = isinstance(part, dict) and "horizons" in part
+    return _Fields(part, "link", (*_LINK, "horizons") if known else _LINK)
+
+
+def _horizons(link: _Fields, age_s: float) -> HorizonErrors | None:
+    if "horizons" not in link.values:
+        return None
+    names = tuple(f"{seconds:g}" for seconds in HORIZONS_S)
+    fields = _Fields(link.values["horizons"], "errors of the link", names)
+    counts = tuple(fields.row(name, len(EDGES), MOST_COUNTED) for name in names)
+    return HorizonErrors(faded(counts, age_s / _AGE_HALF_LIFE_S))
 
 
 def _learnt(

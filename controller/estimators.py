@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import exp, exp2, inf, isfinite, log
 from statistics import median
 
+from kvwire.controller.horizons import HorizonErrors
 from kvwire.errors import ArgumentError
 
 _MOST_INTERVALS = 1024
@@ -20,6 +21,7 @@ _MOST_ERROR = 9.0  # a silent link is infinitely slower than expected
 _ERROR_KEPT = 0.75  # of the largest recent error, after one more sample: 5 % of it is left after ten
 _LEAST_ERROR = 0.02  # no link is steadier
 _LONG_S = 5.0
+_SHARE = 0.25  # of times at which less comes than plans rely on
 _TELLING_BYTES = 3000  # two packets
 _MOST_HOLDS = 6
 _JUMP = 1.5  # factor off the estimate that is taken for more than noise where samples repeat it
@@ -122,10 +124,18 @@ class BandwidthEstimator:
 
     A second in which four requests are open counts once: the estimate is of the link, not of a request. What came from
     a copy on this side of the link says nothing about it and must not be added.
+
+    Attributes:
+        horizons: How far it was off over times as long as plans look ahead.
     """
 
     def __init__(
-        self, prior: float, settings: BandwidthSettings | None = None, *, prior_error: float | None = None
+        self,
+        prior: float,
+        settings: BandwidthSettings | None = None,
+        *,
+        prior_error: float | None = None,
+        horizons: HorizonErrors | None = None,
     ) -> None:
         """Start from a prior.
 
@@ -133,6 +143,7 @@ class BandwidthEstimator:
             prior: Bytes per second, forgotten as measurements come in; 0: nothing is known.
             settings: How quickly the estimate follows the link.
             prior_error: Relative error to expect of the prior, by default the settings'.
+            horizons: What is known of the link's errors; None: nothing.
         """
         self._settings = settings or BandwidthSettings()
         error = self._settings.prior_error if prior_error is None else prior_error
@@ -149,6 +160,7 @@ class BandwidthEstimator:
         self._samples = 0
         self._streak = 0  # samples in a row that were far below the estimate, negative, or far above it
         self._below = self._above = error
+        self.horizons = horizons or HorizonErrors()
 
     def add(self, size: int, started: float, ended: float) -> None:
         """Take in bytes that arrived between two instants, in seconds of any one clock.
@@ -184,8 +196,8 @@ class BandwidthEstimator:
             # Errors are the measurements' own: that the prior was wrong does not make the link unsteady.
             expected, rate = max(self._measured, 1.0), max(size / seconds, 1.0)
             self._count_streak(rate / expected)
-            # A sample is shorter than what is planned: one that nothing bears out is half noise.
-            share = 1.0 if abs(self._streak) > 1 else 0.5
+            self.horizons.add(size, seconds, expected)
+            share = 1.0 if abs(self._streak) > 1 else 0.5  # what nothing bears out is half noise
             self._below = max(self._below, share * min(expected / rate - 1, _MOST_ERROR))
             self._above = max(self._above, share * min(rate / expected - 1, _MOST_ERROR))
             shed = 1.0 if self._streak <= -_FALL_SAMPLES or self._streak >= _RISE_SAMPLES else 0.0
@@ -213,6 +225,11 @@ class BandwidthEstimator:
         return self._samples > 0
 
     @property
+    def is_guess(self) -> bool:
+        """Whether the estimate is a prior that nobody measured, or that says little by now."""
+        return not self._samples and self._above >= self._settings.prior_error > 0
+
+    @property
     def confidence(self) -> float:
         """Share of the estimate that is measured rather than prior, 0 to 1."""
         return 1.0 - self._prior_share
@@ -220,8 +237,11 @@ class BandwidthEstimator:
     @property
     def value(self) -> float:
         """Expected bytes per second."""
-        if not self._samples or not self._prior:
-            return self._measured if self._samples else self._prior
+        if not self._samples:  # of what came too soon to be timed, only that the link is not slower is known
+            burst = self._held_bytes / max(self._held_s, self._settings.min_busy_s)
+            return max(self._prior, burst) if self._held_bytes >= self._settings.min_bytes else self._prior
+        if not self._prior:
+            return self._measured
         # In logarithms: a prior that is far too high fades as soon as one that is far too low.
         measured, prior = log(max(self._measured, 1.0)), log(max(self._prior, 1.0))
         return exp(measured + self._prior_share * (prior - measured))
@@ -231,6 +251,18 @@ class BandwidthEstimator:
         """Bytes per second to plan with: what there would be if the estimate erred as much as it lately did."""
         value = min(self.value, max(self._measured, 1.0)) if self._samples else self.value
         return value / (1 + max(self._below, _LEAST_ERROR))
+
+    def low_over(self, horizon_s: float) -> float:
+        """Tell what to plan with by what such plans met before.
+
+        Args:
+            horizon_s: Seconds that the plan looks ahead.
+
+        Returns:
+            Bytes per second; ``low`` where nothing was met yet.
+        """
+        value = min(self.value, max(self._measured, 1.0)) if self._samples else self.value
+        return value * self.horizons.low(horizon_s, _SHARE, self.low / max(value, 1.0) if value else 1.0)
 
     @property
     def high(self) -> float:

@@ -65,7 +65,7 @@ class TransferProgress:
     Attributes:
         bytes: How many came.
         started: The first byte's arrival, or the end of this request's last report; never the sending of the request.
-            Report several times within the settings' ``stall_s``.
+            Report several times within the settings' ``stall_s``, and what has come before every ``Tick``.
         ended: When the last of them had come.
         chunk: Whose bytes; None: nobody knows.
     """

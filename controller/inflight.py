@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _SLOWEST = 1.0  # bytes per second
 _MOST_DOUBLINGS = 6
+_GAP_S = 0.02  # between reports of a link that flows, and a little more
 
 
 @dataclass(eq=False)
@@ -78,6 +79,14 @@ class Link:
     def bandwidth_low(self) -> float:
         """Bytes per second to rely on; 0 while the link is silent."""
         return 0.0 if self.stalled else self._estimates.bandwidth.low
+
+    def low_over(self, horizon_s: float) -> float:
+        """Bytes per second to rely on over so many seconds; 0 while the link is silent."""
+        return 0.0 if self.stalled else self._estimates.bandwidth.low_over(horizon_s)
+
+    def risk(self, horizon_s: float) -> float:
+        """Share of times at which the link gives less than half of what is expected for so many seconds."""
+        return self._estimates.bandwidth.horizons.risk(horizon_s)
 
     @property
     def ttfb_s(self) -> float:
@@ -188,13 +197,17 @@ class Link:
         self.stalled = False
         self._stalls = 0
 
-    def watch(self, now: float) -> None:
-        """Notice silence: after the stall time it marks the link as dead.
+    def watch(self, now: float, until: float) -> None:
+        """Notice silence: from some instant on it marks the link as dead.
 
         It is no measurement: what ends a silence reports it with its bytes, and of a link that died nothing is learnt
         about the one that comes back.
+
+        Args:
+            now: The instant, in seconds of the controller's clock.
+            until: How long silence is waited out, as an instant.
         """
-        if now >= self.stalls_at:
+        if now >= until:
             self.stalled = True
             # Longer each time: every try costs the chunks that it asks for.
             self._retry_at = now + self._stall_s * 2**self._stalls
@@ -213,6 +226,16 @@ class Link:
     def stalls_at(self) -> float:
         """Instant at which the link counts as dead unless a byte comes; infinite where none is awaited."""
         return self._silent_from + self._stall_s if self.fetches and not self.stalled else inf
+
+    @property
+    def quiet_from(self) -> float:
+        """Instant from which on silence is more than a pause; infinite where no byte is awaited."""
+        spread_s = 0.0 if self._flowing else self._estimates.ttfb.high - self._estimates.ttfb.value
+        return self._silent_from + _GAP_S + spread_s if self.fetches and not self.stalled else inf
+
+    def waited_s(self, now: float) -> float:
+        """Seconds since the first of the requests that an idle link waits for; 0 where there is none."""
+        return max(0.0, now - self._since) if self.fetches else 0.0
 
     def lead_s(self, now: float) -> float:
         """Seconds until the link can deliver the next byte."""

@@ -53,7 +53,7 @@ class Load:
         planned_at: When that was made.
         is_stale: Something happened since that the plan did not foresee.
         waiting: Places in the table of chunks that it fetches, and their levels, next one first.
-        refine: The refinements that it names.
+        refine: Places of chunks that become better, and up to which level, next one first.
         compute_s: Seconds of recomputation that it holds.
         fallbacks: Chunks for which a fetch or decode was given up for recomputation.
     """
@@ -90,7 +90,7 @@ class Load:
         self.waiting: deque[tuple[int, int]] = deque()
         self._wanted = bytearray()
         self._passes: deque[DocumentState] = deque()
-        self.refine: list[Place] = []
+        self.refine: deque[tuple[int, int]] = deque()
         self.compute_s = 0.0
         self.fallbacks = 0
         self.has_prefix = False
@@ -214,7 +214,10 @@ class Load:
         self.compute_s = float(prefill_s(request)[recomputed].sum()) if len(recomputed) else 0.0
         self.floor_s = floor_s(request)
         self._upgraded = {int(self._open[at]) for at in plan.upgraded}
-        self.refine = [self.place(int(self._refinable[at])) for at in plan.refine]
+        some = request.refinable
+        one_more = [int(some.level[at]) + 1 for at in plan.refine] if some else []
+        places = self._refinable[np.asarray(plan.refine, np.int64)].tolist()
+        self.refine = deque(zip(places, plan.refine_levels or one_more, strict=True))
 
     def _want(self, places: NDArray[np.int64]) -> None:
         """Remember which chunks are to be recomputed."""

@@ -10,19 +10,23 @@ what is left.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, log10
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.policies.base import RECOMPUTE, SLOWEST, Plan
-from kvwire.controller.policies.timeline import Timeline, decode_s, prefill_s, wire_s
+from kvwire.controller.policies.base import RECOMPUTE, Plan
+from kvwire.controller.policies.refining import Refining
+from kvwire.controller.policies.timeline import Timeline, prefill_s
 
 if TYPE_CHECKING:
-    from kvwire.controller.policies.base import Ints, PlanRequest
+    from kvwire.controller.policies.base import Flags, Ints, PlanRequest
 
 
 _AS_GOOD = 1.001
+_MISS = 3.0  # times all quality: whoever set a deadline waits for something
+_EFFORT = 0.01  # of all quality: what twice the requests and decodes are worth where there is time for them
+_LEAST_ERROR = 1e-12  # 120 dB
 _LONG = 40.0  # recomputation of that many times a pass's fixed cost can afford one more pass
 
 
@@ -45,20 +49,86 @@ class Adaptive:
         if request.goal.objective == "earliest" or request.left_s is None:
             return _earliest(request)
         timeline = Timeline(request, _targets(request), request.bandwidth_low)
-        feasible = timeline.finish_s <= request.left_s
-        if not feasible.any():
+        if not (timeline.finish_s <= request.left_s).any():
             return _earliest(request)
         if request.goal.objective == "cheapest":
-            score = np.where(feasible, timeline.bytes, np.inf)
-            row, split = np.unravel_index(int(np.argmin(score)), score.shape)
-            return _written(request, timeline, int(row), int(split), "fewest bytes in time")
-        least = float(timeline.error[feasible].min())
-        # Of those that are as good as the best, the soonest.
-        score = np.where(feasible & (timeline.error <= least * _AS_GOOD), timeline.finish_s, np.inf)
-        row, split = np.unravel_index(int(np.argmin(score)), score.shape)
-        plan = _upgraded(request, timeline, int(row), int(split))
-        # The link need not wait for what is only computed.
-        return plan if plan.order else replace(plan, refine=_refinements(request, plan.finish_s))
+            score = np.where(timeline.finish_s <= request.left_s, timeline.bytes, np.inf)
+            row, split = divmod(int(np.argmin(score)), score.shape[1])
+            return _written(request, timeline, row, split, "fewest bytes in time")
+        row, split = _best(request, timeline)
+        plan = _upgraded(request, timeline, row, split)
+        if not plan.order:
+            return _refining(request, plan)  # the link need not wait for what is only computed
+        return _insured(request, plan, timeline, (row, split)) if request.risk > 0 else plan
+
+
+def _best(request: PlanRequest, timeline: Timeline) -> tuple[int, int]:
+    """Target and split of the least error in time; of those that are as good as the best, the soonest."""
+    feasible = timeline.finish_s <= (inf if request.left_s is None else request.left_s)
+    least = float(timeline.error[feasible].min())
+    score = np.where(feasible & (timeline.error <= least * _AS_GOOD), timeline.finish_s, np.inf)
+    row, split = np.unravel_index(int(np.argmin(score)), score.shape)
+    return int(row), int(split)
+
+
+def _insured(request: PlanRequest, plan: Plan, timeline: Timeline, at: tuple[int, int]) -> Plan:
+    """A plan under which a link that falls makes nothing late, where it costs less than what it may save.
+
+    What recomputation cannot reach before the deadline is made valid at the floor first, then finer; what it can reach
+    is fetched last, so that either way stays open. A miss loses more than all quality; requests and decodes of coarse
+    levels lose what no longer fits, as a share of decibels.
+    """
+    far = ~_within_reach(request)
+    if not far[list(plan.order)].any():
+        return _finer_first(request, plan, at[0])
+    coarse = Timeline(request, _targets(request), request.bandwidth_low, coarse=far)
+    left_s = inf if request.left_s is None else request.left_s
+    if not (coarse.finish_s <= left_s).any():
+        return plan
+    best = _best(request, coarse)
+    # The more time a plan leaves, the further the link may fall.
+    chance = request.risk * min(1.0, plan.finish_s / left_s)
+    lost = _lost(_mixed(request, coarse, *best), _mixed(request, timeline, *at))
+    if _EFFORT + lost > _MISS * chance:
+        return plan
+    first = _written(request, coarse, *best, "coarse levels first")
+    return replace(first, order=[column for column in first.order if far[column]])
+
+
+def _finer_first(request: PlanRequest, plan: Plan, row: int) -> Plan:
+    """The plan with what is valid raised to its target before more is fetched."""
+    some = request.refinable
+    if some is None:
+        return plan
+    levels = np.maximum(some.level, np.minimum(_targets(request)[row], some.top))
+    order = [int(at) for at in Refining(request, some).order(levels) if some.ready[at]]
+    return replace(plan, refine=order, refine_levels=[int(levels[at]) for at in order])
+
+
+def _within_reach(request: PlanRequest) -> Flags:
+    """Chunks that recomputation alone, from the front, has ready in time ``[n]``."""
+    chunks, committed = request.chunks, request.committed
+    seconds = np.cumsum(prefill_s(request)) + committed.prefill_s + request.costs.closing_s(request.prompt_tokens)
+    if request.workers == 1:
+        seconds += committed.decode_s + float(committed.work_s.sum())
+    return np.asarray(chunks.can_text & (seconds <= (inf if request.left_s is None else request.left_s)))
+
+
+def _mixed(request: PlanRequest, timeline: Timeline, row: int, split: int) -> float:
+    """Error of a candidate, with as many chunks at the next level as the time that it leaves is a share of theirs."""
+    error, finish_s = float(timeline.error[row, split]), float(timeline.finish_s[row, split])
+    if row + 1 < len(timeline.finish_s) and request.left_s is not None:
+        finer = int(np.argmin(timeline.finish_s[row + 1]))
+        longer_s = float(timeline.finish_s[row + 1, finer]) - finish_s
+        share = min(1.0, (request.left_s - finish_s) / longer_s) if longer_s > 0 else 0.0
+        error += share * min(0.0, float(timeline.error[row + 1, finer]) - error)
+    return error / int(request.chunks.tokens.sum())
+
+
+def _lost(error: float, best: float) -> float:
+    """Share of the decibels of one error that another one lacks."""
+    decibels, most = (-10 * log10(max(each, _LEAST_ERROR)) for each in (error, best))
+    return 1 - decibels / most if most > 0 else 0.0
 
 
 def _targets(request: PlanRequest) -> Ints:
@@ -132,26 +202,32 @@ def _only_refine(request: PlanRequest) -> Plan:
     timeline = Timeline(replace(request, refinable=None), np.array([request.goal.floor]), request.bandwidth_low)
     finish_s = float(timeline.finish_s[0, 0])
     in_time = request.left_s is None or finish_s <= request.left_s
-    plan = Plan(np.zeros(0, np.int64), (), finish_s, 0.0, 0, in_time, "all is under way")
-    return replace(plan, refine=_refinements(request, finish_s))
+    return _refining(request, Plan(np.zeros(0, np.int64), (), finish_s, 0.0, 0, in_time, "all is under way"))
 
 
-def _refinements(request: PlanRequest, finish_s: float) -> list[int]:
-    """Refinements that still fit before the deadline, most error removed per byte first."""
+def _refining(request: PlanRequest, plan: Plan) -> Plan:
+    """The plan with the refinements that still fit before the deadline.
+
+    All that can become better goes to the finest level that all can have, single chunks to the next one, most error
+    removed per byte first. What is not ready yet counts, but is not asked for.
+    """
     some, left_s = request.refinable, request.left_s
-    if some is None or request.goal.objective != "quality" or left_s is None or finish_s > left_s:
-        return []
-    able = np.flatnonzero(some.ready & (some.level < some.top))
-    level = some.level[able]
-    more = some.sizes[level + 1, able] - some.sizes[level, able]
-    gain = some.tokens[able] * (some.errors[level, able] - some.errors[level + 1, able])
-    best = np.argsort(-gain / np.maximum(more, 1), kind="stable")
-    wire = wire_s(request, more, request.bandwidth_low)[best]
-    work = decode_s(request, some.tokens[able], some.sizes[level + 1, able])[best]
-    # Each is decoded anew when it is there, behind what its lane has to do anyway.
-    committed, closing_s = request.committed, request.costs.closing_s(request.prompt_tokens)
-    ready_s = finish_s - closing_s
-    lane_s = ready_s if request.workers == 1 else committed.decode_s + float(committed.work_s.sum())
-    link_s = request.lead_s + float(committed.wire.sum()) / max(request.bandwidth_low, SLOWEST) + np.cumsum(wire)
-    ends = np.maximum(np.maximum(link_s + work, lane_s + np.cumsum(work)), ready_s) + closing_s
-    return [int(at) for at in able[best[: int(np.searchsorted(ends, left_s, side="right"))]]]
+    if some is None or request.goal.objective != "quality" or left_s is None:
+        return plan
+    finer = Refining(request, some)
+    if finer.ready_s > left_s:
+        return plan
+    fitting = [
+        level for level in range(int(some.top.max(initial=0)) + 1) if finer.end_s(finer.raised_to(level)) <= left_s
+    ]
+    levels = finer.raised_to(max(fitting, default=0))
+    steps = finer.steps(levels)
+    low, high = 0, len(steps)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (
+            (middle, high) if finer.end_s(finer.upgraded(levels, steps[:middle])) <= left_s else (low, middle - 1)
+        )
+    levels = finer.upgraded(levels, steps[:low])
+    order = [int(at) for at in finer.order(levels) if some.ready[at]]
+    return replace(plan, refine=order, refine_levels=[int(levels[at]) for at in order])

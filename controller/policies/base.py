@@ -46,6 +46,7 @@ class Columns:
         exact_error: What a recomputed chunk counts with: its own finest error, 0 without a blob ``[n]``.
         can_text: The chunk can be recomputed ``[n]``.
         prefix_s: Seconds of computing prefix layers that its document still needs if any of it is fetched ``[n]``.
+        layered: A finer level adds to the coarser ones ``[n]``; None: it does for all.
     """
 
     document: Ints
@@ -59,6 +60,7 @@ class Columns:
     exact_error: Floats
     can_text: Flags
     prefix_s: Floats
+    layered: Flags | None = None
 
     @property
     def count(self) -> int:
@@ -173,6 +175,7 @@ class PlanRequest:
         parallel: Requests that may be open at a time.
         workers: 1: decoding and recomputing take turns; 2: a lane each.
         now: The instant, for policies that look into the future.
+        risk: Chance that the link falls so far, within a load, that what is asked for first decides what is in time.
     """
 
     chunks: Columns
@@ -189,6 +192,7 @@ class PlanRequest:
     parallel: int = 1
     workers: int = 1
     now: float = 0.0
+    risk: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +208,8 @@ class Plan:
         in_time: The deadline is met by the prediction, or there is none.
         reason: Why, for all chunks that ``upgraded`` does not name.
         upgraded: Columns that got more than the others.
-        refine: Columns of ``refinable`` to fetch one more level of, first one first.
+        refine: Columns of ``refinable`` to fetch finer levels of, first one first.
+        refine_levels: Up to which level, for each of these; empty: one more.
     """
 
     levels: Ints
@@ -216,6 +221,7 @@ class Plan:
     reason: str
     upgraded: frozenset[int] = frozenset()
     refine: Sequence[int] = ()
+    refine_levels: Sequence[int] = ()
 
 
 class Policy(Protocol):

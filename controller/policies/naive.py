@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvwire.controller.policies.base import RECOMPUTE, SLOWEST
-from kvwire.controller.policies.timeline import decode_s, prefill_s, wire_s
+from kvwire.controller.policies.timeline import decode_s, first_levels, prefill_s, wire_s
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvwire.controller.policies.base import Ints, PlanRequest
+    from kvwire.controller.policies.base import Flags, Ints, PlanRequest
 
 
 def fetch_order(request: PlanRequest, levels: Ints) -> list[int]:
@@ -46,7 +46,9 @@ def splits(request: PlanRequest, levels: Ints) -> Iterator[int]:
     yield from range(forced, len(order) + 1)
 
 
-def finish_naive(request: PlanRequest, target: int, levels: Ints, split: int, bandwidth: float) -> float:
+def finish_naive(
+    request: PlanRequest, target: int, levels: Ints, split: int, bandwidth: float, *, coarse: Flags | None = None
+) -> float:
     """Play a plan through: the first ``split`` chunks of the fetch order are fetched, the others recomputed.
 
     Args:
@@ -55,6 +57,7 @@ def finish_naive(request: PlanRequest, target: int, levels: Ints, split: int, ba
         levels: Of each chunk for that target.
         split: How many chunks are fetched.
         bandwidth: Bytes per second.
+        coarse: Chunks that are fetched at the floor before they are raised.
 
     Returns:
         Seconds to the first token.
@@ -62,13 +65,14 @@ def finish_naive(request: PlanRequest, target: int, levels: Ints, split: int, ba
     chunks = request.chunks
     order = fetch_order(request, levels)
     tail = order[:split]
-    sizes = chunks.bytes_at(levels)
+    first = levels if coarse is None else first_levels(request, levels, coarse)
+    sizes = chunks.bytes_at(first)
     arrivals, link = _arrivals(request, [int(sizes[column]) for column in tail], tail, bandwidth)
     now, late = _recomputations(request, levels, order, tail)
     raised = _raising(request, target, bandwidth)
-    if raised:
-        link += sum(wire for wire, _ in raised)
-        arrivals.append((link, sum(work for _, work in raised)))
+    for wire, work in [*raised, *_finer(request, tail, first, levels, bandwidth)]:
+        link += wire
+        arrivals.append((link, work))
     documents = {int(chunks.document[column]) for column in tail}
     heads = {int(d): float(s) for d, s in zip(chunks.document, chunks.prefix_s, strict=True) if int(d) in documents}
     now += request.committed.prefill_s + sum(heads.values())
@@ -118,6 +122,18 @@ def _raising(request: PlanRequest, target: int, bandwidth: float) -> list[tuple[
             wire = _wire_s(request, size - int(some.sizes[level, column]), bandwidth)
             out.append((wire, _decode_s(request, int(some.tokens[column]), size)))
     return out
+
+
+def _finer(
+    request: PlanRequest, tail: list[int], first: Ints, levels: Ints, bandwidth: float
+) -> Iterator[tuple[float, float]]:
+    """``(seconds on the link, decode)`` of each chunk that is fetched at a first level and then at a finer one."""
+    chunks = request.chunks
+    sizes, finest = chunks.bytes_at(first), chunks.bytes_at(levels)
+    for column in tail:
+        if finest[column] > sizes[column]:
+            wire = _wire_s(request, int(finest[column] - sizes[column]), bandwidth)
+            yield wire, _decode_s(request, int(chunks.tokens[column]), int(finest[column]))
 
 
 def _recomputations(request: PlanRequest, levels: Ints, order: list[int], tail: list[int]) -> tuple[float, float]:

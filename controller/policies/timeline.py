@@ -8,7 +8,8 @@ The model of a load that planning uses; ``naive.py`` plays the same model throug
 * A decode can begin when its bytes are there. With one worker decoding and recomputing share it, with two each has one.
 * A worker never idles while it could work, so it ends at the largest, over all instants at which work becomes possible,
   of that instant plus all its work that becomes possible then or later.
-* Chunks that are under way or ready at a level below the target are raised to it when all else has been fetched.
+* Chunks that are under way or ready at a level below the target are raised to it when all else has been fetched, and
+  decoded anew when that is here. Where coarse levels go first, every chunk that is fetched is raised so at the end.
 * Chunks that only recomputation can give can be recomputed now where nothing before them in their document is to be
   fetched; otherwise, behind the meeting point, when the link has delivered everything.
 """
@@ -24,7 +25,7 @@ from kvwire.controller.policies.base import SLOWEST
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvwire.controller.policies.base import Columns, Floats, Ints, PlanRequest
+    from kvwire.controller.policies.base import Columns, Flags, Floats, Ints, PlanRequest
 
 
 def levels_for(request: PlanRequest, targets: Ints) -> Ints:
@@ -38,6 +39,22 @@ def levels_for(request: PlanRequest, targets: Ints) -> Ints:
         Levels, RECOMPUTE where none can be fetched ``[targets, n]``.
     """
     return request.chunks.level_for(targets[:, None])
+
+
+def first_levels(request: PlanRequest, levels: Ints, coarse: Flags) -> Ints:
+    """Choose what is fetched first where coarse levels go before finer ones: the floor, where blobs are layered.
+
+    Args:
+        request: What the plan depends on.
+        levels: Of each chunk in the end, RECOMPUTE where it is not fetched ``[..., n]``.
+        coarse: Chunks that are fetched so ``[n]``.
+
+    Returns:
+        Levels, RECOMPUTE in the same places ``[..., n]``.
+    """
+    chunks = request.chunks
+    lowest = np.minimum(levels, np.maximum(chunks.level_for(request.goal.floor), 0))
+    return np.where(coarse if chunks.layered is None else coarse & chunks.layered, lowest, levels)
 
 
 def wire_s(request: PlanRequest, sizes: Ints, bandwidth: float) -> Floats:
@@ -104,22 +121,25 @@ class Timeline:
     splits end never.
 
     Attributes:
+        levels: At which chunks are fetched at first, RECOMPUTE where they cannot be ``[targets, n]``.
         finish_s: Seconds from now to the first token ``[targets, splits]``.
         error: Summed over tokens of the open chunks and of those to be raised ``[targets, splits]``.
         bytes: Of open chunks to fetch ``[targets, splits]``.
     """
 
-    def __init__(self, request: PlanRequest, targets: Ints, bandwidth: float) -> None:
+    def __init__(self, request: PlanRequest, targets: Ints, bandwidth: float, *, coarse: Flags | None = None) -> None:
         """Evaluate.
 
         Args:
             request: What the plan depends on.
             targets: Uniform levels ``[targets]``.
             bandwidth: Bytes per second.
+            coarse: Chunks that are fetched at the floor first and raised to the target when all is fetched ``[n]``.
         """
         chunks = request.chunks
         self._request = request
-        self.levels = levels_for(request, targets)
+        self._finest = levels_for(request, targets)
+        self.levels = self._finest if coarse is None else first_levels(request, self._finest, coarse)
         self.sizes = chunks.bytes_at(self.levels)
         fetched = self.levels >= 0
         forced = fetched & ~chunks.can_text
@@ -134,7 +154,8 @@ class Timeline:
         self.least = forced.sum(axis=1)
         wire, work = wire_s(request, self.sizes, bandwidth), decode_s(request, chunks.tokens, self.sizes)
         raised = Raised(request, targets, bandwidth)
-        link, decoding = self._lanes(wire, work, bandwidth, raised)
+        link, decoding = self._lanes(wire, work, bandwidth)
+        link, decoding = self._raising(link, decoding, bandwidth, raised)
         computing, late = self._computing(fetched)
         self.finish_s = self._finish(link, decoding, computing, late)
         self._totals(raised)
@@ -151,7 +172,7 @@ class Timeline:
         np.cumsum(values, axis=1, out=out[:, 1:])
         return out
 
-    def _lanes(self, wire: Floats, work: Floats, bandwidth: float, raised: Raised) -> tuple[Floats, Floats]:
+    def _lanes(self, wire: Floats, work: Floats, bandwidth: float) -> tuple[Floats, Floats]:
         """Ends of the link and of a decode lane that does nothing else, for every split ``[targets, n + 1]``."""
         request = self._request
         committed = request.committed
@@ -167,11 +188,24 @@ class Timeline:
         tail = self._cumulated(self._sorted(work))
         gaps = np.full(link.shape, head)
         np.maximum.accumulate(link[:, 1:] - tail[:, :-1] - busy, axis=1, out=gaps[:, 1:])
-        self._work = committed.decode_s + busy + tail + raised.decode_s[:, None]
-        arrivals = np.maximum(gaps, head) + busy + tail
-        last_s = np.where(raised.wire_s > 0, raised.wire_s, -np.inf)[:, None] + link
-        link = link + raised.wire_s[:, None]
-        return link, np.maximum(np.maximum(arrivals, last_s) + raised.decode_s[:, None], self._work)
+        self._work = committed.decode_s + busy + tail
+        return link, np.maximum(gaps, head) + busy + tail
+
+    def _raising(self, link: Floats, decoding: Floats, bandwidth: float, raised: Raised) -> tuple[Floats, Floats]:
+        """The same ends once chunks are raised: those under way, then those of the plan ``[targets, n + 1]``."""
+        end = np.maximum(decoding + raised.decode_s[:, None], link + (raised.gap_s + raised.decode_s)[:, None])
+        link, self._work = link + raised.wire_s[:, None], self._work + raised.decode_s[:, None]
+        if self.levels is not self._finest:
+            request, tokens = self._request, self._request.chunks.tokens
+            sizes = request.chunks.bytes_at(self._finest)
+            more = sizes - self.sizes
+            wire = self._cumulated(self._sorted(wire_s(request, more, bandwidth)))
+            work = self._cumulated(self._sorted(np.where(more > 0, decode_s(request, tokens, sizes), 0.0)))
+            gaps = np.full(wire.shape, -np.inf)
+            waits = np.where(self._sorted(more) > 0, wire[:, 1:] - work[:, :-1], -np.inf)
+            np.maximum.accumulate(waits, axis=1, out=gaps[:, 1:])
+            end, link, self._work = np.maximum(end, link + gaps) + work, link + wire, self._work + work
+        return link, np.maximum(end, self._work)
 
     def _computing(self, fetched: NDArray[np.bool_]) -> tuple[Floats, Floats]:
         """Compute that is possible now, and compute that waits for the link, for every split ``[targets, n + 1]``."""
@@ -235,7 +269,7 @@ class Timeline:
     def _totals(self, raised: Raised) -> None:
         chunks = self._request.chunks
         exact = chunks.tokens * chunks.exact_error
-        gained = chunks.tokens * chunks.errors_at(self.levels) - exact
+        gained = chunks.tokens * chunks.errors_at(self._finest) - exact
         self.error = raised.error[:, None] + exact.sum() + self._cumulated(self._sorted(gained))
         self.bytes = self._cumulated(self._sorted(self.sizes))
 
@@ -246,6 +280,8 @@ class Raised:
     Attributes:
         wire_s: Seconds of the link ``[targets]``.
         decode_s: Seconds of the decode lane ``[targets]``.
+        gap_s: From the first of them on the link to the latest instant at which the decode lane, which does nothing
+            else, may begin and never waits; -inf where nothing is raised ``[targets]``.
         error: Summed over their tokens then ``[targets]``.
     """
 
@@ -259,13 +295,17 @@ class Raised:
         """
         some = request.refinable
         self.wire_s = self.decode_s = self.error = np.zeros(len(targets))
+        self.gap_s = np.full(len(targets), -np.inf)
         if some is None or not len(some.level):
             return
         column = np.arange(len(some.level))
         to = np.maximum(np.minimum(targets[:, None], some.top), some.level)
         more = some.sizes[to, column] - some.sizes[some.level, column]
-        self.wire_s = wire_s(request, more, bandwidth).sum(axis=1)
-        self.decode_s = np.where(more > 0, decode_s(request, some.tokens, some.sizes[to, column]), 0.0).sum(axis=1)
+        wire = np.cumsum(wire_s(request, more, bandwidth), axis=1)
+        work = np.where(more > 0, decode_s(request, some.tokens, some.sizes[to, column]), 0.0)
+        done = np.cumsum(work, axis=1)
+        self.wire_s, self.decode_s = wire[:, -1], done[:, -1]
+        self.gap_s = np.where(more > 0, wire - done + work, -np.inf).max(axis=1)
         self.error = (some.tokens * some.errors[to, column]).sum(axis=1)
 
 

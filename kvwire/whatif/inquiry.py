@@ -39,7 +39,8 @@ class _Patient:
         self.asked, levels = request, np.zeros(request.chunks.count, np.int64)
         if self._policy is None:
             return Plan(levels, (), 0.0, 0.0, 0, in_time=True, reason="nothing begins")
-        return replace(self._policy.plan(request), levels=levels, order=(), upgraded=frozenset(), refine=())
+        answer = self._policy.plan(request)
+        return replace(answer, levels=levels, order=(), upgraded=frozenset(), refine=(), refine_levels=())
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +107,8 @@ class Inquiry:
         controller, patient = self._known
         asked = patient.asked
         left_s = None if asked.left_s is None else asked.left_s + (asked.now - since_s)
-        request = replace(asked, left_s=left_s, now=since_s)
+        # What is asked for first is not what is wanted in the end.
+        request = replace(asked, left_s=left_s, now=since_s, risk=0.0)
         inputs = tuple(doc.input for doc in controller.loads[0].docs)
         return Answered(request, policy.plan(request), inputs)
 

@@ -144,7 +144,8 @@ class Situation:
         """
         estimator = self.estimates.bandwidth
         if bandwidth is not None:
-            estimator = ctl.BandwidthEstimator(bandwidth, prior_error=estimator.error)
+            horizons = estimator.horizons
+            estimator = ctl.BandwidthEstimator(bandwidth, prior_error=estimator.error, horizons=horizons)
         headers_s = self._headers_s(estimator.value)
         answered = self._inquiry.ask(policy or Adaptive(), estimator, headers_s)
         chunks, plan = answered.asked.chunks, answered.plan

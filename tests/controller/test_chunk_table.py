@@ -35,8 +35,8 @@ def document(random):
     if random.random() < 0.2:
         return DocumentPlanInput(tokens)
     levels = random.randint(1, 5)
-    rows = [tuple(sorted(random.randint(0, 999) for _ in range(random.choice([levels, levels, random.randint(0, levels)]))))
-            for _ in tokens]  # fmt: skip
+    lengths = [random.choice([levels, levels, random.randint(0, levels)]) for _ in tokens]
+    rows = [tuple(sorted(random.randint(0, 999) for _ in range(length))) for length in lengths]
     measured = tuple(tuple(random.random() for _ in row) for row in rows)
     return DocumentPlanInput(tokens, tuple(rows), errors=random.choice([(), measured]), layered=random.random() < 0.7)
 
@@ -95,10 +95,7 @@ def test_columns_say_what_single_chunks_say(seed):
 def can_be_refined(each, ceiling):
     most = each.top if ceiling is None else min(each.top, ceiling)
     return (
-        each.layered
-        and each.held > 0
-        and each.level < most
-        and each.state not in (S.PLANNED, S.RECOMPUTING, S.FAILED)
+        each.layered and each.held > 0 and each.level < most and each.state not in (S.PLANNED, S.RECOMPUTING, S.FAILED)
     )
 
 

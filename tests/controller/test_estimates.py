@@ -150,3 +150,22 @@ def test_wrong_priors_and_ages_are_the_callers_fault():
             again(taught(), age_s=age)
     with pytest.raises(ArgumentError):
         Estimates.of_state({"version": 1}, COSTS, nan, 0.02)
+
+
+def test_errors_over_horizons_come_back_and_fade_with_age():
+    first = taught()
+    counts = first.bandwidth.horizons.counts
+    assert sum(counts[0]) > 4
+    assert again(first).bandwidth.horizons.counts == tuple(tuple(round(each, 4) for each in row) for row in counts)
+    old = again(first, age_s=600.0).bandwidth.horizons.counts
+    assert sum(old[0]) == pytest.approx(sum(counts[0]) / 2, rel=1e-3)
+
+
+def test_what_older_versions_wrote_is_read():
+    state = taught().to_state()
+    del state["link"]["horizons"]
+    link = Estimates.of_state(state, COSTS, MB, 0.02)
+    assert link.bandwidth.value == pytest.approx(40 * MB)
+    assert link.bandwidth.low_over(0.5) == link.bandwidth.low
+    with pytest.raises(CorruptError, match="measured again"):
+        Estimates.of_state({**state, "link": {**state["link"], "horizons": {"0.05": []}}}, COSTS, MB, 0.02)

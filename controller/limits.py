@@ -1,0 +1,234 @@
+"""How much may begin at once, when a load must be done with what, and how long the link is waited for."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING
+
+from kvwire.controller.chunk_states import ChunkState
+from kvwire.controller.costs import busiest
+from kvwire.controller.demand import Demand
+from kvwire.controller.policies.base import SLOWEST
+from kvwire.controller.resources import Resources
+
+if TYPE_CHECKING:
+    from kvwire.controller.costs import CostModel
+    from kvwire.controller.estimates import Estimates
+    from kvwire.controller.load import Load, Place
+    from kvwire.controller.policies.base import Policy
+    from kvwire.controller.settings import ControllerSettings
+    from kvwire.types import ChunkId
+
+_S = ChunkState
+_LONG_PASS = 10.0  # a pass of that many times its fixed cost may end: going on would save less than a tenth of it
+_PASSES = 8  # at least so many passes before a deadline
+_SHORT_PASS = 3.0  # but none that is shorter than that many times its fixed cost
+_SPLIT = 1.1  # what cutting a long recomputation into passes adds at most
+_DOUBT = 1.6  # estimates that may be wrong by less are relied on
+_LATE_START_S = 0.01  # by which a start may be late: the reserve covers it
+
+
+class Limits(Resources):
+    """What all loads share, and how much of it may be taken."""
+
+    def __init__(
+        self, estimates: Estimates, settings: ControllerSettings, policy: Policy, loads: dict[int, Load]
+    ) -> None:
+        """Start idle.
+
+        Args:
+            estimates: Of link and engine.
+            settings: How loads are steered.
+            policy: Decides.
+            loads: Those under way, by number; ended ones are taken out.
+        """
+        super().__init__(estimates, settings, loads)
+        self._policy = policy
+        self._demand = Demand()
+        self._known_cuts: dict[int, tuple[float, float]] | None = None
+
+    def _rank(self, load: Load) -> tuple[bool, float, int]:
+        """Whether a load is late anyway, when it is due, and its number; less goes first."""
+        if load.due == inf:
+            # Before anything is known of it nobody can tell, and those who are due go first.
+            due = inf if load.first_s is None else load.asked_at + self._settings.stretch * load.first_s
+            return False, due, load.number
+        finish = load.planned_at + load.plan.finish_s if load.plan else -inf
+        return finish > load.due, load.due, load.number
+
+    # When a load must be done with what.
+
+    def _cut(self, load: Load) -> float:
+        """Instant at which a load is handed over as it is, so that the first token is in time."""
+        return self._cuts()[load.number][0] if len(self._loads) > 1 else self._own_cut(load)
+
+    def _own_cut(self, load: Load) -> float:
+        return load.due - self._settings.reserve_s - self.costs_of(load).closing_s(load.prompt_tokens)
+
+    def _cuts(self) -> dict[int, tuple[float, float]]:
+        """For each load its cut, and the instant by which it must be done with the link.
+
+        Worked out from the last one due to the first: closings take turns, so the earlier ones leave room for the later
+        ones, and so do fetches, for what the later ones need at their floor. Who is late anyway is left room by nobody.
+        """
+        if self._known_cuts is not None:
+            return self._known_cuts
+        self._known_cuts = cuts = {}
+        closing = link = inf
+        for load in sorted(self._loads.values(), key=self._rank, reverse=True):
+            own = self._own_cut(load)
+            if self._rank(load)[0] or load.due == inf:
+                cuts[load.number] = own, inf
+                continue
+            closing_s = load.due - self._settings.reserve_s - own
+            closing = min(own, closing - closing_s)
+            cuts[load.number] = closing, min(closing, link)
+            link = min(closing, link) - load.floor_s
+        return cuts
+
+    def _left_s(self, load: Load, costs: CostModel, now: float) -> float:
+        """Seconds that a plan may take: until the load is due, and so that later ones are in time at their floor."""
+        closing_s = costs.closing_s(load.prompt_tokens)
+        own_s = load.due - now - self._settings.reserve_s
+        if len(self._loads) > 1:
+            own_s = min(own_s, min(self._cuts()[load.number]) - now + closing_s)
+        if load.came is not None:
+            least_s = self._queue_s(load, now) + load.floor_s + closing_s
+            floor_s, came = load.asked_floor_s, load.came
+            own_s = min(own_s, self._demand.limit_s(floor_s, came, now, least_s=least_s, left_s=own_s))
+        return own_s - self._beside_s(load)
+
+    def _queue_s(self, load: Load, now: float) -> float:
+        """Seconds of work that goes before a load's open chunks."""
+        rank, low = self._rank(load), max(self.link.bandwidth_low, SLOWEST)
+        ahead = sum(other.plan_bytes for other in self._loads.values() if self._rank(other) < rank)
+        lanes_s = max(self.lanes.left_s("prefill", now), self.lanes.left_s("decode", now))
+        return max(self.link.lead_s(now) + (self.link.open_bytes + ahead) / low, lanes_s)
+
+    def _beside_s(self, load: Load) -> float:
+        """Seconds by which fetches of other loads, which share the link with a load's last ones, may hold these up."""
+        others = any(other.waiting or other.refine for other in self._loads.values() if other is not load)
+        return 2 * self.link.ttfb_s + self._settings.horizon_s if others else 0.0
+
+    # How much may begin at once.
+
+    @property
+    def can_fetch(self) -> bool:
+        """Whether a fetch that a plan names may be opened."""
+        return any(load.waiting or load.refine for load in self._loads.values()) and self._window_open()
+
+    def _window_open(self) -> bool:
+        """Whether another fetch may be opened: enough to keep the link busy, little enough to decide late."""
+        settings, link = self._settings, self.link
+        if len(link.fetches) >= settings.max_in_flight:
+            return False
+        horizon = (2 * link.ttfb_s + settings.horizon_s) * link.bandwidth_low
+        return len(link.fetches) < 2 or link.open_bytes < horizon  # noqa: PLR2004 - one to come in, one behind it
+
+    def _pass_limit_s(self, load: Load, costs: CostModel, now: float) -> float:
+        """Seconds that a pass may take: half of what is to be recomputed, so that the meeting point can still move.
+
+        And a share of the time until the deadline, so that an engine that has become slow is noticed in time.
+        """
+        base_s = costs.prefill.base_s
+        if not self._policy.preemptible:
+            return inf
+        if load.due < inf and load.can_fetch_instead:
+            share_s = max(0.0, self._cut(load) - now) / _PASSES
+            return max(_SHORT_PASS * base_s, min(self._settings.max_pass_s, share_s))
+        if load.compute_s < 2 * _LONG_PASS * base_s:
+            return inf
+        return max(_LONG_PASS * base_s, min(self._settings.max_pass_s, load.compute_s / 2))
+
+    def _until_closing_s(self, load: Load, now: float) -> float:
+        """Seconds until the first cut of another load that goes first: a pass cannot be called back."""
+        if len(self._loads) == 1:
+            return inf
+        rank = self._rank(load)
+        others = [other for other in self._loads.values() if other is not load and not self._rank(other)[0]]
+        cuts = [
+            self._cut(other) for other in others if other.due < inf and (self._rank(other) < rank or other.is_ready)
+        ]
+        return min((cut - now for cut in cuts), default=inf)
+
+    def _heard_s(self, now: float) -> float:
+        """Seconds that a pass may take while the first bytes, which tell more than any prior, are waited for.
+
+        It is no longer than they have been waited for, so that what is computed in vain is at most as much again.
+        """
+        listening = self._estimates.bandwidth.is_guess and self.link.fetches and self._policy.preemptible
+        return self.link.waited_s(now) if listening else inf
+
+    def _sure_s(self, load: Load, costs: CostModel, now: float) -> float:
+        """Seconds that a pass may be expected to take while costs or link are hardly known.
+
+        A pass cannot be called back, and even if it takes longer than expected it should not be what ends last.
+        """
+        if not self._policy.preemptible or load.plan is None or not (load.plan_bytes or self.link.fetches):
+            return inf
+        bandwidth, doubt = self._estimates.bandwidth, self._estimates.prefill.high
+        ends = load.planned_at + load.plan.finish_s - costs.closing_s(load.prompt_tokens)
+        if load.goal.objective != "earliest" and load.plan.in_time:
+            ends = self._cut(load)  # that the link may be faster than expected makes nothing late
+        else:
+            doubt = max(doubt, bandwidth.high / max(bandwidth.value, 1.0))
+        return inf if doubt <= _DOUBT else (ends - now) / doubt
+
+    def _decode_s(self, load: Load, places: list[Place]) -> float:
+        """Seconds that decoding a batch should not exceed: a standard deviation more than expected."""
+        table = load.table
+        chunks = [
+            (table.tokens[doc.start + chunk], doc.size(chunk, table.level[doc.start + chunk])) for doc, chunk in places
+        ]
+        seconds = self.costs_of(load).decode.seconds(*busiest(chunks, self._settings.decode_threads))
+        return seconds * (1 + min(self._estimates.decode.spread, 1.0))
+
+    # How long the link is waited for.
+
+    def progress(self, size: int, started: float, ended: float, chunk: ChunkId | None) -> bool:
+        """Take in bytes that came.
+
+        Args:
+            size: Bytes.
+            started: When they began to come.
+            ended: When the last of them had come.
+            chunk: Whose bytes; None: nobody knows.
+
+        Returns:
+            Whether there may be something to do.
+        """
+        guessed = self._estimates.bandwidth.is_guess
+        self.link.progress(size, started, ended, chunk)
+        undecided = [load for load in self._loads.values() if guessed and load.table.counts[_S.PLANNED]]
+        for load in undecided:
+            load.planned_at = -inf  # the first bytes tell more than what the plan rests on
+        return bool(undecided) or self.can_fetch
+
+    def watch(self, now: float) -> None:
+        """Notice that the link is silent.
+
+        Args:
+            now: The instant, in seconds of the controller's clock.
+        """
+        self.link.watch(now, self._stalls_at(now))
+
+    def _stalls_at(self, now: float) -> float:
+        """Instant after which silence is not waited out, or at which to look again.
+
+        That is the stall time, or sooner the latest instant at which recomputing alone still saves a deadline.
+        """
+        quiet, stalls = self.link.quiet_from, self.link.stalls_at
+        if now < quiet:
+            return min(quiet, stalls)
+        starts = (self._latest_start(load, now) for load in self._loads.values() if load.due < inf)
+        return min([stalls, *(max(start, quiet) for start in starts if start > now - _LATE_START_S)])
+
+    def _latest_start(self, load: Load, now: float) -> float:
+        """Instant at which text alone must begin to be in time; -inf where it cannot be without the link."""
+        cost, seconds = self.costs_of(load).prefill, self.lanes.left_s("prefill", now)
+        open_ = load.table.unbegun()
+        if open_ is None or not load.is_known:
+            return -inf
+        documents, tokens, pairs = open_
+        seconds += cost.base_s * documents + cost.token_s * tokens + cost.pair_s * pairs
+        return self._cut(load) - seconds * _SPLIT * min(self._estimates.prefill.high, _DOUBT)

@@ -1,0 +1,177 @@
+"""Coarse levels first, silent links and cold starts, in worlds where beliefs turn out wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvwire.controller import Controller, ControllerSettings, Estimates, Goal
+from kvwire.controller import events as ev
+from kvwire.controller.horizons import EDGES, HORIZONS_S, HorizonErrors
+from kvwire.controller.policies import Adaptive, Fixed, TextOnly
+from kvwire.controller.policies.base import UpgradeCandidates
+from kvwire.controller.policies.naive import finish_naive, splits
+from kvwire.controller.policies.refining import Refining
+from kvwire.controller.policies.timeline import Timeline, first_levels
+from kvwire.controller.simulator.arrivals import LoadArrival
+from kvwire.controller.simulator.world import World
+from kvwire.types.rates import RateTrace
+
+from .playing import COSTS, MB, RTT_S, document, one, quality
+from .requests import LEVELS, plan_requests
+
+TARGETS = np.arange(LEVELS)
+SHAKY = HorizonErrors(tuple(tuple(4.0 if edge in (0.125, 0.96) else 0.0 for edge in EDGES) for _ in HORIZONS_S))
+
+
+@given(plan_requests(), st.data())
+@settings(max_examples=200, deadline=None)
+def test_coarse_levels_first_end_when_playing_them_through_ends(request, data):
+    coarse = np.array(data.draw(st.lists(st.booleans(), min_size=(n := request.chunks.count), max_size=n)))
+    request = replace(request, chunks=replace(request.chunks, layered=np.arange(n) % 5 != 1))
+    targets = TARGETS[request.goal.floor :]
+    timeline = Timeline(request, targets, request.bandwidth, coarse=coarse)
+    whole = Timeline(request, targets, request.bandwidth)
+    assert (timeline.order == whole.order).all()
+    assert timeline.error == pytest.approx(whole.error)
+    for row, target in enumerate(targets):
+        levels = request.chunks.level_for(int(target))
+        assert (timeline.levels[row] == first_levels(request, levels, coarse)).all()
+        for split in splits(request, levels):
+            expected = finish_naive(request, int(target), levels, split, request.bandwidth, coarse=coarse)
+            assert timeline.finish_s[row, split] == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+def candidates(levels, ready):
+    count = len(levels)
+    steps = np.arange(4)[:, None]
+    return UpgradeCandidates(
+        level=np.array(levels), top=np.full(count, 3), sizes=np.full(count, 1000) * 4**steps,
+        errors=np.ones(count) * 0.1 ** (1.0 + steps), tokens=np.full(count, 256), ready=np.array(ready),
+    )  # fmt: skip
+
+
+@given(
+    plan_requests(), st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=8), st.floats(0.1, 5)
+)
+@settings(max_examples=100, deadline=None)
+def test_refinements_fit_with_those_of_chunks_that_are_not_ready_yet(request, rows, left_s):
+    some = candidates(*zip(*rows, strict=True))
+    goal = Goal(objective="quality", deadline_s=left_s)
+    none = replace(request.chunks, **{
+        name: value[..., :0] for name, value in vars(request.chunks).items() if isinstance(value, np.ndarray)
+    })  # fmt: skip
+    asked = replace(request, chunks=none, refinable=some, goal=goal, left_s=left_s)
+    plan = Adaptive().plan(asked)
+    levels = some.level.copy()
+    levels[list(plan.refine)] = plan.refine_levels
+    assert (levels[list(plan.refine)] > some.level[list(plan.refine)]).all()
+    assert some.ready[list(plan.refine)].all()
+    if plan.refine:
+        finer = Refining(asked, some)
+        lowest = int(levels[some.ready].min())
+        # All that is ready gets what the others can have as well.
+        assert finer.end_s(np.where(some.ready, levels, np.maximum(some.level, lowest))) <= left_s + 1e-9
+
+
+def played(policy, rate, documents, goal, *, workers=2, prior=30 * MB, horizons=SHAKY):
+    estimates = Estimates(COSTS, prior, RTT_S)
+    estimates.bandwidth.horizons = HorizonErrors(horizons.counts)
+    log = []
+    controller = Controller(estimates, ControllerSettings(workers=workers, decode_batch=8), policy, record=log.append)
+    world = World(controller, rate, COSTS, rtt_s=RTT_S, workers=workers)
+    (outcome,) = world.run([LoadArrival(0.0, documents, goal)])
+    return outcome, log
+
+
+@pytest.mark.parametrize("at", [0.03, 0.08, 0.15, 0.25, 0.33, 0.38])
+@pytest.mark.parametrize("share", [0.3, 0.1, 0.03, 0.0])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_whatever_the_link_does_insured_loads_are_in_time_where_the_lowest_level_is(at, share, workers):
+    """The link is believed in and falls once, to a share of its rate, for the rest of the load."""
+    documents = ((document(16, text=False, scale=8),),) * 2
+    fallen = RateTrace((0.0, at, 3.0), (30 * MB, share * 30 * MB, 30 * MB))
+    coarse, _ = played(Fixed(0), fallen, documents, quality(0.4), workers=workers)
+    ours, _ = played(None, fallen, documents, quality(0.4), workers=workers)
+    assert ours.in_time >= coarse.in_time
+    if coarse.in_time:
+        assert ours.error <= coarse.error
+
+
+def test_insurance_is_what_keeps_the_deadline():
+    documents = ((document(16, text=False, scale=8),),) * 2
+    fallen = RateTrace((0.0, 0.15), (30 * MB, 0.3 * MB))
+    sure = HorizonErrors(tuple(tuple(40.0 if edge == 1.0 else 0.0 for edge in EDGES) for _ in HORIZONS_S))
+    insured, log = played(None, fallen, documents, quality(0.4))
+    bold, _ = played(None, fallen, documents, quality(0.4), horizons=sure)
+    assert insured.in_time
+    assert not bold.in_time
+    fetches = [each for entry in log for each in entry.instructions if isinstance(each, ev.Fetch)]
+    assert {fetch.level for fetch in fetches[:32]} == {0}
+    assert all(fetch.first == 1 for fetch in fetches[32:])
+
+
+def test_what_recomputation_reaches_in_time_needs_no_insurance():
+    _, log = played(None, RateTrace((0.0,), (30 * MB,)), ((document(16, scale=8),),), quality(0.3))
+    fetched = [each for entry in log for each in entry.instructions if isinstance(each, ev.Fetch)]
+    coarse = {fetch.chunk.chunk for fetch in fetched if fetch.level == 0}
+    assert coarse
+    assert min(coarse) * 256 * COSTS.prefill.token_s > 0.2  # what takes 0.3 s less closing and passes
+
+
+def test_refinements_take_one_decode_however_many_levels_they_add():
+    _, log = played(None, RateTrace((0.0,), (30 * MB,)), ((document(8, text=False, scale=4),),), quality(2.0))
+    decoded = [
+        chunk for entry in log for each in entry.instructions if isinstance(each, ev.Decode) for chunk in each.chunks
+    ]
+    assert max(decoded.count(chunk) for chunk in decoded) <= 2
+
+
+# A silent link.
+
+
+@pytest.mark.parametrize("silent_from", [0.0, 0.012, 0.03])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_text_that_alone_is_in_time_is_in_time_on_a_silent_link(silent_from, workers):
+    documents = ((document(16, scale=40),),) * 2
+    silent = RateTrace((0.0, max(silent_from, 1e-9), 60.0), (30 * MB, 0.0, 30 * MB))
+    text, _ = played(TextOnly(), silent, documents, quality(2.0), workers=workers)
+    deadline_s = 1.15 * text.ttft_s
+    outcome, _ = played(None, silent, documents, quality(deadline_s), workers=workers, horizons=HorizonErrors())
+    assert outcome.in_time
+
+
+def test_a_pause_is_waited_out_where_text_is_late_anyway():
+    documents = ((document(16, scale=4),),)
+    pause = RateTrace((0.0, 0.012, 0.1), (30 * MB, 0.0, 30 * MB))
+    outcome, log = played(None, pause, documents, quality(0.25))
+    assert outcome.in_time
+    cancelled = [each for entry in log for each in entry.instructions if isinstance(each, ev.Cancel)]
+    assert not any(each.reason == "the link is silent" for each in cancelled)
+
+
+# Cold starts.
+
+
+@pytest.mark.parametrize("rate", [100 * MB, 1000 * MB])
+def test_a_prior_that_is_far_too_low_costs_little(rate):
+    """Text takes 0.9 s; a pass of what a link of 1 MB/s would leave to it is never begun."""
+    documents = document(32)
+    right, _ = one(Goal(), rate, documents, workers=2)
+    wrong, _ = one(Goal(), rate, documents, workers=2, prior=1 * MB)
+    assert wrong.ttft_s < right.ttft_s + 3 * RTT_S + COSTS.prefill.seconds(256)
+    assert wrong.ttft_s < 0.25 * one(Goal(), 1.0, documents, workers=2)[0].ttft_s
+
+
+@pytest.mark.parametrize("rate", [0.02 * MB, 0.2 * MB, 1 * MB])
+def test_listening_for_the_first_bytes_costs_a_slow_link_nothing_to_speak_of(rate):
+    documents = document(32)
+    known = Estimates(COSTS, rate, RTT_S)
+    assert known.bandwidth.is_guess
+    unsure, _ = one(Goal(), rate, documents, workers=2, prior=10 * MB)
+    text, _ = one(Goal(), 1.0, documents, workers=2, policy=TextOnly())
+    assert unsure.ttft_s < 1.1 * text.ttft_s
