@@ -35,7 +35,7 @@ _SHORTEST_S = 1e-9
 _MARGIN = 0.1  # of a deadline: who is admitted in a queue that is full is to be in time
 _VAGUE = 0.5  # relative error of a bandwidth by which nobody is refused
 _OVERDUE = 1.5  # a pass that takes that many times what was expected tells of a slow engine
-_URGENT, _CALM = 2.0, 20.0  # plans are made after that many times what one costs, at the soonest
+_URGENT, _CALM = 1.0, 20.0  # plans are made after that many times what one costs, at the soonest
 
 
 class Dispatcher(Limits):
@@ -50,7 +50,7 @@ class Dispatcher(Limits):
             if load.is_undecided:
                 undecided = True
                 if load.is_stale and load.docs:
-                    moment = min(moment, load.planned_at + self._pause_s(load))
+                    moment = min(moment, load.planned_at + self._pause_s(load, now))
             if load.goal.objective == "quality" and load.is_ready:
                 cut = self._cut(load)
                 moment = min(moment, cut if cut > now else inf)
@@ -121,17 +121,18 @@ class Dispatcher(Limits):
         for load in order:
             self._conclude(load, now, out)
 
-    def _pause_s(self, load: Load) -> float:
+    def _pause_s(self, load: Load, now: float) -> float:
         """Seconds for which a plan is used: planning takes a small share of the time, the more there is to plan for."""
         settings = self._settings
         cost_s = settings.plan_s + settings.plan_chunk_s * load.table.counts[_S.PLANNED]
         if load.is_stale or not (self.link.fetches or load.waiting):
-            return _URGENT * cost_s
-        return max(settings.replan_s, _CALM * cost_s * len(self._loads))
+            return min(_URGENT * cost_s, settings.replan_s)
+        # Near a deadline every decision counts.
+        return max(settings.replan_s, min(_CALM * cost_s * len(self._loads), max(0.0, load.due - now) / _CALM))
 
     def _refresh(self, load: Load, now: float) -> None:
         """Plan anew unless the plan is fresh."""
-        if now >= load.planned_at + self._pause_s(load):  # as in ``wake_at``: a difference might round otherwise
+        if now >= load.planned_at + self._pause_s(load, now):  # as in ``wake_at``: a difference might round otherwise
             self._plan(load, now)
 
     def _order(self) -> list[Load]:
@@ -186,7 +187,8 @@ class Dispatcher(Limits):
             chunks=_NOTHING, costs=costs, goal=load.goal, bandwidth=link.bandwidth,
             bandwidth_low=link.bandwidth_low if left_s is None else link.low_over(ahead_s), prompt_tokens=0,
             committed=committed, left_s=left_s, lead_s=link.lead_s(now), ttfb_s=link.ttfb_s,
-            parallel=settings.max_in_flight, workers=settings.workers, now=now, risk=link.risk(ahead_s),
+            parallel=settings.max_in_flight, workers=settings.workers, now=now,
+            risk=link.risk(ahead_s) if len(self._loads) == 1 else 0.0,  # several are careful in a way of their own
         )  # fmt: skip
         return load.request(base)
 

@@ -133,7 +133,7 @@ class Limits(Resources):
         base_s = costs.prefill.base_s
         if not self._policy.preemptible:
             return inf
-        if load.due < inf and load.can_fetch_instead:
+        if load.due < inf and load.can_fetch_instead and not self.link.stalled:
             share_s = max(0.0, self._cut(load) - now) / _PASSES
             return max(_SHORT_PASS * base_s, min(self._settings.max_pass_s, share_s))
         if load.compute_s < 2 * _LONG_PASS * base_s:
@@ -146,10 +146,8 @@ class Limits(Resources):
             return inf
         rank = self._rank(load)
         others = [other for other in self._loads.values() if other is not load and not self._rank(other)[0]]
-        cuts = [
-            self._cut(other) for other in others if other.due < inf and (self._rank(other) < rank or other.is_ready)
-        ]
-        return min((cut - now for cut in cuts), default=inf)
+        first = [other for other in others if other.due < inf and (self._rank(other) < rank or other.is_ready)]
+        return min((self._cut(other) - now for other in first), default=inf)
 
     def _heard_s(self, now: float) -> float:
         """Seconds that a pass may take while the first bytes, which tell more than any prior, are waited for.

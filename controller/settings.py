@@ -95,8 +95,8 @@ class ControllerSettings:
         decode_batch: Chunks decoded in one go at most.
         decode_threads: How many of them side by side, each by one thread.
         max_pass_s: A forward pass is not made longer than this where that can be helped, so that others get their turn.
-        stall_s: Seconds without a byte after which the link counts as dead until one comes; sooner where recomputing must
-            begin to keep a deadline.
+        stall_s: Seconds without a byte after which the link counts as dead until one comes; sooner where recomputing
+            must begin to keep a deadline.
         patience_s: Seconds that a fetch may take where nothing else says how long.
         max_failures: Fetches of one document in a row that bring nothing, after which its blob is given up.
         replan_s: Seconds for which a plan is used again, at least.
@@ -120,7 +120,7 @@ class ControllerSettings:
     patience_s: float = 30.0
     max_failures: int = 3
     replan_s: float = 0.005
-    plan_s: float = 0.0004
+    plan_s: float = 0.001
     plan_chunk_s: float = 1e-6
     reserve_s: float = 0.01
     cancel_margin: float = 1.5
