@@ -92,8 +92,10 @@ class ChunkTable:
         self.context.extend(accumulate(tokens[:-1], initial=0))
         for levels in (self.level, self.valid_level, self.top, self.finest):
             levels.extend(none)
-        for numbers in (self.held, self.exact_error, *self.sizes, *self.errors):
+        for numbers in (self.held, *self.sizes):
             numbers.frombytes(zeros)
+        for figures in (self.exact_error, *self.errors):
+            figures.frombytes(zeros)
         for flags in (self.state, self.can_text, self.layered):
             flags.extend(bytes(count))
         self.counts[_S.PLANNED] += count
@@ -264,7 +266,7 @@ def _write(columns: list[Any], start: int, rows: Sequence[Sequence[float]], *, r
     """Write rows ``[count][own levels]`` into columns ``[L][n]``, the last entry repeated; 0 where a row is empty."""
     if ragged:
         width = len(columns)
-        rows = [[*row, *(row[-1:] or (0,)) * (width - len(row))] for row in rows]
+        rows = [[*row, *[row[-1] if row else 0] * (width - len(row))] for row in rows]
     stop = start + len(rows)
     part = array(columns[0].typecode, bytes(8 * len(rows)))
     for level, entries in enumerate(zip(*rows, strict=True)):

@@ -125,8 +125,10 @@ class Dispatcher(Limits):
         """Seconds for which a plan is used: planning takes a small share of the time, the more there is to plan for."""
         settings = self._settings
         cost_s = settings.plan_s + settings.plan_chunk_s * load.table.counts[_S.PLANNED]
-        if load.is_stale or not (self.link.fetches or load.waiting):
+        if load.is_stale:
             return min(_URGENT * cost_s, settings.replan_s)
+        if not load.waiting and not load.refine and self._window_open():
+            return settings.replan_s  # the link might have something to do
         # Near a deadline every decision counts.
         return max(settings.replan_s, min(_CALM * cost_s * len(self._loads), max(0.0, load.due - now) / _CALM))
 

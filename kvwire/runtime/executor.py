@@ -183,9 +183,13 @@ class Executor:
                 self._cancel(chunk, reason)
             case ev.Release(chunk):
                 self._parts.pop(chunk, None)
-            case ev.Finish():
-                if not self._done.done():
-                    self._done.set_result(instruction)
+            case ev.Finish() | ev.Fail() | ev.Refuse():
+                self._end(instruction)
+
+    def _end(self, instruction: ev.Finish | ev.Fail | ev.Refuse) -> None:
+        match instruction:
+            case ev.Finish() if not self._done.done():
+                self._done.set_result(instruction)
             case ev.Fail(reason=reason):
                 self.fail(StorageError(reason))
             case ev.Refuse(late_s=late_s):

@@ -275,8 +275,9 @@ class Loader:
         self._remember()
         predicted_s = None if executor.predicted_s is None else asked_s + executor.predicted_s
         return Answer(
-            first, closing.logits.cpu(), tuple(out), text, executor.prompt, finish.decisions, goal.verdict(timing.ttft_s), timing,
-            executor.bytes, tuple(executor.misses), predicted_s, _error(executor, finish.decisions),
+            first, closing.logits.cpu(), tuple(out), text, executor.prompt, finish.decisions,
+            goal.verdict(timing.ttft_s), timing, executor.bytes, tuple(executor.misses), predicted_s,
+            _error(executor, finish.decisions),
         )  # fmt: skip
 
     def _close(self, prompt: LinkedPrompt, question: list[int]) -> _Closing:
