@@ -31,8 +31,7 @@ _TICK_S = 0.05
 _LEAST_TICK_S = 0.001
 _TURNS = 4
 _PLANS = 4  # plans made for one event, besides those of loads whose turn it is
-_SHORTEST_S = 1e-9
-_MARGIN = 0.1  # of a deadline: who is admitted in a queue that is full is to be in time
+_MARGIN = 0.05  # of a deadline: who is admitted in a queue that is full is to be in time
 _VAGUE = 0.5  # relative error of a bandwidth by which nobody is refused
 _OVERDUE = 1.5  # a pass that takes that many times what was expected tells of a slow engine
 _URGENT, _CALM = 1.0, 20.0  # plans are made after that many times what one costs, at the soonest
@@ -46,17 +45,16 @@ class Dispatcher(Limits):
     def wake_at(self, now: float) -> float:
         """Instant of the next tick that is needed."""
         moment, undecided = self._stalls_at(now), False
+        idle = not self.link.fetches and self.lanes.is_free("prefill")
         for load in self._loads.values():
             if load.is_undecided:
                 undecided = True
-                if load.is_stale and load.docs:
-                    moment = min(moment, load.planned_at + self._pause_s(load, now))
+                if load.docs and (idle or load.is_stale):
+                    moment = min(moment, max(load.planned_at + self._pause_s(load, now), now + _LEAST_TICK_S))
             if load.goal.objective == "quality" and load.is_ready:
                 cut = self._cut(load)
                 moment = min(moment, cut if cut > now else inf)
-        if undecided and not self.link.fetches and self.lanes.is_free("prefill"):
-            moment = min(moment, now + max(self._settings.replan_s, _LEAST_TICK_S))
-        elif self.link.fetches or undecided:
+        if self.link.fetches or undecided:
             moment = min(moment, now + _TICK_S)
         if self._estimates.bandwidth.is_guess and self.link.fetches:
             moment = min(moment, now + max(self.link.waited_s(now), _LEAST_TICK_S))
@@ -166,11 +164,8 @@ class Dispatcher(Limits):
     def _request(self, load: Load, now: float) -> PlanRequest:
         costs, settings, link = self.costs_among_many(load), self._settings, self.link
         slowness = self.lanes.slowness(now)
-        # Passes that are kept short pay their fixed cost more often.
-        factor = 1 + costs.prefill.base_s / max(self._pass_limit_s(load, costs, load.asked_at), _SHORTEST_S)
-        factor *= slowness if slowness > _OVERDUE else 1.0
-        if factor > 1:
-            costs = replace(costs, prefill=costs.prefill.scaled(factor))
+        if slowness > _OVERDUE:
+            costs = replace(costs, prefill=costs.prefill.scaled(slowness))
         rank = self._rank(load)
         ahead = [other for other in self._loads.values() if other is not load and self._rank(other) < rank]
         link.credit(now)

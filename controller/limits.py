@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 _S = ChunkState
 _LONG_PASS = 10.0  # a pass of that many times its fixed cost may end: going on would save less than a tenth of it
 _PASSES = 8  # at least so many passes before a deadline
-_SHORT_PASS = 3.0  # but none that is shorter than that many times its fixed cost
 _SPLIT = 1.1  # what cutting a long recomputation into passes adds at most
 _DOUBT = 1.6  # estimates that may be wrong by less are relied on
 _LATE_START_S = 0.01  # by which a start may be late: the reserve covers it
@@ -135,7 +134,7 @@ class Limits(Resources):
             return inf
         if load.due < inf and load.can_fetch_instead and not self.link.stalled:
             share_s = max(0.0, self._cut(load) - now) / _PASSES
-            return max(_SHORT_PASS * base_s, min(self._settings.max_pass_s, share_s))
+            return max(_LONG_PASS * base_s, min(self._settings.max_pass_s, share_s))
         if load.compute_s < 2 * _LONG_PASS * base_s:
             return inf
         return max(_LONG_PASS * base_s, min(self._settings.max_pass_s, load.compute_s / 2))
