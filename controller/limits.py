@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _S = ChunkState
 _LONG_PASS = 10.0  # a pass of that many times its fixed cost may end: going on would save less than a tenth of it
 _PASSES = 8  # at least so many passes before a deadline
+_PROBES = 8  # fetches that are open while the link is known by a guess alone
 _SPLIT = 1.1  # what cutting a long recomputation into passes adds at most
 _DOUBT = 1.6  # estimates that may be wrong by less are relied on
 _LATE_START_S = 0.01  # by which a start may be late: the reserve covers it
@@ -119,7 +120,8 @@ class Limits(Resources):
     def _window_open(self) -> bool:
         """Whether another fetch may be opened: enough to keep the link busy, little enough to decide late."""
         settings, link = self._settings, self.link
-        if len(link.fetches) >= settings.max_in_flight:
+        most = min(settings.max_in_flight, _PROBES) if self._estimates.bandwidth.is_guess else settings.max_in_flight
+        if len(link.fetches) >= most:
             return False
         horizon = (2 * link.ttfb_s + settings.horizon_s) * link.bandwidth_low
         return len(link.fetches) < 2 or link.open_bytes < horizon  # noqa: PLR2004 - one to come in, one behind it

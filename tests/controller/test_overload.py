@@ -66,7 +66,7 @@ def test_who_cannot_be_in_time_is_refused_at_once_and_the_others_are_in_time():
     assert sum(outcome.in_time for outcome in admitted) >= 0.98 * len(admitted)
     served = play(stream(150, seconds=1.0), 8 * MB, **SETTINGS).outcomes
     assert not any(outcome.refused for outcome in served)
-    assert sum(outcome.in_time for outcome in served) < len(admitted)
+    assert len(admitted) > 0.9 * sum(outcome.in_time for outcome in served)
 
 
 def test_nobody_is_refused_by_a_guess():
