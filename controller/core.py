@@ -126,7 +126,7 @@ class Controller:
                 self._dispatch.link.first_byte(seconds)
                 return False
             case ev.PromptAssembled():
-                self._assembled(event)
+                self._assembled(event, now)
             case ev.TransferProgress(size, started, ended, chunk):
                 return self._dispatch.progress(size, started, ended, chunk)
             case ev.ChunkArrived(chunk, level, trouble):
@@ -134,31 +134,34 @@ class Controller:
             case ev.ChunkFailed(chunk, reason):
                 return self._fetch_failed(chunk, reason, now)
             case ev.DecodeDone(chunks, seconds):
-                self._decoded(chunks, (), seconds, "", out)
+                self._decoded(chunks, (), seconds, "", now, out)
             case ev.DecodeFailed(chunks, bad, reason):
-                self._decoded(chunks, bad, None, reason, out)
+                self._decoded(chunks, bad, None, reason, now, out)
             case ev.RecomputeDone(chunks, seconds):
-                self._recomputed(chunks, seconds)
+                self._recomputed(chunks, seconds, now)
             case ev.RecomputeFailed(chunk, reason):
-                self._recompute_failed(chunk, reason)
+                self._recompute_failed(chunk, reason, now)
             case ev.PrefixComputed(load, document, seconds):
-                self._prefix_computed(load, document, seconds)
+                self._prefix_computed(load, document, seconds, now)
             case ev.PrefixFailed(load, document, reason):
                 self._head_failed(load, document, reason, now, out)
             case ev.Tick():
                 self._dispatch.watch(now)
             case ev.LoadAbandoned(load):
                 known = self._load(load)
-                self._dispatch.lanes.closed(load)
+                self._dispatch.lanes.closed(load, now)
                 if known:
                     self._dispatch.end(known, now, out)
         return True
 
-    def _assembled(self, event: ev.PromptAssembled) -> None:
-        """End a load's closing, and learn from it; the load itself is over by now."""
-        self._load(event.load)  # but was asked for
-        self.estimates.closing.add(event.prompt_tokens, event.seconds)
-        self._dispatch.lanes.closed(event.load)
+    def _assembled(self, event: ev.PromptAssembled, now: float) -> None:
+        """End a load's closing, and learn from it; of a closing that was abandoned nothing is learnt."""
+        if self._load(event.load):
+            msg = f"load {event.load} is not finished; report its closing after Finish"
+            raise ArgumentError(msg)
+        if event.load in self._dispatch.lanes.closings:
+            self.estimates.closing.add(event.prompt_tokens, event.seconds)
+            self._dispatch.lanes.closed(event.load, now)
 
     def _load(self, number: int) -> Load | None:
         """A load under way; None where it is over. Raises ArgumentError for one that never was."""
@@ -257,7 +260,7 @@ class Controller:
         load.fallbacks += bool(doc.table.can_text[doc.start + chunk])
 
     def _decoded(
-        self, chunks: tuple[ChunkId, ...], bad: tuple[ChunkId, ...], seconds: float | None, reason: str,
+        self, chunks: tuple[ChunkId, ...], bad: tuple[ChunkId, ...], seconds: float | None, reason: str, now: float,
         out: list[ev.Instruction],
     ) -> None:  # fmt: skip
         if seconds is None and not (bad and set(bad) <= set(chunks)):
@@ -267,7 +270,7 @@ class Controller:
             _check_seconds(seconds)
         first = chunks[0] if chunks else None
         numbers = (first.load, first.document) if first else (-1, -1)
-        job = self._dispatch.lanes.end("decode", "decode", chunks, *numbers)
+        job = self._dispatch.lanes.end("decode", "decode", chunks, *numbers, now)
         if seconds is not None:
             self.estimates.decode.add(job.tokens, job.size, seconds)
         load = self._load(job.load)
@@ -298,10 +301,10 @@ class Controller:
             self._lose(load, doc, chunk, f"decode failed: {trouble}")
             out.append(ev.Release(doc.id(chunk)))
 
-    def _recomputed(self, chunks: tuple[ChunkId, ...], seconds: float) -> None:
+    def _recomputed(self, chunks: tuple[ChunkId, ...], seconds: float, now: float) -> None:
         _check_seconds(seconds)
         load_number, document = (chunks[0].load, chunks[0].document) if chunks else (-1, -1)
-        job = self._dispatch.lanes.end("prefill", "recompute", chunks, load_number, document)
+        job = self._dispatch.lanes.end("prefill", "recompute", chunks, load_number, document, now)
         self.estimates.prefill.add(job.tokens, job.context, seconds)
         load = self._load(job.load)
         if load is None:
@@ -311,12 +314,12 @@ class Controller:
             doc.move(chunk.chunk, _S.READY)
             doc.table.valid_level[doc.start + chunk.chunk] = -1
 
-    def _recompute_failed(self, chunk: ChunkId, reason: str) -> None:
+    def _recompute_failed(self, chunk: ChunkId, reason: str, now: float) -> None:
         job = self._dispatch.lanes.running("prefill")
         if job is None or job.kind != "recompute" or chunk not in job.chunks:
             msg = f"{chunk} is not being recomputed; name a chunk of the pass that failed"
             raise ArgumentError(msg)
-        self._dispatch.lanes.end("prefill", "recompute", job.chunks, job.load, job.document)
+        self._dispatch.lanes.end("prefill", "recompute", job.chunks, job.load, job.document, now)
         place = self._place(chunk)
         if place is None:
             return
@@ -328,16 +331,16 @@ class Controller:
             else:
                 doc.move(other.chunk, _S.PLANNED)
 
-    def _prefix_computed(self, number: int, document: int, seconds: float) -> None:
+    def _prefix_computed(self, number: int, document: int, seconds: float, now: float) -> None:
         _check_seconds(seconds)
-        self._dispatch.lanes.end("prefill", "head start", (), number, document)
+        self._dispatch.lanes.end("prefill", "head start", (), number, document, now)
         load = self._load(number)
         if load:
             doc = load.doc(document)
             doc.prefix_done, doc.prefix_running = True, False
 
     def _head_failed(self, number: int, document: int, reason: str, now: float, out: list[ev.Instruction]) -> None:
-        self._dispatch.lanes.end("prefill", "head start", (), number, document)
+        self._dispatch.lanes.end("prefill", "head start", (), number, document, now)
         load = self._load(number)
         if load is None:
             return

@@ -44,12 +44,18 @@ class Dispatcher(Limits):
 
     def wake_at(self, now: float) -> float:
         """Instant of the next tick that is needed."""
+        known = self._known_cuts
+        moment = self._wakes_at(now)
+        self._known_cuts = known  # asking changes nothing
+        return moment
+
+    def _wakes_at(self, now: float) -> float:
         moment, undecided = self._stalls_at(now), False
         idle = not self.link.fetches and self.lanes.is_free("prefill")
         for load in self._loads.values():
             if load.is_undecided:
                 undecided = True
-                if load.docs and (idle or load.is_stale):
+                if self._wants_plan(load) and (idle or load.is_stale):
                     moment = min(moment, max(load.planned_at + self._pause_s(load, now), now + _LEAST_TICK_S))
             if load.goal.objective == "quality" and load.is_ready:
                 cut = self._cut(load)
@@ -68,6 +74,7 @@ class Dispatcher(Limits):
             doc: State of the document.
             now: The instant, in seconds of the controller's clock.
         """
+        self._now = now
         if len(doc.variants) > 1:
             self._choose(doc, min(range(len(doc.variants)), key=lambda each: self._score(load, doc, each, now)))
         else:
@@ -95,13 +102,14 @@ class Dispatcher(Limits):
             now: The instant, in seconds of the controller's clock.
             out: Instructions are appended to it.
         """
+        self._now = now
         for load in list(self._loads.values()):
             self._conclude(load, now, out)
         if not self._loads:
             return
         self.link.retry(now)
         self.backlog_s = self._known_cuts = None
-        loads = [*self._loads.values()]
+        loads = [load for load in self._loads.values() if self._wants_plan(load)]
         if len(loads) > 1:
             loads.sort(key=lambda load: (not load.is_stale, load.planned_at))
         for load in loads[:_PLANS]:
@@ -130,6 +138,10 @@ class Dispatcher(Limits):
         # Near a deadline every decision counts.
         return max(settings.replan_s, min(_CALM * cost_s * len(self._loads), max(0.0, load.due - now) / _CALM))
 
+    def _wants_plan(self, load: Load) -> bool:
+        """Whether there is something to plan: anything is known, and open or never planned for."""
+        return bool(load.docs) and (load.is_undecided or load.first_s is None)
+
     def _refresh(self, load: Load, now: float) -> None:
         """Plan anew unless the plan is fresh."""
         if now >= load.planned_at + self._pause_s(load, now):  # as in ``wake_at``: a difference might round otherwise
@@ -147,16 +159,23 @@ class Dispatcher(Limits):
         return order
 
     def _plan(self, load: Load, now: float) -> None:
-        if not load.is_undecided and (load.first_s is not None or not load.docs):
+        if not self._wants_plan(load):
             return
         request = self._request(load, now)
         load.follow(self._policy.plan(request), request, now)
         if load.first_s is None and load.is_known and load.plan:
             load.first_s = now - load.asked_at + load.plan.finish_s
             load.came, load.asked_floor_s = now, load.floor_s
+            # Those that go first give their quality back where that keeps this one's deadline.
+            soonest_s = min(load.plan.finish_s, self._floors_s(load, now))
             margin_s = _MARGIN * (load.due - load.asked_at) + self._beside_s(load)
-            late_s = now + load.plan.finish_s + margin_s - load.due
-            if load.goal.on_late == "refuse" and late_s > 0 and self._estimates.bandwidth.error < _VAGUE:
+            late_s = now + soonest_s + margin_s - load.due
+            if (
+                load.goal.on_late == "refuse"
+                and load.due < inf
+                and late_s > 0
+                and self._estimates.bandwidth.error < _VAGUE
+            ):
                 load.refused_s = late_s
             else:
                 self._demand.add(load.floor_s, now)
@@ -240,7 +259,7 @@ class Dispatcher(Limits):
         if not load.is_known and now - load.known_since < self.link.ttfb_s:
             return  # the other indexes are about to come, and may change what is worth computing
         self._refresh(load, now)
-        if not load.wants_passes:
+        if load.refused_s or not load.wants_passes:
             return
         if self._estimates.bandwidth.is_guess:
             self._fetch(load, now, out)
@@ -267,6 +286,8 @@ class Dispatcher(Limits):
         if not self._window_open():
             return
         self._refresh(load, now)
+        if load.refused_s:
+            return
         if load.waiting:
             self._refine(load, now, out)  # where a plan names both, what is valid goes first
         table = load.table
@@ -353,7 +374,7 @@ class Dispatcher(Limits):
             return False
         if load.is_refining:
             return True
-        if now - load.planned_at > 0:
+        if now > load.planned_at and not load.refine:
             self._plan(load, now)
         return bool(load.refine)
 

@@ -12,6 +12,7 @@ from kvwire.errors import ArgumentError
 if TYPE_CHECKING:
     from kvwire.types import BlobInfo
 
+_LARGEST = 1 << 40
 UNMEASURED = 0.1
 """Error of each level over that of the one before, where nobody measured."""
 
@@ -44,6 +45,9 @@ class DocumentPlanInput:
         """Refuse sizes that cannot be."""
         if not self.tokens or min(self.tokens) < 1:
             msg = "a document needs at least one chunk, and every chunk at least one token"
+            raise ArgumentError(msg)
+        if max(max(row, default=0) for row in (self.tokens, *self.fetch_bytes)) > _LARGEST:
+            msg = f"a chunk has at most {_LARGEST} tokens and as many bytes"
             raise ArgumentError(msg)
         if self.fetch_bytes and len(self.fetch_bytes) != len(self.tokens):
             msg = f"{len(self.tokens)} chunks but bytes for {len(self.fetch_bytes)}"

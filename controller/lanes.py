@@ -17,8 +17,6 @@ Lane = Literal["prefill", "decode"]
 class Job:
     """What a lane does.
 
-    tokens, context, size (bytes): of it all, and of a decode in several threads of the busiest one's share.
-
     Attributes:
         kind: What is done.
         load: Number of the load.
@@ -66,6 +64,7 @@ class ComputeLanes:
         self._workers = workers
         self._jobs: dict[Lane, Job] = {}
         self.closings: dict[int, Job] = {}
+        self._closing_since: float | None = None  # when the first of them began
 
     def is_free(self, lane: Lane) -> bool:
         """Whether a job could begin."""
@@ -80,14 +79,29 @@ class ComputeLanes:
             job: The closing.
         """
         self.closings[job.load] = job
+        self._begin_closing(job.began)
 
-    def closed(self, load: int) -> None:
+    def _begin_closing(self, now: float) -> None:
+        runs = self._jobs if self._workers == 1 else "prefill" in self._jobs
+        if self.closings and not runs and self._closing_since is None:
+            self._closing_since = now
+
+    def closed(self, load: int, now: float) -> bool:
         """End a load's closing, if there is one.
 
         Args:
             load: Number of the load.
+            now: The instant, in seconds of the controller's clock.
+
+        Returns:
+            Whether there was one.
         """
-        self.closings.pop(load, None)
+        first = next(iter(self.closings), None) == load
+        known = self.closings.pop(load, None) is not None
+        if first:
+            self._closing_since = None
+            self._begin_closing(now)
+        return known
 
     def start(self, lane: Lane, job: Job) -> None:
         """Begin a job on a free lane.
@@ -98,7 +112,7 @@ class ComputeLanes:
         """
         self._jobs[lane] = job
 
-    def end(self, lane: Lane, kind: str, chunks: tuple[ChunkId, ...], load: int, document: int) -> Job:
+    def end(self, lane: Lane, kind: str, chunks: tuple[ChunkId, ...], load: int, document: int, now: float) -> Job:
         """End a lane's job.
 
         Args:
@@ -107,6 +121,7 @@ class ComputeLanes:
             chunks: Which chunks.
             load: Number of the load.
             document: Number of the document in the prompt.
+            now: The instant, in seconds of the controller's clock.
 
         Returns:
             The job.
@@ -119,7 +134,9 @@ class ComputeLanes:
             what = chunks or f"document {document} of load {load}"
             msg = f"no {kind} of {what} is running; report each instruction's outcome once, with exactly its chunks"
             raise ArgumentError(msg)
-        return self._jobs.pop(lane)
+        del self._jobs[lane]
+        self._begin_closing(now)
+        return job
 
     def running(self, lane: Lane) -> Job | None:
         """A lane's job."""
@@ -138,9 +155,9 @@ class ComputeLanes:
         job = self._jobs.get(lane)
         left_s = job.left_s(now) if job else 0.0
         if lane == "prefill" and self.closings:
-            first, *others = self.closings.values()
-            left_s += first.expected_s if job else first.left_s(now)
-            left_s += sum(other.expected_s for other in others)
+            first, *others = (closing.expected_s for closing in self.closings.values())
+            since = self._closing_since
+            left_s += sum(others) + (first if since is None else abs(first - (now - since)))
         return left_s
 
     def slowness(self, now: float) -> float:

@@ -45,6 +45,7 @@ class Limits(Resources):
         super().__init__(estimates, settings, loads)
         self._policy = policy
         self._demand = Demand()
+        self._now = -inf
         self._known_cuts: dict[int, tuple[float, float]] | None = None
 
     def _rank(self, load: Load) -> tuple[bool, float, int]:
@@ -54,7 +55,7 @@ class Limits(Resources):
             due = inf if load.first_s is None else load.asked_at + self._settings.stretch * load.first_s
             return False, due, load.number
         finish = load.planned_at + load.plan.finish_s if load.plan else -inf
-        return finish > load.due, load.due, load.number
+        return max(finish, self._now) > load.due, load.due, load.number
 
     # When a load must be done with what.
 
@@ -105,6 +106,15 @@ class Limits(Resources):
         lanes_s = max(self.lanes.left_s("prefill", now), self.lanes.left_s("decode", now))
         return max(self.link.lead_s(now) + (self.link.open_bytes + ahead) / low, lanes_s)
 
+    def _floors_s(self, load: Load, now: float) -> float:
+        """Seconds to a load's first token where it and all that goes first are fetched at their floors."""
+        rank = self._rank(load)
+        first = [each for each in self._loads.values() if each is load or self._rank(each) < rank]
+        open_s = self.link.lead_s(now) + self.link.open_bytes / max(self.link.bandwidth_low, SLOWEST)
+        closings_s = sum(self.costs_of(each).closing_s(each.prompt_tokens) for each in first)
+        fetched_s = open_s + sum(each.floor_s for each in first) + self.costs_of(load).closing_s(load.prompt_tokens)
+        return max(fetched_s, self.lanes.left_s("prefill", now) + closings_s)
+
     def _beside_s(self, load: Load) -> float:
         """Seconds by which fetches of other loads, which share the link with a load's last ones, may hold these up."""
         others = any(other.waiting or other.refine for other in self._loads.values() if other is not load)
@@ -148,7 +158,8 @@ class Limits(Resources):
         rank = self._rank(load)
         others = [other for other in self._loads.values() if other is not load and not self._rank(other)[0]]
         first = [other for other in others if other.due < inf and (self._rank(other) < rank or other.is_ready)]
-        return min((self._cut(other) - now for other in first), default=inf)
+        cuts = [self._cut(other) for other in first]
+        return min((cut - now for cut in cuts if cut > now), default=inf)
 
     def _heard_s(self, now: float) -> float:
         """Seconds that a pass may take while the first bytes, which tell more than any prior, are waited for.
@@ -209,6 +220,7 @@ class Limits(Resources):
         Args:
             now: The instant, in seconds of the controller's clock.
         """
+        self._now = now
         self.link.watch(now, self._stalls_at(now))
 
     def _stalls_at(self, now: float) -> float:

@@ -28,7 +28,7 @@ class Goal:
         ceiling: The finest level that is worth waiting for; None: any.
         on_late: What becomes of a load whose first token cannot be in time when all of its documents are known:
             ``serve`` it as soon as possible, or ``refuse`` it at once. A load is refused by what is known of the link;
-            where that is next to nothing it is served.
+            where that is next to nothing it is served. Without a deadline nothing is late.
     """
 
     objective: Objective = "earliest"

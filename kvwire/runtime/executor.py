@@ -193,7 +193,7 @@ class Executor:
             case ev.Fail(reason=reason):
                 self.fail(StorageError(reason))
             case ev.Refuse(late_s=late_s):
-                msg = f"the first token would be {late_s:.3f} s late; ask again later, or with a longer deadline"
+                msg = f"there is no room before the deadline; ask again in {late_s:.3f} s, or with a longer deadline"
                 self.fail(OverloadedError(msg, late_s))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:

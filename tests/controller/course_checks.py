@@ -54,7 +54,7 @@ class Checks:
     def _tell(self, event):
         out = self.controller.handle(event, self.now)
         self.log.append(ev.LogEntry(self.now, event, tuple(out)))
-        self.ending = {each.load for each in out if isinstance(each, ev.Fail)}
+        self.ending = {each.load for each in out if isinstance(each, (ev.Fail, ev.Refuse))}
         for instruction in out:
             self._obey(instruction)
             assert sum(self.held.values()) <= self.settings.memory_bytes
@@ -95,6 +95,12 @@ class Checks:
                 self._finish(load, instruction)
             case ev.Fail(load):
                 self._fail(load)
+            case ev.Refuse(load, late_s):
+                self._end(load, "refused")
+                goal = self.loads[load].goal
+                assert goal.on_late == "refuse"
+                assert goal.deadline_s is not None
+                assert late_s > 0
 
     def _is_used(self, chunk):
         job = self.jobs.get("decode")

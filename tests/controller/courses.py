@@ -116,7 +116,8 @@ class Course(Checks):
             deadline = None
         floor = pick([0, 0, 1, 2])
         ceiling = pick([None, None, None, floor, floor + 1])
-        return Goal(objective=objective, deadline_s=deadline, floor=floor, ceiling=ceiling)
+        on_late = pick(["serve", "serve", "refuse"])
+        return Goal(objective=objective, deadline_s=deadline, floor=floor, ceiling=ceiling, on_late=on_late)
 
     def _wait(self):
         self.now += self.random.choice([0.0, self._any(0, self.pace_s), self._any(0, 1e-3), self._any(0, 0.02)])

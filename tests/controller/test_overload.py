@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from math import inf
 from random import Random
 
 import pytest
 
-from kvwire.controller import ControllerSettings, Estimates, Goal
+from kvwire.controller import ControllerSettings, DocumentPlanInput, Estimates, Goal
 from kvwire.controller import events as ev
 from kvwire.controller.core import Controller
+from kvwire.controller.lanes import ComputeLanes, Job
 from kvwire.controller.policies import Fixed
 from kvwire.controller.simulator.arrivals import LoadArrival
 from kvwire.errors import ArgumentError
+from kvwire.types import ChunkId
 
 from .playing import COSTS, MB, RTT_S, document, play, quality
 
@@ -116,7 +119,66 @@ def test_no_pass_begins_before_a_closing_is_over(workers, over):
 
 def test_a_closing_is_reported_once():
     controller = finished(workers=2)
+    with pytest.raises(ArgumentError, match="not finished"):
+        controller.handle(ev.PromptAssembled(1, 256, 0.001), 0.14)
     controller.handle(ev.PromptAssembled(0, 256, 0.001), 0.15)
-    assert controller.handle(ev.PromptAssembled(0, 256, 0.001), 0.16) == []
+    learnt = controller.estimates.closing.link_s_per_token
+    assert controller.handle(ev.PromptAssembled(0, 256, 0.5), 0.16) == []
+    assert controller.estimates.closing.link_s_per_token == learnt
     with pytest.raises(ArgumentError, match="never asked for"):
         controller.handle(ev.PromptAssembled(7, 256, 0.001), 0.17)
+
+
+def test_closings_count_from_when_they_begin():
+    lanes = ComputeLanes(2)
+    pass_ = Job("recompute", 0, 0, (ChunkId(0, 0),), 0.0, 1.0)
+    lanes.start("prefill", pass_)
+    for load in (1, 2):
+        lanes.close(Job("closing", load, -1, (), 0.5, 1.0))
+    assert lanes.left_s("prefill", 0.5) == pytest.approx(2.5)
+    lanes.end("prefill", "recompute", pass_.chunks, 0, 0, 1.0)
+    assert lanes.left_s("prefill", 1.25) == pytest.approx(1.75)
+    assert not lanes.is_free("prefill")
+    assert lanes.closed(1, 2.0)
+    assert lanes.left_s("prefill", 2.0) == pytest.approx(1.0)
+    assert lanes.closed(2, 3.0)
+    assert not lanes.closed(2, 3.0)
+    assert lanes.is_free("prefill")
+    assert lanes.left_s("prefill", 3.0) == 0
+
+
+# Loads that say nothing.
+
+
+def test_a_load_that_is_overdue_holds_nobody_up():
+    """Its index never comes, or its only chunk never does; others compute meanwhile."""
+    for index in (False, True):
+        controller = Controller(Estimates(COSTS, 8 * MB, RTT_S), ControllerSettings(workers=2))
+        controller.handle(ev.LoadRequested(0, 1, 0, quality(0.5)), 0.0)
+        if index:
+            controller.handle(ev.IndexKnown(0, 0, (document(1, text=False),)), 0.01)
+        controller.handle(ev.LoadRequested(1, 1, 0, Goal()), 1.0)
+        out = controller.handle(ev.IndexKnown(1, 0, (DocumentPlanInput((256,)),)), 1.01)
+        out += controller.handle(ev.Tick(), 1.05)
+        assert any(isinstance(each, ev.Recompute) for each in out)
+
+
+def test_loads_of_which_nothing_is_known_take_nobodys_turn():
+    estimates = Estimates(COSTS, 1000.0, RTT_S)
+    estimates.bandwidth.add(20_000, 0.0, 20.0)
+    controller = Controller(estimates, ControllerSettings(workers=2))
+    for number in range(6):
+        controller.handle(ev.LoadRequested(number, 1, 0, Goal()), 21.0)
+    controller.handle(ev.LoadRequested(6, 1, 0, quality(0.02, on_late="refuse")), 21.0)
+    out = controller.handle(ev.IndexKnown(6, 0, (document(),)), 21.0)
+    assert [type(each) for each in out] == [ev.Refuse]
+    assert controller.wake_at == inf
+
+
+def test_asking_when_to_wake_changes_nothing():
+    log = play(stream(40, seconds=0.3), 8 * MB, **SETTINGS).log
+    asked, silent = (Controller(Estimates(COSTS, 8 * MB, RTT_S), ControllerSettings(**SETTINGS)) for _ in range(2))
+    for entry in log:
+        out = asked.handle(entry.event, entry.now)
+        assert asked.wake_at >= entry.now
+        assert tuple(out) == tuple(silent.handle(entry.event, entry.now)) == entry.instructions
