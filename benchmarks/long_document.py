@@ -4,8 +4,8 @@ The model is a copy of a small one whose window is made longer in its configurat
 the positions it was trained on, which memory does not mind. Two processes of their own:
 
 * ``encode`` fits the profile, encodes a short document, which compiles the kernels, then the long one.
-* ``load`` asks over the short one, then over both, linked, from ``kvwire serve``'s server: as shipped (``earliest``), and
-  with every chunk at the finest level, which is the most that decoding may have to hold.
+* ``load`` asks over the short one, then over both, linked, from the server of ``kvwire serve``: as shipped
+  (``earliest``), and with every chunk at the finest level, which is the most that decoding may have to hold.
 
 Memory is the growth of the peak resident set (proc(5)) over what was resident before, what is returned included, and
 stands beside the bytes of the long document's cache. The loaded cache is compared with the prefilled one at pieces of
