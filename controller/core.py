@@ -10,7 +10,7 @@ from math import inf, isfinite
 from typing import TYPE_CHECKING
 
 from kvwire.controller import events as ev
-from kvwire.controller.chunk_states import ChunkState
+from kvwire.controller.chunk_table import ChunkState
 from kvwire.controller.dispatch import Dispatcher
 from kvwire.controller.load import Load
 from kvwire.controller.policies.adaptive import Adaptive

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvwire.controller import events as ev
-from kvwire.controller.chunk_states import ChunkState
+from kvwire.controller.chunk_table import ChunkState
 from kvwire.controller.lanes import Job
 from kvwire.controller.limits import Limits
 from kvwire.controller.policies.base import Columns, CommittedWork, PlanRequest
@@ -148,7 +148,7 @@ class Dispatcher(Limits):
             self._plan(load, now)
 
     def _order(self) -> list[Load]:
-        if len(self._loads) == 1:
+        if len(self._loads) <= 1:
             return [*self._loads.values()]
         order = sorted(self._loads.values(), key=self._rank)
         if self.turns % _TURNS == _TURNS - 1:

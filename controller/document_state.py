@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvwire.controller.chunk_states import VALID, ChunkState
-from kvwire.controller.chunk_table import ChunkTable
+from kvwire.controller.chunk_table import VALID, ChunkState, ChunkTable
 from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId, Decision
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.chunk_states import ChunkState
-from kvwire.controller.chunk_table import ChunkTable
+from kvwire.controller.chunk_table import ChunkState, ChunkTable
 from kvwire.controller.document_state import DocumentState
 from kvwire.controller.policies.base import RECOMPUTE, PlanRequest
 from kvwire.controller.policies.timeline import floor_s, prefill_s

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvwire.controller import events as ev
-from kvwire.controller.chunk_states import ChunkState
+from kvwire.controller.chunk_table import ChunkState
 from kvwire.controller.costs import busiest
 from kvwire.controller.inflight import InflightFetch, Link
 from kvwire.controller.lanes import ComputeLanes, Job

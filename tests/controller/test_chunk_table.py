@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from kvwire.controller import DocumentPlanInput
-from kvwire.controller.chunk_states import MOVES, VALID, ChunkState
-from kvwire.controller.chunk_table import ChunkTable
+from kvwire.controller.chunk_table import MOVES, VALID, ChunkState, ChunkTable
 
 S = ChunkState
 

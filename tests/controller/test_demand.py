@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from kvwire.controller.demand import Demand
+from kvwire.controller.limits import Demand
 
 HALF_LIVES = (0.2, 1.0)
 

@@ -6,7 +6,7 @@ from typing import get_args
 
 from kvwire.controller import Objective
 from kvwire.controller import events as ev
-from kvwire.controller.chunk_states import MOVES, ChunkState
+from kvwire.controller.chunk_table import MOVES, ChunkState
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "controller.md").read_text(encoding="utf-8")
 

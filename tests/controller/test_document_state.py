@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from kvwire.controller import DocumentPlanInput
-from kvwire.controller.chunk_states import MOVES, ChunkState
+from kvwire.controller.chunk_table import MOVES, ChunkState
 from kvwire.controller.document_state import DocumentState
 from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId
