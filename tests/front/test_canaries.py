@@ -319,6 +319,15 @@ def missed_deadline(place):
     raise errors.DeadlineError(message)
 
 
+def refused_load(place):
+    from kvwire.runtime.loader import Loader
+    from kvwire.runtime.settings import LoadSettings
+
+    with Loader(place.engine, place.corpus(), settings=LoadSettings(on_late="refuse")) as loader:
+        loader._estimates.bandwidth.add(20_000, 0.0, 20.0)  # who knows nothing of the link refuses nobody
+        loader.ask(["letter"], place.ids[:9], deadline_s=1e-6)
+
+
 def asked_over_http(place, url=None, token=TOKEN):
     settings = HttpStoreSettings(attempts=1)
     with closing(HttpStore(url or place.url, token=token, settings=settings)) as store:
@@ -400,6 +409,7 @@ RAISED = {
     "AuthError, an open keyring": open_keyring,
     "AuthError, quoted": lambda place: echoed(place, 403),
     "DeadlineError": missed_deadline,
+    "OverloadedError": refused_load,
     "StorageError": lambda place: asked_over_http(place, url="http://127.0.0.1:9"),
     "StorageError, quoted": lambda place: echoed(place, 500),
     "StorageError, S3": lambda place: s3(place, "127.0.0.1:9"),

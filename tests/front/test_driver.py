@@ -19,7 +19,7 @@ from kvwire.controller import Controller, Policy, PrefillCost, replay
 from kvwire.controller import events as ev
 from kvwire.controller.log import dump_entry, load_entry
 from kvwire.controller.policies import Fixed
-from kvwire.errors import StorageError
+from kvwire.errors import OverloadedError, StorageError
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.driver import ControllerDriver
 from kvwire.runtime.estimates_file import EstimatesFile
@@ -362,6 +362,20 @@ def test_a_cancelled_load_leaves_nothing_behind_and_disturbs_nobody(small, quest
     assert not ours(before)
     left = next(entry for entry in log if isinstance(entry.event, ev.LoadAbandoned))
     assert any(isinstance(each, ev.Cancel) for each in left.instructions)
+
+
+def test_a_load_that_cannot_be_in_time_is_refused_and_the_next_one_is_served(small, question):
+    order, log = tuple(small.tokens), []
+    with _loader(small, link=EmulatedLink(60e3, 0.005), log=log, on_late="refuse") as loader:
+        loader.ask(order, question)  # the link is known now
+        with pytest.raises(OverloadedError, match="no room before the deadline") as refused:
+            loader.ask(order, question, deadline_s=0.001)
+        assert refused.value.retry_after_s > 0
+        (refusal,) = _given(log, ev.Refuse)
+        begun = {each.chunk for each in _given(log, ev.Fetch) if each.chunk.load == refusal.load}
+        assert begun <= {each.chunk for each in _given(log, ev.Cancel)}  # of documents that were known before others
+        assert loader._session._driver._controller.held_bytes == 0
+        assert loader.ask(order, question, deadline_s=60.0).tokens
 
 
 @pytest.mark.parametrize("deadline_s", [None, 2.0])
