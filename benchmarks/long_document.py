@@ -94,7 +94,7 @@ def load(folder: Path, url: str, tokens: int) -> None:
     """Child: ask over the short document, then over both; print the memory of the second."""
     engine = kvwire.open_engine(folder / "model", dtype=torch.float32)
     corpus = kvwire.Corpus(engine, kvwire.open_store(url))
-    exact, question = torch.load(folder / "pieces.pt"), engine.tokenize("Once upon a time")
+    exact, question = torch.load(folder / "pieces.pt", weights_only=True), engine.tokenize("Once upon a time")
     found: dict[str, Any] = {}
     finest = len(corpus.read_header(corpus.find("long")).levels) - 1
     for name, policy in (("as shipped", None), ("finest level", Fixed(finest))):
