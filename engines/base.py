@@ -6,11 +6,11 @@ for all that follows from them, and says of the rest what doing without costs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from kvwire.errors import ArgumentError, NotFoundError
+from kvwire.errors import ArgumentError, MismatchError, NotFoundError
 from kvwire.types import KVCache
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvwire.codec import Statistics
+    from kvwire.reuse import Narrowing
     from kvwire.types import CacheMeta
 
 
@@ -191,6 +192,30 @@ class Engine(Protocol):
         del documents, tokens, sensitivity
         return None
 
+    def update_rows(
+        self, cache: KVCache, token_ids: Sequence[int], rows: Tensor, narrow: Narrowing | None = None
+    ) -> Tensor:
+        """Compute tokens inside a prompt anew; see ``kvwire.reuse.RowsEngine``. An engine may lack it.
+
+        Without it, linked documents stay as they were encoded: they do not see each other.
+
+        Raises:
+            MismatchError: The engine cannot.
+        """
+        del cache, token_ids, rows, narrow
+        msg = "this engine cannot compute rows inside a prompt; load with repair none"
+        raise MismatchError(msg)
+
+    def attention_received(self, cache: KVCache, token_ids: Sequence[int], *, layers: Sequence[int] = ()) -> Tensor:
+        """What tokens attend to in a prompt; see ``kvwire.reuse.RowsEngine``. An engine may lack it.
+
+        Raises:
+            MismatchError: The engine cannot.
+        """
+        del cache, token_ids, layers
+        msg = "this engine does not show its attention; choose a selector that needs none, such as first"
+        raise MismatchError(msg)
+
     def allocate(self, tokens: int) -> KVCache:
         """A cache of zeros for a prompt, which decoders and ``extend`` write into; an engine may give its own memory.
 
@@ -207,30 +232,6 @@ class Engine(Protocol):
         """
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-
-
-@runtime_checkable
-class RowsEngine(Protocol):
-    """Reserved: what repairing linked prompts will ask of an engine. Nothing calls it yet, no engine has it yet."""
-
-    def extend_rows(self, cache: KVCache, token_ids: Sequence[int], rows: Tensor, columns: Tensor) -> KVCache:
-        """Compute tokens at some positions of a prompt anew, each seeing given positions of the prompt's cache.
-
-        Layer by layer, the new keys and values of the rows take their places before that layer's attention, so that a
-        row sees the others' new ones. Hybrid models: a layer with a window shows a row what lies in its window and in
-        ``columns``, no more. Pruned caches: an entry that ``cache.kept`` of the layer and head lacks is not seen, and
-        is not brought back. Latent attention: the rows' latents and rotary parts are what is computed and returned.
-
-        Args:
-            cache: The prompt's, positions on and from 0; it is not changed.
-            token_ids: Tokens of the rows.
-            rows: int64 ``[n]``, positions of the rows in ascending order.
-            columns: bool ``[n, tokens]``: what each row may see; a row sees itself, and nothing behind itself.
-
-        Returns:
-            The cache of the rows alone, ``[kv_heads, n, dim]`` for each layer; row ``i`` stands at ``rows[i]``.
-        """
-        ...
 
 
 def _no_tokenizer(_: object) -> NotFoundError:

@@ -9,7 +9,7 @@ import sys
 import threading
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -34,6 +34,20 @@ _EAGER = "eager_attention_forward"
 SDPA = "sdpa"
 
 
+class Recorder(Protocol):
+    """Is shown what attention receives."""
+
+    def record(self, module: torch.nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        """Look at one layer's attention.
+
+        Args:
+            module: The attention.
+            query: ``[1, heads, tokens, query_dim]``.
+            args: What follows in the call of an attention function: keys, values, mask.
+            kwargs: Its options, such as the scaling.
+        """
+
+
 class QueryRecorder:
     """Sums query covariances of one model and notes the attention module of each layer.
 
@@ -56,7 +70,7 @@ class QueryRecorder:
         self._latents: dict[int, Scatter] = {}
         self.modules: dict[int, torch.nn.Module] = {}
 
-    def record(self, module: torch.nn.Module, query: Tensor) -> None:
+    def record(self, module: torch.nn.Module, query: Tensor, *_: object, **__: object) -> None:
         """Add a layer's queries.
 
         Args:
@@ -138,11 +152,11 @@ class QueryRecorder:
 
 
 @contextmanager
-def recording(recorder: QueryRecorder, model: PreTrainedModel) -> Iterator[None]:
+def recording(recorder: Recorder, model: PreTrainedModel) -> Iterator[None]:
     """Show the recorder every query that the model's attention receives while the block runs.
 
     Args:
-        recorder: What sums them.
+        recorder: What looks at them.
         model: The model that is run in the block.
     """
     with _LOCK, ExitStack() as stack:
@@ -155,7 +169,7 @@ def recording(recorder: QueryRecorder, model: PreTrainedModel) -> Iterator[None]
 
 
 @contextmanager
-def _watching_table(recorder: QueryRecorder) -> Iterator[None]:
+def _watching_table(recorder: Recorder) -> Iterator[None]:
     table: dict[str, Any] = ALL_ATTENTION_FUNCTIONS._local_mapping  # noqa: SLF001 - the only way back to what was there
     missing = object()
     before = table.get(SDPA, missing)
@@ -170,7 +184,7 @@ def _watching_table(recorder: QueryRecorder) -> Iterator[None]:
 
 
 @contextmanager
-def _watching_module(modeling: Any, recorder: QueryRecorder) -> Iterator[None]:  # noqa: ANN401 - a modeling file
+def _watching_module(modeling: Any, recorder: Recorder) -> Iterator[None]:  # noqa: ANN401 - a modeling file
     before = getattr(modeling, _EAGER)
     setattr(modeling, _EAGER, _showing(before, recorder))
     try:
@@ -179,9 +193,9 @@ def _watching_module(modeling: Any, recorder: QueryRecorder) -> Iterator[None]: 
         setattr(modeling, _EAGER, before)
 
 
-def _showing(inner: Callable[..., Any], recorder: QueryRecorder) -> Callable[..., Any]:
+def _showing(inner: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
     def show(module: torch.nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - passed through
-        recorder.record(module, query)
+        recorder.record(module, query, *args, **kwargs)
         return inner(module, query, *args, **kwargs)
 
     return show

@@ -10,14 +10,16 @@ from transformers.cache_utils import DynamicCache
 
 from kvwire.codec import Statistics, Vocabulary, positions_on
 from kvwire.engines.base import Engine
-from kvwire.engines.transformers.capture import QueryRecorder, attention_of, recording, uses_sdpa
+from kvwire.engines.transformers.capture import QueryRecorder, recording
 from kvwire.engines.transformers.fitting import kept_by_all, turn_alike
+from kvwire.engines.transformers.masks import attention_mask
 from kvwire.engines.transformers.plain import filled, tensors_of
 from kvwire.engines.transformers.registration import learn_layout, window_of
 from kvwire.engines.transformers.text import ATLAS_CONTEXT, look_up, prefix_states
 from kvwire.engines.transformers.tokenizer_limits import no_panics
 from kvwire.engines.transformers.waiting import held, referring
 from kvwire.errors import ArgumentError, MismatchError, NotFoundError
+from kvwire.reuse import checked_rows
 from kvwire.types import CacheMeta, KVCache
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from kvwire.engines.transformers.waiting import Ready
+    from kvwire.reuse import Narrowing
     from kvwire.types import Side
 
 _SIDES: tuple[Side, ...] = ("key", "value")
@@ -344,7 +347,21 @@ class TransformersEngine(Engine):
         return filled(self._pairs(cache), self.model.config)
 
     def _pairs(self, cache: KVCache) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values ``[1, kv_heads, tokens, dim]`` of every layer as the model takes them."""
+        return self.tensors_for(cache)[0]
+
+    def tensors_for(self, cache: KVCache) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
+        """A cache's tensors as the model takes them.
+
+        Args:
+            cache: Of this model.
+
+        Returns:
+            Keys and values ``[1, kv_heads, tokens, dim]`` of every layer, and the positions of their tokens, int64;
+            None for the positions where nothing was pruned.
+
+        Raises:
+            MismatchError: See ``past_key_values``.
+        """
         self.check_fits(cache)
         kept = kept_by_all(cache)
         placed = replace(cache, keys=self._here(cache, "key"), values=self._here(cache, "value"))
@@ -353,9 +370,9 @@ class TransformersEngine(Engine):
         pairs = zip(placed.keys, placed.values, strict=True)
         dtype = self.model.dtype
         if kept is None:
-            return [(key[None].to(dtype), value[None].to(dtype)) for key, value in pairs]
+            return [(key[None].to(dtype), value[None].to(dtype)) for key, value in pairs], None
         at = kept.to(self.device)
-        return [(key[None, :, at].to(dtype), value[None, :, at].to(dtype)) for key, value in pairs]
+        return [(key[None, :, at].to(dtype), value[None, :, at].to(dtype)) for key, value in pairs], kept
 
     def _here(self, cache: KVCache, side: Side) -> list[Tensor]:
         """A cache's keys or values where the model runs, as it wants them; what is still to be rotated as it is."""
@@ -492,31 +509,65 @@ class TransformersEngine(Engine):
         Raises:
             MismatchError: A 4-D mask cannot say what the model's layers need.
         """
-        windows = {spec.window for spec in self.meta.layers if spec.kind != "none"}
-        if windows == {None}:
-            return self._mask_format(visible)
-        queries, keys = visible.shape
-        rows = torch.arange(keys - queries, keys, device=visible.device)
-        distance = rows[:, None] - torch.arange(keys, device=visible.device)
-        masks = {window: visible if window is None else visible & (distance < window) for window in windows}
-        formats = {window: self._mask_format(mask) for window, mask in masks.items()}
-        sliding = [window for window in windows if window is not None]
-        named = getattr(self.model.config.get_text_config(decoder=True), "layer_types", None)
-        if len(sliding) > 1 or (None in windows and not named):
-            msg = "this model's layers have windows that it does not name; it cannot be run under a mask"
-            raise MismatchError(msg)
-        if None in windows:
-            return {"full_attention": formats[None], "sliding_attention": formats[sliding[0]]}
-        return formats[sliding[0]]
+        return attention_mask(self.model, self.meta, visible)
 
-    def _mask_format(self, visible: Tensor) -> Tensor:
-        if uses_sdpa(self.model):
-            return visible[None, None]
-        if attention_of(self.model) != "eager":
-            msg = f"{attention_of(self.model)} attention takes no masks of this kind; open the model with sdpa or eager"
-            raise MismatchError(msg)
-        hidden = torch.zeros(visible.shape, dtype=self.model.dtype, device=visible.device)
-        return hidden.masked_fill_(~visible, torch.finfo(self.model.dtype).min)[None, None]
+    @torch.no_grad()
+    def update_rows(
+        self, cache: KVCache, token_ids: Sequence[int], rows: Tensor, narrow: Narrowing | None = None
+    ) -> Tensor:
+        """Compute some tokens of a prompt anew, in the prompt's cache; see ``RowsEngine.update_rows``.
+
+        Args:
+            cache: The prompt's.
+            token_ids: Tokens of the whole prompt.
+            rows: int64 ``[n]``, positions of the rows in ascending order.
+            narrow: Drops rows on the way; None drops none.
+
+        Returns:
+            The rows that were computed to the end.
+
+        Raises:
+            ArgumentError: The cache is not the model's own memory, or the rows do not lie in it.
+            MismatchError: The cache is of another model, or the model's attention takes no masks.
+        """
+        from kvwire.engines.transformers.rows import update_rows
+
+        self._check_own(cache)
+        chosen = checked_rows(rows, cache.tokens, len(token_ids))
+        self._check_ids(token_ids)
+        return update_rows(self.model, cache, torch.tensor(list(token_ids))[chosen], chosen, narrow)
+
+    @torch.no_grad()
+    def attention_received(self, cache: KVCache, token_ids: Sequence[int], *, layers: Sequence[int] = ()) -> Tensor:
+        """How much attention tokens behind a prompt pay to it; see ``RowsEngine.attention_received``.
+
+        Args:
+            cache: The prompt's, positions on and from 0; it is not changed.
+            token_ids: What follows it, such as the question.
+            layers: Numbers of the layers to look at; empty for all.
+
+        Returns:
+            Float32 ``[tokens]``.
+
+        Raises:
+            MismatchError: The cache is of another model, or its attention is not to be seen.
+        """
+        from kvwire.engines.transformers.attention import attention_received
+
+        self._check_ids(token_ids, cache.tokens)
+        return attention_received(self, cache, token_ids, layers)
+
+    def _check_own(self, cache: KVCache) -> None:
+        """Refuse what cannot be written in place."""
+        self.check_fits(cache)
+        tensors = [tensor for tensor in (*cache.keys, *cache.values) if tensor.numel()]
+        at_home = all(tensor.device == self.device and tensor.dtype == self.dtype for tensor in tensors)
+        if not at_home or cache.meta.positions == "off" or cache.meta.offset:
+            msg = (
+                "rows are computed only in a prompt's cache at positions from 0, of the engine's dtype and on its "
+                "device, such as LinkedPrompt makes in Engine.allocate"
+            )
+            raise ArgumentError(msg)
 
     def _check_ids(self, token_ids: Sequence[int], start: int = 0) -> None:
         if not len(token_ids):

@@ -64,7 +64,7 @@ def prefix_states(model: PreTrainedModel, token_ids: Sequence[int], layers: int)
         ArgumentError: The model has not so many layers.
         MismatchError: The layers are not to be found.
     """
-    stack = _layers_of(model)
+    stack = layers_of(model)
     if not 1 <= layers <= len(stack):
         msg = f"a head start takes 1 to {len(stack)} layers of this model, got {layers}"
         raise ArgumentError(msg)
@@ -112,11 +112,21 @@ def _normalised(states: Tensor) -> Tensor:
     return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + 1e-12)
 
 
-def _layers_of(model: PreTrainedModel) -> torch.nn.ModuleList:
-    """The decoder's layers: its own longest list of modules."""
+def layers_of(model: PreTrainedModel) -> torch.nn.ModuleList:
+    """The decoder's layers: its own longest list of modules.
+
+    Args:
+        model: A decoder.
+
+    Returns:
+        Its layers in order.
+
+    Raises:
+        MismatchError: There is no such list.
+    """
     lists = [module for module in _decoder_of(model).children() if isinstance(module, torch.nn.ModuleList)]
     if not lists:
-        msg = "this model's layers are not to be found; use no head start"
+        msg = "this model's layers are not to be found; use no prefix layers, and no selector that looks at layers"
         raise MismatchError(msg)
     return max(lists, key=len)
 

@@ -1,0 +1,201 @@
+"""Computing some rows of a prompt anew, inside the prompt's cache.
+
+The model runs on these rows alone. Its cache is the prompt's: every layer first puts the rows' new keys and values in
+their places, then attends to the whole prompt under a mask by positions.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer
+
+from kvwire.engines.transformers.masks import attention_mask, in_format, within
+from kvwire.engines.transformers.text import layers_of
+from kvwire.errors import MismatchError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from kvwire.reuse import Narrowing
+    from kvwire.types import KVCache
+
+_BLOCK = 1024
+"""Rows of one pass: their mask has as many times the prompt's length. Passes in the prompt's order equal one pass."""
+_STATES_RANK = 3
+
+
+def update_rows(
+    model: PreTrainedModel, cache: KVCache, token_ids: Tensor, rows: Tensor, narrow: Narrowing | None
+) -> Tensor:
+    """Compute rows of a prompt anew, in place; see ``RowsEngine.update_rows``.
+
+    Args:
+        model: The model.
+        cache: The prompt's, positions on and from 0, of the model's dtype and on its device.
+        token_ids: int64 ``[n]``, tokens of the rows.
+        rows: int64 ``[n]``, their positions in ascending order.
+        narrow: Drops rows on the way; None drops none.
+
+    Returns:
+        The rows that were computed to the end, on the processor.
+
+    Raises:
+        MismatchError: The model's attention takes no masks, or its layers are not to be found.
+    """
+    done = []
+    step = len(rows) if narrow else _BLOCK
+    for start in range(0, len(rows), max(1, step)):
+        part = slice(start, start + step)
+        done.append(_Pass(model, cache, rows[part].to(model.device), narrow).run(token_ids[part].to(model.device)))
+    return torch.cat(done) if done else rows
+
+
+class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """One layer of a prompt's cache: what it is given goes to the places of the rows that are under way."""
+
+    def __init__(self, keys: Tensor, values: Tensor, work: _Pass, index: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtype, self.device = keys.dtype, keys.device
+        self._whole = keys[None], values[None]
+        self.keys, self.values = self._whole
+        self.is_initialized = True
+        self._work, self._index = work, index
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        self._work.write(self._index, self._whole[0][0], self._whole[1][0], key_states[0], value_states[0])
+        return self._whole
+
+
+class _Pass:
+    """One forward pass over rows, of which some may be dropped on the way."""
+
+    def __init__(self, model: PreTrainedModel, cache: KVCache, rows: Tensor, narrow: Narrowing | None) -> None:
+        self._model, self._cache, self._rows, self._narrow = model, cache, rows, narrow
+        self._kept_rows: Tensor | None = None  # of those that the running layer was given; None: all
+        self._dropped = False
+        self._thread = threading.get_ident()
+        self._begun = len(rows)
+        self._places = torch.arange(len(rows), device=rows.device)  # of the rows, among those that the pass began with
+        self._narrowed: dict[int, tuple[Tensor, Tensor]] = {}
+        columns = torch.arange(cache.tokens, device=rows.device)
+        self._visible = columns <= rows[:, None]
+        self._own = columns == rows[:, None]
+        self._holes = cache.kept is not None and any(mask is not None for mask in cache.kept)
+
+    def run(self, token_ids: Tensor) -> Tensor:
+        layers: list[Any] = [
+            _Layer(keys, values, self, index)
+            for index, (keys, values) in enumerate(zip(self._cache.keys, self._cache.values, strict=True))
+        ]
+        past = Cache(layers=layers)
+        with ExitStack() as stack:
+            if self._narrow or self._holes:
+                self._watch(stack)
+            self._model(
+                input_ids=token_ids[None],
+                position_ids=self._rows[None],
+                attention_mask=attention_mask(self._model, self._cache.meta, self._visible, self._rows),
+                past_key_values=past,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        return self._rows.cpu()
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor) -> None:
+        """Put a layer's new keys and values ``[kv_heads, rows, dim]`` in their places."""
+        chosen = None
+        if self._narrow is not None:
+            stale = (keys[:, self._rows], values[:, self._rows])
+            chosen = self._narrow.choose(layer, self._rows.cpu(), stale, (new_keys, new_values))
+        if chosen is None:
+            keys.index_copy_(1, self._rows, new_keys.to(keys.dtype))
+            values.index_copy_(1, self._rows, new_values.to(values.dtype))
+            return
+        self._kept_rows = chosen = chosen.to(self._rows.device)
+        written = slice(None) if self._narrow is not None and self._narrow.writes_all else chosen
+        keys.index_copy_(1, self._rows[written], new_keys[:, written].to(keys.dtype))
+        values.index_copy_(1, self._rows[written], new_values[:, written].to(values.dtype))
+
+    def _watch(self, stack: ExitStack) -> None:
+        """Hooks by which layers get masks of their own, and fewer rows."""
+        for layer in layers_of(self._model):
+            hooks = (
+                layer.register_forward_pre_hook(self._before, with_kwargs=True),
+                layer.register_forward_hook(self._after),
+            )
+            for hook in hooks:
+                stack.callback(hook.remove)
+
+    def _before(self, module: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:  # noqa: ANN401
+        if threading.get_ident() != self._thread:
+            return None
+        if self._holes:
+            named = {**named, "attention_mask": self._mask_of(_layer_number(module))}
+        if self._dropped:
+            named = {name: self._fewer(name, value) for name, value in named.items()}
+            inputs = (*inputs[:1], *(self._fewer("", value) for value in inputs[1:]))
+        return inputs, named
+
+    def _after(self, _module: torch.nn.Module, _inputs: object, output: Any) -> Any:  # noqa: ANN401
+        if threading.get_ident() != self._thread or self._kept_rows is None:
+            return None
+        states = output[0] if isinstance(output, tuple) else output
+        if not isinstance(states, torch.Tensor) or states.ndim != _STATES_RANK or states.shape[1] != len(self._rows):
+            msg = "this model's layers hand on something other than hidden states; choose a selector without layers"
+            raise MismatchError(msg)
+        kept, self._kept_rows = self._kept_rows, None
+        self._rows, self._places, self._dropped = self._rows[kept], self._places[kept], True
+        self._visible, self._own = self._visible[kept], self._own[kept]
+        self._narrowed.clear()
+        fewer = states[:, kept]
+        return (fewer, *output[1:]) if isinstance(output, tuple) else fewer
+
+    def _mask_of(self, layer: int) -> Tensor:
+        """What the rows see in a layer of a pruned cache: what it kept, and each row itself."""
+        spec, kept = self._cache.meta.layers[layer], self._cache.kept
+        mask = kept[layer] if kept is not None else None
+        visible = self._visible
+        if mask is not None:
+            mask = mask.to(visible.device)
+            heads = self._model.config.get_text_config(decoder=True).num_attention_heads
+            alike = bool((mask == mask[:1]).all())
+            mask = mask[:1] if alike else mask.repeat_interleave(heads // spec.kv_heads, 0)
+            visible = (visible & mask[:, None]) | self._own
+        return in_format(self._model, within(visible, spec.window, self._rows))
+
+    def _fewer(self, name: str, value: Any) -> Any:  # noqa: ANN401 - whatever a layer takes
+        """What a layer is given beside its hidden states, for the rows that are left."""
+        if name == "position_ids" and isinstance(value, torch.Tensor):
+            return self._rows[None]
+        if name == "attention_mask" and not self._holes and isinstance(value, torch.Tensor):
+            return self._cut(value, -2)
+        if name == "position_embeddings" and isinstance(value, tuple):
+            return tuple(self._cut(turn, -2) for turn in value)
+        if isinstance(value, torch.Tensor) and value.ndim == _STATES_RANK:
+            return self._cut(value, 1)  # inputs by layer
+        return value
+
+    def _cut(self, value: Tensor, dim: int) -> Tensor:
+        """The rows that are left of a tensor that was made for all of them; made once."""
+        if value.shape[dim] != self._begun:
+            return value
+        known = self._narrowed.get(id(value))
+        if known is None:
+            known = (value, value.index_select(dim, self._places))
+            self._narrowed[id(value)] = known
+        return known[1]
+
+
+def _layer_number(module: torch.nn.Module) -> int:
+    """Which layer of the cache a decoder layer writes."""
+    found = {getattr(each, "layer_idx", None) for each in module.modules()}
+    numbers = [number for number in found if isinstance(number, int)]
+    if len(numbers) != 1:
+        msg = "it is not to be seen which part of the cache a layer of this model writes; link unpruned documents"
+        raise MismatchError(msg)
+    return numbers[0]

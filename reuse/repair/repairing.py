@@ -1,0 +1,84 @@
+"""Repairing a linked prompt: choose rows, compute them anew."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvwire.errors import ArgumentError
+from kvwire.reuse.repair.selectors import SELECTORS
+from kvwire.reuse.repair.selectors.base import rows_for
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvwire.reuse.repair.selectors.base import RepairCost, RepairInput, Selector
+
+
+@dataclass(frozen=True, eq=False)
+class Repaired:
+    """What was computed anew, and what that took.
+
+    Attributes:
+        rows: int64, positions of the rows in ascending order.
+        selector: Name of what chose them.
+        cost: Choosing included, the question's own pass left out.
+        select_s: Seconds that choosing took; where rows are dropped on the way it is part of ``compute_s``.
+        compute_s: Seconds that computing took.
+    """
+
+    rows: Tensor
+    selector: str
+    cost: RepairCost
+    select_s: float
+    compute_s: float
+
+
+def selector_of(name: str) -> Selector:
+    """A selector by its name.
+
+    Args:
+        name: One of ``SELECTORS``.
+
+    Returns:
+        The selector.
+
+    Raises:
+        ArgumentError: There is none of that name.
+    """
+    if name not in SELECTORS:
+        msg = f"there is no selector {name!r}; choose one of {', '.join(SELECTORS)}"
+        raise ArgumentError(msg)
+    return SELECTORS[name]
+
+
+def repair_prompt(given: RepairInput, selector: Selector, share: float) -> Repaired:
+    """Compute a share of a linked prompt's rows anew, in its cache.
+
+    With a share of 1 the prompt's cache becomes that of a prefill; with 0 not a bit changes. The first document never
+    changes but with a share of 1.
+
+    Args:
+        given: The prompt; its cache is written to.
+        selector: Chooses the rows.
+        share: Of all documents' tokens, from 0 to 1.
+
+    Returns:
+        What was done.
+
+    Raises:
+        ArgumentError: The share is out of range, or the selector lacks something that it needs.
+        MismatchError: The engine's model cannot run rows.
+    """
+    count = rows_for(share, given.documents)
+    started = time.perf_counter()
+    chosen = selector.choose(given, count)
+    selected = time.perf_counter()
+    rows = chosen.rows
+    if len(rows):
+        rows = given.engine.update_rows(given.cache, given.token_ids, rows, chosen.narrow)
+    done = time.perf_counter()
+    layers = len(given.cache.meta.layers)
+    cost = selector.cost(given.cache.tokens, len(rows), len(given.question), layers)
+    return Repaired(rows, selector.name, cost, selected - started, done - selected)

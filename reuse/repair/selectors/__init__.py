@@ -1,0 +1,23 @@
+"""One file a way of choosing rows; see ``Selector`` in ``base.py``."""
+
+from kvwire.reuse.repair.selectors.attention import Attention
+from kvwire.reuse.repair.selectors.base import Selector
+from kvwire.reuse.repair.selectors.cacheblend import CacheBlend
+from kvwire.reuse.repair.selectors.deviation import Deviation, Product
+from kvwire.reuse.repair.selectors.fixed import Everything, First, Nothing, Random
+
+SELECTORS: dict[str, Selector] = {
+    selector.name: selector
+    for selector in (
+        Nothing(),
+        Everything(),
+        Random(),
+        First(),
+        CacheBlend(),
+        CacheBlend(sides="keys", writes_all=False, name="lmcache"),
+        Attention(),
+        Deviation(),
+        Product(),
+    )
+}
+"""By name, as ``--selector`` and ``selector_of`` take them."""

@@ -1,0 +1,56 @@
+"""Rows that the question attends to, over the cache as it was linked (as ProphetKV, arXiv 2602.02579)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvwire.reuse.repair.selectors.base import BLOCK, Chosen, RepairCost, computed, highest, none_needed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvwire.reuse.repair.selectors.base import Need, RepairInput
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The rows with the most attention from the question, in the mean over layers, heads and its tokens.
+
+    A coarse cache suffices to choose (see benchmarks/reuse.py), so this can run on a prompt's base level.
+
+    Attributes:
+        layers: Numbers of the layers to look at; empty for all.
+        block: Neighbouring tokens that are chosen together.
+    """
+
+    layers: tuple[int, ...] = ()
+    block: int = BLOCK
+    name: str = "attention"
+    needs: frozenset[Need] = frozenset({"caches", "question"})
+
+    def scores(self, given: RepairInput) -> Tensor:
+        """How much each token matters to the question.
+
+        Args:
+            given: The prompt.
+
+        Returns:
+            Float32 ``[tokens]``.
+
+        Raises:
+            ArgumentError: There is no question.
+        """
+        error = none_needed(given, "question", self.name)
+        if error:
+            raise error
+        return given.engine.attention_received(given.cache, given.question, layers=self.layers)
+
+    def choose(self, given: RepairInput, count: int) -> Chosen:
+        """See ``Selector``."""
+        return Chosen(highest(self.scores(given), count, given.documents, self.block))
+
+    def cost(self, tokens: int, rows: int, question: int, layers: int) -> RepairCost:
+        """See ``Selector``; choosing is one pass of the question."""
+        repaired = computed(rows, tokens, layers)
+        return RepairCost(repaired.token_layers + layers * question, repaired.pairs + layers * question * tokens)

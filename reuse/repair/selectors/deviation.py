@@ -1,0 +1,80 @@
+"""Rows whose keys and values move most behind other documents, as measured at encode time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvwire.reuse.repair.selectors.attention import Attention
+from kvwire.reuse.repair.selectors.base import BLOCK, Chosen, RepairCost, computed, highest, none_needed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvwire.reuse.repair.selectors.base import Need, RepairInput
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """The rows with the greatest stored deviation; it can start before any byte of a cache is there.
+
+    Attributes:
+        block: Neighbouring tokens that are chosen together.
+    """
+
+    block: int = BLOCK
+    name: str = "deviation"
+    needs: frozenset[Need] = frozenset({"deviation"})
+
+    def scores(self, given: RepairInput) -> Tensor:
+        """Stored deviations.
+
+        Args:
+            given: The prompt.
+
+        Returns:
+            Float32 ``[tokens]``.
+
+        Raises:
+            ArgumentError: There are none.
+        """
+        error = none_needed(given, "deviation", self.name)
+        if error or given.deviation is None:
+            raise error or ValueError
+        return given.deviation
+
+    def choose(self, given: RepairInput, count: int) -> Chosen:
+        """See ``Selector``."""
+        return Chosen(highest(self.scores(given), count, given.documents, self.block))
+
+    def cost(self, tokens: int, rows: int, question: int, layers: int) -> RepairCost:
+        """See ``Selector``."""
+        del question
+        return computed(rows, tokens, layers)
+
+
+@dataclass(frozen=True)
+class Product:
+    """Where the question looks, times how far what it sees there has moved.
+
+    Attributes:
+        attention: The first factor.
+        deviation: The second factor.
+        block: Neighbouring tokens that are chosen together.
+    """
+
+    attention: Attention = field(default_factory=Attention)
+    deviation: Deviation = field(default_factory=Deviation)
+    block: int = BLOCK
+    name: str = "product"
+    needs: frozenset[Need] = frozenset({"caches", "question", "deviation"})
+
+    def choose(self, given: RepairInput, count: int) -> Chosen:
+        """See ``Selector``."""
+        moved = self.deviation.scores(given)
+        scores = self.attention.scores(given) * moved
+        return Chosen(highest(scores, count, given.documents, self.block))
+
+    def cost(self, tokens: int, rows: int, question: int, layers: int) -> RepairCost:
+        """See ``Selector``."""
+        return self.attention.cost(tokens, rows, question, layers)
