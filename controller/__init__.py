@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kvwire.controller.estimators import BandwidthEstimator, BandwidthSettings, TtfbEstimator
     from kvwire.controller.events import LogEntry
     from kvwire.controller.policies import Adaptive, Policy
+    from kvwire.controller.repair import RepairOption
     from kvwire.controller.settings import ControllerSettings, Goal, Objective, OnLate
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "OnLate",
     "Policy",
     "PrefillCost",
+    "RepairOption",
     "TtfbEstimator",
     "fit_decode",
     "fit_prefill",
@@ -46,6 +48,7 @@ __getattr__ = lazy(
         "kvwire.controller.estimators": ("BandwidthEstimator", "BandwidthSettings", "TtfbEstimator"),
         "kvwire.controller.events": ("LogEntry",),
         "kvwire.controller.policies": ("Adaptive", "Policy"),
+        "kvwire.controller.repair": ("RepairOption",),
         "kvwire.controller.settings": ("ControllerSettings", "Goal", "Objective", "OnLate"),
     },
 )

@@ -159,7 +159,10 @@ class Controller:
         if self._load(event.load):
             msg = f"load {event.load} is not finished; report its closing after Finish"
             raise ArgumentError(msg)
-        if event.load in self._dispatch.lanes.closings:
+        closing = self._dispatch.lanes.closings.get(event.load)
+        if closing:
+            if closing.repair_s:
+                self.estimates.repair.add(closing.repair_s, event.repair_s)
             self.estimates.closing.add(event.prompt_tokens, event.seconds)
             self._dispatch.lanes.closed(event.load, now)
 

@@ -128,19 +128,25 @@ class CostModel:
         decode: Of a batch.
         link_s_per_token: Seconds per prompt token to link the chunks into one cache at the end.
         query_tokens: Tokens of the question, computed last, with the whole prompt as context.
+        repair_rows: Rows of the prompt that are computed anew before that, each against the whole prompt.
+        repair_looks: The question runs once more, to choose them.
+        repair_scale: What that took in earlier loads, over what passes of as many tokens should take.
     """
 
     prefill: PrefillCost
     decode: DecodeCost
     link_s_per_token: float = 0.0
     query_tokens: int = 0
+    repair_rows: int = 0
+    repair_looks: bool = False
+    repair_scale: float = 1.0
 
     def __post_init__(self) -> None:
         """Refuse costs below 0."""
-        _check_coefficients(self.link_s_per_token, self.query_tokens)
+        _check_coefficients(self.link_s_per_token, self.query_tokens, self.repair_rows, self.repair_scale)
 
     def closing_s(self, prompt_tokens: int) -> float:
-        """Work out what is left to do when the last chunk is ready: linking and the question's prefill.
+        """Work out what is left to do when the last chunk is ready: linking, repair and the question's prefill.
 
         Args:
             prompt_tokens: Length of all documents together.
@@ -149,7 +155,24 @@ class CostModel:
             Seconds to the first token.
         """
         query = self.prefill.seconds(self.query_tokens, prompt_tokens) if self.query_tokens else 0.0
-        return self.link_s_per_token * prompt_tokens + query
+        return self.link_s_per_token * prompt_tokens + query + self.repair_s(prompt_tokens)
+
+    def repair_s(self, prompt_tokens: int) -> float:
+        """Work out what choosing rows and computing them anew takes.
+
+        Args:
+            prompt_tokens: Length of all documents together.
+
+        Returns:
+            Seconds.
+        """
+        rows = self.repair_rows
+        if not rows:
+            return 0.0
+        seconds = self.prefill.base_s + self.prefill.token_s * rows + self.prefill.pair_s * rows * prompt_tokens
+        if self.repair_looks:
+            seconds += self.prefill.seconds(self.query_tokens, prompt_tokens)
+        return seconds * self.repair_scale
 
 
 def busiest(chunks: Sequence[tuple[int, int]], threads: int) -> tuple[int, int]:

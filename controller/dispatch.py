@@ -161,6 +161,7 @@ class Dispatcher(Limits):
     def _plan(self, load: Load, now: float) -> None:
         if not self._wants_plan(load):
             return
+        self._choose_repair(load, now)
         request = self._request(load, now)
         load.follow(self._policy.plan(request), request, now)
         if load.first_s is None and load.is_known and load.plan:
@@ -362,11 +363,14 @@ class Dispatcher(Limits):
             for doc, chunk in [*load.having(_S.REFINED)]:
                 self.settle(doc, chunk)
             decisions = tuple(doc.decision(chunk) for doc in load.docs for chunk in range(doc.count))
-            closing_s = self.costs_of(load).closing_s(load.prompt_tokens)
+            self._settle_repair(load, now)
+            costs = self.costs_of(load)
+            closing_s = costs.closing_s(load.prompt_tokens)
             verdict = load.goal.verdict(now - load.asked_at + self.lanes.left_s("prefill", now) + closing_s)
             self.end(load, now, out)
-            self.lanes.close(Job("closing", load.number, -1, (), now, closing_s))
-            out.append(ev.Finish(load.number, decisions, verdict))
+            repair_s = costs.repair_s(load.prompt_tokens) / costs.repair_scale
+            self.lanes.close(Job("closing", load.number, -1, (), now, closing_s, repair_s=repair_s))
+            out.append(ev.Finish(load.number, decisions, verdict, load.repair_share))
 
     def _becomes_better(self, load: Load, now: float) -> bool:
         """Whether it is worth waiting for refinements."""

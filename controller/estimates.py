@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Self
 from kvwire.controller.costs import CostModel, DecodeCost, PrefillCost
 from kvwire.controller.estimators import BandwidthEstimator, TtfbEstimator
 from kvwire.controller.horizons import EDGES, HORIZONS_S, MOST_COUNTED, HorizonErrors, faded
-from kvwire.controller.learning import MOST_KNOWN, ClosingEstimator, DecodeEstimator, PrefillEstimator
+from kvwire.controller.learning import (
+    MOST_KNOWN,
+    ClosingEstimator,
+    DecodeEstimator,
+    PrefillEstimator,
+    RepairEstimator,
+)
 from kvwire.errors import ArgumentError, CorruptError
 
 if TYPE_CHECKING:
@@ -38,6 +44,7 @@ class Estimates:
         prefill: Of the engine on its device.
         decode: Of the engine.
         closing: Of the engine.
+        repair: Of the engine; not remembered between processes.
     """
 
     def __init__(
@@ -61,19 +68,21 @@ class Estimates:
         self.prefill = PrefillEstimator(costs.prefill)
         self.decode = DecodeEstimator(costs.decode)
         self.closing = ClosingEstimator(costs.link_s_per_token)
+        self.repair = RepairEstimator()
         self._told = CostModel(costs.prefill, costs.decode)
 
     def costs(self, query_tokens: int = 0) -> CostModel:
         """What computing costs by what is known now, for a question of that many tokens."""
         prefill, decode, link_s = self.prefill.cost, self.decode.cost, self.closing.link_s_per_token
-        told = self._told
+        told, scale = self._told, self.repair.scale
         if not (
             told.prefill is prefill
             and told.decode is decode
             and told.link_s_per_token == link_s
             and told.query_tokens == query_tokens
+            and told.repair_scale == scale
         ):
-            told = self._told = CostModel(prefill, decode, link_s, query_tokens)
+            told = self._told = CostModel(prefill, decode, link_s, query_tokens, repair_scale=scale)
         return told
 
     def copy(self) -> Self:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from kvwire.controller.documents import DocumentPlanInput
+    from kvwire.controller.repair import RepairOption
     from kvwire.controller.settings import Goal
     from kvwire.types import ChunkId, Decision
 
@@ -23,12 +24,14 @@ class LoadRequested:
         documents: How many it has.
         query_tokens: Of the question.
         goal: What is wanted, and by when.
+        repair: What repairing its links may take and gives; None: they stay as they are.
     """
 
     load: int
     documents: int
     query_tokens: int
     goal: Goal
+    repair: RepairOption | None = None
 
 
 @dataclass(frozen=True)
@@ -195,13 +198,15 @@ class PromptAssembled:
     Attributes:
         load: Number of the load.
         prompt_tokens: Length of all documents together.
-        seconds: Linking and handing over, which is what it took beyond the time expected of the question's pass; below
-            0 where that was quicker.
+        seconds: Linking and handing over, which is what it took beyond the repair and the time expected of the
+            question's pass; below 0 where that was quicker.
+        repair_s: Seconds of choosing rows and computing them anew.
     """
 
     load: int
     prompt_tokens: int
     seconds: float
+    repair_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -314,11 +319,13 @@ class Finish:
         load: Number of the load.
         decisions: What was done, in prompt order.
         reason: Whether the first token should be in time, in words.
+        repair: Share of the prompt's rows to compute anew before the question runs.
     """
 
     load: int
     decisions: tuple[Decision, ...]
     reason: str
+    repair: float = 0.0
 
 
 @dataclass(frozen=True)

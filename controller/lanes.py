@@ -27,6 +27,7 @@ class Job:
         tokens: Of it all, and of a decode in several threads of the busiest one's share.
         context: Tokens before them, likewise.
         size: Bytes, likewise.
+        repair_s: Of a closing: what passes of as many tokens as are repaired should take.
     """
 
     kind: Literal["decode", "recompute", "head start", "closing"]
@@ -38,6 +39,7 @@ class Job:
     tokens: int = 0
     context: int = 0
     size: int = 0
+    repair_s: float = 0.0
 
     def left_s(self, now: float) -> float:
         """Seconds that it should still take; of one that is overdue nothing is known but for how long."""

@@ -291,6 +291,29 @@ class ClosingEstimator:
         return self._recent.is_measured
 
 
+class RepairEstimator:
+    """What repairing prompts takes, over what passes of as many tokens should take."""
+
+    def __init__(self) -> None:
+        """Start from no difference."""
+        self._recent = RecentMedian(1.0)
+
+    def add(self, expected_s: float, seconds: float) -> None:
+        """Take in one repair.
+
+        Args:
+            expected_s: What passes of as many tokens should take.
+            seconds: That it took.
+        """
+        if expected_s > 0 and isfinite(seconds) and seconds > 0:
+            self._recent.add(min(max(seconds / expected_s, 1 / _MOST_RATIO), _MOST_RATIO))
+
+    @property
+    def scale(self) -> float:
+        """Expected ratio."""
+        return self._recent.value
+
+
 def _rounded(coefficients: Array) -> Array:
     return np.where(coefficients < _LEAST_COST, 0.0, coefficients)
 

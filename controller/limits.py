@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import exp2, inf, log
 from typing import TYPE_CHECKING
 
@@ -179,6 +180,32 @@ class Limits(Resources):
         """Seconds by which fetches of other loads, which share the link with a load's last ones, may hold these up."""
         others = any(other.waiting or other.refine for other in self._loads.values() if other is not load)
         return 2 * self.link.ttfb_s + self._settings.horizon_s if others else 0.0
+
+    # What of the closing is spent on repair.
+
+    def _choose_repair(self, load: Load, now: float) -> None:
+        """Weigh repaired rows against finer bytes, by what both take of the time that is left."""
+        option = load.repair
+        if option is None or not load.is_known:
+            return
+        share, costs = option.least, self.costs_among_many(load)
+        if option.most > option.least and load.goal.objective == "quality" and load.due < inf:
+            left_s = self._left_s(load, costs, now) - self.lanes.left_s("prefill", now)
+            coding = load.coding(costs.decode, self.link.bandwidth_low, self.link.lead_s(now))
+            share = option.best(left_s, partial(load.closing_s, costs), coding)
+        if share != load.repair_share:
+            load.repair_share = share
+            self._known_cuts = None
+
+    def _settle_repair(self, load: Load, now: float) -> None:
+        """Repair more where time is left over, less where it has run out."""
+        option = load.repair
+        if option is None or load.due == inf or option.most <= option.least:
+            return
+        alone = len(self._loads) == 1 and load.goal.objective == "quality"
+        left_s = self._left_s(load, self.costs_of(load), now) - self.lanes.left_s("prefill", now)
+        closing_s = partial(load.closing_s, self.costs_of(load))
+        load.repair_share = option.most_within(left_s, closing_s, option.most if alone else load.repair_share)
 
     # How much may begin at once.
 

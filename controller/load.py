@@ -13,8 +13,9 @@ import numpy as np
 
 from kvwire.controller.chunk_table import ChunkState, ChunkTable
 from kvwire.controller.document_state import DocumentState
-from kvwire.controller.policies.base import RECOMPUTE, PlanRequest
+from kvwire.controller.policies.base import RECOMPUTE, SLOWEST, PlanRequest
 from kvwire.controller.policies.timeline import floor_s, prefill_s
+from kvwire.controller.repair import rows_of
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -22,11 +23,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvwire.controller.costs import CostModel
+    from kvwire.controller.costs import CostModel, DecodeCost
     from kvwire.controller.documents import DocumentPlanInput
     from kvwire.controller.events import LoadRequested
     from kvwire.controller.policies.base import Plan
 
+_S = ChunkState
 Place = tuple[DocumentState, int]
 """A chunk: its document and its number there."""
 _GROWN = 1.25
@@ -54,6 +56,8 @@ class Load:
         waiting: Places in the table of chunks that it fetches, and their levels, next one first.
         refine: Places of chunks that become better, and up to which level, next one first.
         compute_s: Seconds of recomputation that it holds.
+        repair: What repairing its links may take and gives; None: they stay as they are.
+        repair_share: Share of its rows that is to be computed anew, by what is known now.
         fallbacks: Chunks for which a fetch or decode was given up for recomputation.
     """
 
@@ -69,6 +73,9 @@ class Load:
             raise ArgumentError(msg)
         self.number, self.goal, self.asked_at = asked.load, asked.goal, now
         self.query_tokens = asked.query_tokens
+        self.repair = asked.repair
+        self.repair_share = asked.repair.least if asked.repair else 0.0
+        self._costs: tuple[CostModel, CostModel] | None = None
         self.due = inf if asked.goal.deadline_s is None else now + asked.goal.deadline_s
         self.first_s: float | None = None
         self.came: float | None = None
@@ -124,6 +131,63 @@ class Load:
             self.is_stale = True
         self.known_since = min(self.known_since, now)
         return doc
+
+    def costs(self, base: CostModel) -> CostModel:
+        """What computing costs, the repair of this load included.
+
+        Args:
+            base: Without it.
+
+        Returns:
+            The costs; the same object as long as nothing changes.
+        """
+        rows = self._rows(self.repair_share)
+        if not rows:
+            return base
+        if self._costs is None or self._costs[0] is not base or self._costs[1].repair_rows != rows:
+            self._costs = base, self._repairing(base, rows)
+        return self._costs[1]
+
+    def _rows(self, share: float) -> int:
+        return rows_of(share, self.prompt_tokens, self.docs[0].tokens) if share and self.docs else 0
+
+    def _repairing(self, costs: CostModel, rows: int) -> CostModel:
+        return replace(costs, repair_rows=rows, repair_looks=bool(rows and self.repair and self.repair.looks))
+
+    def closing_s(self, costs: CostModel, share: float) -> float:
+        """Seconds from the last chunk to the first token, were a share of rows repaired.
+
+        Args:
+            costs: What computing costs.
+            share: Of the prompt's rows.
+
+        Returns:
+            Seconds.
+        """
+        return self._repairing(costs, self._rows(share)).closing_s(self.prompt_tokens)
+
+    def coding(self, decode: DecodeCost, bandwidth: float, lead_s: float) -> list[tuple[float, float]]:
+        """When all chunks could be at a level, and what error they had then.
+
+        Args:
+            decode: Cost of decoding a chunk of many.
+            bandwidth: Bytes per second to rely on.
+            lead_s: Seconds until the link delivers again.
+
+        Returns:
+            Seconds from now and the mean error over tokens, coarsest level first; text is not thought of.
+        """
+        table = self.table
+        tokens, held, state = table.look("tokens"), table.look("held"), table.look("state")
+        text = (state == _S.RECOMPUTING) | ((state == _S.READY) & (table.look("valid_level") < 0))
+        out = []
+        for sizes, errors in zip(table.sizes, table.errors, strict=True):
+            more = np.where(text, 0, np.maximum(np.frombuffer(sizes, np.int64) - held, 0))
+            size, begun = float(more.sum()), int(np.count_nonzero(more))
+            decode_s = decode.base_s * begun + decode.token_s * float(tokens[more > 0].sum()) + decode.byte_s * size
+            error = float((np.frombuffer(errors, np.float64) * tokens).sum()) / max(1, int(tokens.sum()))
+            out.append((lead_s * (size > 0) + max(size / max(bandwidth, SLOWEST), decode_s), error))
+        return out
 
     def doc(self, document: int) -> DocumentState:
         """A document that is known.

@@ -123,7 +123,7 @@ class Resources:
 
     def costs_of(self, load: Load) -> CostModel:
         """What computing costs for a load, by what is known now."""
-        return self._estimates.costs(load.query_tokens)
+        return load.costs(self._estimates.costs(load.query_tokens))
 
     def costs_among_many(self, load: Load) -> CostModel:
         """``costs_of`` with what decoding costs for a chunk of many, which share batches and threads."""

@@ -43,7 +43,7 @@ SHELVES: dict[str, list[set[str]]] = {
         {"api"},
     ],
     "controller": [
-        {"costs.py", "documents.py", "horizons.py", "lanes.py", "settings.py"},
+        {"costs.py", "documents.py", "horizons.py", "lanes.py", "repair.py", "settings.py"},
         {"estimators.py", "events.py", "policies"},
         {"chunk_table.py", "learning.py", "log.py"},
         {"document_state.py", "estimates.py"},

@@ -10,6 +10,7 @@ from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
     from kvwire.controller.documents import DocumentPlanInput
+    from kvwire.controller.repair import RepairOption
     from kvwire.controller.settings import Goal
 
 
@@ -24,6 +25,7 @@ class LoadArrival:
         query_tokens: Length of the question.
         index_s: Until indexes are known.
         leaves_s: Seconds after which nobody waits for it any more.
+        repair: What repairing its links may take and gives; None: they stay as they are.
     """
 
     at: float
@@ -32,6 +34,7 @@ class LoadArrival:
     query_tokens: int = 32
     index_s: float | None = None
     leaves_s: float = inf
+    repair: RepairOption | None = None
 
 
 @dataclass(frozen=True)

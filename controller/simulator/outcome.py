@@ -54,6 +54,8 @@ class Outcome:
         levels: Tokens at each level.
         failed: There was no first token.
         refused: There was none because it would have been late.
+        repair: Share of the prompt's rows that was computed anew.
+        link_error: What is left of the error of documents that do not see each other; 0 where nobody knows it.
         reason: Of the last plan, in words.
         asked_at: The instant that spans count from.
         decisions: What was done.
@@ -74,6 +76,8 @@ class Outcome:
     decisions: tuple[Decision, ...]
     spans: tuple[Span, ...]
     refused: bool = False
+    repair: float = 0.0
+    link_error: float = 0.0
 
     @property
     def in_time(self) -> bool:
@@ -84,7 +88,7 @@ class Outcome:
     def of(  # noqa: PLR0913 - a load has as many sides
         cls, documents: Sequence[DocumentPlanInput], decisions: Sequence[Decision], *, reason: str, ready_s: float,
         ttft_s: float, deadline_s: float | None, received: int, asked_at: float, spans: tuple[Span, ...],
-        refused: bool = False,
+        refused: bool = False, repair: float = 0.0, link_error: float = 0.0,
     ) -> Outcome:  # fmt: skip
         """Count up what was decided; without decisions the load failed.
 
@@ -99,6 +103,8 @@ class Outcome:
             asked_at: Instant of the asking.
             spans: What was done when.
             refused: It would have been late.
+            repair: Share of the prompt's rows that was computed anew.
+            link_error: What that left of the error of links.
 
         Returns:
             The outcome.
@@ -119,4 +125,5 @@ class Outcome:
             ready_s=ready_s, ttft_s=ttft_s, deadline_s=deadline_s, error=error / max(tokens, 1), received=received,
             wasted=max(0, received - used), recomputed=recomputed, levels=tuple(levels), failed=not decisions,
             reason=reason, asked_at=asked_at, decisions=tuple(decisions), spans=spans, refused=refused,
+            repair=repair, link_error=link_error,
         )  # fmt: skip

@@ -19,6 +19,7 @@ import numpy as np
 
 from kvwire.controller import events as ev
 from kvwire.controller.costs import busiest
+from kvwire.controller.repair import rows_of
 from kvwire.controller.simulator.arrivals import Trouble
 from kvwire.controller.simulator.flows import DONE_BYTES, Flow, served
 from kvwire.controller.simulator.outcome import Lane, Outcome, Span
@@ -160,15 +161,16 @@ class World:
         match what:
             case ("ask", int(number)):
                 arrival = self._runs[number].arrival
-                self._tell(ev.LoadRequested(number, len(arrival.documents), arrival.query_tokens, arrival.goal))
+                count, query_tokens = len(arrival.documents), arrival.query_tokens
+                self._tell(ev.LoadRequested(number, count, query_tokens, arrival.goal, arrival.repair))
                 self._at(self._now + arrival.leaves_s, ("leave", number))
                 index_s = self._rtt_s if arrival.index_s is None else arrival.index_s
                 for document in range(len(arrival.documents)):
                     self._at(self._now + index_s, ("index", number, document))
             case ("index", int(number), int(document)):
                 self._tell(ev.IndexKnown(number, document, self._runs[number].arrival.documents[document]))
-            case ("closed", int(number), int(tokens), float(seconds)):
-                self._tell(ev.PromptAssembled(number, tokens, seconds))
+            case ("closed", ev.PromptAssembled() as assembled):
+                self._tell(assembled)
             case ("leave", int(number)) if self._runs[number].outcome is None:
                 self._tell(ev.LoadAbandoned(number))
                 self._finish(self._runs[number], (), "nobody waits for it any more")
@@ -233,8 +235,8 @@ class World:
                 self._inbox.drop(chunk)
             case ev.Release(chunk):
                 self._runs[chunk.load].here.pop(chunk, None)
-            case ev.Finish(load, decisions, reason):
-                self._finish(self._runs[load], decisions, reason)
+            case ev.Finish(load, decisions, reason, repair):
+                self._finish(self._runs[load], decisions, reason, repair)
             case ev.Fail(load, reason):
                 self._finish(self._runs[load], (), reason)
             case ev.Refuse(load, late_s):
@@ -378,26 +380,34 @@ class World:
 
     # The end.
 
-    def _finish(self, run: _Run, decisions: tuple[Decision, ...], reason: str) -> None:
+    def _finish(self, run: _Run, decisions: tuple[Decision, ...], reason: str, repair: float = 0.0) -> None:
         if run.outcome:
             return  # whoever asked has left while it was decided
         arrival = run.arrival
         inputs = [self._input(run, document) for document in range(len(arrival.documents))]
         prompt_tokens = sum(sum(document.tokens) for document in inputs)
-        closing_s = replace(self._costs, query_tokens=arrival.query_tokens).closing_s(prompt_tokens)
+        costs = replace(
+            self._costs,
+            query_tokens=arrival.query_tokens,
+            repair_rows=rows_of(repair, prompt_tokens, sum(inputs[0].tokens)),
+            repair_looks=arrival.repair is not None and arrival.repair.looks,
+        )
+        closing_s = costs.closing_s(prompt_tokens)
         ready_s, deadline_s = self._now - arrival.at, arrival.goal.deadline_s
         ttft_s = ready_s + closing_s
         if decisions:
             busy = (job.ends - self._lane_s for lane, job in self._jobs.items() if lane in self._closing)
             self._closed_at = max(self._now, self._closed_at, *busy) + closing_s
-            linking_s = closing_s - self._costs.prefill.seconds(arrival.query_tokens, prompt_tokens)
-            self._at(self._closed_at, ("closed", run.number, prompt_tokens, linking_s))
+            repair_s = costs.repair_s(prompt_tokens)
+            linking_s = closing_s - repair_s - self._costs.prefill.seconds(arrival.query_tokens, prompt_tokens)
+            self._at(self._closed_at, ("closed", ev.PromptAssembled(run.number, prompt_tokens, linking_s, repair_s)))
             ttft_s = self._closed_at - arrival.at
             reason = arrival.goal.verdict(ttft_s)
         run.outcome = Outcome.of(
             inputs, decisions, reason=reason, ready_s=ready_s, ttft_s=ttft_s,
             deadline_s=deadline_s, received=round(run.received), asked_at=arrival.at,
-            spans=tuple(run.spans), refused=run.refused,
+            spans=tuple(run.spans), refused=run.refused, repair=repair,
+            link_error=arrival.repair.error_left(repair) if arrival.repair else 0.0,
         )  # fmt: skip
 
 

@@ -1,0 +1,142 @@
+"""The third thing that can be done for a prompt: computing some rows anew, so that documents see each other.
+
+Errors of coding and of linking add up, as KL divergences do, so that finer bytes and repaired rows are weighed on one
+scale: both take time before the first token, bytes that of the link, rows that of the engine.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil, exp, isfinite, log
+from typing import TYPE_CHECKING
+
+from kvwire.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_GRID = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
+"""Shares of rows that are weighed against each other, besides the bounds of an option."""
+_LEAST_ERROR = 1e-12
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepairOption:
+    """What repairing a prompt may take, and what it gives.
+
+    Attributes:
+        least: Share of the prompt's rows that is computed anew in any case, 0 to 1.
+        most: Share beyond which nobody wants to go, ``least`` to 1.
+        looks: Rows are chosen by a pass of the question over the prompt.
+        error: Of documents that do not see each other, on the scale of ``DocumentPlanInput.errors``.
+        shares: Shares that were measured, growing, from 0 on.
+        left: Of ``error``, what is left at each of them, 1 to 0, never growing.
+    """
+
+    least: float = 0.0
+    most: float = 0.0
+    looks: bool = True
+    error: float = 0.0
+    shares: tuple[float, ...] = (0.0, 1.0)
+    left: tuple[float, ...] = (1.0, 0.0)
+
+    def __post_init__(self) -> None:
+        """Refuse shares and errors that cannot be.
+
+        Raises:
+            ArgumentError: One of them cannot be.
+        """
+        if not 0 <= self.least <= self.most <= 1:
+            msg = f"the shares of rows to repair lie between 0 and 1, got {self.least} to {self.most}"
+            raise ArgumentError(msg)
+        if not (isfinite(self.error) and self.error >= 0):
+            msg = f"the error of links must be finite and at least 0, got {self.error}"
+            raise ArgumentError(msg)
+        grows = len(self.shares) == len(self.left) >= 1 and all(a < b for a, b in pairwise(self.shares))
+        falls = all(0 <= b <= a <= 1 for a, b in pairwise((1.0, *self.left)))
+        if not (grows and falls and self.shares[0] == 0 and self.shares[-1] <= 1):
+            msg = f"what repair leaves is given at growing shares from 0 on, got {self.left} at {self.shares}"
+            raise ArgumentError(msg)
+
+    def error_left(self, share: float) -> float:
+        """The error of links once a share of rows was repaired.
+
+        Args:
+            share: 0 to 1.
+
+        Returns:
+            The error; between measured shares on a straight line, beyond them as at the last one.
+        """
+        at = bisect_right(self.shares, share)
+        if at == len(self.shares):
+            return self.error * self.left[-1]
+        low, high = self.shares[at - 1], self.shares[at]
+        part = (share - low) / (high - low)
+        return self.error * (self.left[at - 1] + part * (self.left[at] - self.left[at - 1]))
+
+    def candidates(self) -> list[float]:
+        """Shares to weigh against each other, growing."""
+        return sorted({self.least, self.most, *(share for share in _GRID if self.least < share < self.most)})
+
+    def best(self, left_s: float, closing_s: Callable[[float], float], coding: Sequence[tuple[float, float]]) -> float:
+        """Choose the share with the least error in time.
+
+        Args:
+            left_s: Seconds until the first token is due.
+            closing_s: Seconds from the last chunk to the first token, by the share.
+            coding: Seconds after which all chunks could be at a level, and their error then, coarsest level first.
+
+        Returns:
+            The share; ``least`` where no other is in time at the coarsest level.
+        """
+        best, least = self.least, float("inf")
+        for share in self.candidates():
+            spare_s = left_s - closing_s(share)
+            if spare_s < coding[0][0]:
+                break
+            error = _error_after(spare_s, coding) + self.error_left(share)
+            if error < least:
+                best, least = share, error
+        return best
+
+    def most_within(self, left_s: float, closing_s: Callable[[float], float], most: float) -> float:
+        """Choose the greatest share that is in time.
+
+        Args:
+            left_s: Seconds until the first token is due.
+            closing_s: Seconds from now to the first token, by the share.
+            most: Not more than this.
+
+        Returns:
+            The share, of the candidates; ``least`` where none is in time.
+        """
+        able = (share for share in self.candidates() if share <= most and closing_s(share) <= left_s)
+        return max(able, default=self.least)
+
+
+def rows_of(share: float, tokens: int, first: int) -> int:
+    """Rows that a share of a prompt is.
+
+    Args:
+        share: 0 to 1.
+        tokens: Of all documents.
+        first: Of the first document, which sees all that it should; its rows are computed only where all are.
+
+    Returns:
+        How many.
+    """
+    return tokens if share == 1 else min(ceil(share * tokens), max(0, tokens - first))
+
+
+def _error_after(seconds: float, coding: Sequence[tuple[float, float]]) -> float:
+    """Error of coding after some time: its logarithm is taken to fall evenly from level to level."""
+    before = coding[0]
+    for at in coding[1:]:
+        if seconds < at[0]:
+            part = (seconds - before[0]) / max(at[0] - before[0], 1e-12)
+            low, high = log(max(at[1], _LEAST_ERROR)), log(max(before[1], _LEAST_ERROR))
+            return exp(high + part * (low - high))
+        before = at
+    return before[1]

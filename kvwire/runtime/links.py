@@ -1,0 +1,242 @@
+"""How much linked documents lose by not seeing each other, as measured for a model and texts, and what a load does."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from math import isfinite
+from typing import TYPE_CHECKING, Literal, Self
+
+from kvwire._json import strict_json
+from kvwire.controller import RepairOption
+from kvwire.errors import ArgumentError, CorruptError
+from kvwire.reuse import selector_of
+
+if TYPE_CHECKING:
+    from kvwire.codec import AnyProfile
+    from kvwire.reuse import Selector
+
+RepairMode = Literal["none", "auto", "all"]
+DEFAULT_SELECTOR = "attention"
+VERSION = 1
+MOST_BYTES = 1 << 20
+_ADVICE = "run kvwire check-model again"
+_BOUND = 0.1
+"""Of what documents tell a question at all: links that lose no more are fine."""
+_MOST = 0.3
+"""Share of rows beyond which ``auto`` does not go: little is gained there (benchmarks/reuse.py)."""
+_UNMEASURED = RepairOption(
+    most=_MOST, error=0.1, shares=(0.0, 0.05, 0.15, 0.3, 1.0), left=(1.0, 0.25, 0.15, 0.1, 0.0)
+)
+"""Where nobody measured: links count like a coarse level, and repair gives what it gave on the models of
+benchmarks/reuse.py, rounded down."""
+
+
+@dataclass(frozen=True)
+class LinkReport:
+    """What ``kvwire check-model`` measured; KL divergences in nats, means over prompts and the tokens that follow.
+
+    Attributes:
+        model_id: Of the model.
+        prompts: How many were measured.
+        no_documents: KL divergence of the question alone from a full prefill: all that documents tell.
+        linked: KL divergence of documents that do not see each other.
+        linked_error: Standard error of ``linked`` over prompts.
+        shares: Shares of rows that were repaired, growing, above 0.
+        repaired: By selector: KL divergence at each share.
+        levels: By name of a level: KL divergence of linking it without repair.
+        levels_repaired: By name of a level: the same, chosen on that level and repaired at ``repaired_share``.
+        repaired_share: See there.
+        bound: Of ``no_documents``: what links may lose.
+    """
+
+    model_id: str
+    prompts: int
+    no_documents: float
+    linked: float
+    linked_error: float
+    shares: tuple[float, ...]
+    repaired: dict[str, tuple[float, ...]]
+    levels: dict[str, float] = field(default_factory=dict)
+    levels_repaired: dict[str, float] = field(default_factory=dict)
+    repaired_share: float = 0.0
+    bound: float = _BOUND
+
+    def __post_init__(self) -> None:
+        """Refuse figures that cannot be.
+
+        Raises:
+            ArgumentError: One of them cannot be.
+        """
+        figures = (
+            self.no_documents, self.linked, self.linked_error, self.repaired_share, self.bound, *self.shares,
+            *(each for row in self.repaired.values() for each in row), *self.levels.values(),
+            *self.levels_repaired.values(),
+        )  # fmt: skip
+        sound = all(isfinite(figure) and figure >= 0 for figure in figures)
+        rows = all(len(row) == len(self.shares) for row in self.repaired.values())
+        grows = list(self.shares) == sorted(set(self.shares)) and all(0 < share <= 1 for share in self.shares)
+        if not (sound and rows and grows and self.prompts > 0):
+            msg = f"a report on links holds finite figures, at least 0, at growing shares: {_ADVICE}"
+            raise ArgumentError(msg)
+
+    @property
+    def allowed(self) -> float:
+        """KL divergence that links may have."""
+        return self.bound * self.no_documents
+
+    @property
+    def is_within(self) -> bool:
+        """Whether links are fine as they are."""
+        return self.linked <= self.allowed
+
+    def least_share(self, selector: str) -> float | None:
+        """The least measured share at which links are within the bound.
+
+        Args:
+            selector: Its name.
+
+        Returns:
+            The share, 0 where none is needed; None where no measured share is enough.
+        """
+        if self.is_within:
+            return 0.0
+        row = self.repaired.get(selector, ())
+        return next((share for share, kl in zip(self.shares, row, strict=False) if kl <= self.allowed), None)
+
+    def left(self, selector: str) -> tuple[float, ...]:
+        """KL divergence at no repair and at each share, made to fall."""
+        out = [self.linked]
+        for kl in self.repaired.get(selector, ()):
+            out.append(min(out[-1], kl))
+        return tuple(out)
+
+    def to_json(self) -> bytes:
+        """As it is stored; ``of_json`` reads it."""
+        return json.dumps({"version": VERSION, **asdict(self)}, allow_nan=False).encode()
+
+    @classmethod
+    def of_json(cls, data: bytes) -> Self:
+        """Read what ``to_json`` wrote.
+
+        Args:
+            data: The bytes.
+
+        Returns:
+            The report.
+
+        Raises:
+            CorruptError: ``to_json`` did not write this.
+        """
+        try:
+            value = strict_json(data.decode())
+            if not isinstance(value, dict) or value.pop("version", None) != VERSION:
+                msg = f"the report on links is not of version {VERSION}"
+                raise CorruptError(f"{msg}; {_ADVICE}")
+            given = {name: tuple(each) if isinstance(each, list) else each for name, each in value.items()}
+            given["repaired"] = {name: tuple(row) for name, row in given["repaired"].items()}
+            return cls(**given)
+        except (ArgumentError, AttributeError, KeyError, TypeError, UnicodeDecodeError) as error:
+            msg = f"the report on links is damaged ({error}); {_ADVICE}"
+            raise CorruptError(msg) from error
+
+
+@dataclass(frozen=True)
+class LinkPlan:
+    """What a load does about links.
+
+    Attributes:
+        option: What the controller weighs; None: links stay as they are.
+        selector: Chooses rows.
+        is_wanted: A share was asked for by number or by ``all``: what cannot be done is an error then.
+        warning: Why answers over linked documents may be wrong; empty where nothing says so.
+        report: What was measured; None where nobody did.
+    """
+
+    option: RepairOption | None
+    selector: Selector
+    is_wanted: bool = False
+    warning: str = ""
+    report: LinkReport | None = None
+
+
+def check_repair(repair: RepairMode | float, floor: float | None, selector: str) -> None:
+    """Refuse settings that nobody can mean.
+
+    Args:
+        repair: ``none``, ``auto``, ``all`` or a share of rows.
+        floor: Share that is repaired at least; None: as the report says.
+        selector: Name of what chooses rows.
+
+    Raises:
+        ArgumentError: One of them is none.
+    """
+    selector_of(selector)
+    named = isinstance(repair, str) and repair in {"none", "auto", "all"}
+    if not named and not (isinstance(repair, (int, float)) and 0 <= repair <= 1):
+        msg = f"repair is none, auto, all or a share of rows from 0 to 1, got {repair!r}"
+        raise ArgumentError(msg)
+    if floor is not None and not 0 <= floor <= 1:
+        msg = f"the floor of repair is a share of rows from 0 to 1, got {floor}"
+        raise ArgumentError(msg)
+
+
+def plan_links(
+    repair: RepairMode | float, floor: float | None, selector: str, report: LinkReport | None, profile: AnyProfile | None
+) -> LinkPlan:
+    """What loads do about links.
+
+    Args:
+        repair: ``none``, ``auto``, ``all`` or a share of rows.
+        floor: Share that ``auto`` repairs at least; None: what the report found to be needed, 0 without one.
+        selector: Name of what chooses rows.
+        report: Of the model, where it was measured.
+        profile: In use, whose errors the report's figures are put beside.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ArgumentError: See ``check_repair``.
+    """
+    check_repair(repair, floor, selector)
+    chooser = selector_of("all" if repair == "all" else selector)
+    looks = "question" in chooser.needs
+    known = _UNMEASURED if report is None else _measured(report, selector, profile)
+    if repair == "none" or chooser.name == "none":
+        return LinkPlan(None, chooser, warning=_warning(report, selector, 0.0), report=report)
+    if repair != "auto":
+        share = 1.0 if repair == "all" else float(repair)
+        option = replace(known, least=share, most=share, looks=looks)
+        return LinkPlan(option, chooser, is_wanted=True, warning=_warning(report, selector, share), report=report)
+    least = floor
+    if least is None:
+        least = (report.least_share(selector) if report else None) or 0.0
+        if report and report.least_share(selector) is None:
+            least = _MOST
+    option = replace(known, least=least, most=max(least, _MOST), looks=looks)
+    return LinkPlan(option, chooser, warning=_warning(report, selector, least), report=report)
+
+
+def _measured(report: LinkReport, selector: str, profile: AnyProfile | None) -> RepairOption:
+    """A report on the scale of blobs' errors."""
+    curve = getattr(profile, "error_to_kl", None)
+    scale, power = curve if curve else (1.0, 1.0)
+    errors = [(kl / scale) ** (1 / power) for kl in report.left(selector)]
+    shares = (0.0, *report.shares)[: len(errors)]
+    left = tuple(error / errors[0] if errors[0] else 0.0 for error in errors)
+    return RepairOption(most=1.0, error=errors[0], shares=shares, left=left)
+
+
+def _warning(report: LinkReport | None, selector: str, share: float) -> str:
+    """Why answers may be wrong where a share of rows is repaired."""
+    if report is None or report.is_within:
+        return ""
+    pairs = zip((0.0, *report.shares), report.left(selector), strict=False)
+    kl = min((kl for at, kl in pairs if at <= share), default=report.linked)
+    if kl <= report.allowed:
+        return ""
+    lost = kl / report.no_documents if report.no_documents else 1.0
+    way = report.least_share(selector)
+    advice = f"repair {way:g} of the rows" if way else "run prompts like these as text"
+    return f"documents that are linked like this lose {lost:.0%} of what they tell this model; {advice}"
