@@ -325,6 +325,18 @@ def _pointer_names(key: str, data: bytes) -> list[Named]:
     return [Named(_space_of(key).profile(str(digest)), "profile")]
 
 
+def _accept_report(key: str, data: Data) -> None:
+    del key
+    if not isinstance(strict_json(bytes(data)), dict):
+        msg = "the report on links is no JSON object"
+        raise CorruptError(msg)
+
+
+def _names_nothing(key: str, data: bytes) -> list[Named]:
+    del key, data
+    return []
+
+
 def _accept_announcement(key: str, data: Data) -> None:
     del key
     fields = strict_json(bytes(data))
@@ -404,6 +416,18 @@ KINDS: tuple[KeyKind, ...] = (
         names=_pointer_names,
         is_verified=False,  # without it, a new profile is fitted
         advice="set the current profile again",
+    ),
+    KeyKind(
+        "link report",
+        re.compile(_CATALOG + r"links\.json"),
+        digest="",
+        prefix=lambda space: space.link_report,
+        place=None,
+        collected="marks",
+        accept=_accept_report,
+        names=_names_nothing,
+        is_verified=False,  # without it, links count as nobody measured them
+        advice="run kvwire check-model again",
     ),
     KeyKind(
         "announcement",

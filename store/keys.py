@@ -301,6 +301,11 @@ class KeySpace:
         return f"{self.catalog}profile.json"
 
     @property
+    def link_report(self) -> str:
+        """Where what was measured of linked documents lies."""
+        return f"{self.catalog}links.json"
+
+    @property
     def announcements(self) -> str:
         """Prefix of what collectors are about to delete."""
         return f"{self.catalog}collecting/"

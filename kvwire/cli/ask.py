@@ -11,12 +11,13 @@ from kvwire.cli.engines import open_engine
 from kvwire.cli.failures import leave
 from kvwire.cli.options import BACKEND, DEVICE, DTYPE, JSON, MODEL, USES, StoreOptions, store_options, use_file
 from kvwire.cli.printing import print_answer
-from kvwire.errors import DeadlineError
+from kvwire.errors import ArgumentError, DeadlineError
 
 if TYPE_CHECKING:
     from kvwire.codec import Backend
     from kvwire.controller import Objective, OnLate
     from kvwire.runtime.answer import Answer
+    from kvwire.runtime.links import RepairMode
 
 
 class _AskOptions(TypedDict):
@@ -28,6 +29,9 @@ class _AskOptions(TypedDict):
     floor: int
     ceiling: int | None
     on_late: OnLate
+    repair: str
+    repair_floor: float | None
+    selector: str
     objective: Objective | None
     tokens: int
     texts: str | None
@@ -70,6 +74,25 @@ class _AskOptions(TypedDict):
     help="What to do where the first token cannot be in time: serve it as soon as possible, or refuse at once.",
 )
 @click.option(
+    "--repair",
+    default="auto",
+    show_default=True,
+    metavar="none|auto|all|SHARE",
+    help="Rows of the prompt that are computed anew so that documents see each other: none, as many as the deadline "
+    "leaves time for, all, or a share from 0 to 1.",
+)
+@click.option(
+    "--repair-floor",
+    type=click.FloatRange(0, 1),
+    help="Share that auto repairs at least; by default what check-model found that the model needs.",
+)
+@click.option(
+    "--selector",
+    default="attention",
+    show_default=True,
+    help="What chooses these rows: attention, cacheblend, lmcache, first, random.",
+)
+@click.option(
     "--objective",
     type=click.Choice(["earliest", "quality", "cheapest"]),
     help="The soonest first token, or the best quality or the fewest bytes within the deadline; by default quality "
@@ -106,6 +129,18 @@ def ask(place: StoreOptions, **options: Unpack[_AskOptions]) -> None:
         leave(error)
 
 
+def _share(repair: str) -> RepairMode | float:
+    """``--repair`` as settings take it."""
+    modes: dict[str, RepairMode] = {"none": "none", "auto": "auto", "all": "all"}
+    if repair in modes:
+        return modes[repair]
+    try:
+        return float(repair)
+    except ValueError as error:
+        msg = f"--repair is none, auto, all or a share of rows from 0 to 1, got {repair!r}"
+        raise ArgumentError(msg) from error
+
+
 def _answer(names: list[str], place: StoreOptions, options: _AskOptions) -> Answer:
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.loader import Loader
@@ -119,6 +154,9 @@ def _answer(names: list[str], place: StoreOptions, options: _AskOptions) -> Answ
         quality_ceiling=options["ceiling"],
         backend=options["backend"],
         on_late=options["on_late"],
+        repair=_share(options["repair"]),
+        repair_floor=options["repair_floor"],
+        selector=options["selector"],
     )
     texts = read_texts([options["texts"]]) if options["texts"] else {}
     wanted = {name: text for name, text in texts.items() if name in names}

@@ -123,10 +123,15 @@ def print_answer(names: Sequence[str], answer: Answer, *, as_json: bool, error: 
         f"{name} {getattr(timing, field) * 1e3:.0f}"
         for name, field in (
             ("fetch", "fetch_s"), ("decode", "decode_s"), ("recompute", "recompute_s"), ("link", "link_s"),
-            ("question", "query_s"),
+            ("repair", "repair_s"), ("question", "query_s"),
         )
     )  # fmt: skip
     say("", f"first token after {timing.ttft_s * 1e3:.0f} ms: {spent} ms (parts overlap)")
+    if answer.repair is not None:
+        rows, total = len(answer.repair.rows), answer.prompt.cache.tokens
+        say(f"{rows} of {total} rows computed anew, chosen by {answer.repair.selector}")
+    if answer.link_warning:
+        say(f"kvwire: {answer.link_warning}", err=True)
     say(f"{answer.bytes / 1e3:.0f} kB fetched; {answer.reason}", "")
     say_text(answer.text)
 
@@ -142,11 +147,19 @@ def _described_answer(names: Sequence[str], answer: Answer) -> dict[str, Any]:
         }
         for d in answer.decisions
     ]
-    parts = ("ttft_s", "fetch_s", "decode_s", "recompute_s", "link_s", "query_s")
+    parts = ("ttft_s", "fetch_s", "decode_s", "recompute_s", "link_s", "repair_s", "query_s")
+    repair = answer.repair and {
+        "selector": answer.repair.selector,
+        "rows": answer.repair.rows.tolist(),
+        "select_s": answer.repair.select_s,
+        "compute_s": answer.repair.compute_s,
+        "token_layers": answer.repair.cost.token_layers,
+    }
     return {
         "text": answer.text, "tokens": list(answer.tokens), "decisions": decisions, "bytes": answer.bytes,
         "misses": list(answer.misses), "reason": answer.reason, "predicted_s": answer.predicted_s,
-        "measured_error": answer.error, **{name: getattr(answer.timing, name) for name in parts},
+        "measured_error": answer.error, "repair": repair, "link_warning": answer.link_warning,
+        **{name: getattr(answer.timing, name) for name in parts},
     }  # fmt: skip
 
 

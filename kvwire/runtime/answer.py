@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvwire.reuse import LinkedPrompt
+    from kvwire.reuse import LinkedPrompt, Repaired
     from kvwire.types import Decision
 
 
@@ -25,6 +25,7 @@ class Timing:
         recompute_s: Compute spent on recomputing chunks, in part while fetching.
         link_s: Making the engine's cache.
         query_s: The question's forward pass.
+        repair_s: Choosing rows of the prompt and computing them anew.
     """
 
     ttft_s: float
@@ -33,6 +34,7 @@ class Timing:
     recompute_s: float
     link_s: float
     query_s: float
+    repair_s: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +56,9 @@ class Answer:
             there was none.
         error: Mean over the documents' tokens of the measured errors of the levels in use; a recomputed chunk counts
             with its blob's finest.
+        repair: Which rows of the prompt were computed anew, and what that took; None where none were.
+        link_warning: Why documents that do not see each other make this answer doubtful, as far as the model was
+            measured (``kvwire check-model``); empty where nothing says so.
     """
 
     first_token: int
@@ -68,3 +73,5 @@ class Answer:
     misses: tuple[str, ...]
     predicted_s: float | None = None
     error: float = 0.0
+    repair: Repaired | None = None
+    link_warning: str = ""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvwire.codec import CHUNK_TOKENS, DEFAULT_METHOD, Ladder, encode, kind_of_method, read_profile
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, MismatchError, NotFoundError
+from kvwire.runtime.links import LinkReport
 from kvwire.runtime.quality import calibrate_error
 from kvwire.store import Catalog, CatalogEntry, check_new_name
 from kvwire.types import digest_tokens
@@ -254,6 +255,27 @@ class Corpus:
         digest = self.catalog.put_profile(self._config, profile.data)
         self.catalog.set_current_profile(self._config, digest)
         self._profiles[digest] = profile
+
+    def link_report(self) -> LinkReport | None:
+        """What ``kvwire check-model`` measured of this model's links.
+
+        Returns:
+            The report; None where nobody measured.
+
+        Raises:
+            CorruptError: It is damaged.
+        """
+        data = self.catalog.link_report(self._config)
+        return None if data is None else LinkReport.of_json(data)
+
+    def set_link_report(self, report: LinkReport) -> None:
+        """Keep what was measured of this model's links, for all who load.
+
+        Args:
+            report: Of the corpus's model.
+        """
+        self.catalog.put_link_report(self._config, report.to_json())
+        self.changes += 1
 
     def calibrate(self, documents: Sequence[Document], tokens: int = CALIBRATION_TOKENS) -> AnyProfile | None:
         """Fit a profile on the first documents and use it from now on.

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvwire.runtime.documents import DocumentHandle, Timeouts
     from kvwire.runtime.driver import ControllerDriver
     from kvwire.runtime.finder import DocumentFinder
+    from kvwire.runtime.links import LinkPlan
     from kvwire.runtime.session import Session
     from kvwire.transport import FetchSettings
     from kvwire.types import ChunkId
@@ -45,11 +46,13 @@ class ExecutorSettings:
         fetch: How blobs are fetched.
         backend: Which kernels decode.
         timeouts: Longest waits.
+        links: What is done so that documents see each other.
     """
 
     fetch: FetchSettings
     backend: Backend
     timeouts: Timeouts
+    links: LinkPlan
 
 
 class Executor:
@@ -64,6 +67,7 @@ class Executor:
         recompute_s: Compute spent on recomputing, in seconds.
         fetched_at: When the last bytes that were used arrived, on steering's clock.
         predicted_s: See ``ControllerDriver.predicted_s``.
+        links: What is done so that documents see each other.
     """
 
     def __init__(
@@ -81,7 +85,7 @@ class Executor:
             settings: How the load is carried out.
         """
         self._engine, self._found, self._driver = engine, documents, driver
-        self._backend = settings.backend
+        self._backend, self.links = settings.backend, settings.links
         self._headers = HeaderReader(session, driver, finder, settings.fetch, settings.timeouts)
         self.number = -1
         self._documents: dict[int, DocumentHandle] = {}
@@ -143,11 +147,24 @@ class Executor:
             )
             raise ArgumentError(msg)
         count = len(tokens)
-        self.number = self._driver.begin(self, lambda number: ev.LoadRequested(number, count, query_tokens, goal))
+        repair = self.links.option if count > 1 else None
+        self.number = self._driver.begin(
+            self, lambda number: ev.LoadRequested(number, count, query_tokens, goal, repair)
+        )
         laid_out = self._spawn(self._lay_out(tokens))
         for index in range(count):
             self._spawn(self._open(index, laid_out))
         return await self._done
+
+    @property
+    def link_warning(self) -> str:
+        """Why linked documents make an answer doubtful; a single one is not linked."""
+        return self.links.warning if len(self._found) > 1 else ""
+
+    @property
+    def texts(self) -> list[tuple[int, ...] | None]:
+        """Token ids of the documents, as far as they are known by now."""
+        return [self._documents[index].token_ids for index in range(len(self._found))]
 
     async def _lay_out(self, tokens: Sequence[int]) -> None:
         cache = await self._driver.compute(partial(self._engine.allocate, sum(tokens)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from kvwire._json import strict_json
 from kvwire.controller import RepairOption
@@ -25,9 +25,7 @@ _BOUND = 0.1
 """Of what documents tell a question at all: links that lose no more are fine."""
 _MOST = 0.3
 """Share of rows beyond which ``auto`` does not go: little is gained there (benchmarks/reuse.py)."""
-_UNMEASURED = RepairOption(
-    most=_MOST, error=0.1, shares=(0.0, 0.05, 0.15, 0.3, 1.0), left=(1.0, 0.25, 0.15, 0.1, 0.0)
-)
+_UNMEASURED = RepairOption(most=_MOST, error=0.1, shares=(0.0, 0.05, 0.15, 0.3, 1.0), left=(1.0, 0.25, 0.15, 0.1, 0.0))
 """Where nobody measured: links count like a coarse level, and repair gives what it gave on the models of
 benchmarks/reuse.py, rounded down."""
 
@@ -116,6 +114,11 @@ class LinkReport:
         return json.dumps({"version": VERSION, **asdict(self)}, allow_nan=False).encode()
 
     @classmethod
+    def _of_other_version(cls) -> Self:
+        msg = f"it is not of version {VERSION}"
+        raise ArgumentError(msg)
+
+    @classmethod
     def of_json(cls, data: bytes) -> Self:
         """Read what ``to_json`` wrote.
 
@@ -129,12 +132,11 @@ class LinkReport:
             CorruptError: ``to_json`` did not write this.
         """
         try:
-            value = strict_json(data.decode())
-            if not isinstance(value, dict) or value.pop("version", None) != VERSION:
-                msg = f"the report on links is not of version {VERSION}"
-                raise CorruptError(f"{msg}; {_ADVICE}")
-            given = {name: tuple(each) if isinstance(each, list) else each for name, each in value.items()}
-            given["repaired"] = {name: tuple(row) for name, row in given["repaired"].items()}
+            value: Any = strict_json(data.decode())
+            if value.pop("version") != VERSION:
+                return cls._of_other_version()
+            given: dict[str, Any] = value | {"shares": tuple(value["shares"])}
+            given["repaired"] = {name: tuple(row) for name, row in value["repaired"].items()}
             return cls(**given)
         except (ArgumentError, AttributeError, KeyError, TypeError, UnicodeDecodeError) as error:
             msg = f"the report on links is damaged ({error}); {_ADVICE}"
@@ -182,7 +184,11 @@ def check_repair(repair: RepairMode | float, floor: float | None, selector: str)
 
 
 def plan_links(
-    repair: RepairMode | float, floor: float | None, selector: str, report: LinkReport | None, profile: AnyProfile | None
+    repair: RepairMode | float,
+    floor: float | None,
+    selector: str,
+    report: LinkReport | None,
+    profile: AnyProfile | None,
 ) -> LinkPlan:
     """What loads do about links.
 
@@ -221,7 +227,7 @@ def plan_links(
 def _measured(report: LinkReport, selector: str, profile: AnyProfile | None) -> RepairOption:
     """A report on the scale of blobs' errors."""
     curve = getattr(profile, "error_to_kl", None)
-    scale, power = curve if curve else (1.0, 1.0)
+    scale, power = curve or (1.0, 1.0)
     errors = [(kl / scale) ** (1 / power) for kl in report.left(selector)]
     shares = (0.0, *report.shares)[: len(errors)]
     left = tuple(error / errors[0] if errors[0] else 0.0 for error in errors)

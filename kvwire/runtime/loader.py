@@ -27,6 +27,8 @@ from kvwire.runtime.documents import LengthChangedError, Timeouts
 from kvwire.runtime.estimates_file import EstimatesFile, engine_key, link_key, processor
 from kvwire.runtime.executor import Executor, ExecutorSettings
 from kvwire.runtime.finder import UNREADABLE, DocumentFinder
+from kvwire.runtime.links import LinkPlan, plan_links
+from kvwire.runtime.repairing import Repairer
 from kvwire.runtime.session import Session
 from kvwire.runtime.settings import LoadSettings, controls_of
 from kvwire.runtime.threads import Threads
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
     from kvwire.codec import AnyProfile, Backend
     from kvwire.controller import Objective
     from kvwire.engines.base import Engine
-    from kvwire.reuse import LinkedPrompt
+    from kvwire.reuse import Repaired
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.driver import ControllerDriver
     from kvwire.types import Decision
@@ -105,6 +107,8 @@ class Loader:
         threads = Threads(self._controls.workers, self._controls.decode_threads)
         self._session = Session(self._lock, threads, emulated, chosen.fetch)
         self._finder = DocumentFinder(self._session, self._corpora, chosen.entries_s)
+        self._repairer = Repairer(engine)
+        self._links: LinkPlan | None = None
         self._warming = Warming()
         self._end = weakref.finalize(self, _end, self._session, self._warming)  # from whichever thread collects it
         _ = ctl.Controller  # imports it now, and not in the first load
@@ -220,12 +224,13 @@ class Loader:
             raise ArgumentError(msg)
         started, deadline_s = time.monotonic(), goal.deadline_s
         driver, chosen = self._session.driver(self._new_controller), self._settings
+        links = await self._link_plan(driver)
         soon = chosen.open_s
         if deadline_s is not None:
             soon = min(soon, max(_OPEN_SHARE * deadline_s, _OPEN_LEAST_S))
         with self._lock:
             timeouts = Timeouts(soon, chosen.patience_s, self._estimates.ttfb.value)
-        settings = ExecutorSettings(fetch=chosen.fetch, backend=chosen.backend, timeouts=timeouts)
+        settings = ExecutorSettings(fetch=chosen.fetch, backend=chosen.backend, timeouts=timeouts, links=links)
         anew = False
         while True:
             finding = [self._finder.find(driver, name, texts, timeouts, anew=anew) for name in documents]
@@ -244,6 +249,22 @@ class Loader:
         chosen = self._settings
         return ctl.Controller(self._estimates, self._controls, chosen.policy, record=chosen.record)
 
+    async def _link_plan(self, driver: ControllerDriver) -> LinkPlan:
+        """What loads do about links; what was measured of the model is read once, beside the catalog."""
+        if self._links is None:
+            self._links = await driver.look_up(self._read_link_plan, self._settings.open_s)
+        if self._repairer.trouble and not self._links.is_wanted:
+            return replace(self._links, option=None)
+        return self._links
+
+    def _read_link_plan(self) -> LinkPlan:
+        chosen, corpus = self._settings, self._corpora[0]
+        report = profile = None
+        with suppress(KvwireError):
+            view = corpus.over(self._session.view(corpus.catalog.store, over_link=False))
+            report, profile = view.link_report(), view.profile()
+        return plan_links(chosen.repair, chosen.repair_floor, chosen.selector, report, profile)
+
     def _goal(self, deadline_s: float | None, objective: Objective | None) -> ctl.Goal:
         chosen = self._settings
         return ctl.Goal(
@@ -258,8 +279,12 @@ class Loader:
         self, driver: ControllerDriver, executor: Executor, finish: ev.Finish, goal: ctl.Goal, question: list[int],
         started: float, asked_s: float, tokens: int,
     ) -> Answer:  # fmt: skip
-        closing = await driver.compute(partial(self._close, executor.prompt, question))
-        driver.tell(ev.PromptAssembled(executor.number, executor.prompt.cache.tokens, closing.beyond_s))
+        close = partial(self._close, executor, question, finish.repair)
+        closing = await driver.compute(close)
+        assembled = executor.number, executor.prompt.cache.tokens, closing.beyond_s, closing.repair_s
+        driver.tell(ev.PromptAssembled(*assembled))
+        if closing.trouble:
+            executor.misses.append(closing.trouble)
         timing = Timing(
             ttft_s=closing.done - started,
             fetch_s=max(0.0, executor.fetched_at - started),
@@ -267,6 +292,7 @@ class Loader:
             recompute_s=executor.recompute_s,
             link_s=closing.link_s,
             query_s=closing.query_s,
+            repair_s=closing.repair_s,
         )
         first = int(closing.logits.argmax())
         start = executor.prompt.cache.tokens + len(question)
@@ -277,11 +303,13 @@ class Loader:
         return Answer(
             first, closing.logits.cpu(), tuple(out), text, executor.prompt, finish.decisions,
             goal.verdict(timing.ttft_s), timing, executor.bytes, tuple(executor.misses), predicted_s,
-            _error(executor, finish.decisions),
+            _error(executor, finish.decisions), closing.repaired, executor.link_warning,
         )  # fmt: skip
 
-    def _close(self, prompt: LinkedPrompt, question: list[int]) -> _Closing:
-        """Hand the prompt over to the engine and run the question, in the compute thread."""
+    def _close(self, executor: Executor, question: list[int], share: float) -> _Closing:
+        """Repair the prompt, hand it over to the engine and run the question, in the compute thread."""
+        began, prompt = time.monotonic(), executor.prompt
+        repaired, trouble = self._repairer.run(executor.links, prompt, executor.texts, question, share)
         linking = time.monotonic()
         tokens = prompt.cache.tokens
         past = self._engine.past_key_values(prompt.cache)
@@ -290,7 +318,10 @@ class Loader:
         done = time.monotonic()
         with self._lock:
             expected_s = self._estimates.prefill.cost.seconds(len(question), tokens)
-        return _Closing(past, logits, querying - linking, done - querying, done, done - linking - expected_s)
+        return _Closing(
+            past, logits, querying - linking, done - querying, done, done - linking - expected_s,
+            linking - began if repaired else 0.0, repaired, trouble,
+        )  # fmt: skip
 
     async def _generate(self, driver: ControllerDriver, past: Any, first: int, start: int, tokens: int) -> list[int]:  # noqa: ANN401
         """Greedy continuation, token by token, so that other loads get their turns in between."""
@@ -325,7 +356,10 @@ async def _all_of(works: Sequence[Coroutine[None, None, T]]) -> list[T]:
 
 @dataclass(frozen=True, eq=False)
 class _Closing:
-    """The question's pass. done: instant of the first token. beyond_s: all that it took less the expected pass."""
+    """What follows the last chunk. done: instant of the first token.
+
+    beyond_s: all that it took less the repair and the expected pass. trouble: why nothing was repaired.
+    """
 
     past: Any
     logits: Tensor
@@ -333,6 +367,9 @@ class _Closing:
     query_s: float
     done: float
     beyond_s: float
+    repair_s: float
+    repaired: Repaired | None
+    trouble: str
 
 
 def _error(executor: Executor, decisions: Sequence[Decision]) -> float:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from kvwire import controller as ctl
 from kvwire.codec.workers import cores
+from kvwire.runtime.links import DEFAULT_SELECTOR, check_repair
 from kvwire.transport import FetchSettings
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
     from kvwire.codec import Backend
     from kvwire.controller import LogEntry, OnLate, Policy
+    from kvwire.runtime.links import RepairMode
 
 _MOST_THREADS = 8
 _IN_FLIGHT = ctl.ControllerSettings.max_in_flight
@@ -40,6 +42,13 @@ class LoadSettings:
         decode_threads: How many of them a CPU decodes side by side; None: as suits the machine.
         on_late: What becomes of a load whose first token cannot be in time: ``serve`` it as soon as possible, or
             ``refuse`` it at once with an OverloadedError, so that the caller can go elsewhere or come back.
+        repair: Rows of the prompt that are computed anew before the question runs, so that documents see those before
+            them: ``none``; ``auto``, as many as time and quality want, at least ``repair_floor``; ``all``, which is a
+            prefill of the whole prompt; or a share of the rows from 0 to 1. Without a deadline ``auto`` repairs the
+            floor alone.
+        repair_floor: Share that ``auto`` repairs at least; None: what ``kvwire check-model`` found that the model
+            needs, and none where that was not run.
+        selector: What chooses the rows, one of ``kvwire.reuse.SELECTORS``.
         entries_s: Seconds that a catalog entry is used for after it was read; 0: every load asks the catalog.
         policy: Decides instead of the controller's own, for comparisons.
         record: Called with every event and what it led to; ``controller.replay`` takes these.
@@ -59,9 +68,20 @@ class LoadSettings:
     decode_batch: int | None = None
     decode_threads: int | None = None
     on_late: OnLate = "serve"
+    repair: RepairMode | float = "auto"
+    repair_floor: float | None = None
+    selector: str = DEFAULT_SELECTOR
     entries_s: float = 30.0
     policy: Policy | None = None
     record: Callable[[LogEntry], object] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a way of repairing that there is not.
+
+        Raises:
+            ArgumentError: There is none.
+        """
+        check_repair(self.repair, self.repair_floor, self.selector)
 
 
 def controls_of(settings: LoadSettings, *, on_gpu: bool) -> ctl.ControllerSettings:

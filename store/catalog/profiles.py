@@ -91,3 +91,23 @@ class Profiles(TenantObjects):
         except ArgumentError as error:
             msg = f"the catalog's pointer to the profile is damaged ({error}): set the current profile again"
             raise CorruptError(msg) from error
+
+    def put_link_report(self, config: Config, data: bytes) -> None:
+        """Keep what was measured of linked documents; it replaces what was there.
+
+        Args:
+            config: The model configuration.
+            data: JSON, an object.
+        """
+        self._put_entry(self.keys(config).link_report, data)
+
+    def link_report(self, config: Config) -> bytes | None:
+        """What was measured of linked documents.
+
+        Args:
+            config: The model configuration.
+
+        Returns:
+            JSON; None where nobody measured.
+        """
+        return self._read(self.keys(config).link_report, MAX_ENTRY_BYTES + 1)
