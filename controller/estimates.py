@@ -28,6 +28,8 @@ _WEAK_SPREAD = 0.5  # of its time to first byte
 _SLOWEST, _FASTEST = 1e3, 1e13  # bytes per second; a link slower than that was dead, not slow
 _LONGEST_S = 3600.0
 _LARGEST_ERROR = 10.0
+_LEAST_SCALE, _LARGEST_SCALE = 1e-3, 1e3
+_ENGINE = ("prefill", "decode", "link_s_per_token")
 _LINK = ("bandwidth", "bandwidth_error", "ttfb_s", "ttfb_spread")
 _DIGITS = 4  # of a count
 _PREFILL = ("base_s", "token_s", "pair_s")
@@ -44,7 +46,7 @@ class Estimates:
         prefill: Of the engine on its device.
         decode: Of the engine.
         closing: Of the engine.
-        repair: Of the engine; not remembered between processes.
+        repair: Of the engine.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class Estimates:
                 "prefill": _learnt(self.prefill, (prefill.base_s, prefill.token_s, prefill.pair_s), _PREFILL),
                 "decode": _learnt(self.decode, (decode.base_s, decode.token_s, decode.byte_s), _DECODE),
                 "link_s_per_token": min(self.closing.link_s_per_token, _LONGEST_S),
+                "repair_scale": self.repair.scale,
             },
         }
 
@@ -163,7 +166,7 @@ class Estimates:
             raise ArgumentError(msg)
         made = cls(known, bandwidth_prior, ttfb_prior_s, settings=settings)
         if engine:
-            made.prefill, made.decode = engine.prefill, engine.decode
+            made.prefill, made.decode, made.repair = engine.prefill, engine.decode, engine.repair
         if "link" in parts:
             link = _link(parts["link"])
             bandwidth = link.number("bandwidth", _FASTEST, _SLOWEST)
@@ -179,11 +182,13 @@ class _Engine:
     """Costs of an engine, read from a state."""
 
     def __init__(self, part: object) -> None:
-        fields = _Fields(part, "engine", ("prefill", "decode", "link_s_per_token"))
+        scaled = isinstance(part, dict) and "repair_scale" in part  # older versions wrote none
+        fields = _Fields(part, "engine", (*_ENGINE, "repair_scale") if scaled else _ENGINE)
         prefill, spread, known = _read_learnt(fields.values["prefill"], "prefill", _PREFILL)
         self.prefill = PrefillEstimator(PrefillCost(*prefill), spread=spread, known=known)
         decode, spread, known = _read_learnt(fields.values["decode"], "decode", _DECODE)
         self.decode = DecodeEstimator(DecodeCost(*decode), spread=spread, known=known)
+        self.repair = RepairEstimator(fields.number("repair_scale", _LARGEST_SCALE, _LEAST_SCALE) if scaled else 1.0)
         self.costs = CostModel(self.prefill.cost, self.decode.cost, fields.number("link_s_per_token", _LONGEST_S))
 
 

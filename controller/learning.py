@@ -294,9 +294,13 @@ class ClosingEstimator:
 class RepairEstimator:
     """What repairing prompts takes, over what passes of as many tokens should take."""
 
-    def __init__(self) -> None:
-        """Start from no difference."""
-        self._recent = RecentMedian(1.0)
+    def __init__(self, prior: float = 1.0) -> None:
+        """Start from what is assumed.
+
+        Args:
+            prior: Ratio; 1: no difference.
+        """
+        self._recent = RecentMedian(prior)
 
     def add(self, expected_s: float, seconds: float) -> None:
         """Take in one repair.

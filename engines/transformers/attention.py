@@ -15,19 +15,26 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+    from transformers import PreTrainedModel
 
-    from kvwire.engines.transformers.engine import TransformersEngine
-    from kvwire.types import CacheMeta, KVCache
+    from kvwire.types import CacheMeta
 
 
 def attention_received(
-    engine: TransformersEngine, cache: KVCache, token_ids: Sequence[int], layers: Sequence[int]
+    model: PreTrainedModel,
+    meta: CacheMeta,
+    tensors: tuple[list[tuple[Tensor, Tensor]], Tensor | None],
+    start: int,
+    token_ids: Sequence[int],
+    layers: Sequence[int],
 ) -> Tensor:
     """Run tokens behind a prompt and sum what their attention gives to each of its tokens.
 
     Args:
-        engine: Runs the model.
-        cache: The prompt's, positions on and from 0.
+        model: The model.
+        meta: Of its caches.
+        tensors: The prompt's, positions on and from 0; see ``TransformersEngine.tensors_for``.
+        start: Length of the prompt.
         token_ids: What follows it.
         layers: Numbers of the layers to look at; empty for all.
 
@@ -38,18 +45,18 @@ def attention_received(
     Raises:
         MismatchError: The cache is of another model, or attention never showed itself.
     """
-    pairs, kept = engine.tensors_for(cache)
+    pairs, kept = tensors
     past = filled(pairs)  # every layer keeps every token, so that columns are alike in all
-    positions = torch.arange(cache.tokens, device=engine.device) if kept is None else kept.to(engine.device)
-    ids = torch.tensor([list(token_ids)], device=engine.device)
-    at = torch.arange(cache.tokens, cache.tokens + len(token_ids), device=engine.device)
-    recorder = _Recorder(engine.model, engine.meta, torch.cat((positions, at)), layers)
-    with recording(recorder, engine.model):
-        engine.model(input_ids=ids, position_ids=at[None], past_key_values=past, use_cache=True, logits_to_keep=1)
+    positions = torch.arange(start, device=model.device) if kept is None else kept.to(model.device)
+    ids = torch.tensor([list(token_ids)], device=model.device)
+    at = torch.arange(start, start + len(token_ids), device=model.device)
+    recorder = _Recorder(model, meta, torch.cat((positions, at)), layers)
+    with recording(recorder, model):
+        model(input_ids=ids, position_ids=at[None], past_key_values=past, use_cache=True, logits_to_keep=1)
     if not recorder.layers_seen:
         msg = "this model's attention is not to be seen; choose a selector that needs none, such as first"
         raise MismatchError(msg)
-    received = torch.zeros(cache.tokens)
+    received = torch.zeros(start)
     received[positions.cpu()] = (recorder.total / recorder.layers_seen).cpu()[: len(positions)]
     return received
 

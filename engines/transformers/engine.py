@@ -555,7 +555,8 @@ class TransformersEngine(Engine):
         from kvwire.engines.transformers.attention import attention_received
 
         self._check_ids(token_ids, cache.tokens)
-        return attention_received(self, cache, token_ids, layers)
+        tensors = self.tensors_for(cache)
+        return attention_received(self.model, self.meta, tensors, cache.tokens, token_ids, layers)
 
     def _check_own(self, cache: KVCache) -> None:
         """Refuse what cannot be written in place."""

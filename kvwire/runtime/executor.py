@@ -16,6 +16,7 @@ from kvwire.errors import ArgumentError, KvwireError, OverloadedError, StorageEr
 from kvwire.reuse import LinkedPrompt
 from kvwire.runtime.documents import in_words
 from kvwire.runtime.headers import HeaderReader
+from kvwire.runtime.links import UNREPAIRED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -52,7 +53,7 @@ class ExecutorSettings:
     fetch: FetchSettings
     backend: Backend
     timeouts: Timeouts
-    links: LinkPlan
+    links: LinkPlan = UNREPAIRED
 
 
 class Executor:

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from kvwire._json import strict_json
 from kvwire.controller import RepairOption
-from kvwire.errors import ArgumentError, CorruptError
-from kvwire.reuse import selector_of
+from kvwire.errors import ArgumentError, CorruptError, MismatchError
+from kvwire.reuse import RepairInput, repair_prompt, selector_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvwire.codec import AnyProfile
-    from kvwire.reuse import Selector
+    from kvwire.engines.base import Engine
+    from kvwire.reuse import LinkedPrompt, Repaired, Selector
 
 RepairMode = Literal["none", "auto", "all"]
 DEFAULT_SELECTOR = "attention"
@@ -162,6 +165,10 @@ class LinkPlan:
     report: LinkReport | None = None
 
 
+UNREPAIRED = LinkPlan(None, selector_of("none"))
+"""Links stay as they are."""
+
+
 def check_repair(repair: RepairMode | float, floor: float | None, selector: str) -> None:
     """Refuse settings that nobody can mean.
 
@@ -246,3 +253,59 @@ def _warning(report: LinkReport | None, selector: str, share: float) -> str:
     way = report.least_share(selector)
     advice = f"repair {way:g} of the rows" if way else "run prompts like these as text"
     return f"documents that are linked like this lose {lost:.0%} of what they tell this model; {advice}"
+
+
+class Repairer:
+    """Repairs prompts of one engine, and remembers where that cannot be done.
+
+    Attributes:
+        trouble: Why prompts are not repaired; empty while they can be.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        """Keep the engine.
+
+        Args:
+            engine: Runs the model.
+        """
+        self._engine = engine
+        self.trouble = ""
+
+    def run(
+        self, plan: LinkPlan, prompt: LinkedPrompt, texts: Sequence[Sequence[int] | None], question: Sequence[int],
+        share: float,
+    ) -> tuple[Repaired | None, str]:  # fmt: skip
+        """Compute a share of a prompt's rows anew, in its cache.
+
+        Args:
+            plan: What is done about links.
+            prompt: All of it valid.
+            texts: Token ids of each document; None where they are not known.
+            question: Token ids.
+            share: 0 to 1.
+
+        Returns:
+            What was done, and why nothing was, where that is so though a share was wanted.
+
+        Raises:
+            MismatchError: The share was asked for and the engine cannot.
+            ArgumentError: The selector lacks something.
+        """
+        if share <= 0 or len(prompt.tokens) == 1:
+            return None, ""
+        known = [text for text in texts if text is not None]
+        if len(known) < len(prompt.tokens):
+            return self._refused(plan, "the text of a document is not known")
+        ids = tuple(token for text in known for token in text)
+        given = RepairInput(self._engine, prompt.cache, ids, prompt.tokens, tuple(question))
+        try:
+            return repair_prompt(given, plan.selector, share), ""
+        except MismatchError as error:
+            self.trouble = str(error)
+            return self._refused(plan, str(error))
+
+    def _refused(self, plan: LinkPlan, why: str) -> tuple[None, str]:
+        words = f"links were not repaired: {why}"
+        if plan.is_wanted:
+            raise MismatchError(words)
+        return None, words

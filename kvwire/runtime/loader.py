@@ -27,8 +27,7 @@ from kvwire.runtime.documents import LengthChangedError, Timeouts
 from kvwire.runtime.estimates_file import EstimatesFile, engine_key, link_key, processor
 from kvwire.runtime.executor import Executor, ExecutorSettings
 from kvwire.runtime.finder import UNREADABLE, DocumentFinder
-from kvwire.runtime.links import LinkPlan, plan_links
-from kvwire.runtime.repairing import Repairer
+from kvwire.runtime.links import LinkPlan, Repairer, plan_links
 from kvwire.runtime.session import Session
 from kvwire.runtime.settings import LoadSettings, controls_of
 from kvwire.runtime.threads import Threads

@@ -136,7 +136,7 @@ def test_a_link_that_becomes_fast_gives_finer_levels_than_planned_at_first(small
     order = tuple(small.tokens)
     log: list[LogEntry] = []
     link = EmulatedLink(RateSchedule((0.0, 0.4), (20e3, 5e6)), 0.002)
-    loader = _loader(small, link=link, log=log, bandwidth_prior=20e3, policy=StepByStep())
+    loader = _loader(small, link=link, log=log, bandwidth_prior=20e3, policy=StepByStep(), repair="none")
     answer = loader.ask(order, question, deadline_s=5.0)
     assert {fetch.level for fetch in _given(log, ev.Fetch) if not fetch.first} == {0}
     assert _levels(answer) == [4] * 5
@@ -148,7 +148,7 @@ def test_a_link_that_becomes_fast_gives_finer_levels_than_planned_at_first(small
 def test_the_controllers_own_policy_refines_where_the_link_turns_out_fast(small, question):
     order, log = tuple(small.tokens), []
     slow = replace(small.costs, prefill=PrefillCost(0.5, 0.01))  # recomputing is out of the question
-    settings = LoadSettings(record=log.append, bandwidth_prior=5e3)
+    settings = LoadSettings(record=log.append, bandwidth_prior=5e3, repair="none")
     loader = Loader(small.engine, small.corpus(), costs=slow, link=EmulatedLink(5e6, 0.002), settings=settings)
     answer = loader.ask(order, question, deadline_s=4.0)
     assert min(fetch.level for fetch in _given(log, ev.Fetch) if not fetch.first) < 4
