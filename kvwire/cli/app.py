@@ -20,6 +20,11 @@ from kvwire.errors import KvwireError
 
 COMMANDS = {
     "ask": LazyCommand("kvwire.cli.ask", "ask", "Answer a question over documents of a store."),
+    "check-model": LazyCommand(
+        "kvwire.cli.check_model",
+        "check_model",
+        "Measure what links lose with a model, and what repair gives.",
+    ),
     "demo": LazyCommand("kvwire.cli.demo", "demo", "Compare text, raw caches and kvwire on your documents."),
     "encode": LazyCommand("kvwire.cli.encode", "encode", "Encode text files or folders of them into a store."),
     "inspect": LazyCommand("kvwire.cli.inspect_blob", "inspect", "Show what a blob holds: a file, or a document."),

@@ -1,0 +1,166 @@
+"""``kvwire check-model``: what linked documents lose with a model, and what repair gives back."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+import click
+
+from kvwire._json import strict_json
+from kvwire.cli.engines import open_engine
+from kvwire.cli.options import DEVICE, DTYPE, JSON, StoreOptions, store_options
+from kvwire.cli.say import say
+from kvwire.errors import ArgumentError, StorageError
+
+if TYPE_CHECKING:
+    from kvwire.engines.base import Engine
+    from kvwire.runtime.link_check import CheckPrompt
+    from kvwire.runtime.links import LinkReport
+
+_ANSWER_TOKENS = 16
+
+
+class _CheckOptions(TypedDict):
+    model: str
+    documents: str
+    questions: str | None
+    prompts: int
+    bound: float
+    picture: str | None
+    seed: int
+    device: str
+    dtype: str
+    as_json: bool
+
+
+@click.command()
+@click.argument("model", envvar="KVWIRE_MODEL")
+@click.option("--documents", required=True, help="Folder of .txt or .md files like those that will be linked.")
+@click.option("--questions", help="JSON list of {documents, question, answer}; without it, texts are cut into prompts.")
+@click.option("--prompts", default=12, show_default=True, type=click.IntRange(min=1), help="How many are measured.")
+@click.option(
+    "--bound",
+    default=0.1,
+    show_default=True,
+    type=click.FloatRange(0, 1),
+    help="Share of what documents tell the model that links may lose.",
+)
+@click.option("--picture", help="PNG that is drawn.")
+@click.option("--seed", default=0, show_default=True, help="Of the choice of prompts.")
+@store_options
+@DEVICE
+@DTYPE
+@JSON
+def check_model(place: StoreOptions, **options: Unpack[_CheckOptions]) -> None:
+    """Measure what MODEL loses where documents are linked, what repair gives back, and write it into --store."""
+    from tqdm import tqdm
+
+    from kvwire.runtime.corpus import Corpus
+    from kvwire.runtime.link_check import check_links
+
+    engine = open_engine(options["model"], options["device"], options["dtype"])
+    prompts = _prompts(engine, options)
+    opened = place.open_lasting() if place.store else None
+    corpus = Corpus(engine, opened, **place.whose()) if opened else None
+    profile = corpus.profile() if corpus else None
+    with tqdm(total=len(prompts), unit="prompt", disable=None, desc="measuring links") as bar:
+        report = check_links(engine, prompts, profile, bound=options["bound"], tell=lambda _: (bar.update(), None)[1])
+    if opened and corpus:
+        with closing(opened):
+            corpus.set_link_report(report)
+    if options["picture"]:
+        from kvwire.whatif.link_picture import draw_links
+
+        draw_links(report, Path(options["picture"]))
+    if options["as_json"]:
+        say(json.dumps(asdict(report) | {"allowed": report.allowed, "within": report.is_within}))
+    else:
+        _print(report)
+
+
+def _prompts(engine: Engine, options: _CheckOptions) -> list[CheckPrompt]:
+    from kvwire.runtime.link_check import CheckPrompt, prompts_of, shortened
+    from kvwire.runtime.text_files import read_texts
+
+    texts = {name: list(engine.tokenize(text)) for name, text in read_texts([options["documents"]]).items()}
+    if not options["questions"]:
+        return prompts_of(list(texts.values()), options["prompts"], engine.window, seed=options["seed"])
+    found = []
+    for asked in _questions(Path(options["questions"])):
+        lost = [name for name in asked["documents"] if name not in texts]
+        if lost:
+            msg = f"{options['questions']} names {lost[0]!r}, which is no document in {options['documents']}"
+            raise ArgumentError(msg)
+        documents = tuple(tuple(texts[name]) for name in asked["documents"])
+        question = tuple(engine.tokenize(asked["question"]))
+        answer = tuple(engine.tokenize(asked["answer"])) if asked.get("answer") else ()
+        found.append(CheckPrompt(documents, question, answer))
+    fitting = shortened(found, engine.window)[: options["prompts"]]
+    if not fitting:
+        msg = f"no question of {options['questions']} fits the model's window of {engine.window} tokens with its texts"
+        raise ArgumentError(msg)
+    return [prompt if prompt.rest else _answered(engine, prompt) for prompt in fitting]
+
+
+def _answered(engine: Engine, prompt: CheckPrompt) -> CheckPrompt:
+    """With the model's own answer from a full prefill, where none is given."""
+    from dataclasses import replace
+
+    (past_cache,) = engine.prefill([[*prompt.text, *prompt.question]])
+    start = past_cache.tokens
+    past = engine.past_key_values(past_cache.slice(0, start - 1))
+    first = int(engine.forward(past, [prompt.question[-1]], start - 1, logits=1)[-1].argmax())
+    room = min(_ANSWER_TOKENS, engine.window - start)
+    return replace(prompt, rest=tuple(engine.generate(past, first, start, room)))
+
+
+def _questions(path: Path) -> list[dict[str, Any]]:
+    try:
+        value = strict_json(path.read_bytes())
+    except OSError as error:
+        msg = f"{path} cannot be read ({error.strerror})"
+        raise StorageError(msg) from error
+    good = isinstance(value, list) and all(
+        isinstance(each, dict)
+        and isinstance(each.get("question"), str)
+        and isinstance(each.get("documents"), list)
+        and each["documents"]
+        and isinstance(each.get("answer", ""), str)
+        for each in value
+    )
+    if not isinstance(value, list) or not good:
+        msg = f"{path} is not a list of {{documents, question, answer}}"
+        raise ArgumentError(msg)
+    return value
+
+
+def _print(report: LinkReport) -> None:
+    lost = report.linked / report.no_documents if report.no_documents else 0.0
+    say(
+        f"{report.prompts} prompts; KL divergence from a full prefill, in nats: "
+        f"{report.no_documents:.4f} without documents, {report.linked:.5f} +- {report.linked_error:.5f} linked",
+        f"links lose {lost:.1%} of what documents tell; {report.bound:.0%} is allowed",
+        "",
+        f"{'rows computed anew':<22}" + "".join(f"{share:>10.0%}" for share in report.shares),
+    )
+    for name, row in report.repaired.items():
+        say(f"{name:<22}" + "".join(f"{kl:>10.5f}" for kl in row))
+    if report.levels:
+        say("", f"{'level':<22}{'linked':>10}{f'{report.repaired_share:.0%} anew':>10}")
+    for name, kl in report.levels.items():
+        repaired = report.levels_repaired.get(name)
+        say(f"{name:<22}{kl:>10.5f}" + (f"{repaired:>10.5f}" if repaired is not None else ""))
+    say("", _verdict(report))
+
+
+def _verdict(report: LinkReport) -> str:
+    if report.is_within:
+        return "documents may be linked as they are"
+    share = report.least_share("attention")
+    if share is None:
+        return "no share that was measured is enough: run prompts like these as text, or --repair all"
+    return f"loads repair {share:.0%} of the rows or more (--repair auto): kvwire ask reads this from the store"

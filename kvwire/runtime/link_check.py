@@ -1,0 +1,265 @@
+"""Measuring what a model loses over linked documents, what repair gives back, and whether linking is exact at all."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from math import inf, sqrt
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvwire.codec import Profile, decode, encode, inspect
+from kvwire.errors import ArgumentError, MismatchError
+from kvwire.reuse import RepairInput, block_mask, link, repair_prompt, selector_of
+from kvwire.runtime.links import DEFAULT_SELECTOR, LinkReport
+from kvwire.runtime.quality import mean_kl
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from kvwire.codec import AnyProfile
+    from kvwire.engines.base import Engine
+    from kvwire.types import KVCache
+
+PIECES, PIECE_TOKENS, QUESTION_TOKENS, REST_TOKENS = 6, 128, 16, 16
+"""Of a prompt that is cut from texts: documents, their tokens, the question's, and those that follow it."""
+_LEAST_PIECE = 16
+SHARES = (0.02, 0.05, 0.15, 0.3)
+SELECTORS = ("attention", "cacheblend", "first")
+_LEVEL_SHARE = 0.15
+_LEVEL_PROMPTS = 4
+_EXACT = {torch.float64: 1e-8, torch.float32: 1e-3}
+"""Largest difference of logits, relative to their spread, at which two ways to compute the same count as equal."""
+_EXACT_HALF = 0.1
+
+
+@dataclass(frozen=True)
+class CheckPrompt:
+    """A prompt to measure.
+
+    Attributes:
+        documents: Token ids of each.
+        question: Token ids of what is asked.
+        rest: Token ids of what follows: the answer, or the text as it goes on.
+    """
+
+    documents: tuple[tuple[int, ...], ...]
+    question: tuple[int, ...]
+    rest: tuple[int, ...]
+
+    @property
+    def text(self) -> list[int]:
+        """Token ids of all documents."""
+        return [token for ids in self.documents for token in ids]
+
+
+def prompts_of(texts: Sequence[Sequence[int]], count: int, window: int, *, seed: int = 0) -> list[CheckPrompt]:
+    """Cut prompts from texts: each is a stretch of one text in pieces, so that every piece needs those before it.
+
+    Args:
+        texts: Token ids of texts.
+        count: How many prompts.
+        window: Most tokens that a prompt may hold.
+        seed: Of the choice.
+
+    Returns:
+        Prompts, fewer where the texts are short.
+
+    Raises:
+        ArgumentError: No text is long enough.
+    """
+    tail = QUESTION_TOKENS + REST_TOKENS
+    longest = min(window, max((len(ids) for ids in texts), default=0))
+    piece = min(PIECE_TOKENS, (longest - tail) // PIECES)
+    if piece < _LEAST_PIECE:
+        msg = f"links are measured on texts of at least {PIECES * _LEAST_PIECE + tail} tokens; give a longer one"
+        raise ArgumentError(msg)
+    length = PIECES * piece + tail
+    places = [(which, start) for which, ids in enumerate(texts) for start in range(0, len(ids) - length + 1, piece)]
+    generator = random.Random(seed)  # noqa: S311 - a choice of texts
+    chosen = sorted(generator.sample(places, min(count, len(places))))
+    return [_cut(texts[which][start : start + length], piece) for which, start in chosen]
+
+
+def _cut(ids: Sequence[int], piece: int) -> CheckPrompt:
+    end = PIECES * piece
+    documents = tuple(tuple(ids[start : start + piece]) for start in range(0, end, piece))
+    return CheckPrompt(documents, tuple(ids[end : end + QUESTION_TOKENS]), tuple(ids[end + QUESTION_TOKENS :]))
+
+
+def check_links(
+    engine: Engine,
+    prompts: Sequence[CheckPrompt],
+    profile: AnyProfile | None = None,
+    *,
+    bound: float = LinkReport.bound,
+    tell: Callable[[int], object] = lambda _: None,
+) -> LinkReport:
+    """Measure links: first whether they are exact, then what they lose and what repair gives back.
+
+    Args:
+        engine: The model.
+        prompts: To measure on, at least one.
+        profile: What levels are coded with; None leaves levels out.
+        bound: Of what documents tell at all: what links may lose.
+        tell: Called with the number of prompts that are done.
+
+    Returns:
+        The figures.
+
+    Raises:
+        ArgumentError: There is no prompt.
+        MismatchError: Linking or repair is not exact with this model: its positions or masks are not what kvwire takes
+            them for.
+    """
+    if not prompts:
+        msg = "links are measured on at least one prompt"
+        raise ArgumentError(msg)
+    check_exact(engine, prompts[0])
+    rows = []
+    for number, prompt in enumerate(prompts):
+        rows.append(_Measured(engine, prompt).figures(profile if number < _LEVEL_PROMPTS else None))
+        tell(number + 1)
+    linked = torch.tensor([row["linked"] for row in rows], dtype=torch.float64)
+    spread = float(linked.std() / sqrt(len(rows))) if len(rows) > 1 else 0.0
+    names = [name for name in SELECTORS if (name, SHARES[0]) in rows[0]]
+    levels = [key[1] for key in rows[0] if isinstance(key, tuple) and key[0] == "level"]
+    return LinkReport(
+        model_id=engine.meta.model_id, prompts=len(rows), no_documents=_mean(rows, "nothing"),
+        linked=float(linked.mean()), linked_error=spread, shares=SHARES,
+        repaired={name: tuple(_mean(rows, (name, share)) for share in SHARES) for name in names},
+        levels={str(level): _mean(rows, ("level", level)) for level in levels},
+        levels_repaired={str(level): _mean(rows, ("level repaired", level)) for level in levels if names},
+        repaired_share=_LEVEL_SHARE if levels and names else 0.0, bound=bound,
+    )  # fmt: skip
+
+
+def check_exact(engine: Engine, prompt: CheckPrompt) -> None:
+    """Refuse a model over which linked documents are not what one masked pass makes of them.
+
+    Args:
+        engine: The model.
+        prompt: To look at.
+
+    Raises:
+        MismatchError: They are not, or repairing all rows is not a prefill.
+    """
+    caches, rest = engine.prefill(prompt.documents), [*prompt.question, *prompt.rest]
+    linked, text = link(caches), prompt.text
+    bound = _EXACT.get(engine.dtype, _EXACT_HALF)
+    masked = getattr(engine, "masked_forward", None)
+    if masked is not None:
+        visible = block_mask([len(ids) for ids in prompt.documents], len(rest))
+        wanted = masked([*text, *rest], visible)[len(text) :]
+        _check_equal(wanted, _after(engine, linked, rest), bound, "linked documents", "positions or masks")
+    try:
+        engine.update_rows(linked, text, torch.arange(len(text)))
+    except MismatchError:
+        return  # nothing will be repaired
+    wanted = engine.forward(None, [*text, *rest], 0)[len(text) :]
+    _check_equal(wanted, _after(engine, linked, rest), bound, "a prompt of which all rows are repaired", "masks")
+
+
+def _after(engine: Engine, cache: KVCache, rest: Sequence[int]) -> Tensor:
+    return engine.forward(engine.past_key_values(cache), rest, cache.tokens)
+
+
+def _check_equal(wanted: Tensor, found: Tensor, bound: float, what: str, why: str) -> None:
+    difference = float((wanted.float() - found.float()).abs().max() / wanted.float().std().clamp_min(1e-12))
+    if not difference <= bound:
+        msg = (
+            f"{what} differ from one pass of this model by {difference:.2g} of the spread of logits (allowed: "
+            f"{bound:g}): its {why} are not what kvwire takes them for; run its prompts as text and report this"
+        )
+        raise MismatchError(msg)
+
+
+class _Measured:
+    """One prompt and what becomes of it."""
+
+    def __init__(self, engine: Engine, prompt: CheckPrompt) -> None:
+        self._engine, self._prompt = engine, prompt
+        self._rest = [*prompt.question, *prompt.rest]
+        self._caches = engine.prefill(prompt.documents)
+        self._full = self._seen(engine.forward(None, [*prompt.text, *self._rest], 0, logits=len(self._rest)))
+
+    def _seen(self, logits: Tensor) -> Tensor:
+        """Those that predict what follows the question; without such, those of the question."""
+        last = len(self._prompt.question) - 1
+        return logits[last:-1] if self._prompt.rest else logits
+
+    def _kl(self, logits: Tensor) -> float:
+        return max(0.0, mean_kl(self._full, self._seen(logits)))
+
+    def figures(self, profile: AnyProfile | None) -> dict[object, float]:
+        """KL divergences from a full prefill, by what was done."""
+        engine = self._engine
+        out: dict[object, float] = {
+            "nothing": self._kl(engine.forward(None, self._rest, 0)),
+            "linked": self._kl(_after(engine, link(self._caches), self._rest)),
+        }
+        for name in SELECTORS:
+            for share in SHARES:
+                kl = self._repaired(self._caches, name, share)
+                if kl is not None:
+                    out[name, share] = kl
+        if isinstance(profile, Profile):
+            for level, caches in self._decoded(profile):
+                out["level", level] = self._kl(_after(engine, link(caches), self._rest))
+                kl = self._repaired(caches, DEFAULT_SELECTOR, _LEVEL_SHARE)
+                if kl is not None:
+                    out["level repaired", level] = kl
+        return out
+
+    def _repaired(self, caches: Sequence[KVCache], selector: str, share: float) -> float | None:
+        """None where the engine cannot."""
+        prompt, linked = self._prompt, link(caches)
+        lengths = tuple(len(ids) for ids in prompt.documents)
+        given = RepairInput(self._engine, linked, tuple(prompt.text), lengths, prompt.question)
+        try:
+            repair_prompt(given, selector_of(selector), share)
+        except MismatchError:
+            return None
+        return self._kl(_after(self._engine, linked, self._rest))
+
+    def _decoded(self, profile: Profile) -> Iterator[tuple[str, list[KVCache]]]:
+        engine, prompt = self._engine, self._prompt
+        hidden = [
+            engine.prefix_states(ids, profile.prefix_layers) if profile.prefix_layers else None
+            for ids in prompt.documents
+        ]
+        blobs = [encode(cache, profile, hidden=state) for cache, state in zip(self._caches, hidden, strict=True)]
+        for level, info in enumerate(inspect(blobs[0]).levels):
+            caches = [
+                decode(blob, level, profile, engine.device, engine.dtype, hidden=state)
+                for blob, state in zip(blobs, hidden, strict=True)
+            ]
+            yield info.name, caches
+
+
+def _mean(rows: Sequence[dict[object, float]], key: object) -> float:
+    """Over the prompts that have the figure."""
+    found = [row[key] for row in rows if key in row]
+    mean = sum(found) / len(found)
+    return mean if mean < inf else 0.0
+
+
+def shortened(prompts: Sequence[CheckPrompt], window: int) -> list[CheckPrompt]:
+    """Prompts that fit a model's window; what follows the question is cut first.
+
+    Args:
+        prompts: As they were given.
+        window: Most tokens that a prompt may hold.
+
+    Returns:
+        Those that fit.
+    """
+    out = []
+    for prompt in prompts:
+        room = window - len(prompt.text) - len(prompt.question)
+        if room > 0 and prompt.question and all(prompt.documents):
+            out.append(replace(prompt, rest=prompt.rest[:room]))
+    return out
