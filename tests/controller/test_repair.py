@@ -140,7 +140,7 @@ def test_where_time_is_short_rows_give_way_to_the_deadline():
 
 
 def test_a_repair_that_gives_much_goes_before_finer_bytes():
-    """A third of a second on a link that carries two levels in it: links that matter take coarser bytes and more rows."""
+    """A third of a second on a link that carries two levels in it: where links matter, fewer bytes, more rows."""
     much = replace(OPTION, error=5.0)
     little = replace(OPTION, error=1e-6)
     rows, levels = [], []
