@@ -58,6 +58,7 @@ class Controller:
         self.estimates = estimates
         self._loads: dict[int, Load] = {}
         self._newest = -1
+        self._waits = False  # what bytes that came may let begin, together with what they bring
         self._now = -inf
         self._cancelled: set[ChunkId] = set()
         self._record = record
@@ -85,7 +86,7 @@ class Controller:
     @property
     def wake_at(self) -> float:
         """Instant at which to send a ``Tick`` unless something else happens before; infinite where there is no need."""
-        return self._dispatch.wake_at(self._now)
+        return self._now if self._waits else self._dispatch.wake_at(self._now)
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Instruction]:
         """Take in one event.
@@ -106,6 +107,7 @@ class Controller:
         out: list[ev.Instruction] = []
         # Taking in comes first: it raises before it changes anything.
         if self._take(event, now, out):
+            self._waits = False
             self._dispatch.act(now, out)
         cancelled = {each.chunk for each in out if isinstance(each, ev.Cancel)}
         if cancelled:
@@ -128,7 +130,8 @@ class Controller:
             case ev.PromptAssembled():
                 self._assembled(event, now)
             case ev.TransferProgress(size, started, ended, chunk):
-                return self._dispatch.progress(size, started, ended, chunk)
+                self._waits |= self._dispatch.progress(size, started, ended, chunk)
+                return False
             case ev.ChunkArrived(chunk, level, trouble):
                 return self._arrived(chunk, level, trouble, now, out)
             case ev.ChunkFailed(chunk, reason):
@@ -184,7 +187,8 @@ class Controller:
         load = self._load(number)
         if load:
             self._dispatch.add(load, load.add(document, variants, now), now)
-        return load is not None
+        # What can be done with a document is known once a plan names it.
+        return load is not None and (load.is_known or self._dispatch.is_due(load, now))
 
     def _place(self, chunk: ChunkId) -> tuple[Load, DocumentState] | None:
         """Where a chunk is; None where its load is over. Raises ArgumentError for a chunk that there is not."""

@@ -103,8 +103,7 @@ class Dispatcher(Limits):
             out: Instructions are appended to it.
         """
         self._now = now
-        for load in list(self._loads.values()):
-            self._conclude(load, now, out)
+        self._conclude_all(now, out)
         if not self._loads:
             return
         self.link.retry(now)
@@ -124,8 +123,21 @@ class Dispatcher(Limits):
             self._reclaimed_at = now
             for load in order:
                 self._reclaim(load, now, out)
-        for load in order:
+        self._conclude_all(now, out)
+
+    def _conclude_all(self, now: float, out: list[ev.Instruction]) -> None:
+        over = [load for load in self._loads.values() if load.may_end]
+        for load in sorted(over, key=self._rank) if len(over) > 1 else over:
             self._conclude(load, now, out)
+
+    def is_due(self, load: Load, now: float) -> bool:
+        """Whether a load's plan is to be made anew by now.
+
+        Args:
+            load: Which one.
+            now: The instant, in seconds of the controller's clock.
+        """
+        return now >= load.planned_at + self._pause_s(load, now)
 
     def _pause_s(self, load: Load, now: float) -> float:
         """Seconds for which a plan is used: planning takes a small share of the time, the more there is to plan for."""
@@ -144,6 +156,8 @@ class Dispatcher(Limits):
 
     def _refresh(self, load: Load, now: float) -> None:
         """Plan anew unless the plan is fresh."""
+        if now < load.planned_at + (0.0 if load.is_stale else self._settings.replan_s) or not self._wants_plan(load):
+            return
         if now >= load.planned_at + self._pause_s(load, now):  # as in ``wake_at``: a difference might round otherwise
             self._plan(load, now)
 

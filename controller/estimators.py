@@ -160,6 +160,8 @@ class BandwidthEstimator:
         self._samples = 0
         self._streak = 0  # samples in a row that were far below the estimate, negative, or far above it
         self._below = self._above = error
+        self._measured = 0.0
+        self._told: tuple[float, float] | None = None  # what to expect and to plan with, until the next sample
         self.horizons = horizons or HorizonErrors()
 
     def add(self, size: int, started: float, ended: float) -> None:
@@ -206,6 +208,8 @@ class BandwidthEstimator:
         self._long.add(size, seconds)
         self._prior_share *= exp2(-self._settings.prior.half_lives(size, seconds))
         self._samples += 1
+        self._measured = min(self._fast.value, self._slow.value)
+        self._told = None
 
     def _count_streak(self, ratio: float) -> None:
         if ratio < 1 / _JUMP:
@@ -214,10 +218,6 @@ class BandwidthEstimator:
             self._streak = max(self._streak, 0) + 1
         else:
             self._streak = 0
-
-    @property
-    def _measured(self) -> float:
-        return min(self._fast.value, self._slow.value)
 
     @property
     def is_measured(self) -> bool:
@@ -240,17 +240,25 @@ class BandwidthEstimator:
         if not self._samples:  # of what came too soon to be timed, only that the link is not slower is known
             burst = self._held_bytes / max(self._held_s, self._settings.min_busy_s)
             return max(self._prior, burst) if self._held_bytes >= self._settings.min_bytes else self._prior
-        if not self._prior:
-            return self._measured
-        # In logarithms: a prior that is far too high fades as soon as one that is far too low.
-        measured, prior = log(max(self._measured, 1.0)), log(max(self._prior, 1.0))
-        return exp(measured + self._prior_share * (prior - measured))
+        return self._expected[0]
+
+    @property
+    def _expected(self) -> tuple[float, float]:
+        """What samples say: bytes per second to expect, and to plan with."""
+        if self._told is None:
+            value = self._measured
+            if self._prior:
+                # In logarithms: a prior that is far too high fades as soon as one that is far too low.
+                measured, prior = log(max(self._measured, 1.0)), log(max(self._prior, 1.0))
+                value = exp(measured + self._prior_share * (prior - measured))
+            low = min(value, max(self._measured, 1.0)) / (1 + max(self._below, _LEAST_ERROR))
+            self._told = value, low
+        return self._told
 
     @property
     def low(self) -> float:
         """Bytes per second to plan with: what there would be if the estimate erred as much as it lately did."""
-        value = min(self.value, max(self._measured, 1.0)) if self._samples else self.value
-        return value / (1 + max(self._below, _LEAST_ERROR))
+        return self._expected[1] if self._samples else self.value / (1 + max(self._below, _LEAST_ERROR))
 
     def low_over(self, horizon_s: float) -> float:
         """Tell what to plan with by what such plans met before.

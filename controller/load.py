@@ -226,6 +226,11 @@ class Load:
         return self.is_known and self.table.valid == len(self.table)
 
     @property
+    def may_end(self) -> bool:
+        """Whether it is ready, refused, or cannot become ready."""
+        return bool(self.refused_s or self.table.counts[ChunkState.FAILED]) or self.is_ready
+
+    @property
     def is_undecided(self) -> bool:
         """Whether a plan could still change anything: a chunk that nothing was started for, or that may be refined."""
         table = self.table
@@ -274,19 +279,21 @@ class Load:
         self.waiting = deque(zip(self._open[order].tolist(), plan.levels[order].tolist(), strict=True))
         recomputed = plan.levels == RECOMPUTE
         self._want(self._open[recomputed])
-        self.compute_s = float(prefill_s(request)[recomputed].sum()) if len(recomputed) else 0.0
+        self.compute_s = float(prefill_s(request)[recomputed].sum()) if self._passes else 0.0
         self.floor_s = floor_s(request)
-        self._upgraded = {int(self._open[at]) for at in plan.upgraded}
-        some = request.refinable
-        one_more = [int(some.level[at]) + 1 for at in plan.refine] if some else []
-        places = self._refinable[np.asarray(plan.refine, np.int64)].tolist()
-        self.refine = deque(zip(places, plan.refine_levels or one_more, strict=True))
+        self._upgraded = set(self._open[[*plan.upgraded]].tolist()) if plan.upgraded else set()
+        some, finer = request.refinable, np.asarray(plan.refine, np.int64)
+        one_more = (some.level[finer] + 1).tolist() if some else []
+        self.refine = deque(zip(self._refinable[finer].tolist(), plan.refine_levels or one_more, strict=True))
 
     def _want(self, places: NDArray[np.int64]) -> None:
         """Remember which chunks are to be recomputed."""
         self._wanted = bytearray(len(self.table))
-        np.frombuffer(self._wanted, np.uint8)[places] = 1
-        self._passes = deque(map(self.doc, np.unique(self.table.look("document")[places]).tolist()))
+        self._passes = deque()
+        if len(places):
+            np.frombuffer(self._wanted, np.uint8)[places] = 1
+            documents = np.flatnonzero(np.bincount(self.table.look("document")[places]))
+            self._passes.extend(map(self.doc, documents.tolist()))
 
     @property
     def can_fetch_instead(self) -> bool:
