@@ -7,16 +7,15 @@ average, with tiny samples kept back (dash.js, Shaka, hls.js), and a lower bound
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import deque
 from dataclasses import dataclass
 from math import exp, exp2, inf, isfinite, log
 from statistics import median
 
+from kvwire.controller.busy_time import BusyTime
 from kvwire.controller.horizons import HorizonErrors
 from kvwire.errors import ArgumentError
 
-_MOST_INTERVALS = 1024
 _MOST_ERROR = 9.0  # a silent link is infinitely slower than expected
 _ERROR_KEPT = 0.75  # of the largest recent error, after one more sample: 5 % of it is left after ten
 _LEAST_ERROR = 0.02  # no link is steadier
@@ -154,7 +153,7 @@ class BandwidthEstimator:
         self._prior_share = 1.0
         self._fast, self._slow = _Average(self._settings.fast), _Average(self._settings.slow)
         self._long = _Average(Memory(_LONG_S))
-        self._busy = _BusyTime(self._settings.memory_s)
+        self._busy = BusyTime(self._settings.memory_s)
         self._held_bytes = 0
         self._held_s = 0.0
         self._samples = 0
@@ -286,39 +285,6 @@ class BandwidthEstimator:
     def usual(self) -> float:
         """Bytes per second over the last busy seconds: what a later load starts from, a stall at the end or not."""
         return self._long.value if self._samples else self._prior
-
-
-class _BusyTime:
-    """Seconds that transfers cover together; amortised O(1) for intervals that come about in order."""
-
-    def __init__(self, memory_s: float) -> None:
-        self._memory_s = memory_s
-        # Disjoint intervals in order.
-        self._starts: list[float] = []
-        self._ends: list[float] = []
-
-    def claim(self, started: float, ended: float) -> float:
-        """Mark an interval as busy; returns the seconds of it that were not yet."""
-        first = bisect_left(self._ends, started)
-        stop = bisect_right(self._starts, ended, first)
-        covered = sum(
-            min(high, ended) - max(low, started)
-            for low, high in zip(self._starts[first:stop], self._ends[first:stop], strict=True)
-        )
-        if first < stop:
-            low, high = min(started, self._starts[first]), max(ended, self._ends[stop - 1])
-        else:
-            low, high = started, ended
-        self._starts[first:stop], self._ends[first:stop] = [low], [high]
-        self._forget()
-        return max(0.0, ended - started - covered)
-
-    def _forget(self) -> None:
-        """Drop what is old, many at a time, so that dropping costs nothing on average."""
-        if len(self._ends) > _MOST_INTERVALS:
-            old = bisect_left(self._ends, self._ends[-1] - self._memory_s)
-            old = max(old, _MOST_INTERVALS // 2)
-            del self._starts[:old], self._ends[:old]
 
 
 class RecentMedian:

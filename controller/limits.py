@@ -298,7 +298,7 @@ class Limits(Resources):
         self.link.progress(size, started, ended, chunk)
         undecided = [load for load in self._loads.values() if guessed and load.table.counts[_S.PLANNED]]
         for load in undecided:
-            load.planned_at = -inf  # the first bytes tell more than what the plan rests on
+            load.is_stale = True  # the first bytes tell more than what the plan rests on
         return bool(undecided) or self.can_fetch
 
     def watch(self, now: float) -> None:

@@ -43,7 +43,7 @@ SHELVES: dict[str, list[set[str]]] = {
         {"api"},
     ],
     "controller": [
-        {"costs.py", "documents.py", "horizons.py", "lanes.py", "repair.py", "settings.py"},
+        {"busy_time.py", "costs.py", "documents.py", "horizons.py", "lanes.py", "repair.py", "settings.py"},
         {"estimators.py", "events.py", "policies"},
         {"chunk_table.py", "learning.py", "log.py"},
         {"document_state.py", "estimates.py"},
@@ -51,12 +51,13 @@ SHELVES: dict[str, list[set[str]]] = {
         {"load.py"},
         {"resources.py"},
         {"limits.py"},
+        {"planning.py"},
         {"dispatch.py"},
         {"core.py"},
         {"simulator"},
     ],
     "engines": [{"base.py"}, {"calibration.py", "weighting.py"}, {"transformers"}],
-    "reuse": [{"assemble.py", "repair"}],
+    "reuse": [{"assemble.py"}],
     "store": [
         {"client_tls.py", "http_ranges.py", "keys.py"},
         {"base.py", "catalog_entry.py"},
