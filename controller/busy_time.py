@@ -31,6 +31,10 @@ class BusyTime:
         Returns:
             Seconds of it that were not busy yet.
         """
+        if self._ends and self._starts[-1] <= started <= self._ends[-1]:  # the usual case
+            fresh_s = max(0.0, ended - self._ends[-1])
+            self._ends[-1] = max(ended, self._ends[-1])
+            return fresh_s
         first = bisect_left(self._ends, started)
         stop = bisect_right(self._starts, ended, first)
         covered = sum(

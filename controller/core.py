@@ -58,7 +58,7 @@ class Controller:
         self.estimates = estimates
         self._loads: dict[int, Load] = {}
         self._newest = -1
-        self._waits = False  # what bytes that came may let begin, together with what they bring
+        self._came = self._is_news = False  # bytes since anything could begin; and such that a plan is due
         self._now = -inf
         self._cancelled: set[ChunkId] = set()
         self._record = record
@@ -86,7 +86,9 @@ class Controller:
     @property
     def wake_at(self) -> float:
         """Instant at which to send a ``Tick`` unless something else happens before; infinite where there is no need."""
-        return self._now if self._waits else self._dispatch.wake_at(self._now)
+        # What bytes let begin waits for what they bring, which mostly comes at the same instant.
+        begins = self._is_news or (self._came and self._dispatch.can_fetch)
+        return self._now if begins else self._dispatch.wake_at(self._now)
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Instruction]:
         """Take in one event.
@@ -107,7 +109,7 @@ class Controller:
         out: list[ev.Instruction] = []
         # Taking in comes first: it raises before it changes anything.
         if self._take(event, now, out):
-            self._waits = False
+            self._came = self._is_news = False
             self._dispatch.act(now, out)
         cancelled = {each.chunk for each in out if isinstance(each, ev.Cancel)}
         if cancelled:
@@ -130,7 +132,8 @@ class Controller:
             case ev.PromptAssembled():
                 self._assembled(event, now)
             case ev.TransferProgress(size, started, ended, chunk):
-                self._waits |= self._dispatch.progress(size, started, ended, chunk)
+                self._came, news = True, self._dispatch.progress(size, started, ended, chunk)
+                self._is_news |= news
                 return False
             case ev.ChunkArrived(chunk, level, trouble):
                 return self._arrived(chunk, level, trouble, now, out)
@@ -240,7 +243,7 @@ class Controller:
         doc.failures = 0
         table.level[at] = level
         doc.move(chunk.chunk, _S.REFINED if refining else _S.ARRIVED)
-        return True
+        return self._is_news or self._dispatch.may_begin(now)
 
     def _fetch_failed(self, chunk: ChunkId, reason: str, now: float) -> bool:
         place = self._fetched(chunk)

@@ -48,7 +48,7 @@ class Dispatcher(Planner):
         for load in self._loads.values():
             if load.is_undecided:
                 undecided = True
-                if self._wants_plan(load) and (idle or load.is_stale):
+                if (idle or load.is_stale) and self._wants_plan(load):
                     moment = min(moment, max(load.planned_at + self._pause_s(load, now), now + _LEAST_TICK_S))
             if load.goal.objective == "quality" and load.is_ready:
                 cut = self._cut(load)
@@ -60,6 +60,27 @@ class Dispatcher(Planner):
         return max(now, moment)
 
     # What comes next.
+
+    def may_begin(self, now: float) -> bool:
+        """Whether anything may begin now that a chunk has arrived: cheaper than finding out what.
+
+        Args:
+            now: The instant, in seconds of the controller's clock.
+
+        Returns:
+            False only where ``act`` would do nothing, but perhaps open a fetch that others behind it can wait for.
+        """
+        lanes = self.lanes
+        if lanes.is_free("decode") or self.can_fetch:
+            return True
+        if lanes.is_free("prefill") and now - self._reclaimed_at >= self._settings.replan_s:
+            return True
+        for load in self._loads.values():
+            if lanes.is_free("prefill") and (load.wants_passes or load.has_prefix):
+                return True
+            if self._wants_plan(load) and self.is_due(load, now):
+                return True
+        return False
 
     def act(self, now: float, out: list[ev.Instruction]) -> None:
         """End loads that are over, then give free lanes and the link something to do.

@@ -66,7 +66,9 @@ class Planner(Limits):
             load: Which one.
             now: The instant, in seconds of the controller's clock.
         """
-        return now >= load.planned_at + self._pause_s(load, now)
+        if not load.is_stale and now < load.planned_at + self._settings.replan_s:
+            return False  # however long the pause is, it is not shorter
+        return now >= load.planned_at + self._pause_s(load, now)  # as in ``wake_at``: a difference might round otherwise
 
     def _pause_s(self, load: Load, now: float) -> float:
         """Seconds for which a plan is used: planning takes a small share of the time, the more there is to plan for."""
@@ -94,9 +96,7 @@ class Planner(Limits):
 
     def _refresh(self, load: Load, now: float) -> None:
         """Plan anew unless the plan is fresh."""
-        if now < load.planned_at + (0.0 if load.is_stale else self._settings.replan_s) or not self._wants_plan(load):
-            return
-        if now >= load.planned_at + self._pause_s(load, now):  # as in ``wake_at``: a difference might round otherwise
+        if self._wants_plan(load) and self.is_due(load, now):
             self._plan(load, now)
 
     # What.

@@ -34,7 +34,9 @@ GOALS = {"earliest": Goal(), "quality": Goal(objective="quality", deadline_s=1.0
 
 
 class Timed(Controller):
-    """A controller whose ``handle`` is timed, with what a driver asks for after each event.
+    """A controller whose ``handle`` is timed, with what a driver asks for after each event that it tells.
+
+    Drivers keep measurements of the link until there is another event, and tell them with it.
 
     Attributes:
         seconds: Of each event, but for first bytes, which are only noted.
@@ -46,7 +48,8 @@ class Timed(Controller):
         """Handle, and note the processor time of the thread."""
         began = time.thread_time()
         out = super().handle(event, now)
-        _ = self.wake_at
+        if not isinstance(event, (ev.FirstByte, ev.TransferProgress)):
+            _ = self.wake_at
         if not isinstance(event, ev.FirstByte):
             self.seconds.append(time.thread_time() - began)
         return out
