@@ -68,7 +68,9 @@ class Planner(Limits):
         """
         if not load.is_stale and now < load.planned_at + self._settings.replan_s:
             return False  # however long the pause is, it is not shorter
-        return now >= load.planned_at + self._pause_s(load, now)  # as in ``wake_at``: a difference might round otherwise
+        return now >= load.planned_at + self._pause_s(
+            load, now
+        )  # as in ``wake_at``: a difference might round otherwise
 
     def _pause_s(self, load: Load, now: float) -> float:
         """Seconds for which a plan is used: planning takes a small share of the time, the more there is to plan for."""
