@@ -4,8 +4,8 @@
 driver that answers at once. ``plan``: ``Adaptive.plan`` alone, with nearly all chunks open. Prompt sizes take turns, so
 that a busy moment hits all of them alike; the clock is the processor time of the thread.
 
-``whole loads``: all events of loads in the simulator up to 10,000 chunks, and the seconds of an event, and for each chunk of its load, that
-fit them best: what the simulator charges (``controller/simulator/machines.py``).
+``whole loads``: all events of loads of up to 10,000 chunks in the simulator, and the seconds of an event, and for each
+chunk of its load, that fit them best: what the simulator charges (``controller/simulator/machines.py``).
 """
 
 from __future__ import annotations

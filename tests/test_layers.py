@@ -57,7 +57,7 @@ SHELVES: dict[str, list[set[str]]] = {
         {"simulator"},
     ],
     "engines": [{"base.py"}, {"calibration.py", "weighting.py"}, {"transformers"}],
-    "reuse": [{"assemble.py"}],
+    "reuse": [{"assemble.py", "repair"}],
     "store": [
         {"client_tls.py", "http_ranges.py", "keys.py"},
         {"base.py", "catalog_entry.py"},

@@ -86,8 +86,11 @@ def whole_loads(rounds: int) -> list[dict[str, Any]]:
     for (prompt, objective, gbit), loads in found.items():
         best = min(loads, key=sum)
         rows.append({
-            "prompt": prompt, "chunks": sum(length // 256 for length in (PROMPTS | LARGE)[prompt]), "objective": objective,
-            "gbit_s": gbit, "events": len(best), "load_s": summary([sum(load) for load in loads]), "event_s": sum(best) / len(best),
+            "prompt": prompt,
+            "chunks": sum(length // 256 for length in (PROMPTS | LARGE)[prompt]),
+            "objective": objective,
+            "gbit_s": gbit, "events": len(best), 
+            "load_s": summary([sum(load) for load in loads]), "event_s": sum(best) / len(best),
             "p99_s": float(np.quantile(best, 0.99)),
         })  # fmt: skip
     return rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from itertools import pairwise
 
 import pytest
 
@@ -76,5 +77,5 @@ def test_a_link_that_changes_is_planned_for_at_once():
     play([LoadArrival(0.0, ((document(chunks=64),),), GOALS["quality"])], trace, policy=policy, workers=2)
     before = [now for now in policy.plans if now < falls]
     after = [now for now in policy.plans if now > falls]
-    assert max(second - first for first, second in zip(before[2:], before[3:], strict=False)) > 0.04
+    assert max(second - first for first, second in pairwise(before[2:])) > 0.04
     assert min(after) < falls + 0.03
