@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
 from measure import summary
 
 from kvwire.controller import Controller, Goal
@@ -63,8 +62,8 @@ def played(prompt: str, objective: str, gbit_s: float) -> list[float]:
     """Seconds of each event of one load."""
     model, machine = model_named("llama-3.1-8b"), replace(machine_named("h100"), steering=Steering())
     scenario = Scenario(
-        model=model, machine=machine, documents=variants_for(model, (PROMPTS | LARGE)[prompt]), rate=constant(gbit_s * 1.25e8),
-        rtt_s=RTT_S, goal=GOALS[objective],
+        model=model, machine=machine, documents=variants_for(model, (PROMPTS | LARGE)[prompt]),
+        rate=constant(gbit_s * 1.25e8), rtt_s=RTT_S, goal=GOALS[objective],
     )  # fmt: skip
     controller = Timed(scenario.estimates(), settings_for(machine), Adaptive())
     controller.seconds = []
@@ -89,7 +88,7 @@ def whole_loads(rounds: int) -> list[dict[str, Any]]:
             "prompt": prompt,
             "chunks": sum(length // 256 for length in (PROMPTS | LARGE)[prompt]),
             "objective": objective,
-            "gbit_s": gbit, "events": len(best), 
+            "gbit_s": gbit, "events": len(best),
             "load_s": summary([sum(load) for load in loads]), "event_s": sum(best) / len(best),
             "p99_s": float(np.quantile(best, 0.99)),
         })  # fmt: skip
