@@ -204,9 +204,12 @@ class Limits(Resources):
         if option is None or load.due == inf or option.most <= option.least:
             return
         alone = len(self._loads) == 1 and load.goal.objective == "quality"
-        left_s = self._left_s(load, self.costs_of(load), now) - self.lanes.left_s("prefill", now)
+        left_s = min(self._left_s(load, self.costs_of(load), now), self._until_closing_s(load, now))
+        left_s -= self.lanes.left_s("prefill", now)
         closing_s = partial(load.closing_s, self.costs_of(load))
-        load.repair_share = option.most_within(left_s, closing_s, option.most if alone else load.repair_share)
+        # What was planned may use up the reserve, for who waits for a cut never hears of it before it is over.
+        kept = option.most_within(left_s + self._settings.reserve_s, closing_s, load.repair_share)
+        load.repair_share = max(kept, option.most_within(left_s, closing_s, option.most)) if alone else kept
 
     # How much may begin at once.
 

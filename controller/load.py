@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.chunk_table import ChunkState, ChunkTable
+from kvwire.controller.chunk_table import VALID, ChunkState, ChunkTable
 from kvwire.controller.document_state import DocumentState
 from kvwire.controller.policies.base import RECOMPUTE, SLOWEST, PlanRequest
 from kvwire.controller.policies.timeline import floor_s, prefill_s
@@ -185,14 +185,20 @@ class Load:
             Seconds from now and the mean error over tokens, coarsest level first; text is not thought of.
         """
         table = self.table
-        tokens, held, state = table.look("tokens"), table.look("held"), table.look("state")
-        text = (state == _S.RECOMPUTING) | ((state == _S.READY) & (table.look("valid_level") < 0))
+        tokens, held, state, level = (table.look(name) for name in ("tokens", "held", "state", "valid_level"))
+        valid = np.isin(state, VALID)
+        text = (state == _S.RECOMPUTING) | (valid & (level < 0))
+        fetched = np.flatnonzero(valid & (level >= 0))
+        sizes = np.stack([np.frombuffer(row, np.int64) for row in table.sizes])
+        errors = np.stack([np.frombuffer(row, np.float64) for row in table.errors])
+        reached = np.where(text, table.look("exact_error"), inf)  # nothing that is valid becomes worse
+        reached[fetched] = errors[level[fetched], fetched]
         out = []
-        for sizes, errors in zip(table.sizes, table.errors, strict=True):
-            more = np.where(text, 0, np.maximum(np.frombuffer(sizes, np.int64) - held, 0))
+        for at in range(len(sizes)):
+            more = np.where(text | (valid & (level >= at)), 0, np.maximum(sizes[at] - held, 0))
             size, begun = float(more.sum()), int(np.count_nonzero(more))
             decode_s = decode.base_s * begun + decode.token_s * float(tokens[more > 0].sum()) + decode.byte_s * size
-            error = float((np.frombuffer(errors, np.float64) * tokens).sum()) / max(1, int(tokens.sum()))
+            error = float((np.minimum(errors[at], reached) * tokens).sum()) / max(1, int(tokens.sum()))
             out.append((lead_s * (size > 0) + max(size / max(bandwidth, SLOWEST), decode_s), error))
         return out
 

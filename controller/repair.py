@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _GRID = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 """Shares of rows that are weighed against each other, besides the bounds of an option."""
 _LEAST_ERROR = 1e-12
+_AS_GOOD = 1.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,7 @@ class RepairOption:
         return sorted({self.least, self.most, *(share for share in _GRID if self.least < share < self.most)})
 
     def best(self, left_s: float, closing_s: Callable[[float], float], coding: Sequence[tuple[float, float]]) -> float:
-        """Choose the share with the least error in time.
+        """Choose the share with the least error in time; of those that are as good, the smallest.
 
         Args:
             left_s: Seconds until the first token is due.
@@ -91,15 +92,14 @@ class RepairOption:
         Returns:
             The share; ``least`` where no other is in time at the coarsest level.
         """
-        best, least = self.least, float("inf")
+        errors: dict[float, float] = {}
         for share in self.candidates():
             spare_s = left_s - closing_s(share)
             if spare_s < coding[0][0]:
                 break
-            error = _error_after(spare_s, coding) + self.error_left(share)
-            if error < least:
-                best, least = share, error
-        return best
+            errors[share] = _error_after(spare_s, coding) + self.error_left(share)
+        good = _AS_GOOD * min(errors.values(), default=0.0)
+        return next((share for share, error in errors.items() if error <= good), self.least)
 
     def most_within(self, left_s: float, closing_s: Callable[[float], float], most: float) -> float:
         """Choose the greatest share that is in time.

@@ -1,0 +1,191 @@
+"""The third action: rows of a prompt computed anew, weighed against bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvwire.controller import CostModel, Goal, PrefillCost, RepairOption, replay
+from kvwire.controller import events as ev
+from kvwire.controller.log import dump_entry, load_entry
+from kvwire.controller.repair import rows_of
+from kvwire.controller.simulator.arrivals import LoadArrival
+from kvwire.errors import ArgumentError
+from kvwire.reuse import rows_for
+
+from .playing import COSTS, MB, RTT_S, document, play
+
+OPTION = RepairOption(most=0.3, error=0.2, shares=(0.0, 0.05, 0.15, 0.3), left=(1.0, 0.2, 0.1, 0.05))
+DOCUMENTS = ((document(),), (document(),), (document(),))
+
+
+def arrival(option, *, at=0.0, objective="quality", deadline_s=1.0, documents=DOCUMENTS):
+    goal = Goal(objective=objective, deadline_s=deadline_s)
+    return LoadArrival(at, documents, goal, index_s=0.0, repair=option)
+
+
+def only(played):
+    (outcome,) = played.outcomes
+    return outcome
+
+
+def finish(played, load=0):
+    ((_, instruction),) = played.instructions(ev.Finish, load)
+    return instruction
+
+
+@given(st.floats(0, 1), st.lists(st.integers(1, 400), min_size=1, max_size=9))
+def test_the_controller_counts_rows_as_repair_does(share, documents):
+    assert rows_of(share, sum(documents), documents[0]) == rows_for(share, tuple(documents))
+
+
+@given(st.floats(0, 1), st.floats(0, 1))
+def test_the_error_that_is_left_never_grows(one, other):
+    low, high = sorted((one, other))
+    assert OPTION.error_left(low) >= OPTION.error_left(high) >= 0
+    assert OPTION.error_left(0.0) == 0.2
+    assert OPTION.error_left(0.05) == pytest.approx(0.04)
+    assert OPTION.error_left(0.1) == pytest.approx(0.03)
+    assert OPTION.error_left(0.9) == pytest.approx(0.01)
+
+
+@given(
+    st.floats(0.01, 2),
+    st.floats(0.001, 0.5),
+    st.floats(0.1, 3),
+    st.lists(st.tuples(st.floats(0.001, 1), st.floats(1e-6, 0.5)), min_size=1, max_size=5),
+)
+def test_the_best_share_is_the_best_of_all_candidates(left_s, look_s, all_s, steps):
+    """Against trying every candidate and every level by hand."""
+    times = sorted(seconds for seconds, _ in steps)
+    errors = sorted((error for _, error in steps), reverse=True)
+    coding = list(zip(times, errors, strict=True))
+
+    def closing_s(share):
+        return look_s * (share > 0) + all_s * share
+
+    chosen = OPTION.best(left_s, closing_s, coding)
+    assert chosen in OPTION.candidates()
+
+    def naive(share):
+        spare = left_s - closing_s(share)
+        done = [error for seconds, error in coding if seconds <= spare]
+        return (done[-1] + OPTION.error_left(share)) if done else None
+
+    feasible = {share: naive(share) for share in OPTION.candidates() if naive(share) is not None}
+    if not feasible:
+        assert chosen == OPTION.least
+    else:
+        # Between levels the choice counts on a mixture of them: it may be better than whole levels say.
+        spare = left_s - closing_s(chosen)
+        assert spare >= coding[0][0]
+        assert errors[-1] + OPTION.error_left(chosen) <= 1.01 * min(feasible.values()) + 1e-12
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"least": 0.5, "most": 0.1},
+        {"most": 1.5},
+        {"error": -1.0},
+        {"error": float("nan")},
+        {"shares": (0.0, 0.5, 0.2), "left": (1.0, 0.5, 0.2)},
+        {"shares": (0.1, 0.5), "left": (1.0, 0.5)},
+        {"shares": (0.0, 0.5), "left": (0.5, 0.9)},
+        {"shares": (0.0,), "left": (1.0, 0.5)},
+    ],
+)
+def test_options_that_cannot_be_are_refused(wrong):
+    with pytest.raises(ArgumentError):
+        RepairOption(**wrong)
+
+
+def test_what_repair_costs_is_part_of_the_closing():
+    costs = CostModel(PrefillCost(0.01, 0.001, 1e-6), COSTS.decode, 0.0, 10)
+    plain = costs.closing_s(1000)
+    repairing = replace(costs, repair_rows=100)
+    assert repairing.closing_s(1000) == pytest.approx(plain + 0.01 + 0.1 + 1e-6 * 100 * 1000)
+    looking = replace(repairing, repair_looks=True)
+    assert looking.closing_s(1000) == pytest.approx(repairing.closing_s(1000) + costs.prefill.seconds(10, 1000))
+    slow = replace(looking, repair_scale=2.0)
+    assert slow.repair_s(1000) == pytest.approx(2 * looking.repair_s(1000))
+
+
+def test_idle_time_before_a_deadline_is_spent_on_repair():
+    played = play([arrival(OPTION)], 100 * MB)
+    assert finish(played).repair == OPTION.most
+    assert only(played).in_time
+    assert only(played).link_error == pytest.approx(0.01)
+
+
+def test_without_a_deadline_only_the_floor_is_repaired():
+    sooner = play([arrival(OPTION, objective="earliest", deadline_s=None)], 100 * MB)
+    assert finish(sooner).repair == 0.0
+    floor = replace(OPTION, least=0.05)
+    played = play([arrival(floor, objective="earliest", deadline_s=None)], 100 * MB)
+    assert finish(played).repair == 0.05
+    assert only(played).ttft_s > only(sooner).ttft_s
+
+
+def test_where_time_is_short_rows_give_way_to_the_deadline():
+    for deadline_s in (0.12, 0.2, 0.3, 0.5):
+        plain = play([arrival(None, deadline_s=deadline_s)], 40 * MB)
+        played = play([arrival(OPTION, deadline_s=deadline_s)], 40 * MB)
+        assert only(played).in_time or not only(plain).in_time
+        assert 0 <= finish(played).repair <= OPTION.most
+
+
+def test_a_repair_that_gives_much_goes_before_finer_bytes():
+    """A third of a second on a link that carries two levels in it: links that matter take coarser bytes and more rows."""
+    much = replace(OPTION, error=5.0)
+    little = replace(OPTION, error=1e-6)
+    rows, levels = [], []
+    for option in (little, OPTION, much):
+        played = play([arrival(option, deadline_s=0.35)], 8 * MB)
+        assert only(played).in_time
+        rows.append(finish(played).repair)
+        levels.append(only(played).error)
+    assert all(fewer <= more for fewer, more in pairwise(rows))
+    assert rows[0] < rows[-1]
+    assert levels[0] <= levels[-1]
+
+
+def test_what_is_asked_for_is_done_even_where_it_is_late():
+    fixed = replace(OPTION, least=1.0, most=1.0)
+    played = play([arrival(fixed, deadline_s=0.2)], 100 * MB)
+    assert finish(played).repair == 1.0
+    assert not only(played).in_time
+
+
+def test_a_slow_repair_is_learnt():
+    slow = replace(COSTS, repair_scale=1.0)
+    played = play([arrival(replace(OPTION, least=0.3), at=float(at), deadline_s=1.0) for at in range(3)], 100 * MB)
+    assert played.estimates.repair.scale == pytest.approx(1.0, rel=0.01)
+    played.estimates.repair.add(0.1, 0.3)
+    for _ in range(8):
+        played.estimates.repair.add(0.1, 0.3)
+    assert played.estimates.costs(8).repair_scale == pytest.approx(3.0, rel=0.01)
+    assert slow.repair_scale == 1.0
+    state = played.estimates.to_state()
+    again = type(played.estimates).of_state(state, None, 1e6, RTT_S)
+    assert again.repair.scale == played.estimates.repair.scale
+
+
+def test_several_loads_leave_each_other_room():
+    plain = play([arrival(None, at=0.01 * at, deadline_s=1.0) for at in range(6)], 100 * MB)
+    played = play([arrival(OPTION, at=0.01 * at, deadline_s=1.0) for at in range(6)], 100 * MB)
+    assert all(outcome.in_time for outcome in plain.outcomes)
+    assert all(outcome.in_time for outcome in played.outcomes)
+
+
+def test_loads_with_repair_are_replayed_and_written_down():
+    played = play([arrival(OPTION), arrival(replace(OPTION, least=0.1), at=0.05)], 20 * MB)
+    entries = [load_entry(dump_entry(entry)) for entry in played.log]
+    assert entries == played.log
+    asked = [entry.event for entry in entries if isinstance(entry.event, ev.LoadRequested)]
+    assert [event.repair for event in asked] == [OPTION, replace(OPTION, least=0.1)]
+    assert callable(replay)

@@ -1,0 +1,296 @@
+"""Links: what was measured of them, what loads do about them, and what is never touched."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvwire.errors import ArgumentError, CorruptError, MismatchError
+from kvwire.reuse import SELECTORS
+from kvwire.runtime import link_check
+from kvwire.runtime.corpus import Corpus, Document
+from kvwire.runtime.link_check import CheckPrompt, check_exact, check_links, prompts_of, shortened
+from kvwire.runtime.links import LinkReport, plan_links
+from kvwire.runtime.loader import Loader
+from kvwire.runtime.quality import mean_kl
+from kvwire.runtime.settings import LoadSettings
+from kvwire.store import MemoryStore
+
+from .test_engine_protocol import COSTS, TEXTS
+from .tiny_engine import TinyEngine
+
+REPORT = LinkReport(
+    model_id="m",
+    prompts=3,
+    no_documents=0.5,
+    linked=0.2,
+    linked_error=0.01,
+    shares=(0.05, 0.15, 0.3),
+    repaired={"attention": (0.1, 0.04, 0.01), "first": (0.2, 0.21, 0.19)},
+    levels={"coarse": 0.3},
+    levels_repaired={"coarse": 0.1},
+    repaired_share=0.15,
+)
+
+
+def asked(small, corpus, **settings):
+    deadline_s = settings.pop("deadline_s", None)
+    question = small.engine.tokenize("And the lamp was")
+    with Loader(small.engine, corpus, costs=small.costs, settings=LoadSettings(**settings)) as loader:
+        return loader.ask(tuple(small.tokens), question, deadline_s=deadline_s), question
+
+
+def contents(store):
+    return {listed.key: bytes(store.get(listed.key)) for listed in store.scan("")}
+
+
+def full_logits(small, question):
+    text = [token for ids in small.tokens.values() for token in ids]
+    return small.engine.forward(None, [*text, *question], 0, logits=1)
+
+
+def test_all_rows_repaired_answer_as_a_prefill(small):
+    answer, question = asked(small, small.corpus(), repair="all", quality_floor=4)
+    wanted = full_logits(small, question)
+    assert mean_kl(wanted, answer.logits[None]) < 1e-6
+    assert answer.first_token == int(wanted.argmax())
+    assert len(answer.repair.rows) == answer.prompt.cache.tokens
+    assert answer.timing.repair_s > 0
+
+
+def test_a_share_of_the_rows_comes_nearer_to_a_prefill(small):
+    plain, question = asked(small, small.corpus(), repair="none", quality_floor=4)
+    wanted = full_logits(small, question)
+    far = mean_kl(wanted, plain.logits[None])
+    answer, _ = asked(small, small.corpus(), repair=0.3, quality_floor=4)
+    assert plain.repair is None
+    assert mean_kl(wanted, answer.logits[None]) < far / 2
+    assert answer.repair.selector == "attention"
+    assert int(answer.repair.rows.min()) >= len(next(iter(small.tokens.values())))
+
+
+def test_time_before_a_deadline_is_spent_on_repair(small):
+    answer, _ = asked(small, small.corpus(), deadline_s=20.0)
+    assert answer.repair is not None
+    assert len(answer.repair.rows) == pytest.approx(0.3 * answer.prompt.cache.tokens, abs=1)
+    soonest, _ = asked(small, small.corpus())
+    assert soonest.repair is None
+
+
+def test_a_single_document_has_no_links(small):
+    name = next(iter(small.tokens))
+    question = small.engine.tokenize("And the lamp was")
+    with Loader(small.engine, small.corpus(), costs=small.costs, settings=LoadSettings(repair=0.5)) as loader:
+        answer = loader.ask([name], question)
+    assert answer.repair is None
+
+
+def test_repairs_never_reach_the_store(small):
+    """A document's objects depend on the document alone, whatever it was linked behind."""
+    corpus = small.corpus()
+    store = corpus.catalog.store
+    before = contents(store)
+    names = tuple(small.tokens)
+    question = small.engine.tokenize("And the lamp was")
+    with Loader(small.engine, corpus, costs=small.costs, settings=LoadSettings(repair="all")) as loader:
+        poisoned = loader.ask(names, question)
+        again = loader.ask(names[1:], question)
+    with Loader(small.engine, corpus, costs=small.costs, settings=LoadSettings(repair="all")) as loader:
+        alone = loader.ask(names[1:], question)
+    assert contents(store) == before
+    assert torch.equal(again.logits, alone.logits)
+    assert poisoned.repair is not None
+
+
+@pytest.mark.parametrize("selector", sorted(set(SELECTORS) - {"deviation", "product"}))
+def test_every_selector_serves_loads(small, selector):
+    answer, _ = asked(small, small.corpus(), repair=0.2, selector=selector)
+    assert (answer.repair is None) == (selector == "none")
+
+
+def test_an_engine_without_rows_is_told(small):
+    engine = TinyEngine()
+    corpus = Corpus(engine, MemoryStore())
+    list(corpus.encode([Document(name, tuple(ids)) for name, ids in TEXTS.items()]))
+    with Loader(engine, corpus, costs=COSTS) as loader:
+        first = loader.ask(list(TEXTS), [3, 1, 4], deadline_s=5.0)
+        second = loader.ask(list(TEXTS), [3, 1, 4], deadline_s=5.0)
+    assert first.repair is None
+    assert any("links were not repaired: this engine" in miss for miss in first.misses)
+    assert second.repair is None
+    with (
+        Loader(engine, corpus, costs=COSTS, settings=LoadSettings(repair=0.1)) as loader,
+        pytest.raises(MismatchError, match="links were not repaired"),
+    ):
+        loader.ask(list(TEXTS), [3, 1, 4])
+    assert small.engine is not engine
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"repair": "some"}, {"repair": 1.5}, {"repair": -0.1}, {"repair_floor": 2.0}, {"selector": "clever"}]
+)
+def test_settings_that_nobody_can_mean_are_refused(wrong):
+    with pytest.raises(ArgumentError):
+        LoadSettings(**wrong)
+
+
+def test_a_report_is_read_as_it_was_written():
+    assert LinkReport.of_json(REPORT.to_json()) == REPORT
+    assert not REPORT.is_within
+    assert REPORT.least_share("attention") == 0.15
+    assert REPORT.least_share("first") is None
+    assert replace(REPORT, linked=0.01).least_share("first") == 0.0
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b"\xff",
+        REPORT.to_json().replace(b'"version": 1', b'"version": 2'),
+        REPORT.to_json().replace(b"0.5", b"-0.5"),
+        REPORT.to_json().replace(b'"shares": [0.05, 0.15, 0.3]', b'"shares": 3'),
+        REPORT.to_json().replace(b'"repaired": {', b'"repaired": {"x": 4, '),
+        REPORT.to_json()[:-20],
+        json.dumps(json.loads(REPORT.to_json()) | {"more": 1}).encode(),
+    ],
+)
+def test_a_damaged_report_says_what_to_do(data):
+    with pytest.raises(CorruptError, match="check-model again"):
+        LinkReport.of_json(data)
+
+
+def test_the_report_says_how_much_is_repaired_at_least():
+    plan = plan_links("auto", None, "attention", REPORT, None)
+    assert plan.option.least == 0.15
+    assert plan.option.error_left(0.0) == pytest.approx(0.2)
+    assert not plan.warning
+    assert plan_links("auto", 0.05, "attention", REPORT, None).warning
+    assert plan_links("auto", None, "first", REPORT, None).option.least == 0.3
+    assert "as text" in plan_links("auto", None, "first", REPORT, None).warning
+    blind = plan_links("none", None, "attention", REPORT, None)
+    assert blind.option is None
+    assert "lose 40%" in blind.warning
+    assert "repair 0.15" in blind.warning
+    assert plan_links("auto", None, "attention", None, None).option.least == 0.0
+    assert plan_links("all", None, "first", None, None).selector.name == "all"
+
+
+def test_loads_follow_the_report_of_the_store(small):
+    corpus = small.corpus()
+    corpus.set_link_report(REPORT)
+    assert corpus.link_report() == REPORT
+    answer, _ = asked(small, corpus)
+    assert len(answer.repair.rows) == pytest.approx(0.15 * answer.prompt.cache.tokens, abs=1)
+    blind, _ = asked(small, corpus, repair="none")
+    assert "lose 40%" in blind.link_warning
+    corpus.catalog.put_link_report(small.engine.meta.config_digest(), b'{"version": 9}')
+    unread, _ = asked(small, corpus)
+    assert unread.repair is None  # as where nobody measured
+
+
+def texts(small):
+    return [ids * 2 for ids in small.tokens.values()]
+
+
+def test_checking_a_model_measures_it(small):
+    prompts = prompts_of(texts(small), 2, small.engine.window)
+    assert [len(prompt.documents) for prompt in prompts] == [link_check.PIECES] * 2
+    seen = []
+    report = check_links(small.engine, prompts, small.profile, tell=seen.append)
+    assert seen == [1, 2]
+    assert report.prompts == 2
+    assert 0 < report.linked < report.no_documents
+    attention = report.repaired["attention"]
+    assert attention[-1] < attention[0] < report.linked
+    assert len(report.levels) == len(report.levels_repaired) == 5
+    assert report.levels["finest"] == pytest.approx(report.linked, rel=0.1)
+    assert report.levels_repaired["finest"] < report.levels["finest"]
+
+
+def test_a_wrong_rotation_is_noticed(small, monkeypatch):
+    (prompt,) = prompts_of(texts(small), 1, small.engine.window)
+    check_exact(small.engine, prompt)
+    shift = link_check.link
+
+    def wrong(caches):
+        linked = shift(caches)
+        linked.keys[1].neg_()
+        return linked
+
+    monkeypatch.setattr(link_check, "link", wrong)
+    with pytest.raises(MismatchError, match="run its prompts as text"):
+        check_exact(small.engine, prompt)
+
+
+def test_a_wrong_mask_is_noticed(small, monkeypatch):
+    (prompt,) = prompts_of(texts(small), 1, small.engine.window)
+    masks = "kvwire.engines.transformers.rows.attention_mask"
+    monkeypatch.setattr(masks, lambda *given: torch.ones_like(given[2])[None, None])
+    with pytest.raises(MismatchError, match="masks"):
+        check_exact(small.engine, prompt)
+
+
+def test_texts_that_are_too_short_are_refused():
+    with pytest.raises(ArgumentError, match="longer"):
+        prompts_of([[1] * 50], 3, 4096)
+    with pytest.raises(ArgumentError, match="longer"):
+        prompts_of([[1] * 5000], 3, 60)
+    whole = CheckPrompt(((1,) * 10,), (2,) * 3, (4,) * 9)
+    assert [len(prompt.rest) for prompt in shortened([whole, replace(whole, question=())], 16)] == [3]
+
+
+def test_the_command_measures_and_loads_obey(run, demo_model, tmp_path):
+    store = f"file://{tmp_path}/store"
+    documents = demo_model.parent / "documents"
+    picture = tmp_path / "links.png"
+    words = ("check-model", demo_model, "--documents", documents, "--prompts", 2, "--store", store)
+    code, out, _ = run(*words, "--picture", picture, "--json")
+    assert code == 0
+    said = json.loads(out)
+    assert said["prompts"] == 2
+    assert said["linked"] > 0
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    code, out, _ = run(*words, "--bound", 0)
+    assert code == 0
+    assert "rows computed anew" in out
+    names = sorted(path.stem for path in documents.glob("*.txt"))[:2]
+    files = [documents / f"{name}.txt" for name in names]
+    assert run("encode", *files, "--model", demo_model, "--store", store)[0] == 0
+    asked = ("ask", "--docs", *names, "--question", "Who?", "--tokens", 1, "--model", demo_model, "--store", store)
+    code, out, _ = run(*asked, "--json")
+    assert code == 0
+    assert json.loads(out)["repair"]["rows"]  # nothing may be lost: the floor is what comes nearest
+    code, _, err = run(*asked, "--repair", "none")
+    assert code == 0
+    assert "lose" in err
+    assert run(*asked, "--repair", "most")[0] == 2
+    assert run(*asked, "--selector", "cleverest")[0] == 2
+    assert run(*asked, "--repair", "0.2", "--selector", "cacheblend")[0] == 0
+
+
+def test_questions_of_ones_own(run, demo_model, tmp_path):
+    documents = demo_model.parent / "documents"
+    names = sorted(path.stem for path in documents.glob("*.txt"))[:2]
+    questions = tmp_path / "questions.json"
+    questions.write_text(
+        json.dumps(
+            [
+                {"documents": names, "question": "Who kept the light?", "answer": " The keeper."},
+                {"documents": names[::-1], "question": "And who came?"},
+            ]
+        )
+    )
+    words = ("check-model", demo_model, "--documents", documents, "--json", "--questions", questions)
+    code, out, _ = run(*words)
+    assert code == 0
+    assert json.loads(out)["prompts"] == 2
+    questions.write_text('[{"documents": ["none"], "question": "Who?"}]')
+    assert run(*words)[0] == 2
+    questions.write_text('{"documents": []}')
+    assert run(*words)[0] == 2
