@@ -55,6 +55,7 @@ MOVES: dict[ChunkState, frozenset[ChunkState]] = {
 VALID = (_S.READY, _S.REFINING, _S.REFINED)
 """States in which a chunk of the prompt can be used as it is."""
 
+_SIZES = 5  # rows of what is fixed before those of sizes
 _AFTER = tuple(frozenset(MOVES[state]) for state in _S)
 _RAISABLE = np.isin(
     np.arange(len(_S)), (_S.FETCHING, _S.ARRIVED, _S.DECODING, _S.READY, _S.REFINING, _S.REFINED, _S.REDECODING)
@@ -99,6 +100,7 @@ class ChunkTable:
         self.counts = [0] * len(_S)
         self.held_total = 0
         self.in_prompt_order = True
+        self._fixed: tuple[Ints, NDArray[np.float64]] | None = None
 
     def __len__(self) -> int:
         """Number of chunks."""
@@ -117,6 +119,7 @@ class ChunkTable:
             The first chunk's place in the columns.
         """
         start, count = len(self.state), len(tokens)
+        self._fixed = None
         if start and self.document[-1] > number:
             self.in_prompt_order = False
         zeros, none = bytes(8 * count), array("q", (-1,)) * count
@@ -143,6 +146,7 @@ class ChunkTable:
             chosen: The document.
             has_text: Whether its text is known.
         """
+        self._fixed = None
         count = len(chosen.tokens)
         stop = start + count
         failed = self.state.count(_S.FAILED, start, stop)
@@ -221,16 +225,18 @@ class ChunkTable:
     @property
     def valid(self) -> int:
         """How many chunks can be used as they are."""
-        return sum(self.counts[state] for state in VALID)
+        counts = self.counts
+        return counts[_S.READY] + counts[_S.REFINING] + counts[_S.REFINED]
 
     def arrived(self) -> tuple[int, int, int]:
         """What waits to be decoded: chunks, their tokens and their bytes."""
         if not (self.counts[_S.ARRIVED] or self.counts[_S.REFINED]):
             return 0, 0, 0
-        state, level = self.look("state"), self.look("level")
-        waits = (state == _S.ARRIVED) | (state == _S.REFINED)
-        size = sum(int(np.frombuffer(each, "q")[waits & (level == at)].sum()) for at, each in enumerate(self.sizes))
-        return int(waits.sum()), int(self.look("tokens")[waits].sum()), size
+        state = self.look("state")
+        places = np.flatnonzero((state == _S.ARRIVED) | (state == _S.REFINED))
+        sizes, level = self.fixed()[0][_SIZES:], self.look("level")[places]
+        size = int((sizes[level, places] * (level >= 0)).sum())
+        return len(places), int(self.look("tokens")[places].sum()), size
 
     def unbegun(self) -> tuple[int, int, float] | None:
         """What text alone would have to compute: documents, tokens and pairs that attend; None where it cannot."""
@@ -240,7 +246,21 @@ class ChunkTable:
             return None
         tokens, context = self.look("tokens")[places], self.look("context")[places]
         pairs = float((tokens * (context + tokens / 2)).sum())
-        return len(np.unique(self.look("document")[places])), int(tokens.sum()), pairs
+        documents = np.count_nonzero(np.bincount(self.look("document")[places]))
+        return documents, int(tokens.sum()), pairs
+
+    def fixed(self) -> tuple[Ints, NDArray[np.float64]]:
+        """Copies of what stays as it is while chunks move on, so that many columns are read in one go.
+
+        Returns:
+            Document, chunk, tokens, context, finest level and sizes ``[5 + L, n]``; exact and other errors
+            ``[1 + L, n]``.
+        """
+        if self._fixed is None:
+            whole = (self.document, self.chunk, self.tokens, self.context, self.finest, *self.sizes)
+            ints = np.array([np.frombuffer(each, np.int64) for each in whole])
+            self._fixed = ints, np.array([np.frombuffer(each) for each in (self.exact_error, *self.errors)])
+        return self._fixed
 
     def open(self, prefix_s: dict[int, float]) -> tuple[Columns, Ints]:
         """Chunks that nothing was started for, in prompt order.
@@ -252,20 +272,23 @@ class ChunkTable:
             The chunks as columns, and their places.
         """
         places = self._in_prompt_order(np.flatnonzero(self.look("state") == _S.PLANNED))
-        document = self.look("document")[places]
+        ints, floats = (each.take(places, axis=1) for each in self.fixed())
+        document, chunk, tokens, context, finest = ints[:_SIZES]
         waits = np.zeros(len(places))
-        for number, seconds in prefix_s.items():
-            waits[document == number] = seconds
+        if prefix_s and len(places):
+            by_document = np.zeros(1 + max(*prefix_s, int(document.max())))
+            by_document[[*prefix_s]] = [*prefix_s.values()]
+            waits = by_document[document]
         columns = Columns(
             document=document,
-            chunk=self.look("chunk")[places],
-            tokens=self.look("tokens")[places],
-            context=self.look("context")[places],
-            sizes=_stacked(self.sizes, places),
-            errors=_stacked(self.errors, places),
+            chunk=chunk,
+            tokens=tokens,
+            context=context,
+            sizes=ints[_SIZES:],
+            errors=floats[1:],
             top=self.look("top")[places],
-            finest=self.look("finest")[places],
-            exact_error=self.look("exact_error")[places],
+            finest=finest,
+            exact_error=floats[0],
             can_text=self.look("can_text")[places].astype(np.bool_),
             prefix_s=waits,
             layered=self.look("layered")[places].astype(np.bool_),
@@ -285,12 +308,13 @@ class ChunkTable:
         most = top if ceiling is None else np.minimum(top, ceiling)
         able: Flags = (self.look("layered") > 0) & (self.look("held") > 0) & (self.look("level") < most)
         places = self._in_prompt_order(np.flatnonzero(able & _RAISABLE[state]))
+        ints, floats = (each.take(places, axis=1) for each in self.fixed())
         refinable = UpgradeCandidates(
             level=self.look("level")[places],
             top=most[places],
-            sizes=_stacked(self.sizes, places),
-            errors=_stacked(self.errors, places),
-            tokens=self.look("tokens")[places],
+            sizes=ints[_SIZES:],
+            errors=floats[1:],
+            tokens=ints[2],
             ready=state[places] == _S.READY,
         )
         return refinable, places
@@ -308,12 +332,3 @@ def _write(columns: list[Any], start: int, rows: Sequence[Sequence[float]], *, r
         columns[level][start:stop] = part
     for level in range(len(rows[0]), len(columns)):
         columns[level][start:stop] = part
-
-
-def _stacked(columns: list[Any], places: Ints) -> NDArray[Any]:
-    """Entries of columns ``[L][n]`` at some places ``[L, m]``."""
-    dtype = columns[0].typecode
-    out = np.empty((len(columns), len(places)), dtype)
-    for level, column in enumerate(columns):
-        np.take(np.frombuffer(column, dtype), places, out=out[level])
-    return out

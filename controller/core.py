@@ -58,6 +58,7 @@ class Controller:
         self.estimates = estimates
         self._loads: dict[int, Load] = {}
         self._newest = -1
+        self._came = self._is_news = False  # bytes since anything could begin; and such that a plan is due
         self._now = -inf
         self._cancelled: set[ChunkId] = set()
         self._record = record
@@ -85,7 +86,9 @@ class Controller:
     @property
     def wake_at(self) -> float:
         """Instant at which to send a ``Tick`` unless something else happens before; infinite where there is no need."""
-        return self._dispatch.wake_at(self._now)
+        # What bytes let begin waits for what they bring, which mostly comes at the same instant.
+        begins = self._is_news or (self._came and self._dispatch.can_fetch)
+        return self._now if begins else self._dispatch.wake_at(self._now)
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Instruction]:
         """Take in one event.
@@ -106,6 +109,7 @@ class Controller:
         out: list[ev.Instruction] = []
         # Taking in comes first: it raises before it changes anything.
         if self._take(event, now, out):
+            self._came = self._is_news = False
             self._dispatch.act(now, out)
         cancelled = {each.chunk for each in out if isinstance(each, ev.Cancel)}
         if cancelled:
@@ -128,7 +132,9 @@ class Controller:
             case ev.PromptAssembled():
                 self._assembled(event, now)
             case ev.TransferProgress(size, started, ended, chunk):
-                return self._dispatch.progress(size, started, ended, chunk)
+                self._came, news = True, self._dispatch.progress(size, started, ended, chunk)
+                self._is_news |= news
+                return False
             case ev.ChunkArrived(chunk, level, trouble):
                 return self._arrived(chunk, level, trouble, now, out)
             case ev.ChunkFailed(chunk, reason):
@@ -184,7 +190,8 @@ class Controller:
         load = self._load(number)
         if load:
             self._dispatch.add(load, load.add(document, variants, now), now)
-        return load is not None
+        # What can be done with a document is known once a plan names it.
+        return load is not None and (load.is_known or self._dispatch.is_due(load, now))
 
     def _place(self, chunk: ChunkId) -> tuple[Load, DocumentState] | None:
         """Where a chunk is; None where its load is over. Raises ArgumentError for a chunk that there is not."""
@@ -236,7 +243,7 @@ class Controller:
         doc.failures = 0
         table.level[at] = level
         doc.move(chunk.chunk, _S.REFINED if refining else _S.ARRIVED)
-        return True
+        return self._is_news or self._dispatch.may_begin(now)
 
     def _fetch_failed(self, chunk: ChunkId, reason: str, now: float) -> bool:
         place = self._fetched(chunk)

@@ -8,7 +8,6 @@ time, but every fourth turn goes to a late one, to that which has begun nothing 
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import replace
 from itertools import islice, product
 from math import inf
 from typing import TYPE_CHECKING
@@ -18,11 +17,9 @@ import numpy as np
 from kvwire.controller import events as ev
 from kvwire.controller.chunk_table import ChunkState
 from kvwire.controller.lanes import Job
-from kvwire.controller.limits import Limits
-from kvwire.controller.policies.base import Columns, CommittedWork, PlanRequest
+from kvwire.controller.planning import Planner
 
 if TYPE_CHECKING:
-    from kvwire.controller.costs import CostModel
     from kvwire.controller.document_state import DocumentState
     from kvwire.controller.load import Load
 
@@ -31,13 +28,9 @@ _TICK_S = 0.05
 _LEAST_TICK_S = 0.001
 _TURNS = 4
 _PLANS = 4  # plans made for one event, besides those of loads whose turn it is
-_MARGIN = 0.05  # of a deadline: who is admitted in a queue that is full is to be in time
-_VAGUE = 0.5  # relative error of a bandwidth by which nobody is refused
-_OVERDUE = 1.5  # a pass that takes that many times what was expected tells of a slow engine
-_URGENT, _CALM = 1.0, 20.0  # plans are made after that many times what one costs, at the soonest
 
 
-class Dispatcher(Limits):
+class Dispatcher(Planner):
     """Hands out what the link and the lanes are free for."""
 
     _reclaimed_at = -inf
@@ -55,7 +48,7 @@ class Dispatcher(Limits):
         for load in self._loads.values():
             if load.is_undecided:
                 undecided = True
-                if self._wants_plan(load) and (idle or load.is_stale):
+                if (idle or load.is_stale) and self._wants_plan(load):
                     moment = min(moment, max(load.planned_at + self._pause_s(load, now), now + _LEAST_TICK_S))
             if load.goal.objective == "quality" and load.is_ready:
                 cut = self._cut(load)
@@ -66,34 +59,28 @@ class Dispatcher(Limits):
             moment = min(moment, now + max(self.link.waited_s(now), _LEAST_TICK_S))
         return max(now, moment)
 
-    def add(self, load: Load, doc: DocumentState, now: float) -> None:
-        """Choose a new document's variant, and leave out levels that would never fit into memory.
+    # What comes next.
+
+    def may_begin(self, now: float) -> bool:
+        """Whether anything may begin now that a chunk has arrived: cheaper than finding out what.
 
         Args:
-            load: Whose document it is.
-            doc: State of the document.
             now: The instant, in seconds of the controller's clock.
+
+        Returns:
+            False only where ``act`` would do nothing, but perhaps open a fetch that others behind it can wait for.
         """
-        self._now = now
-        if len(doc.variants) > 1:
-            self._choose(doc, min(range(len(doc.variants)), key=lambda each: self._score(load, doc, each, now)))
-        else:
-            self._choose(doc, 0)
-
-    def _choose(self, doc: DocumentState, variant: int) -> None:
-        if variant != doc.variant:
-            doc.choose(variant)
-        doc.limit(self._settings.memory_bytes)
-
-    def _score(self, load: Load, doc: DocumentState, variant: int, now: float) -> tuple[bool, bool, float, float]:
-        """How good the prompt as far as it is known would be with a variant; less is better."""
-        self._choose(doc, variant)
-        plan = self._policy.plan(self._request(load, now))
-        goal = {"earliest": 0.0, "quality": plan.error, "cheapest": float(plan.bytes)}[load.goal.objective]
-        hopeless = doc.has(_S.FAILED)
-        return hopeless, not plan.in_time, goal if plan.in_time else 0.0, plan.finish_s
-
-    # What comes next.
+        lanes = self.lanes
+        if lanes.is_free("decode") or self.can_fetch:
+            return True
+        if lanes.is_free("prefill") and now - self._reclaimed_at >= self._settings.replan_s:
+            return True
+        for load in self._loads.values():
+            if lanes.is_free("prefill") and (load.wants_passes or load.has_prefix):
+                return True
+            if self._wants_plan(load) and self.is_due(load, now):
+                return True
+        return False
 
     def act(self, now: float, out: list[ev.Instruction]) -> None:
         """End loads that are over, then give free lanes and the link something to do.
@@ -103,8 +90,7 @@ class Dispatcher(Limits):
             out: Instructions are appended to it.
         """
         self._now = now
-        for load in list(self._loads.values()):
-            self._conclude(load, now, out)
+        self._conclude_all(now, out)
         if not self._loads:
             return
         self.link.retry(now)
@@ -124,28 +110,13 @@ class Dispatcher(Limits):
             self._reclaimed_at = now
             for load in order:
                 self._reclaim(load, now, out)
-        for load in order:
+        self._conclude_all(now, out)
+
+    def _conclude_all(self, now: float, out: list[ev.Instruction]) -> None:
+        """End loads that are over, in the order in which they are due."""
+        over = [load for load in self._loads.values() if load.may_end]
+        for load in sorted(over, key=self._rank) if len(over) > 1 else over:
             self._conclude(load, now, out)
-
-    def _pause_s(self, load: Load, now: float) -> float:
-        """Seconds for which a plan is used: planning takes a small share of the time, the more there is to plan for."""
-        settings = self._settings
-        cost_s = settings.plan_s + settings.plan_chunk_s * load.table.counts[_S.PLANNED]
-        if load.is_stale:
-            return min(_URGENT * cost_s, settings.replan_s)
-        if not load.waiting and not load.refine and self._window_open():
-            return settings.replan_s  # the link might have something to do
-        # Near a deadline every decision counts.
-        return max(settings.replan_s, min(_CALM * cost_s * len(self._loads), max(0.0, load.due - now) / _CALM))
-
-    def _wants_plan(self, load: Load) -> bool:
-        """Whether there is something to plan: anything is known, and open or never planned for."""
-        return bool(load.docs) and (load.is_undecided or load.first_s is None)
-
-    def _refresh(self, load: Load, now: float) -> None:
-        """Plan anew unless the plan is fresh."""
-        if now >= load.planned_at + self._pause_s(load, now):  # as in ``wake_at``: a difference might round otherwise
-            self._plan(load, now)
 
     def _order(self) -> list[Load]:
         if len(self._loads) <= 1:
@@ -157,68 +128,6 @@ class Dispatcher(Limits):
             order.remove(longest)
             order.insert(0, longest)
         return order
-
-    def _plan(self, load: Load, now: float) -> None:
-        if not self._wants_plan(load):
-            return
-        self._choose_repair(load, now)
-        request = self._request(load, now)
-        load.follow(self._policy.plan(request), request, now)
-        if load.first_s is None and load.is_known and load.plan:
-            load.first_s = now - load.asked_at + load.plan.finish_s
-            load.came, load.asked_floor_s = now, load.floor_s
-            # Those that go first give their quality back where that keeps this one's deadline.
-            soonest_s = min(load.plan.finish_s, self._floors_s(load, now))
-            margin_s = _MARGIN * (load.due - load.asked_at) + self._beside_s(load)
-            late_s = now + soonest_s + margin_s - load.due
-            if (
-                load.goal.on_late == "refuse"
-                and load.due < inf
-                and late_s > 0
-                and self._estimates.bandwidth.error < _VAGUE
-            ):
-                load.refused_s = late_s
-            else:
-                self._demand.add(load.floor_s, now)
-
-    def _request(self, load: Load, now: float) -> PlanRequest:
-        costs, settings, link = self.costs_among_many(load), self._settings, self.link
-        slowness = self.lanes.slowness(now)
-        if slowness > _OVERDUE:
-            costs = replace(costs, prefill=costs.prefill.scaled(slowness))
-        rank = self._rank(load)
-        ahead = [other for other in self._loads.values() if other is not load and self._rank(other) < rank]
-        link.credit(now)
-        fetches = link.fetches.values()
-        closings_s = sum(self.costs_of(other).closing_s(other.prompt_tokens) for other in ahead)
-        committed = CommittedWork(
-            wire=np.array([fetch.left for fetch in fetches], np.float64),
-            work_s=np.array([fetch.decode_s for fetch in fetches], np.float64),
-            prefill_s=self.lanes.left_s("prefill", now) + sum(other.compute_s for other in ahead) + closings_s,
-            decode_s=self.lanes.left_s("decode", now) + self._backlog_s(costs),
-            ahead_bytes=float(sum(other.plan_bytes for other in ahead)),
-        )
-        left_s = None if load.due == inf else self._left_s(load, costs, now)
-        ahead_s = max(0.0, left_s or 0.0)
-        base = PlanRequest(
-            chunks=_NOTHING, costs=costs, goal=load.goal, bandwidth=link.bandwidth,
-            bandwidth_low=link.bandwidth_low if left_s is None else link.low_over(ahead_s), prompt_tokens=0,
-            committed=committed, left_s=left_s, lead_s=link.lead_s(now), ttfb_s=link.ttfb_s,
-            parallel=settings.max_in_flight, workers=settings.workers, now=now,
-            risk=link.risk(ahead_s) if len(self._loads) == 1 else 0.0,  # several are careful in a way of their own
-        )  # fmt: skip
-        return load.request(base)
-
-    def _backlog_s(self, costs: CostModel) -> float:
-        """Seconds of decoding for what has arrived, over all loads; worked out once until that changes."""
-        if self.backlog_s is not None:
-            return self.backlog_s
-        seconds = 0.0
-        for load in self._loads.values():
-            count, tokens, size = load.table.arrived()
-            seconds += costs.decode.base_s * count + costs.decode.token_s * tokens + costs.decode.byte_s * size
-        self.backlog_s = seconds
-        return seconds
 
     def _decode(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Decode what arrived and is not valid yet, in one batch."""
@@ -397,9 +306,3 @@ class Dispatcher(Limits):
             self.release(*load.place(at), out)
         del self._loads[load.number]
         self._known_cuts = None
-
-
-_NOTHING = Columns(
-    *(np.zeros(0, np.int64),) * 4, np.zeros((1, 0), np.int64), np.zeros((1, 0)), *(np.zeros(0, np.int64),) * 2,
-    np.zeros(0), np.zeros(0, np.bool_), np.zeros(0),
-)  # fmt: skip

@@ -20,6 +20,9 @@ _VALID_BYTES = bytes(VALID)
 class DocumentState:
     """The chunks of one document: rows ``start`` to ``stop`` of its load's table.
 
+    ``state``, ``level``, ``valid_level``, ``top`` and ``can_text`` are live views of the table: they change as it does,
+    what is written to them is written there, and the table cannot grow while one is kept. Copy what is to be kept.
+
     Attributes:
         table: Of the load.
         failures: Fetches in a row that brought nothing.

@@ -7,16 +7,15 @@ average, with tiny samples kept back (dash.js, Shaka, hls.js), and a lower bound
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import deque
 from dataclasses import dataclass
 from math import exp, exp2, inf, isfinite, log
 from statistics import median
 
+from kvwire.controller.busy_time import BusyTime
 from kvwire.controller.horizons import HorizonErrors
 from kvwire.errors import ArgumentError
 
-_MOST_INTERVALS = 1024
 _MOST_ERROR = 9.0  # a silent link is infinitely slower than expected
 _ERROR_KEPT = 0.75  # of the largest recent error, after one more sample: 5 % of it is left after ten
 _LEAST_ERROR = 0.02  # no link is steadier
@@ -154,12 +153,14 @@ class BandwidthEstimator:
         self._prior_share = 1.0
         self._fast, self._slow = _Average(self._settings.fast), _Average(self._settings.slow)
         self._long = _Average(Memory(_LONG_S))
-        self._busy = _BusyTime(self._settings.memory_s)
+        self._busy = BusyTime(self._settings.memory_s)
         self._held_bytes = 0
         self._held_s = 0.0
         self._samples = 0
         self._streak = 0  # samples in a row that were far below the estimate, negative, or far above it
         self._below = self._above = error
+        self._measured = 0.0
+        self._told: tuple[float, float] | None = None  # what to expect and to plan with, until the next sample
         self.horizons = horizons or HorizonErrors()
 
     def add(self, size: int, started: float, ended: float) -> None:
@@ -206,6 +207,8 @@ class BandwidthEstimator:
         self._long.add(size, seconds)
         self._prior_share *= exp2(-self._settings.prior.half_lives(size, seconds))
         self._samples += 1
+        self._measured = min(self._fast.value, self._slow.value)
+        self._told = None
 
     def _count_streak(self, ratio: float) -> None:
         if ratio < 1 / _JUMP:
@@ -214,10 +217,6 @@ class BandwidthEstimator:
             self._streak = max(self._streak, 0) + 1
         else:
             self._streak = 0
-
-    @property
-    def _measured(self) -> float:
-        return min(self._fast.value, self._slow.value)
 
     @property
     def is_measured(self) -> bool:
@@ -240,17 +239,25 @@ class BandwidthEstimator:
         if not self._samples:  # of what came too soon to be timed, only that the link is not slower is known
             burst = self._held_bytes / max(self._held_s, self._settings.min_busy_s)
             return max(self._prior, burst) if self._held_bytes >= self._settings.min_bytes else self._prior
-        if not self._prior:
-            return self._measured
-        # In logarithms: a prior that is far too high fades as soon as one that is far too low.
-        measured, prior = log(max(self._measured, 1.0)), log(max(self._prior, 1.0))
-        return exp(measured + self._prior_share * (prior - measured))
+        return self._expected[0]
+
+    @property
+    def _expected(self) -> tuple[float, float]:
+        """What samples say: bytes per second to expect, and to plan with."""
+        if self._told is None:
+            value = self._measured
+            if self._prior:
+                # In logarithms: a prior that is far too high fades as soon as one that is far too low.
+                measured, prior = log(max(self._measured, 1.0)), log(max(self._prior, 1.0))
+                value = exp(measured + self._prior_share * (prior - measured))
+            low = min(value, max(self._measured, 1.0)) / (1 + max(self._below, _LEAST_ERROR))
+            self._told = value, low
+        return self._told
 
     @property
     def low(self) -> float:
         """Bytes per second to plan with: what there would be if the estimate erred as much as it lately did."""
-        value = min(self.value, max(self._measured, 1.0)) if self._samples else self.value
-        return value / (1 + max(self._below, _LEAST_ERROR))
+        return self._expected[1] if self._samples else self.value / (1 + max(self._below, _LEAST_ERROR))
 
     def low_over(self, horizon_s: float) -> float:
         """Tell what to plan with by what such plans met before.
@@ -278,39 +285,6 @@ class BandwidthEstimator:
     def usual(self) -> float:
         """Bytes per second over the last busy seconds: what a later load starts from, a stall at the end or not."""
         return self._long.value if self._samples else self._prior
-
-
-class _BusyTime:
-    """Seconds that transfers cover together; amortised O(1) for intervals that come about in order."""
-
-    def __init__(self, memory_s: float) -> None:
-        self._memory_s = memory_s
-        # Disjoint intervals in order.
-        self._starts: list[float] = []
-        self._ends: list[float] = []
-
-    def claim(self, started: float, ended: float) -> float:
-        """Mark an interval as busy; returns the seconds of it that were not yet."""
-        first = bisect_left(self._ends, started)
-        stop = bisect_right(self._starts, ended, first)
-        covered = sum(
-            min(high, ended) - max(low, started)
-            for low, high in zip(self._starts[first:stop], self._ends[first:stop], strict=True)
-        )
-        if first < stop:
-            low, high = min(started, self._starts[first]), max(ended, self._ends[stop - 1])
-        else:
-            low, high = started, ended
-        self._starts[first:stop], self._ends[first:stop] = [low], [high]
-        self._forget()
-        return max(0.0, ended - started - covered)
-
-    def _forget(self) -> None:
-        """Drop what is old, many at a time, so that dropping costs nothing on average."""
-        if len(self._ends) > _MOST_INTERVALS:
-            old = bisect_left(self._ends, self._ends[-1] - self._memory_s)
-            old = max(old, _MOST_INTERVALS // 2)
-            del self._starts[:old], self._ends[:old]
 
 
 class RecentMedian:

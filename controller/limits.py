@@ -23,6 +23,7 @@ _S = ChunkState
 _LONG_PASS = 10.0  # a pass of that many times its fixed cost may end: going on would save less than a tenth of it
 _PASSES = 8  # at least so many passes before a deadline
 _PROBES = 8  # fetches that are open while the link is known by a guess alone
+_SPARE = 16  # fetches are opened when one of so many is over, not for each alone
 _SPLIT = 1.1  # what cutting a long recomputation into passes adds at most
 _DOUBT = 1.6  # estimates that may be wrong by less are relied on
 _LATE_START_S = 0.01  # by which a start may be late: the reserve covers it
@@ -214,17 +215,28 @@ class Limits(Resources):
 
     @property
     def can_fetch(self) -> bool:
-        """Whether a fetch that a plan names may be opened."""
-        return any(load.waiting or load.refine for load in self._loads.values()) and self._window_open()
+        """Whether fetches that a plan names are worth opening: one at a time on a link with few, several with many."""
+        for load in self._loads.values():
+            if load.waiting or load.refine:
+                return self._window_open(spare=_SPARE)
+        return False
 
-    def _window_open(self) -> bool:
-        """Whether another fetch may be opened: enough to keep the link busy, little enough to decide late."""
+    def _window_open(self, *, spare: int = 0) -> bool:
+        """Whether another fetch may be opened: enough to keep the link busy, little enough to decide late.
+
+        Args:
+            spare: Above 0: only where more than a share of one in so many is free.
+        """
         settings, link = self._settings, self.link
-        most = min(settings.max_in_flight, _PROBES) if self._estimates.bandwidth.is_guess else settings.max_in_flight
-        if len(link.fetches) >= most:
+        fetches, most = len(link.fetches), settings.max_in_flight
+        if self._estimates.bandwidth.is_guess:
+            most = min(most, _PROBES)
+        if fetches >= (most - most // spare if spare else most):
             return False
+        if fetches < 2:  # noqa: PLR2004 - one to come in, one behind it
+            return True
         horizon = (2 * link.ttfb_s + settings.horizon_s) * link.bandwidth_low
-        return len(link.fetches) < 2 or link.open_bytes < horizon  # noqa: PLR2004 - one to come in, one behind it
+        return link.open_bytes < (horizon * (1 - 1 / spare) if spare else horizon)
 
     def _pass_limit_s(self, load: Load, costs: CostModel, now: float) -> float:
         """Seconds that a pass may take: half of what is to be recomputed, so that the meeting point can still move.
@@ -295,14 +307,16 @@ class Limits(Resources):
             chunk: Whose bytes; None: nobody knows.
 
         Returns:
-            Whether there may be something to do.
+            Whether a plan should be made anew.
         """
         guessed = self._estimates.bandwidth.is_guess
         self.link.progress(size, started, ended, chunk)
-        undecided = [load for load in self._loads.values() if guessed and load.table.counts[_S.PLANNED]]
+        if not guessed:
+            return False
+        undecided = [load for load in self._loads.values() if load.table.counts[_S.PLANNED]]
         for load in undecided:
-            load.planned_at = -inf  # the first bytes tell more than what the plan rests on
-        return bool(undecided) or self.can_fetch
+            load.is_stale = True  # the first bytes tell more than what the plan rests on
+        return bool(undecided)
 
     def watch(self, now: float) -> None:
         """Notice that the link is silent.

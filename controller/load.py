@@ -53,6 +53,8 @@ class Load:
         floor_s: Seconds that its open chunks need at the quality floor, by what the plan knew.
         planned_at: When that was made.
         is_stale: Something happened since that the plan did not foresee.
+        confirmed: How many plans in a row asked for just what was left of the one before.
+        planned_for: Bytes per second, expected and to rely on, when the plan was made.
         waiting: Places in the table of chunks that it fetches, and their levels, next one first.
         refine: Places of chunks that become better, and up to which level, next one first.
         compute_s: Seconds of recomputation that it holds.
@@ -93,6 +95,8 @@ class Load:
         self.planned_at = -inf
         self._planned_docs = 0
         self.is_stale = True
+        self.confirmed = 0
+        self.planned_for = 0.0, 0.0
         self.waiting: deque[tuple[int, int]] = deque()
         self._wanted = bytearray()
         self._passes: deque[DocumentState] = deque()
@@ -121,7 +125,10 @@ class Load:
             msg = f"load {self.number} has no document {number} whose index is still missing"
             raise ArgumentError(msg)
         doc = self._slots[number] = DocumentState(self.number, number, variants, self.table)
-        insort(self.docs, doc, key=attrgetter("number"))
+        if self.docs and number < self.docs[-1].number:
+            insort(self.docs, doc, key=attrgetter("number"))
+        else:
+            self.docs.append(doc)
         self.prompt_tokens += doc.tokens
         self.has_prefix |= any(variant.prefix_share > 0 for variant in variants)
         # As documents come one by one, plans are made anew when there are a quarter more, and when all are known.
@@ -232,6 +239,11 @@ class Load:
         return self.is_known and self.table.valid == len(self.table)
 
     @property
+    def may_end(self) -> bool:
+        """Whether it is ready, refused, or cannot become ready."""
+        return bool(self.refused_s or self.table.counts[ChunkState.FAILED]) or self.is_ready
+
+    @property
     def is_undecided(self) -> bool:
         """Whether a plan could still change anything: a chunk that nothing was started for, or that may be refined."""
         table = self.table
@@ -277,22 +289,36 @@ class Load:
         self.plan, self.plan_bytes, self.planned_at = plan, plan.bytes, now
         self.is_stale, self._planned_docs = False, len(self.docs)
         order = np.asarray(plan.order, np.int64)
+        before = self.waiting, self.refine, self._wanted
         self.waiting = deque(zip(self._open[order].tolist(), plan.levels[order].tolist(), strict=True))
         recomputed = plan.levels == RECOMPUTE
         self._want(self._open[recomputed])
-        self.compute_s = float(prefill_s(request)[recomputed].sum()) if len(recomputed) else 0.0
+        self.compute_s = float(prefill_s(request)[recomputed].sum()) if self._passes else 0.0
         self.floor_s = floor_s(request)
-        self._upgraded = {int(self._open[at]) for at in plan.upgraded}
-        some = request.refinable
-        one_more = [int(some.level[at]) + 1 for at in plan.refine] if some else []
-        places = self._refinable[np.asarray(plan.refine, np.int64)].tolist()
-        self.refine = deque(zip(places, plan.refine_levels or one_more, strict=True))
+        self._upgraded = set(self._open[[*plan.upgraded]].tolist()) if plan.upgraded else set()
+        some, finer = request.refinable, np.asarray(plan.refine, np.int64)
+        one_more = (some.level[finer] + 1).tolist() if some else []
+        self.refine = deque(zip(self._refinable[finer].tolist(), plan.refine_levels or one_more, strict=True))
+        same = self.waiting == before[0] and self.refine == before[1]
+        self.confirmed = self.confirmed + 1 if same and self._is_wanted_as(before[2]) else 0
+
+    def _is_wanted_as(self, before: bytearray) -> bool:
+        """Whether of the open chunks the same are to be recomputed as before."""
+        if not self.table.counts[ChunkState.PLANNED]:
+            return True
+        if len(before) != len(self._wanted):
+            return False
+        either = (np.frombuffer(each, np.uint8)[self._open] for each in (before, self._wanted))
+        return bool(np.array_equal(*either))
 
     def _want(self, places: NDArray[np.int64]) -> None:
         """Remember which chunks are to be recomputed."""
         self._wanted = bytearray(len(self.table))
-        np.frombuffer(self._wanted, np.uint8)[places] = 1
-        self._passes = deque(map(self.doc, np.unique(self.table.look("document")[places]).tolist()))
+        self._passes = deque()
+        if len(places):
+            np.frombuffer(self._wanted, np.uint8)[places] = 1
+            documents = np.flatnonzero(np.bincount(self.table.look("document")[places]))
+            self._passes.extend(map(self.doc, documents.tolist()))
 
     @property
     def can_fetch_instead(self) -> bool:

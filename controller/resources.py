@@ -113,6 +113,8 @@ class Resources:
         Returns:
             Whether there is room now.
         """
+        if self.held + size <= self._settings.memory_bytes:
+            return True
         others = [each for each in self._loads.values() if each is not load]
         for each in (*sorted(others, key=lambda other: -other.due), load):
             for doc, chunk in each.having(_S.READY):

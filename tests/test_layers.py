@@ -43,7 +43,7 @@ SHELVES: dict[str, list[set[str]]] = {
         {"api"},
     ],
     "controller": [
-        {"costs.py", "documents.py", "horizons.py", "lanes.py", "repair.py", "settings.py"},
+        {"busy_time.py", "costs.py", "documents.py", "horizons.py", "lanes.py", "repair.py", "settings.py"},
         {"estimators.py", "events.py", "policies"},
         {"chunk_table.py", "learning.py", "log.py"},
         {"document_state.py", "estimates.py"},
@@ -51,6 +51,7 @@ SHELVES: dict[str, list[set[str]]] = {
         {"load.py"},
         {"resources.py"},
         {"limits.py"},
+        {"planning.py"},
         {"dispatch.py"},
         {"core.py"},
         {"simulator"},

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from measure import summary
 
 from kvwire.controller import Controller, Goal
 from kvwire.controller import events as ev
@@ -28,13 +29,17 @@ if TYPE_CHECKING:
 
 PROMPTS = {f"{count} x {length}": (length,) * count for count, length in ((1, 4096), (8, 4096), (8, 16384), (64, 512))}
 """Documents, in chunks of 256 tokens."""
+LARGE = {"1000 x 256": (256,) * 1000, "1000 x 2560": (2560,) * 1000, "1 x 2560000": (2_560_000,)}
+"""Likewise; played once, on the faster link, and no part of what is fitted."""
 GBIT_S = (1.0, 10.0)
 RTT_S = 0.01
 GOALS = {"earliest": Goal(), "quality": Goal(objective="quality", deadline_s=1.0)}
 
 
 class Timed(Controller):
-    """A controller whose ``handle`` is timed, with what a driver asks for after each event.
+    """A controller whose ``handle`` is timed, with what a driver asks for after each event that it tells.
+
+    Drivers keep measurements of the link until there is another event, and tell them with it.
 
     Attributes:
         seconds: Of each event, but for first bytes, which are only noted.
@@ -46,7 +51,8 @@ class Timed(Controller):
         """Handle, and note the processor time of the thread."""
         began = time.thread_time()
         out = super().handle(event, now)
-        _ = self.wake_at
+        if not isinstance(event, (ev.FirstByte, ev.TransferProgress)):
+            _ = self.wake_at
         if not isinstance(event, ev.FirstByte):
             self.seconds.append(time.thread_time() - began)
         return out
@@ -56,8 +62,8 @@ def played(prompt: str, objective: str, gbit_s: float) -> list[float]:
     """Seconds of each event of one load."""
     model, machine = model_named("llama-3.1-8b"), replace(machine_named("h100"), steering=Steering())
     scenario = Scenario(
-        model=model, machine=machine, documents=variants_for(model, PROMPTS[prompt]), rate=constant(gbit_s * 1.25e8),
-        rtt_s=RTT_S, goal=GOALS[objective],
+        model=model, machine=machine, documents=variants_for(model, (PROMPTS | LARGE)[prompt]),
+        rate=constant(gbit_s * 1.25e8), rtt_s=RTT_S, goal=GOALS[objective],
     )  # fmt: skip
     controller = Timed(scenario.estimates(), settings_for(machine), Adaptive())
     controller.seconds = []
@@ -67,18 +73,23 @@ def played(prompt: str, objective: str, gbit_s: float) -> list[float]:
 
 
 def whole_loads(rounds: int) -> list[dict[str, Any]]:
-    """Every prompt, objective and rate; the quickest round of each counts, others were disturbed."""
+    """Every prompt, objective and rate; events are those of the quickest round, others were disturbed."""
     cases = [(prompt, objective, gbit) for prompt in PROMPTS for objective in GOALS for gbit in GBIT_S]
     found: dict[tuple[str, str, float], list[list[float]]] = {case: [] for case in cases}
     for _ in range(rounds):
         for case in cases:
             found[case].append(played(*case))
+    for prompt in LARGE:
+        found[prompt, "earliest", GBIT_S[-1]] = [played(prompt, "earliest", GBIT_S[-1])]
     rows = []
     for (prompt, objective, gbit), loads in found.items():
         best = min(loads, key=sum)
         rows.append({
-            "prompt": prompt, "chunks": sum(length // 256 for length in PROMPTS[prompt]), "objective": objective,
-            "gbit_s": gbit, "events": len(best), "load_s": sum(best), "event_s": sum(best) / len(best),
+            "prompt": prompt,
+            "chunks": sum(length // 256 for length in (PROMPTS | LARGE)[prompt]),
+            "objective": objective,
+            "gbit_s": gbit, "events": len(best),
+            "load_s": summary([sum(load) for load in loads]), "event_s": sum(best) / len(best),
             "p99_s": float(np.quantile(best, 0.99)),
         })  # fmt: skip
     return rows
@@ -86,6 +97,7 @@ def whole_loads(rounds: int) -> list[dict[str, Any]]:
 
 def fitted(rows: Sequence[dict[str, Any]]) -> Steering:
     """An event's seconds and those for each chunk, by least squares over loads; requests are measured elsewhere."""
+    rows = [row for row in rows if row["prompt"] in PROMPTS]
     chunks = np.array([row["chunks"] for row in rows], np.float64)
     seconds = np.array([row["event_s"] for row in rows])
     columns = np.stack([np.ones_like(chunks), chunks], axis=1)

@@ -9,6 +9,7 @@ what is left.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from math import inf, log10
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvwire.controller.policies.base import RECOMPUTE, SLOWEST, Plan
-from kvwire.controller.policies.timeline import Timeline, decode_s, prefill_s, wire_s
+from kvwire.controller.policies.timeline import Timeline, decode_s, prefill_s, unfetched_s, wire_s
 
 if TYPE_CHECKING:
     from kvwire.controller.policies.base import Flags, Ints, PlanRequest, UpgradeCandidates
@@ -100,8 +101,13 @@ def _finer_first(request: PlanRequest, plan: Plan, row: int) -> Plan:
     if some is None:
         return plan
     levels = np.maximum(some.level, np.minimum(_targets(request)[row], some.top))
-    order = [int(at) for at in Refining(request, some).order(levels) if some.ready[at]]
-    return replace(plan, refine=order, refine_levels=[int(levels[at]) for at in order])
+    return _with_refinements(plan, some, Refining(request, some).order(levels), levels)
+
+
+def _with_refinements(plan: Plan, some: UpgradeCandidates, order: Ints, levels: Ints) -> Plan:
+    """The plan, with candidates raised to some levels in some order, as far as they are ready."""
+    order = order[some.ready[order]]
+    return replace(plan, refine=order.tolist(), refine_levels=levels[order].tolist())
 
 
 def _within_reach(request: PlanRequest) -> Flags:
@@ -198,8 +204,7 @@ def _upgraded(request: PlanRequest, timeline: Timeline, row: int, split: int) ->
 
 def _only_refine(request: PlanRequest) -> Plan:
     """Everything is under way, and ends so and so."""
-    timeline = Timeline(replace(request, refinable=None), np.array([request.goal.floor]), request.bandwidth_low)
-    finish_s = float(timeline.finish_s[0, 0])
+    finish_s = unfetched_s(request, request.bandwidth_low)
     in_time = request.left_s is None or finish_s <= request.left_s
     return _refining(request, Plan(np.zeros(0, np.int64), (), finish_s, 0.0, 0, in_time, "all is under way"))
 
@@ -216,20 +221,16 @@ def _refining(request: PlanRequest, plan: Plan) -> Plan:
     finer = Refining(request, some)
     if finer.ready_s > left_s:
         return plan
-    fitting = [
-        level for level in range(int(some.top.max(initial=0)) + 1) if finer.end_s(finer.raised_to(level)) <= left_s
-    ]
-    levels = finer.raised_to(max(fitting, default=0))
+    # What is raised further ends later, so that the last one in time is found by halving.
+    most = int(some.top.max(initial=0)) + 1
+    fitting = bisect_right(range(most), left_s, key=lambda level: finer.end_s(finer.raised_to(level)))
+    levels = finer.raised_to(max(0, fitting - 1))
     steps = finer.steps(levels)
-    low, high = 0, len(steps)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (
-            (middle, high) if finer.end_s(finer.upgraded(levels, steps[:middle])) <= left_s else (low, middle - 1)
-        )
-    levels = finer.upgraded(levels, steps[:low])
-    order = [int(at) for at in finer.order(levels) if some.ready[at]]
-    return replace(plan, refine=order, refine_levels=[int(levels[at]) for at in order])
+    count = bisect_right(
+        range(1, len(steps) + 1), left_s, key=lambda count: finer.end_s(finer.upgraded(levels, steps[:count]))
+    )
+    levels = finer.upgraded(levels, steps[:count])
+    return _with_refinements(plan, some, finer.order(levels), levels)
 
 
 class Refining:
@@ -252,8 +253,7 @@ class Refining:
         self._request, self._some = request, some
         self._column = np.arange(len(some.level))
         committed = request.committed
-        timeline = Timeline(replace(request, refinable=None), np.array([request.goal.floor]), request.bandwidth_low)
-        self.ready_s = float(timeline.finish_s[0, 0])
+        self.ready_s = unfetched_s(request, request.bandwidth_low)
         self._closing_s = request.costs.closing_s(request.prompt_tokens)
         decoding_s = committed.decode_s + float(committed.work_s.sum())
         # With one worker refinements wait for all other work, with two for all other decoding.

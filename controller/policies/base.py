@@ -77,6 +77,23 @@ class Columns:
         """Chunks that have at least one level ``[n]``."""
         return self.top >= 0
 
+    @cached_property
+    def pairs(self) -> Floats:
+        """Pairs of a chunk's token and one that it attends to ``[n]``."""
+        return np.asarray(self.tokens * (self.context + self.tokens / 2))
+
+    @cached_property
+    def begins(self) -> Flags:
+        """Chunks that the one before them is not directly before in their document ``[n]``."""
+        first = np.ones(self.count, np.bool_)
+        first[1:] = (self.document[1:] != self.document[:-1]) | (self.chunk[1:] - self.chunk[:-1] != 1)
+        return first
+
+    @cached_property
+    def common(self) -> int:
+        """Finest level that every chunk has and can also do without, being recomputed; -1 where there is none."""
+        return int(self.top.min()) if self.count and self.can_text.all() else -1
+
     def level_for(self, target: int | Ints) -> Ints:
         """Level to fetch so that quality is at least ``target``, RECOMPUTE where only recomputing gives that.
 

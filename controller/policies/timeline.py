@@ -16,6 +16,8 @@ The model of a load that planning uses; ``naive.py`` plays the same model throug
 
 from __future__ import annotations
 
+from functools import cached_property
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,11 +92,8 @@ def decode_s(request: PlanRequest, tokens: Ints, sizes: Ints) -> Floats:
 def prefill_s(request: PlanRequest) -> Floats:
     """Seconds of compute of each chunk when it is recomputed: a pass's fixed cost falls on a run's first ``[n]``."""
     chunks, cost = request.chunks, request.costs.prefill
-    pairs = chunks.tokens * (chunks.context + chunks.tokens / 2)
-    seconds = cost.token_s * chunks.tokens + cost.pair_s * pairs
-    first = np.ones(chunks.count, np.bool_)
-    first[1:] = (np.diff(chunks.document) != 0) | (np.diff(chunks.chunk) != 1)
-    return seconds + cost.base_s * first
+    seconds = cost.token_s * chunks.tokens + cost.pair_s * chunks.pairs
+    return seconds + cost.base_s * chunks.begins
 
 
 def floor_s(request: PlanRequest) -> float:
@@ -109,9 +108,32 @@ def floor_s(request: PlanRequest) -> float:
     chunks = request.chunks
     if request.bandwidth_low <= SLOWEST or not chunks.count:
         return 0.0
-    sizes = chunks.bytes_at(np.minimum(request.goal.floor, chunks.top))
+    floor = request.goal.floor
+    sizes = chunks.sizes[floor] if chunks.common >= floor else chunks.bytes_at(np.minimum(floor, chunks.top))
     wire, work = wire_s(request, sizes, request.bandwidth_low), decode_s(request, chunks.tokens, sizes)
     return float(max(wire.sum(), work.sum()))
+
+
+def unfetched_s(request: PlanRequest, bandwidth: float) -> float:
+    """Seconds to the first token where nothing more is fetched: what a ``Timeline`` without refinements has first.
+
+    Args:
+        request: What the plan depends on.
+        bandwidth: Bytes per second.
+
+    Returns:
+        Seconds; infinite where a chunk must be fetched.
+    """
+    chunks, committed = request.chunks, request.committed
+    if not chunks.can_text.all() and (chunks.level_for(request.goal.floor) >= 0)[~chunks.can_text].any():
+        return inf
+    begun = request.lead_s + np.cumsum(committed.wire) / max(bandwidth, SLOWEST)
+    waits = begun + np.cumsum(committed.work_s[::-1])[::-1]  # each arrival and the work from then on
+    done = float(waits.max(initial=-inf))
+    computing = committed.prefill_s + (float(prefill_s(request).sum()) if chunks.count else 0.0)
+    work = committed.decode_s + float(committed.work_s.sum())
+    busy = max(done, computing + work) if request.workers == 1 else max(done, computing, work)
+    return busy + request.costs.closing_s(request.prompt_tokens)
 
 
 class Timeline:
@@ -123,11 +145,11 @@ class Timeline:
     Attributes:
         levels: At which chunks are fetched at first, RECOMPUTE where they cannot be ``[targets, n]``.
         finish_s: Seconds from now to the first token ``[targets, splits]``.
-        error: Summed over tokens of the open chunks and of those to be raised ``[targets, splits]``.
-        bytes: Of open chunks to fetch ``[targets, splits]``.
     """
 
-    def __init__(self, request: PlanRequest, targets: Ints, bandwidth: float, *, coarse: Flags | None = None) -> None:
+    def __init__(
+        self, request: PlanRequest, targets: Ints, bandwidth: float, *, coarse: Flags | None = None, plain: bool = True
+    ) -> None:
         """Evaluate.
 
         Args:
@@ -135,41 +157,53 @@ class Timeline:
             targets: Uniform levels ``[targets]``.
             bandwidth: Bytes per second.
             coarse: Chunks that are fetched at the floor first and raised to the target when all is fetched ``[n]``.
+            plain: Whether to take the short cut that gives the same, where it is open.
         """
         chunks = request.chunks
-        self._request = request
-        self._finest = levels_for(request, targets)
-        self.levels = self._finest if coarse is None else first_levels(request, self._finest, coarse)
-        self.sizes = chunks.bytes_at(self.levels)
-        fetched = self.levels >= 0
-        forced = fetched & ~chunks.can_text
-        # Forced chunks first, then from the back; what is not fetched comes last and costs the link nothing.
-        rank = np.where(forced, 0, np.where(fetched, 1, 2)) * chunks.count + np.arange(chunks.count)[::-1]
-        self._alike = bool((rank == rank[:1]).all())  # the usual case, and much quicker
-        if self._alike:
-            self.order = np.broadcast_to(np.argsort(rank[0], kind="stable"), rank.shape)
+        self._request, self._targets = request, targets
+        # The usual case, and much quicker: every chunk can be fetched at every target, and recomputed.
+        self._is_plain = plain and 0 <= targets[-1] <= chunks.common
+        if self._is_plain:
+            self._finest, self._finest_sizes = targets[:, None].repeat(chunks.count, axis=1), chunks.sizes[targets]
         else:
-            self.order = np.argsort(rank, axis=1, kind="stable")
-        self.counts = fetched.sum(axis=1)
-        self.least = forced.sum(axis=1)
+            self._finest = levels_for(request, targets)
+            self._finest_sizes = chunks.bytes_at(self._finest)
+        self.levels = self._finest if coarse is None else first_levels(request, self._finest, coarse)
+        self.sizes = self._finest_sizes if coarse is None else chunks.bytes_at(self.levels)
+        fetched = self._arrange()
         wire, work = wire_s(request, self.sizes, bandwidth), decode_s(request, chunks.tokens, self.sizes)
-        raised = Raised(request, targets, bandwidth)
+        self._raised = raised = Raised(request, targets, bandwidth)
         link, decoding = self._lanes(wire, work, bandwidth)
         link, decoding = self._raising(link, decoding, bandwidth, raised)
         computing, late = self._computing(fetched)
         self.finish_s = self._finish(link, decoding, computing, late)
-        self._totals(raised)
+
+    def _arrange(self) -> Flags:
+        """Set the order; returns what may be fetched ``[targets, n]``."""
+        chunks, fetched = self._request.chunks, self.levels >= 0
+        if self._is_plain:
+            self.order = np.empty(fetched.shape, np.int64)
+            self.order[:] = np.arange(chunks.count)[::-1]
+            self.counts = np.full(len(fetched), chunks.count)
+            self.least = np.zeros(len(fetched), np.int64)
+            return fetched
+        forced = fetched & ~chunks.can_text
+        # Forced chunks first, then from the back; what is not fetched comes last and costs the link nothing.
+        rank = np.where(forced, 0, np.where(fetched, 1, 2)) * chunks.count + np.arange(chunks.count)[::-1]
+        self.order = np.argsort(rank, axis=1, kind="stable")
+        self.counts, self.least = fetched.sum(axis=1), forced.sum(axis=1)
+        return fetched
 
     def _sorted(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Columns ``[targets, n]`` in each target's order."""
-        if self._alike:
-            return np.broadcast_to(values, self.order.shape)[:, self.order[0]]
+        """Columns ``[targets, n]``, or the same for all targets ``[n]``, in each target's order."""
+        if self._is_plain:
+            return values[..., ::-1]
         return np.take_along_axis(np.broadcast_to(values, self.order.shape), self.order, axis=1)
 
     def _cumulated(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Sums over the first k columns of each target's order, k from 0 to n ``[targets, n + 1]``."""
-        out = np.zeros((len(values), values.shape[1] + 1), values.dtype)
-        np.cumsum(values, axis=1, out=out[:, 1:])
+        """Sums over the first k columns of each target's order, k from 0 to n ``[..., n + 1]``."""
+        out = np.zeros((*values.shape[:-1], values.shape[-1] + 1), values.dtype)
+        np.cumsum(values, axis=-1, out=out[..., 1:])
         return out
 
     def _lanes(self, wire: Floats, work: Floats, bandwidth: float) -> tuple[Floats, Floats]:
@@ -193,11 +227,13 @@ class Timeline:
 
     def _raising(self, link: Floats, decoding: Floats, bandwidth: float, raised: Raised) -> tuple[Floats, Floats]:
         """The same ends once chunks are raised: those under way, then those of the plan ``[targets, n + 1]``."""
-        end = np.maximum(decoding + raised.decode_s[:, None], link + (raised.gap_s + raised.decode_s)[:, None])
-        link, self._work = link + raised.wire_s[:, None], self._work + raised.decode_s[:, None]
+        end = decoding
+        if raised.any:
+            end = np.maximum(decoding + raised.decode_s[:, None], link + (raised.gap_s + raised.decode_s)[:, None])
+            link, self._work = link + raised.wire_s[:, None], self._work + raised.decode_s[:, None]
         if self.levels is not self._finest:
             request, tokens = self._request, self._request.chunks.tokens
-            sizes = request.chunks.bytes_at(self._finest)
+            sizes = self._finest_sizes
             more = sizes - self.sizes
             wire = self._cumulated(self._sorted(wire_s(request, more, bandwidth)))
             work = self._cumulated(self._sorted(np.where(more > 0, decode_s(request, tokens, sizes), 0.0)))
@@ -207,11 +243,17 @@ class Timeline:
             end, link, self._work = np.maximum(end, link + gaps) + work, link + wire, self._work + work
         return link, np.maximum(end, self._work)
 
-    def _computing(self, fetched: NDArray[np.bool_]) -> tuple[Floats, Floats]:
-        """Compute that is possible now, and compute that waits for the link, for every split ``[targets, n + 1]``."""
+    def _computing(self, fetched: NDArray[np.bool_]) -> tuple[Floats, Floats | None]:
+        """Compute that is possible now, and compute that waits for the link, for every split ``[..., n + 1]``.
+
+        The second is None where nothing waits.
+        """
         request = self._request
         chunks = request.chunks
         seconds = prefill_s(request)
+        if self._is_plain:
+            front = request.committed.prefill_s + seconds.sum() - self._cumulated(self._sorted(seconds))
+            return front + self._heads(fetched), None
         either = fetched & chunks.can_text
         lost = ~fetched & _behind_fetched(chunks, fetched)
         both = np.where(either, seconds, 0.0)
@@ -219,7 +261,7 @@ class Timeline:
         cold = np.where(fetched | lost, 0.0, seconds).sum(axis=1, keepdims=True)
         heads = self._heads(fetched)
         if not lost.any():
-            return request.committed.prefill_s + front + cold + heads, np.zeros(self.finish_shape)
+            return request.committed.prefill_s + front + cold + heads, None
         # Lost chunks behind the first one fetched wait; those before it belong to the front.
         after = np.zeros((len(fetched), chunks.count + 1))
         after[:, :-1] = np.cumsum(np.where(lost, seconds, 0.0)[:, ::-1], axis=1)[:, ::-1]
@@ -236,11 +278,11 @@ class Timeline:
         """Targets and splits."""
         return len(self.order), self.order.shape[1] + 1
 
-    def _heads(self, fetched: NDArray[np.bool_]) -> Floats:
+    def _heads(self, fetched: NDArray[np.bool_]) -> Floats | float:
         """Head starts of documents of which anything is fetched, for every split ``[targets, n + 1]``."""
         chunks = self._request.chunks
         if not chunks.prefix_s.any():
-            return np.zeros(self.finish_shape)
+            return 0.0
         in_order = np.broadcast_to(chunks.document, self.order.shape)
         document = np.take_along_axis(in_order, self.order, axis=1)
         seconds = self._sorted(np.where(fetched, chunks.prefix_s, 0.0))
@@ -252,26 +294,37 @@ class Timeline:
             first[row, where] = True
         return self._cumulated(np.where(first, seconds, 0.0))
 
-    def _finish(self, link: Floats, decoding: Floats, computing: Floats, late: Floats) -> Floats:
+    def _finish(self, link: Floats, decoding: Floats, computing: Floats, late: Floats | None) -> Floats:
         request = self._request
         if request.workers == 1:
             # One worker: all work that is possible now, or arrivals with what follows them.
-            now = computing + self._work
-            end = np.maximum(now, decoding) + late
+            end = np.maximum(computing + self._work, decoding)
+            end = end if late is None else end + late
+        elif late is None:
+            end = np.maximum(computing, decoding)
         else:
             waits = np.where(late > 0, np.maximum(computing, link) + late, computing)
             end = np.maximum(waits, decoding)
         end = end + request.costs.closing_s(request.prompt_tokens)
+        if self._is_plain:
+            return end
         columns = np.arange(end.shape[1])
         usable = (columns >= self.least[:, None]) & (columns <= self.counts[:, None])
         return np.where(usable, end, np.inf)
 
-    def _totals(self, raised: Raised) -> None:
+    @cached_property
+    def error(self) -> Floats:
+        """Summed over tokens of the open chunks and of those to be raised ``[targets, splits]``."""
         chunks = self._request.chunks
         exact = chunks.tokens * chunks.exact_error
-        gained = chunks.tokens * chunks.errors_at(self._finest) - exact
-        self.error = raised.error[:, None] + exact.sum() + self._cumulated(self._sorted(gained))
-        self.bytes = self._cumulated(self._sorted(self.sizes))
+        errors = chunks.errors[self._targets] if self._is_plain else chunks.errors_at(self._finest)
+        gained = chunks.tokens * errors - exact
+        return np.asarray(self._raised.error[:, None] + exact.sum() + self._cumulated(self._sorted(gained)))
+
+    @cached_property
+    def bytes(self) -> Ints:
+        """Of open chunks to fetch ``[targets, splits]``."""
+        return self._cumulated(self._sorted(self.sizes))
 
 
 class Raised:
@@ -283,6 +336,7 @@ class Raised:
         gap_s: From the first of them on the link to the latest instant at which the decode lane, which does nothing
             else, may begin and never waits; -inf where nothing is raised ``[targets]``.
         error: Summed over their tokens then ``[targets]``.
+        any: Whether anything can be raised at all.
     """
 
     def __init__(self, request: PlanRequest, targets: Ints, bandwidth: float) -> None:
@@ -296,7 +350,8 @@ class Raised:
         some = request.refinable
         self.wire_s = self.decode_s = self.error = np.zeros(len(targets))
         self.gap_s = np.full(len(targets), -np.inf)
-        if some is None or not len(some.level):
+        self.any = some is not None and len(some.level) > 0
+        if some is None or not self.any:
             return
         column = np.arange(len(some.level))
         to = np.maximum(np.minimum(targets[:, None], some.top), some.level)

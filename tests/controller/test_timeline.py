@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvwire.controller.policies.base import RECOMPUTE
 from kvwire.controller.policies.naive import fetch_order, finish_naive, splits
-from kvwire.controller.policies.timeline import Timeline
+from kvwire.controller.policies.timeline import Timeline, unfetched_s
 
 from .requests import LEVELS, plan_requests
 
@@ -35,6 +38,34 @@ def test_every_candidate_ends_when_playing_it_through_ends(request):
             assert timeline.finish_s[row, split] == pytest.approx(expected, rel=1e-9, abs=1e-9)
         others = np.delete(timeline.finish_s[row], usable)
         assert np.isinf(others).all()
+
+
+def without_forced(request):
+    """The same request where all levels and the text of every chunk are there."""
+    chunks = request.chunks
+    finest, text = np.full(chunks.count, LEVELS - 1), np.ones(chunks.count, np.bool_)
+    return replace(request, chunks=replace(chunks, top=finest, finest=finest, can_text=text))
+
+
+@given(plan_requests(), st.booleans(), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_the_short_cut_gives_what_the_long_way_gives(request, insured, alike):
+    request = without_forced(request) if alike else request
+    coarse = np.ones(request.chunks.count, np.bool_) if insured else None
+    quick = Timeline(request, TARGETS, request.bandwidth, coarse=coarse)
+    slow = Timeline(request, TARGETS, request.bandwidth, coarse=coarse, plain=False)
+    for name in ("levels", "sizes", "order", "counts", "least", "bytes"):
+        np.testing.assert_array_equal(getattr(quick, name), getattr(slow, name))
+    np.testing.assert_allclose(quick.finish_s, slow.finish_s, rtol=1e-12)
+    np.testing.assert_allclose(quick.error, slow.error, rtol=1e-12)
+
+
+@given(plan_requests(), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_fetching_nothing_more_ends_as_in_the_timeline(request, alike):
+    request = without_forced(request) if alike else request
+    whole = Timeline(replace(request, refinable=None), np.array([request.goal.floor]), request.bandwidth)
+    assert unfetched_s(request, request.bandwidth) == pytest.approx(float(whole.finish_s[0, 0]), rel=1e-9)
 
 
 @given(plan_requests())

@@ -1,0 +1,181 @@
+"""When a load's plan is made anew, what it rests on, and whether a load is taken in by its first one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvwire.controller.chunk_table import ChunkState
+from kvwire.controller.limits import Limits
+from kvwire.controller.policies.base import Columns, CommittedWork, PlanRequest
+
+if TYPE_CHECKING:
+    from kvwire.controller.costs import CostModel
+    from kvwire.controller.document_state import DocumentState
+    from kvwire.controller.load import Load
+    from kvwire.controller.policies.base import Plan
+
+_S = ChunkState
+_MARGIN = 0.05  # of a deadline: who is admitted in a queue that is full is to be in time
+_VAGUE = 0.5  # relative error of a bandwidth by which nobody is refused
+_OVERDUE = 1.5  # a pass that takes that many times what was expected tells of a slow engine
+_CONFIRMED = 2  # plans that the next ones only confirm are used for up to 2 to that power times as long
+_NEAR = 0.02  # share by which a link's estimate may change and nothing has changed
+_URGENT, _CALM = 1.0, 20.0  # plans are made after that many times what one costs, at the soonest
+
+
+class Planner(Limits):
+    """Has plans made for loads: seldom enough to cost little, and at once where something has changed."""
+
+    def add(self, load: Load, doc: DocumentState, now: float) -> None:
+        """Choose a new document's variant, and leave out levels that would never fit into memory.
+
+        Args:
+            load: Whose document it is.
+            doc: State of the document.
+            now: The instant, in seconds of the controller's clock.
+        """
+        self._now = now
+        if len(doc.variants) > 1:
+            self._choose(doc, min(range(len(doc.variants)), key=lambda each: self._score(load, doc, each, now)))
+        else:
+            self._choose(doc, 0)
+
+    def _choose(self, doc: DocumentState, variant: int) -> None:
+        if variant != doc.variant:
+            doc.choose(variant)
+        doc.limit(self._settings.memory_bytes)
+
+    def _score(self, load: Load, doc: DocumentState, variant: int, now: float) -> tuple[bool, bool, float, float]:
+        """How good the prompt as far as it is known would be with a variant; less is better."""
+        self._choose(doc, variant)
+        plan = self._policy.plan(self._request(load, now))
+        goal = {"earliest": 0.0, "quality": plan.error, "cheapest": float(plan.bytes)}[load.goal.objective]
+        hopeless = doc.has(_S.FAILED)
+        return hopeless, not plan.in_time, goal if plan.in_time else 0.0, plan.finish_s
+
+    # When.
+
+    def is_due(self, load: Load, now: float) -> bool:
+        """Whether a load's plan is to be made anew by now.
+
+        Args:
+            load: Which one.
+            now: The instant, in seconds of the controller's clock.
+        """
+        if not load.is_stale and now < load.planned_at + self._settings.replan_s:
+            return False  # however long the pause is, it is not shorter
+        return now >= load.planned_at + self._pause_s(
+            load, now
+        )  # as in ``wake_at``: a difference might round otherwise
+
+    def _pause_s(self, load: Load, now: float) -> float:
+        """Seconds for which a plan is used: planning takes a small share of the time, the more there is to plan for."""
+        settings = self._settings
+        cost_s = settings.plan_s + settings.plan_chunk_s * load.table.counts[_S.PLANNED]
+        if load.is_stale:
+            return min(_URGENT * cost_s, settings.replan_s)
+        calm = float(1 << min(load.confirmed, _CONFIRMED)) if self._is_as_before(load, now) else 1.0
+        if not load.waiting and not load.refine and self._window_open():
+            return settings.replan_s * calm  # the link might have something to do
+        # Near a deadline every decision counts.
+        pause_s = min(_CALM * cost_s * len(self._loads), max(0.0, load.due - now) / _CALM)
+        return max(settings.replan_s, pause_s) * calm
+
+    def _is_as_before(self, load: Load, now: float) -> bool:
+        """Whether link and engine are what a load's plan took them for, and it shares them with no other load."""
+        if not load.confirmed or len(self._loads) > 1 or self.lanes.slowness(now) > _OVERDUE:
+            return False
+        rate, low = load.planned_for
+        return _is_near(self.link.bandwidth, rate) and _is_near(self.link.bandwidth_low, low)
+
+    def _wants_plan(self, load: Load) -> bool:
+        """Whether there is something to plan: anything is known, and open or never planned for."""
+        return bool(load.docs) and (load.is_undecided or load.first_s is None)
+
+    def _refresh(self, load: Load, now: float) -> None:
+        """Plan anew unless the plan is fresh."""
+        if self._wants_plan(load) and self.is_due(load, now):
+            self._plan(load, now)
+
+    # What.
+
+    def _plan(self, load: Load, now: float) -> None:
+        if not self._wants_plan(load):
+            return
+        self._choose_repair(load, now)
+        request = self._request(load, now)
+        load.follow(self._policy.plan(request), request, now)
+        load.planned_for = self.link.bandwidth, self.link.bandwidth_low
+        if load.first_s is None and load.is_known and load.plan:
+            self._admit(load, load.plan, now)
+
+    def _admit(self, load: Load, first: Plan, now: float) -> None:
+        """Take a load in by its first plan of all documents, or refuse it where its goal says so and it would be late.
+
+        Args:
+            load: Which one.
+            first: The plan.
+            now: The instant, in seconds of the controller's clock.
+        """
+        load.first_s = now - load.asked_at + first.finish_s
+        load.came, load.asked_floor_s = now, load.floor_s
+        if load.due < inf and load.goal.on_late == "refuse" and self._estimates.bandwidth.error < _VAGUE:
+            # Those that go first give their quality back where that keeps this one's deadline.
+            soonest_s = min(first.finish_s, self._floors_s(load, now))
+            margin_s = _MARGIN * (load.due - load.asked_at) + self._beside_s(load)
+            load.refused_s = max(0.0, now + soonest_s + margin_s - load.due)
+        if not load.refused_s:
+            self._demand.add(load.floor_s, now)
+
+    def _request(self, load: Load, now: float) -> PlanRequest:
+        costs, settings, link = self.costs_among_many(load), self._settings, self.link
+        slowness = self.lanes.slowness(now)
+        if slowness > _OVERDUE:
+            costs = replace(costs, prefill=costs.prefill.scaled(slowness))
+        rank = self._rank(load)
+        ahead = [other for other in self._loads.values() if other is not load and self._rank(other) < rank]
+        link.credit(now)
+        fetches = link.fetches.values()
+        closings_s = sum(self.costs_of(other).closing_s(other.prompt_tokens) for other in ahead)
+        committed = CommittedWork(
+            wire=np.array([fetch.left for fetch in fetches], np.float64),
+            work_s=np.array([fetch.decode_s for fetch in fetches], np.float64),
+            prefill_s=self.lanes.left_s("prefill", now) + sum(other.compute_s for other in ahead) + closings_s,
+            decode_s=self.lanes.left_s("decode", now) + self._backlog_s(costs),
+            ahead_bytes=float(sum(other.plan_bytes for other in ahead)),
+        )
+        left_s = None if load.due == inf else self._left_s(load, costs, now)
+        ahead_s = max(0.0, left_s or 0.0)
+        base = PlanRequest(
+            chunks=_NOTHING, costs=costs, goal=load.goal, bandwidth=link.bandwidth,
+            bandwidth_low=link.bandwidth_low if left_s is None else link.low_over(ahead_s), prompt_tokens=0,
+            committed=committed, left_s=left_s, lead_s=link.lead_s(now), ttfb_s=link.ttfb_s,
+            parallel=settings.max_in_flight, workers=settings.workers, now=now,
+            risk=link.risk(ahead_s) if len(self._loads) == 1 else 0.0,  # several are careful in a way of their own
+        )  # fmt: skip
+        return load.request(base)
+
+    def _backlog_s(self, costs: CostModel) -> float:
+        """Seconds of decoding for what has arrived, over all loads; worked out once until that changes."""
+        if self.backlog_s is not None:
+            return self.backlog_s
+        seconds = 0.0
+        for load in self._loads.values():
+            count, tokens, size = load.table.arrived()
+            seconds += costs.decode.base_s * count + costs.decode.token_s * tokens + costs.decode.byte_s * size
+        self.backlog_s = seconds
+        return seconds
+
+
+def _is_near(figure: float, before: float) -> bool:
+    return abs(figure - before) <= _NEAR * before
+
+
+_NOTHING = Columns(
+    *(np.zeros(0, np.int64),) * 4, np.zeros((1, 0), np.int64), np.zeros((1, 0)), *(np.zeros(0, np.int64),) * 2,
+    np.zeros(0), np.zeros(0, np.bool_), np.zeros(0),
+)  # fmt: skip
