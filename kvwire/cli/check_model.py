@@ -73,7 +73,7 @@ def check_model(place: StoreOptions, **options: Unpack[_CheckOptions]) -> None:
         with closing(opened):
             corpus.set_link_report(report)
     if options["picture"]:
-        from kvwire.whatif.link_picture import draw_links
+        from kvwire.comparison.link_picture import draw_links
 
         draw_links(report, Path(options["picture"]))
     if options["as_json"]:

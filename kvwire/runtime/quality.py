@@ -134,6 +134,7 @@ class Reference:
         start: Position of the question's first token.
         tokens: The question and the exact caches' greedy answer, fed to both sides.
         logits: Of all of them, ``[tokens, vocabulary]``.
+        full: The same from one full prefill of the prompt, in which documents see each other.
         linking_kl: Mean KL divergence in nats of linked exact caches against one full prefill of the prompt; not the
             codec's doing.
     """
@@ -141,6 +142,7 @@ class Reference:
     start: int
     tokens: tuple[int, ...]
     logits: Tensor
+    full: Tensor
     linking_kl: float
 
     @classmethod
@@ -168,7 +170,19 @@ class Reference:
         logits = engine.forward(engine.past_key_values(linked), tokens, start)
         whole = [token for document in documents for token in document]
         full = engine.forward(None, [*whole, *tokens], 0, logits=len(tokens))
-        return cls(start, tokens, logits, mean_kl(full, logits))
+        return cls(start, tokens, logits, full, mean_kl(full, logits))
+
+    def from_full(self, engine: Engine, cache: KVCache) -> float:
+        """Compare another cache of the same prompt with a full prefill.
+
+        Args:
+            engine: The model that made the reference.
+            cache: All documents of the prompt, linked.
+
+        Returns:
+            Mean KL divergence in nats.
+        """
+        return mean_kl(self.full, engine.forward(engine.past_key_values(cache), self.tokens, self.start))
 
     def compare(self, engine: Engine, cache: KVCache) -> tuple[float, float]:
         """Compare another cache of the same prompt.
