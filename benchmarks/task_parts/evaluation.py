@@ -1,4 +1,4 @@
-"""What the task model answers when its rows see the whole prompt, their own document alone, or some rows are repaired."""
+"""What the task model answers in full prefill, linked blindly, and with some rows repaired."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from kvwire.reuse import block_mask
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from task_parts.families import Prompt
     from torch import Tensor
     from transformers import LlamaForCausalLM
+
+    from task_parts.families import Prompt
 
 BATCH = 50
 NORMAL_95 = 1.959964

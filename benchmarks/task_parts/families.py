@@ -12,13 +12,14 @@ Facts are two tokens; prose fills the documents. A fact's second token stands ri
 
 from __future__ import annotations
 
-import random
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from task_parts.prose import SUCCESSORS, TOPICS, WORDS, walk
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Callable, Sequence
 
 PAD, START, SEEN, LISTED = 0, 1, 2, 3
@@ -102,6 +103,25 @@ def make(family: str, draw: random.Random, size: Size | None = None) -> Prompt:
         The prompt.
     """
     return _MAKERS[family](draw, size or Size())
+
+
+def chance(prompt: Prompt) -> float:
+    """How often the best guess is right that knows the prompt and the family, but not where to look.
+
+    Args:
+        prompt: The prompt.
+
+    Returns:
+        The share: of the most frequent answer to such questions; of one listed item; of the word that follows in most
+        topics.
+    """
+    if prompt.family == "repeat":
+        return 1 / len({token for ids in prompt.documents for token in ids if token in NAMES})
+    if prompt.family == "prose":
+        word = prompt.questions[0].ids[-1] - WORDS.start
+        return Counter(table[word][0] for table in SUCCESSORS).most_common(1)[0][1] / TOPICS
+    answers = Counter(question.answer for question in prompt.questions)
+    return answers.most_common(1)[0][1] / answers.total()
 
 
 class _Draft:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file, save_file
-from task_parts.families import VOCABULARY
 from transformers import LlamaConfig, LlamaForCausalLM
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from task_parts.families import VOCABULARY
 
 FOLDER = Path(__file__).resolve().parent / "weights"
 """Where the weights are kept, as a folder that ``kvwire.open_engine`` opens."""
@@ -71,27 +68,23 @@ def load(folder: Path = FOLDER, *, dtype: torch.dtype = torch.float32) -> LlamaF
     Raises:
         FileNotFoundError: Nothing is kept there; ``task_model.py`` makes it.
     """
-    path = folder / "model.safetensors"
-    if not path.is_file():
-        msg = f"no weights in {folder.name}/; make them with benchmarks/task_model.py --train"
+    if not is_kept(folder):
+        msg = f"no weights in {folder.name}/; benchmarks/task_model.py makes them"
         raise FileNotFoundError(msg)
     model = LlamaForCausalLM(configuration())
-    weights = load_file(path)
+    weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
     return model.to(dtype).eval()
 
 
-def load_or_make(make: Callable[[], LlamaForCausalLM], folder: Path = FOLDER) -> LlamaForCausalLM:
-    """Open the model that is kept; where none is, make it and keep it.
+def is_kept(folder: Path = FOLDER) -> bool:
+    """Whether weights are there.
 
     Args:
-        make: Trains the model.
-        folder: Where it lies.
+        folder: Where they would lie.
 
     Returns:
-        The model with its weights as they are kept.
+        The truth.
     """
-    if not (folder / "model.safetensors").is_file():
-        save(make(), folder)
-    return load(folder)
+    return (folder / "model.safetensors").is_file()

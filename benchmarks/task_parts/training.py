@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from task_parts.families import FAMILIES, LISTED, NAMES, Prompt, Size, make
-from task_parts.model import SEED, configuration
-from task_parts.prose import WORDS
 from torch import Tensor
 from torch.nn import Linear
 from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM
+
+from task_parts.families import FAMILIES, LISTED, NAMES, Prompt, Size, make
+from task_parts.model import SEED, configuration
+from task_parts.prose import WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
