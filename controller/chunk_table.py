@@ -246,7 +246,7 @@ class ChunkTable:
             return None
         tokens, context = self.look("tokens")[places], self.look("context")[places]
         pairs = float((tokens * (context + tokens / 2)).sum())
-        documents = np.count_nonzero(np.bincount(self.look("document")[places]))
+        documents = int(np.count_nonzero(np.bincount(self.look("document")[places])))
         return documents, int(tokens.sum()), pairs
 
     def fixed(self) -> tuple[Ints, NDArray[np.float64]]:
@@ -272,7 +272,8 @@ class ChunkTable:
             The chunks as columns, and their places.
         """
         places = self._in_prompt_order(np.flatnonzero(self.look("state") == _S.PLANNED))
-        ints, floats = (each.take(places, axis=1) for each in self.fixed())
+        ints, floats = self.fixed()
+        ints, floats = ints.take(places, axis=1), floats.take(places, axis=1)
         document, chunk, tokens, context, finest = ints[:_SIZES]
         waits = np.zeros(len(places))
         if prefix_s and len(places):
@@ -308,7 +309,8 @@ class ChunkTable:
         most = top if ceiling is None else np.minimum(top, ceiling)
         able: Flags = (self.look("layered") > 0) & (self.look("held") > 0) & (self.look("level") < most)
         places = self._in_prompt_order(np.flatnonzero(able & _RAISABLE[state]))
-        ints, floats = (each.take(places, axis=1) for each in self.fixed())
+        ints, floats = self.fixed()
+        ints, floats = ints.take(places, axis=1), floats.take(places, axis=1)
         refinable = UpgradeCandidates(
             level=self.look("level")[places],
             top=most[places],

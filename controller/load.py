@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from dataclasses import replace
-from math import inf
+from math import ceil, inf
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -156,7 +156,11 @@ class Load:
         return self._costs[1]
 
     def _rows(self, share: float) -> int:
-        return rows_of(share, self.prompt_tokens, self.docs[0].tokens) if share and self.docs else 0
+        """Rows that a share takes as much as, choosing them included."""
+        if not (share and self.docs and self.repair):
+            return 0
+        rows = rows_of(share, self.prompt_tokens, self.docs[0].tokens)
+        return rows + ceil(self.repair.scan * (self.prompt_tokens - rows))
 
     def _repairing(self, costs: CostModel, rows: int) -> CostModel:
         return replace(costs, repair_rows=rows, repair_looks=bool(rows and self.repair and self.repair.looks))
@@ -308,8 +312,8 @@ class Load:
             return True
         if len(before) != len(self._wanted):
             return False
-        either = (np.frombuffer(each, np.uint8)[self._open] for each in (before, self._wanted))
-        return bool(np.array_equal(*either))
+        earlier, later = (np.frombuffer(each, np.uint8)[self._open] for each in (before, self._wanted))
+        return bool(np.array_equal(earlier, later))
 
     def _want(self, places: NDArray[np.int64]) -> None:
         """Remember which chunks are to be recomputed."""

@@ -31,6 +31,7 @@ class RepairOption:
         least: Share of the prompt's rows that is computed anew in any case, 0 to 1.
         most: Share beyond which nobody wants to go, ``least`` to 1.
         looks: Rows are chosen by a pass of the question over the prompt.
+        scan: Share of a prefill that choosing rows takes besides, where all of them run through the first layers.
         error: Of documents that do not see each other, on the scale of ``DocumentPlanInput.errors``.
         shares: Shares that were measured, growing, from 0 on.
         left: Of ``error``, what is left at each of them, 1 to 0, never growing.
@@ -39,6 +40,7 @@ class RepairOption:
     least: float = 0.0
     most: float = 0.0
     looks: bool = True
+    scan: float = 0.0
     error: float = 0.0
     shares: tuple[float, ...] = (0.0, 1.0)
     left: tuple[float, ...] = (1.0, 0.0)
@@ -49,8 +51,8 @@ class RepairOption:
         Raises:
             ArgumentError: One of them cannot be.
         """
-        if not 0 <= self.least <= self.most <= 1:
-            msg = f"the shares of rows to repair lie between 0 and 1, got {self.least} to {self.most}"
+        if not (0 <= self.least <= self.most <= 1 and 0 <= self.scan <= 1):
+            msg = f"the shares of rows to repair lie between 0 and 1, got {self.least} to {self.most}, {self.scan}"
             raise ArgumentError(msg)
         if not (isfinite(self.error) and self.error >= 0):
             msg = f"the error of links must be finite and at least 0, got {self.error}"

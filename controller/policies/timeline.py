@@ -276,7 +276,7 @@ class Timeline:
     @property
     def finish_shape(self) -> tuple[int, int]:
         """Targets and splits."""
-        return len(self.order), self.order.shape[1] + 1
+        return len(self.order), int(self.order.size) // max(1, len(self.order)) + 1
 
     def _heads(self, fetched: NDArray[np.bool_]) -> Floats | float:
         """Head starts of documents of which anything is fetched, for every split ``[targets, n + 1]``."""

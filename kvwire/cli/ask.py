@@ -88,9 +88,9 @@ class _AskOptions(TypedDict):
 )
 @click.option(
     "--selector",
-    default="attention",
+    default="auto",
     show_default=True,
-    help="What chooses these rows: attention, cacheblend, lmcache, first, random.",
+    help="What chooses these rows: attention, blend, cacheblend, lmcache, first, random; auto: as check-model found.",
 )
 @click.option(
     "--objective",

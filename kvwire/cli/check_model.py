@@ -79,7 +79,7 @@ def check_model(place: StoreOptions, **options: Unpack[_CheckOptions]) -> None:
     if options["as_json"]:
         say(json.dumps(asdict(report) | {"allowed": report.allowed, "within": report.is_within}))
     else:
-        _print(report)
+        _print(report, len(engine.meta.layers))
 
 
 def _prompts(engine: Engine, options: _CheckOptions) -> list[CheckPrompt]:
@@ -138,7 +138,7 @@ def _questions(path: Path) -> list[dict[str, Any]]:
     return value
 
 
-def _print(report: LinkReport) -> None:
+def _print(report: LinkReport, layers: int) -> None:
     lost = report.linked / report.no_documents if report.no_documents else 0.0
     say(
         f"{report.prompts} prompts; KL divergence from a full prefill, in nats: "
@@ -154,13 +154,14 @@ def _print(report: LinkReport) -> None:
     for name, kl in report.levels.items():
         repaired = report.levels_repaired.get(name)
         say(f"{name:<22}{kl:>10.5f}" + (f"{repaired:>10.5f}" if repaired is not None else ""))
-    say("", _verdict(report))
+    say("", _verdict(report, layers))
 
 
-def _verdict(report: LinkReport) -> str:
+def _verdict(report: LinkReport, layers: int) -> str:
     if report.is_within:
         return "documents may be linked as they are"
-    share = report.least_share("attention")
+    selector = report.best_selector(layers)
+    share = report.least_share(selector)
     if share is None:
         return "no share that was measured is enough: run prompts like these as text, or --repair all"
-    return f"loads repair {share:.0%} of the rows or more (--repair auto): kvwire ask reads this from the store"
+    return f"loads repair {share:.0%} of the rows or more, chosen by {selector}: kvwire ask reads this from the store"

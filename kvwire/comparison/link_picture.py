@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     from kvwire.runtime.links import LinkReport
 
 # Okabe and Ito's palette; markers say the same again.
-_STYLES = {"attention": ("#0072B2", "o"), "cacheblend": ("#E69F00", "s"), "first": ("#009E73", "^")}
+_STYLES = {
+    "attention": ("#0072B2", "o"),
+    "blend": ("#CC79A7", "D"),
+    "cacheblend": ("#E69F00", "s"),
+    "first": ("#009E73", "^"),
+}
 _LEAST = 1e-7
 
 

@@ -105,12 +105,16 @@ def run_demo(
             count = len(prompts[0].documents)
             say(f"\nprompt: {comparison.prompt_tokens} tokens in {count} documents; deadline {deadline:.2f} s")
             rows = [comparison.over(name, link, deadline) for name, link in named]
-    report = {"links": rows, "encode": encoded, "deadline_s": deadline, "prompt_tokens": comparison.prompt_tokens}
-    report["linking"] = {"kl_of_linked_to_full_prefill": references[0].linking_kl}
+    linking_kl = references[0].linking_kl
+    tokens_asked = comparison.prompt_tokens
+    report: dict[str, Any] = {
+        "links": rows, "encode": encoded, "deadline_s": deadline, "prompt_tokens": tokens_asked,
+    }  # fmt: skip
+    report["linking"] = {"kl_of_linked_to_full_prefill": linking_kl}
     out.mkdir(parents=True, exist_ok=True)
     (out / "demo.json").write_text(json.dumps(report, indent=1) + "\n")
     say(table(rows))
-    say(_links_table(report["linking"]["kl_of_linked_to_full_prefill"], rows))
+    say(_links_table(linking_kl, rows))
     _draw(report, out / "demo.png", say)
     return report
 

@@ -28,7 +28,7 @@ PIECES, PIECE_TOKENS, QUESTION_TOKENS, REST_TOKENS = 6, 128, 16, 16
 """Of a prompt that is cut from texts: documents, their tokens, the question's, and those that follow it."""
 _LEAST_PIECE = 16
 SHARES = (0.02, 0.05, 0.15, 0.3)
-SELECTORS = ("attention", "cacheblend", "first")
+SELECTORS = ("attention", "blend", "cacheblend", "first")
 _LEVEL_SHARE = 0.15
 _LEVEL_PROMPTS = 4
 _EXACT = {torch.float64: 1e-8, torch.float32: 1e-3}

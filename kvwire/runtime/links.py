@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 RepairMode = Literal["none", "auto", "all"]
 DEFAULT_SELECTOR = "attention"
+AUTO = "auto"
+"""In place of a selector: what the model's report found best, ``DEFAULT_SELECTOR`` without one."""
 VERSION = 1
 MOST_BYTES = 1 << 20
 _ADVICE = "run kvwire check-model again"
@@ -105,6 +107,25 @@ class LinkReport:
         row = self.repaired.get(selector, ())
         return next((share for share, kl in zip(self.shares, row, strict=False) if kl <= self.allowed), None)
 
+    def best_selector(self, layers: int) -> str:
+        """What serves this model best: of those that get links within the bound, the one that computes least.
+
+        Args:
+            layers: Of the model.
+
+        Returns:
+            Its name; where none gets there, the one that leaves least.
+        """
+        if not self.repaired:
+            return DEFAULT_SELECTOR
+        shares = {name: self.least_share(name) for name in self.repaired}
+        enough = {name: share for name, share in shares.items() if share is not None}
+        if not enough:
+            return min(self.repaired, key=lambda name: self.left(name)[-1])
+        if not any(enough.values()):  # nothing is needed: whoever gives most for what it computes
+            return min(enough, key=lambda name: self.left(name)[-1] + self.allowed * scan_of(selector_of(name), layers))
+        return min(enough, key=lambda name: (enough[name] or 0.0) + scan_of(selector_of(name), layers))
+
     def left(self, selector: str) -> tuple[float, ...]:
         """KL divergence at no repair and at each share, made to fall."""
         out = [self.linked]
@@ -165,6 +186,20 @@ class LinkPlan:
     report: LinkReport | None = None
 
 
+def scan_of(selector: Selector, layers: int) -> float:
+    """Share of a prefill that a selector takes to choose, the question's pass left out.
+
+    Args:
+        selector: The selector.
+        layers: Of the model.
+
+    Returns:
+        The share, 0 to 1.
+    """
+    tokens = 1000
+    return min(1.0, selector.cost(tokens, 0, 0, layers).token_layers / (tokens * layers)) if layers else 0.0
+
+
 UNREPAIRED = LinkPlan(None, selector_of("none"))
 """Links stay as they are."""
 
@@ -175,12 +210,13 @@ def check_repair(repair: RepairMode | float, floor: float | None, selector: str)
     Args:
         repair: ``none``, ``auto``, ``all`` or a share of rows.
         floor: Share that is repaired at least; None: as the report says.
-        selector: Name of what chooses rows.
+        selector: Name of what chooses rows, or ``auto``.
 
     Raises:
         ArgumentError: One of them is none.
     """
-    selector_of(selector)
+    if selector != AUTO:
+        selector_of(selector)
     named = isinstance(repair, str) and repair in {"none", "auto", "all"}
     if not named and not (isinstance(repair, (int, float)) and 0 <= repair <= 1):
         msg = f"repair is none, auto, all or a share of rows from 0 to 1, got {repair!r}"
@@ -196,15 +232,17 @@ def plan_links(
     selector: str,
     report: LinkReport | None,
     profile: AnyProfile | None,
+    layers: int = 0,
 ) -> LinkPlan:
     """What loads do about links.
 
     Args:
         repair: ``none``, ``auto``, ``all`` or a share of rows.
         floor: Share that ``auto`` repairs at least; None: what the report found to be needed, 0 without one.
-        selector: Name of what chooses rows.
+        selector: Name of what chooses rows, or ``auto``.
         report: Of the model, where it was measured.
         profile: In use, whose errors the report's figures are put beside.
+        layers: Of the model.
 
     Returns:
         The plan.
@@ -213,21 +251,23 @@ def plan_links(
         ArgumentError: See ``check_repair``.
     """
     check_repair(repair, floor, selector)
+    if selector == AUTO:
+        selector = report.best_selector(layers) if report else DEFAULT_SELECTOR
     chooser = selector_of("all" if repair == "all" else selector)
-    looks = "question" in chooser.needs
+    looks, scan = "question" in chooser.needs, 0.0 if repair == "all" else scan_of(chooser, layers)
     known = _UNMEASURED if report is None else _measured(report, selector, profile)
     if repair == "none" or chooser.name == "none":
         return LinkPlan(None, chooser, warning=_warning(report, selector, 0.0), report=report)
     if repair != "auto":
         share = 1.0 if repair == "all" else float(repair)
-        option = replace(known, least=share, most=share, looks=looks)
+        option = replace(known, least=share, most=share, looks=looks, scan=scan)
         return LinkPlan(option, chooser, is_wanted=True, warning=_warning(report, selector, share), report=report)
     least = floor
     if least is None:
         least = (report.least_share(selector) if report else None) or 0.0
         if report and report.least_share(selector) is None:
             least = _MOST
-    option = replace(known, least=least, most=max(least, _MOST), looks=looks)
+    option = replace(known, least=least, most=max(least, _MOST), looks=looks, scan=scan)
     return LinkPlan(option, chooser, warning=_warning(report, selector, least), report=report)
 
 

@@ -262,7 +262,8 @@ class Loader:
         with suppress(KvwireError):
             view = corpus.over(self._session.view(corpus.catalog.store, over_link=False))
             report, profile = view.link_report(), view.profile()
-        return plan_links(chosen.repair, chosen.repair_floor, chosen.selector, report, profile)
+        layers = len(self._engine.meta.layers)
+        return plan_links(chosen.repair, chosen.repair_floor, chosen.selector, report, profile, layers)
 
     def _goal(self, deadline_s: float | None, objective: Objective | None) -> ctl.Goal:
         chosen = self._settings

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from kvwire import controller as ctl
 from kvwire.codec.workers import cores
-from kvwire.runtime.links import DEFAULT_SELECTOR, check_repair
+from kvwire.runtime.links import AUTO, check_repair
 from kvwire.transport import FetchSettings
 
 if TYPE_CHECKING:
@@ -48,7 +48,8 @@ class LoadSettings:
             floor alone.
         repair_floor: Share that ``auto`` repairs at least; None: what ``kvwire check-model`` found that the model
             needs, and none where that was not run.
-        selector: What chooses the rows, one of ``kvwire.reuse.SELECTORS``.
+        selector: What chooses the rows, one of ``kvwire.reuse.SELECTORS``, or ``auto``: what ``kvwire check-model``
+            found best for the model, and ``attention`` where that was not run.
         entries_s: Seconds that a catalog entry is used for after it was read; 0: every load asks the catalog.
         policy: Decides instead of the controller's own, for comparisons.
         record: Called with every event and what it led to; ``controller.replay`` takes these.
@@ -70,7 +71,7 @@ class LoadSettings:
     on_late: OnLate = "serve"
     repair: RepairMode | float = "auto"
     repair_floor: float | None = None
-    selector: str = DEFAULT_SELECTOR
+    selector: str = AUTO
     entries_s: float = 30.0
     policy: Policy | None = None
     record: Callable[[LogEntry], object] | None = None

@@ -6,14 +6,16 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from kvwire.errors import ArgumentError
 from kvwire.reuse.repair.selectors import SELECTORS
-from kvwire.reuse.repair.selectors.base import rows_for
+from kvwire.reuse.repair.selectors.base import RepairCost, rows_for
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvwire.reuse.repair.selectors.base import RepairCost, RepairInput, Selector
+    from kvwire.reuse.repair.selectors.base import RepairInput, Selector
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +74,8 @@ def repair_prompt(given: RepairInput, selector: Selector, share: float) -> Repai
         MismatchError: The engine's model cannot run rows.
     """
     count = rows_for(share, given.documents)
+    if not count and selector.name != "all":
+        return Repaired(torch.zeros(0, dtype=torch.int64), selector.name, RepairCost(0.0, 0.0), 0.0, 0.0)
     started = time.perf_counter()
     chosen = selector.choose(given, count)
     selected = time.perf_counter()

@@ -181,6 +181,20 @@ def test_the_report_says_how_much_is_repaired_at_least():
     assert plan_links("all", None, "first", None, None).selector.name == "all"
 
 
+def test_the_report_says_which_selector_serves_best():
+    assert REPORT.best_selector(32) == "attention"
+    blind = {"attention": (0.2, 0.2, 0.15), "blend": (0.1, 0.04, 0.01), "first": (0.2, 0.2, 0.2)}
+    unseen = replace(REPORT, repaired=blind)
+    assert unseen.best_selector(32) == "blend"
+    plan = plan_links("auto", None, "auto", unseen, None, 32)
+    assert (plan.selector.name, plan.option.least, plan.option.looks) == ("blend", 0.15, True)
+    assert plan.option.scan == pytest.approx(3 / 32)
+    assert plan_links("auto", None, "auto", None, None, 32).selector.name == "attention"
+    hopeless = replace(REPORT, repaired={"attention": (0.2, 0.2, 0.19), "first": (0.2, 0.2, 0.18)})
+    assert hopeless.best_selector(32) == "first"
+    assert replace(REPORT, repaired={}).best_selector(32) == "attention"
+
+
 def test_loads_follow_the_report_of_the_store(small):
     corpus = small.corpus()
     corpus.set_link_report(REPORT)

@@ -360,8 +360,7 @@ def test_selectors_compute_what_they_are_asked_for(name, share):
     done = repair_prompt(prompt, selector_of(name), share)
     wanted = {"none": 0, "all": TOTAL}.get(name, rows_for(share, LENGTHS))
     assert len(done.rows) == wanted
-    looks = name in {"attention", "product", "cacheblend", "lmcache"}
-    assert (done.cost.token_layers > 0) == (wanted > 0 or looks)
+    assert (done.cost.token_layers > 0) == (wanted > 0)
     if wanted == TOTAL:
         assert cache_error(linked, engine.prefill([TEXT])[0]) < TOLERANCE
     elif wanted == 0:

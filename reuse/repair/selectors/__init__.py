@@ -2,6 +2,7 @@
 
 from kvwire.reuse.repair.selectors.attention import Attention
 from kvwire.reuse.repair.selectors.base import Selector
+from kvwire.reuse.repair.selectors.blend import Blend
 from kvwire.reuse.repair.selectors.cacheblend import CacheBlend
 from kvwire.reuse.repair.selectors.deviation import Deviation, Product
 from kvwire.reuse.repair.selectors.fixed import Everything, First, Nothing, Random
@@ -16,6 +17,7 @@ SELECTORS: dict[str, Selector] = {
         CacheBlend(),
         CacheBlend(sides="keys", writes_all=False, name="lmcache"),
         Attention(),
+        Blend(),
         Deviation(),
         Product(),
     )
