@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import re
 import sys
@@ -71,7 +72,12 @@ def open_engine(
     tokenizer = _tokenizer(folder) if tokenizer_id else None
     model: Any = _model(folder, dtype)
     return TransformersEngine(
-        model.to(device), tokenizer, model_id=folder.resolve().name, revision=revision, tokenizer_id=tokenizer_id
+        model.to(device),
+        tokenizer,
+        model_id=folder.resolve().name,
+        revision=revision,
+        tokenizer_id=tokenizer_id,
+        model_config_digest=hashlib.sha256(config).hexdigest(),
     )
 
 
