@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from kvwire.errors import StorageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvwire.engines.base import Engine
 
 
@@ -58,3 +60,21 @@ def model_name(model: str) -> str:
     except OSError as error:
         msg = f"{folder} cannot be read ({error}); check its permissions and the disk"
         raise StorageError(msg) from error
+
+
+def open_tokenizer(model: str) -> Callable[[str], list[int]]:
+    """Open a model's tokenizer alone.
+
+    Args:
+        model: Folder of the model.
+
+    Returns:
+        What reads a text, without special tokens.
+
+    Raises:
+        NotFoundError: The folder has none.
+        CorruptError: It cannot be read.
+    """
+    from kvwire.engines.transformers.opening import open_tokenizer
+
+    return open_tokenizer(model)

@@ -203,9 +203,7 @@ class Corpus:
             coding: How documents are encoded; matters only to who encodes. None for the defaults.
             uses: Where loads are counted, if they are.
         """
-        self._start(engine, Catalog(store, tenant, salt, keyring=keyring), uses)
-        self._engine = engine
-        self._coding = coding or Coding()
+        self._start(engine, engine, Catalog(store, tenant, salt, keyring=keyring), uses, coding)
 
     @classmethod
     def open(
@@ -243,14 +241,16 @@ class Corpus:
 
         catalog = Catalog(store, tenant, salt, keyring=keyring)
         corpus = cls.__new__(cls)
-        corpus._start(find_model(catalog, model), catalog, uses)  # noqa: SLF001 - of this class
-        corpus._engine, corpus._coding = None, Coding()  # noqa: SLF001
+        corpus._start(find_model(catalog, model), None, catalog, uses, None)  # noqa: SLF001 - of this class
         return corpus
 
-    def _start(self, model: Engine | ModelRecord, catalog: Catalog, uses: UseCounts | None) -> None:
+    def _start(
+        self, model: Engine | ModelRecord, engine: Engine | None, catalog: Catalog, uses: UseCounts | None,
+        coding: Coding | None,
+    ) -> None:  # fmt: skip
         self._model = model
-        self._engine: Engine | None
-        self._coding: Coding
+        self._engine = engine
+        self._coding = coding or Coding()
         self.catalog = catalog
         self._config = model.meta.config_digest()
         self._uses = uses
