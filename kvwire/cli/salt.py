@@ -45,7 +45,7 @@ def salt(*, place: StoreOptions, as_json: bool, **given: Any) -> None:  # noqa: 
             value = request_salt(corpus, choice)
             say(json.dumps({"cache_salt": value}) if as_json else value)
             return
-        if not Path(model).expanduser().is_dir():
+        if not model or not Path(model).expanduser().is_dir():
             msg = "--question is read with the model's tokenizer: give --model FOLDER"
             raise ArgumentError(msg)
         question = open_tokenizer(model)(given["question"])

@@ -208,3 +208,38 @@ def test_the_record_is_what_the_format_says():
     (example,) = [line for line in section.splitlines() if line.startswith('{"config_digest"')]
     assert record.to_json() == example.encode()
     assert ModelRecord.from_json(example.encode()) == record
+
+
+def test_salt_prints_what_a_request_to_vllm_carries(run, small, demo_model, tmp_path):
+    with closing(FolderStore(tmp_path / "store")) as store:
+        copy_store(small.corpus().catalog.store, store)
+    names = list(small.tokens)
+    words = ["salt", "--docs", *names, "--level", 1, "--store", tmp_path / "store"]
+    code, salt, err = run(*words)
+    assert (code, err) == (0, "")
+    assert json.loads(run(*words, "--json")[1]) == {"cache_salt": salt.strip()}
+    code, out, err = run(*words, "--question", "Who rang?", "--model", demo_model, "--max-tokens", 3)
+    assert (code, err) == (0, "")
+    body = json.loads(out)
+    assert body["cache_salt"] == salt.strip()
+    assert body["prompt"] == [token for name in names for token in small.tokens[name]] + small.engine.tokenize(
+        "Who rang?"
+    )
+    assert body["kv_transfer_params"] == {"kvwire": {"documents": names, "level": 1}}
+    assert (body["model"], body["max_tokens"]) == (str(demo_model), 3)
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "say"),
+    [
+        ([], 2, "say how good"),
+        (["--level", 1, "absent"], 3, "'absent' is not in"),
+        (["--level", 1, "--question", "Who?"], 2, "give --model FOLDER"),
+    ],
+)
+def test_salt_says_what_it_lacks(run, small, tmp_path, more, code, say):
+    with closing(FolderStore(tmp_path / "store")) as store:
+        copy_store(small.corpus().catalog.store, store)
+    got, _, err = run("salt", "--docs", next(iter(small.tokens)), *more, "--store", tmp_path / "store")
+    assert say in err
+    assert got == code
