@@ -1,5 +1,5 @@
 # Needs make and Python 3.11 or later; everything else goes into .venv.
-.PHONY: help .venv other-python demo docs test test-servers fuzz check check-install clean
+.PHONY: help .venv other-python demo docs test test-servers test-engines fuzz check check-install clean
 
 # The Python that .venv is of, so that a change of the requirements renews it as it is.
 PYTHON ?= $(or $(shell test -x "$$(cat .venv/python 2>/dev/null)" && cat .venv/python),python3)
@@ -11,6 +11,7 @@ help:
 	@echo "make demo    run the demonstration; results go to demo/out"
 	@echo "make test    run the tests, JOBS=$(JOBS) at a time"
 	@echo "make test-servers   the tests that need real servers, which are downloaded"
+	@echo "make test-engines   the tests inside vLLM, in an environment of its own: VLLM_ENV=$(VLLM_ENV)"
 	@echo "make fuzz N=100000 SEED=1   mutants of every file format; findings go to build/fuzz"
 	@echo "make docs    the documentation as a site, in site/; warnings are errors"
 	@echo "make check   ruff, formatting and mypy"
@@ -47,6 +48,14 @@ test: $(READY)
 # Ceph's gateway, Swift and nginx, downloaded once into KVWIRE_SERVERS (~/.cache/kvwire-servers); Debian 12, no root.
 test-servers: $(READY)
 	$(BIN)/pytest -m servers tests/servers
+
+# vLLM pins its own torch, transformers and numba, so that it has an environment of its own; on a machine without a GPU its
+# build for processors is taken. KVWIRE_VLLM_ENV names one that is there already.
+VLLM_ENV ?= $(or $(KVWIRE_VLLM_ENV),.venv-vllm)
+test-engines: $(READY)
+	@if $(BIN)/python scripts/vllm_environment.py "$(VLLM_ENV)"; then \
+	  "$(VLLM_ENV)/bin/python" -m pytest -W default tests/vllm/test_in_vllm.py; \
+	else echo "skipped: the tests inside vLLM need $(VLLM_ENV), which could not be made (see above)"; fi
 
 # NUMBA_BOUNDSCHECK=1 make fuzz checks every index of the kernels, too.
 N ?= 10000

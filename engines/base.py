@@ -38,6 +38,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def model_config_digest(self) -> str:
+        """SHA-256 of the model's own configuration file, for its record in a store; empty where there is none."""
+        return ""
+
+    @property
     def device(self) -> torch.device:
         """Where the model runs."""
         ...

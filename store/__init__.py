@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvwire.store.key_kinds import KeyKind, Named, content_digest, kind_of, text_digest
     from kvwire.store.keys import KeySpace, check_key, check_new_name, is_catalog_key, tenant_hash
     from kvwire.store.listing import tenants
+    from kvwire.store.model_record import ModelRecord
     from kvwire.store.schemes import open_store
     from kvwire.store.upkeep.collect import Collected, collect
     from kvwire.store.upkeep.copy import Copied, copy_store
@@ -52,6 +53,7 @@ __all__ = [
     "Keyring",
     "Listed",
     "MemoryStore",
+    "ModelRecord",
     "Named",
     "ObjectReader",
     "ObjectStat",
@@ -117,6 +119,7 @@ __getattr__ = lazy(
         "kvwire.store.key_kinds": ("KeyKind", "Named", "content_digest", "kind_of", "text_digest"),
         "kvwire.store.keys": ("KeySpace", "check_key", "check_new_name", "is_catalog_key", "tenant_hash"),
         "kvwire.store.listing": ("tenants",),
+        "kvwire.store.model_record": ("ModelRecord",),
         "kvwire.store.schemes": ("open_store",),
         "kvwire.store.upkeep.collect": ("Collected", "collect"),
         "kvwire.store.upkeep.copy": ("Copied", "copy_store"),

@@ -337,6 +337,23 @@ def _names_nothing(key: str, data: bytes) -> list[Named]:
     return []
 
 
+def _accept_model(key: str, data: Data) -> None:
+    from kvwire.store.model_record import ModelRecord
+
+    record = ModelRecord.from_json(bytes(data))
+    space = _space_of(key)
+    if KeySpace.of(space.tenant, record.meta.config_digest()) != space:
+        msg = "the record is of another configuration than its key"
+        raise CorruptError(msg)
+
+
+def _model_names(key: str, data: bytes) -> list[Named]:
+    from kvwire.store.model_record import ModelRecord
+
+    digest = ModelRecord.from_json(data).profile_digest
+    return [Named(_space_of(key).profile(digest), "profile", is_needed=False)] if digest else []
+
+
 def _accept_announcement(key: str, data: Data) -> None:
     del key
     fields = strict_json(bytes(data))
@@ -428,6 +445,17 @@ KINDS: tuple[KeyKind, ...] = (
         names=_names_nothing,
         is_verified=False,  # without it, links count as nobody measured them
         advice="run kvwire check-model again",
+    ),
+    KeyKind(
+        "model record",
+        re.compile(_CATALOG + r"model\.json"),
+        digest="",
+        prefix=lambda space: space.model_record,
+        place=None,
+        collected="marks",  # never deleted
+        accept=_accept_model,
+        names=_model_names,
+        advice="encode any document again, which writes it anew",
     ),
     KeyKind(
         "announcement",

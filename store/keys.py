@@ -306,6 +306,11 @@ class KeySpace:
         return f"{self.catalog}links.json"
 
     @property
+    def model_record(self) -> str:
+        """Key of what is told of the model."""
+        return f"{self.catalog}model.json"
+
+    @property
     def announcements(self) -> str:
         """Prefix of what collectors are about to delete."""
         return f"{self.catalog}collecting/"

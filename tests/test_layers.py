@@ -56,11 +56,12 @@ SHELVES: dict[str, list[set[str]]] = {
         {"core.py"},
         {"simulator"},
     ],
-    "engines": [{"base.py"}, {"calibration.py", "weighting.py"}, {"transformers"}],
+    "engines": [{"base.py"}, {"calibration.py", "weighting.py"}, {"transformers", "vllm"}],
     "reuse": [{"assemble.py", "repair"}],
     "store": [
         {"client_tls.py", "http_ranges.py", "keys.py"},
         {"base.py", "catalog_entry.py"},
+        {"model_record.py"},
         {"content_checks.py"},
         {"key_kinds.py"},
         {"files", "memory_snapshot.py"},
@@ -78,7 +79,7 @@ SHELVES: dict[str, list[set[str]]] = {
         {"_json.py", "_lazy.py", "_printable.py", "_user_file.py"},
         {"types"},
         {"runtime", "whatif"},
-        {"comparison"},
+        {"comparison", "vllm"},
         {"cli"},
         {"__main__.py"},
     ],
@@ -289,8 +290,8 @@ def test_sub_folders_import_lower_shelves_alone() -> None:
     report(sorted(faults))
 
 
-OPENERS = ("kvwire.__init__", "kvwire.cli.")
-"""Modules that may name the engine of one library: the public names, and what opens an engine for commands."""
+OPENERS = ("kvwire.__init__", "kvwire.cli.", "kvwire.vllm.opening")
+"""Modules that may name the engine of one library: the public names, and what opens an engine or tells its model."""
 
 
 def test_only_openers_name_an_engine() -> None:

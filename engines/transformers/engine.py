@@ -52,6 +52,7 @@ class TransformersEngine(Engine):
         model_id: str = "",
         revision: str = "",
         tokenizer_id: str = "",
+        model_config_digest: str = "",
     ) -> None:
         """Learn the layout.
 
@@ -61,6 +62,7 @@ class TransformersEngine(Engine):
             model_id: The model's name, for its caches.
             revision: Tells versions of the weights apart, for its caches.
             tokenizer_id: Digest of the tokenizer, for its caches.
+            model_config_digest: SHA-256 of its config.json, for its record in a store.
 
         Raises:
             ArgumentError: The model is spread over several devices.
@@ -73,6 +75,7 @@ class TransformersEngine(Engine):
         torch.nn.Module.eval(model)
         self.model = model
         self._tokenizer = tokenizer
+        self._model_config_digest = model_config_digest
         layers, ropes = learn_layout(model)
         dtype = str(model.dtype).removeprefix("torch.")
         self._meta = CacheMeta(model_id, revision, tokenizer_id, dtype, layers, ropes)
@@ -81,6 +84,11 @@ class TransformersEngine(Engine):
     def meta(self) -> CacheMeta:
         """What its caches say of themselves."""
         return self._meta
+
+    @property
+    def model_config_digest(self) -> str:
+        """SHA-256 of the model's config.json; empty where the model did not come from a folder."""
+        return self._model_config_digest
 
     @property
     def dtype(self) -> torch.dtype:

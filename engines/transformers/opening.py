@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import re
 import sys
@@ -20,7 +21,7 @@ from kvwire.engines.transformers.tokenizer_limits import check_tokenizer, no_pan
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, MismatchError, NotFoundError, StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -71,8 +72,40 @@ def open_engine(
     tokenizer = _tokenizer(folder) if tokenizer_id else None
     model: Any = _model(folder, dtype)
     return TransformersEngine(
-        model.to(device), tokenizer, model_id=folder.resolve().name, revision=revision, tokenizer_id=tokenizer_id
+        model.to(device),
+        tokenizer,
+        model_id=folder.resolve().name,
+        revision=revision,
+        tokenizer_id=tokenizer_id,
+        model_config_digest=hashlib.sha256(config).hexdigest(),
     )
+
+
+def open_tokenizer(path: str | Path) -> Callable[[str], list[int]]:
+    """Open a model folder's tokenizer alone; no weights are read.
+
+    Args:
+        path: The folder.
+
+    Returns:
+        What reads a text into token ids, without special tokens, as the model's engine does.
+
+    Raises:
+        NotFoundError: The folder has no tokenizer.
+        CorruptError: It cannot be read.
+    """
+    folder = Path(path).expanduser()
+    if not tokenizer_files(folder):
+        msg = f"{folder} holds no tokenizer; name the model's folder, or pass token ids to kvwire.vllm.request_body"
+        raise NotFoundError(msg)
+    check_tokenizer(tokenizer_files(folder))
+    tokenizer = _tokenizer(folder)
+
+    def tokenize(text: str) -> list[int]:
+        with no_panics():
+            return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    return tokenize
 
 
 def _check_options(device: str | torch.device, dtype: torch.dtype | None) -> None:

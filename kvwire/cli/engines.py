@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvwire.errors import StorageError
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvwire.engines.base import Engine
 
 
@@ -30,3 +34,47 @@ def open_engine(model: str, device: str = "cpu", dtype: str = "auto") -> Engine:
     usual = torch.float32 if device == "cpu" else None
     chosen = usual if dtype == "auto" else getattr(torch, dtype)
     return transformers.open_engine(model, device=device, dtype=chosen)
+
+
+def model_name(model: str) -> str:
+    """What a store's record knows a model by.
+
+    Args:
+        model: Folder of the model, or any other name of it.
+
+    Returns:
+        Of a folder the revision, for which the weights are hashed but not loaded; else the name as it is.
+
+    Raises:
+        StorageError: The folder cannot be read.
+    """
+    from pathlib import Path
+
+    from kvwire.engines.transformers.identity import model_revision
+
+    folder = Path(model).expanduser()
+    if not (folder / "config.json").is_file():
+        return model
+    try:
+        return model_revision(folder)
+    except OSError as error:
+        msg = f"{folder} cannot be read ({error}); check its permissions and the disk"
+        raise StorageError(msg) from error
+
+
+def open_tokenizer(model: str) -> Callable[[str], list[int]]:
+    """Open a model's tokenizer alone.
+
+    Args:
+        model: Folder of the model.
+
+    Returns:
+        What reads a text, without special tokens.
+
+    Raises:
+        NotFoundError: The folder has none.
+        CorruptError: It cannot be read.
+    """
+    from kvwire.engines.transformers.opening import open_tokenizer
+
+    return open_tokenizer(model)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvwire.cli.engines import open_engine
+from kvwire.cli.engines import model_name, open_engine
 from kvwire.cli.options import JSON, StoreOptions, store_options
 from kvwire.cli.printing import describe, print_levels
 from kvwire.cli.say import say
@@ -17,12 +17,16 @@ from kvwire.codec import DEFAULT_METHOD
 from kvwire.errors import NotFoundError, StorageError
 
 if TYPE_CHECKING:
+    from kvwire.runtime.corpus import Corpus
+    from kvwire.store import Store
     from kvwire.types import BlobInfo
 
 
 @click.command()
 @click.argument("blob")
-@click.option("--model", envvar="KVWIRE_MODEL", help="To look BLOB up as a document's id in the store.")
+@click.option(
+    "--model", envvar="KVWIRE_MODEL", help="Whose document BLOB is: folder or name; needed where the store has several."
+)
 @store_options
 @JSON
 def inspect(*, blob: str, model: str | None, place: StoreOptions, as_json: bool) -> None:
@@ -48,11 +52,21 @@ def _info(blob: str, model: str | None, place: StoreOptions) -> BlobInfo:
         except OSError as error:
             msg = f"{path} cannot be read ({error.strerror})"
             raise StorageError(msg) from error
-    if not (place.store and model):
-        msg = f"{blob} is no file; to look up a document name --store and --model"
+    if not place.store:
+        msg = f"{blob} is no file; to look up a document name --store"
         raise NotFoundError(msg)
+    with closing(place.open()) as opened:
+        corpus = _corpus(opened, model, place)
+        return corpus.read_header(corpus.find(blob))
+
+
+def _corpus(store: Store, model: str | None, place: StoreOptions) -> Corpus:
+    """From the store's record of the model; from the model itself where a folder is named and there is no record."""
     from kvwire.runtime.corpus import Corpus
 
-    with closing(place.open()) as opened:
-        corpus = Corpus(open_engine(model), opened, **place.whose())
-        return corpus.read_header(corpus.find(blob))
+    try:
+        return Corpus.open(store, model=model_name(model) if model else "", **place.whose())
+    except NotFoundError:
+        if not model or not Path(model).expanduser().is_dir():
+            raise
+    return Corpus(open_engine(model), store, **place.whose())

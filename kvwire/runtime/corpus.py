@@ -9,7 +9,16 @@ from copy import copy
 from dataclasses import InitVar, dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvwire.codec import CHUNK_TOKENS, DEFAULT_METHOD, Ladder, encode, kind_of_method, read_profile
+from kvwire.codec import (
+    CHUNK_TOKENS,
+    DEFAULT_METHOD,
+    BlobDecoder,
+    Ladder,
+    encode,
+    kind_of_method,
+    level_index,
+    read_profile,
+)
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, MismatchError, NotFoundError
 from kvwire.runtime.links import LinkReport
 from kvwire.runtime.quality import calibrate_error
@@ -19,11 +28,12 @@ from kvwire.types import digest_tokens
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import torch
     from torch import Tensor
 
     from kvwire.codec import AnyProfile, Backend, LevelKind, Profile, Statistics
     from kvwire.engines.base import Engine
-    from kvwire.store import Keyring, Store, UseCounts
+    from kvwire.store import Keyring, ModelRecord, Store, UseCounts
     from kvwire.types import BlobInfo, CacheMeta, KVCache
 
 CALIBRATION_TOKENS = 16384
@@ -193,10 +203,56 @@ class Corpus:
             coding: How documents are encoded; matters only to who encodes. None for the defaults.
             uses: Where loads are counted, if they are.
         """
+        self._start(engine, engine, Catalog(store, tenant, salt, keyring=keyring), uses, coding)
+
+    @classmethod
+    def open(
+        cls,
+        store: Store,
+        *,
+        model: str = "",
+        tenant: str = "default",
+        salt: bytes = b"",
+        keyring: Keyring | None = None,
+        uses: UseCounts | None = None,
+    ) -> Corpus:
+        """Open a corpus from what its store says of the model; no weights are needed.
+
+        Such a corpus looks documents up and decodes them; it cannot encode.
+
+        Args:
+            store: Where everything lies.
+            model: Name of the model, or first digits of its revision or configuration digest; may be empty where the
+                tenant has documents of one model only.
+            tenant: Whose documents these are; see ``Catalog``.
+            salt: See ``Catalog``.
+            keyring: See ``Catalog``.
+            uses: Where loads are counted, if they are.
+
+        Returns:
+            The corpus.
+
+        Raises:
+            NotFoundError: The store has no record of such a model; the message says how to make one.
+            ArgumentError: Several models fit.
+            CorruptError: The record is damaged.
+        """
+        from kvwire.runtime.models import find_model
+
+        catalog = Catalog(store, tenant, salt, keyring=keyring)
+        corpus = cls.__new__(cls)
+        corpus._start(find_model(catalog, model), None, catalog, uses, None)  # noqa: SLF001 - of this class
+        return corpus
+
+    def _start(
+        self, model: Engine | ModelRecord, engine: Engine | None, catalog: Catalog, uses: UseCounts | None,
+        coding: Coding | None,
+    ) -> None:  # fmt: skip
+        self._model = model
         self._engine = engine
-        self.catalog = Catalog(store, tenant, salt, keyring=keyring)
-        self._config = engine.meta.config_digest()
         self._coding = coding or Coding()
+        self.catalog = catalog
+        self._config = model.meta.config_digest()
         self._uses = uses
         self._scope = self.catalog.keys(self._config).root
         self._profiles: dict[str, AnyProfile] = {}
@@ -218,8 +274,77 @@ class Corpus:
 
     @property
     def meta(self) -> CacheMeta:
-        """The engine's cache layout."""
-        return self._engine.meta
+        """The model's cache layout."""
+        return self._model.meta
+
+    @property
+    def window(self) -> int:
+        """Most tokens that a prompt of the model may hold."""
+        return self._model.window
+
+    @property
+    def model_config_digest(self) -> str:
+        """SHA-256 of the model's own configuration file; empty where it is not known."""
+        return self._model.model_config_digest
+
+    def _needed_engine(self) -> Engine:
+        if self._engine is None:
+            msg = "this corpus was opened without an engine and cannot encode: make it with one, Corpus(engine, store)"
+            raise ArgumentError(msg)
+        return self._engine
+
+    def _publish(self, profile: AnyProfile | None) -> None:
+        """Write the model's record, from which ``open`` reads, where it is not there yet."""
+        from kvwire.store import ModelRecord
+
+        engine = self._needed_engine()
+        digest = profile.digest if profile else ""
+        self.catalog.put_model(ModelRecord(engine.meta, engine.window, engine.model_config_digest, digest))
+
+    def decode(
+        self,
+        document_id: str,
+        level: int | str | None = None,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype | None = None,
+        offset: int | None = 0,
+    ) -> KVCache:
+        """Read a document's blob whole and decode it; no engine is needed.
+
+        Args:
+            document_id: The document's name in the catalog.
+            level: Index (negative counts from the last), name, or None for the finest that is not lossless.
+            device: Where the output lies.
+            dtype: Of the output; None: the one that the cache was encoded from.
+            offset: Position of the first token; None leaves positions off.
+
+        Returns:
+            The cache.
+
+        Raises:
+            NotFoundError: There is no such document, or only its text is kept.
+            CorruptError: The blob is damaged.
+            MismatchError: It needs the first layers of the model, which only an engine can run.
+        """
+        entry = self.find(document_id)
+        if entry.is_text:
+            msg = f"{document_id!r} is kept as text: it has no blob to decode; encode it"
+            raise NotFoundError(msg)
+        reader, stored = self.catalog.blob_reader(), self.catalog.store.get(entry.blob_key)
+        info = reader.read_header(stored)
+        self.check_blob(info, entry)
+        index = level_index(info, level)
+        if info.prefix_layers and not info.levels[index].lossless:
+            msg = f"{document_id!r} is coded for readers that run the model's first layers: ask a Loader with an engine"
+            raise MismatchError(msg)
+        profile = self.profile(entry.profile_digest) if entry.profile_digest else None
+        decoder = BlobDecoder(reader.head, profile, device=device, dtype=dtype, offset=offset, level=index)
+        for chunk in range(info.chunks):
+            reads = [(each, stored[each.offset : each.end]) for each in info.reads(chunk, index)]
+            segments = [reader.check(*read) if reader.check else read[1] for read in reads]
+            decoder.decode_chunk(chunk, segments, index)
+        return decoder.cache
 
     def profile(self, digest: str | None = None) -> AnyProfile | None:
         """Look up a profile; what was read is kept.
@@ -291,7 +416,7 @@ class Corpus:
         chosen, others = _calibration_texts(documents, tokens)
         if sum(map(len, chosen)) < LEAST_TOKENS:
             return None
-        profile = self._coding.kind.fit(_Texts(self._engine, chosen, others), self._coding)
+        profile = self._coding.kind.fit(_Texts(self._needed_engine(), chosen, others), self._coding)
         if profile is not None:
             self.set_profile(profile)
         return profile
@@ -319,11 +444,13 @@ class Corpus:
             CorruptError: The profile in use is damaged and ``force`` is not given.
             MismatchError: The profile in use is of another method or head start.
         """
+        self._needed_engine()
         for document in documents:
             check_new_name(document.document_id, "document")
         self.changes += 1
         due = [document for document in documents if self._is_due(document.document_id, encode_after)]
         profile, encoded = self._profile_for(due, force=force), {document.document_id for document in due}
+        self._publish(profile)
         for document in documents:
             found = None if force else self._known(document, profile)
             if found is not None:
@@ -332,7 +459,7 @@ class Corpus:
                 yield self._keep_text(document)
             else:
                 started = time.perf_counter()
-                (cache,) = self._engine.prefill([document.token_ids])
+                (cache,) = self._needed_engine().prefill([document.token_ids])
                 yield self._store(document, cache, profile, started)
 
     def promote(self, uses: int) -> Iterator[Encoded]:
@@ -438,7 +565,7 @@ class Corpus:
 
     def _store(self, document: Document, cache: KVCache, profile: AnyProfile | None, started: float) -> Encoded:
         layers = 0 if profile is None else profile.prefix_layers
-        hidden = self._engine.prefix_states(document.token_ids, layers) if layers else None
+        hidden = self._needed_engine().prefix_states(document.token_ids, layers) if layers else None
         coding = self._coding
         plain = encode(
             cache,
@@ -567,9 +694,9 @@ class Corpus:
                 "encode the document with this model"
             )
             raise MismatchError(msg)
-        if info.tokens > self._engine.window:
+        if info.tokens > self.window:
             msg = (
                 f"the blob of {entry.document_id!r} claims {info.tokens} tokens, the model's window is "
-                f"{self._engine.window}; split the document and encode it again"
+                f"{self.window}; split the document and encode it again"
             )
             raise CorruptError(msg)

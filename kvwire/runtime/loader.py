@@ -8,10 +8,10 @@ import threading
 import time
 import weakref
 from concurrent.futures import CancelledError
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
 
@@ -35,7 +35,7 @@ from kvwire.runtime.warming import Warming
 from kvwire.transport import EmulatedLink, LinkSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Mapping, Sequence
+    from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
     from concurrent.futures import Future
 
     from torch import Tensor
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from kvwire.types import Decision
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Executor)
 _OPEN_SHARE = 0.25
 """Share of a deadline that a header may take where the document's text is known: recomputing needs the rest."""
 _OPEN_LEAST_S = 0.1
@@ -221,6 +222,15 @@ class Loader:
         if not documents or not question:
             msg = "a prompt needs at least one document and a question of at least one token"
             raise ArgumentError(msg)
+        async with self._filled(Executor, documents, len(question), goal, texts) as filled:
+            return await self._answer(filled, goal, list(question), tokens)
+
+    @asynccontextmanager
+    async def _filled(
+        self, make: type[E], documents: Sequence[str], query_tokens: int, goal: ctl.Goal,
+        texts: Mapping[str, Sequence[int]] | None,
+    ) -> AsyncIterator[Filled[E]]:  # fmt: skip
+        """Find documents and run a load of them to its end."""
         started, deadline_s = time.monotonic(), goal.deadline_s
         driver, chosen = self._session.driver(self._new_controller), self._settings
         links = await self._link_plan(driver)
@@ -234,15 +244,16 @@ class Loader:
         while True:
             finding = [self._finder.find(driver, name, texts, timeouts, anew=anew) for name in documents]
             found = await _all_of(finding)
-            async with Executor(self._engine, found, self._session, driver, self._finder, settings) as executor:
+            async with make(self._engine, found, self._session, driver, self._finder, settings) as executor:
                 asked = driver.clock() - started
                 left = None if deadline_s is None else deadline_s - asked
                 try:
-                    finish = await executor.run(len(question), replace(goal, deadline_s=left))
+                    finish = await executor.run(query_tokens, replace(goal, deadline_s=left))
                 except LengthChangedError:
                     anew = True  # what was read in this load is not out of date, so that this happens but once
                     continue
-                return await self._answer(driver, executor, finish, goal, list(question), started, asked, tokens)
+                yield Filled(driver, executor, finish, started, asked)
+                return
 
     def _new_controller(self) -> ctl.Controller:
         chosen = self._settings
@@ -275,10 +286,8 @@ class Loader:
             on_late=chosen.on_late,
         )
 
-    async def _answer(
-        self, driver: ControllerDriver, executor: Executor, finish: ev.Finish, goal: ctl.Goal, question: list[int],
-        started: float, asked_s: float, tokens: int,
-    ) -> Answer:  # fmt: skip
+    async def _answer(self, filled: Filled[Executor], goal: ctl.Goal, question: list[int], tokens: int) -> Answer:
+        driver, executor, finish, started, asked_s = filled
         close = partial(self._close, executor, question, finish.repair)
         closing = await driver.compute(close)
         assembled = executor.number, executor.prompt.cache.tokens, closing.beyond_s, closing.repair_s
@@ -352,6 +361,16 @@ async def _all_of(works: Sequence[Coroutine[None, None, T]]) -> list[T]:
     else:
         return [task.result() for task in tasks]
     raise first
+
+
+class Filled(NamedTuple, Generic[E]):
+    """A load that ended: by whom, when it was begun, and how long finding its documents took."""
+
+    driver: ControllerDriver
+    executor: E
+    finish: ev.Finish
+    started: float
+    asked_s: float
 
 
 @dataclass(frozen=True, eq=False)

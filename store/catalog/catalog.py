@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Catalog(Texts, Profiles):
-    """One tenant's documents and profiles in a store.
+    """One tenant's documents, profiles and model records in a store.
 
     Args:
         store: Where they lie.

@@ -13,10 +13,11 @@ from kvwire.store.keys import check_digest
 
 if TYPE_CHECKING:
     from kvwire.store.catalog.tenant_objects import Config
+    from kvwire.store.model_record import ModelRecord
 
 
 class Profiles(TenantObjects):
-    """A tenant's profiles."""
+    """A tenant's profiles and model records."""
 
     def put_profile(self, config: Config, data: bytes) -> str:
         """Write a profile; ``set_current_profile`` puts it to use.
@@ -111,3 +112,46 @@ class Profiles(TenantObjects):
             JSON; None where nobody measured.
         """
         return self._read(self.keys(config).link_report, MAX_ENTRY_BYTES + 1)
+
+    def put_model(self, record: ModelRecord) -> bool:
+        """Write a record under its configuration, where another one or none is there.
+
+        Args:
+            record: The record.
+
+        Returns:
+            Whether it was written.
+        """
+        space, data = self.keys(record.meta.config_digest()), record.to_json()
+        try:
+            if self._read(space.model_record, MAX_ENTRY_BYTES + 1) == data:
+                return False
+        except CorruptError:
+            pass  # a damaged one gives way
+        self._put_entry(space.model_record, data)
+        return True
+
+    def model(self, config: Config) -> ModelRecord | None:
+        """Read a configuration's record.
+
+        Args:
+            config: The model configuration.
+
+        Returns:
+            The record; None where nothing was encoded since there are such.
+
+        Raises:
+            CorruptError: The record is damaged, or of another configuration.
+            AuthError: It is sealed, and this catalog has no key for it.
+        """
+        from kvwire.store.model_record import ModelRecord
+
+        space = self.keys(config)
+        data = self._read(space.model_record, MAX_ENTRY_BYTES + 1)
+        if data is None:
+            return None
+        record = ModelRecord.from_json(data)
+        if self.keys(record.meta.config_digest()) != space:
+            msg = f"{space.model_record} is of another configuration: encode any document again, which writes it anew"
+            raise CorruptError(msg)
+        return record

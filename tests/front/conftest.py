@@ -38,7 +38,7 @@ def _learnt_once() -> Iterator[None]:
 
     def calibrated(corpus: Corpus, documents: Sequence[Document], *more: int, **named: int) -> AnyProfile | None:
         texts = tuple(document.token_ids for document in documents)
-        key = (_place(corpus._engine), corpus._coding, texts, more, tuple(named.items()))
+        key = (_place(corpus._needed_engine()), corpus._coding, texts, more, tuple(named.items()))
         if key not in profiles:
             profiles[key] = calibrate(corpus, documents, *more, **named)
         elif (profile := profiles[key]) is not None:

@@ -1,0 +1,53 @@
+"""``kvwire salt``: what a request to vLLM must carry to get linked documents."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvwire.cli.engines import model_name, open_tokenizer
+from kvwire.cli.options import JSON, StoreOptions, store_options
+from kvwire.cli.say import say
+from kvwire.errors import ArgumentError
+
+
+@click.command()
+@click.option("--docs", multiple=True, required=True, help="Ids of documents of the store, in the prompt's order.")
+@click.argument("more_docs", nargs=-1)
+@click.option("--level", type=click.IntRange(0), help="Quality level of all chunks.")
+@click.option("--deadline", "deadline_s", type=click.FloatRange(min=0, min_open=True), help="Seconds to load for.")
+@click.option("--objective", type=click.Choice(["earliest", "quality", "cheapest"]))
+@click.option("--question", help="Print the body of a whole request that asks this; needs --model as a folder.")
+@click.option("--served-name", help="The model's name in that body; by default --model.")
+@click.option("--max-tokens", default=64, show_default=True, type=click.IntRange(1), help="In that body.")
+@click.option("--model", envvar="KVWIRE_MODEL", help="Folder or name; needed where the store has several models.")
+@store_options
+@JSON
+def salt(*, place: StoreOptions, as_json: bool, **given: Any) -> None:  # noqa: ANN401 - click's values
+    """Print the cache_salt that a request to vLLM needs, or with --question the body of the request.
+
+    The salt names tenant, model, documents, level, deadline and objective: no other request shares what vLLM keeps of
+    it. Without the right one, vLLM computes the documents, and its answer tells the salt.
+    """
+    from kvwire.runtime.corpus import Corpus
+    from kvwire.vllm.requests import Choice, request_body, request_salt
+
+    chosen = {name: given[name] for name in ("level", "deadline_s", "objective") if given[name] is not None}
+    choice = Choice.read({"documents": [*given["docs"], *given["more_docs"]], **chosen})
+    model = given["model"] or ""
+    with closing(place.open_lasting(exists=True)) as store:
+        corpus = Corpus.open(store, model=model_name(model), **place.whose())
+        if given["question"] is None:
+            value = request_salt(corpus, choice)
+            say(json.dumps({"cache_salt": value}) if as_json else value)
+            return
+        if not model or not Path(model).expanduser().is_dir():
+            msg = "--question is read with the model's tokenizer: give --model FOLDER"
+            raise ArgumentError(msg)
+        question = open_tokenizer(model)(given["question"])
+        more = {"model": given["served_name"] or model, "max_tokens": given["max_tokens"], "temperature": 0}
+        say(json.dumps(request_body(corpus, choice, question, **more)))

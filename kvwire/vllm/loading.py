@@ -1,0 +1,261 @@
+"""Loading without a model: what of a prompt's documents arrives in time; the rest is for whoever asked to compute."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import dataclass, replace
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvwire.controller import CostModel, DecodeCost, PrefillCost
+from kvwire.controller import events as ev
+from kvwire.engines.base import Engine
+from kvwire.errors import ArgumentError, KvwireError
+from kvwire.runtime.documents import LengthChangedError, in_words
+from kvwire.runtime.executor import Executor
+from kvwire.runtime.loader import Loader
+from kvwire.runtime.settings import LoadSettings
+from kvwire.types import ChunkId
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from kvwire.controller import Goal
+    from kvwire.runtime.corpus import Corpus
+    from kvwire.runtime.executor import Piece
+    from kvwire.types import CacheMeta, KVCache
+
+ELSEWHERE = PrefillCost(0.0, 10.0)
+"""Seconds of computing a token, as the controller is told: so many that it lets go of a chunk only where the chunk
+cannot be had. A chunk that is let go of makes all that follows it in the prompt worthless."""
+_DECODE = DecodeCost(5e-4, 1e-5)  # before any was measured
+PATIENCE_S = 30.0
+
+
+class NoWeights(Engine):
+    """Stands in for a model that runs elsewhere: it has a cache's layout and room for one, and computes nothing."""
+
+    def __init__(self, corpus: Corpus, dtype: torch.dtype) -> None:
+        """Keep the layout.
+
+        Args:
+            corpus: Of the model.
+            dtype: Of the caches to decode to.
+        """
+        self._corpus, self._dtype = corpus, dtype
+
+    @property
+    def meta(self) -> CacheMeta:
+        """Of the corpus."""
+        return self._corpus.meta
+
+    @property
+    def device(self) -> torch.device:
+        """Where documents are decoded to."""
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the caches."""
+        return self._dtype
+
+    @property
+    def window(self) -> int:
+        """Most tokens that a prompt may hold."""
+        return self._corpus.window
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Not known here, and not asked for."""
+        raise _no_model()
+
+    def prefill(self, documents: Sequence[Sequence[int]]) -> list[KVCache]:
+        """Refuse."""
+        raise _no_model(documents)
+
+    def extend(self, prefix: KVCache | None, token_ids: Sequence[int], *, offset: int = 0) -> KVCache:
+        """Refuse."""
+        raise _no_model(prefix, token_ids, offset)
+
+    def past_key_values(self, cache: KVCache) -> Any:  # noqa: ANN401 - as declared
+        """Refuse."""
+        raise _no_model(cache)
+
+    def forward(self, past: Any, token_ids: Sequence[int], start: int, *, logits: int = 0) -> Tensor:  # noqa: ANN401
+        """Refuse."""
+        raise _no_model(past, token_ids, start, logits)
+
+
+def _no_model(*_: object) -> ArgumentError:
+    return ArgumentError("there are no weights here to compute with; open the model with kvwire.open_engine")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What of a prompt is there.
+
+    Attributes:
+        cache: All documents, linked at positions from 0; None where nothing could be laid out.
+        tokens: Of the prompt's front, up to the first that is missing.
+        level: The lowest level of any chunk of these; -1 where there is none.
+        bytes: Received over the link.
+        troubles: What went wrong, in words.
+    """
+
+    cache: KVCache | None
+    tokens: int
+    level: int = -1
+    bytes: int = 0
+    troubles: tuple[str, ...] = ()
+
+
+class PageExecutor(Executor):
+    """A load whose chunks, where they cannot be had, are left to whoever computes the prompt. It ends at its deadline.
+
+    Attributes:
+        levels: Level that each chunk is decoded to.
+        is_finished: The controller ended the load, with all that can be had.
+    """
+
+    def __init__(self, *parts: Any) -> None:  # noqa: ANN401 - an Executor's
+        """Take an executor's parts."""
+        super().__init__(*parts)
+        self.levels: dict[ChunkId, int] = {}
+        self._at_work = 0
+        self._is_over = self.is_finished = False
+        self._changed = threading.Condition()
+
+    async def run(self, query_tokens: int, goal: Goal) -> ev.Finish:
+        """Fill the prompt as far as it goes; at the deadline, or where it fails, with what is there."""
+        limit_s = PATIENCE_S if goal.deadline_s is None else max(0.0, goal.deadline_s)
+        reason = f"ended after {limit_s:.3g} s"
+        try:
+            async with asyncio.timeout(limit_s):
+                finish = await super().run(query_tokens, goal)
+                self.is_finished = True
+                return finish
+        except LengthChangedError:
+            raise
+        except (TimeoutError, KvwireError) as error:
+            self.misses.append(in_words(error) if isinstance(error, KvwireError) else reason)
+        return ev.Finish(self.number, (), reason)
+
+    def front(self, least: int | None) -> tuple[int, int]:
+        """How far the prompt is filled from its beginning.
+
+        Args:
+            least: Level that counts as filled, or the finest of a blob with fewer; None: any.
+
+        Returns:
+            Tokens, and the lowest level of any chunk of these.
+        """
+        tokens, lowest = 0, inf
+        for index in range(len(self._found)):
+            document = self._documents.get(index)
+            if document is None or document.info is None:
+                break
+            needed = min(least or 0, len(document.info.levels) - 1)
+            for chunk in range(document.info.chunks):
+                level = self.levels.get(self._chunk(index, chunk), -1)
+                if level < needed:
+                    return tokens, int(min(lowest, 1 << 10)) if tokens else -1
+                lowest = min(lowest, level)
+                start, stop = document.span(chunk)
+                tokens += stop - start
+        return tokens, int(lowest) if tokens else -1
+
+    def stop(self) -> None:
+        """Let no thread write into the prompt any more; waits for chunks that are being decoded."""
+        with self._changed:
+            self._is_over = True
+            self._changed.wait_for(lambda: not self._at_work)
+
+    def _chunk(self, document: int, chunk: int) -> ChunkId:
+        return ChunkId(document, chunk, self.number)
+
+    def _decode_one(self, what: tuple[ChunkId, Piece]) -> Exception | None:
+        with self._changed:
+            if self._is_over:
+                return ArgumentError("the load is over")
+            self._at_work += 1
+        try:
+            trouble = super()._decode_one(what)
+            if trouble is None:
+                self.levels[what[0]] = what[1][2]
+            return trouble
+        finally:
+            with self._changed:
+                self._at_work -= 1
+                self._changed.notify_all()
+
+    async def _recompute(self, first: ChunkId, last: ChunkId) -> None:
+        """Leave chunks to others, and tell the controller the time that it expects."""
+        chunks = tuple(replace(first, chunk=index) for index in range(first.chunk, last.chunk + 1))
+        document = self._documents[first.document]
+        tokens = document.span(last.chunk)[1] - document.span(first.chunk)[0]
+        self._driver.tell(ev.RecomputeDone(chunks, ELSEWHERE.seconds(tokens)))
+
+
+class PageLoader(Loader):
+    """Loads documents' linked caches for an engine that is not here. Any number of threads may call it."""
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        dtype: torch.dtype,
+        *,
+        settings: LoadSettings | None = None,
+        **options: Any,  # noqa: ANN401 - a Loader's
+    ) -> None:
+        """Begin nothing yet.
+
+        Args:
+            corpus: The documents', opened without an engine.
+            dtype: Of the caches.
+            settings: How documents are loaded; nothing is repaired, since there is nothing to compute with.
+            **options: See ``Loader``.
+        """
+        chosen, costs = replace(settings or LoadSettings(), repair="none"), CostModel(ELSEWHERE, _DECODE)
+        super().__init__(NoWeights(corpus, dtype), corpus, costs=costs, settings=chosen, **options)
+
+    def load(
+        self, documents: Sequence[str], texts: Sequence[Sequence[int]], goal: Goal, least: int | None = None
+    ) -> Loaded:
+        """Load documents, as far as they come in time.
+
+        Args:
+            documents: Ids, in the prompt's order.
+            texts: Token ids of each.
+            goal: What is to be reached; loading ends at its deadline.
+            least: Level below which a chunk counts as missing; None: any level will do.
+
+        Returns:
+            What is there. Missing, damaged and late pieces are no error.
+
+        Raises:
+            AuthError: The store refused its credentials.
+            ArgumentError: The loader is closed, or the prompt does not fit the model's window.
+        """
+        known = dict(zip(documents, texts, strict=True))
+        return self._session.run(self._load_front(list(documents), known, goal, least))
+
+    async def _load_front(
+        self, documents: list[str], texts: dict[str, Sequence[int]], goal: Goal, least: int | None
+    ) -> Loaded:
+        with self._warming.paused():
+            async with self._filled(PageExecutor, documents, 0, goal, texts) as filled:
+                executor = filled.executor
+                await asyncio.to_thread(executor.stop)
+                tokens, level = executor.front(least)
+                prompt = getattr(executor, "prompt", None)
+                if executor.is_finished:
+                    filled.driver.tell(ev.PromptAssembled(executor.number, tokens, 0.0))
+                self._remember()
+                if prompt is None or prompt.cache.kept is not None:  # pruned caches have holes, which pages cannot have
+                    return Loaded(None, 0, -1, executor.bytes, tuple(executor.misses))
+                return Loaded(prompt.cache, tokens, level, executor.bytes, tuple(executor.misses))

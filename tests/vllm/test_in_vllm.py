@@ -1,0 +1,264 @@
+"""The connector inside vLLM itself: runs where vLLM is installed, see ``make test-engines``."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from importlib.metadata import distributions
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines runs this in its own environment")
+
+os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+
+from transformers import LlamaConfig, LlamaForCausalLM
+from vllm import LLM, SamplingParams
+from vllm.inputs import TokensPrompt
+
+from kvwire.engines.transformers import open_engine
+from kvwire.reuse import link
+from kvwire.runtime.corpus import Coding, Corpus, Document
+from kvwire.store import FolderStore
+from kvwire.vllm import Choice, request_body
+from kvwire.vllm.requests import PARAMS, entries_of, salt_of
+
+from ..http_servers import serving
+
+pytestmark = pytest.mark.filterwarnings("default")
+ROOT = Path(__file__).resolve().parents[2]
+LENGTHS = {"a": 301, "b": 257, "c": 190, "d": 64}
+CLOSE = 1e-4
+QUESTION = (7, 8, 9, 10, 11)
+
+
+@dataclass
+class Place:
+    """A store of documents, a vLLM beside it, and the engine that says what is right."""
+
+    llm: LLM
+    engine: object
+    corpus: Corpus
+    root: object
+    block: int
+    stop: ExitStack
+
+    def ask(self, *bodies, tokens=4):
+        """Answers: log-probabilities of the first token, all tokens, and what is told of the documents."""
+        prompts, params = [], []
+        for body in bodies:
+            prompts.append(TokensPrompt(prompt_token_ids=list(body["prompt"]), cache_salt=body.get("cache_salt")))
+            given = body.get("kv_transfer_params")
+            extra = {"kv_transfer_params": given} if given else None
+            params.append(SamplingParams(temperature=0, max_tokens=tokens, logprobs=20, extra_args=extra))
+        answers = []
+        for out in self.llm.generate(prompts, params, use_tqdm=False):
+            first = {token: entry.logprob for token, entry in out.outputs[0].logprobs[0].items()}
+            told = (out.kv_transfer_params or {}).get(PARAMS, {})
+            answers.append((first, list(out.outputs[0].token_ids), told, out.num_cached_tokens))
+        return answers
+
+    def expected(self, prompt, cached=None):
+        """Log-probabilities behind a prompt whose beginning is this cache."""
+        start = cached.tokens if cached is not None else 0
+        past = None if cached is None else self.engine.past_key_values(cached)
+        logits = self.engine.forward(past, list(prompt[start:]), start, logits=1)[-1].float()
+        return torch.log_softmax(logits, -1)
+
+    def linked(self, names, level):
+        return link([self.corpus.decode(name, level, dtype=torch.float32) for name in names])
+
+    def body(self, names, level, question=QUESTION):
+        return request_body(self.corpus, Choice(tuple(names), level=level), list(question))
+
+
+def distance(first, expected):
+    return max(abs(value - float(expected[token])) for token, value in first.items())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, initializer_range=0.15,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=[(32, "http"), (128, "file")], ids=["32-http", "128-file"])
+def place(request, model, tmp_path_factory):
+    block, scheme = request.param
+    root = tmp_path_factory.mktemp("store")
+    engine = open_engine(model, dtype=torch.float32)
+    corpus = Corpus(engine, FolderStore(root), coding=Coding(chunk_tokens=64))
+    draw = random.Random(5)
+    documents = [Document(name, tuple(draw.choices(range(20, 500), k=n))) for name, n in LENGTHS.items()]
+    list(corpus.encode(documents))
+    with ExitStack() as stack:
+        stack.enter_context(closing(corpus.catalog.store))
+        url = stack.enter_context(serving(corpus.catalog.store)) if scheme == "http" else f"file://{root}"
+        llm = LLM(
+            model=str(model), dtype="float32", enforce_eager=True, block_size=block, max_model_len=2048,
+            skip_tokenizer_init=True, max_num_batched_tokens=512, enable_chunked_prefill=True,
+            num_gpu_blocks_override=256,
+            kv_transfer_config={
+                "kv_connector": "KvwireConnector", "kv_connector_module_path": "kvwire.vllm", "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"store": url},
+            },
+        )  # fmt: skip
+        yield Place(llm, engine, corpus, root, block, stack)
+        llm.llm_engine.engine_core.shutdown()
+
+
+def test_linked_documents_are_those_of_transformers_and_stay_apart(place):
+    body = place.body("abc", 2)
+    plain = {"prompt": body["prompt"]}
+    exact, linked = place.expected(body["prompt"]), place.expected(body["prompt"], place.linked("abc", 2))
+    ((before, *_),) = place.ask(plain | {"cache_salt": "other"})
+    assert distance(before, exact) <= 1e-5
+    ((first, tokens, told, cached),) = place.ask(body)
+    assert distance(first, linked) <= CLOSE < distance(first, exact)
+    assert cached == told["promised_tokens"] == 748
+    ((again, same, told, _),) = place.ask(body)
+    assert same == tokens
+    assert distance(again, linked) <= CLOSE
+    assert told.get("promised_tokens", 0) < place.block  # the rest is in vLLM's own memory
+    for salt in (None, "a third"):
+        ((after, *_),) = place.ask(plain | {"cache_salt": salt})
+        assert distance(after, exact) <= 1e-5
+
+
+@pytest.mark.parametrize("salt", [None, "guessed"])
+def test_a_request_without_its_salt_is_computed_and_told_it(place, salt):
+    body = place.body("ba", 1)
+    ((first, _, told, _),) = place.ask(body | {"cache_salt": salt})
+    assert distance(first, place.expected(body["prompt"])) <= 1e-5
+    assert f'"cache_salt": "{body["cache_salt"]}"' in told["refused"]
+    assert "promised_tokens" not in told
+
+
+def test_wrong_parameters_are_told(place):
+    body = place.body("a", 1)
+    ((first, _, told, _),) = place.ask(body | {"kv_transfer_params": {PARAMS: {"documents": ["a"], "level": -1}}})
+    assert "level is a whole number" in told["refused"]
+    assert distance(first, place.expected(body["prompt"])) <= 1e-5
+
+
+def kept(place, body, names, level, front):
+    """What is right where only the front of the documents could be loaded, cut to whole blocks."""
+    whole = front // place.block * place.block
+    return place.expected(body["prompt"], place.linked(names, level).slice(0, whole) if whole else None)
+
+
+def test_a_flipped_byte_costs_what_follows_it(place):
+    body = place.body("acb", 1)
+    entry = place.corpus.find("c")
+    info = place.corpus.read_header(entry)
+    path = next(place.root.rglob(entry.blob_key.rpartition("/")[2]))
+    sound = path.read_bytes()
+    damaged = bytearray(sound)
+    damaged[info.segments[1][0].offset + 2] ^= 1
+    path.chmod(0o600)
+    path.write_bytes(damaged)
+    try:
+        ((first, _, told, _),) = place.ask(body)
+    finally:
+        path.write_bytes(sound)
+    expected = kept(place, body, "acb", 1, LENGTHS["a"] + 64)
+    assert distance(first, expected) <= CLOSE
+    assert told["promised_tokens"] == 748
+
+
+def test_a_missing_document_costs_what_follows_it(place):
+    choice = Choice(("b", "absent", "a"), level=1)
+    texts = {name: place.corpus.text(place.corpus.find(name)) for name in "ba"}
+    prompt = [*texts["b"], *range(30, 60), *texts["a"], *QUESTION]
+    entries = entries_of(place.corpus, choice)
+    salt = salt_of(choice, place.corpus.catalog.tenant, place.corpus.meta.config_digest(), entries)
+    body = {"prompt": prompt, "cache_salt": salt, "kv_transfer_params": {PARAMS: choice.params()}}
+    ((first, _, told, _),) = place.ask(body)
+    assert "'absent' has no blob" in told["trouble"]
+    assert told["promised_tokens"] == LENGTHS["b"]
+    assert distance(first, place.expected(prompt, place.linked("b", 1))) <= CLOSE
+
+
+def test_another_prompt_than_the_documents_is_computed(place):
+    body = place.body("da", 1)
+    prompt = [*body["prompt"][:70], 3, *body["prompt"][71:]]
+    ((first, _, told, _),) = place.ask(body | {"prompt": prompt})
+    assert "from token 64 on the prompt is not the text of document 'a'" in told["trouble"]
+    assert distance(first, place.expected(prompt, place.linked("d", 1))) <= CLOSE
+
+
+def test_two_hundred_requests_at_once_are_each_their_own(place):
+    """Linked at several levels, plain with several salts, and some refused: all interleaved."""
+    bodies = [place.body(names, level) for names in ("abc", "cab", "bd", "d") for level in (0, 1, 2)]
+    expected = [
+        place.expected(body["prompt"], place.linked(names, level))
+        for body, (names, level) in zip(
+            bodies, ((n, x) for n in ("abc", "cab", "bd", "d") for x in (0, 1, 2)), strict=True
+        )
+    ]
+    for number in range(0, 12, 2):
+        plain = {"prompt": bodies[number]["prompt"], "cache_salt": f"tenant {number}"}
+        bodies += [plain, bodies[number] | {"cache_salt": None}]
+        expected += [place.expected(plain["prompt"])] * 2
+    order = [random.Random(8).randrange(len(bodies)) for _ in range(200)]
+    answers = place.ask(*(bodies[number] for number in order), tokens=2)
+    worst = max(distance(first, expected[number]) for (first, *_), number in zip(answers, order, strict=True))
+    assert worst <= CLOSE
+
+
+def test_a_store_that_dies_leaves_plain_answers(place):
+    """The last test of a vLLM: its store is gone afterwards."""
+    body = place.body("bca", 2)
+    exact = place.expected(body["prompt"])
+    place.stop.close()
+    if place.block == 128:
+        for path in place.root.rglob("*.kvw"):
+            path.unlink()
+    ((first, tokens, *_),) = place.ask(body)
+    assert distance(first, exact) <= 1e-5
+    ((_, same, *_),) = place.ask({"prompt": body["prompt"], "cache_salt": "plain"})
+    assert tokens == same
+
+
+def test_the_page_runs_as_written(tmp_path):
+    """docs/vllm.md, but for the installation, a path and a port of this run's own."""
+    if not (ROOT / "demo" / "model").is_dir():
+        pytest.skip("needs the demonstration's model in demo/model")
+    page = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
+    commands = page.partition("```bash\n")[2].partition("```")[0].splitlines()
+    assert len(commands) == 5
+    assert commands[0] == "pip install 'kvwire[vllm]'"
+    with closing(socket.create_server(("127.0.0.1", 0))) as found:
+        port = str(found.getsockname()[1])
+    script = "\n".join(commands[1:]).replace("8077", port).replace("file:///tmp/kvwire-vllm", f"file://{tmp_path}/kv")
+    script = script.replace("body.json", f"{tmp_path}/body.json").replace("demo/", f"{ROOT}/demo/")
+    if not any(each.metadata["Name"] == "vllm" for each in distributions()):  # a build of another name has no command
+        script = script.replace("vllm serve", "python -m vllm.entrypoints.openai.api_server --model")
+    bin_first = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    command = ["bash", "-euc", f"trap 'kill $(jobs -p) || true; wait' EXIT\n{script}"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PATH": bin_first}, capture_output=True, text=True, timeout=900,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    answer, _ = json.JSONDecoder().raw_decode(done.stdout[done.stdout.index('{"id"') :])  # vLLM's log goes on behind it
+    told = answer["kv_transfer_params"]["kvwire"]
+    assert "refused" not in told
+    prompt = json.loads((tmp_path / "body.json").read_text(encoding="utf-8"))["prompt"]
+    assert len(prompt) - 8 < told["promised_tokens"] < len(prompt)  # all but the question
+    assert answer["choices"][0]["text"]
