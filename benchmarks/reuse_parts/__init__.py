@@ -1,0 +1,1 @@
+"""What ``reuse.py`` draws, measures, works out and paints."""
