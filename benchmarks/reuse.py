@@ -29,6 +29,7 @@ from reuse_parts.prompts import DOCUMENTS, JUDGED, LENGTH, QUESTION, TOKENS, dra
 from tqdm import tqdm
 
 import kvwire
+from kvwire.runtime.neighbours import Neighbours
 
 MODELS = ("ebook-llama-14m", "qwen3-8m")
 
@@ -38,10 +39,10 @@ def measured(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     engine = kvwire.open_engine(path, dtype=torch.float32)
     documents = calibration(engine, args.fit, args.calibration, 8 * LENGTH, args.seed)
     profile = kvwire.fit_profile(engine.prefill(documents), statistics=engine.statistics(documents))
-    found = []
+    around, found = Neighbours(engine, documents), []
     for number in tqdm(range(args.prompts), desc=path.name, unit="prompt", disable=None, leave=False, file=sys.stderr):
         prompt = draw(engine, args.text, number, args.seed)
-        found.append(measure(engine, profile, prompt, thorough=number % args.every == 0))
+        found.append(measure(engine, profile, prompt, around, thorough=number % args.every == 0))
     layers = len(engine.meta.layers)
     sample = Sample(found, costs(layers), args.seed)
     ways, levels = summed(sample), on_levels(found)

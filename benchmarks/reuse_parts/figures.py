@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import statistics
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from reuse_parts.measuring import DEFAULT, NONE, ON_LEVEL_0, RIVALS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
+
     from reuse_parts.measuring import Figures
 
 DRAWS = 4000
@@ -20,9 +23,10 @@ Point = tuple[str, float]
 
 
 class Sample:
-    """Prompts' divergences by way and share, and what drawing the prompts again makes of them, in percent of the gap."""
+    """Prompts' divergences by way and share, and what drawing them again makes of that, in percent of the gap."""
 
     def __init__(self, prompts: Sequence[Figures], costs: dict[Point, tuple[int, float, float]], seed: int) -> None:
+        """Keep them; the seed decides what is drawn."""
         self.prompts, self.costs, self._seed = prompts, costs, seed
         self.points = [point for point in costs if any(point in each.kl for each in prompts)]
 
@@ -49,7 +53,7 @@ class Sample:
         known = sorted(
             [(self.costs[point][1], point) for point in self.points if point[0] in {DEFAULT, "all"}] + [(0.0, NONE)]
         )
-        for (below, left), (above, right) in zip(known, known[1:], strict=False):
+        for (below, left), (above, right) in pairwise(known):
             if below <= token_layers < above:
                 if left == NONE:
                     return [((token_layers / above), right)]

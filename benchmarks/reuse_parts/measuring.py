@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
-from reuse_parts.prompts import DOCUMENTS, LENGTH, QUESTION, TOKENS, Judge, Prompt, copy
 
 import kvwire
 from kvwire import link
 from kvwire.reuse import RepairInput, repair_prompt, rows_for, selector_of
 from kvwire.reuse.repair.selectors.cacheblend import CacheBlend
+from kvwire.runtime.neighbours import by_token
+from reuse_parts.prompts import DOCUMENTS, LENGTH, QUESTION, TOKENS, Judge, Prompt, copy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from kvwire import KVCache, Profile, TransformersEngine
     from kvwire.reuse import Selector
     from kvwire.reuse.repair.selectors.base import Chosen
+    from kvwire.runtime.neighbours import Neighbours
 
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.3)
 MAIN = (0.05, 0.15, 0.3)
@@ -66,6 +68,10 @@ class Figures:
     bits: dict[str, float] = field(default_factory=dict)
 
 
+STORED = ("deviation", "product")
+"""What needs deviations; they are measured on the prompts that are measured thoroughly."""
+
+
 def costs(layers: int) -> dict[tuple[str, float], tuple[int, float, float]]:
     """Rows, token-layers and pairs, choosing included, by way and share."""
     out = {NONE: (0, 0.0, 0.0), ("all", 1.0): _cost(selector_of("all"), 1.0, layers)}
@@ -84,7 +90,7 @@ def _cost(selector: Selector, share: float, layers: int) -> tuple[int, float, fl
 def ways(coarse: KVCache | None) -> dict[str, Selector | ChosenOn]:
     """All that choose, by name; ``coarse``: the prompt's cache at level 0."""
     found: dict[str, Selector | ChosenOn] = {
-        name: selector_of(name) for name in (DEFAULT, "cacheblend", "lmcache", "first", "random")
+        name: selector_of(name) for name in (DEFAULT, "cacheblend", "lmcache", "first", "random", *STORED)
     }
     found["cacheblend, values"] = CacheBlend(sides="values")
     if coarse is not None:
@@ -92,21 +98,24 @@ def ways(coarse: KVCache | None) -> dict[str, Selector | ChosenOn]:
     return found
 
 
-def measure(engine: TransformersEngine, profile: Profile, prompt: Prompt, *, thorough: bool) -> Figures:
+def measure(
+    engine: TransformersEngine, profile: Profile, prompt: Prompt, around: Neighbours, *, thorough: bool
+) -> Figures:
     """All ways on one prompt; thoroughly: at every share, and on top of every level."""
     levels = dict(_levels(profile, prompt, all_of_them=thorough))
+    stored = _stored(around, prompt) if thorough else None
     coarse, _ = next(iter(levels.values()))
     judge = Judge(engine, prompt)
     judge.add(*NONE, prompt.linked)
     seconds = {}
     for name, selector in ways(coarse).items():
-        for share in SHARES if thorough or name == DEFAULT else () if name == "random" else MAIN:
+        for share in SHARES if thorough or name == DEFAULT else () if name in {"random", *STORED} else MAIN:
             cache = copy(prompt.linked)
-            seconds[name, share] = _repair(engine, prompt, cache, selector, share)
+            seconds[name, share] = _repair(engine, prompt, cache, (selector, stored), share)
             judge.add(name, share, cache)
     if thorough:
         cache = copy(prompt.linked)
-        seconds["all", 1.0] = _repair(engine, prompt, cache, selector_of("all"), 1.0)
+        seconds["all", 1.0] = _repair(engine, prompt, cache, (selector_of("all"), None), 1.0)
         judge.add("all", 1.0, cache)
     judge.finish()
     coded = _coded(engine, prompt, levels) if thorough else {}
@@ -114,10 +123,23 @@ def measure(engine: TransformersEngine, profile: Profile, prompt: Prompt, *, tho
     return Figures(judge.kl, seconds, prompt.seconds, coded, bits)
 
 
+def _stored(around: Neighbours, prompt: Prompt) -> torch.Tensor | None:
+    """Deviations as blobs would hold them, float32 ``[tokens]``."""
+    starts = range(0, TOKENS, LENGTH)
+    pairs = zip(prompt.alone, starts, strict=True)
+    records = [around.measure(cache, prompt.text[start : start + LENGTH]) for cache, start in pairs]
+    return by_token([(LENGTH, record) for record in records])
+
+
 def _repair(
-    engine: TransformersEngine, prompt: Prompt, cache: KVCache, selector: Selector | ChosenOn, share: float
+    engine: TransformersEngine,
+    prompt: Prompt,
+    cache: KVCache,
+    how: tuple[Selector | ChosenOn, torch.Tensor | None],
+    share: float,
 ) -> tuple[float, float]:
-    given = RepairInput(engine, cache, prompt.text, (LENGTH,) * DOCUMENTS, prompt.question)
+    selector, stored = how
+    given = RepairInput(engine, cache, prompt.text, (LENGTH,) * DOCUMENTS, prompt.question, stored)
     if isinstance(selector, ChosenOn):
         engine.update_rows(cache, prompt.text, selector.choose(given, rows_for(share, given.documents)).rows)
         return 0.0, 0.0
@@ -143,7 +165,7 @@ def _coded(
     for level, (linked, _) in levels.items():
         for share in LEVEL_SHARES:
             cache = copy(linked)
-            _repair(engine, prompt, cache, selector_of(DEFAULT), share)
+            _repair(engine, prompt, cache, (selector_of(DEFAULT), None), share)
             judge.add(level, share, cache)
     judge.finish()
     return judge.kl

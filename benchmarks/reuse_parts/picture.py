@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
+
 from reuse_parts.predicting import frontier
 
 if TYPE_CHECKING:

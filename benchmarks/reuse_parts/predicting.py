@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from reuse_parts.measuring import DEFAULT, LEVEL_SHARES, SHARES, ways
-
 from kvwire.controller.simulator import machine_named, model_named
 from kvwire.controller.simulator.machines import costs
 from kvwire.reuse import rows_for, selector_of
+from reuse_parts.measuring import DEFAULT, LEVEL_SHARES, SHARES, ways
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -90,6 +90,7 @@ class Judge:
     """Divergences from a prompt's full prefill, in batches. Attributes: kl: what was measured, by name."""
 
     def __init__(self, engine: TransformersEngine, prompt: Prompt) -> None:
+        """Nothing is judged yet."""
         self._engine, self._prompt = engine, prompt
         self._waiting: list[tuple[tuple[str, float], KVCache]] = []
         self.kl: dict[tuple[str, float], float] = {}

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
     from kvwire.codec.kinds.requests import AnyProfile
     from kvwire.codec.transform.quantiser import Ladder
-    from kvwire.types import CacheMeta, KVCache
+    from kvwire.types import BlockDeviation, CacheMeta, KVCache
 
 CHUNK_TOKENS = 256
 """The grain of the controller's decisions: some tens of kilobytes on the wire, some milliseconds to decode."""
 
 
-def encode(
+def encode(  # noqa: PLR0913 - what a blob may hold
     cache: KVCache,
     profile: AnyProfile | None = None,
     levels: Ladder | int | None = None,
@@ -37,6 +37,7 @@ def encode(
     hidden: Tensor | None = None,
     threads: int | None = None,
     backend: Backend = "auto",
+    deviation: BlockDeviation | None = None,
 ) -> bytes:
     """Encode a document's cache into a blob.
 
@@ -57,6 +58,7 @@ def encode(
         threads: Chunks encoded at a time, None for one on every core.
         backend: With ``triton``, and with ``auto`` where the cache lies on a GPU, layered levels of a given profile are
             encoded on the cache's device; all else is encoded on the processor.
+        deviation: How far the document's tokens move behind other documents, to be stored with it.
 
     Returns:
         The blob.
@@ -90,6 +92,7 @@ def encode(
             prefix_layers=encoders[0].prefix_layers,
             error_to_kl=encoders[0].error_to_kl,
             kept=cache.kept,
+            deviation=deviation,
         )
     )
 

@@ -30,12 +30,20 @@ from kvwire.codec.format.header import (
 from kvwire.codec.format.ids import MAX_BITS, MIN_BITS, id_bytes, unpack_ids
 from kvwire.codec.format.kept import kept_sizes
 from kvwire.codec.format.limits import MAX_CHUNK_SYMBOLS, MAX_LEVELS
-from kvwire.codec.format.metadata_json import elements_per_token, error_to_kl_from_json, meta_from_json, unpack_json
+from kvwire.codec.format.metadata_json import (
+    deviation_from_json,
+    elements_per_token,
+    error_to_kl_from_json,
+    meta_from_json,
+    unpack_json,
+)
 from kvwire.errors import CorruptError, FormatVersionError, TruncatedError
 from kvwire.types import BlobInfo, LevelInfo, SegmentInfo, digest_tokens
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from kvwire.types import BlockDeviation
 
 _DIGEST_CHARACTERS = 64
 _MAX_LAYERS = 1 << 20
@@ -113,7 +121,7 @@ def parse_header(data: bytes, *, check: bool = True) -> Header:
     method = next((CODECS[level.codec].method for level in levels if not level.lossless), DEFAULT_METHOD)
     info = BlobInfo(
         fields.version, meta, fields.tokens, fields.chunk_tokens, fields.header_bytes, fields.file_bytes, digest,
-        infos, segments, token_ids, method, prefix_layers,
+        infos, segments, token_ids, method, prefix_layers, _deviation(parts.metadata, fields.tokens),
     )  # fmt: skip
     if parts.kept:
         kept_sizes(parts.kept, meta.layers, fields.tokens)
@@ -135,6 +143,15 @@ def _settings(metadata: dict[str, Any]) -> tuple[int, tuple[float, float] | None
         msg = f"the blob claims to begin at position {offset!r}; fetch it again"
         raise CorruptError(msg)
     return prefix_layers, error_to_kl, offset
+
+
+def _deviation(metadata: dict[str, Any], tokens: int) -> BlockDeviation | None:
+    """How far tokens move behind other documents, where that was measured."""
+    try:
+        return deviation_from_json(metadata.get("deviation"), tokens)
+    except (TypeError, ValueError) as error:
+        msg = f"the blob's deviations are damaged ({error}); fetch it again"
+        raise CorruptError(msg) from error
 
 
 def _prologue(data: bytes, *, check: bool) -> _Prologue:

@@ -13,7 +13,7 @@ import zstandard
 
 from kvwire._json import strict_json
 from kvwire.errors import ArgumentError, CorruptError
-from kvwire.types import CacheMeta, LayerSpec, RopeRegime
+from kvwire.types import BlockDeviation, CacheMeta, LayerSpec, RopeRegime
 
 MAX_JSON_BYTES = 1 << 20
 """Metadata of a thousand layers takes a tenth; hostile text of this length makes some tens of megabytes of objects."""
@@ -256,3 +256,42 @@ def error_to_kl_from_json(raw: Any) -> tuple[float, float] | None:  # noqa: ANN4
         msg = f"error_to_kl {raw!r}"
         raise ValueError(msg)
     return scale, exponent
+
+
+def deviation_to_json(deviation: BlockDeviation | None) -> list[Any] | None:
+    """Write deviations as they are stored.
+
+    Args:
+        deviation: Of the document; None where nobody measured.
+
+    Returns:
+        What JSON can hold.
+    """
+    return None if deviation is None else [deviation.block, base64.b64encode(deviation.codes).decode()]
+
+
+def deviation_from_json(raw: Any, tokens: int) -> BlockDeviation | None:  # noqa: ANN401 - JSON
+    """Read ``deviation_to_json``.
+
+    Args:
+        raw: As stored.
+        tokens: Of the document.
+
+    Returns:
+        The deviations; None where there are none.
+
+    Raises:
+        TypeError: They are of another type.
+        ValueError: They are not the document's.
+    """
+    if raw is None:
+        return None
+    block, text = raw
+    if type(block) is not int or block < 1 or not isinstance(text, str):
+        msg = f"deviations of blocks of {block!r}"
+        raise ValueError(msg)
+    codes = base64.b64decode(text, validate=True)
+    if len(codes) != -(-tokens // block):
+        msg = f"{len(codes)} deviations of blocks of {block} tokens"
+        raise ValueError(msg)
+    return BlockDeviation(block, codes)

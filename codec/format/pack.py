@@ -12,7 +12,14 @@ from isal.isal_zlib import crc32  # zlib's checksum, some 15 times as fast
 from kvwire.codec.format.header import ALIGNMENT, CRC_AT, ENTRY, MAGIC, MAX_HEADER_BYTES, PROLOGUE, VERSION
 from kvwire.codec.format.ids import pack_ids
 from kvwire.codec.format.kept import pack_kept
-from kvwire.codec.format.metadata_json import MAX_WIDTH, elements_per_token, meta_to_json, pack_json
+from kvwire.codec.format.metadata_json import (
+    MAX_JSON_BYTES,
+    MAX_WIDTH,
+    deviation_to_json,
+    elements_per_token,
+    meta_to_json,
+    pack_json,
+)
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -22,7 +29,7 @@ if TYPE_CHECKING:
 
     from kvwire.codec.format.header import Level
     from kvwire.codec.format.kept import Kept
-    from kvwire.types import CacheMeta
+    from kvwire.types import BlockDeviation, CacheMeta
 
 _LARGEST_ERROR = 1e38
 """Float32 holds it."""
@@ -61,6 +68,7 @@ class Draft:
         prefix_layers: The profile's own.
         error_to_kl: The profile's own.
         kept: What a pruned cache holds; None where nothing was pruned.
+        deviation: How far tokens move behind other documents; None where nobody measured.
     """
 
     meta: CacheMeta
@@ -74,6 +82,7 @@ class Draft:
     prefix_layers: int = 0
     error_to_kl: tuple[float, float] | None = None
     kept: Kept | None = None
+    deviation: BlockDeviation | None = None
 
 
 def pack_blob(draft: Draft) -> bytes:
@@ -92,17 +101,7 @@ def pack_blob(draft: Draft) -> bytes:
         msg = f"the cache has more than the {MAX_WIDTH} elements for a token that readers accept; split its layers"
         raise ArgumentError(msg)
     kept = b"" if draft.kept is None else pack_kept(draft.kept, draft.meta.layers, draft.tokens)
-    metadata, metadata_raw = pack_json(
-        {
-            "meta": meta_to_json(draft.meta),
-            "levels": [[level.name, level.codec, level.step, level.shift] for level in draft.levels],
-            "profile": draft.profile_digest,
-            "head_start": draft.prefix_layers,
-            "error_to_kl": None if draft.error_to_kl is None else list(draft.error_to_kl),
-            "offset": draft.meta.offset if draft.meta.positions == "on" else None,
-            "kept_bytes": len(kept),
-        }
-    )
+    metadata, metadata_raw = _metadata(draft, len(kept))
     bits, ids = pack_ids(draft.token_ids, draft.tokens)
     cells = len(draft.segments) * len(draft.levels)
     used = PROLOGUE.size + len(metadata) + cells * ENTRY.itemsize + len(ids) + len(draft.profile_bytes) + len(kept)
@@ -120,6 +119,26 @@ def pack_blob(draft: Draft) -> bytes:
     )
     header[CRC_AT : CRC_AT + 4] = struct.pack("<I", crc32(header))
     return bytes(header) + b"".join(coded.data for chunk in draft.segments for coded in chunk)
+
+
+def _metadata(draft: Draft, kept_bytes: int) -> tuple[bytes, int]:
+    """The metadata's frame and its raw length; raises ArgumentError where readers would not take it."""
+    fields = {
+        "meta": meta_to_json(draft.meta),
+        "levels": [[level.name, level.codec, level.step, level.shift] for level in draft.levels],
+        "profile": draft.profile_digest,
+        "head_start": draft.prefix_layers,
+        "error_to_kl": None if draft.error_to_kl is None else list(draft.error_to_kl),
+        "offset": draft.meta.offset if draft.meta.positions == "on" else None,
+        "kept_bytes": kept_bytes,
+    }
+    if draft.deviation is not None:  # what lacks it stays byte for byte what it was
+        fields["deviation"] = deviation_to_json(draft.deviation)
+    frame, raw = pack_json(fields)
+    if raw > MAX_JSON_BYTES:
+        msg = f"the blob's metadata would take {raw} bytes of {MAX_JSON_BYTES} allowed; use larger blocks of deviations"
+        raise ArgumentError(msg)
+    return frame, raw
 
 
 def _index(draft: Draft, offset: int) -> tuple[NDArray[np.void], int]:

@@ -43,6 +43,7 @@ class _EncodeOptions(TypedDict):
     method: str
     prefix_layers: int
     lossless: bool
+    deviation: bool
     encode_after: int
     uses: str | None
     backend: Backend
@@ -68,6 +69,9 @@ class _EncodeOptions(TypedDict):
 )
 @click.option("--lossless", is_flag=True, help="Add a level that holds every number bit for bit.")
 @click.option(
+    "--deviation", is_flag=True, help="Measure how far tokens move behind others, for ask --selector product."
+)
+@click.option(
     "--encode-after",
     default=0,
     type=click.IntRange(0),
@@ -88,7 +92,10 @@ def encode(place: StoreOptions, **options: Unpack[_EncodeOptions]) -> None:
     failures: dict[str, str] = {}
     texts = read_texts(options["paths"], failures)
     engine = open_engine(options["model"], options["device"], options["dtype"])
-    coding = Coding(options["method"], options["prefix_layers"], options["lossless"], backend=options["backend"])
+    coding = Coding(
+        options["method"], options["prefix_layers"], options["lossless"], backend=options["backend"],
+        deviation=options["deviation"],
+    )  # fmt: skip
     corpus = Corpus(engine, place.open_lasting(), **place.whose(), coding=coding, uses=use_file(options["uses"]))
     documents = _documents(engine, texts, failures)
     encoded = corpus.encode(documents, force=options["force"], encode_after=options["encode_after"])

@@ -39,6 +39,8 @@ def inspect(*, blob: str, model: str | None, place: StoreOptions, as_json: bool)
     say(f"model {info.meta.model_id} ({info.meta.model_revision[:12]}), profile {info.profile_digest[:12] or 'inside'}")
     if info.prefix_layers or info.method != DEFAULT_METHOD:
         say(f"method {info.method}, coded for readers that compute the first {info.prefix_layers} layers")
+    if info.deviation:
+        say(f"says how far tokens move behind other documents, by blocks of {info.deviation.block}")
     print_levels([info])
 
 

@@ -21,6 +21,7 @@ from kvwire.codec import (
 )
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, MismatchError, NotFoundError
 from kvwire.runtime.links import LinkReport
+from kvwire.runtime.neighbours import Neighbours
 from kvwire.runtime.quality import calibrate_error
 from kvwire.store import Catalog, CatalogEntry, check_new_name
 from kvwire.types import digest_tokens
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from kvwire.codec import AnyProfile, Backend, LevelKind, Profile, Statistics
     from kvwire.engines.base import Engine
     from kvwire.store import Keyring, ModelRecord, Store, UseCounts
-    from kvwire.types import BlobInfo, CacheMeta, KVCache
+    from kvwire.types import BlobInfo, BlockDeviation, CacheMeta, KVCache
 
 CALIBRATION_TOKENS = 16384
 """Tokens that a profile is fitted on: the basis hardly moves beyond. Their caches wait on disk."""
@@ -100,6 +101,8 @@ class Coding:
         ladder: The quality levels of kvwire's own method, None for the default.
         chunk_tokens: Tokens of a chunk.
         backend: Which kernels encode; blobs are alike.
+        deviation: Measure how far tokens move behind neighbours, documents of the same call, and store that. The same
+            text then gives the same blob only beside the same neighbours.
         head_start: Old name of ``prefix_layers``, for one more version.
     """
 
@@ -109,6 +112,7 @@ class Coding:
     ladder: Ladder | None = None
     chunk_tokens: int = CHUNK_TOKENS
     backend: Backend = "auto"
+    deviation: bool = False
     head_start: InitVar[int] = 0
 
     def __post_init__(self, head_start: int) -> None:
@@ -451,6 +455,7 @@ class Corpus:
         due = [document for document in documents if self._is_due(document.document_id, encode_after)]
         profile, encoded = self._profile_for(due, force=force), {document.document_id for document in due}
         self._publish(profile)
+        around = Neighbours(self._engine, [each.token_ids for each in documents]) if self._coding.deviation else None
         for document in documents:
             found = None if force else self._known(document, profile)
             if found is not None:
@@ -460,7 +465,8 @@ class Corpus:
             else:
                 started = time.perf_counter()
                 (cache,) = self._needed_engine().prefill([document.token_ids])
-                yield self._store(document, cache, profile, started)
+                deviation = around.measure(cache, document.token_ids) if around else None
+                yield self._store(document, cache, (profile, deviation), started)
 
     def promote(self, uses: int) -> Iterator[Encoded]:
         """Encode the documents that are kept as text and were used often enough, the most used first.
@@ -563,7 +569,10 @@ class Corpus:
             raise ArgumentError(msg)
         return profile
 
-    def _store(self, document: Document, cache: KVCache, profile: AnyProfile | None, started: float) -> Encoded:
+    def _store(
+        self, document: Document, cache: KVCache, known: tuple[AnyProfile | None, BlockDeviation | None], started: float
+    ) -> Encoded:
+        profile, deviation = known
         layers = 0 if profile is None else profile.prefix_layers
         hidden = self._needed_engine().prefix_states(document.token_ids, layers) if layers else None
         coding = self._coding
@@ -575,6 +584,7 @@ class Corpus:
             lossless=coding.lossless,
             hidden=hidden,
             backend=coding.backend,
+            deviation=deviation,
         )
         blob = self.catalog.seal(plain)
         info = self.catalog.blob_reader().read_header(blob)
@@ -629,6 +639,8 @@ class Corpus:
         """Whether a blob has the levels and chunks that encoding would give."""
         coding = self._coding
         if coding.lossless and not any(level.lossless for level in info.levels):
+            return False
+        if coding.deviation and info.deviation is None:
             return False
         return coding.kind.has_levels(info, coding) and info.chunk_tokens == coding.chunk_tokens
 

@@ -17,6 +17,7 @@ from kvwire.reuse import LinkedPrompt
 from kvwire.runtime.documents import in_words
 from kvwire.runtime.headers import HeaderReader
 from kvwire.runtime.links import UNREPAIRED
+from kvwire.runtime.neighbours import by_token
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -166,6 +167,12 @@ class Executor:
     def texts(self) -> list[tuple[int, ...] | None]:
         """Token ids of the documents, as far as they are known by now."""
         return [self._documents[index].token_ids for index in range(len(self._found))]
+
+    @property
+    def deviations(self) -> Tensor | None:
+        """How far the prompt's tokens move behind other documents; None where a blob does not say so."""
+        infos = [self._documents[index].info for index in range(len(self._found))]
+        return by_token([(info.tokens, info.deviation) if info else (0, None) for info in infos])
 
     async def _lay_out(self, tokens: Sequence[int]) -> None:
         cache = await self._driver.compute(partial(self._engine.allocate, sum(tokens)))

@@ -15,6 +15,8 @@ from kvwire.reuse import RepairInput, repair_prompt, selector_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import Tensor
+
     from kvwire.codec import AnyProfile
     from kvwire.engines.base import Engine
     from kvwire.reuse import LinkedPrompt, Repaired, Selector
@@ -312,15 +314,16 @@ class Repairer:
         self.trouble = ""
 
     def run(
-        self, plan: LinkPlan, prompt: LinkedPrompt, texts: Sequence[Sequence[int] | None], question: Sequence[int],
-        share: float,
+        self, plan: LinkPlan, prompt: LinkedPrompt,
+        told: tuple[Sequence[Sequence[int] | None], Tensor | None], question: Sequence[int], share: float,
     ) -> tuple[Repaired | None, str]:  # fmt: skip
         """Compute a share of a prompt's rows anew, in its cache.
 
         Args:
             plan: What is done about links.
             prompt: All of it valid.
-            texts: Token ids of each document; None where they are not known.
+            told: Token ids of each document, None where they are not known; and how far the prompt's tokens move behind
+                other documents, float32 ``[tokens]``, None where blobs do not say.
             question: Token ids.
             share: 0 to 1.
 
@@ -333,11 +336,12 @@ class Repairer:
         """
         if share <= 0 or len(prompt.tokens) == 1:
             return None, ""
+        texts, deviation = told
         known = [text for text in texts if text is not None]
         if len(known) < len(prompt.tokens):
             return self._refused(plan, "the text of a document is not known")
         ids = tuple(token for text in known for token in text)
-        given = RepairInput(self._engine, prompt.cache, ids, prompt.tokens, tuple(question))
+        given = RepairInput(self._engine, prompt.cache, ids, prompt.tokens, tuple(question), deviation)
         try:
             return repair_prompt(given, plan.selector, share), ""
         except MismatchError as error:

@@ -318,7 +318,9 @@ class Loader:
     def _close(self, executor: Executor, question: list[int], share: float) -> _Closing:
         """Repair the prompt, hand it over to the engine and run the question, in the compute thread."""
         began, prompt = time.monotonic(), executor.prompt
-        repaired, trouble = self._repairer.run(executor.links, prompt, executor.texts, question, share)
+        repaired, trouble = self._repairer.run(
+            executor.links, prompt, (executor.texts, executor.deviations), question, share
+        )
         linking = time.monotonic()
         tokens = prompt.cache.tokens
         past = self._engine.past_key_values(prompt.cache)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from kvwire.reuse.repair.selectors.base import BLOCK, Chosen, RepairCost, computed, highest, none_needed
 
 if TYPE_CHECKING:
@@ -13,18 +15,26 @@ if TYPE_CHECKING:
     from kvwire.reuse.repair.selectors.base import Need, RepairInput
 
 
+_NEAR = 4.0
+"""Rows that count about alike at a document's beginning."""
+
+
 @dataclass(frozen=True)
 class Attention:
     """The rows with the most attention from the question, in the mean over layers, heads and its tokens.
 
-    A coarse cache suffices to choose (see benchmarks/reuse.py), so this can run on a prompt's base level.
+    Rows near their document's beginning count more: the fewer of its own document's tokens a row sees, the more of what
+    it should see is missing. A coarse cache suffices to choose (see benchmarks/reuse.py), so this can run on a prompt's
+    base level.
 
     Attributes:
         layers: Numbers of the layers to look at; empty for all.
+        fading: Row i of its document counts ``(i + 4) ** -fading``; 0: all alike.
         block: Neighbouring tokens that are chosen together.
     """
 
     layers: tuple[int, ...] = ()
+    fading: float = 0.5
     block: int = BLOCK
     name: str = "attention"
     needs: frozenset[Need] = frozenset({"caches", "question"})
@@ -44,7 +54,9 @@ class Attention:
         error = none_needed(given, "question", self.name)
         if error:
             raise error
-        return given.engine.attention_received(given.cache, given.question, layers=self.layers)
+        received = given.engine.attention_received(given.cache, given.question, layers=self.layers)
+        within = torch.cat([torch.arange(length) for length in given.documents])
+        return received * (within + _NEAR) ** -self.fading
 
     def choose(self, given: RepairInput, count: int) -> Chosen:
         """See ``Selector``."""

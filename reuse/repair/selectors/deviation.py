@@ -55,7 +55,7 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Product:
-    """Where the question looks, times how far what it sees there has moved.
+    """Where the question looks, times the root of how far what it sees there has moved: a distance, not its square.
 
     Attributes:
         attention: The first factor.
@@ -63,7 +63,7 @@ class Product:
         block: Neighbouring tokens that are chosen together.
     """
 
-    attention: Attention = field(default_factory=Attention)
+    attention: Attention = field(default_factory=lambda: Attention(fading=0.0))
     deviation: Deviation = field(default_factory=Deviation)
     block: int = BLOCK
     name: str = "product"
@@ -72,7 +72,7 @@ class Product:
     def choose(self, given: RepairInput, count: int) -> Chosen:
         """See ``Selector``."""
         moved = self.deviation.scores(given)
-        scores = self.attention.scores(given) * moved
+        scores = self.attention.scores(given) * moved.sqrt()
         return Chosen(highest(scores, count, given.documents, self.block))
 
     def cost(self, tokens: int, rows: int, question: int, layers: int) -> RepairCost:

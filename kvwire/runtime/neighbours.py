@@ -1,0 +1,81 @@
+"""How far documents move behind each other, measured while they are encoded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvwire.reuse import measure_deviation
+from kvwire.types import BlockDeviation
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvwire.engines.base import Engine
+    from kvwire.types import KVCache
+
+BLOCK = 16
+"""Tokens that share a byte; a byte for each token chooses no better (see benchmarks/reuse.py)."""
+NEIGHBOURS, NEIGHBOUR_TOKENS = 2, 128
+"""Documents that stand before the one that is measured, in turn, and tokens of each."""
+
+
+class Neighbours:
+    """Beginnings of a corpus's documents, to stand before others."""
+
+    def __init__(self, engine: Engine, texts: Sequence[Sequence[int]]) -> None:
+        """Keep the texts; each is computed once, when it is first needed.
+
+        Args:
+            engine: Runs the model.
+            texts: Token ids of documents; a few are enough.
+        """
+        self._engine = engine
+        self._texts = list(dict.fromkeys(tuple(text[:NEIGHBOUR_TOKENS]) for text in texts))[: NEIGHBOURS + 1]
+        self._caches: dict[tuple[int, ...], KVCache] = {}
+
+    def measure(self, cache: KVCache, token_ids: Sequence[int]) -> BlockDeviation:
+        """Put neighbours before a document and see how far its keys and values move.
+
+        What would stand beyond the model's window is taken not to move: little does, so far into a document.
+
+        Args:
+            cache: The document's, alone.
+            token_ids: Of the document.
+
+        Returns:
+            Means over blocks of ``BLOCK`` tokens.
+        """
+        own = tuple(token_ids[:NEIGHBOUR_TOKENS])
+        others = [text for text in self._texts if text != own][:NEIGHBOURS] or [tuple(token_ids[-NEIGHBOUR_TOKENS:])]
+        found = torch.zeros(-(-cache.tokens // BLOCK) * BLOCK)
+        for text in others:
+            seen = max(1, min(cache.tokens, self._engine.window - len(text)))
+            before = self._cache(text[: self._engine.window - seen])
+            moved = measure_deviation(self._engine, cache.slice(0, seen), token_ids[:seen], before)
+            found[:seen] += moved / len(others)
+        found[cache.tokens :] = found[cache.tokens - 1]
+        return BlockDeviation.of(found.view(-1, BLOCK).mean(1).tolist(), BLOCK)
+
+    def _cache(self, text: tuple[int, ...]) -> KVCache:
+        if text not in self._caches:
+            (self._caches[text],) = self._engine.prefill([text])
+        return self._caches[text]
+
+
+def by_token(documents: Sequence[tuple[int, BlockDeviation | None]]) -> torch.Tensor | None:
+    """Deviations of a prompt's tokens.
+
+    Args:
+        documents: Length and record of each, in the order of the prompt.
+
+    Returns:
+        Float32 ``[tokens]``; None where a document lacks its record.
+    """
+    parts = []
+    for tokens, record in documents:
+        if record is None:
+            return None
+        parts.append(torch.tensor(record.values).repeat_interleave(record.block)[:tokens])
+    return torch.cat(parts) if parts else None
