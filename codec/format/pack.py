@@ -132,7 +132,11 @@ def _metadata(draft: Draft, kept_bytes: int) -> tuple[bytes, int]:
         "offset": draft.meta.offset if draft.meta.positions == "on" else None,
         "kept_bytes": kept_bytes,
     }
-    if draft.deviation is not None:  # what lacks it stays byte for byte what it was
+    record = draft.deviation
+    if record is not None and len(record.codes) != -(-draft.tokens // record.block):
+        msg = f"{len(record.codes)} deviations of blocks of {record.block} are not those of {draft.tokens} tokens"
+        raise ArgumentError(msg)
+    if record is not None:  # what lacks it stays byte for byte what it was
         fields["deviation"] = deviation_to_json(draft.deviation)
     frame, raw = pack_json(fields)
     if raw > MAX_JSON_BYTES:

@@ -32,11 +32,14 @@ from kvwire.codec.format.codecs import CODEC_LAYERED
 from kvwire.codec.format.container import parse_header
 from kvwire.codec.format.header import VERSION
 from kvwire.codec.format.segment import SegmentState, decode_segment
+from kvwire.types import BlockDeviation
 
 GOLDEN = Path(__file__).parent / "golden"
 STEM = f"v{VERSION[0]}.{VERSION[1]}"
 PACKED = f"{STEM}-packed"
 """Of files whose profiles have flag 1; all others are stored plainly."""
+TOLD = f"{STEM}-told"
+"""Of blobs that say how far their tokens move."""
 OFFSET = 3
 """Where golden blobs are decoded to."""
 LADDER = Ladder(2.0, ("low", "middle", "high"))
@@ -92,6 +95,7 @@ def facts(blob: bytes, profile, hidden) -> dict:
         "quantised_sha256": [sha256(quantised(blob, inside, k).tobytes()) for k in layered],
         "tensors": [np.round(t.double().numpy().ravel(), 4).tolist() for t in (*finest.keys, *finest.values)],
         "lossless_sha256": exact and sha256(*(t.numpy().tobytes() for t in (*exact.keys, *exact.values))),
+        **({"deviation": [info.deviation.block, info.deviation.values]} if info.deviation else {}),
     }
 
 
@@ -165,12 +169,21 @@ def make_packed() -> tuple[dict, dict, torch.Tensor]:
     return profiles, blobs, hidden
 
 
+def make_told() -> tuple[dict, dict, torch.Tensor]:
+    """A blob that says how far its tokens move behind other documents; as ``make``."""
+    from synthetic import make_hidden, make_tiny
+
+    tiny = make_tiny(20, 5)
+    told = BlockDeviation(8, bytes([204, 0, 97]))
+    return {}, {"deviation": (encode(tiny, None, LADDER, chunk_tokens=8, deviation=told), None)}, make_hidden(tiny)
+
+
 def main() -> None:
     """Write profiles, blobs of every kind, and what must be found in them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--overwrite", action="store_true")
     overwrite = parser.parse_args().overwrite
-    written = [_written(*each) for each in ((STEM, *make()), (PACKED, *make_packed()))]
+    written = [_written(*each) for each in ((STEM, *make()), (PACKED, *make_packed()), (TOLD, *make_told()))]
     for files in written:
         if not overwrite and any((GOLDEN / name).exists() for name in files):
             sys.stderr.write("golden files of this version exist; they are never written twice\n")

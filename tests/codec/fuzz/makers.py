@@ -264,7 +264,11 @@ class BlobMaker:
         digest = "" if self.ids is None else hashlib.sha256(self.ids.astype("<u4").tobytes()).hexdigest()
         meta = {"model_id": "m", "model_revision": self.revision, "tokenizer_digest": "", "token_digest": digest}
         stands_inside = self.is_inside or not self.codec
-        return {
+        record = {}
+        if self.rng.random() < 0.3:
+            block = int(self.rng.integers(1, self.tokens + 2))
+            record["deviation"] = [block, base64.b64encode(self.rng.bytes(-(-self.tokens // block))).decode()]
+        return record | {
             "levels": self.levels,
             "profile": "" if stands_inside else hashlib.sha256(self.profile).hexdigest(),
             "head_start": self.head.get("head_start") or 0,
