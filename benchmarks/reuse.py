@@ -39,8 +39,11 @@ def measured(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     engine = kvwire.open_engine(path, dtype=torch.float32)
     documents = calibration(engine, args.fit, args.calibration, 8 * LENGTH, args.seed)
     profile = kvwire.fit_profile(engine.prefill(documents), statistics=engine.statistics(documents))
+    began = time.perf_counter()
     around, found = Neighbours(engine, documents), []
     for number in tqdm(range(args.prompts), desc=path.name, unit="prompt", disable=None, leave=False, file=sys.stderr):
+        if args.minutes and time.perf_counter() - began > 60 * args.minutes:
+            break
         prompt = draw(engine, args.text, number, args.seed)
         found.append(measure(engine, profile, prompt, around, thorough=number % args.every == 0))
     layers = len(engine.meta.layers)
@@ -48,7 +51,7 @@ def measured(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     ways, levels = summed(sample), on_levels(found)
     gap = statistics.fmean(each.kl[NONE] for each in found)
     return {
-        "layers": layers, "prefill_token_layers": layers * TOKENS, "gap_kl": gap, "ways": ways,
+        "prompts": len(found), "layers": layers, "prefill_token_layers": layers * TOKENS, "gap_kl": gap, "ways": ways,
         "equal_token_layers": equal_costs(sample), "acceptance": acceptance(sample), "on_levels": levels,
         "predicted": predicted(ways, levels["levels"], gap),
         "seconds": {part: statistics.median(each.whole[part] for each in found) for part in found[0].whole},
@@ -70,7 +73,7 @@ def told(name: str, found: dict[str, Any]) -> None:
                 f"{other['pooled']:+.1f} ({other['interval'][0]:+.1f} to {other['interval'][1]:+.1f})" if other else "",
                 f"{taken['select']:.3f}" if taken else "", f"{taken['repair']:.3f}" if taken else "",
             ])  # fmt: skip
-    print(f"\n{name}: blind links lose KL {found['gap_kl']:.2e}; % of that closed")
+    print(f"\n{name}, {found['prompts']} prompts: blind links lose KL {found['gap_kl']:.2e}; % of that closed")
     print(table(head, rows))
     levels = found["on_levels"]["levels"]
     rows = [
@@ -94,6 +97,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--fit", type=Path, nargs="+", default=books[::2], help="texts that the profile is fitted on")
     parser.add_argument("--text", type=Path, nargs="+", default=books[1::2], help="texts that prompts are cut from")
     parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, help="take no more prompts then, for each model; 0: no end"
+    )
     parser.add_argument("--every", type=int, default=8, help="one prompt in so many is measured thoroughly")
     parser.add_argument("--calibration", type=int, default=16, help="windows that the profile is fitted on")
     parser.add_argument("--seed", type=int, default=1)
@@ -112,6 +118,7 @@ def main() -> None:
     for path in args.models:
         models[path.name] = found = measured(path, args)
         told(path.name, found)
+        sys.stdout.flush()
     settings = {
         "prompts": args.prompts, "documents": DOCUMENTS, "document_tokens": LENGTH, "question_tokens": QUESTION,
         "judged_tokens": JUDGED, "seed": args.seed, "every": args.every, "calibration_windows": args.calibration,

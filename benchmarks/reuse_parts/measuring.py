@@ -24,12 +24,14 @@ if TYPE_CHECKING:
     from kvwire.runtime.neighbours import Neighbours
 
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.3)
-MAIN = (0.05, 0.15, 0.3)
+MAIN = (0.05, 0.15)
+"""Where every prompt is measured, the default at 30 % as well; the thorough ones at all shares."""
 LEVEL_SHARES = (0.0, 0.05, 0.15, 0.3)
 DEFAULT = "attention"
 ON_LEVEL_0 = "attention, chosen on level 0"
 RIVALS = ("cacheblend", "cacheblend, values", "lmcache", "first")
 NONE = ("none", 0.0)
+ALL = ("all", 1.0)
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ STORED = ("deviation", "product")
 
 def costs(layers: int) -> dict[tuple[str, float], tuple[int, float, float]]:
     """Rows, token-layers and pairs, choosing included, by way and share."""
-    out = {NONE: (0, 0.0, 0.0), ("all", 1.0): _cost(selector_of("all"), 1.0, layers)}
+    out = {NONE: (0, 0.0, 0.0), ALL: _cost(selector_of("all"), 1.0, layers)}
     for name, selector in ways(None).items():
         for share in SHARES:
             out[name, share] = _cost(getattr(selector, "selector", selector), share, layers)
@@ -109,18 +111,26 @@ def measure(
     judge.add(*NONE, prompt.linked)
     seconds = {}
     for name, selector in ways(coarse).items():
-        for share in SHARES if thorough or name == DEFAULT else () if name in {"random", *STORED} else MAIN:
+        for share in _shares(name, thorough=thorough):
             cache = copy(prompt.linked)
             seconds[name, share] = _repair(engine, prompt, cache, (selector, stored), share)
             judge.add(name, share, cache)
     if thorough:
         cache = copy(prompt.linked)
-        seconds["all", 1.0] = _repair(engine, prompt, cache, (selector_of("all"), None), 1.0)
-        judge.add("all", 1.0, cache)
+        seconds[ALL] = _repair(engine, prompt, cache, (selector_of("all"), None), 1.0)
+        judge.add(*ALL, cache)
     judge.finish()
     coded = _coded(engine, prompt, levels) if thorough else {}
     bits = {level: size for level, (_, size) in levels.items()} if thorough else {}
     return Figures(judge.kl, seconds, prompt.seconds, coded, bits)
+
+
+def _shares(name: str, *, thorough: bool) -> tuple[float, ...]:
+    if thorough:
+        return SHARES
+    if name in {"random", "cacheblend, values", *STORED}:
+        return ()
+    return (*MAIN, 0.3) if name == DEFAULT else MAIN
 
 
 def _stored(around: Neighbours, prompt: Prompt) -> torch.Tensor | None:
