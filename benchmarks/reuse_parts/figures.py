@@ -35,9 +35,10 @@ class Sample:
         return self.mixed([(1.0, point)], on=on)
 
     def mixed(self, parts: Sequence[tuple[float, Point]], on: Point | None = None) -> tuple[float, NDArray[np.float64]]:
-        """The same of a weighted sum of points; ``NONE`` closes nothing, ``ALL`` everything (so it does where measured)."""
+        """The same of a weighted sum of points; ``NONE`` closes nothing, ``ALL`` everything."""
         names = [name for _, name in parts] + ([on] if on else [])
-        known = [{ALL: 0.0} | each.kl for each in self.prompts if all(name in each.kl or name == ALL for name in names)]
+        rest = [name for name in names if name != ALL]
+        known = [{ALL: 0.0} | each.kl for each in self.prompts if all(name in each.kl for name in rest)]
         gap = np.array([kl[NONE] for kl in known])
         won = sum((weight * (gap - np.array([kl[name] for kl in known])) for weight, name in parts), np.zeros(len(gap)))
         drawn = np.random.default_rng(self._seed).integers(0, len(gap), (DRAWS, len(gap)))

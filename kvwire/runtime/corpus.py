@@ -21,7 +21,6 @@ from kvwire.codec import (
 )
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, MismatchError, NotFoundError
 from kvwire.runtime.links import LinkReport
-from kvwire.runtime.neighbours import Neighbours
 from kvwire.runtime.quality import calibrate_error
 from kvwire.store import Catalog, CatalogEntry, check_new_name
 from kvwire.types import digest_tokens
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 
     from kvwire.codec import AnyProfile, Backend, LevelKind, Profile, Statistics
     from kvwire.engines.base import Engine
+    from kvwire.runtime.neighbours import Neighbours
     from kvwire.store import Keyring, ModelRecord, Store, UseCounts
     from kvwire.types import BlobInfo, BlockDeviation, CacheMeta, KVCache
 
@@ -455,7 +455,7 @@ class Corpus:
         due = [document for document in documents if self._is_due(document.document_id, encode_after)]
         profile, encoded = self._profile_for(due, force=force), {document.document_id for document in due}
         self._publish(profile)
-        around = Neighbours(self._engine, [each.token_ids for each in documents]) if self._coding.deviation else None
+        around = self._neighbours(documents)
         for document in documents:
             found = None if force else self._known(document, profile)
             if found is not None:
@@ -515,6 +515,14 @@ class Corpus:
             msg = f"the text of {entry.document_id!r} is not known: encode the document again"
             raise NotFoundError(msg)
         return self.catalog.get_text(self._config, entry.token_digest)
+
+    def _neighbours(self, documents: Sequence[Document]) -> Neighbours | None:
+        """What measures deviations, where they are wanted."""
+        if not self._coding.deviation:
+            return None
+        from kvwire.runtime.neighbours import Neighbours  # nothing else needs it
+
+        return Neighbours(self._needed_engine(), [each.token_ids for each in documents])
 
     def _is_due(self, document_id: str, encode_after: int) -> bool:
         if encode_after <= 0:

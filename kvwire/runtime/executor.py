@@ -16,8 +16,7 @@ from kvwire.errors import ArgumentError, KvwireError, OverloadedError, StorageEr
 from kvwire.reuse import LinkedPrompt
 from kvwire.runtime.documents import in_words
 from kvwire.runtime.headers import HeaderReader
-from kvwire.runtime.links import UNREPAIRED
-from kvwire.runtime.neighbours import by_token
+from kvwire.runtime.links import UNREPAIRED, by_token
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence

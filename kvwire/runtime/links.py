@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+import torch
+
 from kvwire._json import strict_json
 from kvwire.controller import RepairOption
 from kvwire.errors import ArgumentError, CorruptError, MismatchError
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from kvwire.codec import AnyProfile
     from kvwire.engines.base import Engine
     from kvwire.reuse import LinkedPrompt, Repaired, Selector
+    from kvwire.types import BlockDeviation
 
 RepairMode = Literal["none", "auto", "all"]
 DEFAULT_SELECTOR = "attention"
@@ -295,6 +298,23 @@ def _warning(report: LinkReport | None, selector: str, share: float) -> str:
     way = report.least_share(selector)
     advice = f"repair {way:g} of the rows" if way else "run prompts like these as text"
     return f"documents that are linked like this lose {lost:.0%} of what they tell this model; {advice}"
+
+
+def by_token(documents: Sequence[tuple[int, BlockDeviation | None]]) -> Tensor | None:
+    """Deviations of a prompt's tokens.
+
+    Args:
+        documents: Length and record of each, in the order of the prompt.
+
+    Returns:
+        Float32 ``[tokens]``; None where a document lacks its record.
+    """
+    parts = []
+    for tokens, record in documents:
+        if record is None:
+            return None
+        parts.append(torch.tensor(record.values).repeat_interleave(record.block)[:tokens])
+    return torch.cat(parts) if parts else None
 
 
 class Repairer:

@@ -62,20 +62,3 @@ class Neighbours:
         if text not in self._caches:
             (self._caches[text],) = self._engine.prefill([text])
         return self._caches[text]
-
-
-def by_token(documents: Sequence[tuple[int, BlockDeviation | None]]) -> torch.Tensor | None:
-    """Deviations of a prompt's tokens.
-
-    Args:
-        documents: Length and record of each, in the order of the prompt.
-
-    Returns:
-        Float32 ``[tokens]``; None where a document lacks its record.
-    """
-    parts = []
-    for tokens, record in documents:
-        if record is None:
-            return None
-        parts.append(torch.tensor(record.values).repeat_interleave(record.block)[:tokens])
-    return torch.cat(parts) if parts else None

@@ -31,7 +31,7 @@ class Blend:
         alone: Share of the rows that attention chooses alone.
     """
 
-    attention: Attention = field(default_factory=Attention)
+    attention: Attention = field(default_factory=lambda: Attention(fading=0.0))
     check_layer: int = 2
     alone: float = 0.5
     name: str = "blend"
