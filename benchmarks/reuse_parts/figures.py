@@ -51,9 +51,8 @@ class Sample:
 
     def at_cost(self, token_layers: float) -> list[tuple[float, Point]]:
         """The default's curve at a cost, between the points around it; looking at the cache alone wins nothing."""
-        known = sorted(
-            [(self.costs[point][1], point) for point in self.points if point[0] in {DEFAULT, "all"}] + [(0.0, NONE)]
-        )
+        ours = [point for point in self.points if point[0] == DEFAULT]
+        known = sorted([(self.costs[point][1], point) for point in (*ours, ALL)] + [(0.0, NONE)])
         for (below, left), (above, right) in pairwise(known):
             if below <= token_layers < above:
                 if left == NONE:
