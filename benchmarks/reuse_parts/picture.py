@@ -39,6 +39,8 @@ def draw_closed(models: dict[str, Any], path: Path) -> None:
     for axes, (name, found) in zip(panels, models.items(), strict=True):
         for way, (style, color, width) in _STYLES.items():
             points = sorted(found["ways"].get(way, {}).values(), key=lambda each: each["token_layers"])
+            most = max((each["prompts"] for each in points), default=0)
+            points = [each for each in points if each["prompts"] == most]  # a line is one set of prompts
             if way == "none" or not points:
                 continue
             costs = [100 * each["token_layers"] / found["prefill_token_layers"] for each in points]
