@@ -48,7 +48,7 @@ def queries_of(family):
     engine, seen = engine_of(family), {}
 
     class Recorder:
-        def record(self, module, query):
+        def record(self, module, query, *_, **__):
             seen.setdefault(module.layer_idx, []).append(query[0].transpose(0, 1).double())
 
     with recording(Recorder(), engine.model), torch.no_grad():
