@@ -186,7 +186,8 @@ class Load:
             lead_s: Seconds until the link delivers again.
 
         Returns:
-            Seconds from now and the mean error over tokens, coarsest level first; text is not thought of.
+            Seconds from now and the mean error over tokens, from the goal's floor to its ceiling; text is not thought
+            of.
         """
         table = self.table
         tokens, held, state, level = (table.look(name) for name in ("tokens", "held", "state", "valid_level"))
@@ -198,7 +199,9 @@ class Load:
         reached = np.where(text, table.look("exact_error"), inf)  # nothing that is valid becomes worse
         reached[fetched] = errors[level[fetched], fetched]
         out = []
-        for at in range(len(sizes)):
+        finest = len(sizes) - 1
+        floor = min(self.goal.floor, finest)
+        for at in range(floor, 1 + (finest if self.goal.ceiling is None else min(self.goal.ceiling, finest))):
             more = np.where(text | (valid & (level >= at)), 0, np.maximum(sizes[at] - held, 0))
             size, begun = float(more.sum()), int(np.count_nonzero(more))
             decode_s = decode.base_s * begun + decode.token_s * float(tokens[more > 0].sum()) + decode.byte_s * size

@@ -17,6 +17,8 @@ from kvwire.types import BlockDeviation, CacheMeta, LayerSpec, RopeRegime
 
 MAX_JSON_BYTES = 1 << 20
 """Metadata of a thousand layers takes a tenth; hostile text of this length makes some tens of megabytes of objects."""
+_MAX_BLOCK = 1 << 16
+"""Tokens that share a deviation."""
 _MAX_DIM = 1 << 20
 """Wider than any layer; products of two still fit 64 bits with room to spare."""
 MAX_WIDTH = 1 << 23
@@ -287,7 +289,7 @@ def deviation_from_json(raw: Any, tokens: int) -> BlockDeviation | None:  # noqa
     if raw is None:
         return None
     block, text = raw
-    if type(block) is not int or block < 1 or not isinstance(text, str):
+    if type(block) is not int or not 1 <= block <= _MAX_BLOCK or not isinstance(text, str):
         msg = f"deviations of blocks of {block!r}"
         raise ValueError(msg)
     codes = base64.b64decode(text, validate=True)

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from kvwire.types import CacheMeta
 
 
+_SCORES = 1 << 26
+"""Attention probabilities that are held at a time."""
+
+
 def attention_received(
     model: PreTrainedModel,
     meta: CacheMeta,
@@ -90,12 +94,14 @@ class _Recorder:
             return
         scaling = options.get("scaling")
         scale = float(scaling) if isinstance(scaling, (int, float)) else query.shape[-1] ** -0.5
-        groups = query.shape[1] // key.shape[1]
-        heads, rows, dim = query.shape[1:]
-        shaped = query[0].float().reshape(heads // groups, groups * rows, dim)
-        scores = (shaped @ key[0].float().mT * scale).reshape(heads // groups, groups, rows, -1)
-        scores.masked_fill_(~self._visible(rows, layer), -torch.inf)
-        self.total += scores.softmax(-1).mean((0, 1, 2))
+        kv_heads, heads, rows = key.shape[1], query.shape[1], query.shape[2]
+        grouped = query[0].float().reshape(kv_heads, heads // kv_heads, rows, -1)
+        keys, visible = key[0].float().mT[:, None], self._visible(rows, layer)
+        step = max(1, _SCORES // (heads * key.shape[2]))
+        for start in range(0, rows, step):
+            part = slice(start, start + step)
+            scores = (grouped[:, :, part] @ keys * scale).masked_fill_(~visible[part], -torch.inf)
+            self.total += scores.softmax(-1).sum((0, 1, 2)) / (heads * rows)
         self.layers_seen += 1
 
     def _visible(self, rows: int, layer: int) -> Tensor:

@@ -84,8 +84,8 @@ class _Pass:
         self._narrowed: dict[int, tuple[Tensor, Tensor]] = {}
         columns = torch.arange(cache.tokens, device=rows.device)
         self._visible = columns <= rows[:, None]
-        self._own = columns == rows[:, None]
         self._holes = cache.kept is not None and any(mask is not None for mask in cache.kept)
+        self._own = columns == rows[:, None] if self._holes else self._visible[:, :0]
 
     def run(self, token_ids: Tensor) -> Tensor:
         layers: list[Any] = [

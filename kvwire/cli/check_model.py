@@ -72,14 +72,25 @@ def check_model(place: StoreOptions, **options: Unpack[_CheckOptions]) -> None:
     if opened and corpus:
         with closing(opened):
             corpus.set_link_report(report)
-    if options["picture"]:
-        from kvwire.comparison.link_picture import draw_links
-
-        draw_links(report, Path(options["picture"]))
     if options["as_json"]:
         say(json.dumps(asdict(report) | {"allowed": report.allowed, "within": report.is_within}))
     else:
         _print(report, len(engine.meta.layers))
+    if options["picture"]:
+        _draw(report, Path(options["picture"]))
+
+
+def _draw(report: LinkReport, path: Path) -> None:
+    try:
+        from kvwire.comparison.link_picture import draw_links
+
+        draw_links(report, path)
+    except ImportError as error:
+        msg = "a picture needs matplotlib: pip install 'kvwire[demo]'"
+        raise ArgumentError(msg) from error
+    except OSError as error:
+        msg = f"{path} cannot be written ({error.strerror})"
+        raise StorageError(msg) from error
 
 
 def _prompts(engine: Engine, options: _CheckOptions) -> list[CheckPrompt]:
@@ -150,7 +161,8 @@ def _print(report: LinkReport, layers: int) -> None:
     for name, row in report.repaired.items():
         say(f"{name:<22}" + "".join(f"{kl:>10.5f}" for kl in row))
     if report.levels:
-        say("", f"{'level':<22}{'linked':>10}{f'{report.repaired_share:.0%} anew':>10}")
+        say("", "levels, over the first prompts alone:")
+        say(f"{'level':<22}{'linked':>10}{f'{report.repaired_share:.0%} anew':>10}")
     for name, kl in report.levels.items():
         repaired = report.levels_repaired.get(name)
         say(f"{name:<22}{kl:>10.5f}" + (f"{repaired:>10.5f}" if repaired is not None else ""))

@@ -148,7 +148,12 @@ class Executor:
             )
             raise ArgumentError(msg)
         count = len(tokens)
-        repair = self.links.option if count > 1 else None
+        links, repair = self.links, None
+        if count > 1:
+            repair = links.option if links.is_able else None
+            spared = links.option is not None and not links.option.least and goal.objective != "quality"
+            if links.trouble and (links.is_able or not spared):
+                self.misses.append(links.trouble)
         self.number = self._driver.begin(
             self, lambda number: ev.LoadRequested(number, count, query_tokens, goal, repair)
         )
@@ -157,10 +162,16 @@ class Executor:
             self._spawn(self._open(index, laid_out))
         return await self._done
 
-    @property
-    def link_warning(self) -> str:
-        """Why linked documents make an answer doubtful; a single one is not linked."""
-        return self.links.warning if len(self._found) > 1 else ""
+    def link_warning(self, share: float) -> str:
+        """Why linked documents make an answer doubtful; a single one is not linked.
+
+        Args:
+            share: Of the rows that were computed anew.
+
+        Returns:
+            The words; empty where nothing says so.
+        """
+        return self.links.warning(share) if len(self._found) > 1 else ""
 
     @property
     def texts(self) -> list[tuple[int, ...] | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from math import inf, sqrt
+from math import isfinite, sqrt
 from typing import TYPE_CHECKING
 
 import torch
@@ -192,7 +192,14 @@ class _Measured:
         return logits[last:-1] if self._prompt.rest else logits
 
     def _kl(self, logits: Tensor) -> float:
-        return max(0.0, mean_kl(self._full, self._seen(logits)))
+        kl = mean_kl(self._full, self._seen(logits))
+        if not isfinite(kl):
+            msg = (
+                "the model gives logits that are not finite over linked documents; open it with --dtype float32, and "
+                "run its prompts as text where that does not help"
+            )
+            raise MismatchError(msg)
+        return max(0.0, kl)
 
     def figures(self, profile: AnyProfile | None) -> dict[object, float]:
         """KL divergences from a full prefill, by what was done."""
@@ -243,8 +250,7 @@ class _Measured:
 def _mean(rows: Sequence[dict[object, float]], key: object) -> float:
     """Over the prompts that have the figure."""
     found = [row[key] for row in rows if key in row]
-    mean = sum(found) / len(found)
-    return mean if mean < inf else 0.0
+    return sum(found) / len(found)
 
 
 def shortened(prompts: Sequence[CheckPrompt], window: int) -> list[CheckPrompt]:

@@ -11,8 +11,9 @@ import torch
 
 from kvwire._json import strict_json
 from kvwire.controller import RepairOption
+from kvwire.engines.base import Engine
 from kvwire.errors import ArgumentError, CorruptError, MismatchError
-from kvwire.reuse import RepairInput, repair_prompt, selector_of
+from kvwire.reuse import SELECTORS, RepairInput, repair_prompt, selector_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvwire.codec import AnyProfile
-    from kvwire.engines.base import Engine
     from kvwire.reuse import LinkedPrompt, Repaired, Selector
     from kvwire.types import BlockDeviation
 
@@ -29,7 +29,6 @@ DEFAULT_SELECTOR = "attention"
 AUTO = "auto"
 """In place of a selector: what the model's report found best, ``DEFAULT_SELECTOR`` without one."""
 VERSION = 1
-MOST_BYTES = 1 << 20
 _ADVICE = "run kvwire check-model again"
 _BOUND = 0.1
 """Of what documents tell a question at all: links that lose no more are fine."""
@@ -121,12 +120,13 @@ class LinkReport:
         Returns:
             Its name; where none gets there, the one that leaves least.
         """
-        if not self.repaired:
+        known = [name for name in self.repaired if name in SELECTORS]  # others are of a later version
+        if not known:
             return DEFAULT_SELECTOR
-        shares = {name: self.least_share(name) for name in self.repaired}
+        shares = {name: self.least_share(name) for name in known}
         enough = {name: share for name, share in shares.items() if share is not None}
         if not enough:
-            return min(self.repaired, key=lambda name: self.left(name)[-1])
+            return min(known, key=lambda name: self.left(name)[-1])
         if not any(enough.values()):  # nothing is needed: whoever gives most for what it computes
             return min(enough, key=lambda name: self.left(name)[-1] + self.allowed * scan_of(selector_of(name), layers))
         return min(enough, key=lambda name: (enough[name] or 0.0) + scan_of(selector_of(name), layers))
@@ -167,7 +167,7 @@ class LinkReport:
             given: dict[str, Any] = value | {"shares": tuple(value["shares"])}
             given["repaired"] = {name: tuple(row) for name, row in value["repaired"].items()}
             return cls(**given)
-        except (ArgumentError, AttributeError, KeyError, TypeError, UnicodeDecodeError) as error:
+        except (ArgumentError, AttributeError, KeyError, OverflowError, TypeError, UnicodeDecodeError) as error:
             msg = f"the report on links is damaged ({error}); {_ADVICE}"
             raise CorruptError(msg) from error
 
@@ -180,15 +180,28 @@ class LinkPlan:
         option: What the controller weighs; None: links stay as they are.
         selector: Chooses rows.
         is_wanted: A share was asked for by number or by ``all``: what cannot be done is an error then.
-        warning: Why answers over linked documents may be wrong; empty where nothing says so.
         report: What was measured; None where nobody did.
+        trouble: Why loads cannot do what the settings say; told with every answer that it concerns.
+        is_able: Whether the engine may repair at all.
     """
 
     option: RepairOption | None
     selector: Selector
     is_wanted: bool = False
-    warning: str = ""
     report: LinkReport | None = None
+    trouble: str = ""
+    is_able: bool = True
+
+    def warning(self, share: float) -> str:
+        """Why an answer over linked documents may be wrong.
+
+        Args:
+            share: Of the rows that were computed anew.
+
+        Returns:
+            The words; empty where nothing says so.
+        """
+        return _warning(self.report, self.selector.name, share)
 
 
 def scan_of(selector: Selector, layers: int) -> float:
@@ -223,7 +236,8 @@ def check_repair(repair: RepairMode | float, floor: float | None, selector: str)
     if selector != AUTO:
         selector_of(selector)
     named = isinstance(repair, str) and repair in {"none", "auto", "all"}
-    if not named and not (isinstance(repair, (int, float)) and 0 <= repair <= 1):
+    is_share = isinstance(repair, (int, float)) and not isinstance(repair, bool) and 0 <= repair <= 1
+    if not named and not is_share:
         msg = f"repair is none, auto, all or a share of rows from 0 to 1, got {repair!r}"
         raise ArgumentError(msg)
     if floor is not None and not 0 <= floor <= 1:
@@ -262,18 +276,18 @@ def plan_links(
     looks, scan = "question" in chooser.needs, 0.0 if repair == "all" else scan_of(chooser, layers)
     known = _UNMEASURED if report is None else _measured(report, selector, profile)
     if repair == "none" or chooser.name == "none":
-        return LinkPlan(None, chooser, warning=_warning(report, selector, 0.0), report=report)
+        return LinkPlan(None, chooser, report=report)
     if repair != "auto":
         share = 1.0 if repair == "all" else float(repair)
         option = replace(known, least=share, most=share, looks=looks, scan=scan)
-        return LinkPlan(option, chooser, is_wanted=True, warning=_warning(report, selector, share), report=report)
+        return LinkPlan(option, chooser, is_wanted=True, report=report)
     least = floor
     if least is None:
         least = (report.least_share(selector) if report else None) or 0.0
         if report and report.least_share(selector) is None:
             least = _MOST
     option = replace(known, least=least, most=max(least, _MOST), looks=looks, scan=scan)
-    return LinkPlan(option, chooser, warning=_warning(report, selector, least), report=report)
+    return LinkPlan(option, chooser, report=report)
 
 
 def _measured(report: LinkReport, selector: str, profile: AnyProfile | None) -> RepairOption:
@@ -292,6 +306,7 @@ def _warning(report: LinkReport | None, selector: str, share: float) -> str:
         return ""
     pairs = zip((0.0, *report.shares), report.left(selector), strict=False)
     kl = min((kl for at, kl in pairs if at <= share), default=report.linked)
+    kl = 0.0 if share >= 1 else kl
     if kl <= report.allowed:
         return ""
     lost = kl / report.no_documents if report.no_documents else 1.0
@@ -318,10 +333,10 @@ def by_token(documents: Sequence[tuple[int, BlockDeviation | None]]) -> Tensor |
 
 
 class Repairer:
-    """Repairs prompts of one engine, and remembers where that cannot be done.
+    """Repairs prompts of one engine.
 
     Attributes:
-        trouble: Why prompts are not repaired; empty while they can be.
+        trouble: Why it never can; empty where it may.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -331,7 +346,8 @@ class Repairer:
             engine: Runs the model.
         """
         self._engine = engine
-        self.trouble = ""
+        able = type(engine).update_rows is not Engine.update_rows
+        self.trouble = "" if able else "links were not repaired: this engine cannot compute rows inside a prompt"
 
     def run(
         self, plan: LinkPlan, prompt: LinkedPrompt,
@@ -352,7 +368,7 @@ class Repairer:
 
         Raises:
             MismatchError: The share was asked for and the engine cannot.
-            ArgumentError: The selector lacks something.
+            ArgumentError: The share was asked for and the selector lacks something.
         """
         if share <= 0 or len(prompt.tokens) == 1:
             return None, ""
@@ -364,8 +380,11 @@ class Repairer:
         given = RepairInput(self._engine, prompt.cache, ids, prompt.tokens, tuple(question), deviation)
         try:
             return repair_prompt(given, plan.selector, share), ""
+        except ArgumentError as error:
+            if plan.is_wanted:
+                raise
+            return self._refused(plan, str(error))
         except MismatchError as error:
-            self.trouble = str(error)
             return self._refused(plan, str(error))
 
     def _refused(self, plan: LinkPlan, why: str) -> tuple[None, str]:

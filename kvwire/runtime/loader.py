@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from kvwire.reuse import Repaired
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.driver import ControllerDriver
+    from kvwire.runtime.links import LinkReport
     from kvwire.types import Decision
 
 T = TypeVar("T")
@@ -233,17 +234,22 @@ class Loader:
         """Find documents and run a load of them to its end."""
         started, deadline_s = time.monotonic(), goal.deadline_s
         driver, chosen = self._session.driver(self._new_controller), self._settings
-        links = await self._link_plan(driver)
         soon = chosen.open_s
         if deadline_s is not None:
             soon = min(soon, max(_OPEN_SHARE * deadline_s, _OPEN_LEAST_S))
         with self._lock:
             timeouts = Timeouts(soon, chosen.patience_s, self._estimates.ttfb.value)
-        settings = ExecutorSettings(fetch=chosen.fetch, backend=chosen.backend, timeouts=timeouts, links=links)
+        planning = asyncio.create_task(self._link_plan(driver, soon))
         anew = False
         while True:
             finding = [self._finder.find(driver, name, texts, timeouts, anew=anew) for name in documents]
-            found = await _all_of(finding)
+            try:
+                found = await _all_of(finding)
+            except BaseException:
+                planning.cancel()
+                raise
+            links = await planning
+            settings = ExecutorSettings(fetch=chosen.fetch, backend=chosen.backend, timeouts=timeouts, links=links)
             async with make(self._engine, found, self._session, driver, self._finder, settings) as executor:
                 asked = driver.clock() - started
                 left = None if deadline_s is None else deadline_s - asked
@@ -259,21 +265,27 @@ class Loader:
         chosen = self._settings
         return ctl.Controller(self._estimates, self._controls, chosen.policy, record=chosen.record)
 
-    async def _link_plan(self, driver: ControllerDriver) -> LinkPlan:
-        """What loads do about links; what was measured of the model is read once, beside the catalog."""
+    async def _link_plan(self, driver: ControllerDriver, limit_s: float) -> LinkPlan:
+        """What a load does about links; what was measured of the model is read once, beside the catalog."""
         if self._links is None:
-            self._links = await driver.look_up(self._read_link_plan, self._settings.open_s)
-        if self._repairer.trouble and not self._links.is_wanted:
-            return replace(self._links, option=None)
+            try:
+                self._links = await driver.look_up(self._read_link_plan, limit_s)
+            except KvwireError as error:  # the next load tries again
+                return replace(self._plan_links(None, None), trouble=f"the report on links was not read: {error}")
+        if self._repairer.trouble and self._links.option and not self._links.is_wanted:
+            return replace(self._links, trouble=self._repairer.trouble, is_able=False)
         return self._links
 
     def _read_link_plan(self) -> LinkPlan:
-        chosen, corpus = self._settings, self._corpora[0]
-        report = profile = None
+        corpus, profile = self._corpora[0], None
+        view = corpus.over(self._session.view(corpus.catalog.store, over_link=False))
+        report = view.link_report()
         with suppress(KvwireError):
-            view = corpus.over(self._session.view(corpus.catalog.store, over_link=False))
-            report, profile = view.link_report(), view.profile()
-        layers = len(self._engine.meta.layers)
+            profile = view.profile()
+        return self._plan_links(report, profile)
+
+    def _plan_links(self, report: LinkReport | None, profile: AnyProfile | None) -> LinkPlan:
+        chosen, layers = self._settings, len(self._engine.meta.layers)
         return plan_links(chosen.repair, chosen.repair_floor, chosen.selector, report, profile, layers)
 
     def _goal(self, deadline_s: float | None, objective: Objective | None) -> ctl.Goal:
@@ -312,15 +324,16 @@ class Loader:
         return Answer(
             first, closing.logits.cpu(), tuple(out), text, executor.prompt, finish.decisions,
             goal.verdict(timing.ttft_s), timing, executor.bytes, tuple(executor.misses), predicted_s,
-            _error(executor, finish.decisions), closing.repaired, executor.link_warning,
+            _error(executor, finish.decisions), closing.repaired,
+            executor.link_warning(finish.repair if closing.repaired else 0.0),
         )  # fmt: skip
 
     def _close(self, executor: Executor, question: list[int], share: float) -> _Closing:
         """Repair the prompt, hand it over to the engine and run the question, in the compute thread."""
         began, prompt = time.monotonic(), executor.prompt
-        repaired, trouble = self._repairer.run(
-            executor.links, prompt, (executor.texts, executor.deviations), question, share
-        )
+        needed = share > 0 and "deviation" in executor.links.selector.needs
+        told = executor.texts, executor.deviations if needed else None
+        repaired, trouble = self._repairer.run(executor.links, prompt, told, question, share)
         linking = time.monotonic()
         tokens = prompt.cache.tokens
         past = self._engine.past_key_values(prompt.cache)

@@ -222,6 +222,8 @@ class PageLoader(Loader):
         """
         chosen, costs = replace(settings or LoadSettings(), repair="none"), CostModel(ELSEWHERE, _DECODE)
         super().__init__(NoWeights(corpus, dtype), corpus, costs=costs, settings=chosen, **options)
+        # Silence is waited out: nothing here can be computed meanwhile.
+        self._controls = replace(self._controls, stall_s=chosen.patience_s)
 
     def load(
         self, documents: Sequence[str], texts: Sequence[Sequence[int]], goal: Goal, least: int | None = None

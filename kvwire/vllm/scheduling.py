@@ -193,8 +193,8 @@ class Scheduling:
             return ()
         try:
             entries = asked.looking.result()
-        except KvwireError as error:
-            asked.told["trouble"] = str(error)
+        except Exception as error:  # noqa: BLE001 - vLLM's scheduler would end with it
+            asked.told["trouble"] = str(error) if isinstance(error, KvwireError) else f"{type(error).__name__}: {error}"
             return ()
         corpus = self._corpus
         wanted = salt_of(asked.choice, corpus.catalog.tenant, corpus.meta.config_digest(), entries)

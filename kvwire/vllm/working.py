@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvwire.engines.vllm import probe, slots_of
-from kvwire.errors import MismatchError
+from kvwire.errors import KvwireError, MismatchError
 from kvwire.reuse.assemble import moved
 from kvwire.vllm.loading import Loaded
 
@@ -94,7 +94,13 @@ class Working:
             done, self._done = self._done, []
         requests, bad = set(), set()
         for load, loaded in done:
-            bad |= self._write(load, loaded)
+            try:
+                bad |= self._write(load, loaded)
+            except KvwireError:
+                raise
+            except Exception as error:  # noqa: BLE001 - the other loads of the batch would be waited for, for ever
+                _LOG.warning("request %s: %s: %s", load.request_id, type(error).__name__, error)
+                bad |= set(load.blocks)
             requests.add(load.request_id)
         return Written(frozenset(requests), frozenset(bad))
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwire.codec import decode, encode, inspect
+from kvwire.codec.format.metadata_json import deviation_from_json
 from kvwire.codec.format.pack import Draft, pack_blob
 from kvwire.errors import ArgumentError, CorruptError
 from kvwire.types import BlockDeviation
@@ -74,3 +75,9 @@ def test_what_readers_would_not_take_is_not_written():
 def test_base64_is_that_of_the_specification():
     blob = encode(make_cache(50, 3), levels=1, deviation=RECORD)
     assert cut.metadata(blob)["deviation"] == [16, base64.b64encode(RECORD.codes).decode()]
+
+
+@pytest.mark.parametrize("block", [0, -1, 1 << 34, 10**30, True, 2.0])
+def test_blocks_of_any_length_are_refused(block):
+    with pytest.raises((TypeError, ValueError)):
+        deviation_from_json([block, base64.b64encode(b"\1").decode()], 256)

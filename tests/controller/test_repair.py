@@ -189,3 +189,17 @@ def test_loads_with_repair_are_replayed_and_written_down():
     asked = [entry.event for entry in entries if isinstance(entry.event, ev.LoadRequested)]
     assert [event.repair for event in asked] == [OPTION, replace(OPTION, least=0.1)]
     assert callable(replay)
+
+
+def test_levels_that_the_goal_leaves_out_are_not_counted_on():
+    """With a floor, what is below it is never fetched; with a ceiling, what is above it neither."""
+    low = play([arrival(OPTION, deadline_s=0.35)], 8 * MB)
+    goal = Goal(objective="quality", deadline_s=0.6, floor=3)
+    floor = play([replace(arrival(OPTION), goal=goal)], 8 * MB)
+    plain = play([replace(arrival(None), goal=goal)], 8 * MB)
+    assert only(low).in_time
+    assert only(floor).in_time or not only(plain).in_time
+    ceiling = Goal(objective="quality", deadline_s=0.35, ceiling=0)
+    played = play([replace(arrival(OPTION), goal=ceiling)], 8 * MB)
+    assert only(played).in_time
+    assert finish(played).repair == OPTION.most

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvwire.errors import ArgumentError, CorruptError, MismatchError
+from kvwire.errors import ArgumentError, CorruptError, MismatchError, StorageError
 from kvwire.reuse import SELECTORS
 from kvwire.runtime import link_check
 from kvwire.runtime.corpus import Corpus, Document
@@ -121,6 +121,7 @@ def test_an_engine_without_rows_is_told(small):
     assert first.repair is None
     assert any("links were not repaired: this engine" in miss for miss in first.misses)
     assert second.repair is None
+    assert second.misses == first.misses
     with (
         Loader(engine, corpus, costs=COSTS, settings=LoadSettings(repair=0.1)) as loader,
         pytest.raises(MismatchError, match="links were not repaired"),
@@ -169,14 +170,15 @@ def test_the_report_says_how_much_is_repaired_at_least():
     plan = plan_links("auto", None, "attention", REPORT, None)
     assert plan.option.least == 0.15
     assert plan.option.error_left(0.0) == pytest.approx(0.2)
-    assert not plan.warning
-    assert plan_links("auto", 0.05, "attention", REPORT, None).warning
+    assert not plan.warning(0.15)
+    assert plan.warning(0.05)
+    assert not plan.warning(1.0)
     assert plan_links("auto", None, "first", REPORT, None).option.least == 0.3
-    assert "as text" in plan_links("auto", None, "first", REPORT, None).warning
+    assert "as text" in plan_links("auto", None, "first", REPORT, None).warning(0.3)
     blind = plan_links("none", None, "attention", REPORT, None)
     assert blind.option is None
-    assert "lose 40%" in blind.warning
-    assert "repair 0.15" in blind.warning
+    assert "lose 40%" in blind.warning(0.0)
+    assert "repair 0.15" in plan.warning(0.0)
     assert plan_links("auto", None, "attention", None, None).option.least == 0.0
     assert plan_links("all", None, "first", None, None).selector.name == "all"
 
@@ -206,6 +208,7 @@ def test_loads_follow_the_report_of_the_store(small):
     corpus.catalog.put_link_report(small.engine.meta.config_digest(), b'{"version": 9}')
     unread, _ = asked(small, corpus)
     assert unread.repair is None  # as where nobody measured
+    assert any("check-model again" in miss for miss in unread.misses)
 
 
 def texts(small):
@@ -308,3 +311,44 @@ def test_questions_of_ones_own(run, demo_model, tmp_path):
     assert run(*words)[0] == 2
     questions.write_text('{"documents": []}')
     assert run(*words)[0] == 2
+
+
+class Unread(MemoryStore):
+    """A store whose report on links cannot be read."""
+
+    def get(self, key, start=0, end=None):
+        if key.endswith("links.json"):
+            msg = "the disk failed; try again"
+            raise StorageError(msg)
+        return super().get(key, start, end)
+
+    def snapshot(self, key):
+        if key.endswith("links.json"):
+            msg = "the disk failed; try again"
+            raise StorageError(msg)
+        return super().snapshot(key)
+
+
+def test_a_report_that_cannot_be_read_costs_no_load(small):
+    corpus = Corpus(small.engine, Unread())
+    corpus.set_profile(small.profile)
+    list(corpus.encode([Document(name, tuple(ids)) for name, ids in small.tokens.items()]))
+    corpus.set_link_report(REPORT)
+    answer, _ = asked(small, corpus, deadline_s=20.0)
+    assert any("report on links was not read" in miss for miss in answer.misses)
+    assert answer.repair is not None  # as where nobody measured
+
+
+def test_a_report_of_a_later_version_names_selectors_that_are_not_here():
+    later = replace(REPORT, repaired={"clairvoyance": (0.0, 0.0, 0.0), "attention": (0.1, 0.04, 0.01)})
+    assert plan_links("auto", None, "auto", later, None, 32).selector.name == "attention"
+    with pytest.raises(CorruptError):
+        LinkReport.of_json(REPORT.to_json().replace(b'"prompts": 3', b'"prompts": 3, "linked": 1' + b"0" * 400))
+
+
+def test_a_model_whose_logits_overflow_is_not_called_perfect(small, monkeypatch):
+    (prompt,) = prompts_of(texts(small), 1, small.engine.window)
+    monkeypatch.setattr(link_check, "check_exact", lambda *_: None)
+    monkeypatch.setattr(link_check, "mean_kl", lambda *_: float("nan"))
+    with pytest.raises(MismatchError, match="not finite"):
+        check_links(small.engine, [prompt])

@@ -13,6 +13,7 @@ from kvwire.engines.vllm import StridedPages, slots_of
 from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError
 from kvwire.reuse import link
 from kvwire.runtime.corpus import Corpus
+from kvwire.runtime.settings import LoadSettings
 from kvwire.transport import LinkSettings
 from kvwire.vllm import Choice, request_body
 from kvwire.vllm.loading import NoWeights, PageLoader
@@ -273,3 +274,9 @@ def test_settings_open_the_corpus_of_what_vllm_serves(told, tmp_path):
         assert loader._engine.dtype == torch.bfloat16
     with pytest.raises(NotFoundError, match="no record of model 'somewhere/else'"):
         settings.corpus("somewhere/else")
+
+
+def test_silence_of_the_store_is_waited_out(told):
+    """Nothing here can be computed meanwhile: a chunk is let go of only where it cannot be had."""
+    with PageLoader(told.corpus, torch.float32, settings=LoadSettings(patience_s=7.0)) as loader:
+        assert loader._controls.stall_s == 7.0
