@@ -16,7 +16,7 @@ from kvwire.errors import ArgumentError, CorruptError, MismatchError
 from kvwire.reuse import SELECTORS, RepairInput, repair_prompt, selector_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -352,6 +352,7 @@ class Repairer:
     def run(
         self, plan: LinkPlan, prompt: LinkedPrompt,
         told: tuple[Sequence[Sequence[int] | None], Tensor | None], question: Sequence[int], share: float,
+        stop: Callable[[], bool] | None = None,
     ) -> tuple[Repaired | None, str]:  # fmt: skip
         """Compute a share of a prompt's rows anew, in its cache.
 
@@ -362,6 +363,7 @@ class Repairer:
                 other documents, float32 ``[tokens]``, None where blobs do not say.
             question: Token ids.
             share: 0 to 1.
+            stop: See ``repair_prompt``; a share that was asked for is computed in any case.
 
         Returns:
             What was done, and why nothing was, where that is so though a share was wanted.
@@ -379,7 +381,7 @@ class Repairer:
         ids = tuple(token for text in known for token in text)
         given = RepairInput(self._engine, prompt.cache, ids, prompt.tokens, tuple(question), deviation)
         try:
-            return repair_prompt(given, plan.selector, share), ""
+            return repair_prompt(given, plan.selector, share, None if plan.is_wanted else stop), ""
         except ArgumentError as error:
             if plan.is_wanted:
                 raise

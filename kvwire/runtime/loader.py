@@ -300,10 +300,11 @@ class Loader:
 
     async def _answer(self, filled: Filled[Executor], goal: ctl.Goal, question: list[int], tokens: int) -> Answer:
         driver, executor, finish, started, asked_s = filled
-        close = partial(self._close, executor, question, finish.repair)
+        due = None if goal.deadline_s is None else started + goal.deadline_s
+        close = partial(self._close, executor, question, finish.repair, due)
         closing = await driver.compute(close)
-        assembled = executor.number, executor.prompt.cache.tokens, closing.beyond_s, closing.repair_s
-        driver.tell(ev.PromptAssembled(*assembled))
+        repair_s = 0.0 if closing.repaired and closing.repaired.is_cut else closing.repair_s  # nothing is learnt of it
+        driver.tell(ev.PromptAssembled(executor.number, executor.prompt.cache.tokens, closing.beyond_s, repair_s))
         if closing.trouble:
             executor.misses.append(closing.trouble)
         timing = Timing(
@@ -325,23 +326,24 @@ class Loader:
             first, closing.logits.cpu(), tuple(out), text, executor.prompt, finish.decisions,
             goal.verdict(timing.ttft_s), timing, executor.bytes, tuple(executor.misses), predicted_s,
             _error(executor, finish.decisions), closing.repaired,
-            executor.link_warning(finish.repair if closing.repaired else 0.0),
+            executor.link_warning(_share(closing.repaired, finish.repair)),
         )  # fmt: skip
 
-    def _close(self, executor: Executor, question: list[int], share: float) -> _Closing:
+    def _close(self, executor: Executor, question: list[int], share: float, due: float | None) -> _Closing:
         """Repair the prompt, hand it over to the engine and run the question, in the compute thread."""
         began, prompt = time.monotonic(), executor.prompt
         needed = share > 0 and "deviation" in executor.links.selector.needs
         told = executor.texts, executor.deviations if needed else None
-        repaired, trouble = self._repairer.run(executor.links, prompt, told, question, share)
+        with self._lock:
+            expected_s = self._estimates.prefill.cost.seconds(len(question), prompt.cache.tokens)
+        stop = None if due is None else lambda: time.monotonic() + expected_s > due
+        repaired, trouble = self._repairer.run(executor.links, prompt, told, question, share, stop)
         linking = time.monotonic()
         tokens = prompt.cache.tokens
         past = self._engine.past_key_values(prompt.cache)
         querying = time.monotonic()
         logits = self._engine.forward(past, question, tokens, logits=1)[-1].float().cpu()
         done = time.monotonic()
-        with self._lock:
-            expected_s = self._estimates.prefill.cost.seconds(len(question), tokens)
         return _Closing(
             past, logits, querying - linking, done - querying, done, done - linking - expected_s,
             linking - began if repaired else 0.0, repaired, trouble,
@@ -404,6 +406,13 @@ class _Closing:
     repair_s: float
     repaired: Repaired | None
     trouble: str
+
+
+def _share(repaired: Repaired | None, wanted: float) -> float:
+    """Share of the prompt's rows that was computed anew."""
+    if repaired is None or not repaired.is_cut:
+        return wanted if repaired else 0.0
+    return 0.0  # what was measured of a share is not measured of its beginning
 
 
 def _error(executor: Executor, decisions: Sequence[Decision]) -> float:

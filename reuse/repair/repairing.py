@@ -13,9 +13,15 @@ from kvwire.reuse.repair.selectors import SELECTORS
 from kvwire.reuse.repair.selectors.base import RepairCost, rows_for
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
-    from kvwire.reuse.repair.selectors.base import RepairInput, Selector
+    from kvwire.reuse.repair.selectors.base import Chosen, RepairInput, Selector
+
+
+BLOCK_ROWS = 1024
+"""Rows between which a repair can be stopped."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +34,7 @@ class Repaired:
         cost: Choosing included, the question's own pass left out.
         select_s: Seconds that choosing took; where rows are dropped on the way it is part of ``compute_s``.
         compute_s: Seconds that computing took.
+        is_cut: Whether it was stopped before all rows that were chosen were computed.
     """
 
     rows: Tensor
@@ -35,6 +42,7 @@ class Repaired:
     cost: RepairCost
     select_s: float
     compute_s: float
+    is_cut: bool = False
 
 
 def selector_of(name: str) -> Selector:
@@ -55,7 +63,9 @@ def selector_of(name: str) -> Selector:
     return SELECTORS[name]
 
 
-def repair_prompt(given: RepairInput, selector: Selector, share: float) -> Repaired:
+def repair_prompt(
+    given: RepairInput, selector: Selector, share: float, stop: Callable[[], bool] | None = None
+) -> Repaired:
     """Compute a share of a linked prompt's rows anew, in its cache.
 
     With a share of 1 the prompt's cache becomes that of a prefill; with 0 not a bit changes. The first document never
@@ -65,6 +75,8 @@ def repair_prompt(given: RepairInput, selector: Selector, share: float) -> Repai
         given: The prompt; its cache is written to.
         selector: Chooses the rows.
         share: Of all documents' tokens, from 0 to 1.
+        stop: Asked between blocks of rows, front to back, whether to leave the rest as it is: any beginning of the rows
+            is a repair. A selector that drops rows on the way computes all of them at once.
 
     Returns:
         What was done.
@@ -81,8 +93,23 @@ def repair_prompt(given: RepairInput, selector: Selector, share: float) -> Repai
     selected = time.perf_counter()
     rows = chosen.rows
     if len(rows):
-        rows = given.engine.update_rows(given.cache, given.token_ids, rows, chosen.narrow)
+        rows = _in_blocks(given, rows, stop) if stop and not chosen.narrow else _at_once(given, chosen)
     done = time.perf_counter()
     layers = len(given.cache.meta.layers)
     cost = selector.cost(given.cache.tokens, len(rows), len(given.question), layers)
-    return Repaired(rows, selector.name, cost, selected - started, done - selected)
+    is_cut = chosen.narrow is None and len(rows) < len(chosen.rows)
+    return Repaired(rows, selector.name, cost, selected - started, done - selected, is_cut)
+
+
+def _at_once(given: RepairInput, chosen: Chosen) -> Tensor:
+    return given.engine.update_rows(given.cache, given.token_ids, chosen.rows, chosen.narrow)
+
+
+def _in_blocks(given: RepairInput, rows: Tensor, stop: Callable[[], bool]) -> Tensor:
+    done: list[Tensor] = []
+    for start in range(0, len(rows), BLOCK_ROWS):
+        if stop():
+            break
+        block = rows[start : start + BLOCK_ROWS]
+        done.append(given.engine.update_rows(given.cache, given.token_ids, block))
+    return torch.cat(done) if done else rows[:0]

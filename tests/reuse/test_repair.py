@@ -409,3 +409,20 @@ def test_attention_without_masks_is_refused(monkeypatch):
 def link_without(engine):
     """Zeros in the shape of the prompt: the model cannot be run."""
     return KVCache.zeros(engine.meta, TOTAL, dtype=engine.dtype)
+
+
+def test_a_repair_is_stopped_between_blocks_and_what_is_done_is_right(monkeypatch):
+    engine = engine_of("llama")
+    monkeypatch.setattr("kvwire.reuse.repair.repairing.BLOCK_ROWS", 3)
+    linked, wanted = linked_of(engine), linked_of(engine)
+    asked = iter([False, False, True])
+    prompt = RepairInput(engine, linked, tuple(TEXT), LENGTHS, tuple(query()))
+    done = repair_prompt(prompt, selector_of("attention"), 0.4, lambda: next(asked))
+    assert done.is_cut
+    assert len(done.rows) == 6
+    engine.update_rows(wanted, TEXT, done.rows)
+    assert cache_error(linked, wanted) < TOLERANCE
+    whole = RepairInput(engine, linked_of(engine), tuple(TEXT), LENGTHS, tuple(query()))
+    assert not repair_prompt(whole, selector_of("attention"), 0.4, lambda: False).is_cut
+    never = RepairInput(engine, linked_of(engine), tuple(TEXT), LENGTHS, tuple(query()))
+    assert not len(repair_prompt(never, selector_of("attention"), 0.4, lambda: True).rows)
