@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from dataclasses import replace
-from math import ceil, inf
+from math import inf
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,6 @@ from kvwire.controller.chunk_table import VALID, ChunkState, ChunkTable
 from kvwire.controller.document_state import DocumentState
 from kvwire.controller.policies.base import RECOMPUTE, SLOWEST, PlanRequest
 from kvwire.controller.policies.timeline import floor_s, prefill_s
-from kvwire.controller.repair import rows_of
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -159,8 +158,7 @@ class Load:
         """Rows that a share takes as much as, choosing them included."""
         if not (share and self.docs and self.repair):
             return 0
-        rows = rows_of(share, self.prompt_tokens, self.docs[0].tokens)
-        return rows + ceil(self.repair.scan * (self.prompt_tokens - rows))
+        return self.repair.work(share, self.prompt_tokens, self.docs[0].tokens)
 
     def _repairing(self, costs: CostModel, rows: int) -> CostModel:
         return replace(costs, repair_rows=rows, repair_looks=bool(rows and self.repair and self.repair.looks))

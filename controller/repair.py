@@ -79,6 +79,20 @@ class RepairOption:
         part = (share - low) / (high - low)
         return self.error * (self.left[at - 1] + part * (self.left[at] - self.left[at - 1]))
 
+    def work(self, share: float, tokens: int, first: int) -> int:
+        """Rows that a repair takes as much as, choosing them included.
+
+        Args:
+            share: Of the prompt's rows, 0 to 1.
+            tokens: Of all documents.
+            first: Of the first document.
+
+        Returns:
+            How many.
+        """
+        rows = rows_of(share, tokens, first) if share else 0
+        return rows + (ceil(self.scan * (tokens - rows)) if share else 0)
+
     def candidates(self) -> list[float]:
         """Shares to weigh against each other, growing."""
         return sorted({self.least, self.most, *(share for share in _GRID if self.least < share < self.most)})

@@ -12,14 +12,13 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field, replace
 from itertools import count
-from math import ceil, inf
+from math import inf
 from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
 from kvwire.controller import events as ev
 from kvwire.controller.costs import busiest
-from kvwire.controller.repair import rows_of
 from kvwire.controller.simulator.arrivals import Trouble
 from kvwire.controller.simulator.flows import DONE_BYTES, Flow, served
 from kvwire.controller.simulator.outcome import Lane, Outcome, Span
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from kvwire.controller.core import Controller
     from kvwire.controller.costs import CostModel
     from kvwire.controller.documents import DocumentPlanInput
-    from kvwire.controller.repair import RepairOption
     from kvwire.controller.simulator.arrivals import LoadArrival
     from kvwire.controller.simulator.steering import Steering
     from kvwire.types import Decision
@@ -390,7 +388,7 @@ class World:
         costs = replace(
             self._costs,
             query_tokens=arrival.query_tokens,
-            repair_rows=_rows(arrival.repair, repair, prompt_tokens, sum(inputs[0].tokens)),
+            repair_rows=arrival.repair.work(repair, prompt_tokens, sum(inputs[0].tokens)) if arrival.repair else 0,
             repair_looks=arrival.repair is not None and arrival.repair.looks,
         )
         closing_s = costs.closing_s(prompt_tokens)
@@ -417,9 +415,3 @@ def _require(holds: bool, trouble: str) -> None:  # noqa: FBT001 - a condition
     if not holds:
         msg = f"{trouble}; the controller must not ask for that"
         raise ArgumentError(msg)
-
-
-def _rows(option: RepairOption | None, share: float, tokens: int, first: int) -> int:
-    """Rows that a share takes as much as, choosing them included."""
-    rows = rows_of(share, tokens, first)
-    return rows + ceil((option.scan if option and share else 0.0) * (tokens - rows))

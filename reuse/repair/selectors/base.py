@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from math import ceil
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
+from kvwire.controller.repair import rows_of
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -151,8 +151,7 @@ def rows_for(share: float, documents: tuple[int, ...]) -> int:
     if not 0 <= share <= 1:
         msg = f"the share of rows to repair lies between 0 and 1, got {share}"
         raise ArgumentError(msg)
-    total = sum(documents)
-    return total if share == 1 else min(ceil(share * total), total - documents[0])
+    return rows_of(share, sum(documents), documents[0])
 
 
 def highest(scores: Tensor, count: int, documents: tuple[int, ...], block: int = BLOCK) -> Tensor:
