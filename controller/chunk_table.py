@@ -87,6 +87,7 @@ class ChunkTable:
         counts: How many chunks are in each state.
         held_total: Sum of ``held``.
         in_prompt_order: Documents became known in the order of the prompt.
+        is_weighed: Errors of some chunks count more than those of others.
     """
 
     def __init__(self) -> None:
@@ -100,6 +101,7 @@ class ChunkTable:
         self.counts = [0] * len(_S)
         self.held_total = 0
         self.in_prompt_order = True
+        self.is_weighed = False
         self._fixed: tuple[Ints, NDArray[np.float64]] | None = None
 
     def __len__(self) -> int:
@@ -167,6 +169,19 @@ class ChunkTable:
         _write(self.sizes, start, rows or [()] * count, ragged=min(lengths) < levels)
         _write(self.errors, start, errors, ragged=min(lengths) < levels)
         self.exact_error[start:stop] = self.errors[-1][start:stop]
+
+    def weigh(self, start: int, weights: Sequence[float]) -> None:
+        """Have the errors of a document's chunks count more or less.
+
+        Args:
+            start: The first chunk's place.
+            weights: Factor for each chunk.
+        """
+        self._fixed = None
+        self.is_weighed = True
+        part = slice(start, start + len(weights))
+        for errors in (self.exact_error, *self.errors):
+            errors[part] = array("d", [error * weight for error, weight in zip(errors[part], weights, strict=True)])
 
     # Single chunks.
 

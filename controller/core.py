@@ -17,7 +17,7 @@ from kvwire.controller.policies.adaptive import Adaptive
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kvwire.controller.document_state import DocumentState
     from kvwire.controller.documents import DocumentPlanInput
@@ -151,6 +151,8 @@ class Controller:
                 self._prefix_computed(load, document, seconds, now)
             case ev.PrefixFailed(load, document, reason):
                 self._head_failed(load, document, reason, now, out)
+            case ev.Looked(load, attention, seconds):
+                self._looked(load, attention, seconds, now)
             case ev.Tick():
                 self._dispatch.watch(now)
             case ev.LoadAbandoned(load):
@@ -348,6 +350,15 @@ class Controller:
         if load:
             doc = load.doc(document)
             doc.prefix_done, doc.prefix_running = True, False
+
+    def _looked(self, number: int, attention: Sequence[Sequence[float]], seconds: float, now: float) -> None:
+        _check_seconds(seconds)
+        load = self._load(number)
+        check = load.checked_attention(attention) if load else ()
+        job = self._dispatch.lanes.end("prefill", "look", (), number, -1, now)
+        self.estimates.repair.add(job.repair_s, seconds)
+        if load:
+            load.looked(check)
 
     def _head_failed(self, number: int, document: int, reason: str, now: float, out: list[ev.Instruction]) -> None:
         self._dispatch.lanes.end("prefill", "head start", (), number, document, now)

@@ -170,9 +170,18 @@ class CostModel:
         if not rows:
             return 0.0
         seconds = self.prefill.base_s + self.prefill.token_s * rows + self.prefill.pair_s * rows * prompt_tokens
-        if self.repair_looks:
-            seconds += self.prefill.seconds(self.query_tokens, prompt_tokens)
-        return seconds * self.repair_scale
+        return seconds * self.repair_scale + (self.look_s(prompt_tokens) if self.repair_looks else 0.0)
+
+    def look_s(self, prompt_tokens: int) -> float:
+        """Work out what running the question on the prompt takes, to see where it looks.
+
+        Args:
+            prompt_tokens: Length of all documents together.
+
+        Returns:
+            Seconds.
+        """
+        return self.prefill.seconds(self.query_tokens, prompt_tokens) * self.repair_scale
 
 
 def busiest(chunks: Sequence[tuple[int, int]], threads: int) -> tuple[int, int]:

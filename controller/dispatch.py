@@ -27,6 +27,7 @@ _S = ChunkState
 _TICK_S = 0.05
 _LEAST_TICK_S = 0.001
 _TURNS = 4
+_LOOK = 0.5  # share of the time until a load's cut that a look may take
 _PLANS = 4  # plans made for one event, besides those of loads whose turn it is
 
 
@@ -103,7 +104,7 @@ class Dispatcher(Planner):
             if load.refused_s:
                 self._conclude(load, now, out)
         order = self._order()
-        steps = (self._decode, self._compute, self._redecode, self._fetch, self._refine)
+        steps = (self._decode, self._look, self._compute, self._redecode, self._fetch, self._refine)
         for begin, load in product(steps, order):
             begin(load, now, out)
         if now - self._reclaimed_at >= self._settings.replan_s:
@@ -149,9 +150,11 @@ class Dispatcher(Planner):
             self.start_decode(load, places[:count], _S.REDECODING, now, out)
 
     def _is_extended(self, doc: DocumentState) -> bool:
-        """Whether a forward pass over chunks of a document is running."""
+        """Whether a forward pass that reads a document is running."""
         job = self.lanes.running("prefill")
-        return job is not None and job.kind == "recompute" and (job.load, job.document) == (doc.load, doc.number)
+        if job is None or job.load != doc.load:
+            return False
+        return job.kind == "look" or (job.kind == "recompute" and job.document == doc.number)
 
     def _compute(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Compute a head start that fetched chunks wait for, or the next forward pass of the plan."""
@@ -190,6 +193,18 @@ class Dispatcher(Planner):
             load.fetch_instead(doc, first)
         else:
             self.start_pass(load, doc, run, now, out)
+
+    def _look(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
+        """Run the question on what is valid, before finer levels are fetched."""
+        if not (self.lanes.is_free("prefill") and self._can_look(load, now)):
+            return
+        costs = self.costs_of(load)
+        seconds = costs.look_s(load.prompt_tokens)
+        load.wants_look, load.is_looking = False, True
+        load.began = self.turn()
+        job = Job("look", load.number, -1, (), now, seconds, repair_s=seconds / costs.repair_scale)
+        self.lanes.start("prefill", job)
+        out.append(ev.Look(load.number))
 
     def _fetch(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Open the fetches that the plan wants next."""
@@ -281,15 +296,23 @@ class Dispatcher(Planner):
             self.lanes.close(Job("closing", load.number, -1, (), now, closing_s, repair_s=repair_s))
             out.append(ev.Finish(load.number, decisions, verdict, load.repair_share))
 
+    def _can_look(self, load: Load, now: float) -> bool:
+        """Whether there is enough time to see where the question looks, and to fetch finer levels for that."""
+        if not (load.wants_look and load.plan and load.plan.looks and load.is_ready):
+            return False
+        look_s = self.costs_of(load).look_s(load.prompt_tokens) * self._estimates.prefill.high
+        left_s = _LOOK * (self._cut(load) - now) - self.lanes.left_s("prefill", now)
+        return look_s <= min(left_s, self._until_closing_s(load, now))
+
     def _becomes_better(self, load: Load, now: float) -> bool:
         """Whether it is worth waiting for refinements."""
         if load.goal.objective != "quality" or now >= self._cut(load):
             return False
-        if load.is_refining:
+        if load.is_refining or load.is_looking:
             return True
         if now > load.planned_at and not load.refine:
             self._plan(load, now)
-        return bool(load.refine)
+        return bool(load.refine) or self._can_look(load, now)
 
     def end(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Take a load out: its fetches are cancelled and its bytes forgotten.

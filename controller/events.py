@@ -25,6 +25,8 @@ class LoadRequested:
         query_tokens: Of the question.
         goal: What is wanted, and by when.
         repair: What repairing its links may take and gives; None: they stay as they are.
+        looks: The question can be run on the prompt while finer levels are fetched, to see where it looks: see
+            ``Look``.
     """
 
     load: int
@@ -32,6 +34,7 @@ class LoadRequested:
     query_tokens: int
     goal: Goal
     repair: RepairOption | None = None
+    looks: bool = False
 
 
 @dataclass(frozen=True)
@@ -192,6 +195,22 @@ class PrefixFailed:
 
 
 @dataclass(frozen=True)
+class Looked:
+    """The question has run on a prompt whose chunks are all valid, at whatever level.
+
+    Attributes:
+        load: Number of the load.
+        attention: What the question's attention gives to a token of each chunk, over what it gives to a token of the
+            prompt in the mean, ``[document][chunk]``; empty where nothing was to be seen.
+        seconds: How long it took.
+    """
+
+    load: int
+    attention: tuple[tuple[float, ...], ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
 class PromptAssembled:
     """A load that was finished is linked and its question has run: until then its closing keeps the engine busy.
 
@@ -288,6 +307,19 @@ class ComputePrefix:
 
 
 @dataclass(frozen=True)
+class Look:
+    """Run the question on the prompt as it is, all of which is valid, and tell what it attends to.
+
+    Nothing of the prompt is decoded until ``Looked`` is told.
+
+    Attributes:
+        load: Number of the load.
+    """
+
+    load: int
+
+
+@dataclass(frozen=True)
 class Cancel:
     """Stop a fetch; whatever is still reported about it is ignored.
 
@@ -367,11 +399,12 @@ Event: TypeAlias = (
     | RecomputeFailed
     | PrefixComputed
     | PrefixFailed
+    | Looked
     | PromptAssembled
     | Tick
     | LoadAbandoned
 )
-Instruction: TypeAlias = Fetch | Decode | Recompute | ComputePrefix | Cancel | Release | Finish | Fail | Refuse
+Instruction: TypeAlias = Fetch | Decode | Recompute | ComputePrefix | Look | Cancel | Release | Finish | Fail | Refuse
 
 
 @dataclass(frozen=True)

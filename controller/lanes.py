@@ -27,10 +27,10 @@ class Job:
         tokens: Of it all, and of a decode in several threads of the busiest one's share.
         context: Tokens before them, likewise.
         size: Bytes, likewise.
-        repair_s: Of a closing: what passes of as many tokens as are repaired should take.
+        repair_s: Of a closing: what passes of as many tokens as are repaired should take; likewise of a look.
     """
 
-    kind: Literal["decode", "recompute", "head start", "closing"]
+    kind: Literal["decode", "recompute", "head start", "look", "closing"]
     load: int
     document: int
     chunks: tuple[ChunkId, ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from dataclasses import replace
-from math import inf
+from math import inf, isfinite
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from kvwire.controller.policies.timeline import floor_s, prefill_s
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -31,6 +31,8 @@ _S = ChunkState
 Place = tuple[DocumentState, int]
 """A chunk: its document and its number there."""
 _GROWN = 1.25
+_HARDLY = 0.75  # share of chunks that nothing was begun for, so that everything can still be planned otherwise
+_UNSEEN = 0.1  # what a chunk that the question does not look at counts: an answer may look elsewhere
 
 
 class Load:
@@ -59,6 +61,8 @@ class Load:
         compute_s: Seconds of recomputation that it holds.
         repair: What repairing its links may take and gives; None: they stay as they are.
         repair_share: Share of its rows that is to be computed anew, by what is known now.
+        wants_look: Its question could be run before the prompt is complete, and has not been.
+        is_looking: It runs.
         fallbacks: Chunks for which a fetch or decode was given up for recomputation.
     """
 
@@ -76,6 +80,8 @@ class Load:
         self.query_tokens = asked.query_tokens
         self.repair = asked.repair
         self.repair_share = asked.repair.least if asked.repair else 0.0
+        self.wants_look = asked.looks and asked.goal.objective == "quality" and asked.goal.deadline_s is not None
+        self.is_looking = self._has_looked = False
         self._costs: tuple[CostModel, CostModel] | None = None
         self.due = inf if asked.goal.deadline_s is None else now + asked.goal.deadline_s
         self.first_s: float | None = None
@@ -154,6 +160,38 @@ class Load:
             self._costs = base, self._repairing(base, rows)
         return self._costs[1]
 
+    def checked_attention(self, attention: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
+        """Attention as ``looked`` takes it.
+
+        Args:
+            attention: See ``Looked``.
+
+        Returns:
+            The same.
+
+        Raises:
+            ArgumentError: There are not as many figures as chunks, or one cannot be.
+        """
+        counts = [doc.count for doc in self.docs]
+        if attention and [len(row) for row in attention] != counts:
+            msg = f"attention is told for each of {counts} chunks, got {[len(row) for row in attention]} figures"
+            raise ArgumentError(msg)
+        if not all(isfinite(each) and each >= 0 for row in attention for each in row):
+            msg = "attention to a chunk must be finite and at least 0"
+            raise ArgumentError(msg)
+        return attention
+
+    def looked(self, attention: Sequence[Sequence[float]]) -> None:
+        """Have the errors of what the question attends to count more, now that this is known.
+
+        Args:
+            attention: From ``checked_attention``; empty where nothing was to be seen.
+        """
+        self.is_looking, self.is_stale = False, True
+        self._has_looked, self._costs = bool(attention), None
+        for doc, row in zip(self.docs, attention, strict=False):
+            self.table.weigh(doc.start, [_UNSEEN + (1 - _UNSEEN) * each for each in row])
+
     def _rows(self, share: float) -> int:
         """Rows that a share takes as much as, choosing them included."""
         if not (share and self.docs and self.repair):
@@ -161,7 +199,8 @@ class Load:
         return self.repair.work(share, self.prompt_tokens, self.docs[0].tokens)
 
     def _repairing(self, costs: CostModel, rows: int) -> CostModel:
-        return replace(costs, repair_rows=rows, repair_looks=bool(rows and self.repair and self.repair.looks))
+        looks = bool(rows and self.repair and self.repair.looks and not self._has_looked)
+        return replace(costs, repair_rows=rows, repair_looks=looks)
 
     def closing_s(self, costs: CostModel, share: float) -> float:
         """Seconds from the last chunk to the first token, were a share of rows repaired.
@@ -280,8 +319,17 @@ class Load:
             costs = replace(costs, prefill=costs.prefill.scaled(1 / share), decode=costs.decode.scaled(1 / share))
             base = replace(base, bandwidth=base.bandwidth * share, bandwidth_low=base.bandwidth_low * share)
         return replace(
-            base, chunks=columns, goal=self.goal, prompt_tokens=self.prompt_tokens, refinable=refinable, costs=costs
-        )
+            base, chunks=columns, goal=self.goal, prompt_tokens=self.prompt_tokens, refinable=refinable, costs=costs,
+            look_s=costs.look_s(round(self.prompt_tokens / share)) if self._may_look else None,
+            is_weighed=self.table.is_weighed,
+        )  # fmt: skip
+
+    @property
+    def _may_look(self) -> bool:
+        """Whether plans may count on a look: it was planned before, or hardly anything is begun."""
+        if not self.wants_look:
+            return False
+        return bool(self.plan and self.plan.looks) or self.table.counts[_S.PLANNED] >= _HARDLY * len(self.table)
 
     def follow(self, plan: Plan, request: PlanRequest, now: float) -> None:
         """Take over a plan for the request made last.

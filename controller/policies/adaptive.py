@@ -27,6 +27,8 @@ _AS_GOOD = 1.001
 _MISS = 3.0  # times all quality: whoever set a deadline waits for something
 _EFFORT = 0.01  # of all quality: what twice the requests and decodes are worth where there is time for them
 _LEAST_ERROR = 1e-12  # 120 dB
+_LOOKED_BY = 0.5  # share of the time that is left by which the question must have looked: finer levels take the rest
+_LOOKED = 0.8  # of the error, what is expected to be left where as many bytes go to what the question looks at
 _LONG = 40.0  # recomputation of that many times a pass's fixed cost can afford one more pass
 
 
@@ -55,11 +57,19 @@ class Adaptive:
             score = np.where(timeline.finish_s <= request.left_s, timeline.bytes, np.inf)
             row, split = divmod(int(np.argmin(score)), score.shape[1])
             return _written(request, timeline, row, split, "fewest bytes in time")
-        row, split = _best(request, timeline)
-        plan = _upgraded(request, timeline, row, split)
-        if not plan.order:
-            return _refining(request, plan)  # the link need not wait for what is only computed
-        return _insured(request, plan, timeline, (row, split)) if request.risk > 0 else plan
+        return _best_quality(request, timeline)
+
+
+def _best_quality(request: PlanRequest, timeline: Timeline) -> Plan:
+    """The least error in time, in the order that suits the link and whoever wants to look."""
+    row, split = _best(request, timeline)
+    if _looking_pays(request, timeline, row, split):
+        first = _written(request, timeline, 0, request.chunks.count, "coarse levels first, to see what matters")
+        return replace(first, looks=True)
+    plan = _upgraded(request, timeline, row, split)
+    if not plan.order:
+        return _refining(request, plan)  # the link need not wait for what is only computed
+    return _insured(request, plan, timeline, (row, split)) if request.risk > 0 else plan
 
 
 def _best(request: PlanRequest, timeline: Timeline) -> tuple[int, int]:
@@ -93,6 +103,37 @@ def _insured(request: PlanRequest, plan: Plan, timeline: Timeline, at: tuple[int
         return plan
     first = _written(request, coarse, *best, "coarse levels first")
     return replace(first, order=[column for column in first.order if far[column]])
+
+
+def _may_look(request: PlanRequest, ready_s: float) -> bool:
+    """Whether enough time is left, once all is valid, for what follows from seeing where the question looks.
+
+    ready_s: until the first token, were nothing more fetched then.
+    """
+    if request.look_s is None or request.left_s is None:
+        return False
+    closing_s = request.costs.closing_s(request.prompt_tokens)
+    base_s = max(request.committed.prefill_s, ready_s - closing_s)
+    return base_s + request.look_s <= _LOOKED_BY * (request.left_s - closing_s)
+
+
+def _looking_pays(request: PlanRequest, timeline: Timeline, row: int, split: int) -> bool:
+    """Whether fetching all at the floor, and finer levels where the question looks, leaves less error than a plan."""
+    count = request.chunks.count
+    if not request.chunks.can_fetch.all() or request.look_s is None or request.left_s is None:
+        return False
+    if not _may_look(request, float(timeline.finish_s[0, count])):
+        return False
+    finish_s, error = timeline.finish_s[:, count] + request.look_s, timeline.error[:, count]
+    fits = int(np.count_nonzero(finish_s <= request.left_s)) - 1
+    if fits < 0:
+        return False
+    after = float(error[fits])
+    if fits + 1 < len(error):
+        share = (request.left_s - finish_s[fits]) / (finish_s[fits + 1] - finish_s[fits])
+        after += float(share * (error[fits + 1] - after))
+    tokens = int(request.chunks.tokens.sum())
+    return max(float(error[-1]), _LOOKED * after) / tokens < _mixed(request, timeline, row, split)
 
 
 def _finer_first(request: PlanRequest, plan: Plan, row: int) -> Plan:
@@ -221,6 +262,17 @@ def _refining(request: PlanRequest, plan: Plan) -> Plan:
     finer = Refining(request, some)
     if finer.ready_s > left_s:
         return plan
+    levels = finer.best_within(left_s) if request.is_weighed else _raised_within(finer, some, left_s)
+    if _may_look(request, finer.ready_s) and request.look_s is not None:
+        after = _raised_within(finer, some, left_s - request.look_s)
+        exact = finer.error(some.top)
+        if max(exact, _LOOKED * finer.error(after)) < finer.error(levels):
+            return replace(plan, looks=True)  # what is fetched now might be nothing that the question looks at
+    return _with_refinements(plan, some, finer.order(levels), levels)
+
+
+def _raised_within(finer: Refining, some: UpgradeCandidates, left_s: float) -> Ints:
+    """Levels ``[m]`` where all are raised alike, as far as the time goes, and then single ones."""
     # What is raised further ends later, so that the last one in time is found by halving.
     most = int(some.top.max(initial=0)) + 1
     fitting = bisect_right(range(most), left_s, key=lambda level: finer.end_s(finer.raised_to(level)))
@@ -229,8 +281,7 @@ def _refining(request: PlanRequest, plan: Plan) -> Plan:
     count = bisect_right(
         range(1, len(steps) + 1), left_s, key=lambda count: finer.end_s(finer.upgraded(levels, steps[:count]))
     )
-    levels = finer.upgraded(levels, steps[:count])
-    return _with_refinements(plan, some, finer.order(levels), levels)
+    return finer.upgraded(levels, steps[:count])
 
 
 class Refining:
@@ -296,6 +347,46 @@ class Refining:
         """
         able = np.flatnonzero(levels < self._some.top)
         return able[self._by_gain(levels, np.minimum(levels + 1, self._some.top))[able].argsort(kind="stable")]
+
+    def best_within(self, left_s: float) -> Ints:
+        """Levels that remove most error for their bytes, as far as the time goes: of all steps the best ones first.
+
+        A chunk's step counts no more than the one before it, so that none is taken without that.
+
+        Args:
+            left_s: Seconds until the first token is due.
+
+        Returns:
+            Levels in the end ``[m]``.
+        """
+        some = self._some
+        steps, gains = [], []
+        before, best = some.level, np.full(len(some.level), np.inf)
+        for _ in range(int((some.top - some.level).max(initial=0))):
+            after = np.minimum(before + 1, some.top)
+            best = np.minimum(best, -self._by_gain(before, after))
+            able = np.flatnonzero(before < some.top)
+            steps.append(able)
+            gains.append(best[able])
+            before = after
+        if not steps:
+            return some.level
+        order = np.concatenate(steps)[np.argsort(-np.concatenate(gains), kind="stable")]
+
+        def after_first(count: int) -> Ints:
+            return np.asarray(some.level + np.bincount(order[:count], minlength=len(some.level)))
+
+        return after_first(
+            bisect_right(range(1, len(order) + 1), left_s, key=lambda count: self.end_s(after_first(count)))
+        )
+
+    def error(self, levels: Ints) -> float:
+        """Error at some levels, summed over tokens.
+
+        Args:
+            levels: Levels in the end ``[m]``.
+        """
+        return float((self._some.tokens * self._some.errors[levels, self._column]).sum())
 
     def order(self, levels: Ints) -> Ints:
         """Candidates that these levels make better, most error removed per byte first.

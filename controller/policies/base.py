@@ -192,6 +192,9 @@ class PlanRequest:
         parallel: Requests that may be open at a time.
         workers: 1: decoding and recomputing take turns; 2: a lane each.
         now: The instant, for policies that look into the future.
+        look_s: Seconds that running the question takes once all chunks are valid, to see which of them matter; None
+            where that is not wanted, or is done.
+        is_weighed: Errors of chunks are weighed by what the question attends to.
         risk: Chance that the link falls so far, within a load, that what is asked for first decides what is in time.
     """
 
@@ -209,6 +212,8 @@ class PlanRequest:
     parallel: int = 1
     workers: int = 1
     now: float = 0.0
+    look_s: float | None = None
+    is_weighed: bool = False
     risk: float = 0.0
 
 
@@ -226,6 +231,7 @@ class Plan:
         reason: Why, for all chunks that ``upgraded`` does not name.
         upgraded: Columns that got more than the others.
         refine: Columns of ``refinable`` to fetch finer levels of, first one first.
+        looks: The question is to look at what is valid before finer levels are asked for.
         refine_levels: Up to which level, for each of these; empty: one more.
     """
 
@@ -239,6 +245,7 @@ class Plan:
     upgraded: frozenset[int] = frozenset()
     refine: Sequence[int] = ()
     refine_levels: Sequence[int] = ()
+    looks: bool = False
 
 
 class Policy(Protocol):

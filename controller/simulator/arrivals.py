@@ -26,6 +26,7 @@ class LoadArrival:
         index_s: Until indexes are known.
         leaves_s: Seconds after which nobody waits for it any more.
         repair: What repairing its links may take and gives; None: they stay as they are.
+        attention: What the question attends to, see ``Looked``; empty: nobody looks.
     """
 
     at: float
@@ -35,6 +36,7 @@ class LoadArrival:
     index_s: float | None = None
     leaves_s: float = inf
     repair: RepairOption | None = None
+    attention: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass(frozen=True)

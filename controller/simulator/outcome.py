@@ -25,7 +25,7 @@ class Span:
         document: Number of the document.
         first: First chunk.
         last: Last chunk.
-        what: ``fetch``, ``failed``, ``cancelled``, ``decode``, ``recompute`` or ``head start``.
+        what: ``fetch``, ``failed``, ``cancelled``, ``decode``, ``recompute``, ``head start`` or ``look``.
         level: Of a fetch or a decode; chunks that are decoded in one batch have a span each, at the same time.
     """
 
@@ -48,6 +48,7 @@ class Outcome:
         ttft_s: Until the first token. in_time: by the deadline, or there was none.
         deadline_s: Seconds; None: there was none.
         error: Mean over tokens, a recomputed chunk counts with its finest error.
+        seen_error: The same, weighed by what the question attends to; equal to ``error`` where nobody knows that.
         received: Bytes over the link.
         wasted: Those of them that are not in the prompt.
         recomputed: Tokens.
@@ -78,6 +79,7 @@ class Outcome:
     refused: bool = False
     repair: float = 0.0
     link_error: float = 0.0
+    seen_error: float = 0.0
 
     @property
     def in_time(self) -> bool:
@@ -89,6 +91,7 @@ class Outcome:
         cls, documents: Sequence[DocumentPlanInput], decisions: Sequence[Decision], *, reason: str, ready_s: float,
         ttft_s: float, deadline_s: float | None, received: int, asked_at: float, spans: tuple[Span, ...],
         refused: bool = False, repair: float = 0.0, link_error: float = 0.0,
+        attention: Sequence[Sequence[float]] = (),
     ) -> Outcome:  # fmt: skip
         """Count up what was decided; without decisions the load failed.
 
@@ -105,17 +108,20 @@ class Outcome:
             refused: It would have been late.
             repair: Share of the prompt's rows that was computed anew.
             link_error: What that left of the error of links.
+            attention: What the question attends to, see ``Looked``; empty: all alike.
 
         Returns:
             The outcome.
         """
-        error, used, recomputed, tokens = 0.0, 0, 0, 0
+        error, seen_error, used, recomputed, tokens = 0.0, 0.0, 0, 0, 0
         levels = [0] * max((document.finest + 1 for document in documents), default=0)
         for decision in decisions:
             document, chunk = documents[decision.chunk.document], decision.chunk.chunk
             size = document.tokens[chunk]
             tokens += size
+            weight = attention[decision.chunk.document][chunk] if attention else 1.0
             error += size * document.error(chunk, decision.level)
+            seen_error += weight * size * document.error(chunk, decision.level)
             if decision.level is None:
                 recomputed += size
             else:
@@ -125,5 +131,5 @@ class Outcome:
             ready_s=ready_s, ttft_s=ttft_s, deadline_s=deadline_s, error=error / max(tokens, 1), received=received,
             wasted=max(0, received - used), recomputed=recomputed, levels=tuple(levels), failed=not decisions,
             reason=reason, asked_at=asked_at, decisions=tuple(decisions), spans=spans, refused=refused,
-            repair=repair, link_error=link_error,
+            repair=repair, link_error=link_error, seen_error=seen_error / max(tokens, 1),
         )  # fmt: skip

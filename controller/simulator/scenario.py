@@ -55,6 +55,7 @@ class Scenario:
         start_s: Second of the trace at which the clock of the loads starts.
         asked: When loads come in, in seconds after ``start_s`` of the trace.
         trouble: What goes wrong, by ``seed``.
+        attention: What the question attends to, see ``Looked``; empty: nobody looks.
         warm: An earlier load over the same link has taught the estimates; it begins at second 0, ends before
             ``start_s`` or puts it off, and is the same for every policy.
         bandwidth_error: Factor by which the prior of the link's bandwidth is wrong; it is otherwise the trace's mean.
@@ -73,6 +74,7 @@ class Scenario:
     start_s: float = 0.0
     asked: tuple[float, ...] = (0.0,)
     trouble: Trouble = field(default_factory=Trouble)
+    attention: tuple[tuple[float, ...], ...] = ()
     warm: bool = True
     bandwidth_error: float = 1.0
     prefill_error: float = 1.0
@@ -254,7 +256,15 @@ def simulate(
     at_once = isinstance(policy, TextOnly) and all(variants[0].has_text for variants in documents)
     index_s = 0.0 if at_once else None
     arrivals = [
-        LoadArrival(begin + at, documents, scenario.goal, scenario.query_tokens, index_s, scenario.leaves_s)
+        LoadArrival(
+            begin + at,
+            documents,
+            scenario.goal,
+            scenario.query_tokens,
+            index_s,
+            scenario.leaves_s,
+            attention=scenario.attention,
+        )
         for at in scenario.asked
     ]
     return world.run(arrivals)

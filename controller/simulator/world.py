@@ -13,7 +13,7 @@ import heapq
 from dataclasses import dataclass, field, replace
 from itertools import count
 from math import inf
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 import numpy as np
 
@@ -43,9 +43,12 @@ _REPORTS = 0.01  # of a load's age, so that long loads do not drown in reports
 _GRAIN_S = 1e-12
 
 
+LaneWork: TypeAlias = ev.Decode | ev.Recompute | ev.ComputePrefix | ev.Look
+
+
 @dataclass(eq=False)
 class _Job:
-    instruction: ev.Decode | ev.Recompute | ev.ComputePrefix
+    instruction: LaneWork
     began: float
     ends: float
 
@@ -55,6 +58,7 @@ class _Run:
     """A load in the world. received: bytes that came for it. corrupt: chunks that cannot be decoded.
 
     here: level up to which a chunk's bytes are here. valid: chunks that are in the prompt. chunks: how many it has.
+    looked: it is known what the question attends to.
     """
 
     arrival: LoadArrival
@@ -66,6 +70,7 @@ class _Run:
     valid: set[ChunkId] = field(default_factory=set)
     spans: list[Span] = field(default_factory=list)
     refused: bool = False
+    looked: bool = False
     outcome: Outcome | None = None
 
 
@@ -161,7 +166,8 @@ class World:
             case ("ask", int(number)):
                 arrival = self._runs[number].arrival
                 count, query_tokens = len(arrival.documents), arrival.query_tokens
-                self._tell(ev.LoadRequested(number, count, query_tokens, arrival.goal, arrival.repair))
+                looks = bool(arrival.attention)
+                self._tell(ev.LoadRequested(number, count, query_tokens, arrival.goal, arrival.repair, looks))
                 self._at(self._now + arrival.leaves_s, ("leave", number))
                 index_s = self._rtt_s if arrival.index_s is None else arrival.index_s
                 for document in range(len(arrival.documents)):
@@ -227,6 +233,11 @@ class World:
                 self._variants[load, document] = variant
                 seconds = chosen.prefix_share * self._costs.prefill.seconds(sum(chosen.tokens))
                 self._start("prefill", instruction, seconds)
+            case ev.Look(load):
+                run = self._runs[load]
+                _require(len(run.valid) == run.chunks, f"load {load} is to be looked at: it is not complete")
+                query = replace(self._costs, query_tokens=run.arrival.query_tokens)
+                self._start("prefill", instruction, query.look_s(self._prompt_tokens(run)))
             case ev.Cancel(chunk):
                 flow = self._flows.pop(chunk, None)
                 if flow:
@@ -241,6 +252,9 @@ class World:
             case ev.Refuse(load, late_s):
                 self._runs[load].refused = True
                 self._finish(self._runs[load], (), f"refused: it would be late by {late_s:.3f} s")
+
+    def _prompt_tokens(self, run: _Run) -> int:
+        return sum(sum(self._input(run, document).tokens) for document in range(len(run.arrival.documents)))
 
     def _input(self, run: _Run, document: int) -> DocumentPlanInput:
         return run.arrival.documents[document][self._variants.get((run.number, document), 0)]
@@ -339,7 +353,7 @@ class World:
 
     # The lanes.
 
-    def _start(self, lane: Lane, instruction: ev.Decode | ev.Recompute | ev.ComputePrefix, seconds: float) -> None:
+    def _start(self, lane: Lane, instruction: LaneWork, seconds: float) -> None:
         busy = self._jobs if self._workers == 1 else {lane} & set(self._jobs)
         _require(not busy, f"{instruction} is to begin: its lane is busy")
         seconds *= float(np.exp(self._trouble.noise * self._noise.standard_normal()))
@@ -369,6 +383,11 @@ class World:
                     done = tuple(replace(first, chunk=chunk) for chunk in range(first.chunk, last.chunk + 1))
                     self._runs[first.load].valid.update(done)
                     self._tell(ev.RecomputeDone(done, seconds))
+                case ev.Look(load):
+                    run = self._runs[load]
+                    run.looked = bool(run.arrival.attention)
+                    self._note(lane, job, ChunkId(0, 0, load), 0, "look")
+                    self._tell(ev.Looked(load, run.arrival.attention, seconds))
                 case ev.ComputePrefix(load, document):
                     self._note(lane, job, ChunkId(document, 0, load), 0, "head start")
                     self._tell(ev.PrefixComputed(load, document, seconds))
@@ -384,12 +403,12 @@ class World:
             return  # whoever asked has left while it was decided
         arrival = run.arrival
         inputs = [self._input(run, document) for document in range(len(arrival.documents))]
-        prompt_tokens = sum(sum(document.tokens) for document in inputs)
+        prompt_tokens = self._prompt_tokens(run)
         costs = replace(
             self._costs,
             query_tokens=arrival.query_tokens,
             repair_rows=arrival.repair.work(repair, prompt_tokens, sum(inputs[0].tokens)) if arrival.repair else 0,
-            repair_looks=arrival.repair is not None and arrival.repair.looks,
+            repair_looks=arrival.repair is not None and arrival.repair.looks and not run.looked,
         )
         closing_s = costs.closing_s(prompt_tokens)
         ready_s, deadline_s = self._now - arrival.at, arrival.goal.deadline_s
@@ -406,7 +425,7 @@ class World:
             inputs, decisions, reason=reason, ready_s=ready_s, ttft_s=ttft_s,
             deadline_s=deadline_s, received=round(run.received), asked_at=arrival.at,
             spans=tuple(run.spans), refused=run.refused, repair=repair,
-            link_error=arrival.repair.error_left(repair) if arrival.repair else 0.0,
+            link_error=arrival.repair.error_left(repair) if arrival.repair else 0.0, attention=arrival.attention,
         )  # fmt: skip
 
 

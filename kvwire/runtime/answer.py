@@ -26,6 +26,7 @@ class Timing:
         link_s: Making the engine's cache.
         query_s: The question's forward pass.
         repair_s: Choosing rows of the prompt and computing them anew.
+        look_s: Running the question on coarse levels while finer ones were fetched, to see which of these matter.
     """
 
     ttft_s: float
@@ -35,6 +36,7 @@ class Timing:
     link_s: float
     query_s: float
     repair_s: float = 0.0
+    look_s: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)

@@ -269,5 +269,11 @@ def _load_of(instruction: ev.Instruction) -> int:
             return chunk.load
         case ev.Decode(chunks=chunks):
             return chunks[0].load
-        case ev.ComputePrefix(load=load) | ev.Finish(load=load) | ev.Fail(load=load) | ev.Refuse(load=load):
+        case (
+            ev.ComputePrefix(load=load)
+            | ev.Look(load=load)
+            | ev.Finish(load=load)
+            | ev.Fail(load=load)
+            | ev.Refuse(load=load)
+        ):
             return load

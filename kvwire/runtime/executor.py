@@ -48,12 +48,14 @@ class ExecutorSettings:
         backend: Which kernels decode.
         timeouts: Longest waits.
         links: What is done so that documents see each other.
+        question: Token ids that the prompt may be looked at with while it is fetched; empty: it is not looked at.
     """
 
     fetch: FetchSettings
     backend: Backend
     timeouts: Timeouts
     links: LinkPlan = UNREPAIRED
+    question: Sequence[int] = ()
 
 
 class Executor:
@@ -69,6 +71,9 @@ class Executor:
         fetched_at: When the last bytes that were used arrived, on steering's clock.
         predicted_s: See ``ControllerDriver.predicted_s``.
         links: What is done so that documents see each other.
+        attention: What the question attended to when the prompt was looked at, float32 ``[tokens]``; None before, and
+            where it was not.
+        look_s: Compute spent on that, in seconds.
     """
 
     def __init__(
@@ -86,7 +91,8 @@ class Executor:
             settings: How the load is carried out.
         """
         self._engine, self._found, self._driver = engine, documents, driver
-        self._backend, self.links = settings.backend, settings.links
+        self._backend, self.links, self._question = settings.backend, settings.links, settings.question
+        self.attention: Tensor | None = None
         self._headers = HeaderReader(session, driver, finder, settings.fetch, settings.timeouts)
         self.number = -1
         self._documents: dict[int, DocumentHandle] = {}
@@ -97,7 +103,7 @@ class Executor:
         self._is_gone = False
         self.inputs: dict[int, DocumentPlanInput] = {}
         self.misses: list[str] = []
-        self.decode_s = self.recompute_s = self.fetched_at = 0.0
+        self.decode_s = self.recompute_s = self.look_s = self.fetched_at = 0.0
         self.predicted_s: float | None = None
 
     async def __aenter__(self) -> Self:
@@ -154,8 +160,9 @@ class Executor:
             spared = links.option is not None and not links.option.least and goal.objective != "quality"
             if links.trouble and (links.is_able or not spared):
                 self.misses.append(links.trouble)
+        looks = bool(self._question)
         self.number = self._driver.begin(
-            self, lambda number: ev.LoadRequested(number, count, query_tokens, goal, repair)
+            self, lambda number: ev.LoadRequested(number, count, query_tokens, goal, repair, looks)
         )
         laid_out = self._spawn(self._lay_out(tokens))
         for index in range(count):
@@ -214,6 +221,8 @@ class Executor:
             case ev.ComputePrefix(document=document):
                 self._choose(document, instruction.variant)
                 self._driver.run(self._start_head(document))
+            case ev.Look():
+                self._driver.run(self._look())
             case ev.Cancel(chunk, reason):
                 self._cancel(chunk, reason)
             case ev.Release(chunk):
@@ -451,6 +460,35 @@ class Executor:
             raise StorageError(_GONE)
         hidden = self._engine.prefix_states(document.token_ids or (), document.prefix_layers)
         self._make_decoder(index, document, hidden)
+
+    async def _look(self) -> None:
+        attention: tuple[tuple[float, ...], ...] = ()
+        seconds = 0.0
+        try:
+            _, seconds = await self._driver.compute(partial(self._timed, self._look_here))
+            attention = self._by_chunk()
+        except Exception as error:  # noqa: BLE001 - finer levels then go to all alike
+            self.misses.append(f"what the question attends to was not seen: {in_words(error)}")
+        self.look_s += seconds
+        self._driver.tell(ev.Looked(self.number, attention, seconds))
+
+    def _look_here(self) -> None:
+        if self._is_gone:
+            raise StorageError(_GONE)
+        self.attention = self._engine.attention_received(self.prompt.cache, self._question)
+
+    def _by_chunk(self) -> tuple[tuple[float, ...], ...]:
+        """What the question attends to, for ``Looked``."""
+        if self.attention is None or not float(self.attention.sum()) > 0:
+            return ()
+        relative = self.attention / self.attention.mean()
+        rows = []
+        for index in range(len(self._found)):
+            document, start = self._documents[index], self.prompt.offset(index)
+            count = len(self.inputs[index].tokens)
+            spans = (document.span(chunk) for chunk in range(count))
+            rows.append(tuple(float(relative[start + first : start + stop].mean()) for first, stop in spans))
+        return tuple(rows)
 
     def _timed(self, work: Callable[[], object]) -> tuple[float, float]:
         """When work began, and the seconds that it took, what it gave a GPU to do included."""

@@ -332,6 +332,21 @@ def by_token(documents: Sequence[tuple[int, BlockDeviation | None]]) -> Tensor |
     return torch.cat(parts) if parts else None
 
 
+@dataclass(frozen=True, eq=False)
+class Told:
+    """What a load knows of its prompt when it is to be repaired.
+
+    Attributes:
+        texts: Token ids of each document; None where they are not known.
+        deviation: How far tokens move behind other documents, float32 ``[tokens]``; None where blobs do not say.
+        attention: What the question attends to, float32 ``[tokens]``; None where nobody has looked yet.
+    """
+
+    texts: Sequence[Sequence[int] | None]
+    deviation: Tensor | None = None
+    attention: Tensor | None = None
+
+
 class Repairer:
     """Repairs prompts of one engine.
 
@@ -351,16 +366,14 @@ class Repairer:
 
     def run(
         self, plan: LinkPlan, prompt: LinkedPrompt,
-        told: tuple[Sequence[Sequence[int] | None], Tensor | None], question: Sequence[int], share: float,
-        stop: Callable[[], bool] | None = None,
+        told: Told, question: Sequence[int], share: float, stop: Callable[[], bool] | None = None,
     ) -> tuple[Repaired | None, str]:  # fmt: skip
         """Compute a share of a prompt's rows anew, in its cache.
 
         Args:
             plan: What is done about links.
             prompt: All of it valid.
-            told: Token ids of each document, None where they are not known; and how far the prompt's tokens move behind
-                other documents, float32 ``[tokens]``, None where blobs do not say.
+            told: What is known of the prompt.
             question: Token ids.
             share: 0 to 1.
             stop: See ``repair_prompt``; a share that was asked for is computed in any case.
@@ -374,12 +387,13 @@ class Repairer:
         """
         if share <= 0 or len(prompt.tokens) == 1:
             return None, ""
-        texts, deviation = told
-        known = [text for text in texts if text is not None]
+        known = [text for text in told.texts if text is not None]
         if len(known) < len(prompt.tokens):
             return self._refused(plan, "the text of a document is not known")
         ids = tuple(token for text in known for token in text)
-        given = RepairInput(self._engine, prompt.cache, ids, prompt.tokens, tuple(question), deviation)
+        given = RepairInput(
+            self._engine, prompt.cache, ids, prompt.tokens, tuple(question), told.deviation, attention=told.attention
+        )
         try:
             return repair_prompt(given, plan.selector, share, None if plan.is_wanted else stop), ""
         except ArgumentError as error:

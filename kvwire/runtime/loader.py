@@ -20,6 +20,7 @@ from kvwire._version import __version__
 from kvwire.codec import Profile, uses_triton
 from kvwire.codec.prediction.text import expect_all
 from kvwire.controller import events as ev
+from kvwire.engines.base import Engine
 from kvwire.errors import ArgumentError, KvwireError
 from kvwire.runtime.answer import Answer, Timing
 from kvwire.runtime.costs import measure_costs, warm_up
@@ -27,7 +28,7 @@ from kvwire.runtime.documents import LengthChangedError, Timeouts
 from kvwire.runtime.estimates_file import EstimatesFile, engine_key, link_key, processor
 from kvwire.runtime.executor import Executor, ExecutorSettings
 from kvwire.runtime.finder import UNREADABLE, DocumentFinder
-from kvwire.runtime.links import LinkPlan, Repairer, plan_links
+from kvwire.runtime.links import LinkPlan, Repairer, Told, plan_links
 from kvwire.runtime.session import Session
 from kvwire.runtime.settings import LoadSettings, controls_of
 from kvwire.runtime.threads import Threads
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
     from kvwire.codec import AnyProfile, Backend
     from kvwire.controller import Objective
-    from kvwire.engines.base import Engine
     from kvwire.reuse import Repaired
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.driver import ControllerDriver
@@ -110,6 +110,7 @@ class Loader:
         self._finder = DocumentFinder(self._session, self._corpora, chosen.entries_s)
         self._repairer = Repairer(engine)
         self._links: LinkPlan | None = None
+        self._engine_looks = type(engine).attention_received is not Engine.attention_received
         self._warming = Warming()
         self._end = weakref.finalize(self, _end, self._session, self._warming)  # from whichever thread collects it
         _ = ctl.Controller  # imports it now, and not in the first load
@@ -223,15 +224,16 @@ class Loader:
         if not documents or not question:
             msg = "a prompt needs at least one document and a question of at least one token"
             raise ArgumentError(msg)
-        async with self._filled(Executor, documents, len(question), goal, texts) as filled:
+        looking = question if self._settings.look and self._engine_looks else ()
+        async with self._filled(Executor, documents, len(question), goal, texts, looking) as filled:
             return await self._answer(filled, goal, list(question), tokens)
 
     @asynccontextmanager
     async def _filled(
         self, make: type[E], documents: Sequence[str], query_tokens: int, goal: ctl.Goal,
-        texts: Mapping[str, Sequence[int]] | None,
+        texts: Mapping[str, Sequence[int]] | None, looking: Sequence[int] = (),
     ) -> AsyncIterator[Filled[E]]:  # fmt: skip
-        """Find documents and run a load of them to its end."""
+        """Find documents and run a load of them to its end. looking: see ``ExecutorSettings.question``."""
         started, deadline_s = time.monotonic(), goal.deadline_s
         driver, chosen = self._session.driver(self._new_controller), self._settings
         soon = chosen.open_s
@@ -249,7 +251,9 @@ class Loader:
                 planning.cancel()
                 raise
             links = await planning
-            settings = ExecutorSettings(fetch=chosen.fetch, backend=chosen.backend, timeouts=timeouts, links=links)
+            settings = ExecutorSettings(
+                fetch=chosen.fetch, backend=chosen.backend, timeouts=timeouts, links=links, question=looking
+            )
             async with make(self._engine, found, self._session, driver, self._finder, settings) as executor:
                 asked = driver.clock() - started
                 left = None if deadline_s is None else deadline_s - asked
@@ -315,6 +319,7 @@ class Loader:
             link_s=closing.link_s,
             query_s=closing.query_s,
             repair_s=closing.repair_s,
+            look_s=executor.look_s,
         )
         first = int(closing.logits.argmax())
         start = executor.prompt.cache.tokens + len(question)
@@ -333,7 +338,7 @@ class Loader:
         """Repair the prompt, hand it over to the engine and run the question, in the compute thread."""
         began, prompt = time.monotonic(), executor.prompt
         needed = share > 0 and "deviation" in executor.links.selector.needs
-        told = executor.texts, executor.deviations if needed else None
+        told = Told(executor.texts, executor.deviations if needed else None, executor.attention)
         with self._lock:
             expected_s = self._estimates.prefill.cost.seconds(len(question), prompt.cache.tokens)
         stop = None if due is None else lambda: time.monotonic() + expected_s > due

@@ -42,6 +42,8 @@ class LoadSettings:
         decode_threads: How many of them a CPU decodes side by side; None: as suits the machine.
         on_late: What becomes of a load whose first token cannot be in time: ``serve`` it as soon as possible, or
             ``refuse`` it at once with an OverloadedError, so that the caller can go elsewhere or come back.
+        look: Run the question on the coarsest levels first, where time before a deadline is left for finer ones, and
+            spend that time on the chunks that the question attends to. Without it all chunks become finer alike.
         repair: Rows of the prompt that are computed anew before the question runs, so that documents see those before
             them: ``none``; ``auto``, as many as time and quality want, at least ``repair_floor``; ``all``, which is a
             prefill of the whole prompt; or a share of the rows from 0 to 1. Without a deadline ``auto`` repairs the
@@ -69,6 +71,7 @@ class LoadSettings:
     decode_batch: int | None = None
     decode_threads: int | None = None
     on_late: OnLate = "serve"
+    look: bool = True
     repair: RepairMode | float = "auto"
     repair_floor: float | None = None
     selector: str = AUTO

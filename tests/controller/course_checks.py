@@ -41,6 +41,8 @@ class Asked:
     known: set[int] = field(default_factory=set)
     variant: dict[int, int] = field(default_factory=dict)
     heads: dict[int, str] = field(default_factory=dict)
+    looks: bool = False
+    looked: bool = False
 
     def variants(self, document):
         """Those that the controller may use."""
@@ -71,7 +73,7 @@ class Checks:
         variants = self.loads[chunk.load].documents[chunk.document]
         return chunk not in self.no_text and any(variant.has_text for variant in variants)
 
-    def _obey(self, instruction):
+    def _obey(self, instruction):  # noqa: C901 - a case for each instruction
         match instruction:
             case ev.Fetch():
                 self._fetch(instruction)
@@ -81,6 +83,8 @@ class Checks:
                 self._recompute(instruction)
             case ev.ComputePrefix():
                 self._head_start(instruction)
+            case ev.Look():
+                self._look(instruction)
             case ev.Cancel(chunk):
                 fetch = self.open.pop(chunk)
                 self.stale.append(fetch)
@@ -167,6 +171,8 @@ class Checks:
             if chunk in self.valid:
                 assert level > self.valid[chunk]
                 assert (chunk.load, chunk.document) not in {(other.load, other.document) for other in self._pass()}
+                look = self.jobs.get("prefill")
+                assert not (isinstance(look, ev.Look) and look.load == number)
         self._lane("decode", job)
 
     def _recompute(self, job):
@@ -191,6 +197,19 @@ class Checks:
         document = self._commit(job.load, job.document, job.variant)
         assert document.prefix_share
         assert job.document not in self.loads[job.load].heads
+        self._lane("prefill", job)
+
+    def _look(self, job):
+        load = self.loads[job.load]
+        assert job.load not in self.over
+        assert load.looks
+        assert not load.looked
+        assert load.goal.objective == "quality"
+        assert load.goal.deadline_s is not None
+        chunks = [ChunkId(document, chunk, job.load) for document, variants in enumerate(load.documents)
+                  for chunk in range(len(variants[0].tokens))]  # fmt: skip
+        assert all(chunk in self.valid and not self._is_used(chunk) for chunk in chunks)
+        load.looked = True
         self._lane("prefill", job)
 
     def _end(self, number, how):

@@ -24,6 +24,7 @@ from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId
 
 from .course_checks import Asked, Checks, fingerprint
+from .playing import LookFirst
 
 STEPS = 60
 MOST_EVENTS = 5000
@@ -46,7 +47,9 @@ class Course(Checks):
         costs = CostModel(PrefillCost(self._any(0, 0.05), 10 ** self._any(-3 if self.calm else -6, -2), 1e-9),
                           DecodeCost(self._any(0, 0.01), self._any(0, 1e-5), self._any(0, 1e-7)), 1e-6)  # fmt: skip
         policy = self.random.choice(
-            [Adaptive()] * 8 + [Fixed(1), TextOnly(), CacheGen(), CacheGenTimed(), CacheGenArtefact(steady)]
+            [Adaptive()] * 6
+            + [LookFirst()] * 2
+            + [Fixed(1), TextOnly(), CacheGen(), CacheGenTimed(), CacheGenArtefact(steady)]
         )
         self.adaptive = isinstance(policy, Adaptive)
         self.pace_s = 10 ** self._any(-4, -3 if self.calm else -0.5)
@@ -176,10 +179,9 @@ class Course(Checks):
     def _ask(self):
         self.numbers += self.random.choice([1, 1, 3])
         documents = [self._document() for _ in range(self.random.choice([1, 1, 2, 3]))]
-        self.loads[self.numbers] = Asked(self._goal(), documents)
-        self._tell(
-            ev.LoadRequested(self.numbers, len(documents), self.random.choice([0, 32]), self.loads[self.numbers].goal)
-        )
+        asked = self.loads[self.numbers] = Asked(self._goal(), documents, looks=self.random.choice([True, False]))
+        tokens = self.random.choice([0, 32])
+        self._tell(ev.LoadRequested(self.numbers, len(documents), tokens, asked.goal, looks=asked.looks))
 
     def _index(self):
         number, document = self.random.choice(self._unknown())
@@ -271,6 +273,11 @@ class Course(Checks):
                     self.no_fetch |= {ChunkId(document, at, number) for at in chunks}
                     self._tell(ev.PrefixFailed(number, document, "memory"))
 
+            case ev.Look(number):
+                rows = [variants[0].tokens for variants in self.loads[number].documents]
+                seen = tuple(tuple(self._any(0, 3) for _ in row) for row in rows) if fine else ()
+                self._tell(ev.Looked(number, seen, seconds))
+
     def _decoded(self, chunk, *, bad):
         if not bad:
             self.valid[chunk] = self.here[chunk]
@@ -303,7 +310,8 @@ class Course(Checks):
             ev.DecodeDone((), 0.1), ev.DecodeDone((nobody,), 0.1), ev.DecodeFailed((nobody,), (), ""),
             ev.RecomputeDone((nobody,), 0.1), ev.RecomputeDone((), 0.1), ev.RecomputeFailed(nobody, ""),
             ev.PrefixComputed(number, 0, 0.1), ev.PrefixFailed(number, 0, ""), ev.FirstByte(nan),
-            ev.FirstByte(-1.0), ev.TransferProgress(-1, 0.0, 0.0), ev.TransferProgress(1, 1.0, 0.0),
+            ev.Looked(number, (), 0.1), ev.FirstByte(-1.0),
+            ev.TransferProgress(-1, 0.0, 0.0), ev.TransferProgress(1, 1.0, 0.0),
             ev.TransferProgress(1, nan, 0.0), ev.TransferProgress(1, 0.0, inf), ev.TransferProgress(nan, 0.0, 0.0),
             ev.LoadRequested(number, 0, 0, Goal()), ev.LoadRequested(number, 1, -1, Goal()),
         ]  # fmt: skip
@@ -344,6 +352,12 @@ class Course(Checks):
                     ev.PrefixComputed(job.load, job.document, inf),
                     ev.PrefixComputed(job.load, job.document + 1, 0.1),
                 ]
+            elif isinstance(job, ev.Look):
+                rows = [len(variants[0].tokens) for variants in self.loads[job.load].documents]
+                wrong += [ev.Looked(job.load, (), nan), ev.Looked(job.load + 1, (), 0.1)]
+                if job.load not in self.over:
+                    wrong += [ev.Looked(job.load, ((1.0,) * (rows[0] + 1), *((1.0,) * row for row in rows[1:])), 0.1)]
+                    wrong += [ev.Looked(job.load, tuple((-1.0,) * row for row in rows), 0.1)]
             else:
                 wrong += [ev.RecomputeDone((job.first,) * 2, 0.1), ev.RecomputeDone((job.first,), nan)]
         return wrong

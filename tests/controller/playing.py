@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvwire.controller import (
     Controller,
@@ -15,6 +15,7 @@ from kvwire.controller import (
     PrefillCost,
 )
 from kvwire.controller import events as ev
+from kvwire.controller.policies import Adaptive
 from kvwire.controller.simulator.arrivals import LoadArrival
 from kvwire.controller.simulator.world import World
 from kvwire.types import ChunkId
@@ -31,6 +32,14 @@ def document(chunks=8, levels=4, *, text=True, head=0.0, layered=True, tokens=25
     sizes = tuple(int(scale * 50 * tokens * 2**level) for level in range(levels))
     errors = tuple(0.1 ** (level + 1) for level in range(levels))
     return DocumentPlanInput((tokens,) * chunks, (sizes,) * chunks, text, (errors,) * chunks, layered, head)
+
+
+class LookFirst(Adaptive):
+    """Waits with all refinements until the question has looked, whatever that costs."""
+
+    def plan(self, request):
+        plan = super().plan(request)
+        return plan if request.look_s is None else replace(plan, refine=(), refine_levels=(), looks=True)
 
 
 @dataclass
@@ -95,8 +104,8 @@ def one(goal, rate, *variants, **more):
 class ByHand:
     """A controller with one load of one kind of document, told event by event."""
 
-    def __init__(self, goal, *variants, prior=30 * MB, documents=1, **settings):
-        self.controller = Controller(Estimates(COSTS, prior, RTT_S), ControllerSettings(**settings))
+    def __init__(self, goal, *variants, prior=30 * MB, documents=1, policy=None, **settings):
+        self.controller = Controller(Estimates(COSTS, prior, RTT_S), ControllerSettings(**settings), policy)
         self._goal, self._variants, self._documents = goal, variants, documents
         self.now = 0.0
         self.pass_ = None  # the latest forward pass

@@ -54,7 +54,9 @@ class Attention:
         error = none_needed(given, "question", self.name)
         if error:
             raise error
-        received = given.engine.attention_received(given.cache, given.question, layers=self.layers)
+        received = given.attention
+        if received is None or self.layers:
+            received = given.engine.attention_received(given.cache, given.question, layers=self.layers)
         within = torch.cat([torch.arange(length) for length in given.documents])
         return received * (within + _NEAR) ** -self.fading
 
