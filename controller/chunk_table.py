@@ -72,7 +72,8 @@ class ChunkTable:
         document: Number of its document in the prompt ``[n]``.
         chunk: Its number there ``[n]``.
         tokens: Of each ``[n]``.
-        context: Tokens before it in its document ``[n]``.
+        context: Tokens that stand before it and that recomputing it sees: of its document, and where documents are to
+            see each other of those before that as well ``[n]``.
         state: Its ``ChunkState`` ``[n]``.
         level: Asked for or in the prompt ``[n]``.
         valid_level: In the prompt; RECOMPUTE (-1) where it was recomputed ``[n]``.
@@ -169,6 +170,17 @@ class ChunkTable:
         _write(self.sizes, start, rows or [()] * count, ragged=min(lengths) < levels)
         _write(self.errors, start, errors, ragged=min(lengths) < levels)
         self.exact_error[start:stop] = self.errors[-1][start:stop]
+
+    def move_back(self, start: int, stop: int, tokens: int) -> None:
+        """Have more tokens stand before a document.
+
+        Args:
+            start: Its first chunk's place.
+            stop: The place behind its last chunk.
+            tokens: How many more.
+        """
+        self._fixed = None
+        self.context[start:stop] = array("q", [context + tokens for context in self.context[start:stop]])
 
     def weigh(self, start: int, weights: Sequence[float]) -> None:
         """Have the errors of a document's chunks count more or less.

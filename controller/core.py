@@ -325,6 +325,8 @@ class Controller:
         for chunk in chunks:
             doc.move(chunk.chunk, _S.READY)
             doc.table.valid_level[doc.start + chunk.chunk] = -1
+        if job.behind:
+            doc.saw_before(chunk.chunk for chunk in chunks)
 
     def _recompute_failed(self, chunk: ChunkId, reason: str, now: float) -> None:
         job = self._dispatch.lanes.running("prefill")

@@ -154,7 +154,8 @@ class Dispatcher(Planner):
         job = self.lanes.running("prefill")
         if job is None or job.load != doc.load:
             return False
-        return job.kind == "look" or (job.kind == "recompute" and job.document == doc.number)
+        read = doc.number <= job.document if job.behind else doc.number == job.document
+        return job.kind == "look" or (job.kind == "recompute" and read)
 
     def _compute(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Compute a head start that fetched chunks wait for, or the next forward pass of the plan."""
@@ -294,7 +295,7 @@ class Dispatcher(Planner):
             self.end(load, now, out)
             repair_s = costs.repair_s(load.prompt_tokens) / costs.repair_scale
             self.lanes.close(Job("closing", load.number, -1, (), now, closing_s, repair_s=repair_s))
-            out.append(ev.Finish(load.number, decisions, verdict, load.repair_share))
+            out.append(ev.Finish(load.number, decisions, verdict, load.repair_share, load.front()))
 
     def _can_look(self, load: Load, now: float) -> bool:
         """Whether there is enough time to see where the question looks, and to fetch finer levels for that."""

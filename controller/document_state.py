@@ -9,6 +9,8 @@ from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId, Decision
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from numpy.typing import NDArray
 
     from kvwire.controller.documents import DocumentPlanInput
@@ -57,6 +59,7 @@ class DocumentState:
         self.reasons: dict[int, str] = {}
         self.failures = 0
         self._given_up: dict[int, int] = {}  # finest levels of chunks that nobody tried to fetch
+        self._behind: set[int] = set()
         self.prefix_done = False
         self.prefix_running = False
         self.choose(0)
@@ -105,7 +108,13 @@ class DocumentState:
     @property
     def tokens(self) -> int:
         """Of the whole document."""
-        return self.table.context[self.stop - 1] + self.table.tokens[self.stop - 1]
+        context = self.table.context
+        return context[self.stop - 1] + self.table.tokens[self.stop - 1] - context[self.start]
+
+    @property
+    def before(self) -> int:
+        """Tokens of other documents that a forward pass over its beginning sees."""
+        return self.table.context[self.start]
 
     def id(self, chunk: int) -> ChunkId:
         """The chunk's name."""
@@ -225,6 +234,20 @@ class DocumentState:
         table, end = self.table, self.start + last
         start = table.context[self.start + first]
         return table.context[end] + table.tokens[end] - start, start
+
+    def saw_before(self, chunks: Iterable[int]) -> None:
+        """Note that chunks were recomputed behind the documents before this one."""
+        self._behind.update(chunks)
+
+    def front(self) -> int:
+        """Tokens from its beginning on that see the documents before it."""
+        count = next((chunk for chunk in range(self.count) if chunk not in self._behind), self.count)
+        return sum(self.table.tokens[self.start : self.start + count])
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether all of its chunks are."""
+        return self.ready_before() == self.count
 
     def ready_before(self) -> int:
         """The first chunk that is not valid yet; the number of chunks where all are."""

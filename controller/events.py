@@ -285,10 +285,13 @@ class Recompute:
     Attributes:
         first: First chunk.
         last: Last chunk.
+        behind: It sees the documents before its own as well, all of which are valid, as a prefill of the prompt would;
+            nothing of these is decoded until the pass is over.
     """
 
     first: ChunkId
     last: ChunkId
+    behind: bool = False
 
 
 @dataclass(frozen=True)
@@ -351,13 +354,16 @@ class Finish:
         load: Number of the load.
         decisions: What was done, in prompt order.
         reason: Whether the first token should be in time, in words.
-        repair: Share of the prompt's rows to compute anew before the question runs.
+        repair: Share of the prompt's rows to compute anew before the question runs, of those behind ``front``.
+        front: Tokens from the prompt's beginning on that see all that stands before them: its first document, and what
+            was recomputed behind it without a gap.
     """
 
     load: int
     decisions: tuple[Decision, ...]
     reason: str
     repair: float = 0.0
+    front: int = 0
 
 
 @dataclass(frozen=True)

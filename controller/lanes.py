@@ -28,6 +28,7 @@ class Job:
         context: Tokens before them, likewise.
         size: Bytes, likewise.
         repair_s: Of a closing: what passes of as many tokens as are repaired should take; likewise of a look.
+        behind: It reads the documents before its own, too.
     """
 
     kind: Literal["decode", "recompute", "head start", "look", "closing"]
@@ -40,6 +41,7 @@ class Job:
     context: int = 0
     size: int = 0
     repair_s: float = 0.0
+    behind: bool = False
 
     def left_s(self, now: float) -> float:
         """Seconds that it should still take; of one that is overdue nothing is known but for how long."""

@@ -116,7 +116,7 @@ class Limits(Resources):
             # Before anything is known of it nobody can tell, and those who are due go first.
             due = inf if load.first_s is None else load.asked_at + self._settings.stretch * load.first_s
             return False, due, load.number
-        finish = load.planned_at + load.plan.finish_s if load.plan else -inf
+        finish = load.planned_at + load.plan.finish_s - load.spare_s if load.plan else -inf
         return max(finish, self._now) > load.due, load.due, load.number
 
     # When a load must be done with what.
@@ -204,12 +204,29 @@ class Limits(Resources):
         if option is None or load.due == inf or option.most <= option.least:
             return
         alone = len(self._loads) == 1 and load.goal.objective == "quality"
-        left_s = min(self._left_s(load, self.costs_of(load), now), self._until_closing_s(load, now))
+        left_s = min(self._left_s(load, self.costs_of(load), now), self._until_others_s(load, now))
         left_s -= self.lanes.left_s("prefill", now)
         closing_s = partial(load.closing_s, self.costs_of(load))
         # What was planned may use up the reserve, for who waits for a cut never hears of it before it is over.
         kept = option.most_within(left_s + self._settings.reserve_s, closing_s, load.repair_share)
         load.repair_share = max(kept, option.most_within(left_s, closing_s, option.most)) if alone else kept
+
+    def _until_others_s(self, load: Load, now: float) -> float:
+        """Seconds that a closing may take so that every other load still gets its chunks decoded before its cut."""
+        cuts = [
+            self._cut(other)
+            for other in self._loads.values()
+            if other is not load and other.due < inf and not self._rank(other)[0]
+        ]
+        if not cuts:
+            return inf
+        decoding_s = 0.0
+        if self._settings.workers == 1:
+            for other in self._loads.values():
+                count, tokens, size = other.table.arrived() if other is not load else (0, 0, 0)
+                decoding_s += self.costs_among_many(other).decode.seconds(tokens, size) if count else 0.0
+            decoding_s += sum(fetch.decode_s for fetch in self.link.fetches.values())
+        return min(cuts) - now - decoding_s
 
     # How much may begin at once.
 

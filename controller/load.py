@@ -50,6 +50,7 @@ class Load:
         prompt_tokens: Of these.
         table: Their chunks.
         plan: The latest.
+        spare_s: Seconds of it that repair takes and could do without.
         plan_bytes: Of it, still to be asked for.
         floor_s: Seconds that its open chunks need at the quality floor, by what the plan knew.
         planned_at: When that was made.
@@ -61,6 +62,7 @@ class Load:
         compute_s: Seconds of recomputation that it holds.
         repair: What repairing its links may take and gives; None: they stay as they are.
         repair_share: Share of its rows that is to be computed anew, by what is known now.
+        sees_before: What is recomputed is to see the documents before its own.
         wants_look: Its question could be run before the prompt is complete, and has not been.
         is_looking: It runs.
         fallbacks: Chunks for which a fetch or decode was given up for recomputation.
@@ -82,6 +84,7 @@ class Load:
         self.repair_share = asked.repair.least if asked.repair else 0.0
         self.wants_look = asked.looks and asked.goal.objective == "quality" and asked.goal.deadline_s is not None
         self.is_looking = self._has_looked = False
+        self.sees_before = bool(self.repair and (self.repair.least or asked.goal.objective == "quality"))
         self._costs: tuple[CostModel, CostModel] | None = None
         self.due = inf if asked.goal.deadline_s is None else now + asked.goal.deadline_s
         self.first_s: float | None = None
@@ -96,6 +99,7 @@ class Load:
         self.table = ChunkTable()
         self.plan: Plan | None = None
         self.plan_bytes = 0
+        self.spare_s = 0.0
         self.floor_s = 0.0
         self.planned_at = -inf
         self._planned_docs = 0
@@ -134,6 +138,11 @@ class Load:
             insort(self.docs, doc, key=attrgetter("number"))
         else:
             self.docs.append(doc)
+        if self.sees_before:
+            self.table.move_back(doc.start, doc.stop, sum(each.tokens for each in self.docs if each.number < number))
+            for later in self.docs:
+                if later.number > number:
+                    self.table.move_back(later.start, later.stop, doc.tokens)
         self.prompt_tokens += doc.tokens
         self.has_prefix |= any(variant.prefix_share > 0 for variant in variants)
         # As documents come one by one, plans are made anew when there are a quarter more, and when all are known.
@@ -192,11 +201,31 @@ class Load:
         for doc, row in zip(self.docs, attention, strict=False):
             self.table.weigh(doc.start, [_UNSEEN + (1 - _UNSEEN) * each for each in row])
 
+    def can_see_before(self, doc: DocumentState) -> bool:
+        """Whether a forward pass over a document can see all of those before it now.
+
+        Args:
+            doc: State of the document.
+        """
+        before = [each for each in self.docs if each.number < doc.number]
+        return self.sees_before and 0 < doc.number == len(before) and all(each.is_valid for each in before)
+
+    def front(self) -> int:
+        """Tokens from the prompt's beginning on that see all that stands before them."""
+        first, *others = self.docs
+        tokens = first.tokens
+        for doc in others:
+            seeing = doc.front()
+            tokens += seeing
+            if seeing < doc.tokens:
+                break
+        return tokens
+
     def _rows(self, share: float) -> int:
         """Rows that a share takes as much as, choosing them included."""
         if not (share and self.docs and self.repair):
             return 0
-        return self.repair.work(share, self.prompt_tokens, self.docs[0].tokens)
+        return self.repair.work(share, self.prompt_tokens, self.docs[0].tokens, self.front())
 
     def _repairing(self, costs: CostModel, rows: int) -> CostModel:
         looks = bool(rows and self.repair and self.repair.looks and not self._has_looked)
@@ -301,8 +330,16 @@ class Load:
         counts = self.table.counts
         return bool(counts[ChunkState.REFINING] or counts[ChunkState.REFINED] or counts[ChunkState.REDECODING])
 
-    def request(self, base: PlanRequest) -> PlanRequest:
-        """What a plan for the open chunks depends on; ``base`` knows the costs, the link and the lanes."""
+    def request(self, base: PlanRequest, *, alone: bool = True) -> PlanRequest:
+        """What a plan for the open chunks depends on.
+
+        Args:
+            base: Knows the costs, the link and the lanes.
+            alone: No other load needs the engine, so that its time may be spent on text for the sake of links, too.
+
+        Returns:
+            The request.
+        """
         costs = base.costs
         heads = {
             doc.number: doc.prefix_share_left * costs.prefill.seconds(doc.tokens)
@@ -310,6 +347,9 @@ class Load:
             if doc.prefix_share_left
         }
         columns, self._open = self.table.open(heads)
+        if alone and self.sees_before and self.repair:  # what is fetched does not see the documents before its own
+            linked = self.repair.error_left(self.repair_share) * (columns.document > 0)
+            columns = replace(columns, errors=columns.errors + linked)
         refinable = None
         if self.goal.objective == "quality":
             refinable, self._refinable = self.table.refinable(self.goal.ceiling)
@@ -340,6 +380,11 @@ class Load:
             now: The instant, in seconds of the controller's clock.
         """
         self.plan, self.plan_bytes, self.planned_at = plan, plan.bytes, now
+        self.spare_s = 0.0
+        if self.repair and self.repair_share > self.repair.least:
+            costs = self._costs[0] if self._costs else request.costs
+            closings = (self.closing_s(costs, share) for share in (self.repair_share, self.repair.least))
+            self.spare_s = max(0.0, next(closings) - next(closings))
         self.is_stale, self._planned_docs = False, len(self.docs)
         order = np.asarray(plan.order, np.int64)
         before = self.waiting, self.refine, self._wanted

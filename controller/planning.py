@@ -157,7 +157,7 @@ class Planner(Limits):
             parallel=settings.max_in_flight, workers=settings.workers, now=now,
             risk=link.risk(ahead_s) if len(self._loads) == 1 else 0.0,  # several are careful in a way of their own
         )  # fmt: skip
-        return load.request(base)
+        return load.request(base, alone=len(self._loads) == 1)
 
     def _backlog_s(self, costs: CostModel) -> float:
         """Seconds of decoding for what has arrived, over all loads; worked out once until that changes."""

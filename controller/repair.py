@@ -79,19 +79,22 @@ class RepairOption:
         part = (share - low) / (high - low)
         return self.error * (self.left[at - 1] + part * (self.left[at] - self.left[at - 1]))
 
-    def work(self, share: float, tokens: int, first: int) -> int:
+    def work(self, share: float, tokens: int, first: int, front: int = 0) -> int:
         """Rows that a repair takes as much as, choosing them included.
 
         Args:
             share: Of the prompt's rows, 0 to 1.
             tokens: Of all documents.
             first: Of the first document.
+            front: Tokens from the prompt's beginning on that see all that stands before them; at least ``first``.
 
         Returns:
             How many.
         """
-        rows = rows_of(share, tokens, first) if share else 0
-        return rows + (ceil(self.scan * (tokens - rows)) if share else 0)
+        if not share:
+            return 0
+        rows = rows_of(share, tokens, first, front)
+        return rows + ceil(self.scan * (tokens - rows))
 
     def candidates(self) -> list[float]:
         """Shares to weigh against each other, growing."""
@@ -132,18 +135,20 @@ class RepairOption:
         return max(able, default=self.least)
 
 
-def rows_of(share: float, tokens: int, first: int) -> int:
+def rows_of(share: float, tokens: int, first: int, front: int = 0) -> int:
     """Rows that a share of a prompt is.
 
     Args:
-        share: 0 to 1.
+        share: 0 to 1; of what is left where the prompt's beginning sees all that it should.
         tokens: Of all documents.
         first: Of the first document, which sees all that it should; its rows are computed only where all are.
+        front: Tokens from the prompt's beginning on that do so, too, since they were computed behind it.
 
     Returns:
         How many.
     """
-    return tokens if share == 1 else min(ceil(share * tokens), max(0, tokens - first))
+    left = tokens - max(0, front - first)
+    return tokens if share == 1 else min(ceil(share * left), max(0, left - first))
 
 
 def _error_after(seconds: float, coding: Sequence[tuple[float, float]]) -> float:

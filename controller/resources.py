@@ -196,13 +196,17 @@ class Resources:
             doc.move(chunk, _S.RECOMPUTING)
             doc.table.level[doc.start + chunk] = -1
         tokens, context = doc.prefill_span(run[0], run[-1])
+        behind = load.can_see_before(doc)
+        context -= 0 if behind else doc.before
         seconds = self.costs_of(load).prefill.seconds(tokens, context)
         ids = tuple(doc.id(chunk) for chunk in run)
-        job = Job("recompute", load.number, doc.number, ids, now, seconds, tokens=tokens, context=context)
+        job = Job(
+            "recompute", load.number, doc.number, ids, now, seconds, tokens=tokens, context=context, behind=behind
+        )
         self.lanes.start("prefill", job)
         load.compute_s = max(0.0, load.compute_s - seconds)
         load.began = self.turn()
-        out.append(ev.Recompute(ids[0], ids[-1]))
+        out.append(ev.Recompute(ids[0], ids[-1], behind))
 
     def start_decode(
         self, load: Load, places: list[Place], then: ChunkState, now: float, out: list[ev.Instruction]

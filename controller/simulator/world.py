@@ -27,14 +27,13 @@ from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from kvwire.controller.core import Controller
     from kvwire.controller.costs import CostModel
     from kvwire.controller.documents import DocumentPlanInput
     from kvwire.controller.simulator.arrivals import LoadArrival
     from kvwire.controller.simulator.steering import Steering
-    from kvwire.types import Decision
     from kvwire.types.rates import RateTrace
 
 _REPORT_S = 0.005
@@ -72,6 +71,12 @@ class _Run:
     refused: bool = False
     looked: bool = False
     outcome: Outcome | None = None
+
+    def before(self, document: int) -> Iterator[ChunkId]:
+        """Chunks of the documents before one."""
+        for number, variants in enumerate(self.arrival.documents[:document]):
+            for chunk in range(len(variants[0].tokens)):
+                yield ChunkId(number, chunk, self.number)
 
 
 class World:
@@ -178,7 +183,7 @@ class World:
                 self._tell(assembled)
             case ("leave", int(number)) if self._runs[number].outcome is None:
                 self._tell(ev.LoadAbandoned(number))
-                self._finish(self._runs[number], (), "nobody waits for it any more")
+                self._finish(self._runs[number], ev.Finish(number, (), "nobody waits for it any more"))
             case ("obey", instruction):
                 self._obey(cast("ev.Instruction", instruction))
 
@@ -221,12 +226,16 @@ class World:
                 ]
                 seconds = self._costs.decode.seconds(*busiest(work, self._decode_threads))
                 self._start("decode", instruction, seconds)
-            case ev.Recompute(first, last):
+            case ev.Recompute(first, last, behind):
                 run = self._runs[first.load]
-                ready = all(replace(first, chunk=chunk) in run.valid for chunk in range(first.chunk))
-                _require(ready, f"{first} is to be recomputed: something before it is not in the prompt")
+                seen = list(run.before(first.document)) if behind else []
+                seen += [replace(first, chunk=chunk) for chunk in range(first.chunk)]
+                _require(
+                    run.valid.issuperset(seen), f"{first} is to be recomputed: something before it is not in the prompt"
+                )
                 tokens = self._input(run, first.document).tokens
-                new, before = sum(tokens[first.chunk : last.chunk + 1]), sum(tokens[: first.chunk])
+                new = sum(tokens[first.chunk : last.chunk + 1])
+                before = sum(self._input(run, each.document).tokens[each.chunk] for each in seen)
                 self._start("prefill", instruction, self._costs.prefill.seconds(new, before))
             case ev.ComputePrefix(load, document, variant):
                 chosen = self._runs[load].arrival.documents[document][variant]
@@ -245,13 +254,14 @@ class World:
                 self._inbox.drop(chunk)
             case ev.Release(chunk):
                 self._runs[chunk.load].here.pop(chunk, None)
-            case ev.Finish(load, decisions, reason, repair):
-                self._finish(self._runs[load], decisions, reason, repair)
+            case ev.Finish(load):
+                self._finish(self._runs[load], instruction)
             case ev.Fail(load, reason):
-                self._finish(self._runs[load], (), reason)
+                self._finish(self._runs[load], ev.Finish(load, (), reason))
             case ev.Refuse(load, late_s):
                 self._runs[load].refused = True
-                self._finish(self._runs[load], (), f"refused: it would be late by {late_s:.3f} s")
+                reason = f"refused: it would be late by {late_s:.3f} s"
+                self._finish(self._runs[load], ev.Finish(load, (), reason))
 
     def _prompt_tokens(self, run: _Run) -> int:
         return sum(sum(self._input(run, document).tokens) for document in range(len(run.arrival.documents)))
@@ -398,22 +408,24 @@ class World:
 
     # The end.
 
-    def _finish(self, run: _Run, decisions: tuple[Decision, ...], reason: str, repair: float = 0.0) -> None:
+    def _finish(self, run: _Run, last: ev.Finish) -> None:
+        """Close a load, or end it without decisions."""
         if run.outcome:
             return  # whoever asked has left while it was decided
-        arrival = run.arrival
+        arrival, reason = run.arrival, last.reason
         inputs = [self._input(run, document) for document in range(len(arrival.documents))]
-        prompt_tokens = self._prompt_tokens(run)
+        prompt_tokens, first = self._prompt_tokens(run), sum(inputs[0].tokens)
+        repair = arrival.repair
         costs = replace(
             self._costs,
             query_tokens=arrival.query_tokens,
-            repair_rows=arrival.repair.work(repair, prompt_tokens, sum(inputs[0].tokens)) if arrival.repair else 0,
-            repair_looks=arrival.repair is not None and arrival.repair.looks and not run.looked,
+            repair_rows=repair.work(last.repair, prompt_tokens, first, last.front) if repair else 0,
+            repair_looks=repair is not None and repair.looks and not run.looked,
         )
         closing_s = costs.closing_s(prompt_tokens)
         ready_s, deadline_s = self._now - arrival.at, arrival.goal.deadline_s
         ttft_s = ready_s + closing_s
-        if decisions:
+        if last.decisions:
             busy = (job.ends - self._lane_s for lane, job in self._jobs.items() if lane in self._closing)
             self._closed_at = max(self._now, self._closed_at, *busy) + closing_s
             repair_s = costs.repair_s(prompt_tokens)
@@ -421,11 +433,12 @@ class World:
             self._at(self._closed_at, ("closed", ev.PromptAssembled(run.number, prompt_tokens, linking_s, repair_s)))
             ttft_s = self._closed_at - arrival.at
             reason = arrival.goal.verdict(ttft_s)
+        blind = 1 - max(0, last.front - first) / prompt_tokens
         run.outcome = Outcome.of(
-            inputs, decisions, reason=reason, ready_s=ready_s, ttft_s=ttft_s,
+            inputs, last.decisions, reason=reason, ready_s=ready_s, ttft_s=ttft_s,
             deadline_s=deadline_s, received=round(run.received), asked_at=arrival.at,
-            spans=tuple(run.spans), refused=run.refused, repair=repair,
-            link_error=arrival.repair.error_left(repair) if arrival.repair else 0.0, attention=arrival.attention,
+            spans=tuple(run.spans), refused=run.refused, repair=last.repair,
+            link_error=blind * repair.error_left(last.repair) if repair else 0.0, attention=arrival.attention,
         )  # fmt: skip
 
 

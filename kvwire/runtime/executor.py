@@ -216,8 +216,8 @@ class Executor:
                 self._fetches[chunk] = self._spawn(self._fetch(instruction))
             case ev.Decode(chunks, levels):
                 self._driver.run(self._decode(chunks, levels))
-            case ev.Recompute(first, last):
-                self._driver.run(self._recompute(first, last))
+            case ev.Recompute():
+                self._driver.run(self._recompute(instruction))
             case ev.ComputePrefix(document=document):
                 self._choose(document, instruction.variant)
                 self._driver.run(self._start_head(document))
@@ -405,11 +405,13 @@ class Executor:
             raise ArgumentError(msg)
         return decoder
 
-    async def _recompute(self, first: ChunkId, last: ChunkId) -> None:
-        chunks = tuple(replace(first, chunk=index) for index in range(first.chunk, last.chunk + 1))
+    async def _recompute(self, asked: ev.Recompute) -> None:
+        first = asked.first
+        chunks = tuple(replace(first, chunk=index) for index in range(first.chunk, asked.last.chunk + 1))
         failed = [first]
+        work = partial(self._extend_all, chunks, failed, behind=asked.behind)
         try:
-            _, seconds = await self._driver.compute(partial(self._timed, partial(self._extend_all, chunks, failed)))
+            _, seconds = await self._driver.compute(partial(self._timed, work))
         except Exception as error:  # noqa: BLE001 - the controller knows whether there is another way
             self._lost(failed[0], in_words(error))
             self._driver.tell(ev.RecomputeFailed(failed[0], in_words(error)))
@@ -417,15 +419,15 @@ class Executor:
         self.recompute_s += seconds
         self._driver.tell(ev.RecomputeDone(chunks, seconds))
 
-    def _extend_all(self, chunks: tuple[ChunkId, ...], failed: list[ChunkId]) -> None:
+    def _extend_all(self, chunks: tuple[ChunkId, ...], failed: list[ChunkId], *, behind: bool) -> None:
         """Compute chunks in one pass, or one by one where that fails: shorter passes need less memory.
 
-        failed: is made to hold the chunk that is being computed.
+        failed: is made to hold the chunk that is being computed. behind: see ``Recompute``.
         """
         if self._is_gone:
             raise StorageError(_GONE)
         try:
-            self._extend(chunks[0], chunks[-1])
+            self._extend(chunks[0], chunks[-1], behind=behind)
         except Exception:
             if len(chunks) == 1:
                 raise
@@ -433,16 +435,18 @@ class Executor:
             return
         for chunk in chunks:
             failed[0] = chunk
-            self._extend(chunk, chunk)
+            self._extend(chunk, chunk, behind=behind)
 
-    def _extend(self, first: ChunkId, last: ChunkId) -> None:
-        """Compute chunks on top of what is ready of their document, and write them into the prompt."""
+    def _extend(self, first: ChunkId, last: ChunkId, *, behind: bool) -> None:
+        """Compute chunks on top of what is ready of their document or prompt, and write them into the prompt."""
         document = self._documents[first.document]
         start, stop = document.span(first.chunk)[0], document.span(last.chunk)[1]
-        part = self.prompt.document(first.document)
+        offset = self.prompt.offset(first.document)
         ids = (document.token_ids or ())[start:stop]
-        prefix = part.slice(0, start) if start else None
-        piece = self._engine.extend(prefix, ids, offset=self.prompt.offset(first.document))
+        seen = self.prompt.cache.slice(0, offset + start) if behind else None
+        if seen is None and start:
+            seen = self.prompt.document(first.document).slice(0, start)
+        piece = self._engine.extend(seen, ids, offset=offset)
         self.prompt.write(first.document, start, piece)
 
     async def _start_head(self, index: int) -> None:

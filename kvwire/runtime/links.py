@@ -347,6 +347,17 @@ class Told:
     attention: Tensor | None = None
 
 
+def _behind_front(documents: Sequence[int], front: int) -> tuple[int, ...]:
+    """Lengths of documents where the prompt's first tokens count as one: nothing of it has to be computed anew."""
+    left, lengths = max(front, documents[0]), []
+    for tokens in documents:
+        seen = min(left, tokens)
+        left -= seen
+        if tokens > seen:
+            lengths.append(tokens - seen)
+    return (max(front, documents[0]), *lengths)
+
+
 class Repairer:
     """Repairs prompts of one engine.
 
@@ -366,7 +377,7 @@ class Repairer:
 
     def run(
         self, plan: LinkPlan, prompt: LinkedPrompt,
-        told: Told, question: Sequence[int], share: float, stop: Callable[[], bool] | None = None,
+        told: Told, question: Sequence[int], share: float, front: int, stop: Callable[[], bool] | None = None,
     ) -> tuple[Repaired | None, str]:  # fmt: skip
         """Compute a share of a prompt's rows anew, in its cache.
 
@@ -375,7 +386,8 @@ class Repairer:
             prompt: All of it valid.
             told: What is known of the prompt.
             question: Token ids.
-            share: 0 to 1.
+            share: 0 to 1, of what is behind the front.
+            front: Tokens from the prompt's beginning on that see all that stands before them.
             stop: See ``repair_prompt``; a share that was asked for is computed in any case.
 
         Returns:
@@ -391,8 +403,13 @@ class Repairer:
         if len(known) < len(prompt.tokens):
             return self._refused(plan, "the text of a document is not known")
         ids = tuple(token for text in known for token in text)
+        documents = _behind_front(prompt.tokens, front)
+        if len(documents) == 1 and share < 1:
+            return None, ""
+        left = 1 - max(0, front - prompt.tokens[0]) / len(ids)
+        share = share if share == 1 else share * left
         given = RepairInput(
-            self._engine, prompt.cache, ids, prompt.tokens, tuple(question), told.deviation, attention=told.attention
+            self._engine, prompt.cache, ids, documents, tuple(question), told.deviation, attention=told.attention
         )
         try:
             return repair_prompt(given, plan.selector, share, None if plan.is_wanted else stop), ""

@@ -305,7 +305,7 @@ class Loader:
     async def _answer(self, filled: Filled[Executor], goal: ctl.Goal, question: list[int], tokens: int) -> Answer:
         driver, executor, finish, started, asked_s = filled
         due = None if goal.deadline_s is None else started + goal.deadline_s
-        close = partial(self._close, executor, question, finish.repair, due)
+        close = partial(self._close, executor, question, finish, due)
         closing = await driver.compute(close)
         repair_s = 0.0 if closing.repaired and closing.repaired.is_cut else closing.repair_s  # nothing is learnt of it
         driver.tell(ev.PromptAssembled(executor.number, executor.prompt.cache.tokens, closing.beyond_s, repair_s))
@@ -331,18 +331,18 @@ class Loader:
             first, closing.logits.cpu(), tuple(out), text, executor.prompt, finish.decisions,
             goal.verdict(timing.ttft_s), timing, executor.bytes, tuple(executor.misses), predicted_s,
             _error(executor, finish.decisions), closing.repaired,
-            executor.link_warning(_share(closing.repaired, finish.repair)),
+            executor.link_warning(_share(closing.repaired, finish.repair)), finish.front,
         )  # fmt: skip
 
-    def _close(self, executor: Executor, question: list[int], share: float, due: float | None) -> _Closing:
+    def _close(self, executor: Executor, question: list[int], finish: ev.Finish, due: float | None) -> _Closing:
         """Repair the prompt, hand it over to the engine and run the question, in the compute thread."""
-        began, prompt = time.monotonic(), executor.prompt
+        began, prompt, share = time.monotonic(), executor.prompt, finish.repair
         needed = share > 0 and "deviation" in executor.links.selector.needs
         told = Told(executor.texts, executor.deviations if needed else None, executor.attention)
         with self._lock:
             expected_s = self._estimates.prefill.cost.seconds(len(question), prompt.cache.tokens)
         stop = None if due is None else lambda: time.monotonic() + expected_s > due
-        repaired, trouble = self._repairer.run(executor.links, prompt, told, question, share, stop)
+        repaired, trouble = self._repairer.run(executor.links, prompt, told, question, share, finish.front, stop)
         linking = time.monotonic()
         tokens = prompt.cache.tokens
         past = self._engine.past_key_values(prompt.cache)

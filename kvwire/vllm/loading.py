@@ -193,8 +193,9 @@ class PageExecutor(Executor):
                 self._at_work -= 1
                 self._changed.notify_all()
 
-    async def _recompute(self, first: ChunkId, last: ChunkId) -> None:
+    async def _recompute(self, asked: ev.Recompute) -> None:
         """Leave chunks to others, and tell the controller the time that it expects."""
+        first, last = asked.first, asked.last
         chunks = tuple(replace(first, chunk=index) for index in range(first.chunk, last.chunk + 1))
         document = self._documents[first.document]
         tokens = document.span(last.chunk)[1] - document.span(first.chunk)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,6 +14,9 @@ from kvwire.controller import (
 )
 from kvwire.controller import events as ev
 from kvwire.types import ChunkId
+
+if TYPE_CHECKING:
+    from kvwire.controller.repair import RepairOption
 
 
 def fingerprint(value, seen=None):
@@ -41,6 +45,7 @@ class Asked:
     known: set[int] = field(default_factory=set)
     variant: dict[int, int] = field(default_factory=dict)
     heads: dict[int, str] = field(default_factory=dict)
+    repair: RepairOption | None = None
     looks: bool = False
     looked: bool = False
 
@@ -151,6 +156,19 @@ class Checks:
             return []
         return [replace(job.first, chunk=at) for at in range(job.first.chunk, job.last.chunk + 1)]
 
+    def _read(self):
+        """Documents that a running forward pass reads."""
+        job = self.jobs.get("prefill")
+        if not isinstance(job, ev.Recompute):
+            return set()
+        first = 0 if job.behind else job.first.document
+        return {(job.first.load, document) for document in range(first, job.first.document + 1)}
+
+    def _chunks_before(self, number, document):
+        for at, variants in enumerate(self.loads[number].documents[:document]):
+            for chunk in range(len(variants[0].tokens)):
+                yield ChunkId(at, chunk, number)
+
     def _lane(self, lane, job):
         assert lane not in self.jobs
         assert not self.closings or (self.settings.workers == 2 and lane == "decode")
@@ -170,7 +188,7 @@ class Checks:
             assert chunk not in self.open
             if chunk in self.valid:
                 assert level > self.valid[chunk]
-                assert (chunk.load, chunk.document) not in {(other.load, other.document) for other in self._pass()}
+                assert (chunk.load, chunk.document) not in self._read()
                 look = self.jobs.get("prefill")
                 assert not (isinstance(look, ev.Look) and look.load == number)
         self._lane("decode", job)
@@ -180,8 +198,12 @@ class Checks:
         assert first.load not in self.over
         assert first.document in self.loads[first.load].known
         assert (first.document, first.load) == (last.document, last.load)
-        for at in range(first.chunk):
-            chunk = replace(first, chunk=at)
+        seen = [replace(first, chunk=at) for at in range(first.chunk)]
+        if job.behind:
+            assert self.loads[first.load].repair
+            assert first.document
+            seen += self._chunks_before(first.load, first.document)
+        for chunk in seen:
             assert chunk in self.valid
             assert not self._is_used(chunk)
         self._lane("prefill", job)

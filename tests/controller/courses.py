@@ -20,6 +20,7 @@ from kvwire.controller import (
 )
 from kvwire.controller import events as ev
 from kvwire.controller.policies import Adaptive, CacheGen, CacheGenArtefact, CacheGenTimed, Fixed, TextOnly
+from kvwire.controller.repair import RepairOption
 from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId
 
@@ -28,6 +29,13 @@ from .playing import LookFirst
 
 STEPS = 60
 MOST_EVENTS = 5000
+
+
+REPAIRS = (
+    RepairOption(most=0.3, error=0.1, left=(1.0, 0.0)),
+    RepairOption(least=0.2, most=0.2, scan=0.1, error=0.01),
+    RepairOption(least=1.0, most=1.0, looks=False, error=0.01),
+)
 
 
 def steady(_start, _seconds):
@@ -179,9 +187,10 @@ class Course(Checks):
     def _ask(self):
         self.numbers += self.random.choice([1, 1, 3])
         documents = [self._document() for _ in range(self.random.choice([1, 1, 2, 3]))]
-        asked = self.loads[self.numbers] = Asked(self._goal(), documents, looks=self.random.choice([True, False]))
-        tokens = self.random.choice([0, 32])
-        self._tell(ev.LoadRequested(self.numbers, len(documents), tokens, asked.goal, looks=asked.looks))
+        pick = self.random.choice
+        asked = Asked(self._goal(), documents, looks=pick([True, False]), repair=pick([None, *REPAIRS]))
+        self.loads[self.numbers] = asked
+        self._tell(ev.LoadRequested(self.numbers, len(documents), pick([0, 32]), asked.goal, asked.repair, asked.looks))
 
     def _index(self):
         number, document = self.random.choice(self._unknown())

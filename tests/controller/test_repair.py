@@ -119,7 +119,10 @@ def test_idle_time_before_a_deadline_is_spent_on_repair():
     played = play([arrival(OPTION)], 100 * MB)
     assert finish(played).repair == OPTION.most
     assert only(played).in_time
-    assert only(played).link_error == pytest.approx(0.01)
+    front, tokens = finish(played).front, sum(sum(variants[0].tokens) for variants in arrival(OPTION).documents)
+    blind = 1 - (front - sum(arrival(OPTION).documents[0][0].tokens)) / tokens
+    assert blind < 1
+    assert only(played).link_error == pytest.approx(0.01 * blind)
 
 
 def test_without_a_deadline_only_the_floor_is_repaired():

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvwire.controller.policies import Fixed
 from kvwire.errors import ArgumentError, CorruptError, MismatchError, StorageError
 from kvwire.reuse import SELECTORS
 from kvwire.runtime import link_check
@@ -73,11 +74,41 @@ def test_a_share_of_the_rows_comes_nearer_to_a_prefill(small):
 
 
 def test_time_before_a_deadline_is_spent_on_repair(small):
-    answer, _ = asked(small, small.corpus(), deadline_s=20.0)
+    answer, _ = asked(small, small.corpus(), deadline_s=20.0, policy=Fixed(4))
     assert answer.repair is not None
     assert len(answer.repair.rows) == pytest.approx(0.3 * answer.prompt.cache.tokens, abs=1)
+    assert answer.front == answer.prompt.tokens[0]
     soonest, _ = asked(small, small.corpus())
     assert soonest.repair is None
+
+
+def test_text_sees_the_documents_before_it(small):
+    """With time for a prefill, and nothing better to do with it, a load is one."""
+    answer, question = asked(small, small.corpus(), deadline_s=20.0)
+    behind = [decision for decision in answer.decisions if decision.chunk.document]
+    assert all(decision.action == "recompute" for decision in behind)
+    assert answer.front == answer.prompt.cache.tokens
+    blind, _ = asked(small, small.corpus(), deadline_s=20.0, repair="none")
+    assert blind.front == blind.prompt.tokens[0]
+    wanted = full_logits(small, question)
+    assert mean_kl(wanted, answer.logits[None]) < 0.01 * mean_kl(wanted, blind.logits[None])
+
+
+def test_rows_behind_text_that_sees_are_all_that_is_repaired(small):
+    """A prompt whose first documents are computed behind each other is repaired behind these alone."""
+    texts = {f"text of {name}": ids[::-1] for name, ids in small.tokens.items()}
+    chosen = LoadSettings(repair=0.3, policy=Fixed(4))
+    with Loader(small.engine, small.corpus(), costs=small.costs, settings=chosen) as loader:
+        answer = loader.ask((*texts, *small.tokens), small.engine.tokenize("And the lamp was"), texts=texts)
+    front = sum(map(len, texts.values()))
+    assert answer.front == front
+    left = answer.prompt.cache.tokens - (front - answer.prompt.tokens[0])
+    assert len(answer.repair.rows) == pytest.approx(0.3 * left, abs=1)
+    ids = [token for text in texts.values() for token in text]
+    (exact,) = small.engine.prefill([ids])
+    seen = answer.prompt.cache.slice(0, front)
+    assert all(torch.allclose(ours, theirs, atol=1e-4) for ours, theirs in zip(seen.values, exact.values, strict=True))
+    assert int(answer.repair.rows.min()) >= answer.front
 
 
 def test_a_single_document_has_no_links(small):
@@ -334,7 +365,7 @@ def test_a_report_that_cannot_be_read_costs_no_load(small):
     corpus.set_profile(small.profile)
     list(corpus.encode([Document(name, tuple(ids)) for name, ids in small.tokens.items()]))
     corpus.set_link_report(REPORT)
-    answer, _ = asked(small, corpus, deadline_s=20.0)
+    answer, _ = asked(small, corpus, deadline_s=20.0, policy=Fixed(4))
     assert any("report on links was not read" in miss for miss in answer.misses)
     assert answer.repair is not None  # as where nobody measured
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 QUESTION = "It was plain to everybody that"
 QUICK = LoadSettings(fetch=FetchSettings(retries=1, backoff_s=0.01, patience=ReadTimeouts(1.0, 1.0)))
 """Gives up on a dead server within a second or two."""
+FINEST_KL = 2e-4
+"""The finest level's is 0.98e-4 to 1.01e-4 here, by how many threads multiply matrices."""
 
 
 def _names(small):
@@ -125,7 +127,7 @@ def test_the_answer_is_that_of_exact_caches(small, reference):
     answer = _ask(small, small.corpus(), settings=LoadSettings(quality_floor=4), tokens=8)
     kl, agreement = reference.compare(small.engine, answer.prompt.cache)
     assert all(d.action == "fetch" and d.level == 4 for d in answer.decisions)
-    assert kl < 2e-4  # of the rounding of matrix products, too: 0.98e-4 to 1.01e-4 by the number of threads
+    assert kl < FINEST_KL
     assert agreement == 1.0
     assert answer.tokens[:7] == reference.tokens[-7:]
     assert answer.text
@@ -142,7 +144,13 @@ def test_coarser_levels_cost_fewer_bytes_and_some_quality(small, reference):
 
 def test_over_http_and_a_slow_link_with_a_deadline(small, reference):
     with serving(small.corpus().catalog.store) as url, closing(open_store(url)) as store:
-        answer = _ask(small, Corpus(small.engine, store), link="20mbit,5ms", deadline_s=5.0)
+        answer = _ask(
+            small,
+            Corpus(small.engine, store),
+            link="20mbit,5ms",
+            deadline_s=5.0,
+            settings=replace(QUICK, repair="none"),
+        )
     assert reference.compare(small.engine, answer.prompt.cache)[0] < 0.02
     assert answer.timing.ttft_s > 0.005
     assert answer.bytes > 0
@@ -151,7 +159,7 @@ def test_over_http_and_a_slow_link_with_a_deadline(small, reference):
 def test_decoding_beside_forward_passes_gives_the_same(small, reference):
     settings = LoadSettings(quality_floor=4, bandwidth_prior=1e6, compute_workers=2)
     answer = _ask(small, small.corpus(), link="8mbit,1ms", settings=settings, tokens=8)
-    assert reference.compare(small.engine, answer.prompt.cache)[0] < 1e-4
+    assert reference.compare(small.engine, answer.prompt.cache)[0] < FINEST_KL
     assert "fetch" in {decision.action for decision in answer.decisions}
     assert not troubles(answer.misses)
 
@@ -189,7 +197,7 @@ def test_a_server_that_dies_halfway_costs_time_only(small, reference, share):
         answer = _ask(small, remote, settings=replace(QUICK, quality_floor=4))
     assert answer.misses
     assert "recompute" in {d.action for d in answer.decisions}
-    assert reference.compare(small.engine, answer.prompt.cache)[0] < 1e-4
+    assert reference.compare(small.engine, answer.prompt.cache)[0] < FINEST_KL
 
 
 def _split(sound, url):
@@ -218,7 +226,7 @@ def test_a_flipped_segment_is_recomputed_and_said(small, reference):
     answer = _ask(small, corpus, settings=replace(QUICK, quality_floor=4))
     assert any("checksum" in miss or "CRC" in miss for miss in answer.misses)
     assert [d.action for d in answer.decisions].count("recompute") == 1
-    assert reference.compare(small.engine, answer.prompt.cache)[0] < 1e-4
+    assert reference.compare(small.engine, answer.prompt.cache)[0] < FINEST_KL
 
 
 def test_a_blob_cut_behind_its_head_is_recomputed(small, reference):
@@ -226,7 +234,7 @@ def test_a_blob_cut_behind_its_head_is_recomputed(small, reference):
     _damage(corpus, small, _names(small)[0], "cut")
     answer = _ask(small, corpus, settings=replace(QUICK, quality_floor=4))
     assert answer.misses
-    assert reference.compare(small.engine, answer.prompt.cache)[0] < 1e-4
+    assert reference.compare(small.engine, answer.prompt.cache)[0] < FINEST_KL
 
 
 def _lose_texts(corpus):
@@ -253,7 +261,7 @@ def test_a_lost_head_needs_the_text(small, reference):
         _ask(small, corpus, settings=QUICK)
     answer = _ask(small, corpus, settings=replace(QUICK, quality_floor=4), texts={name: small.tokens[name]})
     assert answer.misses
-    assert reference.compare(small.engine, answer.prompt.cache)[0] < 1e-4
+    assert reference.compare(small.engine, answer.prompt.cache)[0] < FINEST_KL
 
 
 def test_a_lost_profile_means_recomputing(small, reference):
@@ -324,7 +332,7 @@ def test_heads_are_not_waited_for_one_by_one(small, reference):
     known = [entry.event.document for entry in log if isinstance(entry.event, ev.IndexKnown)]
     assert known == [1, 0]
     assert not answer.misses
-    assert reference.compare(small.engine, answer.prompt.cache)[0] < 1e-4
+    assert reference.compare(small.engine, answer.prompt.cache)[0] < FINEST_KL
 
 
 def _broken(*_args, **_named):
