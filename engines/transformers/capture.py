@@ -146,9 +146,16 @@ class QueryRecorder:
         heads = self._heads.get(layer, 0)
         for name in _OUTPUT_NAMES if heads else ():
             weight = getattr(getattr(self.modules[layer], name, None), "weight", None)
-            if isinstance(weight, torch.Tensor) and weight.shape[1:] == (heads * value_dim,):
+            if isinstance(weight, torch.Tensor) and _is_plain(weight) and weight.shape[1:] == (heads * value_dim,):
                 return weight.detach().float().cpu().reshape(len(weight), heads, value_dim).transpose(0, 1)
         return None
+
+
+def _is_plain(weight: Tensor) -> bool:
+    """Whether a weight's numbers are what it multiplies by: neither quantised nor offloaded."""
+    return type(weight) in {torch.Tensor, torch.nn.Parameter} and (
+        weight.is_floating_point() and weight.element_size() > 1 and not weight.is_meta
+    )
 
 
 @contextmanager

@@ -51,16 +51,33 @@ def _seen(spec: LayerSpec, tokens: int) -> int:
     return 0 if spec.window is None else max(0, tokens - spec.window + 1)
 
 
-def turn_alike(theirs: CacheMeta, ours: CacheMeta) -> bool:
-    """Whether two models of one layout rotate their keys alike; a cache that names no regimes is taken at its word.
+def check_fits(theirs: CacheMeta, ours: CacheMeta) -> None:
+    """Refuse a cache of another model.
 
     Args:
-        theirs: What a cache says of itself.
+        theirs: What the cache says of itself.
         ours: What the engine's caches say of themselves.
 
-    Returns:
-        True where keys of one fit the other.
+    Raises:
+        MismatchError: It comes from another model, or its text was read by another tokenizer.
     """
+    shapes = [(s.kv_heads, s.key_dim, s.value_dim) for s in theirs.layers]
+    same = shapes == [(s.kv_heads, s.key_dim, s.value_dim) for s in ours.layers] and _turn_alike(theirs, ours)
+    digests = (theirs.tokenizer_digest, ours.tokenizer_digest)
+    if all(digests) and digests[0] != digests[1]:
+        msg = "the cache's text was read by another tokenizer than this engine's; encode the documents with this one"
+        raise MismatchError(msg)
+    if not same or (theirs.model_revision and ours.model_revision and theirs.model_revision != ours.model_revision):
+        msg = (
+            f"the cache was computed by model {theirs.model_id!r} ({theirs.model_revision[:12] or 'unnamed'}), "
+            f"this engine runs {ours.model_id!r} ({ours.model_revision[:12] or 'unnamed'}); "
+            "encode the documents with this model"
+        )
+        raise MismatchError(msg)
+
+
+def _turn_alike(theirs: CacheMeta, ours: CacheMeta) -> bool:
+    """Whether two models of one layout rotate their keys alike; a cache without regimes is taken at its word."""
     for their_spec, our_spec in zip(theirs.layers if theirs.ropes else (), ours.layers, strict=False):
         for side in _SIDES:
             their_turn, our_turn = their_spec.rotary(side), our_spec.rotary(side)
