@@ -6,10 +6,12 @@ from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
     from kvwire.engines.transformers.engine import TransformersEngine
+    from kvwire.engines.transformers.generating import generate_inputs
     from kvwire.engines.transformers.opening import open_engine
 
 __all__ = [
     "TransformersEngine",
+    "generate_inputs",
     "open_engine",
 ]
 
@@ -17,6 +19,7 @@ __getattr__ = lazy(
     __name__,
     {
         "kvwire.engines.transformers.engine": ("TransformersEngine",),
+        "kvwire.engines.transformers.generating": ("generate_inputs",),
         "kvwire.engines.transformers.opening": ("open_engine",),
     },
 )

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from transformers import PreTrainedConfig
+    from transformers.cache_utils import Cache
 
 
 def filled(pairs: Iterable[tuple[Tensor, Tensor]], config: PreTrainedConfig | None = None) -> DynamicCache:
@@ -26,9 +27,21 @@ def filled(pairs: Iterable[tuple[Tensor, Tensor]], config: PreTrainedConfig | No
     """
     cache = DynamicCache(config=config)
     for layer, (keys, values) in enumerate(pairs):
-        if keys.numel():
-            cache.update(keys, values, layer)
+        fill(cache, layer, keys, values)
     return cache
+
+
+def fill(cache: Cache, layer: int, keys: Tensor, values: Tensor) -> None:
+    """Put keys and values into a layer of a cache, which copies them.
+
+    Args:
+        cache: A cache of any kind.
+        layer: Number of the layer.
+        keys: ``[batch, kv_heads, tokens, dim]``; empty for a layer without any.
+        values: Likewise.
+    """
+    if keys.numel():
+        cache.update(keys, values, layer)
 
 
 def tensors_of(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
