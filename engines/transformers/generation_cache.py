@@ -123,7 +123,7 @@ def _check_question(use: Use, batch: int, count: int) -> None:
         msg = (
             f"the first pass must bring the question's {use.question} tokens, it brings {count}; pass input_ids and "
             f"attention_mask ({use.mask.shape[1]} tokens, the documents' included) as generate_inputs returned them, "
-            "and no prefill_chunk_size"
+            "and neither prefill_chunk_size nor assisted generation, which pass over caches"
         )
         raise ArgumentError(msg)
     if batch % len(use.mask):
