@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from kvwire.engines.transformers.plain import is_plain
 from kvwire.errors import CorruptError, MismatchError
 
 if TYPE_CHECKING:
@@ -18,6 +21,22 @@ if TYPE_CHECKING:
 
 _ROWS = 2
 """Of each tensor that are compared; training, merging and editing change them all."""
+
+
+def quantisation_of(model: PreTrainedModel) -> str:
+    """How a model's weights were quantised.
+
+    Args:
+        model: As it was loaded.
+
+    Returns:
+        SHA-256 of its settings, hexadecimal; empty where they were not.
+    """
+    found = getattr(model.config, "quantization_config", None)
+    if found is None:
+        return ""
+    settings = found if isinstance(found, dict) else found.to_dict()
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def check_is_of(model: PreTrainedModel, folder: Path) -> None:
@@ -51,7 +70,7 @@ def check_is_of(model: PreTrainedModel, folder: Path) -> None:
 def _compared(name: str, ours: Tensor, theirs: object, folder: Path) -> bool:
     """Whether a tensor could be compared."""
     shape = theirs.get_shape()  # type: ignore[attr-defined]
-    if ours.is_meta or not ours.is_floating_point() or list(ours.shape) != shape or not shape:
+    if not is_plain(ours) or list(ours.shape) != shape or not shape:
         return False
     stored = theirs[:_ROWS]  # type: ignore[index]
     if not stored.is_floating_point():

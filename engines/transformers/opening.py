@@ -17,7 +17,7 @@ from transformers.utils import logging
 from kvwire.engines.transformers.engine import TransformersEngine
 from kvwire.engines.transformers.hub import find_folder
 from kvwire.engines.transformers.identity import model_revision, tokenizer_digest, tokenizer_files
-from kvwire.engines.transformers.loaded import check_is_of
+from kvwire.engines.transformers.loaded import check_is_of, quantisation_of
 from kvwire.engines.transformers.tokenizer_limits import check_tokenizer, no_panics
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, MismatchError, NotFoundError, StorageError
 
@@ -55,7 +55,7 @@ def open_engine(
         revision: Of an id on the Hub: branch, tag or commit.
         device_map: Spreads the model over devices, as transformers takes it, instead of ``device``.
         model: The same model as the caller has loaded it, in any precision, on any devices: its weights are compared
-            with the folder's, and not loaded again.
+            with the folder's, and not loaded again. One that was quantised as it was loaded has caches of its own.
 
     Returns:
         The engine.
@@ -88,6 +88,9 @@ def open_engine(
         model = _placed(folder, device or "cpu", dtype, device_map, is_quantised=is_quantised)
     else:
         check_is_of(model, folder)
+        quantisation = "" if is_quantised else quantisation_of(model)
+        if quantisation:  # its caches are others than those of the weights in the folder
+            weights = hashlib.sha256(f"{weights} {quantisation}".encode()).hexdigest()
     return TransformersEngine(
         model,
         tokenizer,

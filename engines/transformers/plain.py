@@ -1,4 +1,4 @@
-"""The plain cache of transformers, filled from tensors and read as such; layers may store nothing."""
+"""The plain cache of transformers, filled from tensors and read as such; and which weights are plain numbers."""
 
 from __future__ import annotations
 
@@ -69,3 +69,16 @@ def empty_layer(tokens: int) -> tuple[Tensor, Tensor]:
         ``[0, tokens, 0]``, twice.
     """
     return torch.zeros(0, tokens, 0), torch.zeros(0, tokens, 0)
+
+
+def is_plain(weight: Tensor) -> bool:
+    """Whether a weight's numbers are what it multiplies by: neither quantised nor offloaded.
+
+    Args:
+        weight: Of a model, in whichever form it was loaded.
+
+    Returns:
+        True for floating point in memory.
+    """
+    is_number = weight.is_floating_point() and weight.element_size() > 1 and not weight.is_meta
+    return is_number and type(weight) in {torch.Tensor, torch.nn.Parameter}

@@ -66,7 +66,9 @@ def learn_layout(model: PreTrainedModel, devices: Devices) -> tuple[tuple[LayerS
     ids = _token_ids(model, 2 * count)
     whole = run(model, devices, ids, 0)
     part = run(model, devices, ids[:count], distance)
-    tolerance = _TOLERANCE.get(model.dtype, _TOLERANCE[torch.bfloat16])
+    tolerance = _TOLERANCE[torch.bfloat16]  # of quantised models, too, some of which round what they multiply
+    if getattr(model.config, "quantization_config", None) is None:
+        tolerance = _TOLERANCE.get(model.dtype, tolerance)
     candidates = list(dict.fromkeys(_candidates(model)))
     turns: list[tuple[Turn, Turn]] = []
     for layer, ((keys, values), far) in enumerate(zip(whole, part, strict=True)):
