@@ -10,7 +10,7 @@ import torch
 
 from kvwire.engines.transformers.generation_cache import LinkedCache, LinkedStaticCache, Use, watch
 from kvwire.engines.transformers.plain import fill
-from kvwire.errors import ArgumentError, MismatchError
+from kvwire.errors import ArgumentError
 from kvwire.reuse import LinkedPrompt
 from kvwire.types import KVCache
 
@@ -71,7 +71,7 @@ def generate_inputs(
     Raises:
         ArgumentError: Prompts, questions, mask and ids do not fit together, a prompt with its question exceeds the
             model's window or ``max_cache_len``.
-        MismatchError: A prompt is of another model, or the model's first layer stores nothing.
+        MismatchError: A prompt is of another model, or pruned in a way that plain caches cannot hold.
         NotFoundError: A question is a text, and the engine has no tokenizer.
     """
     asked = _questions(engine, questions, attention_mask)
@@ -79,9 +79,6 @@ def generate_inputs(
     if len(linked) != len(asked) or not asked:
         msg = f"{len(linked)} prompts and {len(asked)} questions make no batch; give one prompt for each question"
         raise ArgumentError(msg)
-    if engine.meta.layers[0].kind == "none":
-        msg = "this model's first layer stores nothing, from which transformers tells a cache's length; use Loader.ask"
-        raise MismatchError(msg)
     shared = min(len(ids) for ids in asked)
     rows = [_row(engine, prompt, ids, shared) for prompt, ids in zip(linked, asked, strict=True)]
     return _batch(engine, rows, _whole(engine, rows, asked, document_ids), max_cache_len)
