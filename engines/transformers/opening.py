@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
+from transformers.utils import is_accelerate_available, logging
 
 from kvwire.engines.transformers.engine import TransformersEngine
 from kvwire.engines.transformers.hub import find_folder
@@ -210,6 +210,9 @@ def _config(folder: Path, data: bytes) -> dict[str, Any]:
 def _model(folder: Path, dtype: torch.dtype | None, device_map: str | Mapping[str, Any] | None) -> PreTrainedModel:
     options: dict[str, Any] = {"dtype": dtype or "auto", "output_loading_info": True, "use_safetensors": True, **_LOCAL}
     if device_map is not None:
+        if not is_accelerate_available():
+            msg = "device maps, and quantised models on a GPU, need another package: pip install accelerate"
+            raise ArgumentError(msg)
         options["device_map"] = device_map if isinstance(device_map, str) else dict(device_map)
     try:
         with _quiet():
