@@ -8,14 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from transformers.cache_utils import DynamicCache
 
-from kvwire.engines.transformers.fitting import check_fits
+from kvwire.engines.transformers.fitting import check_fits, tensors_for
 from kvwire.engines.transformers.masks import attention_mask
 from kvwire.engines.transformers.model import DescribedModel
-from kvwire.engines.transformers.plain import filled, tensors_of
-from kvwire.engines.transformers.prefill import batches_of, prefill_batch
-from kvwire.engines.transformers.tensors import tensors_for
+from kvwire.engines.transformers.plain import batches_of, filled, prefill_batch, tensors_of
 from kvwire.engines.transformers.text import prefix_states
-from kvwire.engines.transformers.waiting import check_runs_unready, held, referring
 from kvwire.errors import ArgumentError
 from kvwire.reuse import checked_rows
 from kvwire.types import KVCache
@@ -251,6 +248,8 @@ class TransformersEngine(DescribedModel):
             ArgumentError: The cache is not as described.
             MismatchError: The cache is of another model.
         """
+        from kvwire.engines.transformers.waiting import check_runs_unready, held, referring
+
         self.check_fits(cache)
         start = cache.meta.offset + cache.tokens
         check_runs_unready(cache, self.device, self.dtype)

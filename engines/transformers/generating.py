@@ -151,21 +151,21 @@ def _batch(
         msg = f"max_cache_len {max_cache_len} leaves no room behind {total} tokens of prompt and question; enlarge it"
         raise ArgumentError(msg)
     pads = torch.tensor([held - row.tokens for row in rows], device=device)
-    holes = torch.tensor([row.holes for row in rows], device=device)
+    shifts = torch.tensor([row.holes for row in rows], device=device) - pads
     places = torch.arange(total, device=device)
     mask = (places >= pads[:, None]).long()
-    width = max(map(len, ids))
-    pad = _pad_token(engine)
+    limits = [rope.max_positions for rope in engine.meta.ropes if rope.max_positions is not None]
+    past = _filled(engine, rows, held, max_cache_len)
+    model = weakref.ref(watch(engine.model))
+    past.use = Use(model, mask.clone(), shifts, question, max_cache_len, min(limits, default=None))
+    width, pad = max(map(len, ids)), _pad_token(engine)
     inputs = {
         "input_ids": torch.tensor([[pad] * (width - len(row)) + row for row in ids], device=device),
         "attention_mask": mask,
-        "past_key_values": _filled(engine, rows, held, max_cache_len),
+        "past_key_values": past,
     }
-    if bool(holes.any()):
-        inputs["position_ids"] = (places + (holes - pads)[:, None])[:, -question:]
-    limits = [rope.max_positions for rope in engine.meta.ropes if rope.max_positions is not None]
-    model = weakref.ref(watch(engine.model))
-    inputs["past_key_values"].use = Use(model, mask, holes - pads, question, max_cache_len, min(limits, default=None))
+    if any(row.holes for row in rows):
+        inputs["position_ids"] = (places + shifts[:, None])[:, -question:]
     return inputs
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import DynamicCache, StaticCache
-from transformers.generation import GenerationMixin
+from transformers.generation.utils import GenerationMixin
 
 from kvwire.errors import ArgumentError, MismatchError
 

@@ -23,33 +23,33 @@ _ROWS = 2
 """Of each tensor that are compared; training, merging and editing change them all."""
 
 
-def quantisation_of(model: PreTrainedModel) -> str:
-    """How a model's weights were quantised.
-
-    Args:
-        model: As it was loaded.
-
-    Returns:
-        SHA-256 of its settings, hexadecimal; empty where they were not.
-    """
-    found = getattr(model.config, "quantization_config", None)
-    if found is None:
-        return ""
-    settings = found if isinstance(found, dict) else found.to_dict()
-    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def check_is_of(model: PreTrainedModel, folder: Path) -> None:
-    """Compare the beginning of every tensor that a model and a folder both have, and that is not quantised.
+def revision_of(model: PreTrainedModel, folder: Path, revision: str, *, is_quantised: bool) -> str:
+    """Tell which weights a model runs that was loaded from a folder.
 
     Args:
         model: As it was loaded.
         folder: With weights in safetensors.
+        revision: Of the folder.
+        is_quantised: The folder's weights are.
+
+    Returns:
+        The folder's revision; where the model was quantised as it was loaded, so that its caches are others, a digest
+        of that and the settings.
 
     Raises:
         MismatchError: A tensor differs, or none can be compared.
         CorruptError: The folder's weights cannot be read.
     """
+    _check_alike(model, folder)
+    found = getattr(model.config, "quantization_config", None)
+    if is_quantised or found is None:
+        return revision
+    settings = json.dumps(found if isinstance(found, dict) else found.to_dict(), sort_keys=True, default=str)
+    return hashlib.sha256(f"{revision} {settings}".encode()).hexdigest()
+
+
+def _check_alike(model: PreTrainedModel, folder: Path) -> None:
+    """Compare the beginning of every tensor that both have, and that is not quantised."""
     ours = dict(chain(model.named_parameters(remove_duplicate=False), model.named_buffers()))
     compared = 0
     for path in sorted(folder.glob("*.safetensors")):

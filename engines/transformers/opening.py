@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import is_accelerate_available, logging
+from transformers.utils import logging
+from transformers.utils.import_utils import is_accelerate_available
 
 from kvwire.engines.transformers.engine import TransformersEngine
-from kvwire.engines.transformers.hub import find_folder
-from kvwire.engines.transformers.identity import model_revision, tokenizer_digest, tokenizer_files
-from kvwire.engines.transformers.loaded import check_is_of, quantisation_of
+from kvwire.engines.transformers.identity import find_folder, model_revision, tokenizer_digest, tokenizer_files
 from kvwire.engines.transformers.tokenizer_limits import check_tokenizer, no_panics
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, MismatchError, NotFoundError, StorageError
 
@@ -87,10 +86,9 @@ def open_engine(
     if model is None:
         model = _placed(folder, device or "cpu", dtype, device_map, is_quantised=is_quantised)
     else:
-        check_is_of(model, folder)
-        quantisation = "" if is_quantised else quantisation_of(model)
-        if quantisation:  # its caches are others than those of the weights in the folder
-            weights = hashlib.sha256(f"{weights} {quantisation}".encode()).hexdigest()
+        from kvwire.engines.transformers.loaded import revision_of
+
+        weights = revision_of(model, folder, weights, is_quantised=is_quantised)
     return TransformersEngine(
         model,
         tokenizer,

@@ -48,8 +48,7 @@ def model_name(model: str) -> str:
     Raises:
         StorageError: The folder cannot be read.
     """
-    from kvwire.engines.transformers.hub import find_folder
-    from kvwire.engines.transformers.identity import model_revision
+    from kvwire.engines.transformers.identity import find_folder, model_revision
 
     try:
         folder, _ = find_folder(model)

@@ -10,7 +10,7 @@ from kvwire import generate_inputs
 from kvwire.codec import positions_off
 from kvwire.engines.transformers import TransformersEngine
 from kvwire.engines.transformers.devices import Devices
-from kvwire.engines.transformers.tensors import tensors_for
+from kvwire.engines.transformers.fitting import tensors_for
 from kvwire.errors import ArgumentError, MismatchError, NotFoundError
 from kvwire.reuse import LinkedPrompt, block_mask, link
 

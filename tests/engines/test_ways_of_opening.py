@@ -11,7 +11,7 @@ from huggingface_hub import constants
 
 from kvwire import Corpus, Document, generate_inputs
 from kvwire.engines.transformers import TransformersEngine, open_engine
-from kvwire.engines.transformers.hub import find_folder
+from kvwire.engines.transformers.identity import find_folder
 from kvwire.engines.transformers.opening import open_tokenizer
 from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError
 from kvwire.store import MemoryStore
