@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvwire.engines.transformers.generation_cache import LinkedCache, LinkedStaticCache, Use, watch
+from kvwire.engines.transformers.generation_cache import LinkedCache, LinkedStaticCache, Use, Watch
 from kvwire.engines.transformers.plain import fill
 from kvwire.errors import ArgumentError
 from kvwire.reuse import LinkedPrompt
@@ -156,8 +155,7 @@ def _batch(
     mask = (places >= pads[:, None]).long()
     limits = [rope.max_positions for rope in engine.meta.ropes if rope.max_positions is not None]
     past = _filled(engine, rows, held, max_cache_len)
-    model = weakref.ref(watch(engine.model))
-    past.use = Use(model, mask.clone(), shifts, question, max_cache_len, min(limits, default=None))
+    past.use = Use(Watch.of(engine.model), mask.clone(), shifts, question, max_cache_len, min(limits, default=None))
     width, pad = max(map(len, ids)), _pad_token(engine)
     inputs = {
         "input_ids": torch.tensor([[pad] * (width - len(row)) + row for row in ids], device=device),

@@ -1,14 +1,15 @@
 """Caches that plain ``generate`` takes: filled with linked documents, and careful about what they are used with.
 
 transformers looks neither at whose cache it is given nor at whether ids, mask and positions continue it: what is wrong
-there is wrong in silence. These caches look, at every pass, through one hook on the model.
+there is wrong in silence. These caches look, at every pass, through a hook that the model has while they are there.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from transformers.cache_utils import DynamicCache, StaticCache
@@ -21,7 +22,44 @@ if TYPE_CHECKING:
 
 _FLAT = 2
 """Dimensions of a mask before it is made ready for a kind of layer: [batch, tokens]."""
-_WATCHED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+class Watch:
+    """A hook on a model, which goes with the last cache that refers to it.
+
+    Attributes:
+        model: A reference to the module that generates: the engine's model, or what that wraps.
+    """
+
+    _alive: ClassVar[weakref.WeakValueDictionary[int, Watch]] = weakref.WeakValueDictionary()
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Put the hook on; see ``of``."""
+        self.model = weakref.ref(model)
+        hook = model.register_forward_pre_hook(_admit, with_kwargs=True)
+        weakref.finalize(self, hook.remove)
+
+    def __deepcopy__(self, _: object) -> Self:
+        """Copies of a cache are watched by the same hook."""
+        return self
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> Watch:
+        """Have caches look at what a model is given.
+
+        Args:
+            model: The engine's.
+
+        Returns:
+            Its only watch.
+        """
+        found = next((module for module in model.modules() if isinstance(module, GenerationMixin)), model)
+        with cls._lock:
+            watch = cls._alive.get(id(found))
+            if watch is None or watch.model() is not found:
+                watch = cls._alive[id(found)] = cls(found)
+            return watch
 
 
 @dataclass
@@ -29,7 +67,7 @@ class Use:
     """What a cache was made for, and how far it was used.
 
     Attributes:
-        model: Whose forward passes it is for.
+        watch: On the model that the cache is for.
         mask: int64 ``[batch, tokens]``: 1 for tokens of documents and questions, 0 for padding on the left.
         shifts: int64 ``[batch]``: a token's position less its place in the cache.
         question: Tokens that the first pass must bring.
@@ -38,7 +76,7 @@ class Use:
         repeats: Rows that each prompt takes, known from the first pass on; 0 before it.
     """
 
-    model: weakref.ref[torch.nn.Module]
+    watch: Watch
     mask: Tensor
     shifts: Tensor
     question: int
@@ -74,7 +112,7 @@ class _Linked:
         use = self.use
         if use is None:
             return
-        if use.model() is not model:
+        if use.watch.model() is not model:
             msg = "this cache is for another model; call generate of the model whose engine made it"
             raise MismatchError(msg)
         ids = next(named[name] for name in ("input_ids", "inputs_embeds") if named.get(name) is not None)
@@ -167,22 +205,6 @@ def _check_room(use: Use, total: int, end: int) -> None:
             "lower max_new_tokens, or run the whole prompt as text"
         )
         raise ArgumentError(msg)
-
-
-def watch(model: torch.nn.Module) -> torch.nn.Module:
-    """Have the caches look at what the model is given, from now on.
-
-    Args:
-        model: The engine's.
-
-    Returns:
-        The module that generates: the model, or what it wraps.
-    """
-    found = next((module for module in model.modules() if isinstance(module, GenerationMixin)), model)
-    if found not in _WATCHED:
-        found.register_forward_pre_hook(_admit, with_kwargs=True)
-        _WATCHED.add(found)
-    return found
 
 
 def _admit(module: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """What generate_inputs makes, against masked passes without a cache and against generate on one filled by hand."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -36,6 +37,15 @@ HYBRIDS = ("llama", "qwen3", "mistral", "gemma3", "gpt-oss", "deepseek-v3")
 TEXTS = ([tokens(9, 5)], [tokens(14, 6), tokens(7, 7)], documents())
 QUESTIONS = (tokens(3, 21), tokens(8, 22), tokens(5, 23))
 TOLERANCE = 3e-5  # of the largest score
+
+
+@pytest.fixture(autouse=True, scope="module")
+def models_are_left_as_they_were():
+    """The hooks go with the caches."""
+    yield
+    gc.collect()
+    for family in HYBRIDS:
+        assert not engine_of(family).model._forward_pre_hooks
 
 
 def linked(engine, texts=None):
@@ -237,6 +247,20 @@ def test_copies_serve_as_well():
     assert torch.equal(engine.model.generate(**again, **PLAIN), wanted)
 
 
+def test_the_hook_goes_with_the_last_cache():
+    model = make_model(config_of("llama"))
+    engine = TransformersEngine(model)
+    kept = [generate_inputs(engine, linked(engine), query()) for _ in range(2)]
+    kept.append(copy.deepcopy(kept[0]))
+    for left in (2, 1):
+        assert len(model._forward_pre_hooks) == 1
+        kept.pop(0)
+        assert len(kept) == left
+    assert model.generate(**kept[0], **PLAIN).shape == (1, 6 + NEW)
+    kept.clear()
+    assert not model._forward_pre_hooks
+
+
 def test_a_chat_goes_on_where_it_ended():
     engine = engine_of("llama")
     inputs = generate_inputs(engine, linked(engine), query())
@@ -312,9 +336,10 @@ def test_another_model_is_refused():
     with pytest.raises(MismatchError, match="engine that made it"):
         other.generate(**generate_inputs(engine, linked(engine), query()), **PLAIN)
     stranger = TransformersEngine(other)
-    generate_inputs(stranger, linked(stranger), query())
+    theirs = generate_inputs(stranger, linked(stranger), query())
     with pytest.raises(MismatchError, match="another model"):
         other.generate(**generate_inputs(engine, linked(engine), query()), **PLAIN)
+    assert torch.equal(other.generate(**theirs, **PLAIN), by_hand(stranger, documents(), query()))
     with pytest.raises(MismatchError, match="encode the documents with this model"):
         generate_inputs(engine_of("qwen3"), linked(engine), query())
 
