@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import version
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.generation.utils import GenerationMixin
 
 from kvwire.engines.transformers.generation_cache import LinkedCache, LinkedStaticCache, Use, Watch
 from kvwire.engines.transformers.plain import fill
@@ -21,6 +24,9 @@ if TYPE_CHECKING:
     from kvwire.engines.transformers.engine import TransformersEngine
 
 Prompt = LinkedPrompt | KVCache
+_TAKES_QUESTIONS = "next_sequence_length" in signature(GenerationMixin.prepare_inputs_for_generation).parameters
+"""Whether generate runs ids as they are where they are shorter than the mask; before transformers 5.3 it leaves out as
+many as the cache holds, whatever they are."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,10 +75,13 @@ def generate_inputs(
 
     Raises:
         ArgumentError: Prompts, questions, mask and ids do not fit together, a prompt with its question exceeds the
-            model's window or ``max_cache_len``.
+            model's window or ``max_cache_len``, or transformers is older than 5.3.
         MismatchError: A prompt is of another model, or pruned in a way that plain caches cannot hold.
         NotFoundError: A question is a text, and the engine has no tokenizer.
     """
+    if not _TAKES_QUESTIONS:
+        msg = f"generate of transformers {version('transformers')} takes no question alone; install 5.3 or later"
+        raise ArgumentError(msg)
     asked = _questions(engine, questions, attention_mask)
     linked = [prompts] * len(asked) if isinstance(prompts, (LinkedPrompt, KVCache)) else list(prompts)
     if len(linked) != len(asked) or not asked:
@@ -181,11 +190,14 @@ def _filled(
 
 
 def _stacked(parts: list[Tensor], held: int) -> Tensor:
-    """Rows of one layer, ``[batch, kv_heads, held, dim]``, zeros on their left."""
+    """Rows of one layer, ``[batch, kv_heads, held, dim]``, padded on their left.
+
+    Not with zeros: by these, older static caches tell where they are empty.
+    """
     if len(parts) == 1:
         return parts[0]
     first = parts[0]
-    whole = first.new_zeros(len(parts), first.shape[1], held, first.shape[3])
+    whole = first.new_ones(len(parts), first.shape[1], held, first.shape[3])
     for row, part in zip(whole, parts, strict=True):
         row[:, held - part.shape[2] :] = part[0]
     return whole

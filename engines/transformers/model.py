@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class DescribedModel(Engine):
-    """What a model and its tokenizer say of themselves.
+    """What a model and its tokenizer say of themselves; ``TransformersEngine`` runs it, and is made alike.
 
     Attributes:
         model: A decoder whose keys are rotary; its layout is learnt and tested here.
