@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.metadata import version
 from inspect import signature
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,7 +57,8 @@ def generate_inputs(
     Greedy search, sampling, beams and ``num_return_sequences`` all take them. They serve one call; the prompts are
     copied, stay as they are and may be used again. Rows of a batch end together: prompts are padded on their left, in
     the cache. Where questions differ in length, the cache takes what the longer ones begin with, and ``input_ids`` hold
-    as many tokens of each as the shortest has. New tokens are ``out[:, inputs["input_ids"].shape[1]:]``.
+    as many tokens of each as the shortest has. New tokens are ``out[:, inputs["input_ids"].shape[1]:]``. As an engine's
+    methods, it is called by one thread at a time.
 
     Args:
         engine: Of the model that will generate.
@@ -103,7 +105,7 @@ def _questions(engine: TransformersEngine, questions: Any, mask: Tensor | None) 
         kept = torch.ones_like(table) if mask is None else mask.reshape(table.shape)
         asked = [row[keep.bool()].tolist() for row, keep in zip(table, kept, strict=True)]
     else:
-        single = isinstance(questions, str) or (len(questions) and isinstance(questions[0], int))
+        single = isinstance(questions, str) or (len(questions) and isinstance(questions[0], Integral))
         each = [questions] if single else list(questions)
         asked = [engine.tokenize(one) if isinstance(one, str) else [int(token) for token in one] for one in each]
     if not all(asked):

@@ -3,9 +3,11 @@
 import copy
 import gc
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings, strategies
 from packaging.version import Version
 
 import kvwire
@@ -102,6 +104,24 @@ def test_static_caches_equal_masked_passes(family):
     check_equals_masked(engine_of(family), TEXTS, QUESTIONS, max_cache_len=60)
 
 
+@given(
+    rows=strategies.lists(
+        strategies.tuples(
+            strategies.lists(strategies.integers(1, 14), min_size=1, max_size=3), strategies.integers(1, 7)
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    is_static=strategies.booleans(),
+)
+@settings(max_examples=12)
+def test_any_batch_equals_masked_passes(rows, is_static):
+    texts = [[tokens(count, 10 * row + at) for at, count in enumerate(counts)] for row, (counts, _) in enumerate(rows)]
+    questions = [tokens(count, 100 + row) for row, (_, count) in enumerate(rows)]
+    options = {"max_cache_len": 56} if is_static else {}
+    check_equals_masked(engine_of("gemma3"), texts, questions, **options)
+
+
 @pytest.mark.parametrize("room", [None, 80], ids=["dynamic", "static"])
 @pytest.mark.parametrize("family", HYBRIDS)
 @pytest.mark.parametrize(
@@ -179,8 +199,8 @@ def test_questions_come_in_many_forms():
         inputs = generate_inputs(engine, prompts, questions, **options)
         out = engine.model.generate(**inputs, **PLAIN)
         assert out[:, inputs["input_ids"].shape[1] :].tolist() == wanted
-    single = generate_inputs(engine, prompt, torch.tensor(QUESTIONS[0]))
-    assert single["input_ids"].tolist() == [QUESTIONS[0]]
+    for question in (torch.tensor(QUESTIONS[0]), np.array(QUESTIONS[0]), [torch.tensor(QUESTIONS[0])]):
+        assert generate_inputs(engine, prompt, question)["input_ids"].tolist() == [QUESTIONS[0]]
     with pytest.raises(NotFoundError, match="tokenizer"):
         generate_inputs(engine, prompt, "a text")
 
@@ -401,8 +421,8 @@ def test_each_layer_goes_to_its_device():
     engine = engine_of("llama")
     cpu, meta = torch.device("cpu"), torch.device("meta")
     cache = linked(engine)
-    for given in (cache, positions_off(cache), pruned_alike(cache, [3])):
-        pairs, _ = tensors_for(given, torch.float32, Devices(cpu, (cpu, meta, cpu)))
+    for each in (cache, positions_off(cache), pruned_alike(cache, [3])):
+        pairs, _ = tensors_for(each, torch.float32, Devices(cpu, (cpu, meta, cpu)))
         assert [keys.device for keys, _ in pairs] == [values.device for _, values in pairs] == [cpu, meta, cpu]
     with pytest.raises(MismatchError, match="spread over devices"):
         Devices(cpu, (cpu, meta, cpu)).check_single()

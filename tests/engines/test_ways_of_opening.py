@@ -10,6 +10,7 @@ import transformers
 from huggingface_hub import constants
 
 from kvwire import Corpus, Document, generate_inputs
+from kvwire.cli.engines import model_name
 from kvwire.engines.transformers import TransformersEngine, open_engine
 from kvwire.engines.transformers.identity import find_folder
 from kvwire.engines.transformers.opening import open_tokenizer
@@ -55,6 +56,8 @@ def test_an_id_of_the_hub_opens_from_its_cache(hub, tmp_path):
         older = open_engine("someone/tiny", revision=revision)
         assert older.meta.model_revision == open_engine(hub / "snapshots" / COMMITS[0]).meta.model_revision
         assert older.meta.model_revision != newest.meta.model_revision
+    assert model_name("someone/tiny") == newest.meta.model_revision
+    assert model_name("tiny") == "tiny"  # a name in a store's record
     check_equals_masked(newest, [documents()], [query()])
 
 
