@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         inspect,
         read_profile,
     )
-    from kvwire.engines.transformers import TransformersEngine, open_engine
+    from kvwire.engines.transformers import TransformersEngine, generate_inputs, open_engine
     from kvwire.reuse import LinkedPrompt, link
     from kvwire.runtime.answer import Answer
     from kvwire.runtime.corpus import Coding, Corpus, Document
@@ -64,6 +64,7 @@ __all__ = [
     "encode",
     "fit_cachegen_profile",
     "fit_profile",
+    "generate_inputs",
     "inspect",
     "link",
     "open_engine",
@@ -91,7 +92,7 @@ __getattr__ = lazy(
         ),
         "kvwire.runtime.quality": ("calibrate_error",),
         "kvwire.runtime.corpus": ("Coding", "Corpus", "Document"),
-        "kvwire.engines.transformers": ("TransformersEngine", "open_engine"),
+        "kvwire.engines.transformers": ("TransformersEngine", "generate_inputs", "open_engine"),
         "kvwire.runtime.answer": ("Answer",),
         "kvwire.runtime.loader": ("Loader",),
         "kvwire.store": ("Keyring", "open_store", "open_tiers"),

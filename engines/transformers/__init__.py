@@ -6,10 +6,14 @@ from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
     from kvwire.engines.transformers.engine import TransformersEngine
+    from kvwire.engines.transformers.generating import generate_inputs
+    from kvwire.engines.transformers.model import DescribedModel
     from kvwire.engines.transformers.opening import open_engine
 
 __all__ = [
+    "DescribedModel",
     "TransformersEngine",
+    "generate_inputs",
     "open_engine",
 ]
 
@@ -17,6 +21,8 @@ __getattr__ = lazy(
     __name__,
     {
         "kvwire.engines.transformers.engine": ("TransformersEngine",),
+        "kvwire.engines.transformers.generating": ("generate_inputs",),
+        "kvwire.engines.transformers.model": ("DescribedModel",),
         "kvwire.engines.transformers.opening": ("open_engine",),
     },
 )

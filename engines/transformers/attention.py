@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvwire.engines.transformers.capture import recording
+from kvwire.engines.transformers.devices import input_device
 from kvwire.engines.transformers.plain import filled
 from kvwire.errors import MismatchError
 
@@ -51,9 +52,10 @@ def attention_received(
     """
     pairs, kept = tensors
     past = filled(pairs)  # every layer keeps every token, so that columns are alike in all
-    positions = torch.arange(start, device=model.device) if kept is None else kept.to(model.device)
-    ids = torch.tensor([list(token_ids)], device=model.device)
-    at = torch.arange(start, start + len(token_ids), device=model.device)
+    device = input_device(model)
+    positions = torch.arange(start, device=device) if kept is None else kept.to(device)
+    ids = torch.tensor([list(token_ids)], device=device)
+    at = torch.arange(start, start + len(token_ids), device=device)
     recorder = _Recorder(model, meta, torch.cat((positions, at)), layers)
     with recording(recorder, model):
         model(input_ids=ids, position_ids=at[None], past_key_values=past, use_cache=True, logits_to_keep=1)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvwire.engines.transformers.devices import input_device
 from kvwire.engines.transformers.plain import filled
 from kvwire.errors import ArgumentError
 
@@ -65,8 +66,9 @@ def _gradients(
     scale: float,
 ) -> list[Tensor]:
     """Of keys and values in turn, float32."""
-    ids = torch.tensor([list(token_ids)], device=model.device)
-    positions = torch.arange(start, start + len(token_ids), device=model.device)[None]
+    device = input_device(model)
+    ids = torch.tensor([list(token_ids)], device=device)
+    positions = torch.arange(start, start + len(token_ids), device=device)[None]
     with torch.enable_grad():
         leaves = [leaf.detach().clone().requires_grad_() for pair in pairs for leaf in pair]
         past = filled(zip(leaves[::2], leaves[1::2], strict=True), model.config)

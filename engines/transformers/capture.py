@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvwire.codec import StatisticsBuilder
 from kvwire.engines.transformers.latent import Expansion, Scatter, expansion_of
+from kvwire.engines.transformers.plain import is_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -146,7 +147,7 @@ class QueryRecorder:
         heads = self._heads.get(layer, 0)
         for name in _OUTPUT_NAMES if heads else ():
             weight = getattr(getattr(self.modules[layer], name, None), "weight", None)
-            if isinstance(weight, torch.Tensor) and weight.shape[1:] == (heads * value_dim,):
+            if isinstance(weight, torch.Tensor) and is_plain(weight) and weight.shape[1:] == (heads * value_dim,):
                 return weight.detach().float().cpu().reshape(len(weight), heads, value_dim).transpose(0, 1)
         return None
 

@@ -8,171 +8,30 @@ from typing import TYPE_CHECKING
 import torch
 from transformers.cache_utils import DynamicCache
 
-from kvwire.codec import Statistics, Vocabulary, positions_on
-from kvwire.engines.base import Engine
-from kvwire.engines.transformers.capture import QueryRecorder, recording
-from kvwire.engines.transformers.fitting import kept_by_all, turn_alike
+from kvwire.engines.transformers.fitting import check_fits, tensors_for
 from kvwire.engines.transformers.masks import attention_mask
-from kvwire.engines.transformers.plain import filled, tensors_of
-from kvwire.engines.transformers.registration import learn_layout, window_of
-from kvwire.engines.transformers.text import ATLAS_CONTEXT, look_up, prefix_states
-from kvwire.engines.transformers.tokenizer_limits import no_panics
-from kvwire.engines.transformers.waiting import held, referring
-from kvwire.errors import ArgumentError, MismatchError, NotFoundError
+from kvwire.engines.transformers.model import DescribedModel
+from kvwire.engines.transformers.plain import batches_of, filled, prefill_batch, tensors_of
+from kvwire.engines.transformers.text import prefix_states
+from kvwire.errors import ArgumentError
 from kvwire.reuse import checked_rows
-from kvwire.types import CacheMeta, KVCache
+from kvwire.types import KVCache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from kvwire.codec import Statistics
     from kvwire.engines.transformers.waiting import Ready
     from kvwire.reuse import Narrowing
-    from kvwire.types import Side
 
-_SIDES: tuple[Side, ...] = ("key", "value")
 BATCH_TOKENS = 4096
 """Tokens of one prefill batch, padding included: enough to keep a CPU busy without holding many documents at once."""
 
 
-class TransformersEngine(Engine):
-    """Runs one model: documents to caches, caches and a question to the first token.
-
-    Attributes:
-        model: A decoder whose keys are rotary, on one device; its layout is learnt and tested here.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        *,
-        model_id: str = "",
-        revision: str = "",
-        tokenizer_id: str = "",
-        model_config_digest: str = "",
-    ) -> None:
-        """Learn the layout.
-
-        Args:
-            model: A decoder whose keys are rotary, on one device.
-            tokenizer: The model's; None where texts come as token ids.
-            model_id: The model's name, for its caches.
-            revision: Tells versions of the weights apart, for its caches.
-            tokenizer_id: Digest of the tokenizer, for its caches.
-            model_config_digest: SHA-256 of its config.json, for its record in a store.
-
-        Raises:
-            ArgumentError: The model is spread over several devices.
-            RopeRegimeError: The model's keys cannot be moved, so its caches cannot be kept.
-            MismatchError: The model's caches cannot be kept for another reason.
-        """
-        if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
-            msg = "the model is spread over several devices; load it onto one"
-            raise ArgumentError(msg)
-        torch.nn.Module.eval(model)
-        self.model = model
-        self._tokenizer = tokenizer
-        self._model_config_digest = model_config_digest
-        layers, ropes = learn_layout(model)
-        dtype = str(model.dtype).removeprefix("torch.")
-        self._meta = CacheMeta(model_id, revision, tokenizer_id, dtype, layers, ropes)
-
-    @property
-    def meta(self) -> CacheMeta:
-        """What its caches say of themselves."""
-        return self._meta
-
-    @property
-    def model_config_digest(self) -> str:
-        """SHA-256 of the model's config.json; empty where the model did not come from a folder."""
-        return self._model_config_digest
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the weights, and of the caches."""
-        dtype: torch.dtype = self.model.dtype
-        return dtype
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Token ids are 0 to this, exclusive."""
-        return int(self.model.config.get_text_config(decoder=True).vocab_size)
-
-    @property
-    def end_tokens(self) -> frozenset[int]:
-        """End-of-text tokens of the generation settings."""
-        ends = self.model.generation_config.eos_token_id if self.model.generation_config is not None else None
-        return frozenset({ends} if isinstance(ends, int) else ends or ())
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model runs."""
-        return torch.device(self.model.device)
-
-    @property
-    def window(self) -> int:
-        """Most tokens that a prompt may hold.
-
-        Where the rotary frequencies change at some length (dynamic, longrope) it ends there: caches from before and
-        after do not fit together.
-        """
-        limits = [regime.max_positions for regime in self.meta.ropes if regime.max_positions is not None]
-        return min([window_of(self.model), *limits])
-
-    @property
-    def has_tokenizer(self) -> bool:
-        """Whether the model's folder holds a tokenizer."""
-        return self._tokenizer is not None
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer.
-
-        Raises:
-            NotFoundError: The model's folder has none.
-        """
-        if self._tokenizer is None:
-            msg = (
-                "the model's folder holds no tokenizer; put tokenizer.json beside the weights, "
-                "or call the library with token ids, which need none"
-            )
-            raise NotFoundError(msg)
-        return self._tokenizer
-
-    def tokenize(self, text: str) -> list[int]:
-        """Read a text, without special tokens: documents are linked, so they carry no BOS.
-
-        Args:
-            text: Of any length.
-
-        Returns:
-            Its token ids.
-
-        Raises:
-            NotFoundError: There is no tokenizer.
-            CorruptError: The tokenizer's rules fail on this text.
-        """
-        with no_panics():
-            return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-    def detokenize(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids.
-
-        Args:
-            token_ids: Of the model's vocabulary.
-
-        Returns:
-            The text.
-
-        Raises:
-            NotFoundError: There is no tokenizer.
-            CorruptError: The tokenizer's rules fail on these tokens.
-        """
-        with no_panics():
-            return str(self.tokenizer.decode(list(token_ids)))
+class TransformersEngine(DescribedModel):
+    """Runs one model: documents to caches, caches and a question to the first token."""
 
     @torch.no_grad()
     def prefill(self, documents: Sequence[Sequence[int]], *, batch_tokens: int = BATCH_TOKENS) -> list[KVCache]:
@@ -191,38 +50,17 @@ class TransformersEngine(Engine):
             ArgumentError: A document is without tokens or longer than the model's window.
         """
         for ids in documents:
-            self._check_ids(ids)
-        order = sorted(range(len(documents)), key=lambda index: len(documents[index]))
-        caches: list[KVCache | None] = [None] * len(documents)
-        batch: list[int] = []
-        for index in order:
-            if batch and (len(batch) + 1) * len(documents[index]) > batch_tokens:
-                self._prefill_batch(documents, batch, caches)
-                batch = []
-            batch.append(index)
-        if batch:
-            self._prefill_batch(documents, batch, caches)
-        return [cache for cache in caches if cache is not None]
-
-    def _prefill_batch(
-        self, documents: Sequence[Sequence[int]], batch: list[int], caches: list[KVCache | None]
-    ) -> None:
-        longest = max(len(documents[index]) for index in batch)
-        ids = torch.zeros(len(batch), longest, dtype=torch.long)
-        for row, index in enumerate(batch):
-            ids[row, : len(documents[index])] = torch.tensor(documents[index])
-        past = DynamicCache()  # without the configuration, so that sliding layers keep every token
-        self.model(input_ids=ids.to(self.device), past_key_values=past, use_cache=True, logits_to_keep=1)
-        for row, index in enumerate(batch):
-            tokens = len(documents[index])
-            pairs = [(keys[row, :, :tokens], values[row, :, :tokens]) for keys, values in tensors_of(past)]
-            if len(batch) > 1:  # a view would keep the whole batch alive
-                pairs = [(keys.clone(), values.clone()) for keys, values in pairs]
-            caches[index] = self._cache(pairs, documents[index], 0)
+            self.check_ids(ids)
+        caches: dict[int, KVCache] = {}
+        for batch in batches_of([len(ids) for ids in documents], batch_tokens):
+            pairs = prefill_batch(self.model, self.device, [documents[index] for index in batch])
+            caches |= {index: self._cache(each, documents[index], 0) for index, each in zip(batch, pairs, strict=True)}
+        return [caches[index] for index in range(len(documents))]
 
     def _cache(self, pairs: list[tuple[Tensor, Tensor]], token_ids: Sequence[int], offset: int) -> KVCache:
         meta = replace(self.meta, offset=offset)
-        return KVCache.from_tensors([key for key, _ in pairs], [value for _, value in pairs], meta, token_ids)
+        keys, values = ([tensor.to(self.device) for tensor in side] for side in zip(*pairs, strict=True))
+        return KVCache.from_tensors(keys, values, meta, token_ids)
 
     @torch.no_grad()
     def extend(self, prefix: KVCache | None, token_ids: Sequence[int], *, offset: int = 0) -> KVCache:
@@ -239,7 +77,7 @@ class TransformersEngine(Engine):
             The cache of the new tokens alone.
         """
         start = offset if prefix is None else prefix.meta.offset + prefix.tokens
-        self._check_ids(token_ids, start)
+        self.check_ids(token_ids, start)
         past = filled(() if prefix is None else self._pairs(prefix))
         ids = torch.tensor([list(token_ids)], device=self.device)
         positions = torch.arange(start, start + len(token_ids), device=self.device)[None]
@@ -266,28 +104,13 @@ class TransformersEngine(Engine):
             The statistics; None without documents, and where nothing is known. Metrics are None where the model's
             attention cannot be watched.
         """
-        from kvwire.engines.calibration import gather_gradients, measure_sensitivity
-        from kvwire.engines.weighting import choose_weighting
+        from kvwire.engines.transformers.observing import observed_statistics
 
         for ids in documents:
-            self._check_ids(ids)
+            self.check_ids(ids)
         if not documents:
             return None
-        recorder = QueryRecorder(self.meta, self.model)
-        with recording(recorder, self.model):
-            for ids in documents:
-                past = DynamicCache()
-                batch = torch.tensor([list(ids)], device=self.device)
-                self.model(input_ids=batch, past_key_values=past, use_cache=True, logits_to_keep=1)
-                recorder.record_cache(tensors_of(past))
-        gathered = gather_gradients(self, documents, recorder.builder) if sensitivity else 0
-        if not (recorder.modules or gathered or tokens):
-            return None
-        found = recorder.statistics(self._vocabulary(documents) if tokens else None)
-        if not sensitivity:
-            return found
-        found = replace(found, sensitivity=measure_sensitivity(self, documents, found))
-        return replace(found, weighting=choose_weighting(self, documents, found))
+        return observed_statistics(self, documents, tokens=tokens, sensitivity=sensitivity)
 
     def cache_gradients(self, cache: KVCache, token_ids: Sequence[int], *, seed: int = 0) -> KVCache:
         """Backpropagate from tokens that are drawn behind some to the cache before them; see ``GradientEngine``.
@@ -306,16 +129,10 @@ class TransformersEngine(Engine):
         from kvwire.engines.transformers.backward import backpropagated
 
         start = cache.meta.offset + cache.tokens
-        self._check_ids(token_ids, start)
+        self.check_ids(token_ids, start)
         pairs = backpropagated(self.model, self._pairs(cache), token_ids, start, seed)
-        return replace(cache, keys=[keys[0] for keys, _ in pairs], values=[values[0] for _, values in pairs])
-
-    def _vocabulary(self, documents: Sequence[Sequence[int]]) -> Vocabulary:
-        longest = max(documents, key=len)
-        start = max(0, (len(longest) - ATLAS_CONTEXT) // 2)
-        room = min(ATLAS_CONTEXT, self.window - 1)
-        (context,) = self.prefill([longest[start : start + room]])
-        return look_up(self.model, self.meta, context, [token for ids in documents for token in ids])
+        keys, values = ([tensor[0].to(self.device) for tensor in side] for side in zip(*pairs, strict=True))
+        return replace(cache, keys=keys, values=values)
 
     def prefix_states(self, token_ids: Sequence[int], layers: int) -> Tensor:
         """What the model's first layers, which alone are run, make of a document.
@@ -329,7 +146,7 @@ class TransformersEngine(Engine):
         Returns:
             Float32 ``[tokens, (layers + 1) * hidden_size]``: the hidden states before the layers and after each.
         """
-        self._check_ids(token_ids)
+        self.check_ids(token_ids)
         return prefix_states(self.model, token_ids, layers)
 
     def head_start(self, token_ids: Sequence[int], layers: int) -> Tensor:
@@ -371,22 +188,7 @@ class TransformersEngine(Engine):
             MismatchError: See ``past_key_values``.
         """
         self.check_fits(cache)
-        kept = kept_by_all(cache)
-        placed = replace(cache, keys=self._here(cache, "key"), values=self._here(cache, "value"))
-        if cache.meta.positions == "off":
-            placed = positions_on(placed, cache.meta.offset)
-        pairs = zip(placed.keys, placed.values, strict=True)
-        dtype = self.model.dtype
-        if kept is None:
-            return [(key[None].to(dtype), value[None].to(dtype)) for key, value in pairs], None
-        at = kept.to(self.device)
-        return [(key[None, :, at].to(dtype), value[None, :, at].to(dtype)) for key, value in pairs], kept
-
-    def _here(self, cache: KVCache, side: Side) -> list[Tensor]:
-        """A cache's keys or values where the model runs, as it wants them; what is still to be rotated as it is."""
-        tensors = cache.keys if side == "key" else cache.values
-        dtypes = [None if spec.rotary(side) else self.model.dtype for spec in cache.meta.layers]
-        return [tensor.to(self.device, dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
+        return tensors_for(cache, self.model.dtype, self.devices)
 
     def check_fits(self, cache: KVCache) -> None:
         """Refuse a cache of another model.
@@ -397,22 +199,7 @@ class TransformersEngine(Engine):
         Raises:
             MismatchError: It comes from another model, or its text was read by another tokenizer.
         """
-        theirs, ours = cache.meta, self.meta
-        shapes = [(s.kv_heads, s.key_dim, s.value_dim) for s in theirs.layers]
-        same = shapes == [(s.kv_heads, s.key_dim, s.value_dim) for s in ours.layers] and turn_alike(theirs, ours)
-        digests = (theirs.tokenizer_digest, ours.tokenizer_digest)
-        if all(digests) and digests[0] != digests[1]:
-            msg = (
-                "the cache's text was read by another tokenizer than this engine's; encode the documents with this one"
-            )
-            raise MismatchError(msg)
-        if not same or (theirs.model_revision and ours.model_revision and theirs.model_revision != ours.model_revision):
-            msg = (
-                f"the cache was computed by model {theirs.model_id!r} ({theirs.model_revision[:12] or 'unnamed'}), "
-                f"this engine runs {ours.model_id!r} ({ours.model_revision[:12] or 'unnamed'}); "
-                "encode the documents with this model"
-            )
-            raise MismatchError(msg)
+        check_fits(cache.meta, self.meta)
 
     @torch.no_grad()
     def forward(self, past: DynamicCache | None, token_ids: Sequence[int], start: int, *, logits: int = 0) -> Tensor:
@@ -427,7 +214,7 @@ class TransformersEngine(Engine):
         Returns:
             Logits ``[tokens, vocabulary]``.
         """
-        self._check_ids(token_ids, start)
+        self.check_ids(token_ids, start)
         ids = torch.tensor([list(token_ids)], device=self.device)
         positions = torch.arange(start, start + len(token_ids), device=self.device)[None]
         out = self.model(
@@ -461,15 +248,12 @@ class TransformersEngine(Engine):
             ArgumentError: The cache is not as described.
             MismatchError: The cache is of another model.
         """
+        from kvwire.engines.transformers.waiting import check_runs_unready, held, referring
+
         self.check_fits(cache)
         start = cache.meta.offset + cache.tokens
-        ready = cache.meta.positions == "on" and cache.kept is None
-        tensors = [tensor for tensor in (*cache.keys, *cache.values) if tensor.numel()]
-        if not ready or any(t.device != self.device or t.dtype != self.model.dtype for t in tensors):
-            msg = "only a cache with positions, unpruned, of the model's dtype and on its device can be run unready"
-            raise ArgumentError(msg)
-        pairs = [(keys[None], values[None]) for keys, values in zip(cache.keys, cache.values, strict=True)]
-        past = referring(pairs, self.model)
+        check_runs_unready(cache, self.device, self.dtype)
+        past = None if self.devices.layers else referring(cache, self.model)
         if past is None:
             for layer in layers:
                 layer.hold()
@@ -494,7 +278,7 @@ class TransformersEngine(Engine):
             ArgumentError: The mask is not of the prompt's size.
             MismatchError: See ``attention_mask``.
         """
-        self._check_ids(token_ids)
+        self.check_ids(token_ids)
         if visible.shape != (len(token_ids), len(token_ids)):
             msg = f"a mask for {len(token_ids)} tokens has that many rows and columns, got {tuple(visible.shape)}"
             raise ArgumentError(msg)
@@ -538,11 +322,12 @@ class TransformersEngine(Engine):
             ArgumentError: The cache is not the model's own memory, or the rows do not lie in it.
             MismatchError: The cache is of another model, or the model's attention takes no masks.
         """
-        from kvwire.engines.transformers.rows import update_rows
+        from kvwire.engines.transformers.rows import check_own, update_rows
 
-        self._check_own(cache)
+        self.check_fits(cache)
+        check_own(cache, self.devices, self.dtype)
         chosen = checked_rows(rows, cache.tokens, len(token_ids))
-        self._check_ids(token_ids)
+        self.check_ids(token_ids)
         return update_rows(self.model, cache, torch.tensor(list(token_ids))[chosen], chosen, narrow)
 
     @torch.no_grad()
@@ -562,32 +347,7 @@ class TransformersEngine(Engine):
         """
         from kvwire.engines.transformers.attention import attention_received
 
-        self._check_ids(token_ids, cache.tokens)
+        self.check_ids(token_ids, cache.tokens)
+        self.devices.check_single()
         tensors = self.tensors_for(cache)
         return attention_received(self.model, self.meta, tensors, cache.tokens, token_ids, layers)
-
-    def _check_own(self, cache: KVCache) -> None:
-        """Refuse what cannot be written in place."""
-        self.check_fits(cache)
-        tensors = [tensor for tensor in (*cache.keys, *cache.values) if tensor.numel()]
-        at_home = all(tensor.device == self.device and tensor.dtype == self.dtype for tensor in tensors)
-        if not at_home or cache.meta.positions == "off" or cache.meta.offset:
-            msg = (
-                "rows are computed only in a prompt's cache at positions from 0, of the engine's dtype and on its "
-                "device, such as LinkedPrompt makes in Engine.allocate"
-            )
-            raise ArgumentError(msg)
-
-    def _check_ids(self, token_ids: Sequence[int], start: int = 0) -> None:
-        if not len(token_ids):
-            msg = "a document without tokens has no cache; leave it out"
-            raise ArgumentError(msg)
-        if start + len(token_ids) > self.window:
-            msg = (
-                f"{start + len(token_ids)} tokens do not fit the model's window of {self.window}; "
-                "split the document or name fewer documents"
-            )
-            raise ArgumentError(msg)
-        if min(token_ids) < 0 or max(token_ids) >= self.vocabulary_size:
-            msg = f"token ids must lie in 0 to {self.vocabulary_size - 1}; were they made by this model's tokenizer?"
-            raise ArgumentError(msg)

@@ -1,15 +1,19 @@
-"""Whether a cache fits a model, and what of a pruned one a plain transformers cache can hold."""
+"""Whether a cache fits a model, and its tensors as the model takes them: dtype, devices, positions on, no holes."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kvwire.codec import positions_on
 from kvwire.errors import MismatchError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
+    from kvwire.engines.transformers.devices import Devices
     from kvwire.types import CacheMeta, KVCache, LayerSpec, RopeRegime, Side
 
 _SIDES: tuple[Side, ...] = ("key", "value")
@@ -51,16 +55,33 @@ def _seen(spec: LayerSpec, tokens: int) -> int:
     return 0 if spec.window is None else max(0, tokens - spec.window + 1)
 
 
-def turn_alike(theirs: CacheMeta, ours: CacheMeta) -> bool:
-    """Whether two models of one layout rotate their keys alike; a cache that names no regimes is taken at its word.
+def check_fits(theirs: CacheMeta, ours: CacheMeta) -> None:
+    """Refuse a cache of another model.
 
     Args:
-        theirs: What a cache says of itself.
+        theirs: What the cache says of itself.
         ours: What the engine's caches say of themselves.
 
-    Returns:
-        True where keys of one fit the other.
+    Raises:
+        MismatchError: It comes from another model, or its text was read by another tokenizer.
     """
+    shapes = [(s.kv_heads, s.key_dim, s.value_dim) for s in theirs.layers]
+    same = shapes == [(s.kv_heads, s.key_dim, s.value_dim) for s in ours.layers] and _turn_alike(theirs, ours)
+    digests = (theirs.tokenizer_digest, ours.tokenizer_digest)
+    if all(digests) and digests[0] != digests[1]:
+        msg = "the cache's text was read by another tokenizer than this engine's; encode the documents with this one"
+        raise MismatchError(msg)
+    if not same or (theirs.model_revision and ours.model_revision and theirs.model_revision != ours.model_revision):
+        msg = (
+            f"the cache was computed by model {theirs.model_id!r} ({theirs.model_revision[:12] or 'unnamed'}), "
+            f"this engine runs {ours.model_id!r} ({ours.model_revision[:12] or 'unnamed'}); "
+            "encode the documents with this model"
+        )
+        raise MismatchError(msg)
+
+
+def _turn_alike(theirs: CacheMeta, ours: CacheMeta) -> bool:
+    """Whether two models of one layout rotate their keys alike; a cache without regimes is taken at its word."""
     for their_spec, our_spec in zip(theirs.layers if theirs.ropes else (), ours.layers, strict=False):
         for side in _SIDES:
             their_turn, our_turn = their_spec.rotary(side), our_spec.rotary(side)
@@ -78,3 +99,39 @@ def _regimes_alike(theirs: RopeRegime, ours: RopeRegime) -> bool:
         return False
     pairs = zip(theirs.inv_freq, ours.inv_freq, strict=True)
     return all(math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-12) for a, b in pairs)  # processors differ in last bits
+
+
+def tensors_for(
+    cache: KVCache, dtype: torch.dtype, devices: Devices
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
+    """A cache's tensors for one model.
+
+    Args:
+        cache: Of this model.
+        dtype: Of the model.
+        devices: Of the model.
+
+    Returns:
+        Keys and values ``[1, kv_heads, tokens, dim]`` of every layer, and the positions of their tokens, int64; None
+        for the positions where nothing was pruned.
+
+    Raises:
+        MismatchError: The cache is pruned, and its layers and heads keep different tokens.
+    """
+    kept = kept_by_all(cache)
+    placed = replace(cache, keys=_there(cache, "key", dtype, devices), values=_there(cache, "value", dtype, devices))
+    if cache.meta.positions == "off":
+        placed = positions_on(placed, cache.meta.offset)
+    pairs = [
+        (key[None].to(dtype), value[None].to(dtype)) for key, value in zip(placed.keys, placed.values, strict=True)
+    ]
+    if kept is not None:
+        pairs = [(key[:, :, kept.to(key.device)], value[:, :, kept.to(key.device)]) for key, value in pairs]
+    return pairs, kept
+
+
+def _there(cache: KVCache, side: Side, dtype: torch.dtype, devices: Devices) -> list[Tensor]:
+    """A cache's keys or values where the layers run, as they want them; what is still to be rotated as it is."""
+    tensors = cache.keys if side == "key" else cache.values
+    dtypes = [None if spec.rotary(side) else dtype for spec in cache.meta.layers]
+    return [tensor.to(devices.layer(number), dtypes[number]) for number, tensor in enumerate(tensors)]

@@ -8,20 +8,21 @@ import json
 import re
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
+from transformers.utils.import_utils import is_accelerate_available
 
 from kvwire.engines.transformers.engine import TransformersEngine
-from kvwire.engines.transformers.identity import model_revision, tokenizer_digest, tokenizer_files
+from kvwire.engines.transformers.identity import find_folder, model_revision, tokenizer_digest, tokenizer_files
 from kvwire.engines.transformers.tokenizer_limits import check_tokenizer, no_panics
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, MismatchError, NotFoundError, StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -35,57 +36,89 @@ _NO_SDPA = "scaled_dot_product_attention"
 
 
 def open_engine(
-    path: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    path: str | Path,
+    *,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    revision: str | None = None,
+    device_map: str | Mapping[str, Any] | None = None,
+    model: PreTrainedModel | None = None,
 ) -> TransformersEngine:
-    """Open a model folder. Nothing is ever downloaded and no code of the folder is run.
+    """Open a model. Nothing is ever downloaded and no code of its folder is run.
 
     Args:
-        path: config.json and weights as Hugging Face saves them, in safetensors; a tokenizer where text is to be read.
-        device: Where the model runs.
-        dtype: Of the weights; None: as they are stored.
+        path: A folder with config.json and weights as Hugging Face saves them, in safetensors, quantised or not, and a
+            tokenizer where text is to be read; or the id of a model on the Hub that was downloaded before.
+        device: Where the model runs; None: the processor.
+        dtype: Of the weights, and of what is computed beside quantised ones; None: as they are stored.
+        revision: Of an id on the Hub: branch, tag or commit.
+        device_map: Spreads the model over devices, as transformers takes it, instead of ``device``.
+        model: The same model as the caller has loaded it, in any precision, on any devices: its weights are compared
+            with the folder's, and not loaded again. One that was quantised as it was loaded has caches of its own.
 
     Returns:
         The engine.
 
     Raises:
-        NotFoundError: The folder holds no model.
+        NotFoundError: The folder holds no model, or the Hub's cache no such snapshot.
         CorruptError: Its files cannot be read, or weights are missing.
-        MismatchError: It is no model that kvwire can run, or its weights are a pickle, which is not read.
+        MismatchError: It is no model that kvwire can run, its weights are a pickle, which is not read, or ``model`` is
+            another.
         RopeRegimeError: Its keys cannot be moved.
         StorageError: The disk fails.
-        ArgumentError: The device or dtype cannot be used.
+        ArgumentError: The device or dtype cannot be used, options contradict each other, or a package is missing.
     """
-    folder = Path(path).expanduser()
-    _check_options(device, dtype)
+    _check_options(device, dtype, device_map, model)
+    folder, name = find_folder(path, revision)
     if not (folder / "config.json").is_file():
         msg = f"{folder} holds no model: config.json is missing; name a folder saved by save_pretrained"
         raise NotFoundError(msg)
     _check_weights(folder)
     check_tokenizer(tokenizer_files(folder))
     try:
-        revision, tokenizer_id = model_revision(folder), tokenizer_digest(folder)
+        weights, tokenizer_id = model_revision(folder), tokenizer_digest(folder)
         config = (folder / "config.json").read_bytes()
     except OSError as error:
         msg = f"{folder} cannot be read ({error}); check its permissions and the disk"
         raise StorageError(msg) from error
-    _check_config(folder, config)
+    is_quantised = bool(_config(folder, config).get("quantization_config"))
     tokenizer = _tokenizer(folder) if tokenizer_id else None
-    model: Any = _model(folder, dtype)
+    if model is None:
+        model = _placed(folder, device or "cpu", dtype, device_map, is_quantised=is_quantised)
+    else:
+        from kvwire.engines.transformers.loaded import revision_of
+
+        weights = revision_of(model, folder, weights, is_quantised=is_quantised)
     return TransformersEngine(
-        model.to(device),
+        model,
         tokenizer,
-        model_id=folder.resolve().name,
-        revision=revision,
+        model_id=name,
+        revision=weights,
         tokenizer_id=tokenizer_id,
         model_config_digest=hashlib.sha256(config).hexdigest(),
     )
+
+
+def _placed(
+    folder: Path,
+    device: str | torch.device,
+    dtype: torch.dtype | None,
+    device_map: str | Mapping[str, Any] | None,
+    *,
+    is_quantised: bool,
+) -> PreTrainedModel:
+    """The model where it is to run; a quantised one is loaded to its place, since it cannot be moved."""
+    if is_quantised and device_map is None and torch.device(device).type != "cpu":
+        device_map = {"": str(device)}
+    model: Any = _model(folder, dtype, device_map)
+    return model if is_quantised or device_map is not None else model.to(device)  # type: ignore[no-any-return]
 
 
 def open_tokenizer(path: str | Path) -> Callable[[str], list[int]]:
     """Open a model folder's tokenizer alone; no weights are read.
 
     Args:
-        path: The folder.
+        path: The folder, or an id on the Hub that was downloaded before.
 
     Returns:
         What reads a text into token ids, without special tokens, as the model's engine does.
@@ -94,7 +127,7 @@ def open_tokenizer(path: str | Path) -> Callable[[str], list[int]]:
         NotFoundError: The folder has no tokenizer.
         CorruptError: It cannot be read.
     """
-    folder = Path(path).expanduser()
+    folder, _ = find_folder(path)
     if not tokenizer_files(folder):
         msg = f"{folder} holds no tokenizer; name the model's folder, or pass token ids to kvwire.vllm.request_body"
         raise NotFoundError(msg)
@@ -108,9 +141,17 @@ def open_tokenizer(path: str | Path) -> Callable[[str], list[int]]:
     return tokenize
 
 
-def _check_options(device: str | torch.device, dtype: torch.dtype | None) -> None:
+def _check_options(
+    device: str | torch.device | None, dtype: torch.dtype | None, device_map: object, model: object
+) -> None:
     if dtype is not None and not dtype.is_floating_point:
         msg = f"models run in floating point, not in {dtype}; pass torch.float32 or torch.bfloat16"
+        raise ArgumentError(msg)
+    if device is not None and device_map is not None:
+        msg = "a device map says where everything goes; leave device out"
+        raise ArgumentError(msg)
+    if model is not None and any(option is not None for option in (device, dtype, device_map)):
+        msg = "a model that is loaded already stays as it is; leave device, dtype and device_map out"
         raise ArgumentError(msg)
     try:
         torch.empty(1, device=device)
@@ -152,7 +193,7 @@ def _shards(index: Path) -> set[str]:
         raise CorruptError(msg) from error
 
 
-def _check_config(folder: Path, data: bytes) -> None:
+def _config(folder: Path, data: bytes) -> dict[str, Any]:
     try:
         config = json.loads(data)
     except ValueError as error:
@@ -161,13 +202,22 @@ def _check_config(folder: Path, data: bytes) -> None:
     if not isinstance(config, dict):
         msg = f"{folder / 'config.json'} holds no configuration; copy the model's files again"
         raise CorruptError(msg)
+    return config
 
 
-def _model(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
-    options = {"dtype": dtype or "auto", "output_loading_info": True, "use_safetensors": True, **_LOCAL}
+def _model(folder: Path, dtype: torch.dtype | None, device_map: str | Mapping[str, Any] | None) -> PreTrainedModel:
+    options: dict[str, Any] = {"dtype": dtype or "auto", "output_loading_info": True, "use_safetensors": True, **_LOCAL}
+    if device_map is not None:
+        if not is_accelerate_available():
+            msg = "device maps, and quantised models on a GPU, need another package: pip install accelerate"
+            raise ArgumentError(msg)
+        options["device_map"] = device_map if isinstance(device_map, str) else dict(device_map)
     try:
         with _quiet():
             loaded = _weights(folder, options)
+    except ImportError as error:  # quantised weights and device maps need packages of their own
+        msg = f"{folder} cannot be opened without another package: {error}"
+        raise ArgumentError(msg) from error
     except Exception as error:
         raise _explained(folder, error) from error
     model, info = loaded
@@ -210,7 +260,7 @@ def _explained(folder: Path, error: Exception) -> KvwireError | Exception:
         return StorageError(f"{folder} cannot be read ({error}); check its permissions and the disk")
     if isinstance(error, OSError):  # transformers' word for files that are not there
         return NotFoundError(f"{folder} holds no weights that transformers can read ({error}); name a complete folder")
-    if isinstance(error, (AttributeError, ImportError, KeyError, NotImplementedError, TypeError, ValueError)):
+    if isinstance(error, (AttributeError, KeyError, NotImplementedError, TypeError, ValueError)):
         return MismatchError(f"{folder} cannot be opened as a causal language model ({error}); use another model")
     if isinstance(error, (EOFError, RuntimeError)) or type(error).__module__.startswith("safetensors"):
         if "memory" in str(error).lower():

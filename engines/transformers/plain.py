@@ -1,4 +1,4 @@
-"""The plain cache of transformers, filled from tensors and read as such; layers may store nothing."""
+"""The plain cache of transformers: filled from tensors, by prefill, and read; and which weights are plain numbers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import Tensor
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.cache_utils import Cache
 
 
 def filled(pairs: Iterable[tuple[Tensor, Tensor]], config: PreTrainedConfig | None = None) -> DynamicCache:
@@ -26,9 +27,21 @@ def filled(pairs: Iterable[tuple[Tensor, Tensor]], config: PreTrainedConfig | No
     """
     cache = DynamicCache(config=config)
     for layer, (keys, values) in enumerate(pairs):
-        if keys.numel():
-            cache.update(keys, values, layer)
+        fill(cache, layer, keys, values)
     return cache
+
+
+def fill(cache: Cache, layer: int, keys: Tensor, values: Tensor) -> None:
+    """Put keys and values into a layer of a cache, which copies them.
+
+    Args:
+        cache: A cache of any kind.
+        layer: Number of the layer.
+        keys: ``[batch, kv_heads, tokens, dim]``; empty for a layer without any.
+        values: Likewise.
+    """
+    if keys.numel():
+        cache.update(keys, values, layer)
 
 
 def tensors_of(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
@@ -56,3 +69,64 @@ def empty_layer(tokens: int) -> tuple[Tensor, Tensor]:
         ``[0, tokens, 0]``, twice.
     """
     return torch.zeros(0, tokens, 0), torch.zeros(0, tokens, 0)
+
+
+def is_plain(weight: Tensor) -> bool:
+    """Whether a weight's numbers are what it multiplies by: neither quantised nor offloaded.
+
+    Args:
+        weight: Of a model, in whichever form it was loaded.
+
+    Returns:
+        True for floating point in memory.
+    """
+    is_number = weight.is_floating_point() and weight.element_size() > 1 and not weight.is_meta
+    return is_number and type(weight) in {torch.Tensor, torch.nn.Parameter}
+
+
+def batches_of(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+    """Put documents of like lengths together.
+
+    Args:
+        lengths: Of the documents, in tokens.
+        batch_tokens: Most tokens of a batch, padding included; a longer document has a batch of its own.
+
+    Yields:
+        Numbers of documents, the shortest first.
+    """
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
+        if batch and (len(batch) + 1) * lengths[index] > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def prefill_batch(
+    model: PreTrainedModel, device: torch.device, documents: Sequence[Sequence[int]]
+) -> list[list[tuple[Tensor, Tensor]]]:
+    """Run documents in one batch, padded on the right, where causal attention never looks.
+
+    Args:
+        model: The model.
+        device: Where it takes token ids.
+        documents: Token ids of each.
+
+    Returns:
+        For each document, keys and values ``[kv_heads, tokens, dim]`` of every layer, which own their memory.
+    """
+    ids = torch.zeros(len(documents), max(map(len, documents)), dtype=torch.long)
+    for row, document in enumerate(documents):
+        ids[row, : len(document)] = torch.tensor(document)
+    past = DynamicCache()  # without the configuration, so that sliding layers keep every token
+    model(input_ids=ids.to(device), past_key_values=past, use_cache=True, logits_to_keep=1)
+    found = tensors_of(past)
+    out = []
+    for row, document in enumerate(documents):
+        pairs = [(keys[row, :, : len(document)], values[row, :, : len(document)]) for keys, values in found]
+        if len(documents) > 1:  # a view would keep the whole batch alive
+            pairs = [(keys.clone(), values.clone()) for keys, values in pairs]
+        out.append(pairs)
+    return out

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from kvwire.engines.transformers.devices import Devices
     from kvwire.types.cache import LayerKind
 
 _TOKENS = 12
@@ -40,7 +41,7 @@ Turn = tuple[RopeRegime, int] | None
 """How a layer's keys or values carry positions: regime and first rotated dimension; None where they carry none."""
 
 
-def learn_layout(model: PreTrainedModel) -> tuple[tuple[LayerSpec, ...], tuple[RopeRegime, ...]]:
+def learn_layout(model: PreTrainedModel, devices: Devices) -> tuple[tuple[LayerSpec, ...], tuple[RopeRegime, ...]]:
     """Learn the specs of all layers that store keys and values.
 
     Layers that skip attention are listed as kind ``none``; layers after the last that store nothing, which borrow the
@@ -48,6 +49,7 @@ def learn_layout(model: PreTrainedModel) -> tuple[tuple[LayerSpec, ...], tuple[R
 
     Args:
         model: The model, which is run on a few tokens.
+        devices: Where it lies.
 
     Returns:
         The specs, and the distinct regimes that they use.
@@ -62,9 +64,11 @@ def learn_layout(model: PreTrainedModel) -> tuple[tuple[LayerSpec, ...], tuple[R
     count = max(1, min(_TOKENS, window_of(model) // 3))
     distance = max(1, min(_DISTANCE, window_of(model) - 2 * count))
     ids = _token_ids(model, 2 * count)
-    whole = run(model, ids, 0)
-    part = run(model, ids[:count], distance)
-    tolerance = _TOLERANCE.get(model.dtype, _TOLERANCE[torch.bfloat16])
+    whole = run(model, devices, ids, 0)
+    part = run(model, devices, ids[:count], distance)
+    tolerance = _TOLERANCE[torch.bfloat16]  # of quantised models, too, some of which round what they multiply
+    if getattr(model.config, "quantization_config", None) is None:
+        tolerance = _TOLERANCE.get(model.dtype, tolerance)
     candidates = list(dict.fromkeys(_candidates(model)))
     turns: list[tuple[Turn, Turn]] = []
     for layer, ((keys, values), far) in enumerate(zip(whole, part, strict=True)):
@@ -82,7 +86,7 @@ def learn_layout(model: PreTrainedModel) -> tuple[tuple[LayerSpec, ...], tuple[R
             "so its caches cannot be moved; use a model with rotary positions"
         )
         raise RopeRegimeError(msg)
-    _check_continues(model, ids, whole, part, turns, distance, tolerance)
+    _check_continues(model, devices, ids, whole, part, turns, distance, tolerance)
     if len(windows) < len(whole):
         msg = f"this model stores {len(whole)} layers, its configuration lays out {len(windows)}; use another model"
         raise MismatchError(msg)
@@ -115,11 +119,12 @@ def _token_ids(model: PreTrainedModel, count: int) -> list[int]:
 
 
 @torch.no_grad()
-def run(model: PreTrainedModel, ids: list[int], start: int, past: Layers | None = None) -> Layers:
+def run(model: PreTrainedModel, devices: Devices, ids: list[int], start: int, past: Layers | None = None) -> Layers:
     """Run tokens at ``start``, ``start + 1``, ... on top of ``past``.
 
     Args:
         model: The model.
+        devices: Where it lies.
         ids: The tokens.
         start: Position of the first.
         past: Keys and values of what comes before them; None where there is nothing.
@@ -130,10 +135,11 @@ def run(model: PreTrainedModel, ids: list[int], start: int, past: Layers | None 
     Raises:
         MismatchError: transformers raised something over a cache or arguments that the model does not take.
     """
-    data = () if past is None else [(key[None].to(model.device), value[None].to(model.device)) for key, value in past]
+    places = [devices.layer(layer) for layer in range(len(past or ()))]
+    data = [(key[None].to(at), value[None].to(at)) for (key, value), at in zip(past or (), places, strict=True)]
     cache = filled(data)
-    positions = torch.arange(start, start + len(ids), device=model.device)[None]
-    tokens = torch.tensor([ids], device=model.device)
+    positions = torch.arange(start, start + len(ids), device=devices.inputs)[None]
+    tokens = torch.tensor([ids], device=devices.inputs)
     try:
         model(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
     except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError) as error:
@@ -274,6 +280,7 @@ def _turned_back(tensor: Tensor, turn: Turn, distance: int) -> Tensor:
 
 def _check_continues(
     model: PreTrainedModel,
+    devices: Devices,
     ids: list[int],
     whole: Layers,
     part: Layers,
@@ -287,7 +294,7 @@ def _check_continues(
         for (key, value), (key_turn, value_turn) in zip(part, turns, strict=True)
     ]
     count = max(key.shape[1] for key, _ in part)
-    rest = run(model, ids[count:], count, placed)
+    rest = run(model, devices, ids[count:], count, placed)
     for layer, (ours, theirs) in enumerate(zip(rest, whole, strict=True)):
         error = max(_distance_between(a, b[:, count:]) for a, b in zip(ours, theirs, strict=True))
         if error > tolerance:

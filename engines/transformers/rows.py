@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
+from kvwire.engines.transformers.devices import input_device
 from kvwire.engines.transformers.masks import attention_mask, in_format, within
 from kvwire.engines.transformers.text import layers_of
-from kvwire.errors import MismatchError
+from kvwire.errors import ArgumentError, MismatchError
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from kvwire.engines.transformers.devices import Devices
     from kvwire.reuse import Narrowing
     from kvwire.types import KVCache
 
@@ -47,12 +49,35 @@ def update_rows(
     Raises:
         MismatchError: The model's attention takes no masks, or its layers are not to be found.
     """
-    done = []
+    done, device = [], input_device(model)
     step = len(rows) if narrow else _BLOCK
     for start in range(0, len(rows), max(1, step)):
         part = slice(start, start + step)
-        done.append(_Pass(model, cache, rows[part].to(model.device), narrow).run(token_ids[part].to(model.device)))
+        done.append(_Pass(model, cache, rows[part].to(device), narrow).run(token_ids[part].to(device)))
     return torch.cat(done) if done else rows
+
+
+def check_own(cache: KVCache, devices: Devices, dtype: torch.dtype) -> None:
+    """Refuse what cannot be written in place.
+
+    Args:
+        cache: Of the model.
+        devices: Of the model.
+        dtype: Of the model.
+
+    Raises:
+        ArgumentError: The cache is not the model's own memory.
+        MismatchError: The model is spread over several devices, so that no prompt's cache is in its own memory.
+    """
+    devices.check_single()
+    tensors = [tensor for tensor in (*cache.keys, *cache.values) if tensor.numel()]
+    at_home = all(tensor.device == devices.inputs and tensor.dtype == dtype for tensor in tensors)
+    if not at_home or cache.meta.positions == "off" or cache.meta.offset:
+        msg = (
+            "rows are computed only in a prompt's cache at positions from 0, of the engine's dtype and on its "
+            "device, such as LinkedPrompt makes in Engine.allocate"
+        )
+        raise ArgumentError(msg)
 
 
 class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]

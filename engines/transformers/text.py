@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvwire.codec import Vocabulary, rotate, rotation
+from kvwire.engines.transformers.devices import Devices, input_device
 from kvwire.engines.transformers.plain import filled, tensors_of
 from kvwire.errors import ArgumentError, MismatchError
 from kvwire.types import KVCache
@@ -68,7 +69,7 @@ def prefix_states(model: PreTrainedModel, token_ids: Sequence[int], layers: int)
     if not 1 <= layers <= len(stack):
         msg = f"a head start takes 1 to {len(stack)} layers of this model, got {layers}"
         raise ArgumentError(msg)
-    ids = torch.tensor([list(token_ids)], device=model.device)
+    ids = torch.tensor([list(token_ids)], device=input_device(model))
     listener = _Listener(ids.shape, layers)
     hooks = [stack[0].register_forward_pre_hook(listener.before, with_kwargs=True)]
     hooks += [layer.register_forward_hook(listener.after) for layer in stack[:layers]]
@@ -149,19 +150,26 @@ def look_up(model: PreTrainedModel, meta: CacheMeta, context: KVCache, seen: Seq
 
     Returns:
         Features of tokens.
+
+    Raises:
+        MismatchError: The embeddings are not in memory.
     """
-    weight = torch.as_tensor(model.get_input_embeddings().weight).detach().float().cpu()
-    embedding = _normalised(weight)
+    weight = torch.as_tensor(model.get_input_embeddings().weight)
+    if weight.is_meta:
+        msg = "the model's embeddings are offloaded and cannot be looked up; encode with a model that fits in memory"
+        raise MismatchError(msg)
+    devices = Devices.of(model)
+    embedding = _normalised(weight.detach().float().cpu())
     chosen = _chosen(len(embedding), seen)
     order = torch.randperm(len(chosen), generator=torch.Generator().manual_seed(0))
     sample = chosen[order[:SAMPLE_TOKENS]]
-    entries = torch.cat([_entries(model, meta, context, part) for part in _batches(sample, context)])
+    entries = torch.cat([_entries(model, devices, meta, context, part) for part in _batches(sample, context)])
     mean, scale = entries.mean(0), _plane_scale(entries, meta)
     axes = _principal(((entries - mean) / scale)[:_BASIS_TOKENS])
     atlas = torch.empty(len(embedding), axes.shape[1])
     atlas[sample] = (entries - mean) / scale @ axes
     for part in _batches(chosen[order[SAMPLE_TOKENS:]], context):
-        atlas[part] = (_entries(model, meta, context, part) - mean) / scale @ axes
+        atlas[part] = (_entries(model, devices, meta, context, part) - mean) / scale @ axes
     if len(chosen) < len(embedding):
         others = torch.ones(len(embedding), dtype=torch.bool)
         others[chosen] = False
@@ -197,18 +205,18 @@ def _batches(token_ids: Tensor, context: KVCache) -> Sequence[Tensor]:
     return torch.split(token_ids, size) if len(token_ids) else ()
 
 
-def _entries(model: PreTrainedModel, meta: CacheMeta, context: KVCache, token_ids: Tensor) -> Tensor:
+def _entries(model: PreTrainedModel, devices: Devices, meta: CacheMeta, context: KVCache, token_ids: Tensor) -> Tensor:
     """Keys (positions off) and values of each token right behind the context, float32 ``[tokens, elements]``."""
     count, before = len(token_ids), context.tokens
     pairs = [
-        (key[None].expand(count, -1, -1, -1).to(model.device, model.dtype),
-         value[None].expand(count, -1, -1, -1).to(model.device, model.dtype))
-        for key, value in zip(context.keys, context.values, strict=True)
+        (key[None].expand(count, -1, -1, -1).to(devices.layer(layer), model.dtype),
+         value[None].expand(count, -1, -1, -1).to(devices.layer(layer), model.dtype))
+        for layer, (key, value) in enumerate(zip(context.keys, context.values, strict=True))
     ]  # fmt: skip
     past = filled(pairs)
-    positions = torch.full((count, 1), before, device=model.device)
+    positions = torch.full((count, 1), before, device=devices.inputs)
     _decoder_of(model)(
-        input_ids=token_ids[:, None].to(model.device), position_ids=positions, past_key_values=past, use_cache=True
+        input_ids=token_ids[:, None].to(devices.inputs), position_ids=positions, past_key_values=past, use_cache=True
     )
     stored = tensors_of(past)
     keys = [_without_position(pair[0], meta, layer, "key", before) for layer, pair in enumerate(stored)]

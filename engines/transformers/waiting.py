@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING, Protocol
 
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from kvwire.errors import ArgumentError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from torch import Tensor
+    import torch
     from transformers import PreTrainedModel
+
+    from kvwire.types import KVCache
 
 
 class Ready(Protocol):
@@ -21,23 +25,41 @@ class Ready(Protocol):
         """Let the current stream go on only once it is there."""
 
 
-def referring(pairs: Sequence[tuple[Tensor, Tensor]], model: PreTrainedModel) -> DynamicCache | None:
-    """A cache whose layers are these very tensors, which nothing has read yet.
+def check_runs_unready(cache: KVCache, device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse a cache that would have to be changed before it is run.
 
     Args:
-        pairs: Keys and values ``[1, kv_heads, tokens, dim]`` of each layer.
+        cache: The cache.
+        device: Of the model.
+        dtype: Of the model.
+
+    Raises:
+        ArgumentError: Its positions are off, it is pruned, or it is of another dtype or elsewhere.
+    """
+    ready = cache.meta.positions == "on" and cache.kept is None
+    tensors = [tensor for tensor in (*cache.keys, *cache.values) if tensor.numel()]
+    if not ready or any(tensor.device != device or tensor.dtype != dtype for tensor in tensors):
+        msg = "only a cache with positions, unpruned, of the model's dtype and on its device can be run unready"
+        raise ArgumentError(msg)
+
+
+def referring(cache: KVCache, model: PreTrainedModel) -> DynamicCache | None:
+    """A past whose layers are a cache's very tensors, which nothing has read yet.
+
+    Args:
+        cache: As ``check_runs_unready`` wants it.
         model: The model that will read them.
 
     Returns:
-        The cache; None where the model has layers that keep another form of what they are given.
+        The past; None where the model has layers that keep another form of what they are given.
     """
     past = DynamicCache(config=model.config)
     plain = [layer for layer in past.layers if isinstance(layer, DynamicLayer) and not layer.is_sliding]
-    if len(past.layers) != len(pairs) or len(plain) != len(pairs):
+    if len(past.layers) != len(cache.keys) or len(plain) != len(cache.keys):
         return None
-    for layer, (keys, values) in zip(plain, pairs, strict=True):
-        layer.lazy_initialization(keys, values)
-        layer.keys, layer.values = keys, values
+    for layer, keys, values in zip(plain, cache.keys, cache.values, strict=True):
+        layer.lazy_initialization(keys[None], values[None])
+        layer.keys, layer.values = keys[None], values[None]
     return past
 
 

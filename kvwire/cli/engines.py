@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvwire.errors import StorageError
+from kvwire.errors import NotFoundError, StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,7 +16,7 @@ def open_engine(model: str, device: str = "cpu", dtype: str = "auto") -> Engine:
     """Open the engine that options name.
 
     Args:
-        model: Folder of the model.
+        model: Folder of the model, or its id on the Hugging Face Hub where it was downloaded before.
         device: Where it runs, as torch names devices.
         dtype: ``float32``, ``bfloat16`` or ``float16``; ``auto``: float32 on the CPU, elsewhere as the weights are
             stored.
@@ -40,19 +40,20 @@ def model_name(model: str) -> str:
     """What a store's record knows a model by.
 
     Args:
-        model: Folder of the model, or any other name of it.
+        model: Folder of the model, its id on the Hub, or any other name of it.
 
     Returns:
-        Of a folder the revision, for which the weights are hashed but not loaded; else the name as it is.
+        Of a model that is here the revision, for which the weights are hashed but not loaded; else the name as it is.
 
     Raises:
         StorageError: The folder cannot be read.
     """
-    from pathlib import Path
+    from kvwire.engines.transformers.identity import find_folder, model_revision
 
-    from kvwire.engines.transformers.identity import model_revision
-
-    folder = Path(model).expanduser()
+    try:
+        folder, _ = find_folder(model)
+    except NotFoundError:
+        return model
     if not (folder / "config.json").is_file():
         return model
     try:

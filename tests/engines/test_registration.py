@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from kvwire.codec import positions_off
 from kvwire.engines.transformers import TransformersEngine
 from kvwire.engines.transformers.registration import _explain
-from kvwire.errors import ArgumentError, CacheValueError, MismatchError, RopeRegimeError
+from kvwire.errors import CacheValueError, MismatchError, RopeRegimeError
 from kvwire.reuse import moved
 
 from .families import (
@@ -193,13 +193,6 @@ def test_a_model_that_computes_nan_is_refused():
     model = make_model(config_of("llama"))
     model.model.layers[1].self_attn.v_proj.weight.data[0, 0] = float("nan")
     with pytest.raises(CacheValueError, match="NaN"):
-        TransformersEngine(model)
-
-
-def test_a_model_on_several_devices_is_refused():
-    model = make_model(config_of("llama"))
-    model.hf_device_map = {"model.embed_tokens": "cpu", "model.layers.0": "disk"}
-    with pytest.raises(ArgumentError, match="several devices"):
         TransformersEngine(model)
 
 

@@ -1,0 +1,98 @@
+"""Where a model's parts lie: on one device, or spread over several by a device map."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from kvwire.errors import MismatchError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Where token ids and caches go.
+
+    Attributes:
+        inputs: Of token ids, and of whole caches outside the model.
+        layers: Of each layer's keys and values inside the model; empty where all are at ``inputs``.
+    """
+
+    inputs: torch.device
+    layers: tuple[torch.device, ...] = ()
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Devices:
+        """Look where a model lies; one that is spread is run on one token, and its cache shows where layers compute.
+
+        Args:
+            model: As it was loaded, with or without a device map.
+
+        Returns:
+            Its devices.
+        """
+        inputs = input_device(model)
+        if not is_spread(model):
+            return cls(inputs)
+        past = DynamicCache()
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=inputs), past_key_values=past, use_cache=True)
+        found = [getattr(layer, "keys", None) for layer in past.layers]
+        layers = tuple(inputs if keys is None else keys.device for keys in found)
+        return cls(inputs, () if set(layers) == {inputs} else layers)
+
+    def layer(self, number: int) -> torch.device:
+        """Where a layer's keys and values go.
+
+        Args:
+            number: Of the layer.
+
+        Returns:
+            The device.
+        """
+        return self.layers[number] if self.layers else self.inputs
+
+    def check_single(self) -> None:
+        """Refuse a model whose layers compute on several devices.
+
+        Raises:
+            MismatchError: They do.
+        """
+        if self.layers:
+            msg = "repair does not run on a model that is spread over devices; load with repair none, or open it on one"
+            raise MismatchError(msg)
+
+
+def is_spread(model: PreTrainedModel) -> bool:
+    """Whether a device map put parts of a model into several places.
+
+    Args:
+        model: As it was loaded.
+
+    Returns:
+        True where there are several, memory and disk that weights are brought from included.
+    """
+    return len({str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}) > 1
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where a model takes token ids.
+
+    Args:
+        model: As it was loaded.
+
+    Returns:
+        The model's device; where its first weights wait elsewhere, the one that they are brought to.
+    """
+    device = torch.device(model.device)
+    if device.type != "meta":
+        return device
+    place = getattr(getattr(model, "_hf_hook", None), "execution_device", None)
+    if isinstance(place, int):
+        return torch.device("cuda", place)
+    return torch.device("cpu" if place is None else place)

@@ -1,0 +1,211 @@
+"""What plain ``model.generate`` is given for linked documents and questions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import version
+from inspect import signature
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.generation.utils import GenerationMixin
+
+from kvwire.engines.transformers.generation_cache import LinkedCache, LinkedStaticCache, Use, Watch
+from kvwire.engines.transformers.plain import fill
+from kvwire.errors import ArgumentError
+from kvwire.reuse import LinkedPrompt
+from kvwire.types import KVCache
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from kvwire.engines.transformers.engine import TransformersEngine
+
+Prompt = LinkedPrompt | KVCache
+_TAKES_QUESTIONS = "next_sequence_length" in signature(GenerationMixin.prepare_inputs_for_generation).parameters
+"""Whether generate runs ids as they are where they are shorter than the mask; before transformers 5.3 it leaves out as
+many as the cache holds, whatever they are."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Row:
+    """One prompt: what its cache holds, as the model takes it, and what is still to be run.
+
+    pairs: keys and values ``[1, kv_heads, tokens, dim]``. holes: tokens that were pruned.
+    """
+
+    pairs: list[tuple[Tensor, Tensor]]
+    tokens: int
+    holes: int
+    ids: list[int]
+
+
+def generate_inputs(
+    engine: TransformersEngine,
+    prompts: Prompt | Sequence[Prompt],
+    questions: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]] | Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    document_ids: Sequence[Sequence[int]] | None = None,
+    max_cache_len: int | None = None,
+) -> dict[str, Any]:
+    """Make the inputs of ``engine.model.generate(**inputs, max_new_tokens=..., ...)``.
+
+    Greedy search, sampling, beams and ``num_return_sequences`` all take them. They serve one call; the prompts are
+    copied, stay as they are and may be used again. Rows of a batch end together: prompts are padded on their left, in
+    the cache. Where questions differ in length, the cache takes what the longer ones begin with, and ``input_ids`` hold
+    as many tokens of each as the shortest has. New tokens are ``out[:, inputs["input_ids"].shape[1]:]``. As an engine's
+    methods, it is called by one thread at a time.
+
+    Args:
+        engine: Of the model that will generate.
+        prompts: Linked documents, such as ``Answer.prompt``, one for each question; a single one serves all questions.
+        questions: A text, token ids, or one of these for each row of a batch; a tensor ``[batch, tokens]`` may be
+            padded. Texts are read without special tokens.
+        attention_mask: ``[batch, tokens]``, of a padded tensor of questions: 0 for padding.
+        document_ids: Token ids of each prompt's documents, one after the other. With them ``input_ids`` hold whole
+            prompts, padded on the left, for what looks at all ids, such as penalties of repetition.
+        max_cache_len: Makes the cache a ``StaticCache`` of so many tokens, for ``torch.compile``: padding, prompt,
+            question and answer.
+
+    Returns:
+        ``input_ids`` int64 ``[batch, tokens]``, ``attention_mask`` int64 ``[batch, padding and all tokens]``,
+        ``past_key_values``, and ``position_ids`` where prompts were pruned; on the engine's device.
+
+    Raises:
+        ArgumentError: Prompts, questions, mask and ids do not fit together, a prompt with its question exceeds the
+            model's window or ``max_cache_len``, or transformers is older than 5.3.
+        MismatchError: A prompt is of another model, or pruned in a way that plain caches cannot hold.
+        NotFoundError: A question is a text, and the engine has no tokenizer.
+    """
+    if not _TAKES_QUESTIONS:
+        msg = f"generate of transformers {version('transformers')} takes no question alone; install 5.3 or later"
+        raise ArgumentError(msg)
+    asked = _questions(engine, questions, attention_mask)
+    linked = [prompts] * len(asked) if isinstance(prompts, (LinkedPrompt, KVCache)) else list(prompts)
+    if len(linked) != len(asked) or not asked:
+        msg = f"{len(linked)} prompts and {len(asked)} questions make no batch; give one prompt for each question"
+        raise ArgumentError(msg)
+    shared = min(len(ids) for ids in asked)
+    rows = [_row(engine, prompt, ids, shared) for prompt, ids in zip(linked, asked, strict=True)]
+    return _batch(engine, rows, _whole(engine, rows, asked, document_ids), max_cache_len)
+
+
+def _questions(engine: TransformersEngine, questions: Any, mask: Tensor | None) -> list[list[int]]:  # noqa: ANN401
+    """Token ids of each question."""
+    if mask is not None and (not isinstance(questions, torch.Tensor) or mask.shape != questions.shape):
+        given = tuple(questions.shape) if isinstance(questions, torch.Tensor) else "lists"
+        msg = f"attention_mask {tuple(mask.shape)} must have the shape of a tensor of questions, got {given}"
+        raise ArgumentError(msg)
+    if isinstance(questions, torch.Tensor):
+        table = questions[None] if questions.ndim == 1 else questions
+        kept = torch.ones_like(table) if mask is None else mask.reshape(table.shape)
+        asked = [row[keep.bool()].tolist() for row, keep in zip(table, kept, strict=True)]
+    else:
+        single = isinstance(questions, str) or (len(questions) and isinstance(questions[0], Integral))
+        each = [questions] if single else list(questions)
+        asked = [engine.tokenize(one) if isinstance(one, str) else [int(token) for token in one] for one in each]
+    if not all(asked):
+        msg = "a question needs at least one token"
+        raise ArgumentError(msg)
+    return asked
+
+
+@torch.no_grad()
+def _row(engine: TransformersEngine, prompt: Prompt, question: list[int], shared: int) -> _Row:
+    """A prompt's tensors, with what of its question comes before the last ``shared`` tokens."""
+    cache = prompt.cache if isinstance(prompt, LinkedPrompt) else prompt
+    if cache.meta.offset:
+        msg = f"a prompt begins at position 0, this cache at {cache.meta.offset}; link it with kvwire.link"
+        raise ArgumentError(msg)
+    engine.check_ids(question, cache.tokens)
+    pairs, kept = engine.tensors_for(cache)
+    head = question[: len(question) - shared]
+    holes = 0 if kept is None else cache.tokens - len(kept)
+    if head:
+        more, _ = engine.tensors_for(engine.extend(cache, head))
+        pairs = [_joined(*both) for both in zip(pairs, more, strict=True)]
+    return _Row(pairs, cache.tokens - holes + len(head), holes, question[len(head) :])
+
+
+def _joined(ours: tuple[Tensor, Tensor], more: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    if not ours[0].numel():
+        return ours
+    return torch.cat((ours[0], more[0]), 2), torch.cat((ours[1], more[1]), 2)
+
+
+def _whole(
+    engine: TransformersEngine, rows: Sequence[_Row], asked: list[list[int]], documents: Sequence[Sequence[int]] | None
+) -> list[list[int]]:
+    """Ids that ``generate`` is given of each row."""
+    if documents is None:
+        return [row.ids for row in rows]
+    lengths = [row.tokens + len(row.ids) - len(ids) for row, ids in zip(rows, asked, strict=True)]
+    if any(row.holes for row in rows) or [len(ids) for ids in documents] != lengths:
+        msg = f"document_ids must hold {lengths} tokens, those of prompts of which nothing was pruned"
+        raise ArgumentError(msg)
+    for ids in documents:
+        engine.check_ids(ids)
+    return [[*map(int, ids), *question] for ids, question in zip(documents, asked, strict=True)]
+
+
+def _batch(
+    engine: TransformersEngine, rows: list[_Row], ids: list[list[int]], max_cache_len: int | None
+) -> dict[str, Any]:
+    held, question, device = max(row.tokens for row in rows), len(rows[0].ids), engine.device
+    total = held + question
+    if max_cache_len is not None and max_cache_len <= total:
+        msg = f"max_cache_len {max_cache_len} leaves no room behind {total} tokens of prompt and question; enlarge it"
+        raise ArgumentError(msg)
+    pads = torch.tensor([held - row.tokens for row in rows], device=device)
+    shifts = torch.tensor([row.holes for row in rows], device=device) - pads
+    places = torch.arange(total, device=device)
+    mask = (places >= pads[:, None]).long()
+    limits = [rope.max_positions for rope in engine.meta.ropes if rope.max_positions is not None]
+    past = _filled(engine, rows, held, max_cache_len)
+    past.use = Use(Watch.of(engine.model), mask.clone(), shifts, question, max_cache_len, min(limits, default=None))
+    width, pad = max(map(len, ids)), _pad_token(engine)
+    inputs = {
+        "input_ids": torch.tensor([[pad] * (width - len(row)) + row for row in ids], device=device),
+        "attention_mask": mask,
+        "past_key_values": past,
+    }
+    if any(row.holes for row in rows):
+        inputs["position_ids"] = (places + shifts[:, None])[:, -question:]
+    return inputs
+
+
+def _filled(
+    engine: TransformersEngine, rows: list[_Row], held: int, max_cache_len: int | None
+) -> LinkedCache | LinkedStaticCache:
+    """One cache of all rows."""
+    config = engine.model.config
+    past: LinkedCache | LinkedStaticCache = LinkedCache(config=config)
+    if max_cache_len is not None:
+        past = LinkedStaticCache(config=config, max_cache_len=max_cache_len)
+    for layer, parts in enumerate(zip(*(row.pairs for row in rows), strict=True)):
+        fill(past, layer, _stacked([keys for keys, _ in parts], held), _stacked([values for _, values in parts], held))
+    return past
+
+
+def _stacked(parts: list[Tensor], held: int) -> Tensor:
+    """Rows of one layer, ``[batch, kv_heads, held, dim]``, padded on their left.
+
+    Not with zeros: by these, older static caches tell where they are empty.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    first = parts[0]
+    whole = first.new_ones(len(parts), first.shape[1], held, first.shape[3])
+    for row, part in zip(whole, parts, strict=True):
+        row[:, held - part.shape[2] :] = part[0]
+    return whole
+
+
+def _pad_token(engine: TransformersEngine) -> int:
+    """What stands where nothing is looked at."""
+    known = getattr(engine.model.generation_config, "pad_token_id", None)
+    return known if isinstance(known, int) and known >= 0 else 0

@@ -1,0 +1,182 @@
+"""A model and its tokenizer, as kvwire describes them: layout, identity, devices, limits, text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvwire.engines.base import Engine
+from kvwire.engines.transformers.devices import Devices, input_device, is_spread
+from kvwire.engines.transformers.registration import learn_layout, window_of
+from kvwire.engines.transformers.tokenizer_limits import no_panics
+from kvwire.errors import ArgumentError, NotFoundError
+from kvwire.types import CacheMeta
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class DescribedModel(Engine):
+    """What a model and its tokenizer say of themselves; ``TransformersEngine`` runs it, and is made alike.
+
+    Attributes:
+        model: A decoder whose keys are rotary; its layout is learnt and tested here.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        model_id: str = "",
+        revision: str = "",
+        tokenizer_id: str = "",
+        model_config_digest: str = "",
+    ) -> None:
+        """Learn the layout.
+
+        Args:
+            model: A decoder whose keys are rotary, in any precision, on one device or spread over several.
+            tokenizer: The model's; None where texts come as token ids.
+            model_id: The model's name, for its caches.
+            revision: Tells versions of the weights apart, for its caches.
+            tokenizer_id: Digest of the tokenizer, for its caches.
+            model_config_digest: SHA-256 of its config.json, for its record in a store.
+
+        Raises:
+            RopeRegimeError: The model's keys cannot be moved, so its caches cannot be kept.
+            MismatchError: The model's caches cannot be kept for another reason.
+        """
+        torch.nn.Module.eval(model)
+        self.model = model
+        self._spread = Devices.of(model) if is_spread(model) else None
+        self._tokenizer = tokenizer
+        self._model_config_digest = model_config_digest
+        layers, ropes = learn_layout(model, self.devices)
+        dtype = str(model.dtype).removeprefix("torch.")
+        self._meta = CacheMeta(model_id, revision, tokenizer_id, dtype, layers, ropes)
+
+    @property
+    def meta(self) -> CacheMeta:
+        """What its caches say of themselves."""
+        return self._meta
+
+    @property
+    def model_config_digest(self) -> str:
+        """SHA-256 of the model's config.json; empty where the model did not come from a folder."""
+        return self._model_config_digest
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights, and of the caches."""
+        dtype: torch.dtype = self.model.dtype
+        return dtype
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Token ids are 0 to this, exclusive."""
+        return int(self.model.config.get_text_config(decoder=True).vocab_size)
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """End-of-text tokens of the generation settings."""
+        ends = self.model.generation_config.eos_token_id if self.model.generation_config is not None else None
+        return frozenset({ends} if isinstance(ends, int) else ends or ())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model takes token ids, and where whole caches are kept."""
+        return self.devices.inputs
+
+    @property
+    def devices(self) -> Devices:
+        """Where the model's layers take their caches."""
+        return self._spread or Devices(input_device(self.model))
+
+    @property
+    def window(self) -> int:
+        """Most tokens that a prompt may hold.
+
+        Where the rotary frequencies change at some length (dynamic, longrope) it ends there: caches from before and
+        after do not fit together.
+        """
+        limits = [regime.max_positions for regime in self.meta.ropes if regime.max_positions is not None]
+        return min([window_of(self.model), *limits])
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the model's folder holds a tokenizer."""
+        return self._tokenizer is not None
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer.
+
+        Raises:
+            NotFoundError: The model's folder has none.
+        """
+        if self._tokenizer is None:
+            msg = (
+                "the model's folder holds no tokenizer; put tokenizer.json beside the weights, "
+                "or call the library with token ids, which need none"
+            )
+            raise NotFoundError(msg)
+        return self._tokenizer
+
+    def tokenize(self, text: str) -> list[int]:
+        """Read a text, without special tokens: documents are linked, so they carry no BOS.
+
+        Args:
+            text: Of any length.
+
+        Returns:
+            Its token ids.
+
+        Raises:
+            NotFoundError: There is no tokenizer.
+            CorruptError: The tokenizer's rules fail on this text.
+        """
+        with no_panics():
+            return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids.
+
+        Args:
+            token_ids: Of the model's vocabulary.
+
+        Returns:
+            The text.
+
+        Raises:
+            NotFoundError: There is no tokenizer.
+            CorruptError: The tokenizer's rules fail on these tokens.
+        """
+        with no_panics():
+            return str(self.tokenizer.decode(list(token_ids)))
+
+    def check_ids(self, token_ids: Sequence[int], start: int = 0) -> None:
+        """Refuse tokens that the model cannot run.
+
+        Args:
+            token_ids: The tokens.
+            start: Position of the first.
+
+        Raises:
+            ArgumentError: There are none, they reach beyond the window, or they are not of the vocabulary.
+        """
+        if not len(token_ids):
+            msg = "a document without tokens has no cache; leave it out"
+            raise ArgumentError(msg)
+        if start + len(token_ids) > self.window:
+            msg = (
+                f"{start + len(token_ids)} tokens do not fit the model's window of {self.window}; "
+                "split the document or name fewer documents"
+            )
+            raise ArgumentError(msg)
+        if min(token_ids) < 0 or max(token_ids) >= self.vocabulary_size:
+            msg = f"token ids must lie in 0 to {self.vocabulary_size - 1}; were they made by this model's tokenizer?"
+            raise ArgumentError(msg)
