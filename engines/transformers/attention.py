@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,7 +58,7 @@ def attention_received(
     ids = torch.tensor([list(token_ids)], device=device)
     at = torch.arange(start, start + len(token_ids), device=device)
     recorder = _Recorder(model, meta, torch.cat((positions, at)), layers)
-    with recording(recorder, model):
+    with recording(recorder, model), suppress(_SeenEnoughError):
         model(input_ids=ids, position_ids=at[None], past_key_values=past, use_cache=True, logits_to_keep=1)
     if not recorder.layers_seen:
         msg = "this model's attention is not to be seen; choose a selector that needs none, such as first"
@@ -65,6 +66,10 @@ def attention_received(
     received = torch.zeros(start)
     received[positions.cpu()] = (recorder.total / recorder.layers_seen).cpu()[: len(positions)]
     return received
+
+
+class _SeenEnoughError(Exception):
+    """All layers that matter have run: the pass ends here."""
 
 
 class _Recorder:
@@ -97,14 +102,19 @@ class _Recorder:
         scaling = options.get("scaling")
         scale = float(scaling) if isinstance(scaling, (int, float)) else query.shape[-1] ** -0.5
         kv_heads, heads, rows = key.shape[1], query.shape[1], query.shape[2]
-        grouped = query[0].float().reshape(kv_heads, heads // kv_heads, rows, -1)
-        keys, visible = key[0].float().mT[:, None], self._visible(rows, layer)
-        step = max(1, _SCORES // (heads * key.shape[2]))
+        groups, columns = heads // kv_heads, key.shape[2]
+        grouped = (query[0].float() * scale).reshape(kv_heads, groups, rows, -1)
+        keys, hidden = key[0].float().mT, ~self._visible(rows, layer)
+        step = max(1, _SCORES // (heads * columns))
         for start in range(0, rows, step):
-            part = slice(start, start + step)
-            scores = (grouped[:, :, part] @ keys * scale).masked_fill_(~visible[part], -torch.inf)
+            part = grouped[:, :, start : start + step]
+            # Heads that share keys stand one below the other, so that nothing is copied for each of them.
+            scores = (part.reshape(kv_heads, -1, part.shape[-1]) @ keys).view(kv_heads, groups, -1, columns)
+            scores.masked_fill_(hidden[start : start + step], -torch.inf)
             self.total += scores.softmax(-1).sum((0, 1, 2)) / (heads * rows)
         self.layers_seen += 1
+        if self._layers and layer == max(self._layers):
+            raise _SeenEnoughError
 
     def _visible(self, rows: int, layer: int) -> Tensor:
         """What the last tokens see in a layer, bool ``[rows, columns]``: windows count in positions."""
