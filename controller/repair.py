@@ -7,10 +7,10 @@ scale: both take time before the first token, bytes that of the link, rows that 
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil, exp, isfinite, log
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from kvwire.errors import ArgumentError
 
@@ -133,6 +133,33 @@ class RepairOption:
         """
         able = (share for share in self.candidates() if share <= most and closing_s(share) <= left_s)
         return max(able, default=self.least)
+
+
+MOST = 0.3
+"""Share of rows beyond which ``auto`` does not go: little is gained there (benchmarks/reuse.py)."""
+UNMEASURED = RepairOption(most=MOST, error=0.1, shares=(0.0, 0.05, 0.15, 0.3, 1.0), left=(1.0, 0.25, 0.15, 0.1, 0.0))
+"""Where nobody measured: links count like a coarse level, and repair gives what it gave on the models of
+benchmarks/reuse.py, rounded down."""
+
+
+def unmeasured(repair: Literal["none", "auto", "all"] | float) -> RepairOption | None:
+    """What repairing links takes and gives where nobody measured the model, and attention chooses the rows.
+
+    Args:
+        repair: As in ``LoadSettings``.
+
+    Returns:
+        The option; None where links stay as they are.
+
+    Raises:
+        ArgumentError: It is no share.
+    """
+    if repair == "none":
+        return None
+    if repair == "auto":
+        return UNMEASURED
+    share = 1.0 if repair == "all" else float(repair)
+    return replace(UNMEASURED, least=share, most=share)
 
 
 def rows_of(share: float, tokens: int, first: int, front: int = 0) -> int:

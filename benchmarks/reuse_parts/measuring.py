@@ -104,7 +104,7 @@ def measure(
     engine: TransformersEngine, profile: Profile, prompt: Prompt, around: Neighbours, *, thorough: bool
 ) -> Figures:
     """All ways on one prompt; thoroughly: at every share, and on top of every level."""
-    levels = dict(_levels(profile, prompt, all_of_them=thorough))
+    levels = dict(levels_of(profile, prompt, all_of_them=thorough))
     stored = _stored(around, prompt) if thorough else None
     coarse, _ = next(iter(levels.values()))
     judge = Judge(engine, prompt)
@@ -157,7 +157,7 @@ def _repair(
     return done.select_s, done.compute_s
 
 
-def _levels(profile: Profile, prompt: Prompt, *, all_of_them: bool) -> Iterator[tuple[str, tuple[KVCache, float]]]:
+def levels_of(profile: Profile, prompt: Prompt, *, all_of_them: bool) -> Iterator[tuple[str, tuple[KVCache, float]]]:
     """The prompt linked from each level of its documents, coarsest first, and that level's bits for each element."""
     blobs = [kvwire.encode(cache, profile) for cache in prompt.alone]
     infos = [kvwire.inspect(blob) for blob in blobs]

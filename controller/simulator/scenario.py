@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvwire.controller.costs import CostModel
     from kvwire.controller.events import LogEntry
     from kvwire.controller.policies import Policy
+    from kvwire.controller.repair import RepairOption
     from kvwire.controller.simulator.machines import Machine
     from kvwire.controller.simulator.models import Model
     from kvwire.controller.simulator.offline_optimum import Optimum
@@ -55,6 +56,7 @@ class Scenario:
         start_s: Second of the trace at which the clock of the loads starts.
         asked: When loads come in, in seconds after ``start_s`` of the trace.
         trouble: What goes wrong, by ``seed``.
+        repair: What repairing links may take and gives; None: they stay as they are.
         attention: What the question attends to, see ``Looked``; empty: nobody looks.
         warm: An earlier load over the same link has taught the estimates; it begins at second 0, ends before
             ``start_s`` or puts it off, and is the same for every policy.
@@ -74,6 +76,7 @@ class Scenario:
     start_s: float = 0.0
     asked: tuple[float, ...] = (0.0,)
     trouble: Trouble = field(default_factory=Trouble)
+    repair: RepairOption | None = None
     attention: tuple[tuple[float, ...], ...] = ()
     warm: bool = True
     bandwidth_error: float = 1.0
@@ -263,6 +266,7 @@ def simulate(
             scenario.query_tokens,
             index_s,
             scenario.leaves_s,
+            repair=scenario.repair,
             attention=scenario.attention,
         )
         for at in scenario.asked

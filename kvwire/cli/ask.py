@@ -9,15 +9,26 @@ import click
 
 from kvwire.cli.engines import open_engine
 from kvwire.cli.failures import leave
-from kvwire.cli.options import BACKEND, DEVICE, DTYPE, JSON, MODEL, USES, StoreOptions, store_options, use_file
+from kvwire.cli.options import (
+    BACKEND,
+    DEVICE,
+    DTYPE,
+    JSON,
+    MODEL,
+    REPAIR,
+    USES,
+    StoreOptions,
+    repair_of,
+    store_options,
+    use_file,
+)
 from kvwire.cli.printing import print_answer
-from kvwire.errors import ArgumentError, DeadlineError
+from kvwire.errors import DeadlineError
 
 if TYPE_CHECKING:
     from kvwire.codec import Backend
     from kvwire.controller import Objective, OnLate
     from kvwire.runtime.answer import Answer
-    from kvwire.runtime.links import RepairMode
 
 
 class _AskOptions(TypedDict):
@@ -30,6 +41,7 @@ class _AskOptions(TypedDict):
     ceiling: int | None
     on_late: OnLate
     repair: str
+    look: bool
     repair_floor: float | None
     selector: str
     objective: Objective | None
@@ -73,14 +85,7 @@ class _AskOptions(TypedDict):
     type=click.Choice(["serve", "refuse"]),
     help="What to do where the first token cannot be in time: serve it as soon as possible, or refuse at once.",
 )
-@click.option(
-    "--repair",
-    default="auto",
-    show_default=True,
-    metavar="none|auto|all|SHARE",
-    help="Rows of the prompt that are computed anew so that documents see each other: none, as many as the deadline "
-    "leaves time for, all, or a share from 0 to 1.",
-)
+@REPAIR
 @click.option(
     "--repair-floor",
     type=click.FloatRange(0, 1),
@@ -91,6 +96,13 @@ class _AskOptions(TypedDict):
     default="auto",
     show_default=True,
     help="What chooses these rows: attention, blend, cacheblend, lmcache, first, random; auto: as check-model found.",
+)
+@click.option(
+    "--look/--no-look",
+    default=True,
+    show_default=True,
+    help="Before a deadline: fetch coarse levels first where that pays, see which of them the question attends to, and "
+    "finer levels of those.",
 )
 @click.option(
     "--objective",
@@ -129,18 +141,6 @@ def ask(place: StoreOptions, **options: Unpack[_AskOptions]) -> None:
         leave(error)
 
 
-def _share(repair: str) -> RepairMode | float:
-    """``--repair`` as settings take it."""
-    modes: dict[str, RepairMode] = {"none": "none", "auto": "auto", "all": "all"}
-    if repair in modes:
-        return modes[repair]
-    try:
-        return float(repair)
-    except ValueError as error:
-        msg = f"--repair is none, auto, all or a share of rows from 0 to 1, got {repair!r}"
-        raise ArgumentError(msg) from error
-
-
 def _answer(names: list[str], place: StoreOptions, options: _AskOptions) -> Answer:
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.loader import Loader
@@ -154,9 +154,10 @@ def _answer(names: list[str], place: StoreOptions, options: _AskOptions) -> Answ
         quality_ceiling=options["ceiling"],
         backend=options["backend"],
         on_late=options["on_late"],
-        repair=_share(options["repair"]),
+        repair=repair_of(options["repair"]),
         repair_floor=options["repair_floor"],
         selector=options["selector"],
+        look=options["look"],
     )
     texts = read_texts([options["texts"]]) if options["texts"] else {}
     wanted = {name: text for name, text in texts.items() if name in names}

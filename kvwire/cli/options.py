@@ -13,6 +13,7 @@ from kvwire.errors import ArgumentError, NotFoundError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kvwire.runtime.links import RepairMode
     from kvwire.store import Keyring, Store, UseFile
 
     Command = Callable[..., None]
@@ -37,6 +38,14 @@ BACKEND = click.option(
     help="Kernels that code caches; auto: Triton's on a GPU.",
 )
 USES = click.option("--uses", envvar="KVWIRE_USES", metavar="FILE", help="Where uses of documents are counted.")
+REPAIR = click.option(
+    "--repair",
+    default="auto",
+    show_default=True,
+    metavar="none|auto|all|SHARE",
+    help="Rows of the prompt that are computed anew so that documents see each other: none, as many as the deadline "
+    "leaves time for, all, or a share from 0 to 1.",
+)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
 
 
@@ -168,3 +177,22 @@ def _with(options: Sequence[Callable[[Command], Command]], command: Command) -> 
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def repair_of(text: str) -> RepairMode | float:
+    """``--repair`` as settings take it.
+
+    Args:
+        text: What the user gave.
+
+    Raises:
+        ArgumentError: It is none of these.
+    """
+    modes: dict[str, RepairMode] = {"none": "none", "auto": "auto", "all": "all"}
+    if text in modes:
+        return modes[text]
+    try:
+        return float(text)
+    except ValueError as error:
+        msg = f"--repair is none, auto, all or a share of rows from 0 to 1, got {text!r}"
+        raise ArgumentError(msg) from error

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvwire.cli.failures import leave
-from kvwire.cli.options import DEVICE, DTYPE, JSON, StoreOptions, store_options
+from kvwire.cli.options import DEVICE, DTYPE, JSON, REPAIR, StoreOptions, repair_of, store_options
 from kvwire.cli.plan_inputs import PlanOptions, Sources
 from kvwire.cli.plan_printing import print_plan
 from kvwire.cli.say import say
@@ -47,6 +47,7 @@ _MANY = 16  # documents
 @click.option(
     "--question-tokens", default=32, show_default=True, type=click.IntRange(1, 1 << 20), help="Length of the question."
 )
+@REPAIR
 @click.option("--compare/--no-compare", default=True, help="Also work out alternatives and break-even points.")
 @store_options
 @JSON
@@ -56,6 +57,7 @@ def plan(*, place: StoreOptions, **given: Any) -> None:  # noqa: ANN401 - click'
     Documents: --docs A B C of a store, .kvw files, or made up ones of --context tokens with sizes as measured. Costs:
     of --model's engine, of --machine and --shape, or of --estimates. Exit code 6 where the deadline would be missed.
     """
+    from kvwire.controller.repair import unmeasured
     from kvwire.whatif.plan import plan_load
 
     options = PlanOptions(**given)
@@ -74,6 +76,7 @@ def plan(*, place: StoreOptions, **given: Any) -> None:  # noqa: ANN401 - click'
         query_tokens=options.question_tokens,
         details=prompt.details,
         compare=options.compare,
+        repair=unmeasured(repair_of(options.repair)),
     )
     error, ttft_s = None, made.prediction.ttft_s
     if not made.prediction.in_time:

@@ -52,6 +52,7 @@ class PlanOptions:
         objective: Of the goal; None: by the deadline.
         floor: Lowest level.
         question_tokens: Length of the question.
+        repair: Rows that are computed anew, as text.
         compare: Also work out alternatives.
         as_json: Print JSON.
     """
@@ -73,6 +74,7 @@ class PlanOptions:
     objective: Objective | None
     floor: int
     question_tokens: int
+    repair: str
     compare: bool
     as_json: bool
 

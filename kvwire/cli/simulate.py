@@ -14,6 +14,7 @@ import click
 import numpy as np
 
 from kvwire.cli.inputs import read_file_header, read_link, read_machine, read_shape, read_tokens
+from kvwire.cli.options import repair_of
 from kvwire.cli.say import say
 from kvwire.errors import ArgumentError, MismatchError, NotFoundError, StorageError
 
@@ -56,6 +57,8 @@ _OPTIONS = (
     click.option("--objective", type=click.Choice(["earliest", "quality", "cheapest"]),
                  help="Default: quality with a deadline, earliest without."),
     click.option("--floor", default=0, show_default=True, type=click.IntRange(0, 7), help="Lowest level to use."),
+    click.option("--repair", default="none", show_default=True, metavar="none|auto|all|SHARE",
+                 help="Rows computed anew so that documents see each other; see kvwire ask."),
     click.option("--policy", "policies", multiple=True,
                  help="adaptive, cachegen, cachegen-timed, cachegen-artefact, level-0 and so on, text, raw. "
                  " [default: all]"),
@@ -97,6 +100,7 @@ class _Asked:
     deadline: float | None
     objective: Objective | None
     floor: int
+    repair: str
     policies: tuple[str, ...]
     loads: int
     together: int
@@ -161,6 +165,7 @@ def simulate(**given: Any) -> None:  # noqa: ANN401 - click's values
 
 def _cases(asked: _Asked) -> Iterator[_Case]:
     from kvwire.controller import Goal
+    from kvwire.controller.repair import unmeasured
     from kvwire.controller.simulator import Scenario, Trouble
 
     if len(asked.machines) not in {1, len(asked.models)}:
@@ -175,6 +180,7 @@ def _cases(asked: _Asked) -> Iterator[_Case]:
     if count > _MOST_LOADS:
         msg = f"these are {count} loads for each policy, of at most {_MOST_LOADS}: lower --loads or --together"
         raise ArgumentError(msg)
+    repair = unmeasured(repair_of(asked.repair))
     machines = asked.machines * (len(asked.models) if len(asked.machines) == 1 else 1)
     for model_name, machine_name in zip(asked.models, machines, strict=True):
         model, machine = read_shape(model_name), read_machine(machine_name)
@@ -188,6 +194,7 @@ def _cases(asked: _Asked) -> Iterator[_Case]:
                         asked=tuple(each * asked.every_s for each in range(asked.together)), trouble=trouble,
                         warm=not (asked.cold or prior), bandwidth_error=prior.get("bandwidth", 1.0),
                         prefill_error=prior.get("prefill", 1.0), leaves_s=asked.patience_s, seed=asked.seed + load,
+                        repair=repair,
                     )  # fmt: skip
                     yield _Case((model_name, machine_name, prompt), link.name, load, scenario)
 
@@ -339,7 +346,8 @@ def _sizes(asked: _Asked, model: str) -> str:
 
 def _load(scored: Scored) -> dict[str, Any]:
     outcome, bound = scored.outcome, scored.bound
-    names = ("ttft_s", "in_time", "failed", "error", "received", "wasted", "recomputed", "levels", "reason")
+    names = ("ttft_s", "in_time", "failed", "error", "received", "wasted", "recomputed", "levels", "reason",
+             "repair", "link_error")  # fmt: skip
     best = {"ttft_s": bound.ttft_s if np.isfinite(bound.ttft_s) else None, "in_time": bound.in_time}
     return {"asked_s": outcome.asked_at, **{name: getattr(outcome, name) for name in names}, "regret": scored.regret,
             "bound": best | {"error": bound.error, "bytes": bound.bytes}}  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 
 from kvwire._json import strict_json
 from kvwire.controller import RepairOption
+from kvwire.controller.repair import MOST, UNMEASURED
 from kvwire.engines.base import Engine
 from kvwire.errors import ArgumentError, CorruptError, MismatchError
 from kvwire.reuse import SELECTORS, RepairInput, repair_prompt, selector_of
@@ -32,11 +33,6 @@ VERSION = 1
 _ADVICE = "run kvwire check-model again"
 _BOUND = 0.1
 """Of what documents tell a question at all: links that lose no more are fine."""
-_MOST = 0.3
-"""Share of rows beyond which ``auto`` does not go: little is gained there (benchmarks/reuse.py)."""
-_UNMEASURED = RepairOption(most=_MOST, error=0.1, shares=(0.0, 0.05, 0.15, 0.3, 1.0), left=(1.0, 0.25, 0.15, 0.1, 0.0))
-"""Where nobody measured: links count like a coarse level, and repair gives what it gave on the models of
-benchmarks/reuse.py, rounded down."""
 
 
 @dataclass(frozen=True)
@@ -274,7 +270,7 @@ def plan_links(
         selector = report.best_selector(layers) if report else DEFAULT_SELECTOR
     chooser = selector_of("all" if repair == "all" else selector)
     looks, scan = "question" in chooser.needs, 0.0 if repair == "all" else scan_of(chooser, layers)
-    known = _UNMEASURED if report is None else _measured(report, selector, profile)
+    known = UNMEASURED if report is None else _measured(report, selector, profile)
     if repair == "none" or chooser.name == "none":
         return LinkPlan(None, chooser, report=report)
     if repair != "auto":
@@ -285,8 +281,8 @@ def plan_links(
     if least is None:
         least = (report.least_share(selector) if report else None) or 0.0
         if report and report.least_share(selector) is None:
-            least = _MOST
-    option = replace(known, least=least, most=max(least, _MOST), looks=looks, scan=scan)
+            least = MOST
+    option = replace(known, least=least, most=max(least, MOST), looks=looks, scan=scan)
     return LinkPlan(option, chooser, report=report)
 
 

@@ -68,6 +68,7 @@ class Inquiry:
         goal: ctl.Goal,
         settings: ctl.ControllerSettings,
         query_tokens: int,
+        repair: ctl.RepairOption | None = None,
     ) -> None:
         """Keep what the prompt is.
 
@@ -77,7 +78,9 @@ class Inquiry:
             goal: What the load is asked for.
             settings: Of the controller.
             query_tokens: Length of the question.
+            repair: What repairing links may take and gives; None: they stay as they are.
         """
+        self._repair = repair if len(documents) > 1 else None
         self._documents, self._estimates = documents, estimates
         self._goal, self._settings, self._query_tokens = goal, settings, query_tokens
         self._choosing = any(len(variants) > 1 for variants in documents)
@@ -119,7 +122,7 @@ class Inquiry:
         estimates, patient = self._estimates.copy(), _Patient(policy if self._choosing else None)
         estimates.bandwidth = bandwidth
         controller = ctl.Controller(estimates, self._settings, patient)
-        controller.handle(ev.LoadRequested(0, len(self._documents), self._query_tokens, self._goal), 0.0)
+        controller.handle(ev.LoadRequested(0, len(self._documents), self._query_tokens, self._goal, self._repair), 0.0)
         self._now = since_s
         for number, variants in enumerate(self._documents):
             for instruction in controller.handle(ev.IndexKnown(0, number, variants), since_s):

@@ -70,6 +70,7 @@ def plan_load(
     query_tokens: int = 32,
     details: Details | None = None,
     compare: bool = True,
+    repair: ctl.RepairOption | None = None,
 ) -> LoadPlan:
     """Plan a load of these documents, each one input or several variants of one.
 
@@ -81,6 +82,7 @@ def plan_load(
         query_tokens: Length of the question.
         details: What planning itself need not know, for the report.
         compare: Also work out alternatives and break-even points.
+        repair: What repairing links may take and gives; None: they stay as they are.
 
     Returns:
         The plan, what would come of it, and what else there is.
@@ -99,6 +101,7 @@ def plan_load(
         settings or ctl.ControllerSettings(),
         query_tokens,
         details or Details(),
+        repair,
     )
     forecast = situation.forecast()
     played = situation.play(Adaptive(), forecast)

@@ -103,6 +103,7 @@ class Situation:
         settings: Of the controller.
         query_tokens: Length of the question.
         details: What planning itself need not know.
+        repair: What repairing links may take and gives; None: they stay as they are.
     """
 
     documents: tuple[Variants, ...]
@@ -111,6 +112,7 @@ class Situation:
     settings: ctl.ControllerSettings
     query_tokens: int
     details: Details
+    repair: ctl.RepairOption | None = None
 
     @property
     def bandwidth(self) -> float:
@@ -151,12 +153,12 @@ class Situation:
         chunks, plan = answered.asked.chunks, answered.plan
         places = zip(chunks.document.tolist(), chunks.chunk.tolist(), strict=True)
         levels = dict(zip(places, plan.levels.tolist(), strict=True))
-        closing_s = self.costs.closing_s(answered.asked.prompt_tokens)
+        closing_s = answered.asked.costs.closing_s(answered.asked.prompt_tokens)
         return Forecast(plan, headers_s, closing_s, levels, answered.inputs)
 
     @cached_property
     def _inquiry(self) -> Inquiry:
-        return Inquiry(self.documents, self.estimates, self.goal, self.settings, self.query_tokens)
+        return Inquiry(self.documents, self.estimates, self.goal, self.settings, self.query_tokens, self.repair)
 
     def _headers_s(self, bandwidth: float) -> float:
         return self.estimates.ttfb.value + self.details.header_bytes / bandwidth
@@ -179,7 +181,8 @@ class Situation:
             controller, constant(self.bandwidth), self.costs, rtt_s=self.estimates.ttfb.value,
             workers=self.settings.workers, decode_threads=self.settings.decode_threads,
         )  # fmt: skip
-        (outcome,) = world.run([LoadArrival(0.0, self.documents, self.goal, self.query_tokens, self.headers_s)])
+        arrival = LoadArrival(0.0, self.documents, self.goal, self.query_tokens, self.headers_s, repair=self.repair)
+        (outcome,) = world.run([arrival])
         fetches = [each for entry in log for each in entry.instructions if isinstance(each, ev.Fetch)]
         variants = {fetch.chunk.document: fetch.variant for fetch in fetches}
         inputs = tuple(each[variants.get(number, 0)] for number, each in enumerate(self.documents))

@@ -163,6 +163,12 @@ def test_made_up_documents_on_a_named_machine(run):
     assert {each["what"] for each in report["break_evens"]} == {"fetches", "fetches all", "beats text", "in time"}
 
 
+def test_repair_is_part_of_the_plan(run):
+    words = ("--context", "4k", "--documents", 3, "--machine", "h100", "--shape", "llama-3.1-8b", "--link", "1gbit,2ms")
+    plain, repaired = (json.loads(run(*words, "--json", "--repair", each)[1]) for each in ("none", "0.3"))
+    assert repaired["prediction"]["ttft_s"] > plain["prediction"]["ttft_s"]
+
+
 def test_people_get_a_verdict_runs_alternatives_and_break_evens(run):
     words = ("--context", "16k", "--machine", "h100", "--shape", "llama-3.1-8b", "--link", "1gbit,2ms")
     code, out, _ = run(*words)

@@ -43,6 +43,17 @@ def test_the_same_seed_gives_the_same_report(run):
     assert run(*words, "--seed", 5) != run(*words, "--seed", 6)
 
 
+def test_repair_takes_time_and_is_told(run):
+    words = (*QUICK, "--policy", "adaptive", "--loads", "1", "--json", "--repair")
+    plain, repaired = (json.loads(run(*words, each)[1])["loads"][0] for each in ("none", "0.2"))
+    assert [load["repair"] for load in (plain, repaired)] == [0.0, 0.2]
+    assert repaired["ttft_s"] > plain["ttft_s"]
+    assert repaired["link_error"] > plain["link_error"] == 0
+    code, _, told = run(*words, "much")
+    assert code == 2
+    assert "--repair is none" in told
+
+
 def test_a_table_names_what_was_played(run):
     code, out, err = run(*QUICK, "--policy", "adaptive", "--policy", "text", "--together", "2")
     assert code == 0
