@@ -74,7 +74,10 @@ class Executor:
         attention: What the question attended to when the prompt was looked at, float32 ``[tokens]``; None before, and
             where it was not.
         look_s: Compute spent on that, in seconds.
+        starts: Position of each document; None: one after the other.
     """
+
+    starts: tuple[int, ...] | None = None
 
     def __init__(
         self, engine: Engine, documents: Sequence[DocumentHandle], session: Session, driver: ControllerDriver,
@@ -146,7 +149,7 @@ class Executor:
             KvwireError: What reading a header raised, where the document's text is not known either.
         """
         tokens = [document.tokens for document in self._found]
-        total = sum(tokens) + query_tokens
+        total = self._length(tokens) + query_tokens
         if total > self._engine.window:
             msg = (
                 f"documents and question are {total} tokens, the model's window is {self._engine.window}; "
@@ -191,9 +194,16 @@ class Executor:
         infos = [self._documents[index].info for index in range(len(self._found))]
         return by_token([(info.tokens, info.deviation) if info else (0, None) for info in infos])
 
+    def complete(self) -> None:
+        """Whatever is left to compute in the prompt before it is repaired, in the compute thread: nothing here."""
+
+    def _length(self, tokens: Sequence[int]) -> int:
+        """Positions that documents of these lengths take."""
+        return sum(tokens)
+
     async def _lay_out(self, tokens: Sequence[int]) -> None:
-        cache = await self._driver.compute(partial(self._engine.allocate, sum(tokens)))
-        self.prompt = LinkedPrompt(tokens, self._engine.meta, cache=cache)
+        cache = await self._driver.compute(partial(self._engine.allocate, self._length(tokens)))
+        self.prompt = LinkedPrompt(tokens, self._engine.meta, cache=cache, starts=self.starts)
 
     def fail(self, error: BaseException) -> None:
         """End the load with an error.

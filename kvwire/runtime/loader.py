@@ -36,14 +36,14 @@ from kvwire.runtime.warming import Warming
 from kvwire.transport import EmulatedLink, LinkSettings
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
     from concurrent.futures import Future
 
     from torch import Tensor
 
     from kvwire.codec import AnyProfile, Backend
     from kvwire.controller import Objective
-    from kvwire.reuse import Repaired
+    from kvwire.reuse import Repaired, SchemaPrompt
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.driver import ControllerDriver
     from kvwire.runtime.links import LinkReport
@@ -195,6 +195,42 @@ class Loader:
         goal = self._goal(deadline_s, objective)
         return self._session.run(self._ask(documents, question, goal, tokens, texts))
 
+    def ask_schema(
+        self,
+        prompt: SchemaPrompt,
+        question: Sequence[int],
+        *,
+        deadline_s: float | None = None,
+        objective: Objective | None = None,
+        tokens: int = 1,
+        texts: Mapping[str, Sequence[int]] | None = None,
+    ) -> Answer:
+        """``ask`` over modules of a schema: each where the schema has it, and arguments computed in their slots.
+
+        Nothing is repaired: modules see themselves alone, as the schema's author laid them out.
+
+        Args:
+            prompt: From ``Schema.prompt``.
+            question: Token ids; they stand behind the last module.
+            deadline_s: As for ``ask``.
+            objective: As for ``ask``.
+            tokens: Length of the answer at most.
+            texts: Token ids of documents, as for ``ask``.
+
+        Returns:
+            As ``ask`` does.
+
+        Raises:
+            NotFoundError: A document is neither in the store nor in ``texts``.
+            ArgumentError: A document does not fit its module, the prompt does not fit the model's window, or the
+                settings ask for a repair.
+            MismatchError: The model takes no gaps, or no rows inside a prompt.
+        """
+        from kvwire.runtime.schemas import SchemaExecutor
+
+        goal, make = self._goal(deadline_s, objective), partial(SchemaExecutor, prompt)
+        return self._session.run(self._ask(prompt.documents, question, goal, tokens, texts, make))
+
     async def ask_async(
         self,
         documents: Sequence[str],
@@ -211,26 +247,26 @@ class Loader:
 
     async def _ask(
         self, documents: Sequence[str], question: Sequence[int], goal: ctl.Goal, tokens: int,
-        texts: Mapping[str, Sequence[int]] | None,
+        texts: Mapping[str, Sequence[int]] | None, make: Callable[..., Executor] = Executor,
     ) -> Answer:  # fmt: skip
         """On the session's loop."""
         with self._warming.paused():
-            return await self._load(documents, question, goal, tokens, texts)
+            return await self._load(documents, question, goal, tokens, texts, make)
 
     async def _load(
         self, documents: Sequence[str], question: Sequence[int], goal: ctl.Goal, tokens: int,
-        texts: Mapping[str, Sequence[int]] | None,
+        texts: Mapping[str, Sequence[int]] | None, make: Callable[..., Executor],
     ) -> Answer:  # fmt: skip
         if not documents or not question:
             msg = "a prompt needs at least one document and a question of at least one token"
             raise ArgumentError(msg)
         looking = question if self._settings.look and self._engine_looks else ()
-        async with self._filled(Executor, documents, len(question), goal, texts, looking) as filled:
+        async with self._filled(make, documents, len(question), goal, texts, looking) as filled:
             return await self._answer(filled, goal, list(question), tokens)
 
     @asynccontextmanager
     async def _filled(
-        self, make: type[E], documents: Sequence[str], query_tokens: int, goal: ctl.Goal,
+        self, make: Callable[..., E], documents: Sequence[str], query_tokens: int, goal: ctl.Goal,
         texts: Mapping[str, Sequence[int]] | None, looking: Sequence[int] = (),
     ) -> AsyncIterator[Filled[E]]:  # fmt: skip
         """Find documents and run a load of them to its end. looking: see ``ExecutorSettings.question``."""
@@ -336,6 +372,7 @@ class Loader:
 
     def _close(self, executor: Executor, question: list[int], finish: ev.Finish, due: float | None) -> _Closing:
         """Repair the prompt, hand it over to the engine and run the question, in the compute thread."""
+        executor.complete()
         began, prompt, share = time.monotonic(), executor.prompt, finish.repair
         needed = share > 0 and "deviation" in executor.links.selector.needs
         told = Told(executor.texts, executor.deviations if needed else None, executor.attention)
