@@ -61,7 +61,7 @@ SHELVES: dict[str, list[set[str]]] = {
     "store": [
         {"client_tls.py", "http_ranges.py", "keys.py"},
         {"base.py", "catalog_entry.py"},
-        {"model_record.py"},
+        {"kept_repair.py", "model_record.py"},
         {"content_checks.py"},
         {"key_kinds.py"},
         {"files", "memory_snapshot.py"},

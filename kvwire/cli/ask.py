@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
@@ -37,6 +38,8 @@ class _AskOptions(TypedDict):
     repair: str
     repair_floor: float | None
     selector: str
+    keep_repairs: bool
+    kept_size: str | None
     objective: Objective | None
     tokens: int
     texts: str | None
@@ -99,6 +102,12 @@ class _AskOptions(TypedDict):
     show_default=True,
     help="What chooses these rows: attention, blend, cacheblend, lmcache, first, random; auto: as check-model found.",
 )
+@click.option(
+    "--keep-repairs",
+    is_flag=True,
+    help="Keep rows that were computed anew, for the same documents in the same order, and use what is kept.",
+)
+@click.option("--kept-size", help="Of all rows that are kept of the model and tenant, such as 2GB; 1GiB without it.")
 @click.option(
     "--objective",
     type=click.Choice(["earliest", "quality", "cheapest"]),
@@ -173,7 +182,12 @@ def _answer(names: list[str], place: StoreOptions, options: _AskOptions) -> tupl
         repair=_share(options["repair"]),
         repair_floor=options["repair_floor"],
         selector=options["selector"],
+        keep_repairs=options["keep_repairs"],
     )
+    if options["kept_size"]:
+        from kvwire.store import parse_size
+
+        settings = replace(settings, kept_bytes=parse_size(options["kept_size"]))
     texts = read_texts([options["texts"]]) if options["texts"] else {}
     wanted = {name: text for name, text in texts.items() if name in names}
     known = {name: token_ids(engine.tokenize, engine.window, text) for name, text in wanted.items()}

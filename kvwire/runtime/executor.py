@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvwire.runtime.documents import DocumentHandle, Timeouts
     from kvwire.runtime.driver import ControllerDriver
     from kvwire.runtime.finder import DocumentFinder
+    from kvwire.runtime.kept import Found, RepairKeeper
     from kvwire.runtime.links import LinkPlan
     from kvwire.runtime.session import Session
     from kvwire.transport import FetchSettings
@@ -49,6 +50,7 @@ class ExecutorSettings:
         timeouts: Longest waits.
         links: What is done so that documents see each other.
         question: Token ids that the prompt may be looked at with while it is fetched; empty: it is not looked at.
+        keeper: Finds what earlier repairs computed; None: nobody does.
     """
 
     fetch: FetchSettings
@@ -56,6 +58,7 @@ class ExecutorSettings:
     timeouts: Timeouts
     links: LinkPlan = UNREPAIRED
     question: Sequence[int] = ()
+    keeper: RepairKeeper | None = None
 
 
 class Executor:
@@ -96,7 +99,9 @@ class Executor:
         self._engine, self._found, self._driver = engine, documents, driver
         self._backend, self.links, self._question = settings.backend, settings.links, settings.question
         self.attention: Tensor | None = None
+        self._keeper, self._timeouts = settings.keeper, settings.timeouts
         self._headers = HeaderReader(session, driver, finder, settings.fetch, settings.timeouts)
+        self._finding_kept: asyncio.Task[Found] | None = None
         self.number = -1
         self._documents: dict[int, DocumentHandle] = {}
         self._variants: dict[int, list[DocumentHandle]] = {}
@@ -120,6 +125,8 @@ class Executor:
         self._is_gone = True
         self._driver.leave(self.number)
         self._done.cancel()
+        if self._finding_kept:
+            self._finding_kept.cancel()
         for task in self._tasks:
             task.cancel()
         try:
@@ -164,6 +171,8 @@ class Executor:
             if links.trouble and (links.is_able or not spared):
                 self.misses.append(links.trouble)
         looks = bool(self._question)
+        if repair is not None and self._keeper is not None:
+            self._finding_kept = asyncio.create_task(self._look_for_kept(self._keeper))
         self.number = self._driver.begin(
             self, lambda number: ev.LoadRequested(number, count, query_tokens, goal, repair, looks)
         )
@@ -171,6 +180,28 @@ class Executor:
         for index in range(count):
             self._spawn(self._open(index, laid_out))
         return await self._done
+
+    async def _look_for_kept(self, keeper: RepairKeeper) -> Found:
+        """What earlier repairs computed of these documents, read beside them."""
+        named = [(document.token_digest, document.tokens) for document in self._found]
+        try:
+            return await self._driver.look_up(partial(keeper.find, named), self._timeouts.patience)
+        except KvwireError as error:
+            return keeper.unread(error)
+
+    async def kept_rows(self, limit_s: float) -> Found | None:
+        """What earlier repairs computed of these documents.
+
+        Args:
+            limit_s: Longest wait for what is still being read.
+
+        Returns:
+            What was found; None where nobody looked, or where it is late.
+        """
+        if self._finding_kept is None:
+            return None
+        await asyncio.wait({self._finding_kept}, timeout=max(0.0, limit_s))
+        return self._finding_kept.result() if self._finding_kept.done() else None
 
     def link_warning(self, share: float) -> str:
         """Why linked documents make an answer doubtful; a single one is not linked.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, NotFoundError
 from kvwire.store.catalog.announcements import is_old, wait_for_collectors
+from kvwire.store.catalog.kept import KeptRepairs
 from kvwire.store.catalog.profiles import Profiles
 from kvwire.store.catalog.texts import Texts
 from kvwire.store.catalog_entry import MAX_ENTRY_BYTES, CatalogEntry
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     OnError: TypeAlias = Callable[[str, KvwireError], None]
 
 
-class Catalog(Texts, Profiles):
-    """One tenant's documents, profiles and model records in a store.
+class Catalog(Texts, Profiles, KeptRepairs):
+    """One tenant's documents, profiles, model records and kept repairs in a store.
 
     Args:
         store: Where they lie.
@@ -180,7 +181,8 @@ class Catalog(Texts, Profiles):
     def remove(self, config: Config, document_id: str) -> bool:
         """Take a document out of the catalog. What it named is left to ``collect``.
 
-        The entry of its token sequence goes too, unless another document has the same blob and is named there.
+        The entry of its token sequence goes too, unless another document has the same blob and is named there, and so
+        does what is kept of prompts with its text.
 
         Args:
             config: The model configuration.
@@ -201,6 +203,7 @@ class Catalog(Texts, Profiles):
         self._store.delete(key)
         if entry.token_digest:
             self._remove_tokens(space, entry)
+            self.drop_kept(space, entry.token_digest)
         return True
 
     def _remove_tokens(self, space: KeySpace, removed: CatalogEntry) -> None:
