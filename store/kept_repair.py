@@ -22,6 +22,7 @@ TEXT_LEVEL = 255
 """In place of a level: all documents were computed from their texts."""
 _WHAT = "a kept repair"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_DOCUMENT = re.compile(r"[0-9a-f]{64}(?::[0-9a-f]{64})?")
 _MOST_BYTES = 1 << 40
 
 
@@ -50,7 +51,8 @@ class KeptRepair:
     """Repaired rows of the documents of a prompt, in its order. JSON in a store; docs/format.md tells the fields.
 
     Attributes:
-        documents: Digest of each document's token ids, in the order of the prompt.
+        documents: Digest of each document's token ids, in the order of the prompt; behind it, after a colon, that of
+            the neutral prefix that the document was computed behind, where there is one.
         level: The coarsest level that the documents stood at while rows were computed; ``TEXT_LEVEL`` without any.
         profile_digest: SHA-256 of the profile that the rows are coded with; empty where they carry their own.
         parts: Rows of each document.
@@ -67,8 +69,8 @@ class KeptRepair:
         Raises:
             ArgumentError: It does.
         """
-        digests = (*self.documents, *([self.profile_digest] if self.profile_digest else []))
-        sound = bool(self.documents) and all(_DIGEST.fullmatch(each) for each in digests)
+        named = all(_DOCUMENT.fullmatch(each) for each in self.documents)
+        sound = bool(self.documents) and named and (not self.profile_digest or _DIGEST.fullmatch(self.profile_digest))
         parts = all(
             (_DIGEST.fullmatch(part.sha256) and 0 < part.size < _MOST_BYTES) if part.count else part == KeptRows()
             for part in self.parts
@@ -129,11 +131,24 @@ class KeptRepair:
             raise CorruptError(msg) from error
 
 
+def base_of(token_digest: str, neutral_digest: str) -> str:
+    """A document as a kept repair names it.
+
+    Args:
+        token_digest: Of its token ids.
+        neutral_digest: Of its neutral prefix; empty where there is none.
+
+    Returns:
+        The name.
+    """
+    return f"{token_digest}:{neutral_digest}" if neutral_digest else token_digest
+
+
 def order_digest(documents: Sequence[str]) -> str:
     """What repaired rows depend on beside the model: the documents, in their order.
 
     Args:
-        documents: Digest of each document's token ids.
+        documents: As in ``KeptRepair``.
 
     Returns:
         SHA-256, hexadecimal.

@@ -30,6 +30,7 @@ def describe(info: BlobInfo) -> dict[str, Any]:
         "profile": info.profile_digest,
         "method": info.method,
         "head_start": info.prefix_layers,
+        "neutral_prefix": len(info.neutral_prefix),
         "deviation_block": info.deviation.block if info.deviation else None,
         "levels": [
             {

@@ -101,7 +101,7 @@ class Executor:
         self.attention: Tensor | None = None
         self._keeper, self._timeouts = settings.keeper, settings.timeouts
         self._headers = HeaderReader(session, driver, finder, settings.fetch, settings.timeouts)
-        self._finding_kept: asyncio.Task[Found] | None = None
+        self._finding_kept: asyncio.Task[Found | None] | None = None
         self.number = -1
         self._documents: dict[int, DocumentHandle] = {}
         self._variants: dict[int, list[DocumentHandle]] = {}
@@ -171,21 +171,27 @@ class Executor:
             if links.trouble and (links.is_able or not spared):
                 self.misses.append(links.trouble)
         looks = bool(self._question)
-        if repair is not None and self._keeper is not None:
-            self._finding_kept = asyncio.create_task(self._look_for_kept(self._keeper))
         self.number = self._driver.begin(
             self, lambda number: ev.LoadRequested(number, count, query_tokens, goal, repair, looks)
         )
         laid_out = self._spawn(self._lay_out(tokens))
-        for index in range(count):
-            self._spawn(self._open(index, laid_out))
+        opening = [self._spawn(self._open(index, laid_out)) for index in range(count)]
+        if repair is not None and self._keeper is not None:
+            self._finding_kept = asyncio.create_task(self._find_kept(self._keeper, opening))
         return await self._done
 
-    async def _look_for_kept(self, keeper: RepairKeeper) -> Found:
-        """What earlier repairs computed of these documents, read beside them."""
-        named = [(document.token_digest, document.tokens) for document in self._found]
+    @property
+    def documents(self) -> list[DocumentHandle]:
+        """The documents, once their headers were read."""
+        return [self._documents[index] for index in range(len(self._found))]
+
+    async def _find_kept(self, keeper: RepairKeeper, opening: Sequence[asyncio.Task[None]]) -> Found | None:
+        """What earlier repairs computed of these documents, read beside their chunks."""
+        await asyncio.wait(opening)
+        if len(self._documents) < len(self._found):
+            return None  # the load fails, or has ended
         try:
-            return await self._driver.look_up(partial(keeper.find, named), self._timeouts.patience)
+            return await self._driver.look_up(partial(keeper.find, self.documents), self._timeouts.patience)
         except KvwireError as error:
             return keeper.unread(error)
 
@@ -217,12 +223,12 @@ class Executor:
     @property
     def texts(self) -> list[tuple[int, ...] | None]:
         """Token ids of the documents, as far as they are known by now."""
-        return [self._documents[index].token_ids for index in range(len(self._found))]
+        return [document.token_ids for document in self.documents]
 
     @property
     def deviations(self) -> Tensor | None:
         """How far the prompt's tokens move behind other documents; None where a blob does not say so."""
-        infos = [self._documents[index].info for index in range(len(self._found))]
+        infos = [document.info for document in self.documents]
         return by_token([(info.tokens, info.deviation) if info else (0, None) for info in infos])
 
     def complete(self) -> None:
@@ -487,7 +493,13 @@ class Executor:
         seen = self.prompt.cache.slice(0, offset + start) if behind else None
         if seen is None and start:
             seen = self.prompt.document(first.document).slice(0, start)
-        piece = self._engine.extend(seen, ids, offset=offset)
+        neutral = document.info.neutral_prefix if document.info and not behind else ()
+        if neutral:  # nothing stands before a prompt, so tokens are computed elsewhere and moved
+            from kvwire.runtime.neutral import compute_behind
+
+            piece = compute_behind(self._engine, neutral, ids, seen)
+        else:
+            piece = self._engine.extend(seen, ids, offset=offset)
         self.prompt.write(first.document, start, piece)
 
     async def _start_head(self, index: int) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from kvwire.codec import BlobDecoder, Profile, encode, level_index, rows_off, rows_on
 from kvwire.errors import CorruptError, KvwireError
-from kvwire.store import TEXT_LEVEL
+from kvwire.store import TEXT_LEVEL, base_of
 from kvwire.types import KVCache, digest_tokens
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvwire.controller import events as ev
     from kvwire.reuse import LinkedPrompt, Repaired
     from kvwire.runtime.corpus import Corpus
+    from kvwire.runtime.documents import DocumentHandle
     from kvwire.store import KeptRepair, KeptRows, Store
     from kvwire.types import Decision
 
@@ -59,32 +60,26 @@ class KeptPrompt:
     cache: KVCache
     digests: tuple[str, ...]
 
-    def suits(self, decisions: Sequence[Decision]) -> bool:
-        """Whether the rows were computed over documents at least as fine as a prompt's are.
+    def suits(self, documents: Sequence[DocumentHandle], decisions: Sequence[Decision]) -> bool:
+        """Whether the rows are of a prompt's texts, and were computed over documents at least as fine as the prompt's.
 
         Args:
-            decisions: What became of the prompt's chunks.
+            documents: The prompt's.
+            decisions: What became of its chunks.
 
         Returns:
-            Whether they were.
+            Whether both hold.
         """
-        return self.entry.level >= coarsest(decisions, len(self.entry.documents))
-
-    def is_of(self, texts: Sequence[Sequence[int]]) -> bool:
-        """Whether the rows are of these texts, as far as their blobs say.
-
-        Args:
-            texts: Token ids of the prompt's documents.
-
-        Returns:
-            Whether they are.
-        """
+        count = len(self.entry.documents)
+        if self.entry.documents != bases_of(documents[:count]) or self.entry.level < coarsest(decisions, count):
+            return False
         start = 0
-        for text, digest in zip(texts, self.digests, strict=False):
-            mine = self.rows[(self.rows >= start) & (self.rows < start + len(text))] - start
-            if len(mine) and digest_tokens([text[token] for token in mine.tolist()]) != digest:
+        for document, digest in zip(documents, self.digests, strict=False):
+            text, stop = document.token_ids or (), start + document.tokens
+            mine = self.rows[(self.rows >= start) & (self.rows < stop)] - start
+            if len(mine) and digest_tokens([text[token] for token in mine.tolist() if token < len(text)]) != digest:
                 return False
-            start += len(text)
+            start = stop
         return True
 
     def write(self, prompt: LinkedPrompt, front: int = 0) -> Tensor:
@@ -114,6 +109,7 @@ class Gathered:
     """Rows of a repaired prompt that may be kept.
 
     Attributes:
+        bases: Each document as ``KeptRepair`` names it.
         texts: Token ids of each document.
         level: See ``KeptRepair``.
         rows: int64, positions in the prompt, ascending.
@@ -121,6 +117,7 @@ class Gathered:
         heals: Whether what is kept of these documents is damaged.
     """
 
+    bases: tuple[str, ...]
     texts: tuple[tuple[int, ...], ...]
     level: int
     rows: Tensor
@@ -142,15 +139,29 @@ def coarsest(decisions: Sequence[Decision], documents: int) -> int:
     return min((level for level in levels if level is not None), default=TEXT_LEVEL)
 
 
+def bases_of(documents: Sequence[DocumentHandle]) -> tuple[str, ...]:
+    """Documents as ``KeptRepair`` names them.
+
+    Args:
+        documents: Their headers are read.
+
+    Returns:
+        The names.
+    """
+    prefixes = [each.info.neutral_prefix if each.info else () for each in documents]
+    digests = [digest_tokens(prefix) if prefix else "" for prefix in prefixes]
+    return tuple(base_of(each.token_digest, digest) for each, digest in zip(documents, digests, strict=True))
+
+
 def gathered(
-    prompt: LinkedPrompt, texts: Sequence[tuple[int, ...] | None], repaired: Repaired, found: Found | None,
+    prompt: LinkedPrompt, documents: Sequence[DocumentHandle], repaired: Repaired, found: Found | None,
     finish: ev.Finish,
 ) -> Gathered | None:  # fmt: skip
     """Copy the rows of a repaired prompt that are worth keeping.
 
     Args:
         prompt: As it was repaired.
-        texts: Token ids of its documents.
+        documents: Its documents.
         repaired: What was done.
         found: What had been kept of it; None where nobody knows.
         finish: How the load ended.
@@ -159,8 +170,8 @@ def gathered(
         The rows, those of the front included, which were computed from text; None where nothing new was computed, or
         where more than whole rows changed.
     """
-    known = tuple(text for text in texts if text is not None)
-    if not len(repaired.rows) or not repaired.is_plain or len(known) < len(texts) or prompt.cache.kept is not None:
+    known = tuple(each.token_ids for each in documents if each.token_ids is not None)
+    if not len(repaired.rows) or not repaired.is_plain or len(known) < len(documents) or prompt.cache.kept is not None:
         return None
     seeing = torch.zeros(prompt.cache.tokens, dtype=torch.bool)
     seeing[prompt.tokens[0] : finish.front] = True
@@ -171,7 +182,8 @@ def gathered(
     cache = _taken(prompt.cache, rows)
     keys, values = ([tensor.cpu() for tensor in side] for side in (cache.keys, cache.values))
     level = coarsest(finish.decisions, len(known))
-    return Gathered(known, level, rows, KVCache(keys, values, prompt.cache.meta), bool(found and found.trouble))
+    copied, heals = KVCache(keys, values, prompt.cache.meta), bool(found and found.trouble)
+    return Gathered(bases_of(documents), known, level, rows, copied, heals)
 
 
 class RepairKeeper:
@@ -188,18 +200,18 @@ class RepairKeeper:
         self._corpus, self._view, self._most_bytes = corpus, corpus.over(view), most_bytes
         self._config = corpus.meta.config_digest()
 
-    def find(self, documents: Sequence[tuple[str, int]]) -> Found:
+    def find(self, documents: Sequence[DocumentHandle]) -> Found:
         """Look for rows; blocks.
 
         Args:
-            documents: Digest of each document's token ids, and its length, in the order of the prompt.
+            documents: In the order of the prompt; their headers are read.
 
         Returns:
             What was found.
         """
         try:
-            entry = self._view.catalog.kept_repair(self._config, [digest for digest, _ in documents])
-            return Found() if entry is None else Found(self._read(entry, [length for _, length in documents]))
+            entry = self._view.catalog.kept_repair(self._config, bases_of(documents))
+            return Found() if entry is None else Found(self._read(entry, [each.tokens for each in documents]))
         except KvwireError as error:
             return self.unread(error)
 
@@ -278,7 +290,7 @@ class RepairKeeper:
         if size > self._most_bytes:
             _log.warning("repaired rows of %d bytes were not kept: the bound is %d", size, self._most_bytes)
             return 0
-        known = (tuple(digest_tokens(text) for text in made.texts), made.level, profile.digest if profile else "")
+        known = (made.bases, made.level, profile.digest if profile else "")
         written = self._corpus.catalog.put_kept(self._config, *known, parts, overwrite=made.heals)
         if written:
             self._corpus.catalog.bound_kept(self._config, self._most_bytes)

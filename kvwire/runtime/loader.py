@@ -395,8 +395,7 @@ class Loader:
         if found is None or found.kept is None:
             executor.misses += [found.trouble] if found else []
             return found
-        texts = [text or () for text in executor.texts]
-        return found if found.kept.suits(finish.decisions) and found.kept.is_of(texts) else None
+        return found if found.kept.suits(executor.documents, finish.decisions) else None
 
     def _keep(self, executor: Executor, repaired: Repaired | None, found: Found | None, finish: ev.Finish) -> None:
         """Keep a prompt's repaired rows in a thread; while that runs, those of later loads are not."""
@@ -404,7 +403,7 @@ class Loader:
             return
         from kvwire.runtime.kept import gathered
 
-        made = gathered(executor.prompt, executor.texts, repaired, found, finish)
+        made = gathered(executor.prompt, executor.documents, repaired, found, finish)
         if made is not None:
             self._keeping = self._session.threads.store.submit(self._keeper.keep, made)
 

@@ -33,7 +33,7 @@ class KeptRepairs(TenantObjects):
 
         Args:
             config: The model configuration.
-            documents: Digest of each document's token ids, in the order of the prompt.
+            documents: As in ``KeptRepair``.
 
         Returns:
             What is kept; None where nothing is.
@@ -192,7 +192,11 @@ class KeptRepairs(TenantObjects):
             config: The model configuration.
             token_digest: Digest of its token ids.
         """
-        found = [key for key, kept in self.kept_repairs(config) if token_digest in kept.documents]
+        found = [
+            key
+            for key, kept in self.kept_repairs(config)
+            if any(each.startswith(token_digest) for each in kept.documents)
+        ]
         for key in found:
             try:
                 self._store.delete(key)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvwire.errors import ArgumentError
-from kvwire.runtime.corpus import Corpus, Document
+from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.quality import mean_kl
 from kvwire.runtime.settings import LoadSettings
@@ -150,6 +150,22 @@ def test_rows_of_coarser_documents_are_not_used_for_finer_ones(small):
     assert asked(small, corpus).repair.kept == 0
     assert {each.level for each in kept_of(corpus).values()} == {4}
     assert asked(small, corpus, quality_floor=0, quality_ceiling=0).repair.kept > 0
+
+
+def test_documents_behind_a_neutral_prefix_are_others(small):
+    store = MemoryStore()
+    plain = encoded(small, store)
+    asked(small, plain)
+    behind = Corpus(small.engine, store, coding=Coding(neutral_prefix=16))
+    documents = [Document(name, ids) for name, ids in pieces(small).items()]
+    behind.calibrate(documents)
+    list(behind.encode(documents))
+    first = asked(small, behind)
+    assert first.repair.kept == 0
+    assert asked(small, behind).repair.kept == len(first.repair.rows)
+    assert len(kept_of(plain)) == 6
+    behind.catalog.remove(behind.meta.config_digest(), "d0")
+    assert not kept_of(plain)
 
 
 def test_the_bound_holds_and_what_it_drops_is_collected(small):

@@ -39,7 +39,8 @@ def test_the_digest_tells_orders_apart(ours, theirs):
 @pytest.mark.parametrize(
     "changed",
     [
-        {"documents": []}, {"documents": ["x"] * 2}, {"documents": list(DOCUMENTS)}, {"level": -1}, {"level": "4"},
+        {"documents": []}, {"documents": ["x"] * 2}, {"documents": [DOCUMENTS[0] + ":"] * 2},
+        {"documents": list(DOCUMENTS)}, {"level": -1}, {"level": "4"},
         {"level": TEXT_LEVEL + 1}, {"parts": 3}, {"parts": [[], []]}, {"parts": [["", 0, ""], ["9" * 64, 0, "BQE="]]},
         {"parts": [["", 0, ""], ["", 5, "BQE="]]}, {"parts": [["", 0, ""], ["9" * 64, 5, "?"]]},
         {"parts": [["", 0, ""], ["9" * 64, True, "BQE="]]}, {"profile_digest": "8"},
