@@ -583,8 +583,8 @@ class Corpus:
         is_behind = profile is None or profile.notes.get("neutral_prefix", 0) == coding.neutral_prefix
         if profile is not None and not (is_behind and coding.kind.is_wanted(profile, coding)):
             msg = (
-                "the profile in use here is of another method, head start or neutral prefix; encode with that one, "
-                "name another tenant or store, or call Corpus.calibrate to replace it"
+                "the profile in use here is of another method or head start, or of another neutral prefix; encode with "
+                "that one, name another tenant or store, or call Corpus.calibrate to replace it"
             )
             raise MismatchError(msg)
         noted = 0 if profile is None else profile.notes.get("tokens")
