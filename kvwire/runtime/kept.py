@@ -210,7 +210,7 @@ class RepairKeeper:
             What was found.
         """
         try:
-            entry = self._view.catalog.kept_repair(self._config, bases_of(documents))
+            entry = self._view.catalog.kept.find(self._config, bases_of(documents))
             return Found() if entry is None else Found(self._read(entry, [each.tokens for each in documents]))
         except KvwireError as error:
             return self.unread(error)
@@ -246,7 +246,7 @@ class RepairKeeper:
 
     def _decoded(self, part: KeptRows, profile: AnyProfile | None, count: int) -> KVCache:
         catalog = self._view.catalog
-        reader, stored = catalog.blob_reader(), catalog.get_kept_rows(self._config, part)
+        reader, stored = catalog.blob_reader(), catalog.kept.rows(self._config, part)
         info = reader.read_header(stored)
         if info.meta.config_digest() != self._config or info.tokens != count or info.prefix_layers:
             msg = f"kept rows {part.sha256[:12]} are not those of their entry"
@@ -291,9 +291,9 @@ class RepairKeeper:
             _log.warning("repaired rows of %d bytes were not kept: the bound is %d", size, self._most_bytes)
             return 0
         known = (made.bases, made.level, profile.digest if profile else "")
-        written = self._corpus.catalog.put_kept(self._config, *known, parts, overwrite=made.heals)
+        written = self._corpus.catalog.kept.put(self._config, *known, parts, overwrite=made.heals)
         if written:
-            self._corpus.catalog.bound_kept(self._config, self._most_bytes)
+            self._corpus.catalog.kept.bound(self._config, self._most_bytes)
         return len(written)
 
 

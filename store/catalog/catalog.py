@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, NotFoundError
 from kvwire.store.catalog.announcements import is_old, wait_for_collectors
-from kvwire.store.catalog.kept import KeptRepairs
 from kvwire.store.catalog.profiles import Profiles
 from kvwire.store.catalog.texts import Texts
 from kvwire.store.catalog_entry import MAX_ENTRY_BYTES, CatalogEntry
@@ -23,12 +22,13 @@ from kvwire.store.listing import read_ahead
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from kvwire.store.catalog.kept import KeptRepairs
     from kvwire.store.catalog.tenant_objects import Config
 
     OnError: TypeAlias = Callable[[str, KvwireError], None]
 
 
-class Catalog(Texts, Profiles, KeptRepairs):
+class Catalog(Texts, Profiles):
     """One tenant's documents, profiles, model records and kept repairs in a store.
 
     Args:
@@ -38,6 +38,13 @@ class Catalog(Texts, Profiles, KeptRepairs):
         keyring: Blobs, texts and entries are sealed with the tenant's key, and what is not sealed is refused; profiles
             stay as they are.
     """
+
+    @property
+    def kept(self) -> KeptRepairs:
+        """What is kept of repaired prompts."""
+        from kvwire.store.catalog.kept import KeptRepairs
+
+        return KeptRepairs(self)
 
     def put_blob(  # noqa: PLR0913 - the fields of one entry
         self,
@@ -203,7 +210,7 @@ class Catalog(Texts, Profiles, KeptRepairs):
         self._store.delete(key)
         if entry.token_digest:
             self._remove_tokens(space, entry)
-            self.drop_kept(space, entry.token_digest)
+            self.kept.drop(space, entry.token_digest)
         return True
 
     def _remove_tokens(self, space: KeySpace, removed: CatalogEntry) -> None:

@@ -26,9 +26,18 @@ _GROWN = 1.5
 
 
 class KeptRepairs(TenantObjects):
-    """A tenant's kept repairs."""
+    """A tenant's kept repairs; ``Catalog.kept`` gives them."""
 
-    def kept_repair(self, config: Config, documents: Sequence[str]) -> KeptRepair | None:
+    def __init__(self, catalog: TenantObjects) -> None:
+        """Share a catalog's store, tenant and keys.
+
+        Args:
+            catalog: The tenant's.
+        """
+        self._store, self._tenant = catalog.store, catalog.tenant
+        self._keys = catalog._keys  # noqa: SLF001 - of this class's base
+
+    def find(self, config: Config, documents: Sequence[str]) -> KeptRepair | None:
         """What is kept of an order of documents, or of the most of its first ones.
 
         Args:
@@ -55,7 +64,7 @@ class KeptRepairs(TenantObjects):
             return kept
         return None
 
-    def get_kept_rows(self, config: Config, part: KeptRows) -> bytes:
+    def rows(self, config: Config, part: KeptRows) -> bytes:
         """Read the blob of a document's rows and check it against its digest.
 
         Args:
@@ -75,7 +84,7 @@ class KeptRepairs(TenantObjects):
             raise CorruptError(msg)
         return data
 
-    def put_kept(
+    def put(
         self,
         config: Config,
         documents: Sequence[str],
@@ -140,7 +149,7 @@ class KeptRepairs(TenantObjects):
             return True
         return known.level == made.level and made.count >= _GROWN * known.count
 
-    def kept_repairs(self, config: Config) -> Iterator[tuple[str, KeptRepair]]:
+    def each(self, config: Config) -> Iterator[tuple[str, KeptRepair]]:
         """All that is kept, with its keys; what cannot be read is left out.
 
         Args:
@@ -159,7 +168,7 @@ class KeptRepairs(TenantObjects):
             except (CorruptError, FormatVersionError):
                 continue
 
-    def bound_kept(self, config: Config, most_bytes: int) -> int:
+    def bound(self, config: Config, most_bytes: int) -> int:
         """Drop the oldest of what is kept, until all of it names so many bytes at most. Rows are left to ``collect``.
 
         Args:
@@ -170,7 +179,7 @@ class KeptRepairs(TenantObjects):
             How many entries were dropped.
         """
         space = self.keys(config)
-        known = dict(self.kept_repairs(space))
+        known = dict(self.each(space))
         ages = {listed.key: listed.modified for listed in self._store.scan(space.kept_repairs)}
         named: dict[str, int] = {}
         dropped: list[str] = []
@@ -185,7 +194,7 @@ class KeptRepairs(TenantObjects):
         self._store.delete_many(dropped)
         return len(dropped)
 
-    def drop_kept(self, config: Config, token_digest: str) -> None:
+    def drop(self, config: Config, token_digest: str) -> None:
         """Drop whatever is kept of a document.
 
         Args:
@@ -193,9 +202,7 @@ class KeptRepairs(TenantObjects):
             token_digest: Digest of its token ids.
         """
         found = [
-            key
-            for key, kept in self.kept_repairs(config)
-            if any(each.startswith(token_digest) for each in kept.documents)
+            key for key, kept in self.each(config) if any(each.startswith(token_digest) for each in kept.documents)
         ]
         for key in found:
             try:

@@ -22,7 +22,7 @@ KEPT = KeptRepair(DOCUMENTS[:2], 4, "8" * 64, (KeptRows(), ROWS))
 def put(catalog, documents=DOCUMENTS, level=4, bits=b"\x05", **options):
     """Rows of all but the first document; the catalog does not look into blobs."""
     rows = [(b"", b""), *((bits, b"rows of " + name.encode()) for name in documents[1:])]
-    return catalog.put_kept(CONFIG, documents, level, "", rows, **options)
+    return catalog.kept.put(CONFIG, documents, level, "", rows, **options)
 
 
 def test_an_entry_comes_back():
@@ -62,15 +62,15 @@ def test_damaged_bytes_are_read_or_refused(noise, at):
 
 def test_the_longest_beginning_is_found():
     catalog = Catalog(MemoryStore())
-    assert catalog.kept_repair(CONFIG, DOCUMENTS) is None
+    assert catalog.kept.find(CONFIG, DOCUMENTS) is None
     assert [len(made.documents) for made in put(catalog, DOCUMENTS[:3])] == [2, 3]
     for asked, found in ((4, 3), (3, 3), (2, 2), (1, None)):
-        kept = catalog.kept_repair(CONFIG, DOCUMENTS[:asked])
+        kept = catalog.kept.find(CONFIG, DOCUMENTS[:asked])
         assert (kept and len(kept.documents)) == found
-    assert catalog.kept_repair(CONFIG, DOCUMENTS[::-1]) is None
-    assert Catalog(catalog.store, "other").kept_repair(CONFIG, DOCUMENTS) is None
-    rows = catalog.kept_repair(CONFIG, DOCUMENTS[:2]).parts[1]
-    assert catalog.get_kept_rows(CONFIG, rows) == b"rows of " + DOCUMENTS[1].encode()
+    assert catalog.kept.find(CONFIG, DOCUMENTS[::-1]) is None
+    assert Catalog(catalog.store, "other").kept.find(CONFIG, DOCUMENTS) is None
+    rows = catalog.kept.find(CONFIG, DOCUMENTS[:2]).parts[1]
+    assert catalog.kept.rows(CONFIG, rows) == b"rows of " + DOCUMENTS[1].encode()
 
 
 def test_finer_documents_and_far_more_rows_take_the_place():
@@ -99,4 +99,4 @@ def test_an_entry_that_was_moved_is_noticed():
     space = catalog.keys(CONFIG)
     catalog.store.put(space.kept_repair(made[0].digest), made[1].to_json())
     with pytest.raises(CorruptError, match="of other documents"):
-        catalog.kept_repair(CONFIG, DOCUMENTS[:2])
+        catalog.kept.find(CONFIG, DOCUMENTS[:2])
