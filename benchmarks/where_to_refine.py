@@ -4,7 +4,7 @@
 
 links documents of a book in a shuffled order at one level of the codec, raises a third of the chunks by one level, and
 measures the KL divergence from the same documents linked exactly, over the 32 tokens behind the question. Chunks are
-chosen by the question's attention over the coarsest level, at random, and as the prompt's last, the strongest choice that
+chosen by the question's attention over the coarsest level, at random, and as the prompt's last, the best choice that
 looks at nothing. The figure is what is left of the divergence of the lower level: all chunks raised leave the least.
 """
 

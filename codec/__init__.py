@@ -24,7 +24,15 @@ if TYPE_CHECKING:
     from kvwire.codec.kinds.requests import AnyProfile
     from kvwire.codec.planes import Plane, planes_of
     from kvwire.codec.profile.profile import Profile
-    from kvwire.codec.transform.positions import positions_off, positions_on, rotate, rotation, shift_keys
+    from kvwire.codec.transform.positions import (
+        positions_off,
+        positions_on,
+        rotate,
+        rotation,
+        rows_off,
+        rows_on,
+        shift_keys,
+    )
     from kvwire.codec.transform.quantiser import Ladder
     from kvwire.types import CacheMeta, KVCache, PagedKVCache
 
@@ -68,6 +76,8 @@ __all__ = [
     "read_text_documents",
     "rotate",
     "rotation",
+    "rows_off",
+    "rows_on",
     "shift_keys",
     "uses_triton",
     "verify",
@@ -95,7 +105,15 @@ __getattr__ = lazy(
         "kvwire.codec.planes": ("Plane", "planes_of"),
         "kvwire.codec.kinds.requests": ("AnyProfile",),
         "kvwire.codec.profile.profile": ("Profile",),
-        "kvwire.codec.transform.positions": ("positions_off", "positions_on", "rotate", "rotation", "shift_keys"),
+        "kvwire.codec.transform.positions": (
+            "positions_off",
+            "positions_on",
+            "rotate",
+            "rotation",
+            "rows_off",
+            "rows_on",
+            "shift_keys",
+        ),
         "kvwire.codec.transform.quantiser": ("Ladder",),
         "kvwire.types": ("CacheMeta", "KVCache", "PagedKVCache"),
     },

@@ -11,22 +11,32 @@ if TYPE_CHECKING:
     from kvwire.reuse.repair.rows import Narrowing, RowsEngine, checked_rows
     from kvwire.reuse.repair.selectors import SELECTORS
     from kvwire.reuse.repair.selectors.base import Chosen, RepairCost, RepairInput, Selector, rows_for
+    from kvwire.reuse.schema import Module, Parameter, Schema, SchemaPrompt, Union, fill_parameters, place_modules
+    from kvwire.reuse.schema_json import read_schema
 
 __all__ = [
     "SELECTORS",
     "Chosen",
     "LinkedPrompt",
+    "Module",
     "Narrowing",
+    "Parameter",
     "RepairCost",
     "RepairInput",
     "Repaired",
     "RowsEngine",
+    "Schema",
+    "SchemaPrompt",
     "Selector",
+    "Union",
     "block_mask",
     "checked_rows",
+    "fill_parameters",
     "link",
     "measure_deviation",
     "moved",
+    "place_modules",
+    "read_schema",
     "repair_prompt",
     "rows_for",
     "selector_of",
@@ -41,5 +51,15 @@ __getattr__ = lazy(
         "kvwire.reuse.repair.rows": ("Narrowing", "RowsEngine", "checked_rows"),
         "kvwire.reuse.repair.selectors": ("SELECTORS",),
         "kvwire.reuse.repair.selectors.base": ("Chosen", "RepairCost", "RepairInput", "Selector", "rows_for"),
+        "kvwire.reuse.schema": (
+            "Module",
+            "Parameter",
+            "Schema",
+            "SchemaPrompt",
+            "Union",
+            "fill_parameters",
+            "place_modules",
+        ),
+        "kvwire.reuse.schema_json": ("read_schema",),
     },
 )

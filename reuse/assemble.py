@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from itertools import chain
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +31,8 @@ class LinkedPrompt:
 
     Attributes:
         tokens: Length of each document, in prompt order.
-        cache: Tensors ``[kv_heads, sum(tokens), dim]`` for each layer; nothing is copied when the pieces are all there.
+        starts: Position of each document's first token.
+        cache: Tensors ``[kv_heads, positions, dim]`` for each layer; nothing is copied when the pieces are all there.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class LinkedPrompt:
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         cache: KVCache | None = None,
+        starts: Sequence[int] | None = None,
     ) -> None:
         """Reserve the room.
 
@@ -51,22 +53,44 @@ class LinkedPrompt:
             dtype: Of the tensors; not needed with ``cache``.
             device: Of the tensors; not needed with ``cache``.
             cache: Room for the whole prompt, such as ``Engine.allocate`` gives; made here where it is left out.
+            starts: Where documents stand, ascending; positions between them and behind the last one hold nothing, as
+                in a pruned cache. None: one after the other.
 
         Raises:
-            ArgumentError: There is nothing to link, or the room is too small.
+            ArgumentError: There is nothing to link, the room is too small, or documents overlap.
             RopeRegimeError: The prompt gets too long to move documents in it.
         """
         if not tokens or min(tokens) < 1:
             msg = "a linked prompt needs documents of at least one token each"
             raise ArgumentError(msg)
         self.tokens = tuple(tokens)
-        total = sum(tokens)
+        self.starts = tuple(accumulate(tokens[:-1], initial=0) if starts is None else starts)
+        total = self._checked_end()
+        if cache is not None and starts is not None:
+            total = max(total, cache.tokens)  # room behind the last one is a gap, too
         _check_reach(meta, total)
         self.cache = KVCache.zeros(meta, total, dtype=dtype, device=device) if cache is None else cache
         if self.cache.tokens != total:
             msg = f"a prompt of {total} tokens needs room for as many, got room for {self.cache.tokens}"
             raise ArgumentError(msg)
         self._lock = threading.Lock()
+        at = 0
+        for start, count in (*zip(self.starts, self.tokens, strict=True), (total, 0)):
+            self.hide(at, start)
+            at = start + count
+
+    def _checked_end(self) -> int:
+        """Position behind the last document."""
+        at = 0
+        if len(self.starts) != len(self.tokens):
+            msg = f"{len(self.tokens)} documents need as many starts, got {len(self.starts)}"
+            raise ArgumentError(msg)
+        for start, count in zip(self.starts, self.tokens, strict=True):
+            if start < at:
+                msg = f"a document cannot start at position {start}: the one before it ends at {at}"
+                raise ArgumentError(msg)
+            at = start + count
+        return at
 
     def offset(self, document: int) -> int:
         """Position of a document's first token.
@@ -83,7 +107,7 @@ class LinkedPrompt:
         if not 0 <= document < len(self.tokens):
             msg = f"this prompt links documents 0 to {len(self.tokens) - 1}, there is no document {document}"
             raise ArgumentError(msg)
-        return sum(self.tokens[:document])
+        return self.starts[document]
 
     def document(self, document: int) -> KVCache:
         """A document's part of the prompt, as views that may be written to.
@@ -144,13 +168,46 @@ class LinkedPrompt:
         if start < 0 or len(kept) != len(heads) or not all(fits):
             msg = f"what was kept does not fit document {document} of this prompt from token {start} on"
             raise ArgumentError(msg)
-        with self._lock:
-            if self.cache.kept is None:
-                self.cache = replace(self.cache, kept=tuple(_masks(self.cache)))
+        self._use_masks()
         first = self.offset(document) + start
         for ours, theirs in zip(self.cache.kept or (), kept, strict=True):
             if ours is not None and theirs is not None:
                 ours[:, first : first + theirs.shape[1]] = theirs
+
+    def _use_masks(self) -> None:
+        with self._lock:
+            if self.cache.kept is None:
+                self.cache = replace(self.cache, kept=tuple(_masks(self.cache)))
+
+    def hide(self, start: int, stop: int) -> None:
+        """Let positions hold nothing that anybody sees.
+
+        Args:
+            start: The first one.
+            stop: The one behind the last.
+        """
+        self._show(start, stop, seen=False)
+
+    def show(self, start: int, stop: int) -> None:
+        """Let positions be seen that hold something again, or soon will.
+
+        Args:
+            start: The first one.
+            stop: The one behind the last.
+        """
+        self._show(start, stop, seen=True)
+
+    def _show(self, start: int, stop: int, *, seen: bool) -> None:
+        if start >= stop or (seen and self.cache.kept is None):
+            return
+        self._use_masks()
+        for key, value, mask in zip(self.cache.keys, self.cache.values, self.cache.kept or (), strict=True):
+            if mask is None or not mask.numel():
+                continue
+            mask[:, start:stop] = seen
+            if not seen:
+                key[:, start:stop].zero_()
+                value[:, start:stop].zero_()
 
 
 def moved(cache: KVCache, offset: int) -> KVCache:

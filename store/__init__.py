@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvwire.store.catalog_entry import CatalogEntry
     from kvwire.store.crypto.keyring import Keyring
     from kvwire.store.http_ranges import range_header, range_told
+    from kvwire.store.kept_repair import TEXT_LEVEL, KeptRepair, KeptRows, base_of
     from kvwire.store.key_kinds import KeyKind, Named, content_digest, kind_of, text_digest
     from kvwire.store.keys import KeySpace, check_key, check_new_name, is_catalog_key, tenant_hash
     from kvwire.store.listing import tenants
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from kvwire.store.upkeep.verify import Damage, Verified, verify_store
 
 __all__ = [
+    "TEXT_LEVEL",
     "Addressed",
     "Catalog",
     "CatalogEntry",
@@ -48,6 +50,8 @@ __all__ = [
     "Data",
     "FolderStore",
     "HttpAddress",
+    "KeptRepair",
+    "KeptRows",
     "KeyKind",
     "KeySpace",
     "Keyring",
@@ -67,6 +71,7 @@ __all__ = [
     "UseCounts",
     "UseFile",
     "Verified",
+    "base_of",
     "check_after",
     "check_key",
     "check_new_name",
@@ -119,6 +124,7 @@ __getattr__ = lazy(
         "kvwire.store.key_kinds": ("KeyKind", "Named", "content_digest", "kind_of", "text_digest"),
         "kvwire.store.keys": ("KeySpace", "check_key", "check_new_name", "is_catalog_key", "tenant_hash"),
         "kvwire.store.listing": ("tenants",),
+        "kvwire.store.kept_repair": ("TEXT_LEVEL", "KeptRepair", "KeptRows", "base_of"),
         "kvwire.store.model_record": ("ModelRecord",),
         "kvwire.store.schemes": ("open_store",),
         "kvwire.store.upkeep.collect": ("Collected", "collect"),

@@ -354,6 +354,23 @@ def _model_names(key: str, data: bytes) -> list[Named]:
     return [Named(_space_of(key).profile(digest), "profile", is_needed=False)] if digest else []
 
 
+def _accept_kept(key: str, data: Data) -> None:
+    from kvwire.store.kept_repair import KeptRepair
+
+    if _space_of(key).kept_repair(KeptRepair.from_json(bytes(data)).digest) != key:
+        msg = "the kept repair is of other documents than its key"
+        raise CorruptError(msg)
+
+
+def _kept_names(key: str, data: bytes) -> list[Named]:
+    from kvwire.store.kept_repair import KeptRepair
+
+    space, kept = _space_of(key), KeptRepair.from_json(data)
+    rows = [Named(space.kept_rows(part.sha256), "kept rows", part.size) for part in kept.parts if part.count]
+    profiles = [Named(space.profile(kept.profile_digest), "profile")] if kept.profile_digest else []
+    return [*rows, *profiles]
+
+
 def _accept_announcement(key: str, data: Data) -> None:
     del key
     fields = strict_json(bytes(data))
@@ -403,6 +420,17 @@ KINDS: tuple[KeyKind, ...] = (
         verify=check_text,
     ),
     KeyKind(
+        "kept rows",
+        re.compile(_CONTENT + r"\.kvr"),
+        digest="sha256",
+        prefix=lambda space: space.all_kept_rows,
+        place=KeySpace.kept_rows,
+        collected="swept",
+        max_bytes=None,
+        verify=check_blob,
+        advice="the next repair of these documents writes them again",
+    ),
+    KeyKind(
         "document entry",
         re.compile(_CATALOG + "doc/" + _FOLDED),
         digest="name",
@@ -445,6 +473,17 @@ KINDS: tuple[KeyKind, ...] = (
         names=_names_nothing,
         is_verified=False,  # without it, links count as nobody measured them
         advice="run kvwire check-model again",
+    ),
+    KeyKind(
+        "kept repair",
+        re.compile(_CATALOG + "kept/" + _FOLDED),
+        digest="name",
+        prefix=lambda space: space.kept_repairs,
+        place=KeySpace.kept_repair,
+        collected="marks",
+        accept=_accept_kept,
+        names=_kept_names,
+        advice="the next repair of these documents writes it again",
     ),
     KeyKind(
         "model record",

@@ -305,6 +305,40 @@ class KeySpace:
         """Where what was measured of linked documents lies."""
         return f"{self.catalog}links.json"
 
+    def kept_rows(self, sha256: str) -> str:
+        """Key of rows that a repair computed, by their content.
+
+        Args:
+            sha256: SHA-256 of the stored bytes.
+
+        Returns:
+            The key.
+        """
+        check_digest(sha256, "the SHA-256 of kept rows")
+        return f"{self.all_kept_rows}{sha256[:2]}/{sha256}.kvr"
+
+    @property
+    def all_kept_rows(self) -> str:
+        """Prefix of rows that repairs computed."""
+        return f"{self.root}kept/"
+
+    def kept_repair(self, order_digest: str) -> str:
+        """Key of what is kept of an order of documents.
+
+        Args:
+            order_digest: Digest of the order.
+
+        Returns:
+            The key.
+        """
+        check_digest(order_digest, "the digest of an order of documents")
+        return f"{self.kept_repairs}{order_digest[:2]}/{order_digest}.json"
+
+    @property
+    def kept_repairs(self) -> str:
+        """Prefix of what is kept of orders of documents."""
+        return f"{self.catalog}kept/"
+
     @property
     def model_record(self) -> str:
         """Key of what is told of the model."""

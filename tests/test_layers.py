@@ -57,11 +57,11 @@ SHELVES: dict[str, list[set[str]]] = {
         {"simulator"},
     ],
     "engines": [{"base.py"}, {"calibration.py", "weighting.py"}, {"transformers", "vllm"}],
-    "reuse": [{"assemble.py"}, {"repair"}],
+    "reuse": [{"assemble.py"}, {"repair"}, {"schema.py"}, {"schema_json.py"}],
     "store": [
         {"client_tls.py", "http_ranges.py", "keys.py"},
         {"base.py", "catalog_entry.py"},
-        {"model_record.py"},
+        {"kept_repair.py", "model_record.py"},
         {"content_checks.py"},
         {"key_kinds.py"},
         {"files", "memory_snapshot.py"},

@@ -17,6 +17,8 @@ from kvwire.errors import ArgumentError
 from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from kvwire.codec.kinds.requests import AnyProfile
@@ -38,6 +40,7 @@ def encode(  # noqa: PLR0913 - what a blob may hold
     threads: int | None = None,
     backend: Backend = "auto",
     deviation: BlockDeviation | None = None,
+    neutral_prefix: Sequence[int] = (),
 ) -> bytes:
     """Encode a document's cache into a blob.
 
@@ -59,6 +62,8 @@ def encode(  # noqa: PLR0913 - what a blob may hold
         backend: With ``triton``, and with ``auto`` where the cache lies on a GPU, layered levels of a given profile are
             encoded on the cache's device; all else is encoded on the processor.
         deviation: How far the document's tokens move behind other documents, to be stored with it.
+        neutral_prefix: Token ids that stood before the document when the cache was computed, and are not part of it:
+            whoever computes tokens of it anew must know them.
 
     Returns:
         The blob.
@@ -93,6 +98,7 @@ def encode(  # noqa: PLR0913 - what a blob may hold
             error_to_kl=encoders[0].error_to_kl,
             kept=cache.kept,
             deviation=deviation,
+            neutral_prefix=tuple(neutral_prefix),
         )
     )
 

@@ -22,6 +22,7 @@ from kvwire.codec.format.header import (
     MAX_SHIFT,
     MAX_STEP,
     MISSING,
+    NEUTRAL,
     PROLOGUE,
     VERSION,
     Header,
@@ -35,6 +36,7 @@ from kvwire.codec.format.metadata_json import (
     elements_per_token,
     error_to_kl_from_json,
     meta_from_json,
+    neutral_from_json,
     unpack_json,
 )
 from kvwire.errors import CorruptError, FormatVersionError, TruncatedError
@@ -79,6 +81,7 @@ class _Prologue(NamedTuple):
     levels: int
     bits: int
     profile_bytes: int
+    is_neutral: bool
 
     @property
     def chunks(self) -> int:
@@ -122,6 +125,7 @@ def parse_header(data: bytes, *, check: bool = True) -> Header:
     info = BlobInfo(
         fields.version, meta, fields.tokens, fields.chunk_tokens, fields.header_bytes, fields.file_bytes, digest,
         infos, segments, token_ids, method, prefix_layers, _deviation(parts.metadata, fields.tokens),
+        _neutral(parts.metadata, fields),
     )  # fmt: skip
     if parts.kept:
         kept_sizes(parts.kept, meta.layers, fields.tokens)
@@ -154,6 +158,19 @@ def _deviation(metadata: dict[str, Any], tokens: int) -> BlockDeviation | None:
         raise CorruptError(msg) from error
 
 
+def _neutral(metadata: dict[str, Any], fields: _Prologue) -> tuple[int, ...]:
+    """Token ids that the document was computed behind; there exactly where the flag says so."""
+    try:
+        neutral = neutral_from_json(metadata.get("neutral_prefix"))
+    except ValueError as error:
+        msg = f"the blob is damaged: {error}; fetch it again"
+        raise CorruptError(msg) from error
+    if bool(neutral) != fields.is_neutral:
+        msg = "the blob's flags and its metadata disagree on a neutral prefix; fetch it again"
+        raise CorruptError(msg)
+    return neutral
+
+
 def _prologue(data: bytes, *, check: bool) -> _Prologue:
     if data[: len(MAGIC)] != MAGIC[: len(data)] or not data:
         msg = "this is no kvwire blob: it does not begin with the blob's signature"
@@ -163,7 +180,7 @@ def _prologue(data: bytes, *, check: bool) -> _Prologue:
         raise TruncatedError(msg, PROLOGUE.size)
     (_, major, minor, incompatible, _, header_bytes, file_bytes, crc, meta_stored, meta_raw, tokens, chunk_tokens,
      levels, bits, _, profile_bytes) = PROLOGUE.unpack_from(data)  # fmt: skip
-    if major != VERSION[0] or incompatible:
+    if major != VERSION[0] or incompatible & ~NEUTRAL:
         msg = f"blob format {major}.{minor} (flags {incompatible:#x}) is newer than this kvwire; upgrade kvwire"
         raise FormatVersionError(msg)
     if not PROLOGUE.size <= header_bytes <= min(MAX_HEADER_BYTES, file_bytes):
@@ -190,6 +207,7 @@ def _prologue(data: bytes, *, check: bool) -> _Prologue:
         levels,
         bits,
         profile_bytes,
+        bool(incompatible & NEUTRAL),
     )
 
 

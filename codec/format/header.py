@@ -32,6 +32,8 @@ PROLOGUE = struct.Struct("<8sHHIIQQIIIIIBBHI")
 """magic, major, minor, incompatible flags, compatible flags, header bytes, file bytes, CRC-32 of the header, metadata
 stored, metadata raw, tokens, chunk tokens, levels, bits of a token id (0: unknown), reserved, bytes of the profile
 inside."""
+NEUTRAL = 1
+"""Incompatible flag: the document was computed behind other tokens, which whoever computes any of it anew must know."""
 CRC_AT = 36
 ENTRY = np.dtype(
     [

@@ -19,6 +19,8 @@ MAX_JSON_BYTES = 1 << 20
 """Metadata of a thousand layers takes a tenth; hostile text of this length makes some tens of megabytes of objects."""
 _MAX_BLOCK = 1 << 16
 """Tokens that share a deviation."""
+MAX_NEUTRAL = 4096
+"""Tokens of a neutral prefix."""
 _MAX_DIM = 1 << 20
 """Wider than any layer; products of two still fit 64 bits with room to spare."""
 MAX_WIDTH = 1 << 23
@@ -297,3 +299,24 @@ def deviation_from_json(raw: Any, tokens: int) -> BlockDeviation | None:  # noqa
         msg = f"{len(codes)} deviations of blocks of {block} tokens"
         raise ValueError(msg)
     return BlockDeviation(block, codes)
+
+
+def neutral_from_json(raw: Any) -> tuple[int, ...]:  # noqa: ANN401 - JSON
+    """Read the token ids that stood before a document when it was computed.
+
+    Args:
+        raw: As stored; None where none did.
+
+    Returns:
+        The token ids.
+
+    Raises:
+        ValueError: They are none, or too many.
+    """
+    if raw is None:
+        return ()
+    sound = isinstance(raw, list) and all(type(token) is int and 0 <= token < 1 << 32 for token in raw)
+    if not sound or not 0 < len(raw) <= MAX_NEUTRAL:
+        msg = f"the neutral prefix is no list of 1 to {MAX_NEUTRAL} token ids"
+        raise ValueError(msg)
+    return tuple(raw)

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from isal.isal_zlib import crc32  # zlib's checksum, some 15 times as fast
 
-from kvwire.codec.format.header import ALIGNMENT, CRC_AT, ENTRY, MAGIC, MAX_HEADER_BYTES, PROLOGUE, VERSION
+from kvwire.codec.format.header import ALIGNMENT, CRC_AT, ENTRY, MAGIC, MAX_HEADER_BYTES, NEUTRAL, PROLOGUE, VERSION
 from kvwire.codec.format.ids import pack_ids
 from kvwire.codec.format.kept import pack_kept
 from kvwire.codec.format.metadata_json import (
     MAX_JSON_BYTES,
+    MAX_NEUTRAL,
     MAX_WIDTH,
     deviation_to_json,
     elements_per_token,
@@ -69,6 +70,7 @@ class Draft:
         error_to_kl: The profile's own.
         kept: What a pruned cache holds; None where nothing was pruned.
         deviation: How far tokens move behind other documents; None where nobody measured.
+        neutral_prefix: Token ids that the document was computed behind.
     """
 
     meta: CacheMeta
@@ -83,6 +85,7 @@ class Draft:
     error_to_kl: tuple[float, float] | None = None
     kept: Kept | None = None
     deviation: BlockDeviation | None = None
+    neutral_prefix: tuple[int, ...] = ()
 
 
 def pack_blob(draft: Draft) -> bytes:
@@ -111,8 +114,8 @@ def pack_blob(draft: Draft) -> bytes:
         raise ArgumentError(msg)
     index, end = _index(draft, header_bytes)
     prologue = PROLOGUE.pack(
-        MAGIC, *VERSION, 0, 0, header_bytes, end, 0, len(metadata), metadata_raw, draft.tokens, draft.chunk_tokens,
-        len(draft.levels), bits, 0, len(draft.profile_bytes),
+        MAGIC, *VERSION, NEUTRAL if draft.neutral_prefix else 0, 0, header_bytes, end, 0, len(metadata), metadata_raw,
+        draft.tokens, draft.chunk_tokens, len(draft.levels), bits, 0, len(draft.profile_bytes),
     )  # fmt: skip
     header = bytearray(
         prologue + metadata + index.tobytes() + ids + draft.profile_bytes + kept + bytes(header_bytes - used)
@@ -138,6 +141,11 @@ def _metadata(draft: Draft, kept_bytes: int) -> tuple[bytes, int]:
         raise ArgumentError(msg)
     if record is not None:  # what lacks it stays byte for byte what it was
         fields["deviation"] = deviation_to_json(draft.deviation)
+    if len(draft.neutral_prefix) > MAX_NEUTRAL:
+        msg = f"a neutral prefix takes {MAX_NEUTRAL} tokens at most, got {len(draft.neutral_prefix)}"
+        raise ArgumentError(msg)
+    if draft.neutral_prefix:
+        fields["neutral_prefix"] = list(draft.neutral_prefix)
     frame, raw = pack_json(fields)
     if raw > MAX_JSON_BYTES:
         msg = f"the blob's metadata would take {raw} bytes of {MAX_JSON_BYTES} allowed; use larger blocks of deviations"

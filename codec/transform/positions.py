@@ -155,14 +155,56 @@ def positions_on(cache: KVCache, offset: int = 0) -> KVCache:
     return _turned(off, offset, sign=1.0, dtype=next(still, torch.float32), meta=meta)
 
 
-def _turned(cache: KVCache, start: int, *, sign: float, dtype: torch.dtype, meta: CacheMeta) -> KVCache:
+def rows_off(rows: KVCache, positions: Tensor) -> KVCache:
+    """Take the positions off tokens that do not follow each other.
+
+    Args:
+        rows: Positions on, but for ``meta.offset``, which says nothing of them.
+        positions: int64 ``[tokens]``, where each stands, from 0.
+
+    Returns:
+        As ``positions_off`` gives it, offset 0.
+
+    Raises:
+        RopeRegimeError: A position is out of reach.
+    """
+    meta = replace(rows.meta, positions="off", offset=0)
+    return _turned(rows, positions, sign=-1.0, dtype=torch.float32, meta=meta)
+
+
+def rows_on(rows: KVCache, positions: Tensor) -> KVCache:
+    """Put tokens at positions that do not follow each other.
+
+    Args:
+        rows: Positions off.
+        positions: int64 ``[tokens]``, where each is to stand, from 0.
+
+    Returns:
+        Positions on, but for ``meta.offset``; what carries them is float32.
+
+    Raises:
+        RopeRegimeError: A position is out of reach.
+    """
+    meta = replace(rows.meta, positions="on", offset=0)
+    return _turned(rows, positions, sign=1.0, dtype=torch.float32, meta=meta)
+
+
+def _turned(cache: KVCache, at: int | Tensor, *, sign: float, dtype: torch.dtype, meta: CacheMeta) -> KVCache:
+    """at: position of the first token, where they follow each other, or the position of each."""
+
+    def turn_of(regime: RopeRegime, device: torch.device) -> tuple[Tensor, Tensor]:
+        if isinstance(at, int):
+            return rotation(regime, at, cache.tokens, device)
+        cos, sin = rotation(regime, 0, int(at.max()) + 1, device)
+        return cos[at.to(device)], sin[at.to(device)]
+
     def rotated(side: Side, tensors: list[Tensor]) -> list[Tensor]:
         out = []
         for spec, tensor in zip(cache.meta.layers, tensors, strict=True):
             rotary = spec.rotary(side)
             if rotary is not None and tensor.numel():
                 regime = cache.meta.ropes[rotary[0]]
-                cos, sin = rotation(regime, start, cache.tokens, tensor.device)
+                cos, sin = turn_of(regime, tensor.device)
                 tensor = within(rotate(tensor, regime, cos, sign * sin, rotary[1]), dtype)  # noqa: PLW2901
             out.append(tensor)
         return out

@@ -109,7 +109,10 @@ class _Pass:
         self._narrowed: dict[int, tuple[Tensor, Tensor]] = {}
         columns = torch.arange(cache.tokens, device=rows.device)
         self._visible = columns <= rows[:, None]
-        self._holes = cache.kept is not None and any(mask is not None for mask in cache.kept)
+        everywhere = _kept_everywhere(cache)
+        if everywhere is not None:
+            self._visible &= everywhere.to(rows.device) | (columns == rows[:, None])
+        self._holes = everywhere is None and cache.kept is not None and any(mask is not None for mask in cache.kept)
         self._own = columns == rows[:, None] if self._holes else self._visible[:, :0]
 
     def run(self, token_ids: Tensor) -> Tensor:
@@ -214,6 +217,15 @@ class _Pass:
             known = (value, value.index_select(dim, self._places))
             self._narrowed[id(value)] = known
         return known[1]
+
+
+def _kept_everywhere(cache: KVCache) -> Tensor | None:
+    """What all layers and heads keep, bool ``[tokens]``; None where they differ, or where nothing was pruned."""
+    masks = [mask for mask, spec in zip(cache.kept or (), cache.meta.layers, strict=False) if spec.kind != "none"]
+    first = masks[0] if masks else None
+    if first is None or any(mask is None or bool((mask != first[:1]).any()) for mask in masks):
+        return None
+    return first[0]
 
 
 def _layer_number(module: torch.nn.Module) -> int:

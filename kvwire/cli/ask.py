@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
@@ -23,12 +26,15 @@ from kvwire.cli.options import (
     use_file,
 )
 from kvwire.cli.printing import print_answer
-from kvwire.errors import DeadlineError
+from kvwire.errors import ArgumentError, DeadlineError, NotFoundError
 
 if TYPE_CHECKING:
     from kvwire.codec import Backend
     from kvwire.controller import Objective, OnLate
+    from kvwire.engines.base import Engine
+    from kvwire.reuse import SchemaPrompt
     from kvwire.runtime.answer import Answer
+    from kvwire.runtime.corpus import Corpus
 
 
 class _AskOptions(TypedDict):
@@ -44,10 +50,14 @@ class _AskOptions(TypedDict):
     look: bool
     repair_floor: float | None
     selector: str
+    keep_repairs: bool
+    kept_size: str | None
     objective: Objective | None
     tokens: int
     texts: str | None
     variants: tuple[str, ...]
+    schema: str | None
+    arguments: tuple[str, ...]
     uses: str | None
     model: str
     device: str
@@ -105,6 +115,12 @@ class _AskOptions(TypedDict):
     "finer levels of those.",
 )
 @click.option(
+    "--keep-repairs",
+    is_flag=True,
+    help="Keep rows that were computed anew, for the same documents in the same order, and use what is kept.",
+)
+@click.option("--kept-size", help="Of all rows that are kept of the model and tenant, such as 2GB; 1GiB without it.")
+@click.option(
     "--objective",
     type=click.Choice(["earliest", "quality", "cheapest"]),
     help="The soonest first token, or the best quality or the fewest bytes within the deadline; by default quality "
@@ -120,6 +136,14 @@ class _AskOptions(TypedDict):
     multiple=True,
     help="Tenant that has the documents encoded for another head start, to be used where that is sooner; repeatable.",
 )
+@click.option("--schema", metavar="FILE", help="JSON file of modules with places of their own, which --docs names.")
+@click.option(
+    "--argument",
+    "arguments",
+    multiple=True,
+    metavar="MODULE.PARAMETER=TEXT",
+    help="Text that takes the place of a slot of the schema; repeatable.",
+)
 @USES
 @MODEL
 @store_options
@@ -130,7 +154,7 @@ class _AskOptions(TypedDict):
 def ask(place: StoreOptions, **options: Unpack[_AskOptions]) -> None:
     """Answer a question over documents of a store: --docs A B C --question "..."."""
     names, deadline = [*options["docs"], *options["more_docs"]], options["deadline"]
-    answer = _answer(names, place, options)
+    names, answer = _answer(names, place, options)
     error = None
     if deadline is not None and answer.timing.ttft_s > deadline:
         error = DeadlineError(
@@ -141,7 +165,8 @@ def ask(place: StoreOptions, **options: Unpack[_AskOptions]) -> None:
         leave(error)
 
 
-def _answer(names: list[str], place: StoreOptions, options: _AskOptions) -> Answer:
+def _answer(names: list[str], place: StoreOptions, options: _AskOptions) -> tuple[list[str], Answer]:
+    """The answer, and names of what stands in the prompt, in its order."""
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.loader import Loader
     from kvwire.runtime.settings import LoadSettings
@@ -158,20 +183,52 @@ def _answer(names: list[str], place: StoreOptions, options: _AskOptions) -> Answ
         repair_floor=options["repair_floor"],
         selector=options["selector"],
         look=options["look"],
+        keep_repairs=options["keep_repairs"],
     )
+    if options["kept_size"]:
+        from kvwire.store import parse_size
+
+        settings = replace(settings, kept_bytes=parse_size(options["kept_size"]))
     texts = read_texts([options["texts"]]) if options["texts"] else {}
     wanted = {name: text for name, text in texts.items() if name in names}
     known = {name: token_ids(engine.tokenize, engine.window, text) for name, text in wanted.items()}
+    if options["arguments"] and not options["schema"]:
+        msg = "--argument fills a slot of a schema: give --schema"
+        raise ArgumentError(msg)
     with closing(place.open()) as opened:
         corpus = Corpus(engine, opened, **place.whose(), uses=use_file(options["uses"]))
         others = [Corpus(engine, opened, **(place.whose() | {"tenant": tenant})) for tenant in options["variants"]]
         emulated = parse_link(options["link"]) if options["link"] else None
+        schema = _schema_prompt(corpus, engine, names, options) if options["schema"] else None
         with Loader(engine, corpus, variants=others, link=emulated, settings=settings) as loader:
-            return loader.ask(
-                names,
+            asking = partial(loader.ask, names) if schema is None else partial(loader.ask_schema, schema)
+            answer = asking(
                 engine.tokenize(options["question"]),
                 deadline_s=options["deadline"],
                 objective=options["objective"],
                 tokens=options["tokens"],
                 texts=known,
             )
+            return (list(schema.names) if schema else names), answer
+
+
+def _schema_prompt(corpus: Corpus, engine: Engine, names: list[str], options: _AskOptions) -> SchemaPrompt:
+    """What ``--docs`` and ``--argument`` take of the schema."""
+    from kvwire.reuse import read_schema
+    from kvwire.runtime.schemas import sized
+
+    path = Path(options["schema"] or "")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        msg = f"{path} cannot be read ({error.strerror}); --schema names a JSON file"
+        raise NotFoundError(msg) from error
+    arguments = {}
+    for given in options["arguments"]:
+        name, is_given, text = given.partition("=")
+        if not is_given:
+            msg = f"--argument is MODULE.PARAMETER=TEXT, got {given!r}"
+            raise ArgumentError(msg)
+        arguments[name] = engine.tokenize(text) if text else []
+    detokenize = engine.detokenize if engine.has_tokenizer else None
+    return sized(read_schema(data), corpus, detokenize).prompt(names, arguments)

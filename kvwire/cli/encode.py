@@ -44,6 +44,7 @@ class _EncodeOptions(TypedDict):
     prefix_layers: int
     lossless: bool
     deviation: bool
+    neutral_prefix: int
     encode_after: int
     uses: str | None
     backend: Backend
@@ -72,6 +73,13 @@ class _EncodeOptions(TypedDict):
     "--deviation", is_flag=True, help="Measure how far tokens move behind others, for ask --selector product."
 )
 @click.option(
+    "--neutral-prefix",
+    default=0,
+    metavar="N",
+    type=click.IntRange(0),
+    help="Compute documents behind N of their own last tokens, which are dropped: links lose less.",
+)
+@click.option(
     "--encode-after",
     default=0,
     type=click.IntRange(0),
@@ -94,7 +102,7 @@ def encode(place: StoreOptions, **options: Unpack[_EncodeOptions]) -> None:
     engine = open_engine(options["model"], options["device"], options["dtype"])
     coding = Coding(
         options["method"], options["prefix_layers"], options["lossless"], backend=options["backend"],
-        deviation=options["deviation"],
+        deviation=options["deviation"], neutral_prefix=options["neutral_prefix"],
     )  # fmt: skip
     corpus = Corpus(engine, place.open_lasting(), **place.whose(), coding=coding, uses=use_file(options["uses"]))
     documents = _documents(engine, texts, failures)

@@ -41,6 +41,8 @@ def inspect(*, blob: str, model: str | None, place: StoreOptions, as_json: bool)
         say(f"method {info.method}, coded for readers that compute the first {info.prefix_layers} layers")
     if info.deviation:
         say(f"says how far tokens move behind other documents, by blocks of {info.deviation.block}")
+    if info.neutral_prefix:
+        say(f"computed behind {len(info.neutral_prefix)} tokens that were dropped")
     print_levels([info])
 
 

@@ -30,6 +30,7 @@ def describe(info: BlobInfo) -> dict[str, Any]:
         "profile": info.profile_digest,
         "method": info.method,
         "head_start": info.prefix_layers,
+        "neutral_prefix": len(info.neutral_prefix),
         "deviation_block": info.deviation.block if info.deviation else None,
         "levels": [
             {
@@ -130,7 +131,8 @@ def print_answer(names: Sequence[str], answer: Answer, *, as_json: bool, error: 
     say("", f"first token after {timing.ttft_s * 1e3:.0f} ms: {spent} ms (parts overlap)")
     if answer.repair is not None:
         rows, total = len(answer.repair.rows), answer.prompt.cache.tokens
-        say(f"{rows} of {total} rows computed anew, chosen by {answer.repair.selector}")
+        kept = f", {answer.repair.kept} as an earlier repair left them" if answer.repair.kept else ""
+        say(f"{rows} of {total} rows computed anew, chosen by {answer.repair.selector}{kept}")
     if answer.link_warning:
         say(f"kvwire: {answer.link_warning}", err=True)
     say(f"{answer.bytes / 1e3:.0f} kB fetched; {answer.reason}", "")
@@ -152,6 +154,7 @@ def _described_answer(names: Sequence[str], answer: Answer) -> dict[str, Any]:
     repair = answer.repair and {
         "selector": answer.repair.selector,
         "rows": answer.repair.rows.tolist(),
+        "kept_rows": answer.repair.kept,
         "select_s": answer.repair.select_s,
         "compute_s": answer.repair.compute_s,
         "token_layers": answer.repair.cost.token_layers,

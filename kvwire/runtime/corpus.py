@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from copy import copy
 from dataclasses import InitVar, dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from kvwire.codec import (
     CHUNK_TOKENS,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvwire.engines.base import Engine
     from kvwire.runtime.neighbours import Neighbours
     from kvwire.store import Keyring, ModelRecord, Store, UseCounts
-    from kvwire.types import BlobInfo, BlockDeviation, CacheMeta, KVCache
+    from kvwire.types import BlobInfo, CacheMeta, KVCache
 
 CALIBRATION_TOKENS = 16384
 """Tokens that a profile is fitted on: the basis hardly moves beyond. Their caches wait on disk."""
@@ -103,6 +103,7 @@ class Coding:
         backend: Which kernels encode; blobs are alike.
         deviation: Measure how far tokens move behind neighbours, documents of the same call, and store that. The same
             text then gives the same blob only beside the same neighbours.
+        neutral_prefix: Compute documents behind so many of their own last tokens, which are then dropped.
         head_start: Old name of ``prefix_layers``, for one more version.
     """
 
@@ -113,6 +114,7 @@ class Coding:
     chunk_tokens: int = CHUNK_TOKENS
     backend: Backend = "auto"
     deviation: bool = False
+    neutral_prefix: int = 0
     head_start: InitVar[int] = 0
 
     def __post_init__(self, head_start: int) -> None:
@@ -121,6 +123,9 @@ class Coding:
             object.__setattr__(self, "prefix_layers", head_start)
         if self.prefix_layers < 0:
             msg = f"a head start takes layers, {self.prefix_layers} are none; 0 goes without"
+            raise ArgumentError(msg)
+        if self.neutral_prefix < 0 or (self.neutral_prefix and self.prefix_layers):
+            msg = "a neutral prefix takes tokens, 0 for none, and does not go together with prefix layers"
             raise ArgumentError(msg)
         self.kind.check_settings(self)
 
@@ -133,13 +138,15 @@ class Coding:
 class _Texts:
     """Calibration texts, as the level kinds' ``fit`` asks for them."""
 
-    def __init__(self, engine: Engine, chosen: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> None:
-        self._engine, self._chosen, self._others = engine, chosen, others
+    def __init__(
+        self, engine: Engine, chosen: Sequence[Sequence[int]], others: Sequence[Sequence[int]], neutral: int
+    ) -> None:
+        self._engine, self._chosen, self._others, self._neutral = engine, chosen, others, neutral
 
     def caches(self) -> list[KVCache]:
         from kvwire.runtime.spilled import spilled
 
-        return spilled((self._engine.prefill([ids])[0] for ids in self._chosen), len(self._chosen))
+        return spilled((_computed(self._engine, ids, self._neutral)[0] for ids in self._chosen), len(self._chosen))
 
     def statistics(self, *, tokens: bool) -> Statistics | None:
         return self._engine.statistics(self._chosen, tokens=tokens)
@@ -151,6 +158,16 @@ class _Texts:
         profile = calibrate_error(self._engine, profile, self._others or self._chosen, ladder)
         held_out = int(bool(self._others) and profile.error_to_kl is not None)
         return replace(profile, notes=profile.notes | {"kl_held_out": held_out})
+
+
+def _computed(engine: Engine, ids: Sequence[int], neutral: int) -> tuple[KVCache, tuple[int, ...]]:
+    """A document's cache, and the neutral prefix that it was computed behind."""
+    if not neutral:
+        return engine.prefill([ids])[0], ()
+    from kvwire.runtime.neutral import compute_behind, neutral_tokens
+
+    prefix = neutral_tokens(ids, neutral, engine.window)
+    return compute_behind(engine, prefix, ids), prefix
 
 
 def _calibration_texts(
@@ -420,7 +437,12 @@ class Corpus:
         chosen, others = _calibration_texts(documents, tokens)
         if sum(map(len, chosen)) < LEAST_TOKENS:
             return None
-        profile = self._coding.kind.fit(_Texts(self._needed_engine(), chosen, others), self._coding)
+        neutral = self._coding.neutral_prefix
+        profile = self._coding.kind.fit(_Texts(self._needed_engine(), chosen, others, neutral), self._coding)
+        if profile is not None and neutral:
+            profile = cast(
+                "AnyProfile", replace(cast("Any", profile), notes=profile.notes | {"neutral_prefix": neutral})
+            )
         if profile is not None:
             self.set_profile(profile)
         return profile
@@ -464,9 +486,7 @@ class Corpus:
                 yield self._keep_text(document)
             else:
                 started = time.perf_counter()
-                (cache,) = self._needed_engine().prefill([document.token_ids])
-                deviation = around.measure(cache, document.token_ids) if around else None
-                yield self._store(document, cache, (profile, deviation), started)
+                yield self._store(document, (profile, around), started)
 
     def promote(self, uses: int) -> Iterator[Encoded]:
         """Encode the documents that are kept as text and were used often enough, the most used first.
@@ -559,10 +579,12 @@ class Corpus:
             if not force:
                 raise
             profile = None
-        if profile is not None and not self._coding.kind.is_wanted(profile, self._coding):
+        coding = self._coding
+        is_behind = profile is None or profile.notes.get("neutral_prefix", 0) == coding.neutral_prefix
+        if profile is not None and not (is_behind and coding.kind.is_wanted(profile, coding)):
             msg = (
-                "the profile in use here is of another method or head start; encode with that one, name another tenant "
-                "or store, or call Corpus.calibrate to replace it"
+                "the profile in use here is of another method or head start, or of another neutral prefix; encode with "
+                "that one, name another tenant or store, or call Corpus.calibrate to replace it"
             )
             raise MismatchError(msg)
         noted = 0 if profile is None else profile.notes.get("tokens")
@@ -577,10 +599,10 @@ class Corpus:
             raise ArgumentError(msg)
         return profile
 
-    def _store(
-        self, document: Document, cache: KVCache, known: tuple[AnyProfile | None, BlockDeviation | None], started: float
-    ) -> Encoded:
-        profile, deviation = known
+    def _store(self, document: Document, known: tuple[AnyProfile | None, Neighbours | None], started: float) -> Encoded:
+        profile, around = known
+        cache, neutral = _computed(self._needed_engine(), document.token_ids, self._coding.neutral_prefix)
+        deviation = around.measure(cache, document.token_ids) if around else None
         layers = 0 if profile is None else profile.prefix_layers
         hidden = self._needed_engine().prefix_states(document.token_ids, layers) if layers else None
         coding = self._coding
@@ -593,6 +615,7 @@ class Corpus:
             hidden=hidden,
             backend=coding.backend,
             deviation=deviation,
+            neutral_prefix=neutral,
         )
         blob = self.catalog.seal(plain)
         info = self.catalog.blob_reader().read_header(blob)
@@ -646,6 +669,8 @@ class Corpus:
     def _is_coded_so(self, info: BlobInfo) -> bool:
         """Whether a blob has the levels and chunks that encoding would give."""
         coding = self._coding
+        if len(info.neutral_prefix) != min(coding.neutral_prefix, info.tokens, self.window - info.tokens):
+            return False
         if coding.lossless and not any(level.lossless for level in info.levels):
             return False
         if coding.deviation and info.deviation is None:

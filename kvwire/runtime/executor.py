@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvwire.runtime.documents import DocumentHandle, Timeouts
     from kvwire.runtime.driver import ControllerDriver
     from kvwire.runtime.finder import DocumentFinder
+    from kvwire.runtime.kept import Found, RepairKeeper
     from kvwire.runtime.links import LinkPlan
     from kvwire.runtime.session import Session
     from kvwire.transport import FetchSettings
@@ -49,6 +50,7 @@ class ExecutorSettings:
         timeouts: Longest waits.
         links: What is done so that documents see each other.
         question: Token ids that the prompt may be looked at with while it is fetched; empty: it is not looked at.
+        keeper: Finds what earlier repairs computed; None: nobody does.
     """
 
     fetch: FetchSettings
@@ -56,6 +58,7 @@ class ExecutorSettings:
     timeouts: Timeouts
     links: LinkPlan = UNREPAIRED
     question: Sequence[int] = ()
+    keeper: RepairKeeper | None = None
 
 
 class Executor:
@@ -74,7 +77,10 @@ class Executor:
         attention: What the question attended to when the prompt was looked at, float32 ``[tokens]``; None before, and
             where it was not.
         look_s: Compute spent on that, in seconds.
+        starts: Position of each document; None: one after the other.
     """
+
+    starts: tuple[int, ...] | None = None
 
     def __init__(
         self, engine: Engine, documents: Sequence[DocumentHandle], session: Session, driver: ControllerDriver,
@@ -93,7 +99,9 @@ class Executor:
         self._engine, self._found, self._driver = engine, documents, driver
         self._backend, self.links, self._question = settings.backend, settings.links, settings.question
         self.attention: Tensor | None = None
+        self._keeper, self._timeouts = settings.keeper, settings.timeouts
         self._headers = HeaderReader(session, driver, finder, settings.fetch, settings.timeouts)
+        self._finding_kept: asyncio.Task[Found | None] | None = None
         self.number = -1
         self._documents: dict[int, DocumentHandle] = {}
         self._variants: dict[int, list[DocumentHandle]] = {}
@@ -117,6 +125,8 @@ class Executor:
         self._is_gone = True
         self._driver.leave(self.number)
         self._done.cancel()
+        if self._finding_kept:
+            self._finding_kept.cancel()
         for task in self._tasks:
             task.cancel()
         try:
@@ -146,7 +156,7 @@ class Executor:
             KvwireError: What reading a header raised, where the document's text is not known either.
         """
         tokens = [document.tokens for document in self._found]
-        total = sum(tokens) + query_tokens
+        total = self._length(tokens) + query_tokens
         if total > self._engine.window:
             msg = (
                 f"documents and question are {total} tokens, the model's window is {self._engine.window}; "
@@ -165,9 +175,39 @@ class Executor:
             self, lambda number: ev.LoadRequested(number, count, query_tokens, goal, repair, looks)
         )
         laid_out = self._spawn(self._lay_out(tokens))
-        for index in range(count):
-            self._spawn(self._open(index, laid_out))
+        opening = [self._spawn(self._open(index, laid_out)) for index in range(count)]
+        if repair is not None and self._keeper is not None:
+            self._finding_kept = asyncio.create_task(self._find_kept(self._keeper, opening))
         return await self._done
+
+    @property
+    def documents(self) -> list[DocumentHandle]:
+        """The documents, once their headers were read."""
+        return [self._documents[index] for index in range(len(self._found))]
+
+    async def _find_kept(self, keeper: RepairKeeper, opening: Sequence[asyncio.Task[None]]) -> Found | None:
+        """What earlier repairs computed of these documents, read beside their chunks."""
+        await asyncio.wait(opening)
+        if len(self._documents) < len(self._found):
+            return None  # the load fails, or has ended
+        try:
+            return await self._driver.look_up(partial(keeper.find, self.documents), self._timeouts.patience)
+        except KvwireError as error:
+            return keeper.unread(error)
+
+    async def kept_rows(self, limit_s: float) -> Found | None:
+        """What earlier repairs computed of these documents.
+
+        Args:
+            limit_s: Longest wait for what is still being read.
+
+        Returns:
+            What was found; None where nobody looked, or where it is late.
+        """
+        if self._finding_kept is None:
+            return None
+        await asyncio.wait({self._finding_kept}, timeout=max(0.0, limit_s))
+        return self._finding_kept.result() if self._finding_kept.done() else None
 
     def link_warning(self, share: float) -> str:
         """Why linked documents make an answer doubtful; a single one is not linked.
@@ -183,17 +223,24 @@ class Executor:
     @property
     def texts(self) -> list[tuple[int, ...] | None]:
         """Token ids of the documents, as far as they are known by now."""
-        return [self._documents[index].token_ids for index in range(len(self._found))]
+        return [document.token_ids for document in self.documents]
 
     @property
     def deviations(self) -> Tensor | None:
         """How far the prompt's tokens move behind other documents; None where a blob does not say so."""
-        infos = [self._documents[index].info for index in range(len(self._found))]
+        infos = [document.info for document in self.documents]
         return by_token([(info.tokens, info.deviation) if info else (0, None) for info in infos])
 
+    def complete(self) -> None:
+        """Whatever is left to compute in the prompt before it is repaired, in the compute thread: nothing here."""
+
+    def _length(self, tokens: Sequence[int]) -> int:
+        """Positions that documents of these lengths take."""
+        return sum(tokens)
+
     async def _lay_out(self, tokens: Sequence[int]) -> None:
-        cache = await self._driver.compute(partial(self._engine.allocate, sum(tokens)))
-        self.prompt = LinkedPrompt(tokens, self._engine.meta, cache=cache)
+        cache = await self._driver.compute(partial(self._engine.allocate, self._length(tokens)))
+        self.prompt = LinkedPrompt(tokens, self._engine.meta, cache=cache, starts=self.starts)
 
     def fail(self, error: BaseException) -> None:
         """End the load with an error.
@@ -446,7 +493,13 @@ class Executor:
         seen = self.prompt.cache.slice(0, offset + start) if behind else None
         if seen is None and start:
             seen = self.prompt.document(first.document).slice(0, start)
-        piece = self._engine.extend(seen, ids, offset=offset)
+        neutral = document.info.neutral_prefix if document.info and not behind else ()
+        if neutral:  # nothing stands before a prompt, so tokens are computed elsewhere and moved
+            from kvwire.runtime.neutral import compute_behind
+
+            piece = compute_behind(self._engine, neutral, ids, seen)
+        else:
+            piece = self._engine.extend(seen, ids, offset=offset)
         self.prompt.write(first.document, start, piece)
 
     async def _start_head(self, index: int) -> None:

@@ -374,6 +374,7 @@ class Repairer:
     def run(
         self, plan: LinkPlan, prompt: LinkedPrompt,
         told: Told, question: Sequence[int], share: float, front: int, stop: Callable[[], bool] | None = None,
+        restore: Callable[[], Tensor] | None = None,
     ) -> tuple[Repaired | None, str]:  # fmt: skip
         """Compute a share of a prompt's rows anew, in its cache.
 
@@ -385,6 +386,7 @@ class Repairer:
             share: 0 to 1, of what is behind the front.
             front: Tokens from the prompt's beginning on that see all that stands before them.
             stop: See ``repair_prompt``; a share that was asked for is computed in any case.
+            restore: See ``repair_prompt``.
 
         Returns:
             What was done, and why nothing was, where that is so though a share was wanted.
@@ -408,7 +410,7 @@ class Repairer:
             self._engine, prompt.cache, ids, documents, tuple(question), told.deviation, attention=told.attention
         )
         try:
-            return repair_prompt(given, plan.selector, share, None if plan.is_wanted else stop), ""
+            return repair_prompt(given, plan.selector, share, None if plan.is_wanted else stop, restore), ""
         except ArgumentError as error:
             if plan.is_wanted:
                 raise

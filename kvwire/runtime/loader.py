@@ -36,16 +36,17 @@ from kvwire.runtime.warming import Warming
 from kvwire.transport import EmulatedLink, LinkSettings
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
     from concurrent.futures import Future
 
     from torch import Tensor
 
     from kvwire.codec import AnyProfile, Backend
     from kvwire.controller import Objective
-    from kvwire.reuse import Repaired
+    from kvwire.reuse import Repaired, SchemaPrompt
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.driver import ControllerDriver
+    from kvwire.runtime.kept import Found, RepairKeeper
     from kvwire.runtime.links import LinkReport
     from kvwire.types import Decision
 
@@ -55,6 +56,9 @@ _OPEN_SHARE = 0.25
 """Share of a deadline that a header may take where the document's text is known: recomputing needs the rest."""
 _OPEN_LEAST_S = 0.1
 _WRITING_S = 6.0  # estimates wait for a lock for five seconds
+_KEEPING_S = 60.0
+_KEPT_SHARE = 0.25
+"""Share of what is left of a deadline that rows of an earlier repair may still take to come."""
 
 
 class Loader:
@@ -109,6 +113,8 @@ class Loader:
         self._session = Session(self._lock, threads, emulated, chosen.fetch)
         self._finder = DocumentFinder(self._session, self._corpora, chosen.entries_s)
         self._repairer = Repairer(engine)
+        self._keeper = self._new_keeper(corpus) if chosen.keep_repairs else None
+        self._keeping: Future[int] | None = None
         self._links: LinkPlan | None = None
         self._engine_looks = type(engine).attention_received is not Engine.attention_received
         self._warming = Warming()
@@ -126,9 +132,10 @@ class Loader:
 
     def close(self) -> None:
         """End loads that are under way, and all connections and threads. What was learnt is written down first."""
-        if self._writing is not None:
-            with suppress(TimeoutError, CancelledError):
-                self._writing.result(_WRITING_S)
+        for writing, most_s in ((self._writing, _WRITING_S), (self._keeping, _KEEPING_S)):
+            if writing is not None:
+                with suppress(TimeoutError, CancelledError):
+                    writing.result(most_s)
         self._warming.close()
         self._session.close()
         self._end.detach()
@@ -195,6 +202,42 @@ class Loader:
         goal = self._goal(deadline_s, objective)
         return self._session.run(self._ask(documents, question, goal, tokens, texts))
 
+    def ask_schema(
+        self,
+        prompt: SchemaPrompt,
+        question: Sequence[int],
+        *,
+        deadline_s: float | None = None,
+        objective: Objective | None = None,
+        tokens: int = 1,
+        texts: Mapping[str, Sequence[int]] | None = None,
+    ) -> Answer:
+        """``ask`` over modules of a schema: each where the schema has it, and arguments computed in their slots.
+
+        Nothing is repaired: modules see themselves alone, as the schema's author laid them out.
+
+        Args:
+            prompt: From ``Schema.prompt``.
+            question: Token ids; they stand behind the last module.
+            deadline_s: As for ``ask``.
+            objective: As for ``ask``.
+            tokens: Length of the answer at most.
+            texts: Token ids of documents, as for ``ask``.
+
+        Returns:
+            As ``ask`` does.
+
+        Raises:
+            NotFoundError: A document is neither in the store nor in ``texts``.
+            ArgumentError: A document does not fit its module, the prompt does not fit the model's window, or the
+                settings ask for a repair.
+            MismatchError: The model takes no gaps, or no rows inside a prompt.
+        """
+        from kvwire.runtime.schemas import SchemaExecutor
+
+        goal, make = self._goal(deadline_s, objective), partial(SchemaExecutor, prompt)
+        return self._session.run(self._ask(prompt.documents, question, goal, tokens, texts, make))
+
     async def ask_async(
         self,
         documents: Sequence[str],
@@ -211,26 +254,26 @@ class Loader:
 
     async def _ask(
         self, documents: Sequence[str], question: Sequence[int], goal: ctl.Goal, tokens: int,
-        texts: Mapping[str, Sequence[int]] | None,
+        texts: Mapping[str, Sequence[int]] | None, make: Callable[..., Executor] = Executor,
     ) -> Answer:  # fmt: skip
         """On the session's loop."""
         with self._warming.paused():
-            return await self._load(documents, question, goal, tokens, texts)
+            return await self._load(documents, question, goal, tokens, texts, make)
 
     async def _load(
         self, documents: Sequence[str], question: Sequence[int], goal: ctl.Goal, tokens: int,
-        texts: Mapping[str, Sequence[int]] | None,
+        texts: Mapping[str, Sequence[int]] | None, make: Callable[..., Executor],
     ) -> Answer:  # fmt: skip
         if not documents or not question:
             msg = "a prompt needs at least one document and a question of at least one token"
             raise ArgumentError(msg)
         looking = question if self._settings.look and self._engine_looks else ()
-        async with self._filled(Executor, documents, len(question), goal, texts, looking) as filled:
+        async with self._filled(make, documents, len(question), goal, texts, looking) as filled:
             return await self._answer(filled, goal, list(question), tokens)
 
     @asynccontextmanager
     async def _filled(
-        self, make: type[E], documents: Sequence[str], query_tokens: int, goal: ctl.Goal,
+        self, make: Callable[..., E], documents: Sequence[str], query_tokens: int, goal: ctl.Goal,
         texts: Mapping[str, Sequence[int]] | None, looking: Sequence[int] = (),
     ) -> AsyncIterator[Filled[E]]:  # fmt: skip
         """Find documents and run a load of them to its end. looking: see ``ExecutorSettings.question``."""
@@ -252,8 +295,9 @@ class Loader:
                 raise
             links = await planning
             settings = ExecutorSettings(
-                fetch=chosen.fetch, backend=chosen.backend, timeouts=timeouts, links=links, question=looking
-            )
+                fetch=chosen.fetch, backend=chosen.backend, timeouts=timeouts, links=links, question=looking,
+                keeper=self._keeper,
+            )  # fmt: skip
             async with make(self._engine, found, self._session, driver, self._finder, settings) as executor:
                 asked = driver.clock() - started
                 left = None if deadline_s is None else deadline_s - asked
@@ -305,9 +349,11 @@ class Loader:
     async def _answer(self, filled: Filled[Executor], goal: ctl.Goal, question: list[int], tokens: int) -> Answer:
         driver, executor, finish, started, asked_s = filled
         due = None if goal.deadline_s is None else started + goal.deadline_s
-        close = partial(self._close, executor, question, finish, due)
+        found = await self._kept_rows(executor, finish, due)
+        close = partial(self._close, executor, question, finish, due, found)
         closing = await driver.compute(close)
-        repair_s = 0.0 if closing.repaired and closing.repaired.is_cut else closing.repair_s  # nothing is learnt of it
+        is_short = closing.repaired and (closing.repaired.is_cut or closing.repaired.kept)
+        repair_s = 0.0 if is_short else closing.repair_s  # nothing is learnt of it
         driver.tell(ev.PromptAssembled(executor.number, executor.prompt.cache.tokens, closing.beyond_s, repair_s))
         if closing.trouble:
             executor.misses.append(closing.trouble)
@@ -326,6 +372,7 @@ class Loader:
         out = await self._generate(driver, closing.past, first, start, tokens)
         text = await driver.compute(partial(self._engine.detokenize, out)) if self._engine.has_tokenizer else ""
         self._remember()
+        self._keep(executor, closing.repaired, found, finish)
         predicted_s = None if executor.predicted_s is None else asked_s + executor.predicted_s
         return Answer(
             first, closing.logits.cpu(), tuple(out), text, executor.prompt, finish.decisions,
@@ -334,15 +381,47 @@ class Loader:
             executor.link_warning(_share(closing.repaired, finish.repair)), finish.front,
         )  # fmt: skip
 
-    def _close(self, executor: Executor, question: list[int], finish: ev.Finish, due: float | None) -> _Closing:
+    def _new_keeper(self, corpus: Corpus) -> RepairKeeper:
+        from kvwire.runtime.kept import RepairKeeper
+
+        return RepairKeeper(corpus, self._session.view(corpus.catalog.store), self._settings.kept_bytes)
+
+    async def _kept_rows(self, executor: Executor, finish: ev.Finish, due: float | None) -> Found | None:
+        """What earlier repairs left of this prompt, where rows are to be computed and it may be used."""
+        if not finish.repair or executor.prompt.cache.kept is not None:
+            return None
+        limit_s = self._settings.open_s if due is None else _KEPT_SHARE * (due - time.monotonic())
+        found = await executor.kept_rows(limit_s)
+        if found is None or found.kept is None:
+            executor.misses += [found.trouble] if found else []
+            return found
+        return found if found.kept.suits(executor.documents, finish.decisions) else None
+
+    def _keep(self, executor: Executor, repaired: Repaired | None, found: Found | None, finish: ev.Finish) -> None:
+        """Keep a prompt's repaired rows in a thread; while that runs, those of later loads are not."""
+        if self._keeper is None or repaired is None or not (self._keeping is None or self._keeping.done()):
+            return
+        from kvwire.runtime.kept import gathered
+
+        made = gathered(executor.prompt, executor.documents, repaired, found, finish)
+        if made is not None:
+            self._keeping = self._session.threads.store.submit(self._keeper.keep, made)
+
+    def _close(
+        self, executor: Executor, question: list[int], finish: ev.Finish, due: float | None, found: Found | None
+    ) -> _Closing:
         """Repair the prompt, hand it over to the engine and run the question, in the compute thread."""
+        executor.complete()
         began, prompt, share = time.monotonic(), executor.prompt, finish.repair
         needed = share > 0 and "deviation" in executor.links.selector.needs
         told = Told(executor.texts, executor.deviations if needed else None, executor.attention)
         with self._lock:
             expected_s = self._estimates.prefill.cost.seconds(len(question), prompt.cache.tokens)
         stop = None if due is None else lambda: time.monotonic() + expected_s > due
-        repaired, trouble = self._repairer.run(executor.links, prompt, told, question, share, finish.front, stop)
+        restore = partial(found.kept.write, prompt, finish.front) if found and found.kept else None
+        repaired, trouble = self._repairer.run(
+            executor.links, prompt, told, question, share, finish.front, stop, restore
+        )
         linking = time.monotonic()
         tokens = prompt.cache.tokens
         past = self._engine.past_key_values(prompt.cache)

@@ -52,6 +52,9 @@ class LoadSettings:
             needs, and none where that was not run.
         selector: What chooses the rows, one of ``kvwire.reuse.SELECTORS``, or ``auto``: what ``kvwire check-model``
             found best for the model, and ``attention`` where that was not run.
+        keep_repairs: Keep rows that were computed anew in the store, for later loads of the same documents in the same
+            order, and use what was kept. Loads then write to the store.
+        kept_bytes: Of all rows that are kept of this model and tenant; older ones give way.
         entries_s: Seconds that a catalog entry is used for after it was read; 0: every load asks the catalog.
         policy: Decides instead of the controller's own, for comparisons.
         record: Called with every event and what it led to; ``controller.replay`` takes these.
@@ -75,6 +78,8 @@ class LoadSettings:
     repair: RepairMode | float = "auto"
     repair_floor: float | None = None
     selector: str = AUTO
+    keep_repairs: bool = False
+    kept_bytes: int = 1 << 30
     entries_s: float = 30.0
     policy: Policy | None = None
     record: Callable[[LogEntry], object] | None = None

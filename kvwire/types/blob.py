@@ -133,6 +133,8 @@ class BlobInfo:
         method: ``kvwire`` or ``cachegen``.
         prefix_layers: Layers that the reader computes anew before it can decode, see ``fit_profile``.
         deviation: How far tokens move behind other documents; None where nobody measured.
+        neutral_prefix: Token ids that stood before the document when it was computed, and were dropped; whoever
+            computes tokens of it anew puts them there, too.
     """
 
     version: tuple[int, int]
@@ -148,6 +150,7 @@ class BlobInfo:
     method: str = "kvwire"
     prefix_layers: int = 0
     deviation: BlockDeviation | None = None
+    neutral_prefix: tuple[int, ...] = ()
 
     @property
     def head_bytes(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,6 +35,8 @@ class Repaired:
         select_s: Seconds that choosing took; where rows are dropped on the way it is part of ``compute_s``.
         compute_s: Seconds that computing took.
         is_cut: Whether it was stopped before all rows that were chosen were computed.
+        kept: How many rows an earlier repair had computed.
+        is_plain: Whether nothing but these rows changed, in any layer.
     """
 
     rows: Tensor
@@ -43,6 +45,8 @@ class Repaired:
     select_s: float
     compute_s: float
     is_cut: bool = False
+    kept: int = 0
+    is_plain: bool = True
 
 
 def selector_of(name: str) -> Selector:
@@ -64,7 +68,11 @@ def selector_of(name: str) -> Selector:
 
 
 def repair_prompt(
-    given: RepairInput, selector: Selector, share: float, stop: Callable[[], bool] | None = None
+    given: RepairInput,
+    selector: Selector,
+    share: float,
+    stop: Callable[[], bool] | None = None,
+    restore: Callable[[], Tensor] | None = None,
 ) -> Repaired:
     """Compute a share of a linked prompt's rows anew, in its cache.
 
@@ -77,6 +85,9 @@ def repair_prompt(
         share: Of all documents' tokens, from 0 to 1.
         stop: Asked between blocks of rows, front to back, whether to leave the rest as it is: any beginning of the rows
             is a repair. A selector that drops rows on the way computes all of them at once.
+        restore: Writes rows into the cache that an earlier repair of these documents computed, once the selector has
+            looked at the cache without them, and tells which they are: chosen or not, they are not computed again. Not
+            called for selectors that drop rows on the way.
 
     Returns:
         What was done.
@@ -91,6 +102,9 @@ def repair_prompt(
     started = time.perf_counter()
     chosen = selector.choose(given, count)
     selected = time.perf_counter()
+    restored = restore() if restore and not chosen.narrow else chosen.rows[:0]
+    if len(restored):
+        chosen = replace(chosen, rows=chosen.rows[~torch.isin(chosen.rows, restored)])
     rows = chosen.rows
     if len(rows):
         rows = _in_blocks(given, rows, stop) if stop and not chosen.narrow else _at_once(given, chosen)
@@ -98,7 +112,8 @@ def repair_prompt(
     layers = len(given.cache.meta.layers)
     cost = selector.cost(given.cache.tokens, len(rows), len(given.question), layers)
     is_cut = chosen.narrow is None and len(rows) < len(chosen.rows)
-    return Repaired(rows, selector.name, cost, selected - started, done - selected, is_cut)
+    is_plain = chosen.narrow is None
+    return Repaired(rows, selector.name, cost, selected - started, done - selected, is_cut, len(restored), is_plain)
 
 
 def _at_once(given: RepairInput, chosen: Chosen) -> Tensor:

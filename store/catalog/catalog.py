@@ -22,13 +22,14 @@ from kvwire.store.listing import read_ahead
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from kvwire.store.catalog.kept import KeptRepairs
     from kvwire.store.catalog.tenant_objects import Config
 
     OnError: TypeAlias = Callable[[str, KvwireError], None]
 
 
 class Catalog(Texts, Profiles):
-    """One tenant's documents, profiles and model records in a store.
+    """One tenant's documents, profiles, model records and kept repairs in a store.
 
     Args:
         store: Where they lie.
@@ -37,6 +38,13 @@ class Catalog(Texts, Profiles):
         keyring: Blobs, texts and entries are sealed with the tenant's key, and what is not sealed is refused; profiles
             stay as they are.
     """
+
+    @property
+    def kept(self) -> KeptRepairs:
+        """What is kept of repaired prompts."""
+        from kvwire.store.catalog.kept import KeptRepairs
+
+        return KeptRepairs(self)
 
     def put_blob(  # noqa: PLR0913 - the fields of one entry
         self,
@@ -180,7 +188,8 @@ class Catalog(Texts, Profiles):
     def remove(self, config: Config, document_id: str) -> bool:
         """Take a document out of the catalog. What it named is left to ``collect``.
 
-        The entry of its token sequence goes too, unless another document has the same blob and is named there.
+        The entry of its token sequence goes too, unless another document has the same blob and is named there, and so
+        does what is kept of prompts with its text.
 
         Args:
             config: The model configuration.
@@ -201,6 +210,7 @@ class Catalog(Texts, Profiles):
         self._store.delete(key)
         if entry.token_digest:
             self._remove_tokens(space, entry)
+            self.kept.drop(space, entry.token_digest)
         return True
 
     def _remove_tokens(self, space: KeySpace, removed: CatalogEntry) -> None:

@@ -40,6 +40,8 @@ PACKED = f"{STEM}-packed"
 """Of files whose profiles have flag 1; all others are stored plainly."""
 TOLD = f"{STEM}-told"
 """Of blobs that say how far their tokens move."""
+BEHIND = f"{STEM}-behind"
+"""Of blobs whose documents were computed behind a neutral prefix (flag 1)."""
 OFFSET = 3
 """Where golden blobs are decoded to."""
 LADDER = Ladder(2.0, ("low", "middle", "high"))
@@ -96,6 +98,7 @@ def facts(blob: bytes, profile, hidden) -> dict:
         "tensors": [np.round(t.double().numpy().ravel(), 4).tolist() for t in (*finest.keys, *finest.values)],
         "lossless_sha256": exact and sha256(*(t.numpy().tobytes() for t in (*exact.keys, *exact.values))),
         **({"deviation": [info.deviation.block, info.deviation.values]} if info.deviation else {}),
+        **({"neutral_prefix": info.neutral_prefix} if info.neutral_prefix else {}),
     }
 
 
@@ -178,12 +181,22 @@ def make_told() -> tuple[dict, dict, torch.Tensor]:
     return {}, {"deviation": (encode(tiny, None, LADDER, chunk_tokens=8, deviation=told), None)}, make_hidden(tiny)
 
 
+def make_behind() -> tuple[dict, dict, torch.Tensor]:
+    """A blob of a document that was computed behind a neutral prefix; as ``make``."""
+    from synthetic import make_hidden, make_tiny
+
+    tiny = make_tiny(20, 5)
+    blob = encode(positions_on(tiny, 3), None, LADDER, chunk_tokens=8, neutral_prefix=(7, 0, 70000))
+    return {}, {"neutral": (blob, None)}, make_hidden(tiny)
+
+
 def main() -> None:
     """Write profiles, blobs of every kind, and what must be found in them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--overwrite", action="store_true")
     overwrite = parser.parse_args().overwrite
-    written = [_written(*each) for each in ((STEM, *make()), (PACKED, *make_packed()), (TOLD, *make_told()))]
+    made = ((STEM, *make()), (PACKED, *make_packed()), (TOLD, *make_told()), (BEHIND, *make_behind()))
+    written = [_written(*each) for each in made]
     for files in written:
         if not overwrite and any((GOLDEN / name).exists() for name in files):
             sys.stderr.write("golden files of this version exist; they are never written twice\n")

@@ -1,0 +1,340 @@
+"""Repairs kept: rows that a load computed anew, for later loads of the same documents in the same order.
+
+What a row became depends on the model, on the documents up to it, in their order, and on what they stood at: their
+levels, and which of their rows had been computed. So rows are kept under a digest of the order, by tenant, all rows of
+a prompt's beginning together, with the coarsest level of what they were computed over. They depend on no question: a
+later load writes them into its prompt where it stands at that level or a coarser one, and computes what its own
+selector chooses on top of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from kvwire.codec import BlobDecoder, Profile, encode, level_index, rows_off, rows_on
+from kvwire.errors import CorruptError, KvwireError
+from kvwire.store import TEXT_LEVEL, base_of
+from kvwire.types import KVCache, digest_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from kvwire.codec import AnyProfile
+    from kvwire.controller import events as ev
+    from kvwire.reuse import LinkedPrompt, Repaired
+    from kvwire.runtime.corpus import Corpus
+    from kvwire.runtime.documents import DocumentHandle
+    from kvwire.store import KeptRepair, KeptRows, Store
+    from kvwire.types import Decision
+
+_log = logging.getLogger("kvwire.runtime")
+
+
+class Found(NamedTuple):
+    """What was found of an order of documents; trouble: what was wrong with it, in words, and nothing is used then."""
+
+    kept: KeptPrompt | None = None
+    trouble: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class KeptPrompt:
+    """Rows of a prompt's first documents, as they were kept.
+
+    Attributes:
+        entry: What the store says of them.
+        rows: int64, positions in the prompt, ascending.
+        cache: The rows' keys and values, positions off.
+        digests: Of the rows' token ids, by document, as their blobs say; empty where a document has none.
+    """
+
+    entry: KeptRepair
+    rows: Tensor
+    cache: KVCache
+    digests: tuple[str, ...]
+
+    def suits(self, documents: Sequence[DocumentHandle], decisions: Sequence[Decision]) -> bool:
+        """Whether the rows are of a prompt's texts, and were computed over documents at least as fine as the prompt's.
+
+        Args:
+            documents: The prompt's.
+            decisions: What became of its chunks.
+
+        Returns:
+            Whether both hold.
+        """
+        count = len(self.entry.documents)
+        if self.entry.documents != bases_of(documents[:count]) or self.entry.level < coarsest(decisions, count):
+            return False
+        start = 0
+        for document, digest in zip(documents, self.digests, strict=False):
+            text, stop = document.token_ids or (), start + document.tokens
+            mine = self.rows[(self.rows >= start) & (self.rows < stop)] - start
+            if len(mine) and digest_tokens([text[token] for token in mine.tolist() if token < len(text)]) != digest:
+                return False
+            start = stop
+        return True
+
+    def write(self, prompt: LinkedPrompt, front: int = 0) -> Tensor:
+        """Write the rows into a prompt.
+
+        Args:
+            prompt: Of the same documents.
+            front: Tokens from the prompt's beginning on that see all that stands before them: they stay.
+
+        Returns:
+            The rows that were written.
+        """
+        written = self.rows >= (front if front > prompt.tokens[0] else 0)  # the first document was decoded
+        rows = self.rows[written]
+        if not len(rows):
+            return rows
+        placed = rows_on(_taken(self.cache, written), rows)
+        theirs, ours = (*placed.keys, *placed.values), (*prompt.cache.keys, *prompt.cache.values)
+        for new, out in zip(theirs, ours, strict=True):
+            if out.numel():
+                out.index_copy_(1, rows.to(out.device), new.to(out.device, out.dtype))
+        return rows
+
+
+@dataclass(frozen=True, eq=False)
+class Gathered:
+    """Rows of a repaired prompt that may be kept.
+
+    Attributes:
+        bases: Each document as ``KeptRepair`` names it.
+        texts: Token ids of each document.
+        level: See ``KeptRepair``.
+        rows: int64, positions in the prompt, ascending.
+        cache: The rows' keys and values on the processor, positions on.
+        heals: Whether what is kept of these documents is damaged.
+    """
+
+    bases: tuple[str, ...]
+    texts: tuple[tuple[int, ...], ...]
+    level: int
+    rows: Tensor
+    cache: KVCache
+    heals: bool = False
+
+
+def coarsest(decisions: Sequence[Decision], documents: int) -> int:
+    """The coarsest level of a prompt's first documents.
+
+    Args:
+        decisions: What became of the prompt's chunks.
+        documents: How many documents.
+
+    Returns:
+        The level; ``TEXT_LEVEL`` where all chunks were computed from text.
+    """
+    levels = (each.level for each in decisions if each.chunk.document < documents)
+    return min((level for level in levels if level is not None), default=TEXT_LEVEL)
+
+
+def bases_of(documents: Sequence[DocumentHandle]) -> tuple[str, ...]:
+    """Documents as ``KeptRepair`` names them.
+
+    Args:
+        documents: Their headers are read.
+
+    Returns:
+        The names.
+    """
+    prefixes = [each.info.neutral_prefix if each.info else () for each in documents]
+    digests = [digest_tokens(prefix) if prefix else "" for prefix in prefixes]
+    return tuple(base_of(each.token_digest, digest) for each, digest in zip(documents, digests, strict=True))
+
+
+def gathered(
+    prompt: LinkedPrompt, documents: Sequence[DocumentHandle], repaired: Repaired, found: Found | None,
+    finish: ev.Finish,
+) -> Gathered | None:  # fmt: skip
+    """Copy the rows of a repaired prompt that are worth keeping.
+
+    Args:
+        prompt: As it was repaired.
+        documents: Its documents.
+        repaired: What was done.
+        found: What had been kept of it; None where nobody knows.
+        finish: How the load ended.
+
+    Returns:
+        The rows, those of the front included, which were computed from text; None where nothing new was computed, or
+        where more than whole rows changed.
+    """
+    known = tuple(each.token_ids for each in documents if each.token_ids is not None)
+    if not len(repaired.rows) or not repaired.is_plain or len(known) < len(documents) or prompt.cache.kept is not None:
+        return None
+    seeing = torch.zeros(prompt.cache.tokens, dtype=torch.bool)
+    seeing[prompt.tokens[0] : finish.front] = True
+    seeing[repaired.rows] = True
+    if repaired.kept and found and found.kept:
+        seeing[found.kept.rows] = True
+    rows = seeing.nonzero()[:, 0]
+    cache = _taken(prompt.cache, rows)
+    keys, values = ([tensor.cpu() for tensor in side] for side in (cache.keys, cache.values))
+    level = coarsest(finish.decisions, len(known))
+    copied, heals = KVCache(keys, values, prompt.cache.meta), bool(found and found.trouble)
+    return Gathered(bases_of(documents), known, level, rows, copied, heals)
+
+
+class RepairKeeper:
+    """Finds and keeps repaired rows in the store of a corpus; any thread may call it."""
+
+    def __init__(self, corpus: Corpus, view: Store, most_bytes: int) -> None:
+        """Take the parts.
+
+        Args:
+            corpus: Whose store keeps rows.
+            view: The store as loads read it.
+            most_bytes: Of all rows that are kept of this model and tenant.
+        """
+        self._corpus, self._view, self._most_bytes = corpus, corpus.over(view), most_bytes
+        self._config = corpus.meta.config_digest()
+
+    def find(self, documents: Sequence[DocumentHandle]) -> Found:
+        """Look for rows; blocks.
+
+        Args:
+            documents: In the order of the prompt; their headers are read.
+
+        Returns:
+            What was found.
+        """
+        try:
+            entry = self._view.catalog.kept.find(self._config, bases_of(documents))
+            return Found() if entry is None else Found(self._read(entry, [each.tokens for each in documents]))
+        except KvwireError as error:
+            return self.unread(error)
+
+    @staticmethod
+    def unread(error: KvwireError) -> Found:
+        """What is found where reading fails.
+
+        Args:
+            error: Why.
+
+        Returns:
+            Nothing but the trouble.
+        """
+        return Found(None, f"a kept repair was not used, and rows computed anew: {error}")
+
+    def _read(self, entry: KeptRepair, lengths: Sequence[int]) -> KeptPrompt:
+        profile = self._view.profile(entry.profile_digest) if entry.profile_digest else None
+        rows, caches, start = [], [], 0
+        for part, length in zip(entry.parts, lengths, strict=False):
+            if part.count:
+                tokens = _tokens_of(part, length)
+                rows.append(tokens + start)
+                caches.append(self._decoded(part, profile, len(tokens)))
+            start += length
+        if not caches:
+            msg = "it holds no rows"
+            raise CorruptError(msg)
+        keys, values = ([_joined(layer) for layer in zip(*side, strict=True)] for side in _sides(caches))
+        digests = iter(cache.meta.token_digest for cache in caches)
+        named = tuple(next(digests) if part.count else "" for part in entry.parts)
+        return KeptPrompt(entry, torch.cat(rows), KVCache(keys, values, caches[0].meta), named)
+
+    def _decoded(self, part: KeptRows, profile: AnyProfile | None, count: int) -> KVCache:
+        catalog = self._view.catalog
+        reader, stored = catalog.blob_reader(), catalog.kept.rows(self._config, part)
+        info = reader.read_header(stored)
+        if info.meta.config_digest() != self._config or info.tokens != count or info.prefix_layers:
+            msg = f"kept rows {part.sha256[:12]} are not those of their entry"
+            raise CorruptError(msg)
+        level = level_index(info, None)
+        decoder = BlobDecoder(reader.head, profile, offset=None, level=level, max_tokens=count)
+        for chunk in range(info.chunks):
+            reads = [(each, stored[each.offset : each.end]) for each in info.reads(chunk, level)]
+            decoder.decode_chunk(chunk, [reader.check(*read) if reader.check else read[1] for read in reads], level)
+        return replace(decoder.cache, meta=info.meta)
+
+    def keep(self, made: Gathered) -> int:
+        """Keep rows, and drop older ones beyond the bound; blocks. What fails costs later loads time, and is logged.
+
+        Args:
+            made: The rows.
+
+        Returns:
+            How many entries were written.
+        """
+        try:
+            return self._keep(made)
+        except KvwireError as error:
+            _log.warning("repaired rows were not kept: %s", error)
+            return 0
+
+    def _keep(self, made: Gathered) -> int:
+        profile = self._corpus.profile()
+        if isinstance(profile, Profile) and profile.prefix_layers:
+            profile = None  # predicts from what the first layers make of a document alone
+        off = rows_off(made.cache, made.rows)
+        parts: list[tuple[bytes, bytes]] = []
+        start = 0
+        for text in made.texts:
+            mine = (made.rows >= start) & (made.rows < start + len(text))
+            tokens = made.rows[mine] - start
+            blob = _encoded(off, mine, [text[token] for token in tokens.tolist()], profile)
+            parts.append((_bits_of(tokens), blob))
+            start += len(text)
+        size = sum(len(blob) for _, blob in parts)
+        if size > self._most_bytes:
+            _log.warning("repaired rows of %d bytes were not kept: the bound is %d", size, self._most_bytes)
+            return 0
+        known = (made.bases, made.level, profile.digest if profile else "")
+        written = self._corpus.catalog.kept.put(self._config, *known, parts, overwrite=made.heals)
+        if written:
+            self._corpus.catalog.kept.bound(self._config, self._most_bytes)
+        return len(written)
+
+
+def _taken(cache: KVCache, rows: Tensor) -> KVCache:
+    """Some rows of a cache, by number or by mask."""
+    keys, values = (
+        [tensor[:, rows.to(tensor.device)] if tensor.numel() else tensor for tensor in side]
+        for side in (cache.keys, cache.values)
+    )
+    return KVCache(keys, values, cache.meta)
+
+
+def _encoded(off: KVCache, mine: Tensor, ids: Sequence[int], profile: AnyProfile | None) -> bytes:
+    """A document's rows as a blob of their own; nothing where there are none."""
+    if not ids:
+        return b""
+    rows = _taken(off, mine)
+    return encode(KVCache.from_tensors(rows.keys, rows.values, rows.meta, ids), profile)
+
+
+def _tokens_of(part: KeptRows, length: int) -> Tensor:
+    """Which of a document's tokens a part has."""
+    bits = np.unpackbits(np.frombuffer(part.tokens, dtype=np.uint8), bitorder="little")
+    tokens = torch.from_numpy(np.flatnonzero(bits))
+    if int(tokens[-1]) >= length:
+        msg = f"kept rows {part.sha256[:12]} lie behind their document's end"
+        raise CorruptError(msg)
+    return tokens
+
+
+def _bits_of(tokens: Tensor) -> bytes:
+    if not len(tokens):
+        return b""
+    bits = np.zeros(int(tokens[-1]) + 1, dtype=np.uint8)
+    bits[tokens.numpy()] = 1
+    return np.packbits(bits, bitorder="little").tobytes()
+
+
+def _sides(caches: Sequence[KVCache]) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+    return [cache.keys for cache in caches], [cache.values for cache in caches]
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts), 1) if parts[0].numel() else parts[0]

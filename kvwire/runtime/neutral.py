@@ -1,0 +1,52 @@
+"""Documents computed behind a neutral prefix, which is dropped: a document that has begun when its text does.
+
+A document alone has its first tokens see nothing, which they never do behind others. Behind some tokens that tell of no
+other document, its own last ones, it moves less when it is linked. Its cache still depends on the document alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvwire.reuse import link
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvwire.engines.base import Engine
+    from kvwire.types import KVCache
+
+
+def neutral_tokens(token_ids: Sequence[int], count: int, window: int) -> tuple[int, ...]:
+    """The neutral prefix of a document: its own last tokens.
+
+    Args:
+        token_ids: The document's.
+        count: How many are wanted.
+        window: Most tokens that the model takes.
+
+    Returns:
+        As many as the document and the window have.
+    """
+    count = min(count, len(token_ids), window - len(token_ids))
+    return tuple(token_ids[len(token_ids) - count :]) if count > 0 else ()
+
+
+def compute_behind(
+    engine: Engine, neutral: Sequence[int], token_ids: Sequence[int], before: KVCache | None = None
+) -> KVCache:
+    """Compute tokens of a document behind its neutral prefix.
+
+    Args:
+        engine: Runs the model.
+        neutral: The prefix; empty for none.
+        token_ids: The tokens.
+        before: What comes before them of the document, wherever it stands; None where nothing does.
+
+    Returns:
+        The cache of the tokens alone, positions on, at the position where they were computed.
+    """
+    if not neutral:
+        return engine.extend(before, token_ids)
+    (prefix,) = engine.prefill([neutral])
+    return engine.extend(prefix if before is None else link([prefix, before]), token_ids)

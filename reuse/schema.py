@@ -1,0 +1,342 @@
+"""Prompt Cache schemas: modules at positions of their own, unions, and parameters with reserved slots.
+
+Prompt Cache (arXiv 2311.04934): a schema lays modules out once and for all, and a prompt takes some of them, each where
+the schema has it. Members of a union start at the same position, and at most one of them is taken; what is not taken
+leaves a gap in the positions. A parameter is a slot inside a module, whose tokens an argument replaces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvwire.errors import ArgumentError, MismatchError
+from kvwire.reuse.assemble import LinkedPrompt
+from kvwire.types import KVCache
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from kvwire.reuse.repair.rows import RowsEngine
+    from kvwire.types import CacheMeta
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A slot in a module. Without an argument it keeps the module's own tokens.
+
+    Attributes:
+        name: Within its module.
+        at: The slot's first token, counted from the module's beginning; None: still to be found by ``text``.
+        tokens: Length of the slot.
+        text: What the module's text has in the slot, for who looks for it there.
+    """
+
+    name: str
+    at: int | None = None
+    tokens: int = 0
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Module:
+    """A document at a place of its own.
+
+    Attributes:
+        name: Within the schema.
+        document: Name of the document; empty: the module's.
+        tokens: Positions that are reserved for it, at least the document's length; 0: not known yet.
+        start: Position of its first token; None: behind what comes before.
+        parameters: Its slots.
+    """
+
+    name: str
+    document: str = ""
+    tokens: int = 0
+    start: int | None = None
+    parameters: tuple[Parameter, ...] = ()
+
+    @property
+    def document_id(self) -> str:
+        """Name of its document."""
+        return self.document or self.name
+
+
+@dataclass(frozen=True)
+class Union:
+    """Modules that start at the same position, of which a prompt takes one at most.
+
+    Attributes:
+        members: The modules.
+        start: Position of their first token; None: behind what comes before.
+    """
+
+    members: tuple[Module, ...]
+    start: int | None = None
+
+
+@dataclass(frozen=True)
+class Fill:
+    """An argument in its slot.
+
+    Attributes:
+        name: ``module.parameter``.
+        document: Number of the document in the prompt.
+        at: The slot's first token, counted from the document's beginning.
+        tokens: Length of the slot.
+        token_ids: The argument, at most as long; what it leaves of the slot holds nothing.
+    """
+
+    name: str
+    document: int
+    at: int
+    tokens: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SchemaPrompt:
+    """What a prompt takes of a schema.
+
+    Attributes:
+        names: Of the modules, by position.
+        documents: Of each module.
+        starts: Position of each module's first token.
+        rooms: Positions that are reserved for each.
+        fills: Arguments in their slots.
+    """
+
+    names: tuple[str, ...]
+    documents: tuple[str, ...]
+    starts: tuple[int, ...]
+    rooms: tuple[int, ...]
+    fills: tuple[Fill, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Position behind the last module, where the question stands."""
+        return self.starts[-1] + self.rooms[-1]
+
+    def check_documents(self, lengths: Sequence[int], meta: CacheMeta) -> None:
+        """Refuse documents that the schema has no room for, and gaps where the model takes none.
+
+        Args:
+            lengths: Of the documents, in tokens.
+            meta: Of the model's caches.
+
+        Raises:
+            ArgumentError: One is longer than its module, or too short for a slot.
+            MismatchError: There are gaps, and layers of the model see a window.
+        """
+        for name, room, length in zip(self.names, self.rooms, lengths, strict=True):
+            if length > room:
+                msg = f"module {name!r} has room for {room} tokens, its document has {length}; give it more room"
+                raise ArgumentError(msg)
+        for fill in self.fills:
+            if fill.at + fill.tokens > lengths[fill.document]:
+                msg = (
+                    f"the slot {fill.name} ends at token {fill.at + fill.tokens} of a document of "
+                    f"{lengths[fill.document]}; move it in the schema"
+                )
+                raise ArgumentError(msg)
+        whole = sum(lengths) == self.tokens and all(len(fill.token_ids) == fill.tokens for fill in self.fills)
+        if not whole and any(spec.window is not None for spec in meta.layers):
+            msg = (
+                "layers of this model see a window of tokens, and take no gaps between them: take modules that follow "
+                "each other, documents as long as their modules and arguments as long as their slots"
+            )
+            raise MismatchError(msg)
+
+
+@dataclass(frozen=True)
+class Schema:
+    """Modules and unions, in the order of their positions.
+
+    Attributes:
+        parts: The modules and unions.
+    """
+
+    parts: tuple[Module | Union, ...]
+    _starts: dict[str, int] = field(init=False, repr=False, compare=False, hash=False)
+
+    def __post_init__(self) -> None:
+        """Lay the modules out.
+
+        Raises:
+            ArgumentError: There is none, one is named twice, they overlap, or a slot is none.
+        """
+        starts: dict[str, int] = {}
+        end = 0
+        for part in self.parts:
+            start = end if part.start is None else part.start
+            for module in _members(part):
+                _check_module(module)
+                if module.name in starts or start < end:
+                    wrong = "is named twice" if module.name in starts else f"starts before {end}, amid another one"
+                    msg = f"module {module.name!r} {wrong}; each has a name and a place of its own"
+                    raise ArgumentError(msg)
+                starts[module.name] = start
+            end = start + max((module.tokens for module in _members(part)), default=0)
+        if not starts:
+            msg = "a schema needs at least one module"
+            raise ArgumentError(msg)
+        object.__setattr__(self, "_starts", starts)
+
+    @property
+    def modules(self) -> tuple[Module, ...]:
+        """All of them, members of unions included."""
+        return tuple(module for part in self.parts for module in _members(part))
+
+    def with_modules(self, found: Mapping[str, Module]) -> Schema:
+        """The same schema with other modules, such as those whose lengths are known by now.
+
+        Args:
+            found: By name.
+
+        Returns:
+            The schema, laid out anew.
+        """
+        parts: list[Module | Union] = []
+        for part in self.parts:
+            if isinstance(part, Union):
+                parts.append(replace(part, members=tuple(found.get(each.name, each) for each in part.members)))
+            else:
+                parts.append(found.get(part.name, part))
+        return Schema(tuple(parts))
+
+    def prompt(self, modules: Sequence[str], arguments: Mapping[str, Sequence[int]] | None = None) -> SchemaPrompt:
+        """Take modules and fill their slots.
+
+        Args:
+            modules: Names; their order does not matter.
+            arguments: Token ids by ``module.parameter``; without one, a slot keeps its document's tokens.
+
+        Returns:
+            The prompt.
+
+        Raises:
+            ArgumentError: A module, or a parameter of those that are taken, is not there, a length is not known, two
+                members of a union are taken, or an argument is longer than its slot.
+        """
+        self._check_taken(modules)
+        taken = [module for module in self.modules if module.name in modules]
+        names = tuple(module.name for module in taken)
+        fills = tuple(self._fill(names, taken, name, ids) for name, ids in (arguments or {}).items())
+        starts = tuple(self._starts[name] for name in names)
+        documents, rooms = tuple(each.document_id for each in taken), tuple(each.tokens for each in taken)
+        return SchemaPrompt(names, documents, starts, rooms, fills)
+
+    def _check_taken(self, modules: Sequence[str]) -> None:
+        known = {module.name: module for module in self.modules}
+        for name in modules:
+            if name not in known:
+                msg = f"the schema has no module {name!r}; it has {', '.join(known)}"
+                raise ArgumentError(msg)
+        if not modules or len(set(modules)) < len(modules):
+            msg = "a prompt takes at least one module, and each once"
+            raise ArgumentError(msg)
+        for part in self.parts:
+            both = [module.name for module in _members(part) if module.name in modules]
+            if len(both) > 1:
+                msg = f"{' and '.join(both)} are members of one union; take one of them"
+                raise ArgumentError(msg)
+        unknown = [module.name for module in known.values() if not module.tokens]
+        if unknown:
+            msg = f"the length of {unknown[0]!r} is not known; give the schema its tokens, or ask its corpus (sized)"
+            raise ArgumentError(msg)
+
+    def _fill(self, names: Sequence[str], taken: Sequence[Module], name: str, ids: Sequence[int]) -> Fill:
+        owner, _, parameter = name.rpartition(".")
+        found = [each for module in taken if module.name == owner for each in module.parameters]
+        slot = next((each for each in found if each.name == parameter), None)
+        if slot is None or slot.at is None:
+            known = [f"{module.name}.{each.name}" for module in taken for each in module.parameters]
+            msg = f"the modules taken have no parameter {name!r}; they have {', '.join(known) or 'none'}"
+            raise ArgumentError(msg)
+        if len(ids) > slot.tokens:
+            msg = f"the argument of {name} has {len(ids)} tokens, its slot {slot.tokens}; shorten it"
+            raise ArgumentError(msg)
+        return Fill(name, names.index(owner), slot.at, slot.tokens, tuple(ids))
+
+
+def place_modules(caches: Sequence[KVCache], prompt: SchemaPrompt) -> LinkedPrompt:
+    """Put modules' caches where the schema has them.
+
+    Args:
+        caches: Of the modules' documents, in the order of ``prompt``.
+        prompt: What is taken.
+
+    Returns:
+        The prompt, gaps where nothing stands; slots still hold their documents' tokens.
+
+    Raises:
+        ArgumentError: A document does not fit its module, or there are more or fewer than modules.
+        MismatchError: The caches come from different models, or the model takes no gaps.
+    """
+    if len(caches) != len(prompt.names):
+        msg = f"the prompt takes {len(prompt.names)} modules, got {len(caches)} caches"
+        raise ArgumentError(msg)
+    lengths = [cache.tokens for cache in caches]
+    prompt.check_documents(lengths, caches[0].meta)
+    sample = next(key for key in caches[0].keys if key.numel())
+    room = KVCache.zeros(caches[0].meta, prompt.tokens, dtype=sample.dtype, device=sample.device)
+    linked = LinkedPrompt(lengths, caches[0].meta, cache=room, starts=prompt.starts)
+    for index, cache in enumerate(caches):
+        linked.write(index, 0, cache)
+    return linked
+
+
+def fill_parameters(engine: RowsEngine, linked: LinkedPrompt, fills: Sequence[Fill]) -> int:
+    """Compute arguments in their slots, each token at its position against all that stands before it.
+
+    Args:
+        engine: Runs the model.
+        linked: The prompt, in the engine's own memory; it is written to.
+        fills: The arguments.
+
+    Returns:
+        How many tokens were computed.
+
+    Raises:
+        ArgumentError: The cache cannot be written in place.
+        MismatchError: The model cannot run rows.
+    """
+    ids = [0] * linked.cache.tokens
+    rows: list[int] = []
+    for fill in fills:
+        start, count = linked.offset(fill.document) + fill.at, len(fill.token_ids)
+        linked.hide(start, start + fill.tokens)
+        linked.show(start, start + count)
+        ids[start : start + count] = fill.token_ids
+        rows += range(start, start + count)
+    if rows:
+        engine.update_rows(linked.cache, ids, torch.tensor(sorted(rows)))
+    return len(rows)
+
+
+def _members(part: Module | Union) -> Iterator[Module]:
+    yield from part.members if isinstance(part, Union) else (part,)
+
+
+def _check_module(module: Module) -> None:
+    """Refuse slots that lie outside of their module, or in each other."""
+    if not module.name or module.tokens < 0 or (module.start or 0) < 0:
+        msg = f"module {module.name!r} needs a name, and its start and tokens count from 0"
+        raise ArgumentError(msg)
+    end = 0
+    names = {each.name for each in module.parameters}
+    for slot in sorted(module.parameters, key=lambda each: each.at or 0):
+        if slot.at is None and slot.text:
+            continue
+        if slot.at is None or not slot.name or "." in slot.name or slot.tokens < 1 or slot.at < end:
+            msg = (
+                f"parameter {slot.name!r} of module {module.name!r} needs a name without dots and a slot of its own: "
+                "at, its first token, and tokens, its length, or text"
+            )
+            raise ArgumentError(msg)
+        end = slot.at + slot.tokens
+    if len(names) < len(module.parameters) or (module.tokens and end > module.tokens):
+        msg = f"parameters of module {module.name!r} have names and slots of their own in its {module.tokens} tokens"
+        raise ArgumentError(msg)

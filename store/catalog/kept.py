@@ -1,0 +1,211 @@
+"""Rows that repairs computed, kept under the order of the documents that they were computed behind.
+
+Never under a document's own name: what lies there depends on the document alone. Whatever one prompt links, another
+one finds rows of it only where it names the same documents before them, in the same order, for the same tenant.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+from kvwire.errors import CorruptError, FormatVersionError, NotFoundError
+from kvwire.store.catalog.announcements import wait_for_collectors
+from kvwire.store.catalog.tenant_objects import TenantObjects
+from kvwire.store.catalog_entry import MAX_ENTRY_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvwire.store.catalog.tenant_objects import Config
+    from kvwire.store.kept_repair import KeptRepair, KeptRows
+    from kvwire.store.keys import KeySpace
+
+_GROWN = 1.5
+"""What is kept gives way to so many times as many rows of the same level."""
+
+
+class KeptRepairs(TenantObjects):
+    """A tenant's kept repairs; ``Catalog.kept`` gives them."""
+
+    def __init__(self, catalog: TenantObjects) -> None:
+        """Share a catalog's store, tenant and keys.
+
+        Args:
+            catalog: The tenant's.
+        """
+        self._store, self._tenant = catalog.store, catalog.tenant
+        self._keys = catalog._keys  # noqa: SLF001 - of this class's base
+
+    def find(self, config: Config, documents: Sequence[str]) -> KeptRepair | None:
+        """What is kept of an order of documents, or of the most of its first ones.
+
+        Args:
+            config: The model configuration.
+            documents: As in ``KeptRepair``.
+
+        Returns:
+            What is kept; None where nothing is.
+
+        Raises:
+            CorruptError: What is found is damaged.
+        """
+        from kvwire.store.kept_repair import KeptRepair, order_digest
+
+        space = self.keys(config)
+        keys = {space.kept_repair(order_digest(documents[:n])): n for n in range(len(documents), 1, -1)}
+        for key, read in self.read_each(space, keys):
+            if (data := read()) is None:
+                continue
+            kept = KeptRepair.from_json(data)
+            if kept.documents != tuple(documents[: keys[key]]):
+                msg = f"{key} is of other documents: the next repair writes it again"
+                raise CorruptError(msg)
+            return kept
+        return None
+
+    def rows(self, config: Config, part: KeptRows) -> bytes:
+        """Read the blob of a document's rows and check it against its digest.
+
+        Args:
+            config: The model configuration.
+            part: Names it.
+
+        Returns:
+            The bytes, as they are stored.
+
+        Raises:
+            NotFoundError: It is gone.
+            CorruptError: It is damaged.
+        """
+        data = self._intact(self.keys(config).kept_rows(part.sha256))
+        if data is None:
+            msg = f"kept rows {part.sha256[:12]} are damaged in {self._store.url}"
+            raise CorruptError(msg)
+        return data
+
+    def put(
+        self,
+        config: Config,
+        documents: Sequence[str],
+        level: int,
+        profile_digest: str,
+        rows: Sequence[tuple[bytes, bytes]],
+        *,
+        overwrite: bool = False,
+    ) -> list[KeptRepair]:
+        """Write rows, and then an entry for each beginning of the prompt that has any.
+
+        What is kept already stays, unless it was computed over coarser documents, or has far fewer rows.
+
+        Args:
+            config: The model configuration.
+            documents: As in ``KeptRepair``.
+            level: As in ``KeptRepair``.
+            profile_digest: As in ``KeptRepair``.
+            rows: Of each document: which of its tokens, as in ``KeptRows``, and the plain blob that holds them; both
+                empty where it has none.
+            overwrite: Write all of it again, which heals what is damaged.
+
+        Returns:
+            The entries that were written.
+        """
+        from kvwire.store.kept_repair import KeptRepair, KeptRows
+
+        space = self.keys(config)
+        parts: list[KeptRows] = []
+        sealed: dict[str, bytes] = {}
+        for tokens, blob in rows:
+            stored = self.seal(blob) if blob else b""
+            digest = hashlib.sha256(stored).hexdigest() if blob else ""
+            parts.append(KeptRows(digest, len(stored), tokens))
+            sealed[digest] = stored
+        due = []
+        for count in range(2, len(parts) + 1):
+            made = KeptRepair(tuple(documents[:count]), level, profile_digest, tuple(parts[:count]))
+            if made.count and (overwrite or self._gives_way(space, made)):
+                due.append(made)
+        named = {part.sha256 for made in due for part in made.parts if part.count}
+        keys = {space.kept_rows(digest): sealed[digest] for digest in named}
+        for key, stored in keys.items():
+            self._store.put(key, stored)
+        for made in due:
+            self._put_entry(space.kept_repair(made.digest), made.to_json())
+        if due:
+            wait_for_collectors(self._store, space, keys)
+        for key, stored in keys.items():
+            self._store.create(key, stored)
+        return due
+
+    def _gives_way(self, space: KeySpace, made: KeptRepair) -> bool:
+        from kvwire.store.kept_repair import KeptRepair
+
+        try:
+            data = self._read(space.kept_repair(made.digest), MAX_ENTRY_BYTES + 1)
+            known = None if data is None else KeptRepair.from_json(data)
+        except (CorruptError, FormatVersionError):
+            known = None
+        if known is None or known.level < made.level:
+            return True
+        return known.level == made.level and made.count >= _GROWN * known.count
+
+    def each(self, config: Config) -> Iterator[tuple[str, KeptRepair]]:
+        """All that is kept, with its keys; what cannot be read is left out.
+
+        Args:
+            config: The model configuration.
+
+        Yields:
+            Key and entry.
+        """
+        from kvwire.store.kept_repair import KeptRepair
+
+        space = self.keys(config)
+        for key, read in self.read_each(space, self._store.keys(space.kept_repairs)):
+            try:
+                if (data := read()) is not None:
+                    yield key, KeptRepair.from_json(data)
+            except (CorruptError, FormatVersionError):
+                continue
+
+    def bound(self, config: Config, most_bytes: int) -> int:
+        """Drop the oldest of what is kept, until all of it names so many bytes at most. Rows are left to ``collect``.
+
+        Args:
+            config: The model configuration.
+            most_bytes: Of all rows that are named; 0 drops all.
+
+        Returns:
+            How many entries were dropped.
+        """
+        space = self.keys(config)
+        known = dict(self.each(space))
+        ages = {listed.key: listed.modified for listed in self._store.scan(space.kept_repairs)}
+        named: dict[str, int] = {}
+        dropped: list[str] = []
+        size = 0
+        for key in sorted(known, key=lambda key: ages.get(key, 0.0), reverse=True):
+            new = {part.sha256: part.size for part in known[key].parts if part.count and part.sha256 not in named}
+            if dropped or size + sum(new.values()) > most_bytes:
+                dropped.append(key)
+                continue
+            size += sum(new.values())
+            named |= new
+        self._store.delete_many(dropped)
+        return len(dropped)
+
+    def drop(self, config: Config, token_digest: str) -> None:
+        """Drop whatever is kept of a document.
+
+        Args:
+            config: The model configuration.
+            token_digest: Digest of its token ids.
+        """
+        found = [
+            key for key, kept in self.each(config) if any(each.startswith(token_digest) for each in kept.documents)
+        ]
+        for key in found:
+            try:
+                self._store.delete(key)
+            except NotFoundError:
+                continue

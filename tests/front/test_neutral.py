@@ -1,0 +1,128 @@
+"""Documents behind their own last tokens: where they stand, and rows of them that are computed from text."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvwire.errors import ArgumentError, MismatchError
+from kvwire.reuse import moved
+from kvwire.runtime.corpus import Coding, Corpus, Document
+from kvwire.runtime.loader import Loader
+from kvwire.runtime.neutral import compute_behind, neutral_tokens
+from kvwire.runtime.settings import LoadSettings
+from kvwire.store import MemoryStore
+
+from ..engines.families import FAMILIES, WINDOW, cache_error, engine_of, tokens
+
+BEHIND = 24
+
+
+def pieces(small):
+    text = [token for ids in small.tokens.values() for token in ids]
+    return {f"d{n}": tuple(text[n * 400 : (n + 1) * 400]) for n in range(2)}
+
+
+def encoded(small, **coding):
+    corpus = Corpus(small.engine, MemoryStore(), coding=Coding(**{"neutral_prefix": BEHIND} | coding))
+    list(corpus.encode([Document(name, ids) for name, ids in pieces(small).items()]))
+    return corpus
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fronts_and_what_follows_them_are_one_document(family):
+    engine, ids = engine_of(family), tokens(21, 3)
+    prefix = neutral_tokens(ids, 6, engine.window)
+    assert prefix == tuple(ids[-6:])
+    (whole,) = engine.prefill([[*prefix, *ids]])
+    together = compute_behind(engine, prefix, ids)
+    assert together.meta.offset == 6
+    assert cache_error(together, whole.slice(6, 27)) < 1e-5
+    front = moved(compute_behind(engine, prefix, ids[:8]), 17)  # wherever it stands in a prompt
+    rest = compute_behind(engine, prefix, ids[8:], front)
+    assert cache_error(rest, whole.slice(14, 27)) < 2e-5
+
+
+def test_a_prefix_is_as_long_as_document_and_window_allow():
+    assert neutral_tokens([1, 2, 3], 5, 100) == (1, 2, 3)
+    assert neutral_tokens(range(10), 5, 12) == (8, 9)
+    assert neutral_tokens(range(10), 5, 10) == ()
+    assert neutral_tokens(range(WINDOW), 0, 2 * WINDOW) == ()
+
+
+def test_blobs_hold_documents_as_they_are_behind_their_prefix(small):
+    corpus, documents = encoded(small, lossless=True), pieces(small)
+    for name, ids in documents.items():
+        info = corpus.read_header(corpus.find(name))
+        assert info.neutral_prefix == ids[-BEHIND:]
+        (whole,) = small.engine.prefill([[*info.neutral_prefix, *ids]])
+        wanted = moved(whole.slice(BEHIND, BEHIND + 400), 0)
+        assert cache_error(corpus.decode(name, "lossless"), wanted) < 1e-5
+        assert cache_error(corpus.decode(name, "lossless"), small.engine.prefill([ids])[0]) > 1e-2
+
+
+@pytest.mark.parametrize("lost", ["all", "chunk"])
+def test_rows_from_text_stand_behind_the_same_prefix(small, lost, monkeypatch):
+    corpus, documents = encoded(small, lossless=True, chunk_tokens=100), pieces(small)
+    entry = corpus.find("d1")
+    header = entry.header_bytes
+    stored = bytearray(corpus.catalog.store.get(entry.blob_key))
+    info = corpus.read_header(entry)
+    damaged = range(info.chunks) if lost == "all" else (2,)
+    for chunk in damaged:
+        for segment in info.segments[chunk]:
+            assert segment.offset >= header
+            stored[segment.offset] ^= 1
+    corpus.catalog.store.put(entry.blob_key, bytes(stored))
+    settings = LoadSettings(repair="none", quality_floor=4)
+    with Loader(small.engine, corpus, costs=small.costs, settings=settings) as loader:
+        answer = loader.ask(["d0", "d1"], small.engine.tokenize("And then"))
+    assert {d.chunk.chunk for d in answer.decisions if d.chunk.document and d.action == "recompute"} >= set(damaged)
+    (whole,) = small.engine.prefill([[*documents["d1"][-BEHIND:], *documents["d1"]]])
+    wanted, found = moved(whole.slice(BEHIND, BEHIND + 400), 400), answer.prompt.document(1)
+    (alone,) = small.engine.prefill([documents["d1"]])
+    errors = [
+        [((a - b).norm() / b.norm()).item() for a, b in zip(found.values, other.values, strict=True)]
+        for other in (wanted, alone)
+    ]
+    assert max(errors[0]) < (1e-5 if lost == "all" else 0.1)
+    assert max(errors[0]) < 0.5 * max(errors[1])
+
+
+def test_what_is_there_is_known_by_its_prefix(small):
+    corpus = encoded(small)
+    documents = [Document(name, ids) for name, ids in pieces(small).items()]
+    assert all(each.skipped for each in corpus.encode(documents))
+    other = Corpus(small.engine, corpus.catalog.store)
+    with pytest.raises(MismatchError, match="neutral prefix"):
+        list(other.encode(documents))
+    other.calibrate(documents)
+    assert not any(each.skipped for each in other.encode(documents))
+    assert other.read_header(other.find("d0")).neutral_prefix == ()
+
+
+def test_settings_that_do_not_go_together():
+    for wrong in ({"neutral_prefix": -1}, {"neutral_prefix": 3, "prefix_layers": 1}):
+        with pytest.raises(ArgumentError, match="neutral prefix"):
+            Coding(**wrong)
+
+
+def test_all_rows_repaired_are_a_prefill_whatever_stood_before_documents(small):
+    corpus, documents = encoded(small), pieces(small)
+    question = small.engine.tokenize("And then")
+    settings = LoadSettings(repair="all")
+    with Loader(small.engine, corpus, costs=small.costs, settings=settings) as loader:
+        answer = loader.ask(["d0", "d1"], question)
+    wanted = small.engine.forward(None, [*documents["d0"], *documents["d1"], *question], 0, logits=1)[0]
+    assert torch.allclose(answer.logits, wanted, atol=1e-3)
+
+
+def test_the_command_says_so(run, demo_model, tmp_path):
+    store = f"file://{tmp_path}/store"
+    file = demo_model.parent / "documents" / "09-the-toll-gate.txt"
+    words = ("--model", demo_model, "--store", store)
+    assert run("encode", file, "--neutral-prefix", 16, *words)[0] == 0
+    code, out, _ = run("inspect", file.stem, "--store", store)
+    assert code == 0
+    assert "computed behind 16 tokens that were dropped" in out
+    assert run("encode", file, "--neutral-prefix", 16, "--prefix-layers", 1, *words)[0] == 2
