@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvwire.codec import AnyProfile, Backend, LevelKind, Profile, Statistics
     from kvwire.engines.base import Engine
     from kvwire.runtime.neighbours import Neighbours
-    from kvwire.store import Keyring, ModelRecord, Store, UseCounts
+    from kvwire.store import Keyring, ModelRecord, PrefixIndex, Store, UseCounts
     from kvwire.types import BlobInfo, CacheMeta, KVCache
 
 CALIBRATION_TOKENS = 16384
@@ -447,7 +447,26 @@ class Corpus:
             self.set_profile(profile)
         return profile
 
-    def encode(self, documents: Sequence[Document], *, force: bool = False, encode_after: int = 0) -> Iterator[Encoded]:
+    def index(self, scheme: str = "kvwire") -> PrefixIndex:
+        """The index by which prompts find the documents that they begin with.
+
+        Args:
+            scheme: How prompts are hashed: ``kvwire``, ``lmcache`` or ``sglang``, with the tokens of a chunk behind a
+                colon where they are not the usual ones.
+
+        Returns:
+            The index, which keeps the texts that it read of late: to be made once.
+
+        Raises:
+            ArgumentError: There is no such scheme.
+        """
+        from kvwire.store import PrefixIndex  # most need none
+
+        return PrefixIndex(self.catalog, self._config, scheme)
+
+    def encode(
+        self, documents: Sequence[Document], *, force: bool = False, encode_after: int = 0, index: Sequence[str] = ()
+    ) -> Iterator[Encoded]:
         """Encode what the catalog lacks, document by document; the first ones calibrate where there is no profile yet.
 
         A blob and its text are in the store before the entry is; whoever stops in the middle loses only what was not
@@ -460,19 +479,23 @@ class Corpus:
                 damaged.
             encode_after: Documents with fewer counted uses are kept as text, from which readers compute them;
                 ``promote`` encodes them later. 0 encodes all.
+            index: Schemes, as ``index`` takes them, by which prompts that begin with one of the documents are to find
+                it; what is kept as text is not found.
 
         Yields:
             What became of each document, in the order given.
 
         Raises:
             ArgumentError: A document's name is not taken (``kvwire.store.check_new_name``), ``encode_after`` is given
-                and uses are not counted, or the method needs a profile and there is too little text to fit one.
+                and uses are not counted, the method needs a profile and there is too little text to fit one, or there
+                is no such index.
             CorruptError: The profile in use is damaged and ``force`` is not given.
             MismatchError: The profile in use is of another method or head start.
         """
         self._needed_engine()
         for document in documents:
             check_new_name(document.document_id, "document")
+        indexes = [self.index(scheme) for scheme in index]
         self.changes += 1
         due = [document for document in documents if self._is_due(document.document_id, encode_after)]
         profile, encoded = self._profile_for(due, force=force), {document.document_id for document in due}
@@ -480,15 +503,17 @@ class Corpus:
         around = self._neighbours(documents)
         for document in documents:
             found = None if force else self._known(document, profile)
-            if found is not None:
-                yield found
-            elif document.document_id not in encoded:
+            if found is None and document.document_id not in encoded:
                 yield self._keep_text(document)
-            else:
+                continue
+            if found is None:
                 started = time.perf_counter()
-                yield self._store(document, (profile, around), started)
+                found = self._store(document, (profile, around), started)
+            for each in indexes:
+                each.add(found.entry, document.token_ids, is_new=not found.skipped)
+            yield found
 
-    def promote(self, uses: int) -> Iterator[Encoded]:
+    def promote(self, uses: int, *, index: Sequence[str] = ()) -> Iterator[Encoded]:
         """Encode the documents that are kept as text and were used often enough, the most used first.
 
         Texts that are lost or damaged are left out, which encoding the document again heals, and so are documents
@@ -496,6 +521,7 @@ class Corpus:
 
         Args:
             uses: Counted uses from which on a document is encoded.
+            index: As for ``encode``.
 
         Yields:
             What became of each of them; nothing where uses are not counted.
@@ -506,7 +532,7 @@ class Corpus:
                 entry = self.catalog.by_document(self._config, check_new_name(document_id, "document"))
                 if entry is not None and entry.is_text:
                     due.append(Document(document_id, self.text(entry)))
-        yield from self.encode(due)
+        yield from self.encode(due, index=index)
 
     def count_use(self, document_id: str) -> None:
         """Count one use of a document, where uses are counted. A file that fails costs a count, not an answer.
