@@ -123,7 +123,8 @@ class Working:
     def _loaded(self, load: PageLoad) -> Loaded:
         """Documents at their place in the prompt: the cache begins at ``load.position``."""
         goal = load.choice.goal(load.left_s)
-        loaded = self._loader.load(load.documents, load.texts, goal, load.choice.level)
+        wanted = load.stop - load.position if load.choice.prefix else None
+        loaded = self._loader.load(load.documents, load.texts, goal, load.choice.level, wanted)
         if loaded.cache is None:
             return Loaded(None, load.position, loaded.level, loaded.bytes, loaded.troubles)
         front = loaded.cache.slice(0, loaded.tokens)
@@ -133,7 +134,7 @@ class Working:
     def _kept_tail(self, load: PageLoad) -> Loaded | None:
         """The end of documents whose full blocks vLLM still has: less than a block, which it does not keep."""
         with self._lock:
-            kept = self._tails.get(load.salt)
+            kept = None if load.choice.prefix else self._tails.get(load.salt)
         if kept is None or kept[0] > load.start or kept[0] + kept[1].tokens != load.stop:
             return None
         return Loaded(kept[1], load.stop)
@@ -152,7 +153,7 @@ class Working:
             slots = slots_of(load.blocks, block_tokens, load.start, stop)
             for layer, (keys, values) in enumerate(zip(part.keys, part.values, strict=True)):
                 pages.write(layer, slots, self._own(pages, layer, keys), self._own(pages, layer, values))
-            if stop == load.stop:
+            if stop == load.stop and not load.choice.prefix:  # a prefix's salt does not say which
                 self._keep_tail(load, cache, block_tokens)
         if stop >= load.stop:
             return set()
