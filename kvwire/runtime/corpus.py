@@ -23,7 +23,7 @@ from kvwire.errors import ArgumentError, CorruptError, KvwireError, MismatchErro
 from kvwire.runtime.links import LinkReport
 from kvwire.runtime.quality import calibrate_error
 from kvwire.store import Catalog, CatalogEntry, check_new_name
-from kvwire.types import digest_tokens
+from kvwire.types import KVCache, digest_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvwire.engines.base import Engine
     from kvwire.runtime.neighbours import Neighbours
     from kvwire.store import Keyring, ModelRecord, PrefixIndex, Store, UseCounts
-    from kvwire.types import BlobInfo, CacheMeta, KVCache
+    from kvwire.types import BlobInfo, BlockDeviation, CacheMeta
 
 CALIBRATION_TOKENS = 16384
 """Tokens that a profile is fitted on: the basis hardly moves beyond. Their caches wait on disk."""
@@ -513,6 +513,59 @@ class Corpus:
                 each.add(found.entry, document.token_ids, is_new=not found.skipped)
             yield found
 
+    def cache_of(self, keys: Sequence[Tensor], values: Sequence[Tensor], token_ids: Sequence[int]) -> KVCache:
+        """A cache of the corpus's model, from tensors that an engine elsewhere computed.
+
+        Args:
+            keys: Of each layer, ``[kv_heads, tokens, key_dim]``, positions on and from 0.
+            values: Of each layer, ``[kv_heads, tokens, value_dim]``.
+            token_ids: What they were computed from.
+
+        Returns:
+            The cache, which holds these tensors.
+
+        Raises:
+            ArgumentError: The shapes are not those of the model.
+        """
+        dtype = str(keys[0].dtype).removeprefix("torch.") if keys else self.meta.dtype
+        return KVCache.from_tensors(keys, values, replace(self.meta, dtype=dtype), token_ids)
+
+    def save(self, document: Document, cache: KVCache, *, index: Sequence[str] = ()) -> Encoded:
+        """Encode a cache that was computed elsewhere, and keep it as a document; no engine is needed.
+
+        Args:
+            document: Its name and text.
+            cache: Of the whole text, computed without loss, positions on and from 0.
+            index: As for ``encode``.
+
+        Returns:
+            What became of it; skipped where the catalog has it already.
+
+        Raises:
+            ArgumentError: The name is not taken, the cache is not of the text, or there is no such index.
+            MismatchError: The cache is of another model, or the profile in use is for readers that run the model's
+                first layers, whose states are not known here.
+            CorruptError: The profile in use is damaged.
+        """
+        check_new_name(document.document_id, "document")
+        indexes = [self.index(scheme) for scheme in index]
+        if cache.token_ids != tuple(document.token_ids) or (cache.meta.offset, cache.meta.positions) != (0, "on"):
+            msg = f"the cache is not that of {document.document_id!r}: give all of its tokens, at positions from 0"
+            raise ArgumentError(msg)
+        if cache.meta.config_digest() != self._config:
+            msg = (
+                f"the cache is of model {cache.meta.model_id!r}, the corpus of {self.meta.model_id!r}: name its corpus"
+            )
+            raise MismatchError(msg)
+        started, profile = time.perf_counter(), self.profile()
+        if profile is not None and profile.prefix_layers:
+            msg = "the profile in use is for readers that run the model's first layers: encode with Corpus.encode"
+            raise MismatchError(msg)
+        found = self._known(document, profile) or self._put(document, (cache, ()), (profile, None), started)
+        for each in indexes:
+            each.add(found.entry, document.token_ids, is_new=not found.skipped)
+        return found
+
     def promote(self, uses: int, *, index: Sequence[str] = ()) -> Iterator[Encoded]:
         """Encode the documents that are kept as text and were used often enough, the most used first.
 
@@ -627,8 +680,16 @@ class Corpus:
 
     def _store(self, document: Document, known: tuple[AnyProfile | None, Neighbours | None], started: float) -> Encoded:
         profile, around = known
-        cache, neutral = _computed(self._needed_engine(), document.token_ids, self._coding.neutral_prefix)
-        deviation = around.measure(cache, document.token_ids) if around else None
+        computed = _computed(self._needed_engine(), document.token_ids, self._coding.neutral_prefix)
+        deviation = around.measure(computed[0], document.token_ids) if around else None
+        return self._put(document, computed, (profile, deviation), started)
+
+    def _put(
+        self, document: Document, computed: tuple[KVCache, tuple[int, ...]],
+        known: tuple[AnyProfile | None, BlockDeviation | None], started: float,
+    ) -> Encoded:  # fmt: skip
+        """Encode and write a cache that was computed, behind a neutral prefix or none."""
+        (cache, neutral), (profile, deviation) = computed, known
         layers = 0 if profile is None else profile.prefix_layers
         hidden = self._needed_engine().prefix_states(document.token_ids, layers) if layers else None
         coding = self._coding

@@ -75,6 +75,7 @@ class Scheduling:
         corpus: Corpus,
         *,
         patience_s: float = 5.0,
+        index: str = "kvwire",
         least_tokens: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -83,16 +84,24 @@ class Scheduling:
         Args:
             corpus: The documents', opened without an engine.
             patience_s: Longest wait for the catalog; a request is served without documents then.
+            index: By which prefixes are found, as ``Corpus.index`` takes it.
             least_tokens: Of a prefix, fewer are not worth a load: a block, of which vLLM keeps whole ones alone.
             clock: Seconds.
         """
         self._corpus, self._patience_s, self._clock = corpus, patience_s, clock
-        self._index, self._least_tokens = corpus.index(), least_tokens
+        self._index, self._least_tokens = corpus.index(index), least_tokens
         self._pool = ThreadPoolExecutor(_LOOK_UPS, "kvwire-look-up")
         self._asked: dict[str, _Asked] = {}
         self._loads: list[PageLoad] = []
 
-    def begin(self, request_id: str, params: dict[str, Any] | None, prompt: Sequence[int], salt: str | None) -> None:
+    def begin(
+        self,
+        request_id: str,
+        params: dict[str, Any] | None,
+        prompt: Sequence[int],
+        salt: str | None,
+        trouble: str = "",
+    ) -> Choice | None:
         """Take in a request, and begin to look up what it may begin with.
 
         Args:
@@ -100,19 +109,26 @@ class Scheduling:
             params: Its ``kv_transfer_params``; without ``kvwire`` it is none of ours.
             prompt: Token ids.
             salt: Its ``cache_salt``.
+            trouble: Why its rows are not those of its token ids alone, so that nothing fits it; empty where they are.
+
+        Returns:
+            What it asks for; None where it asks for nothing, or for what cannot be.
         """
         if not params or PARAMS not in params:
-            return
+            return None
         asked = self._asked[request_id] = _Asked(tuple(prompt), salt or "", self._clock())
         try:
             asked.choice = Choice.read(params[PARAMS])
         except ArgumentError as error:
             self._refuse(request_id, asked, str(error))
-            return
-        if asked.choice.mode == "documents":
+            return None
+        if trouble:
+            asked.told["trouble"] = trouble
+        elif asked.choice.mode == "documents":
             asked.looking = self._pool.submit(match_documents, self._corpus, asked.choice, asked.prompt)
         elif asked.choice.mode == "prefix":
             asked.looking = self._pool.submit(match_prefix, self._corpus, self._index, asked.choice, asked.prompt)
+        return asked.choice
 
     def promised(self, request_id: str, computed: int, preemptions: int = 0) -> int | None:
         """How many tokens behind those that are computed will be loaded.
