@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 
-from kvwire.engines.transformers import open_engine
 from kvwire.reuse import link
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.vllm import Choice, request_body
@@ -45,13 +44,14 @@ class Place:
     stop: ExitStack
 
     def ask(self, *bodies, tokens=4):
-        """Answers: log-probabilities of the first token, all tokens, and what is told of the documents."""
+        """Answers: log-probabilities of the first token, all tokens, what is told of documents, and tokens cached."""
         prompts, params = [], []
         for body in bodies:
             prompts.append(TokensPrompt(prompt_token_ids=list(body["prompt"]), cache_salt=body.get("cache_salt")))
             given = body.get("kv_transfer_params")
             extra = {"kv_transfer_params": given} if given else None
-            params.append(SamplingParams(temperature=0, max_tokens=tokens, logprobs=20, extra_args=extra))
+            sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=20, extra_args=extra)
+            params.append(sampling)
         answers = []
         for out in self.llm.generate(prompts, params, use_tqdm=False):
             first = {token: entry.logprob for token, entry in out.outputs[0].logprobs[0].items()}
