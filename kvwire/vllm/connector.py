@@ -1,4 +1,4 @@
-"""vLLM's connector: its two halves do the work, this hands them what vLLM gives. The only module that imports vLLM."""
+"""vLLM's connector: its two halves do the work, this hands them what vLLM gives. It and ``metrics`` import vLLM."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from vllm.model_executor.models.utils import extract_layer_index
 from kvwire.engines.vllm import PackedPages, StridedPages
 from kvwire.errors import ArgumentError, MismatchError
 from kvwire.store import hash_scheme
+from kvwire.vllm.counting import Counts
+from kvwire.vllm.metrics import TransferCounts, TransferMetrics
 from kvwire.vllm.opening import ConnectorSettings
 from kvwire.vllm.requests import PARAMS
 from kvwire.vllm.saving import PageSave, Saver, Saving
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -67,6 +70,7 @@ class KvwireConnector(KVConnectorBase_V1):
         self._working: Working | None = None
         self._saver: Saver | None = None
         self._bad: set[int] = set()
+        self._counts = Counts()
         is_whole = parallel.tensor_parallel_size == 1
         if role == KVConnectorRole.SCHEDULER:
             block = vllm_config.cache_config.block_size
@@ -77,9 +81,10 @@ class KvwireConnector(KVConnectorBase_V1):
             self._saving = Saving(settings.save, least, "" if is_whole else "each of several workers has some heads")
         else:
             loader = settings.loader(self._corpus, vllm_config.model_config.dtype)
-            self._working = Working(loader, rank=_rank(parallel.tensor_parallel_size))
+            rank = _rank(parallel.tensor_parallel_size)
+            self._working = Working(loader, rank=rank, counts=self._counts)
             if settings.save != "off" and is_whole:
-                self._saver = Saver(self._corpus, settings.index)
+                self._saver = Saver(self._corpus, settings.index, self._counts)
 
     @property
     def scheduling(self) -> Scheduling:
@@ -164,6 +169,27 @@ class KvwireConnector(KVConnectorBase_V1):
         """Blocks that vLLM must compute."""
         bad, self._bad = self._bad, set()
         return bad
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What was loaded and kept since the last step."""
+        counted = self._counts.take()
+        return TransferCounts(data=counted) if counted else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """What another process counted."""
+        return TransferCounts(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        """Counters of what is loaded and kept."""
+        return TransferMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: loads run between steps."""

@@ -19,6 +19,7 @@ from kvwire.engines.vllm import slots_of
 from kvwire.errors import KvwireError
 from kvwire.runtime.corpus import Document
 from kvwire.types import KVCache, digest_tokens
+from kvwire.vllm.counting import Counts
 from kvwire.vllm.requests import SALTED
 
 if TYPE_CHECKING:
@@ -142,13 +143,15 @@ class Saving:
 class Saver:
     """A worker's half: copies pages, and encodes and stores them, in a thread each."""
 
-    def __init__(self, corpus: Corpus, index: str) -> None:
+    def __init__(self, corpus: Corpus, index: str, counts: Counts | None = None) -> None:
         """Keep nothing yet.
 
         Args:
             corpus: Where prompts are put, as documents of their own.
             index: The scheme by which they are found.
+            counts: Where is counted what was kept; None: nowhere.
         """
+        self._counts = counts or Counts()
         self._corpus, self._scheme, self._index = corpus, index, corpus.index(index)
         self._pages: Pages | None = None
         self._lock = threading.Lock()
@@ -204,6 +207,7 @@ class Saver:
             if not is_full:
                 self._waiting[digest] = size
         if is_full:
+            self._counts.add(unsaved_prompts=1)
             self._tell("full", "prompts come faster than they are encoded: some are not kept")
         return not is_full
 
@@ -240,7 +244,8 @@ class Saver:
             hit = self._index.longest(save.token_ids)
             if hit is None or hit.tokens < whole:
                 document = Document(f"{SAVED}{digest[:32]}", save.token_ids)
-                self._corpus.save(document, cache, index=(self._scheme,))
+                done = self._corpus.save(document, cache, index=(self._scheme,))
+                self._counts.add(saved_prompts=1, saved_tokens=done.entry.tokens, saved_bytes=done.entry.size)
         except Exception as error:  # noqa: BLE001 - see above
             self._failed(error, digest)
             return
@@ -250,6 +255,7 @@ class Saver:
     def _failed(self, error: Exception, digest: str) -> None:
         with self._lock:
             self._waiting.pop(digest, None)
+        self._counts.add(unsaved_prompts=1)
         words = str(error) if isinstance(error, KvwireError) else f"{type(error).__name__}: {error}"
         self._tell(type(error).__name__, f"a prompt was not kept: {words}")
 
@@ -266,4 +272,4 @@ def _beside(view: torch.Tensor) -> AbstractContextManager[object]:
     """On a GPU a stream of its own, so that copying does not wait for the model's steps."""
     if view.device.type != "cuda":
         return nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream(view.device))
+    return torch.cuda.stream(torch.cuda.Stream(view.device))  # type: ignore[no-untyped-call]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvwire.engines.vllm import probe, slots_of
 from kvwire.errors import KvwireError, MismatchError
 from kvwire.reuse.assemble import moved
+from kvwire.vllm.counting import Counts
 from kvwire.vllm.loading import Loaded
 
 if TYPE_CHECKING:
@@ -46,14 +47,15 @@ class Written:
 class Working:
     """Loads documents in threads of its own, and writes what has come into pages when it is called."""
 
-    def __init__(self, loader: PageLoader, *, rank: int = 0) -> None:
+    def __init__(self, loader: PageLoader, *, rank: int = 0, counts: Counts | None = None) -> None:
         """Load nothing yet.
 
         Args:
             loader: Loads documents.
             rank: Which part of the heads is this worker's, where several share the model.
+            counts: Where is counted what was loaded; None: nowhere.
         """
-        self._loader, self._rank = loader, rank
+        self._loader, self._rank, self._counts = loader, rank, counts or Counts()
         self._pool = ThreadPoolExecutor(_AT_ONCE, "kvwire-load")
         self._lock = threading.Lock()
         self._done: list[tuple[PageLoad, Loaded]] = []
@@ -94,6 +96,10 @@ class Working:
             done, self._done = self._done, []
         requests, bad = set(), set()
         for load, loaded in done:
+            there = min(max(loaded.tokens, load.start), load.stop) if loaded.cache is not None else load.start
+            self._counts.add(
+                loads=1, loaded_tokens=there - load.start, lost_tokens=load.stop - there, loaded_bytes=loaded.bytes
+            )
             try:
                 bad |= self._write(load, loaded)
             except KvwireError:

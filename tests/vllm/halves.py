@@ -19,10 +19,10 @@ QUESTION = [3, 4, 5]
 class Halves:
     """Both halves, and pages of 64 blocks."""
 
-    def __init__(self, told, link=None, **settings):
+    def __init__(self, told, link=None, counts=None, **settings):
         self.corpus = told.corpus
         self.scheduling = Scheduling(self.corpus, patience_s=20.0, **settings)
-        self.working = Working(PageLoader(self.corpus, torch.float32, link=link))
+        self.working = Working(PageLoader(self.corpus, torch.float32, link=link), counts=counts)
         specs = self.corpus.meta.layers
         self.views = [torch.zeros(64, s.kv_heads, BLOCK, s.key_dim + s.value_dim) for s in specs]
         self.working.register(StridedPages(self.views, [s.key_dim for s in specs]), self.corpus.meta)

@@ -15,6 +15,7 @@ from kvwire.runtime.corpus import Corpus
 from kvwire.runtime.settings import LoadSettings
 from kvwire.transport import LinkSettings
 from kvwire.vllm import Choice, request_body
+from kvwire.vllm.counting import Counts
 from kvwire.vllm.loading import NoWeights, PageLoader
 from kvwire.vllm.opening import ConnectorSettings
 from kvwire.vllm.scheduling import Scheduling
@@ -209,3 +210,14 @@ def test_silence_of_the_store_is_waited_out(told):
     """Nothing here can be computed meanwhile: a chunk is let go of only where it cannot be had."""
     with PageLoader(told.corpus, torch.float32, settings=LoadSettings(patience_s=7.0)) as loader:
         assert loader._controls.stall_s == 7.0
+
+
+def test_what_is_loaded_and_lost_is_counted(told):
+    counts = Counts()
+    with closing(Halves(told, counts=counts)) as halves:
+        damage(told, "b", 1)  # tokens 182 to 214
+        halves.load(halves.body("abc"))
+        found = counts.take()
+        assert found.pop("loaded_bytes") > 0
+        assert found == {"loads": 1, "loaded_tokens": 182, "lost_tokens": 311 - 182}
+        assert counts.take() == {}

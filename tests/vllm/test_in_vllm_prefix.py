@@ -17,6 +17,7 @@ from kvwire import encode
 from kvwire.engines.transformers import open_engine
 from kvwire.store import S3Store
 from kvwire.vllm import Choice, request_body
+from kvwire.vllm.counting import COUNTED
 from kvwire.vllm.saving import SAVED
 
 from ..s3_servers import ministack
@@ -160,9 +161,22 @@ def test_a_prefix_that_was_computed_is_kept_and_then_loaded(places):
     assert distance(first, one.expected([*prompt, *QUESTION], decoded(one, hit.document.document_id))) <= CLOSE
 
 
-def preemptions(place):
-    (found,) = [each.value for each in place.llm.get_metrics() if each.name == "vllm:num_preemptions"]
-    return found
+def counted(place, name):
+    """One of vLLM's metrics."""
+    return sum(each.value for each in place.llm.get_metrics() if each.name == f"vllm:{name}")
+
+
+def test_what_is_loaded_and_kept_is_among_vllms_metrics(places):
+    _, other = places
+    before = {name: counted(other, f"kvwire_{name}") for name in COUNTED}
+    prompt = drawn(7, 200)
+    other.ask(prefix(other, prompt, save=True))
+    found(other, prompt)
+    other.ask(other.body("da", 1))
+    more = {name: counted(other, f"kvwire_{name}") - before[name] for name in COUNTED}
+    assert (more["loads"], more["loaded_tokens"], more["lost_tokens"]) == (1, LENGTHS["d"] + LENGTHS["a"], 0)
+    assert (more["saved_prompts"], more["saved_tokens"], more["unsaved_prompts"]) == (1, 200, 0)
+    assert min(more["loaded_bytes"], more["saved_bytes"]) > 1000
 
 
 def test_requests_that_lose_their_pages_are_each_their_own(places):
@@ -179,9 +193,9 @@ def test_requests_that_lose_their_pages_are_each_their_own(places):
             names = ("ac", "cb", "dab")[number % 4]
             bodies.append(other.body(names, number % 3, question))
             expected.append(other.expected(bodies[-1]["prompt"], other.linked(names, number % 3)))
-    before = preemptions(other)
+    before = counted(other, "num_preemptions")
     answers = other.ask(*bodies, tokens=120)
-    assert preemptions(other) > before
+    assert counted(other, "num_preemptions") > before
     assert max(distance(first, right) for (first, *_), right in zip(answers, expected, strict=True)) <= CLOSE
     for number in (1, 2, 3):
         ((_, tokens, *_),) = other.ask(bodies[number], tokens=120)

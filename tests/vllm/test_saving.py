@@ -14,7 +14,7 @@ import torch
 
 from kvwire.engines.vllm import StridedPages, slots_of
 from kvwire.errors import ArgumentError, MismatchError, StorageError
-from kvwire.runtime.corpus import Coding, Corpus, Document
+from kvwire.runtime.corpus import Coding, Corpus, Document, Encoded
 from kvwire.store import MemoryStore
 from kvwire.vllm import Choice, request_body
 from kvwire.vllm import saving as module
@@ -120,6 +120,7 @@ def test_what_is_kept_is_what_an_engine_encodes(told, model, saver):
     saver.start([PageSave("r", IDS, BLOCKS)])
     wait(saver, ["r"])
     hit = told.corpus.index("kvwire:16").longest([*IDS, 1, 2])
+    assert saver._counts.take() == {"saved_prompts": 1, "saved_tokens": len(IDS), "saved_bytes": hit.document.size}
     assert hit.tokens == len(IDS)
     assert hit.document.document_id.startswith(SAVED)
     theirs = Corpus(told.engine, MemoryStore())
@@ -205,9 +206,10 @@ def test_one_prompt_is_kept_once_at_a_time(told, model, saver):
 def test_more_than_there_is_room_for_is_left_out_and_told_once(model, saver, monkeypatch, caplog):
     going, kept = threading.Event(), []
 
-    def late(_self, document, *_given, **_more):
+    def late(corpus, document, *_given, **_more):
         assert going.wait(30)
         kept.append(document)
+        return Encoded(corpus.find("a"), None, skipped=True, encode_s=0.0)
 
     monkeypatch.setattr(Corpus, "save", late)
     monkeypatch.setattr(module, "_MOST", 3)
@@ -218,6 +220,7 @@ def test_more_than_there_is_room_for_is_left_out_and_told_once(model, saver, mon
         going.set()
         wait(saver, [str(number) for number in range(8)])
     assert len(kept) == 3
+    assert saver._counts.take()["unsaved_prompts"] == 5
     assert sum("faster than they are encoded" in each.message for each in caplog.records) == 1
 
 
