@@ -168,6 +168,7 @@ def counted(place, name):
 
 def test_what_is_loaded_and_kept_is_among_vllms_metrics(places):
     _, other = places
+    other.ask({"prompt": drawn(8, 20)})  # a step, which brings what was counted before
     before = {name: counted(other, f"kvwire_{name}") for name in COUNTED}
     prompt = drawn(7, 200)
     other.ask(prefix(other, prompt, save=True))
