@@ -20,7 +20,7 @@ class TransferCounts(KVConnectorStats):
 
     def reset(self) -> None:
         """Forget all."""
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Both together."""
