@@ -26,7 +26,7 @@ from kvwire.vllm.working import Working
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -78,7 +78,7 @@ class KvwireConnector(KVConnectorBase_V1):
                 self._corpus, patience_s=settings.patience_s, index=settings.index, least_tokens=block
             )
             least = hash_scheme(settings.index, "").chunk_tokens
-            self._saving = Saving(settings.save, least, "" if is_whole else "each of several workers has some heads")
+            self._saving = Saving(settings.save, least, _other_model(vllm_config.model_config, is_whole=is_whole))
         else:
             loader = settings.loader(self._corpus, vllm_config.model_config.dtype)
             rank = _rank(parallel.tensor_parallel_size)
@@ -222,6 +222,16 @@ def _other_rows(request: Request) -> str:
         return "it has an adapter of its own (LoRA): documents and prefixes are of the model without one"
     if request.mm_features or request.prompt_embeds is not None:
         return "its prompt is more than token ids: documents and prefixes are of token ids alone"
+    return ""
+
+
+def _other_model(model: ModelConfig, *, is_whole: bool) -> str:
+    """Why rows that are computed here are not those of the model in the store; empty where they are."""
+    if not is_whole:
+        return "each of several workers has some heads alone"
+    own = getattr(model.hf_config, "quantization_config", None)
+    if model.hf_overrides or (model.quantization and not own):
+        return "vLLM serves the model quantised or changed: its rows are not those of the model that the store names"
     return ""
 
 

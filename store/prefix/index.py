@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 PROBES = 16
 """Entries that are read at the same time while a prefix is looked for."""
-_MOST_TOKENS = 1 << 22  # of texts that are kept
+_MOST_TOKENS = 1 << 20  # of texts that are kept
 _DAMAGED = (CorruptError, FormatVersionError, NotFoundError)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from contextlib import ExitStack, closing
 
@@ -57,6 +58,7 @@ def test_bfloat16_is_within_its_own_noise(served):
     assert sum(apart) > 2 * sum(linked)
 
 
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two workers take a processor each")
 def test_two_workers_load_their_own_heads(served, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # on a machine of one node, vLLM wants to be told
     place = served(tensor_parallel_size=2)

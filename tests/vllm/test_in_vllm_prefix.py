@@ -13,6 +13,9 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines runs this in its own environment")
 
+from vllm import SamplingParams
+from vllm.inputs import TokensPrompt
+
 from kvwire import encode
 from kvwire.engines.transformers import open_engine
 from kvwire.store import S3Store
@@ -201,6 +204,25 @@ def test_requests_that_lose_their_pages_are_each_their_own(places):
     for number in (1, 2, 3):
         ((_, tokens, *_),) = other.ask(bodies[number], tokens=120)
         assert tokens == answers[number][1]
+
+
+def test_requests_that_are_taken_back_leave_nothing(places):
+    """While their documents are loaded, or before their pages were copied."""
+    one, _ = places
+    engine = one.llm.llm_engine
+    for turn in range(12):
+        body = one.body("dbca", turn % 3, drawn(300 + turn, 5))
+        params = SamplingParams(max_tokens=50, extra_args={"kv_transfer_params": body["kv_transfer_params"]})
+        prompt = TokensPrompt(prompt_token_ids=body["prompt"], cache_salt=body["cache_salt"])
+        engine.add_request(f"loading-{turn}", prompt, params)
+        engine.add_request(f"plain-{turn}", TokensPrompt(prompt_token_ids=drawn(400 + turn, 300)), SamplingParams())
+        for _ in range(turn % 4):
+            engine.step()
+        engine.abort_request([f"loading-{turn}", f"plain-{turn}"], internal=True)
+    body = one.body("bcad", 2)
+    ((first, _, told, _),) = one.ask(body)
+    assert told["promised_tokens"] == sum(LENGTHS.values())
+    assert distance(first, one.expected(body["prompt"], one.linked("bcad", 2))) <= CLOSE
 
 
 def process_of(place):
