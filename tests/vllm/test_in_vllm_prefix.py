@@ -218,7 +218,9 @@ def test_requests_that_are_taken_back_leave_nothing(places):
         engine.add_request(f"plain-{turn}", TokensPrompt(prompt_token_ids=drawn(400 + turn, 300)), SamplingParams())
         for _ in range(turn % 4):
             engine.step()
-        engine.abort_request([f"loading-{turn}", f"plain-{turn}"], internal=True)
+        engine.abort_request([f"loading-{turn}", f"plain-{turn}"])
+    while engine.has_unfinished_requests():
+        engine.step()
     body = one.body("bcad", 2)
     ((first, _, told, _),) = one.ask(body)
     assert told["promised_tokens"] == sum(LENGTHS.values())
