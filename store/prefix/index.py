@@ -157,8 +157,17 @@ class PrefixIndex:
                 told.add(trouble)
                 on_miss(trouble)
 
+        documents = _Documents(self._catalog, self._space)
+
         def probe(chunks: Sequence[int]) -> list[PrefixHit | None]:
-            return self.look_up([hashes[chunk] for chunk in chunks], tell)
+            """What is before the last that leads somewhere is not followed: that document begins with it, too."""
+            wanted = [hashes[chunk] for chunk in chunks]
+            found, hits = self._read(wanted), [None] * len(wanted)
+            for at in reversed(range(len(wanted))):
+                hit = self._hit(wanted[at], found[at], documents, tell)
+                if hit is not None:
+                    return [*hits[:at], hit, *hits[at + 1 :]]
+            return [*hits]
 
         return _agreed(search(len(hashes), probe), token_ids)
 

@@ -341,14 +341,23 @@ def test_chunks_are_looked_up_by_their_hashes_alone(index):
     assert found[0].document.document_id == "a"
 
 
-def test_a_document_is_read_once_for_all_its_chunks(index, store):
-    """Entries of the first three chunks lead to the one, of the next three to the other."""
+def test_only_the_document_that_is_found_is_read_and_once(index, store):
+    """Entries of the first three chunks lead to another."""
     store.read.clear()
     index.longest(IDS[:100])
     documents = [key for key in store.read if "/doc/" in key or key.endswith(".kvt")]
-    assert len(documents) == len(set(documents)) == 4
+    assert len(documents) == len(set(documents)) == 2
     index.longest(IDS[:100])
-    assert sum(key.endswith(".kvt") for key in store.read) == 2
+    assert sum(key.endswith(".kvt") for key in store.read) == 1
+
+
+def test_each_document_of_a_look_up_is_read_once(index, store):
+    hashes = index.scheme.hashes(IDS[:100])
+    store.read.clear()
+    names = [hit.document.document_id for hit in index.look_up(hashes)]
+    assert names == ["b"] * 3 + ["a"] * 3
+    documents = [key for key in store.read if "/doc/" in key or key.endswith(".kvt")]
+    assert len(documents) == len(set(documents)) == 4
 
 
 def miss(index, ids=IDS):
