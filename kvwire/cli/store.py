@@ -191,7 +191,7 @@ def index(*, place: StoreOptions, index: tuple[str, ...], config: str, as_json: 
     error = None
     if done.failures:
         error = CorruptError(f"{len(done.failures)} documents could not be read and were left out: encode them again")
-    words = f"wrote {done.entries} entries of {done.documents} documents; {done.without_blob} are kept as text"
+    words = f"wrote {done.entries} entries of {done.documents} documents; {done.left_out} begin no prompt"
     _finish(asdict(done), words, error, as_json=as_json)
 
 

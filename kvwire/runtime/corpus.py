@@ -488,7 +488,7 @@ class Corpus:
         Raises:
             ArgumentError: A document's name is not taken (``kvwire.store.check_new_name``), ``encode_after`` is given
                 and uses are not counted, the method needs a profile and there is too little text to fit one, or there
-                is no such index.
+                is no such index or none of what is computed behind a neutral prefix.
             CorruptError: The profile in use is damaged and ``force`` is not given.
             MismatchError: The profile in use is of another method or head start.
         """
@@ -496,6 +496,9 @@ class Corpus:
         for document in documents:
             check_new_name(document.document_id, "document")
         indexes = [self.index(scheme) for scheme in index]
+        if indexes and self._coding.neutral_prefix:
+            msg = "documents behind a neutral prefix begin no prompt: encode without it, or without an index"
+            raise ArgumentError(msg)
         self.changes += 1
         due = [document for document in documents if self._is_due(document.document_id, encode_after)]
         profile, encoded = self._profile_for(due, force=force), {document.document_id for document in due}

@@ -92,7 +92,8 @@ def match_prefix(corpus: Corpus, index: PrefixIndex, choice: Choice, prompt: Seq
         prompt: Token ids.
 
     Returns:
-        One document or none. One of another profile than the one in use counts as none: the salt names that one.
+        One document or none. One of another profile than the one in use counts as none, since the salt names that one;
+        so does one that nobody can decode without the model.
 
     Raises:
         KvwireError: The catalog cannot be read.
@@ -103,6 +104,9 @@ def match_prefix(corpus: Corpus, index: PrefixIndex, choice: Choice, prompt: Seq
     hit = index.longest(prompt, troubles.append)
     if hit is not None and hit.document.profile_digest != profile:
         troubles.append(f"document {hit.document.document_id!r} was encoded with another profile: encode it again")
+        hit = None
+    if hit is not None and hit.info.prefix_layers:
+        troubles.append(f"document {hit.document.document_id!r} is coded for readers that run the model's first layers")
         hit = None
     tokens = 0 if hit is None else min(hit.tokens, len(prompt) - 1)
     pieces = (Piece(hit.document.document_id, hit.token_ids, tokens),) if hit is not None and tokens else ()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvwire.store.catalog.tenant_objects import Config
     from kvwire.store.catalog_entry import CatalogEntry
     from kvwire.store.prefix.base import HashScheme
+    from kvwire.types import BlobInfo
 
     OnMiss: TypeAlias = Callable[[str], None]
     Probe: TypeAlias = Callable[[Sequence[int]], "Sequence[PrefixHit | None]"]
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 PROBES = 16
 """Entries that are read at the same time while a prefix is looked for."""
 _MOST_TOKENS = 1 << 20  # of texts that are kept
+_MOST_INFOS = 64
 _DAMAGED = (CorruptError, FormatVersionError, NotFoundError)
 
 
@@ -40,6 +42,7 @@ class PrefixHit:
 
     Attributes:
         document: Its entry in the catalog; it has a blob.
+        info: What the blob's header says.
         token_ids: Its whole text.
         start: First token of the chunk whose hash led here.
         stop: Behind the chunk's last token.
@@ -47,6 +50,7 @@ class PrefixHit:
     """
 
     document: CatalogEntry
+    info: BlobInfo
     token_ids: tuple[int, ...]
     start: int
     stop: int
@@ -76,6 +80,7 @@ class PrefixIndex:
         self._secret = catalog.naming_secret
         self._lock = Lock()
         self._texts: OrderedDict[str, tuple[tuple[int, ...], list[bytes]]] = OrderedDict()
+        self._infos: OrderedDict[tuple[str, str], BlobInfo] = OrderedDict()
 
     def write(self, document: CatalogEntry, token_ids: Sequence[int]) -> int:
         """Write the entries of a document's chunks; what leads to another document of the same prefix gives way.
@@ -206,12 +211,25 @@ class PrefixIndex:
                 document = documents.find(found)
                 token_ids, hashes = self._text(document.token_digest)
                 if hashes[found.chunk : found.chunk + 1] == [chunk_hash]:
-                    return PrefixHit(document, token_ids, found.start, found.stop, found.stop)
+                    return PrefixHit(document, self._info(document), token_ids, found.start, found.stop, found.stop)
                 trouble = f"the tokens of {document.document_id!r} are others"
         except _DAMAGED as error:
             trouble = str(error)
         tell(f"the prefix entry of {chunk_hash.hex()[:16]} leads nowhere ({trouble}): it counts as a miss")
         return None
+
+    def _info(self, document: CatalogEntry) -> BlobInfo:
+        """The header of a document's blob; those of late are kept. Raises CorruptError where it is no prefix's."""
+        key = document.sha256, document.token_digest
+        with self._lock:
+            info = self._infos.get(key)
+        if info is None:
+            info = prefix_info(self._catalog, document)
+            with self._lock:
+                self._infos[key] = info
+                while len(self._infos) > _MOST_INFOS:
+                    self._infos.popitem(last=False)
+        return info
 
     def _text(self, token_digest: str) -> tuple[tuple[int, ...], list[bytes]]:
         """A text and its hashes; those of late are kept."""
@@ -226,6 +244,47 @@ class PrefixIndex:
             while len(self._texts) > 1 and sum(len(kept[0]) for kept in self._texts.values()) > _MOST_TOKENS:
                 self._texts.popitem(last=False)
         return found
+
+
+def read_header(catalog: Catalog, document: CatalogEntry) -> BlobInfo:
+    """What a blob says of itself.
+
+    Args:
+        catalog: Of the tenant.
+        document: Its entry, with a blob.
+
+    Returns:
+        The header.
+
+    Raises:
+        CorruptError: The header is damaged.
+        NotFoundError: The blob is gone.
+    """
+    return catalog.blob_reader().read_header(catalog.store.get(document.blob_key, 0, document.header_bytes))
+
+
+def prefix_info(catalog: Catalog, document: CatalogEntry) -> BlobInfo:
+    """Read a blob's header, and refuse rows that are not those of a prompt's beginning.
+
+    Args:
+        catalog: Of the tenant.
+        document: Its entry, with a blob.
+
+    Returns:
+        The header.
+
+    Raises:
+        CorruptError: The header is damaged or of another text, or the rows were computed behind a neutral prefix.
+        NotFoundError: The blob is gone.
+    """
+    info = read_header(catalog, document)
+    if info.meta.token_digest != document.token_digest:
+        msg = f"the blob of {document.document_id!r} is of another text; encode the document again"
+        raise CorruptError(msg)
+    if info.neutral_prefix:
+        msg = f"{document.document_id!r} was computed behind a neutral prefix: its rows begin no prompt"
+        raise CorruptError(msg)
+    return info
 
 
 class _Documents:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvwire.errors import CorruptError, FormatVersionError, NotFoundError
-from kvwire.store.prefix.index import PrefixIndex
+from kvwire.store.prefix.index import PrefixIndex, read_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,13 +24,13 @@ class Indexed:
     Attributes:
         documents: Whose entries were written.
         entries: Of prefixes that were written.
-        without_blob: Documents that are kept as text, to which no entry leads.
+        left_out: Documents that are kept as text, or were computed behind a neutral prefix: no entry leads to them.
         failures: Documents whose entry or text cannot be read, in words.
     """
 
     documents: int = 0
     entries: int = 0
-    without_blob: int = 0
+    left_out: int = 0
     failures: tuple[str, ...] = ()
 
     def __add__(self, other: Indexed) -> Indexed:
@@ -38,7 +38,7 @@ class Indexed:
         return Indexed(
             self.documents + other.documents,
             self.entries + other.entries,
-            self.without_blob + other.without_blob,
+            self.left_out + other.left_out,
             self.failures + other.failures,
         )
 
@@ -65,10 +65,10 @@ def index_documents(
     failures: list[str] = []
     done = Indexed()
     for document in catalog.documents(space, lambda key, error: failures.append(f"{key}: {error}")):
-        if document.is_text:
-            done = replace(done, without_blob=done.without_blob + 1)
-            continue
         try:
+            if document.is_text or read_header(catalog, document).neutral_prefix:
+                done = replace(done, left_out=done.left_out + 1)
+                continue
             token_ids = catalog.get_text(space, document.token_digest)
         except (CorruptError, FormatVersionError, NotFoundError) as error:
             failures.append(f"{document.document_id}: {error}")

@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from kvwire.errors import ArgumentError
-from kvwire.runtime.corpus import Corpus, Document
+from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.store import FolderStore, MemoryStore, UseFile, copy_store
 
 
@@ -57,6 +57,12 @@ def test_a_text_without_a_blob_is_indexed_once_it_is_encoded(small, tmp_path):
             corpus.count_use(name)
         list(corpus.promote(2, index=("kvwire",)))
         assert corpus.index().longest(small.tokens[name]).document.document_id == name
+
+
+def test_documents_behind_a_neutral_prefix_are_in_no_index(small):
+    corpus = Corpus(small.engine, MemoryStore(), coding=Coding(neutral_prefix=4))
+    with pytest.raises(ArgumentError, match="begin no prompt"):
+        next(corpus.encode(documents(small), index=("kvwire",)))
 
 
 def test_an_index_that_is_none_is_refused_before_anything_is_encoded(small):

@@ -12,9 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvwire import KVCache, encode
 from kvwire.errors import ArgumentError, AuthError, CorruptError, FormatVersionError, StorageError
 from kvwire.store import (
     Catalog,
@@ -92,13 +94,16 @@ class AgedStore(MemoryStore):
             one.modified -= seconds
 
 
-def add(catalog, name, ids):
-    """A document with a text, and a blob that nobody decodes here."""
+def add(catalog, name, ids, **options):
+    """A document with a text and a blob."""
     catalog.put_text(CONFIG, ids, document_id=name)
-    blob = b"blob of " + name.encode()
+    numbers = torch.ones(1, len(ids), 2)
+    blob = catalog.seal(encode(KVCache.from_tensors([numbers], [numbers], token_ids=ids), **options))
+    info = catalog.blob_reader().read_header(blob)
     return catalog.put_blob(
-        CONFIG, blob, document_id=name, header_bytes=4, tokens=len(ids), token_digest=digest_tokens(ids)
-    )
+        CONFIG, blob, document_id=name, header_bytes=info.header_bytes, tokens=len(ids),
+        token_digest=digest_tokens(ids), overwrite=True,
+    )  # fmt: skip
 
 
 def remove_document(catalog, name):
@@ -282,7 +287,9 @@ def test_what_is_indexed_already_costs_one_read(catalog, index, store):
 
 def hits(present):
     entry = None
-    return lambda chunks: [PrefixHit(entry, (), chunk, chunk, chunk) if chunk in present else None for chunk in chunks]
+    return lambda chunks: [
+        PrefixHit(entry, entry, (), chunk, chunk, chunk) if chunk in present else None for chunk in chunks
+    ]
 
 
 @given(st.integers(0, 5000), st.integers(0, 5000))
@@ -429,6 +436,29 @@ def test_a_document_that_is_kept_as_text_is_a_miss(catalog):
     assert "has a blob any more" in miss(index)
 
 
+def test_rows_behind_a_neutral_prefix_are_a_miss(catalog, index):
+    """They are not those that a prompt begins with."""
+    for name, ids in {"a": IDS[:100], "b": [*IDS[:60], *IDS[300:500]]}.items():
+        index.write(add(catalog, name, ids, neutral_prefix=(5, 6, 7)), ids)
+    assert "begin no prompt" in miss(index)
+
+
+@pytest.mark.parametrize("damage", ["lost", "cut", "of another text"])
+def test_a_blob_that_cannot_be_used_is_a_miss(catalog, index, store, damage):
+    remove_document(catalog, "b")
+    key = catalog.by_document(CONFIG, "a").blob_key
+    if damage == "lost":
+        store.delete(key)
+    elif damage == "cut":
+        store.put(key, store.get(key)[:20])
+    else:
+        catalog.put_blob(
+            CONFIG, encode(KVCache.from_tensors([torch.ones(1, 9, 2)], [torch.ones(1, 9, 2)], token_ids=IDS[:9])),
+            document_id="a", header_bytes=2000, tokens=100, token_digest=digest_tokens(IDS[:100]),
+        )  # fmt: skip
+    assert miss(index)
+
+
 def test_a_store_that_fails_is_told(index, store, monkeypatch):
     def broken(*_args):
         msg = "the disk is gone"
@@ -568,10 +598,11 @@ def test_documents_are_indexed_afterwards_from_their_texts(catalog, store):
     for name, ids in {"a": IDS[:100], "b": IDS[100:300], "c": IDS[300:400]}.items():
         add(catalog, name, ids)
     catalog.add_text(CONFIG, "kept", IDS[:50])
+    add(catalog, "behind", IDS[600:700], neutral_prefix=(1, 2))
     space = catalog.keys(CONFIG)
     store.delete(space.text(catalog.by_document(CONFIG, "c").token_digest))
     done = index_documents(catalog, space, ["lmcache:16", "sglang:32"])
-    assert (done.documents, done.entries, done.without_blob) == (2, 6 + 3 + 12 + 6, 1)
+    assert (done.documents, done.entries, done.left_out) == (2, 6 + 3 + 12 + 6, 2)
     assert [failure.partition(":")[0] for failure in done.failures] == ["c"]
     assert PrefixIndex(catalog, CONFIG, "sglang:32").longest(IDS[100:250]).tokens == 150
     with pytest.raises(ArgumentError):
