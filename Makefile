@@ -54,7 +54,7 @@ test-servers: $(READY)
 VLLM_ENV ?= $(or $(KVWIRE_VLLM_ENV),.venv-vllm)
 test-engines: $(READY)
 	@if $(BIN)/python scripts/vllm_environment.py "$(VLLM_ENV)"; then \
-	  "$(VLLM_ENV)/bin/python" -m pytest -W default tests/vllm/test_in_vllm.py; \
+	  "$(VLLM_ENV)/bin/python" -m pytest -W default tests/vllm/test_in_vllm*.py; \
 	else echo "skipped: the tests inside vLLM need $(VLLM_ENV), which could not be made (see above)"; fi
 
 # NUMBA_BOUNDSCHECK=1 make fuzz checks every index of the kernels, too.

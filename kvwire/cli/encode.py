@@ -14,6 +14,7 @@ from kvwire.cli.options import (
     BACKEND,
     DEVICE,
     DTYPE,
+    INDEX,
     JSON,
     MODEL,
     USES,
@@ -46,6 +47,7 @@ class _EncodeOptions(TypedDict):
     deviation: bool
     neutral_prefix: int
     encode_after: int
+    index: tuple[str, ...]
     uses: str | None
     backend: Backend
     as_json: bool
@@ -86,6 +88,7 @@ class _EncodeOptions(TypedDict):
     metavar="N",
     help="Keep documents with fewer than N counted uses as text; needs --uses.",
 )
+@INDEX
 @USES
 @BACKEND
 @JSON
@@ -106,7 +109,9 @@ def encode(place: StoreOptions, **options: Unpack[_EncodeOptions]) -> None:
     )  # fmt: skip
     corpus = Corpus(engine, place.open_lasting(), **place.whose(), coding=coding, uses=use_file(options["uses"]))
     documents = _documents(engine, texts, failures)
-    encoded = corpus.encode(documents, force=options["force"], encode_after=options["encode_after"])
+    encoded = corpus.encode(
+        documents, force=options["force"], encode_after=options["encode_after"], index=options["index"]
+    )
     tokens = sum(len(document.token_ids) for document in documents)
     done = _told(encoded, tokens, as_json=options["as_json"])
     error = None

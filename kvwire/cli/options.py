@@ -37,6 +37,25 @@ BACKEND = click.option(
     type=click.Choice(["auto", "triton", "numba"]),
     help="Kernels that code caches; auto: Triton's on a GPU.",
 )
+
+
+def _schemes(_context: click.Context, _option: click.Parameter, told: tuple[str, ...]) -> tuple[str, ...]:
+    """Names between commas, each of which is a way of hashing prompts."""
+    from kvwire.store import hash_scheme
+
+    names = tuple(name.strip() for each in told for name in each.split(","))
+    for name in names:
+        hash_scheme(name, "")
+    return names
+
+
+INDEX = click.option(
+    "--index",
+    multiple=True,
+    callback=_schemes,
+    metavar="NAME[,NAME...]",
+    help="Let prompts find the documents that they begin with: kvwire, lmcache:256, sglang:64 (tokens of a chunk).",
+)
 USES = click.option("--uses", envvar="KVWIRE_USES", metavar="FILE", help="Where uses of documents are counted.")
 REPAIR = click.option(
     "--repair",

@@ -1,4 +1,4 @@
-"""``kvwire salt``: what a request to vLLM must carry to get linked documents."""
+"""``kvwire salt``: what a request to vLLM must carry to get linked documents or a stored prefix."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from kvwire.errors import ArgumentError
 
 
 @click.command()
-@click.option("--docs", multiple=True, required=True, help="Ids of documents of the store, in the prompt's order.")
+@click.option("--docs", multiple=True, help="Ids of documents of the store, in the prompt's order.")
 @click.argument("more_docs", nargs=-1)
+@click.option("--prefix", is_flag=True, help="Instead of documents: the longest prefix that the store's index knows.")
+@click.option("--save", is_flag=True, help="Have vLLM keep what it computes of the prompt; changes no salt.")
 @click.option("--level", type=click.IntRange(0), help="Quality level of all chunks.")
 @click.option("--deadline", "deadline_s", type=click.FloatRange(min=0, min_open=True), help="Seconds to load for.")
 @click.option("--objective", type=click.Choice(["earliest", "quality", "cheapest"]))
-@click.option("--question", help="Print the body of a whole request that asks this; needs --model as a folder.")
+@click.option("--question", help="Print the body of a whole request that ends with this; needs --model as a folder.")
 @click.option("--served-name", help="The model's name in that body; by default --model.")
 @click.option("--max-tokens", default=64, show_default=True, type=click.IntRange(1), help="In that body.")
 @click.option("--model", envvar="KVWIRE_MODEL", help="Folder or name; needed where the store has several models.")
@@ -30,14 +32,19 @@ from kvwire.errors import ArgumentError
 def salt(*, place: StoreOptions, as_json: bool, **given: Any) -> None:  # noqa: ANN401 - click's values
     """Print the cache_salt that a request to vLLM needs, or with --question the body of the request.
 
-    The salt names tenant, model, documents, level, deadline and objective: no other request shares what vLLM keeps of
-    it. Without the right one, vLLM computes the documents, and its answer tells the salt.
+    The salt names tenant, model, documents (of prefixes, the profile), level, deadline and objective: no other request
+    shares what vLLM keeps of it. Without the right one, vLLM computes all, and its answer tells the salt.
     """
     from kvwire.runtime.corpus import Corpus
     from kvwire.vllm.requests import Choice, request_body, request_salt
 
     chosen = {name: given[name] for name in ("level", "deadline_s", "objective") if given[name] is not None}
-    choice = Choice.read({"documents": [*given["docs"], *given["more_docs"]], **chosen})
+    names = [*given["docs"], *given["more_docs"]]
+    flags = {name: True for name in ("prefix", "save") if given[name]}
+    choice = Choice.read(({"documents": names} if names else {}) | flags | chosen)
+    if not choice.mode:
+        msg = "name documents with --docs, or ask for --prefix: what only keeps a prompt needs no salt"
+        raise ArgumentError(msg)
     model = given["model"] or ""
     with closing(place.open_lasting(exists=True)) as store:
         corpus = Corpus.open(store, model=model_name(model), **place.whose())

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvwire.cli.failures import error_as_data, leave
-from kvwire.cli.options import StoreOptions, store_options
+from kvwire.cli.options import INDEX, StoreOptions, store_options
 from kvwire.cli.printing import describe, print_levels
 from kvwire.cli.say import say
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError
@@ -170,6 +170,29 @@ def gc(
     if done.misplaced:
         words += f"; {done.misplaced} objects lie where nothing leads to them: kvwire store verify names them"
     _finish(asdict(done) | {"dry_run": dry_run}, words, error, as_json=as_json)
+
+
+@store_group.command()
+@INDEX
+@store_options
+@_CONFIG
+@_JSON
+def index(*, place: StoreOptions, index: tuple[str, ...], config: str, as_json: bool) -> None:
+    """Let prompts find the documents that they begin with, for all that are encoded; by default in kvwire's own way."""
+    from kvwire.store import Indexed, index_documents
+
+    done = Indexed()
+    with _opened(place) as store, _progress("indexing", "tok") as tell:
+        catalog = _catalog(place, store)
+        for space in _spaces(catalog, config):
+            done += index_documents(catalog, space, index or ("kvwire",), tell)
+    for failure in done.failures if not as_json else ():
+        say(failure, err=True)
+    error = None
+    if done.failures:
+        error = CorruptError(f"{len(done.failures)} documents could not be read and were left out: encode them again")
+    words = f"wrote {done.entries} entries of {done.documents} documents; {done.left_out} begin no prompt"
+    _finish(asdict(done), words, error, as_json=as_json)
 
 
 @store_group.command()

@@ -23,7 +23,7 @@ from kvwire.errors import ArgumentError, CorruptError, KvwireError, MismatchErro
 from kvwire.runtime.links import LinkReport
 from kvwire.runtime.quality import calibrate_error
 from kvwire.store import Catalog, CatalogEntry, check_new_name
-from kvwire.types import digest_tokens
+from kvwire.types import KVCache, digest_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from kvwire.codec import AnyProfile, Backend, LevelKind, Profile, Statistics
     from kvwire.engines.base import Engine
     from kvwire.runtime.neighbours import Neighbours
-    from kvwire.store import Keyring, ModelRecord, Store, UseCounts
-    from kvwire.types import BlobInfo, CacheMeta, KVCache
+    from kvwire.store import Keyring, ModelRecord, PrefixIndex, Store, UseCounts
+    from kvwire.types import BlobInfo, BlockDeviation, CacheMeta
 
 CALIBRATION_TOKENS = 16384
 """Tokens that a profile is fitted on: the basis hardly moves beyond. Their caches wait on disk."""
@@ -447,7 +447,26 @@ class Corpus:
             self.set_profile(profile)
         return profile
 
-    def encode(self, documents: Sequence[Document], *, force: bool = False, encode_after: int = 0) -> Iterator[Encoded]:
+    def index(self, scheme: str = "kvwire") -> PrefixIndex:
+        """The index by which prompts find the documents that they begin with.
+
+        Args:
+            scheme: How prompts are hashed: ``kvwire``, ``lmcache`` or ``sglang``, with the tokens of a chunk behind a
+                colon where they are not the usual ones.
+
+        Returns:
+            The index, which keeps the texts that it read of late: to be made once.
+
+        Raises:
+            ArgumentError: There is no such scheme.
+        """
+        from kvwire.store import PrefixIndex  # most need none
+
+        return PrefixIndex(self.catalog, self._config, scheme)
+
+    def encode(
+        self, documents: Sequence[Document], *, force: bool = False, encode_after: int = 0, index: Sequence[str] = ()
+    ) -> Iterator[Encoded]:
         """Encode what the catalog lacks, document by document; the first ones calibrate where there is no profile yet.
 
         A blob and its text are in the store before the entry is; whoever stops in the middle loses only what was not
@@ -460,19 +479,26 @@ class Corpus:
                 damaged.
             encode_after: Documents with fewer counted uses are kept as text, from which readers compute them;
                 ``promote`` encodes them later. 0 encodes all.
+            index: Schemes, as ``index`` takes them, by which prompts that begin with one of the documents are to find
+                it; what is kept as text is not found.
 
         Yields:
             What became of each document, in the order given.
 
         Raises:
             ArgumentError: A document's name is not taken (``kvwire.store.check_new_name``), ``encode_after`` is given
-                and uses are not counted, or the method needs a profile and there is too little text to fit one.
+                and uses are not counted, the method needs a profile and there is too little text to fit one, or there
+                is no such index or none of what is computed behind a neutral prefix.
             CorruptError: The profile in use is damaged and ``force`` is not given.
             MismatchError: The profile in use is of another method or head start.
         """
         self._needed_engine()
         for document in documents:
             check_new_name(document.document_id, "document")
+        indexes = [self.index(scheme) for scheme in index]
+        if indexes and self._coding.neutral_prefix:
+            msg = "documents behind a neutral prefix begin no prompt: encode without it, or without an index"
+            raise ArgumentError(msg)
         self.changes += 1
         due = [document for document in documents if self._is_due(document.document_id, encode_after)]
         profile, encoded = self._profile_for(due, force=force), {document.document_id for document in due}
@@ -480,15 +506,70 @@ class Corpus:
         around = self._neighbours(documents)
         for document in documents:
             found = None if force else self._known(document, profile)
-            if found is not None:
-                yield found
-            elif document.document_id not in encoded:
+            if found is None and document.document_id not in encoded:
                 yield self._keep_text(document)
-            else:
+                continue
+            if found is None:
                 started = time.perf_counter()
-                yield self._store(document, (profile, around), started)
+                found = self._store(document, (profile, around), started)
+            for each in indexes:
+                each.add(found.entry, document.token_ids, is_new=not found.skipped)
+            yield found
 
-    def promote(self, uses: int) -> Iterator[Encoded]:
+    def cache_of(self, keys: Sequence[Tensor], values: Sequence[Tensor], token_ids: Sequence[int]) -> KVCache:
+        """A cache of the corpus's model, from tensors that an engine elsewhere computed.
+
+        Args:
+            keys: Of each layer, ``[kv_heads, tokens, key_dim]``, positions on and from 0.
+            values: Of each layer, ``[kv_heads, tokens, value_dim]``.
+            token_ids: What they were computed from.
+
+        Returns:
+            The cache, which holds these tensors.
+
+        Raises:
+            ArgumentError: The shapes are not those of the model.
+        """
+        dtype = str(keys[0].dtype).removeprefix("torch.") if keys else self.meta.dtype
+        return KVCache.from_tensors(keys, values, replace(self.meta, dtype=dtype), token_ids)
+
+    def save(self, document: Document, cache: KVCache, *, index: Sequence[str] = ()) -> Encoded:
+        """Encode a cache that was computed elsewhere, and keep it as a document; no engine is needed.
+
+        Args:
+            document: Its name and text.
+            cache: Of the whole text, computed without loss, positions on and from 0.
+            index: As for ``encode``.
+
+        Returns:
+            What became of it; skipped where the catalog has it already.
+
+        Raises:
+            ArgumentError: The name is not taken, the cache is not of the text, or there is no such index.
+            MismatchError: The cache is of another model, or the profile in use is for readers that run the model's
+                first layers, whose states are not known here.
+            CorruptError: The profile in use is damaged.
+        """
+        check_new_name(document.document_id, "document")
+        indexes = [self.index(scheme) for scheme in index]
+        if cache.token_ids != tuple(document.token_ids) or (cache.meta.offset, cache.meta.positions) != (0, "on"):
+            msg = f"the cache is not that of {document.document_id!r}: give all of its tokens, at positions from 0"
+            raise ArgumentError(msg)
+        if cache.meta.config_digest() != self._config:
+            msg = (
+                f"the cache is of model {cache.meta.model_id!r}, the corpus of {self.meta.model_id!r}: name its corpus"
+            )
+            raise MismatchError(msg)
+        started, profile = time.perf_counter(), self.profile()
+        if profile is not None and profile.prefix_layers:
+            msg = "the profile in use is for readers that run the model's first layers: encode with Corpus.encode"
+            raise MismatchError(msg)
+        found = self._known(document, profile) or self._put(document, (cache, ()), (profile, None), started)
+        for each in indexes:
+            each.add(found.entry, document.token_ids, is_new=not found.skipped)
+        return found
+
+    def promote(self, uses: int, *, index: Sequence[str] = ()) -> Iterator[Encoded]:
         """Encode the documents that are kept as text and were used often enough, the most used first.
 
         Texts that are lost or damaged are left out, which encoding the document again heals, and so are documents
@@ -496,6 +577,7 @@ class Corpus:
 
         Args:
             uses: Counted uses from which on a document is encoded.
+            index: As for ``encode``.
 
         Yields:
             What became of each of them; nothing where uses are not counted.
@@ -506,7 +588,7 @@ class Corpus:
                 entry = self.catalog.by_document(self._config, check_new_name(document_id, "document"))
                 if entry is not None and entry.is_text:
                     due.append(Document(document_id, self.text(entry)))
-        yield from self.encode(due)
+        yield from self.encode(due, index=index)
 
     def count_use(self, document_id: str) -> None:
         """Count one use of a document, where uses are counted. A file that fails costs a count, not an answer.
@@ -601,8 +683,16 @@ class Corpus:
 
     def _store(self, document: Document, known: tuple[AnyProfile | None, Neighbours | None], started: float) -> Encoded:
         profile, around = known
-        cache, neutral = _computed(self._needed_engine(), document.token_ids, self._coding.neutral_prefix)
-        deviation = around.measure(cache, document.token_ids) if around else None
+        computed = _computed(self._needed_engine(), document.token_ids, self._coding.neutral_prefix)
+        deviation = around.measure(computed[0], document.token_ids) if around else None
+        return self._put(document, computed, (profile, deviation), started)
+
+    def _put(
+        self, document: Document, computed: tuple[KVCache, tuple[int, ...]],
+        known: tuple[AnyProfile | None, BlockDeviation | None], started: float,
+    ) -> Encoded:  # fmt: skip
+        """Encode and write a cache that was computed, behind a neutral prefix or none."""
+        (cache, neutral), (profile, deviation) = computed, known
         layers = 0 if profile is None else profile.prefix_layers
         hidden = self._needed_engine().prefix_states(document.token_ids, layers) if layers else None
         coding = self._coding

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from kvwire import controller as ctl
@@ -48,6 +48,7 @@ class DocumentHandle:
         fetcher: Fetches the blob's ranges.
         decoder: Decodes chunks into the prompt; None before ``decode_into``.
         prefix_layers: Layers that are to be computed before decoding; 0 where the text stands in.
+        wanted_tokens: How many of its first tokens the load is for; None: all.
     """
 
     corpus: Corpus
@@ -64,6 +65,7 @@ class DocumentHandle:
     fetcher: BlobFetcher | None = None
     decoder: BlobDecoder | None = None
     prefix_layers: int = 0
+    wanted_tokens: int | None = None
 
     @property
     def token_digest(self) -> str:
@@ -203,9 +205,22 @@ class DocumentHandle:
         has_text = self.token_ids is not None
         if self.info and self.has_blob:
             share = min(1.0, self.prefix_layers / layers)
-            return ctl.DocumentPlanInput.from_blob(self.info, has_text=has_text, prefix_share=share)
+            return self._wanted(ctl.DocumentPlanInput.from_blob(self.info, has_text=has_text, prefix_share=share))
         spans = [self.span(chunk) for chunk in range(-(-self.tokens // self.chunk_tokens))]
-        return ctl.DocumentPlanInput(tuple(stop - start for start, stop in spans), (), has_text)
+        return self._wanted(ctl.DocumentPlanInput(tuple(stop - start for start, stop in spans), (), has_text))
+
+    @property
+    def wanted_chunks(self) -> int:
+        """Chunks that hold the tokens that the load is for."""
+        tokens = self.tokens if self.wanted_tokens is None else min(self.tokens, self.wanted_tokens)
+        return -(-tokens // self.chunk_tokens)
+
+    def _wanted(self, given: ctl.DocumentPlanInput) -> ctl.DocumentPlanInput:
+        if self.wanted_tokens is None:
+            return given
+        end = max(1, self.wanted_chunks)
+        parts = given.tokens[:end], given.fetch_bytes[:end]
+        return replace(given, tokens=parts[0], fetch_bytes=parts[1], errors=given.errors[:end])
 
 
 class LengthChangedError(KvwireError):

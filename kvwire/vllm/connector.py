@@ -1,4 +1,4 @@
-"""vLLM's connector: its two halves do the work, this hands them what vLLM gives. The only module that imports vLLM."""
+"""vLLM's connector: its two halves do the work, this hands them what vLLM gives. It and ``metrics`` import vLLM."""
 
 from __future__ import annotations
 
@@ -14,14 +14,20 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from kvwire.engines.vllm import PackedPages, StridedPages
 from kvwire.errors import ArgumentError, MismatchError
+from kvwire.store import hash_scheme
+from kvwire.vllm.counting import Counts
+from kvwire.vllm.metrics import TransferCounts, TransferMetrics
 from kvwire.vllm.opening import ConnectorSettings
+from kvwire.vllm.requests import PARAMS
+from kvwire.vllm.saving import PageSave, Saver, Saving
 from kvwire.vllm.scheduling import PageLoad, Scheduling
 from kvwire.vllm.working import Working
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -37,10 +43,11 @@ class PageLoads(KVConnectorMetadata):
     """What the scheduler tells its workers in one step."""
 
     loads: list[PageLoad] = field(default_factory=list)
+    saves: list[PageSave] = field(default_factory=list)
 
 
 class KvwireConnector(KVConnectorBase_V1):
-    """Loads linked documents into vLLM's pages, for requests that name them."""
+    """Loads linked documents and stored prefixes into vLLM's pages, for requests that ask for them; keeps prompts."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Open the store of the documents.
@@ -61,12 +68,23 @@ class KvwireConnector(KVConnectorBase_V1):
         self._corpus = settings.corpus(vllm_config.model_config.model)
         self._scheduling: Scheduling | None = None
         self._working: Working | None = None
+        self._saver: Saver | None = None
         self._bad: set[int] = set()
+        self._counts = Counts()
+        is_whole = parallel.tensor_parallel_size == 1
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduling = Scheduling(self._corpus, patience_s=settings.patience_s)
+            block = vllm_config.cache_config.block_size
+            self._scheduling = Scheduling(
+                self._corpus, patience_s=settings.patience_s, index=settings.index, least_tokens=block
+            )
+            least = hash_scheme(settings.index, "").chunk_tokens
+            self._saving = Saving(settings.save, least, _other_model(vllm_config.model_config, is_whole=is_whole))
         else:
             loader = settings.loader(self._corpus, vllm_config.model_config.dtype)
-            self._working = Working(loader, rank=_rank(parallel.tensor_parallel_size))
+            rank = _rank(parallel.tensor_parallel_size)
+            self._working = Working(loader, rank=rank, counts=self._counts)
+            if settings.save != "off" and is_whole:
+                self._saver = Saver(self._corpus, settings.index, self._counts)
 
     @property
     def scheduling(self) -> Scheduling:
@@ -85,37 +103,50 @@ class KvwireConnector(KVConnectorBase_V1):
     # The scheduler's process.
 
     def on_new_request(self, request: Request) -> None:
-        """Begin to look a request's documents up."""
-        prompt = request.prompt_token_ids
-        if prompt is not None:
-            self.scheduling.begin(request.request_id, request.kv_transfer_params, prompt, request.cache_salt)
+        """Begin to look up what a request may begin with."""
+        prompt, params, name = request.prompt_token_ids, request.kv_transfer_params, request.request_id
+        if prompt is None:
+            return
+        trouble = _other_rows(request)
+        choice = self.scheduling.begin(name, params, prompt, request.cache_salt, trouble)
+        asks = choice is not None and choice.save
+        self._saving.begin(name, request.cache_salt, asks=asks, trouble=trouble)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Promise the documents' tokens, which are then loaded between steps."""
+        """Promise the tokens of documents or of a prefix, which are then loaded between steps."""
+        self._saving.had(request.request_id, num_computed_tokens)
         promised = self.scheduling.promised(request.request_id, num_computed_tokens, request.num_preemptions)
         return promised, bool(promised)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Note where they go."""
         if num_external_tokens:
+            self._saving.loaded(request.request_id)
             self.scheduling.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Hand the loads of this step over to the workers."""
+        """Hand what is to be loaded and kept over to the workers."""
         del scheduler_output
-        return PageLoads(self.scheduling.take())
+        return PageLoads(self.scheduling.take(), self._saving.take())
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request; its answer tells what became of its documents."""
-        del block_ids
-        return False, self.scheduling.end(request.request_id)
+        """Forget a request; its answer tells what became of its documents. Pages that are kept are held meanwhile."""
+        told, prompt = self.scheduling.end(request.request_id), request.prompt_token_ids or []
+        is_computed = request.num_output_tokens > 0
+        why = self._saving.end(request.request_id, prompt, block_ids, is_computed=is_computed)
+        if told is not None and why is not None:
+            told[PARAMS] |= {"not_saved": why} if why else {"saving_tokens": len(prompt)}
+        return why == "", told
 
     # A worker's process.
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         """Take the pages, after a probe of their layout."""
         named = sorted(kv_caches.items(), key=lambda item: extract_layer_index(item[0]))
-        self.working.register(_pages([view for _, view in named], self._corpus), self._corpus.meta)
+        pages = _pages([view for _, view in named], self._corpus)
+        self.working.register(pages, self._corpus.meta)
+        if self._saver is not None:
+            self._saver.register(pages)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
         """Begin the loads of this step, in threads."""
@@ -123,18 +154,42 @@ class KvwireConnector(KVConnectorBase_V1):
         meta = self._get_connector_metadata()
         if isinstance(meta, PageLoads):
             self.working.start(meta.loads)
+            if self._saver is not None:
+                self._saver.start(meta.saves)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Write what has come, and tell whose loads have ended."""
+        """Write what has come, and tell whose loads have ended and whose pages were copied."""
         del finished_req_ids
         written = self.working.collect()
         self._bad |= written.bad_blocks
-        return None, set(written.requests) or None
+        copied = self._saver.copied() if self._saver is not None else set()
+        return copied or None, set(written.requests) or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that vLLM must compute."""
         bad, self._bad = self._bad, set()
         return bad
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What was loaded and kept since the last step."""
+        counted = self._counts.take()
+        return TransferCounts(data=counted) if counted else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """What another process counted."""
+        return TransferCounts(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        """Counters of what is loaded and kept."""
+        return TransferMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: loads run between steps."""
@@ -146,17 +201,38 @@ class KvwireConnector(KVConnectorBase_V1):
         attn_metadata: AttentionMetadata,
         **kwargs: Any,  # noqa: ANN401 - vLLM's
     ) -> None:
-        """Nothing is saved."""
+        """Nothing layer by layer: pages are copied when a request has ended."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved."""
+        """Nothing to wait for: pages are held until they were copied."""
 
     def shutdown(self) -> None:
         """End threads and connections."""
         if self._working is not None:
             self._working.close()
+        if self._saver is not None:
+            self._saver.close()
         if self._scheduling is not None:
             self._scheduling.close()
+
+
+def _other_rows(request: Request) -> str:
+    """Why a request's rows are not those of its token ids alone; empty where they are."""
+    if request.lora_request is not None:
+        return "it has an adapter of its own (LoRA): documents and prefixes are of the model without one"
+    if request.mm_features or request.prompt_embeds is not None:
+        return "its prompt is more than token ids: documents and prefixes are of token ids alone"
+    return ""
+
+
+def _other_model(model: ModelConfig, *, is_whole: bool) -> str:
+    """Why rows that are computed here are not those of the model in the store; empty where they are."""
+    if not is_whole:
+        return "each of several workers has some heads alone"
+    own = getattr(model.hf_config, "quantization_config", None)
+    if model.hf_overrides or (model.quantization and not own):
+        return "vLLM serves the model quantised or changed: its rows are not those of the model that the store names"
+    return ""
 
 
 def _check(policy: str, groups: int, stages: int) -> None:

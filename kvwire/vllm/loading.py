@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from kvwire.runtime.settings import LoadSettings
 from kvwire.types import ChunkId
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -122,9 +123,16 @@ class PageExecutor(Executor):
         is_finished: The controller ended the load, with all that can be had.
     """
 
-    def __init__(self, *parts: Any) -> None:  # noqa: ANN401 - an Executor's
-        """Take an executor's parts."""
+    def __init__(self, *parts: Any, wanted: int | None = None) -> None:  # noqa: ANN401 - an Executor's
+        """Take an executor's parts.
+
+        Args:
+            *parts: An executor's.
+            wanted: How many tokens of a single document the load is for; None: all of all documents.
+        """
         super().__init__(*parts)
+        for document in self._found:
+            document.wanted_tokens = wanted
         self.levels: dict[ChunkId, int] = {}
         self._at_work = 0
         self._is_over = self.is_finished = False
@@ -160,7 +168,7 @@ class PageExecutor(Executor):
             if document is None or document.info is None:
                 break
             needed = min(least or 0, len(document.info.levels) - 1)
-            for chunk in range(document.info.chunks):
+            for chunk in range(document.wanted_chunks):
                 level = self.levels.get(self._chunk(index, chunk), -1)
                 if level < needed:
                     return tokens, int(min(lowest, 1 << 10)) if tokens else -1
@@ -227,7 +235,12 @@ class PageLoader(Loader):
         self._controls = replace(self._controls, stall_s=chosen.patience_s)
 
     def load(
-        self, documents: Sequence[str], texts: Sequence[Sequence[int]], goal: Goal, least: int | None = None
+        self,
+        documents: Sequence[str],
+        texts: Sequence[Sequence[int]],
+        goal: Goal,
+        least: int | None = None,
+        wanted: int | None = None,
     ) -> Loaded:
         """Load documents, as far as they come in time.
 
@@ -236,6 +249,7 @@ class PageLoader(Loader):
             texts: Token ids of each.
             goal: What is to be reached; loading ends at its deadline.
             least: Level below which a chunk counts as missing; None: any level will do.
+            wanted: How many tokens of a single document are needed; None: all of all documents.
 
         Returns:
             What is there. Missing, damaged and late pieces are no error.
@@ -245,13 +259,15 @@ class PageLoader(Loader):
             ArgumentError: The loader is closed, or the prompt does not fit the model's window.
         """
         known = dict(zip(documents, texts, strict=True))
-        return self._session.run(self._load_front(list(documents), known, goal, least))
+        make = partial(PageExecutor, wanted=wanted)
+        return self._session.run(self._load_front(make, list(documents), known, goal, least))
 
     async def _load_front(
-        self, documents: list[str], texts: dict[str, Sequence[int]], goal: Goal, least: int | None
-    ) -> Loaded:
+        self, make: Callable[..., PageExecutor], documents: list[str], texts: dict[str, Sequence[int]], goal: Goal,
+        least: int | None,
+    ) -> Loaded:  # fmt: skip
         with self._warming.paused():
-            async with self._filled(PageExecutor, documents, 0, goal, texts) as filled:
+            async with self._filled(make, documents, 0, goal, texts) as filled:
                 executor = filled.executor
                 await asyncio.to_thread(executor.stop)
                 tokens, level = executor.front(least)

@@ -10,6 +10,7 @@ from kvwire.engines.transformers.identity import model_revision
 from kvwire.errors import ArgumentError
 from kvwire.runtime.corpus import Corpus
 from kvwire.runtime.settings import LoadSettings
+from kvwire.store import hash_scheme
 from kvwire.transport import parse_link
 from kvwire.vllm.loading import PageLoader
 
@@ -17,8 +18,12 @@ if TYPE_CHECKING:
     import torch
 
     from kvwire.transport import LinkSettings
+    from kvwire.vllm.saving import SaveMode
 
-_TEXTS = ("store", "model", "token", "tenant", "salt", "keys", "cache", "cache_size", "memory_size", "link")
+_TEXTS = (
+    "store", "model", "token", "tenant", "salt", "keys", "cache", "cache_size", "memory_size", "link", "index", "save",
+)  # fmt: skip
+_SAVE = ("off", "asked", "all")
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,8 @@ class ConnectorSettings:
         memory_size: Of a cache in memory.
         link: An emulated link, such as ``50mbit,20ms``, for measurements.
         patience_s: Longest wait for the catalog.
+        index: By which the longest stored prefix of a prompt is found, as ``Corpus.index`` takes it.
+        save: Which prompts are kept that vLLM computes; see ``Saving``.
     """
 
     store: str
@@ -50,6 +57,8 @@ class ConnectorSettings:
     memory_size: str | None = None
     link: str | None = None
     patience_s: float = 5.0
+    index: str = "kvwire"
+    save: SaveMode = "off"
 
     @classmethod
     def read(cls, extra: dict[str, Any]) -> ConnectorSettings:
@@ -62,7 +71,7 @@ class ConnectorSettings:
             The settings.
 
         Raises:
-            ArgumentError: A name is not known, a value is of another type, or the store is missing.
+            ArgumentError: A name is not known, a value is none that it may have, or the store is missing.
         """
         known = set(cls.__dataclass_fields__)
         if unknown := sorted(set(extra) - known):
@@ -75,6 +84,10 @@ class ConnectorSettings:
         if type(patience) not in (int, float) or not patience > 0:
             msg = "kv_connector_extra_config: patience_s is a number of seconds above 0"
             raise ArgumentError(msg)
+        if extra.get("save", "off") not in _SAVE:
+            msg = f"kv_connector_extra_config: save is one of {', '.join(_SAVE)}"
+            raise ArgumentError(msg)
+        hash_scheme(extra.get("index") or "kvwire", "")
         if not extra.get("store"):
             msg = 'name the store of the documents: "kv_connector_extra_config": {"store": "file:///folder"}'
             raise ArgumentError(msg)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvwire.errors import ArgumentError, NotFoundError
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 PARAMS = "kvwire"
 """Name of the parameters in ``kv_transfer_params``."""
-_MODE = "documents"
-_NAMES = {"documents", "level", "deadline_s", "objective"}
+SALTED = "kvwire-"
+"""What the salts of all caches begin with that may hold loaded rows."""
+_NAMES = {"documents", "prefix", "level", "deadline_s", "objective", "save"}
 _OBJECTIVES = ("earliest", "quality", "cheapest")
 _MOST = 4096  # documents
 _LONGEST_S = 86400.0
@@ -27,19 +28,23 @@ _LONGEST_S = 86400.0
 
 @dataclass(frozen=True)
 class Choice:
-    """Which documents stand at a prompt's beginning, and how they are to be loaded.
+    """What a prompt begins with, and how that is to be loaded.
 
     Attributes:
-        documents: Ids, in the prompt's order.
+        documents: Ids of linked documents at the prompt's beginning, in its order.
         level: The quality level of all chunks; None: as the link allows.
         deadline_s: Seconds after the request's arrival at which loading ends; None: none.
         objective: See ``controller.Goal``; None: the best quality within the deadline.
+        prefix: Load the longest prefix of the prompt that the corpus's index knows.
+        save: Keep what vLLM computes of the prompt, for later requests for prefixes.
     """
 
-    documents: tuple[str, ...]
+    documents: tuple[str, ...] = ()
     level: int | None = None
     deadline_s: float | None = None
     objective: Objective | None = None
+    prefix: bool = False
+    save: bool = False
 
     @classmethod
     def read(cls, params: object) -> Choice:
@@ -55,26 +60,32 @@ class Choice:
             ArgumentError: It is none; the message says what is wrong.
         """
         if not isinstance(params, dict) or not set(params) <= _NAMES:
-            msg = f"kv_transfer_params: {PARAMS!r} is an object of documents and one of level, deadline_s and objective"
+            msg = (
+                f"kv_transfer_params: {PARAMS!r} is an object of documents or prefix, one of level, deadline_s and "
+                "objective, and perhaps save"
+            )
             raise ArgumentError(msg)
-        names, level, deadline = params.get("documents"), params.get("level"), params.get("deadline_s")
-        objective: Any = params.get("objective")
-        if not (isinstance(names, list) and 0 < len(names) <= _MOST and all(isinstance(n, str) and n for n in names)):
+        names, (prefix, save) = params.get("documents"), _flags(params)
+        is_list = isinstance(names, list) and 0 < len(names) <= _MOST and all(isinstance(n, str) and n for n in names)
+        if names is not None and not is_list:
             msg = f"documents is a list of 1 to {_MOST} ids of documents"
             raise ArgumentError(msg)
-        if level is not None and (type(level) is not int or not 0 <= level < 1 << 8):
-            msg = f"level is a whole number from 0, got {str(level)[:40]}"
+        if names and (prefix or save):
+            msg = "a request names documents or asks for its longest prefix, not both, and linked rows are never saved"
             raise ArgumentError(msg)
-        if deadline is not None and (type(deadline) not in (int, float) or not 0 < deadline <= _LONGEST_S):
-            msg = f"deadline_s is a number of seconds above 0, at most {_LONGEST_S:g}, got {str(deadline)[:40]}"
+        level, deadline, objective = _quality(params)
+        if not (names or prefix or save):
+            msg = f"documents is a list of 1 to {_MOST} ids of documents; else prefix or save is true"
             raise ArgumentError(msg)
-        if objective is not None and objective not in _OBJECTIVES:
-            msg = f"objective is one of {', '.join(_OBJECTIVES)}, got {str(objective)[:40]}"
-            raise ArgumentError(msg)
-        if level is None and deadline is None and objective != "earliest":
+        if (names or prefix) and level is None and deadline is None and objective != "earliest":
             msg = "say how good the documents' caches must be: level, deadline_s, or objective earliest"
             raise ArgumentError(msg)
-        return cls(tuple(names), level, None if deadline is None else float(deadline), objective)
+        return cls(tuple(names or ()), level, deadline, objective, prefix, save)
+
+    @property
+    def mode(self) -> str:
+        """What is loaded: ``documents``, ``prefix``, or nothing."""
+        return "documents" if self.documents else "prefix" if self.prefix else ""
 
     def goal(self, left_s: float | None) -> Goal:
         """What the controller is to reach.
@@ -90,10 +101,35 @@ class Choice:
     def params(self) -> dict[str, Any]:
         """What a client sends; ``read`` takes it."""
         chosen = {"level": self.level, "deadline_s": self.deadline_s, "objective": self.objective}
-        return {"documents": list(self.documents)} | {k: v for k, v in chosen.items() if v is not None}
+        flags: dict[str, Any] = {"documents": list(self.documents), "prefix": self.prefix, "save": self.save}
+        return {k: v for k, v in flags.items() if v} | {k: v for k, v in chosen.items() if v is not None}
 
 
-def salt_of(choice: Choice, tenant: str, config_digest: str, entries: Sequence[CatalogEntry | None]) -> str:
+def _flags(params: Mapping[str, object]) -> tuple[bool, bool]:
+    prefix, save = params.get("prefix", False), params.get("save", False)
+    if not (isinstance(prefix, bool) and isinstance(save, bool)):
+        msg = "prefix and save are true or false"
+        raise ArgumentError(msg)
+    return prefix, save
+
+
+def _quality(params: Mapping[str, Any]) -> tuple[int | None, float | None, Objective | None]:
+    level, deadline, objective = params.get("level"), params.get("deadline_s"), params.get("objective")
+    if level is not None and (type(level) is not int or not 0 <= level < 1 << 8):
+        msg = f"level is a whole number from 0, got {str(level)[:40]}"
+        raise ArgumentError(msg)
+    if deadline is not None and (type(deadline) not in (int, float) or not 0 < deadline <= _LONGEST_S):
+        msg = f"deadline_s is a number of seconds above 0, at most {_LONGEST_S:g}, got {str(deadline)[:40]}"
+        raise ArgumentError(msg)
+    if objective is not None and objective not in _OBJECTIVES:
+        msg = f"objective is one of {', '.join(_OBJECTIVES)}, got {str(objective)[:40]}"
+        raise ArgumentError(msg)
+    return level, None if deadline is None else float(deadline), objective
+
+
+def salt_of(
+    choice: Choice, tenant: str, config_digest: str, entries: Sequence[CatalogEntry | None], profile: str = ""
+) -> str:
     """The ``cache_salt`` of a request: no other request shares its cache in vLLM's memory.
 
     Args:
@@ -101,20 +137,24 @@ def salt_of(choice: Choice, tenant: str, config_digest: str, entries: Sequence[C
         tenant: Hash of the tenant.
         config_digest: Of the model.
         entries: What the catalog has of each document; None where it has nothing.
+        profile: Digest of the profile in use, of which every prefix that is loaded must be; of documents, empty.
 
     Returns:
         Text that begins with mode and level and ends with a digest of all: tenant, model, choice, and each document's
-        blob, text and profile.
+        blob, text and profile, or the profile of all prefixes.
     """
+    choice = replace(choice, save=False)  # what is kept afterwards changes no cache
     named = [
         [name, *((entry.sha256, entry.token_digest, entry.profile_digest) if entry else ("", "", ""))]
         for name, entry in zip(choice.documents, entries, strict=True)
     ]
-    told = {"mode": _MODE, "tenant": tenant, "config": config_digest, "choice": choice.params(), "documents": named}
+    told = {
+        "mode": choice.mode, "tenant": tenant, "config": config_digest, "choice": choice.params(), "documents": named,
+    } | ({"profile": profile} if choice.prefix else {})  # fmt: skip
     digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
     quality = f"level-{choice.level}" if choice.level is not None else "adaptive"
-    profile = next((entry.profile_digest[:12] for entry in entries if entry and entry.profile_digest), "none")
-    return f"kvwire-{_MODE}-{quality}-profile-{profile}-{digest[:32]}"
+    profile = next((entry.profile_digest for entry in entries if entry and entry.profile_digest), profile)
+    return f"{SALTED}{choice.mode}-{quality}-profile-{profile[:12] or 'none'}-{digest[:32]}"
 
 
 def entries_of(corpus: Corpus, choice: Choice) -> list[CatalogEntry | None]:
@@ -154,7 +194,23 @@ def request_salt(corpus: Corpus, choice: Choice) -> str:
         NotFoundError: A document is not in the catalog.
     """
     entries = [corpus.find(name) for name in choice.documents]
-    return salt_of(choice, corpus.catalog.tenant, corpus.meta.config_digest(), entries)
+    profile = profile_in_use(corpus) if choice.prefix else ""
+    return salt_of(choice, corpus.catalog.tenant, corpus.meta.config_digest(), entries, profile)
+
+
+def profile_in_use(corpus: Corpus) -> str:
+    """Digest of the profile that a corpus encodes with; empty where it has none yet.
+
+    Args:
+        corpus: The documents'.
+
+    Returns:
+        SHA-256 in hexadecimal.
+
+    Raises:
+        KvwireError: The catalog cannot be read.
+    """
+    return corpus.catalog.current_profile(corpus.meta.config_digest()) or ""
 
 
 def request_body(corpus: Corpus, choice: Choice, question: Sequence[int], **more: object) -> dict[str, object]:
@@ -162,13 +218,13 @@ def request_body(corpus: Corpus, choice: Choice, question: Sequence[int], **more
 
     Args:
         corpus: The documents', with or without an engine.
-        choice: Which documents, and how.
-        question: Token ids that follow the documents.
+        choice: Which documents, or the longest prefix, and how.
+        question: Token ids that follow the documents; without documents, the whole prompt.
         **more: Further fields: ``model``, ``max_tokens``, ``temperature`` and so on.
 
     Returns:
-        Fields for JSON: the documents' and the question's token ids as ``prompt``, ``cache_salt`` and
-        ``kv_transfer_params``.
+        Fields for JSON: the documents' and the question's token ids as ``prompt``, ``cache_salt`` where anything may
+        be loaded, and ``kv_transfer_params``.
 
     Raises:
         NotFoundError: A document is not in the catalog, or its text is lost.
@@ -178,9 +234,6 @@ def request_body(corpus: Corpus, choice: Choice, question: Sequence[int], **more
         msg = "a question has at least one token"
         raise ArgumentError(msg)
     prompt = [token for name in choice.documents for token in corpus.text(corpus.find(name))]
-    fields: Mapping[str, object] = {
-        "prompt": [*prompt, *question],
-        "cache_salt": request_salt(corpus, choice),
-        "kv_transfer_params": {PARAMS: choice.params()},
-    }
-    return {**more, **fields}
+    salted = {"cache_salt": request_salt(corpus, choice)} if choice.mode else {}
+    fields: Mapping[str, object] = {"prompt": [*prompt, *question], "kv_transfer_params": {PARAMS: choice.params()}}
+    return {**more, **fields, **salted}

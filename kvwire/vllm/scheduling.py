@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvwire.errors import ArgumentError, KvwireError
-from kvwire.types import digest_tokens
-from kvwire.vllm.requests import PARAMS, Choice, entries_of, salt_of
+from kvwire.vllm.matching import match_documents, match_prefix
+from kvwire.vllm.requests import PARAMS, Choice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvwire.runtime.corpus import Corpus
-    from kvwire.store import CatalogEntry
+    from kvwire.vllm.matching import Matched, Piece
 
 _LOOK_UPS = 8
 """Threads that ask the catalog; more requests wait for these."""
@@ -36,7 +36,7 @@ class PageLoad:
         start: First token of the prompt to load.
         stop: Behind the last one.
         blocks: The request's, from its first token on.
-        salt: Names the documents, and all that their cache depends on.
+        salt: Names mode and quality, and in documents mode all that their cache depends on.
         left_s: Seconds until the deadline; None: there is none.
     """
 
@@ -54,14 +54,14 @@ class PageLoad:
 
 @dataclass(eq=False)
 class _Asked:
-    """One request. lengths: of the documents at the prompt's front that can be promised, once they are known."""
+    """One request. pieces: of documents at the prompt's front that can be promised, once they are known."""
 
     prompt: tuple[int, ...]
     salt: str
     arrived: float
     choice: Choice | None = None
-    looking: Future[list[CatalogEntry | None]] | None = None
-    lengths: tuple[int, ...] | None = None
+    looking: Future[Matched] | None = None
+    pieces: tuple[Piece, ...] | None = None
     computed: int = 0
     loads: int = 0
     told: dict[str, Any] = field(default_factory=dict)
@@ -70,37 +70,65 @@ class _Asked:
 class Scheduling:
     """Decides, request by request, how many tokens are promised. Called from one thread."""
 
-    def __init__(self, corpus: Corpus, *, patience_s: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        corpus: Corpus,
+        *,
+        patience_s: float = 5.0,
+        index: str = "kvwire",
+        least_tokens: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Ask nothing yet.
 
         Args:
             corpus: The documents', opened without an engine.
             patience_s: Longest wait for the catalog; a request is served without documents then.
+            index: By which prefixes are found, as ``Corpus.index`` takes it.
+            least_tokens: Of a prefix, fewer are not worth a load: a block, of which vLLM keeps whole ones alone.
             clock: Seconds.
         """
         self._corpus, self._patience_s, self._clock = corpus, patience_s, clock
+        self._index, self._least_tokens = corpus.index(index), least_tokens
         self._pool = ThreadPoolExecutor(_LOOK_UPS, "kvwire-look-up")
         self._asked: dict[str, _Asked] = {}
         self._loads: list[PageLoad] = []
 
-    def begin(self, request_id: str, params: dict[str, Any] | None, prompt: Sequence[int], salt: str | None) -> None:
-        """Take in a request, and begin to look its documents up.
+    def begin(
+        self,
+        request_id: str,
+        params: dict[str, Any] | None,
+        prompt: Sequence[int],
+        salt: str | None,
+        trouble: str = "",
+    ) -> Choice | None:
+        """Take in a request, and begin to look up what it may begin with.
 
         Args:
             request_id: Its name.
             params: Its ``kv_transfer_params``; without ``kvwire`` it is none of ours.
             prompt: Token ids.
             salt: Its ``cache_salt``.
+            trouble: Why its rows are not those of its token ids alone, so that nothing fits it; empty where they are.
+
+        Returns:
+            What it asks for; None where it asks for nothing, or for what cannot be.
         """
         if not params or PARAMS not in params:
-            return
+            return None
         asked = self._asked[request_id] = _Asked(tuple(prompt), salt or "", self._clock())
         try:
             asked.choice = Choice.read(params[PARAMS])
         except ArgumentError as error:
             self._refuse(request_id, asked, str(error))
-            return
-        asked.looking = self._pool.submit(entries_of, self._corpus, asked.choice)
+            return None
+        if trouble:
+            asked.told["trouble"] = trouble
+        elif asked.choice.mode == "documents":
+            asked.looking = self._pool.submit(match_documents, self._corpus, asked.choice, asked.prompt)
+        elif asked.choice.mode == "prefix":
+            asked.looking = self._pool.submit(match_prefix, self._corpus, self._index, asked.choice, asked.prompt)
+        return asked.choice
 
     def promised(self, request_id: str, computed: int, preemptions: int = 0) -> int | None:
         """How many tokens behind those that are computed will be loaded.
@@ -119,14 +147,16 @@ class Scheduling:
         asked = self._asked.get(request_id)
         if asked is None:
             return 0
-        if asked.lengths is None:
+        if asked.pieces is None:
             if asked.looking is not None and not self._is_answered(asked):
                 return None
-            asked.lengths = self._lengths(request_id, asked)
+            asked.pieces = self._matching(request_id, asked)
         if asked.loads > preemptions:
             return 0
         asked.computed = computed
-        return max(0, sum(asked.lengths) - computed)
+        tokens = sum(piece.tokens for piece in asked.pieces) - computed
+        least = self._least_tokens if asked.choice and asked.choice.prefix else 1
+        return tokens if tokens >= least else 0
 
     def allocated(self, request_id: str, blocks: Sequence[int], tokens: int) -> None:
         """Note where tokens go that were promised.
@@ -137,21 +167,18 @@ class Scheduling:
             tokens: To load; 0: none.
         """
         asked = self._asked.get(request_id)
-        if asked is None or not tokens or not asked.lengths or asked.choice is None:
+        if asked is None or not tokens or not asked.pieces or asked.choice is None:
             return
         start, first, position = asked.computed, 0, 0
-        while position + asked.lengths[first] <= start:
-            position += asked.lengths[first]
+        while position + asked.pieces[first].tokens <= start:
+            position += asked.pieces[first].tokens
             first += 1
-        texts, at = [], position
-        for length in asked.lengths[first:]:
-            texts.append(asked.prompt[at : at + length])
-            at += length
+        pieces = asked.pieces[first:]
         deadline_s = asked.choice.deadline_s
         left_s = None if deadline_s is None else deadline_s - (self._clock() - asked.arrived)
-        names = asked.choice.documents[first : first + len(texts)]
         load = PageLoad(
-            request_id, asked.choice, names, tuple(texts), position, start, start + tokens, tuple(blocks), asked.salt,
+            request_id, asked.choice, tuple(piece.document_id for piece in pieces),
+            tuple(piece.token_ids for piece in pieces), position, start, start + tokens, tuple(blocks), asked.salt,
             left_s,
         )  # fmt: skip
         self._loads.append(load)
@@ -183,8 +210,8 @@ class Scheduling:
         is_late = self._clock() - asked.arrived > self._patience_s
         return is_late or (asked.looking is not None and asked.looking.done())
 
-    def _lengths(self, request_id: str, asked: _Asked) -> tuple[int, ...]:
-        """Lengths of the documents that the prompt begins with, as far as the catalog has their blobs."""
+    def _matching(self, request_id: str, asked: _Asked) -> tuple[Piece, ...]:
+        """What the prompt begins with, as far as it can be loaded."""
         if asked.choice is None or asked.looking is None:
             return ()
         if not asked.looking.done():
@@ -192,40 +219,22 @@ class Scheduling:
             asked.told["trouble"] = f"the catalog did not answer within {self._patience_s:g} s"
             return ()
         try:
-            entries = asked.looking.result()
+            matched = asked.looking.result()
         except Exception as error:  # noqa: BLE001 - vLLM's scheduler would end with it
             asked.told["trouble"] = str(error) if isinstance(error, KvwireError) else f"{type(error).__name__}: {error}"
             return ()
-        corpus = self._corpus
-        wanted = salt_of(asked.choice, corpus.catalog.tenant, corpus.meta.config_digest(), entries)
-        asked.told["cache_salt"] = wanted
-        if asked.salt != wanted:
+        asked.told["cache_salt"] = matched.salt
+        if asked.salt != matched.salt:
             self._refuse(
                 request_id,
                 asked,
-                f"a request for linked documents needs the cache_salt that names them, or others would get its cache: "
-                f'send "cache_salt": "{wanted}" (kvwire salt prints it)',
+                "a request for linked documents or for stored prefixes needs the cache_salt that names them, or others "
+                f'would get its cache: send "cache_salt": "{matched.salt}" (kvwire salt prints it)',
             )
             return ()
-        return self._matching(asked, asked.choice, entries)
-
-    def _matching(self, asked: _Asked, choice: Choice, entries: Sequence[CatalogEntry | None]) -> tuple[int, ...]:
-        lengths: list[int] = []
-        position = 0
-        for name, entry in zip(choice.documents, entries, strict=True):
-            if entry is None or entry.is_text:
-                asked.told["trouble"] = f"document {name!r} has no blob in the catalog: encode it; it is computed"
-                break
-            stop = position + entry.tokens
-            if digest_tokens(asked.prompt[position:stop]) != entry.token_digest:
-                asked.told["trouble"] = (
-                    f"from token {position} on the prompt is not the text of document {name!r}: send the documents' "
-                    "token ids as they were encoded (kvwire.vllm.request_body); what follows is computed"
-                )
-                break
-            lengths.append(entry.tokens)
-            position = stop
-        return tuple(lengths)
+        if matched.trouble:
+            asked.told["trouble"] = matched.trouble
+        return matched.pieces
 
     def _refuse(self, request_id: str, asked: _Asked, why: str) -> None:
         """Have a request computed, and its answer say why: vLLM gives a connector no way to refuse it."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvwire.engines.vllm import probe, slots_of
 from kvwire.errors import KvwireError, MismatchError
 from kvwire.reuse.assemble import moved
+from kvwire.vllm.counting import Counts
 from kvwire.vllm.loading import Loaded
 
 if TYPE_CHECKING:
@@ -46,14 +47,15 @@ class Written:
 class Working:
     """Loads documents in threads of its own, and writes what has come into pages when it is called."""
 
-    def __init__(self, loader: PageLoader, *, rank: int = 0) -> None:
+    def __init__(self, loader: PageLoader, *, rank: int = 0, counts: Counts | None = None) -> None:
         """Load nothing yet.
 
         Args:
             loader: Loads documents.
             rank: Which part of the heads is this worker's, where several share the model.
+            counts: Where is counted what was loaded; None: nowhere.
         """
-        self._loader, self._rank = loader, rank
+        self._loader, self._rank, self._counts = loader, rank, counts or Counts()
         self._pool = ThreadPoolExecutor(_AT_ONCE, "kvwire-load")
         self._lock = threading.Lock()
         self._done: list[tuple[PageLoad, Loaded]] = []
@@ -94,6 +96,10 @@ class Working:
             done, self._done = self._done, []
         requests, bad = set(), set()
         for load, loaded in done:
+            there = min(max(loaded.tokens, load.start), load.stop) if loaded.cache is not None else load.start
+            self._counts.add(
+                loads=1, loaded_tokens=there - load.start, lost_tokens=load.stop - there, loaded_bytes=loaded.bytes
+            )
             try:
                 bad |= self._write(load, loaded)
             except KvwireError:
@@ -123,7 +129,8 @@ class Working:
     def _loaded(self, load: PageLoad) -> Loaded:
         """Documents at their place in the prompt: the cache begins at ``load.position``."""
         goal = load.choice.goal(load.left_s)
-        loaded = self._loader.load(load.documents, load.texts, goal, load.choice.level)
+        wanted = load.stop - load.position if load.choice.prefix else None
+        loaded = self._loader.load(load.documents, load.texts, goal, load.choice.level, wanted)
         if loaded.cache is None:
             return Loaded(None, load.position, loaded.level, loaded.bytes, loaded.troubles)
         front = loaded.cache.slice(0, loaded.tokens)
@@ -133,7 +140,7 @@ class Working:
     def _kept_tail(self, load: PageLoad) -> Loaded | None:
         """The end of documents whose full blocks vLLM still has: less than a block, which it does not keep."""
         with self._lock:
-            kept = self._tails.get(load.salt)
+            kept = None if load.choice.prefix else self._tails.get(load.salt)
         if kept is None or kept[0] > load.start or kept[0] + kept[1].tokens != load.stop:
             return None
         return Loaded(kept[1], load.stop)
@@ -152,7 +159,7 @@ class Working:
             slots = slots_of(load.blocks, block_tokens, load.start, stop)
             for layer, (keys, values) in enumerate(zip(part.keys, part.values, strict=True)):
                 pages.write(layer, slots, self._own(pages, layer, keys), self._own(pages, layer, values))
-            if stop == load.stop:
+            if stop == load.stop and not load.choice.prefix:  # a prefix's salt does not say which
                 self._keep_tail(load, cache, block_tokens)
         if stop >= load.stop:
             return set()

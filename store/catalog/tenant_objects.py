@@ -11,7 +11,7 @@ from kvwire.store.catalog.announcements import is_old
 from kvwire.store.catalog_entry import MAX_ENTRY_BYTES
 from kvwire.store.key_kinds import content_digest
 from kvwire.store.keys import KeySpace, check_tenant, tenant_hash
-from kvwire.store.listing import children, read_ahead
+from kvwire.store.listing import ahead, children, read_ahead
 from kvwire.types import SEALED_MAGIC
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Config: TypeAlias = str | KeySpace
 """A model configuration: ``CacheMeta.config_digest()``, or what ``Catalog.configurations`` found."""
+_WRITERS = 8
 MAX_SMALL_BYTES = 1 << 30
 """Of a profile or text: more is not read."""
 
@@ -158,6 +159,26 @@ class TenantObjects:
         """
         space = self.keys(config)
         return read_ahead(self._store, keys, lambda key: self.read(space, key))
+
+    @property
+    def naming_secret(self) -> bytes:
+        """Keys the names that could be guessed from hashes of short texts; empty where nothing is sealed."""
+        return self._keys.naming_secret if self._keys else b""
+
+    def put_entries(self, config: Config, entries: Iterable[tuple[str, bytes]]) -> None:
+        """Write objects of the catalog, several at a time where the store knows how to.
+
+        Args:
+            config: The model configuration.
+            entries: Keys and plain bytes; they are sealed where this tenant's are.
+        """
+        self.keys(config)
+        if self._store.is_local:
+            seal = self._keys.seal if self._keys else lambda data, _: data
+            self._store.put_many((key, seal(data, key)) for key, data in entries)
+            return
+        for _, written in ahead(entries, lambda pair: self._put_entry(*pair), _WRITERS):
+            written()
 
     def _intact(self, key: str, most: int | None = None) -> bytes | None:
         """Content that its key names by digest; None where it is damaged, not only in a copy of it nearby."""

@@ -127,8 +127,13 @@ class TenantKeys:
         if not keys:
             msg = "there is no key to seal with; make one with kvwire key"
             raise ArgumentError(msg)
-        self._newest = keys[0]
+        self._newest, self._oldest = keys[0], keys[-1]
         self._by_id = {key.key_id: key for key in reversed(keys)}
+
+    @property
+    def naming_secret(self) -> bytes:
+        """What the names of prefix entries are keyed with: of the oldest key, so that a new one renames nothing."""
+        return derive_key(self._oldest.key, b"kvwire prefix names")
 
     def seal(self, content: bytes, place: str) -> bytes:
         """Seal an object in one part.

@@ -24,6 +24,8 @@ ended before it. So, wherever the two meet:
 - An entry that is removed or replaced between C1 and C5 keeps its content until the next collection.
 
 Entries of token sequences are hints. One that no document shares any more is deleted; losing one costs an encoding.
+Entries of prefixes are read once they are old, and deleted where no document has their text any more; losing one costs
+a miss.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from kvwire.errors import ArgumentError, AuthError, CorruptError, FormatVersionError, NotFoundError, StorageError
 from kvwire.store.catalog.announcements import GRACE_S, LEASE_S, MAX_NAMES, announce
@@ -42,7 +44,7 @@ from kvwire.store.keys import check_tenant
 from kvwire.store.listing import content, read_ahead, tenants
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from kvwire.store.base import Listed, Store
     from kvwire.store.crypto.keyring import Keyring
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 
     OnProgress = Callable[[str, int], None]
 
+T = TypeVar("T")
 _SKEW_S = 3600.0
 """How far the store's clock and this machine's may be apart: entries that young are read again."""
 _UNFINISHED_S = 3600.0
@@ -65,7 +68,7 @@ class Collected:
     """What was deleted, or would be.
 
     Attributes:
-        entries: Of token sequences that no document has.
+        entries: Of token sequences, and of their prefixes, that no document has.
         leftovers: Unfinished files.
         bytes: Of all but entries.
         failures: In words, model configurations where an entry that cannot be read hides what is needed, or where the
@@ -220,6 +223,7 @@ class _Sweep:
             if not self._allow_empty_catalog:
                 self._refuse_lost_catalog()
             self._batches(self._stale_hints(), self._delete_hints)
+            self._batches(self._stale_index(), self._delete_index)
             self._batches(self._garbage(), self._delete_content)
             if not self._dry_run:
                 self._delete_dead_announcements()
@@ -275,7 +279,10 @@ class _Sweep:
             raise CorruptError(msg)
 
     def _is_garbage(self, key: str, modified: float) -> bool:
-        return self._is_collected(key) and mark(key) not in self._marked and 0 < modified < time.time() - self._grace_s
+        return self._is_collected(key) and mark(key) not in self._marked and self._is_old(modified)
+
+    def _is_old(self, modified: float) -> bool:
+        return 0 < modified < time.time() - self._grace_s
 
     def _garbage(self) -> Iterator[Listed]:
         for count, listed in enumerate(content(self._store, self._space), 1):
@@ -300,7 +307,35 @@ class _Sweep:
                 if self._is_garbage(listed.key, listed.modified):
                     yield listed
 
-    def _batches(self, found: Iterator[Listed], delete: Callable[[list[Listed]], None]) -> None:
+    def _stale_index(self) -> Iterator[str]:
+        old = (
+            listed.key
+            for kind in kinds("index")
+            for listed in self._store.scan(kind.prefix(self._space))
+            if self._is_old(listed.modified)
+        )
+        return self._leading_nowhere(old)
+
+    def _leading_nowhere(self, keys: Iterable[str]) -> Iterator[str]:
+        """Entries that cannot be read, or of which all that they name is named by no document."""
+        for key, read in self._catalog.read_each(self._space, keys):
+            kind = kind_of(key)
+            try:
+                data = read()
+                named = [] if data is None or kind is None or kind.names is None else kind.names(key, data)
+            except CorruptError:
+                named = []
+            if not any(mark(one.key) in self._marked for one in named):
+                yield key
+
+    def _delete_index(self, batch: list[str]) -> None:
+        if not self._dry_run:
+            self._mark()
+            batch = list(self._leading_nowhere(batch))
+            self._store.delete_many(batch)
+        self._done = replace(self._done, entries=self._done.entries + len(batch))
+
+    def _batches(self, found: Iterator[T], delete: Callable[[list[T]], None]) -> None:
         while batch := list(islice(found, MAX_NAMES)):
             delete(batch)
 

@@ -243,3 +243,20 @@ def test_salt_says_what_it_lacks(run, small, tmp_path, more, code, say):
     got, _, err = run("salt", "--docs", next(iter(small.tokens)), *more, "--store", tmp_path / "store")
     assert say in err
     assert got == code
+
+
+def test_salt_prints_what_a_request_for_a_prefix_carries(run, small, demo_model, tmp_path):
+    with closing(FolderStore(tmp_path / "store")) as store:
+        copy_store(small.corpus().catalog.store, store)
+    words = ["salt", "--prefix", "--level", 1, "--store", tmp_path / "store"]
+    code, salt, err = run(*words)
+    assert (code, err) == (0, "")
+    assert salt.startswith(f"kvwire-prefix-level-1-profile-{small.profile.digest[:12]}-")
+    code, out, err = run(*words, "--save", "--question", "Who rang?", "--model", demo_model)
+    assert (code, err) == (0, "")
+    body = json.loads(out)
+    assert (body["cache_salt"], body["prompt"]) == (salt.strip(), small.engine.tokenize("Who rang?"))
+    assert body["kv_transfer_params"] == {"kvwire": {"prefix": True, "save": True, "level": 1}}
+    code, _, err = run("salt", "--save", "--store", tmp_path / "store")
+    assert code == 2
+    assert "name documents with --docs" in err

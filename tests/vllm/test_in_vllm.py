@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -18,82 +17,21 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines runs this in its own environment")
 
-os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
-
-from transformers import LlamaConfig, LlamaForCausalLM
-from vllm import LLM, SamplingParams
-from vllm.inputs import TokensPrompt
-
 from kvwire.engines.transformers import open_engine
-from kvwire.reuse import link
-from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.store import FolderStore
-from kvwire.vllm import Choice, request_body
+from kvwire.vllm import Choice
 from kvwire.vllm.requests import PARAMS, entries_of, salt_of
 
 from ..http_servers import serving
+from .inside import CLOSE, LENGTHS, QUESTION, Place, distance, encoded, save_model, serving_llm
 
 pytestmark = pytest.mark.filterwarnings("default")
 ROOT = Path(__file__).resolve().parents[2]
-LENGTHS = {"a": 301, "b": 257, "c": 190, "d": 64}
-CLOSE = 1e-4
-QUESTION = (7, 8, 9, 10, 11)
-
-
-@dataclass
-class Place:
-    """A store of documents, a vLLM beside it, and the engine that says what is right."""
-
-    llm: LLM
-    engine: object
-    corpus: Corpus
-    root: object
-    block: int
-    stop: ExitStack
-
-    def ask(self, *bodies, tokens=4):
-        """Answers: log-probabilities of the first token, all tokens, and what is told of the documents."""
-        prompts, params = [], []
-        for body in bodies:
-            prompts.append(TokensPrompt(prompt_token_ids=list(body["prompt"]), cache_salt=body.get("cache_salt")))
-            given = body.get("kv_transfer_params")
-            extra = {"kv_transfer_params": given} if given else None
-            params.append(SamplingParams(temperature=0, max_tokens=tokens, logprobs=20, extra_args=extra))
-        answers = []
-        for out in self.llm.generate(prompts, params, use_tqdm=False):
-            first = {token: entry.logprob for token, entry in out.outputs[0].logprobs[0].items()}
-            told = (out.kv_transfer_params or {}).get(PARAMS, {})
-            answers.append((first, list(out.outputs[0].token_ids), told, out.num_cached_tokens))
-        return answers
-
-    def expected(self, prompt, cached=None):
-        """Log-probabilities behind a prompt whose beginning is this cache."""
-        start = cached.tokens if cached is not None else 0
-        past = None if cached is None else self.engine.past_key_values(cached)
-        logits = self.engine.forward(past, list(prompt[start:]), start, logits=1)[-1].float()
-        return torch.log_softmax(logits, -1)
-
-    def linked(self, names, level):
-        return link([self.corpus.decode(name, level, dtype=torch.float32) for name in names])
-
-    def body(self, names, level, question=QUESTION):
-        return request_body(self.corpus, Choice(tuple(names), level=level), list(question))
-
-
-def distance(first, expected):
-    return max(abs(value - float(expected[token])) for token, value in first.items())
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, initializer_range=0.15,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module", params=[(32, "http"), (128, "file")], ids=["32-http", "128-file"])
@@ -101,25 +39,12 @@ def place(request, model, tmp_path_factory):
     block, scheme = request.param
     root = tmp_path_factory.mktemp("store")
     engine = open_engine(model, dtype=torch.float32)
-    corpus = Corpus(engine, FolderStore(root), coding=Coding(chunk_tokens=64))
-    draw = random.Random(5)
-    documents = [Document(name, tuple(draw.choices(range(20, 500), k=n))) for name, n in LENGTHS.items()]
-    list(corpus.encode(documents))
     with ExitStack() as stack:
-        stack.enter_context(closing(corpus.catalog.store))
-        url = stack.enter_context(serving(corpus.catalog.store)) if scheme == "http" else f"file://{root}"
-        llm = LLM(
-            model=str(model), dtype="float32", enforce_eager=True, block_size=block, max_model_len=2048,
-            skip_tokenizer_init=True, max_num_batched_tokens=512, enable_chunked_prefill=True,
-            num_gpu_blocks_override=256,
-            kv_transfer_config={
-                "kv_connector": "KvwireConnector", "kv_connector_module_path": "kvwire.vllm", "kv_role": "kv_both",
-                "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"store": url},
-            },
-        )  # fmt: skip
-        yield Place(llm, engine, corpus, root, block, stack)
-        llm.llm_engine.engine_core.shutdown()
+        store = stack.enter_context(closing(FolderStore(root)))
+        corpus = encoded(engine, store)
+        url = stack.enter_context(serving(store)) if scheme == "http" else f"file://{root}"
+        with serving_llm(model, url, block_size=block) as llm:
+            yield Place(llm, engine, corpus, root, block, stack)
 
 
 def test_linked_documents_are_those_of_transformers_and_stay_apart(place):

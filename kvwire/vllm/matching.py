@@ -1,0 +1,113 @@
+"""What of a prompt can be loaded: its documents, or the longest prefix that the corpus's index knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from kvwire.types import digest_tokens
+from kvwire.vllm.requests import entries_of, profile_in_use, salt_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvwire.runtime.corpus import Corpus
+    from kvwire.store import PrefixIndex
+    from kvwire.vllm.requests import Choice
+
+    Match: TypeAlias = Callable[[Choice, Sequence[int]], "Matched"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A document whose beginning, or all of it, stands in a prompt.
+
+    Attributes:
+        document_id: Its name.
+        token_ids: Its whole text.
+        tokens: How many of its first tokens stand in the prompt.
+    """
+
+    document_id: str
+    token_ids: tuple[int, ...]
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Matched:
+    """What of a prompt can be loaded.
+
+    Attributes:
+        salt: The ``cache_salt`` that the request needs for that.
+        pieces: From the prompt's first token on, one after the other; all but the last are whole documents.
+        trouble: Why it is not more, in words; empty where nothing went wrong.
+    """
+
+    salt: str
+    pieces: tuple[Piece, ...]
+    trouble: str = ""
+
+
+def match_documents(corpus: Corpus, choice: Choice, prompt: Sequence[int]) -> Matched:
+    """The documents that a request names, as far as the prompt begins with them and the catalog has their blobs.
+
+    Args:
+        corpus: The documents'.
+        choice: The request's.
+        prompt: Token ids.
+
+    Returns:
+        The documents' whole texts.
+
+    Raises:
+        KvwireError: The catalog cannot be read.
+    """
+    entries = entries_of(corpus, choice)
+    salt = salt_of(choice, corpus.catalog.tenant, corpus.meta.config_digest(), entries)
+    pieces: list[Piece] = []
+    position, trouble = 0, ""
+    for name, entry in zip(choice.documents, entries, strict=True):
+        if entry is None or entry.is_text:
+            trouble = f"document {name!r} has no blob in the catalog: encode it; it is computed"
+            break
+        ids = tuple(prompt[position : position + entry.tokens])
+        if digest_tokens(ids) != entry.token_digest:
+            trouble = (
+                f"from token {position} on the prompt is not the text of document {name!r}: send the documents' "
+                "token ids as they were encoded (kvwire.vllm.request_body); what follows is computed"
+            )
+            break
+        pieces.append(Piece(name, ids, len(ids)))
+        position += len(ids)
+    return Matched(salt, tuple(pieces), trouble)
+
+
+def match_prefix(corpus: Corpus, index: PrefixIndex, choice: Choice, prompt: Sequence[int]) -> Matched:
+    """The longest prefix of a prompt that a document begins with, but for the prompt's last token.
+
+    Args:
+        corpus: The documents'.
+        index: Kvwire's own index of it.
+        choice: The request's.
+        prompt: Token ids.
+
+    Returns:
+        One document or none. One of another profile than the one in use counts as none, since the salt names that one;
+        so does one that nobody can decode without the model.
+
+    Raises:
+        KvwireError: The catalog cannot be read.
+    """
+    profile = profile_in_use(corpus)
+    salt = salt_of(choice, corpus.catalog.tenant, corpus.meta.config_digest(), (), profile)
+    troubles: list[str] = []
+    hit = index.longest(prompt, troubles.append)
+    if hit is not None and hit.document.profile_digest != profile:
+        troubles.append(f"document {hit.document.document_id!r} was encoded with another profile: encode it again")
+        hit = None
+    if hit is not None and hit.info.prefix_layers:
+        troubles.append(f"document {hit.document.document_id!r} is coded for readers that run the model's first layers")
+        hit = None
+    tokens = 0 if hit is None else min(hit.tokens, len(prompt) - 1)
+    pieces = (Piece(hit.document.document_id, hit.token_ids, tokens),) if hit is not None and tokens else ()
+    return Matched(salt, pieces, "; ".join(troubles))

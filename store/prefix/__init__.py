@@ -1,0 +1,1 @@
+"""Longest cached prefix of a prompt: an index from chained hashes of its chunks to documents that hold their tokens."""

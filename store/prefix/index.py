@@ -1,0 +1,368 @@
+"""The index itself: entries of documents' chunks are written, and the longest cached prefix of a prompt is found.
+
+Each entry is an object of its own whose key is made of the hash, so that a look-up is one read and writers need no
+lock: whoever writes a prefix that is there already writes an entry that is as good. Hashes are not trusted: a document
+counts only where the tokens of its own text are those that were asked for.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from threading import Lock
+from typing import TYPE_CHECKING, TypeAlias
+
+from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, NotFoundError
+from kvwire.store.prefix.schemes import hash_scheme
+from kvwire.store.prefix_entry import PrefixEntry, prefix_digest
+from kvwire.types import digest_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from kvwire.store.catalog.catalog import Catalog
+    from kvwire.store.catalog.tenant_objects import Config
+    from kvwire.store.catalog_entry import CatalogEntry
+    from kvwire.store.prefix.base import HashScheme
+    from kvwire.types import BlobInfo
+
+    OnMiss: TypeAlias = Callable[[str], None]
+    Probe: TypeAlias = Callable[[Sequence[int]], "Sequence[PrefixHit | None]"]
+
+PROBES = 16
+"""Entries that are read at the same time while a prefix is looked for."""
+_MOST_TOKENS = 1 << 20  # of texts that are kept
+_MOST_INFOS = 64
+_DAMAGED = (CorruptError, FormatVersionError, NotFoundError)
+
+
+@dataclass(frozen=True)
+class PrefixHit:
+    """A document that begins as a prompt does.
+
+    Attributes:
+        document: Its entry in the catalog; it has a blob.
+        info: What the blob's header says.
+        token_ids: Its whole text.
+        start: First token of the chunk whose hash led here.
+        stop: Behind the chunk's last token.
+        tokens: How many of the prompt's first tokens are also the document's; of a look-up by hash alone, ``stop``.
+    """
+
+    document: CatalogEntry
+    info: BlobInfo
+    token_ids: tuple[int, ...]
+    start: int
+    stop: int
+    tokens: int
+
+
+class PrefixIndex:
+    """One tenant's documents of one model, by the chained hashes of one scheme. Any number of threads may use it.
+
+    Attributes:
+        scheme: How prompts are hashed.
+    """
+
+    def __init__(self, catalog: Catalog, config: Config, scheme: HashScheme | str = "kvwire") -> None:
+        """Read nothing yet.
+
+        Args:
+            catalog: Of the tenant.
+            config: The model configuration.
+            scheme: How prompts are hashed, or its name as ``hash_scheme`` takes it.
+
+        Raises:
+            ArgumentError: There is no scheme of that name.
+        """
+        self._catalog, self._space = catalog, catalog.keys(config)
+        self.scheme = hash_scheme(scheme, self._space.config) if isinstance(scheme, str) else scheme
+        self._secret = catalog.naming_secret
+        self._lock = Lock()
+        self._texts: OrderedDict[str, tuple[tuple[int, ...], list[bytes]]] = OrderedDict()
+        self._infos: OrderedDict[tuple[str, str], BlobInfo] = OrderedDict()
+
+    def write(self, document: CatalogEntry, token_ids: Sequence[int]) -> int:
+        """Write the entries of a document's chunks; what leads to another document of the same prefix gives way.
+
+        Args:
+            document: The document's entry, which is in the catalog already.
+            token_ids: Its text.
+
+        Returns:
+            How many were written.
+
+        Raises:
+            ArgumentError: The text is not the entry's.
+        """
+        if digest_tokens(token_ids) != document.token_digest:
+            msg = f"the text is not that of {document.document_id!r}: index it with its own token ids"
+            raise ArgumentError(msg)
+        hashes = self.scheme.hashes(token_ids)
+        self._catalog.put_entries(self._space, self._entries(document, hashes))
+        return len(hashes)
+
+    def add(self, document: CatalogEntry, token_ids: Sequence[int], *, is_new: bool = True) -> int:
+        """``write`` what is not there yet; of a document that is not new, one look at its last chunk tells.
+
+        Args:
+            document: The document's entry.
+            token_ids: Its text.
+            is_new: Write in any case.
+
+        Returns:
+            How many entries were written.
+        """
+        last = [] if is_new else self.scheme.hashes(token_ids)[-1:]
+        found = self._read(last)
+        if found and isinstance(found[0], PrefixEntry) and found[0].token_digest == document.token_digest:
+            return 0
+        return self.write(document, token_ids)
+
+    def look_up(self, hashes: Sequence[bytes], on_miss: OnMiss | None = None) -> list[PrefixHit | None]:
+        """Find what holds the chunks of these hashes, each on its own.
+
+        Args:
+            hashes: As the scheme gives them.
+            on_miss: Called, in words, where there is an entry but it leads to no document with these tokens.
+
+        Returns:
+            For each hash a document whose own text has it; None where there is none.
+
+        Raises:
+            StorageError: The store fails.
+            AuthError: Credentials were refused, or entries are sealed with a key that is not at hand.
+        """
+        tell, documents = on_miss or (lambda _: None), _Documents(self._catalog, self._space)
+        return [self._hit(each, found, documents, tell) for each, found in zip(hashes, self._read(hashes), strict=True)]
+
+    def longest(self, token_ids: Sequence[int], on_miss: OnMiss | None = None) -> PrefixHit | None:
+        """Find the longest prefix of a prompt that a document begins with.
+
+        Some entries are read at a time, each time between the last that led somewhere and the next that did not. Where
+        entries in the middle are missing, a shorter prefix may be found than there is.
+
+        Args:
+            token_ids: The prompt.
+            on_miss: As for ``look_up``.
+
+        Returns:
+            The document, and how many tokens agree, which may end within a chunk; None where not even the first chunk
+            is found.
+
+        Raises:
+            StorageError: The store fails.
+            AuthError: As for ``look_up``.
+        """
+        hashes = self.scheme.hashes(token_ids)
+        told: set[str] = set()
+
+        def tell(trouble: str) -> None:
+            if on_miss and trouble not in told:
+                told.add(trouble)
+                on_miss(trouble)
+
+        documents = _Documents(self._catalog, self._space)
+
+        def probe(chunks: Sequence[int]) -> list[PrefixHit | None]:
+            """What is before the last that leads somewhere is not followed: that document begins with it, too."""
+            wanted = [hashes[chunk] for chunk in chunks]
+            found, hits = self._read(wanted), [None] * len(wanted)
+            for at in reversed(range(len(wanted))):
+                hit = self._hit(wanted[at], found[at], documents, tell)
+                if hit is not None:
+                    return [*hits[:at], hit, *hits[at + 1 :]]
+            return [*hits]
+
+        return _agreed(search(len(hashes), probe), token_ids)
+
+    def _key(self, chunk_hash: str) -> str:
+        return self._space.prefix_entry(prefix_digest(self.scheme.name, chunk_hash, self._secret))
+
+    def _entries(self, document: CatalogEntry, hashes: Iterable[bytes]) -> Iterator[tuple[str, bytes]]:
+        size = self.scheme.chunk_tokens
+        for chunk, each in enumerate(hashes):
+            named = (self.scheme.name, each.hex(), document.document_id, document.token_digest)
+            yield self._key(each.hex()), PrefixEntry(*named, chunk * size, (chunk + 1) * size).to_json()
+
+    def _read(self, hashes: Sequence[bytes]) -> list[PrefixEntry | str | None]:
+        """The entry of each hash; what is wrong with it, in words; or None."""
+        found: list[PrefixEntry | str | None] = []
+        keys = [self._key(each.hex()) for each in hashes]
+        for each, (_, read) in zip(hashes, self._catalog.read_each(self._space, keys), strict=True):
+            try:
+                data = read()
+                entry = None if data is None else PrefixEntry.from_json(data)
+            except _DAMAGED as error:
+                found.append(str(error))
+                continue
+            is_other = entry and (entry.scheme, entry.chunk_hash) != (self.scheme.name, each.hex())
+            found.append("it is of another hash than its key says" if is_other else entry)
+        return found
+
+    def _hit(
+        self, chunk_hash: bytes, found: PrefixEntry | str | None, documents: _Documents, tell: OnMiss
+    ) -> PrefixHit | None:
+        if found is None:
+            return None
+        trouble = found if isinstance(found, str) else ""
+        try:
+            if isinstance(found, PrefixEntry):
+                document = documents.find(found)
+                token_ids, hashes = self._text(document.token_digest)
+                if hashes[found.chunk : found.chunk + 1] == [chunk_hash]:
+                    return PrefixHit(document, self._info(document), token_ids, found.start, found.stop, found.stop)
+                trouble = f"the tokens of {document.document_id!r} are others"
+        except _DAMAGED as error:
+            trouble = str(error)
+        tell(f"the prefix entry of {chunk_hash.hex()[:16]} leads nowhere ({trouble}): it counts as a miss")
+        return None
+
+    def _info(self, document: CatalogEntry) -> BlobInfo:
+        """The header of a document's blob; those of late are kept. Raises CorruptError where it is no prefix's."""
+        key = document.sha256, document.token_digest
+        with self._lock:
+            info = self._infos.get(key)
+        if info is None:
+            info = prefix_info(self._catalog, document)
+            with self._lock:
+                self._infos[key] = info
+                while len(self._infos) > _MOST_INFOS:
+                    self._infos.popitem(last=False)
+        return info
+
+    def _text(self, token_digest: str) -> tuple[tuple[int, ...], list[bytes]]:
+        """A text and its hashes; those of late are kept."""
+        with self._lock:
+            if (kept := self._texts.get(token_digest)) is not None:
+                self._texts.move_to_end(token_digest)
+                return kept
+        ids = self._catalog.get_text(self._space, token_digest)
+        found = ids, self.scheme.hashes(ids)
+        with self._lock:
+            self._texts[token_digest] = found
+            while len(self._texts) > 1 and sum(len(kept[0]) for kept in self._texts.values()) > _MOST_TOKENS:
+                self._texts.popitem(last=False)
+        return found
+
+
+def read_header(catalog: Catalog, document: CatalogEntry) -> BlobInfo:
+    """What a blob says of itself.
+
+    Args:
+        catalog: Of the tenant.
+        document: Its entry, with a blob.
+
+    Returns:
+        The header.
+
+    Raises:
+        CorruptError: The header is damaged.
+        NotFoundError: The blob is gone.
+    """
+    return catalog.blob_reader().read_header(catalog.store.get(document.blob_key, 0, document.header_bytes))
+
+
+def prefix_info(catalog: Catalog, document: CatalogEntry) -> BlobInfo:
+    """Read a blob's header, and refuse rows that are not those of a prompt's beginning.
+
+    Args:
+        catalog: Of the tenant.
+        document: Its entry, with a blob.
+
+    Returns:
+        The header.
+
+    Raises:
+        CorruptError: The header is damaged or of another text, or the rows were computed behind a neutral prefix.
+        NotFoundError: The blob is gone.
+    """
+    info = read_header(catalog, document)
+    if info.meta.token_digest != document.token_digest:
+        msg = f"the blob of {document.document_id!r} is of another text; encode the document again"
+        raise CorruptError(msg)
+    if info.neutral_prefix:
+        msg = f"{document.document_id!r} was computed behind a neutral prefix: its rows begin no prompt"
+        raise CorruptError(msg)
+    return info
+
+
+class _Documents:
+    """Documents of one look-up: each is asked for once."""
+
+    def __init__(self, catalog: Catalog, config: Config) -> None:
+        self._catalog, self._config = catalog, config
+        self._found: dict[tuple[str, str], CatalogEntry | None] = {}
+
+    def find(self, entry: PrefixEntry) -> CatalogEntry:
+        """The document that an entry names, or another with the same text; NotFoundError where there is neither."""
+        key = entry.document_id, entry.token_digest
+        if key not in self._found:
+            self._found[key] = self._asked(*key)
+        document = self._found[key]
+        if document is None:
+            msg = f"no document with the text of {entry.document_id!r} has a blob any more"
+            raise NotFoundError(msg)
+        return document
+
+    def _asked(self, document_id: str, token_digest: str) -> CatalogEntry | None:
+        for ask, name in ((self._catalog.by_document, document_id), (self._catalog.by_tokens, token_digest)):
+            try:
+                found = ask(self._config, name)
+            except CorruptError:
+                continue
+            if found is not None and found.token_digest == token_digest and not found.is_text:
+                return found
+        return None
+
+
+def search(chunks: int, probe: Probe) -> PrefixHit | None:
+    """Find the last chunk that is there, where all before it are there too; else some that is, or none.
+
+    Args:
+        chunks: How many there are.
+        probe: Tells of some chunks, in ascending order, what each leads to.
+
+    Returns:
+        What the last chunk leads to; None where none was found.
+    """
+    low, high = -1, chunks
+    best: PrefixHit | None = None
+    while high - low > 1:
+        wanted = sorted({low + 1 + (high - low - 2) * at // (PROBES - 1) for at in range(PROBES)})
+        found = probe(wanted)
+        last = max((at for at, hit in enumerate(found) if hit is not None), default=-1)
+        if last >= 0:
+            low, best = wanted[last], found[last]
+        if last + 1 < len(wanted):
+            high = wanted[last + 1]
+    return best
+
+
+def search_reference(chunks: int, probe: Probe) -> PrefixHit | None:
+    """What ``search`` finds, from the last chunk down, one at a time.
+
+    Args:
+        chunks: How many there are.
+        probe: As for ``search``.
+
+    Returns:
+        What the last chunk that is there leads to; None where none is.
+    """
+    for chunk in reversed(range(chunks)):
+        (hit,) = probe([chunk])
+        if hit is not None:
+            return hit
+    return None
+
+
+def _agreed(hit: PrefixHit | None, token_ids: Sequence[int]) -> PrefixHit | None:
+    """A hit with the tokens that agree; None where they do not even reach to its chunk's end."""
+    if hit is None:
+        return None
+    import numpy as np
+
+    most = min(len(token_ids), len(hit.token_ids))
+    differ = np.asarray(token_ids[:most], dtype=np.int64) != np.asarray(hit.token_ids[:most], dtype=np.int64)
+    tokens = int(differ.argmax()) if differ.any() else most
+    return replace(hit, tokens=tokens) if tokens >= hit.stop else None

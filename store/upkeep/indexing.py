@@ -1,0 +1,80 @@
+"""Prefix entries of documents that are in the catalog already: their texts say all that is needed, no model runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvwire.errors import CorruptError, FormatVersionError, NotFoundError
+from kvwire.store.prefix.index import PrefixIndex, read_header
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvwire.store.catalog.catalog import Catalog
+    from kvwire.store.keys import KeySpace
+
+    OnProgress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """What was indexed.
+
+    Attributes:
+        documents: Whose entries were written.
+        entries: Of prefixes that were written.
+        left_out: Documents that are kept as text, or were computed behind a neutral prefix: no entry leads to them.
+        failures: Documents whose entry or text cannot be read, in words.
+    """
+
+    documents: int = 0
+    entries: int = 0
+    left_out: int = 0
+    failures: tuple[str, ...] = ()
+
+    def __add__(self, other: Indexed) -> Indexed:
+        """Both together."""
+        return Indexed(
+            self.documents + other.documents,
+            self.entries + other.entries,
+            self.left_out + other.left_out,
+            self.failures + other.failures,
+        )
+
+
+def index_documents(
+    catalog: Catalog, space: KeySpace, schemes: Sequence[str], on_progress: OnProgress | None = None
+) -> Indexed:
+    """Write the prefix entries of all documents of a model configuration, those that are there already included.
+
+    Args:
+        catalog: Of the tenant.
+        space: The model configuration.
+        schemes: Ways of hashing prompts, as ``hash_scheme`` takes them.
+        on_progress: Called with the tokens of each document.
+
+    Returns:
+        What was indexed.
+
+    Raises:
+        ArgumentError: There is no such scheme.
+        StorageError: The store fails.
+    """
+    indexes = [PrefixIndex(catalog, space, scheme) for scheme in schemes]
+    failures: list[str] = []
+    done = Indexed()
+    for document in catalog.documents(space, lambda key, error: failures.append(f"{key}: {error}")):
+        try:
+            if document.is_text or read_header(catalog, document).neutral_prefix:
+                done = replace(done, left_out=done.left_out + 1)
+                continue
+            token_ids = catalog.get_text(space, document.token_digest)
+        except (CorruptError, FormatVersionError, NotFoundError) as error:
+            failures.append(f"{document.document_id}: {error}")
+            continue
+        written = sum(index.write(document, token_ids) for index in indexes)
+        done = replace(done, documents=done.documents + 1, entries=done.entries + written)
+        if on_progress:
+            on_progress(len(token_ids))
+    return replace(done, failures=tuple(failures))

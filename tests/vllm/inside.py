@@ -1,0 +1,116 @@
+"""A vLLM beside a store of documents, and the engine that says what is right. Imports vLLM."""
+
+from __future__ import annotations
+
+import os
+import random
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+
+from transformers import LlamaConfig, LlamaForCausalLM
+from vllm import LLM, SamplingParams
+from vllm.inputs import TokensPrompt
+
+from kvwire.reuse import link
+from kvwire.runtime.corpus import Coding, Corpus, Document
+from kvwire.vllm import Choice, request_body
+from kvwire.vllm.requests import PARAMS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from kvwire.store import Store
+
+LENGTHS = {"a": 301, "b": 257, "c": 190, "d": 64}
+CLOSE = 1e-4
+QUESTION = (7, 8, 9, 10, 11)
+
+
+@dataclass
+class Place:
+    """A store of documents, a vLLM beside it, and the engine that says what is right."""
+
+    llm: LLM
+    engine: object
+    corpus: Corpus
+    root: object
+    block: int
+    stop: ExitStack
+
+    def ask(self, *bodies, tokens=4):
+        """Answers: log-probabilities of the first token, all tokens, what is told of documents, and tokens cached."""
+        prompts, params = [], []
+        for body in bodies:
+            prompts.append(TokensPrompt(prompt_token_ids=list(body["prompt"]), cache_salt=body.get("cache_salt")))
+            given = body.get("kv_transfer_params")
+            extra = {"kv_transfer_params": given} if given else None
+            sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=20, extra_args=extra)
+            params.append(sampling)
+        answers = []
+        for out in self.llm.generate(prompts, params, use_tqdm=False):
+            first = {token: entry.logprob for token, entry in out.outputs[0].logprobs[0].items()}
+            told = (out.kv_transfer_params or {}).get(PARAMS, {})
+            answers.append((first, list(out.outputs[0].token_ids), told, out.num_cached_tokens))
+        return answers
+
+    def expected(self, prompt, cached=None):
+        """Log-probabilities behind a prompt whose beginning is this cache."""
+        start = cached.tokens if cached is not None else 0
+        past = None if cached is None else self.engine.past_key_values(cached)
+        logits = self.engine.forward(past, list(prompt[start:]), start, logits=1)[-1].float()
+        return torch.log_softmax(logits, -1)
+
+    def linked(self, names, level):
+        return link([self.corpus.decode(name, level, dtype=torch.float32) for name in names])
+
+    def body(self, names, level, question=QUESTION):
+        return request_body(self.corpus, Choice(tuple(names), level=level), list(question))
+
+
+def distance(first, expected):
+    return max(abs(value - float(expected[token])) for token, value in first.items())
+
+
+def save_model(folder: Path) -> Path:
+    """A tiny model with random weights."""
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, initializer_range=0.15,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def encoded(engine, store: Store, **options) -> Corpus:
+    """The documents in a store."""
+    corpus = Corpus(engine, store, coding=Coding(chunk_tokens=64))
+    draw = random.Random(5)
+    documents = [Document(name, tuple(draw.choices(range(20, 500), k=n))) for name, n in LENGTHS.items()]
+    list(corpus.encode(documents, **options))
+    return corpus
+
+
+@contextmanager
+def serving_llm(model: Path, url: str, *, extra: dict | None = None, **options) -> Iterator[LLM]:
+    """A vLLM with the connector."""
+    given = {
+        "dtype": "float32", "enforce_eager": True, "block_size": 32, "max_model_len": 2048,
+        "skip_tokenizer_init": True, "max_num_batched_tokens": 512, "enable_chunked_prefill": True,
+        "num_gpu_blocks_override": 256,
+    } | options  # fmt: skip
+    transfer = {
+        "kv_connector": "KvwireConnector", "kv_connector_module_path": "kvwire.vllm", "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"store": url} | (extra or {}),
+    }  # fmt: skip
+    llm = LLM(model=str(model), kv_transfer_config=transfer, **given)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()

@@ -1,0 +1,71 @@
+"""The connector inside vLLM where pages are bfloat16, and where two workers share the heads."""
+
+from __future__ import annotations
+
+import os
+import random
+from contextlib import ExitStack, closing
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines runs this in its own environment")
+
+from kvwire.engines.transformers import open_engine
+from kvwire.store import FolderStore
+
+from .inside import CLOSE, Place, distance, encoded, save_model, serving_llm
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def served(model, tmp_path):
+    """A vLLM with other settings beside a folder."""
+    with ExitStack() as stack:
+
+        def serve(**options):
+            store = stack.enter_context(closing(FolderStore(tmp_path / "store")))
+            engine = open_engine(model, dtype=torch.float32)
+            corpus = encoded(engine, store, index=("kvwire:32",))
+            url, extra = f"file://{tmp_path / 'store'}", {"index": "kvwire:32"}
+            llm = stack.enter_context(serving_llm(model, url, extra=extra, **options))
+            return Place(llm, engine, corpus, tmp_path, 32, stack)
+
+        yield serve
+
+
+def test_bfloat16_is_within_its_own_noise(served):
+    """Linked documents differ from float32 as much as plain prompts do, and not as linked ones do from plain ones."""
+    place = served(dtype="bfloat16")
+    noise, linked, apart = [], [], []
+    for number, names in enumerate(("abc", "cb", "da", "bd")):
+        body = place.body(names, 2, random.Random(number).choices(range(20, 500), k=6))
+        exact = place.expected(body["prompt"])
+        right = place.expected(body["prompt"], place.linked(names, 2))
+        ((plain, *_),) = place.ask({"prompt": body["prompt"]})
+        ((first, _, told, _),) = place.ask(body)
+        assert "promised_tokens" in told
+        noise.append(distance(plain, exact))
+        linked.append(distance(first, right))
+        apart.append(distance(first, exact))
+    assert max(linked) <= 2 * max(noise)
+    assert sum(apart) > 2 * sum(linked)
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two workers take a processor each")
+def test_two_workers_load_their_own_heads(served, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # on a machine of one node, vLLM wants to be told
+    place = served(tensor_parallel_size=2)
+    for names, level in (("abc", 2), ("cb", 0)):
+        body = place.body(names, level)
+        ((first, _, told, _),) = place.ask(body)
+        assert told["promised_tokens"] == sum(len(place.corpus.text(place.corpus.find(name))) for name in names)
+        assert distance(first, place.expected(body["prompt"], place.linked(names, level))) <= CLOSE
+        ((first, *_),) = place.ask({"prompt": body["prompt"]})
+        assert distance(first, place.expected(body["prompt"])) <= 1e-5

@@ -1,0 +1,263 @@
+"""Prefixes and saving inside vLLM: one vLLM keeps prompts in an S3 store, another loads them."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines runs this in its own environment")
+
+from vllm import SamplingParams
+from vllm.inputs import TokensPrompt
+
+from kvwire import encode
+from kvwire.engines.transformers import open_engine
+from kvwire.store import S3Store
+from kvwire.vllm import Choice, request_body
+from kvwire.vllm.counting import COUNTED
+from kvwire.vllm.saving import SAVED
+
+from ..s3_servers import ministack
+from .inside import CLOSE, LENGTHS, QUESTION, Place, distance, encoded, save_model, serving_llm
+
+pytestmark = pytest.mark.filterwarnings("default")
+LEVEL = 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def places(model, tmp_path_factory):
+    """Two vLLMs beside one bucket: the first keeps all prompts, the second has few blocks and short steps."""
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        server = stack.enter_context(ministack(tmp_path_factory.mktemp("s3")))
+        server.set_environment(patch)
+        store = stack.enter_context(closing(S3Store(server.address("vllm"))))
+        engine = open_engine(model, dtype=torch.float32)
+        corpus = encoded(engine, store, index=("kvwire:32",))
+        url, extra = server.address("vllm"), {"index": "kvwire:32", "save": "all"}
+        first = stack.enter_context(serving_llm(model, url, extra=extra))
+        short = {"max_num_batched_tokens": 128, "max_num_seqs": 24, "num_gpu_blocks_override": 72}
+        asked = extra | {"save": "asked"}
+        second = stack.enter_context(serving_llm(model, url, extra=asked, disable_log_stats=False, **short))
+        yield [Place(llm, engine, corpus, None, 32, stack) for llm in (first, second)]
+
+
+def drawn(seed, count):
+    return random.Random(seed).choices(range(20, 500), k=count)
+
+
+def prefix(place, prompt, level=LEVEL, **more):
+    return request_body(place.corpus, Choice(level=level, prefix=True, **more), list(prompt))
+
+
+def saved(place):
+    """Names of prompts that were kept, with their entries."""
+    documents = place.corpus.catalog.documents(place.corpus.meta.config_digest())
+    return {each.document_id: each for each in documents if each.document_id.startswith(SAVED)}
+
+
+def found(place, prompt, seconds=60.0):
+    """What the index knows of a prompt, once it does."""
+    until = time.monotonic() + seconds
+    while (hit := place.corpus.index("kvwire:32").longest(prompt)) is None or hit.tokens < len(prompt):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    return hit
+
+
+def decoded(place, name, level=LEVEL, tokens=None):
+    cache = place.corpus.decode(name, level, dtype=torch.float32)
+    return cache if tokens is None else cache.slice(0, tokens)
+
+
+def test_saved_by_one_loaded_by_another(places):
+    one, other = places
+    prompt = drawn(1, 500)
+    ((first, *_),) = one.ask({"prompt": prompt, "kv_transfer_params": {"kvwire": {"save": True}}})
+    assert distance(first, one.expected(prompt)) <= 1e-5
+    hit = found(one, prompt)
+    (own,) = one.engine.prefill([prompt])
+    longer = [*prompt, *QUESTION]
+    ((first, tokens, told, cached),) = other.ask(prefix(other, longer))
+    assert cached == told["promised_tokens"] == 500
+    cache = decoded(one, hit.document.document_id)
+    assert distance(first, one.expected(longer, cache)) <= CLOSE
+    exact = one.expected(longer)
+    encoded_here = one.corpus.catalog.get_text(one.corpus.meta.config_digest(), hit.document.token_digest)
+    assert list(encoded_here) == prompt
+    info = one.corpus.read_header(hit.document)
+    raw = sum(side.numel() * 2 for side in (*own.keys, *own.values))
+    assert info.levels[LEVEL].cumulative_bytes < 0.7 * raw
+    for mine, theirs in zip((*cache.keys, *cache.values), (*own.keys, *own.values), strict=True):
+        assert (mine - theirs).norm() < 0.1 * theirs.norm()
+    ((again, same, told, _),) = other.ask(prefix(other, longer))
+    assert same == tokens
+    assert distance(again, one.expected(longer, cache.slice(0, 480))) <= CLOSE
+    assert "promised_tokens" not in told  # vLLM has the whole blocks itself
+    for salt in (None, "another"):
+        ((after, *_),) = other.ask({"prompt": longer, "cache_salt": salt})
+        assert distance(after, exact) <= 1e-5
+
+
+def test_what_was_kept_takes_the_bytes_of_what_is_encoded(places):
+    one, _ = places
+    prompt = drawn(2, 400)
+    one.ask({"prompt": prompt})
+    kept = found(one, prompt).document
+    (cache,) = one.engine.prefill([prompt])
+    expected = len(encode(cache, one.corpus.profile()))
+    assert abs(kept.size - expected) <= 0.01 * expected
+
+
+def test_a_prompt_gets_what_it_shares_with_a_document(places):
+    _, other = places
+    document = other.corpus.text(other.corpus.find("a"))
+    prompt = [*document[:200], *drawn(3, 60)]
+    ((first, _, told, _),) = other.ask(prefix(other, prompt, 2))
+    assert told["promised_tokens"] == 200
+    assert distance(first, other.expected(prompt, decoded(other, "a", 2, 200))) <= CLOSE
+    ((first, _, told, _),) = other.ask(prefix(other, prompt, 2) | {"cache_salt": None})
+    assert "refused" in told
+    assert distance(first, other.expected(prompt)) <= 1e-5
+
+
+def test_rows_that_were_loaded_are_never_kept(places):
+    """Neither of linked documents, nor of a prefix, nor what vLLM kept of them under their salt."""
+    one, _ = places
+    before = set(saved(one))
+    text = one.corpus.text(one.corpus.find("b"))
+    for names, level in (("cab", 1), ("cab", 1), ("bd", 2)):
+        one.ask(one.body(names, level))
+    asked = prefix(one, [*text, *drawn(4, 100)], 1, save=True)
+    ((_, _, told, _),) = one.ask(asked)
+    assert told["promised_tokens"] == LENGTHS["b"]
+    assert "were loaded" in told["not_saved"]
+    ((_, _, told, _),) = one.ask(asked)
+    assert "may have been loaded" in told["not_saved"]
+    one.ask({"prompt": asked["prompt"], "cache_salt": asked["cache_salt"]})
+    marker = drawn(55, 96)  # 5 is the documents' own
+    one.ask({"prompt": marker})
+    found(one, marker)
+    assert len(set(saved(one)) - before) == 1
+
+
+def test_a_prefix_that_was_computed_is_kept_and_then_loaded(places):
+    one, other = places
+    prompt = drawn(6, 300)
+    ((first, _, told, _),) = other.ask(prefix(other, prompt, save=True))
+    assert told["saving_tokens"] == 300
+    assert distance(first, other.expected(prompt)) <= 1e-5
+    hit = found(other, prompt)
+    ((first, _, told, _),) = one.ask(prefix(one, [*prompt, *QUESTION]))
+    assert told["promised_tokens"] == 300
+    assert distance(first, one.expected([*prompt, *QUESTION], decoded(one, hit.document.document_id))) <= CLOSE
+
+
+def counted(place, name):
+    """One of vLLM's metrics."""
+    return sum(each.value for each in place.llm.get_metrics() if each.name == f"vllm:{name}")
+
+
+def test_what_is_loaded_and_kept_is_among_vllms_metrics(places):
+    _, other = places
+    other.ask({"prompt": drawn(8, 20)})  # a step, which brings what was counted before
+    before = {name: counted(other, f"kvwire_{name}") for name in COUNTED}
+    prompt = drawn(7, 200)
+    other.ask(prefix(other, prompt, save=True))
+    found(other, prompt)
+    other.ask(other.body("da", 1))
+    more = {name: counted(other, f"kvwire_{name}") - before[name] for name in COUNTED}
+    assert (more["loads"], more["loaded_tokens"], more["lost_tokens"]) == (1, LENGTHS["d"] + LENGTHS["a"], 0)
+    assert (more["saved_prompts"], more["saved_tokens"], more["unsaved_prompts"]) == (1, 200, 0)
+    assert min(more["loaded_bytes"], more["saved_bytes"]) > 1000
+
+
+def test_requests_that_lose_their_pages_are_each_their_own(places):
+    """More than the blocks hold, in steps of 128 tokens: some are preempted, loaded ones among them."""
+    _, other = places
+    bodies, expected = [], []
+    for number in range(16):
+        question = drawn(100 + number, 8)
+        if number % 4 == 3:
+            prompt = drawn(200 + number, 330)
+            bodies.append({"prompt": prompt})
+            expected.append(other.expected(prompt))
+        else:
+            names = ("ac", "cb", "dab")[number % 4]
+            bodies.append(other.body(names, number % 3, question))
+            expected.append(other.expected(bodies[-1]["prompt"], other.linked(names, number % 3)))
+    before = counted(other, "num_preemptions")
+    answers = other.ask(*bodies, tokens=120)
+    assert counted(other, "num_preemptions") > before
+    assert max(distance(first, right) for (first, *_), right in zip(answers, expected, strict=True)) <= CLOSE
+    for number in (1, 2, 3):
+        ((_, tokens, *_),) = other.ask(bodies[number], tokens=120)
+        assert tokens == answers[number][1]
+
+
+def test_requests_that_are_taken_back_leave_nothing(places):
+    """While their documents are loaded, or before their pages were copied."""
+    one, _ = places
+    engine = one.llm.llm_engine
+    for turn in range(12):
+        body = one.body("dbca", turn % 3, drawn(300 + turn, 5))
+        params = SamplingParams(max_tokens=50, extra_args={"kv_transfer_params": body["kv_transfer_params"]})
+        prompt = TokensPrompt(prompt_token_ids=body["prompt"], cache_salt=body["cache_salt"])
+        engine.add_request(f"loading-{turn}", prompt, params)
+        engine.add_request(f"plain-{turn}", TokensPrompt(prompt_token_ids=drawn(400 + turn, 300)), SamplingParams())
+        for _ in range(turn % 4):
+            engine.step()
+        engine.abort_request([f"loading-{turn}", f"plain-{turn}"])
+    while engine.has_unfinished_requests():
+        engine.step()
+    body = one.body("bcad", 2)
+    ((first, _, told, _),) = one.ask(body)
+    assert told["promised_tokens"] == sum(LENGTHS.values())
+    assert distance(first, one.expected(body["prompt"], one.linked("bcad", 2))) <= CLOSE
+
+
+def process_of(place):
+    """The process that runs the model's steps, below this one."""
+    children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    pids = [int(pid) for each in children for pid in each.read_text(encoding="utf-8").split()]
+    named = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids}
+    return sorted(pid for pid, words in named.items() if b"EngineCore" in words or b"spawn_main" in words)
+
+
+def state_of(pid):
+    """Resident MiB, and threads."""
+    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines())
+    return int(lines["VmRSS"].split()[0]) / 1024, int(lines["Threads"])
+
+
+def test_hundreds_of_requests_leak_nothing(places):
+    """Loaded, refused, plain and kept ones, 60 a round: memory and threads stay, and all blocks come back."""
+    one, _ = places
+    pids = process_of(one)
+    rounds = []
+    for turn in range(6):
+        bodies = []
+        for number in range(15):
+            body = one.body("abcd"[number % 4], number % 3, drawn(turn * 100 + number, 5))
+            plain = {"prompt": drawn(10_000 + turn * 100 + number, 200)}
+            bodies += [body, body | {"cache_salt": None}, plain]
+            bodies.append(prefix(one, [*body["prompt"][:50], *drawn(turn * 77 + number, 40)], number % 3, save=True))
+        one.ask(*bodies, tokens=2)
+        rounds.append([state_of(pid) for pid in pids])
+    for early, late in zip(rounds[2], rounds[-1], strict=True):
+        assert late[0] <= early[0] * 1.05 + 20
+        assert late[1] <= early[1] + 2
+    prompt = drawn(99, 1900)  # takes nearly a quarter of all blocks, four at once nearly all of them
+    answers = one.ask(*({"prompt": [number, *prompt]} for number in range(20, 24)), tokens=2)
+    assert distance(answers[0][0], one.expected([20, *prompt])) <= 1e-5

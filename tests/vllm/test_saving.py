@@ -1,0 +1,278 @@
+"""Keeping prompts without vLLM: which are kept, and that what is kept is what an engine would have encoded."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvwire.engines.vllm import StridedPages, slots_of
+from kvwire.errors import ArgumentError, MismatchError, StorageError
+from kvwire.runtime.corpus import Coding, Corpus, Document, Encoded
+from kvwire.store import MemoryStore
+from kvwire.vllm import Choice, request_body
+from kvwire.vllm import saving as module
+from kvwire.vllm.saving import SAVED, PageSave, Saver, Saving
+
+from .halves import BLOCK, Halves, check
+
+BLOCKS = tuple((5 * i + 3) % 63 + 1 for i in range(12))
+IDS = tuple(random.Random(11).choices(range(200), k=170))
+
+
+# Which prompts are kept.
+
+
+def decided(
+    mode="asked", *, asks=True, salt=None, trouble="", here="", had=(), loaded=False, prompt=IDS, computed=True
+):
+    saving = Saving(mode, 16, here)
+    saving.begin("r", salt, asks=asks, trouble=trouble)
+    for tokens in had:
+        saving.had("r", tokens)
+    if loaded:
+        saving.loaded("r")
+    why = saving.end("r", prompt, BLOCKS, is_computed=computed)
+    saves = saving.take()
+    assert bool(saves) == (why == "")
+    assert saving.take() == []
+    assert saving.end("r", prompt, BLOCKS, is_computed=True) is None
+    if saves:
+        assert saves == [PageSave("r", tuple(prompt), BLOCKS)]
+    return why
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({}, ""),
+        ({"asks": False}, None),
+        ({"asks": False, "mode": "all"}, ""),
+        ({"asks": False, "mode": "off"}, None),
+        ({"mode": "off"}, 'start it with "save": "asked"'),
+        ({"loaded": True}, "were loaded"),
+        ({"mode": "all", "asks": False, "loaded": True}, "were loaded"),
+        ({"salt": "a tenant", "had": (32,)}, ""),
+        ({"had": (32,)}, ""),
+        ({"salt": "kvwire-prefix-level-1", "had": (0, 0)}, ""),
+        ({"salt": "kvwire-prefix-level-1", "had": (0, 32)}, "may have been loaded"),
+        ({"salt": "kvwire-documents-level-1", "mode": "all", "asks": False, "had": (16,)}, "may have been loaded"),
+        ({"trouble": "an adapter"}, "an adapter"),
+        ({"here": "several workers"}, "several workers"),
+        ({"computed": False}, "before its prompt was computed"),
+        ({"prompt": IDS[:15]}, "fewer than 16 tokens"),
+    ],
+)
+def test_only_rows_that_were_computed_here_are_kept(given, why):
+    found = decided(**given)
+    assert found is why if why is None else (why in found and bool(why) == bool(found))
+
+
+# What is kept.
+
+
+class Model:
+    """Pages that hold what the tiny model computes, as vLLM's would."""
+
+    def __init__(self, told, dtype=torch.float32):
+        self.told = told
+        specs = told.corpus.meta.layers
+        views = [torch.zeros(64, s.kv_heads, BLOCK, s.key_dim + s.value_dim, dtype=dtype) for s in specs]
+        self.pages = StridedPages(views, [s.key_dim for s in specs])
+
+    def compute(self, ids, blocks=BLOCKS):
+        (cache,) = self.told.engine.prefill([ids])
+        slots = slots_of(blocks, BLOCK, 0, len(ids))
+        for layer, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
+            self.pages.write(layer, slots, keys, values)
+        return cache
+
+
+@pytest.fixture
+def model(told):
+    return Model(told)
+
+
+@pytest.fixture
+def saver(told, model):
+    with closing(Saver(told.corpus, "kvwire:16")) as made:
+        made.register(model.pages)
+        yield made
+
+
+def wait(saver, names):
+    """Until the blocks of all of these were given back, and all that was copied is stored."""
+    until, back = time.monotonic() + 60, set()
+    while back != set(names) or saver._waiting:
+        assert time.monotonic() < until
+        time.sleep(0.005)
+        back |= saver.copied()
+
+
+def test_what_is_kept_is_what_an_engine_encodes(told, model, saver):
+    model.compute(IDS)
+    saver.start([PageSave("r", IDS, BLOCKS)])
+    wait(saver, ["r"])
+    hit = told.corpus.index("kvwire:16").longest([*IDS, 1, 2])
+    assert saver._counts.take() == {"saved_prompts": 1, "saved_tokens": len(IDS), "saved_bytes": hit.document.size}
+    assert hit.tokens == len(IDS)
+    assert hit.document.document_id.startswith(SAVED)
+    theirs = Corpus(told.engine, MemoryStore())
+    theirs.set_profile(told.corpus.profile())
+    (encoded,) = theirs.encode([Document("x", IDS)])
+    assert hit.document.sha256 == encoded.entry.sha256
+    assert told.corpus.text(hit.document) == IDS
+
+
+def test_what_one_keeps_another_loads(told, model, saver):
+    """Kept at a fraction of the pages' bytes, with token ids."""
+    exact = model.compute(IDS)
+    saver.start([PageSave("r", IDS, BLOCKS)])
+    wait(saver, ["r"])
+    with closing(Halves(told, index="kvwire:16", least_tokens=BLOCK)) as other:
+        asked = request_body(told.corpus, Choice(level=3, prefix=True), [*IDS, 7, 8])
+        bad, blocks, _, promised = other.load(asked)
+        assert (bad, promised) == (set(), len(IDS))
+        document = told.corpus.index("kvwire:16").longest(IDS).document
+        check(other, blocks, told.corpus.decode(document.document_id, 3, dtype=torch.float32), 0, len(IDS))
+        info = told.corpus.read_header(document)
+        level = info.levels[3]
+        for layer, (keys, _) in enumerate(other.pages(blocks, 0, len(IDS))):
+            error = (keys - exact.keys[layer]).norm() / exact.keys[layer].norm()
+            assert error < 0.2
+        assert info.token_ids == IDS
+        raw = sum(side.numel() * 2 for side in (*exact.keys, *exact.values))  # as bfloat16
+        assert level.cumulative_bytes < raw
+
+
+def test_pages_of_another_dtype_are_kept_as_they_are(told):
+    model = Model(told, torch.bfloat16)
+    with closing(Saver(told.corpus, "kvwire:16")) as saver:
+        saver.register(model.pages)
+        model.compute(IDS)
+        saver.start([PageSave("r", IDS, BLOCKS)])
+        wait(saver, ["r"])
+    document = told.corpus.index("kvwire:16").longest(IDS).document
+    assert told.corpus.read_header(document).meta.dtype == "bfloat16"
+
+
+def test_blocks_are_given_back_before_anything_is_encoded(told, model, saver, monkeypatch):
+    going, save = threading.Event(), Corpus.save
+
+    def late(*given, **more):
+        assert going.wait(30)
+        return save(*given, **more)
+
+    monkeypatch.setattr(Corpus, "save", late)
+    model.compute(IDS)
+    saver.start([PageSave("r", IDS, BLOCKS)])
+    until = time.monotonic() + 30
+    while saver.copied() != {"r"}:
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    for view in model.pages.views:  # somebody else's by now
+        view.fill_(9.0)
+    going.set()
+    wait(saver, [])
+    document = told.corpus.index("kvwire:16").longest(IDS).document
+    (exact,) = told.engine.prefill([IDS])
+    found = told.corpus.decode(document.document_id, 3, dtype=torch.float32)
+    assert (found.values[0] - exact.values[0]).norm() < 0.2 * exact.values[0].norm()
+
+
+def test_what_is_stored_already_is_not_encoded_again(told, model, saver, monkeypatch):
+    model.compute(IDS)
+    saver.start([PageSave("r", IDS, BLOCKS)])
+    wait(saver, ["r"])
+    monkeypatch.setattr(Corpus, "save", None)
+    saver.start([PageSave("again", IDS, BLOCKS), PageSave("less", IDS[:100], BLOCKS)])
+    wait(saver, ["again", "less"])
+
+
+def test_one_prompt_is_kept_once_at_a_time(told, model, saver):
+    model.compute(IDS)
+    saver.start([PageSave(str(number), IDS, BLOCKS) for number in range(8)])
+    wait(saver, [str(number) for number in range(8)])
+    names = [each.document_id for each in told.corpus.catalog.documents(told.corpus.meta.config_digest())]
+    assert sum(name.startswith(SAVED) for name in names) == 1
+
+
+def test_more_than_there_is_room_for_is_left_out_and_told_once(model, saver, monkeypatch, caplog):
+    going, kept = threading.Event(), []
+
+    def late(corpus, document, *_given, **_more):
+        assert going.wait(30)
+        kept.append(document)
+        return Encoded(corpus.find("a"), None, skipped=True, encode_s=0.0)
+
+    monkeypatch.setattr(Corpus, "save", late)
+    monkeypatch.setattr(module, "_MOST", 3)
+    model.compute(IDS)
+    prompts = [(*IDS[:100], number) for number in range(8)]
+    with caplog.at_level(logging.WARNING, "kvwire.vllm"):
+        saver.start([PageSave(str(number), ids, BLOCKS) for number, ids in enumerate(prompts)])
+        going.set()
+        wait(saver, [str(number) for number in range(8)])
+    assert len(kept) == 3
+    assert saver._counts.take()["unsaved_prompts"] == 5
+    assert sum("faster than they are encoded" in each.message for each in caplog.records) == 1
+
+
+def test_a_store_that_fails_costs_nothing_but_what_is_kept(model, saver, monkeypatch, caplog):
+    def broken(*_given, **_more):
+        msg = "the bucket is read-only"
+        raise StorageError(msg)
+
+    monkeypatch.setattr(Corpus, "save", broken)
+    model.compute(IDS)
+    with caplog.at_level(logging.WARNING, "kvwire.vllm"):
+        for number in range(4):
+            saver.start([PageSave(str(number), IDS[: 100 + number], BLOCKS)])
+            wait(saver, [str(number)])
+    assert [each.message for each in caplog.records] == ["a prompt was not kept: the bucket is read-only (told once)"]
+
+
+def test_blocks_that_cannot_be_copied_are_given_back(told, caplog):
+    with closing(Saver(told.corpus, "kvwire:16")) as saver, caplog.at_level(logging.WARNING, "kvwire.vllm"):
+        saver.start([PageSave("r", IDS, BLOCKS)])
+        wait(saver, ["r"])
+        saver.register(Model(told).pages)
+        saver.start([PageSave("s", IDS, BLOCKS[:2])])
+        wait(saver, ["s"])
+    assert "before it registered them" in caplog.text
+    assert "do not lie in 2 blocks" in caplog.text
+
+
+# The corpus's part.
+
+
+def test_a_cache_that_is_not_the_documents_is_refused(told):
+    (cache,) = told.engine.prefill([IDS])
+    document = Document("x", IDS)
+    with pytest.raises(ArgumentError, match="not that of 'x'"):
+        told.corpus.save(replace(document, token_ids=IDS[:-1]), cache)
+    with pytest.raises(ArgumentError, match="not that of 'x'"):
+        told.corpus.save(document, replace(cache, meta=replace(cache.meta, offset=3)))
+    other = replace(cache, meta=replace(cache.meta, model_revision="0" * 64))
+    with pytest.raises(MismatchError, match="the cache is of model"):
+        told.corpus.save(document, other)
+    with pytest.raises(ArgumentError, match="an index is one of"):
+        told.corpus.save(document, cache, index=("other",))
+    assert told.corpus.save(document, cache).skipped is False
+    assert told.corpus.save(document, cache, index=("sglang:16",)).skipped is True
+    assert told.corpus.index("sglang:16").longest(IDS).document.document_id == "x"
+
+
+def test_a_profile_for_readers_that_run_first_layers_cannot_be_used(told):
+    corpus = Corpus(told.engine, MemoryStore(), coding=Coding(prefix_layers=1))
+    list(corpus.encode([Document(name, ids) for name, ids in told.tokens.items()]))
+    opened = Corpus.open(corpus.catalog.store)
+    (cache,) = told.engine.prefill([IDS])
+    with pytest.raises(MismatchError, match="run the model's first layers"):
+        opened.save(Document("x", IDS), cache)
