@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 from contextlib import contextmanager, suppress
@@ -14,6 +15,14 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("kvwire.runtime")
+_BEGUN: set[DaemonThreads] = set()
+"""Threads that may be in a step: one that the interpreter's end cuts off inside torch takes the process down."""
+
+
+@atexit.register
+def _end_all() -> None:
+    for threads in tuple(_BEGUN):
+        threads.shutdown()
 
 
 class Warming:
@@ -35,6 +44,7 @@ class Warming:
         """
         with self._lock:
             self._steps = steps
+        _BEGUN.add(self._threads)
         self._go_on()
 
     @contextmanager
@@ -77,5 +87,6 @@ class Warming:
             self._is_running = False
         if is_over:
             self.close()
+            _BEGUN.discard(self._threads)
         else:
             self._go_on()
