@@ -128,6 +128,14 @@ class Engine(Protocol):
         """
         ...
 
+    def own_past(self, cache: KVCache) -> Any:  # noqa: ANN401 - the engine's own
+        """``past_key_values`` for ``forward`` and ``generate`` alone, which may know of gaps that no one else does.
+
+        Raises:
+            MismatchError: The cache is of another model, or has gaps that the engine cannot leave out.
+        """
+        return self.past_key_values(cache)
+
     def forward(self, past: Any, token_ids: Sequence[int], start: int, *, logits: int = 0) -> Tensor:  # noqa: ANN401
         """Run tokens on top of a cache.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvwire.errors import ArgumentError, MismatchError
+from kvwire.errors import ArgumentError
 from kvwire.reuse.assemble import LinkedPrompt
 from kvwire.types import KVCache
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from kvwire.reuse.repair.rows import RowsEngine
-    from kvwire.types import CacheMeta
 
 
 @dataclass(frozen=True)
@@ -119,16 +118,14 @@ class SchemaPrompt:
         """Position behind the last module, where the question stands."""
         return self.starts[-1] + self.rooms[-1]
 
-    def check_documents(self, lengths: Sequence[int], meta: CacheMeta) -> None:
-        """Refuse documents that the schema has no room for, and gaps where the model takes none.
+    def check_documents(self, lengths: Sequence[int]) -> None:
+        """Refuse documents that the schema has no room for.
 
         Args:
             lengths: Of the documents, in tokens.
-            meta: Of the model's caches.
 
         Raises:
             ArgumentError: One is longer than its module, or too short for a slot.
-            MismatchError: There are gaps, and layers of the model see a window.
         """
         for name, room, length in zip(self.names, self.rooms, lengths, strict=True):
             if length > room:
@@ -141,13 +138,6 @@ class SchemaPrompt:
                     f"{lengths[fill.document]}; move it in the schema"
                 )
                 raise ArgumentError(msg)
-        whole = sum(lengths) == self.tokens and all(len(fill.token_ids) == fill.tokens for fill in self.fills)
-        if not whole and any(spec.window is not None for spec in meta.layers):
-            msg = (
-                "layers of this model see a window of tokens, and take no gaps between them: take modules that follow "
-                "each other, documents as long as their modules and arguments as long as their slots"
-            )
-            raise MismatchError(msg)
 
 
 @dataclass(frozen=True)
@@ -273,13 +263,13 @@ def place_modules(caches: Sequence[KVCache], prompt: SchemaPrompt) -> LinkedProm
 
     Raises:
         ArgumentError: A document does not fit its module, or there are more or fewer than modules.
-        MismatchError: The caches come from different models, or the model takes no gaps.
+        MismatchError: The caches come from different models.
     """
     if len(caches) != len(prompt.names):
         msg = f"the prompt takes {len(prompt.names)} modules, got {len(caches)} caches"
         raise ArgumentError(msg)
     lengths = [cache.tokens for cache in caches]
-    prompt.check_documents(lengths, caches[0].meta)
+    prompt.check_documents(lengths)
     sample = next(key for key in caches[0].keys if key.numel())
     room = KVCache.zeros(caches[0].meta, prompt.tokens, dtype=sample.dtype, device=sample.device)
     linked = LinkedPrompt(lengths, caches[0].meta, cache=room, starts=prompt.starts)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from transformers.cache_utils import DynamicCache
 
-from kvwire.engines.transformers.fitting import check_fits, tensors_for
+from kvwire.engines.transformers.fitting import check_fits, gaps_of, tensors_for
 from kvwire.engines.transformers.masks import attention_mask
 from kvwire.engines.transformers.model import DescribedModel
-from kvwire.engines.transformers.plain import batches_of, filled, prefill_batch, tensors_of
+from kvwire.engines.transformers.plain import batches_of, filled, past_mask, prefill_batch, tensors_of, with_gaps
 from kvwire.engines.transformers.text import prefix_states
 from kvwire.errors import ArgumentError
 from kvwire.reuse import checked_rows
@@ -171,6 +171,23 @@ class TransformersEngine(DescribedModel):
         """
         return filled(self._pairs(cache), self.model.config)
 
+    def own_past(self, cache: KVCache) -> DynamicCache:
+        """``past_key_values`` for ``forward`` alone, which knows of gaps where layers see a window.
+
+        Args:
+            cache: Of this model.
+
+        Returns:
+            The transformers cache; with gaps, it holds them, and only ``forward`` hides them.
+
+        Raises:
+            MismatchError: The cache is of another model, or layers or heads hold different tokens.
+        """
+        gaps = gaps_of(cache)
+        if gaps is None:
+            return self.past_key_values(cache)
+        return with_gaps(self.past_key_values(replace(cache, kept=None)), gaps.to(self.device))
+
     def _pairs(self, cache: KVCache) -> list[tuple[Tensor, Tensor]]:
         return self.tensors_for(cache)[0]
 
@@ -220,6 +237,7 @@ class TransformersEngine(DescribedModel):
         out = self.model(
             input_ids=ids,
             position_ids=positions,
+            attention_mask=past_mask(past, start + len(token_ids)),
             past_key_values=past if past is not None else DynamicCache(config=self.model.config),
             use_cache=True,
             logits_to_keep=logits,

@@ -50,6 +50,23 @@ def kept_by_all(cache: KVCache) -> Tensor | None:
     return first.nonzero()[:, 0]
 
 
+def gaps_of(cache: KVCache) -> Tensor | None:
+    """What all layers and heads of a cache hold alike, where some layers see a window, so that gaps have to stay.
+
+    Args:
+        cache: The cache.
+
+    Returns:
+        Bool ``[tokens]``; None where nothing is missing, where layers or heads differ, or where none sees a window.
+    """
+    attending = [spec.kind != "none" for spec in cache.meta.layers]
+    masks = [mask for mask, counts in zip(cache.kept or (), attending, strict=False) if counts]
+    first = masks[0] if masks else None
+    if first is None or all(spec.window is None for spec in cache.meta.layers) or bool(first.all()):
+        return None
+    return first[0] if all(mask is not None and bool((mask == first[:1]).all()) for mask in masks) else None
+
+
 def _seen(spec: LayerSpec, tokens: int) -> int:
     """First token that a layer still sees when the next one comes."""
     return 0 if spec.window is None else max(0, tokens - spec.window + 1)

@@ -44,6 +44,38 @@ def fill(cache: Cache, layer: int, keys: Tensor, values: Tensor) -> None:
         cache.update(keys, values, layer)
 
 
+def with_gaps(cache: DynamicCache, held: Tensor) -> DynamicCache:
+    """Note which positions of a cache hold something; the others stay in it, and nobody sees them.
+
+    Args:
+        cache: Filled with all positions.
+        held: Bool ``[tokens]``.
+
+    Returns:
+        The same cache.
+    """
+    cache.held_positions = held  # type: ignore[attr-defined]
+    return cache
+
+
+def past_mask(cache: DynamicCache | None, tokens: int) -> Tensor | None:
+    """What is to be seen of a cache and the tokens that are run on top of it, for ``attention_mask``.
+
+    Args:
+        cache: What comes before the tokens; None where nothing does.
+        tokens: Of both.
+
+    Returns:
+        Int64 ``[1, tokens]``, 0 at gaps; None where there are none.
+    """
+    held = getattr(cache, "held_positions", None)
+    if held is None:
+        return None
+    mask = torch.ones(1, tokens, dtype=torch.int64, device=held.device)
+    mask[0, : len(held)] = held
+    return mask
+
+
 def tensors_of(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
     """Keys and values of each layer; learning the layout saw that they exist.
 

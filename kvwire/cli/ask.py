@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kvwire.reuse import SchemaPrompt
     from kvwire.runtime.answer import Answer
     from kvwire.runtime.corpus import Corpus
+    from kvwire.runtime.settings import LoadSettings
 
 
 class _AskOptions(TypedDict):
@@ -165,15 +166,9 @@ def ask(place: StoreOptions, **options: Unpack[_AskOptions]) -> None:
         leave(error)
 
 
-def _answer(names: list[str], place: StoreOptions, options: _AskOptions) -> tuple[list[str], Answer]:
-    """The answer, and names of what stands in the prompt, in its order."""
-    from kvwire.runtime.corpus import Corpus
-    from kvwire.runtime.loader import Loader
+def _settings(options: _AskOptions) -> LoadSettings:
     from kvwire.runtime.settings import LoadSettings
-    from kvwire.runtime.text_files import read_texts, token_ids
-    from kvwire.transport import parse_link
 
-    engine = open_engine(options["model"], options["device"], options["dtype"])
     settings = LoadSettings(
         quality_floor=options["floor"],
         quality_ceiling=options["ceiling"],
@@ -185,13 +180,23 @@ def _answer(names: list[str], place: StoreOptions, options: _AskOptions) -> tupl
         look=options["look"],
         keep_repairs=options["keep_repairs"],
     )
-    if options["kept_size"]:
-        from kvwire.store import parse_size
+    if not options["kept_size"]:
+        return settings
+    from kvwire.store import parse_size
 
-        settings = replace(settings, kept_bytes=parse_size(options["kept_size"]))
+    return replace(settings, kept_bytes=parse_size(options["kept_size"]))
+
+
+def _answer(names: list[str], place: StoreOptions, options: _AskOptions) -> tuple[list[str], Answer]:
+    """The answer, and names of what stands in the prompt, in its order."""
+    from kvwire.runtime.corpus import Corpus
+    from kvwire.runtime.loader import Loader
+    from kvwire.runtime.text_files import read_texts, token_ids
+    from kvwire.transport import parse_link
+
+    engine = open_engine(options["model"], options["device"], options["dtype"])
+    settings = _settings(options)
     texts = read_texts([options["texts"]]) if options["texts"] else {}
-    wanted = {name: text for name, text in texts.items() if name in names}
-    known = {name: token_ids(engine.tokenize, engine.window, text) for name, text in wanted.items()}
     if options["arguments"] and not options["schema"]:
         msg = "--argument fills a slot of a schema: give --schema"
         raise ArgumentError(msg)
@@ -200,6 +205,8 @@ def _answer(names: list[str], place: StoreOptions, options: _AskOptions) -> tupl
         others = [Corpus(engine, opened, **(place.whose() | {"tenant": tenant})) for tenant in options["variants"]]
         emulated = parse_link(options["link"]) if options["link"] else None
         schema = _schema_prompt(corpus, engine, names, options) if options["schema"] else None
+        wanted = {name: text for name, text in texts.items() if name in (schema.documents if schema else names)}
+        known = {name: token_ids(engine.tokenize, engine.window, text) for name, text in wanted.items()}
         with Loader(engine, corpus, variants=others, link=emulated, settings=settings) as loader:
             asking = partial(loader.ask, names) if schema is None else partial(loader.ask_schema, schema)
             answer = asking(

@@ -538,7 +538,7 @@ class Executor:
         """What the question attends to, for ``Looked``."""
         if self.attention is None or not float(self.attention.sum()) > 0:
             return ()
-        relative = self.attention / self.attention.mean()
+        relative = self.attention * (sum(self.prompt.tokens) / self.attention.sum())  # gaps count for nothing
         rows = []
         for index in range(len(self._found)):
             document, start = self._documents[index], self.prompt.offset(index)

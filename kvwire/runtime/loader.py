@@ -424,7 +424,7 @@ class Loader:
         )
         linking = time.monotonic()
         tokens = prompt.cache.tokens
-        past = self._engine.past_key_values(prompt.cache)
+        past = self._engine.own_past(prompt.cache)
         querying = time.monotonic()
         logits = self._engine.forward(past, question, tokens, logits=1)[-1].float().cpu()
         done = time.monotonic()

@@ -58,7 +58,7 @@ class SchemaExecutor(Executor):
         self.recompute_s += self._timed(lambda: fill_parameters(self._engine, self.prompt, self._modules.fills))[1]
 
     def _length(self, tokens: Sequence[int]) -> int:
-        self._modules.check_documents(tokens, self._engine.meta)
+        self._modules.check_documents(tokens)
         return self._modules.tokens
 
 

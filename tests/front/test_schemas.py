@@ -112,6 +112,7 @@ def test_the_command_reads_schemas(run, small, demo_model, tmp_path):
     assert code == 0, err
     found = json.loads(out)
     assert list(dict.fromkeys(row["document"] for row in found["decisions"])) == ["bell", "gate"]
+    assert run(*asking, "--docs", "gate", "--texts", folder)[0] == 0
     assert run(*asking, "--docs", "gate", "--argument", "gate.words")[0] == 2
     assert run(*asking, "--docs", "gate", "--argument", f"gate.words={words} {words} {words}")[0] == 2
     assert run(*asking, "--docs", "tower")[0] == 2
