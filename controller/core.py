@@ -143,8 +143,8 @@ class Controller:
                 self._decoded(chunks, (), seconds, "", now, out)
             case ev.DecodeFailed(chunks, bad, reason):
                 self._decoded(chunks, bad, None, reason, now, out)
-            case ev.RecomputeDone(chunks, seconds):
-                self._recomputed(chunks, seconds, now)
+            case ev.RecomputeDone(chunks, seconds, blind):
+                self._recomputed(chunks, seconds, now, blind=blind)
             case ev.RecomputeFailed(chunk, reason):
                 self._recompute_failed(chunk, reason, now)
             case ev.PrefixComputed(load, document, seconds):
@@ -313,11 +313,12 @@ class Controller:
             self._lose(load, doc, chunk, f"decode failed: {trouble}")
             out.append(ev.Release(doc.id(chunk)))
 
-    def _recomputed(self, chunks: tuple[ChunkId, ...], seconds: float, now: float) -> None:
+    def _recomputed(self, chunks: tuple[ChunkId, ...], seconds: float, now: float, *, blind: bool) -> None:
         _check_seconds(seconds)
         load_number, document = (chunks[0].load, chunks[0].document) if chunks else (-1, -1)
         job = self._dispatch.lanes.end("prefill", "recompute", chunks, load_number, document, now)
-        self.estimates.prefill.add(job.tokens, job.context, seconds)
+        if not blind:
+            self.estimates.prefill.add(job.tokens, job.context, seconds)
         load = self._load(job.load)
         if load is None:
             return
@@ -325,7 +326,7 @@ class Controller:
         for chunk in chunks:
             doc.move(chunk.chunk, _S.READY)
             doc.table.valid_level[doc.start + chunk.chunk] = -1
-        if job.behind:
+        if job.behind and not blind:
             doc.saw_before(chunk.chunk for chunk in chunks)
 
     def _recompute_failed(self, chunk: ChunkId, reason: str, now: float) -> None:
@@ -357,8 +358,7 @@ class Controller:
         _check_seconds(seconds)
         load = self._load(number)
         check = load.checked_attention(attention) if load else ()
-        job = self._dispatch.lanes.end("prefill", "look", (), number, -1, now)
-        self.estimates.repair.add(job.repair_s, seconds)
+        self._dispatch.lanes.end("prefill", "look", (), number, -1, now)
         if load:
             load.looked(check)
 

@@ -181,7 +181,7 @@ class CostModel:
         Returns:
             Seconds.
         """
-        return self.prefill.seconds(self.query_tokens, prompt_tokens) * self.repair_scale
+        return self.prefill.seconds(self.query_tokens, prompt_tokens)
 
 
 def busiest(chunks: Sequence[tuple[int, int]], threads: int) -> tuple[int, int]:

@@ -203,7 +203,7 @@ class Dispatcher(Planner):
         seconds = costs.look_s(load.prompt_tokens)
         load.wants_look, load.is_looking = False, True
         load.began = self.turn()
-        job = Job("look", load.number, -1, (), now, seconds, repair_s=seconds / costs.repair_scale)
+        job = Job("look", load.number, -1, (), now, seconds)
         self.lanes.start("prefill", job)
         out.append(ev.Look(load.number))
 
@@ -313,7 +313,12 @@ class Dispatcher(Planner):
             return True
         if now > load.planned_at and not load.refine:
             self._plan(load, now)
-        return bool(load.refine) or self._can_look(load, now)
+        if load.refine or self._can_look(load, now):
+            return True
+        if load.wants_look and load.plan and load.plan.looks:  # there is no time for that: it becomes better without
+            load.wants_look = False
+            self._plan(load, now)
+        return bool(load.refine)
 
     def end(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Take a load out: its fetches are cancelled and its bytes forgotten.

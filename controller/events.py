@@ -145,10 +145,12 @@ class RecomputeDone:
     Attributes:
         chunks: Which chunks.
         seconds: How long it took.
+        blind: It saw its own document alone, though it was to see those before as well: that failed.
     """
 
     chunks: tuple[ChunkId, ...]
     seconds: float
+    blind: bool = False
 
 
 @dataclass(frozen=True)

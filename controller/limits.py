@@ -213,11 +213,10 @@ class Limits(Resources):
 
     def _until_others_s(self, load: Load, now: float) -> float:
         """Seconds that a closing may take so that every other load still gets its chunks decoded before its cut."""
-        cuts = [
-            self._cut(other)
-            for other in self._loads.values()
-            if other is not load and other.due < inf and not self._rank(other)[0]
-        ]
+        others = [other for other in self._loads.values() if other is not load and other.due < inf]
+        if any(self._rank(other)[0] for other in others):
+            return 0.0  # whoever is late waits no longer than it must
+        cuts = [self._cut(other) for other in others]
         if not cuts:
             return inf
         decoding_s = 0.0
@@ -266,6 +265,8 @@ class Limits(Resources):
         if load.due < inf and load.can_fetch_instead and not self.link.stalled:
             share_s = max(0.0, self._cut(load) - now) / _PASSES
             return max(_LONG_PASS * base_s, min(self._settings.max_pass_s, share_s))
+        if load.repair and load.repair.weighs_text and load.can_fetch_instead:
+            return _LONG_PASS * base_s  # others that come in meanwhile need the engine more
         if load.compute_s < 2 * _LONG_PASS * base_s:
             return inf
         return max(_LONG_PASS * base_s, min(self._settings.max_pass_s, load.compute_s / 2))

@@ -80,8 +80,8 @@ class Load:
             raise ArgumentError(msg)
         self.number, self.goal, self.asked_at = asked.load, asked.goal, now
         self.query_tokens = asked.query_tokens
-        self.repair = asked.repair
-        self.repair_share = asked.repair.least if asked.repair else 0.0
+        self.repair = asked.repair if asked.documents > 1 else None
+        self.repair_share = self.repair.least if self.repair else 0.0
         self.wants_look = asked.looks and asked.goal.objective == "quality" and asked.goal.deadline_s is not None
         self.is_looking = self._has_looked = False
         self.sees_before = bool(self.repair and (self.repair.least or asked.goal.objective == "quality"))
@@ -347,7 +347,9 @@ class Load:
             if doc.prefix_share_left
         }
         columns, self._open = self.table.open(heads)
-        if alone and self.sees_before and self.repair:  # what is fetched does not see the documents before its own
+        if (
+            alone and self.sees_before and self.repair and self.repair.weighs_text
+        ):  # what is fetched does not see the documents before its own
             linked = self.repair.error_left(self.repair_share) * (columns.document > 0)
             columns = replace(columns, errors=columns.errors + linked)
         refinable = None

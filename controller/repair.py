@@ -35,6 +35,8 @@ class RepairOption:
         error: Of documents that do not see each other, on the scale of ``DocumentPlanInput.errors``.
         shares: Shares that were measured, growing, from 0 on.
         left: Of ``error``, what is left at each of them, 1 to 0, never growing.
+        weighs_text: What is fetched counts with the error of links where it is weighed against text, which sees the
+            documents before it. It costs the engine a prefill's time, and so takes somebody's word for the error.
     """
 
     least: float = 0.0
@@ -44,6 +46,7 @@ class RepairOption:
     error: float = 0.0
     shares: tuple[float, ...] = (0.0, 1.0)
     left: tuple[float, ...] = (1.0, 0.0)
+    weighs_text: bool = False
 
     def __post_init__(self) -> None:
         """Refuse shares and errors that cannot be.
@@ -159,7 +162,7 @@ def unmeasured(repair: Literal["none", "auto", "all"] | float) -> RepairOption |
     if repair == "auto":
         return UNMEASURED
     share = 1.0 if repair == "all" else float(repair)
-    return replace(UNMEASURED, least=share, most=share)
+    return replace(UNMEASURED, least=share, most=share, looks=repair != "all", weighs_text=share > 0)
 
 
 def rows_of(share: float, tokens: int, first: int, front: int = 0) -> int:

@@ -122,7 +122,8 @@ def _looking_pays(request: PlanRequest, timeline: Timeline, row: int, split: int
     count = request.chunks.count
     if not request.chunks.can_fetch.all() or request.look_s is None or request.left_s is None:
         return False
-    if not _may_look(request, float(timeline.finish_s[0, count])):
+    layered = request.chunks.layered is None or bool(request.chunks.layered.all())
+    if not (layered and _may_look(request, float(timeline.finish_s[0, count]))):
         return False
     finish_s, error = timeline.finish_s[:, count] + request.look_s, timeline.error[:, count]
     fits = int(np.count_nonzero(finish_s <= request.left_s)) - 1
@@ -262,12 +263,9 @@ def _refining(request: PlanRequest, plan: Plan) -> Plan:
     finer = Refining(request, some)
     if finer.ready_s > left_s:
         return plan
+    if _may_look(request, finer.ready_s):
+        return replace(plan, looks=True)  # what is fetched now might be nothing that the question looks at
     levels = finer.best_within(left_s) if request.is_weighed else _raised_within(finer, some, left_s)
-    if _may_look(request, finer.ready_s) and request.look_s is not None:
-        after = _raised_within(finer, some, left_s - request.look_s)
-        exact = finer.error(some.top)
-        if max(exact, _LOOKED * finer.error(after)) < finer.error(levels):
-            return replace(plan, looks=True)  # what is fetched now might be nothing that the question looks at
     return _with_refinements(plan, some, finer.order(levels), levels)
 
 
@@ -379,14 +377,6 @@ class Refining:
         return after_first(
             bisect_right(range(1, len(order) + 1), left_s, key=lambda count: self.end_s(after_first(count)))
         )
-
-    def error(self, levels: Ints) -> float:
-        """Error at some levels, summed over tokens.
-
-        Args:
-            levels: Levels in the end ``[m]``.
-        """
-        return float((self._some.tokens * self._some.errors[levels, self._column]).sum())
 
     def order(self, levels: Ints) -> Ints:
         """Candidates that these levels make better, most error removed per byte first.

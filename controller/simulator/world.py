@@ -415,7 +415,7 @@ class World:
         arrival, reason = run.arrival, last.reason
         inputs = [self._input(run, document) for document in range(len(arrival.documents))]
         prompt_tokens, first = self._prompt_tokens(run), sum(inputs[0].tokens)
-        repair = arrival.repair
+        repair = arrival.repair if len(inputs) > 1 else None
         costs = replace(
             self._costs,
             query_tokens=arrival.query_tokens,

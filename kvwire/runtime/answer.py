@@ -59,8 +59,8 @@ class Answer:
         error: Mean over the documents' tokens of the measured errors of the levels in use; a recomputed chunk counts
             with its blob's finest.
         repair: Which rows of the prompt were computed anew, and what that took; None where none were.
-        front: Tokens from the prompt's beginning on that see all that stands before them: the first document, and what
-            was recomputed behind it where links are repaired.
+        front: Tokens from the prompt's beginning on that saw all that stands before them before anything was repaired:
+            the first document, and what was recomputed behind it where links are repaired.
         link_warning: Why documents that do not see each other make this answer doubtful, as far as the model was
             measured (``kvwire check-model``); empty where nothing says so.
     """

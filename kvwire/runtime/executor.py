@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from kvwire.controller import events as ev
-from kvwire.errors import ArgumentError, KvwireError, OverloadedError, StorageError
+from kvwire.errors import ArgumentError, KvwireError, MismatchError, OverloadedError, StorageError
 from kvwire.reuse import LinkedPrompt
 from kvwire.runtime.documents import in_words
 from kvwire.runtime.headers import HeaderReader
@@ -77,6 +77,7 @@ class Executor:
         attention: What the question attended to when the prompt was looked at, float32 ``[tokens]``; None before, and
             where it was not.
         look_s: Compute spent on that, in seconds.
+        can_look: The engine has not said that its attention is not to be seen.
         starts: Position of each document; None: one after the other.
     """
 
@@ -99,6 +100,7 @@ class Executor:
         self._engine, self._found, self._driver = engine, documents, driver
         self._backend, self.links, self._question = settings.backend, settings.links, settings.question
         self.attention: Tensor | None = None
+        self.can_look = True
         self._keeper, self._timeouts = settings.keeper, settings.timeouts
         self._headers = HeaderReader(session, driver, finder, settings.fetch, settings.timeouts)
         self._finding_kept: asyncio.Task[Found | None] | None = None
@@ -455,16 +457,27 @@ class Executor:
     async def _recompute(self, asked: ev.Recompute) -> None:
         first = asked.first
         chunks = tuple(replace(first, chunk=index) for index in range(first.chunk, asked.last.chunk + 1))
-        failed = [first]
-        work = partial(self._extend_all, chunks, failed, behind=asked.behind)
+        failed, blind = [first], False
         try:
-            _, seconds = await self._driver.compute(partial(self._timed, work))
+            try:
+                seconds = await self._extend_timed(chunks, failed, behind=asked.behind)
+            except Exception as error:
+                if not asked.behind or self._is_gone:
+                    raise
+                blind = True
+                self._lost(failed[0], f"computed without the documents before it: {in_words(error)}")
+                seconds = await self._extend_timed(chunks, failed, behind=False)
         except Exception as error:  # noqa: BLE001 - the controller knows whether there is another way
             self._lost(failed[0], in_words(error))
             self._driver.tell(ev.RecomputeFailed(failed[0], in_words(error)))
             return
         self.recompute_s += seconds
-        self._driver.tell(ev.RecomputeDone(chunks, seconds))
+        self._driver.tell(ev.RecomputeDone(chunks, seconds, blind))
+
+    async def _extend_timed(self, chunks: tuple[ChunkId, ...], failed: list[ChunkId], *, behind: bool) -> float:
+        """``_extend_all`` in the compute thread; returns its seconds."""
+        work = partial(self._extend_all, chunks, failed, behind=behind)
+        return (await self._driver.compute(partial(self._timed, work)))[1]
 
     def _extend_all(self, chunks: tuple[ChunkId, ...], failed: list[ChunkId], *, behind: bool) -> None:
         """Compute chunks in one pass, or one by one where that fails: shorter passes need less memory.
@@ -525,6 +538,7 @@ class Executor:
             _, seconds = await self._driver.compute(partial(self._timed, self._look_here))
             attention = self._by_chunk()
         except Exception as error:  # noqa: BLE001 - finer levels then go to all alike
+            self.can_look = not isinstance(error, MismatchError)
             self.misses.append(f"what the question attends to was not seen: {in_words(error)}")
         self.look_s += seconds
         self._driver.tell(ev.Looked(self.number, attention, seconds))

@@ -275,14 +275,14 @@ def plan_links(
         return LinkPlan(None, chooser, report=report)
     if repair != "auto":
         share = 1.0 if repair == "all" else float(repair)
-        option = replace(known, least=share, most=share, looks=looks, scan=scan)
+        option = replace(known, least=share, most=share, looks=looks, scan=scan, weighs_text=share > 0)
         return LinkPlan(option, chooser, is_wanted=True, report=report)
     least = floor
     if least is None:
         least = (report.least_share(selector) if report else None) or 0.0
         if report and report.least_share(selector) is None:
             least = MOST
-    option = replace(known, least=least, most=max(least, MOST), looks=looks, scan=scan)
+    option = replace(known, least=least, most=max(least, MOST), looks=looks, scan=scan, weighs_text=least > 0)
     return LinkPlan(option, chooser, report=report)
 
 

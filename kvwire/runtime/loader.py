@@ -372,13 +372,14 @@ class Loader:
         out = await self._generate(driver, closing.past, first, start, tokens)
         text = await driver.compute(partial(self._engine.detokenize, out)) if self._engine.has_tokenizer else ""
         self._remember()
+        self._engine_looks &= executor.can_look
         self._keep(executor, closing.repaired, found, finish)
         predicted_s = None if executor.predicted_s is None else asked_s + executor.predicted_s
         return Answer(
             first, closing.logits.cpu(), tuple(out), text, executor.prompt, finish.decisions,
             goal.verdict(timing.ttft_s), timing, executor.bytes, tuple(executor.misses), predicted_s,
             _error(executor, finish.decisions), closing.repaired,
-            executor.link_warning(_share(closing.repaired, finish.repair)), finish.front,
+            executor.link_warning(_share(closing.repaired, finish, start - len(question))), finish.front,
         )  # fmt: skip
 
     def _new_keeper(self, corpus: Corpus) -> RepairKeeper:
@@ -492,10 +493,12 @@ class _Closing:
     trouble: str
 
 
-def _share(repaired: Repaired | None, wanted: float) -> float:
-    """Share of the prompt's rows that was computed anew."""
+def _share(repaired: Repaired | None, finish: ev.Finish, tokens: int) -> float:
+    """Share of the prompt's rows that was computed anew, 1 where all of it was computed behind each other."""
+    if finish.front >= tokens:
+        return 1.0
     if repaired is None or not repaired.is_cut:
-        return wanted if repaired else 0.0
+        return finish.repair if repaired else 0.0
     return 0.0  # what was measured of a share is not measured of its beginning
 
 

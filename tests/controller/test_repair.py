@@ -111,18 +111,24 @@ def test_what_repair_costs_is_part_of_the_closing():
     assert repairing.closing_s(1000) == pytest.approx(plain + 0.01 + 0.1 + 1e-6 * 100 * 1000)
     looking = replace(repairing, repair_looks=True)
     assert looking.closing_s(1000) == pytest.approx(repairing.closing_s(1000) + costs.prefill.seconds(10, 1000))
-    slow = replace(looking, repair_scale=2.0)
-    assert slow.repair_s(1000) == pytest.approx(2 * looking.repair_s(1000))
+    slow = replace(repairing, repair_scale=2.0)
+    assert slow.repair_s(1000) == pytest.approx(2 * repairing.repair_s(1000))
 
 
 def test_idle_time_before_a_deadline_is_spent_on_repair():
     played = play([arrival(OPTION)], 100 * MB)
     assert finish(played).repair == OPTION.most
     assert only(played).in_time
-    front, tokens = finish(played).front, sum(sum(variants[0].tokens) for variants in arrival(OPTION).documents)
-    blind = 1 - (front - sum(arrival(OPTION).documents[0][0].tokens)) / tokens
-    assert blind < 1
-    assert only(played).link_error == pytest.approx(0.01 * blind)
+    assert only(played).link_error == pytest.approx(0.01)
+
+
+def test_text_takes_the_place_of_bytes_where_links_are_known_to_cost_more():
+    option = replace(OPTION, weighs_text=True)
+    played = play([arrival(option)], 100 * MB)
+    first, tokens = (sum(sum(each[0].tokens) for each in part) for part in (DOCUMENTS[:1], DOCUMENTS))
+    assert only(played).recomputed > only(play([arrival(OPTION)], 100 * MB)).recomputed
+    assert finish(played).front > first
+    assert only(played).link_error == pytest.approx(0.01 * (1 - (finish(played).front - first) / tokens))
 
 
 def test_without_a_deadline_only_the_floor_is_repaired():
@@ -176,6 +182,13 @@ def test_a_slow_repair_is_learnt():
     state = played.estimates.to_state()
     again = type(played.estimates).of_state(state, None, 1e6, RTT_S)
     assert again.repair.scale == played.estimates.repair.scale
+
+
+def test_a_load_that_is_late_waits_for_no_repair():
+    """Whoever cannot be in time is served as soon as can be, before others repair what they need not."""
+    late = arrival(None, at=0.02, deadline_s=0.05)
+    plain, repaired = (play([arrival(option), late], 30 * MB).outcomes[1].ttft_s for option in (None, OPTION))
+    assert repaired < plain + 0.05
 
 
 def test_several_loads_leave_each_other_room():

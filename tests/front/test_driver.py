@@ -495,7 +495,7 @@ def test_what_a_load_measured_is_remembered(small, question, tmp_path, monkeypat
     memory, corpus = EstimatesFile(tmp_path / "estimates.json"), small.corpus()
     link = parse_link("8mbit,1ms")
     monkeypatch.setattr("kvwire.runtime.loader.measure_costs", lambda *_: small.costs)
-    loader = Loader(small.engine, corpus, link=link, memory=memory, settings=LoadSettings(policy=Fixed(4)))
+    loader = Loader(small.engine, corpus, link=link, memory=memory)
     loader.ask(tuple(small.tokens), question, deadline_s=2.0)
     loader._writing.result(10)
     monkeypatch.setattr("kvwire.runtime.loader.measure_costs", None)  # not needed any more

@@ -74,24 +74,43 @@ def test_a_share_of_the_rows_comes_nearer_to_a_prefill(small):
 
 
 def test_time_before_a_deadline_is_spent_on_repair(small):
-    answer, _ = asked(small, small.corpus(), deadline_s=20.0, policy=Fixed(4))
+    answer, _ = asked(small, small.corpus(), deadline_s=20.0)
     assert answer.repair is not None
-    assert len(answer.repair.rows) == pytest.approx(0.3 * answer.prompt.cache.tokens, abs=1)
-    assert answer.front == answer.prompt.tokens[0]
+    left = answer.prompt.cache.tokens - (answer.front - answer.prompt.tokens[0])
+    assert len(answer.repair.rows) == pytest.approx(0.3 * left, abs=1)
     soonest, _ = asked(small, small.corpus())
     assert soonest.repair is None
 
 
 def test_text_sees_the_documents_before_it(small):
     """With time for a prefill, and nothing better to do with it, a load is one."""
-    answer, question = asked(small, small.corpus(), deadline_s=20.0)
+    answer, question = asked(small, small.corpus(), deadline_s=20.0, repair_floor=0.01)
     behind = [decision for decision in answer.decisions if decision.chunk.document]
     assert all(decision.action == "recompute" for decision in behind)
     assert answer.front == answer.prompt.cache.tokens
+    assert not answer.link_warning
     blind, _ = asked(small, small.corpus(), deadline_s=20.0, repair="none")
     assert blind.front == blind.prompt.tokens[0]
     wanted = full_logits(small, question)
     assert mean_kl(wanted, answer.logits[None]) < 0.01 * mean_kl(wanted, blind.logits[None])
+
+
+def test_text_that_cannot_see_the_documents_before_it_is_computed_without(small, monkeypatch):
+    """A pass behind others needs more memory than one alone."""
+    extend = type(small.engine).extend
+
+    def narrow(engine, prefix, token_ids, *, offset=0):
+        if prefix is not None and prefix.meta.offset == 0 and prefix.tokens > 300:
+            msg = "out of memory"
+            raise RuntimeError(msg)
+        return extend(engine, prefix, token_ids, offset=offset)
+
+    monkeypatch.setattr(type(small.engine), "extend", narrow)
+    texts = {f"text of {name}": ids[::-1] for name, ids in small.tokens.items()}
+    with Loader(small.engine, small.corpus(), costs=small.costs, settings=LoadSettings(repair=0.1)) as loader:
+        answer = loader.ask((*texts, *small.tokens), small.engine.tokenize("And the lamp was"), texts=texts)
+    assert any("without the documents before it" in miss for miss in answer.misses)
+    assert answer.front < sum(map(len, texts.values()))
 
 
 def test_rows_behind_text_that_sees_are_all_that_is_repaired(small):
@@ -365,7 +384,7 @@ def test_a_report_that_cannot_be_read_costs_no_load(small):
     corpus.set_profile(small.profile)
     list(corpus.encode([Document(name, tuple(ids)) for name, ids in small.tokens.items()]))
     corpus.set_link_report(REPORT)
-    answer, _ = asked(small, corpus, deadline_s=20.0, policy=Fixed(4))
+    answer, _ = asked(small, corpus, deadline_s=20.0)
     assert any("report on links was not read" in miss for miss in answer.misses)
     assert answer.repair is not None  # as where nobody measured
 

@@ -144,13 +144,7 @@ def test_coarser_levels_cost_fewer_bytes_and_some_quality(small, reference):
 
 def test_over_http_and_a_slow_link_with_a_deadline(small, reference):
     with serving(small.corpus().catalog.store) as url, closing(open_store(url)) as store:
-        answer = _ask(
-            small,
-            Corpus(small.engine, store),
-            link="20mbit,5ms",
-            deadline_s=5.0,
-            settings=replace(QUICK, repair="none"),
-        )
+        answer = _ask(small, Corpus(small.engine, store), link="20mbit,5ms", deadline_s=5.0)
     assert reference.compare(small.engine, answer.prompt.cache)[0] < 0.02
     assert answer.timing.ttft_s > 0.005
     assert answer.bytes > 0

@@ -94,4 +94,5 @@ def test_a_look_that_fails_is_told_and_loses_nothing(small, looking, monkeypatch
     monkeypatch.setattr(type(small.engine), "attention_received", broken)
     answer = looking(repair="none")
     assert any("attention" in miss for miss in answer.misses)
+    assert len(events(looking.log, ev.Looked)) == 1
     assert torch.allclose(answer.logits, plain.logits, atol=1e-4)
