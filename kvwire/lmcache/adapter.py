@@ -1,4 +1,4 @@
-"""LMCache's L2 adapter over a store of kvwire's: chunks are looked up by hash, fetched, decoded and copied; none is written.
+"""LMCache's L2 adapter over a store of kvwire's: it reads chunks by their hashes, and writes none.
 
 Source: LMCache 0.5.6, ``lmcache.v1.distributed.l2_adapters.base``.
 """
@@ -18,9 +18,10 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
 from kvwire.errors import KvwireError
-from kvwire.lmcache.layout import ObjectLayout, uniform
+from kvwire.lmcache.layout import ObjectLayout
 from kvwire.runtime.chunk_reader import ChunkReader, Troubles
 from kvwire.runtime.chunk_settings import ChunkSettings
+from kvwire.runtime.chunk_shapes import uniform
 from kvwire.store.prefix.lmcache import CHUNK_TOKENS
 
 if TYPE_CHECKING:
@@ -229,8 +230,8 @@ class KvwireL2Adapter(L2AdapterInterface):
     def _is_ours(self, key: ObjectKey) -> bool:
         if key.model_name != self._served_as:
             self._troubles.tell(
-                f"LMCache asks for model {key.model_name!r}, this adapter has {self._served_as!r}: if they are one, say "
-                f'"served_as": "{key.model_name}"'
+                f"LMCache asks for {key.model_name!r}, the store's documents are of {self._served_as!r}: if they are "
+                f'one model, say "served_as": "{key.model_name}"'
             )
             return False
         if key.object_group_id:

@@ -5,42 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from kvwire.errors import ArgumentError, MismatchError
-from kvwire.runtime.chunk_reader import heads_of
+from kvwire.runtime.chunk_shapes import DTYPES, heads_of, uniform
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from torch import Tensor
 
     from kvwire.types import CacheMeta, KVCache
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def uniform(meta: CacheMeta) -> tuple[int, int]:
-    """Key-value heads and dimension of a model whose layers are all alike.
-
-    Args:
-        meta: Of the model's caches.
-
-    Returns:
-        Heads, and elements of a key or a value in one.
-
-    Raises:
-        MismatchError: Layers differ, slide, or cache something else than keys and values of one length.
-    """
-    shapes = {(spec.kv_heads, spec.key_dim, spec.value_dim, spec.kind, spec.value_rope) for spec in meta.layers}
-    heads, key_dim, value_dim, kind, value_rope = next(iter(shapes))
-    if len(shapes) != 1 or kind != "full" or key_dim != value_dim or value_rope is not None:
-        msg = (
-            f"model {meta.model_id!r} has layers of several kinds, or latent attention: the adapter serves models whose "
-            "layers all have full attention with keys and values of one shape"
-        )
-        raise MismatchError(msg)
-    return heads, key_dim
 
 
 @dataclass(frozen=True)

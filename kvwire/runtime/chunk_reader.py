@@ -1,4 +1,4 @@
-"""Chunks of documents by their chained hashes, for caches that know nothing else of a prompt: look up, fetch, decode."""
+"""Chunks of documents by their chained hashes, for caches that know nothing else of a prompt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvwire.codec import BlobDecoder, level_index
 from kvwire.codec.format.container import parse_header
-from kvwire.errors import ArgumentError, CorruptError, KvwireError, MismatchError
+from kvwire.errors import CorruptError, KvwireError, MismatchError
 from kvwire.runtime.chunk_settings import FINEST
 from kvwire.store.listing import ahead
 
@@ -262,7 +262,8 @@ class ChunkReader:
             while left and spans[left[0][0]][-1] <= chunk:
                 each, hit = left.pop(0)
                 if not bad.intersection(spans[each]):
-                    self.chunks += 1
+                    with self._lock:
+                        self.chunks += 1
                     yield each, decoder.cache.slice(hit.start, min(hit.stop, info.tokens))
 
     def _fetch(self, blob: _Blob, chunk: int) -> list[bytes]:
@@ -278,25 +279,3 @@ class ChunkReader:
         parts = [data[each.offset - first : each.end - first] for each in reads]
         check = blob.reader.check
         return parts if check is None else [check(each, part) for each, part in zip(reads, parts, strict=True)]
-
-
-def heads_of(kv_heads: int, workers: int, worker: int) -> slice:
-    """The key-value heads of one of several tensor-parallel workers, which share them where there are fewer heads.
-
-    Args:
-        kv_heads: Of the model.
-        workers: How many there are.
-        worker: Number of the worker.
-
-    Returns:
-        Its heads.
-
-    Raises:
-        ArgumentError: The heads cannot be divided so.
-    """
-    if not 0 <= worker < workers or (kv_heads % workers and workers % kv_heads):
-        msg = f"{kv_heads} key-value heads cannot be divided among {workers} workers"
-        raise ArgumentError(msg)
-    each = max(1, kv_heads // workers)
-    first = worker * kv_heads // workers
-    return slice(first, first + each)
