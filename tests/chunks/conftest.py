@@ -6,7 +6,7 @@ import random
 import shutil
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -16,6 +16,9 @@ from kvwire.engines.transformers import TransformersEngine
 from kvwire.runtime.chunk_settings import ChunkSettings
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.store import FolderStore, hash_scheme
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 LENGTHS = {"a": 330, "b": 200, "c": 100, "short": 40}
 CHUNK, PAGE = 64, 32

@@ -90,9 +90,8 @@ def pool(**changes):
 
 def test_pools_of_another_model_are_refused():
     check_pool(pool(), 2, 2, 16, 32)
-    for changes in (
-        {"page_size": 64}, {"layer_num": 3}, {"head_num": 1}, {"head_dim": 8}, {"dtype": torch.uint8}, {"v_head_dim": 8},
-    ):  # fmt: skip
+    others = {"page_size": 64, "layer_num": 3, "head_num": 1, "head_dim": 8, "dtype": torch.uint8, "v_head_dim": 8}
+    for changes in ({name: value} for name, value in others.items()):
         with pytest.raises(MismatchError, match="--page-size"):
             check_pool(pool(**changes), 2, 2, 16, 32)
     with pytest.raises(MismatchError, match="does not know"):
