@@ -86,7 +86,7 @@ class KvwireL2Adapter(L2AdapterInterface):
         del l1_memory_desc
         settings = ChunkSettings.read(params, CHUNK_TOKENS, salted=True)
         corpus = settings.corpus()
-        self._meta, self._salt = corpus.meta, settings.cache_salt
+        self._meta, self._salt, self._cpu_block = corpus.meta, settings.cache_salt, settings.cpu_block
         uniform(self._meta)
         self._served_as = settings.served_as or self._meta.model_id
         self._troubles = Troubles()
@@ -222,8 +222,7 @@ class KvwireL2Adapter(L2AdapterInterface):
         for dtype, wanted in places.items():
             for chunk_hash, cache in self._reader.read(list(wanted), dtype):
                 for place in wanted[chunk_hash]:
-                    layout = ObjectLayout.of(self._meta, self._reader.chunk_tokens, keys[place].kv_rank)
-                    layout.write(objects[place].tensor, cache)
+                    self._layout(keys[place].kv_rank).write(objects[place].tensor, cache)
                     loaded.append(place)
         return loaded
 
@@ -239,9 +238,12 @@ class KvwireL2Adapter(L2AdapterInterface):
             return False
         return self._salt is None or key.cache_salt == self._salt
 
+    def _layout(self, kv_rank: int) -> ObjectLayout:
+        return ObjectLayout.of(self._meta, self._reader.chunk_tokens, kv_rank, self._cpu_block)
+
     def _fits(self, kv_rank: int, shapes: Sequence[Sequence[int]], dtypes: Sequence[Any]) -> bool:
         try:
-            ObjectLayout.of(self._meta, self._reader.chunk_tokens, kv_rank).check(shapes, dtypes)
+            self._layout(kv_rank).check(shapes, dtypes)
         except KvwireError as error:
             self._troubles.tell(str(error))
             return False

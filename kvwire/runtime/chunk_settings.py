@@ -30,6 +30,7 @@ class ChunkSettings:
         chunk_tokens: Tokens of a chunk, as the engine hashes them.
         level: What is served: ``lossless``, ``finest`` (of those that are not), or the name or index of a level.
         cache_salt: Serve only requests with this salt; None: all.
+        cpu_block: Tokens of vLLM's blocks, where vLLM runs on a processor in float32; else 0.
         lossy_for_all: Serve a level that is not lossless to all requests that begin with a document.
         token: Bearer token of http stores.
         tenant: Whose documents.
@@ -46,6 +47,7 @@ class ChunkSettings:
     served_as: str = ""
     level: int | str = LOSSLESS
     cache_salt: str | None = None
+    cpu_block: int = 0
     lossy_for_all: bool = False
     token: str | None = None
     tenant: str = "default"
@@ -71,7 +73,7 @@ class ChunkSettings:
             ArgumentError: A name is not known, a value is none that it may have, the store is missing, or a level that
                 is not lossless would reach requests that did not ask for it.
         """
-        known = sorted(set(cls.__dataclass_fields__) - (set() if salted else {"cache_salt"}))
+        known = sorted(set(cls.__dataclass_fields__) - (set() if salted else {"cache_salt", "cpu_block"}))
         if unknown := sorted(set(given) - set(known)):
             msg = f"kvwire's adapter has no setting {unknown[0]!r}; it may have {', '.join(known)}"
             raise ArgumentError(msg)
@@ -84,6 +86,9 @@ class ChunkSettings:
         settings = cls(**{"chunk_tokens": chunk_tokens, **given})
         if type(settings.level) not in (int, str) or type(settings.lossy_for_all) is not bool:
             msg = "kvwire's adapter: level is a name or an index of a level, lossy_for_all is true or false"
+            raise ArgumentError(msg)
+        if type(settings.cpu_block) is not int or settings.cpu_block < 0:
+            msg = "kvwire's adapter: cpu_block is vLLM's --block-size, where it runs on a processor"
             raise ArgumentError(msg)
         settings.check_pollution(salted=salted)
         return settings

@@ -49,6 +49,21 @@ def test_objects_are_written_as_the_naive_way_does(size, workers, worker, dtype)
 
 
 @settings(max_examples=30)
+@given(sizes, st.integers(1, 3))
+def test_packed_objects_are_written_as_the_naive_way_does(size, blocks):
+    layers, heads, block, dim = size
+    tokens = blocks * block
+    layout = ObjectLayout.of(meta_of(layers, heads, dim), tokens, 0, block)
+    cache = cache_of(layers, heads, tokens, dim)
+    (shape,) = layout.shapes
+    fast, slow = torch.zeros(shape), torch.zeros(shape)
+    layout.write(fast, cache)
+    write_reference(layout, slow, cache)
+    assert torch.equal(fast, slow)
+    assert sorted(fast.flatten()) == sorted(torch.cat([each.flatten() for each in (*cache.keys, *cache.values)]))
+
+
+@settings(max_examples=30)
 @given(sizes, st.sampled_from(sorted(ORDERS)))
 def test_pages_are_what_the_naive_way_gives(size, layout):
     cache, tokens, heads = cache_of(*size), size[2], slice(0, size[1])
@@ -72,6 +87,10 @@ def test_objects_of_another_model_are_refused():
         layout.write(torch.zeros(2, 3, 64, 64), cache_of(3, 4, 5, 16))
     with pytest.raises(ArgumentError, match="cannot be divided"):
         ObjectLayout.of(meta_of(3, 4, 16), 64, 3 << 24)
+    with pytest.raises(ArgumentError, match="blocks of 48"):
+        ObjectLayout.of(meta_of(3, 4, 16), 64, 0, 48)
+    with pytest.raises(MismatchError, match="serve that model"):
+        ObjectLayout.of(meta_of(3, 4, 16), 64, 0, 32).check([[3, 64, 128]], [torch.bfloat16])
 
 
 def test_models_of_several_kinds_of_layers_are_refused():
