@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import closing, contextmanager
 
 import pytest
@@ -11,9 +12,11 @@ from kvwire.errors import ArgumentError, NotFoundError
 from kvwire.runtime.chunk_reader import ChunkReader, Troubles
 from kvwire.runtime.chunk_settings import ChunkSettings
 from kvwire.runtime.chunk_shapes import heads_of
-from kvwire.store import open_store
+from kvwire.runtime.corpus import Coding, Corpus, Document
+from kvwire.store import FolderStore, Keyring, hash_scheme, open_store
 
-from .conftest import CHUNK
+from ..http_servers import serving
+from .conftest import CHUNK, tiny_model
 
 
 @contextmanager
@@ -165,6 +168,43 @@ def test_entries_that_are_damaged_are_told_misses(stored):
                 store.put(key, b"{}")
         assert reader.find(stored.hashes("a")) == set()
     assert "counts as a miss" in told[0]
+
+
+def test_chunks_come_over_http_until_the_server_is_gone(stored):
+    hashes = stored.hashes("a")
+    with closing(FolderStore(stored.root)) as store, serving(store) as url:
+        given = stored.settings(store=url)
+        told = []
+        reader = ChunkReader(given.corpus(), "lmcache", given, Troubles(told.append))
+        assert reader.find(hashes) == set(hashes)
+        got = dict(reader.read(hashes, torch.float32))
+        assert told == []
+    for chunk, each in enumerate(hashes):
+        assert same(got[each], stored.exact("a", chunk * CHUNK, (chunk + 1) * CHUNK))
+    assert list(reader.read(hashes, torch.float32)) == []
+    assert reader.find(hashes) == set()
+    assert any("counts as a miss" in each for each in told)
+    assert "the index cannot be read" in told[-1]
+    reader.close()
+
+
+def test_sealed_documents_are_read(tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text(Keyring.new_line())
+    keys.chmod(0o600)
+    tokens, engine = tuple(random.Random(7).choices(range(200), k=150)), tiny_model()
+    with closing(FolderStore(tmp_path / "store")) as store:
+        corpus = Corpus(engine, store, keyring=Keyring.read(keys), coding=Coding(chunk_tokens=48))
+        list(corpus.encode([Document("a", tokens)], index=("lmcache:64",)))
+    given = {"store": f"file://{tmp_path}/store", "keys": str(keys), "level": 1, "lossy_for_all": True}
+    settings = ChunkSettings.read(given, CHUNK, salted=True)
+    with closing(ChunkReader(settings.corpus(), "lmcache", settings)) as reader:
+        hashes = hash_scheme("lmcache:64", "").hashes(tokens)
+        got = dict(reader.read(hashes, torch.float32))
+        whole = reader.corpus.decode("a", 1)
+    assert len(got) == 2
+    for chunk, each in enumerate(hashes):
+        assert same(got[each], whole.slice(chunk * CHUNK, (chunk + 1) * CHUNK))
 
 
 def test_heads_of_workers():
