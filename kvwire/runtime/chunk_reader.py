@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from kvwire.codec import BlobDecoder, level_index
 from kvwire.codec.format.container import parse_header
-from kvwire.errors import CorruptError, KvwireError, MismatchError
-from kvwire.runtime.chunk_settings import FINEST
+from kvwire.errors import ArgumentError, KvwireError, MismatchError
+from kvwire.runtime.chunk_settings import FINEST, LOSSLESS
 from kvwire.store.listing import ahead
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ log = logging.getLogger("kvwire")
 GROUP = 16
 """Hashes that are looked up at the same time; of a prompt's first chunk it is one, since most prompts have none."""
 _READERS = 8
-_HITS, _BLOBS, _TOLD = 1 << 16, 64, 256
+_HITS, _BLOBS, _TOLD, _LOOKED_AT = 1 << 16, 64, 256, 64
 
 
 class Troubles:
@@ -122,7 +122,7 @@ class ChunkReader:
         catalog, config = self.corpus.catalog, self.corpus.meta.config_digest()
         looked = 0
         try:
-            for entry in catalog.documents(config, lambda *_: None):
+            for entry in catalog.documents(config, lambda *_: None, limit=_LOOKED_AT):
                 if entry.is_text or entry.tokens < self.chunk_tokens:
                     continue
                 hashes = self._index.scheme.hashes(self.corpus.text(entry)[: self.chunk_tokens])
@@ -227,7 +227,7 @@ class ChunkReader:
         reader = catalog.blob_reader()
         info = reader.read_header(catalog.store.get(document.blob_key, 0, document.header_bytes))
         self.corpus.check_blob(info, document)
-        level = level_index(info, self._level)
+        level = self._level_of(info)
         if info.prefix_layers and not info.levels[level].lossless:
             msg = "it is coded for readers that run the model's first layers: encode it without prefix layers"
             raise MismatchError(msg)
@@ -242,6 +242,14 @@ class ChunkReader:
             while len(self._blobs) > _BLOBS:
                 self._blobs.popitem(last=False)
         return blob
+
+    def _level_of(self, info: BlobInfo) -> int:
+        try:
+            return level_index(info, self._level)
+        except ArgumentError as error:
+            way = "encode with --lossless, or serve another level" if self._level == LOSSLESS else "serve one of these"
+            msg = f"{error}; {way}"
+            raise MismatchError(msg) from error
 
     def _decode(
         self, blob: _Blob, wanted: Sequence[tuple[bytes, PrefixHit]], dtype: torch.dtype
@@ -267,13 +275,10 @@ class ChunkReader:
                     yield each, decoder.cache.slice(hit.start, min(hit.stop, info.tokens))
 
     def _fetch(self, blob: _Blob, chunk: int) -> list[bytes]:
-        """Segments of a chunk, in one range where they lie next to each other."""
+        """Segments of a chunk, which lie next to each other, in one range."""
         reads, store, key = blob.info.reads(chunk, blob.level), self.corpus.catalog.store, blob.document.blob_key
         data = store.get(key, reads[0].offset, reads[-1].end)
         first = reads[0].offset
-        if sum(each.stored for each in reads) != reads[-1].end - first:
-            msg = f"the segments of chunk {chunk} do not lie next to each other"
-            raise CorruptError(msg)
         with self._lock:
             self.bytes += len(data)
         parts = [data[each.offset - first : each.end - first] for each in reads]

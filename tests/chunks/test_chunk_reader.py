@@ -123,6 +123,16 @@ def test_a_blob_without_the_level_is_a_told_miss(stored):
     assert "no level 'very fine'" in told[0]
 
 
+def test_a_blob_without_a_lossless_level_says_how_to_get_one(tmp_path):
+    tokens, engine = tuple(random.Random(7).choices(range(200), k=150)), tiny_model()
+    with closing(FolderStore(tmp_path / "store")) as store:
+        list(Corpus(engine, store).encode([Document("a", tokens)], index=("lmcache:64",)))
+    settings, told = ChunkSettings.read({"store": f"file://{tmp_path}/store"}, CHUNK, salted=True), []
+    with closing(ChunkReader(settings.corpus(), "lmcache", settings, Troubles(told.append))) as reader:
+        assert reader.find(hash_scheme("lmcache:64", "").hashes(tokens)) == set()
+    assert "encode with --lossless, or serve another level" in told[0]
+
+
 def test_troubles_are_told_once():
     told = []
     troubles = Troubles(told.append)
