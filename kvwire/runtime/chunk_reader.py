@@ -178,7 +178,7 @@ class ChunkReader:
             known |= self._look_up(missing)
         by_blob: dict[str, list[tuple[bytes, PrefixHit]]] = {}
         for each, hit in known.items():
-            by_blob.setdefault(hit.document.blob_key, []).append((each, hit))
+            by_blob.setdefault(hit.document.sha256, []).append((each, hit))
         for wanted in by_blob.values():
             wanted.sort(key=lambda pair: pair[1].start)
             try:
@@ -214,14 +214,13 @@ class ChunkReader:
             self.troubles.tell(f"document {hit.document.document_id!r} counts as a miss: {error}")
             with self._lock:
                 self._hits.pop(each, None)
-                self._blobs.pop(hit.document.blob_key, None)
+                self._blobs.pop(hit.document.sha256, None)
 
     def _open(self, document: CatalogEntry) -> _Blob:
         """Read a blob's header, or recall it; KvwireError where it is of no use here."""
         with self._lock:
-            kept = self._blobs.get(document.blob_key)
-            if kept is not None and kept.document.size == document.size:
-                self._blobs.move_to_end(document.blob_key)
+            if (kept := self._blobs.get(document.sha256)) is not None:
+                self._blobs.move_to_end(document.sha256)
                 return kept
         catalog = self.corpus.catalog
         reader = catalog.blob_reader()
@@ -232,13 +231,13 @@ class ChunkReader:
             msg = "it is coded for readers that run the model's first layers: encode it without prefix layers"
             raise MismatchError(msg)
         header = parse_header(reader.head)
-        if header.kept_bits:
-            msg = "it is pruned, and a chunk cannot have holes"
+        if header.kept_bits or info.neutral_prefix:
+            msg = "it is pruned, or was computed behind a neutral prefix: its rows begin no prompt"
             raise MismatchError(msg)
         profile = self.corpus.profile(document.profile_digest) if document.profile_digest else None
         blob = _Blob(document, reader, header, info, profile, level)
         with self._lock:
-            self._blobs[document.blob_key] = blob
+            self._blobs[document.sha256] = blob
             while len(self._blobs) > _BLOBS:
                 self._blobs.popitem(last=False)
         return blob
