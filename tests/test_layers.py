@@ -79,7 +79,7 @@ SHELVES: dict[str, list[set[str]]] = {
         {"_json.py", "_lazy.py", "_printable.py", "_user_file.py"},
         {"types"},
         {"runtime", "whatif"},
-        {"comparison", "vllm"},
+        {"comparison", "lmcache", "sglang", "vllm"},
         {"cli"},
         {"__main__.py"},
     ],

@@ -1,0 +1,166 @@
+"""Memory objects of LMCache: how a chunk's keys and values lie in one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvwire.errors import ArgumentError, MismatchError
+from kvwire.runtime.chunk_shapes import DTYPES, heads_of, uniform
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from kvwire.types import CacheMeta, KVCache
+
+
+@dataclass(frozen=True)
+class ObjectLayout:
+    """How chunks of one worker lie in memory objects.
+
+    Attributes:
+        layers: Of the model.
+        tokens: Of a chunk.
+        heads: Key-value heads of the worker.
+        dim: Elements of a key or a value in one head.
+        cpu_block: Tokens of vLLM's blocks, where it runs on a processor; else 0. There LMCache copies blocks as vLLM's
+            kernel for float32 packs them: all keys of a head, turned, before its values.
+    """
+
+    layers: int
+    tokens: int
+    heads: slice
+    dim: int
+    cpu_block: int = 0
+
+    @classmethod
+    def of(cls, meta: CacheMeta, tokens: int, kv_rank: int, cpu_block: int = 0) -> ObjectLayout:
+        """The layout of one worker.
+
+        Args:
+            meta: Of the model's caches.
+            tokens: Of a chunk.
+            kv_rank: As keys carry it: workers in the highest byte, this one's number in the next; 0 stands for all.
+            cpu_block: See the class.
+
+        Returns:
+            The layout.
+
+        Raises:
+            MismatchError: The model's layers are not all alike.
+            ArgumentError: The heads cannot be divided so, or the chunk has no whole number of blocks.
+        """
+        heads, dim = uniform(meta)
+        workers = max(1, kv_rank >> 24 & 0xFF)
+        if cpu_block and tokens % cpu_block:
+            msg = f"a chunk of {tokens} tokens has no whole number of vLLM's blocks of {cpu_block}"
+            raise ArgumentError(msg)
+        return cls(len(meta.layers), tokens, heads_of(heads, workers, kv_rank >> 16 & 0xFF), dim, cpu_block)
+
+    @property
+    def shapes(self) -> dict[tuple[int, ...], bool]:
+        """Shapes that an object may have, each with whether a head's values stand behind its keys."""
+        width = (self.heads.stop - self.heads.start) * self.dim
+        fused = (self.layers, self.tokens, 2 * width)
+        if self.cpu_block:
+            return {fused: True}
+        return {(2, self.layers, self.tokens, width): False, fused: True, (1, *fused): True}
+
+    def check(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> None:
+        """Refuse objects that hold something else.
+
+        Args:
+            shapes: Of the tensors that an object holds.
+            dtypes: Of each.
+
+        Raises:
+            MismatchError: They are not those of a chunk of the model.
+        """
+        known = DTYPES[:1] if self.cpu_block else DTYPES
+        if len(shapes) == 1 and tuple(shapes[0]) in self.shapes and dtypes[0] in known:
+            return
+        have = ", ".join(f"{list(shape)} of {dtype}" for shape, dtype in zip(shapes, dtypes, strict=True)) or "nothing"
+        first = next(iter(self.shapes))
+        msg = (
+            f"LMCache's objects hold {have}, chunks of the model in the store are {list(first)}, of "
+            f"{' or '.join(map(str, known))}: serve that model, and give LMCache's chunk size as chunk_tokens (an "
+            "index of that length must be there: kvwire store index)"
+        )
+        raise MismatchError(msg)
+
+    def write(self, target: Tensor, cache: KVCache) -> None:
+        """Copy a chunk into an object.
+
+        Args:
+            target: The object's tensor, of one of ``shapes``.
+            cache: The chunk, of all heads of the model.
+
+        Raises:
+            ArgumentError: The cache has another number of tokens.
+        """
+        if cache.tokens != self.tokens:
+            msg = f"a chunk of {cache.tokens} tokens for an object of {self.tokens}"
+            raise ArgumentError(msg)
+        heads, dim = self.heads.stop - self.heads.start, self.dim
+        if self.cpu_block:
+            self._write_packed(target, cache)
+            return
+        if self.shapes[tuple(target.shape)]:
+            rows = target.view(self.layers, self.tokens, heads, 2 * dim)
+            sides = rows[..., :dim], rows[..., dim:]
+        else:
+            rows = target.view(2, self.layers, self.tokens, heads, dim)
+            sides = rows[0], rows[1]
+        for into, tensors in zip(sides, (cache.keys, cache.values), strict=True):
+            for layer, tensor in enumerate(tensors):
+                into[layer].copy_(tensor[self.heads].transpose(0, 1))
+
+    def _write_packed(self, target: Tensor, cache: KVCache) -> None:
+        """In blocks ``[heads, block, 2 dim]``: inside ``[dim, block]`` of keys, then ``[block, dim]`` of values."""
+        heads, block = self.heads.stop - self.heads.start, self.cpu_block
+        rows = target.view(self.layers, self.tokens // block, block, heads, 2 * self.dim)
+        for layer, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
+            blocks = (heads, self.tokens // block, block, self.dim)
+            turned = keys[self.heads].reshape(blocks).transpose(2, 3).flatten(2)
+            packed = torch.cat((turned, values[self.heads].reshape(blocks).flatten(2)), 2)
+            rows[layer] = packed.view(*blocks[:3], 2 * self.dim).permute(1, 2, 0, 3)
+
+
+def write_reference(layout: ObjectLayout, target: Tensor, cache: KVCache) -> None:
+    """What ``ObjectLayout.write`` writes, element by element.
+
+    Args:
+        layout: Of the objects.
+        target: As there.
+        cache: As there.
+    """
+    fused = layout.shapes[tuple(target.shape)]
+    rows = target.view(-1, layout.layers, layout.tokens, target.shape[-1])
+    for side, tensors in enumerate((cache.keys, cache.values)):
+        for layer, tensor in enumerate(tensors):
+            for place, head in enumerate(range(layout.heads.start, layout.heads.stop)):
+                for token in range(layout.tokens):
+                    for element in range(layout.dim):
+                        row, column = _place(layout, fused, side, place, token, element)
+                        rows[0 if fused else side, layer, row, column] = tensor[head, token, element]
+
+
+def _place(
+    layout: ObjectLayout,
+    fused: bool,  # noqa: FBT001
+    side: int,
+    head: int,
+    token: int,
+    element: int,
+) -> tuple[int, int]:
+    """Row and column of one number."""
+    dim, block = layout.dim, layout.cpu_block
+    if not block:
+        return token, (2 * head + side) * dim + element if fused else head * dim + element
+    first, at = token - token % block, token % block
+    inside = block * dim + at * dim + element if side else element * block + at
+    return first + inside // (2 * dim), head * 2 * dim + inside % (2 * dim)

@@ -1,0 +1,285 @@
+"""Chunks of documents by their chained hashes, for caches that know nothing else of a prompt."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from kvwire.codec import BlobDecoder, level_index
+from kvwire.codec.format.container import parse_header
+from kvwire.errors import ArgumentError, KvwireError, MismatchError
+from kvwire.runtime.chunk_settings import FINEST, LOSSLESS
+from kvwire.store.listing import ahead
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    import torch
+
+    from kvwire.codec import AnyProfile
+    from kvwire.codec.format.header import Header
+    from kvwire.runtime.chunk_settings import ChunkSettings
+    from kvwire.runtime.corpus import Corpus
+    from kvwire.store import CatalogEntry, PrefixHit
+    from kvwire.store.crypto.sealing import BlobReader
+    from kvwire.types import BlobInfo, KVCache
+
+log = logging.getLogger("kvwire")
+GROUP = 16
+"""Hashes that are looked up at the same time; of a prompt's first chunk it is one, since most prompts have none."""
+_READERS = 8
+_HITS, _BLOBS, _TOLD, _LOOKED_AT = 1 << 16, 64, 256, 64
+
+
+class Troubles:
+    """Says what goes wrong, each thing once."""
+
+    def __init__(self, tell: Callable[[str], None] = log.warning) -> None:
+        """Nothing was said yet.
+
+        Args:
+            tell: Takes a sentence.
+        """
+        self._tell, self._told, self._lock = tell, set[str](), Lock()
+        self.count = 0
+
+    def tell(self, trouble: str) -> None:
+        """Say it, unless it was said before.
+
+        Args:
+            trouble: In words.
+        """
+        with self._lock:
+            self.count += 1
+            is_new = trouble not in self._told and len(self._told) < _TOLD
+            self._told.add(trouble) if is_new else None
+        if is_new:
+            self._tell(trouble)
+
+
+@dataclass(frozen=True, eq=False)
+class _Blob:
+    """A blob whose header was read, plain and as it is stored, with the level to serve."""
+
+    document: CatalogEntry
+    reader: BlobReader
+    header: Header
+    info: BlobInfo
+    profile: AnyProfile | None
+    level: int
+
+
+class ChunkReader:
+    """Reads chunks of one model's documents at one level. Whatever goes wrong is a miss. Any number of threads.
+
+    Attributes:
+        corpus: The documents'.
+        troubles: What went wrong, in words, goes there.
+    """
+
+    def __init__(self, corpus: Corpus, scheme: str, settings: ChunkSettings, troubles: Troubles | None = None) -> None:
+        """Read nothing yet.
+
+        Args:
+            corpus: The documents', opened without an engine.
+            scheme: By which prompts are hashed, without the tokens of a chunk.
+            settings: Which level is served, and how long chunks are.
+            troubles: Where what goes wrong is said; None: in the log.
+
+        Raises:
+            ArgumentError: There is no such scheme, or chunks cannot be that long.
+        """
+        self.corpus, self.troubles = corpus, troubles or Troubles()
+        self._told_scheme = f"{scheme}:{settings.chunk_tokens}"
+        self._index = corpus.index(self._told_scheme)
+        self._level = None if settings.level == FINEST else settings.level
+        self._hits: OrderedDict[bytes, PrefixHit] = OrderedDict()
+        self._blobs: OrderedDict[str, _Blob] = OrderedDict()
+        self._lock = Lock()
+        self.bytes = self.chunks = 0
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a chunk."""
+        return self._index.scheme.chunk_tokens
+
+    def close(self) -> None:
+        """Close the store."""
+        self.corpus.catalog.store.close()
+
+    def check_index(self, documents: int = 4) -> bool:
+        """Look whether the first documents that fill a chunk can be found; say so where none of them is.
+
+        Args:
+            documents: How many are looked at.
+
+        Returns:
+            Whether one was found, or there is none to find.
+        """
+        catalog, config = self.corpus.catalog, self.corpus.meta.config_digest()
+        looked = 0
+        try:
+            for entry in catalog.documents(config, lambda *_: None, limit=_LOOKED_AT):
+                if entry.is_text or entry.tokens < self.chunk_tokens:
+                    continue
+                hashes = self._index.scheme.hashes(self.corpus.text(entry)[: self.chunk_tokens])
+                if self._index.look_up(hashes) != [None]:
+                    return True
+                looked += 1
+                if looked == documents:
+                    break
+        except KvwireError as error:
+            self.troubles.tell(f"documents could not be looked at: {error}")
+            return False
+        if looked:
+            self.troubles.tell(
+                f"no document is found by {self._told_scheme}: kvwire store index --index {self._told_scheme}, "
+                "with the engine's own tokens of a chunk"
+            )
+        return not looked
+
+    def find(self, hashes: Sequence[bytes]) -> set[bytes]:
+        """Look hashes of one or several prompts up, until a group of them is not all there.
+
+        Args:
+            hashes: In the order of the prompt's chunks.
+
+        Returns:
+            Those that ``read`` should be able to read.
+        """
+        found: set[bytes] = set()
+        unique = list(dict.fromkeys(hashes))
+        at, size = 0, 1
+        while at < len(unique):
+            group = unique[at : at + size]
+            here = self._look_up(group)
+            found.update(here)
+            if len(here) < len(group):
+                break
+            at, size = at + size, GROUP
+        return found
+
+    def read(self, hashes: Sequence[bytes], dtype: torch.dtype) -> Iterator[tuple[bytes, KVCache]]:
+        """Fetch and decode chunks.
+
+        Args:
+            hashes: Those that are wanted.
+            dtype: Of the caches.
+
+        Yields:
+            Hash and cache of each chunk that could be read, positions on, as views that are to be copied.
+        """
+        with self._lock:
+            known = {each: self._hits[each] for each in hashes if each in self._hits}
+        if missing := [each for each in dict.fromkeys(hashes) if each not in known]:
+            known |= self._look_up(missing)
+        by_blob: dict[str, list[tuple[bytes, PrefixHit]]] = {}
+        for each, hit in known.items():
+            by_blob.setdefault(hit.document.sha256, []).append((each, hit))
+        for wanted in by_blob.values():
+            wanted.sort(key=lambda pair: pair[1].start)
+            try:
+                yield from self._decode(self._open(wanted[0][1].document), wanted, dtype)
+            except KvwireError as error:
+                self._forget(wanted, error)
+
+    def _look_up(self, hashes: Sequence[bytes]) -> dict[bytes, PrefixHit]:
+        """Hits whose blobs can be opened; they are remembered."""
+        found: dict[bytes, PrefixHit] = {}
+        try:
+            hits = self._index.look_up(hashes, self.troubles.tell)
+        except KvwireError as error:
+            self.troubles.tell(f"the index cannot be read: {error}")
+            return found
+        for each, hit in zip(hashes, hits, strict=True):
+            if hit is None:
+                continue
+            try:
+                self._open(hit.document)
+            except KvwireError as error:
+                self._forget([(each, hit)], error)
+                continue
+            found[each] = hit
+        with self._lock:
+            self._hits.update(found)
+            while len(self._hits) > _HITS:
+                self._hits.popitem(last=False)
+        return found
+
+    def _forget(self, wanted: Iterable[tuple[bytes, PrefixHit]], error: KvwireError) -> None:
+        for each, hit in wanted:
+            self.troubles.tell(f"document {hit.document.document_id!r} counts as a miss: {error}")
+            with self._lock:
+                self._hits.pop(each, None)
+                self._blobs.pop(hit.document.sha256, None)
+
+    def _open(self, document: CatalogEntry) -> _Blob:
+        """Read a blob's header, or recall it; KvwireError where it is of no use here."""
+        with self._lock:
+            if (kept := self._blobs.get(document.sha256)) is not None:
+                self._blobs.move_to_end(document.sha256)
+                return kept
+        catalog = self.corpus.catalog
+        reader = catalog.blob_reader()
+        info = reader.read_header(catalog.store.get(document.blob_key, 0, document.header_bytes))
+        self.corpus.check_blob(info, document)
+        level = self._level_of(info)
+        if info.prefix_layers and not info.levels[level].lossless:
+            msg = "it is coded for readers that run the model's first layers: encode it without prefix layers"
+            raise MismatchError(msg)
+        header = parse_header(reader.head)
+        if header.kept_bits or info.neutral_prefix:
+            msg = "it is pruned, or was computed behind a neutral prefix: its rows begin no prompt"
+            raise MismatchError(msg)
+        profile = self.corpus.profile(document.profile_digest) if document.profile_digest else None
+        blob = _Blob(document, reader, header, info, profile, level)
+        with self._lock:
+            self._blobs[document.sha256] = blob
+            while len(self._blobs) > _BLOBS:
+                self._blobs.popitem(last=False)
+        return blob
+
+    def _level_of(self, info: BlobInfo) -> int:
+        try:
+            return level_index(info, self._level)
+        except ArgumentError as error:
+            way = "encode with --lossless, or serve another level" if self._level == LOSSLESS else "serve one of these"
+            msg = f"{error}; {way}"
+            raise MismatchError(msg) from error
+
+    def _decode(
+        self, blob: _Blob, wanted: Sequence[tuple[bytes, PrefixHit]], dtype: torch.dtype
+    ) -> Iterator[tuple[bytes, KVCache]]:
+        """Chunks of one blob, from the document's first on; those that cannot be had are left out."""
+        info, size = blob.info, blob.info.chunk_tokens
+        spans = {each: range(hit.start // size, -(-hit.stop // size)) for each, hit in wanted}
+        decoder = BlobDecoder(blob.header, blob.profile, dtype=dtype, level=blob.level, max_tokens=self.corpus.window)
+        store, left, bad = self.corpus.catalog.store, list(wanted), set[int]()
+        needed = sorted({chunk for span in spans.values() for chunk in span})
+        threads = 1 if store.is_local else _READERS
+        for chunk, fetched in ahead(needed, lambda chunk: self._fetch(blob, chunk), threads):
+            try:
+                decoder.decode_chunk(chunk, fetched(), blob.level)
+            except KvwireError as error:
+                bad.add(chunk)
+                self._forget([pair for pair in wanted if chunk in spans[pair[0]]], error)
+            while left and spans[left[0][0]][-1] <= chunk:
+                each, hit = left.pop(0)
+                if not bad.intersection(spans[each]):
+                    with self._lock:
+                        self.chunks += 1
+                    yield each, decoder.cache.slice(hit.start, min(hit.stop, info.tokens))
+
+    def _fetch(self, blob: _Blob, chunk: int) -> list[bytes]:
+        """Segments of a chunk, which lie next to each other, in one range."""
+        reads, store, key = blob.info.reads(chunk, blob.level), self.corpus.catalog.store, blob.document.blob_key
+        data = store.get(key, reads[0].offset, reads[-1].end)
+        first = reads[0].offset
+        with self._lock:
+            self.bytes += len(data)
+        parts = [data[each.offset - first : each.end - first] for each in reads]
+        check = blob.reader.check
+        return parts if check is None else [check(each, part) for each, part in zip(reads, parts, strict=True)]

@@ -1,0 +1,133 @@
+"""What an adapter of another cache is configured with: a store, a tenant, a model, and the level that it serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvwire.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvwire.runtime.corpus import Corpus
+
+LOSSLESS, FINEST = "lossless", "finest"
+_TEXTS = (
+    "store", "model", "served_as", "token", "tenant", "salt", "keys", "cache", "cache_size", "memory_size",
+    "cache_salt",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ChunkSettings:
+    """Settings of an adapter, under the names that users give them.
+
+    Attributes:
+        store: Address of the store.
+        model: Name of the model in the store's record, or first digits of its revision; empty where there is one.
+        served_as: The engine's name of the model; empty: the name in the store's record.
+        chunk_tokens: Tokens of a chunk, as the engine hashes them.
+        level: What is served: ``lossless``, ``finest`` (of those that are not), or the name or index of a level.
+        cache_salt: Serve only requests with this salt; None: all.
+        cpu_block: Tokens of vLLM's blocks, where vLLM runs on a processor in float32; else 0.
+        lossy_for_all: Serve a level that is not lossless to all requests that begin with a document.
+        token: Bearer token of http stores.
+        tenant: Whose documents.
+        salt: The deployment's secret.
+        keys: File of master keys.
+        cache: Folder of a cache before the store.
+        cache_size: Of that folder.
+        memory_size: Of a cache in memory.
+    """
+
+    store: str
+    chunk_tokens: int
+    model: str = ""
+    served_as: str = ""
+    level: int | str = LOSSLESS
+    cache_salt: str | None = None
+    cpu_block: int = 0
+    lossy_for_all: bool = False
+    token: str | None = None
+    tenant: str = "default"
+    salt: str = ""
+    keys: str | None = None
+    cache: str | None = None
+    cache_size: str = "10GB"
+    memory_size: str | None = None
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any], chunk_tokens: int, *, salted: bool) -> ChunkSettings:
+        """Read an adapter's parameters.
+
+        Args:
+            given: The parameters.
+            chunk_tokens: Where they name none.
+            salted: The engine tells a request's salt.
+
+        Returns:
+            The settings.
+
+        Raises:
+            ArgumentError: A name is not known, a value is none that it may have, the store is missing, or a level that
+                is not lossless would reach requests that did not ask for it.
+        """
+        known = sorted(set(cls.__dataclass_fields__) - (set() if salted else {"cache_salt", "cpu_block"}))
+        if unknown := sorted(set(given) - set(known)):
+            msg = f"kvwire's adapter has no setting {unknown[0]!r}; it may have {', '.join(known)}"
+            raise ArgumentError(msg)
+        if wrong := [name for name in _TEXTS if given.get(name) is not None and not isinstance(given[name], str)]:
+            msg = f"kvwire's adapter: {wrong[0]} is a text"
+            raise ArgumentError(msg)
+        if not given.get("store"):
+            msg = 'name the store of the documents: {"store": "file:///folder"}'
+            raise ArgumentError(msg)
+        settings = cls(**{"chunk_tokens": chunk_tokens, **given})
+        if type(settings.level) not in (int, str) or type(settings.lossy_for_all) is not bool:
+            msg = "kvwire's adapter: level is a name or an index of a level, lossy_for_all is true or false"
+            raise ArgumentError(msg)
+        if type(settings.cpu_block) is not int or settings.cpu_block < 0:
+            msg = "kvwire's adapter: cpu_block is vLLM's --block-size, where it runs on a processor"
+            raise ArgumentError(msg)
+        settings.check_pollution(salted=salted)
+        return settings
+
+    def check_pollution(self, *, salted: bool) -> None:
+        """Refuse to give caches that are not exact to requests that did not ask for them.
+
+        Args:
+            salted: The engine tells a request's salt.
+
+        Raises:
+            ArgumentError: All requests would get them, and nobody said that they may.
+        """
+        if self.level == LOSSLESS or self.cache_salt or self.lossy_for_all:
+            return
+        way = 'give "cache_salt", which requests then send, or ' if salted else ""
+        msg = (
+            f"level {self.level!r} is not lossless, and every prompt that begins with a document would get it: {way}"
+            'say "lossy_for_all": true, or serve "level": "lossless"'
+        )
+        raise ArgumentError(msg)
+
+    def corpus(self) -> Corpus:
+        """Open the documents' corpus, without an engine.
+
+        Returns:
+            The corpus.
+
+        Raises:
+            NotFoundError: The store has no record of the model.
+            ArgumentError: Several models fit.
+            KvwireError: The store cannot be opened.
+        """
+        from kvwire.runtime.corpus import Corpus
+        from kvwire.store import Keyring
+        from kvwire.store.schemes import open_store
+
+        store = open_store(
+            self.store, token=self.token, cache=self.cache, cache_size=self.cache_size, memory_size=self.memory_size
+        )
+        keyring = Keyring.read(self.keys) if self.keys else None
+        return Corpus.open(store, model=self.model, tenant=self.tenant, salt=self.salt.encode(), keyring=keyring)

@@ -1,0 +1,106 @@
+"""Pages of SGLang's host pool: how a page's keys and values lie in a flat tensor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from kvwire.errors import ArgumentError, MismatchError
+from kvwire.runtime.chunk_shapes import DTYPES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvwire.types import KVCache
+
+# The order in which a page of each layout lists layers (0), tokens (1), heads (2) and elements (3): keys, then values.
+ORDERS = {
+    "layer_first": (0, 1, 2, 3),
+    "page_first": (1, 0, 2, 3),
+    "page_first_direct": (0, 1, 2, 3),
+    "page_head": (2, 1, 0, 3),
+}
+
+
+class HostPool(Protocol):
+    """What is asked of SGLang's ``HostKVCache``."""
+
+    layout: str
+    dtype: torch.dtype
+    page_size: int
+    layer_num: int
+    head_num: int
+    head_dim: int
+
+    def set_from_flat_data_page(self, index: int, data_page: Tensor) -> None:
+        """Write a page whose first token has a place."""
+        ...
+
+
+def check_pool(pool: HostPool, layers: int, heads: int, dim: int, tokens: int) -> None:
+    """Refuse a pool whose pages are not those of a model's chunks.
+
+    Args:
+        pool: SGLang's.
+        layers: Of the model.
+        heads: Key-value heads of this worker.
+        dim: Elements of a key or a value in one head.
+        tokens: Of a chunk of the index.
+
+    Raises:
+        MismatchError: Pages are of another shape, dtype or layout.
+    """
+    names = ("page_size", "layer_num", "head_num", "head_dim")
+    have = [getattr(pool, name, None) for name in names]
+    value_dim = getattr(pool, "v_head_dim", dim)
+    if have != [tokens, layers, heads, dim] or value_dim != dim or pool.dtype not in DTYPES:
+        shape = ", ".join(f"{name} {value}" for name, value in zip(names, have, strict=True))
+        msg = (
+            f"SGLang's pages have {shape} of {pool.dtype}, the store's {tokens}, {layers}, {heads} and {dim}, of "
+            "float32, bfloat16 or float16: serve the store's model, and give SGLang's --page-size as chunk_tokens (an "
+            "index of that length must be there: kvwire store index)"
+        )
+        raise MismatchError(msg)
+    if pool.layout not in ORDERS:
+        msg = f"kvwire does not know SGLang's layout {pool.layout!r}; take one of {', '.join(ORDERS)}"
+        raise MismatchError(msg)
+
+
+def flat_page(cache: KVCache, heads: slice, layout: str, tokens: int) -> Tensor:
+    """A page as SGLang's pool takes it.
+
+    Args:
+        cache: The chunk, of all heads of the model.
+        heads: Those of this worker.
+        layout: Of the pool, one of ``ORDERS``.
+        tokens: Of a page.
+
+    Returns:
+        All elements, keys first, in a new tensor of one dimension.
+
+    Raises:
+        ArgumentError: The cache has another number of tokens.
+    """
+    if cache.tokens != tokens:
+        msg = f"a chunk of {cache.tokens} tokens for a page of {tokens}"
+        raise ArgumentError(msg)
+    order = ORDERS[layout]
+    sides = [torch.stack([tensor[heads].transpose(0, 1) for tensor in side]) for side in (cache.keys, cache.values)]
+    return torch.stack([side.permute(order) for side in sides]).flatten()
+
+
+def flat_page_reference(cache: KVCache, heads: slice, layout: str, tokens: int) -> Tensor:
+    """What ``flat_page`` gives, element by element."""
+    layers, many, dim = len(cache.keys), heads.stop - heads.start, cache.keys[0].shape[-1]
+    sizes = (layers, tokens, many, dim)
+    order = ORDERS[layout]
+    page = cache.keys[0].new_zeros(2, *(sizes[axis] for axis in order))
+    for side, tensors in enumerate((cache.keys, cache.values)):
+        for layer in range(layers):
+            for token in range(tokens):
+                for head in range(many):
+                    at = (layer, token, head)
+                    place = tuple(at[axis] for axis in order[:3])
+                    page[(side, *place)] = tensors[layer][heads.start + head, token]
+    return page.flatten()

@@ -1,0 +1,150 @@
+"""vLLM beside LMCache's server with the adapter in it: documents that were encoded before come from kvwire's store."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import closing, contextmanager
+
+import pytest
+import torch
+
+os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+pytest.importorskip("lmcache", reason="LMCache is not installed: make test-engines runs this in its environment")
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines runs this in its environment")
+
+from transformers import LlamaConfig, LlamaForCausalLM
+from vllm import LLM, SamplingParams
+from vllm.inputs import TokensPrompt
+
+from kvwire.engines.transformers import open_engine
+from kvwire.runtime.corpus import Coding, Corpus, Document
+from kvwire.store import FolderStore
+
+pytestmark = pytest.mark.filterwarnings("default")
+CHUNK, BLOCK, SALT, LEVEL = 128, 32, "coarse", 1
+LENGTHS = {"a": 700, "b": 520}
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A model's folder, a store of its documents, an engine without loss, and the documents' corpus."""
+    root = tmp_path_factory.mktemp("lmcache")
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, initializer_range=0.15,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(root / "model")
+    engine, draw = open_engine(root / "model", dtype=torch.float32), random.Random(5)
+    texts = {name: tuple(draw.choices(range(20, 500), k=count)) for name, count in LENGTHS.items()}
+    with closing(FolderStore(root / "store")) as store:
+        corpus = Corpus(engine, store, coding=Coding(chunk_tokens=64, lossless=True))
+        list(corpus.encode([Document(*each) for each in texts.items()], index=(f"lmcache:{CHUNK}",)))
+        yield root, engine, corpus, texts
+
+
+@contextmanager
+def served(root, log, *adapters):
+    """LMCache's server with L2 adapters; gives its port and its address of metrics."""
+    port, http = free_port(), free_port()
+    command = [
+        sys.executable, "-c", "from lmcache.cli.main import main; main()", "server", "--host", "127.0.0.1",
+        "--port", str(port), "--http-host", "127.0.0.1", "--http-port", str(http), "--chunk-size", str(CHUNK),
+        "--l1-size-gb", "1", "--l1-init-size-gb", "1", "--eviction-policy", "LRU",
+        "--supported-transfer-mode", "engine_driven",
+    ]  # fmt: skip
+    for adapter in adapters:
+        command += ["--l2-adapter", json.dumps(adapter)]
+    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out, cwd=root) as process:
+        try:
+            until = time.monotonic() + 120
+            while True:
+                is_starting = process.poll() is None and time.monotonic() < until
+                assert is_starting, log.read_text()[-3000:]
+                try:
+                    urllib.request.urlopen(f"http://127.0.0.1:{http}/healthcheck", timeout=1).close()
+                    break
+                except OSError:
+                    time.sleep(0.3)
+            yield port
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+@contextmanager
+def serving(root, port):
+    transfer = {
+        "kv_connector": "LMCacheMPConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port},
+    }  # fmt: skip
+    llm = LLM(
+        model=str(root / "model"), kv_transfer_config=transfer, dtype="float32", enforce_eager=True, block_size=BLOCK,
+        max_model_len=2048, skip_tokenizer_init=True, num_gpu_blocks_override=128,
+    )  # fmt: skip
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def asked(llm, prompt, salt=None):
+    """Log-probabilities of the first token, and how many tokens came from a cache."""
+    sampling = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=20)
+    tokens = TokensPrompt(prompt_token_ids=list(prompt), **({"cache_salt": salt} if salt else {}))
+    (out,) = llm.generate([tokens], [sampling], use_tqdm=False)
+    return {token: each.logprob for token, each in out.outputs[0].logprobs[0].items()}, out.num_cached_tokens
+
+
+def distance(engine, first, prompt, cached=None):
+    start = cached.tokens if cached is not None else 0
+    past = None if cached is None else engine.past_key_values(cached)
+    logits = engine.forward(past, list(prompt[start:]), start, logits=1)[-1].float()
+    right = torch.log_softmax(logits, -1)
+    return max(abs(value - float(right[token])) for token, value in first.items())
+
+
+def adapter_of(root, **params):
+    return {
+        "type": "plugin", "module_path": "kvwire.lmcache", "class_name": "KvwireL2Adapter",
+        "adapter_params": {"store": f"file://{root}/store", "chunk_tokens": CHUNK, "cpu_block": BLOCK} | params,
+    }  # fmt: skip
+
+
+def test_documents_come_from_kvwires_store(place, tmp_path):
+    """Exact ones for all requests, and coarse ones for those with the salt alone, from two adapters of one server."""
+    root, engine, corpus, texts = place
+    served_as = str(root / "model")
+    exact = adapter_of(root, served_as=served_as, cache_salt="")
+    coarse = adapter_of(root, served_as=served_as, cache_salt=SALT, level=LEVEL)
+    question, fresh = (7, 8, 9, 10, 11), random.Random(9).choices(range(20, 500), k=300)
+    with served(root, tmp_path / "server.log", exact, coarse) as port, serving(root, port) as llm:
+        for name, chunks in (("a", 5), ("b", 4)):
+            prompt = (*texts[name], *question)
+            first, cached = asked(llm, prompt)
+            assert cached == chunks * CHUNK
+            assert distance(engine, first, prompt) <= 1e-4
+        first, cached = asked(llm, fresh)
+        assert cached == 0
+        assert distance(engine, first, fresh) <= 1e-4
+        prompt = (*texts["a"], *question)
+        first, cached = asked(llm, prompt, SALT)
+        assert cached == 5 * CHUNK
+        cache = corpus.decode("a", LEVEL, dtype=torch.float32).slice(0, 5 * CHUNK)
+        assert distance(engine, first, prompt, cache) <= 1e-4
+        assert distance(engine, first, prompt) > 1e-3
+        first, _ = asked(llm, prompt)  # nothing of the coarse one is left for others
+        assert distance(engine, first, prompt) <= 1e-4
