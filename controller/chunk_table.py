@@ -54,6 +54,7 @@ MOVES: dict[ChunkState, frozenset[ChunkState]] = {
 
 VALID = (_S.READY, _S.REFINING, _S.REFINED)
 """States in which a chunk of the prompt can be used as it is."""
+VALID_BYTES = bytes(VALID)
 
 _SIZES = 5  # rows of what is fixed before those of sizes
 _AFTER = tuple(frozenset(MOVES[state]) for state in _S)
@@ -254,6 +255,14 @@ class ChunkTable:
         """How many chunks can be used as they are."""
         counts = self.counts
         return counts[_S.READY] + counts[_S.REFINING] + counts[_S.REFINED]
+
+    def are_valid(self, count: int) -> bool:
+        """Whether all of the first chunks in the table can be used as they are.
+
+        Args:
+            count: How many.
+        """
+        return not self.state[:count].lstrip(VALID_BYTES)
 
     def arrived(self) -> tuple[int, int, int]:
         """What waits to be decoded: chunks, their tokens and their bytes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvwire.controller.chunk_table import VALID, ChunkState, ChunkTable
+from kvwire.controller.chunk_table import VALID_BYTES, ChunkState, ChunkTable
 from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId, Decision
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from kvwire.controller.documents import DocumentPlanInput
 
 _S = ChunkState
-_VALID_BYTES = bytes(VALID)
 
 
 class DocumentState:
@@ -252,7 +251,7 @@ class DocumentState:
     def ready_before(self) -> int:
         """The first chunk that is not valid yet; the number of chunks where all are."""
         part = self.table.state[self.start : self.stop]
-        return self.count - len(part.lstrip(_VALID_BYTES))
+        return self.count - len(part.lstrip(VALID_BYTES))
 
     def has(self, *states: ChunkState) -> bool:
         """Whether any chunk is in one of some states."""

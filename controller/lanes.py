@@ -27,7 +27,7 @@ class Job:
         tokens: Of it all, and of a decode in several threads of the busiest one's share.
         context: Tokens before them, likewise.
         size: Bytes, likewise.
-        repair_s: Of a closing: what passes of as many tokens as are repaired should take; likewise of a look.
+        repair_s: Of a closing: what passes of as many tokens as are repaired should take.
         behind: It reads the documents before its own, too.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from dataclasses import replace
+from itertools import accumulate
 from math import inf, isfinite
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -138,11 +139,9 @@ class Load:
             insort(self.docs, doc, key=attrgetter("number"))
         else:
             self.docs.append(doc)
-        if self.sees_before:
-            self.table.move_back(doc.start, doc.stop, sum(each.tokens for each in self.docs if each.number < number))
-            for later in self.docs:
-                if later.number > number:
-                    self.table.move_back(later.start, later.stop, doc.tokens)
+        if self.sees_before and self.is_known:
+            for each, before in zip(self.docs, accumulate((doc.tokens for doc in self.docs), initial=0), strict=False):
+                self.table.move_back(each.start, each.stop, before)
         self.prompt_tokens += doc.tokens
         self.has_prefix |= any(variant.prefix_share > 0 for variant in variants)
         # As documents come one by one, plans are made anew when there are a quarter more, and when all are known.
@@ -207,8 +206,11 @@ class Load:
         Args:
             doc: State of the document.
         """
-        before = [each for each in self.docs if each.number < doc.number]
-        return self.sees_before and 0 < doc.number == len(before) and all(each.is_valid for each in before)
+        if not (self.sees_before and self.is_known and doc.number):
+            return False
+        if self.table.in_prompt_order:
+            return self.table.are_valid(doc.start)
+        return all(each.is_valid for each in self.docs[: doc.number])
 
     def front(self) -> int:
         """Tokens from the prompt's beginning on that see all that stands before them."""
@@ -347,9 +349,8 @@ class Load:
             if doc.prefix_share_left
         }
         columns, self._open = self.table.open(heads)
-        if (
-            alone and self.sees_before and self.repair and self.repair.weighs_text
-        ):  # what is fetched does not see the documents before its own
+        if alone and self.sees_before and self.repair and self.repair.weighs_text:
+            # What is fetched does not see the documents before its own.
             linked = self.repair.error_left(self.repair_share) * (columns.document > 0)
             columns = replace(columns, errors=columns.errors + linked)
         refinable = None
@@ -384,9 +385,8 @@ class Load:
         self.plan, self.plan_bytes, self.planned_at = plan, plan.bytes, now
         self.spare_s = 0.0
         if self.repair and self.repair_share > self.repair.least:
-            costs = self._costs[0] if self._costs else request.costs
-            closings = (self.closing_s(costs, share) for share in (self.repair_share, self.repair.least))
-            self.spare_s = max(0.0, next(closings) - next(closings))
+            least_s = self.closing_s(request.costs, self.repair.least)
+            self.spare_s = max(0.0, self.closing_s(request.costs, self.repair_share) - least_s)
         self.is_stale, self._planned_docs = False, len(self.docs)
         order = np.asarray(plan.order, np.int64)
         before = self.waiting, self.refine, self._wanted

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvwire.errors import ArgumentError
+from kvwire.runtime.corpus_settings import CorpusSettings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,43 +20,25 @@ _TEXTS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class ChunkSettings:
-    """Settings of an adapter, under the names that users give them.
+@dataclass(frozen=True, kw_only=True)
+class ChunkSettings(CorpusSettings):
+    """Settings of an adapter, those of its corpus included.
 
     Attributes:
-        store: Address of the store.
-        model: Name of the model in the store's record, or first digits of its revision; empty where there is one.
         served_as: The engine's name of the model; empty: the name in the store's record.
         chunk_tokens: Tokens of a chunk, as the engine hashes them.
         level: What is served: ``lossless``, ``finest`` (of those that are not), or the name or index of a level.
         cache_salt: Serve only requests with this salt; None: all.
         cpu_block: Tokens of vLLM's blocks, where vLLM runs on a processor in float32; else 0.
         lossy_for_all: Serve a level that is not lossless to all requests that begin with a document.
-        token: Bearer token of http stores.
-        tenant: Whose documents.
-        salt: The deployment's secret.
-        keys: File of master keys.
-        cache: Folder of a cache before the store.
-        cache_size: Of that folder.
-        memory_size: Of a cache in memory.
     """
 
-    store: str
     chunk_tokens: int
-    model: str = ""
     served_as: str = ""
     level: int | str = LOSSLESS
     cache_salt: str | None = None
     cpu_block: int = 0
     lossy_for_all: bool = False
-    token: str | None = None
-    tenant: str = "default"
-    salt: str = ""
-    keys: str | None = None
-    cache: str | None = None
-    cache_size: str = "10GB"
-    memory_size: str | None = None
 
     @classmethod
     def read(cls, given: Mapping[str, Any], chunk_tokens: int, *, salted: bool) -> ChunkSettings:
@@ -122,12 +105,4 @@ class ChunkSettings:
             ArgumentError: Several models fit.
             KvwireError: The store cannot be opened.
         """
-        from kvwire.runtime.corpus import Corpus
-        from kvwire.store import Keyring
-        from kvwire.store.schemes import open_store
-
-        store = open_store(
-            self.store, token=self.token, cache=self.cache, cache_size=self.cache_size, memory_size=self.memory_size
-        )
-        keyring = Keyring.read(self.keys) if self.keys else None
-        return Corpus.open(store, model=self.model, tenant=self.tenant, salt=self.salt.encode(), keyring=keyring)
+        return self.open_corpus(self.model)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvwire.engines.transformers.identity import model_revision
 from kvwire.errors import ArgumentError
-from kvwire.runtime.corpus import Corpus
+from kvwire.runtime.corpus_settings import CorpusSettings
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import hash_scheme
 from kvwire.transport import parse_link
@@ -17,6 +17,7 @@ from kvwire.vllm.loading import PageLoader
 if TYPE_CHECKING:
     import torch
 
+    from kvwire.runtime.corpus import Corpus
     from kvwire.transport import LinkSettings
     from kvwire.vllm.saving import SaveMode
 
@@ -26,35 +27,17 @@ _TEXTS = (
 _SAVE = ("off", "asked", "all")
 
 
-@dataclass(frozen=True)
-class ConnectorSettings:
-    """vLLM's ``kv_connector_extra_config``.
+@dataclass(frozen=True, kw_only=True)
+class ConnectorSettings(CorpusSettings):
+    """vLLM's ``kv_connector_extra_config``, what names the corpus included; without a model it is vLLM's own folder.
 
     Attributes:
-        store: Address of the store.
-        model: Name of the model in the store's record, or first digits of its revision; empty: vLLM's own folder.
-        token: Bearer token of http stores.
-        tenant: Whose documents.
-        salt: The deployment's secret.
-        keys: File of master keys.
-        cache: Folder of a cache before the store.
-        cache_size: Of that folder.
-        memory_size: Of a cache in memory.
         link: An emulated link, such as ``50mbit,20ms``, for measurements.
         patience_s: Longest wait for the catalog.
         index: By which the longest stored prefix of a prompt is found, as ``Corpus.index`` takes it.
         save: Which prompts are kept that vLLM computes; see ``Saving``.
     """
 
-    store: str
-    model: str = ""
-    token: str | None = None
-    tenant: str = "default"
-    salt: str = ""
-    keys: str | None = None
-    cache: str | None = None
-    cache_size: str = "10GB"
-    memory_size: str | None = None
     link: str | None = None
     patience_s: float = 5.0
     index: str = "kvwire"
@@ -106,16 +89,9 @@ class ConnectorSettings:
             NotFoundError: The store has no record of the model.
             KvwireError: The store cannot be opened.
         """
-        from kvwire.store import Keyring
-        from kvwire.store.schemes import open_store
-
-        store = open_store(
-            self.store, token=self.token, cache=self.cache, cache_size=self.cache_size, memory_size=self.memory_size
-        )
         folder = Path(model).expanduser()
         named = model_revision(folder) if not self.model and (folder / "config.json").is_file() else self.model
-        keyring = Keyring.read(self.keys) if self.keys else None
-        return Corpus.open(store, model=named or model, tenant=self.tenant, salt=self.salt.encode(), keyring=keyring)
+        return self.open_corpus(named or model)
 
     def loader(self, corpus: Corpus, dtype: torch.dtype) -> PageLoader:
         """What loads documents.
