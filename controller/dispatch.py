@@ -77,7 +77,7 @@ class Dispatcher(Planner):
         if lanes.is_free("prefill") and now - self._reclaimed_at >= self._settings.replan_s:
             return True
         for load in self._loads.values():
-            if lanes.is_free("prefill") and (load.wants_passes or load.has_prefix):
+            if lanes.is_free("prefill") and (load.passes or load.has_prefix):
                 return True
             if self._wants_plan(load) and self.is_due(load, now):
                 return True
@@ -173,13 +173,13 @@ class Dispatcher(Planner):
         if not load.is_known and now - load.known_since < self.link.ttfb_s:
             return  # the other indexes are about to come, and may change what is worth computing
         self._refresh(load, now)
-        if load.refused_s or not load.wants_passes:
+        if load.refused_s or not load.passes:
             return
         if self._estimates.bandwidth.is_guess:
             self._fetch(load, now, out)
         surest_s = min(self._heard_s(now), self._until_closing_s(load, now))
         sure_s = min(self._sure_s(load, costs, now), surest_s)
-        found = load.next_pass(costs, min(self._pass_limit_s(load, costs, now), sure_s))
+        found = load.passes.next(costs, min(self._pass_limit_s(load, costs, now), sure_s))
         if found is None:
             return
         doc, run = found

@@ -7,6 +7,7 @@ from math import exp2, inf, log
 from typing import TYPE_CHECKING
 
 from kvwire.controller.chunk_table import ChunkState
+from kvwire.controller.coding import coding_options
 from kvwire.controller.costs import busiest
 from kvwire.controller.policies.base import SLOWEST
 from kvwire.controller.resources import Resources
@@ -192,7 +193,7 @@ class Limits(Resources):
         share, costs = option.least, self.costs_among_many(load)
         if option.most > option.least and load.goal.objective == "quality" and load.due < inf:
             left_s = self._left_s(load, costs, now) - self.lanes.left_s("prefill", now)
-            coding = load.coding(costs.decode, self.link.bandwidth_low, self.link.lead_s(now))
+            coding = coding_options(load.table, load.goal, costs.decode, self.link.bandwidth_low, self.link.lead_s(now))
             share = option.best(left_s, partial(load.closing_s, costs), coding)
         if share != load.repair_share:
             load.repair_share = share

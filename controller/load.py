@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.chunk_table import VALID, ChunkState, ChunkTable
+from kvwire.controller.chunk_table import ChunkState, ChunkTable
 from kvwire.controller.document_state import DocumentState
-from kvwire.controller.policies.base import RECOMPUTE, SLOWEST, PlanRequest
+from kvwire.controller.passes import WantedPasses
+from kvwire.controller.policies.base import RECOMPUTE, PlanRequest
 from kvwire.controller.policies.timeline import floor_s, prefill_s
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from numpy.typing import NDArray
-
-    from kvwire.controller.costs import CostModel, DecodeCost
+    from kvwire.controller.costs import CostModel
     from kvwire.controller.documents import DocumentPlanInput
     from kvwire.controller.events import LoadRequested
     from kvwire.controller.policies.base import Plan
@@ -60,6 +59,7 @@ class Load:
         planned_for: Bytes per second, expected and to rely on, when the plan was made.
         waiting: Places in the table of chunks that it fetches, and their levels, next one first.
         refine: Places of chunks that become better, and up to which level, next one first.
+        passes: Forward passes that the plan wants.
         compute_s: Seconds of recomputation that it holds.
         repair: What repairing its links may take and gives; None: they stay as they are.
         repair_share: Share of its rows that is to be computed anew, by what is known now.
@@ -108,8 +108,7 @@ class Load:
         self.confirmed = 0
         self.planned_for = 0.0, 0.0
         self.waiting: deque[tuple[int, int]] = deque()
-        self._wanted = bytearray()
-        self._passes: deque[DocumentState] = deque()
+        self.passes = WantedPasses(self.table)
         self.refine: deque[tuple[int, int]] = deque()
         self.compute_s = 0.0
         self.fallbacks = 0
@@ -245,38 +244,6 @@ class Load:
         """
         return self._repairing(costs, self._rows(share)).closing_s(self.prompt_tokens)
 
-    def coding(self, decode: DecodeCost, bandwidth: float, lead_s: float) -> list[tuple[float, float]]:
-        """When all chunks could be at a level, and what error they had then.
-
-        Args:
-            decode: Cost of decoding a chunk of many.
-            bandwidth: Bytes per second to rely on.
-            lead_s: Seconds until the link delivers again.
-
-        Returns:
-            Seconds from now and the mean error over tokens, from the goal's floor to its ceiling; text is not thought
-            of.
-        """
-        table = self.table
-        tokens, held, state, level = (table.look(name) for name in ("tokens", "held", "state", "valid_level"))
-        valid = np.isin(state, VALID)
-        text = (state == _S.RECOMPUTING) | (valid & (level < 0))
-        fetched = np.flatnonzero(valid & (level >= 0))
-        sizes = np.stack([np.frombuffer(row, np.int64) for row in table.sizes])
-        errors = np.stack([np.frombuffer(row, np.float64) for row in table.errors])
-        reached = np.where(text, table.look("exact_error"), inf)  # nothing that is valid becomes worse
-        reached[fetched] = errors[level[fetched], fetched]
-        out = []
-        finest = len(sizes) - 1
-        floor = min(self.goal.floor, finest)
-        for at in range(floor, 1 + (finest if self.goal.ceiling is None else min(self.goal.ceiling, finest))):
-            more = np.where(text | (valid & (level >= at)), 0, np.maximum(sizes[at] - held, 0))
-            size, begun = float(more.sum()), int(np.count_nonzero(more))
-            decode_s = decode.base_s * begun + decode.token_s * float(tokens[more > 0].sum()) + decode.byte_s * size
-            error = float((np.minimum(errors[at], reached) * tokens).sum()) / max(1, int(tokens.sum()))
-            out.append((lead_s * (size > 0) + max(size / max(bandwidth, SLOWEST), decode_s), error))
-        return out
-
     def doc(self, document: int) -> DocumentState:
         """A document that is known.
 
@@ -389,73 +356,23 @@ class Load:
             self.spare_s = max(0.0, self.closing_s(request.costs, self.repair_share) - least_s)
         self.is_stale, self._planned_docs = False, len(self.docs)
         order = np.asarray(plan.order, np.int64)
-        before = self.waiting, self.refine, self._wanted
+        before = self.waiting, self.refine
         self.waiting = deque(zip(self._open[order].tolist(), plan.levels[order].tolist(), strict=True))
         recomputed = plan.levels == RECOMPUTE
-        self._want(self._open[recomputed])
-        self.compute_s = float(prefill_s(request)[recomputed].sum()) if self._passes else 0.0
+        wanted_alike = self.passes.want(self._open[recomputed], self._open, self.doc)
+        self.compute_s = float(prefill_s(request)[recomputed].sum()) if self.passes else 0.0
         self.floor_s = floor_s(request)
         self._upgraded = set(self._open[[*plan.upgraded]].tolist()) if plan.upgraded else set()
         some, finer = request.refinable, np.asarray(plan.refine, np.int64)
         one_more = (some.level[finer] + 1).tolist() if some else []
         self.refine = deque(zip(self._refinable[finer].tolist(), plan.refine_levels or one_more, strict=True))
         same = self.waiting == before[0] and self.refine == before[1]
-        self.confirmed = self.confirmed + 1 if same and self._is_wanted_as(before[2]) else 0
-
-    def _is_wanted_as(self, before: bytearray) -> bool:
-        """Whether of the open chunks the same are to be recomputed as before."""
-        if not self.table.counts[ChunkState.PLANNED]:
-            return True
-        if len(before) != len(self._wanted):
-            return False
-        earlier, later = (np.frombuffer(each, np.uint8)[self._open] for each in (before, self._wanted))
-        return bool(np.array_equal(earlier, later))
-
-    def _want(self, places: NDArray[np.int64]) -> None:
-        """Remember which chunks are to be recomputed."""
-        self._wanted = bytearray(len(self.table))
-        self._passes = deque()
-        if len(places):
-            np.frombuffer(self._wanted, np.uint8)[places] = 1
-            documents = np.flatnonzero(np.bincount(self.table.look("document")[places]))
-            self._passes.extend(map(self.doc, documents.tolist()))
+        self.confirmed = self.confirmed + 1 if same and wanted_alike else 0
 
     @property
     def can_fetch_instead(self) -> bool:
         """Whether there is a blob of any document."""
         return any(doc.input.has_blob for doc in self.docs)
-
-    @property
-    def wants_passes(self) -> bool:
-        """Whether the plan may have chunks left to recompute."""
-        return bool(self._passes)
-
-    def next_pass(self, costs: CostModel, limit_s: float) -> tuple[DocumentState, list[int]] | None:
-        """Find the first forward pass that can run now and that the plan wants.
-
-        Args:
-            costs: What computing costs.
-            limit_s: Seconds that the pass may take, unless one chunk takes longer.
-
-        Returns:
-            Its document and chunks; None where there is none.
-        """
-        state, can_text, wanted = self.table.state, self.table.can_text, self._wanted
-        while self._passes and not self._passes[0].has(ChunkState.PLANNED):
-            self._passes.popleft()
-        for doc in self._passes:
-            first = doc.ready_before()
-            run: list[int] = []
-            for chunk in range(first, doc.count):
-                at = doc.start + chunk
-                if not (wanted[at] and can_text[at]) or state[at] != ChunkState.PLANNED:
-                    break
-                if run and costs.prefill.seconds(*doc.prefill_span(first, chunk)) > limit_s:
-                    break
-                run.append(chunk)
-            if run:
-                return doc, run
-        return None
 
     def fetch_instead(self, doc: DocumentState, chunk: int) -> None:
         """Fetch a chunk that the plan would have recomputed, at the quality floor.
@@ -465,7 +382,7 @@ class Load:
             chunk: Number of the chunk.
         """
         at = doc.start + chunk
-        self._wanted[at] = 0
+        self.passes.give_up(at)
         self.waiting.append((at, min(self.goal.floor, self.table.top[at])))
 
     def reason(self, doc: DocumentState, chunk: int) -> str:

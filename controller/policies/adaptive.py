@@ -9,15 +9,15 @@ what is left.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import dataclass, replace
 from math import inf, log10
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.policies.base import RECOMPUTE, SLOWEST, Plan
-from kvwire.controller.policies.timeline import Timeline, decode_s, prefill_s, unfetched_s, wire_s
+from kvwire.controller.policies.base import RECOMPUTE, Plan
+from kvwire.controller.policies.refining import Refining, raised_within
+from kvwire.controller.policies.timeline import Timeline, prefill_s, unfetched_s
 
 if TYPE_CHECKING:
     from kvwire.controller.policies.base import Flags, Ints, PlanRequest, UpgradeCandidates
@@ -265,155 +265,5 @@ def _refining(request: PlanRequest, plan: Plan) -> Plan:
         return plan
     if _may_look(request, finer.ready_s):
         return replace(plan, looks=True)  # what is fetched now might be nothing that the question looks at
-    levels = finer.best_within(left_s) if request.is_weighed else _raised_within(finer, some, left_s)
+    levels = finer.best_within(left_s) if request.is_weighed else raised_within(finer, some, left_s)
     return _with_refinements(plan, some, finer.order(levels), levels)
-
-
-def _raised_within(finer: Refining, some: UpgradeCandidates, left_s: float) -> Ints:
-    """Levels ``[m]`` where all are raised alike, as far as the time goes, and then single ones."""
-    # What is raised further ends later, so that the last one in time is found by halving.
-    most = int(some.top.max(initial=0)) + 1
-    fitting = bisect_right(range(most), left_s, key=lambda level: finer.end_s(finer.raised_to(level)))
-    levels = finer.raised_to(max(0, fitting - 1))
-    steps = finer.steps(levels)
-    count = bisect_right(
-        range(1, len(steps) + 1), left_s, key=lambda count: finer.end_s(finer.upgraded(levels, steps[:count]))
-    )
-    return finer.upgraded(levels, steps[:count])
-
-
-class Refining:
-    """What chunks that are valid or under way could become, and when that would be done; levels are arrays ``[m]``.
-
-    Refinements are asked for up to the level that is wanted in one go, and decoded once, behind all other decoding. The
-    link delivers them one after another while earlier ones are decoded.
-
-    Attributes:
-        ready_s: Seconds from now to the first token without refinements.
-    """
-
-    def __init__(self, request: PlanRequest, some: UpgradeCandidates) -> None:
-        """Work out what must be done anyway.
-
-        Args:
-            request: What the plan depends on; what it still fetches is not counted.
-            some: The candidates.
-        """
-        self._request, self._some = request, some
-        self._column = np.arange(len(some.level))
-        committed = request.committed
-        self.ready_s = unfetched_s(request, request.bandwidth_low)
-        self._closing_s = request.costs.closing_s(request.prompt_tokens)
-        decoding_s = committed.decode_s + float(committed.work_s.sum())
-        # With one worker refinements wait for all other work, with two for all other decoding.
-        self._lane_s = self.ready_s - self._closing_s if request.workers == 1 else decoding_s
-        self._link_s = request.lead_s + float(committed.wire.sum()) / max(request.bandwidth_low, SLOWEST)
-
-    def raised_to(self, level: int) -> Ints:
-        """Levels where all that are below one are raised to it, as far as they go.
-
-        Args:
-            level: The level.
-
-        Returns:
-            Levels ``[m]``.
-        """
-        return np.maximum(self._some.level, np.minimum(level, self._some.top))
-
-    def upgraded(self, levels: Ints, chosen: Ints) -> Ints:
-        """Levels with some of them one higher.
-
-        Args:
-            levels: Levels before ``[m]``.
-            chosen: Which ones.
-
-        Returns:
-            Levels ``[m]``.
-        """
-        out = levels.copy()
-        out[chosen] += 1
-        return out
-
-    def steps(self, levels: Ints) -> Ints:
-        """Candidates that can go one level higher still, most error removed per byte first.
-
-        Args:
-            levels: Levels before ``[m]``.
-
-        Returns:
-            Which ones.
-        """
-        able = np.flatnonzero(levels < self._some.top)
-        return able[self._by_gain(levels, np.minimum(levels + 1, self._some.top))[able].argsort(kind="stable")]
-
-    def best_within(self, left_s: float) -> Ints:
-        """Levels that remove most error for their bytes, as far as the time goes: of all steps the best ones first.
-
-        A chunk's step counts no more than the one before it, so that none is taken without that.
-
-        Args:
-            left_s: Seconds until the first token is due.
-
-        Returns:
-            Levels in the end ``[m]``.
-        """
-        some = self._some
-        steps, gains = [], []
-        before, best = some.level, np.full(len(some.level), np.inf)
-        for _ in range(int((some.top - some.level).max(initial=0))):
-            after = np.minimum(before + 1, some.top)
-            best = np.minimum(best, -self._by_gain(before, after))
-            able = np.flatnonzero(before < some.top)
-            steps.append(able)
-            gains.append(best[able])
-            before = after
-        if not steps:
-            return some.level
-        order = np.concatenate(steps)[np.argsort(-np.concatenate(gains), kind="stable")]
-
-        def after_first(count: int) -> Ints:
-            return np.asarray(some.level + np.bincount(order[:count], minlength=len(some.level)))
-
-        return after_first(
-            bisect_right(range(1, len(order) + 1), left_s, key=lambda count: self.end_s(after_first(count)))
-        )
-
-    def order(self, levels: Ints) -> Ints:
-        """Candidates that these levels make better, most error removed per byte first.
-
-        Args:
-            levels: Levels in the end ``[m]``.
-
-        Returns:
-            Which ones.
-        """
-        able = np.flatnonzero(levels > self._some.level)
-        return able[self._by_gain(self._some.level, levels)[able].argsort(kind="stable")]
-
-    def _by_gain(self, before: Ints, after: Ints) -> Ints:
-        """Error removed per byte, negative so that the largest sorts first ``[m]``."""
-        some, column = self._some, self._column
-        more = some.sizes[after, column] - some.sizes[before, column]
-        gain = some.tokens * (some.errors[before, column] - some.errors[after, column])
-        return np.asarray(-gain / np.maximum(more, 1))
-
-    def end_s(self, levels: Ints) -> float:
-        """Expect the first token where candidates are raised to some levels.
-
-        Args:
-            levels: Levels in the end ``[m]``.
-
-        Returns:
-            Seconds from now.
-        """
-        some, request = self._some, self._request
-        more = some.sizes[levels, self._column] - some.sizes[some.level, self._column]
-        raised = levels > some.level
-        if not raised.any():
-            return self.ready_s
-        wire = np.cumsum(wire_s(request, more, request.bandwidth_low)[raised])
-        sizes = some.sizes[levels, self._column]
-        work = decode_s(request, some.tokens, sizes)[raised]
-        done = np.cumsum(work)
-        begin = max(self._lane_s, self._link_s + float((wire - done + work).max()))
-        return max(self.ready_s, begin + float(done[-1]) + self._closing_s)

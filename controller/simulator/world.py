@@ -10,7 +10,7 @@ refused.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from math import inf
 from typing import TYPE_CHECKING, Literal, TypeAlias, cast
@@ -22,16 +22,16 @@ from kvwire.controller.costs import busiest
 from kvwire.controller.simulator.arrivals import Trouble
 from kvwire.controller.simulator.flows import DONE_BYTES, Flow, served
 from kvwire.controller.simulator.outcome import Lane, Outcome, Span
+from kvwire.controller.simulator.run import Run
 from kvwire.controller.simulator.steering import FREE, Inbox
 from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from kvwire.controller.core import Controller
     from kvwire.controller.costs import CostModel
-    from kvwire.controller.documents import DocumentPlanInput
     from kvwire.controller.simulator.arrivals import LoadArrival
     from kvwire.controller.simulator.steering import Steering
     from kvwire.types.rates import RateTrace
@@ -50,33 +50,6 @@ class _Job:
     instruction: LaneWork
     began: float
     ends: float
-
-
-@dataclass(eq=False)
-class _Run:
-    """A load in the world. received: bytes that came for it. corrupt: chunks that cannot be decoded.
-
-    here: level up to which a chunk's bytes are here. valid: chunks that are in the prompt. chunks: how many it has.
-    looked: it is known what the question attends to.
-    """
-
-    arrival: LoadArrival
-    number: int
-    chunks: int
-    received: float = 0.0
-    corrupt: set[ChunkId] = field(default_factory=set)
-    here: dict[ChunkId, int] = field(default_factory=dict)
-    valid: set[ChunkId] = field(default_factory=set)
-    spans: list[Span] = field(default_factory=list)
-    refused: bool = False
-    looked: bool = False
-    outcome: Outcome | None = None
-
-    def before(self, document: int) -> Iterator[ChunkId]:
-        """Chunks of the documents before one."""
-        for number, variants in enumerate(self.arrival.documents[:document]):
-            for chunk in range(len(variants[0].tokens)):
-                yield ChunkId(number, chunk, self.number)
 
 
 class World:
@@ -122,21 +95,20 @@ class World:
         self._now = 0.0
         self._queue: list[tuple[float, int, object]] = []
         self._ids = count()
-        self._runs: dict[int, _Run] = {}
+        self._runs: dict[int, Run] = {}
         self._flows: dict[ChunkId, Flow] = {}
         self._moved = 0.0  # bytes since the last report
         self._reported_at = 0.0
         self._jobs: dict[Lane, _Job] = {}
         self._closing: tuple[Lane, ...] = ("prefill",) if workers > 1 else ("prefill", "decode")
         self._closed_at = 0.0  # when all closings so far are over
-        self._variants: dict[tuple[int, int], int] = {}
         self._steering, self._inbox = steering or FREE, Inbox()
 
     def run(self, arrivals: Sequence[LoadArrival]) -> list[Outcome]:
         """Let loads come in and play everything to its end; outcomes in the order of ``arrivals``."""
         for number, arrival in enumerate(arrivals):
             chunks = sum(len(variants[0].tokens) for variants in arrival.documents)
-            self._runs[number] = _Run(arrival, number, chunks)
+            self._runs[number] = Run(arrival, number, chunks)
             self._at(arrival.at, ("ask", number))
         while any(run.outcome is None for run in self._runs.values()):
             self._step()
@@ -149,7 +121,10 @@ class World:
         """Go to the next instant at which anything happens, and let it happen."""
         planned = self._queue[0][0] if self._queue else inf
         heard_at = self._inbox.free_at if self._inbox else max(self._controller.wake_at, self._inbox.free_at)
-        moment = max(self._now, min(planned, self._link_moment(), heard_at, self._job_moment()))
+        moment = max(
+            self._now,
+            min(planned, self._link_moment(), heard_at, min((job.ends for job in self._jobs.values()), default=inf)),
+        )
         if moment > self._limit_s:
             open_loads = [run.number for run in self._runs.values() if run.outcome is None]
             msg = f"loads {open_loads} are not over after {self._limit_s} simulated seconds"
@@ -219,34 +194,30 @@ class World:
                 for chunk, level in zip(chunks, levels, strict=True):
                     _require(run.here.get(chunk, -1) >= level, f"level {level} of {chunk} to decode is not all here")
                 run.valid.difference_update(chunks)
-                inputs = [(self._input(run, c.document), c.chunk) for c in chunks]
-                work = [
-                    (document.tokens[chunk], document.fetch_bytes[chunk][level])
-                    for (document, chunk), level in zip(inputs, levels, strict=True)
-                ]
+                work = [run.size(chunk, level) for chunk, level in zip(chunks, levels, strict=True)]
                 seconds = self._costs.decode.seconds(*busiest(work, self._decode_threads))
                 self._start("decode", instruction, seconds)
             case ev.Recompute(first, last, behind):
                 run = self._runs[first.load]
-                seen = list(run.before(first.document)) if behind else []
-                seen += [replace(first, chunk=chunk) for chunk in range(first.chunk)]
+                seen = run.seen(first, behind=behind)
                 _require(
                     run.valid.issuperset(seen), f"{first} is to be recomputed: something before it is not in the prompt"
                 )
-                tokens = self._input(run, first.document).tokens
+                tokens = run.given(first.document).tokens
                 new = sum(tokens[first.chunk : last.chunk + 1])
-                before = sum(self._input(run, each.document).tokens[each.chunk] for each in seen)
+                before = sum(run.given(each.document).tokens[each.chunk] for each in seen)
                 self._start("prefill", instruction, self._costs.prefill.seconds(new, before))
             case ev.ComputePrefix(load, document, variant):
-                chosen = self._runs[load].arrival.documents[document][variant]
-                self._variants[load, document] = variant
+                run = self._runs[load]
+                run.variants[document] = variant
+                chosen = run.given(document)
                 seconds = chosen.prefix_share * self._costs.prefill.seconds(sum(chosen.tokens))
                 self._start("prefill", instruction, seconds)
             case ev.Look(load):
                 run = self._runs[load]
                 _require(len(run.valid) == run.chunks, f"load {load} is to be looked at: it is not complete")
                 query = replace(self._costs, query_tokens=run.arrival.query_tokens)
-                self._start("prefill", instruction, query.look_s(self._prompt_tokens(run)))
+                self._start("prefill", instruction, query.look_s(run.prompt_tokens))
             case ev.Cancel(chunk):
                 flow = self._flows.pop(chunk, None)
                 if flow:
@@ -263,12 +234,6 @@ class World:
                 reason = f"refused: it would be late by {late_s:.3f} s"
                 self._finish(self._runs[load], ev.Finish(load, (), reason))
 
-    def _prompt_tokens(self, run: _Run) -> int:
-        return sum(sum(self._input(run, document).tokens) for document in range(len(run.arrival.documents)))
-
-    def _input(self, run: _Run, document: int) -> DocumentPlanInput:
-        return run.arrival.documents[document][self._variants.get((run.number, document), 0)]
-
     # The link.
 
     def _open(self, fetch: ev.Fetch) -> None:
@@ -276,7 +241,7 @@ class World:
         lacking = self._runs[chunk.load].here.get(chunk, -1) + 1
         _require(chunk not in self._flows, f"{chunk} is to be fetched: it is being fetched already")
         _require(fetch.first == lacking, f"{chunk} is to be fetched from {fetch.first} on: {lacking} comes next")
-        self._variants[chunk.load, chunk.document] = fetch.variant
+        self._runs[chunk.load].variants[chunk.document] = fetch.variant
         key = (1, chunk.load, chunk.document, chunk.chunk, fetch.first)
         chance = np.random.default_rng(np.random.SeedSequence(self._seed, spawn_key=key)).random(4)
         stall_s = trouble.stall_s if chance[1] < trouble.stall else 0.0
@@ -370,9 +335,6 @@ class World:
         began = max(self._now, self._closed_at) if lane in self._closing else self._now
         self._jobs[lane] = _Job(instruction, began, began + seconds + self._lane_s)
 
-    def _job_moment(self) -> float:
-        return min((job.ends for job in self._jobs.values()), default=inf)
-
     def _end_jobs(self) -> None:
         for lane, job in list(self._jobs.items()):
             if job.ends > self._now:
@@ -408,20 +370,12 @@ class World:
 
     # The end.
 
-    def _finish(self, run: _Run, last: ev.Finish) -> None:
+    def _finish(self, run: Run, last: ev.Finish) -> None:
         """Close a load, or end it without decisions."""
         if run.outcome:
             return  # whoever asked has left while it was decided
         arrival, reason = run.arrival, last.reason
-        inputs = [self._input(run, document) for document in range(len(arrival.documents))]
-        prompt_tokens, first = self._prompt_tokens(run), sum(inputs[0].tokens)
-        repair = arrival.repair if len(inputs) > 1 else None
-        costs = replace(
-            self._costs,
-            query_tokens=arrival.query_tokens,
-            repair_rows=repair.work(last.repair, prompt_tokens, first, last.front) if repair else 0,
-            repair_looks=repair is not None and repair.looks and not run.looked,
-        )
+        prompt_tokens, costs = run.prompt_tokens, run.closing_costs(self._costs, last)
         closing_s = costs.closing_s(prompt_tokens)
         ready_s, deadline_s = self._now - arrival.at, arrival.goal.deadline_s
         ttft_s = ready_s + closing_s
@@ -433,12 +387,11 @@ class World:
             self._at(self._closed_at, ("closed", ev.PromptAssembled(run.number, prompt_tokens, linking_s, repair_s)))
             ttft_s = self._closed_at - arrival.at
             reason = arrival.goal.verdict(ttft_s)
-        blind = 1 - max(0, last.front - first) / prompt_tokens
         run.outcome = Outcome.of(
-            inputs, last.decisions, reason=reason, ready_s=ready_s, ttft_s=ttft_s,
+            run.inputs, last.decisions, reason=reason, ready_s=ready_s, ttft_s=ttft_s,
             deadline_s=deadline_s, received=round(run.received), asked_at=arrival.at,
             spans=tuple(run.spans), refused=run.refused, repair=last.repair,
-            link_error=blind * repair.error_left(last.repair) if repair else 0.0, attention=arrival.attention,
+            link_error=run.link_error(last), attention=arrival.attention,
         )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from kvwire.errors import ArgumentError, StorageError
 if TYPE_CHECKING:
     from kvwire.engines.base import Engine
     from kvwire.runtime.link_check import CheckPrompt
-    from kvwire.runtime.links import LinkReport
+    from kvwire.runtime.link_report import LinkReport
 
 _ANSWER_TOKENS = 16
 

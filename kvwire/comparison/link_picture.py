@@ -11,7 +11,7 @@ from matplotlib.ticker import PercentFormatter
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvwire.runtime.links import LinkReport
+    from kvwire.runtime.link_report import LinkReport
 
 # Okabe and Ito's palette; markers say the same again.
 _STYLES = {

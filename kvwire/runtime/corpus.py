@@ -20,7 +20,7 @@ from kvwire.codec import (
     read_profile,
 )
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, MismatchError, NotFoundError
-from kvwire.runtime.links import LinkReport
+from kvwire.runtime.link_report import LinkReport
 from kvwire.runtime.quality import calibrate_error
 from kvwire.store import Catalog, CatalogEntry, check_new_name
 from kvwire.types import KVCache, digest_tokens

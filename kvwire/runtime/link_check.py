@@ -12,7 +12,7 @@ import torch
 from kvwire.codec import Profile, decode, encode, inspect
 from kvwire.errors import ArgumentError, MismatchError
 from kvwire.reuse import RepairInput, block_mask, link, repair_prompt, selector_of
-from kvwire.runtime.links import DEFAULT_SELECTOR, LinkReport
+from kvwire.runtime.link_report import DEFAULT_SELECTOR, LinkReport
 from kvwire.runtime.quality import mean_kl
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ import time
 import weakref
 from concurrent.futures import CancelledError
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import torch
 
@@ -19,16 +19,15 @@ from kvwire import controller as ctl
 from kvwire._version import __version__
 from kvwire.codec import Profile, uses_triton
 from kvwire.codec.prediction.text import expect_all
-from kvwire.controller import events as ev
 from kvwire.engines.base import Engine
 from kvwire.errors import ArgumentError, KvwireError
-from kvwire.runtime.answer import Answer, Timing
+from kvwire.runtime.closing import Closer, Filled
 from kvwire.runtime.costs import measure_costs, warm_up
 from kvwire.runtime.documents import LengthChangedError, Timeouts
 from kvwire.runtime.estimates_file import EstimatesFile, engine_key, link_key, processor
 from kvwire.runtime.executor import Executor, ExecutorSettings
 from kvwire.runtime.finder import UNREADABLE, DocumentFinder
-from kvwire.runtime.links import LinkPlan, Repairer, Told, plan_links
+from kvwire.runtime.links import LinkPlan, plan_links
 from kvwire.runtime.session import Session
 from kvwire.runtime.settings import LoadSettings, controls_of
 from kvwire.runtime.threads import Threads
@@ -39,16 +38,13 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
     from concurrent.futures import Future
 
-    from torch import Tensor
-
     from kvwire.codec import AnyProfile, Backend
     from kvwire.controller import Objective
-    from kvwire.reuse import Repaired, SchemaPrompt
+    from kvwire.reuse import SchemaPrompt
+    from kvwire.runtime.answer import Answer
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.driver import ControllerDriver
-    from kvwire.runtime.kept import Found, RepairKeeper
-    from kvwire.runtime.links import LinkReport
-    from kvwire.types import Decision
+    from kvwire.runtime.link_report import LinkReport
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Executor)
@@ -56,9 +52,6 @@ _OPEN_SHARE = 0.25
 """Share of a deadline that a header may take where the document's text is known: recomputing needs the rest."""
 _OPEN_LEAST_S = 0.1
 _WRITING_S = 6.0  # estimates wait for a lock for five seconds
-_KEEPING_S = 60.0
-_KEPT_SHARE = 0.25
-"""Share of what is left of a deadline that rows of an earlier repair may still take to come."""
 
 
 class Loader:
@@ -112,15 +105,13 @@ class Loader:
         threads = Threads(self._controls.workers, self._controls.decode_threads)
         self._session = Session(self._lock, threads, emulated, chosen.fetch)
         self._finder = DocumentFinder(self._session, self._corpora, chosen.entries_s)
-        self._repairer = Repairer(engine)
-        self._keeper = self._new_keeper(corpus) if chosen.keep_repairs else None
-        self._keeping: Future[int] | None = None
         self._links: LinkPlan | None = None
         self._engine_looks = type(engine).attention_received is not Engine.attention_received
         self._warming = Warming()
         self._end = weakref.finalize(self, _end, self._session, self._warming)  # from whichever thread collects it
         _ = ctl.Controller  # imports it now, and not in the first load
         self._estimates = self._first_estimates(costs)
+        self._closer = Closer(engine, corpus, self._session, chosen, self._estimates)
 
     def __enter__(self) -> Self:
         """Begin; nothing is started before the first load."""
@@ -132,10 +123,10 @@ class Loader:
 
     def close(self) -> None:
         """End loads that are under way, and all connections and threads. What was learnt is written down first."""
-        for writing, most_s in ((self._writing, _WRITING_S), (self._keeping, _KEEPING_S)):
-            if writing is not None:
-                with suppress(TimeoutError, CancelledError):
-                    writing.result(most_s)
+        if self._writing is not None:
+            with suppress(TimeoutError, CancelledError):
+                self._writing.result(_WRITING_S)
+        self._closer.close()
         self._warming.close()
         self._session.close()
         self._end.detach()
@@ -269,7 +260,10 @@ class Loader:
             raise ArgumentError(msg)
         looking = question if self._settings.look and self._engine_looks else ()
         async with self._filled(make, documents, len(question), goal, texts, looking) as filled:
-            return await self._answer(filled, goal, list(question), tokens)
+            answer = await self._closer.answer(filled, goal, list(question), tokens)
+            self._engine_looks &= filled.executor.can_look
+            self._remember()
+            return answer
 
     @asynccontextmanager
     async def _filled(
@@ -296,7 +290,7 @@ class Loader:
             links = await planning
             settings = ExecutorSettings(
                 fetch=chosen.fetch, backend=chosen.backend, timeouts=timeouts, links=links, question=looking,
-                keeper=self._keeper,
+                keeper=self._closer.keeper,
             )  # fmt: skip
             async with make(self._engine, found, self._session, driver, self._finder, settings) as executor:
                 asked = driver.clock() - started
@@ -320,8 +314,8 @@ class Loader:
                 self._links = await driver.look_up(self._read_link_plan, limit_s)
             except KvwireError as error:  # the next load tries again
                 return replace(self._plan_links(None, None), trouble=f"the report on links was not read: {error}")
-        if self._repairer.trouble and self._links.option and not self._links.is_wanted:
-            return replace(self._links, trouble=self._repairer.trouble, is_able=False)
+        if self._closer.trouble and self._links.option and not self._links.is_wanted:
+            return replace(self._links, trouble=self._closer.trouble, is_able=False)
         return self._links
 
     def _read_link_plan(self) -> LinkPlan:
@@ -346,105 +340,6 @@ class Loader:
             on_late=chosen.on_late,
         )
 
-    async def _answer(self, filled: Filled[Executor], goal: ctl.Goal, question: list[int], tokens: int) -> Answer:
-        driver, executor, finish, started, asked_s = filled
-        due = None if goal.deadline_s is None else started + goal.deadline_s
-        found = await self._kept_rows(executor, finish, due)
-        close = partial(self._close, executor, question, finish, due, found)
-        closing = await driver.compute(close)
-        is_short = closing.repaired and (closing.repaired.is_cut or closing.repaired.kept)
-        repair_s = 0.0 if is_short else closing.repair_s  # nothing is learnt of it
-        driver.tell(ev.PromptAssembled(executor.number, executor.prompt.cache.tokens, closing.beyond_s, repair_s))
-        if closing.trouble:
-            executor.misses.append(closing.trouble)
-        timing = Timing(
-            ttft_s=closing.done - started,
-            fetch_s=max(0.0, executor.fetched_at - started),
-            decode_s=executor.decode_s,
-            recompute_s=executor.recompute_s,
-            link_s=closing.link_s,
-            query_s=closing.query_s,
-            repair_s=closing.repair_s,
-            look_s=executor.look_s,
-        )
-        first = int(closing.logits.argmax())
-        start = executor.prompt.cache.tokens + len(question)
-        out = await self._generate(driver, closing.past, first, start, tokens)
-        text = await driver.compute(partial(self._engine.detokenize, out)) if self._engine.has_tokenizer else ""
-        self._remember()
-        self._engine_looks &= executor.can_look
-        self._keep(executor, closing.repaired, found, finish)
-        predicted_s = None if executor.predicted_s is None else asked_s + executor.predicted_s
-        return Answer(
-            first, closing.logits.cpu(), tuple(out), text, executor.prompt, finish.decisions,
-            goal.verdict(timing.ttft_s), timing, executor.bytes, tuple(executor.misses), predicted_s,
-            _error(executor, finish.decisions), closing.repaired,
-            executor.link_warning(_share(closing.repaired, finish, start - len(question))), finish.front,
-        )  # fmt: skip
-
-    def _new_keeper(self, corpus: Corpus) -> RepairKeeper:
-        from kvwire.runtime.kept import RepairKeeper
-
-        return RepairKeeper(corpus, self._session.view(corpus.catalog.store), self._settings.kept_bytes)
-
-    async def _kept_rows(self, executor: Executor, finish: ev.Finish, due: float | None) -> Found | None:
-        """What earlier repairs left of this prompt, where rows are to be computed and it may be used."""
-        if not finish.repair or executor.prompt.cache.kept is not None:
-            return None
-        limit_s = self._settings.open_s if due is None else _KEPT_SHARE * (due - time.monotonic())
-        found = await executor.kept_rows(limit_s)
-        if found is None or found.kept is None:
-            executor.misses += [found.trouble] if found else []
-            return found
-        return found if found.kept.suits(executor.documents, finish.decisions) else None
-
-    def _keep(self, executor: Executor, repaired: Repaired | None, found: Found | None, finish: ev.Finish) -> None:
-        """Keep a prompt's repaired rows in a thread; while that runs, those of later loads are not."""
-        if self._keeper is None or repaired is None or not (self._keeping is None or self._keeping.done()):
-            return
-        from kvwire.runtime.kept import gathered
-
-        made = gathered(executor.prompt, executor.documents, repaired, found, finish)
-        if made is not None:
-            self._keeping = self._session.threads.store.submit(self._keeper.keep, made)
-
-    def _close(
-        self, executor: Executor, question: list[int], finish: ev.Finish, due: float | None, found: Found | None
-    ) -> _Closing:
-        """Repair the prompt, hand it over to the engine and run the question, in the compute thread."""
-        executor.complete()
-        began, prompt, share = time.monotonic(), executor.prompt, finish.repair
-        needed = share > 0 and "deviation" in executor.links.selector.needs
-        told = Told(executor.texts, executor.deviations if needed else None, executor.attention)
-        with self._lock:
-            expected_s = self._estimates.prefill.cost.seconds(len(question), prompt.cache.tokens)
-        stop = None if due is None else lambda: time.monotonic() + expected_s > due
-        restore = partial(found.kept.write, prompt, finish.front) if found and found.kept else None
-        repaired, trouble = self._repairer.run(
-            executor.links, prompt, told, question, share, finish.front, stop, restore
-        )
-        linking = time.monotonic()
-        tokens = prompt.cache.tokens
-        past = self._engine.own_past(prompt.cache)
-        querying = time.monotonic()
-        logits = self._engine.forward(past, question, tokens, logits=1)[-1].float().cpu()
-        done = time.monotonic()
-        return _Closing(
-            past, logits, querying - linking, done - querying, done, done - linking - expected_s,
-            linking - began if repaired else 0.0, repaired, trouble,
-        )  # fmt: skip
-
-    async def _generate(self, driver: ControllerDriver, past: Any, first: int, start: int, tokens: int) -> list[int]:  # noqa: ANN401
-        """Greedy continuation, token by token, so that other loads get their turns in between."""
-        out = [first]
-        while len(out) < tokens:
-            step = partial(self._engine.generate, past, out[-1], start + len(out) - 1, 2)
-            more = (await driver.compute(step))[1:]
-            if not more:
-                break
-            out += more
-        return out
-
     def _remember(self) -> None:
         """Write estimates down in a thread; while that runs, later loads leave it to those after them."""
         if self._writing is None or self._writing.done():
@@ -463,53 +358,6 @@ async def _all_of(works: Sequence[Coroutine[None, None, T]]) -> list[T]:
     else:
         return [task.result() for task in tasks]
     raise first
-
-
-class Filled(NamedTuple, Generic[E]):
-    """A load that ended: by whom, when it was begun, and how long finding its documents took."""
-
-    driver: ControllerDriver
-    executor: E
-    finish: ev.Finish
-    started: float
-    asked_s: float
-
-
-@dataclass(frozen=True, eq=False)
-class _Closing:
-    """What follows the last chunk. done: instant of the first token.
-
-    beyond_s: all that it took less the repair and the expected pass. trouble: why nothing was repaired.
-    """
-
-    past: Any
-    logits: Tensor
-    link_s: float
-    query_s: float
-    done: float
-    beyond_s: float
-    repair_s: float
-    repaired: Repaired | None
-    trouble: str
-
-
-def _share(repaired: Repaired | None, finish: ev.Finish, tokens: int) -> float:
-    """Share of the prompt's rows that was computed anew, 1 where all of it was computed behind each other."""
-    if finish.front >= tokens:
-        return 1.0
-    if repaired is None or not repaired.is_cut:
-        return finish.repair if repaired else 0.0
-    return 0.0  # what was measured of a share is not measured of its beginning
-
-
-def _error(executor: Executor, decisions: Sequence[Decision]) -> float:
-    """Mean over tokens of the errors that chunks ended with."""
-    total, tokens = 0.0, 0
-    for decision in decisions:
-        given, chunk = executor.inputs[decision.chunk.document], decision.chunk.chunk
-        total += given.tokens[chunk] * given.error(chunk, decision.level)
-        tokens += given.tokens[chunk]
-    return total / max(tokens, 1)
 
 
 def _keys(engine: Engine, corpus: Corpus, emulated: str, backend: Backend) -> tuple[str, str]:

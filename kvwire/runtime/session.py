@@ -42,6 +42,7 @@ class Session:
 
     Attributes:
         link: The emulated link, None without one.
+        lock: Held while the controller works, or what it learnt is read.
         threads: Where lanes and blocking calls run.
     """
 
@@ -56,7 +57,7 @@ class Session:
             link: An emulated link in front of every store.
             fetch: Its ``concurrency`` bounds the connections, its retries and patience hold for look-ups, too.
         """
-        self._lock = lock
+        self.lock = lock
         self.threads, self.link = threads, link
         self._fetch = fetch
         self._starting = threading.RLock()  # a loader may be collected, and closed, in whichever thread holds it
@@ -176,7 +177,7 @@ class Session:
             The driver.
         """
         if self._driver is None or self._driver.broken:
-            self._driver = ControllerDriver(controller(), self._lock, self.threads)
+            self._driver = ControllerDriver(controller(), self.lock, self.threads)
         return self._driver
 
     async def read(self, store: Store, key: str, start: int, end: int | None, link: EmulatedLink | None) -> bytes:

@@ -23,15 +23,16 @@ _Job = tuple["Future[Any]", "Callable[..., Any]", tuple[Any, ...], dict[str, Any
 class DaemonThreads(ThreadPoolExecutor):
     """An executor whose threads no process waits for: what they do may block for minutes, as a dead disk does."""
 
-    def __init__(self, most: int, name: str) -> None:
+    def __init__(self, most: int, name: str, join_s: float = _JOIN_S) -> None:
         """Start no thread yet.
 
         Args:
             most: Threads that start at most, when they are needed.
             name: What their names begin with.
+            join_s: Longest wait for all of them when they are shut down, in seconds.
         """
         super().__init__(most, name)
-        self._most, self._name = most, name
+        self._most, self._name, self._join_s = most, name, join_s
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._started: list[threading.Thread] = []
         self._idle = threading.Semaphore(0)
@@ -69,7 +70,7 @@ class DaemonThreads(ThreadPoolExecutor):
         """End the threads; jobs that wait are cancelled, a thread that is blocked in one is left behind.
 
         Args:
-            wait: Wait for the others, two seconds at most.
+            wait: Wait for the others, as long as was said when they were made.
             cancel_futures: Not looked at: nothing is left to wait in line.
         """
         with self._guard:
@@ -83,7 +84,7 @@ class DaemonThreads(ThreadPoolExecutor):
                     job[0].cancel()
             for _ in self._started:
                 self._jobs.put(None)
-        until = time.monotonic() + _JOIN_S
+        until = time.monotonic() + self._join_s
         for thread in self._started if wait else ():
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))

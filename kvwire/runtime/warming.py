@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvwire.runtime")
 _BEGUN: set[DaemonThreads] = set()
 """Threads that may be in a step: one that the interpreter's end cuts off inside torch takes the process down."""
+_STEP_S = 60.0
+"""Longest wait for a step then."""
 
 
 @atexit.register
@@ -30,7 +32,7 @@ class Warming:
 
     def __init__(self) -> None:
         """Start nothing yet."""
-        self._threads = DaemonThreads(1, "kvwire-warming")
+        self._threads = DaemonThreads(1, "kvwire-warming", _STEP_S)
         self._lock = threading.RLock()  # an owner that is collected closes, in whichever thread and wherever that is
         self._steps: Iterator[None] | None = None
         self._loads = 0

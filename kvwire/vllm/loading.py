@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from kvwire.controller import Goal
     from kvwire.runtime.corpus import Corpus
-    from kvwire.runtime.executor import Piece
+    from kvwire.runtime.prompt_jobs import Piece
     from kvwire.types import CacheMeta, KVCache
 
 ELSEWHERE = PrefillCost(0.0, 10.0)

@@ -13,9 +13,9 @@ from kvwire.controller import Controller, ControllerSettings, Estimates, Goal
 from kvwire.controller import events as ev
 from kvwire.controller.horizons import EDGES, HORIZONS_S, HorizonErrors
 from kvwire.controller.policies import Adaptive, Fixed, TextOnly
-from kvwire.controller.policies.adaptive import Refining
 from kvwire.controller.policies.base import UpgradeCandidates
 from kvwire.controller.policies.naive import finish_naive, splits
+from kvwire.controller.policies.refining import Refining
 from kvwire.controller.policies.timeline import Timeline, first_levels
 from kvwire.controller.simulator.arrivals import LoadArrival
 from kvwire.controller.simulator.world import World

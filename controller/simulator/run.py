@@ -1,0 +1,121 @@
+"""A load in the simulated world."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from kvwire.types import ChunkId
+
+if TYPE_CHECKING:
+    from kvwire.controller.costs import CostModel
+    from kvwire.controller.documents import DocumentPlanInput
+    from kvwire.controller.events import Finish
+    from kvwire.controller.repair import RepairOption
+    from kvwire.controller.simulator.arrivals import LoadArrival
+    from kvwire.controller.simulator.outcome import Outcome, Span
+
+
+@dataclass(eq=False)
+class Run:
+    """A load.
+
+    Attributes:
+        arrival: What was asked for, and when.
+        number: For the controller.
+        chunks: How many it has.
+        received: Bytes that came for it.
+        corrupt: Chunks that cannot be decoded.
+        here: Level up to which a chunk's bytes are here.
+        valid: Chunks that are in the prompt.
+        spans: What was done for it so far.
+        variants: Which of its blobs a document is fetched from; 0 where nothing was fetched.
+        refused: It was not admitted.
+        looked: It is known what the question attends to.
+        outcome: How it ended; None before.
+    """
+
+    arrival: LoadArrival
+    number: int
+    chunks: int
+    received: float = 0.0
+    corrupt: set[ChunkId] = field(default_factory=set)
+    here: dict[ChunkId, int] = field(default_factory=dict)
+    valid: set[ChunkId] = field(default_factory=set)
+    spans: list[Span] = field(default_factory=list)
+    variants: dict[int, int] = field(default_factory=dict)
+    refused: bool = False
+    looked: bool = False
+    outcome: Outcome | None = None
+
+    def seen(self, first: ChunkId, *, behind: bool) -> list[ChunkId]:
+        """Chunks that a pass sees.
+
+        Args:
+            first: That it begins with.
+            behind: It sees the documents before its own, too.
+        """
+        documents = range(first.document + 1) if behind else (first.document,)
+        counts = {number: len(self.arrival.documents[number][0].tokens) for number in documents}
+        counts[first.document] = first.chunk
+        return [ChunkId(number, chunk, self.number) for number in documents for chunk in range(counts[number])]
+
+    def size(self, chunk: ChunkId, level: int) -> tuple[int, int]:
+        """Tokens of a chunk, and bytes of a level of it.
+
+        Args:
+            chunk: Which.
+            level: Number of the level.
+        """
+        given = self.given(chunk.document)
+        return given.tokens[chunk.chunk], given.fetch_bytes[chunk.chunk][level]
+
+    @property
+    def inputs(self) -> list[DocumentPlanInput]:
+        """Its documents, as the blobs that they are fetched from."""
+        return [self.given(document) for document in range(len(self.arrival.documents))]
+
+    def given(self, document: int) -> DocumentPlanInput:
+        """A document, as the blob that it is fetched from.
+
+        Args:
+            document: Its number.
+        """
+        return self.arrival.documents[document][self.variants.get(document, 0)]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all documents."""
+        return sum(sum(given.tokens) for given in self.inputs)
+
+    def closing_costs(self, costs: CostModel, last: Finish) -> CostModel:
+        """What computing costs, the repair and the question of this load included.
+
+        Args:
+            costs: Of any load.
+            last: Says what share of rows is repaired.
+
+        Returns:
+            The costs.
+        """
+        repair, first = self.repair, sum(self.inputs[0].tokens)
+        return replace(
+            costs,
+            query_tokens=self.arrival.query_tokens,
+            repair_rows=repair.work(last.repair, self.prompt_tokens, first, last.front) if repair else 0,
+            repair_looks=repair is not None and repair.looks and not self.looked,
+        )
+
+    @property
+    def repair(self) -> RepairOption | None:
+        """What repairing its links may take; None where it has none."""
+        return self.arrival.repair if len(self.arrival.documents) > 1 else None
+
+    def link_error(self, last: Finish) -> float:
+        """Error that its links are left with.
+
+        Args:
+            last: Says what share of rows was repaired.
+        """
+        blind = 1 - max(0, last.front - sum(self.inputs[0].tokens)) / self.prompt_tokens
+        return blind * self.repair.error_left(last.repair) if self.repair else 0.0

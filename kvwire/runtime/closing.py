@@ -1,0 +1,233 @@
+"""From the last chunk to the answer: repair, the question's pass, generation, and what is kept of it."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+from kvwire.controller import events as ev
+from kvwire.runtime.answer import Answer, Timing
+from kvwire.runtime.executor import Executor
+from kvwire.runtime.links import Repairer, Told
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from concurrent.futures import Future
+
+    from torch import Tensor
+
+    from kvwire.controller import Estimates, Goal
+    from kvwire.engines.base import Engine
+    from kvwire.reuse import Repaired
+    from kvwire.runtime.corpus import Corpus
+    from kvwire.runtime.driver import ControllerDriver
+    from kvwire.runtime.kept import Found, RepairKeeper
+    from kvwire.runtime.session import Session
+    from kvwire.runtime.settings import LoadSettings
+    from kvwire.types import Decision
+
+E = TypeVar("E", bound=Executor)
+_KEEPING_S = 60.0
+_KEPT_SHARE = 0.25
+"""Share of what is left of a deadline that rows of an earlier repair may still take to come."""
+
+
+class Filled(NamedTuple, Generic[E]):
+    """A load that ended: by whom, when it was begun, and how long finding its documents took."""
+
+    driver: ControllerDriver
+    executor: E
+    finish: ev.Finish
+    started: float
+    asked_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Closing:
+    """What follows the last chunk. done: instant of the first token.
+
+    beyond_s: all that it took less the repair and the expected pass. trouble: why nothing was repaired.
+    """
+
+    past: Any
+    logits: Tensor
+    link_s: float
+    query_s: float
+    done: float
+    beyond_s: float
+    repair_s: float
+    repaired: Repaired | None
+    trouble: str
+
+
+class Closer:
+    """Answers questions on prompts that are filled, for one loader.
+
+    Attributes:
+        keeper: Keeps what repairs computed; None: nobody does.
+    """
+
+    def __init__(
+        self, engine: Engine, corpus: Corpus, session: Session, settings: LoadSettings,
+        estimates: Estimates,
+    ) -> None:  # fmt: skip
+        """Take the parts.
+
+        Args:
+            engine: Runs the model.
+            corpus: Where repairs are kept.
+            session: What loads share.
+            settings: How prompts are loaded.
+            estimates: Of the link and the engine, as they are learnt; read under the session's lock.
+        """
+        self._engine, self._session, self._settings = engine, session, settings
+        self._estimates = estimates
+        self._repairer = Repairer(engine)
+        self.keeper = self._new_keeper(corpus) if settings.keep_repairs else None
+        self._keeping: Future[int] | None = None
+
+    @property
+    def trouble(self) -> str:
+        """Why links can never be repaired; empty where they may."""
+        return self._repairer.trouble
+
+    def close(self) -> None:
+        """Wait for what is being kept."""
+        if self._keeping is not None:
+            with suppress(TimeoutError, CancelledError):
+                self._keeping.result(_KEEPING_S)
+
+    async def answer(self, filled: Filled[Executor], goal: Goal, question: list[int], tokens: int) -> Answer:
+        """Repair the prompt where it is to be, run the question, and generate.
+
+        Args:
+            filled: The load, on the session's loop.
+            goal: What it is to reach.
+            question: Token ids.
+            tokens: Length of the answer at most.
+
+        Returns:
+            The answer.
+
+        Raises:
+            MismatchError: A share of rows was asked for and the engine cannot compute it.
+            ArgumentError: A share of rows was asked for and the selector lacks something.
+        """
+        driver, executor, finish, started, asked_s = filled
+        due = None if goal.deadline_s is None else started + goal.deadline_s
+        found = await self._kept_rows(executor, finish, due)
+        close = partial(self._close, executor, question, finish, due, found)
+        closing = await driver.compute(close)
+        is_short = closing.repaired and (closing.repaired.is_cut or closing.repaired.kept)
+        repair_s = 0.0 if is_short else closing.repair_s  # nothing is learnt of it
+        driver.tell(ev.PromptAssembled(executor.number, executor.prompt.cache.tokens, closing.beyond_s, repair_s))
+        if closing.trouble:
+            executor.misses.append(closing.trouble)
+        timing = Timing(
+            ttft_s=closing.done - started,
+            fetch_s=max(0.0, executor.fetched_at - started),
+            decode_s=executor.decode_s,
+            recompute_s=executor.recompute_s,
+            link_s=closing.link_s,
+            query_s=closing.query_s,
+            repair_s=closing.repair_s,
+            look_s=executor.look_s,
+        )
+        first = int(closing.logits.argmax())
+        start = executor.prompt.cache.tokens + len(question)
+        out = await self._generate(driver, closing.past, first, start, tokens)
+        text = await driver.compute(partial(self._engine.detokenize, out)) if self._engine.has_tokenizer else ""
+        self._keep(executor, closing.repaired, found, finish)
+        predicted_s = None if executor.predicted_s is None else asked_s + executor.predicted_s
+        return Answer(
+            first, closing.logits.cpu(), tuple(out), text, executor.prompt, finish.decisions,
+            goal.verdict(timing.ttft_s), timing, executor.bytes, tuple(executor.misses), predicted_s,
+            _error(executor, finish.decisions), closing.repaired,
+            executor.link_warning(_share(closing.repaired, finish, start - len(question))), finish.front,
+        )  # fmt: skip
+
+    def _new_keeper(self, corpus: Corpus) -> RepairKeeper:
+        from kvwire.runtime.kept import RepairKeeper
+
+        return RepairKeeper(corpus, self._session.view(corpus.catalog.store), self._settings.kept_bytes)
+
+    async def _kept_rows(self, executor: Executor, finish: ev.Finish, due: float | None) -> Found | None:
+        """What earlier repairs left of this prompt, where rows are to be computed and it may be used."""
+        if not finish.repair or executor.prompt.cache.kept is not None:
+            return None
+        limit_s = self._settings.open_s if due is None else _KEPT_SHARE * (due - time.monotonic())
+        found = await executor.kept_rows(limit_s)
+        if found is None or found.kept is None:
+            executor.misses += [found.trouble] if found else []
+            return found
+        return found if found.kept.suits(executor.documents, finish.decisions) else None
+
+    def _keep(self, executor: Executor, repaired: Repaired | None, found: Found | None, finish: ev.Finish) -> None:
+        """Keep a prompt's repaired rows in a thread; while that runs, those of later loads are not."""
+        if self.keeper is None or repaired is None or not (self._keeping is None or self._keeping.done()):
+            return
+        from kvwire.runtime.kept import gathered
+
+        made = gathered(executor.prompt, executor.documents, repaired, found, finish)
+        if made is not None:
+            self._keeping = self._session.threads.store.submit(self.keeper.keep, made)
+
+    def _close(
+        self, executor: Executor, question: list[int], finish: ev.Finish, due: float | None, found: Found | None
+    ) -> _Closing:
+        """Repair the prompt, hand it over to the engine and run the question, in the compute thread."""
+        executor.complete()
+        began, prompt, share = time.monotonic(), executor.prompt, finish.repair
+        needed = share > 0 and "deviation" in executor.links.selector.needs
+        told = Told(executor.texts, executor.deviations if needed else None, executor.attention)
+        with self._session.lock:
+            expected_s = self._estimates.prefill.cost.seconds(len(question), prompt.cache.tokens)
+        stop = None if due is None else lambda: time.monotonic() + expected_s > due
+        restore = partial(found.kept.write, prompt, finish.front) if found and found.kept else None
+        repaired, trouble = self._repairer.run(
+            executor.links, prompt, told, question, share, finish.front, stop, restore
+        )
+        linking = time.monotonic()
+        tokens = prompt.cache.tokens
+        past = self._engine.own_past(prompt.cache)
+        querying = time.monotonic()
+        logits = self._engine.forward(past, question, tokens, logits=1)[-1].float().cpu()
+        done = time.monotonic()
+        return _Closing(
+            past, logits, querying - linking, done - querying, done, done - linking - expected_s,
+            linking - began if repaired else 0.0, repaired, trouble,
+        )  # fmt: skip
+
+    async def _generate(self, driver: ControllerDriver, past: Any, first: int, start: int, tokens: int) -> list[int]:  # noqa: ANN401
+        """Greedy continuation, token by token, so that other loads get their turns in between."""
+        out = [first]
+        while len(out) < tokens:
+            step = partial(self._engine.generate, past, out[-1], start + len(out) - 1, 2)
+            more = (await driver.compute(step))[1:]
+            if not more:
+                break
+            out += more
+        return out
+
+
+def _share(repaired: Repaired | None, finish: ev.Finish, tokens: int) -> float:
+    """Share of the prompt's rows that was computed anew, 1 where all of it was computed behind each other."""
+    if finish.front >= tokens:
+        return 1.0
+    if repaired is None or not repaired.is_cut:
+        return finish.repair if repaired else 0.0
+    return 0.0  # what was measured of a share is not measured of its beginning
+
+
+def _error(executor: Executor, decisions: Sequence[Decision]) -> float:
+    """Mean over tokens of the errors that chunks ended with."""
+    total, tokens = 0.0, 0
+    for decision in decisions:
+        given, chunk = executor.inputs[decision.chunk.document], decision.chunk.chunk
+        total += given.tokens[chunk] * given.error(chunk, decision.level)
+        tokens += given.tokens[chunk]
+    return total / max(tokens, 1)

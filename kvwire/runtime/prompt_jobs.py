@@ -1,0 +1,272 @@
+"""What a load computes: its chunks are decoded and recomputed into the prompt, and the question is run on it.
+
+The engine works in one thread and decoding in the same or in another (see ``driver``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvwire.controller import events as ev
+from kvwire.errors import ArgumentError, MismatchError, StorageError
+from kvwire.runtime.documents import in_words
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from kvwire.codec import Backend, BlobDecoder, Pending
+    from kvwire.controller import DocumentPlanInput
+    from kvwire.engines.base import Engine
+    from kvwire.reuse import LinkedPrompt
+    from kvwire.runtime.documents import DocumentHandle
+    from kvwire.runtime.driver import ControllerDriver
+    from kvwire.types import ChunkId
+
+Piece = tuple[int, list[bytes], int]
+"""A chunk's number, the segments that its level needs, and the level."""
+_GONE = "nobody waits for it any more"
+
+
+class PromptJobs:
+    """Jobs of one load on the engine and the processor; each tells the controller how it ended.
+
+    Attributes:
+        prompt: The linked cache of all documents.
+        number: The load's, for the controller; -1 before it is known there.
+        inputs: What planning was told, by document.
+        misses: What went wrong and was healed by recomputing, in words.
+        decode_s: Compute spent on decoding, in seconds.
+        recompute_s: Compute spent on recomputing, in seconds.
+        attention: What the question attended to when the prompt was looked at, float32 ``[tokens]``; None before, and
+            where it was not.
+        look_s: Compute spent on that, in seconds.
+        can_look: The engine has not said that its attention is not to be seen.
+    """
+
+    prompt: LinkedPrompt
+
+    def __init__(
+        self, engine: Engine, documents: Sequence[DocumentHandle], driver: ControllerDriver, backend: Backend,
+        question: Sequence[int],
+    ) -> None:  # fmt: skip
+        """Take the parts.
+
+        Args:
+            engine: The model that recomputes.
+            documents: The prompt's, in order, as the catalog has them.
+            driver: The controller's.
+            backend: Which kernels decode.
+            question: Token ids that the prompt may be looked at with.
+        """
+        self._engine, self._found, self._driver = engine, documents, driver
+        self._backend, self._question = backend, question
+        self.attention: Tensor | None = None
+        self.can_look = True
+        self.number = -1
+        self._documents: dict[int, DocumentHandle] = {}
+        self._parts: dict[ChunkId, dict[int, bytes]] = {}
+        self._is_gone = False
+        self.inputs: dict[int, DocumentPlanInput] = {}
+        self.misses: list[str] = []
+        self.decode_s = self.recompute_s = self.look_s = 0.0
+
+    def _lost(self, chunk: ChunkId, words: str) -> None:
+        self.misses.append(f"{self._found[chunk.document].document_id} chunk {chunk.chunk}: {words}")
+
+    def _make_decoder(self, index: int, document: DocumentHandle, hidden: Tensor | None) -> None:
+        """Have a document decoded into its place in the prompt."""
+        part, offset = self.prompt.document(index), self.prompt.offset(index)
+        decoder = document.decode_into(part, offset, hidden, self._backend)
+        if decoder.kept is not None:
+            self.prompt.keep(index, decoder.kept)
+
+    async def _decode(self, chunks: tuple[ChunkId, ...], levels: tuple[int, ...]) -> None:
+        bad: dict[ChunkId, Exception] = {}
+        began = seconds = 0.0
+        try:
+            began, seconds = await self._driver.decode(
+                partial(self._timed, partial(self._decode_here, chunks, levels, bad))
+            )
+        except Exception as error:  # noqa: BLE001 - out of memory, for one: chunks can be recomputed
+            bad = dict.fromkeys(chunks, error)
+        self.decode_s += seconds
+        if not bad:
+            # From the thread's beginning until here the lane was taken: a busy loop costs as much as computing. What
+            # the thread did before is not this job's: a closing pass, for one.
+            self._driver.tell(ev.DecodeDone(chunks, self._driver.clock() - began))
+            return
+        for chunk, trouble in bad.items():
+            self._lost(chunk, in_words(trouble))
+        lost = tuple(chunk for chunk in chunks if chunk in bad)
+        self._driver.tell(ev.DecodeFailed(chunks, lost, in_words(bad[lost[0]])))
+
+    def _decode_here(self, chunks: tuple[ChunkId, ...], levels: tuple[int, ...], bad: dict[ChunkId, Exception]) -> None:
+        """Decode chunks, from the decode thread; those that cannot be are put into ``bad``."""
+        if self._is_gone:
+            raise StorageError(_GONE)
+        pieces: dict[int, dict[ChunkId, Piece]] = {}
+        for chunk, level in zip(chunks, levels, strict=True):
+            info = self._documents[chunk.document].info
+            reads = info.reads(chunk.chunk, level) if info else ()
+            piece = (chunk.chunk, [self._parts[chunk][each.level] for each in reads], level)
+            pieces.setdefault(chunk.document, {})[chunk] = piece
+        left = self._left_by_gpu(pieces)
+        troubles = self._driver.side_by_side(self._decode_one, left.items())
+        bad.update((chunk, trouble) for chunk, trouble in zip(left, troubles, strict=True) if trouble)
+
+    def _decode_one(self, what: tuple[ChunkId, Piece]) -> Exception | None:
+        """Decode a chunk on the processor, or as the only one on a GPU; returns why that cannot be."""
+        chunk, piece = what
+        try:
+            self._decoder_of(chunk.document).decode_chunk(*piece)
+        except Exception as error:  # noqa: BLE001 - the others are not concerned
+            return error
+        return None
+
+    def _left_by_gpu(self, pieces: dict[int, dict[ChunkId, Piece]]) -> dict[ChunkId, Piece]:
+        """Have a GPU decode documents' pieces all at once; returns those that are no work for it, or that failed.
+
+        One by one then shows which of them it is, and needs less memory.
+        """
+        given: list[tuple[Pending, dict[ChunkId, Piece]]] = []
+        left: dict[ChunkId, Piece] = {}
+        for document, mine in pieces.items():
+            decoder = self._decoder_of(document)
+            if not decoder.on_gpu:
+                left.update(mine)
+                continue
+            try:
+                given.append((decoder.submit(list(mine.values())), mine))
+            except Exception:  # noqa: BLE001 - see above
+                left.update(mine)
+        for pending, mine in given:
+            try:
+                pending.wait()
+            except Exception:  # noqa: BLE001 - see above
+                left.update(mine)
+        return left
+
+    def _decoder_of(self, document: int) -> BlobDecoder:
+        decoder = self._documents[document].decoder
+        if decoder is None:
+            msg = f"document {document} has no decoder yet: its head start comes first"
+            raise ArgumentError(msg)
+        return decoder
+
+    async def _recompute(self, asked: ev.Recompute) -> None:
+        first = asked.first
+        chunks = tuple(replace(first, chunk=index) for index in range(first.chunk, asked.last.chunk + 1))
+        failed, blind = [first], False
+        try:
+            try:
+                seconds = await self._extend_timed(chunks, failed, behind=asked.behind)
+            except Exception as error:
+                if not asked.behind or self._is_gone:
+                    raise
+                blind = True
+                self._lost(failed[0], f"computed without the documents before it: {in_words(error)}")
+                seconds = await self._extend_timed(chunks, failed, behind=False)
+        except Exception as error:  # noqa: BLE001 - the controller knows whether there is another way
+            self._lost(failed[0], in_words(error))
+            self._driver.tell(ev.RecomputeFailed(failed[0], in_words(error)))
+            return
+        self.recompute_s += seconds
+        self._driver.tell(ev.RecomputeDone(chunks, seconds, blind))
+
+    async def _extend_timed(self, chunks: tuple[ChunkId, ...], failed: list[ChunkId], *, behind: bool) -> float:
+        """``_extend_all`` in the compute thread; returns its seconds."""
+        work = partial(self._extend_all, chunks, failed, behind=behind)
+        return (await self._driver.compute(partial(self._timed, work)))[1]
+
+    def _extend_all(self, chunks: tuple[ChunkId, ...], failed: list[ChunkId], *, behind: bool) -> None:
+        """Compute chunks in one pass, or one by one where that fails: shorter passes need less memory.
+
+        failed: is made to hold the chunk that is being computed. behind: see ``Recompute``.
+        """
+        if self._is_gone:
+            raise StorageError(_GONE)
+        try:
+            self._extend(chunks[0], chunks[-1], behind=behind)
+        except Exception:
+            if len(chunks) == 1:
+                raise
+        else:
+            return
+        for chunk in chunks:
+            failed[0] = chunk
+            self._extend(chunk, chunk, behind=behind)
+
+    def _extend(self, first: ChunkId, last: ChunkId, *, behind: bool) -> None:
+        """Compute chunks on top of what is ready of their document or prompt, and write them into the prompt."""
+        document = self._documents[first.document]
+        start, stop = document.span(first.chunk)[0], document.span(last.chunk)[1]
+        offset = self.prompt.offset(first.document)
+        ids = (document.token_ids or ())[start:stop]
+        seen = self.prompt.cache.slice(0, offset + start) if behind else None
+        if seen is None and start:
+            seen = self.prompt.document(first.document).slice(0, start)
+        neutral = document.info.neutral_prefix if document.info and not behind else ()
+        if neutral:  # nothing stands before a prompt, so tokens are computed elsewhere and moved
+            from kvwire.runtime.neutral import compute_behind
+
+            piece = compute_behind(self._engine, neutral, ids, seen)
+        else:
+            piece = self._engine.extend(seen, ids, offset=offset)
+        self.prompt.write(first.document, start, piece)
+
+    async def _start_head(self, index: int) -> None:
+        try:
+            _, seconds = await self._driver.compute(partial(self._timed, partial(self._start_here, index)))
+        except Exception as error:  # noqa: BLE001 - the document can be recomputed
+            self.misses.append(f"{self._found[index].document_id}: {in_words(error)}")
+            self._driver.tell(ev.PrefixFailed(self.number, index, in_words(error)))
+            return
+        self._driver.tell(ev.PrefixComputed(self.number, index, seconds))
+
+    def _start_here(self, index: int) -> None:
+        document = self._documents[index]
+        if self._is_gone:
+            raise StorageError(_GONE)
+        hidden = self._engine.prefix_states(document.token_ids or (), document.prefix_layers)
+        self._make_decoder(index, document, hidden)
+
+    async def _look(self) -> None:
+        attention: tuple[tuple[float, ...], ...] = ()
+        seconds = 0.0
+        try:
+            _, seconds = await self._driver.compute(partial(self._timed, self._look_here))
+            attention = self._by_chunk()
+        except Exception as error:  # noqa: BLE001 - finer levels then go to all alike
+            self.can_look = not isinstance(error, MismatchError)
+            self.misses.append(f"what the question attends to was not seen: {in_words(error)}")
+        self.look_s += seconds
+        self._driver.tell(ev.Looked(self.number, attention, seconds))
+
+    def _look_here(self) -> None:
+        if self._is_gone:
+            raise StorageError(_GONE)
+        self.attention = self._engine.attention_received(self.prompt.cache, self._question)
+
+    def _by_chunk(self) -> tuple[tuple[float, ...], ...]:
+        """What the question attends to, for ``Looked``."""
+        if self.attention is None or not float(self.attention.sum()) > 0:
+            return ()
+        relative = self.attention * (sum(self.prompt.tokens) / self.attention.sum())  # gaps count for nothing
+        rows = []
+        for index in range(len(self._found)):
+            document, start = self._documents[index], self.prompt.offset(index)
+            count = len(self.inputs[index].tokens)
+            spans = (document.span(chunk) for chunk in range(count))
+            rows.append(tuple(float(relative[start + first : start + stop].mean()) for first, stop in spans))
+        return tuple(rows)
+
+    def _timed(self, work: Callable[[], object]) -> tuple[float, float]:
+        """When work began, and the seconds that it took, what it gave a GPU to do included."""
+        started = self._driver.clock()
+        work()
+        self._engine.synchronize()
+        return started, self._driver.clock() - started
