@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from kvwire.engines.transformers import TransformersEngine, generate_inputs, open_engine
     from kvwire.reuse import LinkedPrompt, link
     from kvwire.runtime.answer import Answer
-    from kvwire.runtime.corpus import Coding, Corpus, Document
+    from kvwire.runtime.coding import Coding, Document
+    from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.loader import Loader
     from kvwire.runtime.quality import calibrate_error
     from kvwire.store import Keyring, open_tiers
@@ -91,7 +92,8 @@ __getattr__ = lazy(
             "read_profile",
         ),
         "kvwire.runtime.quality": ("calibrate_error",),
-        "kvwire.runtime.corpus": ("Coding", "Corpus", "Document"),
+        "kvwire.runtime.coding": ("Coding", "Document"),
+        "kvwire.runtime.corpus": ("Corpus",),
         "kvwire.engines.transformers": ("TransformersEngine", "generate_inputs", "open_engine"),
         "kvwire.runtime.answer": ("Answer",),
         "kvwire.runtime.loader": ("Loader",),

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from kvwire.codec import Backend
     from kvwire.engines.base import Engine
-    from kvwire.runtime.corpus import Document, Encoded
+    from kvwire.runtime.coding import Document, Encoded
 
 
 class _EncodeOptions(TypedDict):
@@ -98,7 +98,8 @@ def encode(place: StoreOptions, **options: Unpack[_EncodeOptions]) -> None:
     A document's id is its path below the folder named, without its ending. What the catalog has already is skipped. A
     document's line is printed once the store holds it.
     """
-    from kvwire.runtime.corpus import Coding, Corpus
+    from kvwire.runtime.coding import Coding
+    from kvwire.runtime.corpus import Corpus
 
     failures: dict[str, str] = {}
     texts = read_texts(options["paths"], failures)
@@ -124,7 +125,7 @@ def encode(place: StoreOptions, **options: Unpack[_EncodeOptions]) -> None:
 
 def _documents(engine: Engine, texts: Mapping[str, str], failures: dict[str, str]) -> list[Document]:
     """Texts as token ids; those that cannot be encoded go to ``failures``, and so do those with impossible names."""
-    from kvwire.runtime.corpus import Document
+    from kvwire.runtime.coding import Document
 
     documents = []
     for document_id, text in texts.items():

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from kvwire.errors import KvwireError
     from kvwire.runtime.answer import Answer
-    from kvwire.runtime.corpus import Encoded
+    from kvwire.runtime.coding import Encoded
     from kvwire.types import BlobInfo
 
 

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from kvwire._json import strict_json
 from kvwire.comparison.baselines import RawCaches, text_ttft
 from kvwire.errors import ArgumentError, StorageError
-from kvwire.runtime.corpus import Corpus, Document
+from kvwire.runtime.coding import Document
+from kvwire.runtime.corpus import Corpus
 from kvwire.runtime.costs import measure_costs
 from kvwire.runtime.estimates_file import EstimatesFile
 from kvwire.runtime.loader import Loader

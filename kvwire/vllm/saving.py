@@ -17,7 +17,7 @@ import torch
 
 from kvwire.engines.vllm import slots_of
 from kvwire.errors import KvwireError
-from kvwire.runtime.corpus import Document
+from kvwire.runtime.coding import Document
 from kvwire.types import KVCache, digest_tokens
 from kvwire.vllm.counting import Counts
 from kvwire.vllm.requests import SALTED

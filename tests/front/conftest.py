@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvwire import controller as ctl
 from kvwire.cli.app import main
 from kvwire.engines.transformers import TransformersEngine, open_engine
-from kvwire.runtime import loader
+from kvwire.runtime import encoding, loader
 from kvwire.runtime.corpus import Corpus, Document
 from kvwire.store import MemoryStore
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from kvwire.codec import AnyProfile, Profile
     from kvwire.engines.base import Engine
+    from kvwire.runtime.coding import Coding
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -34,15 +35,12 @@ def _learnt_once() -> Iterator[None]:
     """
     profiles: dict[object, AnyProfile | None] = {}
     costs: dict[object, ctl.CostModel] = {}
-    calibrate, measure = Corpus.calibrate, loader.measure_costs
+    fit, measure = encoding.fit_profile_to, loader.measure_costs
 
-    def calibrated(corpus: Corpus, documents: Sequence[Document], *more: int, **named: int) -> AnyProfile | None:
-        texts = tuple(document.token_ids for document in documents)
-        key = (_place(corpus._needed_engine()), corpus._coding, texts, more, tuple(named.items()))
+    def fitted(engine: Engine, coding: Coding, documents: Sequence[Document], tokens: int) -> AnyProfile | None:
+        key = (_place(engine), coding, tuple(document.token_ids for document in documents), tokens)
         if key not in profiles:
-            profiles[key] = calibrate(corpus, documents, *more, **named)
-        elif (profile := profiles[key]) is not None:
-            corpus.set_profile(profile)
+            profiles[key] = fit(engine, coding, documents, tokens)
         return profiles[key]
 
     def measured(engine: Engine, profile: AnyProfile | None = None, backend: str = "auto") -> ctl.CostModel:
@@ -52,7 +50,7 @@ def _learnt_once() -> Iterator[None]:
         return costs[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Corpus, "calibrate", calibrated)
+        patch.setattr(encoding, "fit_profile_to", fitted)
         patch.setattr(loader, "measure_costs", measured)
         yield
 

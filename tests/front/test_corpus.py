@@ -8,7 +8,9 @@ import pytest
 
 from kvwire.codec import decode
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, NotFoundError
-from kvwire.runtime.corpus import HELD_OUT, Corpus, Document, _calibration_texts
+from kvwire.runtime.calibration import HELD_OUT, calibration_texts
+from kvwire.runtime.coding import Document
+from kvwire.runtime.corpus import Corpus
 from kvwire.runtime.loader import Loader
 from kvwire.store import MemoryStore, UseCounts, UseFile, collect
 
@@ -194,7 +196,7 @@ def test_errors_are_measured_on_texts_that_the_fit_has_not_seen():
         return [Document(str(number), tuple([number] * tokens)) for number in range(count)]
 
     def told(documents, tokens):
-        return [[(ids[0], len(ids)) for ids in texts] for texts in _calibration_texts(documents, tokens)]
+        return [[(ids[0], len(ids)) for ids in texts] for texts in calibration_texts(documents, tokens)]
 
     chosen, others = told(drawn(8, 1000), 4600)
     assert chosen == [(0, 1000), (1, 1000), (2, 1000), (3, 1000), (4, 600)]
@@ -219,7 +221,7 @@ def test_the_curve_is_of_held_out_texts_and_the_profile_says_so(small, monkeypat
         seen.extend(documents)
         return replace(profile, error_to_kl=(1.0, 1.0))
 
-    monkeypatch.setattr("kvwire.runtime.corpus.calibrate_error", spy)
+    monkeypatch.setattr("kvwire.runtime.calibration.calibrate_error", spy)
     ids = max(small.tokens.values(), key=len)
     texts = [tuple(ids[start : start + 70]) for start in range(0, 70 * (6 if held_out else 5), 70)]
     corpus = Corpus(small.engine, MemoryStore())

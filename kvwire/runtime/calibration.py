@@ -1,0 +1,125 @@
+"""Calibration of a corpus: texts that a profile is fitted on, and texts that its errors are measured on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+from kvwire.runtime.quality import calibrate_error
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from kvwire.codec import AnyProfile, Ladder, Profile, Statistics
+    from kvwire.engines.base import Engine
+    from kvwire.runtime.coding import Coding, Document
+    from kvwire.types import KVCache
+
+CALIBRATION_TOKENS = 16384
+"""Tokens that a profile is fitted on: the basis hardly moves beyond. Their caches wait on disk."""
+HELD_OUT, HELD_TOKENS, EACH_OUT = 24, 1280, 6
+"""Texts at most to measure errors on, and tokens of all of them at least; without, of how many texts one is kept out of
+the fit for that."""
+LEAST_TOKENS = 64
+"""Less text says nothing about a model: such documents carry a plain profile of their own."""
+
+
+def compute_document(engine: Engine, ids: Sequence[int], neutral: int) -> tuple[KVCache, tuple[int, ...]]:
+    """Compute a document's cache.
+
+    Args:
+        engine: The model.
+        ids: The document's token ids.
+        neutral: Compute it behind so many of its own last tokens.
+
+    Returns:
+        The cache, and the tokens that it was computed behind.
+    """
+    if not neutral:
+        return engine.prefill([ids])[0], ()
+    from kvwire.runtime.neutral import compute_behind, neutral_tokens
+
+    prefix = neutral_tokens(ids, neutral, engine.window)
+    return compute_behind(engine, prefix, ids), prefix
+
+
+class _Texts:
+    """Calibration texts, as the level kinds' ``fit`` asks for them."""
+
+    def __init__(
+        self, engine: Engine, chosen: Sequence[Sequence[int]], others: Sequence[Sequence[int]], neutral: int
+    ) -> None:
+        self._engine, self._chosen, self._others, self._neutral = engine, chosen, others, neutral
+
+    def caches(self) -> list[KVCache]:
+        from kvwire.runtime.spilled import spilled
+
+        return spilled(
+            (compute_document(self._engine, ids, self._neutral)[0] for ids in self._chosen), len(self._chosen)
+        )
+
+    def statistics(self, *, tokens: bool) -> Statistics | None:
+        return self._engine.statistics(self._chosen, tokens=tokens)
+
+    def prefix_states(self, layers: int) -> list[Tensor]:
+        return [self._engine.prefix_states(ids, layers) for ids in self._chosen]
+
+    def calibrate_error(self, profile: Profile, ladder: Ladder | None) -> Profile:
+        profile = calibrate_error(self._engine, profile, self._others or self._chosen, ladder)
+        held_out = int(bool(self._others) and profile.error_to_kl is not None)
+        return replace(profile, notes=profile.notes | {"kl_held_out": held_out})
+
+
+def calibration_texts(
+    documents: Sequence[Document], tokens: int
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Texts to fit on, up to that many tokens, and others to measure errors on: seen text flatters a profile.
+
+    The others are what comes next, the rest of a text that was cut included; where that is less than ``HELD_TOKENS``,
+    every sixth text is kept out of the fit, if there are that many. Else there are none.
+
+    Args:
+        documents: Calibration text, the first ones first.
+        tokens: Fit on up to that many.
+
+    Returns:
+        The texts to fit on, and the others.
+    """
+    chosen: list[tuple[int, ...]] = []
+    others: list[tuple[int, ...]] = []
+    for document in documents:
+        room = max(0, tokens - sum(map(len, chosen)))
+        if room:
+            chosen.append(document.token_ids[:room])
+        if len(rest := document.token_ids[room:]) >= LEAST_TOKENS and len(others) < HELD_OUT:
+            others.append(rest)
+    if sum(map(len, others)) >= HELD_TOKENS:
+        return chosen, others
+    kept = [ids for number, ids in enumerate(chosen) if (number + 1) % EACH_OUT]
+    out = chosen[EACH_OUT - 1 :: EACH_OUT]
+    usable = min(map(len, out), default=0) >= LEAST_TOKENS and sum(map(len, kept)) >= LEAST_TOKENS
+    return (kept, out) if usable else (chosen, [])
+
+
+def fit_profile_to(engine: Engine, coding: Coding, documents: Sequence[Document], tokens: int) -> AnyProfile | None:
+    """Fit a profile on the first tokens of documents.
+
+    Args:
+        engine: The model.
+        coding: How the corpus is encoded.
+        documents: Calibration text, the first ones first.
+        tokens: Fit on up to that many tokens; the last document is cut there.
+
+    Returns:
+        The profile. None where the documents have fewer than ``LEAST_TOKENS`` tokens, and where the method needs none.
+    """
+    chosen, others = calibration_texts(documents, tokens)
+    if sum(map(len, chosen)) < LEAST_TOKENS:
+        return None
+    neutral = coding.neutral_prefix
+    profile = coding.kind.fit(_Texts(engine, chosen, others, neutral), coding)
+    if profile is None or not neutral:
+        return profile
+    return cast("AnyProfile", replace(cast("Any", profile), notes=profile.notes | {"neutral_prefix": neutral}))

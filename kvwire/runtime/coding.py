@@ -1,0 +1,101 @@
+"""What is encoded, how, and what became of it."""
+
+from __future__ import annotations
+
+from dataclasses import InitVar, dataclass
+from typing import TYPE_CHECKING
+
+from kvwire.codec import CHUNK_TOKENS, DEFAULT_METHOD, Ladder, kind_of_method
+from kvwire.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from kvwire.codec import Backend, LevelKind
+    from kvwire.store import CatalogEntry
+    from kvwire.types import BlobInfo
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document to encode.
+
+    Attributes:
+        document_id: Its name in the catalog.
+        token_ids: Its token ids.
+    """
+
+    document_id: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What became of a document.
+
+    Attributes:
+        entry: The document's entry in the catalog.
+        blob: What the blob's header says; None where only the text is kept, or where an older blob was left as it is.
+        skipped: The catalog had the document already, as it was wanted.
+        encode_s: Seconds of prefilling, encoding and writing; 0 where nothing was encoded.
+    """
+
+    entry: CatalogEntry
+    blob: BlobInfo | None
+    skipped: bool
+    encode_s: float
+
+    @property
+    def info(self) -> BlobInfo:
+        """What the blob's header says.
+
+        Raises:
+            ArgumentError: There is no blob.
+        """
+        if self.blob is None:
+            msg = f"of {self.entry.document_id!r} no blob was made: look at ``blob`` first"
+            raise ArgumentError(msg)
+        return self.blob
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How a corpus is encoded.
+
+    Attributes:
+        method: Of the lossy levels, one of ``codec.methods()``.
+        prefix_layers: Layers that readers will compute anew, which makes blobs smaller.
+        lossless: Add a level that holds every number bit for bit.
+        ladder: The quality levels of kvwire's own method, None for the default.
+        chunk_tokens: Tokens of a chunk.
+        backend: Which kernels encode; blobs are alike.
+        deviation: Measure how far tokens move behind neighbours, documents of the same call, and store that. The same
+            text then gives the same blob only beside the same neighbours.
+        neutral_prefix: Compute documents behind so many of their own last tokens, which are then dropped.
+        head_start: Old name of ``prefix_layers``, for one more version.
+    """
+
+    method: str = DEFAULT_METHOD
+    prefix_layers: int = 0
+    lossless: bool = False
+    ladder: Ladder | None = None
+    chunk_tokens: int = CHUNK_TOKENS
+    backend: Backend = "auto"
+    deviation: bool = False
+    neutral_prefix: int = 0
+    head_start: InitVar[int] = 0
+
+    def __post_init__(self, head_start: int) -> None:
+        """Refuse what does not go together."""
+        if head_start:
+            object.__setattr__(self, "prefix_layers", head_start)
+        if self.prefix_layers < 0:
+            msg = f"a head start takes layers, {self.prefix_layers} are none; 0 goes without"
+            raise ArgumentError(msg)
+        if self.neutral_prefix < 0 or (self.neutral_prefix and self.prefix_layers):
+            msg = "a neutral prefix takes tokens, 0 for none, and does not go together with prefix layers"
+            raise ArgumentError(msg)
+        self.kind.check_settings(self)
+
+    @property
+    def kind(self) -> LevelKind:
+        """What codes the lossy levels."""
+        return kind_of_method(self.method)

@@ -1,0 +1,292 @@
+"""A corpus as readers see it: documents of one model in a store, looked up and decoded."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from copy import copy
+from typing import TYPE_CHECKING, Self
+
+from kvwire.codec import BlobDecoder, level_index, read_profile
+from kvwire.errors import CorruptError, KvwireError, MismatchError, NotFoundError
+from kvwire.runtime.link_report import LinkReport
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvwire.codec import AnyProfile
+    from kvwire.engines.base import Engine
+    from kvwire.store import Catalog, CatalogEntry, ModelRecord, PrefixIndex, Store, UseCounts
+    from kvwire.types import BlobInfo, CacheMeta, KVCache
+
+
+class CorpusReader:
+    """Documents of one model and one tenant in a store, for who looks them up and decodes them.
+
+    Attributes:
+        catalog: Where entries, texts and profiles are found.
+        config: Digest of the model's cache layout, under which the catalog keeps all of this.
+        uses: Where loads are counted; None where they are not.
+        scope: Under which name loads are counted.
+        changes: How often this object wrote anything, so that whoever keeps entries knows when to ask anew.
+    """
+
+    def __init__(self, model: Engine | ModelRecord, catalog: Catalog, uses: UseCounts | None) -> None:
+        """Keep the parts; nothing is read yet.
+
+        Args:
+            model: What is known of the model.
+            catalog: Where everything lies.
+            uses: Where loads are counted, if they are.
+        """
+        self._model = model
+        self.catalog = catalog
+        self.config = model.meta.config_digest()
+        self.uses = uses
+        self.scope = catalog.keys(self.config).root
+        self._profiles: dict[str, AnyProfile] = {}
+        self._reading: dict[str, threading.Lock] = {}
+        self.changes = 0
+
+    def over(self, store: Store) -> Self:
+        """The same corpus, read and written through another store object.
+
+        Args:
+            store: The other store object.
+
+        Returns:
+            A corpus that shares its profiles with this one.
+        """
+        other = copy(self)
+        other.catalog = self.catalog.over(store)
+        return other
+
+    @property
+    def meta(self) -> CacheMeta:
+        """The model's cache layout."""
+        return self._model.meta
+
+    @property
+    def window(self) -> int:
+        """Most tokens that a prompt of the model may hold."""
+        return self._model.window
+
+    @property
+    def model_config_digest(self) -> str:
+        """SHA-256 of the model's own configuration file; empty where it is not known."""
+        return self._model.model_config_digest
+
+    def decode(
+        self,
+        document_id: str,
+        level: int | str | None = None,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype | None = None,
+        offset: int | None = 0,
+    ) -> KVCache:
+        """Read a document's blob whole and decode it; no engine is needed.
+
+        Args:
+            document_id: The document's name in the catalog.
+            level: Index (negative counts from the last), name, or None for the finest that is not lossless.
+            device: Where the output lies.
+            dtype: Of the output; None: the one that the cache was encoded from.
+            offset: Position of the first token; None leaves positions off.
+
+        Returns:
+            The cache.
+
+        Raises:
+            NotFoundError: There is no such document, or only its text is kept.
+            CorruptError: The blob is damaged.
+            MismatchError: It needs the first layers of the model, which only an engine can run.
+        """
+        entry = self.find(document_id)
+        if entry.is_text:
+            msg = f"{document_id!r} is kept as text: it has no blob to decode; encode it"
+            raise NotFoundError(msg)
+        reader, stored = self.catalog.blob_reader(), self.catalog.store.get(entry.blob_key)
+        info = reader.read_header(stored)
+        self.check_blob(info, entry)
+        index = level_index(info, level)
+        if info.prefix_layers and not info.levels[index].lossless:
+            msg = f"{document_id!r} is coded for readers that run the model's first layers: ask a Loader with an engine"
+            raise MismatchError(msg)
+        profile = self.profile(entry.profile_digest) if entry.profile_digest else None
+        decoder = BlobDecoder(reader.head, profile, device=device, dtype=dtype, offset=offset, level=index)
+        for chunk in range(info.chunks):
+            reads = [(each, stored[each.offset : each.end]) for each in info.reads(chunk, index)]
+            segments = [reader.check(*read) if reader.check else read[1] for read in reads]
+            decoder.decode_chunk(chunk, segments, index)
+        return decoder.cache
+
+    def profile(self, digest: str | None = None) -> AnyProfile | None:
+        """Look up a profile; what was read is kept.
+
+        Args:
+            digest: Of a stored profile; None for the one in use.
+
+        Returns:
+            The profile; None where the corpus has none in use yet.
+
+        Raises:
+            NotFoundError: The profile is lost.
+            CorruptError: The profile is damaged.
+        """
+        digest = digest if digest is not None else self.catalog.current_profile(self.config)
+        if not digest:
+            return None
+        if (known := self._profiles.get(digest)) is not None:
+            return known
+        with self._reading.setdefault(digest, threading.Lock()):  # documents looked up at the same time share a reading
+            if (known := self._profiles.get(digest)) is None:
+                known = self._profiles[digest] = read_profile(self.catalog.get_profile(self.config, digest))
+            return known
+
+    def set_profile(self, profile: AnyProfile) -> None:
+        """Store a profile and use it for what is encoded from now on.
+
+        Args:
+            profile: One that fits the engine's cache layout.
+        """
+        profile.check_fits(self.meta)
+        self.changes += 1
+        digest = self.catalog.put_profile(self.config, profile.data)
+        self.catalog.set_current_profile(self.config, digest)
+        self._profiles[digest] = profile
+
+    def link_report(self) -> LinkReport | None:
+        """What ``kvwire check-model`` measured of this model's links.
+
+        Returns:
+            The report; None where nobody measured.
+
+        Raises:
+            CorruptError: It is damaged.
+        """
+        data = self.catalog.link_report(self.config)
+        return None if data is None else LinkReport.of_json(data)
+
+    def set_link_report(self, report: LinkReport) -> None:
+        """Keep what was measured of this model's links, for all who load.
+
+        Args:
+            report: Of the corpus's model.
+        """
+        self.catalog.put_link_report(self.config, report.to_json())
+        self.changes += 1
+
+    def index(self, scheme: str = "kvwire") -> PrefixIndex:
+        """The index by which prompts find the documents that they begin with.
+
+        Args:
+            scheme: How prompts are hashed: ``kvwire``, ``lmcache`` or ``sglang``, with the tokens of a chunk behind a
+                colon where they are not the usual ones.
+
+        Returns:
+            The index, which keeps the texts that it read of late: to be made once.
+
+        Raises:
+            ArgumentError: There is no such scheme.
+        """
+        from kvwire.store import PrefixIndex  # most need none
+
+        return PrefixIndex(self.catalog, self.config, scheme)
+
+    def count_use(self, document_id: str) -> None:
+        """Count one use of a document, where uses are counted. A file that fails costs a count, not an answer.
+
+        Args:
+            document_id: The document's name in the catalog.
+        """
+        if self.uses is not None:
+            with suppress(KvwireError):
+                self.uses.add(self.scope, document_id)
+
+    def text(self, entry: CatalogEntry) -> tuple[int, ...]:
+        """Token ids of a document, from beside its blob.
+
+        Args:
+            entry: The document's entry.
+
+        Returns:
+            The token ids.
+
+        Raises:
+            NotFoundError: The text is lost.
+            CorruptError: The text is damaged.
+        """
+        if not entry.token_digest:
+            msg = f"the text of {entry.document_id!r} is not known: encode the document again"
+            raise NotFoundError(msg)
+        return self.catalog.get_text(self.config, entry.token_digest)
+
+    def read_header(self, entry: CatalogEntry) -> BlobInfo:
+        """What the blob of an entry says of itself.
+
+        Args:
+            entry: The document's entry.
+
+        Returns:
+            What the blob's header says.
+
+        Raises:
+            NotFoundError: Only the text is kept.
+        """
+        if entry.is_text:
+            msg = f"{entry.document_id!r} is kept as text: it has no blob; kvwire store stat shows its entry"
+            raise NotFoundError(msg)
+        return self.catalog.blob_reader().read_header(self.catalog.store.get(entry.blob_key, 0, entry.header_bytes))
+
+    def find(self, document_id: str) -> CatalogEntry:
+        """A document's entry.
+
+        Args:
+            document_id: The document's name in the catalog.
+
+        Returns:
+            The entry.
+
+        Raises:
+            NotFoundError: The catalog has no such document; the message says how to encode it.
+        """
+        entry = self.catalog.by_document(self.config, document_id)
+        if entry is None:
+            msg = (
+                f"document {document_id!r} is not in {self.catalog.store.url} for model {self.meta.model_id!r} "
+                f"({self.meta.model_revision[:12] or 'unnamed'}); "
+                "encode it first (kvwire encode), with this very model, and check the tenant"
+            )
+            raise NotFoundError(msg)
+        return entry
+
+    def check_blob(self, info: BlobInfo, entry: CatalogEntry) -> None:
+        """Refuse a blob that is not the one to use, or that claims more tokens than the model takes.
+
+        Args:
+            info: What the blob's header says.
+            entry: The entry that names the blob.
+
+        Raises:
+            MismatchError: The blob is of another model.
+            CorruptError: The blob is not what its entry names, or no cache of the model.
+        """
+        names = (entry.token_digest, entry.tokens, entry.size, entry.profile_digest)
+        if names != (info.meta.token_digest, info.tokens, info.file_bytes, info.profile_digest):
+            msg = f"the blob of {entry.document_id!r} is not the one that the catalog names; encode the document again"
+            raise CorruptError(msg)
+        theirs, ours = info.meta, self.meta
+        if theirs.config_digest() != ours.config_digest():
+            msg = (
+                f"the blob was encoded by model {theirs.model_id!r} ({theirs.model_revision[:12] or 'unnamed'}), "
+                f"this is {ours.model_id!r} ({ours.model_revision[:12] or 'unnamed'}); "
+                "encode the document with this model"
+            )
+            raise MismatchError(msg)
+        if info.tokens > self.window:
+            msg = (
+                f"the blob of {entry.document_id!r} claims {info.tokens} tokens, the model's window is "
+                f"{self.window}; split the document and encode it again"
+            )
+            raise CorruptError(msg)
