@@ -3,7 +3,7 @@
 
 # The Python that .venv is of, so that a change of the requirements renews it as it is.
 PYTHON ?= $(or $(shell test -x "$$(cat .venv/python 2>/dev/null)" && cat .venv/python),python3)
-JOBS ?= 2
+JOBS ?= 3
 BIN = .venv/bin
 READY = .venv/installed
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, cast
 
-from kvwire.codec.fitting.fit import fit_profile, identity_profile
 from kvwire.codec.format.codecs import CODEC_LAYERED
 from kvwire.codec.format.header import Level
 from kvwire.codec.format.limits import MAX_CHUNK_SYMBOLS
@@ -47,8 +46,7 @@ class LayeredEncoder(LevelEncoder):
         """
         cache, ladder = request.cache, ladder_for(request.levels)
         profile = cast("Profile | None", request.profile)
-        with one_core():  # whose sums do not depend on the number of threads
-            used = identity_profile(cache, ladder) if profile is None else profile
+        used = _profile_of(cache, ladder) if profile is None else profile
         used.check_fits(cache.meta)
         if request.chunk_tokens * used.rank > MAX_CHUNK_SYMBOLS:
             most = MAX_CHUNK_SYMBOLS // used.rank
@@ -220,6 +218,8 @@ class LayeredKind(LevelKind):
 
     def fit(self, texts: Calibration, settings: CodingSettings) -> Profile | None:
         """Fit transform, prediction and tables, then measure what errors cost."""
+        from kvwire.codec.fitting.fit import fit_profile
+
         layers = settings.prefix_layers
         caches = texts.caches()
         hidden = texts.prefix_states(layers) if layers else None
@@ -232,6 +232,13 @@ class LayeredKind(LevelKind):
         ladder = settings.ladder or Ladder()
         steps = [(level.name, level.step) for level in info.levels if not level.independent]
         return steps == list(zip(ladder.names, ladder.steps, strict=True))
+
+
+def _profile_of(cache: KVCache, ladder: Ladder) -> Profile:
+    from kvwire.codec.fitting.fit import identity_profile  # who has a profile goes without
+
+    with one_core():  # whose sums do not depend on the number of threads
+        return identity_profile(cache, ladder)
 
 
 KIND = LayeredKind()
