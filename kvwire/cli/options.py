@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvwire.runtime.links import RepairMode
-    from kvwire.store import Keyring, Store, UseFile
+    from kvwire.store import Catalog, Keyring, Store, UseFile
 
     Command = Callable[..., None]
 
@@ -137,6 +137,16 @@ class StoreOptions:
     def whose(self) -> dict[str, Any]:
         """``tenant``, ``salt`` and ``keyring``, as ``Corpus`` and ``Catalog`` take them."""
         return {"tenant": self.tenant, "salt": self.salt.encode(), "keyring": self.keyring()}
+
+    def catalog(self, store: Store) -> Catalog:
+        """The tenant's catalog in a store.
+
+        Args:
+            store: From ``open`` or ``open_lasting``.
+        """
+        from kvwire.store import Catalog
+
+        return Catalog(store, **self.whose())
 
     def keyring(self) -> Keyring | None:
         """The master keys, where a file of them is named."""

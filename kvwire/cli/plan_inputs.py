@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from kvwire._json import json_object
 from kvwire.cli.engines import open_engine
@@ -77,6 +77,23 @@ class PlanOptions:
     repair: str
     compare: bool
     as_json: bool
+
+    @classmethod
+    def of_document(cls, name: str, config: str, **given: Any) -> Self:  # noqa: ANN401 - options' values
+        """Options for one document of a store, as the command line's defaults are.
+
+        Args:
+            name: The document's id.
+            config: Its model configuration.
+            **given: Options that are other than by default.
+        """
+        usual: dict[str, Any] = {
+            "docs": (name,), "more_docs": (), "context": None, "documents": 1, "model": None, "device": "cpu",
+            "dtype": "auto", "machine": None, "shape": None, "estimates": None, "workers": None, "config": config,
+            "link": None, "deadline": None, "objective": None, "floor": 0, "question_tokens": 32, "repair": "none",
+            "compare": True, "as_json": False,
+        }  # fmt: skip
+        return cls(**usual | given)
 
     def check(self, *, store_named: bool) -> None:
         """Refuse options that do not go together, and files that are none."""
@@ -195,7 +212,7 @@ class Sources:
             msg = f"{name} is no {_BLOB} file; to look it up as a document's id name --store"
             raise NotFoundError(msg)
         else:
-            catalog = self._corpus.catalog if self._corpus else _catalog(self._place, self._store)
+            catalog = self._corpus.catalog if self._corpus else self._place.catalog(self._store)
             entry = self._corpus.find(name) if self._corpus else _entry(catalog, self._options.config, name)
             if entry.is_text:
                 return entry.tokens
@@ -313,12 +330,6 @@ def _input(header: BlobInfo | int) -> DocumentPlanInput:
 def _kl(info: BlobInfo) -> tuple[float, ...]:
     known = [level.predicted_kl for level in info.levels]
     return tuple(kl for kl in known if kl is not None) if None not in known else ()
-
-
-def _catalog(place: StoreOptions, store: Store) -> Catalog:
-    from kvwire.store import Catalog
-
-    return Catalog(store, place.tenant, place.salt.encode(), keyring=place.keyring())
 
 
 def _entry(catalog: Catalog, config: str, name: str) -> CatalogEntry:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from itertools import islice
@@ -15,11 +14,12 @@ import click
 from kvwire.cli.failures import error_as_data, leave
 from kvwire.cli.options import INDEX, StoreOptions, store_options
 from kvwire.cli.printing import describe, print_levels
+from kvwire.cli.progress import progress
 from kvwire.cli.say import say
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from kvwire.errors import KvwireError
     from kvwire.store import Catalog, CatalogEntry, KeySpace, Listed, Store
@@ -64,7 +64,7 @@ def ls(
 
     failures: list[str] = []
     with _opened(place) as store:
-        catalog = _catalog(place, store)
+        catalog = place.catalog(store)
         rows: Iterable[dict[str, Any]]
         if prefix is not None:
             rows = (_key_row(listed) for listed in store.scan(prefix, after))
@@ -89,7 +89,7 @@ def ls(
 def stat(*, document: str, place: StoreOptions, config: str, as_json: bool) -> None:
     """Show a document's entry and what its blob says about itself."""
     with _opened(place) as store:
-        catalog = _catalog(place, store)
+        catalog = place.catalog(store)
         space, entry = _find(catalog, config, document)
         info = None if entry.is_text else _header(catalog, entry)
     if as_json:
@@ -116,7 +116,7 @@ def rm(*, documents: tuple[str, ...], place: StoreOptions, config: str, as_json:
     removed: list[str] = []
     absent: list[str] = []
     with _opened(place) as store:
-        catalog = _catalog(place, store)
+        catalog = place.catalog(store)
         spaces = list(_spaces(catalog, config))
         for document in documents:
             found = [catalog.remove(space, document) for space in spaces]
@@ -149,8 +149,8 @@ def gc(
     from kvwire.store import collect
 
     grace_s = _seconds(grace)
-    with _opened(place) as store, _progress("looking at", "obj") as tell:
-        tenant = None if all_tenants else _catalog(place, store).tenant
+    with _opened(place) as store, progress("looking at", "obj") as tell:
+        tenant = None if all_tenants else place.catalog(store).tenant
         done = collect(
             store,
             tenant_hash=tenant,
@@ -182,8 +182,8 @@ def index(*, place: StoreOptions, index: tuple[str, ...], config: str, as_json: 
     from kvwire.store import Indexed, index_documents
 
     done = Indexed()
-    with _opened(place) as store, _progress("indexing", "tok") as tell:
-        catalog = _catalog(place, store)
+    with _opened(place) as store, progress("indexing", "tok") as tell:
+        catalog = place.catalog(store)
         for space in _spaces(catalog, config):
             done += index_documents(catalog, space, index or ("kvwire",), tell)
     for failure in done.failures if not as_json else ():
@@ -204,8 +204,8 @@ def rebuild(*, place: StoreOptions, all_tenants: bool, dry_run: bool, as_json: b
     """Make a lost catalog anew from blobs and texts. Entries that lead somewhere stay; nothing is deleted."""
     from kvwire.store import rebuild as rebuild_store
 
-    with _opened(place) as store, _progress("looking at", "obj") as tell:
-        tenant = None if all_tenants else _catalog(place, store).tenant
+    with _opened(place) as store, progress("looking at", "obj") as tell:
+        tenant = None if all_tenants else place.catalog(store).tenant
         done = rebuild_store(store, tenant_hash=tenant, keyring=place.keyring(), dry_run=dry_run, on_progress=tell)
     for failure in done.failures if not as_json else ():
         say(failure, err=True)
@@ -232,9 +232,9 @@ def verify(*, place: StoreOptions, all_tenants: bool, jobs: int, delete_damaged:
     """Read every blob, profile, text and entry, and check that it is what was written."""
     from kvwire.store import Catalog, tenants, verify_store
 
-    with _opened(place) as store, _progress("checking", "B") as tell:
+    with _opened(place) as store, progress("checking", "B") as tell:
         keyring = place.keyring()
-        catalogs: Iterable[Catalog] = [_catalog(place, store)]
+        catalogs: Iterable[Catalog] = [place.catalog(store)]
         if all_tenants:
             catalogs = (Catalog.of_hash(store, tenant, keyring=keyring) for tenant in tenants(store))
         found = verify_store(store, catalogs, jobs=jobs, delete_damaged=delete_damaged, on_progress=tell)
@@ -268,7 +268,7 @@ def cp(*, source: str, target: str, token: str | None, to_token: str | None, job
     with (
         closing(open_store(source, token=token)) as ours,
         closing(open_store(target, token=to_token)) as theirs,
-        _progress("copying", "B") as tell,
+        progress("copying", "B") as tell,
     ):
         done = copy_store(ours, theirs, jobs=jobs, on_progress=tell)
     for failure in done.failures if not as_json else ():
@@ -284,12 +284,6 @@ def cp(*, source: str, target: str, token: str | None, to_token: str | None, job
 def _opened(place: StoreOptions) -> Iterator[Store]:
     with closing(place.open_lasting(exists=True)) as store:
         yield store
-
-
-def _catalog(place: StoreOptions, store: Store) -> Catalog:
-    from kvwire.store import Catalog
-
-    return Catalog(store, place.tenant, place.salt.encode(), keyring=place.keyring())
 
 
 def _spaces(catalog: Catalog, prefix: str) -> Iterator[KeySpace]:
@@ -359,15 +353,6 @@ def _seconds(text: str) -> float:
         msg = f"{text!r} is no length of time: write 90s, 30m, 24h or 7d"
         raise ArgumentError(msg)
     return float(match[1]) * _SECONDS[match[2] or "s"]
-
-
-@contextmanager
-def _progress(what: str, unit: str) -> Iterator[Callable[[int], None]]:
-    """Progress on stderr, where that is a terminal."""
-    from tqdm import tqdm
-
-    with tqdm(unit=unit, unit_scale=True, disable=None, desc=what, file=sys.stderr) as bar:
-        yield lambda count: (bar.update(count), None)[1]
 
 
 def _finish(about: dict[str, Any], words: str, error: KvwireError | None, *, as_json: bool) -> None:

@@ -1,0 +1,140 @@
+"""``kvwire report``: what a store holds and what it is good for, as one page of HTML."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvwire.cli.options import DEVICE, DTYPE, JSON, StoreOptions, store_options
+from kvwire.cli.progress import progress
+from kvwire.cli.say import say
+from kvwire.errors import ArgumentError, CorruptError, NotFoundError
+
+if TYPE_CHECKING:
+    from kvwire.report import ConfigSurvey, FirstTokens, Survey
+    from kvwire.report.surveying import LevelTotal, Wrong
+    from kvwire.store import Store
+
+_HINT = (
+    "Nobody said what computes. Give --machine and --shape (such as h100 and llama-3.1-8b), --model with the model's "
+    "folder, or --estimates with what kvwire plan --json printed."
+)
+_RTT = "2ms"
+_QUESTION = 32
+
+
+@click.command("report")
+@click.option("--out", default="report.html", show_default=True, metavar="FILE", help="Where the page goes.")
+@click.option("--all-tenants", is_flag=True, help="Every tenant of the store, not only --tenant.")
+@click.option("--sample", default=16, show_default=True, type=click.IntRange(0, 1024), help="Headers that are read.")
+@click.option("--model", envvar="KVWIRE_MODEL", help="Folder of the model, for the time to the first token.")
+@DEVICE
+@DTYPE
+@click.option("--machine", help="Instead of --model: a machine by name, such as h100; needs --shape.")
+@click.option("--shape", help="The model's shape by name, such as llama-3.1-8b; needs --machine.")
+@click.option("--estimates", metavar="FILE", help="Instead of --model: what kvwire plan --json printed.")
+@store_options
+@JSON
+def report(
+    *,
+    out: str,
+    all_tenants: bool,
+    sample: int,
+    place: StoreOptions,
+    as_json: bool,
+    **costs: Any,  # noqa: ANN401 - click's values
+) -> None:
+    """Write a page of what a store holds: documents, bytes by level, rate and distortion, ages, what is damaged.
+
+    With the costs of a model or a machine also when first tokens come. Nothing is changed. Of blobs, no more than
+    sampled headers is read. Exit code 4 where something is damaged; the page is written all the same.
+    """
+    from kvwire.report import survey, write_page
+
+    wanted = any(costs[name] for name in ("model", "machine", "shape", "estimates"))
+    if bool(costs["machine"]) != bool(costs["shape"]):
+        msg = "--machine and --shape go together: a machine's costs depend on the model's shape"
+        raise ArgumentError(msg)
+    with closing(place.open_lasting(exists=True)) as store:
+        with progress("looking at", "obj") as tell:
+            tenant = None if all_tenants else place.catalog(store).tenant
+            found = survey(store, tenant_hash=tenant, keyring=place.keyring(), sample=sample, on_progress=tell)
+        first = _first_tokens(found, place, store, costs) if wanted else None
+    Path(out).write_text(write_page(found, first, _HINT), encoding="utf-8")
+    if as_json:
+        say(json.dumps(_as_data(found, first) | {"page": out}))
+    else:
+        documents = sum(each.documents for each in found.configs)
+        say(f"{out}: {documents:,} documents in {len(found.configs)} model configurations, {found.seconds:.1f} s")
+    if not all(each.is_sound for each in found.configs):
+        msg = f"something in {found.store} is damaged or missing: {out} tells what, and what to do"
+        raise CorruptError(msg)
+
+
+def _first_tokens(found: Survey, place: StoreOptions, store: Store, costs: dict[str, Any]) -> FirstTokens:
+    """Of the sampled document of middle length that the costs are for."""
+    from kvwire.cli.plan_inputs import PlanOptions, Sources
+    from kvwire.controller import Goal
+    from kvwire.report import first_tokens
+    from kvwire.whatif.situation import Situation
+
+    for each in found.configs:
+        if each.sample and each.tenant == place.catalog(store).tenant:
+            name, config = list(each.sample)[len(each.sample) // 2], each.config
+            break
+    else:
+        msg = f"there is no document with a blob in {found.store} to tell first tokens of: leave the costs out"
+        raise NotFoundError(msg)
+    options = PlanOptions.of_document(name, config, link=f"1gbit,{_RTT}", question_tokens=_QUESTION, **costs)
+    sources = Sources(options, place, store)
+    prompt = sources.prompt()
+    documents = tuple((given,) for given in prompt.inputs)
+    situation = Situation(documents, sources.estimates(), Goal(), sources.settings(), _QUESTION, prompt.details)
+    engine = " with ".join(filter(None, (costs["machine"], costs["shape"]))) or costs["model"] or costs["estimates"]
+    with progress("simulating", "link") as tell:
+        return first_tokens(prompt.names, situation, engine, on_progress=tell)
+
+
+def _as_data(found: Survey, first: FirstTokens | None) -> dict[str, Any]:
+    configs = [_config(each) for each in found.configs]
+    about: dict[str, Any] = {"store": found.store, "seconds": found.seconds, "configs": configs}
+    if first is not None:
+        about["first_tokens"] = {
+            "documents": first.documents, "tokens": first.tokens, "rtt_s": first.rtt_s, "engine": first.engine,
+            "bandwidths": first.bandwidths, "ways": first.ways,
+        }  # fmt: skip
+    return about
+
+
+def _config(each: ConfigSurvey) -> dict[str, Any]:
+    return {
+        "tenant": each.tenant,
+        "config": each.config,
+        "model": each.model_id,
+        "documents": each.documents,
+        "texts_only": each.texts_only,
+        "tokens": each.tokens,
+        "bytes": each.bytes,
+        "levels": {name: _total(total) for name, total in each.levels.items()},
+        "objects": {name: _total(total) for name, total in each.objects.items()},
+        "profiles": dict(each.profiles),
+        "wrong": {
+            "damaged": _wrong(each.damaged),
+            "missing": _wrong(each.missing),
+            "unread": _wrong(each.unread),
+            "unnamed": _wrong(each.unnamed),
+            "unknown": _wrong(each.unknown),
+        },
+    }
+
+
+def _total(total: LevelTotal) -> dict[str, int]:
+    return {"number": total.documents, "tokens": total.tokens, "bytes": total.bytes}
+
+
+def _wrong(wrong: Wrong) -> dict[str, Any]:
+    return {"count": wrong.count, "bytes": wrong.bytes, "named": wrong.named}

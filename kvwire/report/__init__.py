@@ -1,0 +1,28 @@
+"""What a store holds, and what it is good for, as one page of HTML."""
+
+from typing import TYPE_CHECKING
+
+from kvwire._lazy import lazy
+
+if TYPE_CHECKING:
+    from kvwire.report.first_token import FirstTokens, first_tokens
+    from kvwire.report.page import write_page
+    from kvwire.report.surveying import ConfigSurvey, Survey, survey
+
+__all__ = [
+    "ConfigSurvey",
+    "FirstTokens",
+    "Survey",
+    "first_tokens",
+    "survey",
+    "write_page",
+]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "kvwire.report.first_token": ("FirstTokens", "first_tokens"),
+        "kvwire.report.page": ("write_page",),
+        "kvwire.report.surveying": ("ConfigSurvey", "Survey", "survey"),
+    },
+)

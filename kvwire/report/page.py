@@ -1,0 +1,300 @@
+"""The report as one page of HTML: nothing is fetched, nothing runs."""
+
+from __future__ import annotations
+
+import time
+from html import escape
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from kvwire._version import __version__
+from kvwire.report.figures import MEGABIT, bars, curves, in_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kvwire.report.first_token import FirstTokens
+    from kvwire.report.surveying import ConfigSurvey, Survey, Wrong
+    from kvwire.types import BlobInfo
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1b1b1f; --soft: #55555e; --line: #c9c9d1; --paper: #ffffff; --card: #f5f5f8;
+  --bad: #a40000; --link: #0b57d0; }
+@media (prefers-color-scheme: dark) { :root { --ink: #ececf1; --soft: #b4b4be; --line: #4a4a54; --paper: #141417;
+  --card: #1f1f24; --bad: #ff9c8f; --link: #9cc2ff; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
+main, header, footer { max-width: 68rem; margin: 0 auto; padding: 0 1rem; }
+a { color: var(--link); }
+a:focus-visible, [tabindex]:focus-visible { outline: 3px solid var(--link); outline-offset: 2px; }
+.skip { position: absolute; left: -999rem; } .skip:focus { left: 1rem; top: 1rem; background: var(--paper); }
+h1 { font-size: 1.6rem; margin: 1.2rem 0 .2rem; overflow-wrap: anywhere; } h2 { font-size: 1.25rem; margin-top: 2.2rem;
+  border-top: 1px solid var(--line); padding-top: 1rem; overflow-wrap: anywhere; }
+h3 { font-size: 1.05rem; margin: 1.4rem 0 .4rem; }
+.soft { color: var(--soft); } .bad { color: var(--bad); font-weight: 600; }
+.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: .75rem; padding: 0; }
+.facts div { background: var(--card); border-radius: .5rem; padding: .6rem .8rem; }
+.facts dt { color: var(--soft); font-size: .85rem; } .facts dd { margin: 0; font-size: 1.25rem; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+caption { text-align: left; color: var(--soft); padding: .3rem 0; }
+th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; overflow-wrap: anywhere; white-space: normal; min-width: 7rem; }
+figure { margin: 1rem 0; overflow-x: auto; }
+figure svg { width: 100%; min-width: 30rem; height: auto; max-width: 46rem; display: block; }
+li, p { overflow-wrap: anywhere; }
+"""
+_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+_THOUSAND = 1000
+
+
+def write_page(survey: Survey, first: FirstTokens | None = None, hint: str = "") -> str:
+    """Write the report.
+
+    Args:
+        survey: What was found in the store.
+        first: When first tokens come; None: nobody said what computes.
+        hint: How to have that told, where it is not.
+
+    Returns:
+        HTML, whole and on its own.
+    """
+    parts = [_summary(survey)]
+    parts += [_config(number, each) for number, each in enumerate(survey.configs)]
+    parts.append(_first_tokens(first, hint))
+    when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(survey.at))
+    title = f"kvwire: {survey.store}"
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        f'<link rel="icon" href="data:,">\n<title>{_e(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n'
+        '<a class="skip" href="#main">To the report</a>\n'
+        f'<header><h1>{_e(survey.store)}</h1><p class="soft">Looked through on {when} in {survey.seconds:.1f} s by '
+        f"kvwire {_e(__version__)}; of blobs, sampled headers alone were read.</p></header>\n"
+        f'<main id="main">\n{"".join(parts)}\n</main>\n<footer><p class="soft">Bytes are counted in thousands. '
+        "Tenants are shown by their salted names.</p></footer>\n</body>\n</html>\n"
+    )
+
+
+def in_bytes(size: float) -> str:
+    """A size as people say it.
+
+    Args:
+        size: In bytes.
+
+    Returns:
+        Such as ``1.5 MB``.
+    """
+    unit = 0
+    while abs(size) >= _THOUSAND and unit < len(_UNITS) - 1:
+        size, unit = size / _THOUSAND, unit + 1
+    return f"{size:,.3g} {_UNITS[unit]}" if unit else f"{size:,.0f} B"
+
+
+def _e(text: str) -> str:
+    return escape("".join(char if char.isprintable() else "�" for char in text), quote=True)
+
+
+def _facts(pairs: Iterable[tuple[str, str]]) -> str:
+    cells = "".join(f"<div><dt>{_e(name)}</dt><dd>{_e(value)}</dd></div>" for name, value in pairs)
+    return f'<dl class="facts">{cells}</dl>\n'
+
+
+def _table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    heads = "".join(f'<th scope="col">{_e(name)}</th>' for name in head)
+    body = "".join(
+        f'<tr><th scope="row">{_e(first)}</th>{"".join(f"<td>{_e(cell)}</td>" for cell in rest)}</tr>'
+        for first, *rest in rows
+    )
+    return (
+        f'<div class="scroll" role="region" tabindex="0" aria-label="{_e(caption)}"><table><caption>{_e(caption)}'
+        f"</caption><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>\n"
+    )
+
+
+def _figure(svg: str) -> str:
+    return f'<figure tabindex="0">{svg}</figure>\n'
+
+
+def _summary(survey: Survey) -> str:
+    configs = survey.configs
+    if not configs:
+        return "<p>Nothing of kvwire's is in this store: <code>kvwire encode</code> puts documents there.</p>\n"
+    facts = _facts(
+        [
+            ("documents", f"{sum(each.documents for each in configs):,}"),
+            ("tokens", f"{sum(each.tokens for each in configs):,}"),
+            ("bytes", in_bytes(sum(each.bytes for each in configs))),
+            ("tenants", f"{len({each.tenant for each in configs}):,}"),
+            ("model configurations", f"{len({each.config for each in configs}):,}"),
+        ]
+    )
+    if all(each.is_sound for each in configs):
+        return facts + "<p>No entry is damaged, and every document's blob is there.</p>\n"
+    return facts + '<p class="bad">Something is wrong; see below what, and what to do.</p>\n'
+
+
+def _config(number: int, found: ConfigSurvey) -> str:
+    name = found.model_id or "a model without a record"
+    window = f", window of {found.window:,} tokens" if found.window else ""
+    parts = [
+        f'<section aria-labelledby="c{number}"><h2 id="c{number}">{_e(name)}</h2>\n',
+        f'<p class="soft">Tenant {_e(found.tenant)}, configuration {_e(found.config)}{window}.</p>\n',
+        _facts(
+            [
+                ("documents", f"{found.documents:,}"),
+                ("kept as text alone", f"{found.texts_only:,}"),
+                ("tokens", f"{found.tokens:,}"),
+                ("bytes", in_bytes(found.bytes)),
+            ]
+        ),
+        _health(found),
+        _levels(found),
+        _sample(found),
+        _lengths(found),
+        _ages(found),
+        _objects(found),
+        "</section>\n",
+    ]
+    return "".join(parts)
+
+
+def _health(found: ConfigSurvey) -> str:
+    told = (
+        ("entries that cannot be read", found.damaged, "encode these documents again, or give their key with --keys"),
+        ("documents whose blob is gone", found.missing, "readers compute them from text; encode them again"),
+        ("headers that cannot be read", found.unread, "run kvwire store verify, and encode them again"),
+        ("objects of no known kind", found.unknown, "a later kvwire wrote them, or they are not kvwire's"),
+        ("blobs that no document names", found.unnamed, "kvwire store gc takes those that are old"),
+    )
+    out = [_wrong(what, wrong, advice) for what, wrong, advice in told if wrong.count]
+    return "<h3>What is not as it should be</h3>\n" + "".join(out) if out else ""
+
+
+def _wrong(what: str, wrong: Wrong, advice: str) -> str:
+    size = f", {in_bytes(wrong.bytes)}" if wrong.bytes else ""
+    items = "".join(f"<li>{_e(name)}</li>" for name in wrong.named)
+    more = f"<li>and {wrong.count - len(wrong.named):,} more</li>" if wrong.count > len(wrong.named) else ""
+    return f"<p><strong>{wrong.count:,} {what}</strong>{size}: {_e(advice)}.</p><ul>{items}{more}</ul>\n"
+
+
+def _levels(found: ConfigSurvey) -> str:
+    if not found.levels:
+        return ""
+    rows = []
+    for name, total in found.levels.items():
+        by_token = total.bytes / max(1, total.tokens)
+        kl = _mean(
+            [level.predicted_kl for info in found.sample.values() for level in info.levels if level.name == name]
+        )
+        bits = _mean(
+            [level.bits_per_element for info in found.sample.values() for level in info.levels if level.name == name]
+        )
+        rows.append(
+            (
+                name, f"{total.documents:,}", in_bytes(total.bytes), f"{by_token:,.0f}",
+                f"{bits:.3g}" if bits is not None else "", f"{kl:.2g}" if kl is not None else "not measured",
+            )
+        )  # fmt: skip
+    svg = bars(
+        "Bytes to fetch for each level", list(found.levels),
+        [total.bytes / max(1, total.tokens) for total in found.levels.values()], "bytes a token", sideways=True,
+    )  # fmt: skip
+    caption = f"Levels, coarsest first; bits and KL divergence: means of {len(found.sample)} sampled documents"
+    head = ("level", "documents", "bytes to fetch", "bytes a token", "bits a number", "expected KL, nats")
+    return "<h3>Bytes by level</h3>\n" + _table(caption, head, rows) + _figure(svg)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known and len(known) == len(values) else None
+
+
+def _sample(found: ConfigSurvey) -> str:
+    """Rate against distortion of the sampled documents."""
+    series: dict[str, tuple[list[float], list[float]]] = {}
+    for document, info in _spread(list(found.sample.items())):
+        points = _points(info)
+        if len(points) > 1:
+            series[document[:32]] = [bits for bits, _ in points], [error for _, error in points]
+    if not series:
+        return ""
+    measured = all(level.predicted_kl is not None for info in found.sample.values() for level in info.levels)
+    y = "expected KL divergence, nats" if measured else "relative error"
+    svg = curves("Rate and distortion of sampled documents", series, "bits a number", y)
+    return "<h3>Rate and distortion</h3>\n" + _figure(svg)
+
+
+def _spread(items: Sequence[tuple[str, BlobInfo]]) -> list[tuple[str, BlobInfo]]:
+    """Five of them at most, from the shortest document to the longest."""
+    most = 5
+    if len(items) <= most:
+        return list(items)
+    return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]
+
+
+def _points(info: BlobInfo) -> list[tuple[float, float]]:
+    found = []
+    for level in info.levels:
+        error = level.predicted_kl if level.predicted_kl is not None else level.measured_error
+        if error and error > 0:
+            found.append((level.bits_per_element, error))
+    return sorted(found)
+
+
+def _lengths(found: ConfigSurvey) -> str:
+    if not found.lengths:
+        return ""
+    first, last = min(found.lengths), max(found.lengths)
+    names = [f"{low:,}" for low, _ in pairwise(2**power for power in range(first, last + 2))]
+    counts = [found.lengths[power] for power in range(first, last + 1)]
+    svg = bars("Documents by length", names, counts, "documents")
+    return "<h3>Lengths: documents of so many tokens or more</h3>\n" + _figure(svg)
+
+
+def _ages(found: ConfigSurvey) -> str:
+    known = {day: count for day, count in found.ages.items() if day >= 0}
+    if not known:
+        return ""
+    edges = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+    names, counts = [], []
+    for low, high in [*pairwise(edges), (edges[-1], 1 << 30)]:
+        if any(day >= low for day in known):
+            names.append(f"{low} d")
+            counts.append(sum(count for day, count in known.items() if low <= day < high))
+    svg = bars("Blobs by age", names, counts, "blobs")
+    return "<h3>Age: blobs so many days old or more</h3>\n" + _figure(svg)
+
+
+def _objects(found: ConfigSurvey) -> str:
+    rows = [(name, f"{total.documents:,}", in_bytes(total.bytes)) for name, total in found.objects.items()]
+    rows += [
+        (f"profile {digest[:12] or 'inside the blob'}", f"{count:,} documents", "")
+        for digest, count in found.profiles.most_common(8)
+    ]
+    return "<h3>Objects</h3>\n" + _table("What is there besides the catalog", ("kind", "number", "bytes"), rows)
+
+
+def _first_tokens(first: FirstTokens | None, hint: str) -> str:
+    if first is None:
+        return f"<section><h2>Time to the first token</h2><p>{_e(hint)}</p></section>\n" if hint else ""
+    shown = [name for name in first.ways if name in {"kvwire", "text only", "raw cache"}]
+    levels = [name for name in first.ways if name.startswith("level ")]
+    shown += [levels[-1]] if len(levels) > 1 else []
+    megabits = [bandwidth / MEGABIT for bandwidth in first.bandwidths]
+    series = {name: (megabits, first.ways[name]) for name in shown}
+    svg = curves("Time to the first token", series, "bandwidth of the link", "seconds", to_words=in_bits)
+    rows = [
+        (in_bits(megabits[at]), *(f"{first.ways[name][at]:.3g}" for name in shown)) for at in range(0, len(megabits), 3)
+    ]
+    names = ", ".join(first.documents)
+    return (
+        '<section aria-labelledby="ttft"><h2 id="ttft">Time to the first token</h2>\n'
+        f"<p>Simulated: {first.tokens:,} tokens ({_e(names)}) and a question of {first.query_tokens} on "
+        f"{_e(first.engine)}, a round trip of {first.rtt_s * 1000:g} ms, no other load.</p>\n"
+        + _figure(svg)
+        + _table("Seconds to the first token", ("bandwidth", *shown), rows)
+        + "</section>\n"
+    )
