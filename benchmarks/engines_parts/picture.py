@@ -67,7 +67,7 @@ def _bars(plot: Any, title: str, rows: dict[str, Any]) -> None:  # noqa: ANN401 
     plot.set_yticks(range(len(rows)), list(rows), fontsize=8)
     plot.invert_yaxis()
     plot.set_xscale("log")
-    plot.margins(x=0.35)
+    plot.set_xlim(0.01, 60)
     plot.set_title(title, loc="left", fontsize=9)
     plot.spines[["top", "right"]].set_visible(False)
 
