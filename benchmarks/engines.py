@@ -72,7 +72,8 @@ def main() -> None:
         rows, quality = _measured(place, prompts, args)
         rows |= _computed(rows, place, prompts[0], quality, args)
     settings = {
-        "model": f"{args.model.resolve().parent.name}/{args.model.name}", "text": args.text.stem if args.text else "the demonstration's documents",
+        "model": f"{args.model.resolve().parent.name}/{args.model.name}",
+        "text": args.text.stem if args.text else "the demonstration's documents",
         "documents": args.documents, "document_tokens": args.document_tokens, "question_tokens": QUESTION,
         "prompts": len(prompts), "rounds": args.rounds, "links_mbit": args.mbit, "level": args.level,
         "deadline_s": args.deadline, "dtype": "float32", "threads": 1, "seed": args.seed, "block": BLOCK,
