@@ -20,6 +20,7 @@ from kvwire.errors import ArgumentError
 @click.argument("more_docs", nargs=-1)
 @click.option("--prefix", is_flag=True, help="Instead of documents: the longest prefix that the store's index knows.")
 @click.option("--save", is_flag=True, help="Have vLLM keep what it computes of the prompt; changes no salt.")
+@click.option("--repair", type=click.Choice(["kept"]), help="Lay over them what ask --keep-repairs computed and kept.")
 @click.option("--level", type=click.IntRange(0), help="Quality level of all chunks.")
 @click.option("--deadline", "deadline_s", type=click.FloatRange(min=0, min_open=True), help="Seconds to load for.")
 @click.option("--objective", type=click.Choice(["earliest", "quality", "cheapest"]))
@@ -32,13 +33,13 @@ from kvwire.errors import ArgumentError
 def salt(*, place: StoreOptions, as_json: bool, **given: Any) -> None:  # noqa: ANN401 - click's values
     """Print the cache_salt that a request to vLLM needs, or with --question the body of the request.
 
-    The salt names tenant, model, documents (of prefixes, the profile), level, deadline and objective: no other request
-    shares what vLLM keeps of it. Without the right one, vLLM computes all, and its answer tells the salt.
+    The salt names tenant, model, documents (of prefixes, the profile), level, deadline, objective and repaired rows: no
+    other request shares what vLLM keeps of it. Without the right one, vLLM computes all, and its answer tells the salt.
     """
     from kvwire.runtime.corpus import Corpus
     from kvwire.vllm.requests import Choice, request_body, request_salt
 
-    chosen = {name: given[name] for name in ("level", "deadline_s", "objective") if given[name] is not None}
+    chosen = {name: given[name] for name in ("level", "deadline_s", "objective", "repair") if given[name] is not None}
     names = [*given["docs"], *given["more_docs"]]
     flags = {name: True for name in ("prefix", "save") if given[name]}
     choice = Choice.read(({"documents": names} if names else {}) | flags | chosen)

@@ -211,7 +211,7 @@ class RepairKeeper:
         """
         try:
             entry = self._view.catalog.kept.find(self._config, bases_of(documents))
-            return Found() if entry is None else Found(self._read(entry, [each.tokens for each in documents]))
+            return Found() if entry is None else Found(self.read(entry, [each.tokens for each in documents]))
         except KvwireError as error:
             return self.unread(error)
 
@@ -227,7 +227,19 @@ class RepairKeeper:
         """
         return Found(None, f"a kept repair was not used, and rows computed anew: {error}")
 
-    def _read(self, entry: KeptRepair, lengths: Sequence[int]) -> KeptPrompt:
+    def read(self, entry: KeptRepair, lengths: Sequence[int]) -> KeptPrompt:
+        """Read the rows of an entry; blocks.
+
+        Args:
+            entry: What the store says of them.
+            lengths: Tokens of each document, in the order of the prompt.
+
+        Returns:
+            The rows.
+
+        Raises:
+            KvwireError: They cannot be had, or are not those of their entry.
+        """
         profile = self._view.profile(entry.profile_digest) if entry.profile_digest else None
         rows, caches, start = [], [], 0
         for part, length in zip(entry.parts, lengths, strict=False):

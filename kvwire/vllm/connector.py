@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -16,6 +17,7 @@ from kvwire.engines.vllm import PackedPages, StridedPages
 from kvwire.errors import ArgumentError, MismatchError
 from kvwire.store import hash_scheme
 from kvwire.vllm.counting import Counts
+from kvwire.vllm.events import StoredEvents, stored_event
 from kvwire.vllm.metrics import TransferCounts, TransferMetrics
 from kvwire.vllm.opening import ConnectorSettings
 from kvwire.vllm.requests import PARAMS
@@ -24,15 +26,19 @@ from kvwire.vllm.scheduling import PageLoad, Scheduling
 from kvwire.vllm.working import Working
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
     from torch import Tensor
     from vllm.config import ModelConfig, VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent, KVConnectorKVEvents
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
     from kvwire.engines.vllm import Pages
@@ -70,10 +76,12 @@ class KvwireConnector(KVConnectorBase_V1):
         self._working: Working | None = None
         self._saver: Saver | None = None
         self._bad: set[int] = set()
+        self._events: list[KVCacheEvent] = []
         self._counts = Counts()
         is_whole = parallel.tensor_parallel_size == 1
         if role == KVConnectorRole.SCHEDULER:
-            block = vllm_config.cache_config.block_size
+            block, events = vllm_config.cache_config.block_size, vllm_config.kv_events_config
+            self._block_tokens, self._tells = block, events is not None and events.enable_kv_cache_events
             self._scheduling = Scheduling(
                 self._corpus, patience_s=settings.patience_s, index=settings.index, least_tokens=block
             )
@@ -133,10 +141,21 @@ class KvwireConnector(KVConnectorBase_V1):
         """Forget a request; its answer tells what became of its documents. Pages that are kept are held meanwhile."""
         told, prompt = self.scheduling.end(request.request_id), request.prompt_token_ids or []
         is_computed = request.num_output_tokens > 0
-        why = self._saving.end(request.request_id, prompt, block_ids, is_computed=is_computed)
+        event = partial(stored_event, request, self._block_tokens) if self._tells else None
+        why = self._saving.end(request.request_id, prompt, block_ids, is_computed=is_computed, event=event)
         if told is not None and why is not None:
             told[PARAMS] |= {"not_saved": why} if why else {"saving_tokens": len(prompt)}
         return why == "", told
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Take in what workers tell of the store."""
+        if isinstance(told := connector_output.kv_cache_events, StoredEvents):
+            self._events += told.get_all_events()
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Have vLLM publish it."""
+        events, self._events = self._events, []
+        return events
 
     # A worker's process.
 
@@ -169,6 +188,11 @@ class KvwireConnector(KVConnectorBase_V1):
         """Blocks that vLLM must compute."""
         bad, self._bad = self._bad, set()
         return bad
+
+    def get_kv_connector_kv_cache_events(self) -> KVConnectorKVEvents | None:
+        """What was put into the store since the last step, where vLLM publishes events."""
+        events = self._saver.events() if self._saver is not None else []
+        return StoredEvents(events) if events else None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """What was loaded and kept since the last step."""

@@ -17,9 +17,10 @@ from kvwire.engines.base import Engine
 from kvwire.errors import ArgumentError, KvwireError
 from kvwire.runtime.documents import LengthChangedError, in_words
 from kvwire.runtime.executor import Executor
+from kvwire.runtime.kept import Found
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.settings import LoadSettings
-from kvwire.types import ChunkId
+from kvwire.types import ChunkId, Decision
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from kvwire.controller import Goal
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.prompt_jobs import Piece
+    from kvwire.store import KeptRepair
     from kvwire.types import CacheMeta, KVCache
 
 ELSEWHERE = PrefillCost(0.0, 10.0)
@@ -177,6 +179,24 @@ class PageExecutor(Executor):
                 tokens += stop - start
         return tokens, int(lowest) if tokens else -1
 
+    def lay_over(self, found: Found) -> str:
+        """Write rows into the prompt that an earlier load repaired and kept.
+
+        Args:
+            found: What was found of them.
+
+        Returns:
+            Why nothing was written; empty where it was.
+        """
+        opened = [each for each in self._documents.values() if each.info is not None]
+        decisions = [Decision(chunk, "fetch", level) for chunk, level in self.levels.items()]
+        if found.kept is None:
+            return f"a kept repair could not be read: {found.trouble}"
+        if len(opened) < len(self._found) or not found.kept.suits(self.documents, decisions):
+            return "a kept repair is of other documents than those that came"
+        found.kept.write(self.prompt)
+        return ""
+
     def stop(self) -> None:
         """Let no thread write into the prompt any more; waits for chunks that are being decoded."""
         with self._changed:
@@ -231,6 +251,7 @@ class PageLoader(Loader):
         """
         chosen, costs = replace(settings or LoadSettings(), repair="none"), CostModel(ELSEWHERE, _DECODE)
         super().__init__(NoWeights(corpus, dtype), corpus, costs=costs, settings=chosen, **options)
+        self._rows_of = self._new_keeper(corpus)
         # Silence is waited out: nothing here can be computed meanwhile.
         self._controls = replace(self._controls, stall_s=chosen.patience_s)
 
@@ -241,6 +262,7 @@ class PageLoader(Loader):
         goal: Goal,
         least: int | None = None,
         wanted: int | None = None,
+        kept: KeptRepair | None = None,
     ) -> Loaded:
         """Load documents, as far as they come in time.
 
@@ -250,6 +272,8 @@ class PageLoader(Loader):
             goal: What is to be reached; loading ends at its deadline.
             least: Level below which a chunk counts as missing; None: any level will do.
             wanted: How many tokens of a single document are needed; None: all of all documents.
+            kept: Repaired rows to be laid over the documents, which it names from the first on. Where they cannot be
+                had or do not fit, only the first document counts as there, which needs none. None: no repair.
 
         Returns:
             What is there. Missing, damaged and late pieces are no error.
@@ -260,21 +284,36 @@ class PageLoader(Loader):
         """
         known = dict(zip(documents, texts, strict=True))
         make = partial(PageExecutor, wanted=wanted)
-        return self._session.run(self._load_front(make, list(documents), known, goal, least))
+        return self._session.run(self._load_front(make, list(documents), known, goal, least, kept))
 
     async def _load_front(
         self, make: Callable[..., PageExecutor], documents: list[str], texts: dict[str, Sequence[int]], goal: Goal,
-        least: int | None,
+        least: int | None, kept: KeptRepair | None,
     ) -> Loaded:  # fmt: skip
+        reading = asyncio.create_task(self._read_kept(kept, [len(texts[name]) for name in documents]))
         with self._warming.paused():
             async with self._filled(make, documents, 0, goal, texts) as filled:
                 executor = filled.executor
                 await asyncio.to_thread(executor.stop)
                 tokens, level = executor.front(least)
-                prompt = getattr(executor, "prompt", None)
                 if executor.is_finished:
                     filled.driver.tell(ev.PromptAssembled(executor.number, tokens, 0.0))
+                if kept is not None and (trouble := executor.lay_over(await reading)):
+                    tokens = min(tokens, len(texts[documents[0]]))
+                    executor.misses.append(trouble)
                 self._remember()
+                prompt = getattr(executor, "prompt", None)
                 if prompt is None or prompt.cache.kept is not None:  # pruned caches have holes, which pages cannot have
                     return Loaded(None, 0, -1, executor.bytes, tuple(executor.misses))
                 return Loaded(prompt.cache, tokens, level, executor.bytes, tuple(executor.misses))
+
+    async def _read_kept(self, kept: KeptRepair | None, lengths: Sequence[int]) -> Found:
+        """Repaired rows, read beside the documents."""
+        if kept is None:
+            return Found()
+        driver = self._session.driver(self._new_controller)
+        read = partial(self._rows_of.read, kept, lengths)
+        try:
+            return Found(await driver.look_up(read, self._settings.patience_s))
+        except KvwireError as error:
+            return Found(None, in_words(error))

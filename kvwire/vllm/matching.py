@@ -6,16 +6,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvwire.types import digest_tokens
-from kvwire.vllm.requests import entries_of, profile_in_use, salt_of
+from kvwire.vllm.requests import entries_of, kept_of, profile_in_use, salt_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvwire.runtime.corpus import Corpus
-    from kvwire.store import PrefixIndex
+    from kvwire.store import KeptRepair, PrefixIndex
     from kvwire.vllm.requests import Choice
 
     Match: TypeAlias = Callable[[Choice, Sequence[int]], "Matched"]
+
+
+_UNREPAIRED = (
+    "no repair of these documents in this order is kept that fits the level: what follows the first is computed; let "
+    "kvwire ask --keep-repairs compute one"
+)
 
 
 @dataclass(frozen=True)
@@ -41,11 +47,13 @@ class Matched:
         salt: The ``cache_salt`` that the request needs for that.
         pieces: From the prompt's first token on, one after the other; all but the last are whole documents.
         trouble: Why it is not more, in words; empty where nothing went wrong.
+        kept: Repaired rows to be laid over the pieces, all of which it names; None: none.
     """
 
     salt: str
     pieces: tuple[Piece, ...]
     trouble: str = ""
+    kept: KeptRepair | None = None
 
 
 def match_documents(corpus: Corpus, choice: Choice, prompt: Sequence[int]) -> Matched:
@@ -57,13 +65,14 @@ def match_documents(corpus: Corpus, choice: Choice, prompt: Sequence[int]) -> Ma
         prompt: Token ids.
 
     Returns:
-        The documents' whole texts.
+        The documents' whole texts. With a repair: those that it names, or the first document, which needs none.
 
     Raises:
         KvwireError: The catalog cannot be read.
     """
     entries = entries_of(corpus, choice)
-    salt = salt_of(choice, corpus.catalog.tenant, corpus.meta.config_digest(), entries)
+    kept = kept_of(corpus, choice, entries)
+    salt = salt_of(choice, corpus.catalog.tenant, corpus.meta.config_digest(), entries, kept=kept)
     pieces: list[Piece] = []
     position, trouble = 0, ""
     for name, entry in zip(choice.documents, entries, strict=True):
@@ -79,7 +88,11 @@ def match_documents(corpus: Corpus, choice: Choice, prompt: Sequence[int]) -> Ma
             break
         pieces.append(Piece(name, ids, len(ids)))
         position += len(ids)
-    return Matched(salt, tuple(pieces), trouble)
+    repaired = len(kept.documents) if kept else 1
+    if choice.repair and len(pieces) > repaired:
+        trouble = f"a repair that fits is kept of the first {repaired} documents alone" if kept else _UNREPAIRED
+        pieces = pieces[:repaired]
+    return Matched(salt, tuple(pieces), trouble, kept if kept and len(pieces) > 1 else None)
 
 
 def match_prefix(corpus: Corpus, index: PrefixIndex, choice: Choice, prompt: Sequence[int]) -> Matched:

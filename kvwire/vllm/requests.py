@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from kvwire.errors import ArgumentError, NotFoundError
@@ -14,13 +15,15 @@ if TYPE_CHECKING:
 
     from kvwire.controller import Goal, Objective
     from kvwire.runtime.corpus import Corpus
-    from kvwire.store import CatalogEntry
+    from kvwire.store import CatalogEntry, KeptRepair
 
 PARAMS = "kvwire"
 """Name of the parameters in ``kv_transfer_params``."""
 SALTED = "kvwire-"
 """What the salts of all caches begin with that may hold loaded rows."""
-_NAMES = {"documents", "prefix", "level", "deadline_s", "objective", "save"}
+KEPT = "kept"
+"""The one repair that vLLM can serve: rows that an earlier load computed and kept."""
+_NAMES = {"documents", "prefix", "level", "deadline_s", "objective", "save", "repair"}
 _OBJECTIVES = ("earliest", "quality", "cheapest")
 _MOST = 4096  # documents
 _LONGEST_S = 86400.0
@@ -37,6 +40,7 @@ class Choice:
         objective: See ``controller.Goal``; None: the best quality within the deadline.
         prefix: Load the longest prefix of the prompt that the corpus's index knows.
         save: Keep what vLLM computes of the prompt, for later requests for prefixes.
+        repair: ``kept``: lay the rows that an earlier load repaired, and kept, over the documents; empty: none.
     """
 
     documents: tuple[str, ...] = ()
@@ -45,6 +49,7 @@ class Choice:
     objective: Objective | None = None
     prefix: bool = False
     save: bool = False
+    repair: str = ""
 
     @classmethod
     def read(cls, params: object) -> Choice:
@@ -62,7 +67,7 @@ class Choice:
         if not isinstance(params, dict) or not set(params) <= _NAMES:
             msg = (
                 f"kv_transfer_params: {PARAMS!r} is an object of documents or prefix, one of level, deadline_s and "
-                "objective, and perhaps save"
+                "objective, and perhaps save or repair"
             )
             raise ArgumentError(msg)
         names, (prefix, save) = params.get("documents"), _flags(params)
@@ -80,7 +85,9 @@ class Choice:
         if (names or prefix) and level is None and deadline is None and objective != "earliest":
             msg = "say how good the documents' caches must be: level, deadline_s, or objective earliest"
             raise ArgumentError(msg)
-        return cls(tuple(names or ()), level, deadline, objective, prefix, save)
+        if params.get("repair") is not None:
+            _check_repair(params["repair"], names or (), level)
+        return cls(tuple(names or ()), level, deadline, objective, prefix, save, params.get("repair") or "")
 
     @property
     def mode(self) -> str:
@@ -102,6 +109,7 @@ class Choice:
         """What a client sends; ``read`` takes it."""
         chosen = {"level": self.level, "deadline_s": self.deadline_s, "objective": self.objective}
         flags: dict[str, Any] = {"documents": list(self.documents), "prefix": self.prefix, "save": self.save}
+        flags |= {"repair": self.repair}
         return {k: v for k, v in flags.items() if v} | {k: v for k, v in chosen.items() if v is not None}
 
 
@@ -111,6 +119,16 @@ def _flags(params: Mapping[str, object]) -> tuple[bool, bool]:
         msg = "prefix and save are true or false"
         raise ArgumentError(msg)
     return prefix, save
+
+
+def _check_repair(repair: object, names: Sequence[str], level: int | None) -> None:
+    """Refuse repairs that vLLM cannot serve."""
+    if repair != KEPT:
+        msg = f'repair is "{KEPT}", or left out: vLLM computes no single rows of its own; docs/vllm.md says what it can'
+        raise ArgumentError(msg)
+    if len(names) < 2 or level is None:  # noqa: PLR2004
+        msg = "a repair is of two documents at least, and needs a level: which rows fit depends on it"
+        raise ArgumentError(msg)
 
 
 def _quality(params: Mapping[str, Any]) -> tuple[int | None, float | None, Objective | None]:
@@ -128,8 +146,9 @@ def _quality(params: Mapping[str, Any]) -> tuple[int | None, float | None, Objec
 
 
 def salt_of(
-    choice: Choice, tenant: str, config_digest: str, entries: Sequence[CatalogEntry | None], profile: str = ""
-) -> str:
+    choice: Choice, tenant: str, config_digest: str, entries: Sequence[CatalogEntry | None], profile: str = "",
+    kept: KeptRepair | None = None,
+) -> str:  # fmt: skip
     """The ``cache_salt`` of a request: no other request shares its cache in vLLM's memory.
 
     Args:
@@ -138,10 +157,11 @@ def salt_of(
         config_digest: Of the model.
         entries: What the catalog has of each document; None where it has nothing.
         profile: Digest of the profile in use, of which every prefix that is loaded must be; of documents, empty.
+        kept: The repaired rows that are laid over the documents; None: none.
 
     Returns:
         Text that begins with mode and level and ends with a digest of all: tenant, model, choice, and each document's
-        blob, text and profile, or the profile of all prefixes.
+        blob, text and profile, or the profile of all prefixes, and the blobs of repaired rows.
     """
     choice = replace(choice, save=False)  # what is kept afterwards changes no cache
     named = [
@@ -151,6 +171,8 @@ def salt_of(
     told = {
         "mode": choice.mode, "tenant": tenant, "config": config_digest, "choice": choice.params(), "documents": named,
     } | ({"profile": profile} if choice.prefix else {})  # fmt: skip
+    if choice.repair:
+        told["kept"] = kept.to_json().decode() if kept else ""
     digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
     quality = f"level-{choice.level}" if choice.level is not None else "adaptive"
     profile = next((entry.profile_digest for entry in entries if entry and entry.profile_digest), profile)
@@ -180,6 +202,28 @@ def _entry(corpus: Corpus, name: str) -> CatalogEntry | None:
         return None
 
 
+def kept_of(corpus: Corpus, choice: Choice, entries: Sequence[CatalogEntry | None]) -> KeptRepair | None:
+    """The repaired rows that a request is to get.
+
+    Args:
+        corpus: The documents'.
+        choice: The request's.
+        entries: What the catalog has of each document; None where it has nothing.
+
+    Returns:
+        What is kept of most of the first documents in this order; None where nothing is, where it was computed over
+        coarser documents than the request asks for, or where no repair was asked for.
+
+    Raises:
+        KvwireError: The catalog cannot be read, or what is kept is damaged.
+    """
+    if not choice.repair:
+        return None
+    known = [entry.token_digest for entry in takewhile(lambda entry: entry is not None, entries) if entry]
+    kept = corpus.catalog.kept.find(corpus.meta.config_digest(), known)
+    return kept if kept is not None and kept.level >= (choice.level or 0) else None
+
+
 def request_salt(corpus: Corpus, choice: Choice) -> str:
     """The salt of a request for documents of a corpus.
 
@@ -191,11 +235,18 @@ def request_salt(corpus: Corpus, choice: Choice) -> str:
         See ``salt_of``.
 
     Raises:
-        NotFoundError: A document is not in the catalog.
+        NotFoundError: A document is not in the catalog, or a repair is asked for and none is kept.
     """
     entries = [corpus.find(name) for name in choice.documents]
     profile = profile_in_use(corpus) if choice.prefix else ""
-    return salt_of(choice, corpus.catalog.tenant, corpus.meta.config_digest(), entries, profile)
+    kept = kept_of(corpus, choice, entries)
+    if choice.repair and kept is None:
+        msg = (
+            f"no repair of these documents in this order is kept that fits level {choice.level}: let kvwire ask "
+            f"--quality-floor {choice.level} --repair 0.15 --keep-repairs compute one, or ask without a repair"
+        )
+        raise NotFoundError(msg)
+    return salt_of(choice, corpus.catalog.tenant, corpus.meta.config_digest(), entries, profile, kept)
 
 
 def profile_in_use(corpus: Corpus) -> str:

@@ -23,7 +23,7 @@ from kvwire.vllm.counting import Counts
 from kvwire.vllm.requests import SALTED
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from kvwire.engines.vllm import Pages
@@ -47,11 +47,13 @@ class PageSave:
         request_id: Whose pages.
         token_ids: Of the prompt, all of whose rows were computed.
         blocks: The request's, from its first token on; they are not given away before they were copied.
+        event: What is told once the prompt is in the store; None: nothing.
     """
 
     request_id: str
     token_ids: tuple[int, ...]
     blocks: tuple[int, ...]
+    event: object = None
 
 
 @dataclass(eq=False)
@@ -110,7 +112,10 @@ class Saving:
         if watched := self._watched.get(request_id):
             watched.trouble = watched.trouble or "some of its rows were loaded"
 
-    def end(self, request_id: str, prompt: Sequence[int], blocks: Sequence[int], *, is_computed: bool) -> str | None:
+    def end(
+        self, request_id: str, prompt: Sequence[int], blocks: Sequence[int], *, is_computed: bool,
+        event: Callable[[], object] | None = None,
+    ) -> str | None:  # fmt: skip
         """Decide about a request that ended.
 
         Args:
@@ -118,6 +123,7 @@ class Saving:
             prompt: Token ids.
             blocks: The request's.
             is_computed: Whether all of the prompt was.
+            event: Makes what is told once the prompt is in the store; None: nothing is.
 
         Returns:
             Why it is not kept; empty where it is, and its blocks are to be held; None where nobody asked.
@@ -131,7 +137,7 @@ class Saving:
         if not why and len(prompt) < self._least:
             why = f"its prompt has fewer than {self._least} tokens"
         if not why:
-            self._saves.append(PageSave(request_id, tuple(prompt), tuple(blocks)))
+            self._saves.append(PageSave(request_id, tuple(prompt), tuple(blocks), event() if event else None))
         return why
 
     def take(self) -> list[PageSave]:
@@ -158,6 +164,7 @@ class Saver:
         self._copied: set[str] = set()
         self._waiting: dict[str, int] = {}  # bytes of what is not stored yet, by the prompt's digest
         self._told: set[str] = set()
+        self._events: list[object] = []
         self._copying = ThreadPoolExecutor(1, "kvwire-copy")
         self._encoding = ThreadPoolExecutor(1, "kvwire-encode")
 
@@ -188,6 +195,12 @@ class Saver:
         with self._lock:
             copied, self._copied = self._copied, set()
         return copied
+
+    def events(self) -> list[object]:
+        """What is to be told of prompts that were put into the store since the last call."""
+        with self._lock:
+            events, self._events = self._events, []
+        return events
 
     def close(self) -> None:
         """Store what was copied, for as long as that takes little time."""
@@ -251,6 +264,7 @@ class Saver:
             return
         with self._lock:
             self._waiting.pop(digest, None)
+            self._events += [] if save.event is None else [save.event]
 
     def _failed(self, error: Exception, digest: str) -> None:
         with self._lock:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvwire.runtime.corpus import Corpus
+    from kvwire.store import KeptRepair
     from kvwire.vllm.matching import Matched, Piece
 
 _LOOK_UPS = 8
@@ -38,6 +39,7 @@ class PageLoad:
         blocks: The request's, from its first token on.
         salt: Names mode and quality, and in documents mode all that their cache depends on.
         left_s: Seconds until the deadline; None: there is none.
+        kept: Repaired rows to be laid over the documents, which then are all that it names; None: none.
     """
 
     request_id: str
@@ -50,6 +52,7 @@ class PageLoad:
     blocks: tuple[int, ...]
     salt: str
     left_s: float | None
+    kept: KeptRepair | None = None
 
 
 @dataclass(eq=False)
@@ -62,6 +65,7 @@ class _Asked:
     choice: Choice | None = None
     looking: Future[Matched] | None = None
     pieces: tuple[Piece, ...] | None = None
+    kept: KeptRepair | None = None
     computed: int = 0
     loads: int = 0
     told: dict[str, Any] = field(default_factory=dict)
@@ -170,7 +174,7 @@ class Scheduling:
         if asked is None or not tokens or not asked.pieces or asked.choice is None:
             return
         start, first, position = asked.computed, 0, 0
-        while position + asked.pieces[first].tokens <= start:
+        while asked.kept is None and position + asked.pieces[first].tokens <= start:
             position += asked.pieces[first].tokens
             first += 1
         pieces = asked.pieces[first:]
@@ -179,7 +183,7 @@ class Scheduling:
         load = PageLoad(
             request_id, asked.choice, tuple(piece.document_id for piece in pieces),
             tuple(piece.token_ids for piece in pieces), position, start, start + tokens, tuple(blocks), asked.salt,
-            left_s,
+            left_s, asked.kept,
         )  # fmt: skip
         self._loads.append(load)
         asked.loads += 1
@@ -234,6 +238,7 @@ class Scheduling:
             return ()
         if matched.trouble:
             asked.told["trouble"] = matched.trouble
+        asked.kept = matched.kept
         return matched.pieces
 
     def _refuse(self, request_id: str, asked: _Asked, why: str) -> None:

@@ -130,7 +130,7 @@ class Working:
         """Documents at their place in the prompt: the cache begins at ``load.position``."""
         goal = load.choice.goal(load.left_s)
         wanted = load.stop - load.position if load.choice.prefix else None
-        loaded = self._loader.load(load.documents, load.texts, goal, load.choice.level, wanted)
+        loaded = self._loader.load(load.documents, load.texts, goal, load.choice.level, wanted, load.kept)
         if loaded.cache is None:
             return Loaded(None, load.position, loaded.level, loaded.bytes, loaded.troubles)
         front = loaded.cache.slice(0, loaded.tokens)

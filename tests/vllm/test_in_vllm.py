@@ -17,9 +17,14 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines runs this in its own environment")
 
+from kvwire.controller import CostModel, DecodeCost, PrefillCost
 from kvwire.engines.transformers import open_engine
+from kvwire.reuse import LinkedPrompt
+from kvwire.runtime.kept import RepairKeeper
+from kvwire.runtime.loader import Loader
+from kvwire.runtime.settings import LoadSettings
 from kvwire.store import FolderStore
-from kvwire.vllm import Choice
+from kvwire.vllm import Choice, request_body
 from kvwire.vllm.requests import PARAMS, entries_of, salt_of
 
 from ..http_servers import serving
@@ -78,6 +83,32 @@ def test_wrong_parameters_are_told(place):
     body = place.body("a", 1)
     ((first, _, told, _),) = place.ask(body | {"kv_transfer_params": {PARAMS: {"documents": ["a"], "level": -1}}})
     assert "level is a whole number" in told["refused"]
+    assert distance(first, place.expected(body["prompt"])) <= 1e-5
+
+
+def test_kept_repairs_are_those_of_transformers(place):
+    """Rows that kvwire's own loader repaired and kept, laid over linked documents; without the word, none."""
+    chosen = LoadSettings(repair=0.2, quality_floor=2, keep_repairs=True)
+    costs = CostModel(PrefillCost(5.0, 0.01), DecodeCost(5e-4, 1e-5))  # text is slow: blobs are fetched
+    with Loader(place.engine, place.corpus, costs=costs, settings=chosen) as loader:
+        assert len(loader.ask(("c", "a", "b"), list(QUESTION)).repair.rows)
+    body = request_body(place.corpus, Choice(("c", "a", "b"), level=2, repair="kept"), list(QUESTION))
+    linked, entries = place.linked("cab", 2), [place.corpus.find(name) for name in "cab"]
+    blind = place.expected(body["prompt"], linked)
+    catalog, config = place.corpus.catalog, place.corpus.meta.config_digest()
+    entry = catalog.kept.find(config, [each.token_digest for each in entries])
+    rows = RepairKeeper(place.corpus, catalog.store, 1 << 30).read(entry, [each.tokens for each in entries])
+    rows.write(LinkedPrompt([each.tokens for each in entries], linked.meta, cache=linked))
+    right = place.expected(body["prompt"], linked)
+    for promised in (748, 748 % place.block):  # the second time vLLM has the whole blocks itself
+        ((first, _, told, _),) = place.ask(body)
+        assert distance(first, right) <= CLOSE < distance(first, blind)
+        assert told["promised_tokens"] == promised
+    ((first, _, told, _),) = place.ask(place.body("cab", 2))
+    assert distance(first, blind) <= CLOSE
+    ((first, _, told, _),) = place.ask(body | {"cache_salt": place.body("cab", 2)["cache_salt"]})
+    assert f'"cache_salt": "{body["cache_salt"]}"' in told["refused"]
+    ((first, *_),) = place.ask({"prompt": body["prompt"]})
     assert distance(first, place.expected(body["prompt"])) <= 1e-5
 
 

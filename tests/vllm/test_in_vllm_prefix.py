@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -13,11 +14,16 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines runs this in its own environment")
 
+import zmq
+from msgspec import msgpack
 from vllm import SamplingParams
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import AllBlocksCleared, BlockStored, KVEventBatch
 from vllm.inputs import TokensPrompt
 
 from kvwire import encode
 from kvwire.engines.transformers import open_engine
+from kvwire.runtime.corpus import Document
 from kvwire.store import S3Store
 from kvwire.vllm import Choice, request_body
 from kvwire.vllm.counting import COUNTED
@@ -46,7 +52,10 @@ def places(model, tmp_path_factory):
         engine = open_engine(model, dtype=torch.float32)
         corpus = encoded(engine, store, index=("kvwire:32",))
         url, extra = server.address("vllm"), {"index": "kvwire:32", "save": "all"}
-        first = stack.enter_context(serving_llm(model, url, extra=extra))
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            endpoint = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+        events = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint)
+        first = stack.enter_context(serving_llm(model, url, extra=extra, kv_events_config=events))
         short = {"max_num_batched_tokens": 128, "max_num_seqs": 24, "num_gpu_blocks_override": 72}
         asked = extra | {"save": "asked"}
         second = stack.enter_context(serving_llm(model, url, extra=asked, disable_log_stats=False, **short))
@@ -183,6 +192,55 @@ def test_what_is_loaded_and_kept_is_among_vllms_metrics(places):
     assert min(more["loaded_bytes"], more["saved_bytes"]) > 1000
 
 
+@pytest.fixture
+def heard(places):
+    """All events of the first vLLM from now on, as its own publisher sends them."""
+    place, events = places[0], []
+    config = place.llm.llm_engine.vllm_config.kv_events_config
+    with zmq.Context() as context, context.socket(zmq.SUB) as listener:
+        listener.subscribe("")
+        listener.connect(config.endpoint)
+
+        def listen(is_enough, seconds=60.0):
+            until = time.monotonic() + seconds
+            while not is_enough(events):
+                assert time.monotonic() < until, events
+                if listener.poll(200):
+                    events.extend(msgpack.decode(listener.recv_multipart()[2], type=KVEventBatch).events)
+                else:
+                    place.ask({"prompt": drawn(len(events), 40)}, tokens=1)  # a step: what is kept is told in one
+            return events
+
+        listen(len)  # a listener hears nothing of before it was let in
+        yield listen
+
+
+def test_events_tell_what_is_loaded_and_what_is_kept(places, heard):
+    """Blocks in vLLM's memory under the salt that they were loaded with, a prompt in the store under vLLM's hashes."""
+    one, _ = places
+    body, prompt = one.body("cad", 1, drawn(20, 9)), drawn(21, 300)
+    one.ask(body, {"prompt": prompt})
+    found(one, prompt)
+
+    def stored(events):
+        return [each for each in events if isinstance(each, BlockStored)]
+
+    def of(events, tokens, medium):
+        begin = [each for each in stored(events) if each.token_ids[:32] == list(tokens[:32])]
+        return [each for each in begin if (each.medium == "STORAGE") == medium]
+
+    events = heard(lambda events: of(events, body["prompt"], False) and of(events, prompt, True))
+    (loaded, *_) = of(events, body["prompt"], False)
+    assert loaded.extra_keys[0] == (body["cache_salt"],)
+    (kept,), (own, *_) = of(events, prompt, True), of(events, prompt, False)
+    assert kept.token_ids == prompt[:288]
+    assert kept.block_hashes[: len(own.block_hashes)] == own.block_hashes
+    assert (len(kept.block_hashes), kept.parent_block_hash, kept.ownership) == (9, None, "kvwire")
+    assert not [each for each in stored(events) if each.ownership and each.token_ids[:32] == list(body["prompt"][:32])]
+    assert one.llm.reset_prefix_cache()
+    heard(lambda events: any(isinstance(each, AllBlocksCleared) for each in events))
+
+
 def test_requests_that_lose_their_pages_are_each_their_own(places):
     """More than the blocks hold, in steps of 128 tokens: some are preempted, loaded ones among them."""
     _, other = places
@@ -236,28 +294,65 @@ def process_of(place):
 
 
 def state_of(pid):
-    """Resident MiB, and threads."""
+    """Resident MiB, threads, and open files."""
     lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines())
-    return int(lines["VmRSS"].split()[0]) / 1024, int(lines["Threads"])
+    return int(lines["VmRSS"].split()[0]) / 1024, int(lines["Threads"]), len(os.listdir(f"/proc/{pid}/fd"))
 
 
-def test_hundreds_of_requests_leak_nothing(places):
-    """Loaded, refused, plain and kept ones, 60 a round: memory and threads stay, and all blocks come back."""
-    one, _ = places
-    pids = process_of(one)
-    rounds = []
-    for turn in range(6):
-        bodies = []
-        for number in range(15):
-            body = one.body("abcd"[number % 4], number % 3, drawn(turn * 100 + number, 5))
-            plain = {"prompt": drawn(10_000 + turn * 100 + number, 200)}
-            bodies += [body, body | {"cache_salt": None}, plain]
-            bodies.append(prefix(one, [*body["prompt"][:50], *drawn(turn * 77 + number, 40)], number % 3, save=True))
-        one.ask(*bodies, tokens=2)
+def damaged(place):
+    """Documents whose blobs are gone, or have a flipped byte."""
+    store, names = place.corpus.catalog.store, ("gone", "torn")
+    list(place.corpus.encode([Document(name, tuple(drawn(500 + len(name) + name.count("o"), 120))) for name in names]))
+    gone, torn = (place.corpus.find(name).blob_key for name in names)
+    data = bytearray(store.get(torn))
+    data[len(data) // 2] ^= 1
+    store.delete(gone)
+    store.put(torn, bytes(data))
+    return names
+
+
+def mixed(place, turn, broken):
+    """A hundred requests: linked documents, prefixes and plain ones, a fifth of them with something wrong."""
+    bodies = []
+    for number in range(10):
+        seed, names = turn * 1000 + number * 10, ("ad", "bd", "d", "c", "da")[number % 5]
+        body = place.body(names, number % 3, drawn(seed, 5))
+        late = Choice(tuple(names), deadline_s=0.004)
+        text = place.corpus.text(place.corpus.find(names[0]))
+        wrong = {"kvwire": {"documents": ["nobody"], "level": 1}}
+        bodies += [
+            body,
+            place.body(names[::-1], 2, drawn(seed + 1, 5)),
+            request_body(place.corpus, late, drawn(seed + 2, 5)),
+            place.body((broken[number % 2], "d"), number % 3, drawn(seed + 3, 5)),
+            body | {"cache_salt": None} if number % 2 else body | {"kv_transfer_params": wrong},
+            prefix(place, [*text[: 60 + number], *drawn(seed + 4, 20)], number % 3),
+            prefix(place, drawn(seed + 5, 90), save=number < 2),
+            prefix(place, [*text[:64], *drawn(seed + 6, 4)], 1),
+            {"prompt": drawn(seed + 7, 150)},
+            {"prompt": drawn(seed + 8, 40), "cache_salt": f"tenant {number}"},
+        ]
+    return random.Random(turn).sample(bodies, len(bodies))
+
+
+def test_a_thousand_requests_leak_nothing(places):
+    """A hundred a round: memory, threads and open files stay, and all blocks come back."""
+    _, other = places
+    pids, broken, rounds, lost = process_of(other), damaged(other), [], counted(other, "kvwire_lost_tokens")
+    for turn in range(10):
+        answers = other.ask(*mixed(other, turn, broken), tokens=2)
+        assert len(answers) == 100
         rounds.append([state_of(pid) for pid in pids])
-    for early, late in zip(rounds[2], rounds[-1], strict=True):
+    assert counted(other, "kvwire_lost_tokens") > lost + 1000
+    for early, late in zip(rounds[4], rounds[-1], strict=True):
         assert late[0] <= early[0] * 1.05 + 20
         assert late[1] <= early[1] + 2
-    prompt = drawn(99, 1900)  # takes nearly a quarter of all blocks, four at once nearly all of them
-    answers = one.ask(*({"prompt": [number, *prompt]} for number in range(20, 24)), tokens=2)
-    assert distance(answers[0][0], one.expected([20, *prompt])) <= 1e-5
+        assert late[2] <= early[2] + 4
+    assert counted(other, "kv_cache_usage_perc") == 0
+    prompt = drawn(99, 2040)  # takes 64 blocks of 71
+    ((first, *_),) = other.ask({"prompt": prompt}, tokens=2)
+    assert distance(first, other.expected(prompt)) <= 1e-5
+    body = other.body("bcad", 2)
+    ((first, _, told, _),) = other.ask(body)
+    assert told["promised_tokens"] == sum(LENGTHS.values())
+    assert distance(first, other.expected(body["prompt"], other.linked("bcad", 2))) <= CLOSE

@@ -19,6 +19,7 @@ from kvwire.vllm.requests import entries_of, salt_of
         Choice(("a", "b"), deadline_s=0.5),
         Choice(("b", "a"), deadline_s=2.0, objective="cheapest"),
         Choice(("a",), objective="earliest"),
+        Choice(("a", "b"), level=1, repair="kept"),
     ],
 )
 def test_a_choice_is_read_as_it_was_written(choice):
@@ -32,7 +33,12 @@ def test_a_choice_is_read_as_it_was_written(choice):
     [
         (None, "is an object"),
         (["a"], "is an object"),
-        ({"documents": ["a"], "level": 1, "repair": 3}, "is an object"),
+        ({"documents": ["a"], "level": 1, "mend": 3}, "is an object"),
+        ({"documents": ["a", "b"], "level": 1, "repair": 3}, 'repair is "kept"'),
+        ({"documents": ["a", "b"], "level": 1, "repair": 0.15}, 'repair is "kept"'),
+        ({"documents": ["a"], "level": 1, "repair": "kept"}, "of two documents at least"),
+        ({"documents": ["a", "b"], "deadline_s": 1, "repair": "kept"}, "needs a level"),
+        ({"prefix": True, "level": 1, "repair": "kept"}, "of two documents at least"),
         ({"level": 1}, "documents is a list"),
         ({"documents": [], "level": 1}, "documents is a list"),
         ({"documents": "a", "level": 1}, "documents is a list"),
