@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
-import socket
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -52,8 +52,7 @@ def places(model, tmp_path_factory):
         engine = open_engine(model, dtype=torch.float32)
         corpus = encoded(engine, store, index=("kvwire:32",))
         url, extra = server.address("vllm"), {"index": "kvwire:32", "save": "all"}
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            endpoint = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+        endpoint = f"ipc://{tmp_path_factory.mktemp('events')}/socket"
         events = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint)
         first = stack.enter_context(serving_llm(model, url, extra=extra, kv_events_config=events))
         short = {"max_num_batched_tokens": 128, "max_num_seqs": 24, "num_gpu_blocks_override": 72}
@@ -200,6 +199,7 @@ def heard(places):
     with zmq.Context() as context, context.socket(zmq.SUB) as listener:
         listener.subscribe("")
         listener.connect(config.endpoint)
+        steps = itertools.count(30_000)
 
         def listen(is_enough, seconds=60.0):
             until = time.monotonic() + seconds
@@ -208,7 +208,7 @@ def heard(places):
                 if listener.poll(200):
                     events.extend(msgpack.decode(listener.recv_multipart()[2], type=KVEventBatch).events)
                 else:
-                    place.ask({"prompt": drawn(len(events), 40)}, tokens=1)  # a step: what is kept is told in one
+                    place.ask({"prompt": drawn(next(steps), 40)}, tokens=1)  # a step: what is kept is told in one
             return events
 
         listen(len)  # a listener hears nothing of before it was let in
@@ -237,7 +237,10 @@ def test_events_tell_what_is_loaded_and_what_is_kept(places, heard):
     assert kept.block_hashes[: len(own.block_hashes)] == own.block_hashes
     assert (len(kept.block_hashes), kept.parent_block_hash, kept.ownership) == (9, None, "kvwire")
     assert not [each for each in stored(events) if each.ownership and each.token_ids[:32] == list(body["prompt"][:32])]
-    assert one.llm.reset_prefix_cache()
+    until = time.monotonic() + 60
+    while not one.llm.reset_prefix_cache():  # pages are held until they were copied
+        assert time.monotonic() < until
+        time.sleep(0.1)
     heard(lambda events: any(isinstance(each, AllBlocksCleared) for each in events))
 
 
@@ -296,7 +299,7 @@ def process_of(place):
 def state_of(pid):
     """Resident MiB, threads, and open files."""
     lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines())
-    return int(lines["VmRSS"].split()[0]) / 1024, int(lines["Threads"]), len(os.listdir(f"/proc/{pid}/fd"))
+    return int(lines["VmRSS"].split()[0]) / 1024, int(lines["Threads"]), len([*Path(f"/proc/{pid}/fd").iterdir()])
 
 
 def damaged(place):
