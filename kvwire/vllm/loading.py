@@ -17,7 +17,7 @@ from kvwire.engines.base import Engine
 from kvwire.errors import ArgumentError, KvwireError
 from kvwire.runtime.documents import LengthChangedError, in_words
 from kvwire.runtime.executor import Executor
-from kvwire.runtime.kept import Found
+from kvwire.runtime.kept import Found, RepairKeeper
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.settings import LoadSettings
 from kvwire.types import ChunkId, Decision
@@ -251,7 +251,7 @@ class PageLoader(Loader):
         """
         chosen, costs = replace(settings or LoadSettings(), repair="none"), CostModel(ELSEWHERE, _DECODE)
         super().__init__(NoWeights(corpus, dtype), corpus, costs=costs, settings=chosen, **options)
-        self._rows_of = self._new_keeper(corpus)
+        self._kept = RepairKeeper(corpus, self._session.view(corpus.catalog.store), chosen.kept_bytes)
         # Silence is waited out: nothing here can be computed meanwhile.
         self._controls = replace(self._controls, stall_s=chosen.patience_s)
 
@@ -312,7 +312,7 @@ class PageLoader(Loader):
         if kept is None:
             return Found()
         driver = self._session.driver(self._new_controller)
-        read = partial(self._rows_of.read, kept, lengths)
+        read = partial(self._kept.read, kept, lengths)
         try:
             return Found(await driver.look_up(read, self._settings.patience_s))
         except KvwireError as error:
