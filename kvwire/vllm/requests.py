@@ -243,7 +243,7 @@ def request_salt(corpus: Corpus, choice: Choice) -> str:
     if choice.repair and kept is None:
         msg = (
             f"no repair of these documents in this order is kept that fits level {choice.level}: let kvwire ask "
-            f"--quality-floor {choice.level} --repair 0.15 --keep-repairs compute one, or ask without a repair"
+            f"--floor {choice.level} --repair 0.15 --keep-repairs compute one, or ask without a repair"
         )
         raise NotFoundError(msg)
     return salt_of(choice, corpus.catalog.tenant, corpus.meta.config_digest(), entries, profile, kept)

@@ -13,6 +13,8 @@ import torch
 from kvwire.codec import decode
 from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, MismatchError, NotFoundError
 from kvwire.runtime.corpus import Coding, Corpus, Document
+from kvwire.runtime.loader import Loader
+from kvwire.runtime.settings import LoadSettings
 from kvwire.store import Catalog, FolderStore, Keyring, MemoryStore, ModelRecord, collect, copy_store, verify_store
 from kvwire.types import CacheMeta, LayerSpec, RopeRegime
 
@@ -243,6 +245,22 @@ def test_salt_says_what_it_lacks(run, small, tmp_path, more, code, say):
     got, _, err = run("salt", "--docs", next(iter(small.tokens)), *more, "--store", tmp_path / "store")
     assert say in err
     assert got == code
+
+
+def test_salt_names_repaired_rows_that_are_kept(run, small, tmp_path):
+    names = list(small.tokens)[:2]
+    words = ["salt", "--docs", *names, "--level", 1, "--repair", "kept", "--store", tmp_path / "store"]
+    with closing(FolderStore(tmp_path / "store")) as store:
+        copy_store(small.corpus().catalog.store, store)
+        code, _, err = run(*words)
+        assert code == 3
+        assert "--floor 1 --repair 0.15 --keep-repairs" in err
+        chosen = LoadSettings(repair=0.15, quality_floor=1, keep_repairs=True)
+        with Loader(small.engine, Corpus(small.engine, store), settings=chosen) as loader:
+            assert loader.ask(names, small.engine.tokenize("Who rang?")).repair
+    code, salt, err = run(*words)
+    assert (code, err) == (0, "")
+    assert salt != run(*words[:-4], "--store", tmp_path / "store")[1]
 
 
 def test_salt_prints_what_a_request_for_a_prefix_carries(run, small, demo_model, tmp_path):
