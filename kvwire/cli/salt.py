@@ -18,6 +18,7 @@ from kvwire.errors import ArgumentError
 @click.command()
 @click.option("--docs", multiple=True, help="Ids of documents of the store, in the prompt's order.")
 @click.argument("more_docs", nargs=-1)
+@click.option("--computed", multiple=True, help="Documents behind those, for vLLM to compute; with --question.")
 @click.option("--prefix", is_flag=True, help="Instead of documents: the longest prefix that the store's index knows.")
 @click.option("--save", is_flag=True, help="Have vLLM keep what it computes of the prompt; changes no salt.")
 @click.option("--repair", type=click.Choice(["kept"]), help="Lay over them what ask --keep-repairs computed and kept.")
@@ -58,4 +59,4 @@ def salt(*, place: StoreOptions, as_json: bool, **given: Any) -> None:  # noqa: 
             raise ArgumentError(msg)
         question = open_tokenizer(model)(given["question"])
         more = {"model": given["served_name"] or model, "max_tokens": given["max_tokens"], "temperature": 0}
-        say(json.dumps(request_body(corpus, choice, question, **more)))
+        say(json.dumps(request_body(corpus, choice, question, computed=given["computed"], **more)))

@@ -264,13 +264,16 @@ def profile_in_use(corpus: Corpus) -> str:
     return corpus.catalog.current_profile(corpus.meta.config_digest()) or ""
 
 
-def request_body(corpus: Corpus, choice: Choice, question: Sequence[int], **more: object) -> dict[str, object]:
+def request_body(
+    corpus: Corpus, choice: Choice, question: Sequence[int], *, computed: Sequence[str] = (), **more: object
+) -> dict[str, object]:
     """The body of a request to ``/v1/completions`` of a vLLM that runs with kvwire's connector.
 
     Args:
         corpus: The documents', with or without an engine.
         choice: Which documents, or the longest prefix, and how.
         question: Token ids that follow the documents; without documents, the whole prompt.
+        computed: Further documents, behind those of the choice, whose texts vLLM computes: in view of all before them.
         **more: Further fields: ``model``, ``max_tokens``, ``temperature`` and so on.
 
     Returns:
@@ -284,7 +287,7 @@ def request_body(corpus: Corpus, choice: Choice, question: Sequence[int], **more
     if not question:
         msg = "a question has at least one token"
         raise ArgumentError(msg)
-    prompt = [token for name in choice.documents for token in corpus.text(corpus.find(name))]
+    prompt = [token for name in (*choice.documents, *computed) for token in corpus.text(corpus.find(name))]
     salted = {"cache_salt": request_salt(corpus, choice)} if choice.mode else {}
     fields: Mapping[str, object] = {"prompt": [*prompt, *question], "kv_transfer_params": {PARAMS: choice.params()}}
     return {**more, **fields, **salted}

@@ -229,6 +229,12 @@ def test_salt_prints_what_a_request_to_vllm_carries(run, small, demo_model, tmp_
     )
     assert body["kv_transfer_params"] == {"kvwire": {"documents": names, "level": 1}}
     assert (body["model"], body["max_tokens"]) == (str(demo_model), 3)
+    first = ["salt", "--docs", names[0], "--level", 1, "--store", tmp_path / "store", "--model", demo_model]
+    code, out, err = run(*first, "--computed", names[1], "--question", "Who rang?")
+    assert (code, err) == (0, "")
+    front = [*small.tokens[names[0]], *small.tokens[names[1]]]
+    assert json.loads(out)["prompt"] == front + small.engine.tokenize("Who rang?")
+    assert json.loads(out)["kv_transfer_params"] == {"kvwire": {"documents": names[:1], "level": 1}}
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,13 @@ def test_wrong_parameters_are_told(place):
     assert distance(first, place.expected(body["prompt"])) <= 1e-5
 
 
+def test_documents_behind_those_that_are_loaded_see_them(place):
+    body = request_body(place.corpus, Choice(("d", "b"), level=1), list(QUESTION), computed=("a",))
+    ((first, _, told, _),) = place.ask(body)
+    assert told["promised_tokens"] == LENGTHS["d"] + LENGTHS["b"]
+    assert distance(first, place.expected(body["prompt"], place.linked("db", 1))) <= CLOSE
+
+
 def test_kept_repairs_are_those_of_transformers(place):
     """Rows that kvwire's own loader repaired and kept, laid over linked documents; without the word, none."""
     chosen = LoadSettings(repair=0.2, quality_floor=2, keep_repairs=True)

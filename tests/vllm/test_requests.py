@@ -71,6 +71,9 @@ def test_a_body_holds_all_that_vllm_needs(told):
         "kv_transfer_params": {"kvwire": {"documents": ["b", "a"], "level": 1}},
     }
     assert json.loads(json.dumps(body)) == body
+    longer = request_body(told.corpus, choice, [5, 6], computed=["c"])
+    assert longer["prompt"] == [*told.tokens["b"], *told.tokens["a"], *told.tokens["c"], 5, 6]
+    assert longer["cache_salt"] == body["cache_salt"]
     with pytest.raises(ArgumentError, match="at least one token"):
         request_body(told.corpus, choice, [])
     with pytest.raises(NotFoundError, match="'absent' is not in"):

@@ -130,6 +130,26 @@ def test_what_is_kept_is_what_an_engine_encodes(told, model, saver):
     assert told.corpus.text(hit.document) == IDS
 
 
+def test_what_is_to_be_told_is_told_once_it_is_stored(told, model, saver, monkeypatch):
+    model.compute(IDS)
+    saver.start([PageSave("r", IDS, BLOCKS, "event"), PageSave("silent", IDS[:64], BLOCKS)])
+    wait(saver, ["r", "silent"])
+    assert saver.events() == ["event"]
+    assert saver.events() == []
+    saver.start([PageSave("again", IDS, BLOCKS, "another")])  # others may not have heard of it
+    wait(saver, ["again"])
+    assert saver.events() == ["another"]
+
+    def fails(*_: object, **__: object):
+        msg = "the disk is full"
+        raise StorageError(msg)
+
+    monkeypatch.setattr(told.corpus, "save", fails)
+    saver.start([PageSave("lost", IDS[::-1], BLOCKS, "never")])
+    wait(saver, ["lost"])
+    assert saver.events() == []
+
+
 def test_what_one_keeps_another_loads(told, model, saver):
     """Kept at a fraction of the pages' bytes, with token ids."""
     exact = model.compute(IDS)
