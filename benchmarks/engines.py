@@ -71,6 +71,7 @@ def main() -> None:
         set_up_s = time.perf_counter() - started
         rows, quality = _measured(place, prompts, args)
         rows |= _computed(rows, place, prompts[0], quality, args)
+        linking = [_linking_alone(place.engine, prompt) for prompt in prompts]
     settings = {
         "model": f"{args.model.resolve().parent.name}/{args.model.name}",
         "text": args.text.stem if args.text else "the demonstration's documents",
@@ -81,9 +82,13 @@ def main() -> None:
         "load_average_before": load, "is_busy": load > 0.5, "set_up_s": set_up_s,
         "whole_run_s": time.perf_counter() - started,
     }  # fmt: skip
-    results = {name: _told(row, quality.get(name)) for name, row in rows.items()}
-    _print(results)
-    write_json(args.out, "engines", settings, results)
+    told = {name: _told(row, quality.get(name)) for name, row in rows.items()}
+    overhead = _overhead(told, args)
+    _print(told)
+    print(*(f"{name}: {seconds * 1000:.0f} ms" for name, seconds in overhead.items()), sep="\n")
+    kl = sum(each for each, _ in linking) / len(linking)
+    print(f"KL of documents that are linked without any loss: {kl:.2g}")
+    write_json(args.out, "engines", settings, {"rows": told, "overhead_s": overhead, "kl_of_linking_alone": kl})
 
 
 def _arguments() -> argparse.Namespace:
@@ -216,6 +221,25 @@ def _against_prefill(engine: TransformersEngine, prompt: Prompt, cache: Any) -> 
     past = engine.past_key_values(cache)
     other = _logprobs(engine.forward(past, list(prompt.tokens[cache.tokens :]), cache.tokens, logits=1))
     return _apart(exact, other)
+
+
+def _linking_alone(engine: TransformersEngine, prompt: Prompt) -> tuple[float, float]:
+    """How far exact documents that have not seen each other are from a prefill."""
+    from kvwire.reuse import link
+
+    return _against_prefill(engine, prompt, link(engine.prefill([list(text) for text in prompt.texts])))
+
+
+def _overhead(told: dict[str, dict[str, Any]], args: argparse.Namespace) -> dict[str, float]:
+    """What is neither loading nor computing, from medians: of the connector, and of documents through vLLM."""
+    medians = {name: row["ttft_s"]["median"] for name, row in told.items()}
+    alone = medians["question alone"]
+    found = {"the connector, on a question alone": medians["question alone, kvwire's connector"] - alone}
+    for mbit in args.mbit:
+        ours = medians[_over(f"kvwire, documents at level {args.level}", mbit)]
+        load = medians[_over("kvwire's load alone, outside vLLM", mbit)]
+        found[_over("documents, beyond their load and a question", mbit)] = ours - load - alone
+    return found
 
 
 def _logprobs(logits: torch.Tensor) -> dict[int, float]:

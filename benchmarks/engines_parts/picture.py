@@ -20,7 +20,7 @@ def draw(path: Path) -> None:
     from matplotlib.figure import Figure
 
     saved = json.loads(path.read_text(encoding="utf-8"))
-    settings, groups = saved["settings"], _groups(saved["results"], saved["settings"]["links_mbit"])
+    settings, groups = saved["settings"], _groups(saved["results"]["rows"], saved["settings"]["links_mbit"])
     figure = Figure(figsize=(10, 0.3 * sum(map(len, groups.values())) + 2.2), layout="constrained")
     heights = [len(rows) for rows in groups.values()]
     plots = figure.subplots(len(groups), 1, sharex=True, gridspec_kw={"height_ratios": heights}, squeeze=False)
