@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvwire.store.kept_repair import TEXT_LEVEL, KeptRepair, KeptRows, base_of
     from kvwire.store.key_kinds import KeyKind, Named, content_digest, kind_of, text_digest
     from kvwire.store.keys import KeySpace, check_key, check_new_name, is_catalog_key, tenant_hash
-    from kvwire.store.listing import tenants
+    from kvwire.store.listing import read_ahead, tenants
     from kvwire.store.model_record import ModelRecord
     from kvwire.store.prefix.base import HashScheme
     from kvwire.store.prefix.index import PrefixHit, PrefixIndex
@@ -99,6 +99,7 @@ __all__ = [
     "parse_size",
     "range_header",
     "range_told",
+    "read_ahead",
     "rebuild",
     "strict_json",
     "tenant_hash",
@@ -135,7 +136,7 @@ __getattr__ = lazy(
         "kvwire.store.http_ranges": ("range_header", "range_told"),
         "kvwire.store.key_kinds": ("KeyKind", "Named", "content_digest", "kind_of", "text_digest"),
         "kvwire.store.keys": ("KeySpace", "check_key", "check_new_name", "is_catalog_key", "tenant_hash"),
-        "kvwire.store.listing": ("tenants",),
+        "kvwire.store.listing": ("read_ahead", "tenants"),
         "kvwire.store.kept_repair": ("TEXT_LEVEL", "KeptRepair", "KeptRows", "base_of"),
         "kvwire.store.model_record": ("ModelRecord",),
         "kvwire.store.prefix.base": ("HashScheme",),

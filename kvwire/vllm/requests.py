@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from kvwire.errors import ArgumentError, NotFoundError
+from kvwire.store import read_ahead
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -180,7 +182,7 @@ def salt_of(
 
 
 def entries_of(corpus: Corpus, choice: Choice) -> list[CatalogEntry | None]:
-    """Look the documents up; None for one that is not in the catalog.
+    """Look the documents up, several at a time where the store is far; None for one that is not in the catalog.
 
     Args:
         corpus: The documents'.
@@ -192,7 +194,8 @@ def entries_of(corpus: Corpus, choice: Choice) -> list[CatalogEntry | None]:
     Raises:
         KvwireError: The catalog cannot be read.
     """
-    return [_entry(corpus, name) for name in choice.documents]
+    reads = read_ahead(corpus.catalog.store, choice.documents, partial(_entry, corpus))
+    return [read() for _, read in reads]
 
 
 def _entry(corpus: Corpus, name: str) -> CatalogEntry | None:

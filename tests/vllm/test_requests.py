@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
 from kvwire.errors import ArgumentError, NotFoundError
+from kvwire.runtime.corpus import Corpus
+from kvwire.store import FolderStore, open_store
 from kvwire.vllm import Choice, request_body, request_salt
 from kvwire.vllm.requests import entries_of, salt_of
+
+from ..http_servers import serving
 
 
 @pytest.mark.parametrize(
@@ -78,6 +83,14 @@ def test_a_body_holds_all_that_vllm_needs(told):
         request_body(told.corpus, choice, [])
     with pytest.raises(NotFoundError, match="'absent' is not in"):
         request_salt(told.corpus, replace(choice, documents=("absent",)))
+
+
+def test_a_store_that_is_far_gives_the_same_entries(told):
+    choice = Choice(("c", "absent", "a", "c", "b"), level=1)
+    near = entries_of(told.corpus, choice)
+    assert [each and each.document_id for each in near] == ["c", None, "a", "c", "b"]
+    with closing(FolderStore(told.root)) as store, serving(store) as url, closing(open_store(url)) as far:
+        assert entries_of(Corpus.open(far), choice) == near
 
 
 def test_every_difference_gives_another_salt(told):
