@@ -7,7 +7,7 @@ import sys
 import time
 import zipfile
 import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -90,7 +90,7 @@ class MomentFile:
         part = self._path.with_name(f"{self._path.name}.part")
         try:
             with part.open("wb") as file:
-                np.savez(file, **{_DIGEST: np.array(self._digest)}, **arrays())
+                np.savez(file, **cast("Any", {_DIGEST: np.array(self._digest), **arrays()}))
             part.replace(self._path)
         except OSError as error:
             _log.warning("what was summed could not be kept in %s (%s): the fit goes on without", self._path, error)
