@@ -201,11 +201,11 @@ def _fit_digest(caches: Sequence[KVCache], planes: Sequence[Sequence[Plane]], fe
     """Of all that sums depend on: the model, how its planes are grouped, the features and the contexts."""
     found = hashlib.sha256(json.dumps([caches[0].meta.config_digest(), planes, features.of_hidden]).encode())
     if features.table is not None:
-        found.update(features.table.contiguous().numpy())
+        found.update(features.table.contiguous().numpy().data)
     for cache in caches:
         found.update(f"{cache.tokens} {cache.meta.offset} {cache.meta.positions} {cache.token_ids}\n".encode())
         if cache.token_ids is None:
-            found.update(cache.keys[-1].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            found.update(cache.keys[-1].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 

@@ -300,19 +300,23 @@ class MomentSums:
         """Mean of all tokens about the first part's."""
         return self._cpu(f"{name}.sum") / self._tokens
 
+    def _example_parts(self) -> Iterator[tuple[KVCache, int, int]]:
+        known = self._features.examples
+        if known is not None:
+            yield from ((known, *span) for span in spans(known.tokens))
+
     def _of_features(self) -> FeatureMoments:
         offset, lean, count = self._offset("f"), self._cpu("f.apart.sum"), self._cpu("f.apart.count")
         mean = self._cpu("f.shift").double() + offset
         covariance = self._cpu("f.all") / self._tokens - torch.outer(offset, offset)
         crossed = torch.outer(offset, lean)
         apart = self._cpu("f.apart") - crossed - crossed.T + count * torch.outer(offset, offset)
-        known = self._features.examples
         examples = torch.zeros_like(covariance)
-        for start, stop in spans(known.tokens) if known is not None else ():
+        for known, start, stop in self._example_parts():
             part = self._features.at(known, 0, start, stop) - mean.float()
             examples += (part.T @ part).double()
         trials = self._cpu("f.trials") - offset.float()
-        tokens = 0 if known is None else known.tokens
+        tokens = 0 if self._features.examples is None else self._features.examples.tokens
         return FeatureMoments(self._tokens, mean, covariance, apart, tokens, examples, trials)
 
     def _of_group(self, number: int, seen: FeatureMoments) -> Moments:
@@ -330,8 +334,7 @@ class MomentSums:
             apart -= torch.outer(about, self._cpu(f"{name}.apart.sum"))
             apart += self._cpu("f.apart.count") * torch.outer(about, offset)
             trials = self._cpu(f"{name}.trials") - offset.float()
-        known = self._features.examples
-        for start, stop in spans(known.tokens) if known is not None else ():
+        for known, start, stop in self._example_parts():
             part = gather_planes(known, planes, start, stop) - mean.float()
             examples += ((self._features.at(known, 0, start, stop) - seen.mean.float()).T @ part).double()
         return Moments(mean, covariance, cross, apart, examples, trials)

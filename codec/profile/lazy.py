@@ -108,6 +108,8 @@ def _damaged(problem: object) -> CorruptError:
 class LazyProfile(Profile):
     """A profile whose groups are lazy."""
 
+    _file: Callable[[], bytes]
+
     @cached_property
     def data(self) -> bytes:
         """The file, fetched whole; what ``replace`` made of a lazy profile is packed anew."""
@@ -233,6 +235,11 @@ class LazyGroup(Group):
     ready: int
     _sections: Sections
     _ends: list[int]
+    _index: int
+    _raw: Any
+    _layers: tuple[LayerSpec, ...]
+    _steps: NDArray[np.float32]
+    _columns: NDArray[np.float32]
 
     def __init__(
         self,
@@ -326,17 +333,17 @@ class LazyGroup(Group):
         return known[:count]
 
     @property
-    def rows(self) -> Tensor:  # type: ignore[override]
+    def rows(self) -> Tensor:
         """All rows."""
         return self.first_rows(self.rank)
 
     @property
-    def synthesis(self) -> Tensor:  # type: ignore[override]
+    def synthesis(self) -> Tensor:
         """All rows in float32."""
         return self.first_synthesis(self.rank)
 
     @cached_property
-    def metric(self) -> tuple[NDArray[np.float32], ...]:  # type: ignore[override]
+    def metric(self) -> tuple[NDArray[np.float32], ...]:
         """The metric of each plane."""
         try:
             _, found = metric_of(self.planes, own_arrays(self._index, self._sections.of_encoders()), self._layers)
@@ -348,7 +355,7 @@ class LazyGroup(Group):
         return found
 
     @property
-    def stepped(self) -> SteppedGroup | None:  # type: ignore[override]
+    def stepped(self) -> SteppedGroup | None:
         """What the matrices were rounded to, for a file."""
         try:
             return group_of(self._index, self._raw, self._sections.all(), layers=self._layers).stepped
