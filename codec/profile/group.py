@@ -6,6 +6,7 @@ to such: so profiles store them.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
@@ -24,6 +25,8 @@ LARGEST = 32767
 """Largest entry."""
 SMALL = 127
 """Entries up to this fit one byte."""
+MOST_PIECES = 14
+"""Pieces of a group's rows: a file has at most 16 sections."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +66,44 @@ def wide_rows(entries: NDArray[np.int16]) -> int:
     """
     wide = np.flatnonzero((np.abs(entries.astype(np.int32)) > SMALL).any(axis=1))
     return int(wide[-1]) + 1 if len(wide) else 0
+
+
+def pieces(cuts: tuple[int, ...], rank: int) -> list[tuple[int, int]]:
+    """Cut a group's rows into pieces: one for each level, and one for what no level needs, as far as there are rows.
+
+    Args:
+        cuts: See ``Group.cuts``.
+        rank: How many rows there are.
+
+    Returns:
+        First row and the row after the last, of each piece, one at least; some may be empty.
+    """
+    ends = [cut for cut in itertools.accumulate(cuts[: MOST_PIECES - 1], max) if cut < rank]
+    return list(itertools.pairwise([0, *ends, rank]))
+
+
+def zigzag(entries: NDArray[np.int16]) -> NDArray[np.uint16]:
+    """Number whole numbers by size, 0, -1, 1, -2, 2, ...: upper bytes of small ones are then zeros, whatever the sign.
+
+    Args:
+        entries: Any.
+
+    Returns:
+        Their numbers.
+    """
+    return ((entries << 1) ^ (entries >> 15)).view(np.uint16)
+
+
+def unzigzag(numbers: NDArray[np.uint16]) -> NDArray[np.int16]:
+    """Undo ``zigzag``.
+
+    Args:
+        numbers: Any.
+
+    Returns:
+        What they number.
+    """
+    return ((numbers >> 1) ^ -(numbers & 1)).view(np.int16)
 
 
 def values_naive(matrix: Stepped) -> torch.Tensor:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from kvwire.codec.planes import SIDES
-from kvwire.codec.profile.group import Factor, Group, Stepped, SteppedGroup, wide_rows
+from kvwire.codec.profile.group import (
+    MOST_PIECES,
+    Factor,
+    Group,
+    Stepped,
+    SteppedGroup,
+    pieces,
+    unzigzag,
+    wide_rows,
+    zigzag,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -23,8 +32,6 @@ if TYPE_CHECKING:
 _STEEPEST_ROW = 120
 """Powers of two that a row may be scaled by: within bfloat16's range."""
 _MATRIX = 2
-MOST_PIECES = 14
-"""Pieces of a group's rows: a file has at most 16 sections."""
 LARGEST_HEAD = 4096
 """Numbers of a head whose metric is multiplied out; those that exist have some hundreds."""
 
@@ -94,49 +101,11 @@ def _stepped_arrays(group: Group, known: SteppedGroup) -> Arrays:
     return named
 
 
-def pieces(cuts: tuple[int, ...], rank: int) -> list[tuple[int, int]]:
-    """Cut a group's rows into pieces: one for each level, and one for what no level needs, as far as there are rows.
-
-    Args:
-        cuts: See ``Group.cuts``.
-        rank: How many rows there are.
-
-    Returns:
-        First row and the row after the last, of each piece, one at least; some may be empty.
-    """
-    ends = [cut for cut in itertools.accumulate(cuts[: MOST_PIECES - 1], max) if cut < rank]
-    return list(itertools.pairwise([0, *ends, rank]))
-
-
 def _by_width(name: str, entries: NDArray[np.int16]) -> Arrays:
     """Rows with large entries, which come first, in two bytes an entry, the others in one."""
     wide = wide_rows(entries)
     named: Arrays = {name: entries[wide:].astype(np.int8)}
     return named | ({f"{name}_wide": zigzag(entries[:wide])} if wide else {})
-
-
-def zigzag(entries: NDArray[np.int16]) -> NDArray[np.uint16]:
-    """Number whole numbers by size, 0, -1, 1, -2, 2, ...: upper bytes of small ones are then zeros, whatever the sign.
-
-    Args:
-        entries: Any.
-
-    Returns:
-        Their numbers.
-    """
-    return ((entries << 1) ^ (entries >> 15)).view(np.uint16)
-
-
-def unzigzag(numbers: NDArray[np.uint16]) -> NDArray[np.int16]:
-    """Undo ``zigzag``.
-
-    Args:
-        numbers: Any.
-
-    Returns:
-        What they number.
-    """
-    return ((numbers >> 1) ^ -(numbers & 1)).view(np.int16)
 
 
 def _stored_rows(rows: torch.Tensor) -> Arrays:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from kvwire.codec import Ladder, Profile, at_hand, decode, encode, open_profile
 from kvwire.codec.format.arrays import describe
+from kvwire.codec.profile.group import pieces, unzigzag, zigzag
 from kvwire.codec.profile.profile import MAGIC
-from kvwire.codec.profile.stored import pieces, unzigzag, zigzag
 from kvwire.errors import CorruptError, KvwireError, NotFoundError, TruncatedError
 
 from . import surgery as cut
