@@ -51,7 +51,9 @@ DOCUMENTS = (100, 10_000)
 """Documents among which a profile's bytes are shared out."""
 _REACH = 4.0
 """A curve is drawn on beyond its ends up to that many times the quality there, no further."""
-_FIT, _METRIC, _REGRESSION = (f"kvwire.codec.fitting.{name}" for name in ("fit", "metric", "regression"))
+_FIT, _METRIC, _REGRESSION, _ROUNDING = (
+    f"kvwire.codec.fitting.{name}" for name in ("fit", "metric", "regression", "rounding")
+)
 _LEVELS = "kvwire.codec.transform.levels"
 
 
@@ -245,8 +247,13 @@ def settings(width: int) -> list[Setting]:
         Setting("groups", "three layers at a time", {"group_width": 1536}),
         Setting("groups", "keys apart from values", patches=((_FIT, "group_planes", keys_apart),)),
         Setting("size", "matrices less precise", {"small": True}),
+        Setting("size", "rank cut 0.05", {"rank_cut": 0.05}),
         Setting("size", "rank cut 0.2", {"rank_cut": 0.2}),
+        Setting("size", "rank cut 0.3", {"rank_cut": 0.3}),
         Setting("size", "rank cut 0.5", {"rank_cut": 0.5}),
+        Setting("size", "rows: half the share of error", patches=((_ROUNDING, "ROW_SHARE", 0.05),)),
+        Setting("size", "predictor: half the share", patches=((_ROUNDING, "PREDICTOR_SHARE", 0.003),)),
+        Setting("size", "token table: twice the share", patches=((_ROUNDING, "TABLE_SHARE", 0.006),)),
         Setting("rounding", "no reconstruction points", made=middle_points),
         Setting("rounding", "dead zone 0.4", made=spare, encoding=fast[0.4]),
         Setting("rounding", "dead zone 0.33", made=spare, encoding=fast[0.33]),

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvwire.codec.kinds.profiles import read_profile
     from kvwire.codec.kinds.requests import AnyProfile
     from kvwire.codec.planes import Plane, planes_of
+    from kvwire.codec.profile.lazy import at_hand, open_profile
     from kvwire.codec.profile.profile import Profile
     from kvwire.codec.transform.positions import (
         positions_off,
@@ -57,6 +58,7 @@ __all__ = [
     "StreamEvent",
     "Vocabulary",
     "Weighting",
+    "at_hand",
     "decode",
     "encode",
     "fit_cachegen_profile",
@@ -65,6 +67,7 @@ __all__ = [
     "kind_of_method",
     "level_index",
     "methods",
+    "open_profile",
     "pack_text",
     "perturbed",
     "planes_of",
@@ -104,6 +107,7 @@ __getattr__ = lazy(
         "kvwire.codec.kinds.profiles": ("read_profile",),
         "kvwire.codec.planes": ("Plane", "planes_of"),
         "kvwire.codec.kinds.requests": ("AnyProfile",),
+        "kvwire.codec.profile.lazy": ("at_hand", "open_profile"),
         "kvwire.codec.profile.profile": ("Profile",),
         "kvwire.codec.transform.positions": (
             "positions_off",

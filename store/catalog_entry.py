@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     _Check = tuple[str, Callable[[], bool]]
+    Outline = tuple[int, str]
 
 MAX_ENTRY_BYTES = 1 << 20  # an entry holds a few hundred bytes; more is not read
+MAX_OUTLINE_BYTES = 1 << 21
+"""Longest outline of a profile: its metadata has at most half of that."""
 _MAX_BYTES = 1 << 62
 _WHAT = "a catalog entry"
 _DIGEST = re.compile(r"(?:[0-9a-f]{64})?")
@@ -37,6 +40,8 @@ class CatalogEntry:
         token_digest: SHA-256, or the empty string where unknown or not needed.
         profile_digest: SHA-256, or the empty string where unknown or not needed.
         levels: (name, cumulative bytes) of each level, coarsest first.
+        profile_outline: Length and SHA-256 of what a profile in sections says of itself, so that its first sections can
+            be read and checked alone; None where the profile has none, or nobody knows.
     """
 
     document_id: str
@@ -48,6 +53,7 @@ class CatalogEntry:
     token_digest: str
     profile_digest: str
     levels: tuple[tuple[str, int], ...]
+    profile_outline: Outline | None = None
 
     def __post_init__(self) -> None:
         """Refuse fields that contradict each other or are out of range."""
@@ -65,6 +71,8 @@ class CatalogEntry:
         """Serialise with sorted keys: equal entries give equal bytes."""
         fields = asdict(self)
         fields["head_bytes"] = fields.pop("header_bytes")  # the name in the catalog since its first version
+        if self.profile_outline is None:  # what has none stays byte for byte what it was
+            del fields["profile_outline"]
         return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
     @classmethod
@@ -93,6 +101,7 @@ class CatalogEntry:
                 token_digest=json_field(fields, "token_digest", str, _WHAT),
                 profile_digest=json_field(fields, "profile_digest", str, _WHAT),
                 levels=tuple(_level(level) for level in levels),
+                profile_outline=outline_of(fields),
             )
         except ArgumentError as error:
             msg = f"the catalog holds a bad entry ({error}): write the document again"
@@ -114,6 +123,31 @@ def parse_object(data: bytes) -> dict[str, Any]:
     return json_object(data, _WHAT, MAX_ENTRY_BYTES)
 
 
+def outline_of(fields: dict[str, Any]) -> Outline | None:
+    """Read the outline of a profile from an entry, or from what points to the profile in use.
+
+    Args:
+        fields: Of the JSON object.
+
+    Returns:
+        Length and SHA-256; None where there is none.
+
+    Raises:
+        CorruptError: It is no such pair.
+    """
+    match fields.get("profile_outline"):
+        case None:
+            return None
+        case [int(size), str(sha256)] if not isinstance(size, bool) and _is_outline(size, sha256):
+            return size, sha256
+    msg = "a profile's outline in the catalog must be a length and a SHA-256: write the document again"
+    raise CorruptError(msg)
+
+
+def _is_outline(size: int, sha256: str) -> bool:
+    return 0 < size <= MAX_OUTLINE_BYTES and bool(sha256 and _DIGEST.fullmatch(sha256))
+
+
 def _level(level: object) -> tuple[str, int]:
     match level:
         case [str(name), int(size)] if not isinstance(size, bool):
@@ -132,6 +166,10 @@ def _problem(entry: CatalogEntry) -> str | None:
         ("tokens is out of range", lambda: 0 <= entry.tokens < _MAX_BYTES),
         ("token_digest is not a SHA-256", lambda: bool(_DIGEST.fullmatch(entry.token_digest))),
         ("profile_digest is not a SHA-256", lambda: bool(_DIGEST.fullmatch(entry.profile_digest))),
+        (
+            "profile_outline is no length and SHA-256 of a profile",
+            lambda: entry.profile_outline is None or bool(entry.profile_digest and _is_outline(*entry.profile_outline)),
+        ),
         *(_text_checks(entry) if entry.is_text else _blob_checks(entry)),
     )
     return next((message for message, holds in checks if not holds()), None)

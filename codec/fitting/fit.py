@@ -6,8 +6,11 @@ without caches the identity remains, which ``encode`` derives from each cache by
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -25,7 +28,7 @@ from kvwire.codec.entropy.tables import (
     fit_tables,
 )
 from kvwire.codec.fitting.metric import plane_metrics, plane_weights, roots
-from kvwire.codec.fitting.moments import Features, feature_moments, group_moments, spans
+from kvwire.codec.fitting.moments import Features, MomentSums, spans, trials_of_a_part
 from kvwire.codec.fitting.regression import predict
 from kvwire.codec.fitting.rounding import SMALLER, Precision, factor_of, round_rows
 from kvwire.codec.planes import SIDES, plane_width, planes_of
@@ -37,11 +40,12 @@ from kvwire.codec.transform.quantiser import Ladder, quantise, split_levels
 from kvwire.errors import ArgumentError, CacheValueError, MismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from kvwire.codec.fitting.moments import FeatureMoments, Moments
     from kvwire.codec.fitting.regression import Prediction
     from kvwire.codec.fitting.statistics import Statistics
     from kvwire.codec.planes import Plane
@@ -50,14 +54,42 @@ if TYPE_CHECKING:
 
 GROUP_WIDTH = 4096
 """Elements for one token in a group: keys and values of neighbouring layers share what is common to them."""
-RANK_CUT = 0.05
-"""Coefficients narrower than this many of the finest steps are left out: they would never be coded."""
+RANK_CUT = 0.15
+"""Coefficients narrower than this many of the finest steps are left out: they are hardly ever coded, and have a fifth
+of a profile's rows."""
+CUT_MARGIN = 1.3
+"""Times as many rows as calibration needed of a level are expected to suffice for other texts."""
 _SHRINKAGE_TOKENS = 256
 """The covariance leans on an isotropic one as if that many tokens had been seen: short corpora keep every direction."""
 _TINY = 1e-20
 """Stands for zero where something is divided by."""
 _RESOLUTION = 2.0**-20
 """Scatter below this share of the mean is rounding noise, whatever a layer's scale."""
+
+
+class MomentKeeper(Protocol):
+    """Keeps what a fit has summed of its caches."""
+
+    def recall(self, digest: Callable[[], str]) -> Mapping[str, NDArray[np.generic]] | None:
+        """Look for sums of an earlier fit.
+
+        Args:
+            digest: Tells what the sums depend on; asked once.
+
+        Returns:
+            The arrays that were kept; None where nothing was.
+
+        Raises:
+            KvwireError: They are damaged, or of another fit.
+        """
+
+    def keep(self, arrays: Callable[[], Mapping[str, NDArray[np.generic]]], total: int) -> None:
+        """Take note that one more cache was summed.
+
+        Args:
+            arrays: Gives all sums by now, among them the number of ``caches``.
+            total: How many caches there are.
+        """
 
 
 def fit_profile(  # noqa: PLR0913 - settings, each with its default
@@ -71,6 +103,7 @@ def fit_profile(  # noqa: PLR0913 - settings, each with its default
     prefix_layers: int = 0,
     hidden: Sequence[Tensor] | None = None,
     small: bool = False,
+    keeper: MomentKeeper | None = None,
     head_start: int = 0,
 ) -> Profile | None:
     """Learn a profile from calibration caches of one model (a few thousand tokens will do).
@@ -86,6 +119,8 @@ def fit_profile(  # noqa: PLR0913 - settings, each with its default
         hidden: The hidden states after them, ``[tokens, size]`` for each cache, as ``engine.prefix_states`` computes
             them.
         small: Whether to store matrices less precisely: a fifth less for some per cent of rate at the finest levels.
+        keeper: Keeps what was summed of the caches, so that a fit that was interrupted goes on from there; None: it
+            begins anew.
         head_start: Old name of ``prefix_layers``, for one more version.
 
     Returns:
@@ -106,9 +141,8 @@ def fit_profile(  # noqa: PLR0913 - settings, each with its default
     first = caches[0].meta
     ladder = ladder or Ladder()
     features = Features(caches, statistics.vocabulary if statistics and text else None, hidden)
-    seen = feature_moments(caches, features)
     planes = group_planes(first.layers, group_width)
-    moments = [group_moments(caches, group, features, seen) for group in planes]
+    seen, moments = _summed(caches, planes, features, keeper)
     weights = plane_weights(first.layers, statistics, planes, moments)
     exact = [plane_metrics(first.layers, statistics, *pair, weights) for pair in zip(planes, moments, strict=True)]
     factors = [tuple(map(_factor, blocks)) for blocks in exact]
@@ -130,14 +164,49 @@ def fit_profile(  # noqa: PLR0913 - settings, each with its default
         first.model_id, first.model_revision, first.layers, groups, _no_counts(), notes, prediction.table,
         prefix_layers, features.of_hidden if prediction.features else 0,
     )  # fmt: skip
-    tables = count_tables(
-        [TextPredictor(draft, c.tokens, c.token_ids, h) for c, h in _pairs(caches, hidden)], caches, ladder
+    texts = [
+        TextPredictor(draft, cache.tokens, cache.token_ids, hidden[number] if hidden else None)
+        for number, cache in enumerate(caches)
+    ]
+    tables, coded = _count(texts, caches, ladder)
+    return replace(draft, tables=tables, groups=_with_cuts(draft, coded))
+
+
+def _with_cuts(profile: Profile, coded: NDArray[np.bool_]) -> tuple[Group, ...]:
+    """Groups that know how many rows each level needs: somewhat more than the calibration's own chunks did."""
+    parts = np.split(coded, profile.first_columns[1:-1], axis=1)
+    lasts = [[int(level.nonzero()[0].max(initial=-1)) + 1 for level in part] for part in parts]
+    return tuple(
+        replace(group, cuts=tuple(min(group.rank, math.ceil(CUT_MARGIN * last)) for last in levels))
+        for group, levels in zip(profile.groups, lasts, strict=True)
     )
-    return replace(draft, tables=tables)
 
 
-def _pairs(caches: Sequence[KVCache], hidden: Sequence[Tensor] | None) -> list[tuple[KVCache, Tensor | None]]:
-    return [(cache, None if hidden is None else hidden[number]) for number, cache in enumerate(caches)]
+def _summed(
+    caches: Sequence[KVCache], planes: Sequence[Sequence[Plane]], features: Features, keeper: MomentKeeper | None
+) -> tuple[FeatureMoments, list[Moments]]:
+    """The moments of features and groups; sums that were kept of the first caches are not summed again."""
+    sums = MomentSums(planes, features, trials_of_a_part([cache.tokens for cache in caches]))
+    known = keeper.recall(lambda: _fit_digest(caches, planes, features)) if keeper else None
+    if known is not None:
+        sums.go_on(known)
+    for number in range(sums.caches, len(caches)):
+        sums.add(caches[number])
+        if keeper:
+            keeper.keep(sums.arrays, len(caches))
+    return sums.finish()
+
+
+def _fit_digest(caches: Sequence[KVCache], planes: Sequence[Sequence[Plane]], features: Features) -> str:
+    """Of all that sums depend on: the model, how its planes are grouped, the features and the contexts."""
+    found = hashlib.sha256(json.dumps([caches[0].meta.config_digest(), planes, features.of_hidden]).encode())
+    if features.table is not None:
+        found.update(features.table.contiguous().numpy().data)
+    for cache in caches:
+        found.update(f"{cache.tokens} {cache.meta.offset} {cache.meta.positions} {cache.token_ids}\n".encode())
+        if cache.token_ids is None:
+            found.update(cache.keys[-1].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def _check(caches: Sequence[KVCache], statistics: Statistics | None, group_width: int, rank_cut: float) -> None:
@@ -279,16 +348,27 @@ def count_tables(texts: Sequence[TextPredictor], caches: Sequence[KVCache], ladd
     Returns:
         Fitted tables.
     """
+    return _count(texts, caches, ladder)[0]
+
+
+def _count(
+    texts: Sequence[TextPredictor], caches: Sequence[KVCache], ladder: Ladder
+) -> tuple[Tables, NDArray[np.bool_]]:
+    """The tables, and ``[levels, columns]``: which columns any chunk has coded at a level."""
     base, ternary = np.zeros((CLASSES, ALPHABET), np.int64), np.zeros((CLASSES, CONTEXTS, 3), np.int64)
     points = np.zeros((CLASSES, POINTS, 2))
-    for number, start, stop in spans(caches):
-        coefficients, _ = analyse(caches[number], texts[number], start, stop, ladder.steps[-1])
+    coded = np.zeros((len(ladder.steps), texts[0].profile.rank), np.bool_)
+    parts = ((cache, text, *span) for cache, text in zip(caches, texts, strict=True) for span in spans(cache.tokens))
+    for cache, text, start, stop in parts:
+        coefficients, _ = analyse(cache, text, start, stop, ladder.steps[-1])
         values, symbols = split_levels(quantise(coefficients, ladder.steps[-1]), len(ladder.steps))
         unit = column_classes(coefficients)
         for level, shift in enumerate(ladder.shifts):
-            classes = np.where(values[level].any(axis=0), clip_class(unit - shift), 0).astype(np.int32)
+            is_coded = values[level].any(axis=0)
+            coded[level] |= is_coded
+            classes = np.where(is_coded, clip_class(unit - shift), 0).astype(np.int32)
             kernels.count_base(values[level], classes, base)
             kernels.count_points(coefficients, values[level], classes, ladder.steps[level], points)
             if level:
                 kernels.count_ternary(values[level - 1], symbols[level - 1], classes, ternary)
-    return fit_tables(base, ternary, points)
+    return fit_tables(base, ternary, points), coded

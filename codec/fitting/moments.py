@@ -1,8 +1,12 @@
-"""First and second moments of calibration caches, gathered in one pass of bounded memory."""
+"""First and second moments of calibration caches, summed cache by cache in one pass of bounded memory.
+
+Sums know how many caches they are of, can be taken out as arrays after any of them, and go on from such arrays.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,8 +16,9 @@ from kvwire.codec.transform.analysis import gather_planes
 from kvwire.errors import ArgumentError, CacheValueError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from kvwire.codec.fitting.statistics import Vocabulary
@@ -93,7 +98,7 @@ class Features:
         Raises:
             ArgumentError: A cache lacks token ids or hidden states.
         """
-        if hidden is not None and [len(h) for h in hidden] != [cache.tokens for cache in caches]:
+        if hidden is not None and list(map(len, hidden)) != [cache.tokens for cache in caches]:
             msg = "hidden states must be one [tokens, size] tensor for each calibration cache"
             raise ArgumentError(msg)
         if hidden is not None and any(states.ndim != _MATRIX for states in hidden):
@@ -108,7 +113,7 @@ class Features:
         self.examples = None if vocabulary is None else vocabulary.examples
         self._hidden = hidden
         size = 1 << 32 if self.table is None else len(self.table)
-        named = caches if self.examples is None else [*caches, self.examples]
+        named = caches if self.examples is None else chain(caches, [self.examples])
         if any(cache.token_ids and max(cache.token_ids) >= size for cache in named):
             msg = f"the calibration caches have token ids beyond the {size} that the statistics know"
             raise ArgumentError(msg)
@@ -141,129 +146,195 @@ class Features:
             return self.table[torch.tensor(cache.token_ids[start:stop])]
         return torch.empty(stop - start, 0)
 
-    def set_apart(self, caches: Sequence[KVCache], number: int, start: int, stop: int) -> Tensor:
+    @staticmethod
+    def set_apart(cache: KVCache, start: int, stop: int) -> Tensor:
         """Choose the tokens on which a fit to the others is tried: those of a fixed quarter of the vocabulary.
 
         Whole entries of the vocabulary, since a token that occurs twice would be known already. Without token ids it is
         every fourth token.
 
         Args:
-            caches: The calibration caches.
-            number: Which of them.
+            cache: One of the calibration caches.
             start: First token.
             stop: The first token after the part.
 
         Returns:
             Bool ``[tokens]``.
         """
-        ids = caches[number].token_ids
+        ids = cache.token_ids
         names = torch.arange(start, stop) if ids is None else torch.tensor(ids[start:stop])
         return (names * _HASH >> _HASH_SHIFT) % 4 == 0
 
 
-def spans(caches: Sequence[KVCache]) -> list[tuple[int, int, int]]:
-    """Cut caches into parts that fit in memory.
+def spans(tokens: int) -> Iterator[tuple[int, int]]:
+    """Cut a cache into parts that fit in memory.
 
     Args:
-        caches: The calibration caches.
+        tokens: Of the cache.
 
-    Returns:
-        Number of the cache, first token, first token after the part.
+    Yields:
+        First token, first token after the part.
     """
-    return [
-        (number, start, min(start + _CHUNK, cache.tokens))
-        for number, cache in enumerate(caches)
-        for start in range(0, cache.tokens, _CHUNK)
-    ]
+    for start in range(0, tokens, _CHUNK):
+        yield start, min(start + _CHUNK, tokens)
 
 
-def feature_moments(caches: Sequence[KVCache], features: Features) -> FeatureMoments:
-    """Compute the moments of the features alone; they serve every group.
+def trials_of_a_part(lengths: Sequence[int]) -> int:
+    """Share the trials among the parts of all caches.
 
     Args:
-        caches: The calibration caches.
-        features: Of their tokens.
+        lengths: Tokens of each cache.
 
     Returns:
-        The moments.
+        Trials of each part, at most.
     """
-    count = features.of_tokens + features.of_hidden
-    mean, covariance = torch.zeros(count, dtype=torch.float64), torch.zeros(count, count, dtype=torch.float64)
-    apart, tokens, trials = torch.zeros_like(covariance), 0, [torch.empty(0, count)]
-    for number, start, stop in spans(caches):
-        mean += features.at(caches[number], number, start, stop).sum(0, dtype=torch.float64)
-        tokens += stop - start
-    mean /= tokens
-    for number, start, stop in spans(caches) if count else []:
-        part = features.at(caches[number], number, start, stop) - mean.float()
-        chosen = part[features.set_apart(caches, number, start, stop)]
-        covariance += (part.T @ part).double()
-        apart += (chosen.T @ chosen).double()
-        trials.append(_spread(chosen, caches))
-    examples = torch.zeros_like(covariance)
-    known = features.examples
-    if known is not None:
-        for _, start, stop in spans([known]):
-            part = features.at(known, 0, start, stop) - mean.float()
+    return -(-_TRIALS // max(1, sum(-(-tokens // _CHUNK) for tokens in lengths)))
+
+
+class MomentSums:
+    """Sums of features and of every group's elements, and of their products, cache by cache.
+
+    Products are taken about the first part's mean, which keeps float32 exact enough. On a GPU where the caches lie
+    there.
+
+    Attributes:
+        caches: How many it is of, the first ones.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[Plane]], features: Features, trials: int) -> None:
+        """Begin with nothing.
+
+        Args:
+            groups: Planes of each group.
+            features: Of the caches' tokens.
+            trials: See ``trials_of_a_part``.
+        """
+        self.caches = self._tokens = 0
+        self._groups, self._features, self._trials = groups, features, trials
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, cache: KVCache) -> None:
+        """Add the next cache.
+
+        Args:
+            cache: Of the same layout as the others.
+
+        Raises:
+            CacheValueError: It holds NaN or infinity.
+        """
+        device = cache.keys[0].device
+        for start, stop in spans(cache.tokens):
+            known = self._about("f", self._features.at(cache, self.caches, start, stop).to(device))
+            chosen = self._features.set_apart(cache, start, stop).to(device)
+            self._more("f.apart.sum", known[chosen].sum(0, dtype=torch.float64))
+            self._more("f.apart.count", chosen.sum().double())
+            self._products("f", known, known, chosen)
+            self._try("f", known[chosen])
+            for number, planes in enumerate(self._groups):
+                name = f"g{number}"
+                part = self._about(name, gather_planes(cache, planes, start, stop).to(device))
+                self._more(f"{name}.products", (part.T @ part).double())
+                self._products(f"{name}.cross", known, part, chosen)
+                if known.shape[1]:
+                    self._more(f"{name}.apart.sum", part[chosen].sum(0, dtype=torch.float64))
+                    self._try(name, part[chosen])
+            self._tokens += stop - start
+        self.caches += 1
+
+    def _about(self, name: str, part: Tensor) -> Tensor:
+        """Rows less the mean of the first part ever; their sum is kept."""
+        if f"{name}.shift" not in self._sums:
+            self._sums[f"{name}.shift"] = part.mean(0, dtype=torch.float64).float()
+        part = part - self._sums[f"{name}.shift"].to(part.device)
+        self._more(f"{name}.sum", part.sum(0, dtype=torch.float64))
+        return part
+
+    def _products(self, name: str, known: Tensor, part: Tensor, chosen: Tensor) -> None:
+        self._more(f"{name}.all", (known.T @ part).double())
+        self._more(f"{name}.apart", (known[chosen].T @ part[chosen]).double())
+
+    def _more(self, name: str, value: Tensor) -> None:
+        self._sums[name] = self._sums[name].to(value.device) + value if name in self._sums else value
+
+    def _try(self, name: str, rows: Tensor) -> None:
+        """Keep this part's share of the trials, evenly from its rows."""
+        some = rows[:: max(1, len(rows) // self._trials)][: self._trials].cpu()
+        known = self._sums.get(f"{name}.trials", some[:0])
+        self._sums[f"{name}.trials"] = torch.cat([known, some])
+
+    def arrays(self) -> dict[str, NDArray[np.generic]]:
+        """All sums, to go on from later.
+
+        Returns:
+            Arrays by name.
+        """
+        counts = {"caches": np.array(self.caches), "tokens": np.array(self._tokens)}
+        return {name: tensor.cpu().numpy() for name, tensor in self._sums.items()} | counts
+
+    def go_on(self, arrays: Mapping[str, NDArray[np.generic]]) -> None:
+        """Take over the sums of the first caches.
+
+        Args:
+            arrays: From ``arrays``, of the same groups, features and caches.
+        """
+        sums = dict(arrays)
+        self.caches, self._tokens = int(sums.pop("caches")), int(sums.pop("tokens"))
+        self._sums = {name: torch.from_numpy(np.array(array)) for name, array in sums.items()}
+
+    def finish(self) -> tuple[FeatureMoments, list[Moments]]:
+        """Turn sums into moments; at least one token was added.
+
+        Returns:
+            Those of the features, and of each group.
+
+        Raises:
+            CacheValueError: Elements are too large for float32.
+        """
+        seen = self._of_features()
+        return seen, [self._of_group(number, seen) for number in range(len(self._groups))]
+
+    def _cpu(self, name: str) -> Tensor:
+        return self._sums[name].cpu()
+
+    def _offset(self, name: str) -> Tensor:
+        """Mean of all tokens about the first part's."""
+        return self._cpu(f"{name}.sum") / self._tokens
+
+    def _example_parts(self) -> Iterator[tuple[KVCache, int, int]]:
+        known = self._features.examples
+        if known is not None:
+            yield from ((known, *span) for span in spans(known.tokens))
+
+    def _of_features(self) -> FeatureMoments:
+        offset, lean, count = self._offset("f"), self._cpu("f.apart.sum"), self._cpu("f.apart.count")
+        mean = self._cpu("f.shift").double() + offset
+        covariance = self._cpu("f.all") / self._tokens - torch.outer(offset, offset)
+        crossed = torch.outer(offset, lean)
+        apart = self._cpu("f.apart") - crossed - crossed.T + count * torch.outer(offset, offset)
+        examples = torch.zeros_like(covariance)
+        for known, start, stop in self._example_parts():
+            part = self._features.at(known, 0, start, stop) - mean.float()
             examples += (part.T @ part).double()
-    example_tokens = 0 if known is None else known.tokens
-    return FeatureMoments(tokens, mean, covariance / tokens, apart, example_tokens, examples, torch.cat(trials))
+        trials = self._cpu("f.trials") - offset.float()
+        tokens = 0 if self._features.examples is None else self._features.examples.tokens
+        return FeatureMoments(self._tokens, mean, covariance, apart, tokens, examples, trials)
 
-
-def _spread(rows: Tensor, caches: Sequence[KVCache]) -> Tensor:
-    """This part's share of the trials, evenly from its rows."""
-    share = -(-_TRIALS // len(spans(caches)))
-    return rows[:: max(1, len(rows) // share)][:share].clone()
-
-
-def group_moments(
-    caches: Sequence[KVCache], planes: Sequence[Plane], features: Features, seen: FeatureMoments
-) -> Moments:
-    """Compute the moments of a group's elements.
-
-    Products are taken about the first part's mean, which keeps float32 exact enough.
-
-    Args:
-        caches: The calibration caches.
-        planes: Of the group.
-        features: Of the caches' tokens.
-        seen: The features' own moments.
-
-    Returns:
-        The moments.
-
-    Raises:
-        CacheValueError: Elements are too large for float32.
-    """
-    shift = gather_planes(caches[0], planes, 0, min(_CHUNK, caches[0].tokens)).mean(0, dtype=torch.float64).float()
-    count, width = len(seen.mean), len(shift)
-    total, lean = torch.zeros(width, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
-    covariance = torch.zeros(width, width, dtype=torch.float64)
-    cross, apart = torch.zeros(2, count, width, dtype=torch.float64)
-    trials = [torch.empty(0, width)]
-    about = seen.mean.float()
-    for number, start, stop in spans(caches):
-        part = gather_planes(caches[number], planes, start, stop)
-        part -= shift
-        total += part.sum(0, dtype=torch.float64)
-        covariance += (part.T @ part).double()
+    def _of_group(self, number: int, seen: FeatureMoments) -> Moments:
+        name, planes, about = f"g{number}", self._groups[number], self._offset("f")
+        offset, shift = self._offset(name), self._cpu(f"{name}.shift")
+        covariance = self._cpu(f"{name}.products") / self._tokens - torch.outer(offset, offset)
+        if not np.isfinite(covariance.numpy()).all():
+            msg = f"{planes[0][0]}s of layer {planes[0][1]} and on are too large for float32; prefill them again"
+            raise CacheValueError(msg)
+        mean = shift.double() + offset
+        cross = self._cpu(f"{name}.cross.all") / self._tokens - torch.outer(about, offset)
+        apart, examples, trials = self._cpu(f"{name}.cross.apart"), torch.zeros_like(cross), torch.empty(0, len(mean))
         if len(about):
-            known = features.at(caches[number], number, start, stop) - about
-            chosen = features.set_apart(caches, number, start, stop)
-            cross += (known.T @ part).double()
-            apart += (known[chosen].T @ part[chosen]).double()
-            lean += known[chosen].sum(0, dtype=torch.float64)
-            trials.append(_spread(part[chosen], caches))
-    offset = total / seen.tokens
-    covariance = covariance / seen.tokens - torch.outer(offset, offset)
-    if not np.isfinite(covariance.numpy()).all():
-        msg = f"{planes[0][0]}s of layer {planes[0][1]} and on are too large for float32; prefill them again"
-        raise CacheValueError(msg)
-    mean = shift.double() + offset
-    tried = torch.cat(trials) - offset.float()
-    examples = torch.zeros_like(cross)
-    if features.examples is not None:
-        for _, start, stop in spans([features.examples]):
-            part = gather_planes(features.examples, planes, start, stop) - mean.float()
-            examples += ((features.at(features.examples, 0, start, stop) - about).T @ part).double()
-    return Moments(mean, covariance, cross / seen.tokens, apart - torch.outer(lean, offset), examples, tried)
+            apart = apart - torch.outer(self._cpu("f.apart.sum"), offset)
+            apart -= torch.outer(about, self._cpu(f"{name}.apart.sum"))
+            apart += self._cpu("f.apart.count") * torch.outer(about, offset)
+            trials = self._cpu(f"{name}.trials") - offset.float()
+        for known, start, stop in self._example_parts():
+            part = gather_planes(known, planes, start, stop) - mean.float()
+            examples += ((self._features.at(known, 0, start, stop) - seen.mean.float()).T @ part).double()
+        return Moments(mean, covariance, cross, apart, examples, trials)

@@ -17,11 +17,11 @@ from kvwire.codec.profile.group import LARGEST, SMALL, Factor, Stepped
 if TYPE_CHECKING:
     from torch import Tensor
 
-ROW_SHARE = 0.05
+ROW_SHARE = 0.1
 """What rounding the rows adds to the error of the finest step, a coefficient, as a share of the quantiser's own."""
 TABLE_SHARE = 0.003
 """What rounding the token table adds to what prediction leaves of an element, as a share of it."""
-PREDICTOR_SHARE = 0.003
+PREDICTOR_SHARE = 0.006
 """What rounding the predictors adds, likewise."""
 SMALLER = 4.0
 """Times larger shares where a small profile is wanted."""

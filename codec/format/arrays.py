@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import zstandard
@@ -14,6 +15,8 @@ from kvwire.codec.format.metadata_json import decompress, pack_json, unpack_json
 from kvwire.errors import CorruptError, FormatVersionError, TruncatedError
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
     from numpy.typing import NDArray
 
 VERSION = (1, 0)
@@ -23,17 +26,70 @@ MAX_PACKED_TOTAL = 16 << 20
 """The same for all arrays of a file together: the profile inside a blob of a hundred wide layers needs two."""
 PACKED = 1
 """Incompatible flag: larger arrays may be compressed, too, and all compressed ones lie in planes of bytes."""
+SECTIONS = 2
+"""Incompatible flag: arrays lie in sections, each with its own digest, so that a reader may fetch the first ones."""
+MOST_SECTIONS = 16
 MOST_PACKED = 16
 """Bytes that a byte of a larger array's frame may stand for: more would let a short file claim much memory."""
 _PROLOGUE = struct.Struct("<8sHHIIQIII")
 """magic, major, minor, incompatible flags, compatible flags, file bytes, CRC-32, metadata stored, metadata raw."""
 _CRC_AT = 28
+_LITERALS = zstandard.ZstdCompressionParameters(
+    compression_level=1, strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, write_content_size=True
+)
+"""Entries have nothing in common but how often each occurs: matches of few bytes are chance, and cost more than they
+save."""
 _DTYPES = ("<f2", "<f4", "<i2", "<u2", "|i1")
 
 Arrays = dict[str, "NDArray[np.generic]"]
+Listed = list[list[Any]]
+"""For each array its name, dtype, shape and stored bytes, in storage order."""
 
 
-def pack_arrays(magic: bytes, head: dict[str, Any], arrays: Arrays, *, packed: bool = False) -> bytes:
+class Section(NamedTuple):
+    """One section of a file.
+
+    Attributes:
+        start: First byte in the file.
+        end: The byte after its last.
+        sha256: Of its bytes, in hexadecimal.
+        listed: Its arrays.
+    """
+
+    start: int
+    end: int
+    sha256: str
+    listed: Listed
+
+
+class Description(NamedTuple):
+    """What a file says of itself before its first array.
+
+    Attributes:
+        head: What JSON can hold.
+        listed: All arrays.
+        sections: Where they lie; none without the flag.
+        start: First byte of the first array.
+        size: Of the file.
+        packed: Whether arrays lie in planes of bytes.
+    """
+
+    head: dict[str, Any]
+    listed: Listed
+    sections: tuple[Section, ...]
+    start: int
+    size: int
+    packed: bool
+
+
+def pack_arrays(
+    magic: bytes,
+    head: dict[str, Any],
+    arrays: Arrays,
+    *,
+    packed: bool = False,
+    sections: Sequence[Collection[str]] = (),
+) -> bytes:
     """Serialise named arrays; the same input gives the same bytes.
 
     Args:
@@ -41,12 +97,14 @@ def pack_arrays(magic: bytes, head: dict[str, Any], arrays: Arrays, *, packed: b
         head: What JSON can hold.
         arrays: By name; zstd-compressed where that helps.
         packed: Compress large ones, too, in planes of bytes; see ``PACKED``.
+        sections: Names of each section's arrays, all of them together; none: the file has no sections.
 
     Returns:
         The file.
     """
+    names = [name for section in sections or [arrays] for name in sorted(section)]
     listed, parts, budget = [], [], MAX_PACKED_TOTAL
-    for name in sorted(arrays):
+    for name in names:
         array = np.ascontiguousarray(arrays[name])
         array = array.astype(array.dtype.newbyteorder("<"), copy=False)
         large = packed and array.nbytes > MAX_PACKED_BYTES
@@ -56,13 +114,26 @@ def pack_arrays(magic: bytes, head: dict[str, Any], arrays: Arrays, *, packed: b
         elif not large:
             budget -= array.nbytes
         listed.append([name, array.dtype.newbyteorder("=").str.replace("=", "<"), list(array.shape), len(parts[-1])])
-    meta, raw = pack_json({"arrays": listed, "head": head})
-    body = meta + b"".join(parts)
-    size = _PROLOGUE.size + len(body)
-    flags = PACKED if packed else 0
+    told: dict[str, Any] = {"arrays": listed, "head": head}
+    if sections:
+        stored = dict(zip(names, parts, strict=True))
+        told["sections"] = [_named([stored[name] for name in sorted(section)]) for section in sections]
+    meta, raw = pack_json(told)
+    size = _PROLOGUE.size + len(meta) + sum(map(len, parts))
+    flags = (PACKED if packed else 0) | (SECTIONS if sections else 0)
     blank = _PROLOGUE.pack(magic, *VERSION, flags, 0, size, 0, len(meta), raw)
-    crc = crc32(body, crc32(blank))
-    return _PROLOGUE.pack(magic, *VERSION, flags, 0, size, crc, len(meta), raw) + body
+    crc = crc32(meta, crc32(blank))
+    for part in () if sections else parts:
+        crc = crc32(part, crc)
+    return b"".join([_PROLOGUE.pack(magic, *VERSION, flags, 0, size, crc, len(meta), raw), meta, *parts])
+
+
+def _named(parts: list[bytes]) -> list[Any]:
+    """A section as the metadata names it: its number of arrays, its length and its digest."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return [len(parts), sum(map(len, parts)), digest.hexdigest()]
 
 
 def _in_planes(array: NDArray[np.generic]) -> bytes:
@@ -76,11 +147,8 @@ def _off_planes(raw: bytes, size: int) -> bytes:
 
 
 def _packed(array: NDArray[np.generic]) -> bytes:
-    """The frame of a large array, or the array itself where that would be no shorter or too short to be believed.
-
-    Level 1: entries have nothing in common but how often each occurs, and looking for more takes long and costs bytes.
-    """
-    frame = zstandard.ZstdCompressor(level=1, write_content_size=True).compress(_in_planes(array))
+    """The frame of a large array, or the array itself where that would be no shorter or too short to be believed."""
+    frame = zstandard.ZstdCompressor(compression_params=_LITERALS).compress(_in_planes(array))
     return frame if len(frame) < array.nbytes <= MOST_PACKED * len(frame) else array.tobytes()
 
 
@@ -108,19 +176,92 @@ def unpack_arrays(magic: bytes, data: bytes, what: str) -> tuple[dict[str, Any],
         CorruptError: It is damaged, or of another kind.
         FormatVersionError: A later version wrote it.
     """
-    meta_stored, meta_raw, packed = _prologue(magic, data, what)
-    body = memoryview(data)[_PROLOGUE.size :]
-    meta = unpack_json(bytes(body[:meta_stored]), meta_raw, what)
+    told = describe(magic, data, what)
+    if len(data) < told.size:
+        msg = f"the {what} ends after {len(data)} of {told.size} bytes; fetch it again"
+        raise TruncatedError(msg, told.size)
+    if len(data) != told.size:
+        msg = f"the {what}'s checksum does not match its content: it is longer than it says; fetch it again"
+        raise CorruptError(msg)
+    body = memoryview(data)
+    if not told.sections:
+        return told.head, read_listed(told.listed, body[told.start :], what, packed=told.packed)
+    arrays: Arrays = {}
+    for number, section in enumerate(told.sections):
+        part = body[section.start : section.end]
+        if hashlib.sha256(part).hexdigest() != section.sha256:
+            msg = f"the {what}'s checksum does not match its content in section {number}; fetch it again"
+            raise CorruptError(msg)
+        arrays |= read_listed(section.listed, part, what, packed=told.packed)
+    return told.head, arrays
+
+
+def describe(magic: bytes, data: bytes, what: str) -> Description:
+    """Read what a file says of itself. Of a file with sections the bytes before the first one will do.
+
+    Args:
+        magic: First eight bytes that the file must have.
+        data: The file, or its first bytes.
+        what: What it is called in messages.
+
+    Returns:
+        The description, whose claims are within bounds.
+
+    Raises:
+        TruncatedError: The bytes end too early.
+        CorruptError: They are damaged, or of another kind of file.
+        FormatVersionError: A later version wrote them.
+    """
+    flags, size, meta_stored, meta_raw = _prologue(magic, data, what)
+    start = _PROLOGUE.size + meta_stored
+    meta = unpack_json(bytes(memoryview(data)[_PROLOGUE.size : start]), meta_raw, what)
     try:
-        arrays = _arrays(meta["arrays"], body[meta_stored:], what, packed=packed)
-        return dict(meta["head"]), arrays
+        listed, packed = meta["arrays"], bool(flags & PACKED)
+        _check_claims(listed, packed=packed)
+        sections = _sections(meta["sections"], listed, start, size) if flags & SECTIONS else ()
+        return Description(dict(meta["head"]), listed, sections, start, size, packed)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        msg = f"the {what}'s array list is damaged ({error}); fetch it again"
-        raise CorruptError(msg) from error
+        raise _damaged(what, error) from error
 
 
-def _prologue(magic: bytes, data: bytes, what: str) -> tuple[int, int, bool]:
-    """Check what comes before the metadata; returns the metadata's stored and raw length, and whether it is packed."""
+def read_listed(listed: Listed, body: memoryview, what: str, *, packed: bool) -> Arrays:
+    """Read arrays that follow each other.
+
+    Args:
+        listed: As ``describe`` gives them.
+        body: Their bytes, exactly.
+        what: What the file is called in messages.
+        packed: Whether they lie in planes of bytes.
+
+    Returns:
+        The arrays by name.
+
+    Raises:
+        CorruptError: An array is damaged.
+    """
+    out: Arrays = {}
+    start = 0
+    try:
+        for name, dtype, shape, stored in listed:
+            raw, part = _raw(dtype, shape), body[start : start + stored]
+            if stored < raw:
+                unpacked = decompress(bytes(part), raw, what)
+                part = memoryview(_off_planes(unpacked, np.dtype(dtype).itemsize) if packed else unpacked)
+            out[name] = np.frombuffer(part, dtype).reshape(shape)
+            start += stored
+    except (ValueError, OverflowError) as error:
+        raise _damaged(what, error) from error
+    if start != len(body):
+        raise _damaged(what, "bytes are left over")
+    return out
+
+
+def _damaged(what: str, problem: object) -> CorruptError:
+    return CorruptError(f"the {what}'s array list is damaged ({problem}); fetch it again")
+
+
+def _prologue(magic: bytes, data: bytes, what: str) -> tuple[int, int, int, int]:
+    """Check what comes before the metadata and what the CRC-32 is of; flags, file bytes, metadata stored and raw."""
     if data[: len(magic)] != magic[: len(data)] or not data:
         msg = f"this is no kvwire {what}: it does not begin with the {what}'s signature"
         raise CorruptError(msg)
@@ -128,34 +269,41 @@ def _prologue(magic: bytes, data: bytes, what: str) -> tuple[int, int, bool]:
         msg = f"the {what} ends within its header; fetch it again"
         raise TruncatedError(msg, _PROLOGUE.size)
     _, major, minor, flags, _, size, crc, meta_stored, meta_raw = _PROLOGUE.unpack_from(data)
-    if major != VERSION[0] or flags & ~PACKED:
+    if major != VERSION[0] or flags & ~(PACKED | SECTIONS):
         msg = f"{what} format {major}.{minor} (flags {flags:#x}) is newer than this kvwire; upgrade kvwire"
         raise FormatVersionError(msg)
-    if len(data) < size:
-        msg = f"the {what} ends after {len(data)} of {size} bytes; fetch it again"
-        raise TruncatedError(msg, size)
+    needed = min(size, _PROLOGUE.size + meta_stored) if flags & SECTIONS else size
+    if len(data) < needed:
+        msg = f"the {what} ends after {len(data)} of {needed} bytes; fetch it again"
+        raise TruncatedError(msg, needed)
     blank = bytearray(data[: _PROLOGUE.size])
     blank[_CRC_AT : _CRC_AT + 4] = bytes(4)
-    if len(data) != size or crc32(memoryview(data)[_PROLOGUE.size :], crc32(blank)) != crc:
+    longer = len(data) != size and not flags & SECTIONS
+    covered = memoryview(data)[_PROLOGUE.size : needed]
+    if longer or needed < _PROLOGUE.size or crc32(covered, crc32(blank)) != crc:
         msg = f"the {what}'s checksum does not match its content; fetch it again"
         raise CorruptError(msg)
     if meta_stored > size - _PROLOGUE.size:
         msg = f"the {what}'s metadata is longer than the {what}; fetch it again"
         raise CorruptError(msg)
-    return meta_stored, meta_raw, bool(flags & PACKED)
+    return flags, size, meta_stored, meta_raw
 
 
-def _arrays(listed: list[list[Any]], body: memoryview, what: str, *, packed: bool) -> Arrays:
-    out: Arrays = {}
-    start, budget = 0, MAX_PACKED_TOTAL
+def _raw(dtype: str, shape: list[int]) -> int:
+    return math.prod(shape) * np.dtype(dtype).itemsize
+
+
+def _check_claims(listed: Listed, *, packed: bool) -> None:
+    """Raise ValueError or TypeError where an array is none, or claims more memory than its bytes have earned."""
+    names, budget = set[str](), MAX_PACKED_TOTAL
     for name, dtype, shape, stored in listed:
         counts_fit = all(type(n) is int and n >= 0 for n in (*shape, stored))
-        if type(name) is not str or name in out or dtype not in _DTYPES or not counts_fit:
+        if type(name) is not str or name in names or dtype not in _DTYPES or not counts_fit:
             msg = f"array {name!r}"
             raise ValueError(msg)
-        raw = math.prod(shape) * np.dtype(dtype).itemsize
-        part = body[start : start + stored]
-        if len(part) != stored or stored > raw:
+        names.add(name)
+        raw = _raw(dtype, shape)
+        if stored > raw:
             msg = f"array {name!r} has another size than its shape says"
             raise ValueError(msg)
         if stored < raw:
@@ -164,11 +312,23 @@ def _arrays(listed: list[list[Any]], body: memoryview, what: str, *, packed: boo
             if (raw > MOST_PACKED * stored if large else raw > MAX_PACKED_BYTES) or budget < 0:
                 msg = f"array {name!r} claims more than a compressed array may hold"
                 raise ValueError(msg)
-            unpacked = decompress(bytes(part), raw, what)
-            part = memoryview(_off_planes(unpacked, np.dtype(dtype).itemsize) if packed else unpacked)
-        out[name] = np.frombuffer(part, dtype).reshape(shape)
-        start += stored
-    if start != len(body):
-        msg = "bytes are left over"
+
+
+def _sections(raw: list[list[Any]], listed: Listed, start: int, size: int) -> tuple[Section, ...]:
+    """Deal the arrays to the sections; raises ValueError or TypeError where they do not fill them."""
+    if not 1 <= len(raw) <= MOST_SECTIONS:
+        msg = f"{len(raw)} sections"
         raise ValueError(msg)
-    return out
+    out: list[Section] = []
+    first = 0
+    for count, stored, sha256 in raw:
+        own = listed[first : first + count] if type(count) is int and count >= 0 else []
+        if type(stored) is not int or type(sha256) is not str or len(own) != count or sum(r[3] for r in own) != stored:
+            msg = f"the arrays of section {len(out)} do not fill it"
+            raise ValueError(msg)
+        out.append(Section(start, start + stored, sha256, own))
+        start, first = start + stored, first + count
+    if first != len(listed) or start != size:
+        msg = "arrays or bytes are left over"
+        raise ValueError(msg)
+    return tuple(out)

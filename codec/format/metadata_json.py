@@ -6,13 +6,13 @@ import base64
 import json
 import math
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import zstandard
 
 from kvwire._json import strict_json
-from kvwire.errors import ArgumentError, CorruptError
+from kvwire.errors import ArgumentError, CorruptError, MismatchError
 from kvwire.types import BlockDeviation, CacheMeta, LayerSpec, RopeRegime
 
 MAX_JSON_BYTES = 1 << 20
@@ -320,3 +320,42 @@ def neutral_from_json(raw: Any) -> tuple[int, ...]:  # noqa: ANN401 - JSON
         msg = f"the neutral prefix is no list of 1 to {MAX_NEUTRAL} token ids"
         raise ValueError(msg)
     return tuple(raw)
+
+
+class Fitted(Protocol):
+    """What was fitted on caches of one model."""
+
+    @property
+    def model_id(self) -> str:
+        """The model's name."""
+
+    @property
+    def model_revision(self) -> str:
+        """Its revision; empty where it is not known."""
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """Its layers."""
+
+
+def check_model(profile: Fitted, meta: CacheMeta, what: str, fit: str) -> None:
+    """Compare a profile's model with a cache's.
+
+    Args:
+        profile: The profile.
+        meta: Of the cache.
+        what: What the profile is, in messages.
+        fit: Public name of the function that fits such a profile.
+
+    Raises:
+        MismatchError: The cache is of another model or of another shape.
+    """
+    if shapes_of(meta.layers) != shapes_of(profile.layers):
+        msg = f"the {what} fits another cache layout; fit one on caches of this model ({fit})"
+        raise MismatchError(msg)
+    if profile.model_revision and meta.model_revision and profile.model_revision != meta.model_revision:
+        msg = (
+            f"the {what} belongs to model {profile.model_id!r} ({profile.model_revision[:12]}), "
+            f"the cache to {meta.model_id!r} ({meta.model_revision[:12]}); fit a profile for this model"
+        )
+        raise MismatchError(msg)

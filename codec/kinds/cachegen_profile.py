@@ -13,9 +13,8 @@ from kvwire.codec.entropy.range_coder import sound
 from kvwire.codec.format.arrays import pack_arrays, unpack_arrays
 from kvwire.codec.format.codecs import CODEC_CACHEGEN, CODECS
 from kvwire.codec.format.limits import MAX_LEVELS
-from kvwire.codec.format.metadata_json import layers_from_json, layers_to_json
+from kvwire.codec.format.metadata_json import check_model, layers_from_json, layers_to_json
 from kvwire.codec.planes import Side, plane_width, planes_of
-from kvwire.codec.profile.model_check import check_model
 from kvwire.errors import CorruptError
 
 if TYPE_CHECKING:
@@ -141,6 +140,11 @@ class CacheGenProfile:
             "notes": self.notes,
         }
         return pack_arrays(MAGIC, head, {"units": self.units, "anchors": self.anchors, "deltas": self.deltas})
+
+    @property
+    def outline(self) -> None:
+        """None: it has no sections to be read alone."""
+        return
 
     @cached_property
     def digest(self) -> str:

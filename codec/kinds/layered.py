@@ -224,7 +224,9 @@ class LayeredKind(LevelKind):
         caches = texts.caches()
         hidden = texts.prefix_states(layers) if layers else None
         statistics = texts.statistics(tokens=not layers)
-        profile = fit_profile(caches, statistics, ladder=settings.ladder, prefix_layers=layers, hidden=hidden)
+        profile = fit_profile(
+            caches, statistics, ladder=settings.ladder, prefix_layers=layers, hidden=hidden, keeper=texts.keeper
+        )
         return None if profile is None else texts.calibrate_error(profile, settings.ladder)
 
     def has_levels(self, info: BlobInfo, settings: CodingSettings) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvwire.codec.fitting.fit import MomentKeeper
     from kvwire.codec.fitting.statistics import Statistics
     from kvwire.codec.format.header import Header
     from kvwire.codec.profile.profile import Profile
@@ -30,6 +31,10 @@ class AnyProfile(Protocol):
     @property
     def model_revision(self) -> str:
         """The model's revision; empty where it is not known."""
+
+    @property
+    def outline(self) -> tuple[int, str] | None:
+        """Length and SHA-256 of what it says of its sections; None where it has none."""
 
     @property
     def prefix_layers(self) -> int:
@@ -72,6 +77,10 @@ class CodingSettings(Protocol):
 
 class Calibration(Protocol):
     """Texts to fit a profile on: each method computes what it tells when it is called."""
+
+    @property
+    def keeper(self) -> MomentKeeper | None:
+        """Keeps what was summed of the caches; None: nobody does."""
 
     def caches(self) -> list[KVCache]:
         """Compute the texts' caches.

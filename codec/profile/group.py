@@ -6,6 +6,7 @@ to such: so profiles store them.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
@@ -24,6 +25,8 @@ LARGEST = 32767
 """Largest entry."""
 SMALL = 127
 """Entries up to this fit one byte."""
+MOST_PIECES = 14
+"""Pieces of a group's rows: a file has at most 16 sections."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,11 +54,56 @@ class Stepped:
         out *= torch.from_numpy(self.column_steps)
         return out.bfloat16()
 
-    @property
-    def wide_rows(self) -> int:
-        """Rows up to the last one with an entry that needs two bytes."""
-        wide = np.flatnonzero((np.abs(self.entries.astype(np.int32)) > SMALL).any(axis=1))
-        return int(wide[-1]) + 1 if len(wide) else 0
+
+def wide_rows(entries: NDArray[np.int16]) -> int:
+    """Count the rows up to the last one with an entry that needs two bytes.
+
+    Args:
+        entries: ``[rows, columns]``.
+
+    Returns:
+        How many.
+    """
+    wide = np.flatnonzero((np.abs(entries.astype(np.int32)) > SMALL).any(axis=1))
+    return int(wide[-1]) + 1 if len(wide) else 0
+
+
+def pieces(cuts: tuple[int, ...], rank: int) -> list[tuple[int, int]]:
+    """Cut a group's rows into pieces: one for each level, and one for what no level needs, as far as there are rows.
+
+    Args:
+        cuts: See ``Group.cuts``.
+        rank: How many rows there are.
+
+    Returns:
+        First row and the row after the last, of each piece, one at least; some may be empty.
+    """
+    ends = [cut for cut in itertools.accumulate(cuts[: MOST_PIECES - 1], max) if cut < rank]
+    return list(itertools.pairwise([0, *ends, rank]))
+
+
+def zigzag(entries: NDArray[np.int16]) -> NDArray[np.uint16]:
+    """Number whole numbers by size, 0, -1, 1, -2, 2, ...: upper bytes of small ones are then zeros, whatever the sign.
+
+    Args:
+        entries: Any.
+
+    Returns:
+        Their numbers.
+    """
+    return ((entries << 1) ^ (entries >> 15)).view(np.uint16)
+
+
+def unzigzag(numbers: NDArray[np.uint16]) -> NDArray[np.int16]:
+    """Undo ``zigzag``.
+
+    Args:
+        numbers: Any.
+
+    Returns:
+        What they number.
+    """
+    return ((numbers >> 1) ^ -(numbers & 1)).view(np.int16)
 
 
 def values_naive(matrix: Stepped) -> torch.Tensor:
@@ -137,6 +185,8 @@ class Group:
             plane]``; the encoder's only.
         predictor: bfloat16 ``[features, width]``, what the text says of the elements; None where it says nothing.
         stepped: What rows, predictor and metric were rounded to, for the file; None where they were not.
+        cuts: How many rows, the first ones, suffice for each level of most texts, coarsest first; at most ``rank``. So
+            a file has the rows in pieces, and who reads coarse levels fetches the first ones.
     """
 
     planes: tuple[Plane, ...]
@@ -147,6 +197,7 @@ class Group:
     metric: tuple[NDArray[np.float32], ...] = ()
     predictor: torch.Tensor | None = None
     stepped: SteppedGroup | None = None
+    cuts: tuple[int, ...] = ()
 
     @property
     def rank(self) -> int:
@@ -159,9 +210,36 @@ class Group:
         return len(self.mean)
 
     @property
+    def is_identity(self) -> bool:
+        """Whether coefficients are elements, scaled, and there are no rows."""
+        return self.row_scale is not None
+
+    @property
     def scales(self) -> NDArray[np.float32]:
         """The identity's scale for each element."""
         return cast("NDArray[np.float32]", self.row_scale)
+
+    def first_rows(self, count: int) -> torch.Tensor:
+        """The synthesis of the first coefficients; needs a basis.
+
+        Args:
+            count: How many.
+
+        Returns:
+            bfloat16 ``[count, width]``.
+        """
+        return cast("torch.Tensor", self.rows)[:count]
+
+    def first_synthesis(self, count: int) -> torch.Tensor:
+        """The same in float32.
+
+        Args:
+            count: How many.
+
+        Returns:
+            float32 ``[count, width]``.
+        """
+        return cast("torch.Tensor", self.synthesis)[:count]
 
     @cached_property
     def synthesis(self) -> torch.Tensor | None:

@@ -8,27 +8,35 @@ coefficient usually spreads. It also holds the entropy coder's tables. It is con
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
 
 from kvwire.codec.entropy.tables import Tables
-from kvwire.codec.format.arrays import pack_arrays, unpack_arrays
+from kvwire.codec.format.arrays import describe, pack_arrays, unpack_arrays
 from kvwire.codec.format.codecs import CODEC_LAYERED, CODECS
-from kvwire.codec.format.metadata_json import error_to_kl_from_json, layers_from_json, layers_to_json
+from kvwire.codec.format.metadata_json import (
+    check_model,
+    error_to_kl_from_json,
+    layers_from_json,
+    layers_to_json,
+)
 from kvwire.codec.planes import plane_width, planes_of
 from kvwire.codec.profile.expectations import ROWS_BYTES, Expectations
-from kvwire.codec.profile.model_check import check_model
 from kvwire.codec.profile.stored import arrays_of, group_of, typed
 from kvwire.errors import CorruptError
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from numpy.typing import NDArray
 
     from kvwire.codec.format.arrays import Arrays
+    from kvwire.codec.planes import Plane
     from kvwire.codec.profile.group import Group
     from kvwire.types import CacheMeta, LayerSpec
 
@@ -36,6 +44,17 @@ MAGIC = CODECS[CODEC_LAYERED].profile_magic
 MAX_FEATURES = 1 << 16
 """Features of a token: embedding widths end far below."""
 _MATRIX = 2
+_UNSOUND = "a group or the token table of the profile has arrays of the wrong shape or range; fetch it again"
+_METRIC = re.compile(r"g[0-9]+\.metric[0-9]+(_steps)?")
+_PIECE = re.compile(r"g[0-9]+\.rows([0-9]+)(_wide)?")
+_STEPS = re.compile(r"g[0-9]+\.rows_steps")
+
+
+class MakeGroup(Protocol):
+    """Makes a group of its number and its description."""
+
+    def __call__(self, index: int, raw: Any, *, layers: tuple[LayerSpec, ...]) -> Group:  # noqa: ANN401 - JSON
+        """See ``group_of``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +155,13 @@ class Profile:
             "error_to_kl": None if self.error_to_kl is None else list(self.error_to_kl),
             "notes": self.notes,
         }
-        return pack_arrays(MAGIC, head, arrays, packed=packed)
+        return pack_arrays(MAGIC, head, arrays, packed=packed, sections=_sections(arrays) if packed else ())
+
+    @cached_property
+    def outline(self) -> tuple[int, str] | None:
+        """Length and SHA-256 of what stands before the first section: it names these. None: there are no sections."""
+        told = describe(MAGIC, self.data, "profile")
+        return (told.start, hashlib.sha256(self.data[: told.start]).hexdigest()) if told.sections else None
 
     @cached_property
     def digest(self) -> str:
@@ -159,9 +184,30 @@ class Profile:
             FormatVersionError: A later version wrote them.
         """
         head, arrays = unpack_arrays(MAGIC, data, what="profile")
+        profile = cls.of_arrays(head, arrays, partial(group_of, arrays=arrays))
+        if not all(_sound(group, profile) for group in profile.groups):
+            raise CorruptError(_UNSOUND)
+        profile.__dict__["data"] = bytes(data)  # the cached property: a digest is of the bytes that were read
+        return profile
+
+    @classmethod
+    def of_arrays(cls, head: dict[str, Any], arrays: Arrays, make_group: MakeGroup) -> Self:
+        """Make a profile of what its file holds.
+
+        Args:
+            head: The file's.
+            arrays: The file's: all that do not belong to groups at least.
+            make_group: Makes a group of its number, its description and the layers.
+
+        Returns:
+            The profile. All but its groups' own arrays is checked.
+
+        Raises:
+            CorruptError: What the file holds is no profile.
+        """
         try:
             layers = layers_from_json(head["layers"])
-            groups = tuple(group_of(index, raw, arrays, layers) for index, raw in enumerate(head["groups"]))
+            groups = tuple(make_group(index, raw, layers=layers) for index, raw in enumerate(head["groups"]))
             profile = cls(
                 str(head["model_id"]),
                 str(head["model_revision"]),
@@ -169,7 +215,7 @@ class Profile:
                 groups,
                 Tables(*(typed(arrays[name], "u2") for name in ("base", "ternary", "points"))),
                 dict(head["notes"]),
-                _table(arrays, groups) if "table" in arrays else None,
+                _table(arrays) if "table" in arrays else None,
                 _count(head["head_start"]),
                 _count(head["hidden_size"]),
                 error_to_kl_from_json(head["error_to_kl"]),
@@ -178,15 +224,32 @@ class Profile:
             msg = f"the profile's description is damaged ({error}); fetch it again"
             raise CorruptError(msg) from error
         profile.tables.check()
-        _check_groups(profile)
-        profile.__dict__["data"] = bytes(data)  # the cached property: a digest is of the bytes that were read
+        _check_planes(profile)
         return profile
 
 
-def _table(arrays: Arrays, groups: tuple[Group, ...]) -> NDArray[np.int8]:
+def _sections(arrays: Arrays) -> list[list[str]]:
+    """Names of each section's arrays: what all readers need, each further piece of rows, what only encoders need."""
+    numbers = {name: _section_of(name) for name in arrays}
+    last = 1 + max(number for number in numbers.values() if number is not None)
+    sections: list[list[str]] = [[] for _ in range(last + 1)]
+    for name, number in numbers.items():
+        sections[last if number is None else number].append(name)
+    return sections
+
+
+def _section_of(name: str) -> int | None:
+    """The section of an array; None for the last one."""
+    if _METRIC.fullmatch(name):
+        return None
+    piece = _PIECE.fullmatch(name)
+    return int(piece[1]) if piece else 0
+
+
+def _table(arrays: Arrays) -> NDArray[np.int8]:
     """By token; where matrices are whole numbers and steps, it is stored by feature: each spreads in its own way."""
     table: NDArray[np.int8] = typed(arrays["table"], "i1")
-    return np.ascontiguousarray(table.T) if any(group.stepped for group in groups) else table
+    return np.ascontiguousarray(table.T) if any(map(_STEPS.fullmatch, arrays)) else table
 
 
 def _count(raw: Any) -> int:  # noqa: ANN401 - JSON
@@ -196,44 +259,64 @@ def _count(raw: Any) -> int:  # noqa: ANN401 - JSON
     return raw
 
 
-def _check_groups(profile: Profile) -> None:
-    """Every plane in exactly one group, every array finite and of the shape that the layout says."""
+def _check_planes(profile: Profile) -> None:
+    """Every plane in exactly one group, and a table that is one."""
     count = len(profile.layers)
     planes = [plane for group in profile.groups for plane in group.planes]
     if any(not 0 <= layer < count for _, layer in planes) or sorted(planes) != sorted(planes_of(profile.layers)):
         msg = "the profile does not cover every layer's keys and values exactly once; fetch it again"
         raise CorruptError(msg)
     table = profile.table
-    sound = table is None or (table.ndim == _MATRIX and 0 < table.shape[1] <= MAX_FEATURES)
-    if not sound or not all(_sound(group, profile) for group in profile.groups):
-        msg = "a group or the token table of the profile has arrays of the wrong shape or range; fetch it again"
-        raise CorruptError(msg)
+    if table is not None and not (table.ndim == _MATRIX and 0 < table.shape[1] <= MAX_FEATURES):
+        raise CorruptError(_UNSOUND)
 
 
 def _sound(group: Group, profile: Profile) -> bool:
-    widths = [plane_width(profile.layers, plane) for plane in group.planes]
-    tensors: list[torch.Tensor] = [t for t in (group.rows, group.predictor) if t is not None]
-    arrays = [array for array in (group.mean, group.row_scale, *group.metric) if array is not None]
-    if group.spread.ndim != 1 or group.mean.shape != (sum(widths),) or group.rank > group.width:
+    if not has_sound_outline(group, profile):
         return False
-    if not all(bool(torch.isfinite(t).all()) for t in tensors) or not all(np.isfinite(a).all() for a in arrays):
-        return False
-    features = profile.token_features + profile.hidden_size
     if group.rows is None:
         scale = group.row_scale
-        return (
-            not features
-            and scale is not None
-            and scale.shape == (sum(widths),) == group.spread.shape
-            and bool((scale > 0).all())
-        )
-    if (group.predictor is not None) != (features > 0):
+        sound = scale is not None and scale.shape == group.mean.shape == group.spread.shape
+        return sound and group.predictor is None and bool((np.isfinite(group.scales) & (group.scales > 0)).all())
+    finite = bool(torch.isfinite(group.rows).all()) and group.rows.shape == (group.rank, group.width)
+    return finite and has_sound_metric(group.planes, group.metric, profile.layers)
+
+
+def has_sound_metric(
+    planes: tuple[Plane, ...], metric: tuple[NDArray[np.float32], ...], layers: tuple[LayerSpec, ...]
+) -> bool:
+    """Compare a metric with the layout.
+
+    Args:
+        planes: Of the group.
+        metric: Of each plane.
+        layers: Of the profile.
+
+    Returns:
+        Whether each plane's has its shape, and finite numbers.
+    """
+    shapes = [(plane_width(layers, plane), layers[plane[1]].kv_heads) for plane in planes]
+    return len(metric) == len(planes) and all(
+        block.shape in ((width,), (heads, width // heads, width // heads)) and bool(np.isfinite(block).all())
+        for block, (width, heads) in zip(metric, shapes, strict=True)
+    )
+
+
+def has_sound_outline(group: Group, profile: Profile) -> bool:
+    """Compare a group with the layout, but for its rows and its metric.
+
+    Args:
+        group: To check.
+        profile: Its own.
+
+    Returns:
+        Whether mean, classes and predictor have the shapes that the layout says, and finite numbers.
+    """
+    width = sum(plane_width(profile.layers, plane) for plane in group.planes)
+    features = profile.token_features + profile.hidden_size
+    if group.spread.ndim != 1 or group.mean.shape != (width,) or group.rank > group.width:
         return False
-    if group.predictor is not None and group.predictor.shape != (features, sum(widths)):
+    if not np.isfinite(group.mean).all() or (group.predictor is not None) != (features > 0):
         return False
-    heads = [profile.layers[layer].kv_heads for _, layer in group.planes]
-    fits = [
-        metric.shape in ((width,), (head, width // head, width // head))
-        for metric, width, head in zip(group.metric, widths, heads, strict=True)
-    ]
-    return group.rows.shape == (group.rank, sum(widths)) and all(fits)
+    told = group.predictor
+    return told is None or (told.shape == (features, width) and bool(torch.isfinite(told).all()))

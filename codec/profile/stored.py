@@ -8,9 +8,21 @@ import numpy as np
 import torch
 
 from kvwire.codec.planes import SIDES
-from kvwire.codec.profile.group import Factor, Group, Stepped, SteppedGroup
+from kvwire.codec.profile.group import (
+    MOST_PIECES,
+    Factor,
+    Group,
+    Stepped,
+    SteppedGroup,
+    pieces,
+    unzigzag,
+    wide_rows,
+    zigzag,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from numpy.typing import NDArray
 
     from kvwire.codec.format.arrays import Arrays
@@ -75,9 +87,13 @@ def is_stepped(group: Group) -> bool:
 
 
 def _stepped_arrays(group: Group, known: SteppedGroup) -> Arrays:
-    named = _by_width("rows", known.rows)
+    rows = known.rows
+    named: Arrays = {"rows_steps": rows.row_steps, "rows_columns": rows.column_steps}
+    for number, (first, last) in enumerate(pieces(group.cuts, group.rank)):
+        named |= _by_width(f"rows{number}", rows.entries[first:last])
     if known.predictor is not None:
-        named |= _by_width("predictor", known.predictor)
+        steps = {"predictor_steps": known.predictor.row_steps, "predictor_columns": known.predictor.column_steps}
+        named |= _by_width("predictor", known.predictor.entries) | steps
     for number, (factor, block) in enumerate(zip(known.factors, group.metric, strict=True)):
         named[f"metric{number}"] = block if factor is None else factor.entries
         if factor is not None:
@@ -85,15 +101,11 @@ def _stepped_arrays(group: Group, known: SteppedGroup) -> Arrays:
     return named
 
 
-def _by_width(name: str, matrix: Stepped) -> Arrays:
+def _by_width(name: str, entries: NDArray[np.int16]) -> Arrays:
     """Rows with large entries, which come first, in two bytes an entry, the others in one."""
-    wide = matrix.wide_rows
-    named: Arrays = {
-        name: matrix.entries[wide:].astype(np.int8),
-        f"{name}_steps": matrix.row_steps,
-        f"{name}_columns": matrix.column_steps,
-    }
-    return named | ({f"{name}_wide": matrix.entries[:wide]} if wide else {})
+    wide = wide_rows(entries)
+    named: Arrays = {name: entries[wide:].astype(np.int8)}
+    return named | ({f"{name}_wide": zigzag(entries[:wide])} if wide else {})
 
 
 def _stored_rows(rows: torch.Tensor) -> Arrays:
@@ -138,7 +150,7 @@ def typed(array: NDArray[np.generic], *kinds: str) -> Any:  # noqa: ANN401 - an 
     return array.astype(array.dtype.newbyteorder("="))
 
 
-def group_of(index: int, raw: Any, arrays: Arrays, layers: tuple[LayerSpec, ...]) -> Group:  # noqa: ANN401 - JSON
+def group_of(index: int, raw: Any, arrays: Arrays, *, layers: tuple[LayerSpec, ...]) -> Group:  # noqa: ANN401 - JSON
     """Read a group.
 
     Args:
@@ -154,17 +166,29 @@ def group_of(index: int, raw: Any, arrays: Arrays, layers: tuple[LayerSpec, ...]
         KeyError: An array is missing.
         ValueError: An array is of the wrong type or length.
     """
-    prefix = f"g{index}."
-    own = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
-    planes = tuple(_plane(each) for each in raw)
+    own, planes = own_arrays(index, arrays), planes_of_json(raw)
     try:
         return _group(index, planes, own, layers)
     except KeyError as error:
-        raise KeyError(prefix + error.args[0]) from error
+        raise KeyError(f"g{index}." + error.args[0]) from error
+
+
+def own_arrays(index: int, arrays: Arrays) -> Arrays:
+    """Choose a group's arrays.
+
+    Args:
+        index: The group's number.
+        arrays: Of a profile.
+
+    Returns:
+        The group's, by their names within it.
+    """
+    prefix = f"g{index}."
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
 def _group(index: int, planes: tuple[Plane, ...], own: Arrays, layers: tuple[LayerSpec, ...]) -> Group:
-    identity = "rows" not in own
+    identity = "rows" not in own and "rows_steps" not in own
     if identity and ("metric0" in own or "predictor" in own):
         msg = f"group {index} has a metric or a predictor and no rows"
         raise ValueError(msg)
@@ -185,29 +209,81 @@ def _stepped_group(
     own: Arrays,
     layers: tuple[LayerSpec, ...],
 ) -> Group:
-    rows = _stepped("rows", own)
-    predictor = _stepped("predictor", own) if "predictor" in own else None
+    rows, ends = _rows_in_pieces(own)
+    predictor = predictor_of(own)
     if rows.entries.shape != (spread.size, mean.size) or (predictor and predictor.entries.shape[1] != mean.size):
         msg = "matrices of another shape than the mean and the spread"
         raise ValueError(msg)
+    factors, metric = metric_of(planes, own, layers)
+    known = SteppedGroup(rows, predictor, factors)
+    told = None if predictor is None else predictor.values()
+    return Group(planes, mean, spread, rows.values(), None, metric, told, known, tuple(ends[:-1]))
+
+
+def metric_of(
+    planes: tuple[Plane, ...], own: Arrays, layers: tuple[LayerSpec, ...]
+) -> tuple[tuple[Factor | None, ...], tuple[NDArray[np.float32], ...]]:
+    """Read the metric of a group whose matrices are whole numbers and steps.
+
+    Args:
+        planes: Of the group.
+        own: Its arrays.
+        layers: Of the profile.
+
+    Returns:
+        Of each plane the factor, or None for a diagonal; and the metric itself.
+
+    Raises:
+        KeyError: An array is missing.
+        ValueError: An array is of the wrong type or shape.
+    """
     factors: list[Factor | None] = []
     metric: list[NDArray[np.float32]] = []
     for number, plane in enumerate(planes):
         block, steps = own[f"metric{number}"], own.get(f"metric{number}_steps")
-        factor = None if steps is None else _factor(typed(block, "i1"), _steps(steps, _MATRIX), plane, layers)
+        factor = None if steps is None else _factor(typed(block, "i1"), steps_of(steps, _MATRIX), plane, layers)
         factors.append(factor)
         metric.append(typed(block, "f4") if factor is None else factor.metric)
-    known = SteppedGroup(rows, predictor, tuple(factors))
-    return Group(
-        planes,
-        mean,
-        spread,
-        rows.values(),
-        None,
-        tuple(metric),
-        None if predictor is None else predictor.values(),
-        known,
-    )
+    return tuple(factors), tuple(metric)
+
+
+def predictor_of(own: Arrays) -> Stepped | None:
+    """Read the predictor of a group whose matrices are whole numbers and steps.
+
+    Args:
+        own: The group's arrays.
+
+    Returns:
+        The predictor; None where there is none.
+
+    Raises:
+        KeyError: An array is missing.
+        ValueError: An array is of the wrong type or shape.
+    """
+    return _stepped("predictor", own) if "predictor" in own else None
+
+
+def _rows_in_pieces(own: Arrays) -> tuple[Stepped, list[int]]:
+    """All rows, and where their pieces end. Files without sections have them in one piece, without a number."""
+    if "rows" in own:
+        return _stepped("rows", own), []
+    parts = [entries_of(f"rows{number}", own) for number in range(count_pieces(own))]
+    if not parts:
+        raise KeyError("rows0")  # noqa: EM101 - the array's name is the message
+    ends = np.cumsum([len(part) for part in parts]).tolist()
+    return _with_steps("rows", np.concatenate(parts), own), ends
+
+
+def count_pieces(names: Collection[str]) -> int:
+    """Count the pieces that a group's rows lie in.
+
+    Args:
+        names: Of the group's arrays.
+
+    Returns:
+        How many.
+    """
+    return next(number for number in range(MOST_PIECES + 1) if f"rows{number}" not in names)
 
 
 def _factor(
@@ -223,22 +299,72 @@ def _factor(
 
 
 def _stepped(name: str, own: Arrays) -> Stepped:
-    entries = typed(own[name], "i1")
-    if f"{name}_wide" in own:
-        entries = np.concatenate([typed(own[f"{name}_wide"], "i2"), entries])
-    matrix = Stepped(entries.astype(np.int16), _steps(own[f"{name}_steps"], 1), _steps(own[f"{name}_columns"], 1))
+    return _with_steps(name, entries_of(name, own), own)
+
+
+def entries_of(name: str, own: Arrays) -> NDArray[np.int16]:
+    """Read the entries of some rows.
+
+    Args:
+        name: Of their array.
+        own: The group's arrays.
+
+    Returns:
+        Those of wide rows, which come first, and the others.
+
+    Raises:
+        KeyError: The array is missing.
+        ValueError: An array is of the wrong type or shape.
+    """
+    entries: NDArray[np.int16] = typed(own[name], "i1").astype(np.int16)
+    if (wide := own.get(f"{name}_wide")) is None:
+        return entries
+    large = typed(wide, "i2", "u2")
+    return np.concatenate([unzigzag(large) if large.dtype == np.uint16 else large, entries])
+
+
+def _with_steps(name: str, entries: NDArray[np.int16], own: Arrays) -> Stepped:
+    matrix = Stepped(entries, steps_of(own[f"{name}_steps"], 1), steps_of(own[f"{name}_columns"], 1))
     if entries.shape != (len(matrix.row_steps), len(matrix.column_steps)):
         msg = f"{name} without fitting steps"
         raise ValueError(msg)
     return matrix
 
 
-def _steps(array: NDArray[np.generic], ndim: int) -> NDArray[np.float32]:
+def steps_of(array: NDArray[np.generic], ndim: int) -> NDArray[np.float32]:
+    """Read the steps of a matrix.
+
+    Args:
+        array: As read.
+        ndim: Dimensions that they must have.
+
+    Returns:
+        The steps, finite and above 0.
+
+    Raises:
+        ValueError: They are none.
+    """
     steps: NDArray[np.float32] = typed(array, "f4")
     if steps.ndim != ndim or not bool((np.isfinite(steps) & (steps > 0)).all()):
         msg = "steps that are none"
         raise ValueError(msg)
     return steps
+
+
+def planes_of_json(raw: Any) -> tuple[Plane, ...]:  # noqa: ANN401 - JSON
+    """Read a group's planes.
+
+    Args:
+        raw: As the profile's head has them.
+
+    Returns:
+        The planes.
+
+    Raises:
+        TypeError: They are no list.
+        ValueError: One is none.
+    """
+    return tuple(_plane(each) for each in raw)
 
 
 def _plane(raw: Any) -> Plane:  # noqa: ANN401 - JSON

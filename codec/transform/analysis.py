@@ -287,10 +287,10 @@ def synthesise(coefficients: Tensor, group: Group, rows: Tensor, of_token: NDArr
     """
     out = rows[torch.from_numpy(of_token.astype(np.int64))]
     given = coefficients.shape[1]
-    if group.synthesis is None:
+    if group.is_identity:
         out[:, :given] += coefficients * torch.from_numpy(group.scales)[:given]
         return out
-    return out.addmm_(coefficients, group.synthesis[:given])
+    return out.addmm_(coefficients, group.first_synthesis(given))
 
 
 def scatter_planes(

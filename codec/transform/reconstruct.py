@@ -7,7 +7,7 @@ precision that the output has anyway, and before the expectation is added.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -63,7 +63,7 @@ def place_group(  # noqa: PLR0913, PLR0917 - the hub of decoding: what was decod
     last = int(coded[-1]) + 1 if len(coded) else 0  # the KLT has sorted them: what follows is zero
     columns = slice(columns.start, columns.start + last)
     targets = [(out.keys if side == "key" else out.values)[layer] for side, layer in group.planes]
-    if group.rows is None or not all(map(plain, targets)):
+    if group.is_identity or not all(map(plain, targets)):
         elements = synthesise(coefficients_of(state, columns, step), group, *expected)
         scatter_planes(elements, group.planes, out, meta, start, cos_sin)
         return
@@ -118,14 +118,14 @@ def _factors(state: SegmentState, columns: slice, group: Group, *, halved: bool)
 
     halved: in bfloat16, but for the values that are no bfloat16 numbers: few columns have such.
     """
-    values, rows = state.values[:, columns], group.rows
-    if not halved or rows is None:
-        return _Factors(coefficients_of(state, columns, 1.0), cast("Tensor", group.synthesis)[: values.shape[1]])
+    values = state.values[:, columns]
+    if not halved:
+        return _Factors(coefficients_of(state, columns, 1.0), group.first_synthesis(values.shape[1]))
     small = torch.empty(values.shape, dtype=torch.bfloat16)
     widest = np.empty(values.shape[1], np.uint32)
     sizes = state.tables.sizes_of(state.classes[columns])
     value_kernels.to_bfloat16(values, sizes, small.view(torch.uint16).numpy(), widest)
-    rows, wide = rows[: values.shape[1]], torch.from_numpy((widest > _EXACT).nonzero()[0])
+    rows, wide = group.first_rows(values.shape[1]), torch.from_numpy((widest > _EXACT).nonzero()[0])
     if not len(wide):
         return _Factors(small, rows)
     exact = torch.from_numpy(values)[:, wide]

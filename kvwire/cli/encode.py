@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
@@ -47,6 +48,7 @@ class _EncodeOptions(TypedDict):
     deviation: bool
     neutral_prefix: int
     encode_after: int
+    resume: Path | None
     index: tuple[str, ...]
     uses: str | None
     backend: Backend
@@ -88,6 +90,11 @@ class _EncodeOptions(TypedDict):
     metavar="N",
     help="Keep documents with fewer than N counted uses as text; needs --uses.",
 )
+@click.option(
+    "--resume",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Keep in this file how far the fit of a profile has got; one that was interrupted goes on from it.",
+)
 @INDEX
 @USES
 @BACKEND
@@ -106,7 +113,7 @@ def encode(place: StoreOptions, **options: Unpack[_EncodeOptions]) -> None:
     engine = open_engine(options["model"], options["device"], options["dtype"])
     coding = Coding(
         options["method"], options["prefix_layers"], options["lossless"], backend=options["backend"],
-        deviation=options["deviation"], neutral_prefix=options["neutral_prefix"],
+        deviation=options["deviation"], neutral_prefix=options["neutral_prefix"], resume=options["resume"],
     )  # fmt: skip
     corpus = Corpus(engine, place.open_lasting(), **place.whose(), coding=coding, uses=use_file(options["uses"]))
     documents = _documents(engine, texts, failures)

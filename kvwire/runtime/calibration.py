@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
+from kvwire.runtime.kept_moments import MomentFile
 from kvwire.runtime.quality import calibrate_error
 
 if TYPE_CHECKING:
@@ -49,9 +50,10 @@ class _Texts:
     """Calibration texts, as the level kinds' ``fit`` asks for them."""
 
     def __init__(
-        self, engine: Engine, chosen: Sequence[Sequence[int]], others: Sequence[Sequence[int]], neutral: int
+        self, engine: Engine, chosen: Sequence[Sequence[int]], others: Sequence[Sequence[int]], coding: Coding
     ) -> None:
-        self._engine, self._chosen, self._others, self._neutral = engine, chosen, others, neutral
+        self._engine, self._chosen, self._others, self._neutral = engine, chosen, others, coding.neutral_prefix
+        self.keeper = MomentFile(coding.resume)
 
     def caches(self) -> list[KVCache]:
         from kvwire.runtime.spilled import spilled
@@ -119,7 +121,7 @@ def fit_profile_to(engine: Engine, coding: Coding, documents: Sequence[Document]
     if sum(map(len, chosen)) < LEAST_TOKENS:
         return None
     neutral = coding.neutral_prefix
-    profile = coding.kind.fit(_Texts(engine, chosen, others, neutral), coding)
+    profile = coding.kind.fit(_Texts(engine, chosen, others, coding), coding)
     if profile is None or not neutral:
         return profile
     return cast("AnyProfile", replace(cast("Any", profile), notes=profile.notes | {"neutral_prefix": neutral}))

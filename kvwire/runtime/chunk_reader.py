@@ -234,7 +234,7 @@ class ChunkReader:
         if header.kept_bits or info.neutral_prefix:
             msg = "it is pruned, or was computed behind a neutral prefix: its rows begin no prompt"
             raise MismatchError(msg)
-        profile = self.corpus.profile(document.profile_digest) if document.profile_digest else None
+        profile = self.corpus.profile_of(document, level)
         blob = _Blob(document, reader, header, info, profile, level)
         with self._lock:
             self._blobs[document.sha256] = blob

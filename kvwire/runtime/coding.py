@@ -9,6 +9,8 @@ from kvwire.codec import CHUNK_TOKENS, DEFAULT_METHOD, Ladder, kind_of_method
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvwire.codec import Backend, LevelKind
     from kvwire.store import CatalogEntry
     from kvwire.types import BlobInfo
@@ -70,6 +72,8 @@ class Coding:
         deviation: Measure how far tokens move behind neighbours, documents of the same call, and store that. The same
             text then gives the same blob only beside the same neighbours.
         neutral_prefix: Compute documents behind so many of their own last tokens, which are then dropped.
+        resume: A file that keeps what a fit of a profile has summed, until the profile is there: a fit that was
+            interrupted goes on from it. None for none.
         head_start: Old name of ``prefix_layers``, for one more version.
     """
 
@@ -81,6 +85,7 @@ class Coding:
     backend: Backend = "auto"
     deviation: bool = False
     neutral_prefix: int = 0
+    resume: Path | None = None
     head_start: InitVar[int] = 0
 
     def __post_init__(self, head_start: int) -> None:

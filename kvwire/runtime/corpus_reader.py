@@ -7,7 +7,7 @@ from contextlib import suppress
 from copy import copy
 from typing import TYPE_CHECKING, Self
 
-from kvwire.codec import BlobDecoder, level_index, read_profile
+from kvwire.codec import BlobDecoder, level_index
 from kvwire.errors import CorruptError, KvwireError, MismatchError, NotFoundError
 from kvwire.runtime.link_report import LinkReport
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from kvwire.engines.base import Engine
     from kvwire.store import Catalog, CatalogEntry, ModelRecord, PrefixIndex, Store, UseCounts
     from kvwire.types import BlobInfo, CacheMeta, KVCache
+
+READ_LEVEL = 1
+"""Up to which level a profile is read at once where nobody says: most loads begin there."""
 
 
 class CorpusReader:
@@ -44,6 +47,7 @@ class CorpusReader:
         self.config = model.meta.config_digest()
         self.uses = uses
         self.scope = catalog.keys(self.config).root
+        self._origin = catalog  # later reads of a profile outlive the session that read its first sections
         self._profiles: dict[str, AnyProfile] = {}
         self._reading: dict[str, threading.Lock] = {}
         self.changes = 0
@@ -113,7 +117,7 @@ class CorpusReader:
         if info.prefix_layers and not info.levels[index].lossless:
             msg = f"{document_id!r} is coded for readers that run the model's first layers: ask a Loader with an engine"
             raise MismatchError(msg)
-        profile = self.profile(entry.profile_digest) if entry.profile_digest else None
+        profile = self.profile_of(entry, index)
         decoder = BlobDecoder(reader.head, profile, device=device, dtype=dtype, offset=offset, level=index)
         for chunk in range(info.chunks):
             reads = [(each, stored[each.offset : each.end]) for each in info.reads(chunk, index)]
@@ -121,11 +125,17 @@ class CorpusReader:
             decoder.decode_chunk(chunk, segments, index)
         return decoder.cache
 
-    def profile(self, digest: str | None = None) -> AnyProfile | None:
+    def profile(
+        self, digest: str | None = None, *, outline: tuple[int, str] | None = None, level: int | None = None
+    ) -> AnyProfile | None:
         """Look up a profile; what was read is kept.
+
+        Where its outline is known, what levels up to ``level`` need is read, and the rest once something needs it.
 
         Args:
             digest: Of a stored profile; None for the one in use.
+            outline: See ``CatalogEntry.profile_outline``; of the one in use, the catalog knows.
+            level: Up to which level to read at once; None: the one that most loads begin at.
 
         Returns:
             The profile; None where the corpus has none in use yet.
@@ -134,15 +144,36 @@ class CorpusReader:
             NotFoundError: The profile is lost.
             CorruptError: The profile is damaged.
         """
-        digest = digest if digest is not None else self.catalog.current_profile(self.config)
+        if digest is None:
+            digest, outline = self.catalog.profile_in_use(self.config) or (None, None)
         if not digest:
             return None
         if (known := self._profiles.get(digest)) is not None:
             return known
         with self._reading.setdefault(digest, threading.Lock()):  # documents looked up at the same time share a reading
             if (known := self._profiles.get(digest)) is None:
-                known = self._profiles[digest] = read_profile(self.catalog.get_profile(self.config, digest))
+                known = self._profiles[digest] = self.catalog.open_profile(
+                    self.config, digest, outline, READ_LEVEL if level is None else level, self._origin
+                )
             return known
+
+    def profile_of(self, entry: CatalogEntry, level: int | None = None) -> AnyProfile | None:
+        """Look up the profile of a document; see ``profile``.
+
+        Args:
+            entry: The document's.
+            level: Up to which level to read at once; None: the one that most loads begin at.
+
+        Returns:
+            The profile; None where its blob needs none, or has its own.
+
+        Raises:
+            NotFoundError: The profile is lost.
+            CorruptError: The profile is damaged.
+        """
+        if not entry.profile_digest:
+            return None
+        return self.profile(entry.profile_digest, outline=entry.profile_outline, level=level)
 
     def set_profile(self, profile: AnyProfile) -> None:
         """Store a profile and use it for what is encoded from now on.
@@ -153,7 +184,7 @@ class CorpusReader:
         profile.check_fits(self.meta)
         self.changes += 1
         digest = self.catalog.put_profile(self.config, profile.data)
-        self.catalog.set_current_profile(self.config, digest)
+        self.catalog.set_current_profile(self.config, digest, profile.outline)
         self._profiles[digest] = profile
 
     def link_report(self) -> LinkReport | None:

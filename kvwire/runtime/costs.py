@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvwire.codec import BlobDecoder, Profile, encode
+from kvwire.codec import BlobDecoder, Profile, at_hand, encode
 from kvwire.codec.workers import one_core
 from kvwire.controller import CostModel, fit_decode, fit_prefill
 
@@ -75,6 +75,8 @@ def _coded(
     engine: Engine, part: KVCache, ids: list[int], profile: AnyProfile | None, backend: Backend
 ) -> tuple[BlobDecoder, bytes]:
     """A cache as a blob, and what decodes it into this engine's memory."""
+    if isinstance(profile, Profile):
+        profile = at_hand(profile)
     layers = profile.prefix_layers if isinstance(profile, Profile) else 0
     hidden = engine.prefix_states(ids[: part.tokens], layers) if layers else None
     blob = encode(part, profile, hidden=hidden, backend=backend)

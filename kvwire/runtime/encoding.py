@@ -10,6 +10,7 @@ from kvwire.codec import encode
 from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError
 from kvwire.runtime.calibration import CALIBRATION_TOKENS, LEAST_TOKENS, compute_document, fit_profile_to
 from kvwire.runtime.coding import Document, Encoded
+from kvwire.runtime.kept_moments import MomentFile
 from kvwire.store import ModelRecord, check_new_name
 from kvwire.types import digest_tokens
 
@@ -55,6 +56,7 @@ class CorpusEncoder:
         profile = fit_profile_to(self._needed_engine(), self._coding, documents, most)
         if profile is not None:
             self._corpus.set_profile(profile)
+            MomentFile(self._coding.resume).done()
         return profile
 
     def encode(
@@ -262,6 +264,7 @@ class CorpusEncoder:
             tokens=info.tokens,
             token_digest=info.meta.token_digest,
             profile_digest=info.profile_digest,
+            profile_outline=profile.outline if profile else None,
             levels=[(level.name, level.cumulative_bytes) for level in info.levels],
             overwrite=True,  # whatever lies there was not good enough
         )

@@ -63,15 +63,16 @@ class DocumentFinder:
     what it names turns out to be gone.
     """
 
-    def __init__(self, session: Session, corpora: Sequence[Corpus], kept_s: float) -> None:
+    def __init__(self, session: Session, corpora: Sequence[Corpus], kept_s: float, level: int | None) -> None:
         """Look nothing up yet.
 
         Args:
             session: Whose link and connections are used.
             corpora: Those after the first may hold variants.
             kept_s: Seconds that an entry is used for after it was read; 0: every load asks the catalog.
+            level: Up to which level profiles are read at once; None: the one that most loads begin at.
         """
-        self._corpora, self._kept_s = corpora, kept_s
+        self._corpora, self._kept_s, self._level = corpora, kept_s, level
         self._views = [corpus.over(session.view(corpus.catalog.store)) for corpus in corpora]
         self._kept: dict[tuple[int, str], _Kept] = {}
 
@@ -197,7 +198,7 @@ class DocumentFinder:
             return DocumentHandle(corpus, document_id, None, None, text or view.text(entry))
         if text is not None and (len(text) != entry.tokens or entry.token_digest not in ("", digest_tokens(text))):
             return DocumentHandle(corpus, document_id, None, None, text, CHANGED)
-        profile = view.profile(entry.profile_digest) if entry.profile_digest else None
+        profile = view.profile_of(entry, self._level)
         return DocumentHandle(corpus, document_id, entry, profile, text)
 
 

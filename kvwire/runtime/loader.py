@@ -104,7 +104,7 @@ class Loader:
         emulated = EmulatedLink.of(link) if isinstance(link, LinkSettings) else link
         threads = Threads(self._controls.workers, self._controls.decode_threads)
         self._session = Session(self._lock, threads, emulated, chosen.fetch)
-        self._finder = DocumentFinder(self._session, self._corpora, chosen.entries_s)
+        self._finder = DocumentFinder(self._session, self._corpora, chosen.entries_s, chosen.quality_ceiling)
         self._links: LinkPlan | None = None
         self._engine_looks = type(engine).attention_received is not Engine.attention_received
         self._warming = Warming()
@@ -137,10 +137,10 @@ class Loader:
         state = {part: value for part, value in known.state.items() if part != "engine" or costs is None}
         if costs is None:
             views = [each.over(self._session.view(each.catalog.store, over_link=False)) for each in self._corpora]
-            profile = _profile_in_use(views[0])
+            profile = _profile_in_use(views[0], self._settings.quality_ceiling)
             for variant in views[1:]:
                 with suppress(KvwireError):
-                    variant.profile()  # the first load will not wait for it
+                    variant.profile(level=self._settings.quality_ceiling)  # the first load will not wait for it
             if known.has_engine:
                 warm_up(self._engine, profile, chosen.backend)
             else:
@@ -323,7 +323,7 @@ class Loader:
         view = corpus.over(self._session.view(corpus.catalog.store, over_link=False))
         report = view.link_report()
         with suppress(KvwireError):
-            profile = view.profile()
+            profile = view.profile(level=self._settings.quality_ceiling)
         return self._plan_links(report, profile)
 
     def _plan_links(self, report: LinkReport | None, profile: AnyProfile | None) -> LinkPlan:
@@ -375,9 +375,9 @@ def _end(session: Session, warming: Warming) -> None:
     session.close(wait=False)
 
 
-def _profile_in_use(corpus: Corpus) -> AnyProfile | None:
+def _profile_in_use(corpus: Corpus, level: int | None) -> AnyProfile | None:
     """The corpus's profile, or None where it cannot be read: loads then go without it, and say so."""
     try:
-        return corpus.profile()
+        return corpus.profile(level=level)
     except UNREADABLE:
         return None

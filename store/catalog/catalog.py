@@ -56,6 +56,7 @@ class Catalog(Texts, Profiles):
         tokens: int,
         token_digest: str = "",
         profile_digest: str = "",
+        profile_outline: tuple[int, str] | None = None,
         levels: Sequence[tuple[str, int]] = (),
         overwrite: bool = False,
     ) -> CatalogEntry:
@@ -71,6 +72,7 @@ class Catalog(Texts, Profiles):
             tokens: How many tokens the blob holds.
             token_digest: Digest of its token ids (``digest_tokens``); empty: no entry by tokens is written.
             profile_digest: SHA-256 of the profile that it was encoded with; empty where there is none.
+            profile_outline: See ``CatalogEntry``.
             levels: Name and cumulative bytes of each level, coarsest first.
             overwrite: Write the blob anyway, which heals a copy that has rotted.
 
@@ -92,6 +94,7 @@ class Catalog(Texts, Profiles):
             token_digest=token_digest,
             profile_digest=profile_digest,
             levels=tuple((name, size) for name, size in levels),
+            profile_outline=profile_outline,
         )
         _check_names(entry)
         wrote = not overwrite and self._store.create(entry.blob_key, blob)

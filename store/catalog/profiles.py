@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError
 from kvwire.store.catalog.tenant_objects import MAX_SMALL_BYTES, TenantObjects
-from kvwire.store.catalog_entry import MAX_ENTRY_BYTES, parse_object
+from kvwire.store.catalog_entry import MAX_ENTRY_BYTES, outline_of, parse_object
 from kvwire.store.keys import check_digest
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvwire.codec import AnyProfile
+    from kvwire.codec.format.arrays import Section
     from kvwire.store.catalog.tenant_objects import Config
     from kvwire.store.model_record import ModelRecord
+
+T = TypeVar("T")
 
 
 class Profiles(TenantObjects):
@@ -47,30 +53,98 @@ class Profiles(TenantObjects):
             NotFoundError: There is no such profile.
             CorruptError: The bytes are not those of the digest.
         """
-        try:
-            data = self._intact(self.keys(config).profile(digest), MAX_SMALL_BYTES)
-        except NotFoundError as error:
-            msg = f"profile {digest[:12]} is not in {self._store.url}: fit it again or copy it from where it is"
-            raise NotFoundError(msg) from error
+        data = self._profile_read(digest, lambda: self._intact(self.keys(config).profile(digest), MAX_SMALL_BYTES))
         if data is None:
             advice = "kvwire store verify --delete-damaged deletes it; then fit or copy it again"
             msg = f"profile {digest[:12]} is damaged in {self._store.url}: {advice}"
             raise CorruptError(msg)
         return data
 
-    def set_current_profile(self, config: Config, digest: str) -> None:
+    def get_profile_parts(self, config: Config, digest: str, parts: Sequence[tuple[int, int, str]]) -> list[bytes]:
+        """Read parts of a profile that follow each other, in one request, and compare each with its digest.
+
+        Args:
+            config: The model configuration.
+            digest: SHA-256 of the whole profile, which is not compared.
+            parts: First byte, the byte after the last, and SHA-256 of each.
+
+        Returns:
+            The bytes of each part.
+
+        Raises:
+            NotFoundError: There is no such profile.
+            CorruptError: The bytes of a part are not those of its digest.
+        """
+        key, start, end = self.keys(config).profile(digest), parts[0][0], parts[-1][1]
+        bad: list[int] = []
+        for _ in range(2):
+            data = self._profile_read(digest, lambda: self._store.get(key, start, min(end, start + MAX_SMALL_BYTES)))
+            found = [data[first - start : last - start] for first, last, _ in parts]
+            known = [hashlib.sha256(part).hexdigest() for part in found]
+            bad = [each[0] for each, sha256 in zip(parts, known, strict=True) if sha256 != each[2]]
+            if not bad:
+                return found
+            self._store.distrust(key, start, end)
+        advice = "kvwire store verify --delete-damaged deletes it; then fit or copy it again"
+        msg = f"profile {digest[:12]} is damaged or cut short in {self._store.url} from byte {bad[0]} on: {advice}"
+        raise CorruptError(msg)
+
+    def open_profile(
+        self, config: Config, digest: str, outline: tuple[int, str] | None, level: int, later: Profiles
+    ) -> AnyProfile:
+        """Read a profile: whole, or, where its outline is known, what the first levels need.
+
+        Args:
+            config: The model configuration.
+            digest: SHA-256 of the profile.
+            outline: See ``CatalogEntry.profile_outline``; None: it is read whole.
+            level: Up to which level to read at once.
+            later: The same catalog, through which the rest is read once something needs it: this one's store may be
+                closed by then.
+
+        Returns:
+            The profile.
+
+        Raises:
+            NotFoundError: There is no such profile.
+            CorruptError: It is damaged.
+            FormatVersionError: A later version wrote it.
+        """
+        from kvwire.codec import open_profile, read_profile
+
+        if outline is None:
+            return read_profile(self.get_profile(config, digest))
+        (told,) = self.get_profile_parts(config, digest, [(0, *outline)])
+        turn = iter((self,))
+
+        def fetch(sections: Sequence[Section]) -> list[bytes]:
+            parts = [(section.start, section.end, section.sha256) for section in sections]
+            return next(turn, later).get_profile_parts(config, digest, parts)
+
+        return open_profile(told, digest, fetch, level)
+
+    def _profile_read(self, digest: str, read: Callable[[], T]) -> T:
+        try:
+            return read()
+        except NotFoundError as error:
+            msg = f"profile {digest[:12]} is not in {self._store.url}: fit it again or copy it from where it is"
+            raise NotFoundError(msg) from error
+
+    def set_current_profile(self, config: Config, digest: str, outline: tuple[int, str] | None = None) -> None:
         """Use this profile for new blobs of the configuration.
 
         Args:
             config: The model configuration.
             digest: SHA-256 of the profile.
+            outline: Length and SHA-256 of what it says of itself; see ``CatalogEntry.profile_outline``.
 
         Raises:
             NotFoundError: The profile has not been written.
         """
-        space = self.keys(config)
+        space, fields = self.keys(config), {"profile_digest": digest}
         self._store.stat(space.profile(digest))
-        self._put_entry(space.current_profile, json.dumps({"profile_digest": digest}).encode())
+        told = fields if outline is None else fields | {"profile_outline": list(outline)}
+        self._put_entry(space.current_profile, json.dumps(told).encode())
 
     def current_profile(self, config: Config) -> str | None:
         """The profile in use.
@@ -84,11 +158,28 @@ class Profiles(TenantObjects):
         Raises:
             CorruptError: The pointer to the profile is damaged.
         """
+        found = self.profile_in_use(config)
+        return None if found is None else found[0]
+
+    def profile_in_use(self, config: Config) -> tuple[str, tuple[int, str] | None] | None:
+        """The profile in use, and how to read its first sections alone.
+
+        Args:
+            config: The model configuration.
+
+        Returns:
+            Its digest and its outline, if it is known to have one; None where none has been chosen.
+
+        Raises:
+            CorruptError: The pointer to the profile is damaged.
+        """
         data = self._read(self.keys(config).current_profile, MAX_ENTRY_BYTES + 1)
         if data is None:
             return None
         try:
-            return check_digest(str(parse_object(data).get("profile_digest")), "the current profile's digest")
+            fields = parse_object(data)
+            digest = check_digest(str(fields.get("profile_digest")), "the current profile's digest")
+            return digest, outline_of(fields)
         except ArgumentError as error:
             msg = f"the catalog's pointer to the profile is damaged ({error}): set the current profile again"
             raise CorruptError(msg) from error

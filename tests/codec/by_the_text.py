@@ -9,6 +9,7 @@ text says nothing: a number beyond float32, an angle beyond counting.
 from __future__ import annotations
 
 import base64
+import hashlib
 import math
 import struct
 from functools import lru_cache
@@ -45,7 +46,8 @@ def rounded(numbers):
 def read_profile(data):
     """Head and arrays of section 3; floats and rows as numbers."""
     meta, parts = cut.profile_parts(data)
-    packed, arrays = cut.get(data, cut.PROFILE_FIELDS, "incompatible") == 1, {}
+    packed, arrays = cut.get(data, cut.PROFILE_FIELDS, "incompatible") & 1, {}
+    assert_sections(data, meta)
     for name, dtype, shape, stored in meta["arrays"]:
         item = int(dtype[2])
         raw = parts[name] if stored == math.prod(shape) * item else unframed(parts[name])
@@ -59,11 +61,30 @@ def read_profile(data):
         arrays[rows] = arrays[rows] * 2.0 ** arrays[name][:, None]
     if "table" in arrays and any(name.endswith(".rows_steps") for name in arrays):
         arrays["table"] = arrays["table"].T
+    for name in [name for name in arrays if name.endswith("_wide")]:
+        if next(row[1] for row in meta["arrays"] if row[0] == name) == "<u2":
+            arrays[name] = np.where(arrays[name] % 2, -(arrays[name] + 1) // 2, arrays[name] // 2)
+    for name in [name.removesuffix("_steps") for name in arrays if name.endswith(".rows_steps")]:
+        pieces = [f"{name}{k}" for k in range(16) if f"{name}{k}" in arrays]
+        kinds = [kind for piece in pieces for kind in (f"{piece}_wide", piece) if kind in arrays]
+        if pieces:
+            arrays[name] = np.concatenate([arrays[kind] for kind in kinds])
     for name in [name.removesuffix("_columns") for name in arrays if name.endswith("_columns")]:
         entries = np.concatenate([arrays.get(f"{name}_wide", arrays[name][:0]), arrays[name]]).astype(np.float32)
         steps, columns = (arrays[f"{name}_{kind}"].astype(np.float32) for kind in ("steps", "columns"))
         arrays[name] = rounded((entries * steps[:, None] * columns).astype(np.float64))
     return meta["head"], arrays
+
+
+def assert_sections(data, meta):
+    """Section 3.1: what flag 2 says."""
+    assert (cut.get(data, cut.PROFILE_FIELDS, "incompatible") & 2 != 0) == ("sections" in meta)
+    at, sizes = 40 + cut.get(data, cut.PROFILE_FIELDS, "meta_stored"), [row[3] for row in meta["arrays"]]
+    for count, stored, sha256 in meta.get("sections", []):
+        assert hashlib.sha256(data[at : at + stored]).hexdigest() == sha256
+        assert sum(sizes[:count]) == stored
+        at, sizes = at + stored, sizes[count:]
+    assert not meta.get("sections") or (at == len(data) and not sizes)
 
 
 def tables_of(arrays):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import struct
 import zlib
@@ -58,9 +60,13 @@ def sealed(blob):
 
 
 def sealed_profile(data):
+    """With sections, the checksum covers what stands before them; otherwise all."""
     if len(data) < 40:
         return data
-    return put(data, PROFILE_FIELDS, "crc", zlib.crc32(put(data, PROFILE_FIELDS, "crc", 0)))
+    covered = put(data, PROFILE_FIELDS, "crc", 0)
+    if get(data, PROFILE_FIELDS, "incompatible") & 2:
+        covered = covered[: 40 + get(data, PROFILE_FIELDS, "meta_stored")]
+    return put(data, PROFILE_FIELDS, "crc", zlib.crc32(covered))
 
 
 def field(blob, name, value):
@@ -154,10 +160,27 @@ def profile_parts(data):
 
 
 def profile_of(data, meta, parts, raw_length=None):
-    """A profile from metadata and the arrays' stored bytes, joined in the order of ``parts``."""
+    """A profile from metadata and the arrays' stored bytes, joined in the order of ``parts``.
+
+    Where it has sections, they get the lengths and the digests that they have now; arrays stay in theirs, if they can.
+    """
+    if isinstance(meta, dict) and "sections" in meta:
+        meta = meta | {"sections": _sections_of(data, parts)}
     raw = meta if isinstance(meta, bytes) else json.dumps(meta).encode()
     packed = frame(raw)
     out = data[:40] + packed + b"".join(parts.values())
     out = put(out, PROFILE_FIELDS, "file_bytes", len(out))
     out = put(out, PROFILE_FIELDS, "meta_stored", len(packed))
     return sealed_profile(put(out, PROFILE_FIELDS, "meta_raw", len(raw) if raw_length is None else raw_length))
+
+
+def _sections_of(data, parts):
+    before, numbers = profile_metadata(data), {}
+    names = iter(row[0] for row in before["arrays"])
+    for number, (count, *_) in enumerate(before["sections"]):
+        numbers |= dict.fromkeys(itertools.islice(names, count), number)
+    found, number = [[] for _ in before["sections"]], 0
+    for name, part in parts.items():
+        number = max(number, numbers.get(name, len(found) - 1))
+        found[number].append(part)
+    return [[len(each), sum(map(len, each)), hashlib.sha256(b"".join(each)).hexdigest()] for each in found]

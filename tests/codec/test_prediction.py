@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvwire.codec import BlobDecoder, KVCache, Profile, decode, encode, fit_profile, inspect
 from kvwire.codec.fitting.fit import identity_profile
-from kvwire.codec.fitting.moments import Features, feature_moments, group_moments
+from kvwire.codec.fitting.moments import Features, MomentSums
 from kvwire.codec.prediction.text import TextPredictor, expected_naive
 from kvwire.codec.profile import profile as profile_module
 from kvwire.codec.profile.expectations import Expectations
@@ -250,8 +250,9 @@ def test_a_head_start_that_the_profile_does_not_have_is_refused(head_profile):
 # Moments
 
 
+@pytest.mark.parametrize("interrupted", [None, 0, 1, 2])
 @pytest.mark.parametrize("hidden", [False, True])
-def test_moments_gathered_in_parts_are_those_of_everything(monkeypatch, hidden):
+def test_moments_gathered_in_parts_are_those_of_everything(monkeypatch, hidden, interrupted):
     from kvwire.codec.fitting import moments
 
     monkeypatch.setattr(moments, "_CHUNK", 37)
@@ -259,12 +260,17 @@ def test_moments_gathered_in_parts_are_those_of_everything(monkeypatch, hidden):
     states = [make_hidden(cache) for cache in caches] if hidden else None
     vocabulary = make_statistics(words=True).vocabulary
     features = Features(caches, vocabulary, states)
-    seen = feature_moments(caches, features)
     planes = (("key", 1), ("value", 2))
-    got = group_moments(caches, planes, features, seen)
+    sums = MomentSums([planes], features, moments.trials_of_a_part([cache.tokens for cache in caches]))
+    for number, cache in enumerate(caches):
+        if number == interrupted:  # what was summed goes on elsewhere
+            kept, sums = sums.arrays(), MomentSums([planes], features, moments.trials_of_a_part([100, 1, 74]))
+            sums.go_on(kept)
+        sums.add(cache)
+    seen, (got,) = sums.finish()
     x = torch.cat([gather_planes(cache, planes, 0, cache.tokens) for cache in caches]).double()
     f = torch.cat([features.at(cache, n, 0, cache.tokens) for n, cache in enumerate(caches)]).double()
-    apart = torch.cat([features.set_apart(caches, n, 0, cache.tokens) for n, cache in enumerate(caches)])
+    apart = torch.cat([features.set_apart(cache, 0, cache.tokens) for cache in caches])
     near = {"rtol": 1e-5, "atol": 1e-5}
     f0, x0 = f - f.mean(0), x - x.mean(0)
     torch.testing.assert_close(seen.mean, f.mean(0), **near)
@@ -288,10 +294,10 @@ def test_moments_gathered_in_parts_are_those_of_everything(monkeypatch, hidden):
 def test_a_quarter_of_the_vocabulary_is_set_apart():
     cache = make_cache(VOCABULARY, ids=range(VOCABULARY))
     features = Features([cache], None, None)
-    chosen = features.set_apart([cache], 0, 0, VOCABULARY)
+    chosen = features.set_apart(cache, 0, VOCABULARY)
     assert 0.2 < float(chosen.float().mean()) < 0.3
     twice = make_cache(2 * VOCABULARY, ids=[*range(VOCABULARY)] * 2)
-    assert torch.equal(features.set_apart([twice], 0, 0, 2 * VOCABULARY), chosen.repeat(2))
+    assert torch.equal(features.set_apart(twice, 0, 2 * VOCABULARY), chosen.repeat(2))
 
 
 def test_the_identity_expects_means():

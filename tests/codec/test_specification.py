@@ -11,10 +11,10 @@ from kvwire.codec.format.codecs import CODEC_LOSSLESS
 
 from . import surgery as cut
 from .by_the_text import TextPredictor
-from .write_golden import GOLDEN, OFFSET, PACKED, STEM, assert_alike, read_golden
+from .write_golden import GOLDEN, OFFSET, SECTIONS, STEM, assert_alike, read_golden
 
 TOLD, PROFILES = read_golden(STEM)
-PACKED_TOLD, PACKED_PROFILES = read_golden(PACKED)
+LATER = {stem: read_golden(stem) for stem in (f"{STEM}-packed", SECTIONS)}
 
 
 def outcomes(name, level, offset, stem=STEM, told=TOLD, profiles=PROFILES):
@@ -37,11 +37,13 @@ def test_a_decoder_made_from_the_specification_agrees(name):
             assert_alike(ours, theirs)
 
 
-@pytest.mark.parametrize("name", PACKED_TOLD["blobs"])
-def test_so_it_does_with_packed_profiles(name):
-    blob = (GOLDEN / f"{PACKED}-{name}.kvw").read_bytes()
+@pytest.mark.parametrize(
+    ("stem", "name"), [(stem, name) for stem, (told, _) in LATER.items() for name in told["blobs"]]
+)
+def test_so_it_does_with_packed_profiles_and_with_sections(stem, name):
+    blob = (GOLDEN / f"{stem}-{name}.kvw").read_bytes()
     for level in range(len(inspect(blob).levels)):
-        for ours, theirs in outcomes(name, level, OFFSET, PACKED, PACKED_TOLD, PACKED_PROFILES):
+        for ours, theirs in outcomes(name, level, OFFSET, stem, *LATER[stem]):
             assert_alike(ours, theirs)
 
 

@@ -36,8 +36,9 @@ from kvwire.types import BlockDeviation
 
 GOLDEN = Path(__file__).parent / "golden"
 STEM = f"v{VERSION[0]}.{VERSION[1]}"
-PACKED = f"{STEM}-packed"
-"""Of files whose profiles have flag 1; all others are stored plainly."""
+SECTIONS = f"{STEM}-sections"
+"""Of files whose profiles lie in sections (flags 1 and 2). Those of ``v1.0-packed`` have flag 1 alone: nothing writes
+such any more. All others are stored plainly."""
 TOLD = f"{STEM}-told"
 """Of blobs that say how far their tokens move."""
 BEHIND = f"{STEM}-behind"
@@ -154,7 +155,7 @@ def make() -> tuple[dict, dict, torch.Tensor]:
     return profiles, blobs, hidden
 
 
-def make_packed() -> tuple[dict, dict, torch.Tensor]:
+def make_sections() -> tuple[dict, dict, torch.Tensor]:
     """Profiles as ``fit_profile`` makes them now: one knows tokens, one hidden states; as ``make``."""
     from synthetic import TINY, TINY_ROPES, make_hidden, make_statistics, make_tiny
 
@@ -164,10 +165,10 @@ def make_packed() -> tuple[dict, dict, torch.Tensor]:
     start = fit_profile(
         caches, replace(told, vocabulary=None), prefix_layers=1, hidden=[make_hidden(each) for each in caches]
     )
-    profiles = {f"{PACKED}.kvp": named, f"{PACKED}-hidden.kvp": start}
+    profiles = {f"{SECTIONS}.kvp": named, f"{SECTIONS}-hidden.kvp": start}
     blobs = {
-        "named": (encode(tiny, named, LADDER, chunk_tokens=8), f"{PACKED}.kvp"),
-        "hidden": (encode(tiny, start, LADDER, chunk_tokens=8, hidden=hidden), f"{PACKED}-hidden.kvp"),
+        "named": (encode(tiny, named, LADDER, chunk_tokens=8), f"{SECTIONS}.kvp"),
+        "hidden": (encode(tiny, start, LADDER, chunk_tokens=8, hidden=hidden), f"{SECTIONS}-hidden.kvp"),
     }
     return profiles, blobs, hidden
 
@@ -195,7 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--overwrite", action="store_true")
     overwrite = parser.parse_args().overwrite
-    made = ((STEM, *make()), (PACKED, *make_packed()), (TOLD, *make_told()), (BEHIND, *make_behind()))
+    made = ((STEM, *make()), (SECTIONS, *make_sections()), (TOLD, *make_told()), (BEHIND, *make_behind()))
     written = [_written(*each) for each in made]
     for files in written:
         if not overwrite and any((GOLDEN / name).exists() for name in files):

@@ -258,9 +258,9 @@ def test_a_profile_of_a_later_version_is_done_without_where_the_text_is_known(co
 
 
 def test_a_loader_begins_without_a_profile_in_use_of_a_later_version(corpus, engine, store):
-    assert _profile_in_use(Corpus(engine, store)) is not None
+    assert _profile_in_use(Corpus(engine, store), 1) is not None
     newer_profile(corpus)
-    assert _profile_in_use(Corpus(engine, store)) is None
+    assert _profile_in_use(Corpus(engine, store), 1) is None
 
 
 def test_wrong_credentials_are_told_even_where_the_text_is_known(corpus, engine, store, loader_of):

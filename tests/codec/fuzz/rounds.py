@@ -13,7 +13,7 @@ import torch
 from kvwire.codec import encode
 
 from ..synthetic import make_hidden, make_tiny
-from ..write_golden import GOLDEN, STEM
+from ..write_golden import GOLDEN, SECTIONS, STEM
 from . import judge
 from .damage import TOO_DAMAGED, damage_blob, damage_json, damage_profile
 from .makers import BlobMaker, Made, make_blob
@@ -34,13 +34,15 @@ class Mutant(NamedTuple):
 @lru_cache(1)
 def golden():
     """Blobs of every kind that kvwire's own encoders wrote, with what reads them."""
-    told = json.loads((GOLDEN / f"{STEM}.json").read_text(encoding="utf-8"))
-    hidden = np.array(told["hidden"], np.float32)
     out = []
-    for name, facts in told["blobs"].items():
-        used = facts["profile"]
-        profile = (GOLDEN / used).read_bytes() if used else None
-        out.append(Made((GOLDEN / f"{STEM}-{name}.kvw").read_bytes(), profile, hidden if name == "hidden" else None))
+    for stem in (STEM, f"{STEM}-packed", SECTIONS):
+        told = json.loads((GOLDEN / f"{stem}.json").read_text(encoding="utf-8"))
+        hidden = np.array(told["hidden"], np.float32)
+        for name, facts in told["blobs"].items():
+            used = facts["profile"]
+            profile = (GOLDEN / used).read_bytes() if used else None
+            blob = (GOLDEN / f"{stem}-{name}.kvw").read_bytes()
+            out.append(Made(blob, profile, hidden if name == "hidden" else None))
     repeated = make_tiny(20, 5)
     for tensor in (repeated.keys[0], repeated.values[0]):
         tensor[:, 10:] = tensor[:, :10]
