@@ -183,7 +183,7 @@ class Closer:
         executor.complete()
         began, prompt, share = time.monotonic(), executor.prompt, finish.repair
         needed = share > 0 and "deviation" in executor.links.selector.needs
-        told = Told(executor.texts, executor.deviations if needed else None, executor.attention)
+        told = Told(executor.texts, executor.deviations if needed else None, executor.seen)
         with self._session.lock:
             expected_s = self._estimates.prefill.cost.seconds(len(question), prompt.cache.tokens)
         stop = None if due is None else lambda: time.monotonic() + expected_s > due

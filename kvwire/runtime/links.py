@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvwire.codec import AnyProfile
-    from kvwire.reuse import LinkedPrompt, Repaired, Selector
+    from kvwire.reuse import LinkedPrompt, Repaired, Seen, Selector
     from kvwire.runtime.link_report import LinkReport
     from kvwire.types import BlockDeviation
 
@@ -182,12 +182,12 @@ class Told:
     Attributes:
         texts: Token ids of each document; None where they are not known.
         deviation: How far tokens move behind other documents, float32 ``[tokens]``; None where blobs do not say.
-        attention: What the question attends to, float32 ``[tokens]``; None where nobody has looked yet.
+        seen: What the question sees; None where nobody has looked yet.
     """
 
     texts: Sequence[Sequence[int] | None]
     deviation: Tensor | None = None
-    attention: Tensor | None = None
+    seen: Seen | None = None
 
 
 def _behind_front(documents: Sequence[int], front: int) -> tuple[int, ...]:
@@ -254,7 +254,7 @@ class Repairer:
         left = 1 - max(0, front - prompt.tokens[0]) / len(ids)
         share = share if share == 1 else share * left
         given = RepairInput(
-            self._engine, prompt.cache, ids, documents, tuple(question), told.deviation, attention=told.attention
+            self._engine, prompt.cache, ids, documents, tuple(question), told.deviation, seen=told.seen
         )
         try:
             return repair_prompt(given, plan.selector, share, None if plan.is_wanted else stop, restore), ""

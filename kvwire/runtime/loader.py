@@ -106,7 +106,7 @@ class Loader:
         self._session = Session(self._lock, threads, emulated, chosen.fetch)
         self._finder = DocumentFinder(self._session, self._corpora, chosen.entries_s)
         self._links: LinkPlan | None = None
-        self._engine_looks = type(engine).attention_received is not Engine.attention_received
+        self._engine_looks = type(engine).look is not Engine.look
         self._warming = Warming()
         self._end = weakref.finalize(self, _end, self._session, self._warming)  # from whichever thread collects it
         _ = ctl.Controller  # imports it now, and not in the first load

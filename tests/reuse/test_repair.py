@@ -333,7 +333,7 @@ def test_attention_received_is_a_distribution_over_the_prompt(family):
     engine = engine_of(family)
     linked = linked_of(engine)
     before = cloned(linked)
-    received = engine.attention_received(linked, query())
+    received = engine.look(linked, query()).attention
     assert received.shape == (TOTAL,)
     assert bool((received >= 0).all())
     assert 0.02 < float(received.sum()) < 1.0
@@ -350,8 +350,8 @@ def test_attention_received_equals_the_models_own():
             input_ids=torch.tensor([query()]), past_key_values=engine.past_key_values(linked), output_attentions=True
         )
     weights = torch.stack([one[0].mean((0, 1))[:TOTAL] for one in out.attentions])
-    assert error_between(engine.attention_received(linked, query()), weights.mean(0)) < TOLERANCE
-    assert error_between(engine.attention_received(linked, query(), layers=[1]), weights[1]) < TOLERANCE
+    assert error_between(engine.look(linked, query()).attention, weights.mean(0)) < TOLERANCE
+    assert error_between(engine.look(linked, query(), layers=[1]).attention, weights[1]) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", sorted(SELECTORS))
