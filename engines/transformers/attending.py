@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +49,7 @@ def scale_of(query: Tensor, options: dict[str, Any]) -> float:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, ends: list[int], scale: float) -> Tensor:
-    """Attention under a mask; equals ``scaled_dot_product_attention`` with keys repeated for each head.
+    """Attention under a mask; equals one ``scaled_dot_product_attention`` with keys repeated for each head.
 
     Args:
         query: ``[1, heads, rows, dim]``.
@@ -64,15 +64,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, ends: list[i
     """
     heads, rows, dim = query.shape[1:]
     kv_heads = key.shape[1]
-    groups = heads // kv_heads
+    seen = mask.expand(1, heads, rows, mask.shape[-1])
     out = query.new_empty(1, rows, heads, value.shape[-1])
     for start in range(0, rows, _ROWS):
         stop = min(rows, start + _ROWS)
         end = ends[stop - 1]
-        part = (query[0, :, start:stop] * scale).reshape(kv_heads, groups * (stop - start), dim)
-        scores = (part @ key[0, :, :end].mT).view(heads, stop - start, end)
-        seen = mask[0, :, start:stop, :end]
-        scores = scores.masked_fill_(~seen, -torch.inf) if seen.dtype == torch.bool else scores.add_(seen)
-        mixed = scores.softmax(-1).view(kv_heads, -1, end) @ value[0, :, :end]
+        # Heads that share keys stand one below the other, so that nothing is copied for each of them.
+        part = query[:, :, start:stop].reshape(1, kv_heads, -1, dim)
+        visible = seen[:, :, start:stop, :end].reshape(1, kv_heads, -1, end)
+        mixed = scaled_dot_product_attention(part, key[:, :, :end], value[:, :, :end], visible, scale=scale)
         out[0, start:stop] = mixed.view(heads, stop - start, -1).transpose(0, 1)
     return out

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.cache_utils import Cache, DynamicLayer
 
 from kvwire.engines.transformers.attending import is_plain_attention, scale_of
 from kvwire.engines.transformers.capture import recording
 from kvwire.engines.transformers.devices import input_device
-from kvwire.engines.transformers.plain import referring_to
 from kvwire.errors import MismatchError
 from kvwire.reuse import Seen
 
@@ -53,7 +53,7 @@ def look(
         MismatchError: The cache is of another model, or attention never showed itself.
     """
     pairs, kept = tensors
-    past = referring_to(pairs)  # every layer keeps every token, so that columns are alike in all
+    past = Cache(layers=_layers(pairs, len(token_ids)))
     device = input_device(model)
     positions = torch.arange(start, device=device) if kept is None else kept.to(device)
     ids = torch.tensor([list(token_ids)], device=device)
@@ -68,6 +68,37 @@ def look(
     found = torch.zeros(2, start)
     found[:, positions.cpu()] = torch.stack(sums)[:, : len(positions)].cpu()
     return Seen(found[0], found[1])
+
+
+class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """One layer of a prompt's cache, which is read once: put together in memory that the next layer uses again.
+
+    Every layer keeps every token, so that columns are alike in all.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, together: tuple[Tensor, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.lazy_initialization(keys, values)
+        self.keys, self.values, self._together = keys, values, together
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        keys, values = self._together
+        torch.cat((self.keys, key_states), 2, out=keys)
+        torch.cat((self.values, value_states), 2, out=values)
+        return keys, values
+
+
+def _layers(pairs: Sequence[tuple[Tensor, Tensor]], more: int) -> list[Any]:
+    """Layers that hold a prompt's keys and values, with room for some more tokens; unused ones hold nothing."""
+    room: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
+    layers: list[Any] = []
+    for pair in pairs:
+        shape = tuple((*side.shape, side.dtype, side.device) for side in pair)
+        if pair[0].numel() and shape not in room:
+            keys, values = (side.new_empty(*side.shape[:2], side.shape[2] + more, side.shape[3]) for side in pair)
+            room[shape] = keys, values
+        layers.append(_Layer(*pair, room[shape]) if pair[0].numel() else DynamicLayer())  # type: ignore[no-untyped-call]
+    return layers
 
 
 class _SeenEnoughError(Exception):
@@ -137,7 +168,7 @@ class _Recorder:
         if not layer:
             return  # what documents hold there depends on their own tokens: no repair changes it
         self.layers_moved += 1
-        sizes = values.norm(dim=-1)
+        sizes = values.square().sum(-1).sqrt()
         self.influence += (paid * (sizes / sizes.mean().clamp_min(1e-30))[:, None]).amax((0, 1))
 
     def _visible(self, rows: int, layer: int) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -28,25 +28,6 @@ def filled(pairs: Iterable[tuple[Tensor, Tensor]], config: PreTrainedConfig | No
     cache = DynamicCache(config=config)
     for layer, (keys, values) in enumerate(pairs):
         fill(cache, layer, keys, values)
-    return cache
-
-
-def referring_to(pairs: Iterable[tuple[Tensor, Tensor]]) -> DynamicCache:
-    """Make a cache of some keys and values without a copy; what is put behind them goes into memory of its own.
-
-    Args:
-        pairs: As for ``filled``.
-
-    Returns:
-        The cache; every layer keeps every token.
-    """
-    cache = DynamicCache()
-    for keys, values in pairs:
-        layer = DynamicLayer()  # type: ignore[no-untyped-call]
-        if keys.numel():
-            layer.lazy_initialization(keys, values)
-            layer.keys, layer.values = keys, values
-        cache.layers.append(layer)
     return cache
 
 

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 _BLOCK = 1024
 """Rows of one pass: their mask has as many times the prompt's length. Passes in the prompt's order equal one pass."""
 _STATES_RANK = 3
-_DTYPES = frozenset({torch.float32, torch.float64})
-"""In which plain products are as exact as what a model runs; narrower ones are left to that."""
 _SHOWN = frozenset({"sdpa", "eager"})
 """Attention that can be watched, and done in its place."""
 
@@ -116,7 +114,7 @@ class _Pass:
         self._thread = threading.get_ident()
         self._begun = len(rows)
         self._modules = {id(module) for module in model.modules()}
-        self._last = max(index for index, keys in enumerate(cache.keys) if keys.numel())
+        self._last = -1
         self._places = torch.arange(len(rows), device=rows.device)  # of the rows, among those that the pass began with
         self._narrowed: dict[int, tuple[Tensor, Tensor]] = {}
         columns = torch.arange(cache.tokens, device=rows.device)
@@ -128,6 +126,7 @@ class _Pass:
         self._own = columns == rows[:, None] if self._holes else self._visible[:, :0]
 
     def run(self, token_ids: Tensor) -> Tensor:
+        self._last = max(index for index, keys in enumerate(self._cache.keys) if keys.numel())
         layers: list[Any] = [
             _Layer(keys, values, self, index)
             for index, (keys, values) in enumerate(zip(self._cache.keys, self._cache.values, strict=True))
@@ -155,7 +154,7 @@ class _Pass:
     ) -> Tensor | None:  # fmt: skip
         """Compute a layer's attention; None where the model shall."""
         is_own = threading.get_ident() == self._thread and id(module) in self._modules
-        if not is_own or not isinstance(mask, torch.Tensor) or query.dtype not in _DTYPES:
+        if not is_own or not isinstance(mask, torch.Tensor):
             return None
         if len(self._rows) != query.shape[2] or not is_plain_attention(options):
             return None

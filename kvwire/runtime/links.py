@@ -253,9 +253,7 @@ class Repairer:
             return None, ""
         left = 1 - max(0, front - prompt.tokens[0]) / len(ids)
         share = share if share == 1 else share * left
-        given = RepairInput(
-            self._engine, prompt.cache, ids, documents, tuple(question), told.deviation, seen=told.seen
-        )
+        given = RepairInput(self._engine, prompt.cache, ids, documents, tuple(question), told.deviation, seen=told.seen)
         try:
             return repair_prompt(given, plan.selector, share, None if plan.is_wanted else stop, restore), ""
         except ArgumentError as error:
