@@ -79,12 +79,13 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
     def __init__(self, keys: Tensor, values: Tensor, together: tuple[Tensor, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.lazy_initialization(keys, values)
-        self.keys, self.values, self._together = keys, values, together
+        self.keys, self.values = keys, values
+        self._before, self._together = (keys, values), together
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         keys, values = self._together
-        torch.cat((self.keys, key_states), 2, out=keys)
-        torch.cat((self.values, value_states), 2, out=values)
+        torch.cat((self._before[0], key_states), 2, out=keys)
+        torch.cat((self._before[1], value_states), 2, out=values)
         return keys, values
 
 

@@ -11,7 +11,16 @@ from transformers.cache_utils import DynamicCache
 from kvwire.engines.transformers.fitting import check_fits, gaps_of, tensors_for
 from kvwire.engines.transformers.masks import attention_mask
 from kvwire.engines.transformers.model import DescribedModel
-from kvwire.engines.transformers.plain import batches_of, filled, past_mask, prefill_batch, tensors_of, with_gaps
+from kvwire.engines.transformers.plain import (
+    batches_of,
+    filled,
+    past_mask,
+    prefill_batch,
+    referring,
+    runs_as_it_is,
+    tensors_of,
+    with_gaps,
+)
 from kvwire.engines.transformers.text import prefix_states
 from kvwire.errors import ArgumentError
 from kvwire.reuse import checked_rows
@@ -191,14 +200,10 @@ class TransformersEngine(DescribedModel):
 
     def _referring(self, cache: KVCache) -> DynamicCache | None:
         """A past that is the cache's own tensors; None where the model would take another form of them."""
-        from kvwire.engines.transformers.waiting import check_runs_unready, referring
-
         self.check_fits(cache)
-        try:
-            check_runs_unready(cache, self.device, self.dtype)
-        except ArgumentError:
+        if self.devices.layers or not runs_as_it_is(cache, self.device, self.dtype):
             return None
-        return None if self.devices.layers else referring(cache, self.model)
+        return referring(cache, self.model)
 
     def _pairs(self, cache: KVCache) -> list[tuple[Tensor, Tensor]]:
         return self.tensors_for(cache)[0]
@@ -278,7 +283,7 @@ class TransformersEngine(DescribedModel):
             ArgumentError: The cache is not as described.
             MismatchError: The cache is of another model.
         """
-        from kvwire.engines.transformers.waiting import check_runs_unready, held, referring
+        from kvwire.engines.transformers.waiting import check_runs_unready, held
 
         self.check_fits(cache)
         start = cache.meta.offset + cache.tokens
