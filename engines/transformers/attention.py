@@ -90,11 +90,15 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
 
 
 def _layers(pairs: Sequence[tuple[Tensor, Tensor]], more: int) -> list[Any]:
-    """Layers that hold a prompt's keys and values, with room for some more tokens; unused ones hold nothing."""
+    """Layers that hold a prompt's keys and values, with room for some more tokens; unused ones hold nothing.
+
+    Where some hold nothing, they may look at what others have put together, which then stays as it is.
+    """
+    is_shared = any(not keys.numel() for keys, _ in pairs)
     room: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
     layers: list[Any] = []
-    for pair in pairs:
-        shape = tuple((*side.shape, side.dtype, side.device) for side in pair)
+    for index, pair in enumerate(pairs):
+        shape = (*(each for side in pair for each in (side.shape, side.dtype, side.device)), is_shared and index)
         if pair[0].numel() and shape not in room:
             keys, values = (side.new_empty(*side.shape[:2], side.shape[2] + more, side.shape[3]) for side in pair)
             room[shape] = keys, values

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvwire.controller.policies import Fixed
+from kvwire.controller.policies import CacheBlend, Fixed
 from kvwire.errors import ArgumentError, CorruptError, LinkBoundError, MismatchError, StorageError
 from kvwire.reuse import SELECTORS
 from kvwire.runtime import link_check
@@ -269,6 +269,16 @@ def test_loads_beyond_the_bound_are_refused(small):
         asked(small, corpus, link_bound=0.001)
     whole, _ = asked(small, corpus, link_bound=0.0, repair="all")
     assert not whole.link_warning
+
+
+def test_cacheblends_rule_says_how_many_rows_a_load_computes(small):
+    answer, _ = asked(small, small.corpus(), policy=CacheBlend(), selector="cacheblend", deadline_s=20.0)
+    rows, tokens = len(answer.repair.rows), answer.prompt.cache.tokens
+    assert rows >= round(0.15 * tokens) - 1
+    assert answer.repair.selector == "cacheblend"
+    assert {decision.level for decision in answer.decisions} == {4}
+    few, _ = asked(small, small.corpus(), policy=CacheBlend(), repair=0.05)
+    assert len(few.repair.rows) == pytest.approx(0.05 * tokens, abs=1)
 
 
 def test_the_report_says_which_selector_serves_best():
