@@ -64,14 +64,15 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, ends: list[i
     """
     heads, rows, dim = query.shape[1:]
     kv_heads = key.shape[1]
-    seen = mask.expand(1, heads, rows, mask.shape[-1])
+    alike = 1 if mask.shape[1] == 1 else kv_heads  # one mask for all heads, or one for each
+    seen = mask.expand(1, alike * (heads // kv_heads), rows, mask.shape[-1])
     out = query.new_empty(1, rows, heads, value.shape[-1])
     for start in range(0, rows, _ROWS):
         stop = min(rows, start + _ROWS)
         end = ends[stop - 1]
         # Heads that share keys stand one below the other, so that nothing is copied for each of them.
         part = query[:, :, start:stop].reshape(1, kv_heads, -1, dim)
-        visible = seen[:, :, start:stop, :end].reshape(1, kv_heads, -1, end)
+        visible = seen[:, :, start:stop, :end].reshape(1, alike, -1, end)
         mixed = scaled_dot_product_attention(part, key[:, :, :end], value[:, :, :end], visible, scale=scale)
         out[0, start:stop] = mixed.view(heads, stop - start, -1).transpose(0, 1)
     return out
