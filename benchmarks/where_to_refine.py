@@ -64,7 +64,7 @@ def left(
     """Divergence after raising chunks over that before, by chunk length, level and way."""
     names = list(levels)
     exact = expected(engine, [prompt.linked], prompt.follows)[0]
-    attention = engine.attention_received(levels[names[0]], prompt.question)
+    attention = engine.look(levels[names[0]], prompt.question).attention
     out = {}
     for chunk in CHUNKS:
         count = TOKENS // chunk

@@ -50,3 +50,17 @@ def coding_options(
         error = float((np.minimum(errors[at], reached) * tokens).sum()) / max(1, int(tokens.sum()))
         out.append((lead_s * (size > 0) + max(size / max(bandwidth, SLOWEST), decode_s), error))
     return out
+
+
+def finest_bytes(table: ChunkTable, goal: Goal) -> int:
+    """Bytes of all chunks as finely as a goal allows, whatever of them is there.
+
+    Args:
+        table: The load's chunks.
+        goal: Says the ceiling.
+
+    Returns:
+        Bytes; those of documents without a blob are none.
+    """
+    finest = len(table.sizes) - 1
+    return sum(table.sizes[finest if goal.ceiling is None else min(goal.ceiling, finest)])

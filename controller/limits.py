@@ -7,9 +7,9 @@ from math import exp2, inf, log
 from typing import TYPE_CHECKING
 
 from kvwire.controller.chunk_table import ChunkState
-from kvwire.controller.coding import coding_options
+from kvwire.controller.coding import coding_options, finest_bytes
 from kvwire.controller.costs import busiest
-from kvwire.controller.policies.base import SLOWEST
+from kvwire.controller.policies.base import SLOWEST, RepairRule
 from kvwire.controller.resources import Resources
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvwire.controller.estimates import Estimates
     from kvwire.controller.load import Load, Place
     from kvwire.controller.policies.base import Policy
+    from kvwire.controller.repair import RepairOption
     from kvwire.controller.settings import ControllerSettings
     from kvwire.types import ChunkId
 
@@ -191,7 +192,9 @@ class Limits(Resources):
         if option is None or not load.is_known:
             return
         share, costs = option.least, self.costs_among_many(load)
-        if option.most > option.least and load.goal.objective == "quality" and load.due < inf:
+        if isinstance(self._policy, RepairRule):
+            share = self._ruled_share(self._policy, option, load, costs)
+        elif option.most > option.least and load.goal.objective == "quality" and load.due < inf:
             left_s = self._left_s(load, costs, now) - self.lanes.left_s("prefill", now)
             coding = coding_options(load.table, load.goal, costs.decode, self.link.bandwidth_low, self.link.lead_s(now))
             share = option.best(left_s, partial(load.closing_s, costs), coding)
@@ -199,10 +202,17 @@ class Limits(Resources):
             load.repair_share = share
             self._known_cuts = None
 
+    def _ruled_share(self, rule: RepairRule, option: RepairOption, load: Load, costs: CostModel) -> float:
+        """What a policy with a rule of its own makes of a load, unless a share was asked for."""
+        if option.most <= option.least:
+            return option.least
+        load_s = finest_bytes(load.table, load.goal) / max(self.link.bandwidth, SLOWEST)
+        return max(option.least, rule.repair_share(load_s, costs.prefill.seconds(load.prompt_tokens, 0)))
+
     def _settle_repair(self, load: Load, now: float) -> None:
         """Repair more where time is left over, less where it has run out."""
         option = load.repair
-        if option is None or load.due == inf or option.most <= option.least:
+        if option is None or load.due == inf or option.most <= option.least or isinstance(self._policy, RepairRule):
             return
         alone = len(self._loads) == 1 and load.goal.objective == "quality"
         left_s = min(self._left_s(load, self.costs_of(load), now), self._until_others_s(load, now))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvwire.codec import Statistics
-    from kvwire.reuse import Narrowing
+    from kvwire.reuse import Narrowing, Seen
     from kvwire.types import CacheMeta
 
 
@@ -219,8 +219,8 @@ class Engine(Protocol):
         msg = "this engine cannot compute rows inside a prompt; load with repair none"
         raise MismatchError(msg)
 
-    def attention_received(self, cache: KVCache, token_ids: Sequence[int], *, layers: Sequence[int] = ()) -> Tensor:
-        """What tokens attend to in a prompt; see ``kvwire.reuse.RowsEngine``. An engine may lack it.
+    def look(self, cache: KVCache, token_ids: Sequence[int], *, layers: Sequence[int] = ()) -> Seen:
+        """What tokens behind a prompt see of it; see ``kvwire.reuse.RowsEngine``. An engine may lack it.
 
         Raises:
             MismatchError: The engine cannot.

@@ -111,6 +111,12 @@ class RopeRegimeError(MismatchError):
     """Keys cannot be moved to the positions asked for under their rotary embedding."""
 
 
+class LinkBoundError(KvwireError):
+    """Linked documents would lose, or lost, more of what they tell a model than was asked for; nothing was answered."""
+
+    exit_code = 9
+
+
 class CacheValueError(KvwireError, ValueError):
     """A cache holds NaN or infinity, or numbers too large to quantise."""
 

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from kvwire.reuse.assemble import LinkedPrompt, block_mask, link, moved
     from kvwire.reuse.repair.measured import measure_deviation
     from kvwire.reuse.repair.repairing import Repaired, repair_prompt, selector_of
-    from kvwire.reuse.repair.rows import Narrowing, RowsEngine, checked_rows
+    from kvwire.reuse.repair.rows import Narrowing, RowsEngine, Seen, checked_rows
     from kvwire.reuse.repair.selectors import SELECTORS
     from kvwire.reuse.repair.selectors.base import Chosen, RepairCost, RepairInput, Selector, rows_for
     from kvwire.reuse.schema import Module, Parameter, Schema, SchemaPrompt, Union, fill_parameters, place_modules
@@ -27,6 +27,7 @@ __all__ = [
     "RowsEngine",
     "Schema",
     "SchemaPrompt",
+    "Seen",
     "Selector",
     "Union",
     "block_mask",
@@ -48,7 +49,7 @@ __getattr__ = lazy(
         "kvwire.reuse.assemble": ("LinkedPrompt", "block_mask", "link", "moved"),
         "kvwire.reuse.repair.measured": ("measure_deviation",),
         "kvwire.reuse.repair.repairing": ("Repaired", "repair_prompt", "selector_of"),
-        "kvwire.reuse.repair.rows": ("Narrowing", "RowsEngine", "checked_rows"),
+        "kvwire.reuse.repair.rows": ("Narrowing", "RowsEngine", "Seen", "checked_rows"),
         "kvwire.reuse.repair.selectors": ("SELECTORS",),
         "kvwire.reuse.repair.selectors.base": ("Chosen", "RepairCost", "RepairInput", "Selector", "rows_for"),
         "kvwire.reuse.schema": (

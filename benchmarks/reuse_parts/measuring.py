@@ -92,7 +92,7 @@ def _cost(selector: Selector, share: float, layers: int) -> tuple[int, float, fl
 def ways(coarse: KVCache | None) -> dict[str, Selector | ChosenOn]:
     """All that choose, by name; ``coarse``: the prompt's cache at level 0."""
     found: dict[str, Selector | ChosenOn] = {
-        name: selector_of(name) for name in (DEFAULT, "cacheblend", "lmcache", "first", "random", *STORED)
+        name: selector_of(name) for name in (DEFAULT, "blend", "cacheblend", "lmcache", "first", "random", *STORED)
     }
     found["cacheblend, values"] = CacheBlend(sides="values")
     if coarse is not None:
@@ -128,7 +128,7 @@ def measure(
 def _shares(name: str, *, thorough: bool) -> tuple[float, ...]:
     if thorough:
         return SHARES
-    if name in {"random", "cacheblend, values", *STORED}:
+    if name in {"blend", "random", "cacheblend, values", *STORED}:
         return ()
     return (*MAIN, 0.3) if name == DEFAULT else MAIN
 

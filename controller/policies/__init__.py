@@ -13,8 +13,10 @@ if TYPE_CHECKING:
         Plan,
         PlanRequest,
         Policy,
+        RepairRule,
         UpgradeCandidates,
     )
+    from kvwire.controller.policies.cacheblend import CacheBlend
     from kvwire.controller.policies.cachegen import CacheGen, CacheGenArtefact, CacheGenTimed
     from kvwire.controller.policies.fixed import Fixed
     from kvwire.controller.policies.raw import Raw
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "RECOMPUTE",
     "Adaptive",
+    "CacheBlend",
     "CacheGen",
     "CacheGenArtefact",
     "CacheGenTimed",
@@ -33,6 +36,7 @@ __all__ = [
     "PlanRequest",
     "Policy",
     "Raw",
+    "RepairRule",
     "TextOnly",
     "UpgradeCandidates",
 ]
@@ -48,8 +52,10 @@ __getattr__ = lazy(
             "PlanRequest",
             "Policy",
             "RECOMPUTE",
+            "RepairRule",
             "UpgradeCandidates",
         ),
+        "kvwire.controller.policies.cacheblend": ("CacheBlend",),
         "kvwire.controller.policies.cachegen": ("CacheGen", "CacheGenArtefact", "CacheGenTimed"),
         "kvwire.controller.policies.fixed": ("Fixed",),
         "kvwire.controller.policies.raw": ("Raw",),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -274,5 +274,22 @@ class Policy(Protocol):
 
         Returns:
             The plan.
+        """
+        ...
+
+
+@runtime_checkable
+class RepairRule(Protocol):
+    """A policy that says how many rows of a prompt are computed anew, in place of the controller."""
+
+    def repair_share(self, load_s: float, prefill_s: float) -> float:
+        """Choose the share.
+
+        Args:
+            load_s: Seconds that fetching all documents as finely as the goal allows takes, from their first byte on.
+            prefill_s: Seconds that computing all of their rows takes.
+
+        Returns:
+            The share, 0 to 1; what was asked for by number goes first.
         """
         ...

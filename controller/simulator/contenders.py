@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvwire.controller.policies import Adaptive, CacheGen, CacheGenArtefact, CacheGenTimed, Fixed, Raw, TextOnly
+from kvwire.controller.policies import (
+    Adaptive,
+    CacheBlend,
+    CacheGen,
+    CacheGenArtefact,
+    CacheGenTimed,
+    Fixed,
+    Raw,
+    TextOnly,
+)
 from kvwire.errors import NotFoundError
 
 if TYPE_CHECKING:
@@ -13,6 +22,7 @@ if TYPE_CHECKING:
 
 _SIMPLE: dict[str, type[Policy]] = {
     "adaptive": Adaptive, "cachegen": CacheGen, "cachegen-timed": CacheGenTimed, "text": TextOnly, "raw": Raw,
+    "cacheblend": CacheBlend,
 }  # fmt: skip
 _LEVEL = "level-"
 _MOST_LEVELS = 8
@@ -21,7 +31,7 @@ _MOST_LEVELS = 8
 def policy_names(levels: int) -> tuple[str, ...]:
     """Names of all policies for documents of so many levels."""
     fixed = tuple(Fixed(level).name for level in range(levels))
-    return ("adaptive", "cachegen", "cachegen-timed", "cachegen-artefact", *fixed, "text", "raw")
+    return ("adaptive", "cachegen", "cachegen-timed", "cachegen-artefact", "cacheblend", *fixed, "text", "raw")
 
 
 def policy_named(name: str, rate: RateTrace) -> Policy:

@@ -1,17 +1,19 @@
-"""How much attention tokens pay to what stands before them."""
+"""How much attention tokens pay to what stands before them, and how much of it they take up."""
 
 from __future__ import annotations
 
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.cache_utils import Cache, DynamicLayer
 
+from kvwire.engines.transformers.attending import is_plain_attention, scale_of
 from kvwire.engines.transformers.capture import recording
 from kvwire.engines.transformers.devices import input_device
-from kvwire.engines.transformers.plain import filled
 from kvwire.errors import MismatchError
+from kvwire.reuse import Seen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,15 +28,15 @@ _SCORES = 1 << 26
 """Attention probabilities that are held at a time."""
 
 
-def attention_received(
+def look(
     model: PreTrainedModel,
     meta: CacheMeta,
     tensors: tuple[list[tuple[Tensor, Tensor]], Tensor | None],
     start: int,
     token_ids: Sequence[int],
     layers: Sequence[int],
-) -> Tensor:
-    """Run tokens behind a prompt and sum what their attention gives to each of its tokens.
+) -> Seen:
+    """Run tokens behind a prompt, up to the attention of the last layer, and sum what they see of each of its tokens.
 
     Args:
         model: The model.
@@ -45,14 +47,13 @@ def attention_received(
         layers: Numbers of the layers to look at; empty for all.
 
     Returns:
-        Float32 ``[tokens]`` on the processor: the mean over layers, heads and ``token_ids`` of the attention
-        probability; tokens that were pruned get none.
+        What they see; tokens that were pruned get none.
 
     Raises:
         MismatchError: The cache is of another model, or attention never showed itself.
     """
     pairs, kept = tensors
-    past = filled(pairs)  # every layer keeps every token, so that columns are alike in all
+    past = Cache(layers=_layers(pairs, len(token_ids)))
     device = input_device(model)
     positions = torch.arange(start, device=device) if kept is None else kept.to(device)
     ids = torch.tensor([list(token_ids)], device=device)
@@ -63,9 +64,46 @@ def attention_received(
     if not recorder.layers_seen:
         msg = "this model's attention is not to be seen; choose a selector that needs none, such as first"
         raise MismatchError(msg)
-    received = torch.zeros(start)
-    received[positions.cpu()] = (recorder.total / recorder.layers_seen).cpu()[: len(positions)]
-    return received
+    sums = (recorder.attention / recorder.layers_seen, recorder.influence / max(1, recorder.layers_moved))
+    found = torch.zeros(2, start)
+    found[:, positions.cpu()] = torch.stack(sums)[:, : len(positions)].cpu()
+    return Seen(found[0], found[1])
+
+
+class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """One layer of a prompt's cache, which is read once: put together in memory that the next layer uses again.
+
+    Every layer keeps every token, so that columns are alike in all.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, together: tuple[Tensor, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.lazy_initialization(keys, values)
+        self.keys, self.values = keys, values
+        self._before, self._together = (keys, values), together
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        keys, values = self._together
+        torch.cat((self._before[0], key_states), 2, out=keys)
+        torch.cat((self._before[1], value_states), 2, out=values)
+        return keys, values
+
+
+def _layers(pairs: Sequence[tuple[Tensor, Tensor]], more: int) -> list[Any]:
+    """Layers that hold a prompt's keys and values, with room for some more tokens; unused ones hold nothing.
+
+    Where some hold nothing, they may look at what others have put together, which then stays as it is.
+    """
+    is_shared = any(not keys.numel() for keys, _ in pairs)
+    room: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
+    layers: list[Any] = []
+    for index, pair in enumerate(pairs):
+        shape = (*(each for side in pair for each in (side.shape, side.dtype, side.device)), is_shared and index)
+        if pair[0].numel() and shape not in room:
+            keys, values = (side.new_empty(*side.shape[:2], side.shape[2] + more, side.shape[3]) for side in pair)
+            room[shape] = keys, values
+        layers.append(_Layer(*pair, room[shape]) if pair[0].numel() else DynamicLayer())  # type: ignore[no-untyped-call]
+    return layers
 
 
 class _SeenEnoughError(Exception):
@@ -79,42 +117,64 @@ class _Recorder:
     """
 
     def __init__(self, model: torch.nn.Module, meta: CacheMeta, positions: Tensor, layers: Sequence[int]) -> None:
-        self.total = torch.zeros(len(positions), device=positions.device)
-        self.layers_seen = 0
+        self.attention = torch.zeros(len(positions), device=positions.device)
+        self.influence = torch.zeros_like(self.attention)
+        self.layers_seen = self.layers_moved = 0
         self._meta, self._positions, self._layers = meta, positions, frozenset(layers)
+        self._last = max(layers, default=len(meta.layers) - 1)
         self._modules = {id(module) for module in model.modules()}
         self._thread = threading.get_ident()
 
-    def record(self, module: torch.nn.Module, query: Tensor, key: Tensor, *_: object, **options: object) -> None:
-        """Add a layer.
+    def record(
+        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object, **options: object
+    ) -> Tensor | None:
+        """Add a layer, and compute its attention, which takes its probabilities anyway.
 
         Args:
             module: The layer's attention.
             query: ``[1, heads, tokens, dim]``.
             key: ``[1, kv_heads, columns, dim]``.
+            value: ``[1, kv_heads, columns, value_dim]``.
             options: Of the attention function; ``scaling`` is used.
+
+        Returns:
+            What the tokens attend to, ``[1, tokens, heads, value_dim]``; None where it is not plain attention, or that
+            of another model.
         """
         layer = getattr(module, "layer_idx", None)
         if threading.get_ident() != self._thread or id(module) not in self._modules or not isinstance(layer, int):
-            return
+            return None
         if layer >= len(self._meta.layers) or (self._layers and layer not in self._layers):
-            return
-        scaling = options.get("scaling")
-        scale = float(scaling) if isinstance(scaling, (int, float)) else query.shape[-1] ** -0.5
+            return None
         kv_heads, heads, rows = key.shape[1], query.shape[1], query.shape[2]
         groups, columns = heads // kv_heads, key.shape[2]
-        grouped = (query[0].float() * scale).reshape(kv_heads, groups, rows, -1)
-        keys, hidden = key[0].float().mT, ~self._visible(rows, layer)
+        grouped = (query[0].float() * scale_of(query, options)).reshape(kv_heads, groups, rows, -1)
+        keys, values, hidden = key[0].float().mT, value[0].float(), ~self._visible(rows, layer)
         step = max(1, _SCORES // (heads * columns))
+        paid = torch.zeros(kv_heads, groups, columns, device=key.device)
+        mixed = query.new_empty(heads, rows, value.shape[-1])
         for start in range(0, rows, step):
             part = grouped[:, :, start : start + step]
             # Heads that share keys stand one below the other, so that nothing is copied for each of them.
             scores = (part.reshape(kv_heads, -1, part.shape[-1]) @ keys).view(kv_heads, groups, -1, columns)
-            scores.masked_fill_(hidden[start : start + step], -torch.inf)
-            self.total += scores.softmax(-1).sum((0, 1, 2)) / (heads * rows)
-        self.layers_seen += 1
-        if self._layers and layer == max(self._layers):
+            scores = scores.masked_fill_(hidden[start : start + step], -torch.inf).softmax(-1)
+            paid += scores.sum(2)
+            out = scores.view(kv_heads, -1, columns) @ values
+            mixed[:, start : start + step] = out.view(heads, -1, values.shape[-1])
+        self._add(layer, paid / rows, values)
+        if layer == self._last:
             raise _SeenEnoughError
+        return mixed.transpose(0, 1)[None] if is_plain_attention(options) else None
+
+    def _add(self, layer: int, paid: Tensor, values: Tensor) -> None:
+        """A layer's attention ``[kv_heads, groups, columns]``, and the values ``[kv_heads, columns, dim]`` it takes."""
+        self.layers_seen += 1
+        self.attention += paid.mean((0, 1))
+        if not layer:
+            return  # what documents hold there depends on their own tokens: no repair changes it
+        self.layers_moved += 1
+        sizes = values.square().sum(-1).sqrt()
+        self.influence += (paid * (sizes / sizes.mean().clamp_min(1e-30))[:, None]).amax((0, 1))
 
     def _visible(self, rows: int, layer: int) -> Tensor:
         """What the last tokens see in a layer, bool ``[rows, columns]``: windows count in positions."""

@@ -38,15 +38,19 @@ SDPA = "sdpa"
 class Recorder(Protocol):
     """Is shown what attention receives."""
 
-    def record(self, module: torch.nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        """Look at one layer's attention.
+    def record(self, module: torch.nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:  # noqa: ANN401
+        """Look at one layer's attention, or compute it.
 
         Args:
             module: The attention.
             query: ``[1, heads, tokens, query_dim]``.
             args: What follows in the call of an attention function: keys, values, mask.
             kwargs: Its options, such as the scaling.
+
+        Returns:
+            What the attention function is to return, ``[1, tokens, heads, value_dim]``; None: it computes that itself.
         """
+        ...
 
 
 class QueryRecorder:
@@ -71,30 +75,34 @@ class QueryRecorder:
         self._latents: dict[int, Scatter] = {}
         self.modules: dict[int, torch.nn.Module] = {}
 
-    def record(self, module: torch.nn.Module, query: Tensor, *_: object, **__: object) -> None:
+    def record(self, module: torch.nn.Module, query: Tensor, *_: object, **__: object) -> Tensor | None:
         """Add a layer's queries.
 
         Args:
             module: The layer's attention.
             query: ``[1, heads, tokens, query_dim]``.
+
+        Returns:
+            None: the attention goes on as it would.
         """
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or layer >= len(self._meta.layers):
-            return
+            return None
         if threading.get_ident() != self._thread or id(module) not in self._modules:
-            return
+            return None
         self.modules[layer] = module
         self._heads[layer] = query.shape[1]
         spec, queries = self._meta.layers[layer], query[0].float().cpu()
         if spec.value_rope is None:
             self.builder.add_queries(layer, queries)
-            return
+            return None
         if layer not in self._expansions:
             self._expansions[layer] = expansion_of(module, spec, query)
         expansion = self._expansions[layer]
         if expansion is not None:
             self.builder.add_queries(layer, queries @ expansion.latent_to_keys.mT)
             self.builder.add_queries(layer, queries @ expansion.rotated_to_keys.mT, "value")
+        return None
 
     def record_cache(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Add what a document cached: latents serve two purposes.
@@ -196,8 +204,8 @@ def _watching_module(modeling: Any, recorder: Recorder) -> Iterator[None]:  # no
 
 def _showing(inner: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
     def show(module: torch.nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - passed through
-        recorder.record(module, query, *args, **kwargs)
-        return inner(module, query, *args, **kwargs)
+        found = recorder.record(module, query, *args, **kwargs)
+        return inner(module, query, *args, **kwargs) if found is None else (found, None)
 
     return show
 

@@ -11,7 +11,16 @@ from transformers.cache_utils import DynamicCache
 from kvwire.engines.transformers.fitting import check_fits, gaps_of, tensors_for
 from kvwire.engines.transformers.masks import attention_mask
 from kvwire.engines.transformers.model import DescribedModel
-from kvwire.engines.transformers.plain import batches_of, filled, past_mask, prefill_batch, tensors_of, with_gaps
+from kvwire.engines.transformers.plain import (
+    batches_of,
+    filled,
+    past_mask,
+    prefill_batch,
+    referring,
+    runs_as_it_is,
+    tensors_of,
+    with_gaps,
+)
 from kvwire.engines.transformers.text import prefix_states
 from kvwire.errors import ArgumentError
 from kvwire.reuse import checked_rows
@@ -24,7 +33,7 @@ if TYPE_CHECKING:
 
     from kvwire.codec import Statistics
     from kvwire.engines.transformers.waiting import Ready
-    from kvwire.reuse import Narrowing
+    from kvwire.reuse import Narrowing, Seen
 
 BATCH_TOKENS = 4096
 """Tokens of one prefill batch, padding included: enough to keep a CPU busy without holding many documents at once."""
@@ -178,15 +187,23 @@ class TransformersEngine(DescribedModel):
             cache: Of this model.
 
         Returns:
-            The transformers cache; with gaps, it holds them, and only ``forward`` hides them.
+            The transformers cache; with gaps, it holds them, and only ``forward`` hides them. Where it can, it refers
+            to the cache's own tensors, which must stay as they are.
 
         Raises:
             MismatchError: The cache is of another model, or layers or heads hold different tokens.
         """
         gaps = gaps_of(cache)
         if gaps is None:
-            return self.past_key_values(cache)
+            return self._referring(cache) or self.past_key_values(cache)
         return with_gaps(self.past_key_values(replace(cache, kept=None)), gaps.to(self.device))
+
+    def _referring(self, cache: KVCache) -> DynamicCache | None:
+        """A past that is the cache's own tensors; None where the model would take another form of them."""
+        self.check_fits(cache)
+        if self.devices.layers or not runs_as_it_is(cache, self.device, self.dtype):
+            return None
+        return referring(cache, self.model)
 
     def _pairs(self, cache: KVCache) -> list[tuple[Tensor, Tensor]]:
         return self.tensors_for(cache)[0]
@@ -266,7 +283,7 @@ class TransformersEngine(DescribedModel):
             ArgumentError: The cache is not as described.
             MismatchError: The cache is of another model.
         """
-        from kvwire.engines.transformers.waiting import check_runs_unready, held, referring
+        from kvwire.engines.transformers.waiting import check_runs_unready, held
 
         self.check_fits(cache)
         start = cache.meta.offset + cache.tokens
@@ -349,8 +366,8 @@ class TransformersEngine(DescribedModel):
         return update_rows(self.model, cache, torch.tensor(list(token_ids))[chosen], chosen, narrow)
 
     @torch.no_grad()
-    def attention_received(self, cache: KVCache, token_ids: Sequence[int], *, layers: Sequence[int] = ()) -> Tensor:
-        """How much attention tokens behind a prompt pay to it; see ``RowsEngine.attention_received``.
+    def look(self, cache: KVCache, token_ids: Sequence[int], *, layers: Sequence[int] = ()) -> Seen:
+        """What tokens behind a prompt see of it; see ``RowsEngine.look``.
 
         Args:
             cache: The prompt's, positions on and from 0; it is not changed.
@@ -358,14 +375,13 @@ class TransformersEngine(DescribedModel):
             layers: Numbers of the layers to look at; empty for all.
 
         Returns:
-            Float32 ``[tokens]``.
+            By token of the prompt.
 
         Raises:
             MismatchError: The cache is of another model, or its attention is not to be seen.
         """
-        from kvwire.engines.transformers.attention import attention_received
+        from kvwire.engines.transformers.attention import look
 
         self.check_ids(token_ids, cache.tokens)
         self.devices.check_single()
-        tensors = self.tensors_for(cache)
-        return attention_received(self.model, self.meta, tensors, cache.tokens, token_ids, layers)
+        return look(self.model, self.meta, self.tensors_for(cache), cache.tokens, token_ids, layers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel
     from transformers.cache_utils import Cache
+
+    from kvwire.types import KVCache
 
 
 def filled(pairs: Iterable[tuple[Tensor, Tensor]], config: PreTrainedConfig | None = None) -> DynamicCache:
@@ -29,6 +31,42 @@ def filled(pairs: Iterable[tuple[Tensor, Tensor]], config: PreTrainedConfig | No
     for layer, (keys, values) in enumerate(pairs):
         fill(cache, layer, keys, values)
     return cache
+
+
+def runs_as_it_is(cache: KVCache, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a model can read a cache's very tensors.
+
+    Args:
+        cache: The cache.
+        device: Of the model.
+        dtype: Of the model.
+
+    Returns:
+        False where its positions are off, it is pruned, or it is of another dtype or elsewhere.
+    """
+    tensors = [tensor for tensor in (*cache.keys, *cache.values) if tensor.numel()]
+    at_home = all(tensor.device == device and tensor.dtype == dtype for tensor in tensors)
+    return at_home and cache.meta.positions == "on" and cache.kept is None
+
+
+def referring(cache: KVCache, model: PreTrainedModel) -> DynamicCache | None:
+    """A past whose layers are a cache's very tensors, which nothing has read yet.
+
+    Args:
+        cache: As ``check_runs_unready`` wants it.
+        model: The model that will read them.
+
+    Returns:
+        The past; None where the model has layers that keep another form of what they are given.
+    """
+    past = DynamicCache(config=model.config)
+    plain = [layer for layer in past.layers if isinstance(layer, DynamicLayer) and not layer.is_sliding]
+    if len(past.layers) != len(cache.keys) or len(plain) != len(cache.keys):
+        return None
+    for layer, keys, values in zip(plain, cache.keys, cache.values, strict=True):
+        layer.lazy_initialization(keys[None], values[None])
+        layer.keys, layer.values = keys[None], values[None]
+    return past
 
 
 def fill(cache: Cache, layer: int, keys: Tensor, values: Tensor) -> None:

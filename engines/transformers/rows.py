@@ -7,12 +7,14 @@ their places, then attends to the whole prompt under a mask by positions.
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
+from kvwire.engines.transformers.attending import attend, is_plain_attention, scale_of
+from kvwire.engines.transformers.capture import attention_of, recording
 from kvwire.engines.transformers.devices import input_device
 from kvwire.engines.transformers.masks import attention_mask, in_format, within
 from kvwire.engines.transformers.text import layers_of
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 _BLOCK = 1024
 """Rows of one pass: their mask has as many times the prompt's length. Passes in the prompt's order equal one pass."""
 _STATES_RANK = 3
+_SHOWN = frozenset({"sdpa", "eager"})
+"""Attention that can be watched, and done in its place."""
 
 
 def update_rows(
@@ -96,6 +100,10 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
         return self._whole
 
 
+class _WrittenError(Exception):
+    """The last layer's keys and values are in their places: the pass ends here."""
+
+
 class _Pass:
     """One forward pass over rows, of which some may be dropped on the way."""
 
@@ -105,6 +113,8 @@ class _Pass:
         self._dropped = False
         self._thread = threading.get_ident()
         self._begun = len(rows)
+        self._modules = {id(module) for module in model.modules()}
+        self._last = -1
         self._places = torch.arange(len(rows), device=rows.device)  # of the rows, among those that the pass began with
         self._narrowed: dict[int, tuple[Tensor, Tensor]] = {}
         columns = torch.arange(cache.tokens, device=rows.device)
@@ -116,6 +126,7 @@ class _Pass:
         self._own = columns == rows[:, None] if self._holes else self._visible[:, :0]
 
     def run(self, token_ids: Tensor) -> Tensor:
+        self._last = max(index for index, keys in enumerate(self._cache.keys) if keys.numel())
         layers: list[Any] = [
             _Layer(keys, values, self, index)
             for index, (keys, values) in enumerate(zip(self._cache.keys, self._cache.values, strict=True))
@@ -124,6 +135,9 @@ class _Pass:
         with ExitStack() as stack:
             if self._narrow or self._holes:
                 self._watch(stack)
+            if self._rows.device.type == "cpu" and attention_of(self._model) in _SHOWN:
+                stack.enter_context(recording(self, self._model))
+            stack.enter_context(suppress(_WrittenError))
             self._model(
                 input_ids=token_ids[None],
                 position_ids=self._rows[None],
@@ -132,22 +146,34 @@ class _Pass:
                 use_cache=True,
                 logits_to_keep=1,
             )
-        return self._rows.cpu()
+        return self._rows.cpu() if self._kept_rows is None else self._rows[self._kept_rows].cpu()
+
+    def record(
+        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object = None, *_: object,
+        **options: Any,  # noqa: ANN401 - whatever an attention function takes
+    ) -> Tensor | None:  # fmt: skip
+        """Compute a layer's attention; None where the model shall."""
+        is_own = threading.get_ident() == self._thread and id(module) in self._modules
+        if not is_own or not isinstance(mask, torch.Tensor):
+            return None
+        if len(self._rows) != query.shape[2] or not is_plain_attention(options):
+            return None
+        ends = [row + 1 for row in self._rows.tolist()]
+        return attend(query, key, value, mask, ends, scale_of(query, options))
 
     def write(self, layer: int, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor) -> None:
         """Put a layer's new keys and values ``[kv_heads, rows, dim]`` in their places."""
-        chosen = None
+        written: slice | Tensor = slice(None)
         if self._narrow is not None:
             stale = (keys[:, self._rows], values[:, self._rows])
             chosen = self._narrow.choose(layer, self._rows.cpu(), stale, (new_keys, new_values))
-        if chosen is None:
-            keys.index_copy_(1, self._rows, new_keys.to(keys.dtype))
-            values.index_copy_(1, self._rows, new_values.to(values.dtype))
-            return
-        self._kept_rows = chosen = chosen.to(self._rows.device)
-        written = slice(None) if self._narrow is not None and self._narrow.writes_all else chosen
+            if chosen is not None:
+                self._kept_rows = chosen = chosen.to(self._rows.device)
+                written = written if self._narrow.writes_all else chosen
         keys.index_copy_(1, self._rows[written], new_keys[:, written].to(keys.dtype))
         values.index_copy_(1, self._rows[written], new_values[:, written].to(values.dtype))
+        if layer == self._last:
+            raise _WrittenError
 
     def _watch(self, stack: ExitStack) -> None:
         """Hooks by which layers get masks of their own, and fewer rows."""

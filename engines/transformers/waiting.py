@@ -5,8 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
-from transformers.cache_utils import DynamicCache, DynamicLayer
-
+from kvwire.engines.transformers.plain import runs_as_it_is
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -36,31 +35,9 @@ def check_runs_unready(cache: KVCache, device: torch.device, dtype: torch.dtype)
     Raises:
         ArgumentError: Its positions are off, it is pruned, or it is of another dtype or elsewhere.
     """
-    ready = cache.meta.positions == "on" and cache.kept is None
-    tensors = [tensor for tensor in (*cache.keys, *cache.values) if tensor.numel()]
-    if not ready or any(tensor.device != device or tensor.dtype != dtype for tensor in tensors):
+    if not runs_as_it_is(cache, device, dtype):
         msg = "only a cache with positions, unpruned, of the model's dtype and on its device can be run unready"
         raise ArgumentError(msg)
-
-
-def referring(cache: KVCache, model: PreTrainedModel) -> DynamicCache | None:
-    """A past whose layers are a cache's very tensors, which nothing has read yet.
-
-    Args:
-        cache: As ``check_runs_unready`` wants it.
-        model: The model that will read them.
-
-    Returns:
-        The past; None where the model has layers that keep another form of what they are given.
-    """
-    past = DynamicCache(config=model.config)
-    plain = [layer for layer in past.layers if isinstance(layer, DynamicLayer) and not layer.is_sliding]
-    if len(past.layers) != len(cache.keys) or len(plain) != len(cache.keys):
-        return None
-    for layer, keys, values in zip(plain, cache.keys, cache.values, strict=True):
-        layer.lazy_initialization(keys[None], values[None])
-        layer.keys, layer.values = keys[None], values[None]
-    return past
 
 
 @contextmanager

@@ -51,6 +51,7 @@ class _AskOptions(TypedDict):
     look: bool
     repair_floor: float | None
     selector: str
+    link_bound: float | None
     keep_repairs: bool
     kept_size: str | None
     objective: Objective | None
@@ -107,6 +108,12 @@ class _AskOptions(TypedDict):
     default="auto",
     show_default=True,
     help="What chooses these rows: attention, blend, cacheblend, lmcache, first, random; auto: as check-model found.",
+)
+@click.option(
+    "--link-bound",
+    type=click.FloatRange(0),
+    help="Of what documents tell, the share that links may lose by what check-model found: beyond it nothing is "
+    "answered. Without it, a warning.",
 )
 @click.option(
     "--look/--no-look",
@@ -177,6 +184,7 @@ def _settings(options: _AskOptions) -> LoadSettings:
         repair=repair_of(options["repair"]),
         repair_floor=options["repair_floor"],
         selector=options["selector"],
+        link_bound=options["link_bound"],
         look=options["look"],
         keep_repairs=options["keep_repairs"],
     )

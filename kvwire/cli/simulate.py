@@ -60,8 +60,8 @@ _OPTIONS = (
     click.option("--repair", default="none", show_default=True, metavar="none|auto|all|SHARE",
                  help="Rows computed anew so that documents see each other; see kvwire ask."),
     click.option("--policy", "policies", multiple=True,
-                 help="adaptive, cachegen, cachegen-timed, cachegen-artefact, level-0 and so on, text, raw. "
-                 " [default: all]"),
+                 help="adaptive, cachegen, cachegen-timed, cachegen-artefact, level-0 and so on, text, raw, "
+                 "cacheblend. [default: all]"),
     click.option("--loads", default=1, show_default=True, type=click.IntRange(1, 10_000), help="One after another."),
     click.option("--together", default=1, show_default=True, type=click.IntRange(1, 1000),
                  help="Loads that share link and machine each time."),

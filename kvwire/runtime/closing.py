@@ -116,6 +116,7 @@ class Closer:
         Raises:
             MismatchError: A share of rows was asked for and the engine cannot compute it.
             ArgumentError: A share of rows was asked for and the selector lacks something.
+            LinkBoundError: Links lost more than the settings allow.
         """
         driver, executor, finish, started, asked_s = filled
         due = None if goal.deadline_s is None else started + goal.deadline_s
@@ -137,8 +138,11 @@ class Closer:
             repair_s=closing.repair_s,
             look_s=executor.look_s,
         )
+        tokens_before = executor.prompt.cache.tokens
+        warning = executor.link_warning(_share(closing.repaired, finish, tokens_before))
+        executor.links.check(warning)
         first = int(closing.logits.argmax())
-        start = executor.prompt.cache.tokens + len(question)
+        start = tokens_before + len(question)
         out = await self._generate(driver, closing.past, first, start, tokens)
         text = await driver.compute(partial(self._engine.detokenize, out)) if self._engine.has_tokenizer else ""
         self._keep(executor, closing.repaired, found, finish)
@@ -147,7 +151,7 @@ class Closer:
             first, closing.logits.cpu(), tuple(out), text, executor.prompt, finish.decisions,
             goal.verdict(timing.ttft_s), timing, executor.bytes, tuple(executor.misses), predicted_s,
             _error(executor, finish.decisions), closing.repaired,
-            executor.link_warning(_share(closing.repaired, finish, start - len(question))), finish.front,
+            warning, finish.front,
         )  # fmt: skip
 
     def _new_keeper(self, corpus: Corpus) -> RepairKeeper:
@@ -183,7 +187,7 @@ class Closer:
         executor.complete()
         began, prompt, share = time.monotonic(), executor.prompt, finish.repair
         needed = share > 0 and "deviation" in executor.links.selector.needs
-        told = Told(executor.texts, executor.deviations if needed else None, executor.attention)
+        told = Told(executor.texts, executor.deviations if needed else None, executor.seen)
         with self._session.lock:
             expected_s = self._estimates.prefill.cost.seconds(len(question), prompt.cache.tokens)
         stop = None if due is None else lambda: time.monotonic() + expected_s > due

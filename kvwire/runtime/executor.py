@@ -132,6 +132,7 @@ class Executor(PromptJobs):
 
         Raises:
             ArgumentError: The prompt does not fit the model's window.
+            LinkBoundError: Nothing will be repaired, and links lose more than the settings allow.
             StorageError: A chunk can be neither fetched nor recomputed.
             KvwireError: What reading a header raised, where the document's text is not known either.
         """
@@ -150,6 +151,8 @@ class Executor(PromptJobs):
             spared = links.option is not None and not links.option.least and goal.objective != "quality"
             if links.trouble and (links.is_able or not spared):
                 self.misses.append(links.trouble)
+            if repair is None:
+                links.check(self.link_warning(0.0))
         looks = bool(self._question)
         self.number = self._driver.begin(
             self, lambda number: ev.LoadRequested(number, count, query_tokens, goal, repair, looks)

@@ -10,7 +10,7 @@ import torch
 from kvwire.controller import RepairOption
 from kvwire.controller.repair import MOST, UNMEASURED
 from kvwire.engines.base import Engine
-from kvwire.errors import ArgumentError, MismatchError
+from kvwire.errors import ArgumentError, LinkBoundError, MismatchError
 from kvwire.reuse import RepairInput, repair_prompt, selector_of
 from kvwire.runtime.link_report import DEFAULT_SELECTOR, scan_of
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvwire.codec import AnyProfile
-    from kvwire.reuse import LinkedPrompt, Repaired, Selector
+    from kvwire.reuse import LinkedPrompt, Repaired, Seen, Selector
     from kvwire.runtime.link_report import LinkReport
     from kvwire.types import BlockDeviation
 
@@ -40,6 +40,7 @@ class LinkPlan:
         report: What was measured; None where nobody did.
         trouble: Why loads cannot do what the settings say; told with every answer that it concerns.
         is_able: Whether the engine may repair at all.
+        refuses: Nothing is answered where the report warns, or where there is none.
     """
 
     option: RepairOption | None
@@ -48,6 +49,7 @@ class LinkPlan:
     report: LinkReport | None = None
     trouble: str = ""
     is_able: bool = True
+    refuses: bool = False
 
     def warning(self, share: float) -> str:
         """Why an answer over linked documents may be wrong.
@@ -58,20 +60,36 @@ class LinkPlan:
         Returns:
             The words; empty where nothing says so.
         """
+        if self.refuses and self.report is None:
+            return "what links lose with this model was not measured; run kvwire check-model with this store"
         return _warning(self.report, self.selector.name, share)
+
+    def check(self, warning: str) -> None:
+        """Refuse to answer where that was asked for.
+
+        Args:
+            warning: What ``warning`` says of the prompt.
+
+        Raises:
+            LinkBoundError: It says something, and the settings name a bound.
+        """
+        if self.refuses and warning:
+            msg = f"not answered: {warning}, or raise the bound (--link-bound)"
+            raise LinkBoundError(msg)
 
 
 UNREPAIRED = LinkPlan(None, selector_of("none"))
 """Links stay as they are."""
 
 
-def check_repair(repair: RepairMode | float, floor: float | None, selector: str) -> None:
+def check_repair(repair: RepairMode | float, floor: float | None, selector: str, bound: float | None = None) -> None:
     """Refuse settings that nobody can mean.
 
     Args:
         repair: ``none``, ``auto``, ``all`` or a share of rows.
         floor: Share that is repaired at least; None: as the report says.
         selector: Name of what chooses rows, or ``auto``.
+        bound: Of what documents tell, the share that links may lose; None: nothing is refused.
 
     Raises:
         ArgumentError: One of them is none.
@@ -86,6 +104,9 @@ def check_repair(repair: RepairMode | float, floor: float | None, selector: str)
     if floor is not None and not 0 <= floor <= 1:
         msg = f"the floor of repair is a share of rows from 0 to 1, got {floor}"
         raise ArgumentError(msg)
+    if bound is not None and not bound >= 0:
+        msg = f"the bound on links is a share of what documents tell, at least 0, got {bound}"
+        raise ArgumentError(msg)
 
 
 def plan_links(
@@ -95,6 +116,7 @@ def plan_links(
     report: LinkReport | None,
     profile: AnyProfile | None,
     layers: int = 0,
+    bound: float | None = None,
 ) -> LinkPlan:
     """What loads do about links.
 
@@ -105,6 +127,8 @@ def plan_links(
         report: Of the model, where it was measured.
         profile: In use, whose errors the report's figures are put beside.
         layers: Of the model.
+        bound: Of what documents tell, the share that links may lose, in place of the report's; answers beyond it are
+            refused. None: the report's, which only warns.
 
     Returns:
         The plan.
@@ -112,7 +136,17 @@ def plan_links(
     Raises:
         ArgumentError: See ``check_repair``.
     """
-    check_repair(repair, floor, selector)
+    check_repair(repair, floor, selector, bound)
+    report = report if report is None or bound is None else replace(report, bound=bound)
+    plan = _planned(repair, floor, selector, report, profile, layers)
+    return plan if bound is None else replace(plan, refuses=True)
+
+
+def _planned(
+    repair: RepairMode | float, floor: float | None, selector: str, report: LinkReport | None,
+    profile: AnyProfile | None, layers: int,
+) -> LinkPlan:  # fmt: skip
+    """``plan_links`` where the report's bound is that which counts."""
     if selector == AUTO:
         selector = report.best_selector(layers) if report else DEFAULT_SELECTOR
     chooser = selector_of("all" if repair == "all" else selector)
@@ -182,12 +216,12 @@ class Told:
     Attributes:
         texts: Token ids of each document; None where they are not known.
         deviation: How far tokens move behind other documents, float32 ``[tokens]``; None where blobs do not say.
-        attention: What the question attends to, float32 ``[tokens]``; None where nobody has looked yet.
+        seen: What the question sees; None where nobody has looked yet.
     """
 
     texts: Sequence[Sequence[int] | None]
     deviation: Tensor | None = None
-    attention: Tensor | None = None
+    seen: Seen | None = None
 
 
 def _behind_front(documents: Sequence[int], front: int) -> tuple[int, ...]:
@@ -253,9 +287,7 @@ class Repairer:
             return None, ""
         left = 1 - max(0, front - prompt.tokens[0]) / len(ids)
         share = share if share == 1 else share * left
-        given = RepairInput(
-            self._engine, prompt.cache, ids, documents, tuple(question), told.deviation, attention=told.attention
-        )
+        given = RepairInput(self._engine, prompt.cache, ids, documents, tuple(question), told.deviation, seen=told.seen)
         try:
             return repair_prompt(given, plan.selector, share, None if plan.is_wanted else stop, restore), ""
         except ArgumentError as error:

@@ -106,7 +106,7 @@ class Loader:
         self._session = Session(self._lock, threads, emulated, chosen.fetch)
         self._finder = DocumentFinder(self._session, self._corpora, chosen.entries_s, chosen.quality_ceiling)
         self._links: LinkPlan | None = None
-        self._engine_looks = type(engine).attention_received is not Engine.attention_received
+        self._engine_looks = type(engine).look is not Engine.look
         self._warming = Warming()
         self._end = weakref.finalize(self, _end, self._session, self._warming)  # from whichever thread collects it
         _ = ctl.Controller  # imports it now, and not in the first load
@@ -189,6 +189,7 @@ class Loader:
             NotFoundError: A document is neither in the store nor in ``texts``.
             ArgumentError: The prompt does not fit the model's window, or the loader is closed.
             OverloadedError: The first token would be late, and the settings say to refuse then.
+            LinkBoundError: Links lose more than the settings allow, or nobody has measured what they lose.
         """
         goal = self._goal(deadline_s, objective)
         return self._session.run(self._ask(documents, question, goal, tokens, texts))
@@ -328,7 +329,9 @@ class Loader:
 
     def _plan_links(self, report: LinkReport | None, profile: AnyProfile | None) -> LinkPlan:
         chosen, layers = self._settings, len(self._engine.meta.layers)
-        return plan_links(chosen.repair, chosen.repair_floor, chosen.selector, report, profile, layers)
+        return plan_links(
+            chosen.repair, chosen.repair_floor, chosen.selector, report, profile, layers, chosen.link_bound
+        )
 
     def _goal(self, deadline_s: float | None, objective: Objective | None) -> ctl.Goal:
         chosen = self._settings

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvwire.codec import Backend, BlobDecoder, Pending
     from kvwire.controller import DocumentPlanInput
     from kvwire.engines.base import Engine
-    from kvwire.reuse import LinkedPrompt
+    from kvwire.reuse import LinkedPrompt, Seen
     from kvwire.runtime.documents import DocumentHandle
     from kvwire.runtime.driver import ControllerDriver
     from kvwire.types import ChunkId
@@ -41,8 +41,7 @@ class PromptJobs:
         misses: What went wrong and was healed by recomputing, in words.
         decode_s: Compute spent on decoding, in seconds.
         recompute_s: Compute spent on recomputing, in seconds.
-        attention: What the question attended to when the prompt was looked at, float32 ``[tokens]``; None before, and
-            where it was not.
+        seen: What the question saw when the prompt was looked at; None before, and where it was not.
         look_s: Compute spent on that, in seconds.
         can_look: The engine has not said that its attention is not to be seen.
     """
@@ -64,7 +63,7 @@ class PromptJobs:
         """
         self._engine, self._found, self._driver = engine, documents, driver
         self._backend, self._question = backend, question
-        self.attention: Tensor | None = None
+        self.seen: Seen | None = None
         self.can_look = True
         self.number = -1
         self._documents: dict[int, DocumentHandle] = {}
@@ -249,13 +248,14 @@ class PromptJobs:
     def _look_here(self) -> None:
         if self._is_gone:
             raise StorageError(_GONE)
-        self.attention = self._engine.attention_received(self.prompt.cache, self._question)
+        self.seen = self._engine.look(self.prompt.cache, self._question)
 
     def _by_chunk(self) -> tuple[tuple[float, ...], ...]:
         """What the question attends to, for ``Looked``."""
-        if self.attention is None or not float(self.attention.sum()) > 0:
+        if self.seen is None or not float(self.seen.attention.sum()) > 0:
             return ()
-        relative = self.attention * (sum(self.prompt.tokens) / self.attention.sum())  # gaps count for nothing
+        paid = self.seen.attention
+        relative = paid * (sum(self.prompt.tokens) / paid.sum())  # gaps count for nothing
         rows = []
         for index in range(len(self._found)):
             document, start = self._documents[index], self.prompt.offset(index)

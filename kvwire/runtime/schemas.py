@@ -50,7 +50,7 @@ class SchemaExecutor(Executor):
         if self.links.is_wanted:
             msg = "modules of a schema stay as they were encoded: load them with repair none or auto"
             raise ArgumentError(msg)
-        self.links = replace(UNREPAIRED, report=self.links.report)
+        self.links = replace(UNREPAIRED, report=self.links.report, refuses=self.links.refuses)
         return await super().run(query_tokens, goal)
 
     def complete(self) -> None:

@@ -52,6 +52,10 @@ class LoadSettings:
             needs, and none where that was not run.
         selector: What chooses the rows, one of ``kvwire.reuse.SELECTORS``, or ``auto``: what ``kvwire check-model``
             found best for the model, and ``attention`` where that was not run.
+        link_bound: Of what documents tell the model, the share that links may lose by what ``kvwire check-model``
+            found; where more would be lost, or nobody has measured it, a load of several documents ends with a
+            LinkBoundError and no answer. In place of the bound that was named there, also for ``repair_floor``. None:
+            that one, and a warning.
         keep_repairs: Keep rows that were computed anew in the store, for later loads of the same documents in the same
             order, and use what was kept. Loads then write to the store.
         kept_bytes: Of all rows that are kept of this model and tenant; older ones give way.
@@ -78,6 +82,7 @@ class LoadSettings:
     repair: RepairMode | float = "auto"
     repair_floor: float | None = None
     selector: str = AUTO
+    link_bound: float | None = None
     keep_repairs: bool = False
     kept_bytes: int = 1 << 30
     entries_s: float = 30.0
@@ -90,7 +95,7 @@ class LoadSettings:
         Raises:
             ArgumentError: There is none.
         """
-        check_repair(self.repair, self.repair_floor, self.selector)
+        check_repair(self.repair, self.repair_floor, self.selector, self.link_bound)
 
 
 def controls_of(settings: LoadSettings, *, on_gpu: bool) -> ctl.ControllerSettings:

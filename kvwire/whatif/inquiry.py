@@ -12,7 +12,7 @@ import numpy as np
 
 from kvwire import controller as ctl
 from kvwire.controller import events as ev
-from kvwire.controller.policies import Plan
+from kvwire.controller.policies import Plan, RepairRule
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -41,6 +41,18 @@ class _Patient:
             return Plan(levels, (), 0.0, 0.0, 0, in_time=True, reason="nothing begins")
         answer = self._policy.plan(request)
         return replace(answer, levels=levels, order=(), upgraded=frozenset(), refine=(), refine_levels=())
+
+
+class _Ruled(_Patient):
+    """The same of a policy that says how many rows are computed anew."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__(policy)
+        self._rule = policy
+
+    def repair_share(self, load_s: float, prefill_s: float) -> float:
+        """See ``RepairRule``."""
+        return self._rule.repair_share(load_s, prefill_s) if isinstance(self._rule, RepairRule) else 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +113,7 @@ class Inquiry:
         Raises:
             ArgumentError: A chunk cannot be had in any way.
         """
-        if self._known is None or self._choosing:
+        if self._known is None or self._choosing or isinstance(policy, RepairRule):
             self._known = self._informed(policy, bandwidth, since_s)
         else:
             self._known[0].estimates.bandwidth = bandwidth
@@ -119,7 +131,9 @@ class Inquiry:
         self, policy: Policy, bandwidth: ctl.BandwidthEstimator, since_s: float
     ) -> tuple[ctl.Controller, _Patient]:
         """A controller that knows all documents."""
-        estimates, patient = self._estimates.copy(), _Patient(policy if self._choosing else None)
+        estimates = self._estimates.copy()
+        ruled = _Ruled(policy) if isinstance(policy, RepairRule) else None
+        patient = ruled or _Patient(policy if self._choosing else None)
         estimates.bandwidth = bandwidth
         controller = ctl.Controller(estimates, self._settings, patient)
         controller.handle(ev.LoadRequested(0, len(self._documents), self._query_tokens, self._goal, self._repair), 0.0)

@@ -7,6 +7,7 @@ ProphetKV (arXiv 2602.02579) do this and differ in the rows that they choose.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -19,6 +20,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvwire.types import CacheMeta, KVCache
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What tokens behind a prompt, such as a question, see of it.
+
+    Attributes:
+        attention: Float32 ``[tokens]`` on the processor: how much attention they pay to each token of the prompt, in
+            the mean over layers, heads and the tokens that look.
+        influence: The same shape: in each layer the attention times the size of the token's value, relative to the mean
+            of the layer, by the head where that is greatest; the mean over all layers but the first, which holds what
+            no other document changes.
+    """
+
+    attention: Tensor
+    influence: Tensor
 
 
 class Narrowing(Protocol):
@@ -82,8 +99,8 @@ class RowsEngine(Protocol):
         """
         ...
 
-    def attention_received(self, cache: KVCache, token_ids: Sequence[int], *, layers: Sequence[int] = ()) -> Tensor:
-        """How much attention tokens behind a prompt pay to each of its tokens.
+    def look(self, cache: KVCache, token_ids: Sequence[int], *, layers: Sequence[int] = ()) -> Seen:
+        """What tokens behind a prompt see of each of its tokens.
 
         Args:
             cache: The prompt's; it is not changed.
@@ -91,7 +108,7 @@ class RowsEngine(Protocol):
             layers: Numbers of the layers to look at; empty for all.
 
         Returns:
-            Float32 ``[tokens]`` on the processor: the mean over layers, heads and ``token_ids``.
+            By token of the prompt.
 
         Raises:
             MismatchError: The cache is of another model, or its attention is not to be seen.

@@ -19,7 +19,7 @@ from kvwire.controller import (
     PrefillCost,
 )
 from kvwire.controller import events as ev
-from kvwire.controller.policies import Adaptive, CacheGen, CacheGenArtefact, CacheGenTimed, Fixed, TextOnly
+from kvwire.controller.policies import Adaptive, CacheBlend, CacheGen, CacheGenArtefact, CacheGenTimed, Fixed, TextOnly
 from kvwire.controller.repair import RepairOption
 from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId
@@ -57,7 +57,7 @@ class Course(Checks):
         policy = self.random.choice(
             [Adaptive()] * 6
             + [LookFirst()] * 2
-            + [Fixed(1), TextOnly(), CacheGen(), CacheGenTimed(), CacheGenArtefact(steady)]
+            + [Fixed(1), TextOnly(), CacheGen(), CacheGenTimed(), CacheGenArtefact(steady), CacheBlend()]
         )
         self.adaptive = isinstance(policy, Adaptive)
         self.pace_s = 10 ** self._any(-4, -3 if self.calm else -0.5)

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from kvwire.controller import Controller, ControllerSettings, DocumentPlanInput, Estimates, Goal, LogEntry, replay
 from kvwire.controller import events as ev
 from kvwire.controller.log import dump_entry, load_entry
-from kvwire.controller.policies import Adaptive, CacheGen, CacheGenArtefact, CacheGenTimed, Fixed, Raw, TextOnly
+from kvwire.controller.policies import (
+    Adaptive,
+    CacheBlend,
+    CacheGen,
+    CacheGenArtefact,
+    CacheGenTimed,
+    Fixed,
+    Raw,
+    TextOnly,
+)
 from kvwire.controller.simulator import Scenario, constant, machine_named, model_named, simulate, variants_for
 from kvwire.controller.simulator.arrivals import LoadArrival, Trouble
 from kvwire.controller.simulator.world import World
@@ -28,6 +37,7 @@ RATE = RateTrace((0.0, 0.05, 0.3), (4 * MB, 1 * MB, 6 * MB), 1.0)
 TROUBLE = Trouble(fail=0.1, stall=0.1, corrupt=0.1, noise=0.2)
 POLICIES = [
     Adaptive(),
+    CacheBlend(),
     CacheGen(),
     CacheGenTimed(),
     CacheGenArtefact(lambda start, _: RATE.at(start)),

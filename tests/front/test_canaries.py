@@ -328,6 +328,14 @@ def refused_load(place):
         loader.ask(["letter"], place.ids[:9], deadline_s=1e-6)
 
 
+def lost_links(place):
+    from kvwire.runtime.loader import Loader
+    from kvwire.runtime.settings import LoadSettings
+
+    with Loader(place.engine, place.corpus(), settings=LoadSettings(link_bound=0.1)) as loader:
+        loader.ask(["letter", "letter"], place.ids[:9])
+
+
 def asked_over_http(place, url=None, token=TOKEN):
     settings = HttpStoreSettings(attempts=1)
     with closing(HttpStore(url or place.url, token=token, settings=settings)) as store:
@@ -418,6 +426,7 @@ RAISED = {
     "ConflictError": object_in_the_way,
     "MismatchError": another_profile,
     "RopeRegimeError": out_of_reach,
+    "LinkBoundError": lost_links,
     "CacheValueError": infinite_cache,
 }
 TOLD = {

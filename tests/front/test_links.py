@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvwire.controller.policies import Fixed
-from kvwire.errors import ArgumentError, CorruptError, MismatchError, StorageError
+from kvwire.controller.policies import CacheBlend, Fixed
+from kvwire.errors import ArgumentError, CorruptError, LinkBoundError, MismatchError, StorageError
 from kvwire.reuse import SELECTORS
 from kvwire.runtime import link_check
 from kvwire.runtime.corpus import Corpus, Document
@@ -232,6 +232,53 @@ def test_the_report_says_how_much_is_repaired_at_least():
     assert "repair 0.15" in plan.warning(0.0)
     assert plan_links("auto", None, "attention", None, None).option.least == 0.0
     assert plan_links("all", None, "first", None, None).selector.name == "all"
+
+
+def test_a_bound_of_the_users_own_takes_the_place_of_the_reports():
+    assert plan_links("auto", None, "attention", REPORT, None, bound=0.4).option.least == 0.0
+    strict = plan_links("auto", None, "attention", REPORT, None, bound=0.03)
+    assert strict.option.least == 0.3
+    strict.check(strict.warning(0.3))
+    with pytest.raises(LinkBoundError, match="rows, or raise the bound"):
+        strict.check(strict.warning(0.15))
+    unmeasured = plan_links("auto", None, "attention", None, None, bound=0.4)
+    with pytest.raises(LinkBoundError, match="run kvwire check-model"):
+        unmeasured.check(unmeasured.warning(1.0))
+    for plan in (plan_links("auto", None, "attention", REPORT, None), replace(strict, refuses=False)):
+        plan.check(plan.warning(0.0))  # warned of, not refused
+    for wrong in (-0.1, float("nan")):
+        with pytest.raises(ArgumentError, match="bound on links"):
+            plan_links("auto", None, "attention", None, None, bound=wrong)
+
+
+def test_loads_beyond_the_bound_are_refused(small):
+    corpus = small.corpus()
+    with pytest.raises(LinkBoundError, match="run kvwire check-model"):
+        asked(small, corpus, link_bound=0.1)
+    corpus.set_link_report(REPORT)
+    answer, _ = asked(small, corpus, link_bound=0.1)
+    assert not answer.link_warning
+    assert len(answer.repair.rows) == pytest.approx(0.15 * answer.prompt.cache.tokens, abs=1)
+    more, _ = asked(small, corpus, link_bound=0.03)
+    assert len(more.repair.rows) == pytest.approx(0.3 * more.prompt.cache.tokens, abs=1)
+    with pytest.raises(LinkBoundError, match="lose 40%"):
+        asked(small, corpus, link_bound=0.1, repair="none")
+    with pytest.raises(LinkBoundError, match="lose"):
+        asked(small, corpus, link_bound=0.1, repair=0.05)
+    with pytest.raises(LinkBoundError, match="as text"):
+        asked(small, corpus, link_bound=0.001)
+    whole, _ = asked(small, corpus, link_bound=0.0, repair="all")
+    assert not whole.link_warning
+
+
+def test_cacheblends_rule_says_how_many_rows_a_load_computes(small):
+    answer, _ = asked(small, small.corpus(), policy=CacheBlend(), selector="cacheblend", deadline_s=20.0)
+    rows, tokens = len(answer.repair.rows), answer.prompt.cache.tokens
+    assert rows >= round(0.15 * tokens) - 1
+    assert answer.repair.selector == "cacheblend"
+    assert {decision.level for decision in answer.decisions} == {4}
+    few, _ = asked(small, small.corpus(), policy=CacheBlend(), repair=0.05)
+    assert len(few.repair.rows) == pytest.approx(0.05 * tokens, abs=1)
 
 
 def test_the_report_says_which_selector_serves_best():

@@ -31,13 +31,13 @@ class LookFirst(Adaptive):
 def looking(small, monkeypatch):
     """Asks with every call of the engine that looks counted, and every entry of the controller's log kept."""
     calls, log = [], []
-    look = type(small.engine).attention_received
+    look = type(small.engine).look
 
     def counted(engine, cache, token_ids, *, layers=()):
         calls.append(cache.tokens)
         return look(engine, cache, token_ids, layers=layers)
 
-    monkeypatch.setattr(type(small.engine), "attention_received", counted)
+    monkeypatch.setattr(type(small.engine), "look", counted)
 
     def ask(deadline_s=20.0, **settings):
         chosen = LoadSettings(policy=LookFirst(), record=log.append, **settings)
@@ -91,7 +91,7 @@ def test_a_look_that_fails_is_told_and_loses_nothing(small, looking, monkeypatch
         raise MismatchError(msg)
 
     plain = looking(repair="none", look=False)
-    monkeypatch.setattr(type(small.engine), "attention_received", broken)
+    monkeypatch.setattr(type(small.engine), "look", broken)
     answer = looking(repair="none")
     assert any("attention" in miss for miss in answer.misses)
     assert len(events(looking.log, ev.Looked)) == 1

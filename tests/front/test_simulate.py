@@ -26,7 +26,7 @@ def test_all_policies_are_compared_and_the_report_is_json(run):
     assert code == 0
     report = json.loads(out)
     policies = [row["policy"] for row in report["summaries"]]
-    rivals = ["cachegen", "cachegen-timed", "cachegen-artefact"]
+    rivals = ["cachegen", "cachegen-timed", "cachegen-artefact", "cacheblend"]
     assert policies == ["adaptive", *rivals, *(f"level-{n}" for n in range(5)), "text", "raw"]
     assert all(row["loads"] == 2 for row in report["summaries"])
     ours, text = report["summaries"][0], report["summaries"][-2]

@@ -333,7 +333,7 @@ def test_attention_received_is_a_distribution_over_the_prompt(family):
     engine = engine_of(family)
     linked = linked_of(engine)
     before = cloned(linked)
-    received = engine.attention_received(linked, query())
+    received = engine.look(linked, query()).attention
     assert received.shape == (TOTAL,)
     assert bool((received >= 0).all())
     assert 0.02 < float(received.sum()) < 1.0
@@ -350,8 +350,39 @@ def test_attention_received_equals_the_models_own():
             input_ids=torch.tensor([query()]), past_key_values=engine.past_key_values(linked), output_attentions=True
         )
     weights = torch.stack([one[0].mean((0, 1))[:TOTAL] for one in out.attentions])
-    assert error_between(engine.attention_received(linked, query()), weights.mean(0)) < TOLERANCE
-    assert error_between(engine.attention_received(linked, query(), layers=[1]), weights[1]) < TOLERANCE
+    assert error_between(engine.look(linked, query()).attention, weights.mean(0)) < TOLERANCE
+    assert error_between(engine.look(linked, query(), layers=[1]).attention, weights[1]) < TOLERANCE
+
+
+def test_influence_is_attention_times_values_by_the_strongest_head():
+    """Beside the same from the model's own attention, head by head; the first layer counts for nothing."""
+    engine = engine_of("llama")
+    model = __import__("copy").deepcopy(engine.model)
+    model.set_attn_implementation("eager")
+    linked = linked_of(engine)
+    past = engine.past_key_values(linked)
+    with torch.no_grad():
+        out = model(input_ids=torch.tensor([query()]), past_key_values=past, output_attentions=True)
+    wanted = []
+    for layer, weights in enumerate(out.attentions[1:], 1):
+        values = past.layers[layer].values if layer < len(past.layers) else None
+        sizes = values[0].norm(dim=-1)
+        taken = weights[0].mean(1) * (sizes / sizes.mean()).repeat_interleave(len(weights[0]) // len(sizes), 0)
+        wanted.append(taken.amax(0)[:TOTAL])
+    assert error_between(engine.look(linked, query()).influence, torch.stack(wanted).mean(0)) < TOLERANCE
+    assert not engine.look(linked, query(), layers=[0]).influence.any()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_are_those_that_the_models_own_attention_gives(family, monkeypatch):
+    """The naive twin: keys repeated for each head, all columns for every row."""
+    engine = engine_of(family)
+    ours, theirs = linked_of(engine), linked_of(engine)
+    engine.update_rows(ours, TEXT, SPARSE)
+    monkeypatch.setattr("kvwire.engines.transformers.rows.is_plain_attention", lambda _: False)
+    engine.update_rows(theirs, TEXT, SPARSE)
+    assert max(error_between(a, b) for a, b in zip(ours.keys, theirs.keys, strict=True) if a.numel()) < TOLERANCE
+    assert max(error_between(a, b) for a, b in zip(ours.values, theirs.values, strict=True) if a.numel()) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", sorted(SELECTORS))

@@ -21,11 +21,12 @@ _NEAR = 4.0
 
 @dataclass(frozen=True)
 class Attention:
-    """The rows with the most attention from the question, in the mean over layers, heads and its tokens.
+    """The rows that the question takes most from: the attention that it pays times the size of what it gets for that.
 
-    Rows near their document's beginning count more: the fewer of its own document's tokens a row sees, the more of what
-    it should see is missing. A coarse cache suffices to choose (see benchmarks/reuse.py), so this can run on a prompt's
-    base level.
+    One head that looks at a row in a layer is enough (see ``Seen.influence``): heads that find what a question is about
+    are few, and most others look at all rows alike. Rows near their document's beginning count more: the fewer of its
+    own document's tokens a row sees, the more of what it should see is missing. A coarse cache suffices to choose (see
+    benchmarks/reuse.py), so this can run on a prompt's base level.
 
     Attributes:
         layers: Numbers of the layers to look at; empty for all.
@@ -54,11 +55,11 @@ class Attention:
         error = none_needed(given, "question", self.name)
         if error:
             raise error
-        received = given.attention
-        if received is None or self.layers:
-            received = given.engine.attention_received(given.cache, given.question, layers=self.layers)
+        seen = given.seen
+        if seen is None or self.layers:
+            seen = given.engine.look(given.cache, given.question, layers=self.layers)
         within = torch.cat([torch.arange(length) for length in given.documents])
-        return received * (within + _NEAR) ** -self.fading
+        return seen.influence * (within + _NEAR) ** -self.fading
 
     def choose(self, given: RepairInput, count: int) -> Chosen:
         """See ``Selector``."""

@@ -14,7 +14,7 @@ from kvwire.errors import ArgumentError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvwire.reuse.repair.rows import Narrowing, RowsEngine
+    from kvwire.reuse.repair.rows import Narrowing, RowsEngine, Seen
     from kvwire.types import KVCache
 
 Need = Literal["caches", "question", "deviation"]
@@ -36,8 +36,8 @@ class RepairInput:
         deviation: Float32 ``[tokens]``: how far each token's keys and values are expected to move behind other
             documents, as measured at encode time; None where it was not.
         seed: Of the selector ``random``.
-        attention: What the question attends to, float32 ``[tokens]`` from ``RowsEngine.attention_received`` over all
-            layers, where that is known already, perhaps from a coarser cache; None: whoever needs it looks.
+        seen: What the question sees, from ``RowsEngine.look`` over all layers, where that is known already, perhaps
+            from a coarser cache; None: whoever needs it looks.
     """
 
     engine: RowsEngine
@@ -47,7 +47,7 @@ class RepairInput:
     question: tuple[int, ...] = ()
     deviation: Tensor | None = None
     seed: int = 0
-    attention: Tensor | None = None
+    seen: Seen | None = None
 
     def __post_init__(self) -> None:
         """Refuse lengths that do not fit each other.

@@ -1,0 +1,78 @@
+"""Attention of some rows over a long cache, without a copy of the cache for each head that shares keys.
+
+What transformers runs under a mask first repeats keys and values for every query head, and looks at all columns for
+every row. On a processor that is most of what a short pass over a long prompt takes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.functional import scaled_dot_product_attention
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ROWS = 64
+"""Rows of one product: they stand near each other, so that columns behind the last of them are left out."""
+_HARMLESS = frozenset({
+    "dropout", "scaling", "sliding_window", "position_ids", "is_causal", "use_cache", "output_attentions",
+    "cache_position", "logits_to_keep", "past_key_values", "past_key_value", "output_hidden_states",
+})  # fmt: skip
+"""Options of attention functions that change nothing about it once a mask says who sees whom."""
+
+
+def is_plain_attention(options: dict[str, Any]) -> bool:
+    """Whether attention is softmax over scaled products and nothing else: no cap on scores, no sinks.
+
+    Args:
+        options: What an attention function was given by name.
+
+    Returns:
+        False where one of them is not known to be harmless.
+    """
+    return all(name in _HARMLESS or value is None for name, value in options.items())
+
+
+def scale_of(query: Tensor, options: dict[str, Any]) -> float:
+    """What products of queries and keys are multiplied by.
+
+    Args:
+        query: ``[1, heads, rows, dim]``.
+        options: Of the attention function.
+
+    Returns:
+        The factor.
+    """
+    scaling = options.get("scaling")
+    return float(scaling) if isinstance(scaling, (int, float)) else query.shape[-1] ** -0.5
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, ends: list[int], scale: float) -> Tensor:
+    """Attention under a mask; equals one ``scaled_dot_product_attention`` with keys repeated for each head.
+
+    Args:
+        query: ``[1, heads, rows, dim]``.
+        key: ``[1, kv_heads, columns, dim]``.
+        value: ``[1, kv_heads, columns, value_dim]``.
+        mask: ``[1, 1 or heads, rows, columns]``: bool, True where a row sees a column, or to be added.
+        ends: For each row the column behind the last one that it may see; never falls.
+        scale: See ``scale_of``.
+
+    Returns:
+        ``[1, rows, heads, value_dim]``, in the dtype of ``query``.
+    """
+    heads, rows, dim = query.shape[1:]
+    kv_heads = key.shape[1]
+    alike = 1 if mask.shape[1] == 1 else kv_heads  # one mask for all heads, or one for each
+    seen = mask.expand(1, alike * (heads // kv_heads), rows, mask.shape[-1])
+    out = query.new_empty(1, rows, heads, value.shape[-1])
+    for start in range(0, rows, _ROWS):
+        stop = min(rows, start + _ROWS)
+        end = ends[stop - 1]
+        # Heads that share keys stand one below the other, so that nothing is copied for each of them.
+        part = query[:, :, start:stop].reshape(1, kv_heads, -1, dim)
+        visible = seen[:, :, start:stop, :end].reshape(1, alike, -1, end)
+        mixed = scaled_dot_product_attention(part, key[:, :, :end], value[:, :, :end], visible, scale=scale)
+        out[0, start:stop] = mixed.view(heads, stop - start, -1).transpose(0, 1)
+    return out
