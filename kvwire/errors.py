@@ -111,6 +111,12 @@ class RopeRegimeError(MismatchError):
     """Keys cannot be moved to the positions asked for under their rotary embedding."""
 
 
+class PartialError(KvwireError):
+    """Some of many documents failed and the others are done; each failure was told."""
+
+    exit_code = 9
+
+
 class CacheValueError(KvwireError, ValueError):
     """A cache holds NaN or infinity, or numbers too large to quantise."""
 

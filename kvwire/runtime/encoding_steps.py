@@ -47,7 +47,11 @@ class Computed:
 
 
 class EncodingSteps:
-    """What is done with each document of a corpus. One thread at a time may run a step; steps may run side by side."""
+    """What is done with each document of a corpus. One thread at a time may run a step; steps may run side by side.
+
+    Attributes:
+        coding: How documents are encoded.
+    """
 
     def __init__(self, corpus: CorpusReader, engine: Engine | None, coding: Coding) -> None:
         """Keep the parts.
@@ -57,7 +61,7 @@ class EncodingSteps:
             engine: The model; None where only caches from elsewhere are saved.
             coding: How documents are encoded.
         """
-        self._corpus, self._engine, self._coding = corpus, engine, coding
+        self._corpus, self._engine, self.coding = corpus, engine, coding
         self._catalog, self._config = corpus.catalog, corpus.config
 
     @property
@@ -83,7 +87,7 @@ class EncodingSteps:
             The profile; None where none was fitted, and then nothing changes.
         """
         most = CALIBRATION_TOKENS if tokens is None else tokens
-        profile = fit_profile_to(self.engine, self._coding, documents, most)
+        profile = fit_profile_to(self.engine, self.coding, documents, most)
         if profile is not None:
             self._corpus.set_profile(profile)
         return profile
@@ -122,7 +126,7 @@ class EncodingSteps:
             ArgumentError: There is no such index, or documents are computed behind a neutral prefix.
         """
         found = [self._corpus.index(scheme) for scheme in schemes]
-        if found and self._coding.neutral_prefix:
+        if found and self.coding.neutral_prefix:
             msg = "documents behind a neutral prefix begin no prompt: encode without it, or without an index"
             raise ArgumentError(msg)
         return found
@@ -136,7 +140,7 @@ class EncodingSteps:
         Returns:
             It; None where deviations are not wanted.
         """
-        if not self._coding.deviation:
+        if not self.coding.deviation:
             return None
         from kvwire.runtime.neighbours import Neighbours  # nothing else needs it
 
@@ -209,7 +213,7 @@ class EncodingSteps:
             What is coded.
         """
         engine, ids = self.engine, document.token_ids
-        cache, neutral = compute_document(engine, ids, self._coding.neutral_prefix)
+        cache, neutral = compute_document(engine, ids, self.coding.neutral_prefix)
         deviation = around.measure(cache, ids) if around else None
         layers = 0 if profile is None else profile.prefix_layers
         return Computed(cache, neutral, engine.prefix_states(ids, layers) if layers else None, deviation)
@@ -224,7 +228,7 @@ class EncodingSteps:
         Returns:
             The blob, sealed where there are keys, and what its header says.
         """
-        coding = self._coding
+        coding = self.coding
         plain = encode(
             computed.cache,
             profile,
@@ -307,7 +311,7 @@ class EncodingSteps:
             if not force:
                 raise
             profile = None
-        coding = self._coding
+        coding = self.coding
         is_behind = profile is None or profile.notes.get("neutral_prefix", 0) == coding.neutral_prefix
         if profile is not None and not (is_behind and coding.kind.is_wanted(profile, coding)):
             msg = (
@@ -319,7 +323,7 @@ class EncodingSteps:
         seen = noted if type(noted) is int else ENOUGH_TOKENS
         if profile is not None and seen >= ENOUGH_TOKENS:
             return profile
-        documents, kind = texts(), self._coding.kind
+        documents, kind = texts(), self.coding.kind
         tokens = sum(len(document.token_ids) for document in documents)
         if profile is None or tokens >= 2 * seen:
             profile = self.calibrate(documents) or profile
@@ -331,7 +335,7 @@ class EncodingSteps:
 
     def _is_coded_so(self, info: BlobInfo) -> bool:
         """Whether a blob has the levels and chunks that encoding would give."""
-        coding = self._coding
+        coding = self.coding
         if len(info.neutral_prefix) != min(coding.neutral_prefix, info.tokens, self._corpus.window - info.tokens):
             return False
         if coding.lossless and not any(level.lossless for level in info.levels):
