@@ -31,6 +31,7 @@ COMMANDS = {
     "inspect": LazyCommand("kvwire.cli.inspect_blob", "inspect", "Show what a blob holds: a file, or a document."),
     "key": LazyCommand("kvwire.cli.key", "key", "Make a master key for --keys."),
     "plan": LazyCommand("kvwire.cli.plan", "plan", "Tell what a load would do, why, and what else there is."),
+    "profile": LazyCommand("kvwire.cli.profile", "profile_group", "Tell when a new profile would pay."),
     "report": LazyCommand("kvwire.cli.report", "report", "Write a page of what a store holds and is good for."),
     "salt": LazyCommand("kvwire.cli.salt", "salt", "Print what a request to vLLM for documents must carry."),
     "serve": LazyCommand("kvwire.cli.serve", "serve", "Serve a store over HTTP until interrupted."),

@@ -40,6 +40,7 @@ class _EncodeOptions(TypedDict):
     device: str
     dtype: str
     force: bool
+    refit: bool
     method: str
     prefix_layers: int
     lossless: bool
@@ -66,6 +67,7 @@ class _EncodeOptions(TypedDict):
 @DEVICE
 @DTYPE
 @click.option("--force", is_flag=True, help="Encode again even what the store seems to have.")
+@click.option("--refit", is_flag=True, help="Fit a new profile, and encode again what has another one.")
 @click.option("--method", type=click.Choice(methods()), default=DEFAULT_METHOD, show_default=True)
 @click.option(
     "--prefix-layers",
@@ -153,7 +155,7 @@ def open_corpus(place: StoreOptions, options: _EncodeOptions) -> Corpus:
 def _what(options: _EncodeOptions) -> RunOptions:
     from kvwire.offline import RunOptions
 
-    return RunOptions(options["force"], options["encode_after"], options["index"])
+    return RunOptions(options["force"], options["encode_after"], options["index"], options["refit"])
 
 
 def _here(place: StoreOptions, options: _EncodeOptions, refs: Sequence[DocumentRef], output: EncodeOutput) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
+    from kvwire.offline.check import ProfileCheck, check_profile
     from kvwire.offline.manifest import LevelRow, Row, read_manifest, writing
     from kvwire.offline.on_ray import RaySettings, encode_on_ray
     from kvwire.offline.pipeline import encode_serially, encode_side_by_side, prepare_profile
@@ -17,10 +18,12 @@ if TYPE_CHECKING:
 __all__ = [
     "DocumentRef",
     "LevelRow",
+    "ProfileCheck",
     "RaySettings",
     "Row",
     "RunOptions",
     "Work",
+    "check_profile",
     "encode_on_ray",
     "encode_serially",
     "encode_side_by_side",
@@ -33,6 +36,7 @@ __all__ = [
 __getattr__ = lazy(
     __name__,
     {
+        "kvwire.offline.check": ("ProfileCheck", "check_profile"),
         "kvwire.offline.manifest": ("LevelRow", "Row", "read_manifest", "writing"),
         "kvwire.offline.on_ray": ("RaySettings", "encode_on_ray"),
         "kvwire.offline.pipeline": ("encode_serially", "encode_side_by_side", "prepare_profile"),

@@ -49,7 +49,7 @@ def prepare_profile(
     def read(ref: DocumentRef) -> Document | None:
         return steps.read_document(ref) if encoder.is_due(ref.document_id, chosen.encode_after) else None
 
-    return encoder.prepare(lambda: sample(refs, read), force=chosen.force)
+    return encoder.prepare(lambda: sample(refs, read), force=chosen.force, refit=chosen.refit)
 
 
 def encode_serially(

@@ -43,11 +43,13 @@ class RunOptions:
         force: Encode and write again even what seems to be there.
         encode_after: Documents with fewer counted uses are kept as text; 0 encodes all.
         index: Schemes of the indexes that are to find the documents.
+        refit: Fit a new profile on these documents, and encode again what has another one.
     """
 
     force: bool = False
     encode_after: int = 0
     index: tuple[str, ...] = ()
+    refit: bool = False
 
 
 @dataclass

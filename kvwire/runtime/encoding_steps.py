@@ -92,13 +92,16 @@ class EncodingSteps:
             self._corpus.set_profile(profile)
         return profile
 
-    def prepare(self, texts: Callable[[], Sequence[Document]], *, force: bool = False) -> AnyProfile | None:
+    def prepare(
+        self, texts: Callable[[], Sequence[Document]], *, force: bool = False, refit: bool = False
+    ) -> AnyProfile | None:
         """Find or fit the profile to encode with, and write the model's record.
 
         Args:
             texts: Gives text to fit on, and to judge by how much of it there is whether the profile in use was fitted
                 on too little; called only where that is in question.
             force: Fit a new profile where the one in use is damaged.
+            refit: Fit a new profile in any case; what was encoded with another one stays readable.
 
         Returns:
             The profile; None where there is none.
@@ -109,7 +112,7 @@ class EncodingSteps:
             MismatchError: The profile in use is of another method or head start.
         """
         self._corpus.changes += 1
-        profile = self._profile_for(texts, force=force)
+        profile = (self.calibrate(texts()) if refit else None) or self._profile_for(texts, force=force)
         self._publish(profile)
         return profile
 
