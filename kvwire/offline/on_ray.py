@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvwire import errors
 from kvwire._lazy import require
 from kvwire.errors import KvwireError, MismatchError
+from kvwire.offline.batches import Batches
 from kvwire.offline.manifest import Row
 from kvwire.offline.pipeline import encode_side_by_side, prepare_profile
 from kvwire.offline.refs import DocumentRef
@@ -135,6 +136,7 @@ class Encoder:
             if self._corpus.config != fitted["config"]:
                 msg = "the model on this machine is not that of the run; put the same weights there, then run again"
                 raise MismatchError(msg)
+            self._batches = Batches(self._corpus.encoder().engine)
             self._profile = self._corpus.profile(fitted["profile"]) if fitted["profile"] else None
         except KvwireError as error:
             self._error: KvwireError | None = error
@@ -151,5 +153,5 @@ class Encoder:
         refs = [DocumentRef.from_json(str(line)) for line in batch["ref"]]
         if (error := self._error) is not None:
             return {"row": [failed_row(Row(ref.document_id, ref.source), error).to_json() for ref in refs]}
-        works = encode_side_by_side(self._corpus, refs, self._profile, self._options)
+        works = encode_side_by_side(self._corpus, refs, self._profile, self._options, self._batches)
         return {"row": [work.row.to_json() for work in works]}

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
 
     from kvwire.codec import AnyProfile
+    from kvwire.offline.batches import Batches
     from kvwire.offline.refs import DocumentRef
     from kvwire.offline.steps import Work
     from kvwire.runtime.coding import Document
@@ -75,39 +76,48 @@ def encode_serially(
 
 
 def encode_side_by_side(
-    corpus: Corpus, refs: Sequence[DocumentRef], profile: AnyProfile | None, options: RunOptions | None = None
+    corpus: Corpus,
+    refs: Sequence[DocumentRef],
+    profile: AnyProfile | None,
+    options: RunOptions | None = None,
+    batches: Batches | None = None,
 ) -> Generator[Work]:
     """Encode documents, four at a time: one is read, one computed, one coded and one written.
 
-    Documents are computed one by one, so a blob does not depend on what is encoded with it.
+    Neighbours of one length are computed at once where that changes no bit, so a blob does not depend on what is
+    encoded with it.
 
     Args:
         corpus: Whose engine encodes into its store.
         refs: The documents.
         profile: To encode with.
         options: What is encoded.
+        batches: What earlier runs of the same engine tried; None: nothing was tried.
 
     Yields:
         Each document, done, in the order given.
     """
-    steps = _steps(corpus, refs, profile, options)
-    works: Generator[Work] = (steps.begin(ref) for ref in refs)
-    lanes = [works]
-    for step in (steps.front, steps.compute, steps.code, steps.write):
-        works = ahead(step, works)
-        lanes.append(works)
+    steps = _steps(corpus, refs, profile, options, batches)
+    groups = ahead(list, steps.groups(map(steps.begin, refs)))
+    computed = ahead(steps.compute_group, groups)
+    coded = ahead(steps.code, (work for group in computed for work in group))
+    written = ahead(steps.write, coded)
     try:
-        yield from works
+        yield from written
     finally:
         steps.stop()
-        for lane in reversed(lanes):
+        for lane in (written, coded, computed, groups):
             lane.close()
 
 
 def _steps(
-    corpus: Corpus, refs: Sequence[DocumentRef], profile: AnyProfile | None, options: RunOptions | None
+    corpus: Corpus,
+    refs: Sequence[DocumentRef],
+    profile: AnyProfile | None,
+    options: RunOptions | None,
+    batches: Batches | None = None,
 ) -> DocumentSteps:
-    steps = DocumentSteps(corpus, profile, options or RunOptions())
+    steps = DocumentSteps(corpus, profile, options or RunOptions(), batches)
     if corpus.encoder().coding.deviation:
         steps.measure_neighbours(refs)
     return steps

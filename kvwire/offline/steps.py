@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from kvwire.errors import ArgumentError, KvwireError, MismatchError, NotFoundError, StorageError
+from kvwire.offline.batches import MOST, MOST_TOKENS, Batches
 from kvwire.offline.manifest import LevelRow, Row
 from kvwire.offline.refs import TextReader
 from kvwire.runtime.coding import Document, Encoded
@@ -16,13 +17,13 @@ from kvwire.store import check_new_name
 from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from kvwire.codec import AnyProfile
     from kvwire.offline.refs import DocumentRef
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.encoding_steps import Computed
-    from kvwire.types import BlobInfo
+    from kvwire.types import BlobInfo, KVCache
 
 _MOST_STORE_FAILURES = 8
 """In a row; then the store is not written to any more, and no model runs for nothing."""
@@ -67,6 +68,7 @@ class Work:
     is_done: bool = False
     encoded: Encoded | None = None
     text: str = ""
+    cache: KVCache | None = None
     document: Document | None = None
     computed: Computed | None = None
     coded: tuple[bytes, BlobInfo] | None = None
@@ -95,13 +97,16 @@ class DocumentSteps:
     A text that is on its way already under another name is waited for, and found then.
     """
 
-    def __init__(self, corpus: Corpus, profile: AnyProfile | None, options: RunOptions) -> None:
+    def __init__(
+        self, corpus: Corpus, profile: AnyProfile | None, options: RunOptions, batches: Batches | None = None
+    ) -> None:
         """Keep the parts.
 
         Args:
             corpus: Whose engine encodes into its store.
             profile: To encode with.
             options: What is encoded.
+            batches: Knows which shapes were tried; None: nothing was.
         """
         self._encoder, self._profile, self._options = corpus.encoder(), profile, options
         self._indexes = self._encoder.indexes(options.index)
@@ -113,6 +118,7 @@ class DocumentSteps:
         self._on_their_way: set[str] = set()
         self._moved = threading.Condition()
         self._store_failures = 0
+        self._batches = batches or Batches(self._engine)
 
     def measure_neighbours(self, refs: Sequence[DocumentRef]) -> None:
         """Read all documents, where deviations are wanted: each one's neighbours are all others.
@@ -144,9 +150,45 @@ class DocumentSteps:
         """Read, tokenise and look up."""
         return self._through(work, self._read, self._tokenize, self._look_up)
 
+    def groups(self, works: Iterable[Work]) -> Iterator[list[Work]]:
+        """As ``front``; neighbours of one length are put together, as far as none waits for another of its group.
+
+        Args:
+            works: Documents of which nothing is done.
+
+        Yields:
+            Documents, in the order given.
+        """
+        group: list[Work] = []
+        for work in works:
+            self._through(work, self._read, self._tokenize)
+            if group and not self._belongs(work, group):
+                yield group
+                group = []
+            group.append(self._through(work, self._look_up))
+        if group:
+            yield group
+
     def compute(self, work: Work) -> Work:
         """Run the model."""
         return self._through(work, self._compute)
+
+    def compute_group(self, works: list[Work]) -> list[Work]:
+        """Run the model over documents of one length, at once where that changes no bit.
+
+        Args:
+            works: As ``groups`` yields them.
+
+        Returns:
+            The same.
+        """
+        due, started = [work for work in works if not work.is_done], time.perf_counter()
+        if not self._encoder.coding.neutral_prefix:
+            caches = self._batches.caches([_there(work.document).token_ids for work in due])
+            share = (time.perf_counter() - started) / max(1, len(due))
+            for work, cache in zip(due, caches, strict=True):
+                work.cache, work.row = cache, replace(work.row, prefill_s=share if cache else 0.0)
+        return [self.compute(work) for work in works]
 
     def code(self, work: Work) -> Work:
         """Run the codec."""
@@ -176,8 +218,17 @@ class DocumentSteps:
                 work.computed = work.coded = None
                 self._leave(work.digest)
             part = f"{_PARTS[step.__name__]}_s"
-            work.row = replace(work.row, **{part: time.perf_counter() - started})
+            spent = getattr(work.row, part) + time.perf_counter() - started
+            work.row = replace(work.row, **{part: spent})
         return work
+
+    def _belongs(self, work: Work, group: list[Work]) -> bool:
+        if work.document is None or work.is_done or len(group) == MOST:
+            return False
+        if work.row.tokens != group[0].row.tokens or work.row.tokens * (len(group) + 1) > MOST_TOKENS:
+            return False
+        with self._moved:
+            return digest_tokens(work.document.token_ids) not in self._on_their_way
 
     def _leave(self, digest: str) -> None:
         with self._moved:
@@ -218,7 +269,8 @@ class DocumentSteps:
             self._leave(digest)
 
     def _compute(self, work: Work) -> None:
-        work.computed = self._encoder.compute(_there(work.document), self._profile, self._around)
+        work.computed = self._encoder.compute(_there(work.document), self._profile, self._around, work.cache)
+        work.cache = None
 
     def _code(self, work: Work) -> None:
         work.coded = self._encoder.code(_there(work.computed), self._profile)

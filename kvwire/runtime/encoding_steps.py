@@ -204,22 +204,26 @@ class EncodingSteps:
         self._corpus.changes += 1
         return Encoded(entry, info, skipped=True, encode_s=0.0)
 
-    def compute(self, document: Document, profile: AnyProfile | None, around: Neighbours | None = None) -> Computed:
+    def compute(
+        self, document: Document, profile: AnyProfile | None, around: Neighbours | None = None,
+        cache: KVCache | None = None,
+    ) -> Computed:  # fmt: skip
         """Run the model over a document; all that encoding asks of the engine is done here.
 
         Args:
             document: The document.
             profile: The one in use; it says how many prefix layers there are.
             around: Measures deviations, where they are wanted.
+            cache: Of the document, where it is computed already, without a neutral prefix.
 
         Returns:
             What is coded.
         """
         engine, ids = self.engine, document.token_ids
-        cache, neutral = compute_document(engine, ids, self.coding.neutral_prefix)
-        deviation = around.measure(cache, ids) if around else None
+        computed, neutral = (cache, ()) if cache else compute_document(engine, ids, self.coding.neutral_prefix)
+        deviation = around.measure(computed, ids) if around else None
         layers = 0 if profile is None else profile.prefix_layers
-        return Computed(cache, neutral, engine.prefix_states(ids, layers) if layers else None, deviation)
+        return Computed(computed, neutral, engine.prefix_states(ids, layers) if layers else None, deviation)
 
     def code(self, computed: Computed, profile: AnyProfile | None) -> tuple[bytes, BlobInfo]:
         """Code what was computed; no engine and no store is asked.

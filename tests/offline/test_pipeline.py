@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import tempfile
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -9,17 +11,20 @@ from hypothesis import strategies as st
 
 from kvwire.errors import ArgumentError, StorageError
 from kvwire.offline import (
+    DocumentRef,
     RunOptions,
     encode_serially,
     encode_side_by_side,
     find_documents,
     prepare_profile,
 )
+from kvwire.offline.batches import Batches
 from kvwire.offline.pipeline import ahead
 from kvwire.runtime.corpus import Coding, Corpus
 from kvwire.store import MemoryStore
 from kvwire.store.testing import StoreWrapper
 
+EMPTY = 2
 TIMES = dict.fromkeys(["read_s", "tokenize_s", "look_up_s", "prefill_s", "encode_s", "upload_s"], 0.0)
 
 
@@ -78,12 +83,61 @@ def test_a_blob_does_not_depend_on_its_neighbours(corpus, refs):
         assert alone.row.blob == together[ref.document_id]
 
 
-def test_documents_of_one_length_in_a_batch_may_differ_in_their_last_bits(engine, texts):
-    """Which is why they are computed one by one: where this passes by equality, it is this processor's luck."""
-    ids = [engine.tokenize(text)[:40] for text in texts.values()]
-    for alone, batched in zip([engine.prefill([each])[0] for each in ids], engine.prefill(ids), strict=True):
-        for one, other in zip(alone.keys, batched.keys, strict=True):
-            assert float((one - other).abs().max()) < 1e-4
+class Watched:
+    """An engine whose batches are counted, and differ in a bit where that is wanted."""
+
+    def __init__(self, engine, *, differs):
+        self._engine, self._differs, self.batches = engine, differs, []
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def prefill(self, documents, **options):
+        self.batches.append(len(documents))
+        found = self._engine.prefill(documents, **options)
+        if self._differs and len(documents) > 1:
+            found[-1].values[-1][0, 0, 0] += 1e-6
+        return found
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_documents_of_one_length_are_computed_at_once_where_that_changes_no_bit(corpus, refs, folder, engine, differs):
+    for ref in refs:
+        ids = engine.tokenize((folder / f"{ref.document_id}.txt").read_text())
+        (folder / f"{ref.document_id}.txt").write_text(engine.detokenize(ids[:30]))
+    lengths = [len(engine.tokenize((folder / f"{ref.document_id}.txt").read_text())) for ref in refs]
+    watched = Watched(engine, differs=differs)
+    batched, profile = Corpus(watched, MemoryStore()), corpus.profile()
+    batched.set_profile(profile)
+    alone = untimed(encode_serially(corpus, refs, profile))
+    batches = Batches(watched)
+    assert untimed(encode_side_by_side(batched, refs, profile, batches=batches)) == alone
+    assert lengths.count(30) > 4
+    assert max(watched.batches) > 1
+    before = len(watched.batches)
+    works = encode_side_by_side(batched, refs, profile, RunOptions(force=True), batches)
+    assert [row.blob for row in untimed(works)] == [row.blob for row in alone]
+    assert (max(watched.batches[before:]) > 1) is not differs
+
+
+@given(st.lists(st.integers(0, 3), max_size=8))
+@settings(deadline=None, max_examples=25)
+def test_groups_hold_every_document_in_its_order(engine, kinds):
+    corpus = Corpus(engine, MemoryStore())
+    texts = ("One two three.", "One two four.", "", "A much longer sentence than the others are.")
+    with tempfile.TemporaryDirectory() as name:
+        refs = []
+        for number, kind in enumerate(kinds):
+            path = Path(name) / f"{number}.txt"
+            path.write_text(texts[kind])
+            refs.append(DocumentRef(str(number), str(path), "text", str(path)))
+        works = encode_side_by_side(corpus, refs, None)
+        rows = list(untimed(works))
+    assert [row.id for row in rows] == [ref.document_id for ref in refs]
+    firsts = {kind: kinds.index(kind) for kind in kinds}
+    wanted = ["encoded" if firsts[kind] == at else "there already" for at, kind in enumerate(kinds)]
+    wanted = ["failed" if kind == EMPTY else status for kind, status in zip(kinds, wanted, strict=True)]
+    assert [row.status for row in rows] == wanted
 
 
 def test_what_is_there_is_not_encoded_again(corpus, refs):
