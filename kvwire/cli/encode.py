@@ -127,8 +127,8 @@ def encode(place: StoreOptions, **options: Unpack[_EncodeOptions]) -> None:
     except KvwireError as error:
         output.fail_all(failed_row(Row(ref.document_id, ref.source), error) for ref in refs)
         raise
-    if error := output.end():
-        leave(error)
+    if partial_error := output.end():
+        leave(partial_error)
 
 
 def open_corpus(place: StoreOptions, options: _EncodeOptions) -> Corpus:

@@ -144,7 +144,7 @@ class _ParquetWriter:
         self._rows: list[dict[str, Any]] = []
 
     def add(self, row: Row) -> None:
-        self._rows.append(asdict(replace(row, **{name: _encodable(getattr(row, name)) for name in ("id", "source")})))
+        self._rows.append(asdict(replace(row, id=_encodable(row.id), source=_encodable(row.source))))
         if len(self._rows) == _GROUP_ROWS:
             self._flush()
 

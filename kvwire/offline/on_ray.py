@@ -130,7 +130,8 @@ class Encoder:
             fitted: Digests of ``profile`` and ``config``, as the process that fitted has them.
             options: What is encoded.
         """
-        self._options, self._error = options, None
+        self._options = options
+        self._error: KvwireError | None = None
         try:
             self._corpus = open_corpus()
             if self._corpus.config != fitted["config"]:
@@ -139,7 +140,7 @@ class Encoder:
             self._batches = Batches(self._corpus.encoder().engine)
             self._profile = self._corpus.profile(fitted["profile"]) if fitted["profile"] else None
         except KvwireError as error:
-            self._error: KvwireError | None = error
+            self._error = error
 
     def __call__(self, batch: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
         """Encode documents.

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from kvwire.codec import AnyProfile
+    from kvwire.offline.manifest import Status
     from kvwire.offline.refs import DocumentRef
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.encoding_steps import Computed
@@ -319,7 +320,7 @@ def told(row: Row, encoded: Encoded) -> Row:
         LevelRow(each.name, each.cumulative_bytes, each.bits_per_element, each.measured_error, each.predicted_kl)
         for each in info.levels
     )
-    status = "there already" if encoded.skipped else "encoded"
+    status: Status = "there already" if encoded.skipped else "encoded"
     return replace(
         row, status=status, tokens=entry.tokens, bytes=entry.size, blob=entry.sha256, profile=entry.profile_digest,
         levels=levels,
