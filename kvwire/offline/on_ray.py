@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from kvwire.runtime.corpus import Corpus
 
 
+_MOST_BLOCKS = 4096
+"""That Ray plans with; each is several batches where there are more documents."""
+
+
 @dataclass(frozen=True)
 class RaySettings:
     """How work is spread.
@@ -90,7 +94,8 @@ def _rows(
     context = ray.data.DataContext.get_current()
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
-    data = ray.data.from_items([{"ref": line} for line in lines], override_num_blocks=-(-len(lines) // spread.batch))
+    blocks = min(-(-len(lines) // spread.batch), _MOST_BLOCKS)
+    data = ray.data.from_items([{"ref": line} for line in lines], override_num_blocks=blocks)
     actors = min(spread.actors or _most_actors(ray.cluster_resources(), spread), data.num_blocks())
     told = data.map_batches(
         Encoder,

@@ -8,10 +8,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from kvwire.errors import ArgumentError, NotFoundError
-from kvwire.runtime.text_files import decoded_text, read_part
+from kvwire.runtime.text_files import MOST_BYTES, decoded_text, read_part
 
 if TYPE_CHECKING:
-    from kvwire.store import Store
+    from kvwire.offline.bucket import Bucket
 
 Kind: TypeAlias = Literal["text", "lines", "parquet", "dataset"]
 
@@ -79,8 +79,8 @@ class TextReader:
         if ref.problem:
             raise ArgumentError(ref.problem)
         if ref.kind in ("text", "lines"):
-            end = ref.at + ref.size if ref.kind == "lines" else None
-            data = _open_bucket(ref.base).get(ref.name, ref.at, end) if ref.base else read_part(ref.name, ref.at, end)
+            end = ref.at + ref.size if ref.kind == "lines" else MOST_BYTES + 1
+            data = _open_bucket(ref.base).read(ref.name, ref.at, end) if ref.base else read_part(ref.name, ref.at, end)
             return decoded_text(data, ref.source) if ref.kind == "text" else text_of_line(data, ref.column)
         from kvwire.offline import tables
 
@@ -92,10 +92,10 @@ class TextReader:
 
 
 @lru_cache(maxsize=8)
-def _open_bucket(address: str) -> Store:
-    from kvwire.store.schemes import open_store
+def _open_bucket(address: str) -> Bucket:
+    from kvwire.offline.bucket import Bucket  # boto3 is slow to import
 
-    return open_store(address)
+    return Bucket(address)
 
 
 def object_of_line(line: bytes) -> dict[str, Any]:

@@ -149,24 +149,20 @@ def _of_dataset(folder: Path, text_column: str, id_column: str) -> Iterator[Docu
 
 
 def _of_bucket(address: str, text_column: str, id_column: str) -> Iterator[DocumentRef]:
-    from kvwire.store.backends.s3.store import S3Store  # boto3 is slow to import
+    from kvwire.offline.bucket import Bucket  # boto3 is slow to import
 
-    bucket, shown = S3Store(address), address.partition("?")[0].rstrip("/")
+    bucket, shown = Bucket(address), address.partition("?")[0].rstrip("/")
     try:
-        for listed in bucket.scan(""):
-            path = PurePosixPath(listed.key)
-            first = DocumentRef(
-                path.with_suffix("").as_posix(),
-                f"{shown}/{listed.key}",
-                "text",
-                listed.key,
-                bucket.url,
-                size=listed.size,
-            )
+        for name, size in bucket.objects():
+            path = PurePosixPath(name)
+            ref = DocumentRef(
+                path.with_suffix("").as_posix() if path.suffix else name, f"{shown}/{name}", "text", name, bucket.url,
+                size=size,
+            )  # fmt: skip
             if path.suffix in _TEXTS:
-                yield first
+                yield ref
             elif path.suffix in _LINES:
-                lines = bucket.get(listed.key).splitlines(keepends=True)
-                yield from _of_lines(replace(first, kind="lines", column=text_column), lines, id_column)
+                lines = bucket.read(name).splitlines(keepends=True)
+                yield from _of_lines(replace(ref, kind="lines", column=text_column), lines, id_column)
     finally:
         bucket.close()
