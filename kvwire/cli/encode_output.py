@@ -68,14 +68,14 @@ class EncodeOutput:
                     self._tell(row, encoded)
 
     def fail_all(self, rows: Iterable[Row]) -> None:
-        """Write a manifest of documents of which none was tried.
+        """Write a manifest of documents of which none was tried; where some were, there is none.
 
         Args:
             rows: With what went wrong.
         """
         from kvwire.offline import writing
 
-        if self._manifest:
+        if self._manifest and not (self._done or self._failures):
             with writing(self._manifest) as writer:
                 for row in rows:
                     writer.add(row)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
@@ -113,16 +113,22 @@ class ManifestWriter(Protocol):
     def add(self, row: Row) -> None:
         """Take one row."""
 
+    def close(self) -> None:
+        """Write what is left."""
+
 
 class _LinesWriter:
     def __init__(self, path: Path) -> None:
-        self._file = path.open("w", encoding="ascii")
+        with _told(path):
+            self._path, self._file = path, path.open("w", encoding="ascii")
 
     def add(self, row: Row) -> None:
-        self._file.write(row.to_json() + "\n")
+        with _told(self._path):
+            self._file.write(row.to_json() + "\n")
 
     def close(self) -> None:
-        self._file.close()
+        with _told(self._path):
+            self._file.close()
 
 
 class _ParquetWriter:
@@ -130,18 +136,14 @@ class _ParquetWriter:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        level = pa.struct(
-            [
-                ("name", pa.string()),
-                ("bytes", pa.int64()),
-                *((each, pa.float64()) for each in ("bits_per_element", "error", "kl")),
-            ]
-        )
+        numbers = [(each, pa.float64()) for each in ("bits_per_element", "error", "kl")]
+        level = pa.struct([("name", pa.string()), ("bytes", pa.int64()), *numbers])
         types = {"int": pa.int64(), "float": pa.float64(), "tuple[LevelRow, ...]": pa.list_(level)}
         fields = [(name, types.get(str(kind), pa.string())) for name, kind in Row.__annotations__.items()]
-        self._schema = pa.schema(fields, metadata={"kvwire.manifest": "1"})
-        self._writer = pq.ParquetWriter(path, self._schema)
+        self._schema, self._path = pa.schema(fields, metadata={"kvwire.manifest": "1"}), path
         self._rows: list[dict[str, Any]] = []
+        with _told(path):
+            self._writer = pq.ParquetWriter(path, self._schema)
 
     def add(self, row: Row) -> None:
         self._rows.append(asdict(replace(row, id=_encodable(row.id), source=_encodable(row.source))))
@@ -151,12 +153,23 @@ class _ParquetWriter:
     def _flush(self) -> None:
         import pyarrow as pa
 
-        self._writer.write_table(pa.Table.from_pylist(self._rows, self._schema))
+        with _told(self._path):
+            self._writer.write_table(pa.Table.from_pylist(self._rows, self._schema))
         self._rows.clear()
 
     def close(self) -> None:
         self._flush()
-        self._writer.close()
+        with _told(self._path):
+            self._writer.close()
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        msg = f"{path} cannot be written ({error.strerror}); check the folder and the space that is left"
+        raise StorageError(msg) from error
 
 
 def _encodable(name: str) -> str:
@@ -201,19 +214,17 @@ def writing(path: str) -> Iterator[ManifestWriter]:
     """
     target = check_manifest_name(path)
     part = target.with_name(target.name + ".part")
+    writer: ManifestWriter = _LinesWriter(part) if target.suffix in _LINES else _ParquetWriter(part)
     try:
-        writer = _LinesWriter(part) if target.suffix in _LINES else _ParquetWriter(part)
-        try:
-            yield writer
-        finally:
+        yield writer
+        writer.close()
+        with _told(target):
+            part.replace(target)
+    except BaseException:
+        with suppress(OSError):
             writer.close()
-        part.replace(target)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        if isinstance(error, StorageError):
-            raise
-        msg = f"{target} cannot be written ({error.strerror}); check the folder and the space that is left"
-        raise StorageError(msg) from error
+            part.unlink(missing_ok=True)
+        raise
 
 
 def read_manifest(path: str) -> list[Row]:

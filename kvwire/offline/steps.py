@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,12 @@ class Work:
         row: What is told of it; its status counts once ``is_done``.
         is_done: Nothing is left to do.
         encoded: What became of it, where this process encoded it or found it.
+        text: As it was read, until it is tokenised.
+        document: Its tokens.
+        cache: Where it was computed with others.
+        computed: Until it is coded.
+        coded: Until it is written.
+        digest: Of its tokens, while others of the same wait for it.
     """
 
     ref: DocumentRef
@@ -185,7 +192,9 @@ class DocumentSteps:
         """
         due, started = [work for work in works if not work.is_done], time.perf_counter()
         if not self._encoder.coding.neutral_prefix:
-            caches = self._batches.caches([_there(work.document).token_ids for work in due])
+            caches: Sequence[KVCache | None] = [None] * len(due)
+            with suppress(KvwireError):  # of one of them: alone, each tells its own
+                caches = self._batches.caches([_there(work.document).token_ids for work in due])
             share = (time.perf_counter() - started) / max(1, len(due))
             for work, cache in zip(due, caches, strict=True):
                 work.cache, work.row = cache, replace(work.row, prefill_s=share if cache else 0.0)
@@ -197,9 +206,7 @@ class DocumentSteps:
 
     def write(self, work: Work) -> Work:
         """Write text, blob and entries."""
-        work = self._through(work, self._write)
-        self._leave(work.digest)
-        return work
+        return self._through(work, self._write)
 
     def stop(self) -> None:
         """Let nobody wait for a text that never arrives."""
@@ -217,7 +224,7 @@ class DocumentSteps:
             except KvwireError as error:
                 work.is_done, work.row = True, failed_row(work.row, error)
                 work.computed = work.coded = None
-                self._leave(work.digest)
+                self._leave(work)
             part = f"{_PARTS[step.__name__]}_s"
             spent = getattr(work.row, part) + time.perf_counter() - started
             work.row = replace(work.row, **{part: spent})
@@ -231,9 +238,10 @@ class DocumentSteps:
         with self._moved:
             return digest_tokens(work.document.token_ids) not in self._on_their_way
 
-    def _leave(self, digest: str) -> None:
+    def _leave(self, work: Work) -> None:
         with self._moved:
-            self._on_their_way.discard(digest)
+            self._on_their_way.discard(work.digest)
+            work.digest = ""
             self._moved.notify_all()
 
     def _enter(self, digest: str) -> None:
@@ -267,7 +275,6 @@ class DocumentSteps:
             found = self._encoder.keep_text(document)
         if found is not None:
             self._finish(work, found)
-            self._leave(digest)
 
     def _compute(self, work: Work) -> None:
         work.computed = self._encoder.compute(_there(work.document), self._profile, self._around, work.cache)
@@ -295,6 +302,7 @@ class DocumentSteps:
                 each.add(encoded.entry, _there(work.document).token_ids, is_new=not encoded.skipped)
         work.is_done, work.encoded, work.coded = True, encoded, None
         work.row = told(work.row, encoded)
+        self._leave(work)
 
 
 _PARTS = {

@@ -16,12 +16,11 @@ _CHARACTERS_PER_TOKEN = 8
 """More than tokenizers need for ordinary text: so many characters for each token of the window, and it is full."""
 
 
-def read_texts(paths: Sequence[str], failures: dict[str, str] | None = None) -> dict[str, str]:
+def read_texts(paths: Sequence[str]) -> dict[str, str]:
     """Read texts from files and folders.
 
     Args:
         paths: Of files, and of folders whose .txt and .md files are read.
-        failures: Gets what is wrong with a file that is no text, by document id; without it, that is an ArgumentError.
 
     Returns:
         Texts by document id.
@@ -51,15 +50,7 @@ def read_texts(paths: Sequence[str], failures: dict[str, str] | None = None) -> 
     if not found:
         msg = f"no .txt or .md files in {', '.join(paths)}"
         raise NotFoundError(msg)
-    texts = {}
-    for document_id, file in found.items():
-        try:
-            texts[document_id] = decoded_text(read_part(str(file)), str(file))
-        except ArgumentError as error:
-            if failures is None:
-                raise
-            failures[document_id] = str(error)
-    return texts
+    return {document_id: decoded_text(read_part(str(file)), str(file)) for document_id, file in found.items()}
 
 
 def read_part(name: str, start: int = 0, end: int | None = None) -> bytes:

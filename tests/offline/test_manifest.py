@@ -82,3 +82,19 @@ def test_a_check_needs_documents_and_a_level():
         check_profile([ROWS[1]])
     with pytest.raises(ArgumentError, match="the levels are coarse, fine"):
         check_profile(ROWS, "finest")
+
+
+def test_a_run_that_ends_leaves_the_manifest_before_it(tmp_path):
+    path = tmp_path / "m.jsonl"
+    with writing(str(path)) as writer:
+        writer.add(ROWS[0])
+
+    def ended():
+        with writing(str(path)) as writer:
+            writer.add(ROWS[1])
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        ended()
+    assert read_manifest(str(path)) == ROWS[:1]
+    assert [file.name for file in tmp_path.iterdir()] == ["m.jsonl"]
