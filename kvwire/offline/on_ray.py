@@ -7,6 +7,7 @@ is there and goes on. Blobs are named by their content: a document that two acto
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +92,7 @@ def _rows(
 ) -> Generator[Row]:
     import ray
 
+    logging.getLogger("ray.data").setLevel(logging.ERROR)  # rows tell how far the run is
     context = ray.data.DataContext.get_current()
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
