@@ -39,7 +39,7 @@ def check(manifest: str, level: str | None, *, as_json: bool) -> None:
 
 
 def _print(found: ProfileCheck) -> None:
-    say(f"level {found.level}: error {found.usual_error:.5f} in the middle of {found.documents} documents")
+    say(f"level {found.level}: usual error {found.usual_error:.5f}, of {found.documents} documents")
     say("", f"{'documents':>10}{'tokens':>12}{'error':>10}{'bits/element':>14}  source")
     for group in found.groups:
         shown = f"{group.documents:>10}{group.tokens:>12}{group.error:>10.5f}{group.bits_per_element:>14.3f}"
@@ -51,6 +51,9 @@ def _print(found: ProfileCheck) -> None:
     if not found.pays:
         say("a new profile would not pay")
         return
-    say("a new profile would pay: kvwire encode SOURCES --refit fits it and encodes again, document by document")
+    say(
+        "a new profile would pay: kvwire encode SOURCES --refit fits it and encodes again, document by document; "
+        "unless it was fitted with these sources already, which then are hard text"
+    )
     if found.seconds is not None:
         say(f"that takes about {found.seconds / 3600:.2f} hours of one engine, and writes {found.bytes / 1e6:.1f} MB")

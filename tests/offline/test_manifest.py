@@ -58,7 +58,7 @@ def test_a_corpus_of_one_kind_needs_no_new_profile():
     rows = [coded(str(n), "books/x.txt", 0.01 + n / 10_000) for n in range(20)] + [ROWS[1], ROWS[2]]
     found = check_profile(rows)
     assert (found.level, found.documents, found.tokens, found.pays, found.off_documents) == ("fine", 20, 2000, False, 0)
-    assert found.usual_error == pytest.approx(0.0109)
+    assert found.usual_error == pytest.approx(0.0104)
     assert found.seconds == pytest.approx(20.0)
     assert found.bytes == 800
     (group,) = found.groups
@@ -98,3 +98,10 @@ def test_a_run_that_ends_leaves_the_manifest_before_it(tmp_path):
         ended()
     assert read_manifest(str(path)) == ROWS[:1]
     assert [file.name for file in tmp_path.iterdir()] == ["m.jsonl"]
+
+
+def test_single_documents_apart_are_no_reason_for_a_new_profile():
+    rows = [coded(str(n), "books/x.txt", 0.02 if n % 10 == 0 else 0.01) for n in range(100)]
+    assert (check_profile(rows).off_documents, check_profile(rows).pays) == (10, False)
+    scattered = [coded(str(n), "all.jsonl", 0.01 if n % 3 else 0.014) for n in range(90)]
+    assert (check_profile(scattered).off_documents, check_profile(scattered).pays) == (30, True)
