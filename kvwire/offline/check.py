@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from kvwire.offline.manifest import LevelRow, Row
 
 OFF = 1.25
-"""Times the usual error from which on a source or a document does not fit. With a profile of three books' prose their own
-errors lay at 0.8 to 1.2 times the usual one at the middle level, program text at 1.3, lists of numbers at 1.9; a profile
-of all of them took 44 % of the bits and 46 % of the error from the program text, a tenth of the bits from the numbers."""
+"""Times the usual error from which on a source or a document does not fit. With a profile of three books' prose their
+own errors lay at 0.8 to 1.2 times the usual one at the middle level, program text at 1.3, lists of numbers at 1.9; a
+profile of all of them took 44 % of the bits and 46 % of the error from the program text, a tenth of the bits from the
+numbers."""
 PAYS, PAYS_SCATTERED = 0.1, 0.25
 """Share of the tokens in sources that do not fit, from which on a new profile pays; and the same in single documents,
 among which some of every kind of text lie apart."""
