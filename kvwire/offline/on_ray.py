@@ -90,7 +90,7 @@ def encode_on_ray(
 def _rows(
     lines: list[str], made_of: tuple[object, ...], needs: Mapping[str, Any], spread: RaySettings
 ) -> Generator[Row]:
-    import ray
+    import ray.data  # which sets up its log
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)  # rows tell how far the run is
     context = ray.data.DataContext.get_current()
