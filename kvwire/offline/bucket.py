@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvwire.store.backends.s3.address import S3Address
 from kvwire.store.backends.s3.client import S3Client
@@ -43,7 +43,7 @@ class Bucket:
         """
         where, more = self._address, ""
         while True:
-            following = {"ContinuationToken": more} if more else {}
+            following: dict[str, Any] = {"ContinuationToken": more} if more else {}
             with self._client.asking() as boto:
                 page = boto.list_objects_v2(Bucket=where.bucket, Prefix=where.root, **following)
             for found in page.get("Contents", ()):
@@ -67,7 +67,7 @@ class Bucket:
             NotFoundError: There is no such object.
             StorageError: It cannot be read.
         """
-        wanted = {"Range": range_header(start, end)} if start else {}
+        wanted: dict[str, Any] = {"Range": range_header(start, end)} if start else {}  # an empty object has no range
         with self._client.asking(name) as boto:
             answer = boto.get_object(Bucket=self._address.bucket, Key=self._address.root + name, **wanted)
             return read_answer(answer, start, end, total_s=self._settings.total_s, what=name)

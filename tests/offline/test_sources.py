@@ -99,9 +99,10 @@ def test_objects_of_a_bucket(tmp_path, texts, monkeypatch):
         lines = b'{"id": "a", "text": "one"}\n{"text": "two"}\n'
         client.put_object(Bucket="kvwire", Key="books/more.jsonl", Body=lines)
         client.put_object(Bucket="kvwire", Key="books/picture.png", Body=b"x")
+        client.put_object(Bucket="kvwire", Key="books/empty.txt", Body=b"")
         client.put_object(Bucket="kvwire", Key="books/a name (1) é.txt", Body=b"three")
         refs = find_documents([server.address("books")])
-        assert read_all(refs) == texts | {"a": "one", "more/1": "two", "a name (1) é": "three"}
+        assert read_all(refs) == texts | {"a": "one", "more/1": "two", "a name (1) é": "three", "empty": ""}
         assert {ref.source for ref in refs} >= {"s3://kvwire/books/0/00.txt", "s3://kvwire/books/more.jsonl"}
 
 
