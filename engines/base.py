@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 class Engine(Protocol):
     """One model: documents to caches, and caches and a question to the first token.
 
-    All methods are called from one thread at a time for each engine, but for ``synchronize``: where a second thread
-    decodes, it calls that while the first computes. Properties may be read at any time. To be implemented: ``meta``,
-    ``device``, ``dtype``, ``window``, ``vocabulary_size``, ``prefill``, ``extend``, ``past_key_values`` and
-    ``forward``.
+    All methods are called from one thread at a time for each engine, but for ``synchronize``, which a second thread
+    that decodes calls while the first computes, and ``tokenize``, which a thread that reads texts calls meanwhile.
+    Properties may be read at any time. To be implemented: ``meta``, ``device``, ``dtype``, ``window``,
+    ``vocabulary_size``, ``prefill``, ``extend``, ``past_key_values`` and ``forward``.
     """
 
     @property

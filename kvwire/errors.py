@@ -111,10 +111,16 @@ class RopeRegimeError(MismatchError):
     """Keys cannot be moved to the positions asked for under their rotary embedding."""
 
 
+class PartialError(KvwireError):
+    """Some of many documents failed and the others are done; each failure was told."""
+
+    exit_code = 9
+
+
 class LinkBoundError(KvwireError):
     """Linked documents would lose, or lost, more of what they tell a model than was asked for; nothing was answered."""
 
-    exit_code = 9
+    exit_code = 10
 
 
 class CacheValueError(KvwireError, ValueError):

@@ -12,11 +12,12 @@ from kvwire.errors import ArgumentError
 
 PROJECT = tomllib.loads((Path(__file__).resolve().parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 OPTIONAL = {"prometheus_client": "serve", "cryptography": "crypto"}
+LARGE = {"pyarrow": "parquet", "datasets": "datasets", "ray": "ray"}  # of which the set-up installs none
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 for name in {blocked!r}: sys.modules[name] = None
 import kvwire
-for room in ("store", "transport", "runtime", "cli"):
+for room in ("store", "transport", "runtime", "offline", "cli"):
     package = importlib.import_module(f"kvwire.{{room}}")
     for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         if ".testing" not in found.name:
@@ -33,13 +34,19 @@ for use in (lambda: ObjectServer(MemoryStore()), lambda: Catalog(MemoryStore(), 
 
 
 def test_everything_imports_without_the_extras_and_their_use_names_them():
-    script = IMPORT_ALL.format(blocked=tuple(OPTIONAL))
+    script = IMPORT_ALL.format(blocked=(*OPTIONAL, *LARGE))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "kvwire serve needs prometheus_client: pip install 'kvwire[serve]'",
         "encryption at rest needs cryptography: pip install 'kvwire[crypto]'",
     ]
+
+
+def test_every_package_has_its_extra():
+    extras = PROJECT["optional-dependencies"]
+    for package, extra in (OPTIONAL | LARGE).items():
+        assert any(need.replace("-", "_").startswith(package) for need in extras[extra]), package
 
 
 def test_another_package_that_is_missing_inside_is_not_blamed_on_the_extra(tmp_path, monkeypatch):

@@ -80,7 +80,7 @@ SHELVES: dict[str, list[set[str]]] = {
         {"_json.py", "_lazy.py", "_printable.py", "_user_file.py"},
         {"types"},
         {"runtime", "whatif"},
-        {"comparison", "lmcache", "report", "sglang", "vllm"},
+        {"comparison", "lmcache", "offline", "report", "sglang", "vllm"},
         {"cli"},
         {"__main__.py"},
     ],

@@ -316,12 +316,14 @@ class Killer:
 
 def write_back(engine: Engine, texts: Path, tiers: Callable[[], Any], *, force: bool) -> None:
     """What ``kvwire encode`` does, through a tier that answers once a write is safe on the local disk."""
-    from kvwire.cli.printing import print_document
+    from kvwire.cli.encode_output import print_row
+    from kvwire.offline.manifest import Row
+    from kvwire.offline.steps import told
     from kvwire.runtime.corpus import Corpus
 
     with closing(tiers()) as store:
         for encoded in Corpus(engine, store).encode(documents_of(engine, texts), force=force):
-            print_document(encoded)
+            print_row(told(Row(encoded.entry.document_id, ""), encoded))
 
 
 def settle(tiers: Callable[[], Any]) -> None:

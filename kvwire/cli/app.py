@@ -1,7 +1,8 @@
 """The command line: its commands, and what errors become.
 
 Data goes to stdout, progress and errors to stderr. Every command takes ``--json``. Exit codes: 0 done, 2 wrong usage,
-3 not found, 4 corrupt, 5 not allowed, 6 deadline missed, 7 disk or network failed, 8 does not belong together.
+3 not found, 4 corrupt, 5 not allowed, 6 deadline missed, 7 disk or network failed, 8 does not belong together,
+9 done in part, 10 links lose more than was allowed.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ COMMANDS = {
         "Measure what links lose with a model, and what repair gives.",
     ),
     "demo": LazyCommand("kvwire.cli.demo", "demo", "Compare text, raw caches and kvwire on your documents."),
-    "encode": LazyCommand("kvwire.cli.encode", "encode", "Encode text files or folders of them into a store."),
+    "encode": LazyCommand("kvwire.cli.encode", "encode", "Encode documents into a store, here or on many machines."),
     "inspect": LazyCommand("kvwire.cli.inspect_blob", "inspect", "Show what a blob holds: a file, or a document."),
     "key": LazyCommand("kvwire.cli.key", "key", "Make a master key for --keys."),
     "plan": LazyCommand("kvwire.cli.plan", "plan", "Tell what a load would do, why, and what else there is."),
+    "profile": LazyCommand("kvwire.cli.profile", "profile_group", "Tell when a new profile would pay."),
     "report": LazyCommand("kvwire.cli.report", "report", "Write a page of what a store holds and is good for."),
     "salt": LazyCommand("kvwire.cli.salt", "salt", "Print what a request to vLLM for documents must carry."),
     "serve": LazyCommand("kvwire.cli.serve", "serve", "Serve a store over HTTP until interrupted."),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
-from kvwire._printable import name_problem
+from kvwire.cli.encode_output import EncodeOutput
 from kvwire.cli.engines import open_engine
 from kvwire.cli.failures import leave
 from kvwire.cli.options import (
@@ -23,17 +24,15 @@ from kvwire.cli.options import (
     store_options,
     use_file,
 )
-from kvwire.cli.printing import print_document, print_encoded
 from kvwire.codec import DEFAULT_METHOD, methods
-from kvwire.errors import ArgumentError
-from kvwire.runtime.text_files import problem_with, read_texts, token_ids
+from kvwire.errors import ArgumentError, KvwireError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Sequence
 
     from kvwire.codec import Backend
-    from kvwire.engines.base import Engine
-    from kvwire.runtime.coding import Document, Encoded
+    from kvwire.offline import DocumentRef, RunOptions
+    from kvwire.runtime.corpus import Corpus
 
 
 class _EncodeOptions(TypedDict):
@@ -42,6 +41,7 @@ class _EncodeOptions(TypedDict):
     device: str
     dtype: str
     force: bool
+    refit: bool
     method: str
     prefix_layers: int
     lossless: bool
@@ -52,6 +52,13 @@ class _EncodeOptions(TypedDict):
     index: tuple[str, ...]
     uses: str | None
     backend: Backend
+    text_column: str
+    id_column: str
+    manifest: str | None
+    on: str | None
+    actors: int
+    gpus: float
+    cpus: float
     as_json: bool
 
 
@@ -62,6 +69,7 @@ class _EncodeOptions(TypedDict):
 @DEVICE
 @DTYPE
 @click.option("--force", is_flag=True, help="Encode again even what the store seems to have.")
+@click.option("--refit", is_flag=True, help="Fit a new profile, and encode again what has another one.")
 @click.option("--method", type=click.Choice(methods()), default=DEFAULT_METHOD, show_default=True)
 @click.option(
     "--prefix-layers",
@@ -98,66 +106,80 @@ class _EncodeOptions(TypedDict):
 @INDEX
 @USES
 @BACKEND
+@click.option("--text-column", default="text", show_default=True, metavar="NAME", help="The text's field in rows.")
+@click.option("--id-column", default="id", show_default=True, metavar="NAME", help="The document id's field in rows.")
+@click.option("--manifest", metavar="FILE", help="Write a row for each document: .parquet, or .jsonl.")
+@click.option("--on", type=click.Choice(["ray"]), help="Encode on the machines of a Ray cluster (RAY_ADDRESS).")
+@click.option("--actors", default=0, type=click.IntRange(0), metavar="N", help="Engines on Ray; 0: as many as fit.")
+@click.option("--gpus", default=0.0, type=click.FloatRange(0), metavar="G", help="GPUs of each engine on Ray.")
+@click.option("--cpus", default=1.0, type=click.FloatRange(0), metavar="C", help="Processors of each engine on Ray.")
 @JSON
 def encode(place: StoreOptions, **options: Unpack[_EncodeOptions]) -> None:
-    """Encode text files, or all .txt and .md files of folders, into a store.
+    """Encode documents into a store: text files, folders of them, globs, .jsonl and .parquet files, s3:// prefixes.
 
-    A document's id is its path below the folder named, without its ending. What the catalog has already is skipped. A
-    document's line is printed once the store holds it.
+    A document's id is its path below the folder named, without its ending, or the id of its line or row. What the
+    catalog has already is skipped. A document's line is printed once the store holds it.
+    """
+    from kvwire.offline import find_documents
+    from kvwire.offline.manifest import Row, check_manifest_name
+    from kvwire.offline.steps import failed_row
+
+    if options["manifest"]:
+        check_manifest_name(options["manifest"])
+    refs = find_documents(options["paths"], text_column=options["text_column"], id_column=options["id_column"])
+    output = EncodeOutput(refs, options["manifest"], as_json=options["as_json"])
+    run = _on_ray if options["on"] == "ray" else _here
+    try:
+        run(place, options, refs, output)
+    except KvwireError as error:
+        output.fail_all(failed_row(Row(ref.document_id, ref.source), error) for ref in refs)
+        raise
+    if partial_error := output.end():
+        leave(partial_error)
+
+
+def open_corpus(place: StoreOptions, options: _EncodeOptions) -> Corpus:
+    """Open the engine and the store that options name; also called in the actors of a run on many machines.
+
+    Args:
+        place: Store and tenant.
+        options: Of the command.
+
+    Returns:
+        The corpus.
     """
     from kvwire.runtime.coding import Coding
     from kvwire.runtime.corpus import Corpus
 
-    failures: dict[str, str] = {}
-    texts = read_texts(options["paths"], failures)
     engine = open_engine(options["model"], options["device"], options["dtype"])
     coding = Coding(
         options["method"], options["prefix_layers"], options["lossless"], backend=options["backend"],
         deviation=options["deviation"], neutral_prefix=options["neutral_prefix"], resume=options["resume"],
     )  # fmt: skip
-    corpus = Corpus(engine, place.open_lasting(), **place.whose(), coding=coding, uses=use_file(options["uses"]))
-    documents = _documents(engine, texts, failures)
-    encoded = corpus.encode(
-        documents, force=options["force"], encode_after=options["encode_after"], index=options["index"]
-    )
-    tokens = sum(len(document.token_ids) for document in documents)
-    done = _told(encoded, tokens, as_json=options["as_json"])
-    error = None
-    if failures:
-        error = ArgumentError(f"{len(failures)} of {len(done) + len(failures)} documents were left out")
-    print_encoded(done, failures, as_json=options["as_json"], error=error)
-    if error:
-        leave(error)
+    return Corpus(engine, place.open_lasting(), **place.whose(), coding=coding, uses=use_file(options["uses"]))
 
 
-def _documents(engine: Engine, texts: Mapping[str, str], failures: dict[str, str]) -> list[Document]:
-    """Texts as token ids; those that cannot be encoded go to ``failures``, and so do those with impossible names."""
-    from kvwire.runtime.coding import Document
+def _what(options: _EncodeOptions) -> RunOptions:
+    from kvwire.offline import RunOptions
 
-    documents = []
-    for document_id, text in texts.items():
-        if wrong := name_problem(document_id):
-            failures[document_id] = f"its name holds {wrong}; rename the file"
-            continue
-        ids = token_ids(engine.tokenize, engine.window, text)
-        problem = problem_with(ids, engine.window)
-        if problem:
-            failures[document_id] = problem
-        else:
-            documents.append(Document(document_id, tuple(ids)))
-    return documents
+    return RunOptions(options["force"], options["encode_after"], options["index"], options["refit"])
 
 
-def _told(encoded: Iterator[Encoded], tokens: int, *, as_json: bool) -> list[Encoded]:
-    """Documents as they are done, each told at once but as JSON, where all are one object."""
-    from tqdm import tqdm
+def _here(place: StoreOptions, options: _EncodeOptions, refs: Sequence[DocumentRef], output: EncodeOutput) -> None:
+    from kvwire.offline import encode_side_by_side, prepare_profile
 
-    done = []
-    with tqdm(total=tokens, unit="tok", disable=None, desc="encoding", file=sys.stderr) as bar:
-        for each in encoded:
-            done.append(each)
-            bar.update(each.entry.tokens)
-            if not as_json:
-                with tqdm.external_write_mode():
-                    print_document(each)
-    return done
+    corpus, what = open_corpus(place, options), _what(options)
+    profile = prepare_profile(corpus, refs, what)
+    with closing(encode_side_by_side(corpus, refs, profile, what)) as works:
+        output.take((work.row, work.encoded) for work in works)
+
+
+def _on_ray(place: StoreOptions, options: _EncodeOptions, refs: Sequence[DocumentRef], output: EncodeOutput) -> None:
+    from kvwire.offline import RaySettings, encode_on_ray
+
+    if options["deviation"]:
+        msg = "--deviation compares a document with all others of a run: encode without --on ray"
+        raise ArgumentError(msg)
+    settings = RaySettings(options["actors"], options["gpus"], options["cpus"])
+    rows = encode_on_ray(partial(open_corpus, place, options), refs, _what(options), settings)
+    output.take((row, None) for row in rows)

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from kvwire.errors import KvwireError
     from kvwire.runtime.answer import Answer
-    from kvwire.runtime.coding import Encoded
     from kvwire.types import BlobInfo
 
 
@@ -49,58 +48,56 @@ def describe(info: BlobInfo) -> dict[str, Any]:
     }
 
 
-def print_document(encoded: Encoded) -> None:
-    """A line for a document that the store holds by now."""
-    entry = encoded.entry
-    levels = "  ".join(f"{name} {size / 1e3:.0f} kB" for name, size in entry.levels) or "kept as text"
-    had = "  (had it already)" if encoded.skipped else ""
-    say(f"{entry.document_id}: {entry.tokens} tokens  {levels}{had}")
+class LevelTotals:
+    """The levels of blobs added up, one blob after another."""
 
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._tokens = self._elements = 0
+        self._names: list[str] = []
+        self._sums: list[tuple[int, float, float | None]] = []
 
-def print_encoded(
-    done: Sequence[Encoded], failures: dict[str, str], *, as_json: bool, error: KvwireError | None = None
-) -> None:
-    """The levels of all documents together, and what was left out; as JSON the documents, too.
+    def add(self, tokens: int, elements: int, levels: Sequence[tuple[str, int, float, float | None]]) -> None:
+        """Add one blob.
 
-    Args:
-        done: Documents that were encoded or had been.
-        failures: Problems by document.
-        as_json: Print JSON.
-        error: What the command ends with; None: it is done.
-    """
-    if as_json:
-        rows = [
-            {"id": e.entry.document_id, "skipped": e.skipped, "seconds": e.encode_s}
-            | (describe(e.blob) if e.blob else {"tokens": e.entry.tokens, "text_only": e.entry.is_text})
-            for e in done
-        ]
-        say(json.dumps({"documents": rows, "failures": failures} | error_as_data(error)))
-    else:
-        blobs = [e.blob for e in done if e.blob]
-        if blobs:
-            print_levels(blobs)
-    for document_id, problem in failures.items():
-        say(f"kvwire: {document_id}: {problem}", err=True)
+        Args:
+            tokens: That it holds.
+            elements: Numbers of the cache that it is of.
+            levels: Of each level name, bytes that a reader fetches, measured error, and expected KL or None.
+        """
+        found = [(size, error * tokens, None if kl is None else kl * tokens) for _, size, error, kl in levels]
+        if not self._tokens:
+            self._names, self._sums = [name for name, *_ in levels], found
+        else:
+            self._sums = [
+                (size + more, error + its, None if kl is None or what is None else kl + what)
+                for (size, error, kl), (more, its, what) in zip(self._sums, found, strict=False)
+            ]
+        self._tokens += tokens
+        self._elements += elements
+
+    def print(self) -> None:
+        """A row for each level that all blobs have; nothing where there are no blobs."""
+        if not self._tokens:
+            return
+        say("", f"{'level':<12}{'bytes':>12}{'bits/element':>14}{'error':>10}{'KL':>10}")
+        for name, (size, error, kl) in zip(self._names, self._sums, strict=False):
+            bits = f"{8 * size / self._elements:>14.3f}" if self._elements else f"{'-':>14}"
+            shown = f"{'-':>10}" if kl is None else f"{kl / self._tokens:10.1e}"
+            say(f"{name:<12}{size:>12,}{bits}{error / self._tokens:>10.5f}{shown}")
+        say(
+            "bytes: of what a reader of the level fetches, header and index included; error: attention-weighted, "
+            "relative; KL: what it is expected to change the next token's distribution by, in nats"
+        )
 
 
 def print_levels(infos: Sequence[BlobInfo]) -> None:
     """One row for each level, blobs added up."""
-    say("", f"{'level':<12}{'bytes':>12}{'bits/element':>14}{'error':>10}{'KL':>10}")
-    elements = sum(info.tokens * info.meta.elements_per_token for info in infos)
-    tokens = sum(info.tokens for info in infos)
-    for index in range(min(len(info.levels) for info in infos)):
-        level, levels = infos[0].levels[index], [info.levels[index] for info in infos]
-        size = sum(each.cumulative_bytes for each in levels)
-        error = sum(each.measured_error * info.tokens for each, info in zip(levels, infos, strict=True)) / tokens
-        known = [
-            each.predicted_kl * i.tokens for each, i in zip(levels, infos, strict=True) if each.predicted_kl is not None
-        ]
-        kl = f"{sum(known) / tokens:10.1e}" if len(known) == len(levels) else f"{'-':>10}"
-        say(f"{level.name:<12}{size:>12,}{8 * size / elements:>14.3f}{error:>10.5f}{kl}")
-    say(
-        "bytes: of what a reader of the level fetches, header and index included; error: attention-weighted, relative; "
-        "KL: what it is expected to change the next token's distribution by, in nats"
-    )
+    totals = LevelTotals()
+    for info in infos:
+        levels = [(e.name, e.cumulative_bytes, e.measured_error, e.predicted_kl) for e in info.levels]
+        totals.add(info.tokens, info.tokens * info.meta.elements_per_token, levels)
+    totals.print()
 
 
 def print_answer(names: Sequence[str], answer: Answer, *, as_json: bool, error: KvwireError | None = None) -> None:

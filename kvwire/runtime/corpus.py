@@ -106,7 +106,7 @@ class Corpus(CorpusReader):
         Returns:
             The profile. None where the documents have fewer than 64 tokens, and then nothing changes.
         """
-        return self._encoder().calibrate(documents, tokens)
+        return self.encoder().calibrate(documents, tokens)
 
     def encode(
         self, documents: Sequence[Document], *, force: bool = False, encode_after: int = 0, index: Sequence[str] = ()
@@ -136,7 +136,7 @@ class Corpus(CorpusReader):
             CorruptError: The profile in use is damaged and ``force`` is not given.
             MismatchError: The profile in use is of another method or head start.
         """
-        yield from self._encoder().encode(documents, force=force, encode_after=encode_after, index=index)
+        yield from self.encoder().encode(documents, force=force, encode_after=encode_after, index=index)
 
     def cache_of(self, keys: Sequence[Tensor], values: Sequence[Tensor], token_ids: Sequence[int]) -> KVCache:
         """A cache of the corpus's model, from tensors that an engine elsewhere computed.
@@ -172,7 +172,7 @@ class Corpus(CorpusReader):
                 first layers, whose states are not known here.
             CorruptError: The profile in use is damaged.
         """
-        return self._encoder().save(document, cache, index=index)
+        return self.encoder().save(document, cache, index=index)
 
     def promote(self, uses: int, *, index: Sequence[str] = ()) -> Iterator[Encoded]:
         """Encode the documents that are kept as text and were used often enough, the most used first.
@@ -187,10 +187,14 @@ class Corpus(CorpusReader):
         Yields:
             What became of each of them; nothing where uses are not counted.
         """
-        yield from self._encoder().promote(uses, index=index)
+        yield from self.encoder().promote(uses, index=index)
 
-    def _encoder(self) -> CorpusEncoder:
-        """What encodes, imported by none who only reads."""
+    def encoder(self) -> CorpusEncoder:
+        """What encodes, step by step; imported by none who only reads.
+
+        Returns:
+            It, with this corpus's engine and coding.
+        """
         from kvwire.runtime.coding import Coding
         from kvwire.runtime.encoding import CorpusEncoder
 

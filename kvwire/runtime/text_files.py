@@ -16,12 +16,11 @@ _CHARACTERS_PER_TOKEN = 8
 """More than tokenizers need for ordinary text: so many characters for each token of the window, and it is full."""
 
 
-def read_texts(paths: Sequence[str], failures: dict[str, str] | None = None) -> dict[str, str]:
+def read_texts(paths: Sequence[str]) -> dict[str, str]:
     """Read texts from files and folders.
 
     Args:
         paths: Of files, and of folders whose .txt and .md files are read.
-        failures: Gets what is wrong with a file that is no text, by document id; without it, that is an ArgumentError.
 
     Returns:
         Texts by document id.
@@ -51,31 +50,53 @@ def read_texts(paths: Sequence[str], failures: dict[str, str] | None = None) -> 
     if not found:
         msg = f"no .txt or .md files in {', '.join(paths)}"
         raise NotFoundError(msg)
-    texts = {}
-    for document_id, file in found.items():
-        try:
-            texts[document_id] = _read_text(file)
-        except ArgumentError as error:
-            if failures is None:
-                raise
-            failures[document_id] = str(error)
-    return texts
+    return {document_id: decoded_text(read_part(str(file)), str(file)) for document_id, file in found.items()}
 
 
-def _read_text(path: Path) -> str:
+def read_part(name: str, start: int = 0, end: int | None = None) -> bytes:
+    """Read a file, or a part of it.
+
+    Args:
+        name: Path of the file.
+        start: First byte.
+        end: The byte after the last; None: to its end.
+
+    Returns:
+        The bytes; of what is larger than ``MOST_BYTES`` one byte more than that.
+
+    Raises:
+        StorageError: The file cannot be read.
+    """
     try:
-        with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
-            msg = f"{path} is larger than {MOST_BYTES >> 20} MiB, more than a document can be; split it"
-            raise ArgumentError(msg)
+        with Path(name).open("rb") as file:
+            file.seek(start)
+            return file.read(MOST_BYTES + 1 if end is None else min(end - start, MOST_BYTES + 1))
+    except OSError as error:
+        msg = f"{name} cannot be read ({error.strerror}); check that it is there and its permissions"
+        raise StorageError(msg) from error
+
+
+def decoded_text(data: bytes, name: str) -> str:
+    """Decode the bytes of a text.
+
+    Args:
+        data: The bytes.
+        name: Of the file, for messages.
+
+    Returns:
+        The text, with line ends as in Unix.
+
+    Raises:
+        ArgumentError: It is too large, or no UTF-8.
+    """
+    if len(data) > MOST_BYTES:
+        msg = f"{name} is larger than {MOST_BYTES >> 20} MiB, more than a document can be; split it"
+        raise ArgumentError(msg)
+    try:
         return data.decode().replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
-        msg = f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); convert it first"
+        msg = f"{name} is not UTF-8 text ({error.reason} at byte {error.start}); convert it first"
         raise ArgumentError(msg) from error
-    except OSError as error:
-        msg = f"{path} cannot be read ({error.strerror})"
-        raise StorageError(msg) from error
 
 
 def token_ids(tokenize: Callable[[str], Sequence[int]], window: int, text: str) -> list[int]:

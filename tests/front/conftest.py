@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvwire import controller as ctl
 from kvwire.cli.app import main
 from kvwire.engines.transformers import TransformersEngine, open_engine
-from kvwire.runtime import encoding, loader
+from kvwire.runtime import encoding_steps, loader
 from kvwire.runtime.corpus import Corpus, Document
 from kvwire.store import MemoryStore
 
@@ -35,7 +35,7 @@ def _learnt_once() -> Iterator[None]:
     """
     profiles: dict[object, AnyProfile | None] = {}
     costs: dict[object, ctl.CostModel] = {}
-    fit, measure = encoding.fit_profile_to, loader.measure_costs
+    fit, measure = encoding_steps.fit_profile_to, loader.measure_costs
 
     def fitted(engine: Engine, coding: Coding, documents: Sequence[Document], tokens: int) -> AnyProfile | None:
         key = (_place(engine), coding, tuple(document.token_ids for document in documents), tokens)
@@ -50,7 +50,7 @@ def _learnt_once() -> Iterator[None]:
         return costs[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encoding, "fit_profile_to", fitted)
+        patch.setattr(encoding_steps, "fit_profile_to", fitted)
         patch.setattr(loader, "measure_costs", measured)
         yield
 

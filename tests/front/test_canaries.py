@@ -391,6 +391,19 @@ def refused_uploads(place):
             request(place, "PUT", path, body, token=WRONG)
 
 
+def partly_encoded(place):
+    from kvwire.cli.encode_output import EncodeOutput
+    from kvwire.offline import encode_side_by_side, find_documents
+
+    (place.folder / "mixed").mkdir()
+    place.file("mixed/latin.txt", b"caf\xe9 " + TEXT.encode())
+    place.file("mixed/long.txt", TEXT.encode() * 200)
+    refs = find_documents([str(place.folder / "mixed")])
+    output = EncodeOutput(refs, str(place.folder / "manifest.jsonl"), as_json=False)
+    output.take((work.row, work.encoded) for work in encode_side_by_side(place.plain(), refs, None))
+    raise output.end()
+
+
 def malformed_requests(place):
     raw(place, f"GET /k HTTP/1.1\nAuthorization: Bearer {TOKEN}\nbroken {WRONG}\n\n")
     raw(place, f"GET /{TOKEN} {WRONG} HTTP/9\n\n")
@@ -428,6 +441,7 @@ RAISED = {
     "RopeRegimeError": out_of_reach,
     "LinkBoundError": lost_links,
     "CacheValueError": infinite_cache,
+    "PartialError": partly_encoded,
 }
 TOLD = {
     "asking": ask,

@@ -114,8 +114,8 @@ def test_empty_and_overlong_documents_are_left_out_and_named(run, tmp_path, demo
     (folder / "good.txt").write_text(next(iter(documents.values()))[:800])
     code, out, err = run("encode", folder, "--model", demo_model, "--store", tmp_path / "s", "--json")
     report = json.loads(out)
-    assert code == 2
-    assert report["error"]["kind"] == "ArgumentError"
+    assert code == 9
+    assert report["error"]["kind"] == "PartialError"
     assert [row["id"] for row in report["documents"]] == ["good"]
     assert set(report["failures"]) == {"empty", "long", "latin"}
     assert "UTF-8" in err
@@ -133,7 +133,7 @@ def test_enormous_texts_are_left_out_before_they_are_read_or_tokenised(run, tmp_
     (folder / "good.txt").write_text(next(iter(documents.values()))[:800])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     code, out, err = run("encode", folder, "--model", demo_model, "--store", tmp_path / "s", "--json")
-    assert code == 2
+    assert code == 9
     assert [row["id"] for row in json.loads(out)["documents"]] == ["good"]
     assert "gigabyte.txt is larger than 64 MiB" in err
     assert "tokens or more do not fit" in err
@@ -171,14 +171,14 @@ def test_files_whose_names_are_no_text_are_left_out_and_named(run, tmp_path, dem
         Path(os.fsdecode(os.fsencode(folder) + b"/" + name)).write_text(text)
     common = ("--model", demo_model, "--store", tmp_path / "s")
     code, out, err = run("encode", folder, *common)
-    assert code == 2
+    assert code == 9
     assert out.startswith("good שלום: ")
     assert "kvwire: caf\\udce9: its name holds U+DCE9, half of a surrogate pair" in err
     assert "kvwire: two\\nlines: its name holds U+000A, a control character; rename the file" in err
     assert "kvwire: \\x1b[31m: its name holds" in err
     assert err.splitlines()[-1] == "kvwire: 3 of 4 documents were left out"
     code, out, _ = run("encode", folder, *common, "--json")
-    assert code == 2
+    assert code == 9
     assert set(json.loads(out)["failures"]) == {"caf\udce9", "two\nlines", "\x1b[31m"}
 
 

@@ -1,0 +1,47 @@
+"""Encodes corpora of any size, on one machine or with Ray on many; one row of a manifest tells of each document."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvwire._lazy import lazy
+
+if TYPE_CHECKING:
+    from kvwire.offline.check import ProfileCheck, check_profile
+    from kvwire.offline.manifest import LevelRow, Row, read_manifest, writing
+    from kvwire.offline.on_ray import RaySettings, encode_on_ray
+    from kvwire.offline.pipeline import encode_serially, encode_side_by_side, prepare_profile
+    from kvwire.offline.refs import DocumentRef
+    from kvwire.offline.sources import find_documents
+    from kvwire.offline.steps import RunOptions, Work
+
+__all__ = [
+    "DocumentRef",
+    "LevelRow",
+    "ProfileCheck",
+    "RaySettings",
+    "Row",
+    "RunOptions",
+    "Work",
+    "check_profile",
+    "encode_on_ray",
+    "encode_serially",
+    "encode_side_by_side",
+    "find_documents",
+    "prepare_profile",
+    "read_manifest",
+    "writing",
+]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "kvwire.offline.check": ("ProfileCheck", "check_profile"),
+        "kvwire.offline.manifest": ("LevelRow", "Row", "read_manifest", "writing"),
+        "kvwire.offline.on_ray": ("RaySettings", "encode_on_ray"),
+        "kvwire.offline.pipeline": ("encode_serially", "encode_side_by_side", "prepare_profile"),
+        "kvwire.offline.refs": ("DocumentRef",),
+        "kvwire.offline.sources": ("find_documents",),
+        "kvwire.offline.steps": ("RunOptions", "Work"),
+    },
+)

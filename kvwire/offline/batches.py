@@ -1,0 +1,57 @@
+"""Documents of one length in one pass of the model, where each then has the same bits as alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvwire.engines.base import Engine
+    from kvwire.types import KVCache
+
+MOST, MOST_TOKENS = 8, 2048
+"""Documents of a batch, and tokens of all of them: longer ones keep a processor busy alone."""
+
+
+class Batches:
+    """Computes caches of documents of one length at once.
+
+    Which kernels run, and in which order they add, depends on shapes alone. So each shape is tried once, against every
+    document alone; where a bit differs, documents of that shape are computed alone from then on.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        """Try nothing yet.
+
+        Args:
+            engine: The model.
+        """
+        self._engine = engine
+        self._is_equal: dict[tuple[int, int], bool] = {}
+
+    def caches(self, documents: Sequence[Sequence[int]]) -> Sequence[KVCache | None]:
+        """Compute documents of one length together, where that changes no bit.
+
+        Args:
+            documents: Token ids of each, all of one length.
+
+        Returns:
+            The caches; None for each that is to be computed alone.
+        """
+        shape = (len(documents), len(documents[0]) if documents else 0)
+        if len(documents) < 2:  # noqa: PLR2004 - a batch
+            return [None] * len(documents)
+        if shape in self._is_equal:
+            return self._engine.prefill(documents) if self._is_equal[shape] else [None] * len(documents)
+        alone = [self._engine.prefill([ids])[0] for ids in documents]
+        together = self._engine.prefill(documents)
+        self._is_equal[shape] = all(map(_equal, alone, together))
+        return alone
+
+
+def _equal(one: KVCache, other: KVCache) -> bool:
+    pairs = zip([*one.keys, *one.values], [*other.keys, *other.values], strict=True)
+    return all(torch.equal(mine, theirs) for mine, theirs in pairs)

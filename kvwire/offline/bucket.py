@@ -1,0 +1,77 @@
+"""Objects of a bucket of S3 as sources: under any names, unlike the keys of a store."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvwire.store.backends.s3.address import S3Address
+from kvwire.store.backends.s3.client import S3Client
+from kvwire.store.backends.s3.reading import read_answer
+from kvwire.store.backends.s3.settings import S3Settings
+from kvwire.store.http_ranges import range_header
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Bucket:
+    """What lies below ``s3://bucket/prefix?endpoint=...``; credentials come from where boto3 finds them."""
+
+    def __init__(self, address: str) -> None:
+        """Parse the address and find credentials; the server is not asked yet.
+
+        Args:
+            address: Of the bucket.
+
+        Raises:
+            ArgumentError: The address is none.
+            AuthError: There are no usable credentials.
+        """
+        self._address, self._settings = S3Address.parse(address), S3Settings()
+        self._client = S3Client(self._address, self._settings)
+
+    @property
+    def url(self) -> str:
+        """The address, which holds nothing secret."""
+        return self._address.url
+
+    def objects(self) -> Iterator[tuple[str, int]]:
+        """List the objects.
+
+        Yields:
+            Name below the prefix, and bytes, of each, in the server's order.
+        """
+        where, more = self._address, ""
+        while True:
+            following: dict[str, Any] = {"ContinuationToken": more} if more else {}
+            with self._client.asking() as boto:
+                page = boto.list_objects_v2(Bucket=where.bucket, Prefix=where.root, **following)
+            for found in page.get("Contents", ()):
+                yield found["Key"].removeprefix(where.root), found["Size"]
+            more = page.get("NextContinuationToken", "")
+            if not (page.get("IsTruncated") and more):
+                return
+
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        """Read an object, or a part of it.
+
+        Args:
+            name: Below the prefix.
+            start: First byte.
+            end: The byte after the last; None: to its end.
+
+        Returns:
+            The bytes, up to the object's end.
+
+        Raises:
+            NotFoundError: There is no such object.
+            StorageError: It cannot be read.
+        """
+        wanted: dict[str, Any] = {"Range": range_header(start, end)} if start else {}  # an empty object has no range
+        with self._client.asking(name) as boto:
+            answer = boto.get_object(Bucket=self._address.bucket, Key=self._address.root + name, **wanted)
+            return read_answer(answer, start, end, total_s=self._settings.total_s, what=name)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()

@@ -1,0 +1,262 @@
+"""The manifest of a run: one row for each document, as Parquet or as lines of JSON."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+
+from kvwire._lazy import require
+from kvwire.errors import ArgumentError, CorruptError, NotFoundError, StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Status: TypeAlias = Literal["encoded", "there already", "kept as text", "failed"]
+_GROUP_ROWS = 10_000
+_LINES = (".jsonl", ".ndjson")
+
+
+@dataclass(frozen=True)
+class LevelRow:
+    """One level of a document's blob.
+
+    Attributes:
+        name: Of the level.
+        bytes: That a reader of it fetches, header and index included.
+        bits_per_element: These bytes, over the numbers of the cache.
+        error: Measured, attention-weighted and relative.
+        kl: Expected divergence of the next token's distribution, in nats; None where nobody measured the model.
+    """
+
+    name: str
+    bytes: int
+    bits_per_element: float
+    error: float
+    kl: float | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one document.
+
+    Attributes:
+        id: The document's name in the catalog.
+        source: Where its text lies.
+        status: What became of it.
+        tokens: Of the text; 0 where nobody counted.
+        bytes: Of the blob; 0 where there is none.
+        blob: SHA-256 of the blob as it is stored; empty where there is none.
+        profile: SHA-256 of the profile that it was coded with.
+        levels: From the coarsest on.
+        read_s: Seconds of reading the text.
+        tokenize_s: Seconds of tokenising it.
+        look_up_s: Seconds of asking the catalog.
+        prefill_s: Seconds in the model.
+        encode_s: Seconds in the codec.
+        upload_s: Seconds of writing text, blob and entries.
+        reason: What went wrong.
+        advice: What to do about it.
+    """
+
+    id: str
+    source: str
+    status: Status = "failed"
+    tokens: int = 0
+    bytes: int = 0
+    blob: str = ""
+    profile: str = ""
+    levels: tuple[LevelRow, ...] = ()
+    read_s: float = 0.0
+    tokenize_s: float = 0.0
+    look_up_s: float = 0.0
+    prefill_s: float = 0.0
+    encode_s: float = 0.0
+    upload_s: float = 0.0
+    reason: str = ""
+    advice: str = ""
+
+    @property
+    def problem(self) -> str:
+        """Reason and advice in one line."""
+        return "; ".join(filter(None, (self.reason, self.advice)))
+
+    def to_json(self) -> str:
+        """One line of ASCII, whatever is in the names."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_dict(cls, found: dict[str, Any]) -> Row:
+        """Read a row.
+
+        Args:
+            found: As ``to_json`` or Parquet holds it.
+
+        Returns:
+            The row.
+
+        Raises:
+            CorruptError: It is none.
+        """
+        try:
+            return cls(**{**found, "levels": tuple(LevelRow(**level) for level in found["levels"])})
+        except (TypeError, KeyError) as error:
+            msg = "the manifest holds a row that kvwire encode does not write; make it anew with --manifest"
+            raise CorruptError(msg) from error
+
+
+class ManifestWriter(Protocol):
+    """Takes rows, one after another."""
+
+    def add(self, row: Row) -> None:
+        """Take one row."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+class _LinesWriter:
+    def __init__(self, path: Path) -> None:
+        with _told(path):
+            self._path, self._file = path, path.open("w", encoding="ascii")
+
+    def add(self, row: Row) -> None:
+        with _told(self._path):
+            self._file.write(row.to_json() + "\n")
+
+    def close(self) -> None:
+        with _told(self._path):
+            self._file.close()
+
+
+class _ParquetWriter:
+    def __init__(self, path: Path) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        numbers = [(each, pa.float64()) for each in ("bits_per_element", "error", "kl")]
+        level = pa.struct([("name", pa.string()), ("bytes", pa.int64()), *numbers])
+        types = {"int": pa.int64(), "float": pa.float64(), "tuple[LevelRow, ...]": pa.list_(level)}
+        fields = [(name, types.get(str(kind), pa.string())) for name, kind in Row.__annotations__.items()]
+        self._schema, self._path = pa.schema(fields, metadata={"kvwire.manifest": "1"}), path
+        self._rows: list[dict[str, Any]] = []
+        with _told(path):
+            self._writer = pq.ParquetWriter(path, self._schema)
+
+    def add(self, row: Row) -> None:
+        self._rows.append(asdict(replace(row, id=_encodable(row.id), source=_encodable(row.source))))
+        if len(self._rows) == _GROUP_ROWS:
+            self._flush()
+
+    def _flush(self) -> None:
+        import pyarrow as pa
+
+        with _told(self._path):
+            self._writer.write_table(pa.Table.from_pylist(self._rows, self._schema))
+        self._rows.clear()
+
+    def close(self) -> None:
+        self._flush()
+        with _told(self._path):
+            self._writer.close()
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        msg = f"{path} cannot be written ({error.strerror}); check the folder and the space that is left"
+        raise StorageError(msg) from error
+
+
+def _encodable(name: str) -> str:
+    """A name as UTF-8 can hold it: bytes of file names that are no text are written out."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
+def check_manifest_name(path: str) -> Path:
+    """Refuse a manifest that could not be written, before anything is encoded.
+
+    Args:
+        path: Of the file.
+
+    Returns:
+        The path.
+
+    Raises:
+        ArgumentError: The name ends otherwise than in .parquet or .jsonl, or pyarrow is not installed.
+    """
+    target = Path(path).expanduser()
+    if target.suffix not in (".parquet", *_LINES):
+        msg = f"a manifest is a .parquet or .jsonl file, {target.name[-40:]!r} is neither: name it so"
+        raise ArgumentError(msg)
+    if target.suffix == ".parquet":
+        require("pyarrow", "parquet", "a manifest as Parquet")
+    return target
+
+
+@contextmanager
+def writing(path: str) -> Iterator[ManifestWriter]:
+    """Write a manifest; the file is there once all rows are.
+
+    Args:
+        path: Of the file: .parquet, or .jsonl for lines of JSON, which need no extra.
+
+    Yields:
+        What takes the rows.
+
+    Raises:
+        ArgumentError: The name ends otherwise, or pyarrow is not installed.
+        StorageError: The file cannot be written.
+    """
+    target = check_manifest_name(path)
+    part = target.with_name(target.name + ".part")
+    writer: ManifestWriter = _LinesWriter(part) if target.suffix in _LINES else _ParquetWriter(part)
+    try:
+        yield writer
+        writer.close()
+        with _told(target):
+            part.replace(target)
+    except BaseException:
+        with suppress(OSError):
+            writer.close()
+            part.unlink(missing_ok=True)
+        raise
+
+
+def read_manifest(path: str) -> list[Row]:
+    """Read a manifest.
+
+    Args:
+        path: Of the file.
+
+    Returns:
+        Its rows.
+
+    Raises:
+        NotFoundError: There is no such file.
+        CorruptError: It is no manifest.
+        ArgumentError: It is Parquet, and pyarrow is not installed.
+    """
+    target = Path(path).expanduser()
+    if not target.is_file():
+        msg = f"{target} is not a file; write one with kvwire encode --manifest FILE"
+        raise NotFoundError(msg)
+    if target.suffix not in _LINES:
+        require("pyarrow", "parquet", "reading Parquet")
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            return [Row.from_dict(found) for found in pq.read_table(target).to_pylist()]
+        except (OSError, pa.ArrowException) as error:
+            msg = f"{target} cannot be read as Parquet; make it anew with kvwire encode --manifest"
+            raise CorruptError(msg) from error
+    try:
+        return [Row.from_dict(json.loads(line)) for line in target.read_text(encoding="ascii").splitlines()]
+    except (ValueError, OSError) as error:
+        msg = f"{target} is no manifest; make it anew with kvwire encode --manifest"
+        raise CorruptError(msg) from error

@@ -1,0 +1,170 @@
+"""Documents on one machine: one after another, or with reading, prefill, encoding and upload side by side."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from queue import Full, Queue
+from typing import TYPE_CHECKING, TypeVar
+
+from kvwire.offline.sample import sample
+from kvwire.offline.steps import DocumentSteps, RunOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Sequence
+
+    from kvwire.codec import AnyProfile
+    from kvwire.offline.batches import Batches
+    from kvwire.offline.refs import DocumentRef
+    from kvwire.offline.steps import Work
+    from kvwire.runtime.coding import Document
+    from kvwire.runtime.corpus import Corpus
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+AHEAD = 2
+"""Documents that wait between two steps: caches of so many more are in memory."""
+_POLL_S = 0.1
+
+
+def prepare_profile(
+    corpus: Corpus, refs: Sequence[DocumentRef], options: RunOptions | None = None
+) -> AnyProfile | None:
+    """Find the profile to encode with, or fit it on a sample of the documents and publish it.
+
+    Args:
+        corpus: Whose engine encodes into its store.
+        refs: The documents.
+        options: What is encoded.
+
+    Returns:
+        The profile; None where the store has none and there is too little text for one.
+
+    Raises:
+        KvwireError: As ``EncodingSteps.prepare`` says.
+    """
+    chosen = options or RunOptions()
+    steps, encoder = DocumentSteps(corpus, None, chosen), corpus.encoder()
+
+    def read(ref: DocumentRef) -> Document | None:
+        return steps.read_document(ref) if encoder.is_due(ref.document_id, chosen.encode_after) else None
+
+    return encoder.prepare(lambda: sample(refs, read), force=chosen.force, refit=chosen.refit)
+
+
+def encode_serially(
+    corpus: Corpus, refs: Sequence[DocumentRef], profile: AnyProfile | None, options: RunOptions | None = None
+) -> Generator[Work]:
+    """Encode documents, each from its first step to its last: the plain twin of ``encode_side_by_side``.
+
+    Args:
+        corpus: Whose engine encodes into its store.
+        refs: The documents.
+        profile: To encode with.
+        options: What is encoded.
+
+    Yields:
+        Each document, done.
+    """
+    steps = _steps(corpus, refs, profile, options)
+    for ref in refs:
+        work = steps.begin(ref)
+        for step in (steps.front, steps.compute, steps.code, steps.write):
+            work = step(work)
+        yield work
+
+
+def encode_side_by_side(
+    corpus: Corpus,
+    refs: Sequence[DocumentRef],
+    profile: AnyProfile | None,
+    options: RunOptions | None = None,
+    batches: Batches | None = None,
+) -> Generator[Work]:
+    """Encode documents, four at a time: one is read, one computed, one coded and one written.
+
+    Neighbours of one length are computed at once where that changes no bit, so a blob does not depend on what is
+    encoded with it.
+
+    Args:
+        corpus: Whose engine encodes into its store.
+        refs: The documents.
+        profile: To encode with.
+        options: What is encoded.
+        batches: What earlier runs of the same engine tried; None: nothing was tried.
+
+    Yields:
+        Each document, done, in the order given.
+    """
+    steps = _steps(corpus, refs, profile, options, batches)
+    groups = ahead(list, steps.groups(map(steps.begin, refs)))
+    computed = ahead(steps.compute_group, groups)
+    coded = ahead(steps.code, (work for group in computed for work in group))
+    written = ahead(steps.write, coded)
+    try:
+        yield from written
+    finally:
+        steps.stop()
+        for lane in (written, coded, computed, groups):
+            lane.close()
+
+
+def _steps(
+    corpus: Corpus,
+    refs: Sequence[DocumentRef],
+    profile: AnyProfile | None,
+    options: RunOptions | None,
+    batches: Batches | None = None,
+) -> DocumentSteps:
+    steps = DocumentSteps(corpus, profile, options or RunOptions(), batches)
+    if corpus.encoder().coding.deviation:
+        steps.measure_neighbours(refs)
+    return steps
+
+
+def ahead(step: Callable[[T], R], items: Iterable[T], depth: int = AHEAD) -> Generator[R]:
+    """As ``map``, in a thread that runs ahead of whoever takes the results.
+
+    Args:
+        step: Called in the thread, item by item; what it raises is raised where its result would come.
+        items: Taken in the thread.
+        depth: Results that wait, at most.
+
+    Yields:
+        The results, in order.
+    """
+    queue: Queue[tuple[list[R], BaseException | None]] = Queue(depth)
+    stopped = threading.Event()
+
+    def put(results: list[R], error: BaseException | None = None) -> bool:
+        while not stopped.is_set():
+            with suppress(Full):
+                queue.put((results, error), timeout=_POLL_S)
+                return True
+        return False
+
+    thread = threading.Thread(target=_run, args=(step, items, put), name="kvwire-encode", daemon=True)
+    thread.start()
+    try:
+        while True:
+            results, error = queue.get()
+            if error is not None:
+                raise error
+            if not results:
+                return
+            yield from results
+    finally:
+        stopped.set()
+        thread.join()
+
+
+def _run(step: Callable[[T], R], items: Iterable[T], put: Callable[..., bool]) -> None:
+    """Put each result in a list of its own, an empty list at the end, or the error that ended it."""
+    try:
+        for item in items:
+            if not put([step(item)]):
+                return
+        put([])
+    except BaseException as error:  # noqa: BLE001 - raised again by whoever takes the results
+        put([], error)

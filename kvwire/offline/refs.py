@@ -1,0 +1,145 @@
+"""Where the text of one document lies, what is wrong with it, and how it is read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from kvwire.errors import ArgumentError, NotFoundError
+from kvwire.runtime.text_files import MOST_BYTES, decoded_text, read_part
+
+if TYPE_CHECKING:
+    from kvwire.offline.bucket import Bucket
+
+Kind: TypeAlias = Literal["text", "lines", "parquet", "dataset"]
+
+
+@dataclass(frozen=True)
+class DocumentRef:
+    """One document of a source; its text is read where it is encoded.
+
+    Attributes:
+        document_id: Its name in the catalog.
+        source: The file, object or dataset, as people name it.
+        kind: How it is read: a text file, a line of JSON, a row of Parquet or of a dataset.
+        name: Path of the file or folder, or the object's key.
+        base: Address of the bucket that holds the object; empty for files.
+        column: The text's field; empty for text files.
+        at: First byte of a line, or number of a row.
+        size: Bytes of the file, the line or the text.
+        problem: Why it cannot be read, and what to do, as far as listing told.
+    """
+
+    document_id: str
+    source: str
+    kind: Kind
+    name: str
+    base: str = ""
+    column: str = ""
+    at: int = 0
+    size: int = 0
+    problem: str = ""
+
+    def to_json(self) -> str:
+        """One line of ASCII, whatever is in the names."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str) -> DocumentRef:
+        """Read ``to_json``.
+
+        Args:
+            line: As it was written.
+
+        Returns:
+            The same.
+        """
+        return cls(**json.loads(line))
+
+
+class TextReader:
+    """Reads the texts of documents, one after another; files of rows stay open in between."""
+
+    def read(self, ref: DocumentRef) -> str:
+        """Read one text.
+
+        Args:
+            ref: The document.
+
+        Returns:
+            Its text, with line ends as in Unix.
+
+        Raises:
+            ArgumentError: It cannot be a document: its problem, no UTF-8, or too large.
+            StorageError: It cannot be read.
+            NotFoundError: It is gone.
+        """
+        if ref.problem:
+            raise ArgumentError(ref.problem)
+        if ref.kind in ("text", "lines"):
+            end = ref.at + ref.size if ref.kind == "lines" else MOST_BYTES + 1
+            data = _open_bucket(ref.base).read(ref.name, ref.at, end) if ref.base else read_part(ref.name, ref.at, end)
+            return decoded_text(data, ref.source) if ref.kind == "text" else text_of_line(data, ref.column)
+        from kvwire.offline import tables
+
+        found = (tables.parquet_text if ref.kind == "parquet" else tables.dataset_text)(ref.name, ref.column, ref.at)
+        if not isinstance(found, str):
+            msg = f"row {ref.at} has no text in {ref.column!r}; fill it in or leave the row out"
+            raise ArgumentError(msg)
+        return found
+
+
+@lru_cache(maxsize=8)
+def _open_bucket(address: str) -> Bucket:
+    from kvwire.offline.bucket import Bucket  # boto3 is slow to import
+
+    return Bucket(address)
+
+
+def object_of_line(line: bytes) -> dict[str, Any]:
+    """Read a line of JSON.
+
+    Args:
+        line: With or without its end.
+
+    Returns:
+        The object.
+
+    Raises:
+        ArgumentError: It is none.
+    """
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        msg = f"the line is no JSON ({type(error).__name__}); correct it or leave it out"
+        raise ArgumentError(msg) from None
+    if not isinstance(found, dict):
+        msg = "the line is no JSON object; write one object a line"
+        raise ArgumentError(msg)
+    return found
+
+
+def text_of_line(line: bytes, column: str) -> str:
+    """The text of a line of JSON.
+
+    Args:
+        line: The line.
+        column: The text's field.
+
+    Returns:
+        The text.
+
+    Raises:
+        ArgumentError: There is no text in that field.
+        NotFoundError: The line is not there any more.
+    """
+    if not line:
+        msg = "the line is gone; run again, so that the file is listed anew"
+        raise NotFoundError(msg)
+    text = object_of_line(line).get(column)
+    if not isinstance(text, str):
+        msg = f"the line has no text in {column!r}; name the field with --text-column"
+        raise ArgumentError(msg)
+    return text

@@ -1,0 +1,342 @@
+"""What is done with one document: read, tokenised, looked up, computed, coded, written. Each failure becomes a row."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from kvwire.errors import ArgumentError, KvwireError, MismatchError, NotFoundError, StorageError
+from kvwire.offline.batches import MOST, MOST_TOKENS, Batches
+from kvwire.offline.manifest import LevelRow, Row
+from kvwire.offline.refs import TextReader
+from kvwire.runtime.coding import Document, Encoded
+from kvwire.runtime.text_files import problem_with, token_ids
+from kvwire.store import check_new_name
+from kvwire.types import digest_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from kvwire.codec import AnyProfile
+    from kvwire.offline.manifest import Status
+    from kvwire.offline.refs import DocumentRef
+    from kvwire.runtime.corpus import Corpus
+    from kvwire.runtime.encoding_steps import Computed
+    from kvwire.types import BlobInfo, KVCache
+
+_MOST_STORE_FAILURES = 8
+"""In a row; then the store is not written to any more, and no model runs for nothing."""
+_ADVICE = (
+    (StorageError, "look at the disk, the store and the network, then run again: what is done is skipped"),
+    (NotFoundError, "put it back, then run again"),
+    (MismatchError, "encode with the model and settings that the store was made with, or name another tenant"),
+    (ArgumentError, "correct the document, then run again"),
+    (KvwireError, "kvwire store verify tells what is damaged; then run again"),
+)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What is encoded of the documents.
+
+    Attributes:
+        force: Encode and write again even what seems to be there.
+        encode_after: Documents with fewer counted uses are kept as text; 0 encodes all.
+        index: Schemes of the indexes that are to find the documents.
+        refit: Fit a new profile on these documents, and encode again what has another one.
+    """
+
+    force: bool = False
+    encode_after: int = 0
+    index: tuple[str, ...] = ()
+    refit: bool = False
+
+
+@dataclass
+class Work:
+    """One document on its way.
+
+    Attributes:
+        row: What is told of it; its status counts once ``is_done``.
+        is_done: Nothing is left to do.
+        encoded: What became of it, where this process encoded it or found it.
+        text: As it was read, until it is tokenised.
+        document: Its tokens.
+        cache: Where it was computed with others.
+        computed: Until it is coded.
+        coded: Until it is written.
+        digest: Of its tokens, while others of the same wait for it.
+    """
+
+    ref: DocumentRef
+    row: Row
+    is_done: bool = False
+    encoded: Encoded | None = None
+    text: str = ""
+    cache: KVCache | None = None
+    document: Document | None = None
+    computed: Computed | None = None
+    coded: tuple[bytes, BlobInfo] | None = None
+    digest: str = field(default="", repr=False)
+
+
+def failed_row(row: Row, error: KvwireError) -> Row:
+    """A row that tells an error.
+
+    Args:
+        row: What is known of the document.
+        error: What went wrong; what stands behind its last semicolon says what to do.
+
+    Returns:
+        The row with reason and advice.
+    """
+    reason, cut, advice = str(error).rpartition("; ")
+    if not cut:
+        reason, advice = advice, next(words for kind, words in _ADVICE if isinstance(error, kind))
+    return replace(row, status="failed", reason=reason, advice=advice)
+
+
+class DocumentSteps:
+    """The steps, in the order of ``front``, ``compute``, ``code``, ``write``; each may run in a thread of its own.
+
+    A text that is on its way already under another name is waited for, and found then.
+    """
+
+    def __init__(
+        self, corpus: Corpus, profile: AnyProfile | None, options: RunOptions, batches: Batches | None = None
+    ) -> None:
+        """Keep the parts.
+
+        Args:
+            corpus: Whose engine encodes into its store.
+            profile: To encode with.
+            options: What is encoded.
+            batches: Knows which shapes were tried; None: nothing was.
+        """
+        self._encoder, self._profile, self._options = corpus.encoder(), profile, options
+        self._indexes = self._encoder.indexes(options.index)
+        self._reader, self._engine = TextReader(), self._encoder.engine
+        self._encoder.is_due("", options.encode_after)  # refuses what needs counted uses and has none
+        if not self._engine.has_tokenizer:
+            self._engine.tokenize("")  # which tells what is missing
+        self._around: Any = None
+        self._on_their_way: set[str] = set()
+        self._moved = threading.Condition()
+        self._store_failures = 0
+        self._batches = batches or Batches(self._engine)
+
+    def measure_neighbours(self, refs: Sequence[DocumentRef]) -> None:
+        """Read all documents, where deviations are wanted: each one's neighbours are all others.
+
+        Args:
+            refs: The documents.
+        """
+        documents = [document for ref in refs if (document := self.read_document(ref)) is not None]
+        self._around = self._encoder.neighbours(documents)
+
+    def read_document(self, ref: DocumentRef) -> Document | None:
+        """A document's tokens.
+
+        Args:
+            ref: The document.
+
+        Returns:
+            The document; None where it cannot be encoded.
+        """
+        work = self._through(self.begin(ref), self._read, self._tokenize)
+        return None if work.is_done else work.document
+
+    @staticmethod
+    def begin(ref: DocumentRef) -> Work:
+        """A document of which nothing is done."""
+        return Work(ref, Row(ref.document_id, ref.source))
+
+    def front(self, work: Work) -> Work:
+        """Read, tokenise and look up."""
+        return self._through(work, self._read, self._tokenize, self._look_up)
+
+    def groups(self, works: Iterable[Work]) -> Iterator[list[Work]]:
+        """As ``front``; neighbours of one length are put together, as far as none waits for another of its group.
+
+        Args:
+            works: Documents of which nothing is done.
+
+        Yields:
+            Documents, in the order given.
+        """
+        group: list[Work] = []
+        for work in works:
+            self._through(work, self._read, self._tokenize)
+            if group and not self._belongs(work, group):
+                yield group
+                group = []
+            group.append(self._through(work, self._look_up))
+        if group:
+            yield group
+
+    def compute(self, work: Work) -> Work:
+        """Run the model."""
+        return self._through(work, self._compute)
+
+    def compute_group(self, works: list[Work]) -> list[Work]:
+        """Run the model over documents of one length, at once where that changes no bit.
+
+        Args:
+            works: As ``groups`` yields them.
+
+        Returns:
+            The same.
+        """
+        due, started = [work for work in works if not work.is_done], time.perf_counter()
+        if not self._encoder.coding.neutral_prefix:
+            caches: Sequence[KVCache | None] = [None] * len(due)
+            with suppress(KvwireError):  # of one of them: alone, each tells its own
+                caches = self._batches.caches([_there(work.document).token_ids for work in due])
+            share = (time.perf_counter() - started) / max(1, len(due))
+            for work, cache in zip(due, caches, strict=True):
+                work.cache, work.row = cache, replace(work.row, prefill_s=share if cache else 0.0)
+        return [self.compute(work) for work in works]
+
+    def code(self, work: Work) -> Work:
+        """Run the codec."""
+        return self._through(work, self._code)
+
+    def write(self, work: Work) -> Work:
+        """Write text, blob and entries."""
+        return self._through(work, self._write)
+
+    def stop(self) -> None:
+        """Let nobody wait for a text that never arrives."""
+        with self._moved:
+            self._on_their_way.clear()
+            self._moved.notify_all()
+
+    def _through(self, work: Work, *steps: Callable[[Work], None]) -> Work:
+        for step in steps:
+            if work.is_done:
+                break
+            started = time.perf_counter()
+            try:
+                step(work)
+            except KvwireError as error:
+                work.is_done, work.row = True, failed_row(work.row, error)
+                work.computed = work.coded = None
+                self._leave(work)
+            part = f"{_PARTS[step.__name__]}_s"
+            spent = getattr(work.row, part) + time.perf_counter() - started
+            work.row = replace(work.row, **{part: spent})
+        return work
+
+    def _belongs(self, work: Work, group: list[Work]) -> bool:
+        if work.document is None or work.is_done or len(group) == MOST:
+            return False
+        if work.row.tokens != group[0].row.tokens or work.row.tokens * (len(group) + 1) > MOST_TOKENS:
+            return False
+        with self._moved:
+            return digest_tokens(work.document.token_ids) not in self._on_their_way
+
+    def _leave(self, work: Work) -> None:
+        with self._moved:
+            self._on_their_way.discard(work.digest)
+            work.digest = ""
+            self._moved.notify_all()
+
+    def _enter(self, digest: str) -> None:
+        with self._moved:
+            self._moved.wait_for(lambda: digest not in self._on_their_way)
+            self._on_their_way.add(digest)
+
+    def _read(self, work: Work) -> None:
+        work.text = self._reader.read(work.ref)
+
+    def _tokenize(self, work: Work) -> None:
+        check_new_name(work.ref.document_id, "document")
+        window = self._engine.window
+        ids = token_ids(self._engine.tokenize, window, work.text)
+        work.text = ""
+        if problem := problem_with(ids, window):
+            raise ArgumentError(problem)
+        work.document = Document(work.ref.document_id, tuple(ids))
+        work.row = replace(work.row, tokens=len(ids))
+
+    def _look_up(self, work: Work) -> None:
+        document = _there(work.document)
+        if self._store_failures >= _MOST_STORE_FAILURES:
+            msg = f"not tried: the store failed {self._store_failures} times in a row before; see to it and run again"
+            raise StorageError(msg)
+        digest = digest_tokens(document.token_ids)
+        self._enter(digest)
+        work.digest = digest
+        found = None if self._options.force else self._encoder.known(document, self._profile)
+        if found is None and not self._encoder.is_due(document.document_id, self._options.encode_after):
+            found = self._encoder.keep_text(document)
+        if found is not None:
+            self._finish(work, found)
+
+    def _compute(self, work: Work) -> None:
+        work.computed = self._encoder.compute(_there(work.document), self._profile, self._around, work.cache)
+        work.cache = None
+
+    def _code(self, work: Work) -> None:
+        work.coded = self._encoder.code(_there(work.computed), self._profile)
+        work.computed = None
+
+    def _write(self, work: Work) -> None:
+        blob, info = _there(work.coded)
+        try:
+            entry = self._encoder.write(_there(work.document), blob, info, self._profile)
+            row = work.row
+            encoded = Encoded(entry, info, skipped=False, encode_s=row.prefill_s + row.encode_s)
+            self._finish(work, encoded)
+        except StorageError:
+            self._store_failures += 1
+            raise
+        self._store_failures = 0
+
+    def _finish(self, work: Work, encoded: Encoded) -> None:
+        if not encoded.entry.is_text:
+            for each in self._indexes:
+                each.add(encoded.entry, _there(work.document).token_ids, is_new=not encoded.skipped)
+        work.is_done, work.encoded, work.coded = True, encoded, None
+        work.row = told(work.row, encoded)
+        self._leave(work)
+
+
+_PARTS = {
+    "_read": "read", "_tokenize": "tokenize", "_look_up": "look_up", "_compute": "prefill", "_code": "encode",
+    "_write": "upload",
+}  # fmt: skip
+
+
+def told(row: Row, encoded: Encoded) -> Row:
+    """A row that tells what the store holds of a document.
+
+    Args:
+        row: What is known of the document.
+        encoded: What became of it.
+
+    Returns:
+        The row, with sizes and errors from the blob's header.
+    """
+    entry, info = encoded.entry, encoded.blob
+    if info is None:
+        return replace(row, status="kept as text", tokens=entry.tokens)
+    levels = tuple(
+        LevelRow(each.name, each.cumulative_bytes, each.bits_per_element, each.measured_error, each.predicted_kl)
+        for each in info.levels
+    )
+    status: Status = "there already" if encoded.skipped else "encoded"
+    return replace(
+        row, status=status, tokens=entry.tokens, bytes=entry.size, blob=entry.sha256, profile=entry.profile_digest,
+        levels=levels,
+    )  # fmt: skip
+
+
+def _there(found: Any) -> Any:  # noqa: ANN401 - what an earlier step left
+    if found is None:
+        msg = "a step was run before the one that it needs: run front, compute, code and write in this order"
+        raise ArgumentError(msg)
+    return found

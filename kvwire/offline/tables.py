@@ -1,0 +1,190 @@
+"""Documents that are rows: of Parquet files and of Hugging Face datasets on disk. pyarrow and datasets are extras."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from kvwire._lazy import require
+from kvwire.errors import ArgumentError, NotFoundError, StorageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_DATASET_FILES = ("state.json", "dataset_dict.json")
+
+
+def is_dataset(folder: Path) -> bool:
+    """Whether a folder holds what ``datasets`` saved with ``save_to_disk``."""
+    return any((folder / name).is_file() for name in _DATASET_FILES)
+
+
+def parquet_rows(path: str, column: str, id_column: str) -> list[tuple[str, int]]:
+    """List the rows of a Parquet file; texts are measured and dropped.
+
+    Args:
+        path: Of the file.
+        column: The text's.
+        id_column: The document id's; rows are numbered where there is none.
+
+    Returns:
+        Id, or an empty text, and bytes of the text, of each row.
+
+    Raises:
+        ArgumentError: There is no such column of text, or pyarrow is not installed.
+        StorageError: The file cannot be read.
+    """
+    file = _parquet(path)
+    names = file.schema_arrow.names
+    _check_column(column, names, path)
+    wanted = [column, id_column] if id_column in names else [column]
+    found: list[tuple[str, int]] = []
+    for batch in file.iter_batches(columns=wanted):
+        found += _listed(batch, column, id_column)
+    return found
+
+
+def parquet_text(path: str, column: str, row: int) -> Any:  # noqa: ANN401 - whatever the file holds
+    """Read the text of one row; the row group that was read last is kept.
+
+    Args:
+        path: Of the file.
+        column: The text's.
+        row: Number of the row.
+
+    Returns:
+        What the row holds there.
+
+    Raises:
+        NotFoundError: The file has no such row any more.
+        StorageError: The file cannot be read.
+    """
+    file, group, first = _parquet(path), 0, 0
+    while group < file.num_row_groups and row >= first + file.metadata.row_group(group).num_rows:
+        first += file.metadata.row_group(group).num_rows
+        group += 1
+    if group == file.num_row_groups:
+        msg = f"{path} has no row {row} any more; run again, so that the file is listed anew"
+        raise NotFoundError(msg)
+    return _row_group(path, column, group)[row - first].as_py()
+
+
+def dataset_rows(folder: str, split: str, column: str, id_column: str) -> list[tuple[str, int]]:
+    """List the rows of a dataset on disk.
+
+    Args:
+        folder: Of the dataset.
+        split: Its name; empty where the dataset has none.
+        column: The text's.
+        id_column: The document id's; rows are numbered where there is none.
+
+    Returns:
+        Id, or an empty text, and bytes of the text, of each row.
+
+    Raises:
+        ArgumentError: There is no such column of text, or datasets is not installed.
+        StorageError: The dataset cannot be read.
+    """
+    data = _dataset(folder, split)
+    _check_column(column, data.column_names, folder)
+    wanted = [column, id_column] if id_column in data.column_names else [column]
+    return _listed(data.select_columns(wanted).with_format("arrow")[:], column, id_column)
+
+
+def dataset_text(name: str, column: str, row: int) -> Any:  # noqa: ANN401 - whatever the dataset holds
+    """Read the text of one row.
+
+    Args:
+        name: The dataset's folder, and ``#split`` where it has splits.
+        column: The text's.
+        row: Number of the row.
+
+    Returns:
+        What the row holds there.
+
+    Raises:
+        NotFoundError: The dataset has no such row any more.
+        StorageError: The dataset cannot be read.
+    """
+    folder, _, split = name.partition("#")
+    try:
+        return _dataset(folder, split)[row][column]
+    except IndexError as error:
+        msg = f"{folder} has no row {row} any more; run again, so that it is listed anew"
+        raise NotFoundError(msg) from error
+
+
+def splits(folder: str) -> list[str]:
+    """Names of a dataset's splits; one empty name where it has none.
+
+    Args:
+        folder: Of the dataset.
+    """
+    found = _loaded(folder)
+    return sorted(found) if isinstance(found, dict) else [""]
+
+
+def _check_column(column: str, names: list[str], where: str) -> None:
+    if column not in names:
+        msg = f"{where} has no column {column!r}; it has {', '.join(names)[:200]}: name one with --text-column"
+        raise ArgumentError(msg)
+
+
+def _listed(table: Any, column: str, id_column: str) -> list[tuple[str, int]]:  # noqa: ANN401 - pyarrow has no types
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    texts = table.column(column)
+    is_text = pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type)
+    if not is_text and len(texts):
+        msg = f"the column {column!r} holds {texts.type}, no text; name another one with --text-column"
+        raise ArgumentError(msg)
+    sizes = [size or 0 for size in pc.binary_length(texts).to_pylist()]
+    has_ids = id_column in table.schema.names
+    ids = (
+        ["" if each is None else str(each) for each in table.column(id_column).to_pylist()]
+        if has_ids
+        else [""] * len(sizes)
+    )
+    return list(zip(ids, sizes, strict=True))
+
+
+@lru_cache(maxsize=8)
+def _parquet(path: str) -> Any:  # noqa: ANN401 - pyarrow has no types
+    require("pyarrow", "parquet", "reading Parquet")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.ParquetFile(path)
+    except (OSError, pa.ArrowException) as error:
+        msg = f"{path} cannot be read as Parquet ({type(error).__name__}); check the file"
+        raise StorageError(msg) from error
+
+
+@lru_cache(maxsize=2)
+def _row_group(path: str, column: str, group: int) -> Any:  # noqa: ANN401 - pyarrow has no types
+    import pyarrow as pa
+
+    try:
+        return _parquet(path).read_row_group(group, columns=[column]).column(column)
+    except (OSError, pa.ArrowException) as error:
+        msg = f"{path} cannot be read as Parquet ({type(error).__name__}); check the file"
+        raise StorageError(msg) from error
+
+
+def _dataset(folder: str, split: str) -> Any:  # noqa: ANN401 - datasets is optional
+    found = _loaded(folder)
+    return found[split] if split else found
+
+
+@lru_cache(maxsize=8)
+def _loaded(folder: str) -> Any:  # noqa: ANN401 - datasets is optional
+    require("datasets", "datasets", "reading a dataset of Hugging Face")
+    import datasets
+
+    try:
+        return datasets.load_from_disk(folder)
+    except (OSError, ValueError) as error:
+        msg = f"{folder} cannot be read as a dataset ({type(error).__name__}); save it with save_to_disk"
+        raise StorageError(msg) from error

@@ -1,0 +1,355 @@
+"""The steps by which a document becomes a blob: looked up, computed, coded, written; the profile before all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvwire.codec import encode
+from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError
+from kvwire.runtime.calibration import CALIBRATION_TOKENS, LEAST_TOKENS, compute_document, fit_profile_to
+from kvwire.runtime.coding import Encoded
+from kvwire.runtime.kept_moments import MomentFile
+from kvwire.store import ModelRecord
+from kvwire.types import digest_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from kvwire.codec import AnyProfile
+    from kvwire.engines.base import Engine
+    from kvwire.runtime.coding import Coding, Document
+    from kvwire.runtime.corpus_reader import CorpusReader
+    from kvwire.runtime.neighbours import Neighbours
+    from kvwire.store import CatalogEntry, PrefixIndex
+    from kvwire.types import BlobInfo, BlockDeviation, KVCache
+
+ENOUGH_TOKENS = 4096
+"""A profile fitted on less gives way once twice as much text comes: a short first document must not rule for ever."""
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What the model made of a document.
+
+    Attributes:
+        cache: Of the whole document, positions on and from 0.
+        neutral_prefix: Tokens that it was computed behind.
+        hidden: States of the prefix layers, where the profile has some.
+        deviation: How far tokens move behind others, where that was measured.
+    """
+
+    cache: KVCache
+    neutral_prefix: tuple[int, ...] = ()
+    hidden: Tensor | None = None
+    deviation: BlockDeviation | None = None
+
+
+class EncodingSteps:
+    """What is done with each document of a corpus. One thread at a time may run a step; steps may run side by side.
+
+    Attributes:
+        coding: How documents are encoded.
+    """
+
+    def __init__(self, corpus: CorpusReader, engine: Engine | None, coding: Coding) -> None:
+        """Keep the parts.
+
+        Args:
+            corpus: Where the documents are looked up and written.
+            engine: The model; None where only caches from elsewhere are saved.
+            coding: How documents are encoded.
+        """
+        self._corpus, self._engine, self.coding = corpus, engine, coding
+        self._catalog, self._config = corpus.catalog, corpus.config
+
+    @property
+    def engine(self) -> Engine:
+        """The model.
+
+        Raises:
+            ArgumentError: The corpus was opened without an engine.
+        """
+        if self._engine is None:
+            msg = "this corpus was opened without an engine and cannot encode: make it with one, Corpus(engine, store)"
+            raise ArgumentError(msg)
+        return self._engine
+
+    def calibrate(self, documents: Sequence[Document], tokens: int | None = None) -> AnyProfile | None:
+        """Fit a profile on the first documents and use it from now on.
+
+        Args:
+            documents: Calibration text, the first ones first.
+            tokens: Fit on up to that many; None for ``CALIBRATION_TOKENS``.
+
+        Returns:
+            The profile; None where none was fitted, and then nothing changes.
+        """
+        most = CALIBRATION_TOKENS if tokens is None else tokens
+        profile = fit_profile_to(self.engine, self.coding, documents, most)
+        if profile is not None:
+            self._corpus.set_profile(profile)
+            MomentFile(self.coding.resume).done()
+        return profile
+
+    def prepare(
+        self, texts: Callable[[], Sequence[Document]], *, force: bool = False, refit: bool = False
+    ) -> AnyProfile | None:
+        """Find or fit the profile to encode with, and write the model's record.
+
+        Args:
+            texts: Gives text to fit on, and to judge by how much of it there is whether the profile in use was fitted
+                on too little; called only where that is in question.
+            force: Fit a new profile where the one in use is damaged.
+            refit: Fit a new profile in any case; what was encoded with another one stays readable.
+
+        Returns:
+            The profile; None where there is none.
+
+        Raises:
+            ArgumentError: The method needs a profile, and there is too little text.
+            CorruptError: The profile in use is damaged and ``force`` is not given.
+            MismatchError: The profile in use is of another method or head start.
+        """
+        self._corpus.changes += 1
+        profile = (self.calibrate(texts()) if refit else None) or self._profile_for(texts, force=force)
+        self._publish(profile)
+        return profile
+
+    def indexes(self, schemes: Sequence[str]) -> list[PrefixIndex]:
+        """The indexes that are to find what is encoded.
+
+        Args:
+            schemes: As ``Corpus.index`` takes them.
+
+        Returns:
+            One for each.
+
+        Raises:
+            ArgumentError: There is no such index, or documents are computed behind a neutral prefix.
+        """
+        found = [self._corpus.index(scheme) for scheme in schemes]
+        if found and self.coding.neutral_prefix:
+            msg = "documents behind a neutral prefix begin no prompt: encode without it, or without an index"
+            raise ArgumentError(msg)
+        return found
+
+    def neighbours(self, documents: Sequence[Document]) -> Neighbours | None:
+        """What measures deviations, where they are wanted.
+
+        Args:
+            documents: Each other's neighbours.
+
+        Returns:
+            It; None where deviations are not wanted.
+        """
+        if not self.coding.deviation:
+            return None
+        from kvwire.runtime.neighbours import Neighbours  # nothing else needs it
+
+        return Neighbours(self.engine, [each.token_ids for each in documents])
+
+    def is_due(self, document_id: str, encode_after: int) -> bool:
+        """Whether a document was used often enough to be encoded.
+
+        Args:
+            document_id: The document's name in the catalog.
+            encode_after: Uses from which on it is.
+
+        Raises:
+            ArgumentError: Uses are not counted.
+        """
+        if encode_after <= 0:
+            return True
+        if self._corpus.uses is None:
+            msg = "documents are encoded after some uses only where uses are counted: pass uses to the corpus"
+            raise ArgumentError(msg)
+        return self._corpus.uses.count(self._corpus.scope, document_id) >= encode_after
+
+    def known(self, document: Document, profile: AnyProfile | None) -> Encoded | None:
+        """The document as the catalog has it, where that is still what encoding would give.
+
+        The same text under another name counts: only an entry is added then. So does the entry of its tokens under its
+        own name, which is written first: a writer that was killed in between left it.
+
+        Args:
+            document: The document.
+            profile: The one in use.
+
+        Returns:
+            What the catalog has; None where the document is to be encoded.
+        """
+        digest = digest_tokens(document.token_ids)
+        wanted = (digest, profile.digest if profile else "", False)
+        try:
+            entry = own = self._catalog.by_document(self._config, document.document_id)
+            if entry is None or (entry.token_digest, entry.profile_digest, entry.is_text) != wanted:
+                entry, own = self._catalog.by_tokens(self._config, digest), None
+            if entry is None or (entry.token_digest, entry.profile_digest, entry.is_text) != wanted:
+                return None
+            if self._catalog.store.stat(entry.blob_key).size != entry.size:
+                return None
+            info = self._corpus.read_header(entry)
+        except (CorruptError, NotFoundError):
+            return None  # a damaged entry or a blob that is gone is written again
+        if not self._is_coded_so(info):
+            return None
+        self._catalog.put_text(self._config, document.token_ids, document_id=document.document_id)
+        if own is None:
+            added = self._catalog.alias(entry, document.document_id)
+            if added is None:
+                return None
+            self._catalog.confirm(self._config, added, document.token_ids, profile.data if profile else b"")
+            entry = added
+        self._corpus.changes += 1
+        return Encoded(entry, info, skipped=True, encode_s=0.0)
+
+    def compute(
+        self, document: Document, profile: AnyProfile | None, around: Neighbours | None = None,
+        cache: KVCache | None = None,
+    ) -> Computed:  # fmt: skip
+        """Run the model over a document; all that encoding asks of the engine is done here.
+
+        Args:
+            document: The document.
+            profile: The one in use; it says how many prefix layers there are.
+            around: Measures deviations, where they are wanted.
+            cache: Of the document, where it is computed already, without a neutral prefix.
+
+        Returns:
+            What is coded.
+        """
+        engine, ids = self.engine, document.token_ids
+        computed, neutral = (cache, ()) if cache else compute_document(engine, ids, self.coding.neutral_prefix)
+        deviation = around.measure(computed, ids) if around else None
+        layers = 0 if profile is None else profile.prefix_layers
+        return Computed(computed, neutral, engine.prefix_states(ids, layers) if layers else None, deviation)
+
+    def code(self, computed: Computed, profile: AnyProfile | None) -> tuple[bytes, BlobInfo]:
+        """Code what was computed; no engine and no store is asked.
+
+        Args:
+            computed: Of a document.
+            profile: The one in use.
+
+        Returns:
+            The blob, sealed where there are keys, and what its header says.
+        """
+        coding = self.coding
+        plain = encode(
+            computed.cache,
+            profile,
+            coding.ladder,
+            chunk_tokens=coding.chunk_tokens,
+            lossless=coding.lossless,
+            hidden=computed.hidden,
+            backend=coding.backend,
+            deviation=computed.deviation,
+            neutral_prefix=computed.neutral_prefix,
+        )
+        blob = self._catalog.seal(plain)
+        return blob, self._catalog.blob_reader().read_header(blob)
+
+    def write(self, document: Document, blob: bytes, info: BlobInfo, profile: AnyProfile | None) -> CatalogEntry:
+        """Write a document's text and blob, and the entry that names them last.
+
+        Args:
+            document: The document.
+            blob: As ``code`` gave it.
+            info: What its header says.
+            profile: The one that it was coded with.
+
+        Returns:
+            The entry.
+        """
+        self._catalog.put_text(self._config, document.token_ids, document_id=document.document_id, overwrite=True)
+        entry = self._catalog.put_blob(
+            self._config,
+            blob,
+            document_id=document.document_id,
+            header_bytes=info.header_bytes,
+            tokens=info.tokens,
+            token_digest=info.meta.token_digest,
+            profile_digest=info.profile_digest,
+            profile_outline=profile.outline if profile else None,
+            levels=[(level.name, level.cumulative_bytes) for level in info.levels],
+            overwrite=True,  # whatever lies there was not good enough
+        )
+        self._catalog.confirm(self._config, entry, document.token_ids, profile.data if profile else b"")
+        self._corpus.changes += 1
+        return entry
+
+    def keep_text(self, document: Document) -> Encoded:
+        """Keep the text alone; a document that has it, or a blob of an older profile, is left as it is.
+
+        Args:
+            document: The document.
+
+        Returns:
+            What became of it.
+        """
+        try:
+            entry = self._catalog.by_document(self._config, document.document_id)
+        except CorruptError:
+            entry = None
+        if entry is None or entry.token_digest != digest_tokens(document.token_ids):
+            entry = self._catalog.add_text(self._config, document.document_id, document.token_ids)
+            self._corpus.changes += 1
+            return Encoded(entry, None, skipped=False, encode_s=0.0)
+        self._catalog.put_text(self._config, document.token_ids, document_id=document.document_id)
+        self._corpus.changes += 1
+        return Encoded(entry, None, skipped=True, encode_s=0.0)
+
+    def _publish(self, profile: AnyProfile | None) -> None:
+        """Write the model's record, from which ``open`` reads, where it is not there yet."""
+        engine = self.engine
+        digest = profile.digest if profile else ""
+        self._catalog.put_model(ModelRecord(engine.meta, engine.window, engine.model_config_digest, digest))
+
+    def _profile_for(self, texts: Callable[[], Sequence[Document]], *, force: bool) -> AnyProfile | None:
+        """The profile in use; a new one where there is none, where it is lost, or where it was fitted on too little.
+
+        One that cannot be read intact gives way only to ``force``: it may be whole for everybody else.
+        """
+        try:
+            profile = self._corpus.profile()
+        except NotFoundError:
+            profile = None
+        except CorruptError:
+            if not force:
+                raise
+            profile = None
+        coding = self.coding
+        is_behind = profile is None or profile.notes.get("neutral_prefix", 0) == coding.neutral_prefix
+        if profile is not None and not (is_behind and coding.kind.is_wanted(profile, coding)):
+            msg = (
+                "the profile in use here is of another method or head start, or of another neutral prefix; encode with "
+                "that one, name another tenant or store, or call Corpus.calibrate to replace it"
+            )
+            raise MismatchError(msg)
+        noted = 0 if profile is None else profile.notes.get("tokens")
+        seen = noted if type(noted) is int else ENOUGH_TOKENS
+        if profile is not None and seen >= ENOUGH_TOKENS:
+            return profile
+        documents, kind = texts(), self.coding.kind
+        tokens = sum(len(document.token_ids) for document in documents)
+        if profile is None or tokens >= 2 * seen:
+            profile = self.calibrate(documents) or profile
+        if profile is None and kind.needs_profile and documents:
+            needs = f"needs a profile, and that {LEAST_TOKENS} tokens at least; encode more text first"
+            msg = f"{kind.title}'s method {needs}"
+            raise ArgumentError(msg)
+        return profile
+
+    def _is_coded_so(self, info: BlobInfo) -> bool:
+        """Whether a blob has the levels and chunks that encoding would give."""
+        coding = self.coding
+        if len(info.neutral_prefix) != min(coding.neutral_prefix, info.tokens, self._corpus.window - info.tokens):
+            return False
+        if coding.lossless and not any(level.lossless for level in info.levels):
+            return False
+        if coding.deviation and info.deviation is None:
+            return False
+        return coding.kind.has_levels(info, coding) and info.chunk_tokens == coding.chunk_tokens
