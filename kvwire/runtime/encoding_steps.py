@@ -315,6 +315,7 @@ class EncodingSteps:
         """
         try:
             profile = self._corpus.profile()
+            _ = profile and profile.data  # encoders need all of it: what is damaged shows before anything is written
         except NotFoundError:
             profile = None
         except CorruptError:

@@ -6,6 +6,7 @@ documents that have it. Nothing is deleted, and entries that lead somewhere stay
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -125,6 +126,7 @@ class _Rebuild:
         self._tell = on_progress or (lambda _: None)
         self._texts: dict[str, _Text] = {}
         self._profiles: set[str] = set()
+        self._outlines: dict[str, tuple[int, str] | None] = {}
         self._failures: list[str] = []
         self._done = Rebuilt()
 
@@ -171,11 +173,21 @@ class _Rebuild:
         levels = tuple((level.name, level.cumulative_bytes) for level in info.levels)
         entry = CatalogEntry(
             f"recovered-{(digest or sha256)[:_NAME_DIGITS]}", listed.key, sha256, listed.size, info.header_bytes,
-            info.tokens, digest, info.profile_digest, levels,
+            info.tokens, digest, info.profile_digest, levels, self._outline(info.profile_digest),
         )  # fmt: skip
         found = self._texts.get(digest or sha256, _Text())
         if listed.modified >= found.blob_modified:
             self._texts[digest or sha256] = replace(found, blob=entry, blob_modified=listed.modified)
+
+    def _outline(self, digest: str) -> tuple[int, str] | None:
+        """The outline of a profile that is there and sound; it is read whole, as its digest vouches for all of it."""
+        from kvwire.codec import read_profile
+
+        if digest and digest not in self._outlines:
+            self._outlines[digest] = None
+            with suppress(*_UNREADABLE):
+                self._outlines[digest] = read_profile(self._catalog.get_profile(self._space, digest)).outline
+        return self._outlines.get(digest)
 
     def _header(self, listed: Listed) -> BlobInfo:
         read, needed = b"", min(_HEADER_BYTES, listed.size)
@@ -243,5 +255,5 @@ class _Rebuild:
         digest = next((digest for digest in named if digest in self._profiles), None)
         if digest is not None:
             if not self._dry_run:
-                self._catalog.set_current_profile(self._space, digest)
+                self._catalog.set_current_profile(self._space, digest, self._outline(digest))
             self._done += Rebuilt(profiles=1)
