@@ -55,6 +55,7 @@ class HalfProfile:
     notes: dict[str, str | int | float] = field(default_factory=dict)
     codec: int = HALF
     prefix_layers: int = 0
+    outline: None = None
 
     @property
     def data(self):
@@ -197,6 +198,8 @@ def test_a_corpus_asks_the_kind(half):
 
 class Texts:
     """Calibration texts whose caches are made up."""
+
+    keeper = None
 
     def __init__(self):
         self.caches_made = [make_cache(200, seed) for seed in (1, 2)]
