@@ -154,7 +154,7 @@ def test_under_its_failure_injector_pages_are_right_or_missing(stored):
         envs.SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE.override(0.5),
         envs.SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY.override(0.001),
     ):
-        for _ in range(12):
+        for _ in range(60):  # each of which reads nothing with a chance of three in four
             pool = Pool()
             with backend_of(stored, pool) as backend:
                 assert isinstance(backend, HiCacheStorageFailureInjector)
@@ -164,7 +164,7 @@ def test_under_its_failure_injector_pages_are_right_or_missing(stored):
                 exact = expected(stored.exact("a", chunk * PAGE, (chunk + 1) * PAGE))
                 right += is_read
                 assert torch.equal(pool.page(chunk * PAGE), exact if is_read else torch.zeros_like(exact))
-    assert 0 < right < 120
+    assert 0 < right < 600
 
 
 def test_a_damaged_blob_is_a_miss(stored):
