@@ -70,17 +70,25 @@ def open_profile(outline: bytes, digest: str, fetch: Fetch, level: int = 0) -> P
     """
     sections = Sections(describe(MAGIC, outline, "profile"), fetch)
     if not sections.have_all_rows:
-        return Profile.from_bytes(outline + sections.bytes())
+        return Profile.from_bytes(_checked(outline + sections.bytes(), digest))
     first, *others = sections.read(range(min(max(level, 0), sections.pieces - 1) + 1))
     profile = LazyProfile.of_arrays(sections.head, first, partial(LazyGroup, sections, first))
     named = len(outline), hashlib.sha256(outline).hexdigest()
-    profile.__dict__.update(digest=digest, outline=named, _file=lambda: outline + sections.bytes())
+    profile.__dict__.update(digest=digest, outline=named, _file=lambda: _checked(outline + sections.bytes(), digest))
     if not all(has_sound_outline(group, profile) and group.has_sound_steps() for group in sections.groups):
         problem = "steps, classes or a predictor of another shape or range"
         raise _damaged(problem)
     for arrays in (first, *others):
         sections.take(arrays)
     return profile
+
+
+def _checked(data: bytes, digest: str) -> bytes:
+    """A whole file, compared with its digest: an outline alone vouches for no more than whoever named it."""
+    if hashlib.sha256(data).hexdigest() != digest:
+        msg = f"what was read as profile {digest[:12]} has another digest; copy it again from where it is whole"
+        raise CorruptError(msg)
+    return data
 
 
 def at_hand(profile: Profile) -> Profile:
@@ -197,7 +205,7 @@ class Sections:
         except _BAD as error:
             raise _damaged(error) from error
         for group, rows in zip(self.groups, made, strict=True):
-            group.take(rows)
+            group.take(self._taken, rows)
         self._taken += 1
 
     def need(self, group: LazyGroup, count: int) -> None:
@@ -212,8 +220,9 @@ class Sections:
                 if group.ready < count:
                     self.take(self.read(range(self._taken, self._taken + 1))[0])
 
+    @cached_property
     def of_encoders(self) -> Arrays:
-        """Fetch the last section."""
+        """The last section."""
         return self.read(range(self.pieces, self.pieces + 1))[0]
 
     def all(self) -> Arrays:
@@ -222,7 +231,7 @@ class Sections:
 
     def bytes(self) -> bytes:
         """Fetch all sections as they are stored."""
-        return b"".join(self._fetch(self._told.sections))
+        return b"".join(self._fetch(self._told.sections)) if self._told.sections else b""
 
 
 class LazyGroup(Group):
@@ -305,14 +314,16 @@ class LazyGroup(Group):
             raise ValueError(msg)
         return rows
 
-    def take(self, rows: Tensor) -> None:
-        """Take in the next rows.
+    def take(self, piece: int, rows: Tensor) -> None:
+        """Take in the rows of a piece; once more, where whoever did so before was interrupted.
 
         Args:
+            piece: Its number; those before it are here.
             rows: bfloat16 ``[n, width]``.
         """
-        self._buffer[self.ready : self.ready + len(rows)] = rows
-        self.__dict__["ready"] = self.ready + len(rows)
+        end = self._ends[piece]
+        self._buffer[end - len(rows) : end] = rows
+        self.__dict__["ready"] = end
 
     @cached_property
     def _buffer(self) -> Tensor:
@@ -346,7 +357,7 @@ class LazyGroup(Group):
     def metric(self) -> tuple[NDArray[np.float32], ...]:
         """The metric of each plane."""
         try:
-            _, found = metric_of(self.planes, own_arrays(self._index, self._sections.of_encoders()), self._layers)
+            _, found = metric_of(self.planes, own_arrays(self._index, self._sections.of_encoders), self._layers)
         except _BAD as error:
             raise _damaged(error) from error
         if not has_sound_metric(self.planes, found, self._layers):

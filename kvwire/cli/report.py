@@ -59,12 +59,16 @@ def report(
     if bool(costs["machine"]) != bool(costs["shape"]):
         msg = "--machine and --shape go together: a machine's costs depend on the model's shape"
         raise ArgumentError(msg)
+    page = Path(out)
+    if page.is_dir() or not page.absolute().parent.is_dir():
+        msg = f"{out} cannot be written: name a file in a folder that is there"
+        raise NotFoundError(msg)
     with closing(place.open_lasting(exists=True)) as store:
         with progress("looking at", "obj") as tell:
             tenant = None if all_tenants else place.catalog(store).tenant
             found = survey(store, tenant_hash=tenant, keyring=place.keyring(), sample=sample, on_progress=tell)
         first = _first_tokens(found, place, store, costs) if wanted else None
-    Path(out).write_text(write_page(found, first, _HINT), encoding="utf-8")
+    page.write_text(write_page(found, first, _HINT), encoding="utf-8")
     if as_json:
         say(json.dumps(_as_data(found, first) | {"page": out}))
     else:

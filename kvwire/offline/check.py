@@ -105,7 +105,7 @@ def check_profile(rows: Sequence[Row], level: str | None = None) -> ProfileCheck
         msg = f"no document has a level {name!r}; the levels are {names}"
         raise ArgumentError(msg)
     usual, tokens = _usual(of_level), sum(row.tokens for row, _ in of_level)
-    off = [row for row, each in of_level if each.error >= OFF * usual]
+    off = [row for row, each in of_level if each.error >= OFF * usual > 0]
     off_tokens, groups = sum(row.tokens for row in off), _groups(of_level, usual)
     in_groups = sum(group.tokens for group in groups if group.is_off)
     profiles = Counter(row.profile for row, _ in of_level)
@@ -131,7 +131,7 @@ def _groups(rows: Sequence[tuple[Row, LevelRow]], usual: float) -> tuple[GroupCh
         tokens = sum(row.tokens for row, _ in group)
         error = sum(level.error * row.tokens for row, level in group) / tokens
         bits = sum(level.bits_per_element * row.tokens for row, level in group) / tokens
-        groups.append(GroupCheck(source, len(group), tokens, error, bits, error >= OFF * usual))
+        groups.append(GroupCheck(source, len(group), tokens, error, bits, error >= OFF * usual > 0))
     return tuple(sorted(groups, key=lambda each: (-each.error, each.source)))
 
 

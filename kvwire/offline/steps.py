@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from contextlib import suppress
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from kvwire.runtime.encoding_steps import Computed
     from kvwire.types import BlobInfo, KVCache
 
+_log = logging.getLogger("kvwire.offline")
+_UNFORESEEN = "run again with less at a time where memory is short; else the log tells where it happened"
 _MOST_STORE_FAILURES = 8
 """In a row; then the store is not written to any more, and no model runs for nothing."""
 _ADVICE = (
@@ -83,7 +86,7 @@ class Work:
     digest: str = field(default="", repr=False)
 
 
-def failed_row(row: Row, error: KvwireError) -> Row:
+def failed_row(row: Row, error: Exception) -> Row:
     """A row that tells an error.
 
     Args:
@@ -93,6 +96,9 @@ def failed_row(row: Row, error: KvwireError) -> Row:
     Returns:
         The row with reason and advice.
     """
+    if not isinstance(error, KvwireError):
+        _log.warning("%s could not be encoded", row.id, exc_info=error)
+        return replace(row, status="failed", reason=f"{type(error).__name__}: {error}", advice=_UNFORESEEN)
     reason, cut, advice = str(error).rpartition("; ")
     if not cut:
         reason, advice = advice, next(words for kind, words in _ADVICE if isinstance(error, kind))
@@ -124,6 +130,7 @@ class DocumentSteps:
             self._engine.tokenize("")  # which tells what is missing
         self._around: Any = None
         self._on_their_way: set[str] = set()
+        self._is_stopped = False
         self._moved = threading.Condition()
         self._store_failures = 0
         self._batches = batches or Batches(self._engine)
@@ -211,7 +218,7 @@ class DocumentSteps:
     def stop(self) -> None:
         """Let nobody wait for a text that never arrives."""
         with self._moved:
-            self._on_their_way.clear()
+            self._is_stopped = True
             self._moved.notify_all()
 
     def _through(self, work: Work, *steps: Callable[[Work], None]) -> Work:
@@ -221,7 +228,7 @@ class DocumentSteps:
             started = time.perf_counter()
             try:
                 step(work)
-            except KvwireError as error:
+            except Exception as error:  # noqa: BLE001 - one document's, out of memory for one: others go on
                 work.is_done, work.row = True, failed_row(work.row, error)
                 work.computed = work.coded = None
                 self._leave(work)
@@ -246,7 +253,7 @@ class DocumentSteps:
 
     def _enter(self, digest: str) -> None:
         with self._moved:
-            self._moved.wait_for(lambda: digest not in self._on_their_way)
+            self._moved.wait_for(lambda: self._is_stopped or digest not in self._on_their_way)
             self._on_their_way.add(digest)
 
     def _read(self, work: Work) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from kvwire.errors import ArgumentError, KvwireError
+from kvwire.errors import ArgumentError, AuthError, KvwireError, NotFoundError
 from kvwire.store import Catalog, tenants
 from kvwire.store.key_kinds import KINDS, kind_of, mark
 from kvwire.store.listing import content
@@ -88,7 +88,7 @@ class ConfigSurvey:
         profiles: Documents by the digest of their profile.
         damaged: Catalog entries that cannot be read.
         missing: Documents whose blob is not there.
-        unnamed: Blobs that no document names.
+        unnamed: Blobs that no document names; none where an entry cannot be read.
         unknown: Objects that lie where none of a known kind does.
         sample: Headers of some documents, by document id.
         unread: Of the sample, headers that cannot be read.
@@ -154,7 +154,7 @@ def survey(
     Args:
         store: The store.
         tenant_hash: One tenant only.
-        keyring: To read what is sealed; what it has no key for is counted as damaged.
+        keyring: To read what is sealed; of a tenant whose key is missing no more is told than its listing.
         sample: Documents of each configuration whose header is read: those with the least digests, so that the same
             store gives the same sample.
         on_progress: Called with how many more objects were looked at.
@@ -175,7 +175,10 @@ def survey(
         catalog = Catalog.of_hash(store, tenant, keyring=keyring)
         for space in catalog.configurations():
             one = _Surveyor(catalog, space, at, on_progress)
-            one.run(sample)
+            try:
+                one.run(sample)
+            except AuthError as error:  # sealed, and there is no key for it: what was listed is told
+                one.found.damaged.add(f"the catalog: {error}")
             found.append(one.found)
     found.sort(key=lambda each: (-each.bytes, each.tenant, each.config))
     return Survey(store.url, at, tuple(found), time.monotonic() - began)
@@ -191,7 +194,7 @@ class _Surveyor:
         self._blobs: dict[bytes, int] = {}  # by digest: the size, so that a million take some hundred megabytes
 
     def run(self, sample: int) -> None:
-        """Listing first: whatever is written meanwhile is then named by nobody, and missing nowhere."""
+        """Listing first: a blob that is written meanwhile is then asked for when its entry is read."""
         self._read_model()
         self._list()
         chosen = self._read_entries(sample)
@@ -241,7 +244,7 @@ class _Surveyor:
                 found.texts_only += 1
                 continue
             digest = mark(entry.blob_key)
-            if digest not in self._blobs and digest not in named:
+            if digest not in self._blobs and digest not in named and not self._is_there(entry):
                 found.missing.add(entry.document_id)
                 continue
             named.add(digest)
@@ -249,7 +252,17 @@ class _Surveyor:
             _keep_least(chosen, (-int(entry.sha256[:16], 16), entry.document_id, entry), sample)
         for digest in named:
             self._blobs.pop(digest, None)
+        if found.damaged.count:  # whose blobs nobody can tell
+            self._blobs.clear()
         return sorted((entry for *_, entry in chosen), key=lambda entry: (entry.tokens, entry.document_id))
+
+    def _is_there(self, entry: CatalogEntry) -> bool:
+        """Whether a blob that was not listed is there by now: it may have been written since."""
+        try:
+            self._catalog.store.stat(entry.blob_key)
+        except NotFoundError:
+            return False
+        return True
 
     def _count(self, entry: CatalogEntry) -> None:
         self.found.profiles[entry.profile_digest] += 1

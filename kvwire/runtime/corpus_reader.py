@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from kvwire.store import Catalog, CatalogEntry, ModelRecord, PrefixIndex, Store, UseCounts
     from kvwire.types import BlobInfo, CacheMeta, KVCache
 
-READ_LEVEL = 1
-"""Up to which level a profile is read at once where nobody says: most loads begin there."""
+_ALL_LEVELS = 1 << 30
 
 
 class CorpusReader:
@@ -48,7 +47,7 @@ class CorpusReader:
         self.uses = uses
         self.scope = catalog.keys(self.config).root
         self._origin = catalog  # later reads of a profile outlive the session that read its first sections
-        self._profiles: dict[str, AnyProfile] = {}
+        self._profiles: dict[tuple[str, tuple[int, str] | None], AnyProfile] = {}  # by digest and outline
         self._reading: dict[str, threading.Lock] = {}
         self.changes = 0
 
@@ -135,7 +134,7 @@ class CorpusReader:
         Args:
             digest: Of a stored profile; None for the one in use.
             outline: See ``CatalogEntry.profile_outline``; of the one in use, the catalog knows.
-            level: Up to which level to read at once; None: the one that most loads begin at.
+            level: Up to which level to read at once; None: all that decoding needs.
 
         Returns:
             The profile; None where the corpus has none in use yet.
@@ -148,12 +147,12 @@ class CorpusReader:
             digest, outline = self.catalog.profile_in_use(self.config) or (None, None)
         if not digest:
             return None
-        if (known := self._profiles.get(digest)) is not None:
+        if (known := self._profiles.get((digest, outline))) is not None:
             return known
         with self._reading.setdefault(digest, threading.Lock()):  # documents looked up at the same time share a reading
-            if (known := self._profiles.get(digest)) is None:
-                known = self._profiles[digest] = self.catalog.open_profile(
-                    self.config, digest, outline, READ_LEVEL if level is None else level, self._origin
+            if (known := self._profiles.get((digest, outline))) is None:
+                known = self._profiles[digest, outline] = self.catalog.open_profile(
+                    self.config, digest, outline, _ALL_LEVELS if level is None else level, self._origin
                 )
             return known
 
@@ -162,7 +161,7 @@ class CorpusReader:
 
         Args:
             entry: The document's.
-            level: Up to which level to read at once; None: the one that most loads begin at.
+            level: Up to which level to read at once; None: all that decoding needs.
 
         Returns:
             The profile; None where its blob needs none, or has its own.
@@ -185,7 +184,7 @@ class CorpusReader:
         self.changes += 1
         digest = self.catalog.put_profile(self.config, profile.data)
         self.catalog.set_current_profile(self.config, digest, profile.outline)
-        self._profiles[digest] = profile
+        self._profiles |= {(digest, outline): profile for outline in (None, profile.outline)}
 
     def link_report(self) -> LinkReport | None:
         """What ``kvwire check-model`` measured of this model's links.

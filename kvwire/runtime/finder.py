@@ -70,7 +70,7 @@ class DocumentFinder:
             session: Whose link and connections are used.
             corpora: Those after the first may hold variants.
             kept_s: Seconds that an entry is used for after it was read; 0: every load asks the catalog.
-            level: Up to which level profiles are read at once; None: the one that most loads begin at.
+            level: Up to which level profiles are read at once; None: all that decoding needs.
         """
         self._corpora, self._kept_s, self._level = corpora, kept_s, level
         self._views = [corpus.over(session.view(corpus.catalog.store)) for corpus in corpora]

@@ -95,6 +95,8 @@ class Loader:
         self._settings = chosen = settings or LoadSettings()
         on_gpu = uses_triton(chosen.backend, engine.device) and engine.device.type != "cpu"
         self._controls = controls_of(chosen, on_gpu=on_gpu)
+        ceiling = chosen.quality_ceiling  # of profiles no more is read; a decoder on a GPU takes all rows
+        self._read_level = None if ceiling is None or on_gpu else max(ceiling, chosen.quality_floor)
         self._lock = threading.RLock()  # a record may ask for the estimates
         lasting = not isinstance(link, EmulatedLink)
         self._memory = memory or (EstimatesFile.of_environment() if lasting else EstimatesFile(None))
@@ -104,7 +106,7 @@ class Loader:
         emulated = EmulatedLink.of(link) if isinstance(link, LinkSettings) else link
         threads = Threads(self._controls.workers, self._controls.decode_threads)
         self._session = Session(self._lock, threads, emulated, chosen.fetch)
-        self._finder = DocumentFinder(self._session, self._corpora, chosen.entries_s, chosen.quality_ceiling)
+        self._finder = DocumentFinder(self._session, self._corpora, chosen.entries_s, self._read_level)
         self._links: LinkPlan | None = None
         self._engine_looks = type(engine).look is not Engine.look
         self._warming = Warming()
@@ -137,10 +139,10 @@ class Loader:
         state = {part: value for part, value in known.state.items() if part != "engine" or costs is None}
         if costs is None:
             views = [each.over(self._session.view(each.catalog.store, over_link=False)) for each in self._corpora]
-            profile = _profile_in_use(views[0], self._settings.quality_ceiling)
+            profile = _profile_in_use(views[0], self._read_level)
             for variant in views[1:]:
                 with suppress(KvwireError):
-                    variant.profile(level=self._settings.quality_ceiling)  # the first load will not wait for it
+                    variant.profile(level=self._read_level)  # the first load will not wait for it
             if known.has_engine:
                 warm_up(self._engine, profile, chosen.backend)
             else:
@@ -324,7 +326,7 @@ class Loader:
         view = corpus.over(self._session.view(corpus.catalog.store, over_link=False))
         report = view.link_report()
         with suppress(KvwireError):
-            profile = view.profile(level=self._settings.quality_ceiling)
+            profile = view.profile(level=self._read_level)
         return self._plan_links(report, profile)
 
     def _plan_links(self, report: LinkReport | None, profile: AnyProfile | None) -> LinkPlan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -290,7 +291,9 @@ class PageLoader(Loader):
         self, make: Callable[..., PageExecutor], documents: list[str], texts: dict[str, Sequence[int]], goal: Goal,
         least: int | None, kept: KeptRepair | None,
     ) -> Loaded:  # fmt: skip
+        until = None if goal.deadline_s is None else time.monotonic() + goal.deadline_s
         reading = asyncio.create_task(self._read_kept(kept, [len(texts[name]) for name in documents]))
+        reading.add_done_callback(lambda task: task.cancelled() or task.exception())
         with self._warming.paused():
             async with self._filled(make, documents, 0, goal, texts) as filled:
                 executor = filled.executor
@@ -298,7 +301,7 @@ class PageLoader(Loader):
                 tokens, level = executor.front(least)
                 if executor.is_finished:
                     filled.driver.tell(ev.PromptAssembled(executor.number, tokens, 0.0))
-                if kept is not None and (trouble := executor.lay_over(await reading)):
+                if kept is not None and (trouble := executor.lay_over(await self._in_time(reading, until))):
                     tokens = min(tokens, len(texts[documents[0]]))
                     executor.misses.append(trouble)
                 self._remember()
@@ -306,6 +309,13 @@ class PageLoader(Loader):
                 if prompt is None or prompt.cache.kept is not None:  # pruned caches have holes, which pages cannot have
                     return Loaded(None, 0, -1, executor.bytes, tuple(executor.misses))
                 return Loaded(prompt.cache, tokens, level, executor.bytes, tuple(executor.misses))
+
+    @staticmethod
+    async def _in_time(reading: asyncio.Task[Found], until: float | None) -> Found:
+        """Repaired rows, as far as they come before the request's deadline; a single look where that is over."""
+        left_s = None if until is None else max(0.0, until - time.monotonic())
+        await asyncio.wait({reading}, timeout=left_s)
+        return reading.result() if reading.done() else Found(None, "its repaired rows came too late")
 
     async def _read_kept(self, kept: KeptRepair | None, lengths: Sequence[int]) -> Found:
         """Repaired rows, read beside the documents."""

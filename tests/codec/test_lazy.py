@@ -68,6 +68,29 @@ def test_every_level_decodes_to_the_bit_as_with_the_whole_profile(profile, blob,
     assert max(reader.read) < len(describe(MAGIC, profile.data, "profile").sections) - 1
 
 
+def test_whoever_is_interrupted_while_rows_are_taken_in_leaves_them_right(profile, blob, monkeypatch):
+    lazy = Reader(profile.data).open()
+    take, calls = type(lazy.groups[0]).take, iter(range(99))
+
+    def broken(self, *given):
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        take(self, *given)
+
+    monkeypatch.setattr(type(lazy.groups[0]), "take", broken)
+    with pytest.raises(KeyboardInterrupt):
+        decode(blob, 4, lazy)
+    assert alike(decode(blob, 4, lazy), decode(blob, 4, profile))
+
+
+def test_a_whole_file_is_compared_with_its_digest(profile, packed_profile):
+    """An outline vouches for no more than whoever named it."""
+    reader = Reader(packed_profile.data)
+    other = open_profile(reader.outline, profile.digest, reader)
+    with pytest.raises(CorruptError, match="another digest"):
+        _ = other.data
+
+
 def test_coarse_levels_read_the_first_sections_alone(profile):
     """A column that is coded decides, not the level's number."""
     reader = Reader(profile.data)

@@ -8,11 +8,11 @@ from html.parser import HTMLParser
 
 import pytest
 
-from kvwire.report import survey, write_page
+from kvwire.report import survey, surveying, write_page
 from kvwire.report.figures import bars, curves, in_bits
 from kvwire.report.page import in_bytes
 from kvwire.runtime.corpus import Corpus, Document
-from kvwire.store import FolderStore, MemoryStore, tenant_hash
+from kvwire.store import FolderStore, Keyring, MemoryStore, tenant_hash
 
 VOID = {"meta", "link", "br", "input", "img"}
 HOSTILE = "<script>alert(1)</script> $x$"
@@ -91,12 +91,51 @@ def test_what_is_wrong_is_counted_and_named(store, small):
     config = only(survey(store))
     assert (config.missing.count, config.missing.named) == (1, [first.document_id])
     assert config.damaged.count == 1
-    assert config.unnamed.count == 1  # whose entry cannot be read
-    assert config.unnamed.bytes == second.size
+    assert not config.unnamed.count  # the blob of the entry that cannot be read is not to be given up
     assert not config.is_sound
     page = Page(write_page(survey(store)))
     assert "documents whose blob is gone" in page.text
     assert first.document_id in page.text
+
+
+def test_blobs_that_no_document_names_are_counted(store, small):
+    corpus = Corpus(small.engine, store)
+    first = entries_of(store, small)[0]
+    corpus.catalog.remove(corpus.config, first.document_id)
+    config = only(survey(store))
+    assert (config.unnamed.count, config.unnamed.bytes) == (1, first.size)
+    assert config.is_sound
+
+
+def test_what_is_written_while_it_looks_is_not_missing(store, small, monkeypatch):
+    corpus, listed = Corpus(small.engine, store), surveying.content
+
+    def late(*arguments):
+        found = list(listed(*arguments))
+        list(corpus.encode([Document("late", tuple(range(60)))]))
+        return found
+
+    monkeypatch.setattr(surveying, "content", late)
+    config = only(survey(store))
+    assert "late" in config.sample
+    assert config.is_sound
+
+
+def test_of_a_sealed_tenant_without_its_key_the_listing_is_told(small, tmp_path):
+    store, keys = MemoryStore(), tmp_path / "keys"
+    keys.write_text(Keyring.new_line())
+    keys.chmod(0o600)
+    for tenant, keyring in (("open", None), ("sealed", Keyring.read(keys))):
+        corpus = Corpus(small.engine, store, tenant=tenant, keyring=keyring)
+        corpus.set_profile(small.profile)
+        list(corpus.encode([Document("one", tuple(range(60)))]))
+    found = {each.tenant: each for each in survey(store).configs}
+    assert found[tenant_hash("open")].is_sound
+    sealed = found[tenant_hash("sealed")]
+    assert sealed.damaged.count
+    assert sealed.objects["blob"].documents == 1
+    assert not sealed.unnamed.count
+    assert write_page(survey(store))
 
 
 def test_a_sample_is_the_same_each_time_and_no_longer_than_asked_for(store):
@@ -204,6 +243,7 @@ def test_a_damaged_store_is_exit_code_4_and_a_page_all_the_same(store, small, ru
 def test_costs_of_nothing_are_refused(store, run, tmp_path):
     place = ["--store", store.root.as_uri(), "--out", str(tmp_path / "page.html")]
     assert run("report", *place, "--machine", "h100")[0] == 2
+    assert run("report", "--store", store.root.as_uri(), "--out", str(tmp_path / "none" / "page.html"))[0] == 3
     empty = tmp_path / "empty"
     empty.mkdir()
     code, _, err = run("report", "--store", empty.as_uri(), "--machine", "h100", "--shape", "llama-3.1-8b")

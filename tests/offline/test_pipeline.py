@@ -173,6 +173,38 @@ def test_the_same_text_twice_is_encoded_once(corpus, folder):
         assert len({row.blob for row in same}) == 1
 
 
+def test_whoever_stops_among_equal_texts_is_not_waited_for(corpus, folder):
+    text = (folder / "0" / "00.txt").read_text()
+    for number in range(40):
+        (folder / f"pair{number:02}.txt").write_text(text + str(number // 2))
+    refs = find_documents([str(folder)])
+    for taken in (1, 3, 7):
+        works = encode_side_by_side(another(corpus), refs, corpus.profile())
+        for _ in range(taken):
+            next(works)
+        works.close()
+    assert not [each for each in threading.enumerate() if each.name == "kvwire-encode"]
+
+
+def test_what_nobody_foresaw_is_a_row_too(corpus, refs, monkeypatch):
+    engine = corpus.encoder().engine
+    prefill, calls = engine.prefill, iter(range(100))
+
+    def short_of_memory(ids):
+        if next(calls) % 3 == 1:
+            msg = "out of memory"
+            raise RuntimeError(msg)
+        return prefill(ids)
+
+    fresh = another(corpus)
+    monkeypatch.setattr(engine, "prefill", short_of_memory)
+    rows = [work.row for work in encode_side_by_side(fresh, refs, corpus.profile())]
+    failed = [row for row in rows if row.status == "failed"]
+    assert failed
+    assert {row.reason for row in failed} == {"RuntimeError: out of memory"}
+    assert {row.status for row in rows if row not in failed} == {"encoded"}
+
+
 def test_a_failure_is_a_row_and_the_rest_goes_on(corpus, folder, engine, texts):
     (folder / "latin.txt").write_bytes("café".encode("latin-1"))
     (folder / "empty.txt").write_text("")
