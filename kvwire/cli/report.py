@@ -12,7 +12,7 @@ import click
 from kvwire.cli.options import DEVICE, DTYPE, JSON, StoreOptions, store_options
 from kvwire.cli.progress import progress
 from kvwire.cli.say import say
-from kvwire.errors import ArgumentError, CorruptError, NotFoundError
+from kvwire.errors import ArgumentError, CorruptError, NotFoundError, StorageError
 
 if TYPE_CHECKING:
     from kvwire.report import ConfigSurvey, FirstTokens, Survey
@@ -53,8 +53,9 @@ def report(
     With the costs of a model or a machine also when first tokens come. Nothing is changed. Of blobs, no more than
     sampled headers is read. Exit code 4 where something is damaged; the page is written all the same.
     """
-    from kvwire.report import survey, write_page
+    from kvwire.report import survey
 
+    _check_pictures()
     wanted = any(costs[name] for name in ("model", "machine", "shape", "estimates"))
     if bool(costs["machine"]) != bool(costs["shape"]):
         msg = "--machine and --shape go together: a machine's costs depend on the model's shape"
@@ -68,7 +69,7 @@ def report(
             tenant = None if all_tenants else place.catalog(store).tenant
             found = survey(store, tenant_hash=tenant, keyring=place.keyring(), sample=sample, on_progress=tell)
         first = _first_tokens(found, place, store, costs) if wanted else None
-    page.write_text(write_page(found, first, _HINT), encoding="utf-8")
+    _write(page, found, first)
     if as_json:
         say(json.dumps(_as_data(found, first) | {"page": out}))
     else:
@@ -101,6 +102,24 @@ def _first_tokens(found: Survey, place: StoreOptions, store: Store, costs: dict[
     engine = " with ".join(filter(None, (costs["machine"], costs["shape"]))) or costs["model"] or costs["estimates"]
     with progress("simulating", "link") as tell:
         return first_tokens(prompt.names, situation, engine, on_progress=tell)
+
+
+def _check_pictures() -> None:
+    try:
+        import kvwire.report.figures  # noqa: F401 - only whether it can be
+    except ImportError as error:
+        msg = "a report has pictures, which need matplotlib: pip install 'kvwire[demo]'"
+        raise NotFoundError(msg) from error
+
+
+def _write(page: Path, found: Survey, first: FirstTokens | None) -> None:
+    from kvwire.report import write_page
+
+    try:
+        page.write_text(write_page(found, first, _HINT), encoding="utf-8")
+    except OSError as error:
+        msg = f"{page} cannot be written ({error.strerror}); choose another --out"
+        raise StorageError(msg) from error
 
 
 def _as_data(found: Survey, first: FirstTokens | None) -> dict[str, Any]:

@@ -146,7 +146,8 @@ class _ParquetWriter:
             self._writer = pq.ParquetWriter(path, self._schema)
 
     def add(self, row: Row) -> None:
-        self._rows.append(asdict(replace(row, id=_encodable(row.id), source=_encodable(row.source))))
+        told = {name: _encodable(getattr(row, name)) for name in ("id", "source", "reason", "advice")}
+        self._rows.append(asdict(replace(row, **told)))
         if len(self._rows) == _GROUP_ROWS:
             self._flush()
 

@@ -126,7 +126,8 @@ def _of_lines(first: DocumentRef, lines: Iterable[bytes], id_column: str) -> Ite
         if line.strip():
             named, problem = f"{first.document_id}/{number}", ""
             try:
-                named = str(object_of_line(line).get(id_column) or named)
+                given = object_of_line(line).get(id_column)
+                named = named if given is None or given == "" else str(given)
                 text_of_line(line, first.column)
                 if len(line) > MOST_BYTES:
                     problem = f"the line is larger than {MOST_BYTES >> 20} MiB, more than a document can be; split it"
