@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
@@ -147,7 +147,7 @@ class _ParquetWriter:
 
     def add(self, row: Row) -> None:
         told = {name: _encodable(getattr(row, name)) for name in ("id", "source", "reason", "advice")}
-        self._rows.append(asdict(replace(row, **told)))
+        self._rows.append(asdict(row) | told)
         if len(self._rows) == _GROUP_ROWS:
             self._flush()
 
