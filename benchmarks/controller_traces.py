@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from controller_parts.judging import JUDGED, LATE, Run, judged, summaries, told_apart
 from controller_parts.links import LEAST_GBIT, MOST_GBIT, SCALES, DrawnLink, links
+from controller_parts.shaky_links import shaky_links
 from measure import RESULTS, SHARED, table, write_json
 
 from kvwire.controller import Goal
@@ -75,7 +76,8 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
     """Everything that is to be played, the same for the same seed."""
     for number, model in enumerate(options.models):
         for length in options.lengths:
-            drawn = links(options.traces, (options.seed, number, length), options.scales)[:: options.every]
+            of = shaky_links if options.shaky else links
+            drawn = of(options.traces, (options.seed, number, length), options.scales)[:: options.every]
             rng = np.random.default_rng((options.seed, number, length, 1))
             for index, link in enumerate(drawn):
                 yield Case(model, length, link, float(rng.uniform(*STARTS_S)), options.seed + index)
@@ -169,6 +171,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--scales", nargs="+", default=list(SCALES), choices=list(SCALES), help="of the links' time")
     parser.add_argument("--policies", nargs="+", default=list(policy_names(LEVELS)), help="text is always among them")
     parser.add_argument("--judged", action="store_true", help="what the aims are of: the longest prompt, 0.5 and 1 s")
+    parser.add_argument("--shaky", action="store_true", help="made links of other kinds in place of recorded ones")
     parser.add_argument("--every", type=int, default=1, help="only every n-th link")
     parser.add_argument("--quick", action="store_true", help="every fifth link, the longest prompt, a second")
     parser.add_argument("--jobs", type=int, default=1, help="processes")

@@ -4,8 +4,8 @@
 driver that answers at once. ``plan``: ``Adaptive.plan`` alone, with nearly all chunks open. Prompt sizes take turns, so
 that a busy moment hits all of them alike; the clock is the processor time of the thread.
 
-``whole loads``: all events of loads of up to 10,000 chunks in the simulator, and the seconds of an event, and for each
-chunk of its load, that fit them best: what the simulator charges (``controller/simulator/machines.py``).
+``whole loads``: all events of loads of up to 10,000 chunks in the simulator, and the mean seconds of an event, of those
+that lead to instructions apart: what the simulator charges (``controller/simulator/machines.py``).
 """
 
 from __future__ import annotations
@@ -141,7 +141,9 @@ def main() -> None:
     loads = whole_loads(options.rounds)
     print(table(HEAD, [shown(load) for load in loads]))
     steering = fitted(loads)
-    print(f"an event: {1e3 * steering.event_s:.3f} ms, and {1e6 * steering.chunk_s:.2f} us for each chunk of its load")
+    print(
+        f"an event: {1e3 * steering.event_s:.3f} ms, and {1e3 * steering.decided_s:.3f} ms where it leads to anything"
+    )
     settings = {"seed": options.seed, "rounds": options.rounds, "calls": options.calls, "levels": LEVELS}
     found = {"cases": results, "loads": loads, "steering": asdict(steering)}
     write_json(options.out, "decision_time", settings, found)

@@ -109,27 +109,31 @@ def _arguments() -> argparse.Namespace:
 def _measured(
     place: Place, prompts: Sequence[Prompt], args: argparse.Namespace
 ) -> tuple[dict[str, Row], dict[str, list[tuple[float, float]]]]:
-    """Rounds of all cases, which take turns; before them each once, untimed, with all log-probabilities."""
+    """Rounds of all cases, which take turns; behind them each once, untimed, with all log-probabilities."""
     cases, rows, draw = all_cases(place, args), {}, random.Random(args.seed)
     for prompt in prompts:  # what others keep, they keep now
         place.example.ask({"prompt": prompt.tokens})
         if place.lmcache:
             place.lmcache.ask({"prompt": prompt.tokens})
     time.sleep(2.0)
-    quality = _quality(place, prompts, cases, args)
     for number in range(args.rounds):
         prompt = prompts[number % len(prompts)]
         for mbit in (None, *draw.sample(args.mbit, len(args.mbit))):
-            _shape(place, mbit)
             mine = [name for name, case in cases.items() if (case.relay is None) == (mbit is None)]
+            _shape(place, mbit)
             if mbit:
-                load_alone(place, prompt, args.level)  # what is known of the link is of this one
-                place.kvwire.forget()
-                cases[f"kvwire, documents at level {args.level}"].ask(prompt, False)
+                _know_link(place, cases, prompt, args.level)
             for name in draw.sample(mine, len(mine)):
                 _time(cases[name], prompt, rows.setdefault(_over(name, mbit), Row()))
         print(f"round {number + 1} of {args.rounds}", flush=True)
-    return rows, quality
+    return rows, _quality(place, prompts, cases, args)
+
+
+def _know_link(place: Place, cases: dict[str, Case], prompt: Prompt, level: int) -> None:
+    """Untimed loads, so that what is known of the link is of this one."""
+    load_alone(place, prompt, level)
+    place.kvwire.forget()
+    cases[f"kvwire, documents at level {level}"].ask(prompt, False)
 
 
 def _over(name: str, mbit: float | None) -> str:
@@ -165,6 +169,8 @@ def _quality(
                 continue
             for mbit in args.mbit if "within" in name else args.mbit[-1:] if case.relay else [None]:
                 _shape(place, mbit)
+                if mbit:
+                    _know_link(place, cases, prompt, args.level)
                 case.prepare(prompt)
                 apart = _apart(exact.logprobs, case.ask(prompt, True).logprobs)
                 for each in args.mbit if case.relay and "within" not in name else [mbit]:

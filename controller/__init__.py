@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from kvwire.controller.estimates import Estimates
     from kvwire.controller.estimators import BandwidthEstimator, BandwidthSettings, TtfbEstimator
     from kvwire.controller.events import LogEntry
+    from kvwire.controller.learning import DecodeEstimator, PrefillEstimator
     from kvwire.controller.policies import Adaptive, Policy
     from kvwire.controller.repair import RepairOption
     from kvwire.controller.settings import ControllerSettings, Goal, Objective, OnLate
@@ -23,6 +24,7 @@ __all__ = [
     "ControllerSettings",
     "CostModel",
     "DecodeCost",
+    "DecodeEstimator",
     "DocumentPlanInput",
     "Estimates",
     "Goal",
@@ -31,6 +33,7 @@ __all__ = [
     "OnLate",
     "Policy",
     "PrefillCost",
+    "PrefillEstimator",
     "RepairOption",
     "TtfbEstimator",
     "fit_decode",
@@ -47,6 +50,7 @@ __getattr__ = lazy(
         "kvwire.controller.estimates": ("Estimates",),
         "kvwire.controller.estimators": ("BandwidthEstimator", "BandwidthSettings", "TtfbEstimator"),
         "kvwire.controller.events": ("LogEntry",),
+        "kvwire.controller.learning": ("DecodeEstimator", "PrefillEstimator"),
         "kvwire.controller.policies": ("Adaptive", "Policy"),
         "kvwire.controller.repair": ("RepairOption",),
         "kvwire.controller.settings": ("ControllerSettings", "Goal", "Objective", "OnLate"),

@@ -17,6 +17,7 @@ import numpy as np
 from kvwire.controller import events as ev
 from kvwire.controller.chunk_table import ChunkState
 from kvwire.controller.lanes import Job
+from kvwire.controller.limits import SPARE
 from kvwire.controller.planning import Planner
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ _TICK_S = 0.05
 _LEAST_TICK_S = 0.001
 _TURNS = 4
 _LOOK = 0.5  # share of the time until a load's cut that a look may take
+_REDECODED = 0.5  # share of the reserve by which what is overwritten may be valid again after the cut
 _PLANS = 4  # plans made for one event, besides those of loads whose turn it is
 
 
@@ -142,7 +144,7 @@ class Dispatcher(Planner):
             # A forward pass reads what is before it in its document: nothing of that is overwritten meanwhile.
             able = (place for place in load.having(_S.REFINED) if not self._is_extended(place[0]))
             places = [*islice(able, self._settings.decode_batch)]
-            left_s = self._cut(load) + self._settings.reserve_s - now
+            left_s = self._cut(load) + _REDECODED * self._settings.reserve_s - now
             # Nothing that is valid is overwritten too late.
             count = bisect_right(
                 range(1, len(places) + 1), left_s, key=lambda count: self._decode_s(load, places[:count])
@@ -190,7 +192,7 @@ class Dispatcher(Planner):
         table, at = doc.table, doc.start + first
         can_fetch = table.top[at] >= min(load.goal.floor, max(table.finest[at], 0))
         if can_fetch and least_s > sure_s:
-            # Perhaps too slow even for one chunk: it is fetched as well as the others.
+            # Perhaps too slow even for one chunk: it is fetched as well as the others, and so is what waits for it.
             load.fetch_instead(doc, first)
         else:
             self.start_pass(load, doc, run, now, out)
@@ -208,8 +210,8 @@ class Dispatcher(Planner):
         out.append(ev.Look(load.number))
 
     def _fetch(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
-        """Open the fetches that the plan wants next."""
-        if not self._window_open():
+        """Open the fetches that the plan wants next; several at a time where many are open and nobody is in a hurry."""
+        if not self._window_open(spare=SPARE if load.due == inf and len(self._loads) == 1 else 0):
             return
         self._refresh(load, now)
         if load.refused_s:

@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 
 _S = ChunkState
 _LONG_PASS = 10.0  # a pass of that many times its fixed cost may end: going on would save less than a tenth of it
+_SHORT_PASS = 6.0  # shorter ones are mostly fixed cost
 _PASSES = 8  # at least so many passes before a deadline
+_SLOWEST_PASS = 5.0  # times what is expected: a pass that takes as long still ends before a deadline
 _PROBES = 8  # fetches that are open while the link is known by a guess alone
-_SPARE = 16  # fetches are opened when one of so many is over, not for each alone
+SPARE = 16  # fetches are opened when one of so many is over, not for each alone
 _SPLIT = 1.1  # what cutting a long recomputation into passes adds at most
 _DOUBT = 1.6  # estimates that may be wrong by less are relied on
 _LATE_START_S = 0.01  # by which a start may be late: the reserve covers it
@@ -245,7 +247,7 @@ class Limits(Resources):
         """Whether fetches that a plan names are worth opening: one at a time on a link with few, several with many."""
         for load in self._loads.values():
             if load.waiting or load.refine:
-                return self._window_open(spare=_SPARE)
+                return self._window_open(spare=SPARE)
         return False
 
     def _window_open(self, *, spare: int = 0) -> bool:
@@ -274,13 +276,24 @@ class Limits(Resources):
         if not self._policy.preemptible:
             return inf
         if load.due < inf and load.can_fetch_instead and not self.link.stalled:
-            share_s = max(0.0, self._cut(load) - now) / _PASSES
-            return max(_LONG_PASS * base_s, min(self._settings.max_pass_s, share_s))
+            left_s = max(0.0, self._cut(load) - now)
+            usual_s = max(_LONG_PASS * base_s, min(self._settings.max_pass_s, left_s / _PASSES))
+            return min(usual_s, max(_SHORT_PASS * base_s, left_s / _SLOWEST_PASS))
         if load.repair and load.repair.weighs_text and load.can_fetch_instead:
             return _LONG_PASS * base_s  # others that come in meanwhile need the engine more
         if load.compute_s < 2 * _LONG_PASS * base_s:
             return inf
         return max(_LONG_PASS * base_s, min(self._settings.max_pass_s, load.compute_s / 2))
+
+    def _pass_chunks(self, load: Load, costs: CostModel, now: float) -> float:
+        """Chunks of a pass that the deadline keeps short; infinite where it does not."""
+        if load.due == inf or not self._policy.preemptible:
+            return inf
+        base_s = costs.prefill.base_s
+        limit_s = self._pass_limit_s(load, costs, now)
+        chunk_s = costs.prefill.token_s * load.prompt_tokens / max(len(load.table), 1)
+        is_short = chunk_s > 0 and limit_s < _LONG_PASS * base_s
+        return max(1.0, (limit_s - base_s) // chunk_s) if is_short else inf
 
     def _until_closing_s(self, load: Load, now: float) -> float:
         """Seconds until the first cut of another load that goes first: a pass cannot be called back."""

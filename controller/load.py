@@ -288,16 +288,14 @@ class Load:
     @property
     def is_undecided(self) -> bool:
         """Whether a plan could still change anything: a chunk that nothing was started for, or that may be refined."""
-        table = self.table
-        if table.counts[ChunkState.PLANNED]:
-            return True
-        return bool(self.goal.objective == "quality" and table.held_total and table.counts[ChunkState.READY])
+        counts, refines = self.table.counts, self.goal.objective == "quality" and self.table.held_total
+        return bool(counts[_S.PLANNED] or (refines and counts[_S.READY]))
 
     @property
     def is_refining(self) -> bool:
         """Whether a finer level of any chunk is on its way."""
         counts = self.table.counts
-        return bool(counts[ChunkState.REFINING] or counts[ChunkState.REFINED] or counts[ChunkState.REDECODING])
+        return bool(counts[_S.REFINING] or counts[_S.REFINED] or counts[_S.REDECODING])
 
     def request(self, base: PlanRequest, *, alone: bool = True) -> PlanRequest:
         """What a plan for the open chunks depends on.
@@ -375,15 +373,17 @@ class Load:
         return any(doc.input.has_blob for doc in self.docs)
 
     def fetch_instead(self, doc: DocumentState, chunk: int) -> None:
-        """Fetch a chunk that the plan would have recomputed, at the quality floor.
+        """Fetch what the plan would have recomputed of a document from a chunk on, which could only wait for it.
 
         Args:
             doc: State of the document.
             chunk: Number of the chunk.
         """
-        at = doc.start + chunk
-        self.passes.give_up(at)
-        self.waiting.append((at, min(self.goal.floor, self.table.top[at])))
+        table, floor = self.table, self.goal.floor
+        for at in range(doc.start + chunk, doc.stop):
+            if self.passes.wants(at) and table.top[at] >= min(floor, max(table.finest[at], 0)):
+                self.passes.give_up(at)
+                self.waiting.append((at, min(floor, table.top[at])))
 
     def reason(self, doc: DocumentState, chunk: int) -> str:
         """Why the plan does with a chunk what it does.

@@ -61,6 +61,14 @@ class WantedPasses:
         earlier, later = (np.frombuffer(each, np.uint8)[still_open] for each in (before, self._wanted))
         return bool(np.array_equal(earlier, later))
 
+    def wants(self, at: int) -> bool:
+        """Whether a chunk is to be recomputed.
+
+        Args:
+            at: Its place in the table.
+        """
+        return bool(self._wanted[at])
+
     def give_up(self, at: int) -> None:
         """Want a chunk no longer.
 
@@ -68,6 +76,9 @@ class WantedPasses:
             at: Its place in the table.
         """
         self._wanted[at] = 0
+
+    def _may_want(self, doc: DocumentState) -> bool:
+        return doc.has(ChunkState.PLANNED) and self._wanted.find(1, doc.start, doc.stop) >= 0
 
     def next(self, costs: CostModel, limit_s: float) -> tuple[DocumentState, list[int]] | None:
         """Find the first forward pass that can run now and that the plan wants.
@@ -80,7 +91,7 @@ class WantedPasses:
             Its document and chunks; None where there is none.
         """
         state, can_text, wanted = self._table.state, self._table.can_text, self._wanted
-        while self._docs and not self._docs[0].has(ChunkState.PLANNED):
+        while self._docs and not self._may_want(self._docs[0]):
             self._docs.popleft()
         for doc in self._docs:
             first = doc.ready_before()

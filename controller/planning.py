@@ -155,6 +155,7 @@ class Planner(Limits):
             bandwidth_low=link.bandwidth_low if left_s is None else link.low_over(ahead_s), prompt_tokens=0,
             committed=committed, left_s=left_s, lead_s=link.lead_s(now), ttfb_s=link.ttfb_s,
             parallel=settings.max_in_flight, workers=settings.workers, now=now,
+            pass_chunks=self._pass_chunks(load, costs, now),
             risk=link.risk(ahead_s) if len(self._loads) == 1 else 0.0,  # several are careful in a way of their own
         )  # fmt: skip
         return load.request(base, alone=len(self._loads) == 1)

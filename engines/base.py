@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvwire.codec import Statistics
-    from kvwire.reuse import Narrowing, Seen
+    from kvwire.reuse import Narrowing, Seen, SoftTokens
     from kvwire.types import CacheMeta
 
 
@@ -93,6 +93,26 @@ class Engine(Protocol):
         """
         raise _no_tokenizer(token_ids)
 
+    @property
+    def soft_tokens(self) -> SoftTokens | None:
+        """Trained embeddings that token ids beyond the vocabulary, and negative ones, stand for; None without any."""
+        return None
+
+    def use_soft_tokens(self, soft: SoftTokens | None) -> None:
+        """Let token ids stand for trained embeddings from now on, in every method: k-th is ``soft_token(k)``.
+
+        Without it, documents are not encoded with soft tokens, and prompts have none as link tokens.
+
+        Args:
+            soft: The embeddings, in place of earlier ones; None: none any more.
+
+        Raises:
+            MismatchError: They are of another model, or the engine takes none.
+        """
+        if soft is not None:
+            msg = "this engine takes no soft tokens; open the model with transformers"
+            raise MismatchError(msg)
+
     def prefill(self, documents: Sequence[Sequence[int]]) -> list[KVCache]:
         """Caches of independent documents.
 
@@ -106,6 +126,23 @@ class Engine(Protocol):
             ArgumentError: A document has no tokens, or more than the window.
         """
         ...
+
+    def prefill_masked(self, token_ids: Sequence[int], visible: Tensor) -> KVCache:
+        """The cache of one document whose tokens see less than all before them. An engine may lack it.
+
+        Without it, no document is computed with anchors.
+
+        Args:
+            token_ids: The document's.
+            visible: Bool ``[tokens, tokens]``: row r sees column c, none behind it.
+
+        Raises:
+            ArgumentError: The mask is not of the document's size.
+            MismatchError: The engine cannot.
+        """
+        del token_ids, visible
+        msg = "this engine runs documents under no mask of their own; encode without anchors"
+        raise MismatchError(msg)
 
     def extend(self, prefix: KVCache | None, token_ids: Sequence[int], *, offset: int = 0) -> KVCache:
         """Compute tokens on top of the cache before them, as one prefill of both would.

@@ -6,6 +6,19 @@ from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
     from kvwire.reuse.assemble import LinkedPrompt, block_mask, link, moved
+    from kvwire.reuse.compress import compute_cached, drop_tokens, surprisals
+    from kvwire.reuse.layout import Anchors, LinkLayout, PromptLayout, Segment, SegmentKind, soft_token
+    from kvwire.reuse.layout_presets import (
+        PLAIN,
+        anchors,
+        block_attention,
+        kvlink,
+        read_layout,
+        soft_links,
+        turborag,
+        wrappers,
+    )
+    from kvwire.reuse.link_rows import compute_links, link_documents
     from kvwire.reuse.repair.measured import measure_deviation
     from kvwire.reuse.repair.repairing import Repaired, repair_prompt, selector_of
     from kvwire.reuse.repair.rows import Narrowing, RowsEngine, Seen, checked_rows
@@ -13,14 +26,19 @@ if TYPE_CHECKING:
     from kvwire.reuse.repair.selectors.base import Chosen, RepairCost, RepairInput, Selector, rows_for
     from kvwire.reuse.schema import Module, Parameter, Schema, SchemaPrompt, Union, fill_parameters, place_modules
     from kvwire.reuse.schema_json import read_schema
+    from kvwire.reuse.soft_tokens import SoftTokens, as_stored, own_tokens, stored_tokens
 
 __all__ = [
+    "PLAIN",
     "SELECTORS",
+    "Anchors",
     "Chosen",
+    "LinkLayout",
     "LinkedPrompt",
     "Module",
     "Narrowing",
     "Parameter",
+    "PromptLayout",
     "RepairCost",
     "RepairInput",
     "Repaired",
@@ -28,25 +46,57 @@ __all__ = [
     "Schema",
     "SchemaPrompt",
     "Seen",
+    "Segment",
+    "SegmentKind",
     "Selector",
+    "SoftTokens",
     "Union",
+    "anchors",
+    "as_stored",
+    "block_attention",
     "block_mask",
     "checked_rows",
+    "compute_cached",
+    "compute_links",
+    "drop_tokens",
     "fill_parameters",
+    "kvlink",
     "link",
+    "link_documents",
     "measure_deviation",
     "moved",
+    "own_tokens",
     "place_modules",
+    "read_layout",
     "read_schema",
     "repair_prompt",
     "rows_for",
     "selector_of",
+    "soft_links",
+    "soft_token",
+    "stored_tokens",
+    "surprisals",
+    "turborag",
+    "wrappers",
 ]
 
 __getattr__ = lazy(
     __name__,
     {
         "kvwire.reuse.assemble": ("LinkedPrompt", "block_mask", "link", "moved"),
+        "kvwire.reuse.compress": ("compute_cached", "drop_tokens", "surprisals"),
+        "kvwire.reuse.layout": ("Anchors", "LinkLayout", "PromptLayout", "Segment", "SegmentKind", "soft_token"),
+        "kvwire.reuse.layout_presets": (
+            "PLAIN",
+            "anchors",
+            "block_attention",
+            "kvlink",
+            "read_layout",
+            "soft_links",
+            "turborag",
+            "wrappers",
+        ),
+        "kvwire.reuse.link_rows": ("compute_links", "link_documents"),
         "kvwire.reuse.repair.measured": ("measure_deviation",),
         "kvwire.reuse.repair.repairing": ("Repaired", "repair_prompt", "selector_of"),
         "kvwire.reuse.repair.rows": ("Narrowing", "RowsEngine", "Seen", "checked_rows"),
@@ -62,5 +112,6 @@ __getattr__ = lazy(
             "place_modules",
         ),
         "kvwire.reuse.schema_json": ("read_schema",),
+        "kvwire.reuse.soft_tokens": ("SoftTokens", "as_stored", "own_tokens", "stored_tokens"),
     },
 )

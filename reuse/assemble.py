@@ -208,6 +208,8 @@ class LinkedPrompt:
             if not seen:
                 key[:, start:stop].zero_()
                 value[:, start:stop].zero_()
+        if seen and all(mask is None or bool(mask.all()) for mask in self.cache.kept or ()):
+            self.cache = replace(self.cache, kept=None)
 
 
 def moved(cache: KVCache, offset: int) -> KVCache:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvwire.store.keys import KeySpace, check_key, check_new_name, is_catalog_key, tenant_hash
     from kvwire.store.listing import read_ahead, tenants
     from kvwire.store.model_record import ModelRecord
+    from kvwire.store.partition import Part
     from kvwire.store.prefix.base import HashScheme
     from kvwire.store.prefix.index import PrefixHit, PrefixIndex
     from kvwire.store.prefix.schemes import hash_scheme
@@ -68,6 +69,7 @@ __all__ = [
     "Named",
     "ObjectReader",
     "ObjectStat",
+    "Part",
     "PrefixEntry",
     "PrefixHit",
     "PrefixIndex",
@@ -142,6 +144,7 @@ __getattr__ = lazy(
         "kvwire.store.prefix.base": ("HashScheme",),
         "kvwire.store.prefix.index": ("PrefixHit", "PrefixIndex"),
         "kvwire.store.prefix.schemes": ("hash_scheme",),
+        "kvwire.store.partition": ("Part",),
         "kvwire.store.prefix_entry": ("PrefixEntry",),
         "kvwire.store.schemes": ("open_store",),
         "kvwire.store.upkeep.collect": ("Collected", "collect"),

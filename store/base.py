@@ -131,6 +131,28 @@ class Store(Protocol):
         self.put(key, data)
         return True
 
+    def replace(self, key: str, data: Data, etag: str) -> bool:
+        """Write only where nobody else has written since: of several writers that saw one version, one wins.
+
+        Stores that know no such thing look first and then write, which leaves a moment in between.
+
+        Args:
+            key: The object.
+            data: All of its bytes.
+            etag: Of the version that is to be replaced, from ``stat``; empty: nothing may lie there.
+
+        Returns:
+            Whether it wrote; False where another version lies there, or none.
+        """
+        try:
+            found = self.stat(key).etag
+        except NotFoundError:
+            found = ""
+        if found != etag:
+            return False
+        self.put(key, data)
+        return True
+
     def put_many(self, items: Iterable[tuple[str, Data]]) -> None:
         """Write objects, several at a time where the store knows how to.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from dataclasses import asdict, dataclass
@@ -18,11 +19,65 @@ if TYPE_CHECKING:
     Outline = tuple[int, str]
 
 MAX_ENTRY_BYTES = 1 << 20  # an entry holds a few hundred bytes; more is not read
+MAX_PARTS = 4096
+"""Of a document: their rows fit an entry."""
+MAX_PART_HEADERS_BYTES = 1 << 26
+"""Of a document's parts together: all of them are held at once."""
 MAX_OUTLINE_BYTES = 1 << 21
 """Longest outline of a profile: its metadata has at most half of that."""
 _MAX_BYTES = 1 << 62
 _WHAT = "a catalog entry"
+_DIGEST_CHARS = 64
 _DIGEST = re.compile(r"(?:[0-9a-f]{64})?")
+
+
+@dataclass(frozen=True)
+class BlobPart:
+    """One blob of a document that grew.
+
+    Attributes:
+        sha256: Of the blob.
+        size: Of the blob, in bytes.
+        header_bytes: Length of the blob's header.
+        tokens: Of this part.
+        token_digest: SHA-256 of the first part's own token ids, which names its text; empty for others, whose texts
+            are found by their blobs.
+    """
+
+    sha256: str
+    size: int
+    header_bytes: int
+    tokens: int
+    token_digest: str = ""
+
+    def to_row(self) -> list[object]:
+        """As it is stored: digests in base85, since an entry is written again with each part."""
+        digests = base64.b85encode(bytes.fromhex(self.sha256 + self.token_digest)).decode()
+        return [digests, self.size, self.header_bytes, self.tokens]
+
+    @classmethod
+    def from_row(cls, row: object) -> BlobPart:
+        """Read ``to_row``.
+
+        Args:
+            row: As stored.
+
+        Returns:
+            The part.
+
+        Raises:
+            CorruptError: It is none.
+        """
+        match row:
+            case [str(text), int(size), int(header_bytes), int(tokens)] if bool not in map(type, row):
+                try:
+                    digests = base64.b85decode(text).hex()
+                except ValueError:
+                    digests = ""
+                if len(digests) in (_DIGEST_CHARS, 2 * _DIGEST_CHARS):
+                    return cls(digests[:_DIGEST_CHARS], size, header_bytes, tokens, digests[_DIGEST_CHARS:])
+        msg = "each part of a document in the catalog must be digests and three numbers: write the document again"
+        raise CorruptError(msg)
 
 
 @dataclass(frozen=True)
@@ -31,17 +86,18 @@ class CatalogEntry:
 
     Attributes:
         document_id: The document's name; any text that can be encoded. New ones pass ``check_new_name``, too.
-        blob_key: Where its blob lies. Empty without one, and all about the blob is then empty or 0; the text is found
-            by its token digest.
-        sha256: Of the blob.
-        size: Of the blob, in bytes.
-        header_bytes: Length of the blob's header.
+        blob_key: Where its blob lies, of several parts the first. Empty without one, and all about the blob is then
+            empty or 0; the text is found by its token digest.
+        sha256: Of the blob, of several parts the first.
+        size: Of the blob, in bytes, or of all parts together.
+        header_bytes: Length of the blob's header, or of all parts' together.
         tokens: Of the document.
         token_digest: SHA-256, or the empty string where unknown or not needed.
         profile_digest: SHA-256, or the empty string where unknown or not needed.
         levels: (name, cumulative bytes) of each level, coarsest first.
         profile_outline: Length and SHA-256 of what a profile in sections says of itself, so that its first sections can
             be read and checked alone; None where the profile has none, or nobody knows.
+        parts: The blobs of a document that grew, in the order of its tokens; empty where there is one or none.
     """
 
     document_id: str
@@ -54,6 +110,7 @@ class CatalogEntry:
     profile_digest: str
     levels: tuple[tuple[str, int], ...]
     profile_outline: Outline | None = None
+    parts: tuple[BlobPart, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse fields that contradict each other or are out of range."""
@@ -69,11 +126,13 @@ class CatalogEntry:
 
     def to_json(self) -> bytes:
         """Serialise with sorted keys: equal entries give equal bytes."""
-        fields = asdict(self)
-        fields["head_bytes"] = fields.pop("header_bytes")  # the name in the catalog since its first version
+        told = asdict(self)
+        told["head_bytes"] = told.pop("header_bytes")  # the name in the catalog since its first version
         if self.profile_outline is None:  # what has none stays byte for byte what it was
-            del fields["profile_outline"]
-        return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+            del told["profile_outline"]
+        told["parts"] = [part.to_row() for part in self.parts]
+        del told["sha256" if self.parts else "parts"]  # of the first part, its key says it
+        return json.dumps(told, sort_keys=True, separators=(",", ":")).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> CatalogEntry:
@@ -88,20 +147,21 @@ class CatalogEntry:
         Raises:
             CorruptError: The bytes are no entry.
         """
-        fields = parse_object(data)
-        levels = json_field(fields, "levels", list, _WHAT)
+        told = parse_object(data)
+        levels = json_field(told, "levels", list, _WHAT)
         try:
             return cls(
-                document_id=json_field(fields, "document_id", str, _WHAT),
-                blob_key=json_field(fields, "blob_key", str, _WHAT),
-                sha256=json_field(fields, "sha256", str, _WHAT),
-                size=json_field(fields, "size", int, _WHAT),
-                header_bytes=json_field(fields, "head_bytes", int, _WHAT),
-                tokens=json_field(fields, "tokens", int, _WHAT),
-                token_digest=json_field(fields, "token_digest", str, _WHAT),
-                profile_digest=json_field(fields, "profile_digest", str, _WHAT),
+                document_id=json_field(told, "document_id", str, _WHAT),
+                blob_key=json_field(told, "blob_key", str, _WHAT),
+                sha256=json_field(_with_sha256(told), "sha256", str, _WHAT),
+                size=json_field(told, "size", int, _WHAT),
+                header_bytes=json_field(told, "head_bytes", int, _WHAT),
+                tokens=json_field(told, "tokens", int, _WHAT),
+                token_digest=json_field(told, "token_digest", str, _WHAT),
+                profile_digest=json_field(told, "profile_digest", str, _WHAT),
                 levels=tuple(_level(level) for level in levels),
-                profile_outline=outline_of(fields),
+                profile_outline=outline_of(told),
+                parts=tuple(BlobPart.from_row(row) for row in json_field({"parts": []} | told, "parts", list, _WHAT)),
             )
         except ArgumentError as error:
             msg = f"the catalog holds a bad entry ({error}): write the document again"
@@ -148,6 +208,14 @@ def _is_outline(size: int, sha256: str) -> bool:
     return 0 < size <= MAX_OUTLINE_BYTES and bool(sha256 and _DIGEST.fullmatch(sha256))
 
 
+def _with_sha256(told: dict[str, Any]) -> dict[str, Any]:
+    """The fields, with the digest that the blob's key carries where the parts stand for it."""
+    key = told.get("blob_key")
+    if not told.get("parts") or not isinstance(key, str):
+        return told
+    return told | {"sha256": key.rpartition("/")[2].removesuffix(".kvw")}
+
+
 def _level(level: object) -> tuple[str, int]:
     match level:
         case [str(name), int(size)] if not isinstance(size, bool):
@@ -187,12 +255,31 @@ def _blob_checks(entry: CatalogEntry) -> tuple[_Check, ...]:
         ("size is out of range", lambda: 0 < entry.size < _MAX_BYTES),
         ("head_bytes is out of range", lambda: 0 <= entry.header_bytes <= entry.size),
         ("a level is larger than the blob", lambda: all(0 <= size <= entry.size for _, size in entry.levels)),
+        *_part_checks(entry),
+    )
+
+
+def _part_checks(entry: CatalogEntry) -> tuple[_Check, ...]:
+    parts = entry.parts
+    if not parts:
+        return ()
+    sums = (sum(part.size for part in parts), sum(part.header_bytes for part in parts), sum(p.tokens for p in parts))
+    return (
+        ("a document has 2 parts at least, or none", lambda: 1 < len(parts) <= MAX_PARTS),
+        ("the first part is not the blob", lambda: parts[0].sha256 == entry.sha256),
+        (
+            "only the first part names its tokens",
+            lambda: [bool(p.token_digest) for p in parts] == [True] + [False] * (len(parts) - 1),
+        ),
+        ("a part is out of range", lambda: all(0 < p.header_bytes <= p.size and p.tokens > 0 for p in parts)),
+        ("the parts' headers are too long together", lambda: sums[1] <= MAX_PART_HEADERS_BYTES),
+        ("the parts do not add up", lambda: sums == (entry.size, entry.header_bytes, entry.tokens)),
     )
 
 
 def _text_checks(entry: CatalogEntry) -> tuple[_Check, ...]:
-    of_a_blob = (entry.sha256, entry.size, entry.header_bytes, entry.profile_digest, entry.levels)
+    of_a_blob = (entry.sha256, entry.size, entry.header_bytes, entry.profile_digest, entry.levels, entry.parts)
     return (
-        ("without blob_key, nothing can be told of a blob", lambda: of_a_blob == ("", 0, 0, "", ())),
+        ("without blob_key, nothing can be told of a blob", lambda: of_a_blob == ("", 0, 0, "", (), ())),
         ("without blob_key, token_digest must name a text", lambda: bool(entry.token_digest and entry.tokens)),
     )

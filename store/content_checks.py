@@ -97,6 +97,29 @@ def check_text(reader: ObjectReader, token_digest: str) -> bool:
     return True
 
 
+def check_part_text(reader: ObjectReader, sha256: str) -> bool:
+    """Check the text of a part against its own checksum; whether it is the part's, readers of the document see.
+
+    Args:
+        reader: The stored text.
+        sha256: Of the part's blob.
+
+    Returns:
+        Whether it could be looked at.
+
+    Raises:
+        CorruptError: The text is damaged.
+    """
+    from kvwire.codec import read_text
+
+    del sha256
+    data = reader.read(0, min(reader.size, MAX_TEXT_BYTES))
+    if data.startswith(SEALED_MAGIC):
+        return False
+    read_text(data)
+    return True
+
+
 class _SegmentCheck:
     """Checks a blob's header and the checksums of its segments while its bytes come by, in order."""
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from kvwire._json import strict_json
 from kvwire.errors import ArgumentError, CorruptError
 from kvwire.store.catalog_entry import MAX_ENTRY_BYTES, CatalogEntry, parse_object
-from kvwire.store.content_checks import MAX_TEXT_BYTES, check_blob, check_profile, check_text
+from kvwire.store.content_checks import MAX_TEXT_BYTES, check_blob, check_part_text, check_profile, check_text
 from kvwire.store.keys import KeySpace, check_digest, check_key, is_catalog_key
 from kvwire.types import SEALED_MAGIC, TEXT_MAGIC
 
@@ -306,8 +306,14 @@ def _entry_names(key: str, data: bytes) -> list[Named]:
     if not entry.is_text and entry.blob_key != space.blob(entry.sha256):  # never lead into another tenant's blobs
         msg = f"the catalog entry {key} speaks of another document, tenant or model: write the document again"
         raise CorruptError(msg)
-    blobs = [] if entry.is_text else [Named(entry.blob_key, "blob", entry.size)]
-    texts = [Named(space.text(entry.token_digest), "text", is_needed=entry.is_text)] if entry.token_digest else []
+    if entry.parts:
+        blobs = [Named(space.blob(part.sha256), "blob", part.size) for part in entry.parts]
+        digests = (entry.parts[0].token_digest, entry.token_digest)  # the second for what indexes the document
+        keys = [*map(space.text, digests), *(space.part_text(part.sha256) for part in entry.parts[1:])]
+        texts = [Named(key, "text", is_needed=False) for key in keys]
+    else:
+        blobs = [] if entry.is_text else [Named(entry.blob_key, "blob", entry.size)]
+        texts = [Named(space.text(entry.token_digest), "text", is_needed=entry.is_text)] if entry.token_digest else []
     profiles = [Named(space.profile(entry.profile_digest), "profile")] if entry.profile_digest else []
     return [*blobs, *texts, *profiles]
 
@@ -435,6 +441,17 @@ KINDS: tuple[KeyKind, ...] = (
         max_bytes=MAX_TEXT_BYTES,
         accept=_accept_text,
         verify=check_text,
+    ),
+    KeyKind(
+        "part's text",
+        re.compile(_CONTENT + r"\.kvtp"),
+        digest="name",
+        prefix=lambda space: space.texts,
+        place=KeySpace.part_text,
+        collected="swept",
+        max_bytes=MAX_TEXT_BYTES,
+        accept=_accept_text,
+        verify=check_part_text,
     ),
     KeyKind(
         "kept rows",

@@ -246,6 +246,18 @@ class KeySpace:
         check_digest(token_digest, "a token digest")
         return f"{self.texts}{token_digest[:2]}/{token_digest}.kvt"
 
+    def part_text(self, sha256: str) -> str:
+        """Key of the text of a document's part, by the part's blob: entries then name both by one digest.
+
+        Args:
+            sha256: SHA-256 of the blob as it is stored.
+
+        Returns:
+            The key.
+        """
+        check_digest(sha256, "a blob's SHA-256")
+        return f"{self.texts}{sha256[:2]}/{sha256}.kvtp"
+
     @property
     def texts(self) -> str:
         """Prefix of the texts."""

@@ -17,6 +17,7 @@ DOOR = "kvwire"
 FLOORS = {
     "_json": 0,
     "_lazy": 0,
+    "_html": 0,
     "_printable": 0,
     "_user_file": 0,
     "_version": 0,
@@ -58,7 +59,12 @@ SHELVES: dict[str, list[set[str]]] = {
         {"simulator"},
     ],
     "engines": [{"base.py"}, {"calibration.py", "weighting.py"}, {"transformers", "vllm"}],
-    "reuse": [{"assemble.py"}, {"repair"}, {"schema.py"}, {"schema_json.py"}],
+    "reuse": [
+        {"assemble.py", "layout.py"},
+        {"layout_presets.py", "repair"},
+        {"compress.py", "link_rows.py", "schema.py", "soft_tokens.py"},
+        {"schema_json.py"},
+    ],
     "store": [
         {"client_tls.py", "http_ranges.py", "keys.py"},
         {"base.py", "catalog_entry.py"},
@@ -68,6 +74,7 @@ SHELVES: dict[str, list[set[str]]] = {
         {"files", "memory_snapshot.py"},
         {"backends", "crypto"},
         {"listing.py"},
+        {"partition.py"},
         {"catalog"},
         {"cache", "prefix"},
         {"upkeep"},
@@ -77,10 +84,10 @@ SHELVES: dict[str, list[set[str]]] = {
     "transport": [{"emulation", "errors.py"}, {"sources"}, {"fetch"}, {"server"}, {"testing"}],
     DOOR: [
         {"_version.py", "errors.py"},
-        {"_json.py", "_lazy.py", "_printable.py", "_user_file.py"},
+        {"_html.py", "_json.py", "_lazy.py", "_printable.py", "_user_file.py"},
         {"types"},
         {"runtime", "whatif"},
-        {"comparison", "lmcache", "offline", "report", "sglang", "vllm"},
+        {"comparison", "lmcache", "offline", "report", "sglang", "training", "vllm"},
         {"cli"},
         {"__main__.py"},
     ],
@@ -291,8 +298,8 @@ def test_sub_folders_import_lower_shelves_alone() -> None:
     report(sorted(faults))
 
 
-OPENERS = ("kvwire.__init__", "kvwire.cli.", "kvwire.vllm.opening")
-"""Modules that may name the engine of one library: the public names, and what opens an engine or tells its model."""
+OPENERS = ("kvwire.__init__", "kvwire.cli.", "kvwire.training.", "kvwire.vllm.opening")
+"""Modules that may name the engine of one library: the public names, what opens one or tells its model, training."""
 
 
 def test_only_openers_name_an_engine() -> None:

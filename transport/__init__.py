@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         read_object,
     )
     from kvwire.transport.sources.http import HttpSource, open_session
-    from kvwire.transport.sources.open_source import open_source
+    from kvwire.transport.sources.open_source import open_document, open_source
 
 __all__ = [
     "AccessSettings",
@@ -83,6 +83,7 @@ __all__ = [
     "coalesce",
     "listen",
     "new_token",
+    "open_document",
     "open_session",
     "open_source",
     "parse_link",
@@ -133,6 +134,6 @@ __getattr__ = lazy(
             "read_object",
         ),
         "kvwire.transport.sources.http": ("HttpSource", "open_session"),
-        "kvwire.transport.sources.open_source": ("open_source",),
+        "kvwire.transport.sources.open_source": ("open_document", "open_source"),
     },
 )

@@ -85,14 +85,15 @@ def links(folder: Path, seed: tuple[int, ...], scales: Sequence[str] = tuple(SCA
     for scale, stretch in SCALES.items():
         drawn = []
         for name, trace in traces.items():
-            gbit = _gbit(rng)
+            gbit = drawn_gbit(rng)
             drawn.append(DrawnLink(name, scale, gbit, trace.scaled(gbit * GBIT).stretched(stretch)))
         for name, make in made().items():
-            gbit = _gbit(rng)
+            gbit = drawn_gbit(rng)
             drawn.append(DrawnLink(name, scale, gbit, make(gbit * GBIT, rng).stretched(stretch)))
         out += drawn if scale in scales else []
     return out
 
 
-def _gbit(rng: np.random.Generator) -> float:
+def drawn_gbit(rng: np.random.Generator) -> float:
+    """A rate between the slowest and the fastest, log-uniformly."""
     return float(np.exp(rng.uniform(np.log(LEAST_GBIT), np.log(MOST_GBIT))))

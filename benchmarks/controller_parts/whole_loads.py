@@ -27,6 +27,10 @@ from kvwire.controller.simulator import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+
 PROMPTS = {f"{count} x {length}": (length,) * count for count, length in ((1, 4096), (8, 4096), (8, 16384), (64, 512))}
 """Documents, in chunks of 256 tokens."""
 LARGE = {"1000 x 256": (256,) * 1000, "1000 x 2560": (2560,) * 1000, "1 x 2560000": (2_560_000,)}
@@ -43,9 +47,11 @@ class Timed(Controller):
 
     Attributes:
         seconds: Of each event, but for first bytes, which are only noted.
+        decided: Which of these led to instructions.
     """
 
     seconds: list[float]
+    decided: list[bool]
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Instruction]:
         """Handle, and note the processor time of the thread."""
@@ -55,27 +61,28 @@ class Timed(Controller):
             _ = self.wake_at
         if not isinstance(event, ev.FirstByte):
             self.seconds.append(time.thread_time() - began)
+            self.decided.append(bool(out))
         return out
 
 
-def played(prompt: str, objective: str, gbit_s: float) -> list[float]:
-    """Seconds of each event of one load."""
+def played(prompt: str, objective: str, gbit_s: float) -> Floats:
+    """Seconds of each event of one load, and whether it led to instructions ``[events, 2]``."""
     model, machine = model_named("llama-3.1-8b"), replace(machine_named("h100"), steering=Steering())
     scenario = Scenario(
         model=model, machine=machine, documents=variants_for(model, (PROMPTS | LARGE)[prompt]),
         rate=constant(gbit_s * 1.25e8), rtt_s=RTT_S, goal=GOALS[objective],
     )  # fmt: skip
     controller = Timed(scenario.estimates(), settings_for(machine), Adaptive())
-    controller.seconds = []
+    controller.seconds, controller.decided = [], []
     world = World(controller, scenario.rate, scenario.costs, rtt_s=RTT_S)
     world.run([LoadArrival(0.0, scenario.documents, scenario.goal)])
-    return controller.seconds
+    return np.stack([controller.seconds, controller.decided], axis=1)
 
 
 def whole_loads(rounds: int) -> list[dict[str, Any]]:
     """Every prompt, objective and rate; events are those of the quickest round, others were disturbed."""
     cases = [(prompt, objective, gbit) for prompt in PROMPTS for objective in GOALS for gbit in GBIT_S]
-    found: dict[tuple[str, str, float], list[list[float]]] = {case: [] for case in cases}
+    found: dict[tuple[str, str, float], list[Floats]] = {case: [] for case in cases}
     for _ in range(rounds):
         for case in cases:
             found[case].append(played(*case))
@@ -83,25 +90,22 @@ def whole_loads(rounds: int) -> list[dict[str, Any]]:
         found[prompt, "earliest", GBIT_S[-1]] = [played(prompt, "earliest", GBIT_S[-1])]
     rows = []
     for (prompt, objective, gbit), loads in found.items():
-        best = min(loads, key=sum)
+        best, decided = min(loads, key=lambda load: float(load[:, 0].sum())).T
         rows.append({
             "prompt": prompt,
             "chunks": sum(length // 256 for length in (PROMPTS | LARGE)[prompt]),
             "objective": objective,
-            "gbit_s": gbit, "events": len(best),
-            "load_s": summary([sum(load) for load in loads]), "event_s": sum(best) / len(best),
-            "p99_s": float(np.quantile(best, 0.99)),
+            "gbit_s": gbit, "events": len(best), "decided": int(decided.sum()),
+            "load_s": summary([float(load[:, 0].sum()) for load in loads]), "event_s": float(best.mean()),
+            "decided_s": float(best[decided > 0].sum()), "p99_s": float(np.quantile(best, 0.99)),
         })  # fmt: skip
     return rows
 
 
 def fitted(rows: Sequence[dict[str, Any]]) -> Steering:
-    """An event's seconds and those for each chunk, by least squares over loads; requests are measured elsewhere."""
+    """Means over the events of loads of usual sizes, of those that lead to instructions apart."""
     rows = [row for row in rows if row["prompt"] in PROMPTS]
-    chunks = np.array([row["chunks"] for row in rows], np.float64)
-    seconds = np.array([row["event_s"] for row in rows])
-    columns = np.stack([np.ones_like(chunks), chunks], axis=1)
-    base, slope = np.linalg.lstsq(columns, seconds, rcond=None)[0].tolist()
-    if base < 0 or slope < 0:
-        base, slope = (0.0, float(chunks @ seconds / (chunks @ chunks))) if base < 0 else (float(seconds.mean()), 0.0)
-    return Steering(event_s=base, chunk_s=slope)
+    events, decided = (sum(row[name] for row in rows) for name in ("events", "decided"))
+    of_decided = sum(row["decided_s"] for row in rows)
+    event_s = (sum(row["event_s"] * row["events"] for row in rows) - of_decided) / (events - decided)
+    return Steering(event_s=event_s, decided_s=of_decided / decided - event_s)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvwire.codec.backend import Backend, uses_triton
 from kvwire.codec.format.codecs import CODEC_LAYERED, CODEC_LOSSLESS
 from kvwire.codec.format.header import MAX_CHUNK_TOKENS
+from kvwire.codec.format.metadata_json import prefix_from_json
 from kvwire.codec.format.pack import Draft, pack_blob
 from kvwire.codec.kinds.base import kind_of
 from kvwire.codec.kinds.outputs import device_of
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from kvwire.codec.kinds.requests import AnyProfile
     from kvwire.codec.transform.quantiser import Ladder
-    from kvwire.types import BlockDeviation, CacheMeta, KVCache
+    from kvwire.types import BlobPrefix, BlockDeviation, CacheMeta, KVCache, SoftTokensName
 
 CHUNK_TOKENS = 256
 """The grain of the controller's decisions: some tens of kilobytes on the wire, some milliseconds to decode."""
@@ -41,6 +42,8 @@ def encode(  # noqa: PLR0913 - what a blob may hold
     backend: Backend = "auto",
     deviation: BlockDeviation | None = None,
     neutral_prefix: Sequence[int] = (),
+    soft_tokens: SoftTokensName | None = None,
+    prefix: BlobPrefix | None = None,
 ) -> bytes:
     """Encode a document's cache into a blob.
 
@@ -64,6 +67,9 @@ def encode(  # noqa: PLR0913 - what a blob may hold
         deviation: How far the document's tokens move behind other documents, to be stored with it.
         neutral_prefix: Token ids that stood before the document when the cache was computed, and are not part of it:
             whoever computes tokens of it anew must know them.
+        soft_tokens: Which soft tokens those of the cache's token ids are that no vocabulary has.
+        prefix: What of the document stands before the cache's tokens, where the cache is a part of one that grows:
+            readers need the parts before it. None: the cache is of the whole document.
 
     Returns:
         The blob.
@@ -80,6 +86,9 @@ def encode(  # noqa: PLR0913 - what a blob may hold
         msg = f"chunk_tokens must be 1 to {MAX_CHUNK_TOKENS}, got {chunk_tokens}"
         raise ArgumentError(msg)
     on_device = uses_triton(backend, device_of(cache))
+    if soft_tokens is not None and max(cache.token_ids or (1 << 32,)) >= soft_tokens.first + soft_tokens.count:
+        msg = "a cache with soft tokens comes with its token ids, of which none lies beyond them"
+        raise ArgumentError(msg)
     request = EncodeRequest(cache, profile, levels, min(cache.tokens, chunk_tokens), hidden, on_device)
     encoders = [kind_of(number).encoder(request) for number in _codecs(profile, levels, lossless=lossless)]
     spans = [(start, min(start + chunk_tokens, cache.tokens)) for start in range(0, cache.tokens, chunk_tokens)]
@@ -99,8 +108,24 @@ def encode(  # noqa: PLR0913 - what a blob may hold
             kept=cache.kept,
             deviation=deviation,
             neutral_prefix=tuple(neutral_prefix),
+            soft_tokens=soft_tokens,
+            prefix=_checked(prefix, cache),
         )
     )
+
+
+def _checked(prefix: BlobPrefix | None, cache: KVCache) -> BlobPrefix | None:
+    """The prefix; raises ArgumentError where it cannot be the cache's."""
+    if prefix is None:
+        return None
+    if cache.kept is not None or cache.token_ids is None:
+        msg = "a part of a document needs its token ids, and is not pruned: encode the whole document anew"
+        raise ArgumentError(msg)
+    try:
+        return prefix_from_json([prefix.tokens, prefix.token_digest, prefix.document])
+    except ValueError as error:
+        msg = f"{error}, got {prefix}"
+        raise ArgumentError(msg) from error
 
 
 def _codecs(profile: AnyProfile | None, levels: Ladder | int | None, *, lossless: bool) -> list[int]:

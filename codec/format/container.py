@@ -23,7 +23,9 @@ from kvwire.codec.format.header import (
     MAX_STEP,
     MISSING,
     NEUTRAL,
+    PART,
     PROLOGUE,
+    SOFT,
     VERSION,
     Header,
     Level,
@@ -37,6 +39,7 @@ from kvwire.codec.format.metadata_json import (
     error_to_kl_from_json,
     meta_from_json,
     neutral_from_json,
+    prefix_from_json,
     unpack_json,
 )
 from kvwire.errors import CorruptError, FormatVersionError, TruncatedError
@@ -45,7 +48,7 @@ from kvwire.types import BlobInfo, LevelInfo, SegmentInfo, digest_tokens
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvwire.types import BlockDeviation
+    from kvwire.types import BlobPrefix, BlockDeviation, SoftTokensName
 
 _DIGEST_CHARACTERS = 64
 _MAX_LAYERS = 1 << 20
@@ -81,7 +84,7 @@ class _Prologue(NamedTuple):
     levels: int
     bits: int
     profile_bytes: int
-    is_neutral: bool
+    flags: int
 
     @property
     def chunks(self) -> int:
@@ -125,7 +128,7 @@ def parse_header(data: bytes, *, check: bool = True) -> Header:
     info = BlobInfo(
         fields.version, meta, fields.tokens, fields.chunk_tokens, fields.header_bytes, fields.file_bytes, digest,
         infos, segments, token_ids, method, prefix_layers, _deviation(parts.metadata, fields.tokens),
-        _neutral(parts.metadata, fields),
+        _neutral(parts.metadata, fields), _soft(parts.metadata, fields, token_ids), _prefix(parts.metadata, fields),
     )  # fmt: skip
     if parts.kept:
         kept_sizes(parts.kept, meta.layers, fields.tokens)
@@ -165,10 +168,43 @@ def _neutral(metadata: dict[str, Any], fields: _Prologue) -> tuple[int, ...]:
     except ValueError as error:
         msg = f"the blob is damaged: {error}; fetch it again"
         raise CorruptError(msg) from error
-    if bool(neutral) != fields.is_neutral:
+    if bool(neutral) != bool(fields.flags & NEUTRAL):
         msg = "the blob's flags and its metadata disagree on a neutral prefix; fetch it again"
         raise CorruptError(msg)
     return neutral
+
+
+def _soft(metadata: dict[str, Any], fields: _Prologue, token_ids: tuple[int, ...] | None) -> SoftTokensName | None:
+    """Which soft tokens the document has; named exactly where the flag says so, and no other ids lie beyond them."""
+    raw, soft = metadata.get("soft_tokens"), None
+    if raw is not None:
+        from kvwire.codec.format.soft import soft_from_json  # few documents have any
+
+        try:
+            soft = soft_from_json(raw)
+        except ValueError as error:
+            msg = f"the blob is damaged: {error}; fetch it again"
+            raise CorruptError(msg) from error
+    if (soft is not None) != bool(fields.flags & SOFT):
+        msg = "the blob's flags and its metadata disagree on soft tokens; fetch it again"
+        raise CorruptError(msg)
+    if soft is not None and (token_ids is None or max(token_ids) >= soft.first + soft.count):
+        msg = "the blob's token ids lie beyond its soft tokens; fetch it again"
+        raise CorruptError(msg)
+    return soft
+
+
+def _prefix(metadata: dict[str, Any], fields: _Prologue) -> BlobPrefix | None:
+    """What a part of a document stands behind; there exactly where the flag says so."""
+    try:
+        prefix = prefix_from_json(metadata.get("prefix"))
+    except ValueError as error:
+        msg = f"the blob is damaged: {error}; fetch it again"
+        raise CorruptError(msg) from error
+    if (prefix is not None) != bool(fields.flags & PART):
+        msg = "the blob's flags and its metadata disagree on what it is a part of; fetch it again"
+        raise CorruptError(msg)
+    return prefix
 
 
 def _prologue(data: bytes, *, check: bool) -> _Prologue:
@@ -180,7 +216,7 @@ def _prologue(data: bytes, *, check: bool) -> _Prologue:
         raise TruncatedError(msg, PROLOGUE.size)
     (_, major, minor, incompatible, _, header_bytes, file_bytes, crc, meta_stored, meta_raw, tokens, chunk_tokens,
      levels, bits, _, profile_bytes) = PROLOGUE.unpack_from(data)  # fmt: skip
-    if major != VERSION[0] or incompatible & ~NEUTRAL:
+    if major != VERSION[0] or incompatible & ~(NEUTRAL | SOFT | PART):
         msg = f"blob format {major}.{minor} (flags {incompatible:#x}) is newer than this kvwire; upgrade kvwire"
         raise FormatVersionError(msg)
     if not PROLOGUE.size <= header_bytes <= min(MAX_HEADER_BYTES, file_bytes):
@@ -207,7 +243,7 @@ def _prologue(data: bytes, *, check: bool) -> _Prologue:
         levels,
         bits,
         profile_bytes,
-        bool(incompatible & NEUTRAL),
+        incompatible,
     )
 
 

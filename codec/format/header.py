@@ -34,6 +34,10 @@ stored, metadata raw, tokens, chunk tokens, levels, bits of a token id (0: unkno
 inside."""
 NEUTRAL = 1
 """Incompatible flag: the document was computed behind other tokens, which whoever computes any of it anew must know."""
+SOFT = 2
+"""Incompatible flag: some token ids are those of trained embeddings, which no vocabulary has."""
+PART = 4
+"""Incompatible flag: the blob is a part of a document, and its numbers depend on the tokens before it."""
 CRC_AT = 36
 ENTRY = np.dtype(
     [

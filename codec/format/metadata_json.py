@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ import zstandard
 
 from kvwire._json import strict_json
 from kvwire.errors import ArgumentError, CorruptError, MismatchError
-from kvwire.types import BlockDeviation, CacheMeta, LayerSpec, RopeRegime
+from kvwire.types import BlobPrefix, BlockDeviation, CacheMeta, LayerSpec, RopeRegime
 
 MAX_JSON_BYTES = 1 << 20
 """Metadata of a thousand layers takes a tenth; hostile text of this length makes some tens of megabytes of objects."""
@@ -21,6 +22,7 @@ _MAX_BLOCK = 1 << 16
 """Tokens that share a deviation."""
 MAX_NEUTRAL = 4096
 """Tokens of a neutral prefix."""
+_SHA256 = re.compile("[0-9a-f]{64}")
 _MAX_DIM = 1 << 20
 """Wider than any layer; products of two still fit 64 bits with room to spare."""
 MAX_WIDTH = 1 << 23
@@ -320,6 +322,28 @@ def neutral_from_json(raw: Any) -> tuple[int, ...]:  # noqa: ANN401 - JSON
         msg = f"the neutral prefix is no list of 1 to {MAX_NEUTRAL} token ids"
         raise ValueError(msg)
     return tuple(raw)
+
+
+def prefix_from_json(raw: Any) -> BlobPrefix | None:  # noqa: ANN401 - JSON
+    """Read what a part of a document stands behind.
+
+    Args:
+        raw: As stored; None where the blob is a whole document.
+
+    Returns:
+        The prefix.
+
+    Raises:
+        ValueError: It is none.
+    """
+    match raw:
+        case None:
+            return None
+        case [int(tokens), str(digest), str(name)] if type(tokens) is int and _SHA256.fullmatch(digest):
+            if 0 < tokens < 1 << 32:
+                return BlobPrefix(tokens, digest, name)
+    msg = "the prefix of a part is a number of tokens, their SHA-256 and a document's name"
+    raise ValueError(msg)
 
 
 class Fitted(Protocol):

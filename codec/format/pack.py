@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from isal.isal_zlib import crc32  # zlib's checksum, some 15 times as fast
 
-from kvwire.codec.format.header import ALIGNMENT, CRC_AT, ENTRY, MAGIC, MAX_HEADER_BYTES, NEUTRAL, PROLOGUE, VERSION
+from kvwire.codec.format.header import (
+    ALIGNMENT,
+    CRC_AT,
+    ENTRY,
+    MAGIC,
+    MAX_HEADER_BYTES,
+    NEUTRAL,
+    PART,
+    PROLOGUE,
+    SOFT,
+    VERSION,
+)
 from kvwire.codec.format.ids import pack_ids
 from kvwire.codec.format.kept import pack_kept
 from kvwire.codec.format.metadata_json import (
@@ -30,7 +41,7 @@ if TYPE_CHECKING:
 
     from kvwire.codec.format.header import Level
     from kvwire.codec.format.kept import Kept
-    from kvwire.types import BlockDeviation, CacheMeta
+    from kvwire.types import BlobPrefix, BlockDeviation, CacheMeta, SoftTokensName
 
 _LARGEST_ERROR = 1e38
 """Float32 holds it."""
@@ -71,6 +82,8 @@ class Draft:
         kept: What a pruned cache holds; None where nothing was pruned.
         deviation: How far tokens move behind other documents; None where nobody measured.
         neutral_prefix: Token ids that the document was computed behind.
+        soft_tokens: Which soft tokens some of its token ids are.
+        prefix: What of the document the tokens stand behind; None: nothing, they are all of it.
     """
 
     meta: CacheMeta
@@ -86,6 +99,8 @@ class Draft:
     kept: Kept | None = None
     deviation: BlockDeviation | None = None
     neutral_prefix: tuple[int, ...] = ()
+    soft_tokens: SoftTokensName | None = None
+    prefix: BlobPrefix | None = None
 
 
 def pack_blob(draft: Draft) -> bytes:
@@ -113,8 +128,10 @@ def pack_blob(draft: Draft) -> bytes:
         msg = f"the blob's header would take {header_bytes} bytes of {MAX_HEADER_BYTES} allowed; split the document"
         raise ArgumentError(msg)
     index, end = _index(draft, header_bytes)
+    flags = (NEUTRAL if draft.neutral_prefix else 0) | (SOFT if draft.soft_tokens else 0)
+    flags |= PART if draft.prefix else 0
     prologue = PROLOGUE.pack(
-        MAGIC, *VERSION, NEUTRAL if draft.neutral_prefix else 0, 0, header_bytes, end, 0, len(metadata), metadata_raw,
+        MAGIC, *VERSION, flags, 0, header_bytes, end, 0, len(metadata), metadata_raw,
         draft.tokens, draft.chunk_tokens, len(draft.levels), bits, 0, len(draft.profile_bytes),
     )  # fmt: skip
     header = bytearray(
@@ -146,6 +163,12 @@ def _metadata(draft: Draft, kept_bytes: int) -> tuple[bytes, int]:
         raise ArgumentError(msg)
     if draft.neutral_prefix:
         fields["neutral_prefix"] = list(draft.neutral_prefix)
+    if draft.soft_tokens is not None:
+        from kvwire.codec.format.soft import soft_to_json  # few documents have any
+
+        fields["soft_tokens"] = soft_to_json(draft.soft_tokens)
+    if draft.prefix:
+        fields["prefix"] = [draft.prefix.tokens, draft.prefix.token_digest, draft.prefix.document]
     frame, raw = pack_json(fields)
     if raw > MAX_JSON_BYTES:
         msg = f"the blob's metadata would take {raw} bytes of {MAX_JSON_BYTES} allowed; use larger blocks of deviations"

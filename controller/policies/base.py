@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
@@ -195,6 +196,7 @@ class PlanRequest:
         look_s: Seconds that running the question takes once all chunks are valid, to see which of them matter; None
             where that is not wanted, or is done.
         is_weighed: Errors of chunks are weighed by what the question attends to.
+        pass_chunks: Chunks of a forward pass at most, where passes are kept short; infinite: all of a run.
         risk: Chance that the link falls so far, within a load, that what is asked for first decides what is in time.
     """
 
@@ -214,6 +216,7 @@ class PlanRequest:
     now: float = 0.0
     look_s: float | None = None
     is_weighed: bool = False
+    pass_chunks: float = inf
     risk: float = 0.0
 
 

@@ -90,10 +90,13 @@ def decode_s(request: PlanRequest, tokens: Ints, sizes: Ints) -> Floats:
 
 
 def prefill_s(request: PlanRequest) -> Floats:
-    """Seconds of compute of each chunk when it is recomputed: a pass's fixed cost falls on a run's first ``[n]``."""
+    """Seconds of compute of each chunk when it is recomputed ``[n]``.
+
+    A pass's fixed cost falls on a run's first chunk, and where passes are short a share of it on all others.
+    """
     chunks, cost = request.chunks, request.costs.prefill
     seconds = cost.token_s * chunks.tokens + cost.pair_s * chunks.pairs
-    return seconds + cost.base_s * chunks.begins
+    return seconds + cost.base_s * np.where(chunks.begins, 1.0, 1 / request.pass_chunks)
 
 
 def floor_s(request: PlanRequest) -> float:

@@ -12,13 +12,12 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-_ZOOMS = 9
-_POINTS = 7  # prices tried for each resource and zoom
-_SHRINK = 0.45
+_CUTS = 100  # of the space of prices, for each pair of resources
+_CLOSE = 1e-5  # of the bound, by which it may be lower than the highest
 _ROUNDS = 3  # of leaving options out, each of which may show that others cannot be either
 _FEW = 8  # items
 _SLACK = 1e-9  # relative; for rounding
-_LARGEST, _SMALLEST = 1e4, 1e-6  # prices worth trying, in objective per budget
+_LARGEST = 1e4  # of prices worth trying, in objective per budget
 
 
 def _cells(items: int) -> int:
@@ -137,24 +136,44 @@ def _mixes(prices: Floats, items: int) -> list[Floats]:
 
 
 def _prices(value: Floats, parts: Floats) -> tuple[Floats, float]:
-    """Prices of the resources, budgets counting 1, at which the Lagrangian bound is high, and that bound."""
-    finite = np.where(np.isfinite(value), value, 0.0)
-    unit = float(finite.max(axis=1).sum()) or 1.0
-    flat = parts.reshape(len(parts), -1)
-    centre = np.full(len(parts), (np.log(_LARGEST) + np.log(_SMALLEST)) / 2)
-    width = (np.log(_LARGEST) - np.log(_SMALLEST)) / 2
-    best, best_prices = -inf, np.exp(centre) * unit
-    for _ in range(_ZOOMS):
-        axes = np.meshgrid(*[np.linspace(at - width, at + width, _POINTS) for at in centre], indexing="ij")
-        logs = np.stack([axis.ravel() for axis in axes], axis=1)
-        tried = np.exp(logs) * unit
-        priced = (tried @ flat).reshape(len(tried), *value.shape) + value
-        bounds = priced.min(axis=2).sum(axis=1) - tried.sum(axis=1)
-        at = int(bounds.argmax())
-        if bounds[at] > best:
-            best, best_prices, centre = float(bounds[at]), tried[at], logs[at]
-        width *= _SHRINK
+    """Prices of the resources, budgets counting 1, at which the Lagrangian bound is highest, and that bound.
+
+    The bound is concave in the prices, with kinks: the ellipsoid method with deep cuts (Bland, Goldfarb and Todd 1981,
+    Operations Research 29(6)) closes in on its top from any start, at any ratio of prices.
+    """
+    unit = float(np.where(np.isfinite(value), value, 0.0).max(axis=1).sum()) or 1.0
+    kinds, rows = len(parts), np.arange(len(value))
+    centre = np.full(kinds, _LARGEST * unit / 2)
+    shape = np.eye(kinds) * kinds * centre[0] ** 2  # a ball around all prices worth trying
+    best, best_prices = -inf, centre
+    for _ in range(_CUTS * kinds**2):
+        if (centre < 0).any():
+            uphill, lacks = -np.minimum(np.sign(centre), 0), -float(centre.min())
+            uphill = np.where(centre == centre.min(), uphill, 0.0)
+        else:
+            priced = np.tensordot(centre, parts, axes=1) + value
+            chosen = priced.argmin(axis=1)
+            bound = float(priced[rows, chosen].sum() - centre.sum())
+            if bound > best:
+                best, best_prices = bound, centre
+            uphill, lacks = parts[:, rows, chosen].sum(axis=1) - 1, best - bound
+        reach = float(np.sqrt(max(uphill @ shape @ uphill, 0.0)))
+        if reach - lacks <= _CLOSE * abs(best):
+            break
+        centre, shape = _cut(centre, shape, shape @ uphill / reach, lacks / reach)
     return best_prices, best
+
+
+def _cut(centre: Floats, shape: Floats, step: Floats, depth: float) -> tuple[Floats, Floats]:
+    """The smallest ellipsoid around what a plane leaves of one: all that lies ``depth`` or more of a step further."""
+    kinds = len(centre)
+    depth = min(depth, 1.0)
+    moved = centre + (1 + kinds * depth) / (1 + kinds) * step
+    if kinds == 1:
+        return moved, shape * ((1 - depth) / 2) ** 2
+    flatter = 2 * (1 + kinds * depth) / ((1 + kinds) * (1 + depth))
+    rounder = kinds**2 * (1 - depth**2) / (kinds**2 - 1)
+    return moved, rounder * (shape - flatter * np.outer(step, step))
 
 
 def _mixed(value: Floats, parts: Floats, mix: Floats) -> tuple[float, NDArray[np.int64]]:

@@ -24,17 +24,19 @@ class Steering:
 
     Attributes:
         event_s: With each event, but for first bytes, which are only noted.
+        decided_s: With each event besides that leads to instructions: most of them are plans.
         chunk_s: With each event besides, for each chunk of the loads under way.
         request_s: With each request besides: sending it and taking its answer in.
     """
 
     event_s: float = 0.0
+    decided_s: float = 0.0
     chunk_s: float = 0.0
     request_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse times that cannot be."""
-        figures = (self.event_s, self.chunk_s, self.request_s)
+        figures = (self.event_s, self.decided_s, self.chunk_s, self.request_s)
         if not all(isfinite(figure) and figure >= 0 for figure in figures):
             msg = f"steering takes finite times of at least 0 s, got {self}"
             raise ArgumentError(msg)
@@ -51,6 +53,7 @@ class Steering:
             Seconds until it is decided, then until each instruction is carried out.
         """
         decided = 0.0 if isinstance(event, ev.FirstByte) else self.event_s + self.chunk_s * chunks
+        decided += self.decided_s if instructions else 0.0
         requests = accumulate((isinstance(each, ev.Fetch) for each in instructions), initial=0)
         return [decided + self.request_s * number for number in requests]
 

@@ -69,13 +69,15 @@ class TransformersEngine(DescribedModel):
     def _cache(self, pairs: list[tuple[Tensor, Tensor]], token_ids: Sequence[int], offset: int) -> KVCache:
         meta = replace(self.meta, offset=offset)
         keys, values = ([tensor.to(self.device) for tensor in side] for side in zip(*pairs, strict=True))
+        if self.soft_tokens:
+            from kvwire.reuse import as_stored
+
+            token_ids = as_stored(token_ids, self.vocabulary_size)
         return KVCache.from_tensors(keys, values, meta, token_ids)
 
     @torch.no_grad()
     def extend(self, prefix: KVCache | None, token_ids: Sequence[int], *, offset: int = 0) -> KVCache:
-        """Recompute tokens from text on top of the cache before them.
-
-        Attention sees the prefix and the new tokens, so this equals a prefill of both.
+        """Recompute tokens from text on top of the cache before them, as a prefill of both would.
 
         Args:
             prefix: Positions on, ending where the new tokens begin; None where there is nothing before them.
@@ -313,13 +315,24 @@ class TransformersEngine(DescribedModel):
             ArgumentError: The mask is not of the prompt's size.
             MismatchError: See ``attention_mask``.
         """
+        return self._masked(token_ids, visible, DynamicCache(), 0)
+
+    @torch.no_grad()
+    def prefill_masked(self, token_ids: Sequence[int], visible: Tensor) -> KVCache:
+        """The cache of one document whose tokens see less than all before them; see ``Engine.prefill_masked``."""
+        self._masked(token_ids, visible, past := DynamicCache(), 1)
+        return self._cache([(keys[0], values[0]) for keys, values in tensors_of(past)], token_ids, 0)
+
+    def _masked(self, token_ids: Sequence[int], visible: Tensor, past: DynamicCache, logits: int) -> Tensor:
         self.check_ids(token_ids)
         if visible.shape != (len(token_ids), len(token_ids)):
             msg = f"a mask for {len(token_ids)} tokens has that many rows and columns, got {tuple(visible.shape)}"
             raise ArgumentError(msg)
         ids = torch.tensor([list(token_ids)], device=self.device)
         mask = self.attention_mask(visible.to(self.device))
-        out = self.model(input_ids=ids, attention_mask=mask, past_key_values=DynamicCache(), use_cache=True)
+        out = self.model(
+            input_ids=ids, attention_mask=mask, past_key_values=past, use_cache=True, logits_to_keep=logits
+        )
         return out.logits[0]  # type: ignore[no-any-return]
 
     def attention_mask(self, visible: Tensor) -> Tensor | dict[str, Tensor]:

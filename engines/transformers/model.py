@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from kvwire.engines.transformers.soft import SoftEmbedding
+    from kvwire.reuse import SoftTokens
+
 
 class DescribedModel(Engine):
     """What a model and its tokenizer say of themselves; ``TransformersEngine`` runs it, and is made alike.
@@ -54,6 +57,7 @@ class DescribedModel(Engine):
         self.model = model
         self._spread = Devices.of(model) if is_spread(model) else None
         self._tokenizer = tokenizer
+        self._soft: tuple[SoftTokens, SoftEmbedding] | None = None
         self._model_config_digest = model_config_digest
         layers, ropes = learn_layout(model, self.devices)
         dtype = str(model.dtype).removeprefix("torch.")
@@ -105,6 +109,30 @@ class DescribedModel(Engine):
         """
         limits = [regime.max_positions for regime in self.meta.ropes if regime.max_positions is not None]
         return min([window_of(self.model), *limits])
+
+    @property
+    def soft_tokens(self) -> SoftTokens | None:
+        """Trained embeddings that token ids beyond the vocabulary, and negative ones, stand for; None without any."""
+        return self._soft[0] if self._soft else None
+
+    def use_soft_tokens(self, soft: SoftTokens | None) -> None:
+        """Let token ids stand for trained embeddings from now on, in every method; the model itself gets hooks.
+
+        Args:
+            soft: The embeddings, in place of earlier ones; None: none any more.
+
+        Raises:
+            MismatchError: They are of another model, or its layers read token ids.
+        """
+        made = None
+        if soft is not None:
+            from kvwire.engines.transformers.soft import SoftEmbedding
+
+            soft.check_model(self.meta, int(self.model.config.get_text_config(decoder=True).hidden_size))
+            made = (soft, SoftEmbedding(self.model, soft.embeddings.to(self.device, self.dtype)))
+        if self._soft:
+            self._soft[1].remove()
+        self._soft = made
 
     @property
     def has_tokenizer(self) -> bool:
@@ -177,6 +205,11 @@ class DescribedModel(Engine):
                 "split the document or name fewer documents"
             )
             raise ArgumentError(msg)
-        if min(token_ids) < 0 or max(token_ids) >= self.vocabulary_size:
-            msg = f"token ids must lie in 0 to {self.vocabulary_size - 1}; were they made by this model's tokenizer?"
+        soft = self.soft_tokens.count if self.soft_tokens else 0
+        if min(token_ids) < -soft or max(token_ids) >= self.vocabulary_size + soft:
+            hint = f", and of soft tokens there are {soft}" if soft else ""
+            msg = (
+                f"token ids must lie in 0 to {self.vocabulary_size - 1}{hint}; were they made by this model's "
+                "tokenizer, and are the layout's soft tokens in use?"
+            )
             raise ArgumentError(msg)

@@ -57,4 +57,6 @@ def _vocabulary(engine: DescribedModel, documents: Sequence[Sequence[int]]) -> V
     start = max(0, (len(longest) - ATLAS_CONTEXT) // 2)
     room = min(ATLAS_CONTEXT, engine.window - 1)
     (context,) = engine.prefill([longest[start : start + room]])
-    return look_up(engine.model, engine.meta, context, [token for ids in documents for token in ids])
+    seen = [token for ids in documents for token in ids]
+    soft = engine.soft_tokens if max(seen) >= engine.vocabulary_size else None
+    return look_up(engine.model, engine.meta, context, seen, soft.embeddings if soft else None)

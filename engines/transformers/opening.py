@@ -213,7 +213,7 @@ def _model(folder: Path, dtype: torch.dtype | None, device_map: str | Mapping[st
             raise ArgumentError(msg)
         options["device_map"] = device_map if isinstance(device_map, str) else dict(device_map)
     try:
-        with _quiet():
+        with quiet():
             loaded = _weights(folder, options)
     except ImportError as error:  # quantised weights and device maps need packages of their own
         msg = f"{folder} cannot be opened without another package: {error}"
@@ -242,7 +242,7 @@ def _weights(folder: Path, options: dict[str, Any]) -> Any:  # noqa: ANN401 - tr
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep transformers' progress bar off what is no terminal; the switch is its own and is put back."""
     if sys.stderr.isatty() or not logging.is_progress_bar_enabled():
         yield

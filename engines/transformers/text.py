@@ -139,7 +139,9 @@ def _decoder_of(model: PreTrainedModel) -> torch.nn.Module:
 
 
 @torch.no_grad()
-def look_up(model: PreTrainedModel, meta: CacheMeta, context: KVCache, seen: Sequence[int]) -> Vocabulary:
+def look_up(
+    model: PreTrainedModel, meta: CacheMeta, context: KVCache, seen: Sequence[int], soft: Tensor | None = None
+) -> Vocabulary:
     """What is known of every token of the vocabulary.
 
     Args:
@@ -147,6 +149,7 @@ def look_up(model: PreTrainedModel, meta: CacheMeta, context: KVCache, seen: Seq
         meta: What its caches say of themselves.
         context: The cache of some ordinary tokens at positions from 0, positions on.
         seen: Tokens to look at first, should the vocabulary be larger than ATLAS_TOKENS.
+        soft: Embeddings of soft tokens that the model takes, ``[count, hidden_size]``; they follow the vocabulary.
 
     Returns:
         Features of tokens.
@@ -159,7 +162,8 @@ def look_up(model: PreTrainedModel, meta: CacheMeta, context: KVCache, seen: Seq
         msg = "the model's embeddings are offloaded and cannot be looked up; encode with a model that fits in memory"
         raise MismatchError(msg)
     devices = Devices.of(model)
-    embedding = _normalised(weight.detach().float().cpu())
+    rows = weight.detach().float().cpu()
+    embedding = _normalised(rows if soft is None else torch.cat([rows, soft.float().cpu()]))
     chosen = _chosen(len(embedding), seen)
     order = torch.randperm(len(chosen), generator=torch.Generator().manual_seed(0))
     sample = chosen[order[:SAMPLE_TOKENS]]

@@ -20,6 +20,7 @@ from kvwire.cli.say import prepare_output, say, say_text
 from kvwire.errors import KvwireError
 
 COMMANDS = {
+    "append": LazyCommand("kvwire.cli.append", "append", "Append text to a document, encoding the new tokens alone."),
     "ask": LazyCommand("kvwire.cli.ask", "ask", "Answer a question over documents of a store."),
     "check-model": LazyCommand(
         "kvwire.cli.check_model",
@@ -38,6 +39,9 @@ COMMANDS = {
     "sign": LazyCommand("kvwire.cli.serve", "sign", "Print a URL that gives access to one object for a while."),
     "simulate": LazyCommand("kvwire.cli.simulate", "simulate", "Simulate loads on a modelled link and machine."),
     "store": LazyCommand("kvwire.cli.store", "store_group", "List, remove, collect, check and copy what a store has."),
+    "train-links": LazyCommand(
+        "kvwire.cli.train_links", "train_links", "Train link tokens or wrappers for linked documents."
+    ),
     "token": LazyCommand("kvwire.cli.serve", "token", "Make a bearer token and its line for the tenants file."),
 }
 

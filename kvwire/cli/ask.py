@@ -17,8 +17,10 @@ from kvwire.cli.options import (
     DEVICE,
     DTYPE,
     JSON,
+    LINKS,
     MODEL,
     REPAIR,
+    SOFT_TOKENS,
     USES,
     StoreOptions,
     repair_of,
@@ -60,6 +62,9 @@ class _AskOptions(TypedDict):
     variants: tuple[str, ...]
     schema: str | None
     arguments: tuple[str, ...]
+    links: str | None
+    soft_tokens: Path | None
+    system: str
     uses: str | None
     model: str
     device: str
@@ -152,6 +157,9 @@ class _AskOptions(TypedDict):
     metavar="MODULE.PARAMETER=TEXT",
     help="Text that takes the place of a slot of the schema; repeatable.",
 )
+@LINKS
+@SOFT_TOKENS
+@click.option("--system", default="", help="Text before the documents, computed in every prompt.")
 @USES
 @MODEL
 @store_options
@@ -195,6 +203,19 @@ def _settings(options: _AskOptions) -> LoadSettings:
     return replace(settings, kept_bytes=parse_size(options["kept_size"]))
 
 
+def _laid_out(settings: LoadSettings, engine: Engine, options: _AskOptions) -> LoadSettings:
+    """With the layout and the system text that options name."""
+    if not (options["links"] or options["soft_tokens"] or options["system"]):
+        return settings
+    from kvwire.cli.layouts import use_layout
+
+    if options["schema"]:
+        msg = "modules of a schema stand where it has them: leave out --links, --soft-tokens and --system"
+        raise ArgumentError(msg)
+    system = tuple(engine.tokenize(options["system"])) if options["system"] else ()
+    return replace(settings, layout=use_layout(engine, options["links"], options["soft_tokens"]), system=system)
+
+
 def _answer(names: list[str], place: StoreOptions, options: _AskOptions) -> tuple[list[str], Answer]:
     """The answer, and names of what stands in the prompt, in its order."""
     from kvwire.runtime.corpus import Corpus
@@ -203,7 +224,7 @@ def _answer(names: list[str], place: StoreOptions, options: _AskOptions) -> tupl
     from kvwire.transport import parse_link
 
     engine = open_engine(options["model"], options["device"], options["dtype"])
-    settings = _settings(options)
+    settings = _laid_out(_settings(options), engine, options)
     texts = read_texts([options["texts"]]) if options["texts"] else {}
     if options["arguments"] and not options["schema"]:
         msg = "--argument fills a slot of a schema: give --schema"

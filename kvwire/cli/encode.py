@@ -18,7 +18,9 @@ from kvwire.cli.options import (
     DTYPE,
     INDEX,
     JSON,
+    LINKS,
     MODEL,
+    SOFT_TOKENS,
     USES,
     StoreOptions,
     store_options,
@@ -48,6 +50,8 @@ class _EncodeOptions(TypedDict):
     deviation: bool
     neutral_prefix: int
     encode_after: int
+    links: str | None
+    soft_tokens: Path | None
     resume: Path | None
     index: tuple[str, ...]
     uses: str | None
@@ -103,6 +107,8 @@ class _EncodeOptions(TypedDict):
     type=click.Path(dir_okay=False, path_type=Path),
     help="Keep in this file how far the fit of a profile has got; one that was interrupted goes on from it.",
 )
+@LINKS
+@SOFT_TOKENS
 @INDEX
 @USES
 @BACKEND
@@ -152,9 +158,13 @@ def open_corpus(place: StoreOptions, options: _EncodeOptions) -> Corpus:
     from kvwire.runtime.corpus import Corpus
 
     engine = open_engine(options["model"], options["device"], options["dtype"])
+    from kvwire.cli.layouts import use_layout
+
+    layout = use_layout(engine, options["links"], options["soft_tokens"])
     coding = Coding(
         options["method"], options["prefix_layers"], options["lossless"], backend=options["backend"],
-        deviation=options["deviation"], neutral_prefix=options["neutral_prefix"], resume=options["resume"],
+        deviation=options["deviation"], neutral_prefix=options["neutral_prefix"], layout=layout,
+        resume=options["resume"],
     )  # fmt: skip
     return Corpus(engine, place.open_lasting(), **place.whose(), coding=coding, uses=use_file(options["uses"]))
 

@@ -43,6 +43,10 @@ def inspect(*, blob: str, model: str | None, place: StoreOptions, as_json: bool)
         say(f"says how far tokens move behind other documents, by blocks of {info.deviation.block}")
     if info.neutral_prefix:
         say(f"computed behind {len(info.neutral_prefix)} tokens that were dropped")
+    if info.soft_tokens:
+        say(f"computed with {info.soft_tokens.count} soft tokens, {info.soft_tokens.digest[:12]}")
+    if info.prefix:
+        say(f"a part of document {info.prefix.document!r}, behind its first {info.prefix.tokens} tokens")
     print_levels([info])
 
 

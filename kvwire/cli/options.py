@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -154,6 +155,19 @@ class StoreOptions:
 
         return Keyring.read(self.keys) if self.keys else None
 
+
+LINKS = click.option(
+    "--links",
+    metavar="LAYOUT",
+    help="What stands around documents and in their caches: plain, kvlink:5, kvlink:5:evaluation, wrappers:8+8, "
+    "links:5, turborag:IDS/IDS, block-attention:IDS; by default what the soft tokens were trained for.",
+)
+SOFT_TOKENS = click.option(
+    "--soft-tokens",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Trained embeddings that are no entries of the vocabulary, as kvwire train-links writes them.",
+)
 
 _TIERS = (
     click.option("--cache", envvar="KVWIRE_CACHE", help="Folder of a local cache before the store."),

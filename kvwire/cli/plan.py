@@ -48,6 +48,11 @@ _MANY = 16  # documents
     "--question-tokens", default=32, show_default=True, type=click.IntRange(1, 1 << 20), help="Length of the question."
 )
 @REPAIR
+@click.option(
+    "--price",
+    metavar="PRICES",
+    help="Also in money, such as gpu_hour=1.79,gb_month=0.023,egress=0.09.",
+)
 @click.option("--compare/--no-compare", default=True, help="Also work out alternatives and break-even points.")
 @store_options
 @JSON
@@ -59,9 +64,11 @@ def plan(*, place: StoreOptions, **given: Any) -> None:  # noqa: ANN401 - click'
     """
     from kvwire.controller.repair import unmeasured
     from kvwire.whatif.plan import plan_load
+    from kvwire.whatif.price import Prices, price_plan
 
     options = PlanOptions(**given)
     options.check(store_named=place.store is not None)
+    prices = None if options.price is None else Prices.parse(options.price)
     without = place.store is None and not options.needs_store
     with nullcontext() if without else closing(place.open_lasting(exists=True)) as store:
         sources = Sources(options, place, store)
@@ -78,12 +85,13 @@ def plan(*, place: StoreOptions, **given: Any) -> None:  # noqa: ANN401 - click'
         compare=options.compare,
         repair=unmeasured(repair_of(options.repair)),
     )
+    priced = None if prices is None else price_plan(made, prices, prompt.stored_bytes, prompt.raw_bytes)
     error, ttft_s = None, made.prediction.ttft_s
     if not made.prediction.in_time:
         error = DeadlineError(
             f"the first token would come after {ttft_s:.3f} s, the deadline is {options.deadline:g} s"
         )
-    print_plan(prompt, made, estimates, settings, as_json=options.as_json, error=error)
+    print_plan(prompt, made, estimates, settings, as_json=options.as_json, error=error, priced=priced)
     if error:
         leave(error)
 

@@ -53,6 +53,7 @@ class PlanOptions:
         floor: Lowest level.
         question_tokens: Length of the question.
         repair: Rows that are computed anew, as text.
+        price: What an engine, storing and egress cost, as text; None: money is not counted.
         compare: Also work out alternatives.
         as_json: Print JSON.
     """
@@ -75,6 +76,7 @@ class PlanOptions:
     floor: int
     question_tokens: int
     repair: str
+    price: str | None
     compare: bool
     as_json: bool
 
@@ -91,7 +93,7 @@ class PlanOptions:
             "docs": (name,), "more_docs": (), "context": None, "documents": 1, "model": None, "device": "cpu",
             "dtype": "auto", "machine": None, "shape": None, "estimates": None, "workers": None, "config": config,
             "link": None, "deadline": None, "objective": None, "floor": 0, "question_tokens": 32, "repair": "none",
-            "compare": True, "as_json": False,
+            "price": None, "compare": True, "as_json": False,
         }  # fmt: skip
         return cls(**usual | given)
 
@@ -153,6 +155,16 @@ class Prompt:
     inputs: tuple[DocumentPlanInput, ...]
     details: Details
     sizes: str = ""
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of the documents' blobs: their headers, and their chunks at the finest level, which hold all coarser ones."""
+        return self.details.header_bytes + sum(sizes[-1] for each in self.inputs for sizes in each.fetch_bytes if sizes)
+
+    @property
+    def raw_bytes(self) -> int:
+        """Of their uncompressed caches; 0 where that is not known."""
+        return self.details.raw_token_bytes * sum(sum(each.tokens) for each in self.inputs)
 
 
 class Sources:
@@ -216,7 +228,7 @@ class Sources:
             entry = self._corpus.find(name) if self._corpus else _entry(catalog, self._options.config, name)
             if entry.is_text:
                 return entry.tokens
-            info = catalog.blob_reader().read_header(self._store.get(entry.blob_key, 0, entry.header_bytes))
+            info = catalog.read_header(entry)
         self._check_fits(name, info)
         return info
 

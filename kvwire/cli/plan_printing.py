@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvwire.cli.failures import error_as_data
 from kvwire.cli.plan_inputs import COMPUTE
+from kvwire.cli.price_printing import describe_price, price_lines
 from kvwire.cli.say import say
 from kvwire.whatif.break_even import FASTEST, SLOWEST
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from kvwire.errors import KvwireError
     from kvwire.whatif.break_even import BreakEven
     from kvwire.whatif.plan import LoadPlan
+    from kvwire.whatif.price import Priced
     from kvwire.whatif.records import PlannedChunk, Prediction
 
 _MOST_RUNS = 40
@@ -37,7 +39,7 @@ _TITLES = {
 
 def print_plan(
     prompt: Prompt, plan: LoadPlan, estimates: Estimates, settings: ControllerSettings, *, as_json: bool,
-    error: KvwireError | None = None,
+    error: KvwireError | None = None, priced: Priced | None = None,
 ) -> None:  # fmt: skip
     """Show a plan.
 
@@ -48,12 +50,15 @@ def print_plan(
         settings: That it was made with.
         as_json: Print JSON.
         error: What the command ends with; None: it is done.
+        priced: The plan in money; None: that was not asked for.
     """
     if as_json:
         compute = {name: getattr(settings, name) for name in COMPUTE}
         made_with = {"estimates": estimates.to_state(), "compute": compute}
         sizes = {"sizes": prompt.sizes} if prompt.sizes else {}
         shown = describe_plan(prompt.names, plan) | sizes | made_with | error_as_data(error)
+        if priced is not None:
+            shown["price"] = describe_price(priced)
         say(json.dumps(shown, allow_nan=False))
         return
     for line in (*_verdict(plan), *_chunk_table(prompt.names, plan)):
@@ -63,6 +68,8 @@ def print_plan(
     if plan.alternatives:
         for line in (*_alternatives(plan), *_break_evens(plan)):
             say(line)
+    for line in () if priced is None else price_lines(priced, plan.prediction.name):
+        say(line)
 
 
 def describe_plan(names: Sequence[str], plan: LoadPlan) -> dict[str, Any]:

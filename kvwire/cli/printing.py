@@ -30,6 +30,8 @@ def describe(info: BlobInfo) -> dict[str, Any]:
         "method": info.method,
         "head_start": info.prefix_layers,
         "neutral_prefix": len(info.neutral_prefix),
+        "soft_tokens": info.soft_tokens.digest if info.soft_tokens else None,
+        "prefix_tokens": info.prefix.tokens if info.prefix else 0,
         "deviation_block": info.deviation.block if info.deviation else None,
         "levels": [
             {
@@ -122,10 +124,13 @@ def print_answer(names: Sequence[str], answer: Answer, *, as_json: bool, error: 
         f"{name} {getattr(timing, field) * 1e3:.0f}"
         for name, field in (
             ("fetch", "fetch_s"), ("decode", "decode_s"), ("recompute", "recompute_s"), ("link", "link_s"),
-            ("repair", "repair_s"), ("question", "query_s"),
+            ("repair", "repair_s"), ("layout", "front_s"), ("question", "query_s"),
         )
+        if field != "front_s" or answer.computed
     )  # fmt: skip
     say("", f"first token after {timing.ttft_s * 1e3:.0f} ms: {spent} ms (parts overlap)")
+    if answer.computed:
+        say(f"{answer.computed} tokens of the layout computed before the question")
     if answer.repair is not None:
         rows, total = len(answer.repair.rows), answer.prompt.cache.tokens
         kept = f", {answer.repair.kept} as an earlier repair left them" if answer.repair.kept else ""
@@ -147,7 +152,7 @@ def _described_answer(names: Sequence[str], answer: Answer) -> dict[str, Any]:
         }
         for d in answer.decisions
     ]
-    parts = ("ttft_s", "fetch_s", "decode_s", "recompute_s", "link_s", "repair_s", "query_s")
+    parts = ("ttft_s", "fetch_s", "decode_s", "recompute_s", "link_s", "repair_s", "front_s", "query_s")
     repair = answer.repair and {
         "selector": answer.repair.selector,
         "rows": answer.repair.rows.tolist(),
@@ -160,7 +165,7 @@ def _described_answer(names: Sequence[str], answer: Answer) -> dict[str, Any]:
         "text": answer.text, "tokens": list(answer.tokens), "decisions": decisions, "bytes": answer.bytes,
         "misses": list(answer.misses), "reason": answer.reason, "predicted_s": answer.predicted_s,
         "measured_error": answer.error, "repair": repair, "link_warning": answer.link_warning,
-        **{name: getattr(answer.timing, name) for name in parts},
+        "computed_tokens": answer.computed, **{name: getattr(answer.timing, name) for name in parts},
     }  # fmt: skip
 
 

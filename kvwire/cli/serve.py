@@ -60,6 +60,7 @@ class _ServeOptions(TypedDict):
     certificate: Path | None
     private_key: Path | None
     read_only: bool
+    status: bool
     spool: Path | None
     max_upload_bytes: int
     max_spool_bytes: int
@@ -86,6 +87,7 @@ class _ServeOptions(TypedDict):
 @_file("--certificate", "PEM file for TLS, with its chain; read again on SIGHUP.")
 @_file("--private-key", "PEM file of the certificate's key.")
 @_option("--read-only", is_flag=True, help="Take no uploads and delete nothing.")
+@_option("--status", is_flag=True, help="Show /status, a live page for people, to whoever may see /metrics.")
 @_option("--spool", type=_FOLDER, help="Folder for uploads that are under way.")
 @_number("--max-upload-bytes", 16 * _GIB, "Of one upload.")
 @_number("--max-spool-bytes", 64 * _GIB, "Of all uploads that are under way; one client has half of it.")
@@ -155,6 +157,7 @@ def _settings(options: _ServeOptions) -> ServerSettings:
         requests_per_s=options["rate"],
         burst=options["burst"],
         read_only=options["read_only"],
+        status=options["status"],
     )
 
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from kvwire.errors import KvwireError
     from kvwire.store import Catalog, CatalogEntry, KeySpace, Listed, Store
-    from kvwire.types import BlobInfo
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout; lists: one object a line.")
 _CONFIG = click.option("--config", default="", metavar="PREFIX", help="Model configuration, as --configs lists them.")
@@ -91,7 +90,7 @@ def stat(*, document: str, place: StoreOptions, config: str, as_json: bool) -> N
     with _opened(place) as store:
         catalog = place.catalog(store)
         space, entry = _find(catalog, config, document)
-        info = None if entry.is_text else _header(catalog, entry)
+        info = None if entry.is_text else catalog.read_header(entry)
     if as_json:
         about = asdict(entry) | {"config": space.config, "is_text": entry.is_text}
         say(json.dumps(about | ({"blob": describe(info)} if info else {})))
@@ -101,7 +100,8 @@ def stat(*, document: str, place: StoreOptions, config: str, as_json: bool) -> N
     if info is None:
         say("kept as text: there is no blob")
         return
-    say(entry.blob_key, f"{entry.size:,} bytes (header {entry.header_bytes:,})")
+    parts = f" in {len(entry.parts)} parts, the first of which this is" if entry.parts else ""
+    say(entry.blob_key, f"{entry.size:,} bytes (header {entry.header_bytes:,}){parts}")
     say(f"model {info.meta.model_id}, profile {entry.profile_digest[:12] or 'inside'}, method {info.method}")
     print_levels([info])
 
@@ -227,17 +227,22 @@ def rebuild(*, place: StoreOptions, all_tenants: bool, dry_run: bool, as_json: b
 @_ALL
 @_JOBS
 @click.option("--delete-damaged", is_flag=True, help="Delete what is damaged, so that it is encoded again.")
+@click.option("--part", metavar="K/N", default="1/1", help="One of N equal parts alone, which is a random sample too.")
 @_JSON
-def verify(*, place: StoreOptions, all_tenants: bool, jobs: int, delete_damaged: bool, as_json: bool) -> None:
+def verify(
+    *, place: StoreOptions, all_tenants: bool, jobs: int, delete_damaged: bool, part: str, as_json: bool
+) -> None:
     """Read every blob, profile, text and entry, and check that it is what was written."""
-    from kvwire.store import Catalog, tenants, verify_store
+    from kvwire.store import Catalog, Part, tenants, verify_store
+
+    chosen = Part.parse(part)
 
     with _opened(place) as store, progress("checking", "B") as tell:
         keyring = place.keyring()
         catalogs: Iterable[Catalog] = [place.catalog(store)]
         if all_tenants:
             catalogs = (Catalog.of_hash(store, tenant, keyring=keyring) for tenant in tenants(store))
-        found = verify_store(store, catalogs, jobs=jobs, delete_damaged=delete_damaged, on_progress=tell)
+        found = verify_store(store, catalogs, jobs=jobs, delete_damaged=delete_damaged, part=chosen, on_progress=tell)
     for damage in found.damaged if not as_json else ():
         say(f"{damage.key}: {damage.problem}{' (deleted)' if damage.deleted else ''}", err=True)
     error = None
@@ -305,10 +310,6 @@ def _find(catalog: Catalog, config: str, document: str) -> tuple[KeySpace, Catal
         "see kvwire store ls, --tenant and --config"
     )
     raise NotFoundError(msg)
-
-
-def _header(catalog: Catalog, entry: CatalogEntry) -> BlobInfo:
-    return catalog.blob_reader().read_header(catalog.store.get(entry.blob_key, 0, entry.header_bytes))
 
 
 def _document_rows(

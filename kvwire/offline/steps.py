@@ -266,8 +266,8 @@ class DocumentSteps:
         work.text = ""
         if problem := problem_with(ids, window):
             raise ArgumentError(problem)
-        work.document = Document(work.ref.document_id, tuple(ids))
-        work.row = replace(work.row, tokens=len(ids))
+        work.document = self._encoder.laid_out(Document(work.ref.document_id, tuple(ids)))
+        work.row = replace(work.row, tokens=len(work.document.token_ids))
 
     def _look_up(self, work: Work) -> None:
         document = _there(work.document)

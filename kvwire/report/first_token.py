@@ -53,7 +53,8 @@ def first_tokens(
 
     Args:
         names: Of the documents, in prompt order.
-        situation: Holds the documents, what computing costs, and the time to a first byte.
+        situation: Holds the documents, what computing costs, and the time to a first byte. Both count as known, as
+            they are after some loads: what hedges against them is not what the links are compared by.
         engine: What computes, in words.
         bandwidths: Bytes per second.
         on_progress: Called with 1 for each bandwidth.
@@ -67,7 +68,7 @@ def first_tokens(
     rtt_s = situation.estimates.ttfb.value
     rows: list[dict[str, float]] = []
     for bandwidth in bandwidths:
-        here = replace(situation, estimates=known_link(situation.estimates, bandwidth, rtt_s))
+        here = replace(situation, estimates=known_link(situation.estimates, bandwidth, rtt_s, known_engine=True))
         made = [here.predict("kvwire", Adaptive()), *predict_alternatives(here)]
         rows.append({prediction.name: prediction.ttft_s for prediction in made})
         if on_progress:

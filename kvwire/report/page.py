@@ -3,50 +3,19 @@
 from __future__ import annotations
 
 import time
-from html import escape
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from kvwire._html import as_text, facts, in_bytes, table, whole_page
 from kvwire._version import __version__
 from kvwire.report.figures import MEGABIT, bars, curves, in_bits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from kvwire.report.first_token import FirstTokens
     from kvwire.report.surveying import ConfigSurvey, Survey, Wrong
     from kvwire.types import BlobInfo
-
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1b1b1f; --soft: #55555e; --line: #c9c9d1; --paper: #ffffff; --card: #f5f5f8;
-  --bad: #a40000; --link: #0b57d0; }
-@media (prefers-color-scheme: dark) { :root { --ink: #ececf1; --soft: #b4b4be; --line: #4a4a54; --paper: #141417;
-  --card: #1f1f24; --bad: #ff9c8f; --link: #9cc2ff; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
-main, header, footer { max-width: 68rem; margin: 0 auto; padding: 0 1rem; }
-a { color: var(--link); }
-a:focus-visible, [tabindex]:focus-visible { outline: 3px solid var(--link); outline-offset: 2px; }
-.skip { position: absolute; left: -999rem; } .skip:focus { left: 1rem; top: 1rem; background: var(--paper); }
-h1 { font-size: 1.6rem; margin: 1.2rem 0 .2rem; overflow-wrap: anywhere; } h2 { font-size: 1.25rem; margin-top: 2.2rem;
-  border-top: 1px solid var(--line); padding-top: 1rem; overflow-wrap: anywhere; }
-h3 { font-size: 1.05rem; margin: 1.4rem 0 .4rem; }
-.soft { color: var(--soft); } .bad { color: var(--bad); font-weight: 600; }
-.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: .75rem; padding: 0; }
-.facts div { background: var(--card); border-radius: .5rem; padding: .6rem .8rem; }
-.facts dt { color: var(--soft); font-size: .85rem; } .facts dd { margin: 0; font-size: 1.25rem; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-caption { text-align: left; color: var(--soft); padding: .3rem 0; }
-th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; overflow-wrap: anywhere; white-space: normal; min-width: 7rem; }
-figure { margin: 1rem 0; overflow-x: auto; }
-figure svg { width: 100%; min-width: 30rem; height: auto; max-width: 46rem; display: block; }
-li, p { overflow-wrap: anywhere; }
-"""
-_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
-_THOUSAND = 1000
 
 
 def write_page(survey: Survey, first: FirstTokens | None = None, hint: str = "") -> str:
@@ -65,53 +34,12 @@ def write_page(survey: Survey, first: FirstTokens | None = None, hint: str = "")
     parts.append(_first_tokens(first, hint))
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(survey.at))
     title = f"kvwire: {survey.store}"
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        f'<link rel="icon" href="data:,">\n<title>{_e(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n'
-        '<a class="skip" href="#main">To the report</a>\n'
-        f'<header><h1>{_e(survey.store)}</h1><p class="soft">Looked through on {when} in {survey.seconds:.1f} s by '
-        f"kvwire {_e(__version__)}; of blobs, sampled headers alone were read.</p></header>\n"
-        f'<main id="main">\n{"".join(parts)}\n</main>\n<footer><p class="soft">Bytes are counted in thousands. '
-        "Tenants are shown by their salted names.</p></footer>\n</body>\n</html>\n"
+    header = (
+        f'<h1>{as_text(survey.store)}</h1><p class="soft">Looked through on {when} in {survey.seconds:.1f} s by '
+        f"kvwire {as_text(__version__)}; of blobs, sampled headers alone were read.</p>"
     )
-
-
-def in_bytes(size: float) -> str:
-    """A size as people say it.
-
-    Args:
-        size: In bytes.
-
-    Returns:
-        Such as ``1.5 MB``.
-    """
-    unit = 0
-    while abs(size) >= _THOUSAND and unit < len(_UNITS) - 1:
-        size, unit = size / _THOUSAND, unit + 1
-    return f"{size:,.3g} {_UNITS[unit]}" if unit else f"{size:,.0f} B"
-
-
-def _e(text: str) -> str:
-    return escape("".join(char if char.isprintable() else "�" for char in text), quote=True)
-
-
-def _facts(pairs: Iterable[tuple[str, str]]) -> str:
-    cells = "".join(f"<div><dt>{_e(name)}</dt><dd>{_e(value)}</dd></div>" for name, value in pairs)
-    return f'<dl class="facts">{cells}</dl>\n'
-
-
-def _table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    heads = "".join(f'<th scope="col">{_e(name)}</th>' for name in head)
-    body = "".join(
-        f'<tr><th scope="row">{_e(first)}</th>{"".join(f"<td>{_e(cell)}</td>" for cell in rest)}</tr>'
-        for first, *rest in rows
-    )
-    return (
-        f'<div class="scroll" role="region" tabindex="0" aria-label="{_e(caption)}"><table><caption>{_e(caption)}'
-        f"</caption><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>\n"
-    )
+    footer = "Bytes are counted in thousands. Tenants are shown by their salted names."
+    return whole_page(title, header, "".join(parts), footer)
 
 
 def _figure(svg: str) -> str:
@@ -122,7 +50,7 @@ def _summary(survey: Survey) -> str:
     configs = survey.configs
     if not configs:
         return "<p>Nothing of kvwire's is in this store: <code>kvwire encode</code> puts documents there.</p>\n"
-    facts = _facts(
+    summary = facts(
         [
             ("documents", f"{sum(each.documents for each in configs):,}"),
             ("tokens", f"{sum(each.tokens for each in configs):,}"),
@@ -132,17 +60,17 @@ def _summary(survey: Survey) -> str:
         ]
     )
     if all(each.is_sound for each in configs):
-        return facts + "<p>No entry is damaged, and every document's blob is there.</p>\n"
-    return facts + '<p class="bad">Something is wrong; see below what, and what to do.</p>\n'
+        return summary + "<p>No entry is damaged, and every document's blob is there.</p>\n"
+    return summary + '<p class="bad">Something is wrong; see below what, and what to do.</p>\n'
 
 
 def _config(number: int, found: ConfigSurvey) -> str:
     name = found.model_id or "a model without a record"
     window = f", window of {found.window:,} tokens" if found.window else ""
     parts = [
-        f'<section aria-labelledby="c{number}"><h2 id="c{number}">{_e(name)}</h2>\n',
-        f'<p class="soft">Tenant {_e(found.tenant)}, configuration {_e(found.config)}{window}.</p>\n',
-        _facts(
+        f'<section aria-labelledby="c{number}"><h2 id="c{number}">{as_text(name)}</h2>\n',
+        f'<p class="soft">Tenant {as_text(found.tenant)}, configuration {as_text(found.config)}{window}.</p>\n',
+        facts(
             [
                 ("documents", f"{found.documents:,}"),
                 ("kept as text alone", f"{found.texts_only:,}"),
@@ -175,9 +103,9 @@ def _health(found: ConfigSurvey) -> str:
 
 def _wrong(what: str, wrong: Wrong, advice: str) -> str:
     size = f", {in_bytes(wrong.bytes)}" if wrong.bytes else ""
-    items = "".join(f"<li>{_e(name)}</li>" for name in wrong.named)
+    items = "".join(f"<li>{as_text(name)}</li>" for name in wrong.named)
     more = f"<li>and {wrong.count - len(wrong.named):,} more</li>" if wrong.count > len(wrong.named) else ""
-    return f"<p><strong>{wrong.count:,} {what}</strong>{size}: {_e(advice)}.</p><ul>{items}{more}</ul>\n"
+    return f"<p><strong>{wrong.count:,} {what}</strong>{size}: {as_text(advice)}.</p><ul>{items}{more}</ul>\n"
 
 
 def _levels(found: ConfigSurvey) -> str:
@@ -204,7 +132,7 @@ def _levels(found: ConfigSurvey) -> str:
     )  # fmt: skip
     caption = f"Levels, coarsest first; bits and KL divergence: means of {len(found.sample)} sampled documents"
     head = ("level", "documents", "bytes to fetch", "bytes a token", "bits a number", "expected KL, nats")
-    return "<h3>Bytes by level</h3>\n" + _table(caption, head, rows) + _figure(svg)
+    return "<h3>Bytes by level</h3>\n" + table(caption, head, rows) + _figure(svg)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -274,12 +202,12 @@ def _objects(found: ConfigSurvey) -> str:
         (f"profile {digest[:12] or 'inside the blob'}", f"{count:,} documents", "")
         for digest, count in found.profiles.most_common(8)
     ]
-    return "<h3>Objects</h3>\n" + _table("What is there besides the catalog", ("kind", "number", "bytes"), rows)
+    return "<h3>Objects</h3>\n" + table("What is there besides the catalog", ("kind", "number", "bytes"), rows)
 
 
 def _first_tokens(first: FirstTokens | None, hint: str) -> str:
     if first is None:
-        return f"<section><h2>Time to the first token</h2><p>{_e(hint)}</p></section>\n" if hint else ""
+        return f"<section><h2>Time to the first token</h2><p>{as_text(hint)}</p></section>\n" if hint else ""
     shown = [name for name in first.ways if name in {"kvwire", "text only", "raw cache"}]
     levels = [name for name in first.ways if name.startswith("level ")]
     shown += [levels[-1]] if len(levels) > 1 else []
@@ -292,9 +220,9 @@ def _first_tokens(first: FirstTokens | None, hint: str) -> str:
     names = ", ".join(first.documents)
     return (
         '<section aria-labelledby="ttft"><h2 id="ttft">Time to the first token</h2>\n'
-        f"<p>Simulated: {first.tokens:,} tokens ({_e(names)}) and a question of {first.query_tokens} on "
-        f"{_e(first.engine)}, a round trip of {first.rtt_s * 1000:g} ms, no other load.</p>\n"
+        f"<p>Simulated: {first.tokens:,} tokens ({as_text(names)}) and a question of {first.query_tokens} on "
+        f"{as_text(first.engine)}, a round trip of {first.rtt_s * 1000:g} ms, no other load.</p>\n"
         + _figure(svg)
-        + _table("Seconds to the first token", ("bandwidth", *shown), rows)
+        + table("Seconds to the first token", ("bandwidth", *shown), rows)
         + "</section>\n"
     )

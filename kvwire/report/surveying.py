@@ -243,11 +243,11 @@ class _Surveyor:
             if entry.is_text:
                 found.texts_only += 1
                 continue
-            digest = mark(entry.blob_key)
-            if digest not in self._blobs and digest not in named and not self._is_there(entry):
+            digests = {mark(key): key for key in self._catalog.blobs_of(entry)}
+            if not all(each in self._blobs or each in named or self._is_there(key) for each, key in digests.items()):
                 found.missing.add(entry.document_id)
                 continue
-            named.add(digest)
+            named.update(digests)
             self._count(entry)
             _keep_least(chosen, (-int(entry.sha256[:16], 16), entry.document_id, entry), sample)
         for digest in named:
@@ -256,10 +256,10 @@ class _Surveyor:
             self._blobs.clear()
         return sorted((entry for *_, entry in chosen), key=lambda entry: (entry.tokens, entry.document_id))
 
-    def _is_there(self, entry: CatalogEntry) -> bool:
+    def _is_there(self, key: str) -> bool:
         """Whether a blob that was not listed is there by now: it may have been written since."""
         try:
-            self._catalog.store.stat(entry.blob_key)
+            self._catalog.store.stat(key)
         except NotFoundError:
             return False
         return True
@@ -275,8 +275,7 @@ class _Surveyor:
     def _read_headers(self, chosen: Iterable[CatalogEntry]) -> None:
         for entry in chosen:
             try:
-                head = self._catalog.store.get(entry.blob_key, 0, entry.header_bytes)
-                self.found.sample[entry.document_id] = self._catalog.blob_reader().read_header(head)
+                self.found.sample[entry.document_id] = self._catalog.read_header(entry)
             except KvwireError as error:
                 self.found.unread.add(f"{entry.document_id}: {error}")
             self._tell(1)

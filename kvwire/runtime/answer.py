@@ -27,6 +27,7 @@ class Timing:
         query_s: The question's forward pass.
         repair_s: Choosing rows of the prompt and computing them anew.
         look_s: Running the question on coarse levels while finer ones were fetched, to see which of these matter.
+        front_s: Computing what the layout has before the question: system text, markers and link tokens.
     """
 
     ttft_s: float
@@ -37,6 +38,7 @@ class Timing:
     query_s: float
     repair_s: float = 0.0
     look_s: float = 0.0
+    front_s: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,9 +62,11 @@ class Answer:
             with its blob's finest.
         repair: Which rows of the prompt were computed anew, and what that took; None where none were.
         front: Tokens from the prompt's beginning on that saw all that stands before them before anything was repaired:
-            the first document, and what was recomputed behind it where links are repaired.
+            the first document, and what was recomputed behind it where links are repaired; 0 where a layout computes
+            tokens before the question.
         link_warning: Why documents that do not see each other make this answer doubtful, as far as the model was
             measured (``kvwire check-model``); empty where nothing says so.
+        computed: How many tokens the layout had computed before the question: system text, markers and link tokens.
     """
 
     first_token: int
@@ -80,3 +84,4 @@ class Answer:
     repair: Repaired | None = None
     link_warning: str = ""
     front: int = 0
+    computed: int = 0

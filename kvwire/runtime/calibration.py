@@ -120,8 +120,10 @@ def fit_profile_to(engine: Engine, coding: Coding, documents: Sequence[Document]
     chosen, others = calibration_texts(documents, tokens)
     if sum(map(len, chosen)) < LEAST_TOKENS:
         return None
-    neutral = coding.neutral_prefix
+    notes: dict[str, str | int] = {"neutral_prefix": coding.neutral_prefix} if coding.neutral_prefix else {}
+    if engine.soft_tokens and min(coding.layout.cached_tokens, default=0) < 0:
+        notes["soft_tokens"] = engine.soft_tokens.digest
     profile = coding.kind.fit(_Texts(engine, chosen, others, coding), coding)
-    if profile is None or not neutral:
+    if profile is None or not notes:
         return profile
-    return cast("AnyProfile", replace(cast("Any", profile), notes=profile.notes | {"neutral_prefix": neutral}))
+    return cast("AnyProfile", replace(cast("Any", profile), notes=profile.notes | notes))

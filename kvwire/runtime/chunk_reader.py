@@ -178,7 +178,7 @@ class ChunkReader:
             known |= self._look_up(missing)
         by_blob: dict[str, list[tuple[bytes, PrefixHit]]] = {}
         for each, hit in known.items():
-            by_blob.setdefault(hit.document.sha256, []).append((each, hit))
+            by_blob.setdefault(_name(hit.document), []).append((each, hit))
         for wanted in by_blob.values():
             wanted.sort(key=lambda pair: pair[1].start)
             try:
@@ -214,30 +214,30 @@ class ChunkReader:
             self.troubles.tell(f"document {hit.document.document_id!r} counts as a miss: {error}")
             with self._lock:
                 self._hits.pop(each, None)
-                self._blobs.pop(hit.document.sha256, None)
+                self._blobs.pop(_name(hit.document), None)
 
     def _open(self, document: CatalogEntry) -> _Blob:
         """Read a blob's header, or recall it; KvwireError where it is of no use here."""
         with self._lock:
-            if (kept := self._blobs.get(document.sha256)) is not None:
-                self._blobs.move_to_end(document.sha256)
+            if (kept := self._blobs.get(_name(document))) is not None:
+                self._blobs.move_to_end(_name(document))
                 return kept
         catalog = self.corpus.catalog
-        reader = catalog.blob_reader()
-        info = reader.read_header(catalog.store.get(document.blob_key, 0, document.header_bytes))
+        reader = catalog.reader_of(document)
+        info = reader.read_header(catalog.get_blob(document, 0, document.header_bytes))
         self.corpus.check_blob(info, document)
         level = self._level_of(info)
         if info.prefix_layers and not info.levels[level].lossless:
             msg = "it is coded for readers that run the model's first layers: encode it without prefix layers"
             raise MismatchError(msg)
-        header = parse_header(reader.head)
-        if header.kept_bits or info.neutral_prefix:
-            msg = "it is pruned, or was computed behind a neutral prefix: its rows begin no prompt"
+        header = parse_header(reader.head) if isinstance(reader.head, bytes) else reader.head
+        if header.kept_bits or info.neutral_prefix or info.soft_tokens:
+            msg = "it is pruned, or was computed behind a neutral prefix or with soft tokens: its rows begin no prompt"
             raise MismatchError(msg)
         profile = self.corpus.profile_of(document, level)
         blob = _Blob(document, reader, header, info, profile, level)
         with self._lock:
-            self._blobs[document.sha256] = blob
+            self._blobs[_name(document)] = blob
             while len(self._blobs) > _BLOBS:
                 self._blobs.popitem(last=False)
         return blob
@@ -254,8 +254,8 @@ class ChunkReader:
         self, blob: _Blob, wanted: Sequence[tuple[bytes, PrefixHit]], dtype: torch.dtype
     ) -> Iterator[tuple[bytes, KVCache]]:
         """Chunks of one blob, from the document's first on; those that cannot be had are left out."""
-        info, size = blob.info, blob.info.chunk_tokens
-        spans = {each: range(hit.start // size, -(-hit.stop // size)) for each, hit in wanted}
+        info = blob.info
+        spans = {each: info.chunks_of(hit.start, hit.stop) for each, hit in wanted}
         decoder = BlobDecoder(blob.header, blob.profile, dtype=dtype, level=blob.level, max_tokens=self.corpus.window)
         store, left, bad = self.corpus.catalog.store, list(wanted), set[int]()
         needed = sorted({chunk for span in spans.values() for chunk in span})
@@ -275,11 +275,16 @@ class ChunkReader:
 
     def _fetch(self, blob: _Blob, chunk: int) -> list[bytes]:
         """Segments of a chunk, which lie next to each other, in one range."""
-        reads, store, key = blob.info.reads(chunk, blob.level), self.corpus.catalog.store, blob.document.blob_key
-        data = store.get(key, reads[0].offset, reads[-1].end)
+        reads = blob.info.reads(chunk, blob.level)
+        data = self.corpus.catalog.get_blob(blob.document, reads[0].offset, reads[-1].end)
         first = reads[0].offset
         with self._lock:
             self.bytes += len(data)
         parts = [data[each.offset - first : each.end - first] for each in reads]
         check = blob.reader.check
         return parts if check is None else [check(each, part) for each, part in zip(reads, parts, strict=True)]
+
+
+def _name(document: CatalogEntry) -> str:
+    """What tells a document's blob from others: of several parts, the first is shared with its forks."""
+    return document.sha256 + (document.token_digest if document.parts else "")

@@ -137,6 +137,7 @@ class Closer:
             query_s=closing.query_s,
             repair_s=closing.repair_s,
             look_s=executor.look_s,
+            front_s=executor.front_s,
         )
         tokens_before = executor.prompt.cache.tokens
         warning = executor.link_warning(_share(closing.repaired, finish, tokens_before))
@@ -151,7 +152,7 @@ class Closer:
             first, closing.logits.cpu(), tuple(out), text, executor.prompt, finish.decisions,
             goal.verdict(timing.ttft_s), timing, executor.bytes, tuple(executor.misses), predicted_s,
             _error(executor, finish.decisions), closing.repaired,
-            warning, finish.front,
+            warning, 0 if executor.front_tokens else finish.front, executor.front_tokens,
         )  # fmt: skip
 
     def _new_keeper(self, corpus: Corpus) -> RepairKeeper:

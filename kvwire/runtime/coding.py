@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 from kvwire.codec import CHUNK_TOKENS, DEFAULT_METHOD, Ladder, kind_of_method
 from kvwire.errors import ArgumentError
+from kvwire.reuse import PLAIN
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from kvwire.codec import Backend, LevelKind
+    from kvwire.reuse import LinkLayout
     from kvwire.store import CatalogEntry
     from kvwire.types import BlobInfo
 
@@ -72,6 +74,8 @@ class Coding:
         deviation: Measure how far tokens move behind neighbours, documents of the same call, and store that. The same
             text then gives the same blob only beside the same neighbours.
         neutral_prefix: Compute documents behind so many of their own last tokens, which are then dropped.
+        layout: Its tokens inside caches are computed with each document and become part of it; soft tokens among them
+            are those that the engine has (``Engine.use_soft_tokens``).
         resume: A file that keeps what a fit of a profile has summed, until the profile is there: a fit that was
             interrupted goes on from it. None for none.
         head_start: Old name of ``prefix_layers``, for one more version.
@@ -85,6 +89,7 @@ class Coding:
     backend: Backend = "auto"
     deviation: bool = False
     neutral_prefix: int = 0
+    layout: LinkLayout = PLAIN
     resume: Path | None = None
     head_start: InitVar[int] = 0
 
@@ -98,7 +103,18 @@ class Coding:
         if self.neutral_prefix < 0 or (self.neutral_prefix and self.prefix_layers):
             msg = "a neutral prefix takes tokens, 0 for none, and does not go together with prefix layers"
             raise ArgumentError(msg)
+        if self.layout.anchors or (self.layout.cached_tokens and self._moves):
+            msg = (
+                f"the layout {self.layout.name} has tokens inside caches: encode without anchors, prefix layers, a "
+                "neutral prefix and deviations"
+            )
+            raise ArgumentError(msg)
         self.kind.check_settings(self)
+
+    @property
+    def _moves(self) -> bool:
+        """Whether documents are computed in another way than alone, or read in another way than decoded."""
+        return bool(self.neutral_prefix or self.prefix_layers or self.deviation)
 
     @property
     def kind(self) -> LevelKind:

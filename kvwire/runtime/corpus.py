@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvwire.engines.base import Engine
     from kvwire.runtime.coding import Coding, Document, Encoded
     from kvwire.runtime.encoding import CorpusEncoder
+    from kvwire.runtime.growing import DocumentGrower
     from kvwire.store import Keyring, Store, UseCounts
 
 __all__ = ["Coding", "Corpus", "Document", "Encoded"]
@@ -174,6 +175,52 @@ class Corpus(CorpusReader):
         """
         return self.encoder().save(document, cache, index=index)
 
+    def append(
+        self, document_id: str, token_ids: Sequence[int], *, cache: KVCache | None = None, fork: str = ""
+    ) -> Encoded:
+        """Append tokens to a document; what was encoded of it is not written again.
+
+        What is written is a blob of the new tokens alone, coded as the document is, and the entry that names all its
+        parts. Readers load one document. A document that carries its own profile is encoded anew instead. A writer that
+        is killed leaves the document as it was, and at most a blob for ``collect``.
+
+        Args:
+            document_id: The document.
+            token_ids: What follows its last token.
+            cache: Of the whole document, or of these tokens alone at their positions, where an engine computed it
+                already; None: computed here, from the whole text.
+            fork: Leave the document as it is, and give what it would be to a new one of this name; both share the
+                parts.
+
+        Returns:
+            The document's entry, and what the blob that was written says of itself.
+
+        Raises:
+            NotFoundError: There is no such document of this model, or a part of it is gone.
+            ArgumentError: There is nothing to append, it goes beyond the model's window, the document is kept as text,
+                the name of the fork is not free, or the cache is not of these tokens.
+            ConflictError: Another writer changed the document meanwhile. What that one wrote stands, and the caller may
+                append again.
+            MismatchError: The cache or the document is of another model, or of another dtype where it is lossless.
+            CorruptError: The document's header or profile is damaged.
+        """
+        return self.grower().append(document_id, token_ids, cache=cache, fork=fork)
+
+    def compact(self, document_id: str) -> Encoded:
+        """Encode a document of several parts anew as one blob; its parts are left to ``collect``.
+
+        Args:
+            document_id: The document.
+
+        Returns:
+            The document's entry; skipped where it is one blob already.
+
+        Raises:
+            NotFoundError: There is no such document of this model.
+            ConflictError: Another writer changed the document meanwhile; it is as that one left it.
+        """
+        return self.grower().compact(document_id)
+
     def promote(self, uses: int, *, index: Sequence[str] = ()) -> Iterator[Encoded]:
         """Encode the documents that are kept as text and were used often enough, the most used first.
 
@@ -188,6 +235,17 @@ class Corpus(CorpusReader):
             What became of each of them; nothing where uses are not counted.
         """
         yield from self.encoder().promote(uses, index=index)
+
+    def grower(self) -> DocumentGrower:
+        """What appends; imported by none who only reads or encodes.
+
+        Returns:
+            It, with this corpus's engine and coding.
+        """
+        from kvwire.runtime.coding import Coding
+        from kvwire.runtime.growing import DocumentGrower
+
+        return DocumentGrower(self, self._engine, self._coding or Coding())
 
     def encoder(self) -> CorpusEncoder:
         """What encodes, step by step; imported by none who only reads.

@@ -8,7 +8,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Self
 
 from kvwire.codec import BlobDecoder, level_index
-from kvwire.errors import CorruptError, KvwireError, MismatchError, NotFoundError
+from kvwire.errors import ArgumentError, CorruptError, KvwireError, MismatchError, NotFoundError
 from kvwire.runtime.link_report import LinkReport
 
 if TYPE_CHECKING:
@@ -87,21 +87,27 @@ class CorpusReader:
         device: str | torch.device = "cpu",
         dtype: torch.dtype | None = None,
         offset: int | None = 0,
+        first: int = 0,
     ) -> KVCache:
-        """Read a document's blob whole and decode it; no engine is needed.
+        """Read a document's blob, or its parts, and decode it; no engine is needed.
+
+        Without its first tokens, a document is shorter and stands elsewhere, and its numbers still come from all of
+        it: what follows sees what it would see of the whole with these tokens masked.
 
         Args:
             document_id: The document's name in the catalog.
             level: Index (negative counts from the last), name, or None for the finest that is not lossless.
             device: Where the output lies.
             dtype: Of the output; None: the one that the cache was encoded from.
-            offset: Position of the first token; None leaves positions off.
+            offset: Position of the first token that is kept; None leaves positions off.
+            first: How many tokens to leave out at the front, as a chat does that outgrows its window.
 
         Returns:
             The cache.
 
         Raises:
             NotFoundError: There is no such document, or only its text is kept.
+            ArgumentError: There is no such level, or no token is left.
             CorruptError: The blob is damaged.
             MismatchError: It needs the first layers of the model, which only an engine can run.
         """
@@ -109,20 +115,23 @@ class CorpusReader:
         if entry.is_text:
             msg = f"{document_id!r} is kept as text: it has no blob to decode; encode it"
             raise NotFoundError(msg)
-        reader, stored = self.catalog.blob_reader(), self.catalog.store.get(entry.blob_key)
+        reader, stored = self.catalog.reader_of(entry), self.catalog.get_blob(entry)
         info = reader.read_header(stored)
         self.check_blob(info, entry)
         index = level_index(info, level)
         if info.prefix_layers and not info.levels[index].lossless:
             msg = f"{document_id!r} is coded for readers that run the model's first layers: ask a Loader with an engine"
             raise MismatchError(msg)
-        profile = self.profile_of(entry, index)
-        decoder = BlobDecoder(reader.head, profile, device=device, dtype=dtype, offset=offset, level=index)
-        for chunk in range(info.chunks):
+        if not 0 <= first < info.tokens:
+            msg = f"{document_id!r} has {info.tokens} tokens: leave out 0 to {info.tokens - 1} of them, not {first}"
+            raise ArgumentError(msg)
+        profile, at = self.profile_of(entry, index), None if offset is None else offset - first
+        decoder = BlobDecoder(reader.head, profile, device=device, dtype=dtype, offset=at, level=index)
+        for chunk in info.chunks_of(first, info.tokens):
             reads = [(each, stored[each.offset : each.end]) for each in info.reads(chunk, index)]
             segments = [reader.check(*read) if reader.check else read[1] for read in reads]
             decoder.decode_chunk(chunk, segments, index)
-        return decoder.cache
+        return decoder.cache.slice(first, info.tokens) if first else decoder.cache
 
     def profile(
         self, digest: str | None = None, *, outline: tuple[int, str] | None = None, level: int | None = None
@@ -250,7 +259,7 @@ class CorpusReader:
         if not entry.token_digest:
             msg = f"the text of {entry.document_id!r} is not known: encode the document again"
             raise NotFoundError(msg)
-        return self.catalog.get_text(self.config, entry.token_digest)
+        return self.catalog.text_of(self.config, entry)
 
     def read_header(self, entry: CatalogEntry) -> BlobInfo:
         """What the blob of an entry says of itself.
@@ -267,7 +276,7 @@ class CorpusReader:
         if entry.is_text:
             msg = f"{entry.document_id!r} is kept as text: it has no blob; kvwire store stat shows its entry"
             raise NotFoundError(msg)
-        return self.catalog.blob_reader().read_header(self.catalog.store.get(entry.blob_key, 0, entry.header_bytes))
+        return self.catalog.read_header(entry)
 
     def find(self, document_id: str) -> CatalogEntry:
         """A document's entry.
@@ -302,8 +311,8 @@ class CorpusReader:
             MismatchError: The blob is of another model.
             CorruptError: The blob is not what its entry names, or no cache of the model.
         """
-        names = (entry.token_digest, entry.tokens, entry.size, entry.profile_digest)
-        if names != (info.meta.token_digest, info.tokens, info.file_bytes, info.profile_digest):
+        names = (entry.token_digest, entry.tokens, entry.size, entry.profile_digest, None)
+        if names != (info.meta.token_digest, info.tokens, info.file_bytes, info.profile_digest, info.prefix):
             msg = f"the blob of {entry.document_id!r} is not the one that the catalog names; encode the document again"
             raise CorruptError(msg)
         theirs, ours = info.meta, self.meta

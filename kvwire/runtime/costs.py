@@ -66,6 +66,21 @@ def warm_up(engine: Engine, profile: AnyProfile | None = None, backend: Backend 
     engine.forward(engine.past_key_values(cache.slice(0, len(ids) - 1)), ids[-1:], len(ids) - 1, logits=1)
 
 
+def warm_up_decoding(engine: Engine) -> None:
+    """Decode a little, so that no load waits for kernels and libraries; no model is run and no profile is needed.
+
+    Args:
+        engine: Whose cache layout, dtype and memory are used.
+    """
+    cache = engine.allocate(_QUESTION)
+    for tensor in (*cache.keys, *cache.values):
+        tensor.normal_(generator=torch.Generator(tensor.device).manual_seed(0))
+    blob = encode(cache)
+    decoder = BlobDecoder(blob, out=cache)
+    for level in (0, len(decoder.info.levels) - 1):
+        decoder.decode_chunk(0, [blob[segment.offset : segment.end] for segment in decoder.info.reads(0, level)], level)
+
+
 def _random_ids(engine: Engine, count: int) -> list[int]:
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, engine.vocabulary_size, (count,), generator=generator).tolist()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvwire import controller as ctl
 from kvwire.codec import CHUNK_TOKENS, BlobDecoder, Profile
-from kvwire.errors import KvwireError
+from kvwire.errors import KvwireError, MismatchError
 from kvwire.store.crypto.sealing import PlainBlob
 from kvwire.transport import BlobFetcher, SegmentError
 from kvwire.types import digest_tokens
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvwire.runtime.corpus import Corpus
     from kvwire.store import CatalogEntry
     from kvwire.store.crypto.sealing import BlobReader
-    from kvwire.types import BlobInfo, KVCache, SegmentInfo
+    from kvwire.types import BlobInfo, KVCache, SegmentInfo, SoftTokensName
 
 T = TypeVar("T")
 CHANGED = "its text has changed since it was encoded; encode it again"
@@ -86,11 +86,6 @@ class DocumentHandle:
         """Whether chunks can be fetched and decoded, after a head start where one is needed."""
         return self.decoder is not None or self.prefix_layers > 0
 
-    @property
-    def chunk_tokens(self) -> int:
-        """Length of its chunks, but for the last."""
-        return self.info.chunk_tokens if self.info else CHUNK_TOKENS
-
     def decode_into(self, out: KVCache, offset: int, hidden: Tensor | None, backend: Backend) -> BlobDecoder:
         """Make what decodes the document into its place in a prompt, and keep it.
 
@@ -131,6 +126,28 @@ class DocumentHandle:
         if token_ids is not None and isinstance(profile, Profile) and profile.hidden_size:
             self.prefix_layers = info.prefix_layers
 
+    def check_soft_tokens(self, used: SoftTokensName | None) -> None:
+        """Compare soft tokens inside the document's cache with those of the engine; without these, nothing is computed.
+
+        Args:
+            used: The engine's.
+
+        Raises:
+            MismatchError: They are others.
+        """
+        named = self.info.soft_tokens if self.info else None
+        if named is None:
+            return
+        if used is None:
+            self.token_ids = None
+        elif used != named:
+            ours, theirs = (f"{each.digest[:12]} ({each.count} from id {each.first})" for each in (used, named))
+            msg = (
+                f"{self.document_id!r} was encoded with the soft tokens {theirs}, in use are {ours}; "
+                "name their file, or encode the document again"
+            )
+            raise MismatchError(msg)
+
     def joins(self, first: DocumentHandle) -> bool:
         """Take over another's text, where this has the very same chunks.
 
@@ -143,12 +160,18 @@ class DocumentHandle:
         info, ids = self.info, first.token_ids
         if info is None or self.token_digest != first.token_digest:
             return False
-        if (info.tokens, info.chunk_tokens) != (first.tokens, first.chunk_tokens):
+        if info.tokens != first.tokens or [info.chunk_span(chunk) for chunk in range(info.chunks)] != first.spans:
             return False
         if ids is not None and info.token_ids not in (None, ids):
             return False
         self.use(info, ids)
         return True
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """``span`` of all its chunks."""
+        chunks = self.info.chunks if self.info else -(-self.tokens // CHUNK_TOKENS)
+        return [self.span(chunk) for chunk in range(chunks)]
 
     def span(self, chunk: int) -> tuple[int, int]:
         """Where a chunk lies in the document.
@@ -206,14 +229,13 @@ class DocumentHandle:
         if self.info and self.has_blob:
             share = min(1.0, self.prefix_layers / layers)
             return self._wanted(ctl.DocumentPlanInput.from_blob(self.info, has_text=has_text, prefix_share=share))
-        spans = [self.span(chunk) for chunk in range(-(-self.tokens // self.chunk_tokens))]
-        return self._wanted(ctl.DocumentPlanInput(tuple(stop - start for start, stop in spans), (), has_text))
+        return self._wanted(ctl.DocumentPlanInput(tuple(stop - start for start, stop in self.spans), (), has_text))
 
     @property
     def wanted_chunks(self) -> int:
         """Chunks that hold the tokens that the load is for."""
         tokens = self.tokens if self.wanted_tokens is None else min(self.tokens, self.wanted_tokens)
-        return -(-tokens // self.chunk_tokens)
+        return sum(start < tokens for start, _ in self.spans)
 
     def _wanted(self, given: ctl.DocumentPlanInput) -> ctl.DocumentPlanInput:
         if self.wanted_tokens is None:

@@ -41,6 +41,7 @@ class CorpusEncoder(EncodingSteps):
         for document in documents:
             check_new_name(document.document_id, "document")
         indexes = self.indexes(index)
+        documents = [self.laid_out(document) for document in documents]
         due = [document for document in documents if self.is_due(document.document_id, encode_after)]
         profile, encoded = self.prepare(lambda: due, force=force), {document.document_id for document in due}
         around = self.neighbours(documents)

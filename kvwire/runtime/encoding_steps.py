@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvwire.codec import encode
 from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError
+from kvwire.reuse import stored_tokens
 from kvwire.runtime.calibration import CALIBRATION_TOKENS, LEAST_TOKENS, compute_document, fit_profile_to
 from kvwire.runtime.coding import Encoded
 from kvwire.runtime.kept_moments import MomentFile
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from kvwire.runtime.corpus_reader import CorpusReader
     from kvwire.runtime.neighbours import Neighbours
     from kvwire.store import CatalogEntry, PrefixIndex
-    from kvwire.types import BlobInfo, BlockDeviation, KVCache
+    from kvwire.types import BlobInfo, BlockDeviation, KVCache, SoftTokensName
 
 ENOUGH_TOKENS = 4096
 """A profile fitted on less gives way once twice as much text comes: a short first document must not rule for ever."""
@@ -77,6 +78,37 @@ class EncodingSteps:
             raise ArgumentError(msg)
         return self._engine
 
+    @property
+    def soft_tokens(self) -> SoftTokensName | None:
+        """Which soft tokens are inside documents' caches.
+
+        Raises:
+            ArgumentError: The layout puts some there, and the engine has none, or too few.
+        """
+        layout = self.coding.layout
+        if min(layout.cached_tokens, default=0) >= 0:
+            return None
+        soft = self.engine.soft_tokens
+        if soft is None:
+            msg = f"the layout {layout.name} has soft tokens inside caches: give the file of them (--soft-tokens)"
+            raise ArgumentError(msg)
+        soft.check_layout(layout)
+        return soft.name(self.engine.vocabulary_size)
+
+    def laid_out(self, document: Document) -> Document:
+        """A document with the tokens that the layout puts into its cache; these are part of it from then on.
+
+        Args:
+            document: With or without them.
+
+        Returns:
+            The document with them.
+        """
+        if not self.coding.layout.cached_tokens:
+            return document
+        ids = stored_tokens(self.coding.layout, document.token_ids, self.engine.vocabulary_size)
+        return replace(document, token_ids=ids)
+
     def calibrate(self, documents: Sequence[Document], tokens: int | None = None) -> AnyProfile | None:
         """Fit a profile on the first documents and use it from now on.
 
@@ -114,6 +146,7 @@ class EncodingSteps:
             MismatchError: The profile in use is of another method or head start.
         """
         self._corpus.changes += 1
+        _ = self.soft_tokens
         profile = (self.calibrate(texts()) if refit else None) or self._profile_for(texts, force=force)
         self._publish(profile)
         return profile
@@ -131,8 +164,11 @@ class EncodingSteps:
             ArgumentError: There is no such index, or documents are computed behind a neutral prefix.
         """
         found = [self._corpus.index(scheme) for scheme in schemes]
-        if found and self.coding.neutral_prefix:
-            msg = "documents behind a neutral prefix begin no prompt: encode without it, or without an index"
+        if found and (self.coding.neutral_prefix or self.coding.layout.cached_tokens):
+            msg = (
+                "documents behind a neutral prefix, or with a layout's tokens in their caches, begin no prompt: encode "
+                "without these, or without an index"
+            )
             raise ArgumentError(msg)
         return found
 
@@ -189,7 +225,7 @@ class EncodingSteps:
                 entry, own = self._catalog.by_tokens(self._config, digest), None
             if entry is None or (entry.token_digest, entry.profile_digest, entry.is_text) != wanted:
                 return None
-            if self._catalog.store.stat(entry.blob_key).size != entry.size:
+            if any(self._catalog.store.stat(key).size != size for key, size in self._catalog.blobs_of(entry).items()):
                 return None
             info = self._corpus.read_header(entry)
         except (CorruptError, NotFoundError):
@@ -248,11 +284,14 @@ class EncodingSteps:
             backend=coding.backend,
             deviation=computed.deviation,
             neutral_prefix=computed.neutral_prefix,
+            soft_tokens=self.soft_tokens,
         )
         blob = self._catalog.seal(plain)
         return blob, self._catalog.blob_reader().read_header(blob)
 
-    def write(self, document: Document, blob: bytes, info: BlobInfo, profile: AnyProfile | None) -> CatalogEntry:
+    def write(
+        self, document: Document, blob: bytes, info: BlobInfo, profile: AnyProfile | None, etag: str | None = None
+    ) -> CatalogEntry:
         """Write a document's text and blob, and the entry that names them last.
 
         Args:
@@ -260,9 +299,13 @@ class EncodingSteps:
             blob: As ``code`` gave it.
             info: What its header says.
             profile: The one that it was coded with.
+            etag: Replace this version of the entry alone, see ``Store.replace``; None: whatever it is.
 
         Returns:
             The entry.
+
+        Raises:
+            ConflictError: The entry is of another version.
         """
         self._catalog.put_text(self._config, document.token_ids, document_id=document.document_id, overwrite=True)
         entry = self._catalog.put_blob(
@@ -276,6 +319,7 @@ class EncodingSteps:
             profile_outline=profile.outline if profile else None,
             levels=[(level.name, level.cumulative_bytes) for level in info.levels],
             overwrite=True,  # whatever lies there was not good enough
+            etag=etag,
         )
         self._catalog.confirm(self._config, entry, document.token_ids, profile.data if profile else b"")
         self._corpus.changes += 1
@@ -323,11 +367,16 @@ class EncodingSteps:
                 raise
             profile = None
         coding = self.coding
-        is_behind = profile is None or profile.notes.get("neutral_prefix", 0) == coding.neutral_prefix
+        soft = self.soft_tokens
+        notes = profile.notes if profile else {}
+        is_behind = profile is None or (
+            notes.get("neutral_prefix", 0) == coding.neutral_prefix
+            and notes.get("soft_tokens", "") == (soft.digest if soft else "")
+        )
         if profile is not None and not (is_behind and coding.kind.is_wanted(profile, coding)):
             msg = (
-                "the profile in use here is of another method or head start, or of another neutral prefix; encode with "
-                "that one, name another tenant or store, or call Corpus.calibrate to replace it"
+                "the profile in use here is of another method or head start, or of another neutral prefix or other "
+                "soft tokens; encode with those, name another tenant or store, or call Corpus.calibrate to replace it"
             )
             raise MismatchError(msg)
         noted = 0 if profile is None else profile.notes.get("tokens")
@@ -348,6 +397,8 @@ class EncodingSteps:
         """Whether a blob has the levels and chunks that encoding would give."""
         coding = self.coding
         if len(info.neutral_prefix) != min(coding.neutral_prefix, info.tokens, self._corpus.window - info.tokens):
+            return False
+        if info.soft_tokens != self.soft_tokens:
             return False
         if coding.lossless and not any(level.lossless for level in info.levels):
             return False

@@ -65,9 +65,13 @@ class Executor(PromptJobs):
         predicted_s: See ``ControllerDriver.predicted_s``.
         links: What is done so that documents see each other.
         starts: Position of each document; None: one after the other.
+        front_tokens: How many tokens ``complete`` computes before the question.
+        front_s: Compute spent on that, in seconds.
     """
 
     starts: tuple[int, ...] | None = None
+    front_tokens: int = 0
+    front_s: float = 0.0
 
     def __init__(
         self, engine: Engine, documents: Sequence[DocumentHandle], session: Session, driver: ControllerDriver,
@@ -140,7 +144,8 @@ class Executor(PromptJobs):
         total = self._length(tokens) + query_tokens
         if total > self._engine.window:
             msg = (
-                f"documents and question are {total} tokens, the model's window is {self._engine.window}; "
+                f"{'documents, layout' if self.front_tokens else 'documents'} and question are {total} tokens, "
+                f"the model's window is {self._engine.window}; "
                 "name fewer documents"
             )
             raise ArgumentError(msg)
@@ -153,9 +158,9 @@ class Executor(PromptJobs):
                 self.misses.append(links.trouble)
             if repair is None:
                 links.check(self.link_warning(0.0))
-        looks = bool(self._question)
+        looks, computed = bool(self._question), query_tokens + self.front_tokens
         self.number = self._driver.begin(
-            self, lambda number: ev.LoadRequested(number, count, query_tokens, goal, repair, looks)
+            self, lambda number: ev.LoadRequested(number, count, computed, goal, repair, looks)
         )
         laid_out = self._spawn(self._lay_out(tokens))
         opening = [self._spawn(self._open(index, laid_out)) for index in range(count)]
@@ -287,6 +292,8 @@ class Executor(PromptJobs):
 
     async def _open(self, index: int, laid_out: asyncio.Task[None]) -> None:
         document, *others = await self._headers.open_all(self._found[index])
+        soft = self._engine.soft_tokens
+        document.check_soft_tokens(soft.name(self._engine.vocabulary_size) if soft else None)
         await laid_out
         if document.info and not document.prefix_layers:
             try:

@@ -12,12 +12,13 @@ from kvwire.codec import read_header
 from kvwire.errors import CorruptError, DeadlineError, KvwireError, NotFoundError, StorageError
 from kvwire.runtime.documents import CHANGED, DocumentHandle, LengthChangedError, Timeouts
 from kvwire.runtime.finder import beside
-from kvwire.transport import BlobFetcher, open_source
+from kvwire.transport import BlobFetcher, open_document
 from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:
     from typing import Self
 
+    from kvwire.codec.format.header import Header
     from kvwire.runtime.driver import ControllerDriver
     from kvwire.runtime.finder import DocumentFinder
     from kvwire.runtime.session import Session
@@ -133,8 +134,8 @@ class HeaderReader:
     async def _fetcher(self, document: DocumentHandle, entry: CatalogEntry) -> BlobFetcher:
         """What reads a document's blob, open until the end of this reader."""
         catalog = document.corpus.catalog
-        reader = document.reader = catalog.blob_reader()
-        source = open_source(catalog.store, entry.blob_key, self._session.http)
+        reader = document.reader = catalog.reader_of(entry)
+        source = open_document(catalog, entry, self._session.http)
         settings = replace(self._settings, header_bytes=max(1, entry.header_bytes))
         known = partial(BlobFetcher, source, settings=settings, link=self._session.link, meter=self._driver.meter)
         fetcher = known(read_header=reader.read_header, check=reader.check)
@@ -173,9 +174,11 @@ class HeaderReader:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
 
-    def _ids_of(self, header: bytes, entry: CatalogEntry) -> tuple[int, ...] | None:
+    def _ids_of(self, header: bytes | Header, entry: CatalogEntry) -> tuple[int, ...] | None:
         """Token ids from a header whose blob is of no use otherwise, where they are the ones that the catalog names."""
-        ids = read_header(header).token_ids if header else None
+        if not header:
+            return None
+        ids = (read_header(header) if isinstance(header, bytes) else header.info).token_ids
         return ids if ids is not None and self._fits(ids, entry) else None
 
     def _fits(self, ids: tuple[int, ...], entry: CatalogEntry) -> bool:

@@ -148,8 +148,13 @@ def bases_of(documents: Sequence[DocumentHandle]) -> tuple[str, ...]:
     Returns:
         The names.
     """
-    prefixes = [each.info.neutral_prefix if each.info else () for each in documents]
-    digests = [digest_tokens(prefix) if prefix else "" for prefix in prefixes]
+    infos = [each.info for each in documents]
+    digests = [
+        digest_tokens(info.neutral_prefix) if info and info.neutral_prefix
+        else info.soft_tokens.digest if info and info.soft_tokens
+        else ""
+        for info in infos
+    ]  # fmt: skip
     return tuple(base_of(each.token_digest, digest) for each, digest in zip(documents, digests, strict=True))
 
 

@@ -139,7 +139,7 @@ class Loader:
         state = {part: value for part, value in known.state.items() if part != "engine" or costs is None}
         if costs is None:
             views = [each.over(self._session.view(each.catalog.store, over_link=False)) for each in self._corpora]
-            profile = _profile_in_use(views[0], self._read_level)
+            profile = profile_in_use(views[0], self._read_level)
             for variant in views[1:]:
                 with suppress(KvwireError):
                     variant.profile(level=self._read_level)  # the first load will not wait for it
@@ -248,11 +248,15 @@ class Loader:
 
     async def _ask(
         self, documents: Sequence[str], question: Sequence[int], goal: ctl.Goal, tokens: int,
-        texts: Mapping[str, Sequence[int]] | None, make: Callable[..., Executor] = Executor,
+        texts: Mapping[str, Sequence[int]] | None, make: Callable[..., Executor] | None = None,
     ) -> Answer:  # fmt: skip
         """On the session's loop."""
+        if make is None and (self._settings.layout or self._settings.system):
+            from kvwire.runtime.layouts import asked_in
+
+            make, question, texts = asked_in(self._settings, self._engine, question, texts)
         with self._warming.paused():
-            return await self._load(documents, question, goal, tokens, texts, make)
+            return await self._load(documents, question, goal, tokens, texts, make or Executor)
 
     async def _load(
         self, documents: Sequence[str], question: Sequence[int], goal: ctl.Goal, tokens: int,
@@ -380,8 +384,16 @@ def _end(session: Session, warming: Warming) -> None:
     session.close(wait=False)
 
 
-def _profile_in_use(corpus: Corpus, level: int | None) -> AnyProfile | None:
-    """The corpus's profile, or None where it cannot be read: loads then go without it, and say so."""
+def profile_in_use(corpus: Corpus, level: int | None) -> AnyProfile | None:
+    """Read the corpus's profile.
+
+    Args:
+        corpus: Whose.
+        level: Up to which level it is read; None: all that decoding needs.
+
+    Returns:
+        The profile; None where it cannot be read: loads then go without it, and say so.
+    """
     try:
         return corpus.profile(level=level)
     except UNREADABLE:

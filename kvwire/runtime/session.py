@@ -280,6 +280,9 @@ class _View(Store):
     def create(self, key: str, data: Data) -> bool:
         return self._store.create(key, data)
 
+    def replace(self, key: str, data: Data, etag: str) -> bool:
+        return self._store.replace(key, data, etag)
+
     def delete(self, key: str) -> None:
         self._store.delete(key)
 

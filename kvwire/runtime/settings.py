@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from kvwire.codec import Backend
     from kvwire.controller import LogEntry, OnLate, Policy
+    from kvwire.reuse import LinkLayout
     from kvwire.runtime.links import RepairMode
 
 _MOST_THREADS = 8
@@ -59,6 +60,8 @@ class LoadSettings:
         keep_repairs: Keep rows that were computed anew in the store, for later loads of the same documents in the same
             order, and use what was kept. Loads then write to the store.
         kept_bytes: Of all rows that are kept of this model and tenant; older ones give way.
+        layout: What stands around documents and inside their caches; None: nothing. With one, nothing is repaired.
+        system: Token ids of the system text, which is computed in every prompt, before the documents.
         entries_s: Seconds that a catalog entry is used for after it was read; 0: every load asks the catalog.
         policy: Decides instead of the controller's own, for comparisons.
         record: Called with every event and what it led to; ``controller.replay`` takes these.
@@ -85,6 +88,8 @@ class LoadSettings:
     link_bound: float | None = None
     keep_repairs: bool = False
     kept_bytes: int = 1 << 30
+    layout: LinkLayout | None = None
+    system: tuple[int, ...] = ()
     entries_s: float = 30.0
     policy: Policy | None = None
     record: Callable[[LogEntry], object] | None = None

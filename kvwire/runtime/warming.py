@@ -32,21 +32,25 @@ class Warming:
 
     def __init__(self) -> None:
         """Start nothing yet."""
-        self._threads = DaemonThreads(1, "kvwire-warming", _STEP_S)
+        self._threads = _thread()
         self._lock = threading.RLock()  # an owner that is collected closes, in whichever thread and wherever that is
         self._steps: Iterator[None] | None = None
         self._loads = 0
-        self._is_running = False
+        self._is_running = self._is_closed = False
 
     def begin(self, steps: Iterator[None]) -> None:
-        """Do some work, unless loads are under way.
+        """Do some work while no loads are under way. Work that is not done yet is done first, and then nothing else.
 
         Args:
             steps: Does a little whenever it is asked for the next; where it fails, the rest is left undone.
         """
         with self._lock:
+            if self._is_closed or self._steps is not None:
+                return
             self._steps = steps
-        _BEGUN.add(self._threads)
+            if self._threads not in _BEGUN:
+                self._threads = _thread()
+                _BEGUN.add(self._threads)
         self._go_on()
 
     @contextmanager
@@ -66,9 +70,12 @@ class Warming:
             self._go_on()
 
     def close(self) -> None:
-        """Leave undone what is not done."""
+        """Leave undone what is not done, and begin nothing more."""
         with self._lock:
+            self._is_closed = True
             self._steps = None
+            if not self._is_running:
+                _BEGUN.discard(self._threads)
         self._threads.shutdown(wait=False)
 
     def _go_on(self) -> None:
@@ -87,8 +94,12 @@ class Warming:
             is_over = True
         with self._lock:
             self._is_running = False
-        if is_over:
-            self.close()
-            _BEGUN.discard(self._threads)
-        else:
-            self._go_on()
+            if is_over or self._is_closed:
+                self._steps = None
+                self._threads.shutdown(wait=False)
+                _BEGUN.discard(self._threads)
+        self._go_on()
+
+
+def _thread() -> DaemonThreads:
+    return DaemonThreads(1, "kvwire-warming", _STEP_S)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
-    from kvwire.types.blob import BlobInfo, BlockDeviation, LevelInfo, SegmentInfo
+    from kvwire.types.blob import BlobInfo, BlobPrefix, BlockDeviation, LevelInfo, SegmentInfo, SoftTokensName
     from kvwire.types.cache import CacheMeta, KVCache, LayerSpec, Side, digest_tokens
     from kvwire.types.decision import ChunkId, Decision
     from kvwire.types.magic import SEALED_MAGIC, TEXT_MAGIC
@@ -17,6 +17,7 @@ __all__ = [
     "SEALED_MAGIC",
     "TEXT_MAGIC",
     "BlobInfo",
+    "BlobPrefix",
     "BlockDeviation",
     "CacheMeta",
     "ChunkId",
@@ -29,13 +30,14 @@ __all__ = [
     "RopeRegime",
     "SegmentInfo",
     "Side",
+    "SoftTokensName",
     "digest_tokens",
 ]
 
 __getattr__ = lazy(
     __name__,
     {
-        "kvwire.types.blob": ("BlobInfo", "BlockDeviation", "LevelInfo", "SegmentInfo"),
+        "kvwire.types.blob": ("BlobInfo", "BlobPrefix", "BlockDeviation", "LevelInfo", "SegmentInfo", "SoftTokensName"),
         "kvwire.types.cache": ("CacheMeta", "KVCache", "LayerSpec", "Side", "digest_tokens"),
         "kvwire.types.decision": ("ChunkId", "Decision"),
         "kvwire.types.magic": ("SEALED_MAGIC", "TEXT_MAGIC"),

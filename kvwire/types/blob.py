@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from math import log2
 from typing import TYPE_CHECKING
@@ -109,8 +110,38 @@ class BlockDeviation:
         return tuple(2 ** ((code - 192) / 12) if code else 0.0 for code in self.codes)
 
 
+@dataclass(frozen=True)
+class BlobPrefix:
+    """What of a document a part of it stands behind, see ``BlobInfo.prefix``.
+
+    Attributes:
+        tokens: How many tokens stand before the part's first.
+        token_digest: Their SHA-256, see ``digest_tokens``.
+        document: Name of the document in the catalog, from which a lost catalog is made anew; may be empty.
+    """
+
+    tokens: int
+    token_digest: str
+    document: str = ""
+
+
 def _code(value: float) -> int:
     return min(255, max(1, round(192 + 12 * log2(value)))) if value > 0 else 0
+
+
+@dataclass(frozen=True)
+class SoftTokensName:
+    """Soft tokens inside a document's cache: trained embeddings, which only who computes tokens anew needs.
+
+    Attributes:
+        digest: SHA-256 of the file of soft tokens, see ``kvwire.reuse.SoftTokens.digest``.
+        first: The token id of soft token 0, which is the size of the model's vocabulary.
+        count: How many there are.
+    """
+
+    digest: str
+    first: int
+    count: int
 
 
 @dataclass(frozen=True)
@@ -135,6 +166,11 @@ class BlobInfo:
         deviation: How far tokens move behind other documents; None where nobody measured.
         neutral_prefix: Token ids that stood before the document when it was computed, and were dropped; whoever
             computes tokens of it anew puts them there, too.
+        soft_tokens: Which soft tokens some of its token ids are; None where none is.
+        prefix: Tokens of the same document that the blob's own stand behind, and that its numbers depend on: the blob
+            is a part of a document that grew. None: the blob is a whole document.
+        chunk_starts: First token of each chunk, where chunks are of several lengths, as in a document of several parts;
+            empty: all but the last hold ``chunk_tokens``.
     """
 
     version: tuple[int, int]
@@ -151,6 +187,9 @@ class BlobInfo:
     prefix_layers: int = 0
     deviation: BlockDeviation | None = None
     neutral_prefix: tuple[int, ...] = ()
+    soft_tokens: SoftTokensName | None = None
+    prefix: BlobPrefix | None = None
+    chunk_starts: tuple[int, ...] = ()
 
     @property
     def head_bytes(self) -> int:
@@ -169,8 +208,26 @@ class BlobInfo:
 
     def chunk_span(self, chunk: int) -> tuple[int, int]:
         """First token of a chunk, and the first token after it."""
+        if self.chunk_starts:
+            return (*self.chunk_starts, self.tokens)[chunk : chunk + 2]  # type: ignore[return-value]
         start = chunk * self.chunk_tokens
         return start, min(start + self.chunk_tokens, self.tokens)
+
+    def chunks_of(self, start: int, stop: int) -> range:
+        """Numbers of the chunks that hold some tokens.
+
+        Args:
+            start: The first of the tokens.
+            stop: The token after the last.
+
+        Returns:
+            The chunks; none where there are no tokens.
+        """
+        if stop <= start:
+            return range(0)
+        if self.chunk_starts:
+            return range(bisect_right(self.chunk_starts, start) - 1, bisect_right(self.chunk_starts, stop - 1))
+        return range(start // self.chunk_tokens, -(-stop // self.chunk_tokens))
 
     def reads(self, chunk: int, level: int) -> tuple[SegmentInfo, ...]:
         """Segments that a reader of a chunk at a level needs, in payload order.

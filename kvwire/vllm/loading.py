@@ -12,19 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvwire.codec import Profile
+from kvwire.codec.prediction.text import expect_all
 from kvwire.controller import CostModel, DecodeCost, PrefillCost
 from kvwire.controller import events as ev
 from kvwire.engines.base import Engine
 from kvwire.errors import ArgumentError, KvwireError
+from kvwire.runtime.costs import warm_up_decoding
 from kvwire.runtime.documents import LengthChangedError, in_words
 from kvwire.runtime.executor import Executor
 from kvwire.runtime.kept import Found, RepairKeeper
-from kvwire.runtime.loader import Loader
+from kvwire.runtime.loader import Loader, profile_in_use
 from kvwire.runtime.settings import LoadSettings
 from kvwire.types import ChunkId, Decision
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -249,12 +252,23 @@ class PageLoader(Loader):
             dtype: Of the caches.
             settings: How documents are loaded; nothing is repaired, since there is nothing to compute with.
             **options: See ``Loader``.
+
+        Raises:
+            ArgumentError: The settings have a layout or a system text, which there is nothing to compute with either.
         """
         chosen, costs = replace(settings or LoadSettings(), repair="none"), CostModel(ELSEWHERE, _DECODE)
+        if chosen.layout or chosen.system:
+            msg = (
+                "without a model no link tokens and no system text are computed: leave layout and system out of the "
+                "settings, or open the model with kvwire.open_engine and load with kvwire.Loader"
+            )
+            raise ArgumentError(msg)
         super().__init__(NoWeights(corpus, dtype), corpus, costs=costs, settings=chosen, **options)
         self._kept = RepairKeeper(corpus, self._session.view(corpus.catalog.store), chosen.kept_bytes)
         # Silence is waited out: nothing here can be computed meanwhile.
         self._controls = replace(self._controls, stall_s=chosen.patience_s)
+        self._has_profile = False
+        self._warming.begin(self._get_ready())
 
     def load(
         self,
@@ -299,6 +313,8 @@ class PageLoader(Loader):
                 executor = filled.executor
                 await asyncio.to_thread(executor.stop)
                 tokens, level = executor.front(least)
+                if not (tokens or self._has_profile):  # one that takes longer than a deadline is read beside the loads
+                    self._warming.begin(self._get_profile())
                 if executor.is_finished:
                     filled.driver.tell(ev.PromptAssembled(executor.number, tokens, 0.0))
                 if kept is not None and (trouble := executor.lay_over(await self._in_time(reading, until))):
@@ -309,6 +325,19 @@ class PageLoader(Loader):
                 if prompt is None or prompt.cache.kept is not None:  # pruned caches have holes, which pages cannot have
                     return Loaded(None, 0, -1, executor.bytes, tuple(executor.misses))
                 return Loaded(prompt.cache, tokens, level, executor.bytes, tuple(executor.misses))
+
+    def _get_ready(self) -> Iterator[None]:
+        """Do what the first load would wait for, and a short deadline would never see the end of."""
+        warm_up_decoding(self._engine)
+        yield
+        yield from self._get_profile()
+
+    def _get_profile(self) -> Iterator[None]:
+        profile = profile_in_use(self._corpora[0], self._read_level)
+        yield
+        if isinstance(profile, Profile):
+            yield from expect_all(profile)
+        self._has_profile = profile is not None
 
     @staticmethod
     async def _in_time(reading: asyncio.Task[Found], until: float | None) -> Found:

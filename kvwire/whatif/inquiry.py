@@ -6,6 +6,7 @@ Making a controller know many documents takes much longer than a plan of them, s
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -123,7 +124,7 @@ class Inquiry:
         asked = patient.asked
         left_s = None if asked.left_s is None else asked.left_s + (asked.now - since_s)
         # What is asked for first is not what is wanted in the end.
-        request = replace(asked, left_s=left_s, now=since_s, risk=0.0)
+        request = replace(asked, left_s=left_s, now=since_s, risk=0.0, pass_chunks=inf)
         inputs = tuple(doc.input for doc in controller.loads[0].docs)
         return Answered(request, policy.plan(request), inputs)
 

@@ -32,13 +32,16 @@ _MOST_PLAYED_S = 30.0  # a longer load takes the simulator too long; what its po
 _MOST_PLAYED_DOCUMENTS = 64  # likewise
 
 
-def known_link(costs: ctl.CostModel | ctl.Estimates, bandwidth: float, ttfb_s: float) -> ctl.Estimates:
+def known_link(
+    costs: ctl.CostModel | ctl.Estimates, bandwidth: float, ttfb_s: float, *, known_engine: bool = False
+) -> ctl.Estimates:
     """Make estimates of a link that is known.
 
     Args:
         costs: Of the engine, or estimates that hold them.
         bandwidth: Bytes per second, above 0.
         ttfb_s: Seconds to a first byte, at least 0.
+        known_engine: What computing costs does not err either; by default it errs as ``costs`` expect.
 
     Returns:
         New estimates with these costs, whose link does not err.
@@ -52,6 +55,9 @@ def known_link(costs: ctl.CostModel | ctl.Estimates, bandwidth: float, ttfb_s: f
     made = costs.copy() if isinstance(costs, ctl.Estimates) else ctl.Estimates(costs, bandwidth, ttfb_s)
     made.bandwidth = ctl.BandwidthEstimator(bandwidth, prior_error=0.0)
     made.ttfb = ctl.TtfbEstimator(ttfb_s, 0.0)
+    if known_engine:
+        made.prefill = ctl.PrefillEstimator(made.prefill.cost, spread=0.0)
+        made.decode = ctl.DecodeEstimator(made.decode.cost, spread=0.0)
     return made
 
 

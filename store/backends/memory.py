@@ -52,6 +52,16 @@ class MemoryStore(Store):
         with self._lock:
             self._objects[key] = MemorySnapshot(key, bytes(data), time.time())
 
+    def replace(self, key: str, data: Data, etag: str) -> bool:
+        """Keep a copy of the bytes where the version is still the one with this tag; tells whether it did."""
+        check_key(key)
+        with self._lock:
+            found = self._objects.get(key)
+            if (found.etag if found else "") != etag:
+                return False
+            self._objects[key] = MemorySnapshot(key, bytes(data), time.time())
+        return True
+
     def delete(self, key: str) -> None:
         """Forget the object, if there is one."""
         check_key(key)

@@ -118,6 +118,14 @@ class TieredStore(Store):
             self._keep(key, data)
         return written
 
+    def replace(self, key: str, data: Data, etag: str) -> bool:
+        """Write where the remote's version is still the one with this tag."""
+        written = self._remote.replace(key, data, etag)
+        self._forget(key)  # in either case: what lies there is another version than a tier may hold
+        if written:
+            self._keep(key, data)
+        return written
+
     def delete(self, key: str) -> None:
         """Remove the object from the remote and from the tiers."""
         try:

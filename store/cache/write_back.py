@@ -167,6 +167,15 @@ class WriteBackStore(Store):
         self.put(key, data)
         return True
 
+    def replace(self, key: str, data: Data, etag: str) -> bool:
+        """Write at once where the remote's version is still the one with this tag; what is pending goes up first.
+
+        Nothing is acknowledged before the remote compared: of writers on several machines, one wins. DeadlineError
+        where what is pending takes longer than ``put_s``; StorageError where the remote is away.
+        """
+        self.flush(self._settings.put_s)
+        return self._remote.replace(key, data, etag)
+
     def delete(self, key: str) -> None:
         """Call off what is pending of the key, then delete it from the remote."""
         self._call_off({check_key(key)})

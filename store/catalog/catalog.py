@@ -22,6 +22,7 @@ from kvwire.store.listing import read_ahead
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from kvwire.store.catalog.grown import GrownDocuments
     from kvwire.store.catalog.kept import KeptRepairs
     from kvwire.store.catalog.tenant_objects import Config
 
@@ -46,6 +47,13 @@ class Catalog(Texts, Profiles):
 
         return KeptRepairs(self)
 
+    @property
+    def grown(self) -> GrownDocuments:
+        """Documents as they grow."""
+        from kvwire.store.catalog.grown import GrownDocuments
+
+        return GrownDocuments(self)
+
     def put_blob(  # noqa: PLR0913 - the fields of one entry
         self,
         config: Config,
@@ -59,6 +67,7 @@ class Catalog(Texts, Profiles):
         profile_outline: tuple[int, str] | None = None,
         levels: Sequence[tuple[str, int]] = (),
         overwrite: bool = False,
+        etag: str | None = None,
     ) -> CatalogEntry:
         """Write a blob, as ``seal`` gives it, and then its entries.
 
@@ -75,11 +84,13 @@ class Catalog(Texts, Profiles):
             profile_outline: See ``CatalogEntry``.
             levels: Name and cumulative bytes of each level, coarsest first.
             overwrite: Write the blob anyway, which heals a copy that has rotted.
+            etag: Replace this version of the document's entry alone, see ``Store.replace``; None: whatever it is.
 
         Returns:
             The entry as it was written.
 
         Raises:
+            ConflictError: The entry is of another version.
             ArgumentError: The document's or a level's name is not taken, see ``check_new_name``.
         """
         sha256 = hashlib.sha256(blob).hexdigest()
@@ -97,10 +108,13 @@ class Catalog(Texts, Profiles):
             profile_outline=profile_outline,
         )
         _check_names(entry)
-        wrote = not overwrite and self._store.create(entry.blob_key, blob)
-        if overwrite or not (wrote or self._is_young(entry.blob_key)):
-            self._store.put(entry.blob_key, blob)
-        self.add(entry)
+        self._write_blob(entry.blob_key, blob, overwrite=overwrite)
+        if etag is None:
+            self.add(entry)
+        else:  # once: another writer may have replaced it by now
+            self._replace_entry(space, entry, etag)
+            if entry.token_digest:
+                self._put_entry(space.token_entry(entry.token_digest), entry.to_json())
         wait_for_collectors(self._store, space, [entry.blob_key])
         self._store.create(entry.blob_key, blob)
         return entry
@@ -120,7 +134,7 @@ class Catalog(Texts, Profiles):
         self._add(self._space_of(entry), entry)
 
     def alias(self, entry: CatalogEntry, document_id: str) -> CatalogEntry | None:
-        """Give the blob of an entry to another document too.
+        """Give the blob of an entry, or its parts, to another document too.
 
         A blob that is old enough to be collected is written again first.
 
@@ -136,14 +150,16 @@ class Catalog(Texts, Profiles):
         """
         space = self._space_of(entry)
         added = replace(entry, document_id=check_new_name(document_id, "document"))
+        blobs = self.blobs_of(entry)
         try:
-            if is_old(self._store.stat(entry.blob_key).modified):
-                if (blob := self._intact(entry.blob_key)) is None:
-                    return None
-                self._store.put(entry.blob_key, blob)
+            for key in blobs:
+                if is_old(self._store.stat(key).modified):
+                    if (blob := self._intact(key)) is None:
+                        return None
+                    self._store.put(key, blob)
             self._add(space, added)
-            wait_for_collectors(self._store, space, [entry.blob_key])
-            return added if self._store.stat(entry.blob_key).size == entry.size else None
+            wait_for_collectors(self._store, space, list(blobs))
+            return added if all(self._store.stat(key).size == size for key, size in blobs.items()) else None
         except NotFoundError:
             return None
 
@@ -211,19 +227,19 @@ class Catalog(Texts, Profiles):
         if entry is None:
             return False
         self._store.delete(key)
-        if entry.token_digest:
-            self._remove_tokens(space, entry)
-            self.kept.drop(space, entry.token_digest)
+        for digest in {entry.token_digest, *(part.token_digest for part in entry.parts[:1])} - {""}:
+            self._remove_tokens(space, digest)
+            self.kept.drop(space, digest)
         return True
 
-    def _remove_tokens(self, space: KeySpace, removed: CatalogEntry) -> None:
-        key = space.token_entry(removed.token_digest)
+    def _remove_tokens(self, space: KeySpace, token_digest: str) -> None:
+        key = space.token_entry(token_digest)
         try:
             found = self._entry(space, key)
             named = None if found is None else self._entry(space, space.document(found.document_id))
         except CorruptError:
             named = None
-        if named is None or named.token_digest != removed.token_digest:
+        if named is None or named.token_digest != token_digest:
             self._store.delete(key)
 
     def by_document(self, config: Config, document_id: str) -> CatalogEntry | None:
@@ -302,7 +318,7 @@ class Catalog(Texts, Profiles):
     def _add(self, space: KeySpace, entry: CatalogEntry) -> None:
         data = entry.to_json()
         document_key = space.document(entry.document_id)
-        if entry.token_digest:
+        if entry.token_digest and not entry.parts:
             self._put_entry(space.token_entry(entry.token_digest), data)
         self._put_entry(document_key, data)
 

@@ -6,7 +6,7 @@ import hashlib
 from copy import copy
 from typing import TYPE_CHECKING, TypeAlias
 
-from kvwire.errors import ArgumentError, AuthError, NotFoundError, StorageError
+from kvwire.errors import ArgumentError, AuthError, ConflictError, NotFoundError, StorageError
 from kvwire.store.catalog.announcements import is_old
 from kvwire.store.catalog_entry import MAX_ENTRY_BYTES
 from kvwire.store.key_kinds import content_digest
@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from typing import Self
 
     from kvwire.store.base import Store
+    from kvwire.store.catalog_entry import CatalogEntry
     from kvwire.store.crypto.keyring import Keyring
     from kvwire.store.crypto.sealing import BlobReader, TenantKeys
+    from kvwire.types import BlobInfo
 
 Config: TypeAlias = str | KeySpace
 """A model configuration: ``CacheMeta.config_digest()``, or what ``Catalog.configurations`` found."""
@@ -126,6 +128,77 @@ class TenantObjects:
 
         return self._keys.blob_reader() if self._keys else PlainBlob()
 
+    def blobs_of(self, entry: CatalogEntry) -> dict[str, int]:
+        """Keys and sizes of a document's blobs.
+
+        Args:
+            entry: The document's.
+
+        Returns:
+            One for each part; none where only the text is kept.
+        """
+        if not entry.parts:
+            return {} if entry.is_text else {entry.blob_key: entry.size}
+        space = KeySpace(self._tenant, entry.blob_key.split("/")[2])
+        return {space.blob(part.sha256): part.size for part in entry.parts}
+
+    def reader_of(self, entry: CatalogEntry) -> BlobReader:
+        """What reads a document as it is stored.
+
+        Args:
+            entry: The document's.
+
+        Returns:
+            A reader, of all parts where there are several.
+        """
+        if not entry.parts:
+            return self.blob_reader()
+        from kvwire.store.crypto.joined import JoinedBlob
+
+        return JoinedBlob(entry.parts, [self.blob_reader() for _ in entry.parts])
+
+    def get_blob(self, entry: CatalogEntry, start: int = 0, end: int | None = None) -> bytes:
+        """Read a range of a document's blob, or of what its parts would be as one.
+
+        Args:
+            entry: The document's.
+            start: First byte.
+            end: The byte after the last; None: to the end.
+
+        Returns:
+            The bytes.
+
+        Raises:
+            NotFoundError: A blob is gone.
+        """
+        if not entry.parts:
+            return self._store.get(entry.blob_key, start, end)
+        from kvwire.store.crypto.joined import Extents
+
+        space = KeySpace(self._tenant, entry.blob_key.split("/")[2])
+        wanted = [
+            (space.blob(entry.parts[piece.part].sha256), piece.start, piece.end)
+            for piece in Extents(entry.parts).pieces(start, end)
+        ]
+        threads = 1 if self._store.is_local else 8
+        return b"".join(read() for _, read in ahead(wanted, lambda piece: self._store.get(*piece), threads))
+
+    def read_header(self, entry: CatalogEntry) -> BlobInfo:
+        """What a document's blob says of itself, of several parts what they say together.
+
+        Args:
+            entry: The document's, with a blob.
+
+        Returns:
+            The header.
+
+        Raises:
+            CorruptError: A header is damaged, or of another document.
+            MismatchError: The parts are coded in different ways.
+            NotFoundError: A blob is gone.
+        """
+        return self.reader_of(entry).read_header(self.get_blob(entry, 0, entry.header_bytes))
+
     def configurations(self) -> Iterator[KeySpace]:
         """Model configurations that this tenant has anything of."""
         return (KeySpace(self._tenant, name) for name in children(self._store, f"v1/{self._tenant}/"))
@@ -188,6 +261,30 @@ class TenantObjects:
                 return data
             self._store.distrust(key)
         return None
+
+    def _replace_entry(self, space: KeySpace, entry: CatalogEntry, etag: str) -> None:
+        """Write an entry where it is still the one that was read."""
+        key, data = space.document(entry.document_id), entry.to_json()
+        sent = self._keys.seal(data, key) if self._keys else data
+        if not (self._store.replace(key, sent, etag) or self._lies_there(key, sent)):
+            msg = (
+                f"document {entry.document_id!r} was changed by another writer meanwhile; its entry is as that one "
+                "left it, and nothing was appended: look at the document and append again, or to a fork (--fork)"
+            )
+            raise ConflictError(msg)
+
+    def _lies_there(self, key: str, data: bytes) -> bool:
+        """Whether an object is just these bytes: a write whose answer was lost is repeated, and finds itself."""
+        try:
+            return self._store.get(key, 0, len(data) + 1) == data
+        except NotFoundError:
+            return False
+
+    def _write_blob(self, key: str, blob: bytes, *, overwrite: bool = False) -> None:
+        """Write a blob that no entry names yet; one that lies there stays, unless it may soon be collected."""
+        wrote = not overwrite and self._store.create(key, blob)
+        if overwrite or not (wrote or self._is_young(key)):
+            self._store.put(key, blob)
 
     def _is_young(self, key: str) -> bool:
         """Whether content is there and will be for a while; where nobody can say, it is written again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from kvwire.errors import AuthError, CorruptError, FormatVersionError, NotFoundError, StorageError
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvwire.store.catalog.tenant_objects import Config
+    from kvwire.store.catalog_entry import CatalogEntry
 
 
 class Texts(TenantObjects):
@@ -82,6 +84,73 @@ class Texts(TenantObjects):
             msg = f"text {token_digest[:12]} is damaged in {self._store.url}: encode the document again"
             raise CorruptError(msg)
         return ids
+
+    def text_of(self, config: Config, entry: CatalogEntry) -> tuple[int, ...]:
+        """Read a document's text from beside its blobs.
+
+        Args:
+            config: The model configuration.
+            entry: The document's, with a token digest.
+
+        Returns:
+            The token ids.
+
+        Raises:
+            NotFoundError: There is no such text.
+            CorruptError: The token ids are not those of the digest.
+        """
+        if not entry.parts:
+            return self.get_text(config, entry.token_digest)
+        from kvwire.types import digest_tokens
+
+        first, *others = entry.parts
+        texts = [self.get_text(config, first.token_digest)]
+        texts += [self.get_part_text(config, part.sha256) for part in others]
+        ids = tuple(chain.from_iterable(texts))
+        if digest_tokens(ids) != entry.token_digest:
+            msg = f"the texts of the parts of {entry.document_id!r} are of another document: encode it again"
+            raise CorruptError(msg)
+        return ids
+
+    def put_part_text(self, config: Config, sha256: str, token_ids: Sequence[int]) -> str:
+        """Write the text of a document's part where it is not there yet.
+
+        Args:
+            config: The model configuration.
+            sha256: Of the part's blob.
+            token_ids: The part's own.
+
+        Returns:
+            The text's key.
+        """
+        from kvwire.codec import pack_text
+
+        key = self.keys(config).part_text(sha256)
+        if not self._is_young(key):
+            self._put_entry(key, pack_text(token_ids))
+        return key
+
+    def get_part_text(self, config: Config, sha256: str) -> tuple[int, ...]:
+        """Read the text of a document's part.
+
+        Args:
+            config: The model configuration.
+            sha256: Of the part's blob.
+
+        Returns:
+            The token ids, which the caller compares with the digest of the whole document's.
+
+        Raises:
+            NotFoundError: There is no such text.
+            CorruptError: It is damaged.
+        """
+        from kvwire.codec import read_text
+
+        data = self._read(self.keys(config).part_text(sha256), MAX_SMALL_BYTES)
+        if data is None:
+            msg = f"the text of part {sha256[:12]} is not in {self._store.url}: encode the document again"
+            raise NotFoundError(msg)
+        return read_text(data)
 
     def _names_in(self, key: str) -> tuple[str, ...]:
         from kvwire.codec import read_text_documents

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvwire._lazy import require
-from kvwire.codec.format.container import read_header
+from kvwire.codec.format.container import parse_header, read_header
 from kvwire.codec.format.header import MAX_HEADER_BYTES
 from kvwire.errors import (
     ArgumentError,
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+    from kvwire.codec.format.header import Header
     from kvwire.types import BlobInfo, SegmentInfo
 
 KEY_BYTES = 32
@@ -287,8 +288,13 @@ class BlobReader(Protocol):
     """Takes a segment as it was stored, gives its content or raises CorruptError; None: the CRC-32 decides."""
 
     @property
-    def head(self) -> bytes:
-        """The blob's plain header, once it was read."""
+    def head(self) -> bytes | Header:
+        """The blob's plain header, once it was read: as it is stored, or parsed where several were joined."""
+        ...
+
+    @property
+    def parsed(self) -> Header | None:
+        """The same, parsed; None before it was read."""
         ...
 
     def read_header(self, data: bytes) -> BlobInfo:
@@ -311,6 +317,7 @@ class PlainBlob:
     def __init__(self) -> None:
         """Nothing was read yet."""
         self.head = b""
+        self.parsed: Header | None = None
 
     def read_header(self, data: bytes) -> BlobInfo:
         """``codec.read_header``, and the header is kept.
@@ -321,7 +328,8 @@ class PlainBlob:
         Returns:
             The blob's description.
         """
-        info = read_header(data)
+        self.parsed = parse_header(data)
+        info = self.parsed.info
         self.head = data[: info.header_bytes]
         return info
 
@@ -341,6 +349,7 @@ class SealedBlob:
         self._numbers: dict[tuple[int, int], int] = {}
         self._cipher: AESGCM | None = None
         self.head = b""
+        self.parsed: Header | None = None
         self.check = self.unsealed
 
     def read_header(self, data: bytes) -> BlobInfo:
@@ -365,13 +374,14 @@ class SealedBlob:
             raise TruncatedError(msg, stored)
         cipher = self._keys.cipher(prologue.key_id, prologue.object_id)
         header = _opened(cipher, 0, data[_PROLOGUE.size : stored], data[: _PROLOGUE.size], "the header")
-        info = read_header(header)
+        parsed = parse_header(header)
+        info = parsed.info
         order = _in_order(info)
         size = _PROLOGUE.size + info.file_bytes + TAG_BYTES * (1 + len(order))
         if (info.header_bytes, size) != (prologue.header_bytes, prologue.file_bytes):
             msg = "the sealed blob is not of the length that its header tells; write it again"
             raise CorruptError(msg)
-        self.head, self._cipher = header, cipher
+        self.head, self.parsed, self._cipher = header, parsed, cipher
         self._numbers = {(segment.chunk, segment.level): number for number, segment in enumerate(order, 1)}
         return self._as_stored(info, stored, size)
 

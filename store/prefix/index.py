@@ -209,7 +209,7 @@ class PrefixIndex:
         try:
             if isinstance(found, PrefixEntry):
                 document = documents.find(found)
-                token_ids, hashes = self._text(document.token_digest)
+                token_ids, hashes = self._text(document)
                 if hashes[found.chunk : found.chunk + 1] == [chunk_hash]:
                     return PrefixHit(document, self._info(document), token_ids, found.start, found.stop, found.stop)
                 trouble = f"the tokens of {document.document_id!r} are others"
@@ -231,13 +231,14 @@ class PrefixIndex:
                     self._infos.popitem(last=False)
         return info
 
-    def _text(self, token_digest: str) -> tuple[tuple[int, ...], list[bytes]]:
-        """A text and its hashes; those of late are kept."""
+    def _text(self, document: CatalogEntry) -> tuple[tuple[int, ...], list[bytes]]:
+        """A document's text and its hashes; those of late are kept."""
+        token_digest = document.token_digest
         with self._lock:
             if (kept := self._texts.get(token_digest)) is not None:
                 self._texts.move_to_end(token_digest)
                 return kept
-        ids = self._catalog.get_text(self._space, token_digest)
+        ids = self._catalog.text_of(self._space, document)
         found = ids, self.scheme.hashes(ids)
         with self._lock:
             self._texts[token_digest] = found
@@ -260,7 +261,7 @@ def read_header(catalog: Catalog, document: CatalogEntry) -> BlobInfo:
         CorruptError: The header is damaged.
         NotFoundError: The blob is gone.
     """
-    return catalog.blob_reader().read_header(catalog.store.get(document.blob_key, 0, document.header_bytes))
+    return catalog.read_header(document)
 
 
 def prefix_info(catalog: Catalog, document: CatalogEntry) -> BlobInfo:
@@ -281,8 +282,9 @@ def prefix_info(catalog: Catalog, document: CatalogEntry) -> BlobInfo:
     if info.meta.token_digest != document.token_digest:
         msg = f"the blob of {document.document_id!r} is of another text; encode the document again"
         raise CorruptError(msg)
-    if info.neutral_prefix:
-        msg = f"{document.document_id!r} was computed behind a neutral prefix: its rows begin no prompt"
+    if info.neutral_prefix or info.soft_tokens:
+        what = "behind a neutral prefix" if info.neutral_prefix else "with soft tokens"
+        msg = f"{document.document_id!r} was computed {what}: its rows begin no prompt"
         raise CorruptError(msg)
     return info
 
@@ -311,7 +313,9 @@ class _Documents:
                 found = ask(self._config, name)
             except CorruptError:
                 continue
-            if found is not None and found.token_digest == token_digest and not found.is_text:
+            if found is None or found.is_text:
+                continue
+            if found.token_digest == token_digest or found.parts:  # of what grew since, hashes tell what it begins with
                 return found
         return None
 

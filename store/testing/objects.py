@@ -114,6 +114,15 @@ class ObjectTests(Hooks):
         assert store.create("empty", b"") is True
         assert store.create("empty", b"") is False
 
+    def test_replace_writes_where_the_version_is_the_one_that_was_seen(self, store: Store) -> None:
+        assert store.replace("k", b"first", "0" * 64) is False
+        assert store.replace("k", b"first", "") is True
+        seen = store.stat("k").etag
+        assert store.replace("k", b"other", "") is False
+        assert store.replace("k", b"second", seen) is True
+        assert store.replace("k", b"third", seen) is False
+        assert store.get("k") == b"second"
+
     def test_deleting_what_lies_above_or_below_deletes_nothing(self, store: Store) -> None:
         store.put("a/k", b"x")
         store.delete("a")

@@ -64,6 +64,10 @@ class StoreWrapper(Store):
         """Write where there is nothing of that size yet."""
         return self._do(Request("create", key, data), lambda given: self.inner.create(key, given))
 
+    def replace(self, key: str, data: Data, etag: str) -> bool:
+        """Write where the version is still the one with this tag; a put for who counts calls."""
+        return self._do(Request("put", key, data), lambda given: self.inner.replace(key, given, etag))
+
     def delete(self, key: str) -> None:
         """Remove the object."""
         self._do(Request("delete", key), lambda _: self.inner.delete(key))

@@ -69,7 +69,7 @@ def index_documents(
             if document.is_text or read_header(catalog, document).neutral_prefix:
                 done = replace(done, left_out=done.left_out + 1)
                 continue
-            token_ids = catalog.get_text(space, document.token_digest)
+            token_ids = catalog.text_of(space, document)
         except (CorruptError, FormatVersionError, NotFoundError) as error:
             failures.append(f"{document.document_id}: {error}")
             continue

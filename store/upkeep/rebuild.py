@@ -11,20 +11,24 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvwire.errors import (
+    ArgumentError,
     AuthError,
     CorruptError,
     FormatVersionError,
     KvwireError,
+    MismatchError,
     NotFoundError,
     StorageError,
     TruncatedError,
 )
 from kvwire.store.catalog.announcements import wait_for_collectors
 from kvwire.store.catalog.catalog import Catalog
-from kvwire.store.catalog_entry import CatalogEntry
+from kvwire.store.catalog.grown import longer
+from kvwire.store.catalog_entry import BlobPart, CatalogEntry
 from kvwire.store.key_kinds import key_digest, kind_of
 from kvwire.store.keys import check_tenant
 from kvwire.store.listing import content, tenants
+from kvwire.types import digest_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +36,7 @@ if TYPE_CHECKING:
     from kvwire.store.base import Listed, Store
     from kvwire.store.crypto.keyring import Keyring
     from kvwire.store.keys import KeySpace
-    from kvwire.types import BlobInfo
+    from kvwire.types import BlobInfo, BlobPrefix
 
     OnProgress = Callable[[int], None]
 
@@ -125,6 +129,7 @@ class _Rebuild:
         self._catalog, self._store, self._space, self._dry_run = catalog, catalog.store, space, dry_run
         self._tell = on_progress or (lambda _: None)
         self._texts: dict[str, _Text] = {}
+        self._parts: list[tuple[Listed, BlobInfo, BlobPrefix]] = []
         self._profiles: set[str] = set()
         self._outlines: dict[str, tuple[int, str] | None] = {}
         self._failures: list[str] = []
@@ -134,6 +139,7 @@ class _Rebuild:
         for listed in content(self._store, self._space):
             self._look_at(listed)
             self._tell(1)
+        self._join_parts()
         kept = self._kept()
         self._done += Rebuilt(kept=len(kept))
         reached = {entry.blob_key or entry.token_digest for entry in kept.values()}
@@ -170,6 +176,9 @@ class _Rebuild:
             msg = "it is of another model configuration than its key says, and is left alone"
             raise CorruptError(msg)
         digest = info.meta.token_digest
+        if info.prefix is not None:
+            self._parts.append((listed, info, info.prefix))
+            return
         levels = tuple((level.name, level.cumulative_bytes) for level in info.levels)
         entry = CatalogEntry(
             f"recovered-{(digest or sha256)[:_NAME_DIGITS]}", listed.key, sha256, listed.size, info.header_bytes,
@@ -178,6 +187,33 @@ class _Rebuild:
         found = self._texts.get(digest or sha256, _Text())
         if listed.modified >= found.blob_modified:
             self._texts[digest or sha256] = replace(found, blob=entry, blob_modified=listed.modified)
+
+    def _join_parts(self) -> None:
+        """Make documents of the parts that stand behind a blob, the shortest first, under the names that they say."""
+        texts: dict[str, tuple[int, ...]] = {}  # by digest, of what parts stand behind
+        for listed, info, prefix in sorted(self._parts, key=lambda part: part[2].tokens):
+            try:
+                self._join(listed, info, prefix, texts)
+            except (*_UNREADABLE, ArgumentError, MismatchError) as error:
+                self._failures.append(f"{listed.key}: {error}")
+
+    def _join(self, listed: Listed, info: BlobInfo, prefix: BlobPrefix, texts: dict[str, tuple[int, ...]]) -> None:
+        before = self._texts.get(prefix.token_digest, _Text()).blob
+        if before is None:
+            msg = f"nothing is there of the {prefix.tokens} tokens before this part, and it is left alone"
+            raise NotFoundError(msg)
+        if prefix.token_digest not in texts:
+            texts[prefix.token_digest] = self._catalog.read_header(before).token_ids or ()
+        ids = (*texts[prefix.token_digest], *(info.token_ids or ()))
+        digest = digest_tokens(ids)
+        part = BlobPart(key_digest(listed.key), listed.size, info.header_bytes, info.tokens)
+        levels = [(level.name, level.cumulative_bytes) for level in info.levels]
+        entry = longer(before, part, digest, levels)
+        texts[digest], found = ids, self._texts.get(digest, _Text())
+        if listed.modified >= found.blob_modified:
+            names = found.names if prefix.document in found.names else (*found.names, prefix.document)
+            modified = max(found.modified, listed.modified)
+            self._texts[digest] = _Text(modified, tuple(filter(None, names)), entry, listed.modified)
 
     def _outline(self, digest: str) -> tuple[int, str] | None:
         """The outline of a profile that is there and sound; it is read whole, as its digest vouches for all of it."""
@@ -213,7 +249,9 @@ class _Rebuild:
     def _is_there(self, entry: CatalogEntry, blobs: set[str]) -> bool:
         """Whether a blob is there; where several have a text, only the latest is among those found."""
         try:
-            return entry.blob_key in blobs or self._store.stat(entry.blob_key).size == entry.size
+            if not entry.parts and entry.blob_key in blobs:
+                return True
+            return all(self._store.stat(key).size == size for key, size in self._catalog.blobs_of(entry).items())
         except NotFoundError:
             return False
 
@@ -235,8 +273,10 @@ class _Rebuild:
                 return
             if not self._dry_run:
                 self._catalog.add(replace(blob, document_id=name))
-                wait_for_collectors(self._store, self._space, [blob.blob_key])
-                self._store.stat(blob.blob_key)
+                blobs = list(self._catalog.blobs_of(blob))
+                wait_for_collectors(self._store, self._space, blobs)
+                for key in blobs:
+                    self._store.stat(key)
             self._done += Rebuilt(documents=1)
         except StorageError:
             raise

@@ -10,7 +10,8 @@ from kvwire.errors import AuthError, CorruptError, FormatVersionError, NotFoundE
 from kvwire.store.base import open_object
 from kvwire.store.catalog_entry import parse_object
 from kvwire.store.key_kinds import is_misplaced, key_digest, kind_of, kinds, mark
-from kvwire.store.listing import ahead, content
+from kvwire.store.listing import ahead
+from kvwire.store.partition import Part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from kvwire.store.keys import KeySpace
 
     OnProgress = Callable[[int], None]
+
+WHOLE = Part()
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ def verify_store(
     *,
     jobs: int = 4,
     delete_damaged: bool = False,
+    part: Part = WHOLE,
     on_progress: OnProgress | None = None,
 ) -> Verified:
     """Read every blob, profile and text of these catalogs' tenants, and their document entries.
@@ -78,6 +82,7 @@ def verify_store(
         delete_damaged: Delete content and entries that are damaged, so that documents are computed from their text or
             encoded again. Entries are kept where only their content is missing, and so is whatever a second look does
             not find damaged too, or finds written meanwhile.
+        part: Objects and entries to look at; what an entry of it names in other parts is asked for, and not read.
         on_progress: Called with the bytes of each object that was read.
 
     Returns:
@@ -86,7 +91,7 @@ def verify_store(
     Raises:
         StorageError: The store fails.
     """
-    verifier = _Verifier(store, jobs, delete_damaged=delete_damaged, on_progress=on_progress)
+    verifier = _Verifier(store, jobs, part, delete_damaged=delete_damaged, on_progress=on_progress)
     for catalog in catalogs:
         for space in catalog.configurations():
             verifier.check(catalog, space)
@@ -94,9 +99,12 @@ def verify_store(
 
 
 class _Verifier:
-    def __init__(self, store: Store, jobs: int, *, delete_damaged: bool, on_progress: OnProgress | None) -> None:
+    def __init__(
+        self, store: Store, jobs: int, part: Part, *, delete_damaged: bool, on_progress: OnProgress | None
+    ) -> None:
         self._store = store
         self._jobs = jobs
+        self._part = part
         self._delete = delete_damaged
         self._tell = on_progress or (lambda _: None)
         self._objects = self._bytes = self._entries = self._sealed = 0
@@ -127,7 +135,7 @@ class _Verifier:
 
     def _placed(self, space: KeySpace) -> Iterator[Listed]:
         """What lies where its kind does; the rest is told of, and left where it is."""
-        for listed in content(self._store, space):
+        for listed in self._part.content(self._store, space):
             if is_misplaced(listed.key, space):
                 problem = "nothing leads to it, as it does not lie where its kind does: remove it by hand"
                 self._damaged.append(Damage(listed.key, problem, deleted=False))
@@ -143,7 +151,8 @@ class _Verifier:
             return kind.verify(reader, key_digest(key))
 
     def _check_entries(self, catalog: Catalog, space: KeySpace, kind: KeyKind, sound: set[bytes]) -> None:
-        for key, read in catalog.read_each(space, self._store.keys(kind.prefix(space))):
+        keys = (listed.key for listed in self._part.scan(self._store, kind.prefix(space)))
+        for key, read in catalog.read_each(space, keys):
             try:
                 if (data := read()) is None:
                     continue

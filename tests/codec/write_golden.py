@@ -10,7 +10,7 @@ import argparse
 import hashlib
 import json
 import sys
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +32,7 @@ from kvwire.codec.format.codecs import CODEC_LAYERED
 from kvwire.codec.format.container import parse_header
 from kvwire.codec.format.header import VERSION
 from kvwire.codec.format.segment import SegmentState, decode_segment
-from kvwire.types import BlockDeviation
+from kvwire.types import BlobPrefix, BlockDeviation, SoftTokensName, digest_tokens
 
 GOLDEN = Path(__file__).parent / "golden"
 STEM = f"v{VERSION[0]}.{VERSION[1]}"
@@ -43,6 +43,10 @@ TOLD = f"{STEM}-told"
 """Of blobs that say how far their tokens move."""
 BEHIND = f"{STEM}-behind"
 """Of blobs whose documents were computed behind a neutral prefix (flag 1)."""
+SOFT = f"{STEM}-soft"
+"""Of blobs whose documents have soft tokens inside their caches (flag 2)."""
+PART = f"{STEM}-part"
+"""Of blobs that are parts of a document (flag 4)."""
 OFFSET = 3
 """Where golden blobs are decoded to."""
 LADDER = Ladder(2.0, ("low", "middle", "high"))
@@ -100,6 +104,8 @@ def facts(blob: bytes, profile, hidden) -> dict:
         "lossless_sha256": exact and sha256(*(t.numpy().tobytes() for t in (*exact.keys, *exact.values))),
         **({"deviation": [info.deviation.block, info.deviation.values]} if info.deviation else {}),
         **({"neutral_prefix": info.neutral_prefix} if info.neutral_prefix else {}),
+        **({"soft_tokens": astuple(info.soft_tokens)} if info.soft_tokens else {}),
+        **({"prefix": astuple(info.prefix)} if info.prefix else {}),
     }
 
 
@@ -191,12 +197,41 @@ def make_behind() -> tuple[dict, dict, torch.Tensor]:
     return {}, {"neutral": (blob, None)}, make_hidden(tiny)
 
 
+def make_soft() -> tuple[dict, dict, torch.Tensor]:
+    """A blob of a document with soft tokens inside its cache; as ``make``."""
+    from synthetic import make_hidden, make_tiny
+
+    tiny = make_tiny(20, 5)
+    ids = (1000, 1001, *(tiny.token_ids or ())[2:19], 1002)
+    wrapped = KVCache.from_tensors(tiny.keys, tiny.values, tiny.meta, ids)
+    named = SoftTokensName("5f" * 32, 1000, 3)
+    blob = encode(wrapped, None, LADDER, chunk_tokens=8, soft_tokens=named)
+    return {}, {"wrapped": (blob, None)}, make_hidden(tiny)
+
+
+def make_part() -> tuple[dict, dict, torch.Tensor]:
+    """A blob of tokens 3 to 23 of a document, with a lossless level; as ``make``."""
+    from synthetic import make_hidden, make_tiny
+
+    tiny = make_tiny(20, 5)
+    prefix = BlobPrefix(3, digest_tokens((7, 0, 70000)), "chat")
+    blob = encode(positions_on(tiny, 3), None, LADDER, chunk_tokens=8, lossless=True, prefix=prefix)
+    return {}, {"chat": (blob, None)}, make_hidden(tiny)
+
+
 def main() -> None:
     """Write profiles, blobs of every kind, and what must be found in them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--overwrite", action="store_true")
     overwrite = parser.parse_args().overwrite
-    made = ((STEM, *make()), (SECTIONS, *make_sections()), (TOLD, *make_told()), (BEHIND, *make_behind()))
+    made = (
+        (STEM, *make()),
+        (SECTIONS, *make_sections()),
+        (TOLD, *make_told()),
+        (BEHIND, *make_behind()),
+        (SOFT, *make_soft()),
+        (PART, *make_part()),
+    )
     written = [_written(*each) for each in made]
     for files in written:
         if not overwrite and any((GOLDEN / name).exists() for name in files):

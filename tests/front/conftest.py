@@ -38,7 +38,8 @@ def _learnt_once() -> Iterator[None]:
     fit, measure = encoding_steps.fit_profile_to, loader.measure_costs
 
     def fitted(engine: Engine, coding: Coding, documents: Sequence[Document], tokens: int) -> AnyProfile | None:
-        key = (_place(engine), coding, tuple(document.token_ids for document in documents), tokens)
+        soft = engine.soft_tokens and engine.soft_tokens.digest
+        key = (_place(engine), soft, coding, tuple(document.token_ids for document in documents), tokens)
         if key not in profiles:
             profiles[key] = fit(engine, coding, documents, tokens)
         return profiles[key]

@@ -75,8 +75,13 @@ def test_a_hundred_questions_over_http_share_a_few_connections(small, loader_of,
 def test_look_ups_headers_and_connections_take_the_links_time(small, loader_of):
     rtt_s, name = 0.2, next(iter(small.tokens))
     with serving(small.corpus().catalog.store) as url, closing(open_store(url)) as store:
+        began = time.monotonic()  # a loader begins to read the profile before it is asked
         loader = loader_of(Corpus(small.engine, store), link=LinkSettings(1e9, rtt_s), policy=Fixed(0))
-        times = [loader.ask([name], QUESTION).timing.ttft_s for _ in range(3)]
+        waited_s = time.monotonic() - began
+        times = [
+            waited_s + loader.ask([name], QUESTION).timing.ttft_s,
+            *(loader.ask([name], QUESTION).timing.ttft_s for _ in range(2)),
+        ]
         loader.close()
     assert times[0] >= 4 * rtt_s  # a connection, the entry, the profile, the header with the first chunks
     assert rtt_s <= times[2] < times[0] - 2 * rtt_s  # the header alone

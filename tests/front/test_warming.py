@@ -102,6 +102,26 @@ def test_what_is_closed_goes_no_further():
     assert not second.is_set()
 
 
+def test_work_begins_again_once_the_first_is_done():
+    done = threading.Event()
+
+    def steps():
+        yield
+        done.set()
+
+    warming = Warming()
+    for _ in range(3):
+        done.clear()
+        warming.begin(steps())
+        assert done.wait(LONG_S)
+        for thread in wait_for_threads(warming):
+            thread.join(LONG_S)
+    warming.close()
+    done.clear()
+    warming.begin(steps())
+    assert not done.wait(0.05)
+
+
 class _Known:
     """Stands for a profile, and for its only group and for what that expects."""
 

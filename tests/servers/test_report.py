@@ -1,14 +1,17 @@
-"""Reports in Chromium: nothing is written to the console, nothing runs over the edge, in light and dark."""
+"""Reports and status pages in Chromium: silent consoles, nothing over the edge, light and dark."""
 
 from __future__ import annotations
 
 import subprocess
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from kvwire.report import survey, write_page
-from kvwire.store import MemoryStore
+from kvwire.store import MemoryStore, open_tiers
+from kvwire.transport.server.metrics import ServerMetrics
+from kvwire.transport.server.status import StatusPage
 
 from ..front.conftest import *  # noqa: F403 - its corpus
 from ..front.test_report import store  # noqa: F401 - a fixture
@@ -37,12 +40,8 @@ def browse(page: Path, width: int, *, dark: bool) -> tuple[str, str]:
     return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
 
 
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [400, 800, 1600])
-@pytest.mark.parametrize("full", [False, True])
-def test_a_page_fits_and_says_nothing_to_the_console(store, tmp_path, width, dark, full):  # noqa: F811
-    page = tmp_path / "page.html"
-    html = write_page(survey(store if full else MemoryStore()))
+def check(html: str, page: Path, width: int, *, dark: bool) -> None:
+    """The page is silent, no wider than the window, named for screen readers, and in the colours asked for."""
     page.write_text(html, encoding="utf-8")
     assert browse(page, width, dark=dark)[1] == ""
     allowed = html.replace("default-src 'none'", "default-src 'none'; script-src 'unsafe-inline'")
@@ -53,3 +52,26 @@ def test_a_page_fits_and_says_nothing_to_the_console(store, tmp_path, width, dar
     assert '"wide":[]' in title, title
     assert '"unnamed":0' in title, title
     assert ("236, 236, 241" if dark else "27, 27, 31") in title
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [400, 800, 1600])
+@pytest.mark.parametrize("full", [False, True])
+def test_a_page_fits_and_says_nothing_to_the_console(store, tmp_path, width, dark, full):  # noqa: F811
+    check(write_page(survey(store if full else MemoryStore())), tmp_path / "page.html", width, dark=dark)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [400, 800, 1600])
+def test_a_servers_status_fits_and_says_nothing_to_the_console(tmp_path, width, dark):
+    metrics, now = ServerMetrics(), [0.0]
+    with closing(open_tiers(MemoryStore(), memory_bytes=1 << 20)) as tiers:
+        page = StatusPage(tiers, metrics, lambda: now[0])
+        for second in range(100):
+            now[0] += 1.0
+            for _ in range(second % 7):
+                metrics.begin()
+                metrics.end("GET", 503 if second == 95 else 200, 0.01, 0.002)
+                metrics.sent_bytes.inc(123_456_789)
+            page.look()
+        check(page.render(), tmp_path / "status.html", width, dark=dark)

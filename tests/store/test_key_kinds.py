@@ -109,6 +109,7 @@ def test_every_built_in_kind_lies_where_its_row_says():
     digest = "ab" * 32
     made = {
         "blob": space.blob(digest), "profile": space.profile(digest), "text": space.text(digest),
+            "part's text": space.part_text(digest),
         "kept rows": space.kept_rows(digest),
         "document entry": space.document("doc"), "token entry": space.token_entry(digest),
         "prefix entry": space.prefix_entry(digest),

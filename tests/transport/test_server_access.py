@@ -342,6 +342,24 @@ async def test_a_signed_url_opens_one_object(url, client, store):
     assert store.get(KEYS["anna"]) == DATA
 
 
+async def test_a_browsers_password_neither_hinders_nor_helps_a_signed_url(url, client, tokens):
+    """Whoever looked at the status page sends one along with whatever follows."""
+    address, query = signed(url, KEYS["anna"]), signed(url, KEYS["anna"]).partition("?")[2]
+    for password in (METRICS, FULL, tokens["berta"], "wrong"):
+        for word in ("Basic", "basic"):
+            headers = {"Authorization": f"{word} " + base64.b64encode(f"anyone:{password}".encode()).decode()}
+            async with client.get(address, headers=headers) as response:
+                assert (response.status, await response.read()) == (200, DATA)
+            async with client.delete(address, headers=headers) as response:
+                assert response.status == 401
+            for other in (f"{url}/{KEYS['berta']}?{query}", f"{url}/{KEYS['anna']}", f"{url}/outside", address + "x"):
+                async with client.get(other, headers=headers) as response:
+                    assert response.status == 401
+    for headers in (bearer("wrong"), {"Authorization": "Digest x"}, {"Authorization": ""}):
+        async with client.get(address, headers=headers) as response:
+            assert response.status == 401
+
+
 async def test_signed_writes(url, client, store):
     async with client.delete(signed(url, KEYS["anna"], method="DELETE")) as response:
         assert response.status == 204

@@ -8,13 +8,14 @@ from contextlib import closing
 import pytest
 import torch
 
+from kvwire.controller import Goal
 from kvwire.engines.vllm import StridedPages
 from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError
-from kvwire.reuse import link
+from kvwire.reuse import kvlink, link
 from kvwire.runtime.corpus import Corpus
 from kvwire.runtime.settings import LoadSettings
 from kvwire.transport import LinkSettings
-from kvwire.vllm import Choice, request_body
+from kvwire.vllm import Choice, loading, request_body
 from kvwire.vllm.counting import Counts
 from kvwire.vllm.loading import NoWeights, PageLoader
 from kvwire.vllm.opening import ConnectorSettings
@@ -204,6 +205,44 @@ def test_settings_open_the_corpus_of_what_vllm_serves(told, tmp_path):
         assert loader._engine.dtype == torch.bfloat16
     with pytest.raises(NotFoundError, match="no record of model 'somewhere/else'"):
         settings.corpus("somewhere/else")
+
+
+def test_kernels_and_the_profile_are_made_ready_before_the_first_load(told):
+    corpus = Corpus.open(told.corpus.catalog.store)
+    with PageLoader(corpus, torch.float32) as loader:
+        (thread,) = loader._warming._threads._started
+        thread.join(60)
+        assert not thread.is_alive()
+        (profile,) = told.root.rglob("*.kvp")
+        profile.unlink()
+        loaded = loader.load(["c"], [told.tokens["c"]], Goal(objective="earliest"))
+    assert loaded.tokens == len(told.tokens["c"])
+
+
+@pytest.mark.parametrize("has_profile", [True, False])
+def test_loads_that_give_nothing_begin_again_what_is_not_ready(told, monkeypatch, has_profile):
+    """Kernels are made ready once; the profile is looked for until it is there."""
+    begun = []
+    for name in ("warm_up_decoding", "profile_in_use"):
+        real = getattr(loading, name)
+        monkeypatch.setattr(loading, name, lambda *given, real=real, name=name: (begun.append(name), real(*given))[1])
+    if not has_profile:
+        next(told.root.rglob("*.kvp")).unlink()
+    told.corpus.catalog.store.delete(told.corpus.find("c").blob_key)
+    with PageLoader(Corpus.open(told.corpus.catalog.store), torch.float32) as loader:
+        for _ in range(3):
+            for thread in loader._warming._threads._started:
+                thread.join(60)
+            assert loader.load(["c"], [told.tokens["c"]], Goal(deadline_s=0.1)).tokens == 0
+        for thread in loader._warming._threads._started:
+            thread.join(60)
+    assert begun == ["warm_up_decoding", "profile_in_use"] + 3 * (not has_profile) * ["profile_in_use"]
+
+
+@pytest.mark.parametrize("settings", [LoadSettings(layout=kvlink(1)), LoadSettings(system=(1, 2))])
+def test_what_is_computed_in_prompts_needs_a_model(told, settings):
+    with pytest.raises(ArgumentError, match=r"leave layout and system out of the settings, or open the model"):
+        PageLoader(told.corpus, torch.float32, settings=settings)
 
 
 def test_silence_of_the_store_is_waited_out(told):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import ipaddress
@@ -95,6 +96,9 @@ class Access:
     def rights(self, method: str, path: str, query: str, headers: Mapping[str, str], address: str) -> Rights:
         """Decide on a request.
 
+        A signed URL speaks for itself. A name and a password beside it, which browsers send along once they were asked
+        for them, count as absent: they give no rights on objects, so that none are lost or won.
+
         Args:
             method: Of the request.
             path: Decoded, without the query.
@@ -115,7 +119,7 @@ class Access:
                 raise RefusedError(403, "a web page may not write to a server without credentials")
             return Rights(f"address {address}", write=True, full=True)
         given = headers.get("Authorization")
-        if given is None and self._keys and is_signed(query):
+        if self._keys and is_signed(query) and (given is None or _is_basic(given)):
             return self._keys.value.rights(method, path, query, self._clock())
         rights = self._bearer(given)
         if rights is None:
@@ -143,6 +147,8 @@ class Access:
     def may_see_metrics(self, headers: Mapping[str, str]) -> bool:
         """Decide on a request for metrics: they are open where objects are and no token was set for them.
 
+        A token may come as the password of a name that is not looked at, which browsers ask for.
+
         Args:
             headers: Of the request.
 
@@ -151,7 +157,7 @@ class Access:
         """
         if not self.guarded and not self._settings.metrics_token:
             return True
-        given = headers.get("Authorization")
+        given = _as_bearer(headers.get("Authorization"))
         if self._settings.metrics_token and _same(_token(given), self._settings.metrics_token):
             return True
         rights = self._bearer(given)
@@ -186,6 +192,22 @@ def is_loopback(host: str) -> bool:
 def _token(given: str | None) -> bytes:
     scheme, _, token = (given or "").partition(" ")
     return token.strip().encode(errors="replace") if scheme.lower() == "bearer" else b""
+
+
+def _is_basic(given: str) -> bool:
+    return given.partition(" ")[0].lower() == "basic"
+
+
+def _as_bearer(given: str | None) -> str | None:
+    """A header with a name and a password as one with a token; others as they are."""
+    if given is None or not _is_basic(given):
+        return given
+    coded = given.partition(" ")[2]
+    try:
+        _, _, password = base64.b64decode(coded.strip(), validate=True).decode().partition(":")
+    except ValueError:
+        return None
+    return f"Bearer {password}"
 
 
 def _same(token: bytes, wanted: str) -> bool:

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from kvwire._html import POLICY
 from kvwire.store import check_key
 from kvwire.transport.server.access import Access, AccessSettings
 from kvwire.transport.server.connections import TOO_MANY, Connection, Connections
 from kvwire.transport.server.http_errors import (
     CHALLENGE,
     GONE,
+    PASSWORD,
     RefusedError,
     answer_of,
     common_headers,
@@ -31,6 +33,7 @@ from kvwire.transport.server.objects import Objects
 from kvwire.transport.server.readiness import Readiness
 from kvwire.transport.server.request_context import Exchange
 from kvwire.transport.server.settings import ServerSettings
+from kvwire.transport.server.status import StatusPage
 from kvwire.transport.server.threads import Threads
 from kvwire.transport.server.uploads import Uploads
 
@@ -82,6 +85,7 @@ class ObjectServer:
         self._objects = Objects(store, settings, self._threads, locks, guarded=self._access.guarded)
         self._uploads = Uploads(store, settings, self._threads, locks, self._metrics)
         self._readiness = Readiness(store, self._threads)
+        self._status = StatusPage(store, self._metrics) if settings.status else None
         self._running: set[asyncio.Task[None]] = set()
         self._draining = False
 
@@ -177,9 +181,9 @@ class ObjectServer:
             return await self._probe(exchange)
         if self._metrics.in_flight > self._settings.max_requests:
             raise RefusedError(503, "too many requests at a time: try again later", {"Retry-After": "1"})
-        if path == "/metrics":
+        if path == "/metrics" or (path == "/status" and self._status):
             self._access.check_host(exchange.request.headers)
-            return self._metrics_page(exchange)
+            return self._page(exchange)
         rights = self._rights(exchange)
         self._take(rights.client)
         if method not in ("GET", "HEAD", "PUT", "DELETE"):
@@ -237,7 +241,8 @@ class ObjectServer:
         await self._readiness.check(exchange.request_id)
         return _text(exchange, "ready\n")
 
-    def _metrics_page(self, exchange: Exchange) -> web.StreamResponse:
+    def _page(self, exchange: Exchange) -> web.StreamResponse:
+        """Metrics, or the status for people."""
         request = exchange.request
         if request.method not in ("GET", "HEAD"):
             raise RefusedError(405, "no such method", {"Allow": "GET, HEAD"})
@@ -245,9 +250,13 @@ class ObjectServer:
         self._slow_down(self._rates.look(f"address {address}"))
         if not self._access.may_see_metrics(request.headers):
             self._take(f"address {address}")
-            raise RefusedError(401, "a token for metrics is needed", CHALLENGE)
-        headers = {**common_headers(exchange.request_id), "Content-Type": CONTENT_TYPE, "Cache-Control": "no-store"}
-        return web.Response(body=self._metrics.render(), headers=headers)
+            challenge = CHALLENGE if exchange.path == "/metrics" else PASSWORD
+            raise RefusedError(401, "a token for metrics is needed", challenge)
+        headers = {**common_headers(exchange.request_id), "Cache-Control": "no-store"}
+        if self._status is None or exchange.path == "/metrics":
+            return web.Response(body=self._metrics.render(), headers=headers | {"Content-Type": CONTENT_TYPE})
+        headers |= {"Content-Security-Policy": POLICY, "X-Frame-Options": "DENY", "Referrer-Policy": "no-referrer"}
+        return web.Response(text=self._status.render(), content_type="text/html", headers=headers)
 
     def _end(self, exchange: Exchange, status: int) -> None:
         now = time.perf_counter()
@@ -282,6 +291,11 @@ class ObjectServer:
                     await self._threads.run(self._access.refresh)
                 except Exception:  # noqa: BLE001 - whatever it is, connections are looked after as before
                     _log.exception("the credentials' files could not be looked at")
+                try:
+                    if self._status is not None:
+                        self._status.look()
+                except Exception:  # noqa: BLE001 - likewise, and credentials are
+                    _log.exception("the status page could not be kept up")
 
     async def _drain(self, connections: Connections) -> None:
         """Let running answers end and be taken, for as long as the settings say; then cut them."""

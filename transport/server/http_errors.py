@@ -40,6 +40,7 @@ class RefusedError(KvwireError):
 
 
 CHALLENGE = {"WWW-Authenticate": "Bearer"}  # goes with every 401
+PASSWORD = {"WWW-Authenticate": 'Basic realm="kvwire", charset="UTF-8"'}  # but for pages that browsers show
 
 
 def not_found() -> RefusedError:

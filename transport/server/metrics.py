@@ -2,11 +2,42 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from typing import NamedTuple
+
 from kvwire._lazy import require
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 METHODS = ("GET", "HEAD", "PUT", "DELETE", "other")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class Totals(NamedTuple):
+    """Counts since the start, and two of this instant.
+
+    Attributes:
+        requests: Answered or broken off.
+        refused: Answered with 4xx.
+        failed: Answered with 5xx.
+        first_byte_s: Seconds to the first byte, summed over all requests.
+        sent: Bytes of bodies.
+        received: Bytes of uploads.
+        store_errors: Failures of the store behind.
+        rate_limited: Requests over the rate.
+        connections: Open now.
+        in_flight: Requests being answered now.
+    """
+
+    requests: float
+    refused: float
+    failed: float
+    first_byte_s: float
+    sent: float
+    received: float
+    store_errors: float
+    rate_limited: float
+    connections: float
+    in_flight: int
 
 
 class ServerMetrics:
@@ -76,6 +107,27 @@ class ServerMetrics:
         self._requests[method, status // 100].inc()
         self._seconds[method].observe(seconds)
         self._first[method].observe(first_byte_s)
+
+    def totals(self) -> Totals:
+        """Add up what there is by now."""
+        found: defaultdict[str, float] = defaultdict(float)
+        for metric in self._registry.collect():
+            for sample in metric.samples:
+                found[sample.name] += sample.value
+                if sample.name == "kvwire_http_requests_total":
+                    found[sample.labels["status"]] += sample.value
+        return Totals(
+            requests=found["kvwire_http_requests_total"],
+            refused=found["4xx"],
+            failed=found["5xx"],
+            first_byte_s=found["kvwire_http_first_byte_seconds_sum"],
+            sent=found["kvwire_http_sent_bytes_total"],
+            received=found["kvwire_http_received_bytes_total"],
+            store_errors=found["kvwire_store_errors_total"],
+            rate_limited=found["kvwire_http_rate_limited_total"],
+            connections=found["kvwire_http_connections"],
+            in_flight=self._in_flight,
+        )
 
     def render(self) -> bytes:
         """The page that Prometheus scrapes."""

@@ -35,6 +35,7 @@ class ServerSettings:
         requests_per_s: Of one credential, or of one address without any (0: no limit).
         burst: So many at once.
         read_only: Nobody may write.
+        status: Show ``/status``, a page for people, to whoever may see metrics.
     """
 
     piece_bytes: int = 256 * 1024
@@ -55,3 +56,4 @@ class ServerSettings:
     requests_per_s: float = 0.0
     burst: int = 100
     read_only: bool = False
+    status: bool = False

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _BATCH_BYTES = 1 << 20  # hashed and written at a time: a hop between threads costs as much as hashing 100 KB
 _LENGTH = re.compile(r"[0-9]{1,18}")
+_ETAG = re.compile(r'\s*"([^"]*)"\s*')
 
 
 class Spool:
@@ -134,10 +135,10 @@ class Uploads:
             await self._receive(exchange, spool, share, length)
             if digest is not None and spool.sha256 != digest:
                 raise RefusedError(422, "the body's SHA-256 is not the one in the key", reason="digest")
-            create = conditions(exchange.request).get("If-None-Match", "").strip() == "*"
+            fields = conditions(exchange.request)
             async with self._locks.of(key):
                 await check_conditions(exchange, self._store, self._threads, key)  # the body may have taken an hour
-                await self._threads.finish(lambda: self._keep(key, spool, create=create))
+                await self._threads.finish(lambda: self._keep(key, spool, fields))
             return spool.sha256
 
     def _spool(self) -> Spool:
@@ -176,15 +177,30 @@ class Uploads:
                 await self._threads.finish(partial(spool.write, batch))
                 batch, held = [], 0
 
-    def _keep(self, key: str, spool: Spool, *, create: bool) -> None:
+    def _keep(self, key: str, spool: Spool, fields: dict[str, str]) -> None:
+        is_content, create = content_digest(key) is not None, fields.get("If-None-Match", "").strip() == "*"
         with spool.view() as data:
-            if content_digest(key) is None:
+            if not is_content:
                 _check(key, data)
             check_names(key, data)
-            if not create:
+            version = None if is_content else _version(fields)
+            if version is not None:  # the store compares: another server may write to it, too
+                written = self._store.replace(key, data, version)
+            elif create:
+                written = self._store.create(key, data)
+            else:
                 self._store.put(key, data)
-            elif not self._store.create(key, data):
+                written = True
+            if not written:
                 raise RefusedError(412, "something lies there already", reason="precondition")
+
+
+def _version(fields: dict[str, str]) -> str | None:
+    """The one version that a write may replace, empty for none at all; None where it may replace several."""
+    if list(fields) == ["If-None-Match"] and fields["If-None-Match"].strip() == "*":
+        return ""
+    tag = _ETAG.fullmatch(fields.get("If-Match", "")) if list(fields) == ["If-Match"] else None
+    return tag[1] if tag else None
 
 
 def _check(key: str, data: Data) -> None:

@@ -15,7 +15,7 @@ from kvwire.transport.sources.tiered import TieredSource
 if TYPE_CHECKING:
     import aiohttp
 
-    from kvwire.store import Store
+    from kvwire.store import Catalog, CatalogEntry, Store
 
 
 def open_source(store: Store, key: str, session: aiohttp.ClientSession | None = None) -> ByteSource:
@@ -43,6 +43,29 @@ def open_source(store: Store, key: str, session: aiohttp.ClientSession | None = 
         msg = "an object behind http needs a session: pass one from open_session()"
         raise ArgumentError(msg)
     return HttpSource(session, partial(_address, store, key))
+
+
+def open_document(catalog: Catalog, entry: CatalogEntry, session: aiohttp.ClientSession | None = None) -> ByteSource:
+    """Make a source of a document's blob, or of its parts as one object.
+
+    Args:
+        catalog: Of the document's tenant.
+        entry: The document's, with a blob.
+        session: As for ``open_source``.
+
+    Returns:
+        The source; close it after use.
+
+    Raises:
+        ArgumentError: The store needs a session and none is given.
+    """
+    sources = [open_source(catalog.store, key, session) for key in catalog.blobs_of(entry)]
+    if not entry.parts:
+        return sources[0]
+    from kvwire.store.crypto.joined import Extents
+    from kvwire.transport.sources.parts import PartsSource
+
+    return PartsSource(sources, Extents(entry.parts))
 
 
 def _address(store: Addressed, key: str, refused: bool) -> HttpAddress:  # noqa: FBT001 - called through a type alias

@@ -91,6 +91,29 @@ class CatalogRows:
         rows = [(key, now, bytes(data)) for key, data in items]
         self._write(_PUT, rows, frees_space=frees_space)
 
+    def replace(self, key: str, data: Data, etag: str) -> bool:
+        """Write a row where it is still the version with this tag, in one transaction.
+
+        Args:
+            key: The row's.
+            data: All of its bytes.
+            etag: Of the version that is to be replaced; empty: there may be no row.
+
+        Returns:
+            Whether it wrote.
+        """
+
+        def change(connection: sqlite3.Connection) -> bool:
+            row = connection.execute(_FIND, (key,)).fetchone()
+            if (MemorySnapshot(key, *_checked(row)).etag if row else "") != etag:
+                return False
+            connection.execute(_PUT, (key, time.time(), bytes(data)))
+            return True
+
+        wrote = self._database.write(change)
+        self._reserve.keep()
+        return wrote
+
     def delete(self, keys: Iterable[str]) -> None:
         """Remove rows, all or none unless the disk is full; what is not there is no error.
 

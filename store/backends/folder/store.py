@@ -116,6 +116,14 @@ class FolderStore(Store):
         else:
             self._put_file(key, data)
 
+    def replace(self, key: str, data: Data, etag: str) -> bool:
+        """Write where the version is still the one with this tag: of a catalog's rows, in one transaction."""
+        if not self._is_row(check_place(key)) or (etag and self._rows.find(key) is None):
+            return super().replace(key, data, etag)
+        with writing(f"the catalog in {self.url}"):
+            self._files.make_root()
+            return self._rows.replace(key, data, etag)
+
     def _put_catalog_file(self, key: str, data: Data) -> None:
         if _frees_space(key):
             self._reserve.spend(lambda: self._put_file(key, data))

@@ -134,6 +134,12 @@ class HttpStore(Store):
             return super().create(key, data)
         return True
 
+    def replace(self, key: str, data: Data, etag: str) -> bool:
+        """Write where the version is still the one with this tag; the server compares."""
+        headers = {"If-Match": f'"{etag}"'} if etag else {"If-None-Match": "*"}
+        allowed = (*_WRITTEN, _CHANGED)
+        return self._ask("PUT", check_place(key), headers, data=data, allowed=allowed).status != _CHANGED
+
     def delete(self, key: str) -> None:
         """Remove the object, if there is one."""
         self._ask("DELETE", key, {}, allowed=(*_WRITTEN, *_ABSENT))

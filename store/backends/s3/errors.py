@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _CODE = re.compile(r"[A-Za-z0-9.]{1,64}")
 _MISSING, _REPLACED, _TOO_MANY = 404, 412, 429
 _NOT_CREATED = (409, 412, 501)
+_OTHERS = (404, 409, 412)
 _REFUSED = (401, 403)
 _MOVED = (301, 302, 307, 308)
 _SERVERS_FAULT = 500
@@ -122,6 +123,18 @@ def is_taken(error: boto.ClientError) -> bool:
         True where something is there, others are at it, or the condition is not known.
     """
     return status_of(error) in _NOT_CREATED or code_of(error) in ("NotImplemented", "PreconditionFailed")
+
+
+def is_conflict(error: boto.ClientError) -> bool:
+    """Whether a conditional write met another version than it was for.
+
+    Args:
+        error: The refusal.
+
+    Returns:
+        True where something else lies there, nothing does, or others are at it.
+    """
+    return status_of(error) in _OTHERS or code_of(error) == "PreconditionFailed"
 
 
 def plain_code(code: object) -> str:

@@ -45,6 +45,18 @@ class About(TypedDict):
     CacheControl: str
 
 
+class Condition(TypedDict, total=False):
+    """What has to hold for an object to be written, as boto3's parameters.
+
+    Attributes:
+        IfMatch: Entity tag of the version that is replaced.
+        IfNoneMatch: ``*``: nothing lies there.
+    """
+
+    IfMatch: str
+    IfNoneMatch: str
+
+
 def part_size(size: int, wished: int) -> int:
     """Length of each part but the last.
 

@@ -30,7 +30,7 @@ NAMES = (
 
 
 @pytest.fixture(params=["in sections", "without"])
-def packed_profile(request, packed_profile):
+def stored_profile(request, packed_profile):
     """As profiles are stored now, and as they were before they had sections."""
     if request.param == "in sections":
         return packed_profile
@@ -55,8 +55,8 @@ def changed(data, name, dtype, shape, raw):
     return cut.profile_of(data, meta, parts | {name: raw})
 
 
-def test_damage_and_truncation_are_noticed(packed_profile):
-    data = packed_profile.data
+def test_damage_and_truncation_are_noticed(stored_profile):
+    data = stored_profile.data
     for at in range(0, len(data), 97):
         damaged = bytearray(data)
         damaged[at] ^= 4
@@ -67,8 +67,8 @@ def test_damage_and_truncation_are_noticed(packed_profile):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_arrays_that_are_gone_or_of_another_type_or_shape(packed_profile, name):
-    data = packed_profile.data
+def test_arrays_that_are_gone_or_of_another_type_or_shape(stored_profile, name):
+    data = stored_profile.data
     meta, _ = cut.profile_parts(data)
     given, name = name, named(data, name)
     if name not in {row[0] for row in meta["arrays"]}:
@@ -87,46 +87,46 @@ def test_arrays_that_are_gone_or_of_another_type_or_shape(packed_profile, name):
 
 
 @pytest.mark.parametrize("name", [5, None, True, 1.5, ["g0.rows"], {}])
-def test_names_of_arrays_that_are_no_texts(packed_profile, name):
-    meta, parts = cut.profile_parts(packed_profile.data)
+def test_names_of_arrays_that_are_no_texts(stored_profile, name):
+    meta, parts = cut.profile_parts(stored_profile.data)
     meta["arrays"][-1][0], kept = name, list(parts.values())
-    refused(cut.profile_of(packed_profile.data, meta, dict(enumerate(kept))), "array list is damaged")
+    refused(cut.profile_of(stored_profile.data, meta, dict(enumerate(kept))), "array list is damaged")
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(("steps", "columns"))])
 @pytest.mark.parametrize("value", [0.0, -1.0, np.nan, np.inf])
-def test_steps_that_are_none(packed_profile, name, value):
-    meta, _ = cut.profile_parts(packed_profile.data)
+def test_steps_that_are_none(stored_profile, name, value):
+    meta, _ = cut.profile_parts(stored_profile.data)
     shape = next(row[2] for row in meta["arrays"] if row[0] == name)
-    refused(changed(packed_profile.data, name, "<f4", shape, np.full(shape, value, "<f4").tobytes()), "steps|damaged")
+    refused(changed(stored_profile.data, name, "<f4", shape, np.full(shape, value, "<f4").tobytes()), "steps|damaged")
 
 
 @pytest.mark.parametrize("name", ["g0.rows_steps", "g0.rows_columns", "g0.metric1_steps"])
-def test_steps_that_leave_the_range_of_numbers(packed_profile, name):
-    meta, _ = cut.profile_parts(packed_profile.data)
+def test_steps_that_leave_the_range_of_numbers(stored_profile, name):
+    meta, _ = cut.profile_parts(stored_profile.data)
     shape = next(row[2] for row in meta["arrays"] if row[0] == name)
-    refused(changed(packed_profile.data, name, "<f4", shape, np.full(shape, 3e38, "<f4").tobytes()), "shape or range")
+    refused(changed(stored_profile.data, name, "<f4", shape, np.full(shape, 3e38, "<f4").tobytes()), "shape or range")
 
 
 @pytest.mark.parametrize("shape", [(0, 100_000), (1, 5000), (2, 3)])
-def test_metrics_of_other_shapes_than_the_layers_are_not_multiplied_out(packed_profile, shape):
+def test_metrics_of_other_shapes_than_the_layers_are_not_multiplied_out(stored_profile, shape):
     """Without heads they hold no bytes, and would take memory by the square of what they claim."""
     heads, dim = shape
     entries = [heads, dim * (dim + 1) // 2]
-    meta, parts = cut.profile_parts(packed_profile.data)
+    meta, parts = cut.profile_parts(stored_profile.data)
     for name, dtype, dims in (("g0.metric1", "|i1", entries), ("g0.metric1_steps", "<f4", [heads, dim])):
         raw = np.ones(dims, dtype).tobytes()
         next(row for row in meta["arrays"] if row[0] == name)[1:] = [dtype, dims, len(raw)]
         parts[name] = raw
-    data = cut.profile_of(packed_profile.data, meta, parts)
+    data = cut.profile_of(stored_profile.data, meta, parts)
     tracemalloc.start()
     refused(data, "another shape")
     assert tracemalloc.get_traced_memory()[1] < 8 * len(data) + (1 << 20)
     tracemalloc.stop()
 
 
-def test_an_unknown_array_is_ignored_whatever_its_name(profile, packed_profile):
-    for known in (profile, packed_profile):
+def test_an_unknown_array_is_ignored_whatever_its_name(profile, stored_profile):
+    for known in (profile, stored_profile):
         meta, parts = cut.profile_parts(known.data)
         meta["arrays"].append(["x.rows_steps", "|i1", [3], 3])
         found = Profile.from_bytes(cut.profile_of(known.data, meta, parts | {"x.rows_steps": b"abc"}))
@@ -135,15 +135,15 @@ def test_an_unknown_array_is_ignored_whatever_its_name(profile, packed_profile):
 
 @BOMBS
 @pytest.mark.parametrize("name", ["g0.rows0", "table", "g0.mean", "later"])
-def test_frames_that_unpack_to_far_more(packed_profile, name, bomb):
-    meta, parts = cut.profile_parts(packed_profile.data)
-    name = named(packed_profile.data, name)
+def test_frames_that_unpack_to_far_more(stored_profile, name, bomb):
+    meta, parts = cut.profile_parts(stored_profile.data)
+    name = named(stored_profile.data, name)
     if name == "later":
         meta["arrays"].append(["later", "|i1", [1 << 28], len(bomb)])
     else:
         row = next(row for row in meta["arrays"] if row[0] == name)
         row[2:] = [[(1 << 28) // int(row[1][2])], len(bomb)]
-    refused(cut.profile_of(packed_profile.data, meta, parts | {name: bomb}))
+    refused(cut.profile_of(stored_profile.data, meta, parts | {name: bomb}))
 
 
 def test_large_arrays_travel_packed_where_their_frames_are_believed():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvwire.controller.simulator._knapsack import Savings, least_value
+from kvwire.controller.simulator._knapsack import Savings, _prices, least_value
 
 
 def exact_least_value(value, uses, budgets):
@@ -52,6 +52,39 @@ def test_with_one_resource_the_bound_is_met_and_its_choice_fits():
         assert uses[0, np.arange(5), choice].sum() <= budgets[0] * (1 + 5 / 2048)
     assert np.median(gaps) < 1e-6
     assert max(gaps) < 0.05
+
+
+def lagrangian(value, parts, prices):
+    """What these prices bound."""
+    return float((value + np.tensordot(prices, parts, axes=1)).min(axis=1).sum() - prices.sum())
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), items=st.integers(1, 40), resources=st.integers(1, 3), skew=st.floats(-4, 0))
+def test_no_prices_bound_higher_than_those_found(seed, items, resources, skew):
+    value, uses, budgets = problem(seed, items, 5, resources)
+    least = uses[0].min(axis=1).sum()
+    budgets[0] = least + (budgets[0] - least) * 10.0**skew  # resources that differ much in how short they are
+    parts = uses / budgets[:, None, None]
+    prices, bound = _prices(value, parts)
+    assert bound == pytest.approx(lagrangian(value, parts, prices), rel=1e-12)
+    draw = np.random.default_rng(seed)
+    tried = [draw.uniform(-1, 1, resources) * 10.0 ** draw.uniform(-9, 0) + prices for _ in range(200)]
+    tried += [10.0 ** draw.uniform(-8, 2, resources) for _ in range(200)]
+    best = max(lagrangian(value, parts, np.clip(each, 0, 1e4 * value.max(axis=1).sum())) for each in tried)
+    assert best <= bound + 2e-5 * abs(bound)
+
+
+def test_a_link_that_brings_little_and_lanes_that_recompute_much_are_bounded_together():
+    # 128 chunks of a latent cache, half of which can be computed; the link brings a coarse level of the rest.
+    sizes = np.array((0, 104592, 379079, 990340, 2027369, 3525495), np.float64)
+    errors = np.array((5.9e-5, 0.0258, 0.0064, 0.00135, 0.00027, 5.9e-5)) / 128
+    value, use = np.tile(errors, (128, 1)), np.stack([sizes, np.eye(6)[0] * 0.0064])
+    budgets = np.array([13.6e6, 0.46])
+    bound, _ = least_value(value, np.repeat(use[:, None], 128, axis=1), budgets)
+    # 71 computed, 27 at the second level and 30 at the first.
+    feasible = 71 * errors[0] + 27 * errors[2] + 30 * errors[1]
+    assert 0.95 * feasible < bound <= feasible
 
 
 def test_options_that_are_not_there_are_not_chosen():

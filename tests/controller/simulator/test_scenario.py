@@ -8,15 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvwire.controller import DocumentPlanInput, Goal
+from kvwire.controller import Controller, DocumentPlanInput, Goal
+from kvwire.controller.events import Fetch
 from kvwire.controller.simulator import (
+    LoadArrival,
     Machine,
     Model,
     RateTrace,
     Scenario,
+    Steering,
     Trouble,
+    World,
     ar1,
     constant,
+    machine_named,
+    model_named,
     policy_named,
     policy_names,
     raw_of,
@@ -253,3 +259,58 @@ def test_a_cpu_takes_turns_and_a_gpu_decodes_in_batches():
 def test_documents_need_a_method():
     with pytest.raises(ArgumentError, match="method"):
         variants_for(MODEL, [100], [])
+
+
+def test_what_is_not_surely_recomputed_in_time_is_fetched_with_all_that_waits_for_it():
+    # Nothing of prefill is measured yet, and the plan would recompute the first chunks of one document.
+    slowly = Steering(event_s=1.5e-4, request_s=1e-4)
+    model, machine = model_named("deepseek-v3"), replace(machine_named("8xh200"), steering=slowly)
+    scenario = Scenario(
+        model=model, machine=machine, documents=variants_for(model, (4096,) * 8), rate=constant(5e9), rtt_s=0.02,
+        goal=Goal(),
+    )  # fmt: skip
+    ours, coarsest = (simulate(scenario, policy_named(name, scenario.rate))[0] for name in ("adaptive", "level-0"))
+    assert ours.ttft_s < 1.02 * coarsest.ttft_s
+
+
+class Slowed(World):
+    """A world whose forward passes take five times as long between two instants."""
+
+    between = (0.0, 0.0)
+
+    def _start(self, lane, instruction, seconds):
+        first, last = self.between
+        if lane == "prefill" and first <= self._now < last:
+            seconds = min(5 * seconds, last - self._now + max(0.0, seconds - (last - self._now) / 5))
+        super()._start(lane, instruction, seconds)
+
+
+@pytest.mark.parametrize("gbit", [0.5, 1.0, 2.0, 5.0])
+@pytest.mark.parametrize("after_s", [0.0, 0.1, 0.2])
+def test_an_engine_that_becomes_slow_on_the_way_makes_nothing_late_that_the_coarsest_level_keeps(gbit, after_s):
+    scene = Scenario(
+        model=model_named("llama-3.1-8b"), machine=machine_named("a100"), rate=constant(gbit * 1.25e8),
+        documents=variants_for(model_named("llama-3.1-8b"), (8192,) * 4),
+        goal=Goal(objective="quality", deadline_s=0.5),
+    )  # fmt: skip
+    controller = Controller(scene.estimates(), settings_for(scene.machine))
+    world = Slowed(controller, scene.rate, scene.costs, rtt_s=scene.rtt_s)
+    world.between = after_s, after_s + 0.3
+    (outcome,) = world.run([LoadArrival(0.0, scene.documents, scene.goal, scene.query_tokens)])
+    assert outcome.recomputed
+    assert outcome.in_time
+
+
+def test_many_fetches_are_not_opened_one_by_one():
+    model, machine = model_named("deepseek-v3"), machine_named("8xh200")
+    scene = Scenario(
+        model=model, machine=machine, documents=variants_for(model, (4096,) * 8), rate=constant(4e8), rtt_s=0.001,
+        goal=Goal(),
+    )  # fmt: skip
+    log = []
+    (ours,) = simulate(scene, policy_named("adaptive", scene.rate), record=log.append)
+    (coarsest,) = simulate(scene, policy_named("level-0", scene.rate))
+    asked = [sum(isinstance(each, Fetch) for each in entry.instructions) for entry in log]
+    assert sum(asked) == 128
+    assert sum(map(bool, asked)) < 64
+    assert ours.ttft_s < 1.05 * coarsest.ttft_s

@@ -1,0 +1,1 @@
+../../kvwire/_html.py

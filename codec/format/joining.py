@@ -1,0 +1,147 @@
+"""Headers of a document's parts, joined into the header of the whole document.
+
+Parts follow each other in the order of their tokens, and each names all tokens before its own by their digest. The
+joined header describes an object that is nowhere stored as one: the parts' headers in a row, then their payloads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvwire.codec.format.header import Header
+from kvwire.codec.format.metadata_json import elements_per_token
+from kvwire.errors import CorruptError, MismatchError
+from kvwire.types import BlobPrefix
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvwire.types import BlobInfo, LevelInfo, SegmentInfo
+
+_ADVICE = "encode the whole document anew"
+
+
+def join_headers(headers: Sequence[Header]) -> Header:
+    """Join the parts' plain headers into one that decodes chunks of all of them.
+
+    Args:
+        headers: Of the parts, in the order of their tokens.
+
+    Returns:
+        The whole document's.
+
+    Raises:
+        CorruptError: They are not the parts of one document.
+        MismatchError: They are coded in different ways.
+    """
+    first, info = headers[0], join_infos([header.info for header in headers])
+    for header in headers:
+        start = 0 if header.info.prefix is None else header.info.prefix.tokens
+        offset = None if first.offset is None else first.offset + start
+        if header.profile_bytes or header.kept_bits or header.levels != first.levels:
+            msg = f"the parts of the document are coded in different ways, or hold what no part may: {_ADVICE}"
+            raise MismatchError(msg)
+        if header.offset != offset and any(level.lossless for level in header.levels):
+            msg = f"a part of the document begins at position {header.offset}, not {offset}: {_ADVICE}"
+            raise MismatchError(msg)
+    return Header(info, first.levels, b"", offset=first.offset)
+
+
+def join_infos(infos: Sequence[BlobInfo]) -> BlobInfo:
+    """Join what the parts' blobs say of themselves.
+
+    Args:
+        infos: Of the parts, in the order of their tokens; all plain, or all as they are stored.
+
+    Returns:
+        What the whole document's blob would say, its segments behind all headers, in the order of the parts.
+
+    Raises:
+        CorruptError: They are not the parts of one document.
+        MismatchError: They are coded in different ways.
+    """
+    first = infos[0]
+    ids, digest = _chained(infos)
+    for info in infos:
+        if _coded_as(info) != _coded_as(first):
+            msg = f"the parts of the document are of several models, profiles or ladders: {_ADVICE}"
+            raise MismatchError(msg)
+    starts, segments = _placed(infos)
+    return replace(
+        first,
+        meta=replace(first.meta, token_digest=digest),
+        tokens=len(ids),
+        chunk_tokens=max(info.chunk_tokens for info in infos),
+        header_bytes=sum(info.header_bytes for info in infos),
+        file_bytes=sum(info.file_bytes for info in infos),
+        levels=tuple(_joined(infos, level) for level in range(len(first.levels))),
+        segments=segments,
+        token_ids=ids,
+        deviation=None,
+        chunk_starts=starts,
+    )
+
+
+def _coded_as(info: BlobInfo) -> tuple[object, ...]:
+    """What all parts of a document have alike."""
+    names = [level.name for level in info.levels]
+    behind = (info.prefix_layers, info.neutral_prefix, info.soft_tokens)
+    return replace(info.meta, token_digest=""), info.profile_digest, names, behind
+
+
+def _chained(infos: Sequence[BlobInfo]) -> tuple[tuple[int, ...], str]:
+    """All token ids and their digest; raises CorruptError where a part does not stand behind those before it."""
+    ids: list[int] = []
+    digest = hashlib.sha256()
+    for number, info in enumerate(infos):
+        expected = BlobPrefix(len(ids), digest.hexdigest()) if number else None
+        if (info.prefix and replace(info.prefix, document="")) != expected:
+            told = "no part" if info.prefix is None else f"behind {info.prefix.tokens} tokens"
+            msg = f"part {number} of the document is not the one behind its first {len(ids)} tokens ({told}): {_ADVICE}"
+            raise CorruptError(msg)
+        if info.token_ids is None:
+            msg = f"part {number} of the document does not say its token ids: {_ADVICE}"
+            raise CorruptError(msg)
+        ids += info.token_ids
+        digest.update(np.asarray(info.token_ids, "<u4").tobytes())
+    return tuple(ids), digest.hexdigest()
+
+
+def _placed(infos: Sequence[BlobInfo]) -> tuple[tuple[int, ...], tuple[tuple[SegmentInfo, ...], ...]]:
+    """First tokens of all chunks, and their segments, numbered and moved."""
+    starts: list[int] = []
+    rows: list[tuple[SegmentInfo, ...]] = []
+    tokens, at = 0, sum(info.header_bytes for info in infos)
+    for info in infos:
+        shift, chunks = at - info.header_bytes, len(rows)
+        starts += [tokens + info.chunk_span(chunk)[0] for chunk in range(info.chunks)]
+        rows += [
+            tuple(replace(each, chunk=chunks + each.chunk, offset=each.offset + shift) for each in row)
+            for row in info.segments
+        ]
+        tokens += info.tokens
+        at += info.file_bytes - info.header_bytes
+    return tuple(starts), tuple(rows)
+
+
+def _joined(infos: Sequence[BlobInfo], number: int) -> LevelInfo:
+    """A level of all parts: bytes add up, errors are means over tokens."""
+    levels, tokens = [info.levels[number] for info in infos], sum(info.tokens for info in infos)
+    cumulative = sum(level.cumulative_bytes for level in levels)
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(value * info.tokens for value, info in zip(values, infos, strict=True)) / tokens
+
+    kl = [level.predicted_kl for level in levels if level.predicted_kl is not None]
+    return replace(
+        levels[0],
+        bytes=sum(level.bytes for level in levels),
+        cumulative_bytes=cumulative,
+        bits_per_element=8.0 * cumulative / (tokens * elements_per_token(infos[0].meta.layers)),
+        measured_error=mean([level.measured_error for level in levels]),
+        predicted_kl=mean(kl) if len(kl) == len(levels) else None,
+    )

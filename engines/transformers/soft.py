@@ -1,0 +1,55 @@
+"""Soft tokens in a model's embedding layer: trained embeddings for token ids that the vocabulary has not."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvwire.errors import MismatchError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+
+class SoftEmbedding:
+    """Hooks on a model's embedding layer: ids of soft tokens get their own rows, all others what the layer gives.
+
+    A soft token k is -1 - k, as layouts name it, or the vocabulary's size + k, as blobs and texts do.
+    """
+
+    def __init__(self, model: PreTrainedModel, rows: Tensor) -> None:
+        """Put the hooks there.
+
+        Args:
+            model: A decoder that knows of its tokens from its embedding layer alone.
+            rows: Float ``[count, hidden_size]``, as that layer would give them; gradients flow into them.
+
+        Raises:
+            MismatchError: The model's layers read token ids, too, or it has no such layer.
+        """
+        layer, text = model.get_input_embeddings(), model.config.get_text_config(decoder=True)
+        if layer is None or getattr(text, "hidden_size_per_layer_input", None):
+            msg = "the layers of this model read token ids themselves, which soft tokens have not; do without them"
+            raise MismatchError(msg)
+        self._rows, self._vocabulary, self._asked = rows, int(text.vocab_size), threading.local()
+        self._hooks = (layer.register_forward_pre_hook(self._before), layer.register_forward_hook(self._after))
+
+    def remove(self) -> None:
+        """Take the hooks away; the model is as it was."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before(self, _module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        ids = inputs[0]
+        self._asked.ids = ids
+        return (torch.where((ids < 0) | (ids >= self._vocabulary), 0, ids), *inputs[1:])
+
+    def _after(self, _module: torch.nn.Module, _inputs: object, output: Tensor) -> Tensor:
+        ids = self._asked.ids
+        index = torch.where(ids < 0, -1 - ids, ids - self._vocabulary)
+        is_soft = index >= 0
+        rows = self._rows.to(output.device, output.dtype)[index.clamp(0, len(self._rows) - 1)]
+        return torch.where((is_soft & (index < len(self._rows)))[..., None], rows, output)

@@ -1,0 +1,90 @@
+"""``kvwire append``: documents that grow."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict, Unpack
+
+import click
+
+from kvwire.cli.engines import open_engine
+from kvwire.cli.options import BACKEND, DEVICE, DTYPE, JSON, MODEL, StoreOptions, store_options
+from kvwire.cli.say import say
+from kvwire.errors import ArgumentError, NotFoundError
+
+if TYPE_CHECKING:
+    from kvwire.codec import Backend
+    from kvwire.runtime.coding import Encoded
+
+
+class _AppendOptions(TypedDict):
+    text: str | None
+    file: Path | None
+    fork: str
+    compact: bool
+    model: str
+    device: str
+    dtype: str
+    backend: Backend
+    as_json: bool
+
+
+@click.command()
+@click.argument("document")
+@click.option("--text", help="What follows the document's last token.")
+@click.option("--file", type=click.Path(path_type=Path), help="A file of it, in UTF-8.")
+@click.option("--fork", default="", metavar="NAME", help="Leave DOCUMENT as it is, and give what it would be to NAME.")
+@click.option("--compact", is_flag=True, help="Encode DOCUMENT anew as one blob, after what is appended.")
+@MODEL
+@store_options
+@DEVICE
+@DTYPE
+@BACKEND
+@JSON
+def append(document: str, place: StoreOptions, **options: Unpack[_AppendOptions]) -> None:
+    """Append text to a document, encoding the new tokens alone."""
+    from kvwire.runtime.coding import Coding
+    from kvwire.runtime.corpus import Corpus
+
+    text = _text(options["text"], options["file"], is_needed=not options["compact"])
+    if options["fork"] and not text:
+        msg = "a fork is a document with something appended: give --text or --file too, or leave out --fork"
+        raise ArgumentError(msg)
+    engine = open_engine(options["model"], options["device"], options["dtype"])
+    with closing(place.open_lasting(exists=True)) as store:
+        corpus = Corpus(engine, store, **place.whose(), coding=Coding(backend=options["backend"]))
+        done: list[Encoded] = []
+        new = engine.tokenize(text) if text else ()
+        if text:
+            done.append(corpus.append(document, new, fork=options["fork"]))
+        if options["compact"]:
+            done.append(corpus.compact(options["fork"] or document))
+    entry = done[-1].entry
+    written = sum(each.info.file_bytes for each in done if not each.skipped)
+    if options["as_json"]:
+        about = {"id": entry.document_id, "tokens": entry.tokens, "added": len(new), "parts": max(1, len(entry.parts))}
+        say(json.dumps(about | {"written_bytes": written, "bytes": entry.size}))
+        return
+    say(
+        f"{entry.document_id}: {entry.tokens} tokens ({len(new)} more) in {max(1, len(entry.parts))} parts, "
+        f"{written:,} bytes written"
+    )
+
+
+def _text(text: str | None, file: Path | None, *, is_needed: bool) -> str:
+    """What is to be appended; empty where nothing is, and nothing has to be."""
+    from kvwire.runtime.text_files import decoded_text, read_part
+
+    if (text is None) == (file is None):
+        if text is None and not is_needed:
+            return ""
+        msg = "give what is to be appended: --text TEXT, or --file FILE"
+        raise ArgumentError(msg)
+    if file is None:
+        return text or ""
+    if not file.is_file():
+        msg = f"{file} is not a file; check --file"
+        raise NotFoundError(msg)
+    return decoded_text(read_part(str(file)), str(file))

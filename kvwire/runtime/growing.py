@@ -1,0 +1,233 @@
+"""Documents that grow: tokens are appended as a part of their own, and nothing that was encoded is encoded again.
+
+The numbers of a token depend on the tokens before it alone, and a chunk is coded without the chunks before it, so what
+was written stays right. A part begins where the document ended, within a chunk or not: coding the last chunk again
+would cost more than the shorter chunks do, see docs/how-to/grow-a-document.md.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvwire.codec import Ladder, encode
+from kvwire.errors import ArgumentError, MismatchError
+from kvwire.runtime.coding import Document, Encoded
+from kvwire.runtime.encoding_steps import Computed, EncodingSteps
+from kvwire.store import check_new_name
+from kvwire.types import BlobPrefix, digest_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvwire.codec import AnyProfile
+    from kvwire.store import CatalogEntry
+    from kvwire.types import BlobInfo, CacheMeta, KVCache
+
+
+@dataclass(frozen=True)
+class _Grown:
+    """A document as it was found, and what it is to be.
+
+    etag: of the entry that is replaced; empty for a fork.
+    """
+
+    entry: CatalogEntry
+    etag: str
+    info: BlobInfo
+    name: str
+    token_ids: tuple[int, ...]
+    added: tuple[int, ...]
+
+    @property
+    def whole(self) -> Document:
+        return Document(self.name, (*self.token_ids, *self.added))
+
+
+class DocumentGrower(EncodingSteps):
+    """Appends to documents of a corpus; see ``Corpus``, whose methods of the same names call these."""
+
+    def append(
+        self, document_id: str, token_ids: Sequence[int], *, cache: KVCache | None = None, fork: str = ""
+    ) -> Encoded:
+        """Append tokens to a document, as a part of its own where it can have parts.
+
+        Args:
+            document_id: The document.
+            token_ids: What follows its last token.
+            cache: Of the whole document or of these tokens alone, where it is computed already.
+            fork: Leave the document as it is, and give what it would be to a new one of this name.
+
+        Returns:
+            The document's entry, and what the blob that was written says of itself.
+
+        Raises:
+            ArgumentError: As ``Corpus.append`` says.
+            ConflictError: As ``Corpus.append`` says.
+            KvwireError: As ``Corpus.append`` says.
+        """
+        started = time.perf_counter()
+        if not token_ids:
+            msg = f"there is nothing to append to {document_id!r}: give a token at least"
+            raise ArgumentError(msg)
+        grown = self._found(document_id, tuple(token_ids), fork)
+        if not _takes_parts(grown.info):
+            return self._written_anew(grown, cache, started)
+        self._corpus.changes += 1
+        profile = self._corpus.profile_of(grown.entry)
+        _ = profile and profile.data  # encoders need all of it
+        computed = self._computed(grown, cache)
+        blob, info = self._coded(grown, computed, profile)
+        self._check_alike(grown, info)
+        entry = self._catalog.grown.append_part(
+            self._config,
+            grown.entry,
+            grown.etag,
+            blob,
+            grown.added,
+            document_id=grown.name,
+            header_bytes=info.header_bytes,
+            token_digest=digest_tokens(grown.whole.token_ids),
+            levels=[(level.name, level.cumulative_bytes) for level in info.levels],
+        )
+        self._corpus.changes += 1
+        return Encoded(entry, info, skipped=False, encode_s=time.perf_counter() - started)
+
+    def compact(self, document_id: str) -> Encoded:
+        """Encode a document of several parts anew, as one blob.
+
+        Args:
+            document_id: The document.
+
+        Returns:
+            The document's entry, and what its blob says of itself; skipped where it is one blob already.
+
+        Raises:
+            ConflictError: As ``Corpus.compact`` says.
+            KvwireError: As ``Corpus.compact`` says.
+        """
+        started = time.perf_counter()
+        grown = self._found(document_id, (), "")
+        if not grown.entry.parts:
+            return Encoded(grown.entry, grown.info, skipped=True, encode_s=0.0)
+        return self._written_anew(grown, None, started)
+
+    def _found(self, document_id: str, added: tuple[int, ...], fork: str) -> _Grown:
+        """The document, its header and its text."""
+        name = check_new_name(fork or document_id, "document")
+        entry, etag = self._catalog.grown.version(self._config, document_id)
+        if entry is None:
+            entry = self._corpus.find(document_id)
+        if entry.is_text:
+            msg = f"{document_id!r} is kept as text: encode the longer text under its name, and then append"
+            raise ArgumentError(msg)
+        if fork:
+            etag = self._catalog.grown.version(self._config, fork).etag
+            if etag:
+                msg = f"there is a document {fork!r} already: fork {document_id!r} under another name"
+                raise ArgumentError(msg)
+        info = self._corpus.read_header(entry)
+        self._corpus.check_blob(info, entry)
+        if info.soft_tokens or self.coding.layout.cached_tokens:
+            msg = f"{document_id!r} has a layout's tokens inside its cache, and more cannot follow them: encode it anew"
+            raise ArgumentError(msg)
+        behind, window = len(info.neutral_prefix), self._corpus.window
+        if behind + entry.tokens + len(added) > window:
+            msg = (
+                f"{document_id!r} has {entry.tokens} tokens and would have {entry.tokens + len(added)}; the model's "
+                f"window is {window - behind}: append less, or begin another document"
+            )
+            raise ArgumentError(msg)
+        ids = info.token_ids if info.token_ids is not None else self._corpus.text(entry)
+        return _Grown(entry, etag, info, name, ids, added)
+
+    def _computed(self, grown: _Grown, cache: KVCache | None) -> Computed:
+        """What the model makes of the tokens that are appended."""
+        before, ids, info = len(grown.token_ids), grown.whole.token_ids, grown.info
+        behind = len(info.neutral_prefix)
+        if cache is None:
+            from kvwire.runtime.neutral import compute_behind
+
+            engine = self.engine
+            cache = compute_behind(engine, info.neutral_prefix, ids) if behind else engine.prefill([ids])[0]
+        else:
+            _check_cache(cache, grown, self._config)
+        part = cache.slice(before, len(ids)) if cache.tokens > len(grown.added) else cache
+        part = replace(part, meta=self._alike(part, info))
+        layers = info.prefix_layers
+        hidden = self.engine.prefix_states(ids, layers)[before:] if layers else None
+        return Computed(part, info.neutral_prefix, hidden)
+
+    def _alike(self, part: KVCache, info: BlobInfo) -> CacheMeta:
+        """The part's meta, as the other parts have theirs."""
+        is_exact = any(level.lossless for level in info.levels)
+        if is_exact and part.meta.dtype != info.meta.dtype:
+            msg = (
+                f"the document holds numbers of {info.meta.dtype} bit for bit, what is appended is {part.meta.dtype}: "
+                f"open the engine with --dtype {info.meta.dtype}"
+            )
+            raise MismatchError(msg)
+        ours = replace(info.meta, positions=part.meta.positions, offset=part.meta.offset)
+        return replace(ours, token_digest=part.meta.token_digest)
+
+    def _coded(self, grown: _Grown, computed: Computed, profile: AnyProfile | None) -> tuple[bytes, BlobInfo]:
+        """The part's blob, sealed where there are keys, and what its header says."""
+        lossy = [level for level in grown.info.levels if not level.lossless]
+        is_layered = lossy and not lossy[0].independent
+        plain = encode(
+            computed.cache,
+            profile,
+            Ladder(lossy[0].step, tuple(level.name for level in lossy)) if is_layered else None if lossy else 0,
+            chunk_tokens=self.coding.chunk_tokens,
+            lossless=len(lossy) < len(grown.info.levels),
+            hidden=computed.hidden,
+            backend=self.coding.backend,
+            neutral_prefix=computed.neutral_prefix,
+            prefix=BlobPrefix(len(grown.token_ids), digest_tokens(grown.token_ids), grown.name),
+        )
+        blob = self._catalog.seal(plain)
+        return blob, self._catalog.blob_reader().read_header(blob)
+
+    def _check_alike(self, grown: _Grown, info: BlobInfo) -> None:
+        """Refuse a part that could not be read with the others; nothing of it was written yet."""
+        ours = [(level.name, level.step, level.lossless) for level in grown.info.levels]
+        theirs = [(level.name, level.step, level.lossless) for level in info.levels]
+        if ours != theirs or info.profile_digest != grown.entry.profile_digest:
+            msg = (
+                f"{grown.entry.document_id!r} is coded in another way than its profile gives now: encode the whole "
+                "document anew (kvwire append --compact)"
+            )
+            raise MismatchError(msg)
+
+    def _written_anew(self, grown: _Grown, cache: KVCache | None, started: float) -> Encoded:
+        """Encode the whole document as one blob, as ``encode`` would now."""
+        whole, profile = grown.whole, self._corpus.profile()
+        _ = profile and profile.data
+        if cache is not None and cache.token_ids != whole.token_ids:
+            cache = None
+        if cache is not None:
+            _check_cache(cache, grown, self._config)
+        blob, info = self.code(self.compute(whole, profile, cache=cache), profile)
+        entry = self.write(whole, blob, info, profile, etag=grown.etag)
+        return Encoded(entry, info, skipped=False, encode_s=time.perf_counter() - started)
+
+
+def _takes_parts(info: BlobInfo) -> bool:
+    """Whether parts can share what the document is decoded with; a profile inside a blob is that blob's alone."""
+    return bool(info.profile_digest) or all(level.lossless for level in info.levels)
+
+
+def _check_cache(cache: KVCache, grown: _Grown, config: str) -> None:
+    """Refuse a cache that is not of the tokens, or is of another model."""
+    before, behind = len(grown.token_ids), len(grown.info.neutral_prefix)
+    at = {grown.whole.token_ids: behind, grown.added: behind + before}
+    if cache.token_ids not in at or (cache.meta.offset, cache.meta.positions) != (at[cache.token_ids], "on"):
+        msg = (
+            f"the cache is not that of {grown.entry.document_id!r}: give its tokens with those that are appended, at "
+            f"positions from {behind}, or these alone, from {behind + before}"
+        )
+        raise ArgumentError(msg)
+    if cache.meta.config_digest() != config:
+        msg = f"the cache is of model {cache.meta.model_id!r}, the document of another: name its corpus"
+        raise MismatchError(msg)

@@ -1,0 +1,54 @@
+"""What training makes small: the surprise at answers, or the divergence from full attention."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from kvwire.training.sequences import IGNORED, batch_of, linked, plain
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from kvwire.reuse import LinkLayout
+    from kvwire.training.samples import Sample
+    from kvwire.training.trainable import TrainableModel
+
+
+def answer_loss(model: TrainableModel, samples: Sequence[Sample], layout: LinkLayout) -> Tensor:
+    """Cross entropy of the answers behind linked documents.
+
+    Args:
+        model: The model that learns.
+        samples: Prompts with answers.
+        layout: How documents are linked.
+
+    Returns:
+        Scalar: the sum over tokens of answers, in nats.
+    """
+    batch = batch_of([linked(sample, layout) for sample in samples]).to(model.device)
+    wanted = batch.targets != IGNORED
+    return cross_entropy(model.logits(batch, wanted).float(), batch.targets[wanted], reduction="sum")
+
+
+def divergence_loss(model: TrainableModel, samples: Sequence[Sample], layout: LinkLayout) -> Tensor:
+    """KL divergence of what follows linked documents from what the same model tells in full prefill.
+
+    Args:
+        model: The model; what it told before training is the reference, so its own weights have to stay.
+        samples: Prompts with what follows.
+        layout: How documents are linked.
+
+    Returns:
+        Scalar: the sum over tokens of answers, in nats.
+    """
+    reference = batch_of([plain(sample) for sample in samples]).to(model.device)
+    with torch.no_grad():
+        exact = model.logits(reference, reference.targets != IGNORED).float().log_softmax(-1)
+    batch = batch_of([linked(sample, layout) for sample in samples]).to(model.device)
+    told = model.logits(batch, batch.targets != IGNORED).float().log_softmax(-1)
+    return (exact.exp() * (exact - told)).sum()

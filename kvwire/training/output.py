@@ -1,0 +1,111 @@
+"""What a training leaves: the model or its soft tokens, a report, and a picture of the loss."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvwire._version import __version__
+from kvwire.engines.transformers.identity import model_revision
+from kvwire.engines.transformers.opening import quiet
+from kvwire.errors import StorageError
+from kvwire.reuse import SoftTokens
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvwire.engines.transformers import TransformersEngine
+    from kvwire.training.loop import Trained, Training
+
+SOFT_TOKENS, MODEL, REPORT, PICTURE, STATE = "soft-tokens.safetensors", "model", "report.json", "loss.png", "state.pt"
+"""Names in the folder of a training."""
+
+
+def write_trained(engine: TransformersEngine, trained: Trained, what: Training, folder: Path) -> dict[str, str]:
+    """Write what was learnt: a folder that transformers opens where weights learnt, a file where soft tokens did.
+
+    Args:
+        engine: That ran the model.
+        trained: What came of the training.
+        what: What was trained.
+        folder: Where; made where it is missing.
+
+    Returns:
+        Paths of what was written, by ``model`` and ``soft_tokens``.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    written: dict[str, str] = {}
+    name, revision = engine.meta.model_id, engine.meta.model_revision
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not what.is_frozen:
+            place = folder / MODEL
+            trained.model.close()  # what is saved has no hooks
+            with quiet():
+                engine.model.save_pretrained(place)
+            if engine.has_tokenizer:
+                engine.tokenizer.save_pretrained(place)
+            name, revision = f"{name}, {what.layout.name}", model_revision(place)
+            written["model"] = str(place)
+        if what.layout.soft_tokens:
+            soft = SoftTokens(trained.model.soft.detach(), what.layout.name, name, revision)
+            (folder / SOFT_TOKENS).write_bytes(soft.to_bytes())
+            written["soft_tokens"] = str(folder / SOFT_TOKENS)
+    except OSError as error:
+        msg = f"{folder} cannot be written ({error.strerror or error}); the training is kept, go on with --resume"
+        raise StorageError(msg) from error
+    return written
+
+
+def report_of(engine: TransformersEngine, trained: Trained, what: Training, data: dict[str, float]) -> dict[str, Any]:
+    """What was trained, on what, and how the loss went.
+
+    Args:
+        engine: That ran the model.
+        trained: What came of it.
+        what: What was trained.
+        data: Weights of the files.
+
+    Returns:
+        Plain data, for JSON.
+    """
+    learnt = sum(parameter.numel() for parameter in trained.model.parameters().values())
+    return {
+        "method": what.method,
+        "layout": what.layout.name,
+        "frozen": what.is_frozen,
+        "model": {"id": engine.meta.model_id, "revision": engine.meta.model_revision},
+        "recipe": asdict(what.recipe),
+        "seed": what.seed,
+        "data": {name: {"weight": data[name], "samples": count} for name, count in trained.counts.items()},
+        "parameters": {"learnt": learnt, "of": sum(each.numel() for each in engine.model.parameters())},
+        "loss": trained.losses,
+        "versions": {"kvwire": __version__, "torch": torch.__version__},
+        "device": engine.device_name,
+    }
+
+
+def write_report(report: dict[str, Any], folder: Path) -> None:
+    """Write the report and draw the loss.
+
+    Args:
+        report: Of ``report_of``.
+        folder: Where they go.
+
+    Raises:
+        StorageError: They cannot be written.
+    """
+    from kvwire.training.picture import draw_losses
+
+    try:
+        (folder / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        title = f"{report['model']['id']}: {report['layout']}"
+        draw_losses(report["loss"], title, report["method"], folder / PICTURE)
+    except OSError as error:
+        msg = f"{folder} cannot be written ({error.strerror}); the training is kept, go on with --resume"
+        raise StorageError(msg) from error

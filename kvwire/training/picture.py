@@ -1,0 +1,57 @@
+"""The picture of a training: its loss over the steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvwire._lazy import require
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+_PARTS = 40
+"""Means that are drawn as a line, each over as many steps."""
+_UNITS = {"links": "surprise at answers (nats a token)", "wrappers": "KL divergence from full prefill (nats a token)"}
+
+
+def check_drawable() -> None:
+    """Tell before a training what its end will need.
+
+    Raises:
+        ArgumentError: Matplotlib is not installed; the message names the extra.
+    """
+    require("matplotlib", "train", "kvwire train-links")
+
+
+def draw_losses(losses: Sequence[float], title: str, method: str, path: Path) -> None:
+    """Write a PNG: the loss of every step, and means over parts of the training.
+
+    Args:
+        losses: In the order of the steps, at least one.
+        title: Of the picture.
+        method: Which loss it is.
+        path: Where the file goes.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    size = max(1, len(losses) // _PARTS)
+    parts = [losses[at : at + size] for at in range(0, len(losses), size)]
+    middles = [at * size + (len(part) + 1) / 2 for at, part in enumerate(parts)]
+    axes.plot(range(1, len(losses) + 1), losses, color="#56B4E9", alpha=0.4, linewidth=0.8, label="each step")
+    means = [sum(part) / len(part) for part in parts]
+    axes.plot(middles, means, color="#0072B2", linewidth=1.8, label=f"mean over {size} steps")
+    axes.set_yscale("log")
+    axes.set_xlabel("step")
+    axes.set_ylabel(_UNITS[method])
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    axes.set_title(title, fontsize=11)
+    figure.savefig(path, dpi=130)

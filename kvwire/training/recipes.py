@@ -1,0 +1,71 @@
+"""How long and how fast a model is trained: settings, and those of the literature by name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from kvwire.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Settings of AdamW and of what it is given.
+
+    Attributes:
+        steps: Updates.
+        batch: Samples of an update.
+        learning_rate: The greatest.
+        warm_up: Updates over which the rate rises linearly; then it falls as half a cosine, to 0.
+        betas: AdamW's.
+        weight_decay: AdamW's.
+        clip: Greatest norm of a gradient; longer ones are scaled down.
+        most_tokens: Longest prompt, with all that the layout adds; the model's window limits it, too.
+        micro_batch: Samples that are in memory at a time; does not change what is learnt, but for rounding.
+    """
+
+    steps: int = 1000
+    batch: int = 32
+    learning_rate: float = 1e-3
+    warm_up: int = 50
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    most_tokens: int = 4096
+    micro_batch: int = 8
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot work.
+
+        Raises:
+            ArgumentError: A count or rate is not positive, or finite.
+        """
+        counts = (self.steps, self.batch, self.micro_batch, self.most_tokens)
+        rates = (self.learning_rate, self.clip)
+        if min(counts) < 1 or self.warm_up < 0 or not all(0 < rate < math.inf for rate in rates):
+            msg = "steps, batch, micro-batch and tokens are at least 1, warm-up at least 0, rate and clip above 0"
+            raise ArgumentError(msg)
+
+    def rate(self, step: int) -> float:
+        """Learning rate of an update.
+
+        Args:
+            step: From 0.
+
+        Returns:
+            The rate.
+        """
+        if step < self.warm_up:
+            return self.learning_rate * (step + 1) / self.warm_up
+        left = max(1, self.steps - self.warm_up)
+        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - self.warm_up) / left))
+
+
+RECIPES = {
+    "small": Recipe(),
+    "kvlink": Recipe(steps=6000, batch=64, learning_rate=5e-6, warm_up=600, micro_batch=1),
+    "kv-packet": Recipe(steps=1000, batch=32, learning_rate=5e-4, warm_up=0, micro_batch=1),
+}
+"""By name. ``small``: models of a few million parameters, in minutes on a processor. ``kvlink``: all parameters of
+Llama-3 1B to 8B (arXiv 2502.16002). ``kv-packet``: soft tokens of a frozen model, from 5e-4 to 0 (arXiv 2604.13226;
+steps and batch are ours)."""

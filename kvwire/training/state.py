@@ -1,0 +1,107 @@
+"""Where a training stands, kept in a file: numbers that learn, the optimiser's, the random generator's, and counts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvwire.errors import ArgumentError, CorruptError, StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch.nn import Parameter
+    from torch.optim import Optimizer
+
+_PARTS = {"about", "step", "losses", "counts", "parameters", "optimiser", "generator"}
+
+
+def save_state(
+    path: Path, about: Mapping[str, Any], parameters: Mapping[str, Parameter], optimiser: Optimizer,
+    losses: list[float], counts: Mapping[str, int],
+) -> None:  # fmt: skip
+    """Keep a training; the file is written whole or not at all.
+
+    Args:
+        path: The file.
+        about: What is trained, on what and how: one that differs cannot go on from here.
+        parameters: What learns, by name.
+        optimiser: Of these parameters.
+        losses: Of every step so far.
+        counts: How many samples each part of the data has given.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    state = {
+        "about": dict(about), "step": len(losses), "losses": losses, "counts": dict(counts),
+        "parameters": {name: parameter.detach() for name, parameter in parameters.items()},
+        "optimiser": optimiser.state_dict(), "generator": torch.get_rng_state(),
+    }  # fmt: skip
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(state, temporary)
+        temporary.replace(path)
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        msg = f"{path} cannot be written ({error}); free some space or name another --out"
+        raise StorageError(msg) from error
+
+
+def restore_state(
+    path: Path, about: Mapping[str, Any], parameters: Mapping[str, Parameter], optimiser: Optimizer
+) -> tuple[list[float], dict[str, int]]:
+    """Go on where a training was kept.
+
+    Args:
+        path: The file.
+        about: As in ``save_state``.
+        parameters: What learns; takes the kept numbers.
+        optimiser: Of these parameters; takes its state.
+
+    Returns:
+        Losses and counts as they were kept.
+
+    Raises:
+        CorruptError: The file holds no such state.
+        ArgumentError: It was kept by a training of something else, or with other settings.
+        StorageError: It cannot be read.
+    """
+    state = _read(path)
+    changed = [name for name in about if state["about"].get(name) != about[name]]
+    if changed or state["about"].keys() != about.keys():
+        names = ", ".join(changed) or "settings"
+        msg = f"{path} was kept with other {names}; repeat the first command to go on, or name another --out"
+        raise ArgumentError(msg)
+    try:
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(state["parameters"][name])
+        optimiser.load_state_dict(state["optimiser"])
+        torch.set_rng_state(state["generator"].cpu())
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        msg = f"{path} does not fit this model ({type(error).__name__}); name another --out"
+        raise CorruptError(msg) from error
+    return list(state["losses"]), dict(state["counts"])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)  # plain data alone: nothing in it is run
+    except OSError as error:
+        msg = f"{path} cannot be read ({error.strerror}); leave --resume out to begin anew"
+        raise StorageError(msg) from error
+    except (EOFError, KeyError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        msg = f"{path} is damaged; leave --resume out and begin anew in another --out"
+        raise CorruptError(msg) from error
+    if not isinstance(state, dict) or state.keys() != _PARTS:
+        msg = f"{path} holds no training; leave --resume out and begin anew in another --out"
+        raise CorruptError(msg)
+    return state

@@ -1,0 +1,117 @@
+"""A model under training: which of its numbers learn, and how it is run over laid-out prompts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvwire.engines.transformers.masks import attention_mask
+from kvwire.engines.transformers.soft import SoftEmbedding
+from kvwire.errors import ArgumentError, MismatchError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from kvwire.engines.transformers import TransformersEngine
+    from kvwire.reuse import LinkLayout
+    from kvwire.training.sequences import Batch
+
+_NOISE = 0.3
+"""Standard deviation of link tokens' first embeddings around the vocabulary's mean, over the vocabulary's."""
+
+
+class TrainableModel:
+    """A transformers model with trained embeddings beside its vocabulary.
+
+    Attributes:
+        soft: Embeddings of the layout's soft tokens, float32 ``[soft tokens, hidden]``; empty where it has none.
+    """
+
+    def __init__(self, engine: TransformersEngine, layout: LinkLayout, *, is_frozen: bool, seed: int = 0) -> None:
+        """Choose what learns.
+
+        Args:
+            engine: Runs the model; it is changed where it is not frozen.
+            layout: Whose soft tokens are trained.
+            is_frozen: Whether they alone learn.
+            seed: Of the tokens whose embeddings the soft ones begin with.
+
+        Raises:
+            ArgumentError: The model is frozen and the layout has no soft tokens: nothing could learn.
+            MismatchError: The layout has ids that the model's vocabulary lacks, or the model is quantised.
+        """
+        self._engine, self._model, self.is_frozen = engine, engine.model, is_frozen
+        if is_frozen and not layout.soft_tokens:
+            msg = f"the layout {layout.name} has no soft tokens, and the model is frozen; name links:K or wrappers:H+T"
+            raise ArgumentError(msg)
+        highest = max((*layout.cached_tokens, *layout.computed_tokens), default=0)
+        if highest >= engine.vocabulary_size:
+            msg = (
+                f"the layout {layout.name} needs token id {highest}, the model's vocabulary has "
+                f"{engine.vocabulary_size}; name links:K, whose tokens are trained embeddings"
+            )
+            raise MismatchError(msg)
+        if not is_frozen and getattr(self._model, "is_quantized", False):
+            msg = "a quantised model cannot be trained: open it unquantised, or train with --frozen"
+            raise MismatchError(msg)
+        self._model.requires_grad_(not is_frozen)
+        self.soft = torch.nn.Parameter(_first_embeddings(self._model, layout, seed))
+        self._hook = SoftEmbedding(self._model, self.soft) if self.soft.numel() else None
+
+    def close(self) -> None:
+        """Leave the model as one that is run as usual, with what it has learnt and without soft tokens."""
+        self._model.requires_grad_(True)
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go."""
+        return self._engine.device
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """All that learns, by name; tied weights once."""
+        own = {} if self.is_frozen else dict(self._model.named_parameters())
+        return {**own, **({"soft_tokens": self.soft} if self.soft.numel() else {})}
+
+    def logits(self, batch: Batch, wanted: Tensor) -> Tensor:
+        """Run prompts and tell what some rows predict.
+
+        Args:
+            batch: The prompts.
+            wanted: Which rows, bool ``[prompts, tokens]``.
+
+        Returns:
+            ``[rows, vocabulary]``, prompt by prompt.
+        """
+        mask = attention_mask(self._model, self._engine.meta, batch.visible)
+        shaped = (
+            {kind: each.transpose(0, 1) for kind, each in mask.items()}
+            if isinstance(mask, dict)
+            else mask.transpose(0, 1)
+        )
+        places = torch.arange(batch.token_ids.shape[1], device=batch.token_ids.device)
+        out = self._model(
+            input_ids=batch.token_ids,
+            position_ids=places.expand_as(batch.token_ids),
+            attention_mask=shaped,
+            use_cache=False,
+        )
+        told: Tensor = out.logits[wanted]
+        return told
+
+
+def _first_embeddings(model: PreTrainedModel, layout: LinkLayout, seed: int) -> Tensor:
+    """Where soft tokens begin: inside caches at zero, which disturbs least; link tokens near the mean, all apart."""
+    table = model.get_input_embeddings()
+    weight = torch.as_tensor(table.weight)
+    every: Tensor = table(torch.arange(len(weight), device=weight.device)).detach().float()
+    count = layout.soft_tokens
+    if layout.cached_tokens:
+        return every.new_zeros(count, every.shape[1])
+    noise = torch.randn(count, every.shape[1], generator=torch.Generator().manual_seed(seed))
+    first: Tensor = every.mean(0) + _NOISE * every.std() * noise.to(every.device)
+    return first

@@ -1,0 +1,169 @@
+"""What a load costs in money, in all its ways, and from how many uses a stored cache pays.
+
+Source: KVLink, appendix A.7 (arXiv 2502.16002), which counts the engine's hours of a million requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from math import inf, isfinite
+from typing import TYPE_CHECKING, Self
+
+from kvwire.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvwire.whatif.plan import LoadPlan
+    from kvwire.whatif.records import Prediction
+
+MILLION = 1_000_000
+TEXT, RAW = "text only", "raw cache"
+_HOUR_S, _GB = 3600.0, 1e9
+_MOST_NAMED = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prices:
+    """What is paid, in any currency.
+
+    Attributes:
+        gpu_hour: For an hour of the engine.
+        gb_month: For a gigabyte that is stored for a month.
+        egress: For a gigabyte that leaves the store.
+    """
+
+    gpu_hour: float
+    gb_month: float = 0.0
+    egress: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read prices such as ``gpu_hour=1.79,gb_month=0.023,egress=0``.
+
+        Args:
+            text: As it was typed.
+
+        Returns:
+            The prices; those that are not named are 0.
+
+        Raises:
+            ArgumentError: A name is unknown or given twice, a price is no number from 0, or ``gpu_hour`` is missing.
+        """
+        names, found = [each.name for each in fields(cls)], {}
+        for part in text.split(","):
+            name, _, value = (each.strip() for each in part.partition("="))
+            try:
+                number = float(value)
+            except ValueError:
+                number = inf
+            if name not in names or name in found or not isfinite(number) or number < 0:
+                msg = f"{part[:_MOST_NAMED]!r} is not a price: write {'=..., '.join(names)}=..., each once, from 0"
+                raise ArgumentError(msg)
+            found[name] = number
+        if "gpu_hour" not in found:
+            msg = "prices need gpu_hour, what an hour of the engine costs"
+            raise ArgumentError(msg)
+        return cls(**found)
+
+
+@dataclass(frozen=True)
+class PricedWay:
+    """What a million requests cost in one way.
+
+    Attributes:
+        name: Of the way.
+        gpu_hours: Of the engine, for a million requests: recomputing, decoding and closing.
+        gpu: What they cost.
+        egress: What the bytes cost that leave the store.
+        uses_a_month: Of the same documents, from which on storing their caches costs less than their text's prefill;
+            None: never.
+        uses_in_all: That make up for computing the caches once; None: never.
+    """
+
+    name: str
+    gpu_hours: float
+    gpu: float
+    egress: float
+    uses_a_month: float | None
+    uses_in_all: float | None
+
+    @property
+    def total(self) -> float:
+        """Of a million requests, without what is stored."""
+        return self.gpu + self.egress
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A plan in money.
+
+    Attributes:
+        prices: That were given.
+        stored_bytes: Of the documents' caches with all their levels.
+        stored_month: What a month of them costs.
+        computed_once: What computing them once costs, in the engine's time; coding takes none of it.
+        ways: This plan first, then the alternatives.
+    """
+
+    prices: Prices
+    stored_bytes: int
+    stored_month: float
+    computed_once: float
+    ways: tuple[PricedWay, ...]
+
+
+def price_plan(plan: LoadPlan, prices: Prices, stored_bytes: int, raw_bytes: int = 0) -> Priced:
+    """Count a plan and its alternatives in money.
+
+    Args:
+        plan: With alternatives, of which the first is text alone.
+        prices: What is paid.
+        stored_bytes: Of the documents' caches in the store, all levels.
+        raw_bytes: Of their uncompressed caches, for the way that fetches these; 0 where it is not among them.
+
+    Returns:
+        Money for a million requests in each way, and from how many uses storing pays.
+
+    Raises:
+        ArgumentError: The plan has no alternatives to compare with.
+    """
+    text = next((each for each in plan.alternatives if each.name == TEXT), None)
+    if text is None:
+        msg = "prices compare with text alone: leave out --no-compare (compare=False)"
+        raise ArgumentError(msg)
+    ways: Sequence[Prediction] = (plan.prediction, *plan.alternatives)
+    once = text.prefill_s / _HOUR_S * prices.gpu_hour
+    month = stored_bytes / _GB * prices.gb_month
+    return Priced(
+        prices=prices,
+        stored_bytes=stored_bytes,
+        stored_month=month,
+        computed_once=once,
+        ways=tuple(_priced(each, text, prices, once, raw_bytes if each.name == RAW else stored_bytes) for each in ways),
+    )
+
+
+def engine_s(way: Prediction) -> float:
+    """Seconds of the engine that one request takes: recomputing, decoding, and the question's pass."""
+    return way.prefill_s + way.decode_s + way.closing_s
+
+
+def _priced(way: Prediction, text: Prediction, prices: Prices, once: float, stored_bytes: int) -> PricedWay:
+    each, as_text = (_of_one(one, prices) for one in (way, text))
+    saved = as_text - each
+    month = stored_bytes / _GB * prices.gb_month
+    pays = way.name != TEXT and saved > 0
+    hours = engine_s(way) / _HOUR_S * MILLION
+    return PricedWay(
+        name=way.name,
+        gpu_hours=hours,
+        gpu=hours * prices.gpu_hour,
+        egress=way.bytes / _GB * prices.egress * MILLION,
+        uses_a_month=month / saved if pays else None,
+        uses_in_all=once / saved if pays else None,
+    )
+
+
+def _of_one(way: Prediction, prices: Prices) -> float:
+    return engine_s(way) / _HOUR_S * prices.gpu_hour + way.bytes / _GB * prices.egress

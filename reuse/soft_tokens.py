@@ -1,0 +1,228 @@
+"""Soft tokens: trained embeddings that are no entries of a vocabulary, as one small file.
+
+The file is safetensors with one tensor, ``embeddings``, and says of which model they are and for which layout. Its
+digest is that of what it holds, not of its bytes, so that files that are written by other tools agree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import safetensors
+import safetensors.torch
+import torch
+
+from kvwire.errors import ArgumentError, CorruptError, FormatVersionError, MismatchError
+from kvwire.reuse.layout import MAX_SOFT_TOKENS
+from kvwire.reuse.layout_presets import read_layout
+from kvwire.types import SoftTokensName
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from kvwire.reuse.layout import LinkLayout
+    from kvwire.types import CacheMeta
+
+FORMAT = "kvwire soft tokens 1"
+MAX_FILE_BYTES = 64 << 20
+"""Longest file that is read: a thousand embeddings of 16,384 numbers."""
+_RANK = 2
+
+
+@dataclass(frozen=True, eq=False)
+class SoftTokens:
+    """Trained embeddings.
+
+    Attributes:
+        embeddings: Float32 ``[count, hidden_size]`` on the processor, as the model's embedding layer gives them to its
+            first layer; row k is soft token k.
+        layout: Name of the layout that they were trained for, see ``read_layout``.
+        model_id: The model's name.
+        model_revision: Tells versions of its weights apart; empty where it is not known.
+    """
+
+    embeddings: Tensor
+    layout: str
+    model_id: str = ""
+    model_revision: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse what are no embeddings.
+
+        Raises:
+            ArgumentError: They have another shape, or hold NaN or infinity; or the layout takes more than there are.
+        """
+        rows = self.embeddings
+        if rows.ndim != _RANK or not rows.numel() or len(rows) > MAX_SOFT_TOKENS or not rows.is_floating_point():
+            msg = f"soft tokens are floats [1 to {MAX_SOFT_TOKENS}, hidden_size], got {rows.dtype} {tuple(rows.shape)}"
+            raise ArgumentError(msg)
+        object.__setattr__(self, "embeddings", rows.detach().to("cpu", torch.float32).contiguous())
+        if not bool(self.embeddings.isfinite().all()):
+            msg = "the soft tokens hold NaN or infinity; the training that made them diverged"
+            raise ArgumentError(msg)
+        self.check_layout(self.link_layout)
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.embeddings)
+
+    @cached_property
+    def link_layout(self) -> LinkLayout:
+        """The layout that they were trained for."""
+        return read_layout(self.layout)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of all that the file says, hexadecimal."""
+        named = [FORMAT, self.layout, self.model_id, self.model_revision, list(self.embeddings.shape)]
+        data = json.dumps(named).encode() + self.embeddings.numpy().astype("<f4").tobytes()
+        return hashlib.sha256(data).hexdigest()
+
+    def name(self, vocabulary_size: int) -> SoftTokensName:
+        """How blobs name them.
+
+        Args:
+            vocabulary_size: Of the model.
+        """
+        return SoftTokensName(self.digest, vocabulary_size, self.count)
+
+    def check_layout(self, layout: LinkLayout) -> None:
+        """Refuse a layout that takes other soft tokens.
+
+        Args:
+            layout: That prompts are laid out by.
+
+        Raises:
+            ArgumentError: It takes more than there are.
+        """
+        if layout.soft_tokens > self.count:
+            msg = f"the layout {layout.name} takes {layout.soft_tokens} soft tokens, the file has {self.count}"
+            raise ArgumentError(msg)
+
+    def check_model(self, meta: CacheMeta, hidden_size: int) -> None:
+        """Refuse another model: of another revision or, where one of both is not known, of another name.
+
+        Args:
+            meta: What the model's caches say of themselves.
+            hidden_size: Of the model.
+
+        Raises:
+            MismatchError: They were trained for another one.
+        """
+        ours, theirs = self.model_revision, meta.model_revision
+        is_same = ours == theirs if ours and theirs else self.model_id == meta.model_id
+        if self.embeddings.shape[1] != hidden_size or not is_same:
+            msg = (
+                f"the soft tokens were trained for model {self.model_id!r} ({self.model_revision[:12] or 'unnamed'}, "
+                f"embeddings of {self.embeddings.shape[1]}), this engine runs {meta.model_id!r} "
+                f"({meta.model_revision[:12] or 'unnamed'}, {hidden_size}); train some for this model"
+            )
+            raise MismatchError(msg)
+
+    def to_bytes(self) -> bytes:
+        """The file's content."""
+        named = {"format": FORMAT, "layout": self.layout, "model_id": self.model_id}
+        named |= {"model_revision": self.model_revision, "digest": self.digest}
+        return safetensors.torch.save({"embeddings": self.embeddings}, named)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> SoftTokens:
+        """Read a file's content.
+
+        Args:
+            data: As ``to_bytes`` gives it.
+
+        Returns:
+            The soft tokens.
+
+        Raises:
+            CorruptError: It is no such file, or it is damaged.
+            FormatVersionError: It is of a newer format.
+        """
+        try:
+            named, tensors = _header(data), safetensors.torch.load(data)
+        except (ValueError, KeyError, RecursionError, safetensors.SafetensorError) as error:
+            msg = f"this is no file of soft tokens ({error}); kvwire train-links writes one"
+            raise CorruptError(msg) from error
+        if named.get("format") != FORMAT:
+            msg = f"soft tokens are of the format {FORMAT!r}, this file of {named.get('format', 'another')!r}"
+            raise FormatVersionError(msg)
+        rows = tensors.get("embeddings")
+        texts = [named.get(name, "") for name in ("layout", "model_id", "model_revision")]
+        if rows is None or len(tensors) > 1:
+            msg = "a file of soft tokens holds one tensor, embeddings, and nothing else; write it again"
+            raise CorruptError(msg)
+        try:
+            found = cls(rows, *texts)
+        except ArgumentError as error:
+            msg = f"the file of soft tokens is damaged: {error}"
+            raise CorruptError(msg) from error
+        if found.digest != named.get("digest"):
+            msg = "the file of soft tokens does not match its digest; copy it again"
+            raise CorruptError(msg)
+        return found
+
+
+def _header(data: bytes) -> dict[str, str]:
+    """What a safetensors file says of itself beside its tensors."""
+    size = int.from_bytes(data[:8], "little")
+    if size > len(data) - 8:
+        msg = "it ends within its header"
+        raise ValueError(msg)
+    parsed = json.loads(data[8 : 8 + size])
+    named = parsed.get("__metadata__") if isinstance(parsed, dict) else None
+    if not isinstance(named, dict) or not all(isinstance(each, str) for each in named.values()):
+        msg = "it does not say what it is"
+        raise ValueError(msg)
+    return named
+
+
+def as_stored(token_ids: Sequence[int], vocabulary_size: int) -> tuple[int, ...]:
+    """Tokens of a layout as blobs and texts name them: ids that are not negative.
+
+    Args:
+        token_ids: Soft tokens among them are negative.
+        vocabulary_size: Of the model.
+
+    Returns:
+        The same, soft token k being the vocabulary's size + k.
+    """
+    return tuple(token if token >= 0 else vocabulary_size - 1 - token for token in token_ids)
+
+
+def own_tokens(layout: LinkLayout, token_ids: Sequence[int], vocabulary_size: int) -> tuple[int, ...]:
+    """Tokens of a document without those that a layout puts into its cache.
+
+    Args:
+        layout: The layout.
+        token_ids: The document's, with or without these.
+        vocabulary_size: Of the model.
+
+    Returns:
+        The document's own.
+    """
+    before, after = (as_stored(each, vocabulary_size) for each in (layout.before, layout.after))
+    ids, start, stop = tuple(token_ids), len(before), len(token_ids) - len(after)
+    return ids[start:stop] if start < stop and ids[:start] == before and ids[stop:] == after else ids
+
+
+def stored_tokens(layout: LinkLayout, token_ids: Sequence[int], vocabulary_size: int) -> tuple[int, ...]:
+    """Tokens of a document as its text and its blob name them, with those that a layout puts into its cache.
+
+    Args:
+        layout: The layout.
+        token_ids: The document's, with or without these.
+        vocabulary_size: Of the model.
+
+    Returns:
+        The document's with these.
+    """
+    before, after = (as_stored(each, vocabulary_size) for each in (layout.before, layout.after))
+    return (*before, *own_tokens(layout, token_ids, vocabulary_size), *after)

@@ -1,0 +1,170 @@
+"""Documents of several parts in the catalog: how they grow, and how they are read as one.
+
+An entry lists all parts of its document, and each part is a blob that names the tokens before its own. A part is
+written before the entry that names it, and the entry only where nobody else has written it since it was read: of two
+who append to one document at the same time, one is told to look again, and no entry ever loses a part that it had.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvwire.errors import ArgumentError, CorruptError, NotFoundError
+from kvwire.store.catalog.announcements import wait_for_collectors
+from kvwire.store.catalog.texts import Texts
+from kvwire.store.catalog_entry import MAX_ENTRY_BYTES, BlobPart, CatalogEntry
+from kvwire.store.keys import check_new_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvwire.store.catalog.tenant_objects import Config, TenantObjects
+    from kvwire.store.keys import KeySpace
+
+
+class Version(NamedTuple):
+    """An entry as it was read.
+
+    Attributes:
+        entry: The entry; None where there is none.
+        etag: What tells whether it is still the same.
+    """
+
+    entry: CatalogEntry | None
+    etag: str
+
+
+class GrownDocuments(Texts):
+    """A tenant's documents as they grow; ``Catalog.grown`` gives them."""
+
+    def __init__(self, catalog: TenantObjects) -> None:
+        """Share a catalog's store, tenant and keys.
+
+        Args:
+            catalog: The tenant's.
+        """
+        self._store, self._tenant = catalog.store, catalog.tenant
+        self._keys = catalog._keys  # noqa: SLF001 - of this class's base
+
+    def version(self, config: Config, document_id: str) -> Version:
+        """Look a document up in order to replace its entry.
+
+        Args:
+            config: The model configuration.
+            document_id: The document.
+
+        Returns:
+            Its entry, and what ``append_part`` compares.
+
+        Raises:
+            CorruptError: The entry is damaged.
+        """
+        key = self.keys(config).document(document_id)
+        try:
+            etag = self._store.stat(key).etag
+        except NotFoundError:
+            return Version(None, "")
+        data = self._read(key, MAX_ENTRY_BYTES + 1)
+        if data is None:
+            return Version(None, "")
+        entry = CatalogEntry.from_json(data)
+        leads_away = not entry.is_text and entry.blob_key != self.keys(config).blob(entry.sha256)
+        if leads_away or entry.document_id != document_id:  # never into another tenant's blobs
+            msg = f"the catalog entry {key} speaks of another document, tenant or model: write the document again"
+            raise CorruptError(msg)
+        return Version(entry, etag)
+
+    def append_part(  # noqa: PLR0913 - the fields of one part
+        self,
+        config: Config,
+        whole: CatalogEntry,
+        etag: str,
+        blob: bytes,
+        token_ids: Sequence[int],
+        *,
+        document_id: str,
+        header_bytes: int,
+        token_digest: str,
+        levels: Sequence[tuple[str, int]],
+    ) -> CatalogEntry:
+        """Write one more part of a document, and then the entry that names all of them.
+
+        Args:
+            config: The model configuration.
+            whole: The document as it was, with a blob.
+            etag: Of the entry that is replaced, see ``version``; empty for a new document.
+            blob: The part's blob, as ``seal`` gives it.
+            token_ids: The part's own.
+            document_id: The document that has all parts then; another than ``whole``'s makes a fork.
+            header_bytes: Length of the part's header as it is stored.
+            token_digest: Of the whole document's tokens.
+            levels: Name and cumulative bytes of each level of the part.
+
+        Returns:
+            The entry as it was written.
+
+        Raises:
+            ConflictError: The entry is another by now; the part lies in the store until it is collected.
+            NotFoundError: An earlier part is gone.
+            ArgumentError: The document's name is not taken.
+        """
+        space = self.keys(config)
+        added = BlobPart(hashlib.sha256(blob).hexdigest(), len(blob), header_bytes, len(token_ids))
+        entry = replace(longer(whole, added, token_digest, levels), document_id=check_new_name(document_id, "document"))
+        if document_id != whole.document_id:  # nothing keeps the parts of what it is forked from
+            self._check_earlier(entry)
+        self._write_blob(space.blob(added.sha256), blob)
+        self.put_part_text(space, added.sha256, token_ids)
+        self._replace_entry(space, entry, etag)
+        self._confirm_parts(space, entry, blob, token_ids)
+        return entry
+
+    def _confirm_parts(self, space: KeySpace, entry: CatalogEntry, blob: bytes, token_ids: Sequence[int]) -> None:
+        """Write again what a collector took before it saw the entry; raise NotFoundError where it is not at hand."""
+        added = entry.parts[-1].sha256
+        blobs, text = self.blobs_of(entry), space.part_text(added)
+        wait_for_collectors(self._store, space, [*blobs, text])
+        self._store.create([*blobs][-1], blob)
+        self.put_part_text(space, added, token_ids)
+        self._check_earlier(entry)
+
+    def _check_earlier(self, entry: CatalogEntry) -> None:
+        """Raise NotFoundError where a part before the last is gone."""
+        for number, key in enumerate([*self.blobs_of(entry)][:-1]):
+            try:
+                self._store.stat(key)
+            except NotFoundError as error:
+                msg = f"part {number} of {entry.document_id!r} is gone from the store: encode the whole document anew"
+                raise NotFoundError(msg) from error
+
+
+def longer(whole: CatalogEntry, added: BlobPart, token_digest: str, levels: Sequence[tuple[str, int]]) -> CatalogEntry:
+    """The entry of a document with one more part.
+
+    Args:
+        whole: As it was, with a blob.
+        added: The part.
+        token_digest: Of all tokens then.
+        levels: Name and cumulative bytes of each level of the part.
+
+    Returns:
+        The entry, under the same name.
+
+    Raises:
+        ArgumentError: The part's levels are others, or there would be too many parts.
+    """
+    if [name for name, _ in levels] != [name for name, _ in whole.levels]:
+        msg = f"a part of {whole.document_id!r} has other levels than those before it: encode the whole document anew"
+        raise ArgumentError(msg)
+    first = BlobPart(whole.sha256, whole.size, whole.header_bytes, whole.tokens, whole.token_digest)
+    return replace(
+        whole,
+        size=whole.size + added.size,
+        header_bytes=whole.header_bytes + added.header_bytes,
+        tokens=whole.tokens + added.tokens,
+        token_digest=token_digest,
+        levels=tuple((name, size + more) for (name, size), (_, more) in zip(whole.levels, levels, strict=True)),
+        parts=(*(whole.parts or (first,)), added),
+    )

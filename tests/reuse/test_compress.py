@@ -1,0 +1,96 @@
+"""Documents of which anchors alone are stored, against one masked pass; and tokens that are dropped by surprisal."""
+
+import pytest
+import torch
+
+from kvwire.codec import decode, encode, inspect
+from kvwire.engines.transformers import TransformersEngine
+from kvwire.errors import ArgumentError, MismatchError
+from kvwire.reuse import Anchors, LinkLayout, SoftTokens, anchors, compute_cached, drop_tokens, link_documents
+from kvwire.reuse import surprisals as surprisals_of
+
+from ..engines.families import SLIDES, cache_error, config_of, engine_of, error_between, make_model, query, tokens
+from ..front.tiny_engine import TinyEngine
+
+TEXTS = tokens(9, 1), tokens(1, 2), tokens(14, 3)
+TOLERANCE = 1e-5
+LAYOUTS = (
+    LinkLayout("anchors", anchors=Anchors(4, (70, 71))),
+    LinkLayout("all", (60,), (61,), (62,), ((63,), (64,), (65,)), (66,), (), Anchors(3, (72,))),
+)
+UNSLID = [each for each in ("llama", "qwen3", "gpt-neox", "glm", "gemma3") if each not in SLIDES]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda each: each.name)
+@pytest.mark.parametrize("family", UNSLID)
+def test_anchored_documents_equal_one_masked_pass(family, layout):
+    engine = engine_of(family)
+    prompt = layout.lay_out(TEXTS, query(), tokens(3, 7))
+    caches = [compute_cached(engine, layout, text) for text in TEXTS]
+    linked = link_documents(engine, caches, prompt)
+    found = engine.forward(engine.own_past(linked.cache), query(), prompt.question_start)
+    wanted = engine.masked_forward(prompt.token_ids, prompt.visible())[-len(query()) :]
+    assert error_between(found, wanted) < TOLERANCE
+    everything = [torch.ones(each.tokens, dtype=torch.bool) for each in prompt.documents]
+    unpruned = engine.masked_forward(prompt.token_ids, prompt.visible(everything))[-len(query()) :]
+    assert error_between(found, unpruned) > 1e-3
+
+
+def test_of_an_anchored_document_anchors_alone_are_stored():
+    engine, layout = engine_of("llama"), LAYOUTS[0]
+    cache = compute_cached(engine, layout, TEXTS[2])
+    assert cache.tokens == 14 + 4 * 2
+    assert cache.kept is not None
+    assert [int(mask.sum()) for mask in cache.kept] == [8 * spec.kv_heads for spec in cache.meta.layers]
+    gone = ~cache.kept[0][0]
+    assert not cache.keys[0][:, gone].any()
+    whole = encode(engine.prefill([layout.cache_tokens(TEXTS[2])])[0], levels=0, lossless=True)
+    blob = encode(cache, levels=0, lossless=True)
+    assert inspect(blob).file_bytes < inspect(whole).file_bytes
+    back = decode(blob, "lossless", offset=0)
+    assert back.kept is not None
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(back.kept, cache.kept, strict=True))
+    assert cache_error(back, cache) == 0
+
+
+def test_anchors_may_be_soft_tokens():
+    engine = TransformersEngine(make_model(config_of("llama")), model_id="llama", revision="llama")
+    engine.use_soft_tokens(SoftTokens(torch.randn(2, 48), "anchors:4/2", "llama", "llama"))
+    layout = anchors(4, 2)
+    prompt = layout.lay_out(TEXTS, query())
+    linked = link_documents(engine, [compute_cached(engine, layout, text) for text in TEXTS], prompt)
+    found = engine.forward(engine.own_past(linked.cache), query(), prompt.question_start)
+    wanted = engine.masked_forward(prompt.token_ids, prompt.visible())[-len(query()) :]
+    assert error_between(found, wanted) < TOLERANCE
+
+
+def test_without_anchors_a_document_is_computed_as_ever():
+    engine, layout = engine_of("llama"), LinkLayout("markers", (60,), (61,))
+    found = compute_cached(engine, layout, TEXTS[0])
+    assert found.kept is None
+    assert cache_error(found, engine.prefill([(60, *TEXTS[0], 61)])[0]) == 0
+
+
+def test_an_engine_without_masks_computes_no_anchors():
+    with pytest.raises(MismatchError, match="encode without anchors"):
+        compute_cached(TinyEngine(), LinkLayout("anchors", anchors=Anchors(4, (5,))), [1, 2, 3])
+
+
+def test_tokens_that_the_model_expects_are_dropped_first():
+    engine, ids = engine_of("llama"), tokens(40, 5)
+    told = (engine.forward(None, ids[:at], 0)[-1].log_softmax(-1)[ids[at]] for at in range(1, len(ids)))
+    naive = [float("inf"), *(-float(each) for each in told)]
+    found = surprisals_of(engine, ids)
+    assert found[0] == torch.inf
+    assert error_between(found[1:], torch.tensor(naive[1:])) < TOLERANCE
+    order = sorted(range(len(ids)), key=lambda at: (-naive[at], at))
+    for share in (0.0, 0.25, 0.5, 0.99):
+        count = len(ids) - int(share * len(ids))
+        assert drop_tokens(engine, ids, share) == tuple(ids[at] for at in sorted(order[:count]))
+    assert drop_tokens(engine, ids[:1], 0.9) == (ids[0],)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1, 1.5, float("nan")])
+def test_shares_of_nothing_are_refused(share):
+    with pytest.raises(ArgumentError, match="share of tokens to drop"):
+        drop_tokens(engine_of("llama"), tokens(5), share)

@@ -1,0 +1,90 @@
+"""Parts of a store: together they are the whole, and each is what a walk over everything would keep."""
+
+import hashlib
+
+import pytest
+
+from kvwire.errors import ArgumentError
+from kvwire.store import Catalog, MemoryStore, Part, verify_store
+from kvwire.store.key_kinds import kinds
+from kvwire.store.listing import content
+from kvwire.types import digest_tokens
+
+COUNTS = [1, 2, 3, 7, 16, 255, 256, 257]
+CONFIG = hashlib.sha256(b"a model").hexdigest()
+
+
+@pytest.fixture(scope="module")
+def catalog():
+    """A few hundred documents with texts, and things that lie where nothing leads to them."""
+    catalog = Catalog(MemoryStore())
+    space = catalog.keys(CONFIG)
+    for number in range(120):
+        blob, tokens = b"KVW1" + number.to_bytes(4, "big"), (number, 1, 2)
+        catalog.put_blob(
+            CONFIG,
+            blob,
+            document_id=f"document {number}",
+            header_bytes=4,
+            tokens=3,
+            token_digest=digest_tokens(tokens),
+            levels=[],
+        )
+        catalog.put_text(CONFIG, tokens)
+        catalog.store.put(space.profile(hashlib.sha256(blob).hexdigest()), blob)
+    catalog.store.put(f"{space.root}catalog.bak", b"kept by hand")
+    catalog.store.put(f"{space.root}zz/other", b"kept by hand")
+    return catalog
+
+
+def _keys(listed):
+    return [one.key for one in listed]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_each_part_is_what_a_walk_over_everything_would_keep(catalog, count):
+    space, store = catalog.keys(CONFIG), catalog.store
+    whole = _keys(content(store, space))
+    entries = [kind.prefix(space) for which in ("marks", "index", "hint") for kind in kinds(which)]
+    parts = [Part(number + 1, count) for number in range(count)]
+    found = [_keys(part.content(store, space)) for part in parts]
+    assert [sorted(keys) for keys in found] == [[key for key in whole if part.has(key)] for part in parts]
+    assert sorted(key for keys in found for key in keys) == whole
+    for prefix in entries:
+        assert [_keys(part.scan(store, prefix)) for part in parts] == [
+            [key for key in store.keys(prefix) if part.has(key)] for part in parts
+        ]
+
+
+def test_parts_are_about_equal(catalog):
+    space = catalog.keys(CONFIG)
+    sizes = [len(_keys(Part(number, 4).content(catalog.store, space))) for number in range(1, 5)]
+    assert max(sizes) < 1.5 * min(sizes)
+
+
+def test_checking_by_parts_finds_what_checking_the_whole_does(catalog):
+    store = MemoryStore()
+    for key in catalog.store.keys(""):
+        store.put(key, catalog.store.get(key))
+    space = catalog.keys(CONFIG)
+    blob = catalog.by_document(CONFIG, "document 7").blob_key
+    store.put(blob, b"KVW1 and something else")
+    store.delete(catalog.by_document(CONFIG, "document 8").blob_key)
+    store.delete(space.text(digest_tokens((9, 1, 2))))
+    whole = verify_store(store, [Catalog(store)])
+    parts = [verify_store(store, [Catalog(store)], part=Part(number, 5)) for number in range(1, 6)]
+    assert sum(part.objects for part in parts) == whole.objects
+    assert sum(part.bytes for part in parts) == whole.bytes
+    assert sum(part.entries for part in parts) == whole.entries
+    assert {damage for part in parts for damage in part.damaged} == set(whole.damaged)
+    assert any("document 8" in damage.problem for damage in whole.damaged)
+
+
+@pytest.mark.parametrize("text", ["", "3", "0/4", "5/4", "1/0", "-1/4", "a/b", "1/65537", "1/4/2"])
+def test_there_is_no_such_part(text):
+    with pytest.raises(ArgumentError, match="a part is K/N"):
+        Part.parse(text)
+
+
+def test_a_part_as_a_command_takes_it():
+    assert Part.parse("3/16") == Part(3, 16)
