@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvwire.codec import CHUNK_TOKENS, DEFAULT_METHOD, Ladder, kind_of_method
 from kvwire.errors import ArgumentError
 from kvwire.reuse import PLAIN
+from kvwire.types.cache import plain_token_ids
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,6 +30,10 @@ class Document:
 
     document_id: str
     token_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Take ids of any integer type, and refuse what is none (``ArgumentError``)."""
+        object.__setattr__(self, "token_ids", plain_token_ids(self.token_ids))
 
 
 @dataclass(frozen=True)

@@ -181,8 +181,9 @@ class Corpus(CorpusReader):
         """Append tokens to a document; what was encoded of it is not written again.
 
         What is written is a blob of the new tokens alone, coded as the document is, and the entry that names all its
-        parts. Readers load one document. A document that carries its own profile is encoded anew instead. A writer that
-        is killed leaves the document as it was, and at most a blob for ``collect``.
+        parts. Readers load one document. A document that carries its own profile, and one that has as many parts as it
+        can have, is encoded anew instead. A writer that is killed leaves the document as it was, and at most a blob for
+        ``collect``.
 
         Args:
             document_id: The document.
@@ -197,8 +198,8 @@ class Corpus(CorpusReader):
 
         Raises:
             NotFoundError: There is no such document of this model, or a part of it is gone.
-            ArgumentError: There is nothing to append, it goes beyond the model's window, the document is kept as text,
-                the name of the fork is not free, or the cache is not of these tokens.
+            ArgumentError: There is nothing to append, an id is no integer, it goes beyond the model's window, the
+                document is kept as text, the name of the fork is not free, or the cache is not of these tokens.
             ConflictError: Another writer changed the document meanwhile. What that one wrote stands, and the caller may
                 append again.
             MismatchError: The cache or the document is of another model, or of another dtype where it is lossless.

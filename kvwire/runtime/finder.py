@@ -14,6 +14,7 @@ from kvwire.types import digest_tokens
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping, Sequence
 
+    from kvwire.codec import AnyProfile
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.driver import ControllerDriver
     from kvwire.runtime.session import Session
@@ -23,6 +24,22 @@ T = TypeVar("T")
 _MOST_KEPT = 10_000  # entries
 UNREADABLE = (NotFoundError, CorruptError, FormatVersionError, StorageError)
 """What a document's text stands in for. An AuthError is not among them: whoever has wrong credentials is told so."""
+
+
+def profile_in_use(corpus: Corpus, level: int | None) -> AnyProfile | None:
+    """Read the corpus's profile.
+
+    Args:
+        corpus: Whose.
+        level: Up to which level it is read; None: all that decoding needs.
+
+    Returns:
+        The profile; None where it cannot be read: loads then go without it, and say so.
+    """
+    try:
+        return corpus.profile(level=level)
+    except UNREADABLE:
+        return None
 
 
 async def beside(

@@ -16,7 +16,9 @@ from kvwire.errors import ArgumentError, MismatchError
 from kvwire.runtime.coding import Document, Encoded
 from kvwire.runtime.encoding_steps import Computed, EncodingSteps
 from kvwire.store import check_new_name
+from kvwire.store.catalog_entry import MAX_PART_HEADERS_BYTES, MAX_PARTS
 from kvwire.types import BlobPrefix, digest_tokens
+from kvwire.types.cache import plain_token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,11 +70,12 @@ class DocumentGrower(EncodingSteps):
             KvwireError: As ``Corpus.append`` says.
         """
         started = time.perf_counter()
-        if not token_ids:
+        added = plain_token_ids(token_ids)
+        if not added:
             msg = f"there is nothing to append to {document_id!r}: give a token at least"
             raise ArgumentError(msg)
-        grown = self._found(document_id, tuple(token_ids), fork)
-        if not _takes_parts(grown.info):
+        grown = self._found(document_id, added, fork)
+        if not _takes_parts(grown):
             return self._written_anew(grown, cache, started)
         self._corpus.changes += 1
         profile = self._corpus.profile_of(grown.entry)
@@ -213,9 +216,14 @@ class DocumentGrower(EncodingSteps):
         return Encoded(entry, info, skipped=False, encode_s=time.perf_counter() - started)
 
 
-def _takes_parts(info: BlobInfo) -> bool:
-    """Whether parts can share what the document is decoded with; a profile inside a blob is that blob's alone."""
-    return bool(info.profile_digest) or all(level.lossless for level in info.levels)
+def _takes_parts(grown: _Grown) -> bool:
+    """Whether parts can share what the document is decoded with, and there is room for one more.
+
+    A profile inside a blob is that blob's alone. How long the next header is, is not known: half of the room stays.
+    """
+    entry, info = grown.entry, grown.info
+    has_room = len(entry.parts) < MAX_PARTS and 2 * entry.header_bytes <= MAX_PART_HEADERS_BYTES
+    return has_room and (bool(info.profile_digest) or all(level.lossless for level in info.levels))
 
 
 def _check_cache(cache: KVCache, grown: _Grown, config: str) -> None:

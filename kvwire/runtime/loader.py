@@ -26,13 +26,14 @@ from kvwire.runtime.costs import measure_costs, warm_up
 from kvwire.runtime.documents import LengthChangedError, Timeouts
 from kvwire.runtime.estimates_file import EstimatesFile, engine_key, link_key, processor
 from kvwire.runtime.executor import Executor, ExecutorSettings
-from kvwire.runtime.finder import UNREADABLE, DocumentFinder
+from kvwire.runtime.finder import DocumentFinder, profile_in_use
 from kvwire.runtime.links import LinkPlan, plan_links
 from kvwire.runtime.session import Session
 from kvwire.runtime.settings import LoadSettings, controls_of
 from kvwire.runtime.threads import Threads
 from kvwire.runtime.warming import Warming
 from kvwire.transport import EmulatedLink, LinkSettings
+from kvwire.types.cache import plain_token_ids
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -251,6 +252,7 @@ class Loader:
         texts: Mapping[str, Sequence[int]] | None, make: Callable[..., Executor] | None = None,
     ) -> Answer:  # fmt: skip
         """On the session's loop."""
+        question = plain_token_ids(question)
         if make is None and (self._settings.layout or self._settings.system):
             from kvwire.runtime.layouts import asked_in
 
@@ -382,19 +384,3 @@ def _keys(engine: Engine, corpus: Corpus, emulated: str, backend: Backend) -> tu
 def _end(session: Session, warming: Warming) -> None:
     warming.close()
     session.close(wait=False)
-
-
-def profile_in_use(corpus: Corpus, level: int | None) -> AnyProfile | None:
-    """Read the corpus's profile.
-
-    Args:
-        corpus: Whose.
-        level: Up to which level it is read; None: all that decoding needs.
-
-    Returns:
-        The profile; None where it cannot be read: loads then go without it, and say so.
-    """
-    try:
-        return corpus.profile(level=level)
-    except UNREADABLE:
-        return None

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, SupportsIndex
 
 import numpy as np
 
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import torch
 
@@ -110,6 +111,26 @@ class CacheMeta:
         return sum(layer.key_width + layer.value_width for layer in self.layers)
 
 
+def plain_token_ids(token_ids: Iterable[SupportsIndex]) -> tuple[int, ...]:
+    """Token ids as Python's own integers, whatever holds them.
+
+    Args:
+        token_ids: A sequence, or an array or tensor of one axis, of any integer type.
+
+    Returns:
+        The same ids.
+
+    Raises:
+        ArgumentError: Something in it is no integer; a number with a fraction is never rounded.
+    """
+    listed = getattr(token_ids, "tolist", None)
+    try:
+        return tuple(map(operator.index, listed() if listed else token_ids))
+    except TypeError as error:
+        msg = f"token ids must be integers, one after another: {error}"
+        raise ArgumentError(msg) from None
+
+
 def digest_tokens(token_ids: Sequence[int]) -> str:
     """SHA-256 of token ids as little-endian uint32; the same in every process and on every machine.
 
@@ -171,7 +192,7 @@ class KVCache:
             The cache, which holds these tensors.
 
         Raises:
-            ArgumentError: Shapes disagree with each other, with ``meta`` or with ``token_ids``.
+            ArgumentError: Shapes disagree with each other, with ``meta`` or with ``token_ids``, which must be integers.
         """
         meta = meta or CacheMeta()
         if len(keys) != len(values) or not keys:
@@ -183,7 +204,7 @@ class KVCache:
             rope = 0 if meta.ropes else None
             meta = replace(meta, layers=tuple(_spec_of(k, v, rope) for k, v in zip(keys, values, strict=True)))
             meta = replace(meta, dtype=str(keys[0].dtype).removeprefix("torch."))
-        ids = None if token_ids is None else tuple(int(token) for token in token_ids)
+        ids = None if token_ids is None else plain_token_ids(token_ids)
         if ids is not None:
             meta = replace(meta, token_digest=digest_tokens(ids))
         cache = cls(list(keys), list(values), meta, ids)

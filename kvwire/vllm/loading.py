@@ -21,8 +21,9 @@ from kvwire.errors import ArgumentError, KvwireError
 from kvwire.runtime.costs import warm_up_decoding
 from kvwire.runtime.documents import LengthChangedError, in_words
 from kvwire.runtime.executor import Executor
+from kvwire.runtime.finder import profile_in_use
 from kvwire.runtime.kept import Found, RepairKeeper
-from kvwire.runtime.loader import Loader, profile_in_use
+from kvwire.runtime.loader import Loader
 from kvwire.runtime.settings import LoadSettings
 from kvwire.types import ChunkId, Decision
 

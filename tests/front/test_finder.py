@@ -17,7 +17,8 @@ from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.documents import Timeouts
 from kvwire.runtime.estimates_file import EstimatesFile
 from kvwire.runtime.headers import HeaderReader
-from kvwire.runtime.loader import Loader, profile_in_use
+from kvwire.runtime.finder import profile_in_use
+from kvwire.runtime.loader import Loader
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore, UseCounts
 from kvwire.transport import FetchSettings
@@ -257,7 +258,7 @@ def test_a_profile_of_a_later_version_is_done_without_where_the_text_is_known(co
     assert {decision.level for decision in answer.decisions} == {None}
 
 
-def test_a_loader_begins_without_aprofile_in_use_of_a_later_version(corpus, engine, store):
+def test_a_loader_begins_without_a_profile_of_a_later_version(corpus, engine, store):
     assert profile_in_use(Corpus(engine, store), 1) is not None
     newer_profile(corpus)
     assert profile_in_use(Corpus(engine, store), 1) is None

@@ -246,6 +246,18 @@ def test_create_does_without_the_condition(lying, status):
     assert lying.store.create("k", b"other size") is True
 
 
+@pytest.mark.parametrize("answer", [(404, "NoSuchKey"), (409, "X"), (412, "PreconditionFailed")])
+def test_what_is_replaced_and_not_there_any_more_is_a_lost_race(lying, answer):
+    lying.answers["PUT"] = error_page(*answer)
+    assert lying.store.replace("k", b"four", "a" * 32) is False
+
+
+@pytest.mark.parametrize("code", ["NoSuchBucket", "Else"])
+def test_a_bucket_that_is_gone_is_no_lost_race(lying, code):
+    lying.answers["PUT"] = error_page(404, code)
+    assert isinstance(fails(lying.store.replace, "k", b"four", "a" * 32), NotFoundError)
+
+
 def test_a_server_without_lists_of_deletions_is_asked_one_by_one(lying):
     deleted = []
     lying.answers |= {

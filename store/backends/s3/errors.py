@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _CODE = re.compile(r"[A-Za-z0-9.]{1,64}")
 _MISSING, _REPLACED, _TOO_MANY = 404, 412, 429
 _NOT_CREATED = (409, 412, 501)
-_OTHERS = (404, 409, 412)
+_OTHERS = (409, 412)
 _REFUSED = (401, 403)
 _MOVED = (301, 302, 307, 308)
 _SERVERS_FAULT = 500
@@ -132,9 +132,9 @@ def is_conflict(error: boto.ClientError) -> bool:
         error: The refusal.
 
     Returns:
-        True where something else lies there, nothing does, or others are at it.
+        True where something else lies there, nothing does, or others are at it; not where the bucket is missing.
     """
-    return status_of(error) in _OTHERS or code_of(error) == "PreconditionFailed"
+    return status_of(error) in _OTHERS or code_of(error) in ("NoSuchKey", "PreconditionFailed")
 
 
 def plain_code(code: object) -> str:
