@@ -16,8 +16,8 @@ from kvwire.errors import AuthError, FormatVersionError
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.documents import Timeouts
 from kvwire.runtime.estimates_file import EstimatesFile
-from kvwire.runtime.headers import HeaderReader
 from kvwire.runtime.finder import profile_in_use
+from kvwire.runtime.headers import HeaderReader
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore, UseCounts
