@@ -136,7 +136,7 @@ class Executor(PromptJobs):
 
         Raises:
             ArgumentError: The prompt does not fit the model's window.
-            LinkBoundError: Nothing will be repaired, and links lose more than the settings allow.
+            LinkBoundError: Nothing will be repaired and links lose more than the settings allow, or nobody measured it.
             StorageError: A chunk can be neither fetched nor recomputed.
             KvwireError: What reading a header raised, where the document's text is not known either.
         """
@@ -156,7 +156,7 @@ class Executor(PromptJobs):
             spared = links.option is not None and not links.option.least and goal.objective != "quality"
             if links.trouble and (links.is_able or not spared):
                 self.misses.append(links.trouble)
-            if repair is None:
+            if repair is None or links.report is None:
                 links.check(self.link_warning(0.0))
         looks, computed = bool(self._question), query_tokens + self.front_tokens
         self.number = self._driver.begin(

@@ -252,9 +252,10 @@ def test_a_bound_of_the_users_own_takes_the_place_of_the_reports():
 
 
 def test_loads_beyond_the_bound_are_refused(small):
-    corpus = small.corpus()
+    corpus, log = small.corpus(), []
     with pytest.raises(LinkBoundError, match="run kvwire check-model"):
-        asked(small, corpus, link_bound=0.1)
+        asked(small, corpus, link_bound=0.1, record=log.append)
+    assert not log  # where nobody measured, that is said before anything is fetched or computed
     corpus.set_link_report(REPORT)
     answer, _ = asked(small, corpus, link_bound=0.1)
     assert not answer.link_warning
