@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from kvwire._lazy import require
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError, StorageError
+from kvwire.store.files.writer import put_in_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -220,7 +221,7 @@ def writing(path: str) -> Iterator[ManifestWriter]:
         yield writer
         writer.close()
         with _told(target):
-            part.replace(target)
+            put_in_place(part, target)
     except BaseException:
         with suppress(OSError):
             writer.close()

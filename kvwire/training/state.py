@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvwire.errors import ArgumentError, CorruptError, StorageError
+from kvwire.store.files.writer import put_in_place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,7 +48,7 @@ def save_state(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(state, temporary)
-        temporary.replace(path)
+        put_in_place(temporary, path)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
         with contextlib.suppress(OSError):
             temporary.unlink()

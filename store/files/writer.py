@@ -47,6 +47,25 @@ def replace_file(folder: int, name: str, data: Data) -> None:
     sync_folder(".", folder)
 
 
+def put_in_place(written: Path, target: Path) -> None:
+    """Flush a file that somebody wrote and closed, rename it into place in the same folder, and flush the rename.
+
+    Args:
+        written: The file under its temporary name.
+        target: Its name from then on; what was there is replaced.
+
+    Raises:
+        OSError: It cannot be flushed or renamed.
+    """
+    descriptor = os.open(written, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    written.replace(target)
+    sync_folder(target.parent)
+
+
 def _write_file(folder: int, name: str, data: Data) -> None:
     descriptor = os.open(name, CREATE_FLAGS, NEW_FILE_MODE, dir_fd=folder)
     try:

@@ -14,6 +14,7 @@ import pytest
 
 from kvwire.errors import ConflictError, NotFoundError, StorageError
 from kvwire.store import FolderStore, open_store
+from kvwire.store.files.writer import put_in_place
 from kvwire.transport import HttpStore
 
 from ..http_servers import serving
@@ -123,6 +124,23 @@ def test_file_and_folder_are_flushed_around_the_rename(store, monkeypatch):
     monkeypatch.setattr(os, "replace", replace)
     store.put("a/k", b"x")
     assert events == [("sync", ".tmp-"), ("rename", "k"), ("sync", "a")]
+
+
+def test_files_that_others_wrote_are_flushed_around_the_rename(tmp_path, monkeypatch):
+    """A manifest, or the state of a training, after a power cut: the old one or the new one."""
+    events, real_sync = [], os.fsync
+
+    def sync(descriptor):
+        name = Path(f"/proc/self/fd/{descriptor}").readlink()
+        events.append((name.name, (tmp_path / "whole").read_text()))
+        real_sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    (tmp_path / "whole").write_text("old")
+    (tmp_path / "part").write_text("new")
+    put_in_place(tmp_path / "part", tmp_path / "whole")
+    assert events == [("part", "old"), (tmp_path.name, "new")]
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"]
 
 
 def test_a_file_system_that_cannot_flush_folders_is_accepted(store, monkeypatch):
