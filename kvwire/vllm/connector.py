@@ -43,13 +43,23 @@ if TYPE_CHECKING:
 
     from kvwire.engines.vllm import Pages
 
+_IDLE_S = 1e-3
+"""Longest wait of a step that computes nothing: vLLM then does no more than ask whether loads have ended."""
+
 
 @dataclass
 class PageLoads(KVConnectorMetadata):
-    """What the scheduler tells its workers in one step."""
+    """What the scheduler tells its workers in one step.
+
+    Attributes:
+        loads: What they begin to load.
+        saves: What they copy.
+        is_idle: The step computes no token.
+    """
 
     loads: list[PageLoad] = field(default_factory=list)
     saves: list[PageSave] = field(default_factory=list)
+    is_idle: bool = False
 
 
 class KvwireConnector(KVConnectorBase_V1):
@@ -76,6 +86,7 @@ class KvwireConnector(KVConnectorBase_V1):
         self._working: Working | None = None
         self._saver: Saver | None = None
         self._bad: set[int] = set()
+        self._is_idle = False
         self._events: list[KVCacheEvent] = []
         self._counts = Counts()
         is_whole = parallel.tensor_parallel_size == 1
@@ -134,8 +145,8 @@ class KvwireConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Hand what is to be loaded and kept over to the workers."""
-        del scheduler_output
-        return PageLoads(self.scheduling.take(), self._saving.take())
+        is_idle = not scheduler_output.total_num_scheduled_tokens
+        return PageLoads(self.scheduling.take(), self._saving.take(), is_idle)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request; its answer tells what became of its documents. Pages that are kept are held meanwhile."""
@@ -172,6 +183,7 @@ class KvwireConnector(KVConnectorBase_V1):
         del forward_context, kwargs
         meta = self._get_connector_metadata()
         if isinstance(meta, PageLoads):
+            self._is_idle = meta.is_idle
             self.working.start(meta.loads)
             if self._saver is not None:
                 self._saver.start(meta.saves)
@@ -179,6 +191,8 @@ class KvwireConnector(KVConnectorBase_V1):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Write what has come, and tell whose loads have ended and whose pages were copied."""
         del finished_req_ids
+        if self._is_idle:
+            self.working.wait(_IDLE_S)
         written = self.working.collect()
         self._bad |= written.bad_blocks
         copied = self._saver.copied() if self._saver is not None else set()

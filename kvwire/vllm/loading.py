@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 ELSEWHERE = PrefillCost(0.0, 10.0)
 """Seconds of computing a token, as the controller is told: so many that it lets go of a chunk only where the chunk
 cannot be had. A chunk that is let go of makes all that follows it in the prompt worthless."""
-_DECODE = DecodeCost(5e-4, 1e-5)  # before any was measured
+_BASE_S, _ELEMENT_S, _BYTE_S = 1e-3, 7e-9, 2.5e-7
+"""Decoding on one core before any was measured: of a batch, of an element of a token's cache, and of a byte."""
 PATIENCE_S = 30.0
 
 
@@ -257,7 +258,9 @@ class PageLoader(Loader):
         Raises:
             ArgumentError: The settings have a layout or a system text, which there is nothing to compute with either.
         """
-        chosen, costs = replace(settings or LoadSettings(), repair="none"), CostModel(ELSEWHERE, _DECODE)
+        elements = sum(spec.key_width + spec.value_width for spec in corpus.meta.layers)
+        decode = DecodeCost(_BASE_S, _ELEMENT_S * elements, _BYTE_S)
+        chosen, costs = replace(settings or LoadSettings(), repair="none"), CostModel(ELSEWHERE, decode)
         if chosen.layout or chosen.system:
             msg = (
                 "without a model no link tokens and no system text are computed: leave layout and system out of the "

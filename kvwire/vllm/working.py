@@ -58,6 +58,8 @@ class Working:
         self._loader, self._rank, self._counts = loader, rank, counts or Counts()
         self._pool = ThreadPoolExecutor(_AT_ONCE, "kvwire-load")
         self._lock = threading.Lock()
+        self._ended = threading.Condition(self._lock)
+        self._under_way = 0
         self._done: list[tuple[PageLoad, Loaded]] = []
         self._tails: OrderedDict[str, tuple[int, KVCache]] = OrderedDict()
         self._pages: Pages | None = None
@@ -84,7 +86,19 @@ class Working:
             loads: Each of a request of its own.
         """
         for load in loads:
+            with self._lock:
+                self._under_way += 1
             self._pool.submit(self._load, load)
+
+    def wait(self, limit_s: float) -> None:
+        """Let loads get on, where the model has nothing to do: steps that only ask for them take Python from them.
+
+        Args:
+            limit_s: Seconds to wait for the end of one, where some are under way and none has ended.
+        """
+        with self._ended:
+            if self._under_way and not self._done:
+                self._ended.wait(limit_s)
 
     def collect(self) -> Written:
         """Write what has come into its pages; to be called between two steps of the model.
@@ -123,8 +137,10 @@ class Working:
             loaded = Loaded(None, load.position, troubles=(f"{type(error).__name__}: {error}",))
         for trouble in loaded.troubles:
             _LOG.warning("request %s: %s", load.request_id, trouble)
-        with self._lock:
+        with self._ended:
+            self._under_way -= 1
             self._done.append((load, loaded))
+            self._ended.notify_all()
 
     def _loaded(self, load: PageLoad) -> Loaded:
         """Documents at their place in the prompt: the cache begins at ``load.position``."""

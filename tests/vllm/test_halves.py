@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
 from contextlib import closing
 
@@ -172,6 +173,25 @@ def test_a_stand_in_for_a_model_computes_nothing(told):
     ):
         with pytest.raises(ArgumentError, match="no weights here"):
             call()
+
+
+def test_idle_steps_wait_for_loads_and_only_while_there_are_some(told):
+    """A step that computes nothing leaves Python to loads; it goes on at once where one has ended or none is there."""
+    halves = Halves(told, link=LinkSettings(1e9, 0.05))
+    with closing(halves.working):
+        started = time.monotonic()
+        halves.working.wait(20.0)  # nothing is under way
+        name, promised = halves.promise(request_body(told.corpus, Choice(("a",), level=1), QUESTION))
+        halves.scheduling.allocated(name, list(range(1, 64)), promised)
+        halves.working.start(halves.scheduling.take())
+        began = time.monotonic()
+        halves.working.wait(0.02)
+        assert time.monotonic() - began >= 0.02
+        assert not halves.working.collect().requests
+        halves.working.wait(20.0)
+        assert halves.working.collect().requests
+        halves.working.wait(20.0)
+        assert time.monotonic() - started < 15.0
 
 
 def test_pages_come_before_loads(told):
