@@ -258,6 +258,23 @@ class KeySpace:
         check_digest(sha256, "a blob's SHA-256")
         return f"{self.texts}{sha256[:2]}/{sha256}.kvtp"
 
+    def shift(self, sha256: str) -> str:
+        """Key of a link shift, by its content.
+
+        Args:
+            sha256: SHA-256 of the shift's bytes.
+
+        Returns:
+            The key.
+        """
+        check_digest(sha256, "a link shift's digest")
+        return f"{self.shifts}{sha256[:2]}/{sha256}.kvs"
+
+    @property
+    def shifts(self) -> str:
+        """Prefix of the link shifts."""
+        return f"{self.root}shifts/"
+
     @property
     def texts(self) -> str:
         """Prefix of the texts."""
