@@ -11,19 +11,19 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from kvwire.codec import positions_off, positions_on
+from kvwire.codec import positions_off, positions_on, rows_on
 from kvwire.codec.format.arrays import pack_arrays, unpack_arrays
 from kvwire.errors import ArgumentError, CorruptError, MismatchError
 from kvwire.types import SHIFT_MAGIC, KVCache
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
@@ -199,14 +199,14 @@ class LinkShift:
         keys, values = (tuple(tensor.to(device) for tensor in side) for side in (self.keys, self.values))
         return replace(self, keys=keys, values=values)
 
-    def apply(self, cache: KVCache, lengths: Sequence[int], *, front: int = 0, without: Collection[int] = ()) -> int:
+    def apply(self, cache: KVCache, lengths: Sequence[int], stays: Iterable[tuple[int, int]] = ()) -> int:
         """Add the shift to every document of a prompt but the first, in place.
 
         Args:
             cache: A prompt's, positions on from 0, documents one after the other; all of it is there.
             lengths: Tokens of each document, in the prompt's order.
-            front: Tokens from the prompt's beginning on that saw all that stands before them: they stay as they are.
-            without: Numbers of documents, from 0, that stay as they are.
+            stays: First token of the prompt, and the one behind the last, of what stays as it is: tokens that saw those
+                before them, or that were not computed as those that it was learnt from.
 
         Returns:
             How many tokens were shifted.
@@ -215,24 +215,34 @@ class LinkShift:
             ArgumentError: The cache has not as many tokens, holds less than all of them, or does not begin at 0.
             RopeRegimeError: A position is out of reach.
         """
-        total = 0
-        for start, first, stop in self._spans(cache, lengths, front, without):
-            added = positions_on(self._rows(cache, first - start, stop - start), first)
-            for ours, theirs in zip((*cache.keys, *cache.values), (*added.keys, *added.values), strict=True):
-                if ours.numel():
-                    part = ours[:, first:stop]
-                    part.copy_(part.to(torch.promote_types(part.dtype, torch.float32)) + theirs)
-            total += stop - first
-        return total
+        rows, stretches = self._rows(cache, lengths, stays)
+        if not len(rows):
+            return 0
+        keys, values = (
+            [
+                shift.to(like.device)[stretches.to(like.device)].transpose(0, 1) if like.numel() else like
+                for shift, like in zip(shifts, tensors, strict=True)
+            ]
+            for shifts, tensors in ((self.keys, cache.keys), (self.values, cache.values))
+        )
+        added = rows_on(KVCache(keys, values, cache.meta), rows)
+        for ours, theirs in zip((*cache.keys, *cache.values), (*added.keys, *added.values), strict=True):
+            if ours.numel():
+                at = rows.to(ours.device)
+                wide = ours.index_select(1, at).to(torch.promote_types(ours.dtype, torch.float32))
+                ours.index_copy_(1, at, (wide + theirs).to(ours.dtype))
+        return len(rows)
 
-    def apply_reference(
-        self, cache: KVCache, lengths: Sequence[int], *, front: int = 0, without: Collection[int] = ()
-    ) -> int:
+    def apply_reference(self, cache: KVCache, lengths: Sequence[int], stays: Iterable[tuple[int, int]] = ()) -> int:
         """``apply``, token by token: the position is taken off, the shift added and the position put back."""
-        total = 0
-        for start, first, stop in self._spans(cache, lengths, front, without):
-            for at in range(first, stop):
-                stretch = max(index for index, bound in enumerate(self.bounds) if bound <= at - start)
+        self._check_prompt(cache, lengths)
+        spans, total, start = list(stays), 0, 0
+        for document, count in enumerate(lengths):
+            for token in range(count):
+                at = start + token
+                if not document or token >= self.tokens or any(first <= at < stop for first, stop in spans):
+                    continue
+                stretch = max(index for index, bound in enumerate(self.bounds) if bound <= token)
                 off = positions_off(cache.slice(at, at + 1))
                 for ours, shift in zip((*off.keys, *off.values), (*self.keys, *self.values), strict=True):
                     if ours.numel():
@@ -242,15 +252,22 @@ class LinkShift:
                     if ours.numel():
                         ours[:, at : at + 1] = theirs
                 total += 1
+            start += count
         return total
 
-    def _spans(
-        self, cache: KVCache, lengths: Sequence[int], front: int, without: Collection[int]
-    ) -> Iterator[tuple[int, int, int]]:
-        """Of each document that is shifted: where it begins, and the first token that is and the one behind the last.
+    def _rows(self, cache: KVCache, lengths: Sequence[int], stays: Iterable[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """Tokens of a prompt that are shifted, ascending, and the stretch of its document that each lies in."""
+        self._check_prompt(cache, lengths)
+        within = torch.cat([torch.arange(count) for count in lengths])
+        moves = within < self.tokens
+        moves[: lengths[0]] = False
+        for first, stop in stays:
+            moves[first:stop] = False
+        rows = moves.nonzero()[:, 0]
+        return rows, torch.bucketize(within[rows], torch.tensor(self.bounds[1:]), right=True)
 
-        All of it is checked before the first one is given.
-        """
+    @staticmethod
+    def _check_prompt(cache: KVCache, lengths: Sequence[int]) -> None:
         is_whole = cache.kept is None and cache.meta.positions == "on" and not cache.meta.offset
         if cache.tokens != sum(lengths) or not is_whole:
             msg = (
@@ -258,22 +275,6 @@ class LinkShift:
                 f"for documents of {sum(lengths)}"
             )
             raise ArgumentError(msg)
-        for index, (start, count) in enumerate(zip(accumulate(lengths[:-1], initial=0), lengths, strict=True)):
-            first, stop = max(start, front), start + min(count, self.tokens)
-            if index and index not in without and first < stop:
-                yield start, first, stop
-
-    def _rows(self, cache: KVCache, first: int, stop: int) -> KVCache:
-        """What tokens ``first`` to ``stop`` of a document get, without positions, where the cache lies."""
-        starts = torch.tensor(self.bounds[1:])
-        stretches = torch.bucketize(torch.arange(first, stop), starts, right=True)
-        keys, values = (
-            [shift.to(like.device)[stretches.to(like.device)].transpose(0, 1) if like.numel() else like
-             for shift, like in zip(shifts, tensors, strict=True)]
-            for shifts, tensors in ((self.keys, cache.keys), (self.values, cache.values))
-        )  # fmt: skip
-        meta = replace(cache.meta, positions="off", offset=0, token_digest="", dtype="float32")
-        return KVCache(keys, values, meta)
 
 
 def check_shiftable(meta: CacheMeta) -> None:
