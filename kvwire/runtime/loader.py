@@ -27,7 +27,7 @@ from kvwire.runtime.documents import LengthChangedError, Timeouts
 from kvwire.runtime.estimates_file import EstimatesFile, engine_key, link_key, processor
 from kvwire.runtime.executor import Executor, ExecutorSettings
 from kvwire.runtime.finder import UNREADABLE, DocumentFinder
-from kvwire.runtime.links import LinkPlan, plan_links
+from kvwire.runtime.link_reading import planned, read_plan
 from kvwire.runtime.session import Session
 from kvwire.runtime.settings import LoadSettings, controls_of
 from kvwire.runtime.threads import Threads
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from kvwire.runtime.answer import Answer
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.driver import ControllerDriver
-    from kvwire.runtime.link_report import LinkReport
+    from kvwire.runtime.links import LinkPlan
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Executor)
@@ -295,6 +295,7 @@ class Loader:
                 planning.cancel()
                 raise
             links = await planning
+            self._closer.begin(links, len(found))
             settings = ExecutorSettings(
                 fetch=chosen.fetch, backend=chosen.backend, timeouts=timeouts, links=links, question=looking,
                 keeper=self._closer.keeper,
@@ -320,24 +321,16 @@ class Loader:
             try:
                 self._links = await driver.look_up(self._read_link_plan, limit_s)
             except KvwireError as error:  # the next load tries again
-                return replace(self._plan_links(None, None), trouble=f"the report on links was not read: {error}")
+                trouble = f"the report on links was not read: {error}"
+                return replace(planned(self._settings, None, None, 0), trouble=trouble)
         if self._closer.trouble and self._links.option and not self._links.is_wanted:
             return replace(self._links, trouble=self._closer.trouble, is_able=False)
         return self._links
 
     def _read_link_plan(self) -> LinkPlan:
-        corpus, profile = self._corpora[0], None
+        corpus, layers = self._corpora[0], len(self._engine.meta.layers)
         view = corpus.over(self._session.view(corpus.catalog.store, over_link=False))
-        report = view.link_report()
-        with suppress(KvwireError):
-            profile = view.profile(level=self._read_level)
-        return self._plan_links(report, profile)
-
-    def _plan_links(self, report: LinkReport | None, profile: AnyProfile | None) -> LinkPlan:
-        chosen, layers = self._settings, len(self._engine.meta.layers)
-        return plan_links(
-            chosen.repair, chosen.repair_floor, chosen.selector, report, profile, layers, chosen.link_bound
-        )
+        return read_plan(view, self._settings, layers, self._read_level)
 
     def _goal(self, deadline_s: float | None, objective: Objective | None) -> ctl.Goal:
         chosen = self._settings

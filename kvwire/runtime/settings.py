@@ -57,6 +57,8 @@ class LoadSettings:
             found; where more would be lost, or nobody has measured it, a load of several documents ends with a
             LinkBoundError and no answer. In place of the bound that was named there, also for ``repair_floor``. None:
             that one, and a warning.
+        shift: Add to linked documents what they lack on average, where ``kvwire check-model`` found that it helps the
+            model. Not done where repairs are kept, nor with a layout.
         keep_repairs: Keep rows that were computed anew in the store, for later loads of the same documents in the same
             order, and use what was kept. Loads then write to the store.
         kept_bytes: Of all rows that are kept of this model and tenant; older ones give way.
@@ -86,6 +88,7 @@ class LoadSettings:
     repair_floor: float | None = None
     selector: str = AUTO
     link_bound: float | None = None
+    shift: bool = True
     keep_repairs: bool = False
     kept_bytes: int = 1 << 30
     layout: LinkLayout | None = None
