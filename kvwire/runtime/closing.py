@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from kvwire.controller import events as ev
 from kvwire.runtime.answer import Answer, Timing
 from kvwire.runtime.executor import Executor
-from kvwire.runtime.link_reading import ShiftReader
 from kvwire.runtime.links import Repairer, Told
 
 if TYPE_CHECKING:
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from kvwire.runtime.links import LinkPlan
     from kvwire.runtime.session import Session
     from kvwire.runtime.settings import LoadSettings
+    from kvwire.runtime.shift_reading import ShiftReader
     from kvwire.types import Decision
 
 E = TypeVar("E", bound=Executor)
@@ -93,7 +93,8 @@ class Closer:
         self._repairer = Repairer(engine)
         self.keeper = self._new_keeper(corpus) if settings.keep_repairs else None
         self._keeping: Future[int] | None = None
-        self._shifts = ShiftReader(corpus, session, engine.device)
+        self._corpus = corpus
+        self._shifts: ShiftReader | None = None
 
     def begin(self, links: LinkPlan, documents: int) -> None:
         """Begin to read what a load will need at its end, beside its chunks; on the session's loop.
@@ -102,8 +103,13 @@ class Closer:
             links: What is done about links.
             documents: How many the load has.
         """
-        if links.shift and documents > 1:
-            self._shifts.begin(links.shift)
+        if not links.shift or documents == 1:
+            return
+        if self._shifts is None:
+            from kvwire.runtime.shift_reading import ShiftReader
+
+            self._shifts = ShiftReader(self._corpus, self._session, self._engine.device)
+        self._shifts.begin(links.shift)
 
     @property
     def trouble(self) -> str:
@@ -191,7 +197,7 @@ class Closer:
 
     async def _shift(self, executor: Executor, finish: ev.Finish, due: float | None) -> LinkShift | None:
         """What is added to the prompt, where it is linked as those that it was learnt on, and not computed whole."""
-        if not executor.links.shift or not executor.takes_shift or finish.repair >= 1:
+        if not executor.links.shift or not executor.takes_shift or finish.repair >= 1 or self._shifts is None:
             return None
         limit_s = self._settings.open_s if due is None else _KEPT_SHARE * (due - time.monotonic())
         found = await self._shifts.get(limit_s)

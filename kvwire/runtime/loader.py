@@ -27,9 +27,8 @@ from kvwire.runtime.documents import LengthChangedError, Timeouts
 from kvwire.runtime.estimates_file import EstimatesFile, engine_key, link_key, processor
 from kvwire.runtime.executor import Executor, ExecutorSettings
 from kvwire.runtime.finder import UNREADABLE, DocumentFinder
-from kvwire.runtime.link_reading import planned, read_plan
 from kvwire.runtime.session import Session
-from kvwire.runtime.settings import LoadSettings, controls_of
+from kvwire.runtime.settings import LoadSettings, controls_of, planned, read_plan
 from kvwire.runtime.threads import Threads
 from kvwire.runtime.warming import Warming
 from kvwire.transport import EmulatedLink, LinkSettings

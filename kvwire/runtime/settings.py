@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from kvwire import controller as ctl
 from kvwire.codec.workers import cores
-from kvwire.runtime.links import AUTO, check_repair
+from kvwire.errors import KvwireError
+from kvwire.runtime.links import AUTO, check_repair, plan_links
 from kvwire.transport import FetchSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvwire.codec import Backend
+    from kvwire.codec import AnyProfile, Backend
     from kvwire.controller import LogEntry, OnLate, Policy
     from kvwire.reuse import LinkLayout
-    from kvwire.runtime.links import RepairMode
+    from kvwire.runtime.corpus import Corpus
+    from kvwire.runtime.link_report import LinkReport
+    from kvwire.runtime.links import LinkPlan, RepairMode
 
 _MOST_THREADS = 8
 _IN_FLIGHT = ctl.ControllerSettings.max_in_flight
@@ -126,3 +130,41 @@ def controls_of(settings: LoadSettings, *, on_gpu: bool) -> ctl.ControllerSettin
         workers=settings.compute_workers or suited.workers,
         decode_batch=settings.decode_batch or suited.decode_batch,
     )
+
+
+def read_plan(corpus: Corpus, settings: LoadSettings, layers: int, level: int | None) -> LinkPlan:
+    """What loads do about links, by what the store says of them; blocks.
+
+    Args:
+        corpus: As loads read it.
+        settings: The loader's.
+        layers: Of the model.
+        level: Up to which level a profile is read; None: all that decoding needs.
+
+    Returns:
+        The plan.
+
+    Raises:
+        KvwireError: The report cannot be read.
+    """
+    report, profile = corpus.link_report(), None
+    with suppress(KvwireError):
+        profile = corpus.profile(level=level)
+    return planned(settings, report, profile, layers)
+
+
+def planned(settings: LoadSettings, report: LinkReport | None, profile: AnyProfile | None, layers: int) -> LinkPlan:
+    """What loads do about links.
+
+    Args:
+        settings: The loader's.
+        report: Of the model, where it was measured.
+        profile: In use.
+        layers: Of the model.
+
+    Returns:
+        The plan; without a shift where repairs are kept, which are of documents as they were encoded.
+    """
+    shift = settings.shift and not settings.keep_repairs
+    asked = settings.repair, settings.repair_floor, settings.selector
+    return plan_links(*asked, report, profile, layers, settings.link_bound, shift=shift)

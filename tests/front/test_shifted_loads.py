@@ -13,10 +13,10 @@ from kvwire.controller.policies import Fixed
 from kvwire.reuse import LinkShift, Module, Schema
 from kvwire.runtime.coding import Coding
 from kvwire.runtime.corpus import Corpus, Document
-from kvwire.runtime.link_reading import ShiftReader
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.prompt_jobs import PromptJobs
 from kvwire.runtime.settings import LoadSettings
+from kvwire.runtime.shift_reading import ShiftReader
 from kvwire.store import MemoryStore
 
 from .test_links import REPORT, asked

@@ -1,66 +1,20 @@
-"""What loads read of a store about links: what was measured of them, and the mean shift that is added to them."""
+"""Reading the mean shift that is added to linked documents."""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from typing import TYPE_CHECKING
-
-from kvwire.errors import KvwireError
-from kvwire.runtime.links import plan_links
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
     import torch
 
-    from kvwire.codec import AnyProfile
     from kvwire.reuse import LinkShift
     from kvwire.runtime.corpus import Corpus
-    from kvwire.runtime.link_report import LinkReport
-    from kvwire.runtime.links import LinkPlan
     from kvwire.runtime.session import Session
-    from kvwire.runtime.settings import LoadSettings
 
 _LATE = "the mean shift of links was not added: it has not come in time"
-
-
-def read_plan(corpus: Corpus, settings: LoadSettings, layers: int, level: int | None) -> LinkPlan:
-    """What loads do about links, by what the store says of them; blocks.
-
-    Args:
-        corpus: As loads read it.
-        settings: The loader's.
-        layers: Of the model.
-        level: Up to which level a profile is read; None: all that decoding needs.
-
-    Returns:
-        The plan.
-
-    Raises:
-        KvwireError: The report cannot be read.
-    """
-    report, profile = corpus.link_report(), None
-    with suppress(KvwireError):
-        profile = corpus.profile(level=level)
-    return planned(settings, report, profile, layers)
-
-
-def planned(settings: LoadSettings, report: LinkReport | None, profile: AnyProfile | None, layers: int) -> LinkPlan:
-    """What loads do about links.
-
-    Args:
-        settings: The loader's.
-        report: Of the model, where it was measured.
-        profile: In use.
-        layers: Of the model.
-
-    Returns:
-        The plan; without a shift where repairs are kept, which are of documents as they were encoded.
-    """
-    shift = settings.shift and not settings.keep_repairs
-    asked = settings.repair, settings.repair_floor, settings.selector
-    return plan_links(*asked, report, profile, layers, settings.link_bound, shift=shift)
 
 
 class ShiftReader:
