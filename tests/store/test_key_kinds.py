@@ -16,6 +16,7 @@ from kvwire.errors import ArgumentError, AuthError, CorruptError, NotFoundError
 from kvwire.store import (
     Catalog,
     FolderStore,
+    Keyring,
     MemoryStore,
     collect,
     content_digest,
@@ -340,3 +341,16 @@ def test_a_server_takes_no_report_that_names_no_shift(tmp_path, report):
         with pytest.raises(ArgumentError, match="link"):
             Catalog(store).put_link_report(CONFIG, report)
         assert shifted(store)[0].link_shift(CONFIG, sha256(SHIFT).hexdigest()) == SHIFT
+
+
+def test_a_sealed_report_keeps_its_shift():
+    keyring = Keyring([bytes(32)])
+    store = AgedStore()
+    catalog = Catalog(store, keyring=keyring)
+    digest = catalog.put_link_shift(CONFIG, SHIFT)
+    catalog.put_link_report(CONFIG, json.dumps({"shift": digest}).encode())
+    assert b"shift" not in store.get(catalog.keys(CONFIG).link_report)
+    store.age(2 * DAY)
+    collect(store)  # what cannot be read names who knows what
+    collect(store, keyring=keyring)
+    assert catalog.link_shift(CONFIG, digest) == SHIFT
