@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         wrappers,
     )
     from kvwire.reuse.link_rows import compute_links, link_documents
+    from kvwire.reuse.link_shift import LinkShift, ShiftLearner
     from kvwire.reuse.repair.measured import measure_deviation
     from kvwire.reuse.repair.repairing import Repaired, repair_prompt, selector_of
     from kvwire.reuse.repair.rows import Narrowing, RowsEngine, Seen, checked_rows
@@ -34,6 +35,7 @@ __all__ = [
     "Anchors",
     "Chosen",
     "LinkLayout",
+    "LinkShift",
     "LinkedPrompt",
     "Module",
     "Narrowing",
@@ -49,6 +51,7 @@ __all__ = [
     "Segment",
     "SegmentKind",
     "Selector",
+    "ShiftLearner",
     "SoftTokens",
     "Union",
     "anchors",
@@ -97,6 +100,7 @@ __getattr__ = lazy(
             "wrappers",
         ),
         "kvwire.reuse.link_rows": ("compute_links", "link_documents"),
+        "kvwire.reuse.link_shift": ("LinkShift", "ShiftLearner"),
         "kvwire.reuse.repair.measured": ("measure_deviation",),
         "kvwire.reuse.repair.repairing": ("Repaired", "repair_prompt", "selector_of"),
         "kvwire.reuse.repair.rows": ("Narrowing", "RowsEngine", "Seen", "checked_rows"),

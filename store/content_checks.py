@@ -10,7 +10,7 @@ import hashlib
 from typing import TYPE_CHECKING
 
 from kvwire.errors import CorruptError, TruncatedError
-from kvwire.types import SEALED_MAGIC
+from kvwire.types import SEALED_MAGIC, SHIFT_MAGIC
 
 if TYPE_CHECKING:
     from kvwire.store.base import ObjectReader
@@ -69,6 +69,30 @@ def check_profile(reader: ObjectReader, sha256: str) -> bool:
         msg = "its SHA-256 is not the one in its key: fit or copy the profile again"
         raise CorruptError(msg)
     read_profile(data)
+    return True
+
+
+def check_shift(reader: ObjectReader, sha256: str) -> bool:
+    """Check a link shift against its digest and its own checksum; whether it fits a model, its readers see.
+
+    Args:
+        reader: The stored shift.
+        sha256: What its key says, in hexadecimal.
+
+    Returns:
+        True: shifts are never sealed.
+
+    Raises:
+        CorruptError: The shift is not what was written.
+        FormatVersionError: The shift is of a version that this reader does not know.
+    """
+    from kvwire.codec.format.arrays import unpack_arrays
+
+    data = reader.read(0, reader.size)
+    if hashlib.sha256(data).hexdigest() != sha256:
+        msg = "its SHA-256 is not the one in its key: run kvwire check-model again"
+        raise CorruptError(msg)
+    unpack_arrays(SHIFT_MAGIC, data, "link shift")
     return True
 
 

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from kvwire._json import strict_json
 from kvwire.errors import ArgumentError, CorruptError
 from kvwire.store.catalog_entry import MAX_ENTRY_BYTES, CatalogEntry, parse_object
-from kvwire.store.content_checks import MAX_TEXT_BYTES, check_blob, check_part_text, check_profile, check_text
+from kvwire.store.content_checks import (
+    MAX_TEXT_BYTES,
+    check_blob,
+    check_part_text,
+    check_profile,
+    check_shift,
+    check_text,
+)
 from kvwire.store.keys import KeySpace, check_digest, check_key, is_catalog_key
 from kvwire.types import SEALED_MAGIC, TEXT_MAGIC
 
@@ -349,15 +356,24 @@ def _pointer_names(key: str, data: bytes) -> list[Named]:
 
 
 def _accept_report(key: str, data: Data) -> None:
-    del key
-    if not isinstance(strict_json(bytes(data)), dict):
+    _report_names(key, bytes(data))
+
+
+def _report_names(key: str, data: bytes) -> list[Named]:
+    """The shift that a report measured; one that nobody learnt has the empty digest."""
+    fields = strict_json(data)
+    if not isinstance(fields, dict):
         msg = "the report on links is no JSON object"
         raise CorruptError(msg)
-
-
-def _names_nothing(key: str, data: bytes) -> list[Named]:
-    del key, data
-    return []
+    digest = fields.get("shift") or ""
+    if not digest:
+        return []
+    try:
+        check_digest(str(digest), "the digest of a link shift")
+    except ArgumentError as error:
+        msg = f"the report on links is damaged ({error}): run kvwire check-model again"
+        raise CorruptError(msg) from error
+    return [Named(_space_of(key).shift(str(digest)), "link shift", is_needed=False)]
 
 
 def _accept_model(key: str, data: Data) -> None:
@@ -465,6 +481,17 @@ KINDS: tuple[KeyKind, ...] = (
         advice="the next repair of these documents writes them again",
     ),
     KeyKind(
+        "link shift",
+        re.compile(_CONTENT + r"\.kvs"),
+        digest="sha256",
+        prefix=lambda space: space.shifts,
+        place=KeySpace.shift,
+        collected="swept",
+        max_bytes=None,
+        verify=check_shift,
+        advice="run kvwire check-model again",
+    ),
+    KeyKind(
         "document entry",
         re.compile(_CATALOG + "doc/" + _FOLDED),
         digest="name",
@@ -515,7 +542,7 @@ KINDS: tuple[KeyKind, ...] = (
         place=None,
         collected="marks",
         accept=_accept_report,
-        names=_names_nothing,
+        names=_report_names,
         is_verified=False,  # without it, links count as nobody measured them
         advice="run kvwire check-model again",
     ),

@@ -220,8 +220,7 @@ class KeySpace:
         Returns:
             The key.
         """
-        check_digest(sha256, "a blob's SHA-256")
-        return f"{self.root}{sha256[:2]}/{sha256}.kvw"
+        return f"{self.root}{check_digest(sha256, 'the SHA-256 of a blob')[:2]}/{sha256}.kvw"
 
     def profile(self, sha256: str) -> str:
         """Key of a profile, by its content.
@@ -243,8 +242,7 @@ class KeySpace:
         Returns:
             The key.
         """
-        check_digest(token_digest, "a token digest")
-        return f"{self.texts}{token_digest[:2]}/{token_digest}.kvt"
+        return f"{self.texts}{check_digest(token_digest, 'a token digest')[:2]}/{token_digest}.kvt"
 
     def part_text(self, sha256: str) -> str:
         """Key of the text of a document's part, by the part's blob: entries then name both by one digest.
@@ -255,8 +253,23 @@ class KeySpace:
         Returns:
             The key.
         """
-        check_digest(sha256, "a blob's SHA-256")
-        return f"{self.texts}{sha256[:2]}/{sha256}.kvtp"
+        return f"{self.texts}{check_digest(sha256, 'the SHA-256 of a blob')[:2]}/{sha256}.kvtp"
+
+    def shift(self, sha256: str) -> str:
+        """Key of a link shift, by its content.
+
+        Args:
+            sha256: SHA-256 of the shift's bytes.
+
+        Returns:
+            The key.
+        """
+        return f"{self.shifts}{check_digest(sha256, 'the digest of a link shift')[:2]}/{sha256}.kvs"
+
+    @property
+    def shifts(self) -> str:
+        """Prefix of the link shifts."""
+        return f"{self.root}shifts/"
 
     @property
     def texts(self) -> str:
@@ -299,8 +312,7 @@ class KeySpace:
         Returns:
             The key.
         """
-        check_digest(token_digest, "a token digest")
-        return f"{self.token_entries}{token_digest[:2]}/{token_digest}.json"
+        return f"{self.token_entries}{check_digest(token_digest, 'a token digest')[:2]}/{token_digest}.json"
 
     @property
     def token_entries(self) -> str:
@@ -316,8 +328,7 @@ class KeySpace:
         Returns:
             The key.
         """
-        check_digest(digest, "a prefix's digest")
-        return f"{self.prefix_entries}{digest[:2]}/{digest}.json"
+        return f"{self.prefix_entries}{check_digest(digest, 'the digest of a prefix')[:2]}/{digest}.json"
 
     @property
     def prefix_entries(self) -> str:
@@ -343,8 +354,7 @@ class KeySpace:
         Returns:
             The key.
         """
-        check_digest(sha256, "the SHA-256 of kept rows")
-        return f"{self.all_kept_rows}{sha256[:2]}/{sha256}.kvr"
+        return f"{self.all_kept_rows}{check_digest(sha256, 'the SHA-256 of kept rows')[:2]}/{sha256}.kvr"
 
     @property
     def all_kept_rows(self) -> str:

@@ -61,7 +61,7 @@ SHELVES: dict[str, list[set[str]]] = {
     "engines": [{"base.py"}, {"calibration.py", "weighting.py"}, {"transformers", "vllm"}],
     "reuse": [
         {"assemble.py", "layout.py"},
-        {"layout_presets.py", "repair"},
+        {"layout_presets.py", "link_shift.py", "repair"},
         {"compress.py", "link_rows.py", "schema.py", "soft_tokens.py"},
         {"schema_json.py"},
     ],

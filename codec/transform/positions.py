@@ -191,12 +191,15 @@ def rows_on(rows: KVCache, positions: Tensor) -> KVCache:
 
 def _turned(cache: KVCache, at: int | Tensor, *, sign: float, dtype: torch.dtype, meta: CacheMeta) -> KVCache:
     """at: position of the first token, where they follow each other, or the position of each."""
+    turns: dict[tuple[RopeRegime, torch.device], tuple[Tensor, Tensor]] = {}
 
     def turn_of(regime: RopeRegime, device: torch.device) -> tuple[Tensor, Tensor]:
         if isinstance(at, int):
             return rotation(regime, at, cache.tokens, device)
-        cos, sin = rotation(regime, 0, int(at.max()) + 1, device)
-        return cos[at.to(device)], sin[at.to(device)]
+        if (regime, device) not in turns:  # of all layers that share it
+            cos, sin = rotation(regime, 0, int(at.max()) + 1, device)
+            turns[regime, device] = cos[at.to(device)], sin[at.to(device)]
+        return turns[regime, device]
 
     def rotated(side: Side, tensors: list[Tensor]) -> list[Tensor]:
         out = []

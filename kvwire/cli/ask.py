@@ -54,6 +54,7 @@ class _AskOptions(TypedDict):
     repair_floor: float | None
     selector: str
     link_bound: float | None
+    shift: bool
     keep_repairs: bool
     kept_size: str | None
     objective: Objective | None
@@ -128,6 +129,12 @@ class _AskOptions(TypedDict):
     "finer levels of those.",
 )
 @click.option(
+    "--shift/--no-shift",
+    default=True,
+    show_default=True,
+    help="Add to linked documents what they lack on average, where check-model found that it helps.",
+)
+@click.option(
     "--keep-repairs",
     is_flag=True,
     help="Keep rows that were computed anew, for the same documents in the same order, and use what is kept.",
@@ -194,6 +201,7 @@ def _settings(options: _AskOptions) -> LoadSettings:
         selector=options["selector"],
         link_bound=options["link_bound"],
         look=options["look"],
+        shift=options["shift"],
         keep_repairs=options["keep_repairs"],
     )
     if not options["kept_size"]:

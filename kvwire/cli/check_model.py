@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
@@ -32,6 +32,7 @@ class _CheckOptions(TypedDict):
     bound: float
     picture: str | None
     seed: int
+    shift_prompts: int
     device: str
     dtype: str
     as_json: bool
@@ -51,6 +52,13 @@ class _CheckOptions(TypedDict):
 )
 @click.option("--picture", help="PNG that is drawn.")
 @click.option("--seed", default=0, show_default=True, help="Of the choice of prompts.")
+@click.option(
+    "--shift-prompts",
+    default=48,
+    show_default=True,
+    type=click.IntRange(min=0),
+    help="Prompts that the mean shift of linked documents is learnt from, other ones than those measured; 0: none is.",
+)
 @store_options
 @DEVICE
 @DTYPE
@@ -61,16 +69,24 @@ def check_model(place: StoreOptions, **options: Unpack[_CheckOptions]) -> None:
 
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.link_check import check_links
+    from kvwire.runtime.shift_check import learn_shift
 
     engine = open_engine(options["model"], options["device"], options["dtype"])
-    prompts = _prompts(engine, options)
+    prompts, learning = _prompts(engine, options)
     opened = place.open_lasting() if place.store else None
     corpus = Corpus(engine, opened, **place.whose()) if opened else None
     profile = corpus.profile() if corpus else None
+    with tqdm(total=len(learning), unit="prompt", disable=None, desc="learning the shift") as bar:
+        learnt_from = [prompt.documents for prompt in learning]
+        shift = learn_shift(engine, learnt_from, tell=lambda _: (bar.update(), None)[1])
     with tqdm(total=len(prompts), unit="prompt", disable=None, desc="measuring links") as bar:
-        report = check_links(engine, prompts, profile, bound=options["bound"], tell=lambda _: (bar.update(), None)[1])
+        report = check_links(
+            engine, prompts, profile, bound=options["bound"], shift=shift, tell=lambda _: (bar.update(), None)[1]
+        )
     if opened and corpus:
         with closing(opened):
+            if shift and report.shift:
+                corpus.set_link_shift(shift)
             corpus.set_link_report(report)
     if options["as_json"]:
         say(json.dumps(asdict(report) | {"allowed": report.allowed, "within": report.is_within}))
@@ -93,19 +109,22 @@ def _draw(report: LinkReport, path: Path) -> None:
         raise StorageError(msg) from error
 
 
-def _prompts(engine: Engine, options: _CheckOptions) -> list[CheckPrompt]:
-    from kvwire.runtime.link_check import CheckPrompt, prompts_of, shortened
+def _prompts(engine: Engine, options: _CheckOptions) -> tuple[list[CheckPrompt], list[CheckPrompt]]:
+    """Prompts to measure, and others that a shift is learnt from."""
+    from kvwire.runtime.link_check import CheckPrompt, prompts_of, shortened, split_prompts
     from kvwire.runtime.text_files import read_texts
 
     texts = {name: list(engine.tokenize(text)) for name, text in read_texts([options["documents"]]).items()}
     if not options["questions"]:
-        return prompts_of(list(texts.values()), options["prompts"], engine.window, seed=options["seed"])
-    found = []
+        known, seed = list(texts.values()), options["seed"]
+        return split_prompts(known, options["prompts"], options["shift_prompts"], engine.window, seed=seed)
+    found, named = [], set[str]()
     for asked in _questions(Path(options["questions"])):
         lost = [name for name in asked["documents"] if name not in texts]
         if lost:
             msg = f"{options['questions']} names {lost[0]!r}, which is no document in {options['documents']}"
             raise ArgumentError(msg)
+        named.update(asked["documents"])
         documents = tuple(tuple(texts[name]) for name in asked["documents"])
         question = tuple(engine.tokenize(asked["question"]))
         answer = tuple(engine.tokenize(asked["answer"])) if asked.get("answer") else ()
@@ -114,7 +133,10 @@ def _prompts(engine: Engine, options: _CheckOptions) -> list[CheckPrompt]:
     if not fitting:
         msg = f"no question of {options['questions']} fits the model's window of {engine.window} tokens with its texts"
         raise ArgumentError(msg)
-    return [prompt if prompt.rest else _answered(engine, prompt) for prompt in fitting]
+    others, learning = [ids for name, ids in texts.items() if name not in named], []
+    with suppress(ArgumentError):  # none of them is long enough: no shift is learnt
+        learning = prompts_of(others, options["shift_prompts"], engine.window, seed=options["seed"])
+    return [prompt if prompt.rest else _answered(engine, prompt) for prompt in fitting], learning
 
 
 def _answered(engine: Engine, prompt: CheckPrompt) -> CheckPrompt:
@@ -160,6 +182,7 @@ def _print(report: LinkReport, layers: int) -> None:
     )
     for name, row in report.repaired.items():
         say(f"{name:<22}" + "".join(f"{kl:>10.5f}" for kl in row))
+    _print_shift(report)
     if report.levels:
         say("", "levels, over the first prompts alone:")
         say(f"{'level':<22}{'linked':>10}{f'{report.repaired_share:.0%} anew':>10}")
@@ -169,7 +192,24 @@ def _print(report: LinkReport, layers: int) -> None:
     say("", _verdict(report, layers))
 
 
+def _print_shift(report: LinkReport) -> None:
+    from kvwire.runtime.link_report import GAIN_SHARE
+
+    if not report.shift_gain:
+        say("", "no mean shift was learnt: texts like these are too few, or the model takes none")
+        return
+    gain, low, high = report.shift_gain
+    verdict = "loads add it" if report.shift else "it does not surely help, and is not kept"
+    say(
+        "",
+        f"with the mean shift, learnt from {report.shift_prompts} other prompts: {report.shifted:.5f} linked",
+        *(f"{name:<22}" + "".join(f"{kl:>10.5f}" for kl in row) for name, row in report.shifted_repaired.items()),
+        f"it takes away {gain:.5f} ({low:.5f} to {high:.5f}) at {GAIN_SHARE:.0%} of the rows: {verdict}",
+    )
+
+
 def _verdict(report: LinkReport, layers: int) -> str:
+    report = report.with_shift()
     if report.is_within:
         return "documents may be linked as they are"
     selector = report.best_selector(layers)

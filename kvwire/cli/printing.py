@@ -131,6 +131,8 @@ def print_answer(names: Sequence[str], answer: Answer, *, as_json: bool, error: 
     say("", f"first token after {timing.ttft_s * 1e3:.0f} ms: {spent} ms (parts overlap)")
     if answer.computed:
         say(f"{answer.computed} tokens of the layout computed before the question")
+    if answer.shifted:
+        say(f"{answer.shifted} of {answer.prompt.cache.tokens} tokens moved by the learnt mean shift of links")
     if answer.repair is not None:
         rows, total = len(answer.repair.rows), answer.prompt.cache.tokens
         kept = f", {answer.repair.kept} as an earlier repair left them" if answer.repair.kept else ""
@@ -165,7 +167,8 @@ def _described_answer(names: Sequence[str], answer: Answer) -> dict[str, Any]:
         "text": answer.text, "tokens": list(answer.tokens), "decisions": decisions, "bytes": answer.bytes,
         "misses": list(answer.misses), "reason": answer.reason, "predicted_s": answer.predicted_s,
         "measured_error": answer.error, "repair": repair, "link_warning": answer.link_warning,
-        "computed_tokens": answer.computed, **{name: getattr(answer.timing, name) for name in parts},
+        "computed_tokens": answer.computed,
+        "shifted_tokens": answer.shifted, **{name: getattr(answer.timing, name) for name in parts},
     }  # fmt: skip
 
 

@@ -30,6 +30,7 @@ def draw_links(report: LinkReport, path: Path) -> None:
         report: What was measured.
         path: Where the file goes.
     """
+    report = report.with_shift()  # as loads link
     figure = Figure(figsize=(7.2, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

@@ -23,7 +23,7 @@ class Timing:
         fetch_s: Until the last byte that was used arrived.
         decode_s: Compute spent on decoding chunks, in part while fetching.
         recompute_s: Compute spent on recomputing chunks, in part while fetching.
-        link_s: Making the engine's cache.
+        link_s: Making the engine's cache, and adding the mean shift of links.
         query_s: The question's forward pass.
         repair_s: Choosing rows of the prompt and computing them anew.
         look_s: Running the question on coarse levels while finer ones were fetched, to see which of these matter.
@@ -67,6 +67,8 @@ class Answer:
         link_warning: Why documents that do not see each other make this answer doubtful, as far as the model was
             measured (``kvwire check-model``); empty where nothing says so.
         computed: How many tokens the layout had computed before the question: system text, markers and link tokens.
+        shifted: To how many tokens of the prompt the learnt mean shift of linked documents was added, before any row
+            was computed anew.
     """
 
     first_token: int
@@ -85,3 +87,4 @@ class Answer:
     link_warning: str = ""
     front: int = 0
     computed: int = 0
+    shifted: int = 0

@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 
     from kvwire.controller import Estimates, Goal
     from kvwire.engines.base import Engine
-    from kvwire.reuse import Repaired
+    from kvwire.reuse import LinkShift, Repaired
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.driver import ControllerDriver
     from kvwire.runtime.kept import Found, RepairKeeper
+    from kvwire.runtime.links import LinkPlan
     from kvwire.runtime.session import Session
     from kvwire.runtime.settings import LoadSettings
+    from kvwire.runtime.shift_reading import ShiftReader
     from kvwire.types import Decision
 
 E = TypeVar("E", bound=Executor)
@@ -50,7 +52,8 @@ class Filled(NamedTuple, Generic[E]):
 class _Closing:
     """What follows the last chunk. done: instant of the first token.
 
-    beyond_s: all that it took less the repair and the expected pass. trouble: why nothing was repaired.
+    beyond_s: all that it took less the repair and the expected pass. trouble: why nothing was repaired. shifted: tokens
+    that the mean shift was added to.
     """
 
     past: Any
@@ -62,6 +65,7 @@ class _Closing:
     repair_s: float
     repaired: Repaired | None
     trouble: str
+    shifted: int
 
 
 class Closer:
@@ -89,6 +93,23 @@ class Closer:
         self._repairer = Repairer(engine)
         self.keeper = self._new_keeper(corpus) if settings.keep_repairs else None
         self._keeping: Future[int] | None = None
+        self._corpus = corpus
+        self._shifts: ShiftReader | None = None
+
+    def begin(self, links: LinkPlan, documents: int) -> None:
+        """Begin to read what a load will need at its end, beside its chunks; on the session's loop.
+
+        Args:
+            links: What is done about links.
+            documents: How many the load has.
+        """
+        if not links.shift or documents == 1:
+            return
+        if self._shifts is None:
+            from kvwire.runtime.shift_reading import ShiftReader
+
+            self._shifts = ShiftReader(self._corpus, self._session, self._engine.device)
+        self._shifts.begin(links.shift)
 
     @property
     def trouble(self) -> str:
@@ -121,7 +142,8 @@ class Closer:
         driver, executor, finish, started, asked_s = filled
         due = None if goal.deadline_s is None else started + goal.deadline_s
         found = await self._kept_rows(executor, finish, due)
-        close = partial(self._close, executor, question, finish, due, found)
+        shift = await self._shift(executor, finish, due)
+        close = partial(self._close, executor, question, finish, due, found, shift)
         closing = await driver.compute(close)
         is_short = closing.repaired and (closing.repaired.is_cut or closing.repaired.kept)
         repair_s = 0.0 if is_short else closing.repair_s  # nothing is learnt of it
@@ -140,7 +162,8 @@ class Closer:
             front_s=executor.front_s,
         )
         tokens_before = executor.prompt.cache.tokens
-        warning = executor.link_warning(_share(closing.repaired, finish, tokens_before))
+        share = _share(closing.repaired, finish, tokens_before)
+        warning = executor.link_warning(share, shifted=closing.shifted > 0)
         executor.links.check(warning)
         first = int(closing.logits.argmax())
         start = tokens_before + len(question)
@@ -153,6 +176,7 @@ class Closer:
             goal.verdict(timing.ttft_s), timing, executor.bytes, tuple(executor.misses), predicted_s,
             _error(executor, finish.decisions), closing.repaired,
             warning, 0 if executor.front_tokens else finish.front, executor.front_tokens,
+            closing.shifted,
         )  # fmt: skip
 
     def _new_keeper(self, corpus: Corpus) -> RepairKeeper:
@@ -171,6 +195,17 @@ class Closer:
             return found
         return found if found.kept.suits(executor.documents, finish.decisions) else None
 
+    async def _shift(self, executor: Executor, finish: ev.Finish, due: float | None) -> LinkShift | None:
+        """What is added to the prompt, where it is linked as those that it was learnt on, and not computed whole."""
+        if not executor.links.shift or not executor.takes_shift or finish.repair >= 1 or self._shifts is None:
+            return None
+        limit_s = self._settings.open_s if due is None else _KEPT_SHARE * (due - time.monotonic())
+        found = await self._shifts.get(limit_s)
+        if isinstance(found, str):
+            executor.misses.append(found)
+            return None
+        return found
+
     def _keep(self, executor: Executor, repaired: Repaired | None, found: Found | None, finish: ev.Finish) -> None:
         """Keep a prompt's repaired rows in a thread; while that runs, those of later loads are not."""
         if self.keeper is None or repaired is None or not (self._keeping is None or self._keeping.done()):
@@ -182,11 +217,14 @@ class Closer:
             self._keeping = self._session.threads.store.submit(self.keeper.keep, made)
 
     def _close(
-        self, executor: Executor, question: list[int], finish: ev.Finish, due: float | None, found: Found | None
-    ) -> _Closing:
-        """Repair the prompt, hand it over to the engine and run the question, in the compute thread."""
+        self, executor: Executor, question: list[int], finish: ev.Finish, due: float | None, found: Found | None,
+        shift: LinkShift | None,
+    ) -> _Closing:  # fmt: skip
+        """Shift and repair the prompt, hand it to the engine and run the question, in the compute thread."""
         executor.complete()
-        began, prompt, share = time.monotonic(), executor.prompt, finish.repair
+        shifting, prompt, share = time.monotonic(), executor.prompt, finish.repair
+        shifted = shift.apply(prompt.cache, prompt.tokens, executor.seeing) if shift else 0
+        began = time.monotonic()
         needed = share > 0 and "deviation" in executor.links.selector.needs
         told = Told(executor.texts, executor.deviations if needed else None, executor.seen)
         with self._session.lock:
@@ -203,8 +241,9 @@ class Closer:
         logits = self._engine.forward(past, question, tokens, logits=1)[-1].float().cpu()
         done = time.monotonic()
         return _Closing(
-            past, logits, querying - linking, done - querying, done, done - linking - expected_s,
-            linking - began if repaired else 0.0, repaired, trouble,
+            past, logits, querying - linking + began - shifting, done - querying, done,
+            done - linking - expected_s + began - shifting, linking - began if repaired else 0.0, repaired, trouble,
+            shifted,
         )  # fmt: skip
 
     async def _generate(self, driver: ControllerDriver, past: Any, first: int, start: int, tokens: int) -> list[int]:  # noqa: ANN401

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from kvwire.codec import AnyProfile
     from kvwire.engines.base import Engine
+    from kvwire.reuse import LinkShift
     from kvwire.store import Catalog, CatalogEntry, ModelRecord, PrefixIndex, Store, UseCounts
     from kvwire.types import BlobInfo, CacheMeta, KVCache
 
@@ -214,6 +215,40 @@ class CorpusReader:
             report: Of the corpus's model.
         """
         self.catalog.put_link_report(self.config, report.to_json())
+        self.changes += 1
+
+    def link_shift(self, digest: str) -> LinkShift:
+        """What is added to linked documents of this model.
+
+        Args:
+            digest: As the report on links names it.
+
+        Returns:
+            The shift.
+
+        Raises:
+            NotFoundError: It is lost.
+            CorruptError: It is damaged.
+            FormatVersionError: A later version wrote it.
+            MismatchError: It is of another model.
+        """
+        from kvwire.reuse import LinkShift  # few models have one
+
+        shift = LinkShift.of_bytes(self.catalog.link_shift(self.config, digest))
+        shift.check_fits(self.meta)
+        return shift
+
+    def set_link_shift(self, shift: LinkShift) -> None:
+        """Keep a shift; it is used, and stays, while the report on links names it, which is set afterwards.
+
+        Args:
+            shift: Of the corpus's model.
+
+        Raises:
+            MismatchError: It is of another model.
+        """
+        shift.check_fits(self.meta)
+        self.catalog.put_link_shift(self.config, shift.data)
         self.changes += 1
 
     def index(self, scheme: str = "kvwire") -> PrefixIndex:

@@ -197,16 +197,24 @@ class Executor(PromptJobs):
         await asyncio.wait({self._finding_kept}, timeout=max(0.0, limit_s))
         return self._finding_kept.result() if self._finding_kept.done() else None
 
-    def link_warning(self, share: float) -> str:
+    @property
+    def takes_shift(self) -> bool:
+        """Whether the mean shift of links was learnt on prompts like this: whole documents, each computed alone."""
+        infos = [document.info for document in self.documents]
+        plain = not any(info and (info.neutral_prefix or info.soft_tokens) for info in infos)
+        return plain and len(infos) > 1 and self.starts is None and self.prompt.cache.kept is None
+
+    def link_warning(self, share: float, *, shifted: bool = True) -> str:
         """Why linked documents make an answer doubtful; a single one is not linked.
 
         Args:
             share: Of the rows that were computed anew.
+            shifted: Whether the mean shift was added, where there is one.
 
         Returns:
             The words; empty where nothing says so.
         """
-        return self.links.warning(share) if len(self._found) > 1 else ""
+        return self.links.warning(share, shifted=shifted) if len(self._found) > 1 else ""
 
     @property
     def texts(self) -> list[tuple[int, ...] | None]:

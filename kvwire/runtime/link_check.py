@@ -14,6 +14,7 @@ from kvwire.errors import ArgumentError, MismatchError
 from kvwire.reuse import RepairInput, block_mask, link, repair_prompt, selector_of
 from kvwire.runtime.link_report import DEFAULT_SELECTOR, LinkReport
 from kvwire.runtime.quality import mean_kl
+from kvwire.runtime.shift_check import shift_figures
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from kvwire.codec import AnyProfile
     from kvwire.engines.base import Engine
+    from kvwire.reuse import LinkShift
     from kvwire.types import KVCache
 
 PIECES, PIECE_TOKENS, QUESTION_TOKENS, REST_TOKENS = 6, 128, 16, 16
@@ -71,6 +73,45 @@ def prompts_of(texts: Sequence[Sequence[int]], count: int, window: int, *, seed:
     Raises:
         ArgumentError: No text is long enough.
     """
+    places, piece = _places(texts, window)
+    return [_cut(texts[which], start, piece) for which, start in _chosen(places, count, seed)]
+
+
+def split_prompts(
+    texts: Sequence[Sequence[int]], count: int, learning: int, window: int, *, seed: int = 0
+) -> tuple[list[CheckPrompt], list[CheckPrompt]]:
+    """``prompts_of`` texts, and further prompts that share no token of a text with these.
+
+    Args:
+        texts: Token ids of texts.
+        count: How many prompts are measured.
+        learning: How many more are wanted.
+        window: Most tokens that a prompt may hold.
+        seed: Of the choice.
+
+    Returns:
+        Prompts to measure, and others to learn from, both fewer where the texts are short.
+
+    Raises:
+        ArgumentError: No text is long enough.
+    """
+    places, piece = _places(texts, window)
+    judged = _chosen(places, count, seed)
+    reach = PIECES * piece + QUESTION_TOKENS + REST_TOKENS
+    taken: dict[int, list[int]] = {}
+    for which, start in judged:
+        taken.setdefault(which, []).append(start)
+    free = [
+        (which, start) for which, start in places
+        if all(abs(start - other) >= reach for other in taken.get(which, ()))
+    ]  # fmt: skip
+    others = _chosen(free, learning, seed + 1)
+    first, second = ([_cut(texts[which], start, piece) for which, start in each] for each in (judged, others))
+    return first, second
+
+
+def _places(texts: Sequence[Sequence[int]], window: int) -> tuple[list[tuple[int, int]], int]:
+    """Where prompts may begin: number of a text and its token; and how many tokens a document has."""
     tail = QUESTION_TOKENS + REST_TOKENS
     longest = min(window, max((len(ids) for ids in texts), default=0))
     piece = min(PIECE_TOKENS, (longest - tail) // PIECES)
@@ -79,13 +120,17 @@ def prompts_of(texts: Sequence[Sequence[int]], count: int, window: int, *, seed:
         raise ArgumentError(msg)
     length = PIECES * piece + tail
     places = [(which, start) for which, ids in enumerate(texts) for start in range(0, len(ids) - length + 1, piece)]
+    return places, piece
+
+
+def _chosen(places: Sequence[tuple[int, int]], count: int, seed: int) -> list[tuple[int, int]]:
     generator = random.Random(seed)  # noqa: S311 - a choice of texts
-    chosen = sorted(generator.sample(places, min(count, len(places))))
-    return [_cut(texts[which][start : start + length], piece) for which, start in chosen]
+    return sorted(generator.sample(places, min(count, len(places))))
 
 
-def _cut(ids: Sequence[int], piece: int) -> CheckPrompt:
+def _cut(text: Sequence[int], at: int, piece: int) -> CheckPrompt:
     end = PIECES * piece
+    ids = text[at : at + end + QUESTION_TOKENS + REST_TOKENS]
     documents = tuple(tuple(ids[start : start + piece]) for start in range(0, end, piece))
     return CheckPrompt(documents, tuple(ids[end : end + QUESTION_TOKENS]), tuple(ids[end + QUESTION_TOKENS :]))
 
@@ -96,6 +141,7 @@ def check_links(
     profile: AnyProfile | None = None,
     *,
     bound: float = LinkReport.bound,
+    shift: LinkShift | None = None,
     tell: Callable[[int], object] = lambda _: None,
 ) -> LinkReport:
     """Measure links: first whether they are exact, then what they lose and what repair gives back.
@@ -105,6 +151,7 @@ def check_links(
         prompts: To measure on, at least one.
         profile: What levels are coded with; None leaves levels out.
         bound: Of what documents tell at all: what links may lose.
+        shift: Learnt on other prompts; measured too, and named by the report where it helps.
         tell: Called with the number of prompts that are done.
 
     Returns:
@@ -121,19 +168,20 @@ def check_links(
     check_exact(engine, prompts[0])
     rows = []
     for number, prompt in enumerate(prompts):
-        rows.append(_Measured(engine, prompt).figures(profile if number < _LEVEL_PROMPTS else None))
+        rows.append(_Measured(engine, prompt, shift).figures(profile if number < _LEVEL_PROMPTS else None))
         tell(number + 1)
     linked = torch.tensor([row["linked"] for row in rows], dtype=torch.float64)
     spread = float(linked.std() / sqrt(len(rows))) if len(rows) > 1 else 0.0
     names = [name for name in SELECTORS if (name, SHARES[0]) in rows[0]]
     levels = [key[1] for key in rows[0] if isinstance(key, tuple) and key[0] == "level"]
+    gained = {} if shift is None else shift_figures(rows, shift, names)
     return LinkReport(
         model_id=engine.meta.model_id, prompts=len(rows), no_documents=_mean(rows, "nothing"),
         linked=float(linked.mean()), linked_error=spread, shares=SHARES,
         repaired={name: tuple(_mean(rows, (name, share)) for share in SHARES) for name in names},
         levels={str(level): _mean(rows, ("level", level)) for level in levels},
         levels_repaired={str(level): _mean(rows, ("level repaired", level)) for level in levels if names},
-        repaired_share=_LEVEL_SHARE if levels and names else 0.0, bound=bound,
+        repaired_share=_LEVEL_SHARE if levels and names else 0.0, bound=bound, **gained,
     )  # fmt: skip
 
 
@@ -180,8 +228,8 @@ def _check_equal(wanted: Tensor, found: Tensor, bound: float, what: str, why: st
 class _Measured:
     """One prompt and what becomes of it."""
 
-    def __init__(self, engine: Engine, prompt: CheckPrompt) -> None:
-        self._engine, self._prompt = engine, prompt
+    def __init__(self, engine: Engine, prompt: CheckPrompt, shift: LinkShift | None) -> None:
+        self._engine, self._prompt, self._shift = engine, prompt, shift
         self._rest = [*prompt.question, *prompt.rest]
         self._caches = engine.prefill(prompt.documents)
         self._full = self._seen(engine.forward(None, [*prompt.text, *self._rest], 0, logits=len(self._rest)))
@@ -208,11 +256,16 @@ class _Measured:
             "nothing": self._kl(engine.forward(None, self._rest, 0)),
             "linked": self._kl(_after(engine, link(self._caches), self._rest)),
         }
+        if self._shift is not None:
+            out["shifted"] = self._kl(_after(engine, self._linked(self._caches, self._shift), self._rest))
         for name in SELECTORS:
             for share in SHARES:
                 kl = self._repaired(self._caches, name, share)
                 if kl is not None:
                     out[name, share] = kl
+                if kl is not None and self._shift is not None:
+                    shifted = self._repaired(self._caches, name, share, self._shift)
+                    out["shifted", name, share] = kl if shifted is None else shifted
         if isinstance(profile, Profile):
             for level, caches in self._decoded(profile):
                 out["level", level] = self._kl(_after(engine, link(caches), self._rest))
@@ -221,9 +274,17 @@ class _Measured:
                     out["level repaired", level] = kl
         return out
 
-    def _repaired(self, caches: Sequence[KVCache], selector: str, share: float) -> float | None:
+    def _linked(self, caches: Sequence[KVCache], shift: LinkShift | None) -> KVCache:
+        linked = link(caches)
+        if shift is not None:
+            shift.apply(linked, [cache.tokens for cache in caches])
+        return linked
+
+    def _repaired(
+        self, caches: Sequence[KVCache], selector: str, share: float, shift: LinkShift | None = None
+    ) -> float | None:
         """None where the engine cannot."""
-        prompt, linked = self._prompt, link(caches)
+        prompt, linked = self._prompt, self._linked(caches, shift)
         lengths = tuple(len(ids) for ids in prompt.documents)
         given = RepairInput(self._engine, linked, tuple(prompt.text), lengths, prompt.question)
         try:

@@ -41,6 +41,7 @@ class LinkPlan:
         trouble: Why loads cannot do what the settings say; told with every answer that it concerns.
         is_able: Whether the engine may repair at all.
         refuses: Nothing is answered where the report warns, or where there is none.
+        shift: SHA-256 of the link shift that is added to linked documents; empty: none is.
     """
 
     option: RepairOption | None
@@ -50,19 +51,22 @@ class LinkPlan:
     trouble: str = ""
     is_able: bool = True
     refuses: bool = False
+    shift: str = ""
 
-    def warning(self, share: float) -> str:
+    def warning(self, share: float, *, shifted: bool = True) -> str:
         """Why an answer over linked documents may be wrong.
 
         Args:
             share: Of the rows that were computed anew.
+            shifted: Whether the shift was added, where there is one.
 
         Returns:
             The words; empty where nothing says so.
         """
         if self.refuses and self.report is None:
             return "what links lose with this model was not measured; run kvwire check-model with this store"
-        return _warning(self.report, self.selector.name, share)
+        told = self.report.with_shift() if self.report and self.shift and shifted else self.report
+        return _warning(told, self.selector.name, share)
 
     def check(self, warning: str) -> None:
         """Refuse to answer where that was asked for.
@@ -117,6 +121,8 @@ def plan_links(
     profile: AnyProfile | None,
     layers: int = 0,
     bound: float | None = None,
+    *,
+    shift: bool = False,
 ) -> LinkPlan:
     """What loads do about links.
 
@@ -129,6 +135,7 @@ def plan_links(
         layers: Of the model.
         bound: Of what documents tell, the share that links may lose, in place of the report's; answers beyond it are
             refused. None: the report's, which only warns.
+        shift: Whether loads add the link shift that the report names.
 
     Returns:
         The plan.
@@ -138,8 +145,10 @@ def plan_links(
     """
     check_repair(repair, floor, selector, bound)
     report = report if report is None or bound is None else replace(report, bound=bound)
-    plan = _planned(repair, floor, selector, report, profile, layers)
-    return plan if bound is None else replace(plan, refuses=True)
+    used = report.with_shift() if report and shift else report
+    plan = _planned(repair, floor, selector, used, profile, layers)
+    named = report.shift if report and shift else ""
+    return replace(plan, report=report, refuses=bound is not None, shift=named)
 
 
 def _planned(

@@ -27,9 +27,8 @@ from kvwire.runtime.documents import LengthChangedError, Timeouts
 from kvwire.runtime.estimates_file import EstimatesFile, engine_key, link_key, processor
 from kvwire.runtime.executor import Executor, ExecutorSettings
 from kvwire.runtime.finder import DocumentFinder, profile_in_use
-from kvwire.runtime.links import LinkPlan, plan_links
 from kvwire.runtime.session import Session
-from kvwire.runtime.settings import LoadSettings, controls_of
+from kvwire.runtime.settings import LoadSettings, controls_of, planned, read_plan
 from kvwire.runtime.threads import Threads
 from kvwire.runtime.warming import Warming
 from kvwire.transport import EmulatedLink, LinkSettings
@@ -39,13 +38,13 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
     from concurrent.futures import Future
 
-    from kvwire.codec import AnyProfile, Backend
+    from kvwire.codec import Backend
     from kvwire.controller import Objective
     from kvwire.reuse import SchemaPrompt
     from kvwire.runtime.answer import Answer
     from kvwire.runtime.corpus import Corpus
     from kvwire.runtime.driver import ControllerDriver
-    from kvwire.runtime.link_report import LinkReport
+    from kvwire.runtime.links import LinkPlan
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Executor)
@@ -297,6 +296,7 @@ class Loader:
                 planning.cancel()
                 raise
             links = await planning
+            self._closer.begin(links, len(found))
             settings = ExecutorSettings(
                 fetch=chosen.fetch, backend=chosen.backend, timeouts=timeouts, links=links, question=looking,
                 keeper=self._closer.keeper,
@@ -322,24 +322,16 @@ class Loader:
             try:
                 self._links = await driver.look_up(self._read_link_plan, limit_s)
             except KvwireError as error:  # the next load tries again
-                return replace(self._plan_links(None, None), trouble=f"the report on links was not read: {error}")
+                trouble = f"the report on links was not read: {error}"
+                return replace(planned(self._settings, None, None, 0), trouble=trouble)
         if self._closer.trouble and self._links.option and not self._links.is_wanted:
             return replace(self._links, trouble=self._closer.trouble, is_able=False)
         return self._links
 
     def _read_link_plan(self) -> LinkPlan:
-        corpus, profile = self._corpora[0], None
+        corpus, layers = self._corpora[0], len(self._engine.meta.layers)
         view = corpus.over(self._session.view(corpus.catalog.store, over_link=False))
-        report = view.link_report()
-        with suppress(KvwireError):
-            profile = view.profile(level=self._read_level)
-        return self._plan_links(report, profile)
-
-    def _plan_links(self, report: LinkReport | None, profile: AnyProfile | None) -> LinkPlan:
-        chosen, layers = self._settings, len(self._engine.meta.layers)
-        return plan_links(
-            chosen.repair, chosen.repair_floor, chosen.selector, report, profile, layers, chosen.link_bound
-        )
+        return read_plan(view, self._settings, layers, self._read_level)
 
     def _goal(self, deadline_s: float | None, objective: Objective | None) -> ctl.Goal:
         chosen = self._settings

@@ -69,9 +69,20 @@ class PromptJobs:
         self._documents: dict[int, DocumentHandle] = {}
         self._parts: dict[ChunkId, dict[int, bytes]] = {}
         self._is_gone = False
+        self._seeing: set[ChunkId] = set()
         self.inputs: dict[int, DocumentPlanInput] = {}
         self.misses: list[str] = []
         self.decode_s = self.recompute_s = self.look_s = 0.0
+
+    @property
+    def seeing(self) -> list[tuple[int, int]]:
+        """First token of the prompt, and the one behind the last, of chunks that saw all that stands before them."""
+        spans = []
+        for chunk in self._seeing:
+            at = self.prompt.offset(chunk.document)
+            first, stop = self._documents[chunk.document].span(chunk.chunk)
+            spans.append((at + first, at + stop))
+        return spans
 
     def _lost(self, chunk: ChunkId, words: str) -> None:
         self.misses.append(f"{self._found[chunk.document].document_id} chunk {chunk.chunk}: {words}")
@@ -174,6 +185,8 @@ class PromptJobs:
             self._driver.tell(ev.RecomputeFailed(failed[0], in_words(error)))
             return
         self.recompute_s += seconds
+        if asked.behind and not blind:
+            self._seeing.update(chunks)
         self._driver.tell(ev.RecomputeDone(chunks, seconds, blind))
 
     async def _extend_timed(self, chunks: tuple[ChunkId, ...], failed: list[ChunkId], *, behind: bool) -> float:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from kvwire import controller as ctl
 from kvwire.codec.workers import cores
-from kvwire.runtime.links import AUTO, check_repair
+from kvwire.errors import KvwireError
+from kvwire.runtime.links import AUTO, check_repair, plan_links
 from kvwire.transport import FetchSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvwire.codec import Backend
+    from kvwire.codec import AnyProfile, Backend
     from kvwire.controller import LogEntry, OnLate, Policy
     from kvwire.reuse import LinkLayout
-    from kvwire.runtime.links import RepairMode
+    from kvwire.runtime.corpus import Corpus
+    from kvwire.runtime.link_report import LinkReport
+    from kvwire.runtime.links import LinkPlan, RepairMode
 
 _MOST_THREADS = 8
 _IN_FLIGHT = ctl.ControllerSettings.max_in_flight
@@ -57,6 +61,8 @@ class LoadSettings:
             found; where more would be lost, or nobody has measured it, a load of several documents ends with a
             LinkBoundError and no answer. In place of the bound that was named there, also for ``repair_floor``. None:
             that one, and a warning.
+        shift: Add to linked documents what they lack on average, where ``kvwire check-model`` found that it helps the
+            model. Not done where repairs are kept, nor with a layout.
         keep_repairs: Keep rows that were computed anew in the store, for later loads of the same documents in the same
             order, and use what was kept. Loads then write to the store.
         kept_bytes: Of all rows that are kept of this model and tenant; older ones give way.
@@ -86,6 +92,7 @@ class LoadSettings:
     repair_floor: float | None = None
     selector: str = AUTO
     link_bound: float | None = None
+    shift: bool = True
     keep_repairs: bool = False
     kept_bytes: int = 1 << 30
     layout: LinkLayout | None = None
@@ -123,3 +130,41 @@ def controls_of(settings: LoadSettings, *, on_gpu: bool) -> ctl.ControllerSettin
         workers=settings.compute_workers or suited.workers,
         decode_batch=settings.decode_batch or suited.decode_batch,
     )
+
+
+def read_plan(corpus: Corpus, settings: LoadSettings, layers: int, level: int | None) -> LinkPlan:
+    """What loads do about links, by what the store says of them; blocks.
+
+    Args:
+        corpus: As loads read it.
+        settings: The loader's.
+        layers: Of the model.
+        level: Up to which level a profile is read; None: all that decoding needs.
+
+    Returns:
+        The plan.
+
+    Raises:
+        KvwireError: The report cannot be read.
+    """
+    report, profile = corpus.link_report(), None
+    with suppress(KvwireError):
+        profile = corpus.profile(level=level)
+    return planned(settings, report, profile, layers)
+
+
+def planned(settings: LoadSettings, report: LinkReport | None, profile: AnyProfile | None, layers: int) -> LinkPlan:
+    """What loads do about links.
+
+    Args:
+        settings: The loader's.
+        report: Of the model, where it was measured.
+        profile: In use.
+        layers: Of the model.
+
+    Returns:
+        The plan; without a shift where repairs are kept, which are of documents as they were encoded.
+    """
+    shift = settings.shift and not settings.keep_repairs
+    asked = settings.repair, settings.repair_floor, settings.selector
+    return plan_links(*asked, report, profile, layers, settings.link_bound, shift=shift)

@@ -8,13 +8,14 @@ if TYPE_CHECKING:
     from kvwire.types.blob import BlobInfo, BlobPrefix, BlockDeviation, LevelInfo, SegmentInfo, SoftTokensName
     from kvwire.types.cache import CacheMeta, KVCache, LayerSpec, Side, digest_tokens
     from kvwire.types.decision import ChunkId, Decision
-    from kvwire.types.magic import SEALED_MAGIC, TEXT_MAGIC
+    from kvwire.types.magic import SEALED_MAGIC, SHIFT_MAGIC, TEXT_MAGIC
     from kvwire.types.paged import PagedKVCache
     from kvwire.types.rates import RateTrace
     from kvwire.types.rope import RopeRegime
 
 __all__ = [
     "SEALED_MAGIC",
+    "SHIFT_MAGIC",
     "TEXT_MAGIC",
     "BlobInfo",
     "BlobPrefix",
@@ -40,7 +41,7 @@ __getattr__ = lazy(
         "kvwire.types.blob": ("BlobInfo", "BlobPrefix", "BlockDeviation", "LevelInfo", "SegmentInfo", "SoftTokensName"),
         "kvwire.types.cache": ("CacheMeta", "KVCache", "LayerSpec", "Side", "digest_tokens"),
         "kvwire.types.decision": ("ChunkId", "Decision"),
-        "kvwire.types.magic": ("SEALED_MAGIC", "TEXT_MAGIC"),
+        "kvwire.types.magic": ("SEALED_MAGIC", "SHIFT_MAGIC", "TEXT_MAGIC"),
         "kvwire.types.paged": ("PagedKVCache",),
         "kvwire.types.rates": ("RateTrace",),
         "kvwire.types.rope": ("RopeRegime",),

@@ -204,6 +204,45 @@ class Profiles(TenantObjects):
         """
         return self._read(self.keys(config).link_report, MAX_ENTRY_BYTES + 1)
 
+    def put_link_shift(self, config: Config, data: bytes) -> str:
+        """Write a link shift; it is kept while the report on links names it.
+
+        Args:
+            config: The model configuration.
+            data: The shift's bytes. They are written even where they are, which heals a rotten copy.
+
+        Returns:
+            The shift's digest.
+        """
+        digest = hashlib.sha256(data).hexdigest()
+        self._put_entry(self.keys(config).shift(digest), data)
+        return digest
+
+    def link_shift(self, config: Config, digest: str) -> bytes:
+        """Read a link shift and check it against its digest.
+
+        Args:
+            config: The model configuration.
+            digest: SHA-256 of the shift.
+
+        Returns:
+            The shift's bytes.
+
+        Raises:
+            NotFoundError: There is no such shift.
+            CorruptError: The bytes are not those of the digest.
+        """
+        advice = "run kvwire check-model again"
+        try:
+            data = self._intact(self.keys(config).shift(digest), MAX_SMALL_BYTES)
+        except NotFoundError as error:
+            msg = f"the link shift {digest[:12]} is not in {self._store.url}: {advice}"
+            raise NotFoundError(msg) from error
+        if data is None:
+            msg = f"the link shift {digest[:12]} is damaged in {self._store.url}: {advice}"
+            raise CorruptError(msg)
+        return data
+
     def put_model(self, record: ModelRecord) -> bool:
         """Write a record under its configuration, where another one or none is there.
 

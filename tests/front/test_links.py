@@ -204,7 +204,7 @@ def test_a_report_is_read_as_it_was_written():
         b"[]",
         b"{}",
         b"\xff",
-        REPORT.to_json().replace(b'"version": 1', b'"version": 2'),
+        REPORT.to_json().replace(b'"version": 2', b'"version": 3'),
         REPORT.to_json().replace(b"0.5", b"-0.5"),
         REPORT.to_json().replace(b'"shares": [0.05, 0.15, 0.3]', b'"shares": 3'),
         REPORT.to_json().replace(b'"repaired": {', b'"repaired": {"x": 4, '),

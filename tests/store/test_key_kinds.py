@@ -7,13 +7,16 @@ import urllib.request
 from contextlib import closing
 from hashlib import sha256
 
+import numpy as np
 import pytest
 
 from kvwire.codec import pack_text
-from kvwire.errors import ArgumentError, AuthError, CorruptError
+from kvwire.codec.format.arrays import pack_arrays
+from kvwire.errors import ArgumentError, AuthError, CorruptError, NotFoundError
 from kvwire.store import (
     Catalog,
     FolderStore,
+    Keyring,
     MemoryStore,
     collect,
     content_digest,
@@ -25,7 +28,7 @@ from kvwire.store import (
 from kvwire.store import key_kinds as table
 from kvwire.store.cache.upload_entry import upload_entry
 from kvwire.transport import HttpStore
-from kvwire.types import digest_tokens
+from kvwire.types import SHIFT_MAGIC, digest_tokens
 
 from ..http_servers import serving
 
@@ -110,7 +113,7 @@ def test_every_built_in_kind_lies_where_its_row_says():
     made = {
         "blob": space.blob(digest), "profile": space.profile(digest), "text": space.text(digest),
             "part's text": space.part_text(digest),
-        "kept rows": space.kept_rows(digest),
+        "kept rows": space.kept_rows(digest), "link shift": space.shift(digest),
         "document entry": space.document("doc"), "token entry": space.token_entry(digest),
         "prefix entry": space.prefix_entry(digest),
         "current profile": space.current_profile, "link report": space.link_report,
@@ -130,6 +133,7 @@ DIGEST = sha256(b"x").hexdigest()
 MISPLACED = (
     f"zz/{DIGEST}.kvw", f"{DIGEST}.kvw", f"{DIGEST[:2]}/ab/{DIGEST}.kvw", f"texts/{DIGEST}.kvp",
     f"texts/00/{DIGEST}.kvt", f"profiles/{DIGEST[:2]}/{DIGEST}.kvp",
+    f"shifts/{DIGEST}.kvs",
 )  # fmt: skip
 
 
@@ -285,3 +289,68 @@ def test_write_back_uploads_no_entry_of_a_new_kind_that_leads_nowhere():
     remote.put(keys()[0], INDEX)
     assert upload_entry(remote, keys()[1], pointer(), lambda _key: True)
     assert remote.get(keys()[1]) == pointer()
+
+
+SHIFT = pack_arrays(SHIFT_MAGIC, {"prompts": 1}, {"key 0000": np.zeros((1, 2, 4), np.float32)})
+
+
+def shifted(store):
+    """A catalog whose report on links names a shift, and one that nothing names."""
+    catalog = Catalog(store)
+    digest = catalog.put_link_shift(CONFIG, SHIFT)
+    catalog.put_link_report(CONFIG, json.dumps({"version": 2, "shift": digest}).encode())
+    spare = catalog.put_link_shift(CONFIG, pack_arrays(SHIFT_MAGIC, {}, {}))
+    return catalog, catalog.keys(CONFIG), digest, spare
+
+
+def test_a_link_shift_stays_while_the_report_names_it():
+    store = AgedStore()
+    catalog, space, digest, spare = shifted(store)
+    assert catalog.link_shift(CONFIG, digest) == SHIFT
+    store.age(2 * DAY)
+    assert collect(store).failures == ()
+    assert space.shift(digest) in store.keys("")
+    with pytest.raises(NotFoundError, match="check-model again"):
+        catalog.link_shift(CONFIG, spare)
+    catalog.put_link_report(CONFIG, b'{"version": 2, "shift": ""}')
+    store.age(2 * DAY)
+    assert collect(store, allow_empty_catalog=True).failures == ()
+    assert list(store.keys("")) == [space.link_report]
+
+
+def test_a_damaged_link_shift_is_found_and_not_read():
+    store = MemoryStore()
+    catalog, space, digest, _ = shifted(store)
+    assert verify_store(store, [catalog]).damaged == ()
+    target = MemoryStore()
+    assert copy_store(store, target).failures == ()
+    assert target.get(space.shift(digest)) == SHIFT
+    store.put(space.shift(digest), SHIFT[:-1])
+    with pytest.raises(CorruptError, match="check-model again"):
+        catalog.link_shift(CONFIG, digest)
+    [damage] = verify_store(store, [catalog]).damaged
+    assert damage.key == space.shift(digest)
+    other = b"no shift"
+    store.put(space.shift(sha256(other).hexdigest()), other)
+    assert len(verify_store(store, [catalog]).damaged) == 2
+
+
+@pytest.mark.parametrize("report", [b"[]", b'{"shift": "c"}', b'{"shift": 3}', b'{"shift": ["x"]}'])
+def test_a_server_takes_no_report_that_names_no_shift(tmp_path, report):
+    with closing(FolderStore(tmp_path)) as behind, serving(behind) as url, closing(HttpStore(url)) as store:
+        with pytest.raises(ArgumentError, match="link"):
+            Catalog(store).put_link_report(CONFIG, report)
+        assert shifted(store)[0].link_shift(CONFIG, sha256(SHIFT).hexdigest()) == SHIFT
+
+
+def test_a_sealed_report_keeps_its_shift():
+    keyring = Keyring([bytes(32)])
+    store = AgedStore()
+    catalog = Catalog(store, keyring=keyring)
+    digest = catalog.put_link_shift(CONFIG, SHIFT)
+    catalog.put_link_report(CONFIG, json.dumps({"shift": digest}).encode())
+    assert b"shift" not in store.get(catalog.keys(CONFIG).link_report)
+    store.age(2 * DAY)
+    collect(store)  # what cannot be read names who knows what
+    collect(store, keyring=keyring)
+    assert catalog.link_shift(CONFIG, digest) == SHIFT
