@@ -28,7 +28,8 @@ class InflightFetch:
         left: Bytes that are still to come.
         asked: Instant of the request.
         until: Instant after which it is of no use.
-        decode_s: What decoding will take then.
+        decode_s: What decoding will take then, among others.
+        last_s: What it will take beyond that if nothing comes with it.
     """
 
     chunk: ChunkId
@@ -37,6 +38,7 @@ class InflightFetch:
     asked: float
     until: float
     decode_s: float
+    last_s: float = 0.0
 
 
 class Link:

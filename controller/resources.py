@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvwire.controller import events as ev
 from kvwire.controller.chunk_table import ChunkState
-from kvwire.controller.costs import busiest
+from kvwire.controller.costs import DecodeCost, busiest
 from kvwire.controller.inflight import InflightFetch, Link
 from kvwire.controller.lanes import ComputeLanes, Job
 
@@ -27,7 +27,9 @@ class Resources:
     Attributes:
         held: Bytes asked for, arrived or kept.
         turns: Things begun so far.
-        backlog_s: Seconds of decoding for what has arrived, None where that has to be counted.
+        backlog_s: Seconds of decoding for what has arrived, and seconds beyond that where nothing else comes; None
+            where that has to be counted.
+        last_decode: What decoding a chunk alone costs beyond ``costs_among_many``, which brings it up to date.
     """
 
     def __init__(self, estimates: Estimates, settings: ControllerSettings, loads: dict[int, Load]) -> None:
@@ -43,9 +45,10 @@ class Resources:
         self.lanes = ComputeLanes(settings.workers)
         self._alone: CostModel | None = None
         self._among_many = estimates.costs()
+        self.last_decode = DecodeCost(0.0, 0.0)
         self.held = 0
         self.turns = 0
-        self.backlog_s: float | None = None
+        self.backlog_s: tuple[float, float] | None = None
 
     def turn(self) -> int:
         """Count another thing begun; returns its number."""
@@ -133,7 +136,7 @@ class Resources:
         if self._alone is not costs:
             self._alone = costs
             shared = costs.decode.shared(settings.decode_batch, settings.decode_threads)
-            self._among_many = replace(costs, decode=shared)
+            self._among_many, self.last_decode = replace(costs, decode=shared), costs.decode.beyond(shared)
         return self._among_many
 
     def ask(
@@ -155,8 +158,9 @@ class Resources:
         table, at, name = doc.table, doc.start + chunk, doc.id(chunk)
         table.level[at] = level
         self.hold(doc, chunk, doc.size(chunk, level))
-        work = self.costs_among_many(load).decode.seconds(table.tokens[at], doc.size(chunk, level))
-        self.link.ask(InflightFetch(name, size, size, now, until, work))
+        tokens, whole = table.tokens[at], doc.size(chunk, level)
+        work = self.costs_among_many(load).decode.seconds(tokens, whole)
+        self.link.ask(InflightFetch(name, size, size, now, until, work, self.last_decode.seconds(tokens, whole)))
         load.began = self.turn()
         out.append(ev.Fetch(name, first, level, size, doc.variant, until))
 
