@@ -198,6 +198,8 @@ def busiest(chunks: Sequence[tuple[int, int]], threads: int) -> tuple[int, int]:
     Returns:
         Its tokens and bytes.
     """
+    if threads == 1:
+        return sum(tokens for tokens, _ in chunks), sum(size for _, size in chunks)
     given = [(0, 0)] * threads
     for tokens, size in chunks:
         least = given.index(min(given))

@@ -18,7 +18,7 @@ _MOST_DOUBLINGS = 6
 _GAP_S = 0.02  # between reports of a link that flows, and a little more
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class InflightFetch:
     """One open fetch.
 

@@ -68,22 +68,30 @@ class Planner(Limits):
         """
         if not load.is_stale and now < load.planned_at + self._settings.replan_s:
             return False  # however long the pause is, it is not shorter
-        return now >= load.planned_at + self._pause_s(
-            load, now
-        )  # as in ``wake_at``: a difference might round otherwise
+        # As in ``wake_at``: a difference might round otherwise.
+        pause_s = self._least_pause_s(load, now)
+        return now >= load.planned_at + pause_s and now >= load.planned_at + pause_s * self._calm(load, now)
 
     def _pause_s(self, load: Load, now: float) -> float:
         """Seconds for which a plan is used: planning takes a small share of the time, the more there is to plan for."""
+        return self._least_pause_s(load, now) * self._calm(load, now)
+
+    def _calm(self, load: Load, now: float) -> float:
+        """How many times as long a plan is used as it was, since the ones before it changed nothing."""
+        if load.is_stale or not load.confirmed or not self._is_as_before(load, now):
+            return 1.0
+        return float(1 << min(load.confirmed, _CONFIRMED))
+
+    def _least_pause_s(self, load: Load, now: float) -> float:
         settings = self._settings
         cost_s = settings.plan_s + settings.plan_chunk_s * load.table.counts[_S.PLANNED]
         if load.is_stale:
             return min(_URGENT * cost_s, settings.replan_s)
-        calm = float(1 << min(load.confirmed, _CONFIRMED)) if self._is_as_before(load, now) else 1.0
         if not load.waiting and not load.refine and self._window_open():
-            return settings.replan_s * calm  # the link might have something to do
+            return settings.replan_s  # the link might have something to do
         # Near a deadline every decision counts.
         pause_s = min(_CALM * cost_s * len(self._loads), max(0.0, load.due - now) / _CALM)
-        return max(settings.replan_s, pause_s) * calm
+        return max(settings.replan_s, pause_s)
 
     def _is_as_before(self, load: Load, now: float) -> bool:
         """Whether link and engine are what a load's plan took them for, and it shares them with no other load."""

@@ -216,7 +216,6 @@ def test_the_command_writes_a_page_and_tells_when_first_tokens_come(store, small
     ways = told["first_tokens"]["ways"]
     assert set(ways) >= {"kvwire", "text only"}
     # Neither is later than the other by more than what a plan is off by.
-    __import__("c17ratio").note(ways)
     assert all(soon <= text * 1.001 for soon, text in zip(ways["kvwire"], ways["text only"], strict=True))
     assert "Time to the first token" in Page(page.read_text(encoding="utf-8")).text
 
