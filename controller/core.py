@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvwire.types import ChunkId
 
 _S = ChunkState
+_FETCHED = bytes((_S.FETCHING, _S.REFINING))
 
 
 class Controller:
@@ -111,7 +112,7 @@ class Controller:
         if self._take(event, now, out):
             self._came = self._is_news = False
             self._dispatch.act(now, out)
-        cancelled = {each.chunk for each in out if isinstance(each, ev.Cancel)}
+        cancelled = {each.chunk for each in out if isinstance(each, ev.Cancel)} if out else None
         if cancelled:
             self._cancelled = {chunk for chunk in self._cancelled | cancelled if chunk.load in self._loads}
         self._now = now
@@ -122,25 +123,26 @@ class Controller:
     def _take(self, event: ev.Event, now: float, out: list[ev.Instruction]) -> bool:  # noqa: C901, PLR0912 - a case for each event
         """Take in an event; returns whether there may be something to do."""
         match event:
-            case ev.LoadRequested():
-                self._asked(event, now)
-            case ev.IndexKnown(load, document, variants):
-                return self._index(load, document, variants, now)
-            case ev.FirstByte(seconds):
-                self._dispatch.link.first_byte(seconds)
-                return False
-            case ev.PromptAssembled():
-                self._assembled(event, now)
+            # The most frequent ones first.
+            case ev.ChunkArrived(chunk, level, trouble):
+                return self._arrived(chunk, level, trouble, now, out)
             case ev.TransferProgress(size, started, ended, chunk):
                 self._came, news = True, self._dispatch.progress(size, started, ended, chunk)
                 self._is_news |= news
                 return False
-            case ev.ChunkArrived(chunk, level, trouble):
-                return self._arrived(chunk, level, trouble, now, out)
-            case ev.ChunkFailed(chunk, reason):
-                return self._fetch_failed(chunk, reason, now)
+            case ev.FirstByte(seconds):
+                self._dispatch.link.first_byte(seconds)
+                return False
             case ev.DecodeDone(chunks, seconds):
                 self._decoded(chunks, (), seconds, "", now, out)
+            case ev.LoadRequested():
+                self._asked(event, now)
+            case ev.IndexKnown(load, document, variants):
+                return self._index(load, document, variants, now)
+            case ev.PromptAssembled():
+                self._assembled(event, now)
+            case ev.ChunkFailed(chunk, reason):
+                return self._fetch_failed(chunk, reason, now)
             case ev.DecodeFailed(chunks, bad, reason):
                 self._decoded(chunks, bad, None, reason, now, out)
             case ev.RecomputeDone(chunks, seconds, blind):
@@ -208,16 +210,16 @@ class Controller:
 
     def _fetched(self, chunk: ChunkId) -> tuple[Load, DocumentState] | None:
         """Where a chunk is whose fetch is over; None where nobody cares any more."""
-        if chunk in self._cancelled:
+        if self._cancelled and chunk in self._cancelled:
             self._cancelled.discard(chunk)
             return None
         place = self._place(chunk)
         if place is None:
             return None
         doc = place[1]
-        state = ChunkState(doc.table.state[doc.start + chunk.chunk])
-        if state not in (_S.FETCHING, _S.REFINING):
-            msg = f"{chunk} is {state.name.lower()}, not being fetched; report each outcome once"
+        state = doc.table.state[doc.start + chunk.chunk]
+        if state not in _FETCHED:
+            msg = f"{chunk} is {ChunkState(state).name.lower()}, not being fetched; report each outcome once"
             raise ArgumentError(msg)
         return place
 

@@ -118,6 +118,10 @@ class DecodeCost:
         share = -(-batch // threads) / batch
         return DecodeCost(self.base_s / batch, self.token_s * share, self.byte_s * share)
 
+    def beyond(self, other: DecodeCost) -> DecodeCost:
+        """What this costs more than a cost that is nowhere larger."""
+        return DecodeCost(self.base_s - other.base_s, self.token_s - other.token_s, self.byte_s - other.byte_s)
+
 
 @dataclass(frozen=True)
 class CostModel:
@@ -194,6 +198,8 @@ def busiest(chunks: Sequence[tuple[int, int]], threads: int) -> tuple[int, int]:
     Returns:
         Its tokens and bytes.
     """
+    if threads == 1:
+        return sum(tokens for tokens, _ in chunks), sum(size for _, size in chunks)
     given = [(0, 0)] * threads
     for tokens, size in chunks:
         least = given.index(min(given))

@@ -218,20 +218,21 @@ class Dispatcher(Planner):
             return
         if load.waiting:
             self._refine(load, now, out)  # where a plan names both, what is valid goes first
-        table = load.table
-        while load.waiting and self._window_open():
+        table, window = load.table, self._window()
+        while load.waiting and self._fits_window(window):
             at, level = load.waiting[0]
             if table.state[at] != _S.PLANNED or table.top[at] < level:
                 load.waiting.popleft()
                 continue
             doc, chunk = load.place(at)
-            if not self.make_room(load, doc.size(chunk, level), out):
+            size = doc.size(chunk, level)
+            if not self.make_room(load, size, out):
                 return
             load.waiting.popleft()
             doc.reasons[chunk] = load.reason(doc, chunk)
             doc.move(chunk, _S.FETCHING)
             self.ask(load, (doc, chunk), 0, level, now + self._settings.patience_s, now, out)
-            load.plan_bytes = max(0, load.plan_bytes - doc.size(chunk, level))
+            load.plan_bytes = max(0, load.plan_bytes - size)
 
     def _refine(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Open the refinements that the plan names."""

@@ -55,6 +55,7 @@ class DocumentState:
         self.count = len(variants[0].tokens)
         self.start = self.table.add(number, variants[0].tokens)
         self.stop = self.start + self.count
+        self._ids = [ChunkId(number, chunk, load) for chunk in range(self.count)]
         self.reasons: dict[int, str] = {}
         self.failures = 0
         self._given_up: dict[int, int] = {}  # finest levels of chunks that nobody tried to fetch
@@ -117,7 +118,7 @@ class DocumentState:
 
     def id(self, chunk: int) -> ChunkId:
         """The chunk's name."""
-        return ChunkId(self.number, chunk, self.load)
+        return self._ids[chunk]
 
     def move(self, chunk: int, state: ChunkState) -> None:
         """Go to another state.

@@ -18,7 +18,7 @@ _MOST_DOUBLINGS = 6
 _GAP_S = 0.02  # between reports of a link that flows, and a little more
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class InflightFetch:
     """One open fetch.
 
@@ -28,7 +28,8 @@ class InflightFetch:
         left: Bytes that are still to come.
         asked: Instant of the request.
         until: Instant after which it is of no use.
-        decode_s: What decoding will take then.
+        decode_s: What decoding will take then, among others.
+        last_s: What it will take beyond that if nothing comes with it.
     """
 
     chunk: ChunkId
@@ -37,6 +38,7 @@ class InflightFetch:
     asked: float
     until: float
     decode_s: float
+    last_s: float = 0.0
 
 
 class Link:

@@ -27,6 +27,7 @@ _SHORT_PASS = 6.0  # shorter ones are mostly fixed cost
 _PASSES = 8  # at least so many passes before a deadline
 _SLOWEST_PASS = 5.0  # times what is expected: a pass that takes as long still ends before a deadline
 _PROBES = 8  # fetches that are open while the link is known by a guess alone
+_FEWEST_OPEN = 2
 SPARE = 16  # fetches are opened when one of so many is over, not for each alone
 _SPLIT = 1.1  # what cutting a long recomputation into passes adds at most
 _DOUBT = 1.6  # estimates that may be wrong by less are relied on
@@ -256,16 +257,21 @@ class Limits(Resources):
         Args:
             spare: Above 0: only where more than a share of one in so many is free.
         """
+        return self._fits_window(self._window(spare=spare))
+
+    def _window(self, *, spare: int = 0) -> tuple[int, float]:
+        """Requests and bytes below which another fetch may be opened, see ``_window_open``."""
         settings, link = self._settings, self.link
-        fetches, most = len(link.fetches), settings.max_in_flight
+        most = settings.max_in_flight
         if self._estimates.bandwidth.is_guess:
             most = min(most, _PROBES)
-        if fetches >= (most - most // spare if spare else most):
-            return False
-        if fetches < 2:  # noqa: PLR2004 - one to come in, one behind it
-            return True
         horizon = (2 * link.ttfb_s + settings.horizon_s) * link.bandwidth_low
-        return link.open_bytes < (horizon * (1 - 1 / spare) if spare else horizon)
+        return (most - most // spare, horizon * (1 - 1 / spare)) if spare else (most, horizon)
+
+    def _fits_window(self, window: tuple[int, float]) -> bool:
+        """Whether less than a window is open; one to come in and one behind it may always be."""
+        fetches = len(self.link.fetches)
+        return fetches < window[0] and (fetches < _FEWEST_OPEN or self.link.open_bytes < window[1])
 
     def _pass_limit_s(self, load: Load, costs: CostModel, now: float) -> float:
         """Seconds that a pass may take: half of what is to be recomputed, so that the meeting point can still move.

@@ -68,22 +68,30 @@ class Planner(Limits):
         """
         if not load.is_stale and now < load.planned_at + self._settings.replan_s:
             return False  # however long the pause is, it is not shorter
-        return now >= load.planned_at + self._pause_s(
-            load, now
-        )  # as in ``wake_at``: a difference might round otherwise
+        # As in ``wake_at``: a difference might round otherwise.
+        pause_s = self._least_pause_s(load, now)
+        return now >= load.planned_at + pause_s and now >= load.planned_at + pause_s * self._calm(load, now)
 
     def _pause_s(self, load: Load, now: float) -> float:
         """Seconds for which a plan is used: planning takes a small share of the time, the more there is to plan for."""
+        return self._least_pause_s(load, now) * self._calm(load, now)
+
+    def _calm(self, load: Load, now: float) -> float:
+        """How many times as long a plan is used as it was, since the ones before it changed nothing."""
+        if load.is_stale or not load.confirmed or not self._is_as_before(load, now):
+            return 1.0
+        return float(1 << min(load.confirmed, _CONFIRMED))
+
+    def _least_pause_s(self, load: Load, now: float) -> float:
         settings = self._settings
         cost_s = settings.plan_s + settings.plan_chunk_s * load.table.counts[_S.PLANNED]
         if load.is_stale:
             return min(_URGENT * cost_s, settings.replan_s)
-        calm = float(1 << min(load.confirmed, _CONFIRMED)) if self._is_as_before(load, now) else 1.0
         if not load.waiting and not load.refine and self._window_open():
-            return settings.replan_s * calm  # the link might have something to do
+            return settings.replan_s  # the link might have something to do
         # Near a deadline every decision counts.
         pause_s = min(_CALM * cost_s * len(self._loads), max(0.0, load.due - now) / _CALM)
-        return max(settings.replan_s, pause_s) * calm
+        return max(settings.replan_s, pause_s)
 
     def _is_as_before(self, load: Load, now: float) -> bool:
         """Whether link and engine are what a load's plan took them for, and it shares them with no other load."""
@@ -139,14 +147,15 @@ class Planner(Limits):
         rank = self._rank(load)
         ahead = [other for other in self._loads.values() if other is not load and self._rank(other) < rank]
         link.credit(now)
-        fetches = link.fetches.values()
+        fetches, (backlog_s, beyond_s) = link.fetches.values(), self._backlog_s(costs)
         closings_s = sum(self.costs_of(other).closing_s(other.prompt_tokens) for other in ahead)
         committed = CommittedWork(
             wire=np.array([fetch.left for fetch in fetches], np.float64),
             work_s=np.array([fetch.decode_s for fetch in fetches], np.float64),
             prefill_s=self.lanes.left_s("prefill", now) + sum(other.compute_s for other in ahead) + closings_s,
-            decode_s=self.lanes.left_s("decode", now) + self._backlog_s(costs),
+            decode_s=self.lanes.left_s("decode", now) + backlog_s,
             ahead_bytes=float(sum(other.plan_bytes for other in ahead)),
+            last_s=next(reversed(fetches)).last_s if fetches else beyond_s,
         )
         left_s = None if load.due == inf else self._left_s(load, costs, now)
         ahead_s = max(0.0, left_s or 0.0)
@@ -155,21 +164,29 @@ class Planner(Limits):
             bandwidth_low=link.bandwidth_low if left_s is None else link.low_over(ahead_s), prompt_tokens=0,
             committed=committed, left_s=left_s, lead_s=link.lead_s(now), ttfb_s=link.ttfb_s,
             parallel=settings.max_in_flight, workers=settings.workers, now=now,
-            pass_chunks=self._pass_chunks(load, costs, now),
+            pass_chunks=self._pass_chunks(load, costs, now), last_decode=self.last_decode,
             risk=link.risk(ahead_s) if len(self._loads) == 1 else 0.0,  # several are careful in a way of their own
         )  # fmt: skip
         return load.request(base, alone=len(self._loads) == 1)
 
-    def _backlog_s(self, costs: CostModel) -> float:
-        """Seconds of decoding for what has arrived, over all loads; worked out once until that changes."""
+    def _backlog_s(self, costs: CostModel) -> tuple[float, float]:
+        """Seconds of decoding for what has arrived, over all loads, and beyond that for batches that are not full.
+
+        Worked out once until that changes.
+        """
         if self.backlog_s is not None:
             return self.backlog_s
-        seconds = 0.0
+        seconds, beyond_s, cost, settings = 0.0, 0.0, costs.decode, self._settings
         for load in self._loads.values():
             count, tokens, size = load.table.arrived()
-            seconds += costs.decode.base_s * count + costs.decode.token_s * tokens + costs.decode.byte_s * size
-        self.backlog_s = seconds
-        return seconds
+            seconds += cost.base_s * count + cost.token_s * tokens + cost.byte_s * size
+            last = count % settings.decode_batch
+            if last:
+                rounds = -(-last // settings.decode_threads)
+                batch_s = self.costs_of(load).decode.seconds(tokens * rounds // count, size * rounds // count)
+                beyond_s += max(0.0, batch_s - last * cost.seconds(tokens // count, size // count))
+        self.backlog_s = seconds, beyond_s
+        return self.backlog_s
 
 
 def _is_near(figure: float, before: float) -> bool:

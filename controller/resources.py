@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvwire.controller import events as ev
 from kvwire.controller.chunk_table import ChunkState
-from kvwire.controller.costs import busiest
+from kvwire.controller.costs import DecodeCost, busiest
 from kvwire.controller.inflight import InflightFetch, Link
 from kvwire.controller.lanes import ComputeLanes, Job
 
@@ -27,7 +27,9 @@ class Resources:
     Attributes:
         held: Bytes asked for, arrived or kept.
         turns: Things begun so far.
-        backlog_s: Seconds of decoding for what has arrived, None where that has to be counted.
+        backlog_s: Seconds of decoding for what has arrived, and seconds beyond that where nothing else comes; None
+            where that has to be counted.
+        last_decode: What decoding a chunk alone costs beyond ``costs_among_many``, which brings it up to date.
     """
 
     def __init__(self, estimates: Estimates, settings: ControllerSettings, loads: dict[int, Load]) -> None:
@@ -43,9 +45,11 @@ class Resources:
         self.lanes = ComputeLanes(settings.workers)
         self._alone: CostModel | None = None
         self._among_many = estimates.costs()
+        self._shared = self.last_decode = DecodeCost(0.0, 0.0)
+        self._decode_cost: DecodeCost | None = None  # of which these are
         self.held = 0
         self.turns = 0
-        self.backlog_s: float | None = None
+        self.backlog_s: tuple[float, float] | None = None
 
     def turn(self) -> int:
         """Count another thing begun; returns its number."""
@@ -129,12 +133,18 @@ class Resources:
 
     def costs_among_many(self, load: Load) -> CostModel:
         """``costs_of`` with what decoding costs for a chunk of many, which share batches and threads."""
-        costs, settings = self.costs_of(load), self._settings
+        costs, shared = self.costs_of(load), self._shared_decode()
         if self._alone is not costs:
-            self._alone = costs
-            shared = costs.decode.shared(settings.decode_batch, settings.decode_threads)
-            self._among_many = replace(costs, decode=shared)
+            self._alone, self._among_many = costs, replace(costs, decode=shared)
         return self._among_many
+
+    def _shared_decode(self) -> DecodeCost:
+        """What decoding a chunk of many costs; brings ``last_decode`` up to date."""
+        cost, settings = self._estimates.decode.cost, self._settings
+        if self._decode_cost is not cost:
+            self._decode_cost, self._shared = cost, cost.shared(settings.decode_batch, settings.decode_threads)
+            self.last_decode = cost.beyond(self._shared)
+        return self._shared
 
     def ask(
         self, load: Load, place: Place, first: int, level: int, until: float, now: float, out: list[ev.Instruction]
@@ -151,12 +161,13 @@ class Resources:
             out: Instructions are appended to it.
         """
         doc, chunk = place
-        size = doc.size(chunk, level) - (doc.size(chunk, first - 1) if first else 0)
-        table, at, name = doc.table, doc.start + chunk, doc.id(chunk)
+        table, at, name, whole = doc.table, doc.start + chunk, doc.id(chunk), doc.size(chunk, level)
+        size = whole - (doc.size(chunk, first - 1) if first else 0)
         table.level[at] = level
-        self.hold(doc, chunk, doc.size(chunk, level))
-        work = self.costs_among_many(load).decode.seconds(table.tokens[at], doc.size(chunk, level))
-        self.link.ask(InflightFetch(name, size, size, now, until, work))
+        self.held += table.hold(at, whole)
+        tokens = table.tokens[at]
+        work = self._shared_decode().seconds(tokens, whole)
+        self.link.ask(InflightFetch(name, size, size, now, until, work, self.last_decode.seconds(tokens, whole)))
         load.began = self.turn()
         out.append(ev.Fetch(name, first, level, size, doc.variant, until))
 

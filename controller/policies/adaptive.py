@@ -17,7 +17,8 @@ import numpy as np
 
 from kvwire.controller.policies.base import RECOMPUTE, Plan
 from kvwire.controller.policies.refining import Refining, raised_within
-from kvwire.controller.policies.timeline import Timeline, prefill_s, unfetched_s
+from kvwire.controller.policies.seconds import prefill_s
+from kvwire.controller.policies.timeline import Timeline, unfetched_s
 
 if TYPE_CHECKING:
     from kvwire.controller.policies.base import Flags, Ints, PlanRequest, UpgradeCandidates
@@ -227,7 +228,8 @@ def _upgraded(request: PlanRequest, timeline: Timeline, row: int, split: int) ->
     more = (chunks.bytes_at(finer) - chunks.bytes_at(levels))[able]
     gain = (chunks.tokens * (chunks.errors_at(levels) - chunks.errors_at(finer)))[able]
     # A chunk that grows holds up the link and its own decode; both at once is the most that it can cost.
-    costs = more / max(request.bandwidth_low, 1.0) + request.costs.decode.byte_s * more
+    byte_s = request.costs.decode.byte_s + np.where(able == order[-1], request.last_decode.byte_s, 0.0)
+    costs = more / max(request.bandwidth_low, 1.0) + byte_s * more
     best = np.argsort(-gain / np.maximum(more, 1), kind="stable")
     left = (inf if request.left_s is None else request.left_s) - plan.finish_s
     chosen = able[best[: int(np.searchsorted(np.cumsum(costs[best]), left, side="right"))]]

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
+from kvwire.controller.costs import DecodeCost
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -29,6 +31,8 @@ RECOMPUTE = -1
 
 SLOWEST = 1.0
 """Bytes per second below which a link is dead. Not 0: finishing times must stay finite so that they can be compared."""
+
+_NOTHING_MORE = DecodeCost(0.0, 0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,6 +169,7 @@ class CommittedWork:
         prefill_s: Recomputing that runs or waits.
         decode_s: Decoding that runs or waits.
         ahead_bytes: What others will fetch first.
+        last_s: Decoding that is added where nothing more is fetched, since what comes last is decoded alone.
     """
 
     wire: Floats = field(default_factory=lambda: np.zeros(0))
@@ -172,6 +177,7 @@ class CommittedWork:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     ahead_bytes: float = 0.0
+    last_s: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,6 +204,7 @@ class PlanRequest:
         is_weighed: Errors of chunks are weighed by what the question attends to.
         pass_chunks: Chunks of a forward pass at most, where passes are kept short; infinite: all of a run.
         risk: Chance that the link falls so far, within a load, that what is asked for first decides what is in time.
+        last_decode: What decoding the chunk that comes last, and alone, takes beyond what one among many takes.
     """
 
     chunks: Columns
@@ -218,6 +225,7 @@ class PlanRequest:
     is_weighed: bool = False
     pass_chunks: float = inf
     risk: float = 0.0
+    last_decode: DecodeCost = _NOTHING_MORE
 
 
 @dataclass(frozen=True, eq=False)

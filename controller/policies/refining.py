@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvwire.controller.policies.base import SLOWEST
-from kvwire.controller.policies.timeline import decode_s, unfetched_s, wire_s
+from kvwire.controller.policies.seconds import decode_s, last_s, wire_s
+from kvwire.controller.policies.timeline import unfetched_s
 
 if TYPE_CHECKING:
     from kvwire.controller.policies.base import Ints, PlanRequest, UpgradeCandidates
@@ -38,7 +39,9 @@ class Refining:
         self._closing_s = request.costs.closing_s(request.prompt_tokens)
         decoding_s = committed.decode_s + float(committed.work_s.sum())
         # With one worker refinements wait for all other work, with two for all other decoding.
-        self._lane_s = self.ready_s - self._closing_s if request.workers == 1 else decoding_s
+        self._lane_s = decoding_s
+        if request.workers == 1:
+            self._lane_s = self.ready_s - self._closing_s - committed.last_s
         self._link_s = request.lead_s + float(committed.wire.sum()) / max(request.bandwidth_low, SLOWEST)
 
     def raised_to(self, level: int) -> Ints:
@@ -147,8 +150,10 @@ class Refining:
         sizes = some.sizes[levels, self._column]
         work = decode_s(request, some.tokens, sizes)[raised]
         done = np.cumsum(work)
-        begin = max(self._lane_s, self._link_s + float((wire - done + work).max()))
-        return max(self.ready_s, begin + float(done[-1]) + self._closing_s)
+        last = float(last_s(request, some.tokens, sizes)[raised][-1])
+        end = max(self._lane_s, self._link_s + float((wire - done + work).max())) + float(done[-1])
+        end = end + last if request.workers == 1 else max(end, self._link_s + float(wire[-1]) + last)
+        return max(self.ready_s, end + self._closing_s)
 
 
 def raised_within(finer: Refining, some: UpgradeCandidates, left_s: float) -> Ints:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvwire.controller.policies.base import RECOMPUTE, SLOWEST, Plan
-from kvwire.controller.policies.timeline import decode_s, prefill_s, wire_s
+from kvwire.controller.policies.seconds import at_once_s, decode_s, last_s, prefill_s, wire_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,17 +25,24 @@ def sequential_plan(request: PlanRequest, levels: Ints, order: Sequence[int], re
         reason: For all chunks.
 
     Returns:
-        The plan; it ends when link, decoding and recomputing have done their sums, each beside the others.
+        The plan; it ends when link, decoding and recomputing have done their sums, each beside the others, and what
+        comes last is decoded.
     """
     chunks, committed = request.chunks, request.committed
     sizes = chunks.bytes_at(levels)
     bandwidth = max(request.bandwidth, SLOWEST)
     link = request.lead_s + (float(committed.wire.sum()) + committed.ahead_bytes) / bandwidth
-    link += float(np.sum(wire_s(request, sizes, bandwidth)))
+    fetched = np.flatnonzero(sizes)
+    link += float(np.sum(wire_s(request, sizes, bandwidth)) - at_once_s(request, np.asarray(len(fetched))))
     decoding = committed.decode_s + float(committed.work_s.sum() + np.sum(decode_s(request, chunks.tokens, sizes)))
+    latest = order[-1] if len(order) else fetched[-1:]
+    last = float(last_s(request, chunks.tokens, sizes)[latest].sum()) if len(fetched) else committed.last_s
     computing = committed.prefill_s + float(np.sum(prefill_s(request)[levels == RECOMPUTE])) if chunks.count else 0.0
-    compute = decoding + computing if request.workers == 1 else max(decoding, computing)
-    finish_s = max(link if sizes.any() else 0.0, compute) + request.costs.closing_s(request.prompt_tokens)
+    if request.workers == 1:
+        compute, link = decoding + last + computing, link if len(fetched) else 0.0
+    else:
+        compute, link = max(decoding, computing), link + last if len(fetched) else 0.0
+    finish_s = max(link, compute) + request.costs.closing_s(request.prompt_tokens)
     tokens = max(int(chunks.tokens.sum()), 1)
     return Plan(
         levels=levels,

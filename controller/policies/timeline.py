@@ -8,6 +8,7 @@ The model of a load that planning uses; ``naive.py`` plays the same model throug
 * A decode can begin when its bytes are there. With one worker decoding and recomputing share it, with two each has one.
 * A worker never idles while it could work, so it ends at the largest, over all instants at which work becomes possible,
   of that instant plus all its work that becomes possible then or later.
+* What comes last is decoded alone, since nothing shares its batch, once it is here.
 * Chunks that are under way or ready at a level below the target are raised to it when all else has been fetched, and
   decoded anew when that is here. Where coarse levels go first, every chunk that is fetched is raised so at the end.
 * Chunks that only recomputation can give can be recomputed now where nothing before them in their document is to be
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvwire.controller.policies.base import SLOWEST
+from kvwire.controller.policies.seconds import at_once_s, decode_s, last_s, prefill_s, wire_s
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -57,46 +59,6 @@ def first_levels(request: PlanRequest, levels: Ints, coarse: Flags) -> Ints:
     chunks = request.chunks
     lowest = np.minimum(levels, np.maximum(chunks.level_for(request.goal.floor), 0))
     return np.where(coarse if chunks.layered is None else coarse & chunks.layered, lowest, levels)
-
-
-def wire_s(request: PlanRequest, sizes: Ints, bandwidth: float) -> Floats:
-    """Seconds for which a fetch of some bytes holds up the next one.
-
-    Args:
-        request: What the plan depends on.
-        sizes: Bytes, 0 for no fetch ``[...]``.
-        bandwidth: Bytes per second.
-
-    Returns:
-        Seconds ``[...]``.
-    """
-    # Requests that share a link end together, and it idles for one time to first byte until the next ones deliver.
-    return np.where(sizes > 0, sizes / max(bandwidth, SLOWEST) + request.ttfb_s / request.parallel, 0.0)
-
-
-def decode_s(request: PlanRequest, tokens: Ints, sizes: Ints) -> Floats:
-    """Work out how long chunks of some bytes keep a decode lane busy.
-
-    Args:
-        request: What the plan depends on.
-        tokens: Of each chunk ``[n]``.
-        sizes: Bytes, 0 for no fetch ``[..., n]``.
-
-    Returns:
-        Seconds, 0 where nothing is fetched ``[..., n]``.
-    """
-    cost = request.costs.decode
-    return np.where(sizes > 0, cost.base_s + cost.token_s * tokens + cost.byte_s * sizes, 0.0)
-
-
-def prefill_s(request: PlanRequest) -> Floats:
-    """Seconds of compute of each chunk when it is recomputed ``[n]``.
-
-    A pass's fixed cost falls on a run's first chunk, and where passes are short a share of it on all others.
-    """
-    chunks, cost = request.chunks, request.costs.prefill
-    seconds = cost.token_s * chunks.tokens + cost.pair_s * chunks.pairs
-    return seconds + cost.base_s * np.where(chunks.begins, 1.0, 1 / request.pass_chunks)
 
 
 def floor_s(request: PlanRequest) -> float:
@@ -135,8 +97,28 @@ def unfetched_s(request: PlanRequest, bandwidth: float) -> float:
     done = float(waits.max(initial=-inf))
     computing = committed.prefill_s + (float(prefill_s(request).sum()) if chunks.count else 0.0)
     work = committed.decode_s + float(committed.work_s.sum())
-    busy = max(done, computing + work) if request.workers == 1 else max(done, computing, work)
+    if request.workers == 1:
+        busy = max(done, computing + work) + committed.last_s
+    else:
+        busy = max(done, computing, work, opened_s(request, bandwidth))
     return busy + request.costs.closing_s(request.prompt_tokens)
+
+
+def opened_s(request: PlanRequest, bandwidth: float) -> float:
+    """Work out when what comes last is decoded, where nothing more is fetched and decoding has a lane of its own.
+
+    Args:
+        request: What the plan depends on.
+        bandwidth: Bytes per second.
+
+    Returns:
+        Seconds; of what has arrived where no fetch is open.
+    """
+    committed = request.committed
+    if not len(committed.wire):
+        return committed.decode_s + committed.last_s
+    here = request.lead_s + float(committed.wire.sum()) / max(bandwidth, SLOWEST)
+    return here + float(committed.work_s[-1]) + committed.last_s
 
 
 class Timeline:
@@ -163,7 +145,7 @@ class Timeline:
             plain: Whether to take the short cut that gives the same, where it is open.
         """
         chunks = request.chunks
-        self._request, self._targets = request, targets
+        self._request, self._targets, self._bandwidth = request, targets, bandwidth
         # The usual case, and much quicker: every chunk can be fetched at every target, and recomputed.
         self._is_plain = plain and 0 <= targets[-1] <= chunks.common
         if self._is_plain:
@@ -176,8 +158,9 @@ class Timeline:
         fetched = self._arrange()
         wire, work = wire_s(request, self.sizes, bandwidth), decode_s(request, chunks.tokens, self.sizes)
         self._raised = raised = Raised(request, targets, bandwidth)
-        link, decoding = self._lanes(wire, work, bandwidth)
-        link, decoding = self._raising(link, decoding, bandwidth, raised)
+        link, decoding = self._lanes(wire, work)
+        link, decoding = self._raising(link, decoding, raised)
+        decoding = self._last(link, decoding, raised)
         computing, late = self._computing(fetched)
         self.finish_s = self._finish(link, decoding, computing, late)
 
@@ -209,9 +192,9 @@ class Timeline:
         np.cumsum(values, axis=-1, out=out[..., 1:])
         return out
 
-    def _lanes(self, wire: Floats, work: Floats, bandwidth: float) -> tuple[Floats, Floats]:
+    def _lanes(self, wire: Floats, work: Floats) -> tuple[Floats, Floats]:
         """Ends of the link and of a decode lane that does nothing else, for every split ``[targets, n + 1]``."""
-        request = self._request
+        request, bandwidth = self._request, self._bandwidth
         committed = request.committed
         begun = request.lead_s + np.cumsum(committed.wire) / max(bandwidth, SLOWEST)  # arrivals of open requests
         done = np.cumsum(committed.work_s)
@@ -220,7 +203,8 @@ class Timeline:
         busy = float(done[-1]) if len(done) else 0.0
         last = float(begun[-1]) if len(begun) else request.lead_s
         last += committed.ahead_bytes / max(bandwidth, SLOWEST)
-        link = last + self._cumulated(self._sorted(wire))
+        requests = self._cumulated(self._sorted((wire > 0).astype(np.int64)))
+        link = last + self._cumulated(self._sorted(wire)) - at_once_s(request, requests)
         link[:, 1:] += max(0.0, request.ttfb_s - last)
         tail = self._cumulated(self._sorted(work))
         gaps = np.full(link.shape, head)
@@ -228,7 +212,7 @@ class Timeline:
         self._work = committed.decode_s + busy + tail
         return link, np.maximum(gaps, head) + busy + tail
 
-    def _raising(self, link: Floats, decoding: Floats, bandwidth: float, raised: Raised) -> tuple[Floats, Floats]:
+    def _raising(self, link: Floats, decoding: Floats, raised: Raised) -> tuple[Floats, Floats]:
         """The same ends once chunks are raised: those under way, then those of the plan ``[targets, n + 1]``."""
         end = decoding
         if raised.any:
@@ -238,13 +222,35 @@ class Timeline:
             request, tokens = self._request, self._request.chunks.tokens
             sizes = self._finest_sizes
             more = sizes - self.sizes
-            wire = self._cumulated(self._sorted(wire_s(request, more, bandwidth)))
+            wire = self._cumulated(self._sorted(wire_s(request, more, self._bandwidth)))
             work = self._cumulated(self._sorted(np.where(more > 0, decode_s(request, tokens, sizes), 0.0)))
             gaps = np.full(wire.shape, -np.inf)
             waits = np.where(self._sorted(more) > 0, wire[:, 1:] - work[:, :-1], -np.inf)
             np.maximum.accumulate(waits, axis=1, out=gaps[:, 1:])
             end, link, self._work = np.maximum(end, link + gaps) + work, link + wire, self._work + work
         return link, np.maximum(end, self._work)
+
+    def _last(self, link: Floats, decoding: Floats, raised: Raised) -> Floats:
+        """Ends of the decode lane since what comes last is decoded alone, for every split ``[targets, n + 1]``."""
+        request, tokens = self._request, self._request.chunks.tokens
+        seconds = np.zeros(self.finish_shape)
+        seconds[:, 1:] = self._sorted(last_s(request, tokens, self.sizes))
+        if raised.any:
+            seconds = np.where(raised.is_some, raised.last_s, seconds)
+        if self.levels is not self._finest:
+            finer = self._sorted(self._finest_sizes > self.sizes)
+            latest = np.maximum.accumulate(np.where(finer, np.arange(finer.shape[1]), -1), axis=1)
+            last = self._sorted(last_s(request, tokens, self._finest_sizes))
+            last = np.take_along_axis(last, np.maximum(latest, 0), axis=1)
+            seconds[:, 1:] = np.where(latest >= 0, last, seconds[:, 1:])
+        none = ~raised.is_some[:, 0]
+        if request.workers == 1:
+            seconds[none, 0] = request.committed.last_s
+            self._work = self._work + seconds
+            return decoding + seconds
+        alone = link + seconds
+        alone[none, 0] = opened_s(request, self._bandwidth)
+        return np.maximum(decoding, alone)
 
     def _computing(self, fetched: NDArray[np.bool_]) -> tuple[Floats, Floats | None]:
         """Compute that is possible now, and compute that waits for the link, for every split ``[..., n + 1]``.
@@ -336,6 +342,8 @@ class Raised:
     Attributes:
         wire_s: Seconds of the link ``[targets]``.
         decode_s: Seconds of the decode lane ``[targets]``.
+        last_s: As ``last_s``, of the last of them ``[targets, 1]``.
+        is_some: Where any is raised ``[targets, 1]``.
         gap_s: From the first of them on the link to the latest instant at which the decode lane, which does nothing
             else, may begin and never waits; -inf where nothing is raised ``[targets]``.
         error: Summed over their tokens then ``[targets]``.
@@ -352,6 +360,7 @@ class Raised:
         """
         some = request.refinable
         self.wire_s = self.decode_s = self.error = np.zeros(len(targets))
+        self.last_s, self.is_some = np.zeros((len(targets), 1)), np.zeros((len(targets), 1), np.bool_)
         self.gap_s = np.full(len(targets), -np.inf)
         self.any = some is not None and len(some.level) > 0
         if some is None or not self.any:
@@ -364,6 +373,10 @@ class Raised:
         done = np.cumsum(work, axis=1)
         self.wire_s, self.decode_s = wire[:, -1], done[:, -1]
         self.gap_s = np.where(more > 0, wire - done + work, -np.inf).max(axis=1)
+        self.is_some = (more > 0).any(axis=1, keepdims=True)
+        latest = np.where(more > 0, column, 0).max(axis=1, keepdims=True)
+        size = some.sizes[np.take_along_axis(to, latest, axis=1), latest]
+        self.last_s = last_s(request, some.tokens[latest], size)
         self.error = (some.tokens * some.errors[to, column]).sum(axis=1)
 
 

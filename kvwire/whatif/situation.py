@@ -241,9 +241,10 @@ class Situation:
         decode = self.costs.decode.shared(self.settings.decode_batch, self.settings.decode_threads)
         prefill = self.costs.prefill
         fetched = [chunk for chunk in chunks if chunk.level is not None]
+        last = [self.costs.decode.beyond(decode).seconds(chunk.tokens, chunk.bytes) for chunk in fetched[:1]]
         computed = sum(prefill.marginal(c.tokens, c.tokens * c.chunk) for c in chunks if c.level is None)
         fetch_s = sum(chunk.bytes for chunk in fetched) / self.bandwidth
-        return fetch_s, sum(decode.seconds(chunk.tokens, chunk.bytes) for chunk in fetched), computed
+        return fetch_s, sum(last) + sum(decode.seconds(chunk.tokens, chunk.bytes) for chunk in fetched), computed
 
     def _kl(self, chunks: Sequence[PlannedChunk], inputs: Sequence[ctl.DocumentPlanInput]) -> float | None:
         """Mean over tokens of what blobs predict; like errors, a recomputed chunk counts with its finest level's."""
