@@ -352,7 +352,8 @@ class Raised:
         """
         some = request.refinable
         self.wire_s = self.decode_s = self.error = np.zeros(len(targets))
-        self.last_s, self.is_some = np.zeros((len(targets), 1)), np.zeros((len(targets), 1), np.bool_)
+        self.last_s: Floats = np.zeros((len(targets), 1))
+        self.is_some: Flags = np.zeros((len(targets), 1), np.bool_)
         self.gap_s = np.full(len(targets), -np.inf)
         self.any = some is not None and len(some.level) > 0
         if some is None or not self.any:
@@ -365,7 +366,7 @@ class Raised:
         done = np.cumsum(work, axis=1)
         self.wire_s, self.decode_s = wire[:, -1], done[:, -1]
         self.gap_s = np.where(more > 0, wire - done + work, -np.inf).max(axis=1)
-        self.is_some = (more > 0).any(axis=1, keepdims=True)
+        self.is_some = np.asarray((more > 0).any(axis=1))[:, None]
         latest = np.where(more > 0, column, 0).max(axis=1, keepdims=True)
         size = some.sizes[np.take_along_axis(to, latest, axis=1), latest]
         last_work = np.take_along_axis(work, latest, axis=1)
