@@ -35,6 +35,11 @@ class BusyTime:
             fresh_s = max(0.0, ended - self._ends[-1])
             self._ends[-1] = max(ended, self._ends[-1])
             return fresh_s
+        if not self._ends or started > self._ends[-1]:  # after a pause
+            self._starts.append(started)
+            self._ends.append(ended)
+            self._forget()
+            return ended - started
         first = bisect_left(self._ends, started)
         stop = bisect_right(self._starts, ended, first)
         covered = sum(

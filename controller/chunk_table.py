@@ -360,6 +360,11 @@ class ChunkTable:
 
 def _write(columns: list[Any], start: int, rows: Sequence[Sequence[float]], *, ragged: bool) -> None:
     """Write rows ``[count][own levels]`` into columns ``[L][n]``, the last entry repeated; 0 where a row is empty."""
+    if len(rows) == 1:
+        row = rows[0] or (0,)
+        for level, column in enumerate(columns):
+            column[start] = row[min(level, len(row) - 1)]
+        return
     if ragged:
         width = len(columns)
         rows = [[*row, *[row[-1] if row else 0] * (width - len(row))] for row in rows]

@@ -307,6 +307,7 @@ class RecentMedian:
         self._spread = spread
         self._recent: deque[float] = deque(maxlen=_WINDOW)
         self._value = prior
+        self._deviation: float | None = None  # worked out where it is asked for
 
     def add(self, measured: float) -> None:
         """Take in one measurement."""
@@ -314,7 +315,7 @@ class RecentMedian:
             msg = f"a measurement must be a finite number, at least 0, got {measured}"
             raise ArgumentError(msg)
         self._recent.append(measured)
-        self._value = median(self._taken)
+        self._value, self._deviation = median(self._taken), None
 
     @property
     def is_measured(self) -> bool:
@@ -329,9 +330,11 @@ class RecentMedian:
     @property
     def deviation(self) -> float:
         """One standard deviation: of the measurements, and at least what so few of them cannot rule out."""
-        value = self.value
-        measured = _MAD_TO_SIGMA * median(abs(taken - value) for taken in self._taken)
-        return max(measured, self._spread * value / (1 + len(self._recent)))
+        if self._deviation is None:
+            value = self.value
+            measured = _MAD_TO_SIGMA * median(abs(taken - value) for taken in self._taken)
+            self._deviation = max(measured, self._spread * value / (1 + len(self._recent)))
+        return self._deviation
 
     @property
     def _taken(self) -> list[float]:

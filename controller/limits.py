@@ -257,7 +257,8 @@ class Limits(Resources):
         Args:
             spare: Above 0: only where more than a share of one in so many is free.
         """
-        return self._fits_window(self._window(spare=spare))
+        fetches = len(self.link.fetches)
+        return fetches < self._settings.max_in_flight and self._fits_window(self._window(spare=spare))
 
     def _window(self, *, spare: int = 0) -> tuple[int, float]:
         """Requests and bytes below which another fetch may be opened, see ``_window_open``."""

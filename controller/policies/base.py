@@ -32,7 +32,8 @@ RECOMPUTE = -1
 SLOWEST = 1.0
 """Bytes per second below which a link is dead. Not 0: finishing times must stay finite so that they can be compared."""
 
-_NOTHING_MORE = DecodeCost(0.0, 0.0)
+NOTHING_MORE = DecodeCost(0.0, 0.0)
+"""Where a chunk alone costs what one among many does."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,7 +226,7 @@ class PlanRequest:
     is_weighed: bool = False
     pass_chunks: float = inf
     risk: float = 0.0
-    last_decode: DecodeCost = _NOTHING_MORE
+    last_decode: DecodeCost = NOTHING_MORE
 
 
 @dataclass(frozen=True, eq=False)

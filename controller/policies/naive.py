@@ -129,7 +129,8 @@ def _decode_s(request: PlanRequest, tokens: int, size: int) -> float:
 
 
 def _last_s(request: PlanRequest, column: int, size: int) -> float:
-    return float(last_s(request, request.chunks.tokens[[column]], np.array([size]))[0])
+    tokens, sizes = request.chunks.tokens[[column]], np.array([size])
+    return float(last_s(request, tokens, sizes, decode_s(request, tokens, sizes))[0])
 
 
 def _raising(request: PlanRequest, target: int, bandwidth: float) -> list[tuple[float, float, float]]:
@@ -142,8 +143,9 @@ def _raising(request: PlanRequest, target: int, bandwidth: float) -> list[tuple[
         if to > level:
             size = int(some.sizes[to, column])
             wire = _wire_s(request, size - int(some.sizes[level, column]), bandwidth)
-            alone_s = float(last_s(request, some.tokens[[column]], np.array([size]))[0])
-            out.append((wire, _decode_s(request, int(some.tokens[column]), size), alone_s))
+            work = _decode_s(request, int(some.tokens[column]), size)
+            alone_s = float(last_s(request, some.tokens[[column]], np.array([size]), np.array([work]))[0])
+            out.append((wire, work, alone_s))
     return out
 
 

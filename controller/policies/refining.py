@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvwire.controller.policies.base import SLOWEST
-from kvwire.controller.policies.seconds import decode_s, last_s, wire_s
+from kvwire.controller.policies.seconds import decode_s, wire_s
 from kvwire.controller.policies.timeline import unfetched_s
 
 if TYPE_CHECKING:
@@ -142,17 +142,20 @@ class Refining:
             Seconds from now.
         """
         some, request = self._some, self._request
-        more = some.sizes[levels, self._column] - some.sizes[some.level, self._column]
-        raised = levels > some.level
-        if not raised.any():
+        raised = np.flatnonzero(levels > some.level)
+        if not len(raised):
             return self.ready_s
-        wire = np.cumsum(wire_s(request, more, request.bandwidth_low)[raised])
-        sizes = some.sizes[levels, self._column]
-        work = decode_s(request, some.tokens, sizes)[raised]
+        sizes, tokens = some.sizes[levels[raised], raised], some.tokens[raised]
+        wire = np.cumsum(wire_s(request, sizes - some.sizes[some.level[raised], raised], request.bandwidth_low))
+        work = decode_s(request, tokens, sizes)
         done = np.cumsum(work)
-        last = float(last_s(request, some.tokens, sizes)[raised][-1])
         end = max(self._lane_s, self._link_s + float((wire - done + work).max())) + float(done[-1])
-        end = end + last if request.workers == 1 else max(end, self._link_s + float(wire[-1]) + last)
+        # What comes last is decoded alone.
+        alone_s = request.last_decode.seconds(int(tokens[-1]), int(sizes[-1]))
+        if request.workers == 1:
+            end += alone_s
+        else:
+            end = max(end, self._link_s + float(wire[-1] + work[-1]) + alone_s)
         return max(self.ready_s, end + self._closing_s)
 
 

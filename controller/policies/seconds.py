@@ -57,13 +57,14 @@ def decode_s(request: PlanRequest, tokens: Ints, sizes: Ints) -> Floats:
     return np.where(sizes > 0, cost.base_s + cost.token_s * tokens + cost.byte_s * sizes, 0.0)
 
 
-def last_s(request: PlanRequest, tokens: Ints, sizes: Ints) -> Floats:
+def last_s(request: PlanRequest, tokens: Ints, sizes: Ints, work: Floats) -> Floats:
     """Work out what decoding a chunk adds where it comes last, so that nothing shares its batch.
 
     Args:
         request: What the plan depends on.
         tokens: Of each chunk ``[...]``.
         sizes: Bytes, 0 for no fetch ``[...]``.
+        work: What ``decode_s`` gives for these ``[...]``.
 
     Returns:
         Seconds, 0 where nothing is fetched ``[...]``: with one worker those beyond ``decode_s``, for they add to its
@@ -71,7 +72,7 @@ def last_s(request: PlanRequest, tokens: Ints, sizes: Ints) -> Floats:
     """
     cost = request.last_decode
     seconds = np.where(sizes > 0, cost.base_s + cost.token_s * tokens + cost.byte_s * sizes, 0.0)
-    return seconds if request.workers == 1 else seconds + decode_s(request, tokens, sizes)
+    return seconds if request.workers == 1 else seconds + work
 
 
 def prefill_s(request: PlanRequest) -> Floats:

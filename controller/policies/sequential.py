@@ -34,9 +34,10 @@ def sequential_plan(request: PlanRequest, levels: Ints, order: Sequence[int], re
     link = request.lead_s + (float(committed.wire.sum()) + committed.ahead_bytes) / bandwidth
     fetched = np.flatnonzero(sizes)
     link += float(np.sum(wire_s(request, sizes, bandwidth)) - at_once_s(request, np.asarray(len(fetched))))
-    decoding = committed.decode_s + float(committed.work_s.sum() + np.sum(decode_s(request, chunks.tokens, sizes)))
+    work = decode_s(request, chunks.tokens, sizes)
+    decoding = committed.decode_s + float(committed.work_s.sum() + work.sum())
     latest = order[-1] if len(order) else fetched[-1:]
-    last = float(last_s(request, chunks.tokens, sizes)[latest].sum()) if len(fetched) else committed.last_s
+    last = float(last_s(request, chunks.tokens, sizes, work)[latest].sum()) if len(fetched) else committed.last_s
     computing = committed.prefill_s + float(np.sum(prefill_s(request)[levels == RECOMPUTE])) if chunks.count else 0.0
     if request.workers == 1:
         compute, link = decoding + last + computing, link if len(fetched) else 0.0

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvwire.controller.policies.base import SLOWEST
+from kvwire.controller.policies.base import NOTHING_MORE, SLOWEST
 from kvwire.controller.policies.seconds import at_once_s, decode_s, last_s, prefill_s, wire_s
 
 if TYPE_CHECKING:
@@ -100,25 +100,9 @@ def unfetched_s(request: PlanRequest, bandwidth: float) -> float:
     if request.workers == 1:
         busy = max(done, computing + work) + committed.last_s
     else:
-        busy = max(done, computing, work, opened_s(request, bandwidth))
+        opened = float(begun[-1] + committed.work_s[-1]) if len(begun) else committed.decode_s
+        busy = max(done, computing, work, opened + committed.last_s)
     return busy + request.costs.closing_s(request.prompt_tokens)
-
-
-def opened_s(request: PlanRequest, bandwidth: float) -> float:
-    """Work out when what comes last is decoded, where nothing more is fetched and decoding has a lane of its own.
-
-    Args:
-        request: What the plan depends on.
-        bandwidth: Bytes per second.
-
-    Returns:
-        Seconds; of what has arrived where no fetch is open.
-    """
-    committed = request.committed
-    if not len(committed.wire):
-        return committed.decode_s + committed.last_s
-    here = request.lead_s + float(committed.wire.sum()) / max(bandwidth, SLOWEST)
-    return here + float(committed.work_s[-1]) + committed.last_s
 
 
 class Timeline:
@@ -160,7 +144,7 @@ class Timeline:
         self._raised = raised = Raised(request, targets, bandwidth)
         link, decoding = self._lanes(wire, work)
         link, decoding = self._raising(link, decoding, raised)
-        decoding = self._last(link, decoding, raised)
+        decoding = self._last(link, decoding, work, raised)
         computing, late = self._computing(fetched)
         self.finish_s = self._finish(link, decoding, computing, late)
 
@@ -202,9 +186,9 @@ class Timeline:
         head = float(np.max(begun - (done - committed.work_s), initial=-np.inf))
         busy = float(done[-1]) if len(done) else 0.0
         last = float(begun[-1]) if len(begun) else request.lead_s
+        self._opened_s = (last + float(committed.work_s[-1]) if len(begun) else committed.decode_s) + committed.last_s
         last += committed.ahead_bytes / max(bandwidth, SLOWEST)
-        requests = self._cumulated(self._sorted((wire > 0).astype(np.int64)))
-        link = last + self._cumulated(self._sorted(wire)) - at_once_s(request, requests)
+        link = last + self._cumulated(self._sorted(wire)) - at_once_s(request, self._requests(wire))
         link[:, 1:] += max(0.0, request.ttfb_s - last)
         tail = self._cumulated(self._sorted(work))
         gaps = np.full(link.shape, head)
@@ -230,26 +214,34 @@ class Timeline:
             end, link, self._work = np.maximum(end, link + gaps) + work, link + wire, self._work + work
         return link, np.maximum(end, self._work)
 
-    def _last(self, link: Floats, decoding: Floats, raised: Raised) -> Floats:
+    def _requests(self, wire: Floats) -> Ints:
+        """How many requests each split takes ``[..., n + 1]``."""
+        if self._is_plain and wire.all():
+            return np.arange(self.finish_shape[1])
+        return self._cumulated(self._sorted((wire > 0).astype(np.int64)))
+
+    def _last(self, link: Floats, decoding: Floats, work: Floats, raised: Raised) -> Floats:
         """Ends of the decode lane since what comes last is decoded alone, for every split ``[targets, n + 1]``."""
-        request, tokens = self._request, self._request.chunks.tokens
-        seconds = np.zeros(self.finish_shape)
-        seconds[:, 1:] = self._sorted(last_s(request, tokens, self.sizes))
+        request, tokens, committed = self._request, self._request.chunks.tokens, self._request.committed
+        if request.last_decode == NOTHING_MORE and not committed.last_s:
+            return decoding
+        seconds = np.empty(self.finish_shape)
+        seconds[:, 1:] = self._sorted(last_s(request, tokens, self.sizes, work))
+        seconds[:, 0] = committed.last_s
         if raised.any:
             seconds = np.where(raised.is_some, raised.last_s, seconds)
         if self.levels is not self._finest:
             finer = self._sorted(self._finest_sizes > self.sizes)
             latest = np.maximum.accumulate(np.where(finer, np.arange(finer.shape[1]), -1), axis=1)
-            last = self._sorted(last_s(request, tokens, self._finest_sizes))
+            works = decode_s(request, tokens, self._finest_sizes)
+            last = self._sorted(last_s(request, tokens, self._finest_sizes, works))
             last = np.take_along_axis(last, np.maximum(latest, 0), axis=1)
             seconds[:, 1:] = np.where(latest >= 0, last, seconds[:, 1:])
-        none = ~raised.is_some[:, 0]
         if request.workers == 1:
-            seconds[none, 0] = request.committed.last_s
             self._work = self._work + seconds
             return decoding + seconds
         alone = link + seconds
-        alone[none, 0] = opened_s(request, self._bandwidth)
+        alone[:, 0] = np.where(raised.is_some[:, 0], alone[:, 0], self._opened_s)
         return np.maximum(decoding, alone)
 
     def _computing(self, fetched: NDArray[np.bool_]) -> tuple[Floats, Floats | None]:
@@ -360,7 +352,8 @@ class Raised:
         """
         some = request.refinable
         self.wire_s = self.decode_s = self.error = np.zeros(len(targets))
-        self.last_s, self.is_some = np.zeros((len(targets), 1)), np.zeros((len(targets), 1), np.bool_)
+        self.last_s: Floats = np.zeros((len(targets), 1))
+        self.is_some: Flags = np.zeros((len(targets), 1), np.bool_)
         self.gap_s = np.full(len(targets), -np.inf)
         self.any = some is not None and len(some.level) > 0
         if some is None or not self.any:
@@ -373,10 +366,11 @@ class Raised:
         done = np.cumsum(work, axis=1)
         self.wire_s, self.decode_s = wire[:, -1], done[:, -1]
         self.gap_s = np.where(more > 0, wire - done + work, -np.inf).max(axis=1)
-        self.is_some = (more > 0).any(axis=1, keepdims=True)
+        self.is_some = np.asarray((more > 0).any(axis=1))[:, None]
         latest = np.where(more > 0, column, 0).max(axis=1, keepdims=True)
         size = some.sizes[np.take_along_axis(to, latest, axis=1), latest]
-        self.last_s = last_s(request, some.tokens[latest], size)
+        last_work = np.take_along_axis(work, latest, axis=1)
+        self.last_s = last_s(request, some.tokens[latest], size, last_work)
         self.error = (some.tokens * some.errors[to, column]).sum(axis=1)
 
 
