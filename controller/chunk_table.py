@@ -270,7 +270,7 @@ class ChunkTable:
             return 0, 0, 0
         state = self.look("state")
         places = np.flatnonzero((state == _S.ARRIVED) | (state == _S.REFINED))
-        sizes, level = self.fixed()[0][_SIZES:], self.look("level")[places]
+        sizes, level = self.sizes_by_level(), self.look("level")[places]
         size = int((sizes[level, places] * (level >= 0)).sum())
         return len(places), int(self.look("tokens")[places].sum()), size
 
@@ -284,6 +284,10 @@ class ChunkTable:
         pairs = float((tokens * (context + tokens / 2)).sum())
         documents = int(np.count_nonzero(np.bincount(self.look("document")[places])))
         return documents, int(tokens.sum()), pairs
+
+    def sizes_by_level(self) -> Ints:
+        """Bytes of every chunk up to each level ``[L, n]``."""
+        return self.fixed()[0][_SIZES:]
 
     def fixed(self) -> tuple[Ints, NDArray[np.float64]]:
         """Copies of what stays as it is while chunks move on, so that many columns are read in one go.

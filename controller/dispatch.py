@@ -22,7 +22,7 @@ from kvwire.controller.planning import Planner
 
 if TYPE_CHECKING:
     from kvwire.controller.document_state import DocumentState
-    from kvwire.controller.load import Load
+    from kvwire.controller.load import Load, Place
 
 _S = ChunkState
 _TICK_S = 0.05
@@ -30,6 +30,7 @@ _LEAST_TICK_S = 0.001
 _TURNS = 4
 _LOOK = 0.5  # share of the time until a load's cut that a look may take
 _REDECODED = 0.5  # share of the reserve by which what is overwritten may be valid again after the cut
+_LOWERED = 256  # refinements whose decoding is looked ahead at
 _PLANS = 4  # plans made for one event, besides those of loads whose turn it is
 
 
@@ -145,11 +146,38 @@ class Dispatcher(Planner):
             able = (place for place in load.having(_S.REFINED) if not self._is_extended(place[0]))
             places = [*islice(able, self._settings.decode_batch)]
             left_s = self._cut(load) + _REDECODED * self._settings.reserve_s - now
+            if load.due < inf:
+                self._lower(load, places, left_s)
             # Nothing that is valid is overwritten too late.
             count = bisect_right(
                 range(1, len(places) + 1), left_s, key=lambda count: self._decode_s(load, places[:count])
             )
             self.start_decode(load, places[:count], _S.REDECODING, now, out)
+
+    def _lower(self, load: Load, places: list[Place], left_s: float) -> None:
+        """Have chunks decoded to a coarser level than came, where else not all that came could be decoded in time.
+
+        A chunk that is left at its base loses more than several that stay below the finest.
+        """
+        table, batch = load.table, np.array([doc.start + chunk for doc, chunk in places], np.int64)
+        at = np.fromiter(islice(table.having(_S.REFINED, _S.REFINING), _LOWERED), np.int64)
+        if not len(batch):
+            return
+        level, valid, tokens = table.look("level")[at], table.look("valid_level")[at], table.look("tokens")[at]
+        sizes, cost = table.sizes_by_level(), self.costs_of(load).decode
+        threads, batches = self._settings.decode_threads, -(-len(at) // self._settings.decode_batch)
+
+        def seconds(cap: int) -> float:
+            lowered = np.minimum(level, cap)
+            each_s = (tokens * cost.token_s + sizes[lowered, at] * cost.byte_s)[lowered > valid]
+            work_s = max(each_s.sum() / threads, each_s.max(initial=0.0))  # no thread shares a chunk
+            return float(batches * cost.base_s + work_s) * (1 + min(self._estimates.decode.spread, 1.0))
+
+        finest, base = int(level.max()), int(valid.min())
+        cap = next((cap for cap in range(finest, base + 1, -1) if seconds(cap) <= left_s), base + 1)
+        if cap < finest:
+            for each in batch[(table.look("level")[batch] > cap) & (table.look("valid_level")[batch] < cap)].tolist():
+                table.level[each] = table.top[each] = cap
 
     def _is_extended(self, doc: DocumentState) -> bool:
         """Whether a forward pass that reads a document is running."""
