@@ -72,18 +72,30 @@ def _load_of(instruction):
 
 
 def play(
-    arrivals, rate, *, prior=None, policy=None, trouble=None, seed=0, limit_s=200.0, wrap=None, costs=COSTS, **settings
+    arrivals,
+    rate,
+    *,
+    prior=None,
+    policy=None,
+    trouble=None,
+    seed=0,
+    limit_s=200.0,
+    wrap=None,
+    costs=COSTS,
+    true=None,
+    **settings,
 ):
     """Play loads. rate: bytes per second, or a trace; prior: what is believed at first, the truth by default.
 
-    wrap: makes what drives the world of the controller, the controller itself by default. costs: true and believed.
+    wrap: makes what drives the world of the controller, the controller itself by default. costs: believed; true: what
+    things cost, ``costs`` by default.
     """
     trace = rate if isinstance(rate, RateTrace) else RateTrace((0.0,), (rate,))
     log = []
     estimates = Estimates(costs, prior or trace.at(0.0), RTT_S)
     controller = Controller(estimates, ControllerSettings(**settings), policy, record=log.append)
     world = World(
-        wrap(controller) if wrap else controller, trace, costs, rtt_s=RTT_S, trouble=trouble, seed=seed,
+        wrap(controller) if wrap else controller, trace, true or costs, rtt_s=RTT_S, trouble=trouble, seed=seed,
         decode_threads=settings.get("decode_threads", 1), limit_s=limit_s,
     )  # fmt: skip
     return Played(world.run(arrivals), log, controller.estimates)

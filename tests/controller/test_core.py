@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 import pytest
 
-from kvwire.controller import Controller, ControllerSettings, DocumentPlanInput, Estimates, Goal
+from kvwire.controller import Controller, ControllerSettings, DecodeCost, DocumentPlanInput, Estimates, Goal
 from kvwire.controller import events as ev
 from kvwire.controller.policies import Fixed
 from kvwire.errors import ArgumentError
@@ -145,6 +146,18 @@ def test_refining_stops_at_the_cut_with_a_valid_prompt():
     assert len(outcome.decisions) == 16
     assert not outcome.failed
     assert played.log[-1].now < 0.6
+
+
+@pytest.mark.parametrize("share_s", [0.02, 0.025])
+@pytest.mark.parametrize("slower", [1.0, 1.1, 1.3, 1.5])
+@pytest.mark.parametrize("chunks", [16, 18, 40])
+def test_where_bytes_take_longer_to_decode_than_believed_no_chunk_stays_at_its_base(slower, chunks, share_s):
+    """Rather all a little better than some as fine as they came, and the rest not at all."""
+    costs, true = (replace(COSTS, decode=DecodeCost(0.001, 1e-5, 1e-7 * ratio)) for ratio in (1.0, slower))
+    goal, text = quality(share_s * chunks), document(chunks, text=False)
+    outcome, _ = one(goal, 500 * MB, text, costs=costs, true=true, decode_batch=4)
+    assert outcome.in_time
+    assert outcome.levels[0] == 0
 
 
 def test_a_refinement_that_is_late_is_cancelled_and_the_load_is_in_time():
