@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.policies.base import RECOMPUTE, SLOWEST
-from kvwire.controller.policies.seconds import decode_s, last_s, prefill_s, wire_s
+from kvwire.controller.policies.base import RECOMPUTE, SLOWEST, decode_s, last_s, prefill_s, wire_s
 from kvwire.controller.policies.timeline import first_levels
 
 if TYPE_CHECKING:
