@@ -253,9 +253,9 @@ def at_once_s(request: PlanRequest, count: Ints) -> Floats:
         count: How many requests follow those that are open ``[...]``.
 
     Returns:
-        Seconds ``[...]``.
+        Seconds ``[...]``; none before a deadline, for which that time is kept.
     """
-    free = max(0, request.parallel - len(request.committed.wire))
+    free = max(0, request.parallel - len(request.committed.wire)) if request.left_s is None else 0
     return np.minimum(count, free) * (request.ttfb_s / request.parallel)
 
 
