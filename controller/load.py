@@ -15,8 +15,7 @@ import numpy as np
 from kvwire.controller.chunk_table import ChunkState, ChunkTable
 from kvwire.controller.document_state import DocumentState
 from kvwire.controller.passes import WantedPasses
-from kvwire.controller.policies.base import RECOMPUTE, PlanRequest
-from kvwire.controller.policies.seconds import prefill_s
+from kvwire.controller.policies.base import RECOMPUTE, PlanRequest, prefill_s
 from kvwire.controller.policies.timeline import floor_s
 from kvwire.errors import ArgumentError
 

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.policies.base import RECOMPUTE, Plan
+from kvwire.controller.policies.base import RECOMPUTE, Plan, prefill_s
 from kvwire.controller.policies.refining import Refining, raised_within
-from kvwire.controller.policies.seconds import prefill_s
 from kvwire.controller.policies.timeline import Timeline, unfetched_s
 
 if TYPE_CHECKING:

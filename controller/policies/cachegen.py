@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.policies.base import RECOMPUTE, SLOWEST
-from kvwire.controller.policies.seconds import prefill_s
+from kvwire.controller.policies.base import RECOMPUTE, SLOWEST, prefill_s
 from kvwire.controller.policies.sequential import sequential_plan
 from kvwire.controller.policies.timeline import Timeline
 

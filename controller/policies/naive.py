@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.policies.base import RECOMPUTE, SLOWEST
-from kvwire.controller.policies.seconds import decode_s, last_s, prefill_s, wire_s
+from kvwire.controller.policies.base import RECOMPUTE, SLOWEST, decode_s, last_s, prefill_s, wire_s
 from kvwire.controller.policies.timeline import first_levels
 
 if TYPE_CHECKING:
@@ -110,7 +109,8 @@ def _arrivals(
         arrivals.append((at, float(work)))
     at += committed.ahead_bytes / max(bandwidth, SLOWEST)
     at = max(at, request.ttfb_s) if tail else at
-    together = request.parallel - len(arrivals)  # how many may be open at once besides
+    # How many may be open at once besides; a plan with a deadline counts on none.
+    together = request.parallel - len(arrivals) if request.left_s is None else 0
     for column, size in zip(tail, sizes, strict=True):
         at += _wire_s(request, size, bandwidth)
         if size and together > 0:

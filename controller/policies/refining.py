@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.policies.base import SLOWEST
-from kvwire.controller.policies.seconds import decode_s, wire_s
+from kvwire.controller.policies.base import SLOWEST, decode_s, wire_s
 from kvwire.controller.policies.timeline import unfetched_s
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.policies.base import RECOMPUTE, SLOWEST, Plan
-from kvwire.controller.policies.seconds import at_once_s, decode_s, last_s, prefill_s, wire_s
+from kvwire.controller.policies.base import RECOMPUTE, SLOWEST, Plan, at_once_s, decode_s, last_s, prefill_s, wire_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvwire.controller.policies.base import NOTHING_MORE, SLOWEST
-from kvwire.controller.policies.seconds import at_once_s, decode_s, last_s, prefill_s, wire_s
+from kvwire.controller.policies.base import NOTHING_MORE, SLOWEST, at_once_s, decode_s, last_s, prefill_s, wire_s
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
