@@ -151,7 +151,7 @@ def test_an_answer_keeps_its_lines_and_nothing_else(capsys):
     decisions = (Decision(ChunkId(0, 0), "recompute", None, f"because {EVIL}"),)
     answer = SimpleNamespace(
         timing=Timing(1, 1, 1, 1, 1, 1), decisions=decisions, misses=(f"{EVIL}: lost",), bytes=0, reason=EVIL,
-        text="first line\nsecond \x1b[2Jline", repair=None, link_warning="", computed=0,
+        text="first line\nsecond \x1b[2Jline", repair=None, link_warning="", computed=0, shifted=0,
     )  # fmt: skip
     print_answer(names, answer, as_json=False)
     out = capsys.readouterr()
