@@ -429,7 +429,7 @@ def draw(path: Path, results: dict[str, Any], level: str) -> None:
         times = [figures["median"] for figures in found["us_per_token"].values()]
         axes.plot(sizes, times, "o-", color=colour, label=f"{label}: tokens to the {_exponent(found)}")
     axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="microseconds a token", title="one thread")
-    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    axes.set_xticks(sizes, [f"{size // 1024}k" if size % 1024 == 0 else str(size) for size in sizes])
     axes.set_xticks([], minor=True)
     low, high = axes.get_ylim()
     axes.set_ylim(low / 2, high * 2)

@@ -248,8 +248,24 @@ def test_create_does_without_the_condition(lying, status):
 
 @pytest.mark.parametrize("answer", [(404, "NoSuchKey"), (409, "X"), (412, "PreconditionFailed")])
 def test_what_is_replaced_and_not_there_any_more_is_a_lost_race(lying, answer):
-    lying.answers["PUT"] = error_page(*answer)
+    lying.answers |= {"PUT": error_page(*answer), "HEAD": (404, {}, b"")}
     assert lying.store.replace("k", b"four", "a" * 32) is False
+
+
+@pytest.mark.parametrize("quoted", [True, False])
+@pytest.mark.parametrize("lies", ["a" * 32, "b" * 32])
+def test_a_version_is_replaced_however_a_server_compares_tags(lying, quoted, lies):
+    taken = []
+
+    def put(request):
+        if request.headers["If-Match"] != (f'"{lies}"' if quoted else lies):
+            return error_page(412, "PreconditionFailed")
+        taken.append(request.headers["If-Match"])
+        return 200, {}, b""
+
+    lying.answers |= {"PUT": put, "HEAD": (200, {"ETag": f'"{lies}"'}, b"four")}
+    assert lying.store.replace("k", b"five", "a" * 32) is (lies == "a" * 32)
+    assert len(taken) == (lies == "a" * 32)
 
 
 @pytest.mark.parametrize("code", ["NoSuchBucket", "Else"])

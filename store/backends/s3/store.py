@@ -147,22 +147,38 @@ class S3Store(Store):
     def replace(self, key: str, data: Data, etag: str) -> bool:
         """Write where the version is still the one with this tag (``If-Match``), or where nothing lies.
 
-        A server that does not know conditional writes is asked first, which leaves a moment in between.
+        A server that does not know conditional writes is asked first, which leaves a moment in between. Ceph's gateway
+        (seen with 16.2) compares its tag with the condition's quotes: where the tag is still the one that was seen, it
+        is sent without them, still as the condition.
         """
         if content_digest(check_place(key)) is not None:  # whose tags are not the server's, and which never changes
             return super().replace(key, data, etag)
-        condition: Condition = {"IfMatch": f'"{etag}"'} if etag else {"IfNoneMatch": "*"}
+        if not etag:
+            wrote = self._put_if(key, data, {"IfNoneMatch": "*"})
+        else:
+            wrote = self._put_if(key, data, {"IfMatch": f'"{etag}"'})
+            if wrote is False and self._is_tagged(key, etag):
+                wrote = self._put_if(key, data, {"IfMatch": etag})
+        return super().replace(key, data, etag) if wrote is None else wrote
+
+    def _put_if(self, key: str, data: Data, condition: Condition) -> bool | None:
+        """Whether a conditional write was done; None where the server knows no such thing."""
         with self._client.asking(key) as boto:
             try:
                 boto.put_object(**self._target(key), **_about(key), Body=_body(data), **condition)
             except boto.exceptions.ClientError as error:
                 if is_conflict(error):
                     return False
-                if not is_taken(error):
-                    raise
-            else:
-                return True
-        return super().replace(key, data, etag)
+                if is_taken(error):
+                    return None
+                raise
+        return True
+
+    def _is_tagged(self, key: str, etag: str) -> bool:
+        try:
+            return self.stat(key).etag == etag
+        except NotFoundError:
+            return False
 
     def delete(self, key: str) -> None:
         """Remove the object, if there is one."""
