@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from kvwire.store.prefix.schemes import hash_scheme
     from kvwire.store.prefix_entry import PrefixEntry
     from kvwire.store.schemes import open_store
-    from kvwire.store.upkeep.collect import Collected, collect
+    from kvwire.store.upkeep.collect import collect
+    from kvwire.store.upkeep.collected import Collected
     from kvwire.store.upkeep.copy import Copied, copy_store
     from kvwire.store.upkeep.indexing import Indexed, index_documents
     from kvwire.store.upkeep.rebuild import Rebuilt, rebuild
@@ -147,7 +148,8 @@ __getattr__ = lazy(
         "kvwire.store.partition": ("Part",),
         "kvwire.store.prefix_entry": ("PrefixEntry",),
         "kvwire.store.schemes": ("open_store",),
-        "kvwire.store.upkeep.collect": ("Collected", "collect"),
+        "kvwire.store.upkeep.collect": ("collect",),
+        "kvwire.store.upkeep.collected": ("Collected",),
         "kvwire.store.upkeep.copy": ("Copied", "copy_store"),
         "kvwire.store.upkeep.indexing": ("Indexed", "index_documents"),
         "kvwire.store.upkeep.rebuild": ("Rebuilt", "rebuild"),

@@ -115,3 +115,7 @@ class Part:
                     break
                 if self.has(listed.key):
                     yield listed
+
+
+WHOLE = Part()
+"""All of a store."""

@@ -28,6 +28,9 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdo
 _CONFIG = click.option("--config", default="", metavar="PREFIX", help="Model configuration, as --configs lists them.")
 _ALL = click.option("--all-tenants", is_flag=True, help="Every tenant of the store, not only --tenant.")
 _JOBS = click.option("--jobs", default=4, show_default=True, type=click.IntRange(1, 64), help="Objects at once.")
+_PART = click.option(
+    "--part", metavar="K/N", default="1/1", help="One of N equal parts alone, which is a random sample too."
+)
 _MOST_COLLECTED = 0.5
 """Part of all bytes that gc deletes without being told to."""
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -134,6 +137,7 @@ def rm(*, documents: tuple[str, ...], place: StoreOptions, config: str, as_json:
 @click.option("--dry-run", is_flag=True, help="Delete nothing, and tell what would be.")
 @click.option("--yes", is_flag=True, help="Delete even more than half of all bytes, or of all documents'.")
 @click.option("--allow-empty-catalog", is_flag=True, help="Collect where the catalog names nothing that is there.")
+@_PART
 @_JSON
 def gc(
     *,
@@ -143,12 +147,13 @@ def gc(
     dry_run: bool,
     yes: bool,
     allow_empty_catalog: bool,
+    part: str,
     as_json: bool,
 ) -> None:
     """Delete blobs, profiles and texts that no document names any more. Safe while others read and write."""
-    from kvwire.store import collect
+    from kvwire.store import Part, collect
 
-    grace_s = _seconds(grace)
+    grace_s, chosen = _seconds(grace), Part.parse(part)
     with _opened(place) as store, progress("looking at", "obj") as tell:
         tenant = None if all_tenants else place.catalog(store).tenant
         done = collect(
@@ -159,6 +164,7 @@ def gc(
             dry_run=dry_run,
             max_fraction=1.0 if yes else _MOST_COLLECTED,
             allow_empty_catalog=allow_empty_catalog,
+            part=chosen,
             on_progress=lambda _, count: tell(count),
         )
     error = CorruptError(f"left alone: {'; '.join(done.failures)}") if done.failures else None
@@ -227,7 +233,7 @@ def rebuild(*, place: StoreOptions, all_tenants: bool, dry_run: bool, as_json: b
 @_ALL
 @_JOBS
 @click.option("--delete-damaged", is_flag=True, help="Delete what is damaged, so that it is encoded again.")
-@click.option("--part", metavar="K/N", default="1/1", help="One of N equal parts alone, which is a random sample too.")
+@_PART
 @_JSON
 def verify(
     *, place: StoreOptions, all_tenants: bool, jobs: int, delete_damaged: bool, part: str, as_json: bool

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
@@ -41,7 +41,9 @@ from kvwire.store.catalog.announcements import GRACE_S, LEASE_S, MAX_NAMES, anno
 from kvwire.store.catalog.catalog import Catalog
 from kvwire.store.key_kinds import KINDS, catalog_prefixes, key_digest, kind_of, kinds, mark
 from kvwire.store.keys import check_tenant
-from kvwire.store.listing import content, read_ahead, tenants
+from kvwire.store.listing import read_ahead, tenants
+from kvwire.store.partition import WHOLE
+from kvwire.store.upkeep.collected import Collected
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from kvwire.store.base import Listed, Store
     from kvwire.store.crypto.keyring import Keyring
     from kvwire.store.keys import KeySpace
+    from kvwire.store.partition import Part
 
     OnProgress = Callable[[str, int], None]
 
@@ -60,59 +63,12 @@ _UNFINISHED_S = 3600.0
 _PIECE = 200
 """Deletions between looks at the clock, which comes after as many looks at what is to be deleted."""
 _TELL_EVERY = 1000
+_SAMPLE = 64
+"""Of what entries name in other parts: one that is there shows that the catalog is not lost."""
 _SHARED = tuple(kind for kind in KINDS if kind.name == "profile")
 
 
-@dataclass(frozen=True)
-class Collected:
-    """What was deleted, or would be.
-
-    Attributes:
-        entries: Of token sequences, and of their prefixes, that no document has.
-        leftovers: Unfinished files.
-        bytes: Of all but entries.
-        failures: In words, model configurations where an entry that cannot be read hides what is needed, or where the
-            store failed, so that less was deleted than might be.
-        others: Objects of further kinds.
-        looked_at: Bytes of all content that was looked at.
-        documents_looked_at: Bytes of all of it but profiles, which are shared and outweigh a few documents.
-        document_bytes: Bytes of what was deleted but profiles.
-        misplaced: Objects of known kinds that lie where none of their kind does, so that nothing leads to them. They
-            are left alone: ``verify_store`` names them.
-    """
-
-    blobs: int = 0
-    profiles: int = 0
-    texts: int = 0
-    entries: int = 0
-    leftovers: int = 0
-    bytes: int = 0
-    failures: tuple[str, ...] = ()
-    others: int = 0
-    looked_at: int = field(default=0, compare=False)
-    documents_looked_at: int = field(default=0, compare=False)
-    document_bytes: int = field(default=0, compare=False)
-    misplaced: int = field(default=0, compare=False)
-
-    def __add__(self, other: Collected) -> Collected:
-        """Both together."""
-        return Collected(
-            self.blobs + other.blobs,
-            self.profiles + other.profiles,
-            self.texts + other.texts,
-            self.entries + other.entries,
-            self.leftovers + other.leftovers,
-            self.bytes + other.bytes,
-            self.failures + other.failures,
-            self.others + other.others,
-            self.looked_at + other.looked_at,
-            self.documents_looked_at + other.documents_looked_at,
-            self.document_bytes + other.document_bytes,
-            self.misplaced + other.misplaced,
-        )
-
-
-def collect(
+def collect(  # noqa: PLR0913 - what may be collected, and what holds it back
     store: Store,
     *,
     tenant_hash: str | None = None,
@@ -121,6 +77,7 @@ def collect(
     dry_run: bool = False,
     max_fraction: float = 1.0,
     allow_empty_catalog: bool = False,
+    part: Part = WHOLE,
     on_progress: OnProgress | None = None,
 ) -> Collected:
     """Delete content that no document of its tenant and model configuration names and that is older than the grace.
@@ -138,6 +95,9 @@ def collect(
             blobs and texts alone.
         allow_empty_catalog: Collect even where no catalog entry of a configuration names any content that is there.
             Without it such a catalog counts as lost, and nothing of the configuration is deleted: see ``rebuild``.
+        part: Content and entries to collect. All entries of documents are read for it, and of what they name only this
+            part is kept in memory. Parts may be collected side by side and in any order; unfinished files go with the
+            first. An entry of a prefix that leads into other parts goes once those were collected.
         on_progress: Called with ``"entries"`` or ``"objects"`` and how many more were looked at.
 
     Returns:
@@ -151,11 +111,11 @@ def collect(
         msg = f"a grace period is no time at least, {grace_s:g} s are less"
         raise ArgumentError(msg)
     tell = on_progress or (lambda _what, _count: None)
-    settings = _Settings(grace_s, allow_empty_catalog=allow_empty_catalog, tell=tell)
+    settings = _Settings(grace_s, allow_empty_catalog=allow_empty_catalog, part=part, tell=tell)
     if max_fraction < 1 and not dry_run:
         _check_fraction(_sweep(store, tenant_hash, keyring, replace(settings, dry_run=True)), max_fraction)
     total = _sweep(store, tenant_hash, keyring, replace(settings, dry_run=dry_run))
-    if not dry_run:
+    if not dry_run and part.number == 1:
         total += _remove_leftovers(store, grace_s)
     return total
 
@@ -164,6 +124,7 @@ def collect(
 class _Settings:
     grace_s: float
     allow_empty_catalog: bool
+    part: Part
     tell: OnProgress
     dry_run: bool = False
 
@@ -204,15 +165,16 @@ def _remove_leftovers(store: Store, grace_s: float) -> Collected:
 
 
 class _Sweep:
-    """One configuration. marked: digests that are needed."""
+    """One configuration, or its part. marked: digests that are needed; elsewhere: some that are, of other parts."""
 
     def __init__(self, catalog: Catalog, space: KeySpace, settings: _Settings) -> None:
         self._catalog = catalog
         self._store = catalog.store
         self._space = space
         self._grace_s, self._dry_run, self._tell = settings.grace_s, settings.dry_run, settings.tell
-        self._allow_empty_catalog = settings.allow_empty_catalog
+        self._allow_empty_catalog, self._part = settings.allow_empty_catalog, settings.part
         self._marked: set[bytes] = set()
+        self._elsewhere: list[str] = []
         self._marked_at = 0.0
         self._done = Collected()
 
@@ -225,7 +187,7 @@ class _Sweep:
             self._batches(self._stale_hints(), self._delete_hints)
             self._batches(self._stale_index(), self._delete_index)
             self._batches(self._garbage(), self._delete_content)
-            if not self._dry_run:
+            if not self._dry_run and self._part.number == 1:
                 self._delete_dead_announcements()
         except (AuthError, CorruptError, FormatVersionError, StorageError) as error:
             self._done += Collected(failures=(f"{self._space.root}: {error}",))
@@ -247,7 +209,11 @@ class _Sweep:
                 continue
             if kind is None or kind.names is None:
                 raise _unknown(key)
-            self._marked.update(mark(named.key) for named in kind.names(key, data))
+            for named in kind.names(key, data):
+                if self._part.has(named.key):
+                    self._marked.add(mark(named.key))
+                elif len(self._elsewhere) < _SAMPLE:
+                    self._elsewhere.append(named.key)
             count += 1
             if count % _TELL_EVERY == 0:
                 self._tell("entries", _TELL_EVERY)
@@ -266,11 +232,11 @@ class _Sweep:
     def _refuse_lost_catalog(self) -> None:
         """Raise CorruptError where there is garbage, and nothing that is there is named: the catalog is lost, then."""
         garbage = 0
-        for listed in content(self._store, self._space):
+        for listed in self._part.content(self._store, self._space):
             if self._is_collected(listed.key) and mark(listed.key) in self._marked:
                 return
             garbage += self._is_garbage(listed.key, listed.modified)
-        if garbage:
+        if garbage and not any(map(self._is_there, self._elsewhere)):
             msg = (
                 f"the catalog names none of the content that is there ({garbage} objects): it may be lost, so nothing "
                 "is deleted; kvwire store rebuild makes it anew from blobs and texts; where all documents were taken "
@@ -285,7 +251,7 @@ class _Sweep:
         return 0 < modified < time.time() - self._grace_s
 
     def _garbage(self) -> Iterator[Listed]:
-        for count, listed in enumerate(content(self._store, self._space), 1):
+        for count, listed in enumerate(self._part.content(self._store, self._space), 1):
             is_misplaced = kind_of(listed.key) is not None and not self._is_collected(listed.key)
             of_documents = listed.size * (kind_of(listed.key) not in _SHARED)
             self._done += Collected(looked_at=listed.size, documents_looked_at=of_documents, misplaced=is_misplaced)
@@ -303,7 +269,7 @@ class _Sweep:
 
     def _stale_hints(self) -> Iterator[Listed]:
         for kind in kinds("hint"):
-            for listed in self._store.scan(kind.prefix(self._space)):
+            for listed in self._part.scan(self._store, kind.prefix(self._space)):
                 if self._is_garbage(listed.key, listed.modified):
                     yield listed
 
@@ -311,7 +277,7 @@ class _Sweep:
         old = (
             listed.key
             for kind in kinds("index")
-            for listed in self._store.scan(kind.prefix(self._space))
+            for listed in self._part.scan(self._store, kind.prefix(self._space))
             if self._is_old(listed.modified)
         )
         return self._leading_nowhere(old)
@@ -325,8 +291,12 @@ class _Sweep:
                 named = [] if data is None or kind is None or kind.names is None else kind.names(key, data)
             except CorruptError:
                 named = []
-            if not any(mark(one.key) in self._marked for one in named):
+            if not any(self._is_needed(one.key) for one in named):
                 yield key
+
+    def _is_needed(self, key: str) -> bool:
+        """Whether a document names what lies there; in other parts, whether it is there still."""
+        return mark(key) in self._marked if self._part.has(key) else self._is_there(key)
 
     def _delete_index(self, batch: list[str]) -> None:
         if not self._dry_run:
@@ -387,6 +357,13 @@ class _Sweep:
             return self._store.stat(key).modified
         except NotFoundError:
             return 0.0
+
+    def _is_there(self, key: str) -> bool:
+        try:
+            self._store.stat(key)
+        except NotFoundError:
+            return False
+        return True
 
     def _count(self, deleted: list[Listed]) -> None:
         names = Counter(kind.name for listed in deleted if (kind := kind_of(listed.key)))

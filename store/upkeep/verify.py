@@ -11,7 +11,7 @@ from kvwire.store.base import open_object
 from kvwire.store.catalog_entry import parse_object
 from kvwire.store.key_kinds import is_misplaced, key_digest, kind_of, kinds, mark
 from kvwire.store.listing import ahead
-from kvwire.store.partition import Part
+from kvwire.store.partition import WHOLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,10 +21,9 @@ if TYPE_CHECKING:
     from kvwire.store.catalog.catalog import Catalog
     from kvwire.store.key_kinds import KeyKind, Named
     from kvwire.store.keys import KeySpace
+    from kvwire.store.partition import Part
 
     OnProgress = Callable[[int], None]
-
-WHOLE = Part()
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 """Parts of a store: together they are the whole, and each is what a walk over everything would keep."""
 
 import hashlib
+import random
 
 import pytest
 
 from kvwire.errors import ArgumentError
-from kvwire.store import Catalog, MemoryStore, Part, verify_store
+from kvwire.store import Catalog, Collected, MemoryStore, Part, collect, index_documents, verify_store
 from kvwire.store.key_kinds import kinds
 from kvwire.store.listing import content
 from kvwire.types import digest_tokens
@@ -88,3 +89,51 @@ def test_there_is_no_such_part(text):
 
 def test_a_part_as_a_command_takes_it():
     assert Part.parse("3/16") == Part(3, 16)
+
+
+def collected_by(store, parts, **options):
+    done = [collect(store, part=part, **options) for part in parts]
+    return sum(done, Collected())
+
+
+def littered(catalog):
+    """A copy with prefixes' entries of which every third document is gone, two days later."""
+    store = MemoryStore()
+    for key in catalog.store.keys(""):
+        store.put(key, catalog.store.get(key))
+    copy = Catalog(store)
+    index_documents(copy, copy.keys(CONFIG), ["kvwire:1"])
+    for number in range(0, 120, 3):
+        assert copy.remove(CONFIG, f"document {number}")
+    for one in store._objects.values():
+        one.modified -= 2 * 24 * 3600.0
+    return store
+
+
+@pytest.mark.parametrize("count", [1, 3, 64])
+def test_collecting_by_parts_in_any_order_deletes_what_collecting_the_whole_does(catalog, count):
+    parts = [Part(number + 1, count) for number in range(count)]
+    random.Random(count).shuffle(parts)
+    whole, by_parts = littered(catalog), littered(catalog)
+    dry = collected_by(by_parts, parts, dry_run=True)
+    expected = [collect(whole), collect(whole)]
+    found = [collected_by(by_parts, parts), collected_by(by_parts, parts)]
+    assert expected[0].failures == found[0].failures == found[1].failures == ()
+    assert (found[0].blobs, found[0].texts, found[0].bytes) == (expected[0].blobs, expected[0].texts, expected[0].bytes)
+    assert (dry.blobs, dry.texts, dry.bytes) == (found[0].blobs, found[0].texts, found[0].bytes)
+    assert found[0].entries + found[1].entries == expected[0].entries
+    assert found[0].misplaced == expected[0].misplaced
+    assert set(by_parts.keys("")) == set(whole.keys(""))
+    assert found[0].blobs == 40
+
+
+@pytest.mark.parametrize("count", [2, 64])
+def test_a_lost_catalog_stops_every_part(catalog, count):
+    store = littered(catalog)
+    space = Catalog(store).keys(CONFIG)
+    for key in list(store.keys(space.catalog)):
+        store.delete(key)
+    before = set(store.keys(""))
+    done = collected_by(store, [Part(number + 1, count) for number in range(count)])
+    assert set(store.keys("")) == before
+    assert "rebuild" in done.failures[0]

@@ -1,0 +1,54 @@
+"""What a collection did, or would do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What was deleted, or would be.
+
+    Attributes:
+        entries: Of token sequences, and of their prefixes, that no document has.
+        leftovers: Unfinished files.
+        bytes: Of all but entries.
+        failures: In words, model configurations where an entry that cannot be read hides what is needed, or where the
+            store failed, so that less was deleted than might be.
+        others: Objects of further kinds.
+        looked_at: Bytes of all content that was looked at.
+        documents_looked_at: Bytes of all of it but profiles, which are shared and outweigh a few documents.
+        document_bytes: Bytes of what was deleted but profiles.
+        misplaced: Objects of known kinds that lie where none of their kind does, so that nothing leads to them. They
+            are left alone: ``verify_store`` names them.
+    """
+
+    blobs: int = 0
+    profiles: int = 0
+    texts: int = 0
+    entries: int = 0
+    leftovers: int = 0
+    bytes: int = 0
+    failures: tuple[str, ...] = ()
+    others: int = 0
+    looked_at: int = field(default=0, compare=False)
+    documents_looked_at: int = field(default=0, compare=False)
+    document_bytes: int = field(default=0, compare=False)
+    misplaced: int = field(default=0, compare=False)
+
+    def __add__(self, other: Collected) -> Collected:
+        """Both together."""
+        return Collected(
+            self.blobs + other.blobs,
+            self.profiles + other.profiles,
+            self.texts + other.texts,
+            self.entries + other.entries,
+            self.leftovers + other.leftovers,
+            self.bytes + other.bytes,
+            self.failures + other.failures,
+            self.others + other.others,
+            self.looked_at + other.looked_at,
+            self.documents_looked_at + other.documents_looked_at,
+            self.document_bytes + other.document_bytes,
+            self.misplaced + other.misplaced,
+        )
