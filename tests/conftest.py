@@ -104,6 +104,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(_repeat())
 
 
+@pytest.fixture
+def few_objects() -> Generator[None, None, None]:
+    """Garbage is looked for among a test's own objects: among all that came before it, each search takes a second."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
     """Folder of the shared material: ``$KVWIRE_SHARED``, or ``shared`` beside the repository."""

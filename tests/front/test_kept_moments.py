@@ -17,6 +17,7 @@ from kvwire.runtime.kept_moments import MomentFile
 from kvwire.store import MemoryStore
 from kvwire.types import CacheMeta, KVCache, LayerSpec
 
+pytestmark = pytest.mark.usefixtures("few_objects")
 LAYERS = (LayerSpec(2, 16, 16),) * 2
 COUNT = 6
 

@@ -30,6 +30,7 @@ from kvwire.transport.testing.serving import serving
 
 from .answers import troubles
 
+pytestmark = pytest.mark.usefixtures("few_objects")
 QUESTION = [5, 6, 7, 8]
 
 
