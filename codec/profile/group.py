@@ -219,6 +219,11 @@ class Group:
         """The identity's scale for each element."""
         return cast("NDArray[np.float32]", self.row_scale)
 
+    @property
+    def rows_at_hand(self) -> int:
+        """The rows that can be had without fetching any."""
+        return self.rank
+
     def first_rows(self, count: int) -> torch.Tensor:
         """The synthesis of the first coefficients; needs a basis.
 

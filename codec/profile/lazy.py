@@ -330,6 +330,11 @@ class LazyGroup(Group):
         """Of all rows; what is not written yet takes no memory."""
         return torch.empty(self.rank, self.width, dtype=torch.bfloat16)
 
+    @property
+    def rows_at_hand(self) -> int:
+        """Those that were fetched."""
+        return self.ready
+
     def first_rows(self, count: int) -> Tensor:
         """As of every group; fetches what is missing."""
         self._sections.need(self, count)

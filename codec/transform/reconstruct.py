@@ -30,6 +30,8 @@ _EXACT = 256
 """Whole numbers up to this are bfloat16 numbers."""
 _STRIP = 1024
 """Elements of a token that are made at a time, at least: more take memory, fewer take time."""
+_MULTIPLE = 64
+"""Columns of a product in bfloat16 come in multiples: oneDNN compiles and keeps a kernel for each shape it meets."""
 
 CosSin = dict[int, tuple["Tensor", "Tensor"]]
 """For each regime index, float32 cosines and sines ``[tokens, pairs]``."""
@@ -118,14 +120,18 @@ def _factors(state: SegmentState, columns: slice, group: Group, *, halved: bool)
 
     halved: in bfloat16, but for the values that are no bfloat16 numbers: few columns have such.
     """
-    values = state.values[:, columns]
+    count = columns.stop - columns.start
     if not halved:
-        return _Factors(coefficients_of(state, columns, 1.0), group.first_synthesis(values.shape[1]))
+        return _Factors(coefficients_of(state, columns, 1.0), group.first_synthesis(count))
+    group.first_rows(count)  # of a lazy profile, fetched by this
+    count = min(-(-count // _MULTIPLE) * _MULTIPLE, group.rows_at_hand)  # beyond the last coded, values are zero
+    rows, columns = group.first_rows(count), slice(columns.start, columns.start + count)
+    values = state.values[:, columns]
     small = torch.empty(values.shape, dtype=torch.bfloat16)
     widest = np.empty(values.shape[1], np.uint32)
     sizes = state.tables.sizes_of(state.classes[columns])
     value_kernels.to_bfloat16(values, sizes, small.view(torch.uint16).numpy(), widest)
-    rows, wide = group.first_rows(values.shape[1]), torch.from_numpy((widest > _EXACT).nonzero()[0])
+    wide = torch.from_numpy((widest > _EXACT).nonzero()[0])
     if not len(wide):
         return _Factors(small, rows)
     exact = torch.from_numpy(values)[:, wide]

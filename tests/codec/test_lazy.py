@@ -110,6 +110,7 @@ def test_any_cuts_are_read_back(packed_profile, cuts):
         assert pieces(theirs.cuts, theirs.rank) == pieces(cuts, theirs.rank)
         for count in (0, 1, theirs.rank // 2, theirs.rank):
             assert torch.equal(ours.first_rows(count), plain.rows[:count])
+            assert count <= ours.rows_at_hand <= theirs.rank == theirs.rows_at_hand
             assert torch.equal(ours.first_synthesis(count), plain.rows[:count].float())
         assert torch.equal(theirs.rows, plain.rows)
         assert all(map(np.array_equal, ours.metric, plain.metric))
