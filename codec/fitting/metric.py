@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvwire.codec.planes import Plane
     from kvwire.types import LayerSpec
 
-_METRIC_FLOOR = 1e-3
+_METRIC_FLOOR = 0.01
 """Directions that attention ignores keep this share of the mean weight, so that their errors stay bounded."""
 _TINY = 1e-20
 """Stands for zero where something is divided by."""
