@@ -236,6 +236,8 @@ def settings(width: int) -> list[Setting]:
         Setting("metric", "no sensitivities", statistics=lambda given: replace(given, sensitivity={}), own_metric=True),
         Setting("metric", "sensitivities to the power 1", patches=((_METRIC, "_SENSITIVITY_EXPONENT", 1.0),),
                 own_metric=True),
+        *(Setting("floor", f"metric floor {floor:g}", patches=((_METRIC, "_METRIC_FLOOR", floor),), own_metric=True)
+          for floor in (0.001, 0.03)),
         Setting("gradients", "no gradients", statistics=lambda given: replace(given, gradients={}), own_metric=True),
         Setting("gradients", "gradients alone", statistics=gradients_alone, own_metric=True),
         Setting("gradients", "Fisher information", statistics=lambda given: replace(given, weighting="fisher"),

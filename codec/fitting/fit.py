@@ -112,7 +112,8 @@ def fit_profile(  # noqa: PLR0913 - settings, each with its default
         caches: Documents' caches, all of one layout.
         statistics: The engine's metrics and token features; None where nothing is known.
         group_width: Elements for one token up to which keys and values of neighbouring layers are transformed together.
-        rank_cut: See RANK_CUT; 0 keeps every direction.
+        rank_cut: See RANK_CUT; 0 keeps every direction, which costs the finest levels bits: rows of narrow coefficients
+            are stored coarsely.
         ladder: The quality levels that the tables are tuned for; None for the default.
         text: Whether to predict from the tokens, where the statistics know them and caches carry theirs.
         prefix_layers: Layers of the model whose output predicts the rest; 0 for none. Blobs then need it for decoding.
