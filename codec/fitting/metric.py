@@ -32,6 +32,9 @@ _SENSITIVITY_EXPONENT = 0.5
 in all planes together do, and text differs."""
 _LEAST_SENSITIVITY = 0.05
 """Least weight of a plane, the mean plane's being 1: what calibration texts never need, others may."""
+_FIRST_LAYER = 2.0
+"""Times that the first layer's planes count: calibration texts leave little of them to code, so noise there seems
+cheap. Text of another kind leaves more, and that led its divergence at the finest levels (docs/ablation.md)."""
 _LEAST_INFORMATION = 1e-3
 """The same where gradients tell how planes compare."""
 
@@ -55,7 +58,7 @@ def plane_weights(
         moments: Of each group's elements.
 
     Returns:
-        What each plane's energy is to be scaled by, 1 on average. Planes that are missing count as average.
+        What each plane's energy is to be scaled by, about 1 on average. Planes that are missing count as average.
     """
     if statistics is None:
         return {}
@@ -69,7 +72,8 @@ def plane_weights(
         return _scaled(energies, _LEAST_INFORMATION, geometric=True)
     known = {plane: value for plane, value in statistics.sensitivity.items() if math.isfinite(value)}
     raised = {plane: max(value, 0.0) ** _SENSITIVITY_EXPONENT for plane, value in known.items()}
-    return _scaled(raised, _LEAST_SENSITIVITY, geometric=False)
+    scaled = _scaled(raised, _LEAST_SENSITIVITY, geometric=False)
+    return {plane: weight * (1.0 if plane[1] else _FIRST_LAYER) for plane, weight in scaled.items()}
 
 
 def _scaled(weights: dict[Plane, float], least: float, *, geometric: bool) -> dict[Plane, float]:
