@@ -5,7 +5,6 @@ Mitigation: all of the above; what comes out is an error of kvwire's or a cache,
 
 from __future__ import annotations
 
-import tracemalloc
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ from kvwire.codec import CacheGenProfile, KVCache, Profile, decode, encode, insp
 from kvwire.errors import KvwireError
 
 from .. import surgery as cut
+from ..peaks import Peak
 from ..synthetic import make_cache
 
 FUZZ = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
@@ -54,19 +54,19 @@ def edited(data, edits, start, stop):
     return bytes(out)
 
 
+MOST_BYTES = 32 << 20
+
+
 def taken(data, profile, check):
-    """An error of kvwire's or a cache; little memory either way."""
-    tracemalloc.start()
-    try:
-        inspect(data)
-        cache = decode(data, None, profile, check=check, threads=1)
-        assert isinstance(cache, KVCache)
-    except KvwireError:
-        pass
-    finally:
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    assert peak < 32 << 20
+    """An error of kvwire's or a cache; little memory either way, kernels aside that are compiled the first time."""
+    for again in (False, True):
+        with Peak() as peak, suppress(KvwireError):
+            inspect(data)
+            cache = decode(data, None, profile, check=check, threads=1)
+            assert isinstance(cache, KVCache)
+        if peak.bytes < MOST_BYTES:
+            return
+        assert not again, f"{peak.bytes} bytes"
 
 
 @FUZZ
