@@ -18,15 +18,22 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are defined:
 ROOT = Path(__file__).resolve().parents[1]
 SLOW = (
     "codec/test_round_trips.py",
-    "codec/attacks/test_fuzz.py",
+    "controller/simulator/test_scenario.py",
+    "test_set_up.py",
+    "controller/test_overload.py",
+    "controller/test_insurance.py",
+    "controller/test_look.py",
+    "controller/test_timeline.py",
     "front/test_kills.py",
+    "codec/attacks/test_fuzz.py",
+    "front/test_links.py",
     "front/test_cli.py",
     "codec/test_mutations.py",
     "codec/test_device_decode.py",
-    "test_set_up.py",
     "controller/test_sharing.py",
     "front/test_session.py",
     "benchmarks/test_gpu_benchmark.py",
+    "engines/test_generate_inputs.py",
     "transport/test_fault_matrix.py",
     "front/test_weight.py",
     "transport/test_soak.py",
@@ -37,7 +44,11 @@ SLOW = (
     "engines/test_gradients.py",
     "codec/test_device_encode.py",
 )
-"""Files that take longest, which begin first: at the end of a run, no worker waits long for another."""
+"""Files that take longest, which begin first: at the end of a run, no worker waits long for another.
+
+The first one compiles the codec's kernels, which takes half a minute in a new clone. The others run files that have no
+use for kernels meanwhile: else all would compile the same ones; later they find them kept.
+"""
 
 
 @pytest.hookimpl(tryfirst=True)  # hypothesis reads its option in a hook of the same name

@@ -34,6 +34,9 @@ MOST_PACKED = 16
 _PROLOGUE = struct.Struct("<8sHHIIQIII")
 """magic, major, minor, incompatible flags, compatible flags, file bytes, CRC-32, metadata stored, metadata raw."""
 _CRC_AT = 28
+_LEVEL = 6
+"""Of zstd, for small arrays: level 19 takes fifteen times as long and saves 0.3 per cent of a profile's, level 16 seven
+times and 1.3 per cent (ebook-llama-14m)."""
 _LITERALS = zstandard.ZstdCompressionParameters(
     compression_level=1, strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, write_content_size=True
 )
@@ -156,7 +159,7 @@ def _smaller(raw: bytes, budget: int) -> bytes:
     """The array itself or its zstd frame, whichever is shorter; frames only where a reader accepts them."""
     if len(raw) > min(MAX_PACKED_BYTES, budget):
         return raw
-    packed = zstandard.ZstdCompressor(level=19, write_content_size=True).compress(raw)
+    packed = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True).compress(raw)
     return packed if len(packed) < len(raw) else raw
 
 
