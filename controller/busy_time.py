@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from math import inf
 
 _MOST_INTERVALS = 1024
 
@@ -31,11 +32,13 @@ class BusyTime:
         Returns:
             Seconds of it that were not busy yet.
         """
-        if self._ends and self._starts[-1] <= started <= self._ends[-1]:  # the usual case
-            fresh_s = max(0.0, ended - self._ends[-1])
-            self._ends[-1] = max(ended, self._ends[-1])
-            return fresh_s
-        if not self._ends or started > self._ends[-1]:  # after a pause
+        last = self._ends[-1] if self._ends else -inf
+        if started <= last and self._starts[-1] <= started:  # the usual case
+            if ended <= last:
+                return 0.0
+            self._ends[-1] = ended
+            return ended - last
+        if started > last:  # after a pause
             self._starts.append(started)
             self._ends.append(ended)
             self._forget()

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _S = ChunkState
 _FETCHED = bytes((_S.FETCHING, _S.REFINING))
+_REFINING, _REDECODING = int(_S.REFINING), int(_S.REDECODING)  # read so often that plain numbers tell
 
 
 class Controller:
@@ -60,6 +61,7 @@ class Controller:
         self._loads: dict[int, Load] = {}
         self._newest = -1
         self._came = self._is_news = False  # bytes since anything could begin; and such that a plan is due
+        self._is_full = False  # no fetch can be opened, and nothing has happened since that was found
         self._now = -inf
         self._cancelled: set[ChunkId] = set()
         self._record = record
@@ -88,7 +90,7 @@ class Controller:
     def wake_at(self) -> float:
         """Instant at which to send a ``Tick`` unless something else happens before; infinite where there is no need."""
         # What bytes let begin waits for what they bring, which mostly comes at the same instant.
-        begins = self._is_news or (self._came and self._dispatch.can_fetch)
+        begins = self._is_news or (self._came and not self._is_full and self._dispatch.can_fetch)
         return self._now if begins else self._dispatch.wake_at(self._now)
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Instruction]:
@@ -110,7 +112,7 @@ class Controller:
         out: list[ev.Instruction] = []
         # Taking in comes first: it raises before it changes anything.
         if self._take(event, now, out):
-            self._came = self._is_news = False
+            self._came = self._is_news = self._is_full = False
             self._dispatch.act(now, out)
         cancelled = {each.chunk for each in out if isinstance(each, ev.Cancel)} if out else None
         if cancelled:
@@ -129,9 +131,11 @@ class Controller:
             case ev.TransferProgress(size, started, ended, chunk):
                 self._came, news = True, self._dispatch.progress(size, started, ended, chunk)
                 self._is_news |= news
+                self._is_full = False
                 return False
             case ev.FirstByte(seconds):
                 self._dispatch.link.first_byte(seconds)
+                self._is_full = False
                 return False
             case ev.DecodeDone(chunks, seconds):
                 self._decoded(chunks, (), seconds, "", now, out)
@@ -194,6 +198,7 @@ class Controller:
         load = self._load(number)
         if load:
             self._dispatch.add(load, load.add(document, variants, now), now)
+            self._is_full = False
         # What can be done with a document is known once a plan names it.
         return load is not None and (load.is_known or self._dispatch.is_due(load, now))
 
@@ -233,7 +238,7 @@ class Controller:
         if not 0 <= level <= asked:
             msg = f"level {level} of {chunk} arrived, level {asked} was asked for"
             raise ArgumentError(msg)
-        refining = table.state[at] == _S.REFINING
+        refining = table.state[at] == _REFINING
         if level < asked:
             too_coarse = level <= table.valid_level[at] if refining else level < load.goal.floor and table.can_text[at]
             if too_coarse:
@@ -247,7 +252,10 @@ class Controller:
         doc.failures = 0
         table.level[at] = level
         doc.move(chunk.chunk, _S.REFINED if refining else _S.ARRIVED)
-        return self._is_news or self._dispatch.may_begin(now)
+        if self._is_news or self._dispatch.may_begin(now):
+            return True
+        self._is_full = True
+        return False
 
     def _fetch_failed(self, chunk: ChunkId, reason: str, now: float) -> bool:
         place = self._fetched(chunk)
@@ -291,14 +299,14 @@ class Controller:
         if load is None:
             return
         for chunk in chunks:
-            trouble = reason if chunk in bad else None
+            trouble = reason if bad and chunk in bad else None
             self._decoded_one(load, load.doc(chunk.document), chunk.chunk, trouble, out)
 
     def _decoded_one(
         self, load: Load, doc: DocumentState, chunk: int, trouble: str | None, out: list[ev.Instruction]
     ) -> None:
         table, at = doc.table, doc.start + chunk
-        redecoding = table.state[at] == _S.REDECODING
+        redecoding = table.state[at] == _REDECODING
         if trouble is None:
             if redecoding:
                 doc.reasons[chunk] = "refined: time was left"

@@ -8,7 +8,7 @@ time, but every fourth turn goes to a late one, to that which has begun nothing 
 from __future__ import annotations
 
 from bisect import bisect_right
-from itertools import islice, product
+from itertools import chain, islice, product
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -74,15 +74,15 @@ class Dispatcher(Planner):
         Returns:
             False only where ``act`` would do nothing, but perhaps open a fetch that others behind it can wait for.
         """
-        lanes = self.lanes
-        if lanes.is_free("decode") or self.can_fetch:
+        if self.lanes.is_free("decode") or self.can_fetch:
             return True
-        if lanes.is_free("prefill") and now - self._reclaimed_at >= self._settings.replan_s:
+        idle = self.lanes.is_free("prefill")
+        if idle and now - self._reclaimed_at >= self._settings.replan_s:
             return True
         for load in self._loads.values():
-            if lanes.is_free("prefill") and (load.passes or load.has_prefix):
+            if idle and (load.passes or load.has_prefix):
                 return True
-            if self._wants_plan(load) and self.is_due(load, now):
+            if (load.is_stale or now >= load.fresh_until) and self._wants_plan(load) and self.is_due(load, now):
                 return True
         return False
 
@@ -115,6 +115,8 @@ class Dispatcher(Planner):
             for load in order:
                 self._reclaim(load, now, out)
         self._conclude_all(now, out)
+        for load in self._loads.values():
+            load.fresh_until = self._fresh_until(load, now)
 
     def _conclude_all(self, now: float, out: list[ev.Instruction]) -> None:
         """End loads that are over, in the order in which they are due."""
@@ -246,20 +248,21 @@ class Dispatcher(Planner):
             return
         if load.waiting:
             self._refine(load, now, out)  # where a plan names both, what is valid goes first
-        table, window = load.table, self._window()
+        table, window, memory = load.table, self._window(), self._settings.memory_bytes
+        until = now + self._settings.patience_s
         while load.waiting and self._fits_window(window):
             at, level = load.waiting[0]
             if table.state[at] != _S.PLANNED or table.top[at] < level:
                 load.waiting.popleft()
                 continue
-            doc, chunk = load.place(at)
-            size = doc.size(chunk, level)
-            if not self.make_room(load, size, out):
+            size = table.sizes[level][at]
+            if self.held + size > memory and not self.make_room(load, size, out):
                 return
             load.waiting.popleft()
+            doc, chunk = load.place(at)
             doc.reasons[chunk] = load.reason(doc, chunk)
-            doc.move(chunk, _S.FETCHING)
-            self.ask(load, (doc, chunk), 0, level, now + self._settings.patience_s, now, out)
+            table.move(at, _S.FETCHING)
+            self.ask(load, (doc, chunk), 0, level, until, now, out)
             load.plan_bytes = max(0, load.plan_bytes - size)
 
     def _refine(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
@@ -318,7 +321,7 @@ class Dispatcher(Planner):
         elif load.is_ready and not self._becomes_better(load, now):
             for doc, chunk in [*load.having(_S.REFINED)]:
                 self.settle(doc, chunk)
-            decisions = tuple(doc.decision(chunk) for doc in load.docs for chunk in range(doc.count))
+            decisions = tuple(chain.from_iterable(doc.decisions() for doc in load.docs))
             self._settle_repair(load, now)
             costs = self.costs_of(load)
             closing_s = costs.closing_s(load.prompt_tokens)

@@ -9,7 +9,7 @@ from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId, Decision
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from numpy.typing import NDArray
 
@@ -269,9 +269,11 @@ class DocumentState:
         """Whether nothing of it can be decoded yet."""
         return not self.prefix_done and self.input.prefix_share > 0
 
-    def decision(self, chunk: int) -> Decision:
-        """What was done with a chunk."""
-        reason, trouble = self.reasons.get(chunk, ""), self.troubles.get(chunk)
-        level = self.table.valid_level[self.start + chunk]
-        text = f"{reason} ({trouble})" if trouble else reason
-        return Decision(self.id(chunk), "recompute" if level < 0 else "fetch", None if level < 0 else level, text)
+    def decisions(self) -> Iterator[Decision]:
+        """What was done with each chunk."""
+        reasons, troubles = self.reasons.get, self.troubles.get
+        levels = self.table.valid_level[self.start : self.stop]
+        for chunk, (name, level) in enumerate(zip(self._ids, levels, strict=True)):
+            reason, trouble = reasons(chunk, ""), troubles(chunk)
+            text = f"{reason} ({trouble})" if trouble else reason
+            yield Decision(name, "fetch", level, text) if level >= 0 else Decision(name, "recompute", None, text)

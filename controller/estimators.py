@@ -236,6 +236,8 @@ class BandwidthEstimator:
     @property
     def value(self) -> float:
         """Expected bytes per second."""
+        if self._told is not None:
+            return self._told[0]
         if not self._samples:  # of what came too soon to be timed, only that the link is not slower is known
             burst = self._held_bytes / max(self._held_s, self._settings.min_busy_s)
             return max(self._prior, burst) if self._held_bytes >= self._settings.min_bytes else self._prior
@@ -257,6 +259,8 @@ class BandwidthEstimator:
     @property
     def low(self) -> float:
         """Bytes per second to plan with: what there would be if the estimate erred as much as it lately did."""
+        if self._told is not None:
+            return self._told[1]
         return self._expected[1] if self._samples else self.value / (1 + max(self._below, _LEAST_ERROR))
 
     def low_over(self, horizon_s: float) -> float:
@@ -291,6 +295,9 @@ class RecentMedian:
     """Median of the last few measurements of a quantity, which a single outlier does not move.
 
     The prior counts as one measurement until there are three.
+
+    Attributes:
+        value: Expected value.
     """
 
     def __init__(self, prior: float, spread: float = 0.5) -> None:
@@ -306,7 +313,7 @@ class RecentMedian:
         self._prior = prior
         self._spread = spread
         self._recent: deque[float] = deque(maxlen=_WINDOW)
-        self._value = prior
+        self.value = prior
         self._deviation: float | None = None  # worked out where it is asked for
 
     def add(self, measured: float) -> None:
@@ -315,17 +322,12 @@ class RecentMedian:
             msg = f"a measurement must be a finite number, at least 0, got {measured}"
             raise ArgumentError(msg)
         self._recent.append(measured)
-        self._value, self._deviation = median(self._taken), None
+        self.value, self._deviation = median(self._taken), None
 
     @property
     def is_measured(self) -> bool:
         """Whether anything was measured yet."""
         return bool(self._recent)
-
-    @property
-    def value(self) -> float:
-        """Expected value."""
-        return self._value
 
     @property
     def deviation(self) -> float:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from dataclasses import dataclass
 from math import exp, exp2, inf, isfinite, log
 
 from kvwire.errors import ArgumentError
@@ -28,13 +27,8 @@ _FALL_BIN = EDGES.index(_FALL)
 _USUAL_RISK = 0.05  # of a link of which nothing is known
 
 
-@dataclass(frozen=True)
-class _Prediction:
-    """``rate`` bytes per second, when the link had been busy for ``at`` seconds and had brought ``brought`` bytes."""
-
-    at: float
-    brought: float
-    rate: float
+_Prediction = tuple[float, float, float]
+"""Seconds for which the link had been busy, bytes that it had brought by then, and bytes per second predicted then."""
 
 
 class HorizonErrors:
@@ -76,12 +70,12 @@ class HorizonErrors:
         for number, horizon_s in enumerate(HORIZONS_S):
             made = self._open[number]
             if busy_s - self._latest[number] >= horizon_s / _SPACING:
-                made.append(_Prediction(busy_s, brought, rate))
+                made.append((busy_s, brought, rate))
                 self._latest[number] = busy_s
-            while made and made[0].at + horizon_s <= self._busy_s:
-                old = made.popleft()
-                came = brought + size * (old.at + horizon_s - busy_s) / seconds - old.brought
-                self._count(number, came / (horizon_s * old.rate))
+            while made and made[0][0] + horizon_s <= self._busy_s:
+                began_s, had, expected = made.popleft()
+                came = brought + size * (began_s + horizon_s - busy_s) / seconds - had
+                self._count(number, came / (horizon_s * expected))
 
     def _count(self, number: int, ratio: float) -> None:
         row = [count * _KEEP for count in self._counts[number]]

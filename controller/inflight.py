@@ -160,8 +160,8 @@ class Link:
         self.alive(ended)
         if chunk is None:
             self._loose += size
-        elif chunk in self.fetches:
-            self._take(self.fetches[chunk], size)
+        elif fetch := self.fetches.get(chunk):
+            self._take(fetch, size)
 
     def _take(self, fetch: InflightFetch, size: int) -> int:
         taken = min(size, fetch.left)
@@ -195,9 +195,7 @@ class Link:
     def alive(self, now: float) -> None:
         """Note that the link delivers."""
         self._since = max(self._since, now)
-        self._flowing = True
-        self.stalled = False
-        self._stalls = 0
+        self._flowing, self.stalled, self._stalls = True, False, 0
 
     def watch(self, now: float, until: float) -> None:
         """Notice silence: from some instant on it marks the link as dead.
@@ -232,8 +230,10 @@ class Link:
     @property
     def quiet_from(self) -> float:
         """Instant from which on silence is more than a pause; infinite where no byte is awaited."""
+        if not self.fetches or self.stalled:
+            return inf
         spread_s = 0.0 if self._flowing else self._estimates.ttfb.high - self._estimates.ttfb.value
-        return self._silent_from + _GAP_S + spread_s if self.fetches and not self.stalled else inf
+        return self._silent_from + _GAP_S + spread_s
 
     def waited_s(self, now: float) -> float:
         """Seconds since the first of the requests that an idle link waits for; 0 where there is none."""

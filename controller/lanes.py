@@ -73,7 +73,7 @@ class ComputeLanes:
     def is_free(self, lane: Lane) -> bool:
         """Whether a job could begin."""
         if self._workers == 2:  # noqa: PLR2004 - a lane each
-            return lane not in self._jobs and not (self.closings and lane == "prefill")
+            return lane not in self._jobs and (lane == "decode" or not self.closings)
         return not self._jobs and not self.closings
 
     def close(self, job: Job) -> None:

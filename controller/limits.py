@@ -258,15 +258,23 @@ class Limits(Resources):
             spare: Above 0: only where more than a share of one in so many is free.
         """
         fetches = len(self.link.fetches)
-        return fetches < self._settings.max_in_flight and self._fits_window(self._window(spare=spare))
+        if fetches >= self._settings.max_in_flight:
+            return False
+        most = self._most_open()
+        if fetches >= (most - most // spare if spare else most):
+            return False
+        # Last, since it takes longest to find out.
+        return fetches < _FEWEST_OPEN or self._fits_window(self._window(spare=spare))
+
+    def _most_open(self) -> int:
+        """Fetches that may be open at once."""
+        most = self._settings.max_in_flight
+        return min(most, _PROBES) if self._estimates.bandwidth.is_guess else most
 
     def _window(self, *, spare: int = 0) -> tuple[int, float]:
         """Requests and bytes below which another fetch may be opened, see ``_window_open``."""
-        settings, link = self._settings, self.link
-        most = settings.max_in_flight
-        if self._estimates.bandwidth.is_guess:
-            most = min(most, _PROBES)
-        horizon = (2 * link.ttfb_s + settings.horizon_s) * link.bandwidth_low
+        most, link = self._most_open(), self.link
+        horizon = (2 * link.ttfb_s + self._settings.horizon_s) * link.bandwidth_low
         return (most - most // spare, horizon * (1 - 1 / spare)) if spare else (most, horizon)
 
     def _fits_window(self, window: tuple[int, float]) -> bool:
@@ -381,7 +389,10 @@ class Limits(Resources):
 
         That is the stall time, or sooner the latest instant at which recomputing alone still saves a deadline.
         """
-        quiet, stalls = self.link.quiet_from, self.link.stalls_at
+        quiet = self.link.quiet_from
+        if quiet == inf:
+            return inf
+        stalls = self.link.stalls_at
         if now < quiet:
             return min(quiet, stalls)
         starts = (self._latest_start(load, now) for load in self._loads.values() if load.due < inf)

@@ -55,6 +55,8 @@ class Load:
         floor_s: Seconds that its open chunks need at the quality floor, by what the plan knew.
         planned_at: When that was made.
         is_stale: Something happened since that the plan did not foresee.
+        fresh_until: Instant before which it is not made anew unless it is stale, by what was known when something last
+            could begin; -inf where that is to be found out.
         confirmed: How many plans in a row asked for just what was left of the one before.
         planned_for: Bytes per second, expected and to rely on, when the plan was made.
         waiting: Places in the table of chunks that it fetches, and their levels, next one first.
@@ -105,6 +107,7 @@ class Load:
         self.planned_at = -inf
         self._planned_docs = 0
         self.is_stale = True
+        self.fresh_until = -inf
         self.confirmed = 0
         self.planned_for = 0.0, 0.0
         self.waiting: deque[tuple[int, int]] = deque()

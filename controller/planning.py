@@ -93,6 +93,15 @@ class Planner(Limits):
         pause_s = min(_CALM * cost_s * len(self._loads), max(0.0, load.due - now) / _CALM)
         return max(settings.replan_s, pause_s)
 
+    def _fresh_until(self, load: Load, now: float) -> float:
+        """Instant before which a load's plan is not due whatever arrives, unless it becomes stale; -inf where unknown.
+
+        With nothing to ask for a plan depends on the window, before a deadline on the time: both move by themselves.
+        """
+        if load.due < inf or not (load.waiting or load.refine):
+            return -inf
+        return load.planned_at + self._least_pause_s(load, now)
+
     def _is_as_before(self, load: Load, now: float) -> bool:
         """Whether link and engine are what a load's plan took them for, and it shares them with no other load."""
         if not load.confirmed or len(self._loads) > 1 or self.lanes.slowness(now) > _OVERDUE:

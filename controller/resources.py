@@ -74,8 +74,9 @@ class Resources:
             chunk: Number of the chunk.
             out: Instructions are appended to it.
         """
-        if doc.table.held[doc.start + chunk]:
-            self.hold(doc, chunk, 0)
+        table, at = doc.table, doc.start + chunk
+        if table.held[at]:
+            self.held += table.hold(at, 0)
             out.append(ev.Release(doc.id(chunk)))
 
     def keep_or_release(self, load: Load, doc: DocumentState, chunk: int, out: list[ev.Instruction]) -> None:
@@ -161,8 +162,9 @@ class Resources:
             out: Instructions are appended to it.
         """
         doc, chunk = place
-        table, at, name, whole = doc.table, doc.start + chunk, doc.id(chunk), doc.size(chunk, level)
-        size = whole - (doc.size(chunk, first - 1) if first else 0)
+        table, at, name = doc.table, doc.start + chunk, doc.id(chunk)
+        whole = table.sizes[level][at]
+        size = whole - (table.sizes[first - 1][at] if first else 0)
         table.level[at] = level
         self.held += table.hold(at, whole)
         tokens = table.tokens[at]
@@ -233,14 +235,12 @@ class Resources:
         """
         if not places:
             return
-        for doc, chunk in places:
-            doc.move(chunk, then)
         table = load.table
-        levels = tuple(table.level[doc.start + chunk] for doc, chunk in places)
-        chunks = [
-            (table.tokens[doc.start + chunk], doc.size(chunk, level))
-            for (doc, chunk), level in zip(places, levels, strict=True)
-        ]
+        ats = [doc.start + chunk for doc, chunk in places]
+        for at in ats:
+            table.move(at, then)
+        levels = tuple(table.level[at] for at in ats)
+        chunks = [(table.tokens[at], table.sizes[level][at]) for at, level in zip(ats, levels, strict=True)]
         tokens, size = busiest(chunks, self._settings.decode_threads)
         seconds = self.costs_of(load).decode.seconds(tokens, size)
         ids = tuple(doc.id(chunk) for doc, chunk in places)

@@ -143,5 +143,6 @@ def test_a_decision_tells_what_is_in_the_prompt_and_why():
     made.reasons[0] = "soonest"
     made.note(0, "decode failed")
     made.valid_level[0] = 1
-    assert str(made.decision(0).reason) == "soonest (decode failed)"
-    assert (made.decision(0).chunk, made.decision(0).action, made.decision(0).level) == (ChunkId(0, 0), "fetch", 1)
+    first = next(made.decisions())
+    assert str(first.reason) == "soonest (decode failed)"
+    assert (first.chunk, first.action, first.level) == (ChunkId(0, 0), "fetch", 1)
