@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.chunk_table import VALID, ChunkState
+from kvwire.controller.chunk_table import RECOMPUTING, VALID
 from kvwire.controller.policies.base import SLOWEST
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ def coding_options(
         of.
     """
     tokens, held, state, level = (table.look(name) for name in ("tokens", "held", "state", "valid_level"))
-    valid = np.isin(state, VALID)
-    text = (state == ChunkState.RECOMPUTING) | (valid & (level < 0))
+    valid = (state >= VALID[0]) & (state <= VALID[-1])
+    text = (state == RECOMPUTING) | (valid & (level < 0))
     fetched = np.flatnonzero(valid & (level >= 0))
     sizes = np.stack([np.frombuffer(row, np.int64) for row in table.sizes])
     errors = np.stack([np.frombuffer(row, np.float64) for row in table.errors])

@@ -10,7 +10,7 @@ from math import inf, isfinite
 from typing import TYPE_CHECKING
 
 from kvwire.controller import events as ev
-from kvwire.controller.chunk_table import ChunkState
+from kvwire.controller.chunk_table import ARRIVED, FETCHING, PLANNED, READY, REDECODING, REFINED, REFINING, ChunkState
 from kvwire.controller.dispatch import Dispatcher
 from kvwire.controller.load import Load
 from kvwire.controller.policies.adaptive import Adaptive
@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from kvwire.controller.settings import ControllerSettings
     from kvwire.types import ChunkId
 
-_S = ChunkState
-_FETCHED = bytes((_S.FETCHING, _S.REFINING))
-_REFINING, _REDECODING = int(_S.REFINING), int(_S.REDECODING)  # read so often that plain numbers tell
+_FETCHED = bytes((FETCHING, REFINING))
 
 
 class Controller:
@@ -238,7 +236,7 @@ class Controller:
         if not 0 <= level <= asked:
             msg = f"level {level} of {chunk} arrived, level {asked} was asked for"
             raise ArgumentError(msg)
-        refining = table.state[at] == _REFINING
+        refining = table.state[at] == REFINING
         if level < asked:
             too_coarse = level <= table.valid_level[at] if refining else level < load.goal.floor and table.can_text[at]
             if too_coarse:
@@ -251,7 +249,7 @@ class Controller:
         self._dispatch.link.arrived(chunk, now)
         doc.failures = 0
         table.level[at] = level
-        doc.move(chunk.chunk, _S.REFINED if refining else _S.ARRIVED)
+        doc.move(chunk.chunk, REFINED if refining else ARRIVED)
         if self._is_news or self._dispatch.may_begin(now):
             return True
         self._is_full = True
@@ -264,7 +262,7 @@ class Controller:
         load, doc = place
         self._dispatch.link.drop(chunk, now)
         load.is_stale = True
-        if doc.table.state[doc.start + chunk.chunk] == _S.REFINING:
+        if doc.table.state[doc.start + chunk.chunk] == REFINING:
             doc.note(chunk.chunk, f"refinement failed: {reason}")
             self._dispatch.settle(doc, chunk.chunk)
             return True
@@ -306,17 +304,17 @@ class Controller:
         self, load: Load, doc: DocumentState, chunk: int, trouble: str | None, out: list[ev.Instruction]
     ) -> None:
         table, at = doc.table, doc.start + chunk
-        redecoding = table.state[at] == _REDECODING
+        redecoding = table.state[at] == REDECODING
         if trouble is None:
             if redecoding:
                 doc.reasons[chunk] = "refined: time was left"
-            doc.move(chunk, _S.READY)
+            doc.move(chunk, READY)
             table.valid_level[at] = table.level[at]
             self._dispatch.keep_or_release(load, doc, chunk, out)
         elif redecoding:
             # What was valid is spoilt; its own bytes are still here, and nothing finer is tried again.
             doc.note(chunk, f"refinement cannot be decoded: {trouble}")
-            doc.move(chunk, _S.ARRIVED)
+            doc.move(chunk, ARRIVED)
             table.level[at] = table.top[at] = level = table.valid_level[at]
             self._dispatch.hold(doc, chunk, doc.size(chunk, level))
         else:
@@ -334,7 +332,7 @@ class Controller:
             return
         doc = load.doc(document)
         for chunk in chunks:
-            doc.move(chunk.chunk, _S.READY)
+            doc.move(chunk.chunk, READY)
             doc.table.valid_level[doc.start + chunk.chunk] = -1
         if job.behind and not blind:
             doc.saw_before(chunk.chunk for chunk in chunks)
@@ -354,7 +352,7 @@ class Controller:
             if other == chunk:
                 doc.lose(other.chunk, f"recomputation failed: {reason}", fetch=False)
             else:
-                doc.move(other.chunk, _S.PLANNED)
+                doc.move(other.chunk, PLANNED)
 
     def _prefix_computed(self, number: int, document: int, seconds: float, now: float) -> None:
         _check_seconds(seconds)
@@ -382,10 +380,10 @@ class Controller:
         trouble = f"its head start failed: {reason}"
         for chunk in range(doc.count):
             state = doc.table.state[doc.start + chunk]
-            if state == _S.FETCHING:
+            if state == FETCHING:
                 self._dispatch.link.drop(doc.id(chunk), now)
                 out.append(ev.Cancel(doc.id(chunk), trouble))
-            if state in (_S.FETCHING, _S.ARRIVED):
+            if state in (FETCHING, ARRIVED):
                 self._lose(load, doc, chunk, trouble)
                 out.append(ev.Release(doc.id(chunk)))
         doc.give_up_blob(trouble, all_of_it=True)

@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvwire.controller import events as ev
-from kvwire.controller.chunk_table import ChunkState
+from kvwire.controller.chunk_table import (
+    ARRIVED,
+    DECODING,
+    FAILED,
+    FETCHING,
+    PLANNED,
+    READY,
+    REDECODING,
+    REFINED,
+    REFINING,
+)
 from kvwire.controller.lanes import Job
 from kvwire.controller.limits import SPARE
 from kvwire.controller.planning import Planner
@@ -24,7 +34,6 @@ if TYPE_CHECKING:
     from kvwire.controller.document_state import DocumentState
     from kvwire.controller.load import Load, Place
 
-_S = ChunkState
 _TICK_S = 0.05
 _LEAST_TICK_S = 0.001
 _TURNS = 4
@@ -137,15 +146,15 @@ class Dispatcher(Planner):
 
     def _decode(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Decode what arrived and is not valid yet, in one batch."""
-        if load.table.counts[_S.ARRIVED] and self.lanes.is_free("decode"):
-            places = (place for place in load.having(_S.ARRIVED) if not place[0].waits_for_prefix)
-            self.start_decode(load, [*islice(places, self._settings.decode_batch)], _S.DECODING, now, out)
+        if load.table.counts[ARRIVED] and self.lanes.is_free("decode"):
+            places = (place for place in load.having(ARRIVED) if not place[0].waits_for_prefix)
+            self.start_decode(load, [*islice(places, self._settings.decode_batch)], DECODING, now, out)
 
     def _redecode(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Decode refinements, in one batch, after all that somebody waits for."""
-        if load.table.counts[_S.REFINED] and self.lanes.is_free("decode"):
+        if load.table.counts[REFINED] and self.lanes.is_free("decode"):
             # A forward pass reads what is before it in its document: nothing of that is overwritten meanwhile.
-            able = (place for place in load.having(_S.REFINED) if not self._is_extended(place[0]))
+            able = (place for place in load.having(REFINED) if not self._is_extended(place[0]))
             places = [*islice(able, self._settings.decode_batch)]
             left_s = self._cut(load) + _REDECODED * self._settings.reserve_s - now
             if load.due < inf:
@@ -154,7 +163,7 @@ class Dispatcher(Planner):
             count = bisect_right(
                 range(1, len(places) + 1), left_s, key=lambda count: self._decode_s(load, places[:count])
             )
-            self.start_decode(load, places[:count], _S.REDECODING, now, out)
+            self.start_decode(load, places[:count], REDECODING, now, out)
 
     def _lower(self, load: Load, places: list[Place], left_s: float) -> None:
         """Have chunks decoded to a coarser level than came, where else not all that came could be decoded in time.
@@ -162,7 +171,7 @@ class Dispatcher(Planner):
         A chunk that is left at its base loses more than several that stay below the finest.
         """
         table, batch = load.table, np.array([doc.start + chunk for doc, chunk in places], np.int64)
-        at = np.fromiter(islice(table.having(_S.REFINED, _S.REFINING), _LOWERED), np.int64)
+        at = np.fromiter(islice(table.having(REFINED, REFINING), _LOWERED), np.int64)
         if not len(batch):
             return
         level, valid, tokens = table.look("level")[at], table.look("valid_level")[at], table.look("tokens")[at]
@@ -195,7 +204,7 @@ class Dispatcher(Planner):
             return
         costs = self.costs_of(load)
         for doc in load.docs if load.has_prefix else ():
-            if doc.prefix_share_left and doc.has(_S.FETCHING, _S.ARRIVED):
+            if doc.prefix_share_left and doc.has(FETCHING, ARRIVED):
                 seconds = doc.prefix_share_left * costs.prefill.seconds(doc.tokens)
                 doc.prefix_running = True
                 self.lanes.start("prefill", Job("head start", load.number, doc.number, (), now, seconds))
@@ -252,7 +261,7 @@ class Dispatcher(Planner):
         until = now + self._settings.patience_s
         while load.waiting and self._fits_window(window):
             at, level = load.waiting[0]
-            if table.state[at] != _S.PLANNED or table.top[at] < level:
+            if table.state[at] != PLANNED or table.top[at] < level:
                 load.waiting.popleft()
                 continue
             size = table.sizes[level][at]
@@ -261,7 +270,7 @@ class Dispatcher(Planner):
             load.waiting.popleft()
             doc, chunk = load.place(at)
             doc.reasons[chunk] = load.reason(doc, chunk)
-            table.move(at, _S.FETCHING)
+            table.move(at, FETCHING)
             self.ask(load, (doc, chunk), 0, level, until, now, out)
             load.plan_bytes = max(0, load.plan_bytes - size)
 
@@ -274,17 +283,17 @@ class Dispatcher(Planner):
             at, level = load.refine.popleft()
             valid = table.valid_level[at]
             more = table.sizes[level][at] - (table.sizes[valid][at] if valid >= 0 else 0)
-            usable = table.state[at] == _S.READY and table.held[at] and valid < level <= table.top[at]
+            usable = table.state[at] == READY and table.held[at] and valid < level <= table.top[at]
             if usable and self.held + more <= self._settings.memory_bytes:
                 doc, chunk = load.place(at)
-                doc.move(chunk, _S.REFINING)
+                doc.move(chunk, REFINING)
                 self.ask(load, (doc, chunk), valid + 1, level, cut, now, out)
 
     def _reclaim(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Give up fetches that idle compute would beat."""
         if not self._policy.preemptible or not self.lanes.is_free("prefill"):
             return
-        if not load.table.counts[_S.FETCHING]:
+        if not load.table.counts[FETCHING]:
             return
         costs, table = self.costs_of(load), load.table
         for number in sorted({chunk.document for chunk in self.link.fetches if chunk.load == load.number}):
@@ -292,7 +301,7 @@ class Dispatcher(Planner):
             run: list[int] = []
             for chunk in range(doc.ready_before(), doc.count):
                 at = doc.start + chunk
-                if table.state[at] != _S.FETCHING or not table.can_text[at]:
+                if table.state[at] != FETCHING or not table.can_text[at]:
                     break
                 decode_s = costs.decode.seconds(table.tokens[at], doc.size(chunk, table.level[at]))
                 ready_s = self.link.arrival_s(doc.id(chunk), now) + decode_s
@@ -314,12 +323,12 @@ class Dispatcher(Planner):
         if load.refused_s:
             self.end(load, now, out)
             out.append(ev.Refuse(load.number, load.refused_s))
-        elif load.table.counts[_S.FAILED]:
-            doc, chunk = next(load.having(_S.FAILED))
+        elif load.table.counts[FAILED]:
+            doc, chunk = next(load.having(FAILED))
             self.end(load, now, out)
             out.append(ev.Fail(load.number, f"{doc.id(chunk)} cannot be made ready: {doc.troubles[chunk]}"))
         elif load.is_ready and not self._becomes_better(load, now):
-            for doc, chunk in [*load.having(_S.REFINED)]:
+            for doc, chunk in [*load.having(REFINED)]:
                 self.settle(doc, chunk)
             decisions = tuple(chain.from_iterable(doc.decisions() for doc in load.docs))
             self._settle_repair(load, now)
@@ -362,7 +371,7 @@ class Dispatcher(Planner):
             now: The instant, in seconds of the controller's clock.
             out: Instructions are appended to it.
         """
-        for doc, chunk in load.having(_S.FETCHING, _S.REFINING):
+        for doc, chunk in load.having(FETCHING, REFINING):
             self.link.drop(doc.id(chunk), now)
             out.append(ev.Cancel(doc.id(chunk), "nobody waits for it any more"))
         for at in np.flatnonzero(load.table.look("held")).tolist() if load.table.held_total else ():

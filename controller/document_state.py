@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvwire.controller.chunk_table import VALID_BYTES, ChunkState, ChunkTable
+from kvwire.controller.chunk_table import FAILED, PLANNED, VALID_BYTES, ChunkState, ChunkTable
 from kvwire.errors import ArgumentError
 from kvwire.types import ChunkId, Decision
 
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvwire.controller.documents import DocumentPlanInput
-
-_S = ChunkState
 
 
 class DocumentState:
@@ -74,7 +72,7 @@ class DocumentState:
             for chunk, level in enumerate(self.table.top[self.start : self.stop]):
                 if level < 0:
                     self.troubles[chunk] = "it has neither text nor a segment to fetch"
-                    self.move(chunk, _S.FAILED)
+                    self.move(chunk, FAILED)
 
     def _part(self, name: str) -> NDArray[Any]:
         part: NDArray[Any] = self.table.look(name)[self.start : self.stop]
@@ -145,7 +143,7 @@ class DocumentState:
             trouble: What went wrong, in words.
             fetch: Fetching is lost; otherwise recomputing is.
         """
-        self.move(chunk, _S.PLANNED)
+        self.move(chunk, PLANNED)
         table, at = self.table, self.start + chunk
         if fetch:
             table.top[at] = -1
@@ -155,7 +153,7 @@ class DocumentState:
         table.level[at] = -1
         self.note(chunk, trouble)
         if table.top[at] < 0 and not table.can_text[at]:
-            self.move(chunk, _S.FAILED)
+            self.move(chunk, FAILED)
 
     def give_up_blob(self, trouble: str, *, all_of_it: bool = False) -> None:
         """Fetch nothing more of this document where its text stands in, or not even where it does not.
@@ -169,7 +167,7 @@ class DocumentState:
             self._given_up.clear()
         for chunk in range(self.count):
             at = self.start + chunk
-            if table.state[at] != _S.PLANNED or table.top[at] < 0:
+            if table.state[at] != PLANNED or table.top[at] < 0:
                 continue
             if table.can_text[at] or all_of_it:
                 if not all_of_it:
@@ -177,7 +175,7 @@ class DocumentState:
                 table.top[at] = -1
                 self.note(chunk, trouble)
                 if not table.can_text[at]:
-                    self.move(chunk, _S.FAILED)
+                    self.move(chunk, FAILED)
 
     def limit(self, most_bytes: int) -> None:
         """Leave out levels that are larger than what may be held at all; before anything is fetched.
@@ -197,7 +195,7 @@ class DocumentState:
                 table.top[at] = top
                 self.note(chunk, f"finer levels exceed the memory bound of {most_bytes} bytes")
                 if top < 0 and not table.can_text[at]:
-                    self.move(chunk, _S.FAILED)
+                    self.move(chunk, FAILED)
 
     def note(self, chunk: int, trouble: str) -> None:
         """Remember what went wrong.

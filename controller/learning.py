@@ -108,7 +108,7 @@ class _Learner:
         self._is_due = False
 
     def add(self, row: Row, seconds: float) -> None:
-        if not (isfinite(seconds) and seconds >= 0 and all(isfinite(value) and value >= 0 for value in row)):
+        if not (isfinite(seconds) and seconds >= 0 and isfinite(sum(row)) and min(row) >= 0):
             msg = f"a measurement needs finite numbers of at least 0, got {row} in {seconds} s"
             raise ArgumentError(msg)
         if self._is_due:

@@ -6,7 +6,7 @@ from functools import partial
 from math import exp2, inf, log
 from typing import TYPE_CHECKING
 
-from kvwire.controller.chunk_table import ChunkState
+from kvwire.controller.chunk_table import PLANNED
 from kvwire.controller.coding import coding_options, finest_bytes
 from kvwire.controller.costs import busiest
 from kvwire.controller.policies.base import SLOWEST, RepairRule
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from kvwire.controller.settings import ControllerSettings
     from kvwire.types import ChunkId
 
-_S = ChunkState
 _LONG_PASS = 10.0  # a pass of that many times its fixed cost may end: going on would save less than a tenth of it
 _SHORT_PASS = 6.0  # shorter ones are mostly fixed cost
 _PASSES = 8  # at least so many passes before a deadline
@@ -370,7 +369,7 @@ class Limits(Resources):
         self.link.progress(size, started, ended, chunk)
         if not guessed:
             return False
-        undecided = [load for load in self._loads.values() if load.table.counts[_S.PLANNED]]
+        undecided = [load for load in self._loads.values() if load.table.counts[PLANNED]]
         for load in undecided:
             load.is_stale = True  # the first bytes tell more than what the plan rests on
         return bool(undecided)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.chunk_table import ChunkState, ChunkTable
+from kvwire.controller.chunk_table import FAILED, PLANNED, READY, REDECODING, REFINED, REFINING, ChunkState, ChunkTable
 from kvwire.controller.document_state import DocumentState
 from kvwire.controller.passes import WantedPasses
 from kvwire.controller.policies.base import RECOMPUTE, PlanRequest, prefill_s
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from kvwire.controller.events import LoadRequested
     from kvwire.controller.policies.base import Plan
 
-_S = ChunkState
 Place = tuple[DocumentState, int]
 """A chunk: its document and its number there."""
 _GROWN = 1.25
@@ -286,19 +285,22 @@ class Load:
     @property
     def may_end(self) -> bool:
         """Whether it is ready, refused, or cannot become ready."""
-        return bool(self.refused_s or self.table.counts[ChunkState.FAILED]) or self.is_ready
+        counts = self.table.counts
+        if self.refused_s or counts[FAILED]:
+            return True
+        return not counts[PLANNED] and self.is_ready
 
     @property
     def is_undecided(self) -> bool:
         """Whether a plan could still change anything: a chunk that nothing was started for, or that may be refined."""
         counts, refines = self.table.counts, self.goal.objective == "quality" and self.table.held_total
-        return bool(counts[_S.PLANNED] or (refines and counts[_S.READY]))
+        return bool(counts[PLANNED] or (refines and counts[READY]))
 
     @property
     def is_refining(self) -> bool:
         """Whether a finer level of any chunk is on its way."""
         counts = self.table.counts
-        return bool(counts[_S.REFINING] or counts[_S.REFINED] or counts[_S.REDECODING])
+        return bool(counts[REFINING] or counts[REFINED] or counts[REDECODING])
 
     def request(self, base: PlanRequest, *, alone: bool = True) -> PlanRequest:
         """What a plan for the open chunks depends on.
@@ -340,7 +342,7 @@ class Load:
         """Whether plans may count on a look: it was planned before, or hardly anything is begun."""
         if not self.wants_look:
             return False
-        return bool(self.plan and self.plan.looks) or self.table.counts[_S.PLANNED] >= _HARDLY * len(self.table)
+        return bool(self.plan and self.plan.looks) or self.table.counts[PLANNED] >= _HARDLY * len(self.table)
 
     def follow(self, plan: Plan, request: PlanRequest, now: float) -> None:
         """Take over a plan for the request made last.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.chunk_table import ChunkState
+from kvwire.controller.chunk_table import PLANNED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,7 +54,7 @@ class WantedPasses:
             np.frombuffer(self._wanted, np.uint8)[places] = 1
             documents = np.flatnonzero(np.bincount(self._table.look("document")[places]))
             self._docs.extend(map(doc, documents.tolist()))
-        if not self._table.counts[ChunkState.PLANNED]:
+        if not self._table.counts[PLANNED]:
             return True
         if len(before) != len(self._wanted):
             return False
@@ -78,7 +78,7 @@ class WantedPasses:
         self._wanted[at] = 0
 
     def _may_want(self, doc: DocumentState) -> bool:
-        return doc.has(ChunkState.PLANNED) and self._wanted.find(1, doc.start, doc.stop) >= 0
+        return doc.has(PLANNED) and self._wanted.find(1, doc.start, doc.stop) >= 0
 
     def next(self, costs: CostModel, limit_s: float) -> tuple[DocumentState, list[int]] | None:
         """Find the first forward pass that can run now and that the plan wants.
@@ -98,7 +98,7 @@ class WantedPasses:
             run: list[int] = []
             for chunk in range(first, doc.count):
                 at = doc.start + chunk
-                if not (wanted[at] and can_text[at]) or state[at] != ChunkState.PLANNED:
+                if not (wanted[at] and can_text[at]) or state[at] != PLANNED:
                     break
                 if run and costs.prefill.seconds(*doc.prefill_span(first, chunk)) > limit_s:
                     break

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.chunk_table import ChunkState
+from kvwire.controller.chunk_table import FAILED, PLANNED
 from kvwire.controller.limits import Limits
 from kvwire.controller.policies.base import Columns, CommittedWork, PlanRequest
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from kvwire.controller.load import Load
     from kvwire.controller.policies.base import Plan
 
-_S = ChunkState
 _MARGIN = 0.05  # of a deadline: who is admitted in a queue that is full is to be in time
 _VAGUE = 0.5  # relative error of a bandwidth by which nobody is refused
 _OVERDUE = 1.5  # a pass that takes that many times what was expected tells of a slow engine
@@ -54,7 +53,7 @@ class Planner(Limits):
         self._choose(doc, variant)
         plan = self._policy.plan(self._request(load, now))
         goal = {"earliest": 0.0, "quality": plan.error, "cheapest": float(plan.bytes)}[load.goal.objective]
-        hopeless = doc.has(_S.FAILED)
+        hopeless = doc.has(FAILED)
         return hopeless, not plan.in_time, goal if plan.in_time else 0.0, plan.finish_s
 
     # When.
@@ -84,7 +83,7 @@ class Planner(Limits):
 
     def _least_pause_s(self, load: Load, now: float) -> float:
         settings = self._settings
-        cost_s = settings.plan_s + settings.plan_chunk_s * load.table.counts[_S.PLANNED]
+        cost_s = settings.plan_s + settings.plan_chunk_s * load.table.counts[PLANNED]
         if load.is_stale:
             return min(_URGENT * cost_s, settings.replan_s)
         if not load.waiting and not load.refine and self._window_open():

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvwire.controller import events as ev
-from kvwire.controller.chunk_table import ChunkState
+from kvwire.controller.chunk_table import READY, RECOMPUTING, ChunkState
 from kvwire.controller.costs import DecodeCost, busiest
 from kvwire.controller.inflight import InflightFetch, Link
 from kvwire.controller.lanes import ComputeLanes, Job
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from kvwire.controller.estimates import Estimates
     from kvwire.controller.load import Load, Place
     from kvwire.controller.settings import ControllerSettings
-
-_S = ChunkState
 
 
 class Resources:
@@ -102,7 +100,7 @@ class Resources:
             doc: State of the document.
             chunk: Number of the chunk.
         """
-        doc.move(chunk, _S.READY)
+        doc.move(chunk, READY)
         table, at = doc.table, doc.start + chunk
         table.level[at] = table.top[at] = level = table.valid_level[at]
         self.hold(doc, chunk, doc.size(chunk, level))
@@ -122,7 +120,7 @@ class Resources:
             return True
         others = [each for each in self._loads.values() if each is not load]
         for each in (*sorted(others, key=lambda other: -other.due), load):
-            for doc, chunk in each.having(_S.READY):
+            for doc, chunk in each.having(READY):
                 if self.held + size <= self._settings.memory_bytes:
                     return True
                 self.release(doc, chunk, out)
@@ -206,7 +204,7 @@ class Resources:
         """
         for chunk in run:
             doc.reasons[chunk] = load.reason(doc, chunk)
-            doc.move(chunk, _S.RECOMPUTING)
+            doc.move(chunk, RECOMPUTING)
             doc.table.level[doc.start + chunk] = -1
         tokens, context = doc.prefill_span(run[0], run[-1])
         behind = load.can_see_before(doc)
