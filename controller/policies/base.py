@@ -228,6 +228,13 @@ class PlanRequest:
     risk: float = 0.0
     last_decode: DecodeCost = NOTHING_MORE
 
+    @cached_property
+    def prefill_s(self) -> Floats:
+        """``prefill_s`` of this request, worked out once ``[n]``."""
+        chunks, cost = self.chunks, self.costs.prefill
+        seconds = cost.token_s * chunks.tokens + cost.pair_s * chunks.pairs
+        return np.asarray(seconds + cost.base_s * np.where(chunks.begins, 1.0, 1 / self.pass_chunks))
+
 
 def wire_s(request: PlanRequest, sizes: Ints, bandwidth: float) -> Floats:
     """Seconds for which a fetch of some bytes holds up the next one.
@@ -293,13 +300,11 @@ def last_s(request: PlanRequest, tokens: Ints, sizes: Ints, work: Floats) -> Flo
 
 
 def prefill_s(request: PlanRequest) -> Floats:
-    """Seconds of compute of each chunk when it is recomputed ``[n]``.
+    """Seconds of compute of each chunk when it is recomputed ``[n]``; not to be written to.
 
     A pass's fixed cost falls on a run's first chunk, and where passes are short a share of it on all others.
     """
-    chunks, cost = request.chunks, request.costs.prefill
-    seconds = cost.token_s * chunks.tokens + cost.pair_s * chunks.pairs
-    return seconds + cost.base_s * np.where(chunks.begins, 1.0, 1 / request.pass_chunks)
+    return request.prefill_s
 
 
 @dataclass(frozen=True, eq=False)

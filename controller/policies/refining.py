@@ -141,13 +141,13 @@ class Refining:
             Seconds from now.
         """
         some, request = self._some, self._request
-        raised = np.flatnonzero(levels > some.level)
+        (raised,) = (levels > some.level).nonzero()
         if not len(raised):
             return self.ready_s
         sizes, tokens = some.sizes[levels[raised], raised], some.tokens[raised]
-        wire = np.cumsum(wire_s(request, sizes - some.sizes[some.level[raised], raised], request.bandwidth_low))
+        wire = wire_s(request, sizes - some.sizes[some.level[raised], raised], request.bandwidth_low).cumsum()
         work = decode_s(request, tokens, sizes)
-        done = np.cumsum(work)
+        done = work.cumsum()
         end = max(self._lane_s, self._link_s + float((wire - done + work).max())) + float(done[-1])
         # What comes last is decoded alone.
         alone_s = request.last_decode.seconds(int(tokens[-1]), int(sizes[-1]))

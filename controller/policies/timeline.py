@@ -171,18 +171,19 @@ class Timeline:
 
     def _cumulated(self, values: NDArray[Any]) -> NDArray[Any]:
         """Sums over the first k columns of each target's order, k from 0 to n ``[..., n + 1]``."""
-        out = np.zeros((*values.shape[:-1], values.shape[-1] + 1), values.dtype)
-        np.cumsum(values, axis=-1, out=out[..., 1:])
+        out = np.empty((*values.shape[:-1], values.shape[-1] + 1), values.dtype)
+        out[..., 0] = 0
+        values.cumsum(axis=-1, out=out[..., 1:])
         return out
 
     def _lanes(self, wire: Floats, work: Floats) -> tuple[Floats, Floats]:
         """Ends of the link and of a decode lane that does nothing else, for every split ``[targets, n + 1]``."""
         request, bandwidth = self._request, self._bandwidth
         committed = request.committed
-        begun = request.lead_s + np.cumsum(committed.wire) / max(bandwidth, SLOWEST)  # arrivals of open requests
-        done = np.cumsum(committed.work_s)
+        begun = request.lead_s + committed.wire.cumsum() / max(bandwidth, SLOWEST)  # arrivals of open requests
+        done = committed.work_s.cumsum()
         # The largest arrival minus the work that arrived before it: what arrives later only adds to both.
-        head = float(np.max(begun - (done - committed.work_s), initial=-np.inf))
+        head = float((begun - (done - committed.work_s)).max(initial=-np.inf))
         busy = float(done[-1]) if len(done) else 0.0
         last = float(begun[-1]) if len(begun) else request.lead_s
         self._opened_s = (last + float(committed.work_s[-1]) if len(begun) else committed.decode_s) + committed.last_s
