@@ -1,0 +1,69 @@
+"""The controller without its short cuts: each is replaced by the plain way to the same decisions."""
+
+from __future__ import annotations
+
+from math import inf
+
+import numpy as np
+
+from kvwire.controller import Controller
+from kvwire.controller.chunk_table import ChunkTable
+from kvwire.controller.dispatch import Dispatcher
+from kvwire.controller.limits import Limits
+from kvwire.controller.load import Load
+from kvwire.controller.policies.base import PlanRequest
+
+
+def wake_at(controller):
+    """Asks each time whether a fetch could be opened."""
+    begins = controller._is_news or (controller._came and controller._dispatch.can_fetch)
+    return controller._now if begins else controller._dispatch.wake_at(controller._now)
+
+
+def window_open(limits, *, spare=0):
+    """Works both bounds out before it looks at either."""
+    most, horizon = limits._window(spare=spare)
+    fetches = len(limits.link.fetches)
+    fits = fetches < most and (fetches < 2 or limits.link.open_bytes < horizon)
+    return fetches < limits._settings.max_in_flight and fits
+
+
+def stalls_at(limits, now):
+    """Works out how long silence is waited out whether or not any byte is awaited."""
+    quiet, stalls = limits.link.quiet_from, limits.link.stalls_at
+    if now < quiet:
+        return min(quiet, stalls)
+    starts = (limits._latest_start(load, now) for load in limits._loads.values() if load.due < inf)
+    return min([stalls, *(max(start, quiet) for start in starts if start > now - 0.01)])
+
+
+def may_end(load):
+    """Counts what is valid each time."""
+    return bool(load.refused_s or load.table.counts[9]) or load.is_ready
+
+
+def prefill_s(request):
+    """Works the seconds out each time that they are asked for."""
+    chunks, cost = request.chunks, request.costs.prefill
+    seconds = cost.token_s * chunks.tokens + cost.pair_s * chunks.pairs
+    return seconds + cost.base_s * np.where(chunks.begins, 1.0, 1 / request.pass_chunks)
+
+
+def having(table, *states):
+    """Looks at every chunk for each state."""
+    flags = np.isin(table.look("state"), states)
+    return iter(table._in_prompt_order(np.flatnonzero(flags)).tolist())
+
+
+PLAIN = [
+    (Controller, "wake_at", property(wake_at)),
+    (Dispatcher, "_fresh_until", lambda *_: -inf),
+    (Limits, "_window_open", window_open),
+    (Limits, "_stalls_at", stalls_at),
+    (Load, "may_end", property(may_end)),
+    (PlanRequest, "prefill_s", property(prefill_s)),
+    (ChunkTable, "having", having),
+    (ChunkTable, "_add_one", lambda table, number, tokens: table._add_many(number, (tokens,))),
+    (ChunkTable, "_place_one", ChunkTable._place_many),
+]
+"""What is replaced: of which class, under which name, and by what."""
