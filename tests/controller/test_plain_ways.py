@@ -47,7 +47,9 @@ def goals(random, objective):
 def played(seed, objective, repair, loads):
     """What a controller said to loads on a link that varies, how it was set, and what it believed at first."""
     random = Random(seed)
+    plan_s, replan_s = random.choice([(1e-3, 5e-3), (5e-5, 1e-3), (1e-5, 1e-4)])
     settings = ControllerSettings(
+        plan_s=plan_s, replan_s=replan_s,
         workers=random.choice([1, 2]), decode_threads=random.choice([1, 2]), decode_batch=random.choice([1, 4, 16]),
         max_in_flight=random.choice([4, 32, 128]), memory_bytes=random.choice([4_000_000, 1 << 32]),
     )  # fmt: skip
