@@ -157,6 +157,9 @@ class Controller:
                 self._head_failed(load, document, reason, now, out)
             case ev.Looked(load, attention, seconds):
                 self._looked(load, attention, seconds, now)
+            case ev.RepairDone(load, seconds=seconds):
+                _check_seconds(seconds)
+                self._dispatch.repaired(event, self._load(load), now)
             case ev.Tick():
                 self._dispatch.watch(now)
             case ev.LoadAbandoned(load):

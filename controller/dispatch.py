@@ -28,7 +28,7 @@ from kvwire.controller.chunk_table import (
 )
 from kvwire.controller.lanes import Job
 from kvwire.controller.limits import SPARE
-from kvwire.controller.planning import Planner
+from kvwire.controller.repairing import RepairingPlanner
 
 if TYPE_CHECKING:
     from kvwire.controller.document_state import DocumentState
@@ -43,7 +43,7 @@ _LOWERED = 256  # refinements whose decoding is looked ahead at
 _PLANS = 4  # plans made for one event, besides those of loads whose turn it is
 
 
-class Dispatcher(Planner):
+class Dispatcher(RepairingPlanner):
     """Hands out what the link and the lanes are free for."""
 
     _reclaimed_at = -inf
@@ -116,7 +116,9 @@ class Dispatcher(Planner):
             if load.refused_s:
                 self._conclude(load, now, out)
         order = self._order()
-        steps = (self._decode, self._look, self._compute, self._redecode, self._fetch, self._refine)
+        steps = (
+            self._decode, self._look, self._compute, self._redecode, self._fetch, self._refine, self._repair,
+        )  # fmt: skip
         for begin, load in product(steps, order):
             begin(load, now, out)
         if now - self._reclaimed_at >= self._settings.replan_s:
@@ -196,7 +198,8 @@ class Dispatcher(Planner):
         if job is None or job.load != doc.load:
             return False
         read = doc.number <= job.document if job.behind else doc.number == job.document
-        return job.kind == "look" or (job.kind == "recompute" and read)
+        read |= job.kind == "repair" and doc.number <= job.document
+        return job.kind == "look" or (job.kind in {"recompute", "repair"} and read)
 
     def _compute(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Compute a head start that fetched chunks wait for, or the next forward pass of the plan."""
@@ -327,7 +330,7 @@ class Dispatcher(Planner):
             doc, chunk = next(load.having(FAILED))
             self.end(load, now, out)
             out.append(ev.Fail(load.number, f"{doc.id(chunk)} cannot be made ready: {doc.troubles[chunk]}"))
-        elif load.is_ready and not self._becomes_better(load, now):
+        elif load.is_ready and not load.in_order.is_running and not self._becomes_better(load, now):
             for doc, chunk in [*load.having(REFINED)]:
                 self.settle(doc, chunk)
             decisions = tuple(chain.from_iterable(doc.decisions() for doc in load.docs))

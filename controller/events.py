@@ -213,6 +213,27 @@ class Looked:
 
 
 @dataclass(frozen=True)
+class RepairDone:
+    """The rows of a ``Repair`` are computed, or it failed and changed nothing that is relied on.
+
+    Attributes:
+        load: Number of the load.
+        documents: Of the instruction.
+        rows: How many were computed.
+        left: How many of the share are still to be computed, in later documents.
+        seconds: How long it took.
+        trouble: Why it failed, in words; rows are then computed after the last chunk alone.
+    """
+
+    load: int
+    documents: int
+    rows: int
+    left: int
+    seconds: float
+    trouble: str = ""
+
+
+@dataclass(frozen=True)
 class PromptAssembled:
     """A load that was finished is linked and its question has run: until then its closing keeps the engine busy.
 
@@ -325,6 +346,25 @@ class Look:
 
 
 @dataclass(frozen=True)
+class Repair:
+    """Compute rows of the prompt's first documents anew, but for those that were: these documents stay as they are.
+
+    Nothing of them is decoded any more, whatever is still fetched and decoded behind them.
+
+    Attributes:
+        load: Number of the load.
+        documents: How many documents, from the prompt's beginning on.
+        share: Of the prompt's rows, those behind ``front``, which ones are computed in all; the same for all of a load.
+        front: See ``Finish``.
+    """
+
+    load: int
+    documents: int
+    share: float
+    front: int
+
+
+@dataclass(frozen=True)
 class Cancel:
     """Stop a fetch; whatever is still reported about it is ignored.
 
@@ -356,7 +396,8 @@ class Finish:
         load: Number of the load.
         decisions: What was done, in prompt order.
         reason: Whether the first token should be in time, in words.
-        repair: Share of the prompt's rows to compute anew before the question runs, of those behind ``front``.
+        repair: Share of the prompt's rows to compute anew before the question runs, of those behind ``front``; what a
+            ``Repair`` has computed is done.
         front: Tokens from the prompt's beginning on that see all that stands before them: its first document, and what
             was recomputed behind it without a gap.
     """
@@ -408,11 +449,14 @@ Event: TypeAlias = (
     | PrefixComputed
     | PrefixFailed
     | Looked
+    | RepairDone
     | PromptAssembled
     | Tick
     | LoadAbandoned
 )
-Instruction: TypeAlias = Fetch | Decode | Recompute | ComputePrefix | Look | Cancel | Release | Finish | Fail | Refuse
+Instruction: TypeAlias = (
+    Fetch | Decode | Recompute | ComputePrefix | Look | Repair | Cancel | Release | Finish | Fail | Refuse
+)
 
 
 @dataclass(frozen=True)

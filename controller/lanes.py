@@ -31,7 +31,7 @@ class Job:
         behind: It reads the documents before its own, too.
     """
 
-    kind: Literal["decode", "recompute", "head start", "look", "closing"]
+    kind: Literal["decode", "recompute", "head start", "look", "repair", "closing"]
     load: int
     document: int
     chunks: tuple[ChunkId, ...]

@@ -191,7 +191,7 @@ class Limits(Resources):
     def _choose_repair(self, load: Load, now: float) -> None:
         """Weigh repaired rows against finer bytes, by what both take of the time that is left."""
         option = load.repair
-        if option is None or not load.is_known:
+        if option is None or not load.is_known or load.in_order.share is not None:
             return
         share, costs = option.least, self.costs_among_many(load)
         if isinstance(self._policy, RepairRule):
@@ -222,7 +222,8 @@ class Limits(Resources):
         closing_s = partial(load.closing_s, self.costs_of(load))
         # What was planned may use up the reserve, for who waits for a cut never hears of it before it is over.
         kept = option.most_within(left_s + self._settings.reserve_s, closing_s, load.repair_share)
-        load.repair_share = max(kept, option.most_within(left_s, closing_s, option.most)) if alone else kept
+        more = alone and load.in_order.share is None  # rows that were computed did not see those
+        load.repair_share = max(kept, option.most_within(left_s, closing_s, option.most)) if more else kept
 
     def _until_others_s(self, load: Load, now: float) -> float:
         """Seconds that a closing may take so that every other load still gets its chunks decoded before its cut."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvwire.controller.chunk_table import FAILED, PLANNED, READY, REDECODING, REFINED, REFINING, ChunkState, ChunkTable
 from kvwire.controller.document_state import DocumentState
+from kvwire.controller.in_order import RepairInOrder
 from kvwire.controller.passes import WantedPasses
 from kvwire.controller.policies.base import RECOMPUTE, PlanRequest, prefill_s
 from kvwire.controller.policies.timeline import floor_s
@@ -64,6 +65,8 @@ class Load:
         compute_s: Seconds of recomputation that it holds.
         repair: What repairing its links may take and gives; None: they stay as they are.
         repair_share: Share of its rows that is to be computed anew, by what is known now.
+        in_order: How far it is repaired while it is fetched.
+        has_looked: Its question was run, and what it attends to is known.
         sees_before: What is recomputed is to see the documents before its own.
         wants_look: Its question could be run before the prompt is complete, and has not been.
         is_looking: It runs.
@@ -84,8 +87,9 @@ class Load:
         self.query_tokens = asked.query_tokens
         self.repair = asked.repair if asked.documents > 1 else None
         self.repair_share = self.repair.least if self.repair else 0.0
+        self.in_order = RepairInOrder(self.repair)
         self.wants_look = asked.looks and asked.goal.objective == "quality" and asked.goal.deadline_s is not None
-        self.is_looking = self._has_looked = False
+        self.is_looking = self.has_looked = False
         self.sees_before = bool(self.repair and (self.repair.least or asked.goal.objective == "quality"))
         self._costs: tuple[CostModel, CostModel] | None = None
         self.due = inf if asked.goal.deadline_s is None else now + asked.goal.deadline_s
@@ -197,7 +201,7 @@ class Load:
             attention: From ``checked_attention``; empty where nothing was to be seen.
         """
         self.is_looking, self.is_stale = False, True
-        self._has_looked, self._costs = bool(attention), None
+        self.has_looked, self._costs = bool(attention), None
         for doc, row in zip(self.docs, attention, strict=False):
             self.table.weigh(doc.start, [_UNSEEN + (1 - _UNSEEN) * each for each in row])
 
@@ -228,10 +232,11 @@ class Load:
         """Rows that a share takes as much as, choosing them included."""
         if not (share and self.docs and self.repair):
             return 0
-        return self.repair.work(share, self.prompt_tokens, self.docs[0].tokens, self.front())
+        work = self.repair.work(share, self.prompt_tokens, self.docs[0].tokens, self.front())
+        return self.in_order.rows_left(work, share)
 
     def _repairing(self, costs: CostModel, rows: int) -> CostModel:
-        looks = bool(rows and self.repair and self.repair.looks and not self._has_looked)
+        looks = bool(rows and self.repair and self.repair.looks and not self.has_looked)
         return replace(costs, repair_rows=rows, repair_looks=looks)
 
     def closing_s(self, costs: CostModel, share: float) -> float:
@@ -358,10 +363,12 @@ class Load:
             least_s = self.closing_s(request.costs, self.repair.least)
             self.spare_s = max(0.0, self.closing_s(request.costs, self.repair_share) - least_s)
         self.is_stale, self._planned_docs = False, len(self.docs)
+        recomputed = plan.levels == RECOMPUTE
         order = np.asarray(plan.order, np.int64)
+        if self.in_order.wants_order and self.is_known and not recomputed.any():
+            order = np.sort(order)  # nothing is to meet it from the front
         before = self.waiting, self.refine
         self.waiting = deque(zip(self._open[order].tolist(), plan.levels[order].tolist(), strict=True))
-        recomputed = plan.levels == RECOMPUTE
         wanted_alike = self.passes.want(self._open[recomputed], self._open, self.doc)
         self.compute_s = float(prefill_s(request)[recomputed].sum()) if self.passes else 0.0
         self.floor_s = floor_s(request)

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from kvwire._json import strict_json
 from kvwire.controller import events as ev
 from kvwire.controller.documents import DocumentPlanInput
-from kvwire.controller.repair import RepairOption
+from kvwire.controller.repair import Begins, RepairOption
 from kvwire.controller.settings import Goal, Objective, OnLate
 from kvwire.errors import ArgumentError, CorruptError
 from kvwire.types import ChunkId, Decision
@@ -25,7 +25,7 @@ MOST_CHARACTERS = 16_000_000
 _MOST_DEPTH = 8  # of nested values; a log has six
 _LARGEST = 1 << 53  # of integers, as in other languages' JSON
 _NAMES = {
-    "ChunkId": ChunkId, "Decision": Decision, "DocumentPlanInput": DocumentPlanInput, "Goal": Goal,
+    "Begins": Begins, "ChunkId": ChunkId, "Decision": Decision, "DocumentPlanInput": DocumentPlanInput, "Goal": Goal,
     "Literal": Literal, "Objective": Objective, "OnLate": OnLate, "RepairOption": RepairOption,
 }  # fmt: skip
 _EVENTS = {kind.__name__: kind for kind in get_args(ev.Event)}

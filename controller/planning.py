@@ -137,7 +137,7 @@ class Planner(Limits):
             first: The plan.
             now: The instant, in seconds of the controller's clock.
         """
-        load.first_s = now - load.asked_at + first.finish_s
+        load.first_s = now - load.asked_at + first.finish_s - self._hidden_s(load, first)
         load.came, load.asked_floor_s = now, load.floor_s
         if load.due < inf and load.goal.on_late == "refuse" and self._estimates.bandwidth.error < _VAGUE:
             # Those that go first give their quality back where that keeps this one's deadline.
@@ -146,6 +146,10 @@ class Planner(Limits):
             load.refused_s = max(0.0, now + soonest_s + margin_s - load.due)
         if not load.refused_s:
             self._demand.add(load.floor_s, now)
+
+    def _hidden_s(self, load: Load, plan: Plan) -> float:
+        """Seconds of a plan's closing that pass beside the link; see ``RepairingPlanner``."""
+        raise NotImplementedError
 
     def _request(self, load: Load, now: float) -> PlanRequest:
         costs, settings, link = self.costs_among_many(load), self._settings, self.link

@@ -17,6 +17,7 @@ from kvwire.errors import ArgumentError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+Begins = Literal["closing", "looked", "documents"]
 _GRID = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 """Shares of rows that are weighed against each other, besides the bounds of an option."""
 _LEAST_ERROR = 1e-12
@@ -35,6 +36,9 @@ class RepairOption:
         error: Of documents that do not see each other, on the scale of ``DocumentPlanInput.errors``.
         shares: Shares that were measured, growing, from 0 on.
         left: Of ``error``, what is left at each of them, 1 to 0, never growing.
+        begins: When rows may be computed document by document, while later ones are fetched: ``documents``, as soon as
+            documents are as they stay, since the rows are known beforehand; ``looked``, likewise once the question has
+            looked at all of them; ``closing``, never.
         weighs_text: What is fetched counts with the error of links where it is weighed against text, which sees the
             documents before it. It costs the engine a prefill's time, and so takes somebody's word for the error.
     """
@@ -46,6 +50,7 @@ class RepairOption:
     error: float = 0.0
     shares: tuple[float, ...] = (0.0, 1.0)
     left: tuple[float, ...] = (1.0, 0.0)
+    begins: Begins = "closing"
     weighs_text: bool = False
 
     def __post_init__(self) -> None:
@@ -140,7 +145,8 @@ class RepairOption:
 
 MOST = 0.3
 """Share of rows beyond which ``auto`` does not go: little is gained there (benchmarks/reuse.py)."""
-UNMEASURED = RepairOption(most=MOST, error=0.1, shares=(0.0, 0.05, 0.15, 0.3, 1.0), left=(1.0, 0.25, 0.15, 0.1, 0.0))
+UNMEASURED = RepairOption(most=MOST, error=0.1, shares=(0.0, 0.05, 0.15, 0.3, 1.0), left=(1.0, 0.25, 0.15, 0.1, 0.0),
+                          begins="looked")
 """Where nobody measured: links count like a coarse level, and repair gives what it gave on the models of
 benchmarks/reuse.py, rounded down."""
 
@@ -162,7 +168,8 @@ def unmeasured(repair: Literal["none", "auto", "all"] | float) -> RepairOption |
     if repair == "auto":
         return UNMEASURED
     share = 1.0 if repair == "all" else float(repair)
-    return replace(UNMEASURED, least=share, most=share, looks=repair != "all", weighs_text=share > 0)
+    begins: Begins = "documents" if repair == "all" else "looked"
+    return replace(UNMEASURED, least=share, most=share, looks=repair != "all", weighs_text=share > 0, begins=begins)
 
 
 def rows_of(share: float, tokens: int, first: int, front: int = 0) -> int:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import TYPE_CHECKING
 
+from kvwire.controller.in_order import expected_rows
 from kvwire.types import ChunkId
 
 if TYPE_CHECKING:
     from kvwire.controller.costs import CostModel
     from kvwire.controller.documents import DocumentPlanInput
-    from kvwire.controller.events import Finish
+    from kvwire.controller.events import Finish, Repair
     from kvwire.controller.repair import RepairOption
     from kvwire.controller.simulator.arrivals import LoadArrival
     from kvwire.controller.simulator.outcome import Outcome, Span
@@ -32,6 +34,9 @@ class Run:
         variants: Which of its blobs a document is fetched from; 0 where nothing was fetched.
         refused: It was not admitted.
         looked: It is known what the question attends to.
+        repaired: Documents whose rows are computed, or being so.
+        rows: How many rows have been.
+        share: Of the rows, those that are in all; 0 before the first are.
         outcome: How it ended; None before.
     """
 
@@ -46,7 +51,12 @@ class Run:
     variants: dict[int, int] = field(default_factory=dict)
     refused: bool = False
     looked: bool = False
+    repaired: int = 0
+    rows: int = 0
+    share: float = 0.0
     outcome: Outcome | None = None
+    _under_way: int = 0
+    _all: int = 0
 
     def seen(self, first: ChunkId, *, behind: bool) -> list[ChunkId]:
         """Chunks that a pass sees.
@@ -69,6 +79,42 @@ class Run:
         """
         given = self.given(chunk.document)
         return given.tokens[chunk.chunk], given.fetch_bytes[chunk.chunk][level]
+
+    def are_valid(self, documents: int) -> bool:
+        """Whether all chunks of the first documents are in the prompt.
+
+        Args:
+            documents: How many.
+        """
+        counts = [len(given.tokens) for given in self.inputs[:documents]]
+        return all(ChunkId(at, each, self.number) in self.valid for at, count in enumerate(counts) for each in range(count))
+
+    def begin_repair(self, costs: CostModel, asked: Repair) -> float:
+        """Compute rows of documents, of which each has as many of the share as it has of the tokens.
+
+        Args:
+            costs: Of any load.
+            asked: What is to be done.
+
+        Returns:
+            Seconds.
+        """
+        tokens = [sum(given.tokens) for given in self.inputs]
+        rows = expected_rows(asked.share, tokens, asked.front, self.repaired, asked.documents)
+        self.repaired, self.share, self._under_way = asked.documents, asked.share, rows
+        self._all = expected_rows(asked.share, tokens, asked.front, 0, len(tokens))
+        return replace(costs, repair_rows=rows, repair_looks=False).repair_s(sum(tokens[: asked.documents]))
+
+    def end_repair(self) -> tuple[int, int]:
+        """The rows that were under way, and how many of the share are left."""
+        self.rows += self._under_way
+        return self._under_way, max(0, self._all - self.rows)
+
+    def _rows_left(self, rows: int, share: float) -> int:
+        """Of a share's rows, those that are left for the closing."""
+        if not self.repaired:
+            return rows
+        return min(rows, ceil(max(0, self._all - self.rows) * min(1.0, share / self.share)))
 
     @property
     def inputs(self) -> list[DocumentPlanInput]:
@@ -99,10 +145,11 @@ class Run:
             The costs.
         """
         repair, first = self.repair, sum(self.inputs[0].tokens)
+        rows = repair.work(last.repair, self.prompt_tokens, first, last.front) if repair else 0
         return replace(
             costs,
             query_tokens=self.arrival.query_tokens,
-            repair_rows=repair.work(last.repair, self.prompt_tokens, first, last.front) if repair else 0,
+            repair_rows=self._rows_left(rows, last.repair),
             repair_looks=repair is not None and repair.looks and not self.looked,
         )
 

@@ -42,7 +42,7 @@ _REPORTS = 0.01  # of a load's age, so that long loads do not drown in reports
 _GRAIN_S = 1e-12
 
 
-LaneWork: TypeAlias = ev.Decode | ev.Recompute | ev.ComputePrefix | ev.Look
+LaneWork: TypeAlias = ev.Decode | ev.Recompute | ev.ComputePrefix | ev.Look | ev.Repair
 
 
 @dataclass(eq=False)
@@ -193,6 +193,9 @@ class World:
                 run = self._runs[chunks[0].load]
                 for chunk, level in zip(chunks, levels, strict=True):
                     _require(run.here.get(chunk, -1) >= level, f"level {level} of {chunk} to decode is not all here")
+                _require(
+                    all(chunk.document >= run.repaired for chunk in chunks), f"{chunks[0]} is to be decoded: it is repaired"
+                )
                 run.valid.difference_update(chunks)
                 work = [run.size(chunk, level) for chunk, level in zip(chunks, levels, strict=True)]
                 seconds = self._costs.decode.seconds(*busiest(work, self._decode_threads))
@@ -218,6 +221,10 @@ class World:
                 _require(len(run.valid) == run.chunks, f"load {load} is to be looked at: it is not complete")
                 query = replace(self._costs, query_tokens=run.arrival.query_tokens)
                 self._start("prefill", instruction, query.look_s(run.prompt_tokens))
+            case ev.Repair(load):
+                run = self._runs[load]
+                _require(run.are_valid(instruction.documents), f"load {load} is to be repaired: it is not so far")
+                self._start("prefill", instruction, run.begin_repair(self._costs, instruction))
             case ev.Cancel(chunk):
                 flow = self._flows.pop(chunk, None)
                 if flow:
@@ -360,6 +367,10 @@ class World:
                     run.looked = bool(run.arrival.attention)
                     self._note(lane, job, ChunkId(0, 0, load), 0, "look")
                     self._tell(ev.Looked(load, run.arrival.attention, seconds))
+                case ev.Repair(load, documents):
+                    self._note(lane, job, ChunkId(documents - 1, 0, load), 0, "repair")
+                    rows, left = self._runs[load].end_repair()
+                    self._tell(ev.RepairDone(load, documents, rows, left, seconds))
                 case ev.ComputePrefix(load, document):
                     self._note(lane, job, ChunkId(document, 0, load), 0, "head start")
                     self._tell(ev.PrefixComputed(load, document, seconds))
