@@ -136,7 +136,9 @@ def print_answer(names: Sequence[str], answer: Answer, *, as_json: bool, error: 
     if answer.repair is not None:
         rows, total = len(answer.repair.rows), answer.prompt.cache.tokens
         kept = f", {answer.repair.kept} as an earlier repair left them" if answer.repair.kept else ""
-        say(f"{rows} of {total} rows computed anew, chosen by {answer.repair.selector}{kept}")
+        beside = f", {answer.repair.beside} while later documents were fetched" if answer.repair.beside else ""
+        cut = "; others were left as they are, for want of time" if answer.repair.is_cut else ""
+        say(f"{rows} of {total} rows computed anew, chosen by {answer.repair.selector}{kept}{beside}{cut}")
     if answer.link_warning:
         say(f"kvwire: {answer.link_warning}", err=True)
     say(f"{answer.bytes / 1e3:.0f} kB fetched; {answer.reason}", "")
@@ -159,6 +161,8 @@ def _described_answer(names: Sequence[str], answer: Answer) -> dict[str, Any]:
         "selector": answer.repair.selector,
         "rows": answer.repair.rows.tolist(),
         "kept_rows": answer.repair.kept,
+        "rows_beside_link": answer.repair.beside,
+        "is_cut": answer.repair.is_cut,
         "select_s": answer.repair.select_s,
         "compute_s": answer.repair.compute_s,
         "token_layers": answer.repair.cost.token_layers,

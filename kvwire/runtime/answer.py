@@ -25,7 +25,7 @@ class Timing:
         recompute_s: Compute spent on recomputing chunks, in part while fetching.
         link_s: Making the engine's cache, and adding the mean shift of links.
         query_s: The question's forward pass.
-        repair_s: Choosing rows of the prompt and computing them anew.
+        repair_s: Choosing rows of the prompt and computing them anew, in part while fetching.
         look_s: Running the question on coarse levels while finer ones were fetched, to see which of these matter.
         front_s: Computing what the layout has before the question: system text, markers and link tokens.
     """

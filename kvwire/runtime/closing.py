@@ -157,7 +157,7 @@ class Closer:
             recompute_s=executor.recompute_s,
             link_s=closing.link_s,
             query_s=closing.query_s,
-            repair_s=closing.repair_s,
+            repair_s=closing.repair_s + (executor.in_order.seconds if executor.in_order else 0.0),
             look_s=executor.look_s,
             front_s=executor.front_s,
         )
@@ -225,15 +225,18 @@ class Closer:
         shifting, prompt, share = time.monotonic(), executor.prompt, finish.repair
         shifted = shift.apply(prompt.cache, prompt.tokens, executor.seeing) if shift else 0
         began = time.monotonic()
-        needed = share > 0 and "deviation" in executor.links.selector.needs
-        told = Told(executor.texts, executor.deviations if needed else None, executor.seen)
+        told = executor.told if share > 0 else Told(executor.texts, None, executor.seen)
         with self._session.lock:
             expected_s = self._estimates.prefill.cost.seconds(len(question), prompt.cache.tokens)
         stop = None if due is None else lambda: time.monotonic() + expected_s > due
         restore = partial(found.kept.write, prompt, finish.front) if found and found.kept else None
+        early = executor.in_order
+        restore = early.computed if early else restore
         repaired, trouble = self._repairer.run(
             executor.links, prompt, told, question, share, finish.front, stop, restore
         )
+        if early:
+            repaired = early.joined(repaired, executor.links.selector, share)
         linking = time.monotonic()
         tokens = prompt.cache.tokens
         past = self._engine.own_past(prompt.cache)

@@ -272,6 +272,7 @@ def _load_of(instruction: ev.Instruction) -> int:
         case (
             ev.ComputePrefix(load=load)
             | ev.Look(load=load)
+            | ev.Repair(load=load)
             | ev.Finish(load=load)
             | ev.Fail(load=load)
             | ev.Refuse(load=load)

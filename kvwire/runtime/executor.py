@@ -15,8 +15,10 @@ from kvwire.controller import events as ev
 from kvwire.errors import ArgumentError, KvwireError, OverloadedError, StorageError
 from kvwire.reuse import LinkedPrompt
 from kvwire.runtime.headers import HeaderReader
-from kvwire.runtime.links import UNREPAIRED, by_token
-from kvwire.runtime.prompt_jobs import PromptJobs
+from kvwire.runtime.documents import in_words
+from kvwire.runtime.links import UNREPAIRED, Repairer, Told, by_token
+from kvwire.runtime.prompt_jobs import GONE, PromptJobs
+from kvwire.runtime.repair_in_order import end_of
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from kvwire.runtime.finder import DocumentFinder
     from kvwire.runtime.kept import Found, RepairKeeper
     from kvwire.runtime.links import LinkPlan
+    from kvwire.runtime.repair_in_order import RepairInOrder
     from kvwire.runtime.session import Session
     from kvwire.transport import FetchSettings
     from kvwire.types import ChunkId
@@ -65,6 +68,7 @@ class Executor(PromptJobs):
         predicted_s: See ``ControllerDriver.predicted_s``.
         links: What is done so that documents see each other.
         starts: Position of each document; None: one after the other.
+        in_order: Rows that were computed beside the link; None: none were.
         front_tokens: How many tokens ``complete`` computes before the question.
         front_s: Compute spent on that, in seconds.
     """
@@ -97,6 +101,7 @@ class Executor(PromptJobs):
         self._tasks: set[asyncio.Task[None]] = set()
         self.fetched_at = 0.0
         self.predicted_s: float | None = None
+        self.in_order: RepairInOrder | None = None
 
     async def __aenter__(self) -> Self:
         """Begin."""
@@ -227,6 +232,34 @@ class Executor(PromptJobs):
         infos = [document.info for document in self.documents]
         return by_token([(info.tokens, info.deviation) if info else (0, None) for info in infos])
 
+    @property
+    def told(self) -> Told:
+        """What is known of the prompt for choosing rows."""
+        needed = "deviation" in self.links.selector.needs
+        return Told(self.texts, self.deviations if needed else None, self.seen)
+
+    async def _repair(self, asked: ev.Repair) -> None:
+        """Compute rows of documents that stay as they are."""
+        rows, left, trouble, began = 0, 0, "", self._driver.clock()
+        try:
+            rows, left, seconds = await self._driver.compute(partial(self._repair_here, asked))
+        except Exception as error:  # noqa: BLE001 - rows can be computed at the end, where what is wrong is told
+            trouble, seconds = in_words(error), max(0.0, self._driver.clock() - began)
+        self._driver.tell(ev.RepairDone(self.number, asked.documents, rows, left, seconds, trouble))
+
+    def _repair_here(self, asked: ev.Repair) -> tuple[int, int, float]:
+        """How many rows were computed, how many are left, and the seconds; in the compute thread."""
+        began = self._driver.clock()
+        if self._is_gone:
+            raise StorageError(GONE)
+        if self.in_order is None:
+            repairer = Repairer(self._engine)
+            self.in_order = repairer.begin(self.links, self.prompt, self.told, self._question, asked.share, asked.front)
+        stop_at = end_of(tuple(self.prompt.tokens), asked.documents)
+        rows = self.in_order.run(stop_at, lambda: self._is_gone)
+        self._engine.synchronize()
+        return rows, self.in_order.left, self._driver.clock() - began
+
     def complete(self) -> None:
         """Whatever is left to compute in the prompt before it is repaired, in the compute thread: nothing here."""
 
@@ -266,6 +299,8 @@ class Executor(PromptJobs):
                 self._driver.run(self._start_head(document))
             case ev.Look():
                 self._driver.run(self._look())
+            case ev.Repair():
+                self._driver.run(self._repair(instruction))
             case ev.Cancel(chunk, reason):
                 self._cancel(chunk, reason)
             case ev.Release(chunk):

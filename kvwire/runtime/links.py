@@ -11,7 +11,7 @@ from kvwire.controller import RepairOption
 from kvwire.controller.repair import MOST, UNMEASURED
 from kvwire.engines.base import Engine
 from kvwire.errors import ArgumentError, LinkBoundError, MismatchError
-from kvwire.reuse import RepairInput, repair_prompt, selector_of
+from kvwire.reuse import RepairInput, repair_prompt, rows_for, selector_of
 from kvwire.runtime.link_report import DEFAULT_SELECTOR, scan_of
 
 if TYPE_CHECKING:
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
     from kvwire.codec import AnyProfile
     from kvwire.reuse import LinkedPrompt, Repaired, Seen, Selector
+    from kvwire.controller.repair import Begins
     from kvwire.runtime.link_report import LinkReport
+    from kvwire.runtime.repair_in_order import RepairInOrder
     from kvwire.types import BlockDeviation
 
 RepairMode = Literal["none", "auto", "all"]
@@ -123,6 +125,7 @@ def plan_links(
     bound: float | None = None,
     *,
     shift: bool = False,
+    keeps: bool = False,
 ) -> LinkPlan:
     """What loads do about links.
 
@@ -136,6 +139,7 @@ def plan_links(
         bound: Of what documents tell, the share that links may lose, in place of the report's; answers beyond it are
             refused. None: the report's, which only warns.
         shift: Whether loads add the link shift that the report names.
+        keeps: Whether loads use rows that earlier ones computed, which they know of at their end.
 
     Returns:
         The plan.
@@ -148,7 +152,16 @@ def plan_links(
     used = report.with_shift() if report and shift else report
     plan = _planned(repair, floor, selector, used, profile, layers)
     named = report.shift if report and shift else ""
-    return replace(plan, report=report, refuses=bound is not None, shift=named)
+    begins = "closing" if named or keeps else _begins(plan.selector)
+    option = replace(plan.option, begins=begins) if plan.option else None
+    return replace(plan, option=option, report=report, refuses=bound is not None, shift=named)
+
+
+def _begins(selector: Selector) -> Begins:
+    """When rows that a selector chooses may be computed document by document."""
+    if "rows" in selector.needs:
+        return "closing"  # which rows are computed to the end depends on all of them
+    return "looked" if "question" in selector.needs else "documents"
 
 
 def _planned(
@@ -244,6 +257,11 @@ def _behind_front(documents: Sequence[int], front: int) -> tuple[int, ...]:
     return (max(front, documents[0]), *lengths)
 
 
+def _behind(share: float, prompt: LinkedPrompt, front: int) -> float:
+    """A share of what is behind the front, as one of the whole prompt."""
+    return share if share == 1 else share * (1 - max(0, front - prompt.tokens[0]) / sum(prompt.tokens))
+
+
 class Repairer:
     """Repairs prompts of one engine.
 
@@ -287,16 +305,12 @@ class Repairer:
         """
         if share <= 0 or len(prompt.tokens) == 1:
             return None, ""
-        known = [text for text in told.texts if text is not None]
-        if len(known) < len(prompt.tokens):
+        given = self._input(prompt, told, question, front)
+        if given is None:
             return self._refused(plan, "the text of a document is not known")
-        ids = tuple(token for text in known for token in text)
-        documents = _behind_front(prompt.tokens, front)
-        if len(documents) == 1 and share < 1:
+        if len(given.documents) == 1 and share < 1:
             return None, ""
-        left = 1 - max(0, front - prompt.tokens[0]) / len(ids)
-        share = share if share == 1 else share * left
-        given = RepairInput(self._engine, prompt.cache, ids, documents, tuple(question), told.deviation, seen=told.seen)
+        share = _behind(share, prompt, front)
         try:
             return repair_prompt(given, plan.selector, share, None if plan.is_wanted else stop, restore), ""
         except ArgumentError as error:
@@ -305,6 +319,43 @@ class Repairer:
             return self._refused(plan, str(error))
         except MismatchError as error:
             return self._refused(plan, str(error))
+
+    def begin(
+        self, plan: LinkPlan, prompt: LinkedPrompt, told: Told, question: Sequence[int], share: float, front: int
+    ) -> RepairInOrder:  # fmt: skip
+        """Choose rows that are computed document by document.
+
+        Args:
+            plan: What is done about links.
+            prompt: Laid out; documents that are not here yet may hold anything.
+            told: What is known of the prompt; what the question sees, where the selector asks for that.
+            question: Token ids.
+            share: 0 to 1, of what is behind the front.
+            front: As for ``run``.
+
+        Returns:
+            What computes them.
+
+        Raises:
+            MismatchError: The text of a document is not known, or the engine does not look.
+            ArgumentError: The selector lacks something.
+        """
+        from kvwire.runtime.repair_in_order import RepairInOrder
+
+        given = self._input(prompt, told, question, front)
+        if given is None:
+            msg = "the text of a document is not known"
+            raise MismatchError(msg)
+        count = rows_for(_behind(share, prompt, front), given.documents)
+        return RepairInOrder(given, plan.selector, share, count)
+
+    def _input(self, prompt: LinkedPrompt, told: Told, question: Sequence[int], front: int) -> RepairInput | None:
+        """A prompt as selectors take it; None where a text is not known."""
+        known = [text for text in told.texts if text is not None]
+        if len(known) < len(prompt.tokens):
+            return None
+        ids, documents = tuple(token for text in known for token in text), _behind_front(prompt.tokens, front)
+        return RepairInput(self._engine, prompt.cache, ids, documents, tuple(question), told.deviation, seen=told.seen)
 
     def _refused(self, plan: LinkPlan, why: str) -> tuple[None, str]:
         words = f"links were not repaired: {why}"

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 Piece = tuple[int, list[bytes], int]
 """A chunk's number, the segments that its level needs, and the level."""
-_GONE = "nobody waits for it any more"
+GONE = "nobody waits for it any more"
+"""Why a job does nothing."""
 
 
 class PromptJobs:
@@ -117,7 +118,7 @@ class PromptJobs:
     def _decode_here(self, chunks: tuple[ChunkId, ...], levels: tuple[int, ...], bad: dict[ChunkId, Exception]) -> None:
         """Decode chunks, from the decode thread; those that cannot be are put into ``bad``."""
         if self._is_gone:
-            raise StorageError(_GONE)
+            raise StorageError(GONE)
         pieces: dict[int, dict[ChunkId, Piece]] = {}
         for chunk, level in zip(chunks, levels, strict=True):
             info = self._documents[chunk.document].info
@@ -200,7 +201,7 @@ class PromptJobs:
         failed: is made to hold the chunk that is being computed. behind: see ``Recompute``.
         """
         if self._is_gone:
-            raise StorageError(_GONE)
+            raise StorageError(GONE)
         try:
             self._extend(chunks[0], chunks[-1], behind=behind)
         except Exception:
@@ -242,7 +243,7 @@ class PromptJobs:
     def _start_here(self, index: int) -> None:
         document = self._documents[index]
         if self._is_gone:
-            raise StorageError(_GONE)
+            raise StorageError(GONE)
         hidden = self._engine.prefix_states(document.token_ids or (), document.prefix_layers)
         self._make_decoder(index, document, hidden)
 
@@ -260,7 +261,7 @@ class PromptJobs:
 
     def _look_here(self) -> None:
         if self._is_gone:
-            raise StorageError(_GONE)
+            raise StorageError(GONE)
         self.seen = self._engine.look(self.prompt.cache, self._question)
 
     def _by_chunk(self) -> tuple[tuple[float, ...], ...]:

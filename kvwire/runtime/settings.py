@@ -167,4 +167,4 @@ def planned(settings: LoadSettings, report: LinkReport | None, profile: AnyProfi
     """
     shift = settings.shift and not settings.keep_repairs
     asked = settings.repair, settings.repair_floor, settings.selector
-    return plan_links(*asked, report, profile, layers, settings.link_bound, shift=shift)
+    return plan_links(*asked, report, profile, layers, settings.link_bound, shift=shift, keeps=settings.keep_repairs)

@@ -36,6 +36,7 @@ class Repaired:
         compute_s: Seconds that computing took.
         is_cut: Whether it was stopped before all rows that were chosen were computed.
         kept: How many rows an earlier repair had computed.
+        beside: How many rows were computed while later documents were fetched.
         is_plain: Whether nothing but these rows changed, in any layer.
     """
 
@@ -46,6 +47,7 @@ class Repaired:
     compute_s: float
     is_cut: bool = False
     kept: int = 0
+    beside: int = 0
     is_plain: bool = True
 
 
@@ -113,7 +115,8 @@ def repair_prompt(
     cost = selector.cost(given.cache.tokens, len(rows), len(given.question), layers)
     is_cut = chosen.narrow is None and len(rows) < len(chosen.rows)
     is_plain = chosen.narrow is None
-    return Repaired(rows, selector.name, cost, selected - started, done - selected, is_cut, len(restored), is_plain)
+    seconds = selected - started, done - selected
+    return Repaired(rows, selector.name, cost, *seconds, is_cut, len(restored), is_plain=is_plain)
 
 
 def _at_once(given: RepairInput, chosen: Chosen) -> Tensor:

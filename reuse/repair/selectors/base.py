@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from kvwire.reuse.repair.rows import Narrowing, RowsEngine, Seen
     from kvwire.types import KVCache
 
-Need = Literal["caches", "question", "deviation"]
-"""What a selector waits for: all documents' caches at any level, the question too, or what encoding stored."""
+Need = Literal["caches", "question", "deviation", "rows"]
+"""What a selector waits for: all documents' caches at any level, the question too, what encoding stored, or what all
+rows of the prompt become in the first layers."""
 BLOCK = 1
 """Neighbouring tokens that are chosen together."""
 

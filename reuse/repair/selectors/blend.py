@@ -35,7 +35,7 @@ class Blend:
     check_layer: int = 2
     alone: float = 0.5
     name: str = "blend"
-    needs: frozenset[Need] = frozenset({"caches", "question"})
+    needs: frozenset[Need] = frozenset({"caches", "question", "rows"})
 
     def choose(self, given: RepairInput, count: int) -> Chosen:
         """See ``Selector``."""

@@ -37,7 +37,7 @@ class CacheBlend:
     writes_all: bool = True
     steps: tuple[float, ...] = ()
     name: str = "cacheblend"
-    needs: frozenset[Need] = frozenset({"caches"})
+    needs: frozenset[Need] = frozenset({"caches", "rows"})
 
     def choose(self, given: RepairInput, count: int) -> Chosen:
         """See ``Selector``."""
