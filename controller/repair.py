@@ -145,8 +145,9 @@ class RepairOption:
 
 MOST = 0.3
 """Share of rows beyond which ``auto`` does not go: little is gained there (benchmarks/reuse.py)."""
-UNMEASURED = RepairOption(most=MOST, error=0.1, shares=(0.0, 0.05, 0.15, 0.3, 1.0), left=(1.0, 0.25, 0.15, 0.1, 0.0),
-                          begins="looked")
+UNMEASURED = RepairOption(
+    most=MOST, error=0.1, shares=(0.0, 0.05, 0.15, 0.3, 1.0), left=(1.0, 0.25, 0.15, 0.1, 0.0), begins="looked"
+)
 """Where nobody measured: links count like a coarse level, and repair gives what it gave on the models of
 benchmarks/reuse.py, rounded down."""
 

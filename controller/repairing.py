@@ -76,7 +76,9 @@ class RepairingPlanner(Planner):
             return link_s
         for at, level in load.waiting:
             decode_s += cost.seconds(table.tokens[at], table.sizes[level][at])
-        decode_s += sum(fetch.decode_s for fetch in link.fetches.values()) + self._backlog_s(self.costs_among_many(load))[0]
+        decode_s += (
+            sum(fetch.decode_s for fetch in link.fetches.values()) + self._backlog_s(self.costs_among_many(load))[0]
+        )
         return link_s - decode_s
 
     def repaired(self, event: ev.RepairDone, load: Load | None, now: float) -> None:
@@ -116,7 +118,9 @@ class RepairingPlanner(Planner):
             chunks = [at for at in range(doc.start, doc.stop) if at in level]
             size = [table.sizes[level[at]][at] for at in chunks]
             sizes.append(sum(size))
-            works.append(sum(costs.decode.seconds(table.tokens[at], each) for at, each in zip(chunks, size, strict=True)))
+            works.append(
+                sum(costs.decode.seconds(table.tokens[at], each) for at, each in zip(chunks, size, strict=True))
+            )
         rate, lead_s = max(self.link.bandwidth, SLOWEST), max(self.link.ttfb_s, self.link.lead_s(self._now))
         arrived = [lead_s + size / rate for size in accumulate(sizes)]
 

@@ -87,7 +87,9 @@ class Run:
             documents: How many.
         """
         counts = [len(given.tokens) for given in self.inputs[:documents]]
-        return all(ChunkId(at, each, self.number) in self.valid for at, count in enumerate(counts) for each in range(count))
+        return all(
+            ChunkId(at, each, self.number) in self.valid for at, count in enumerate(counts) for each in range(count)
+        )
 
     def begin_repair(self, costs: CostModel, asked: Repair) -> float:
         """Compute rows of documents, of which each has as many of the share as it has of the tokens.

@@ -194,7 +194,8 @@ class World:
                 for chunk, level in zip(chunks, levels, strict=True):
                     _require(run.here.get(chunk, -1) >= level, f"level {level} of {chunk} to decode is not all here")
                 _require(
-                    all(chunk.document >= run.repaired for chunk in chunks), f"{chunks[0]} is to be decoded: it is repaired"
+                    all(chunk.document >= run.repaired for chunk in chunks),
+                    f"{chunks[0]} is to be decoded: it is repaired",
                 )
                 run.valid.difference_update(chunks)
                 work = [run.size(chunk, level) for chunk, level in zip(chunks, levels, strict=True)]

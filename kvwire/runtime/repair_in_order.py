@@ -95,7 +95,9 @@ class RepairInOrder:
         given = self._given
         layers, asked = len(given.cache.meta.layers), len(given.question)
         if after is None:
-            after = Repaired(self.rows[:0], selector.name, selector.cost(given.cache.tokens, 0, asked, layers), 0.0, 0.0)
+            after = Repaired(
+                self.rows[:0], selector.name, selector.cost(given.cache.tokens, 0, asked, layers), 0.0, 0.0
+            )
         rows = torch.cat((self.rows, after.rows)).unique()
         if not len(rows):
             return None
