@@ -57,6 +57,8 @@ class LoadSettings:
             needs, and none where that was not run.
         selector: What chooses the rows, one of ``kvwire.reuse.SELECTORS``, or ``auto``: what ``kvwire check-model``
             found best for the model, and ``attention`` where that was not run.
+        repair_in_order: Compute rows of documents that stay as they are while the link brings later ones, where the
+            selector knows its rows by then. Without it all rows are computed after the last chunk, to the same end.
         link_bound: Of what documents tell the model, the share that links may lose by what ``kvwire check-model``
             found; where more would be lost, or nobody has measured it, a load of several documents ends with a
             LinkBoundError and no answer. In place of the bound that was named there, also for ``repair_floor``. None:
@@ -91,6 +93,7 @@ class LoadSettings:
     repair: RepairMode | float = "auto"
     repair_floor: float | None = None
     selector: str = AUTO
+    repair_in_order: bool = True
     link_bound: float | None = None
     shift: bool = True
     keep_repairs: bool = False
@@ -167,4 +170,5 @@ def planned(settings: LoadSettings, report: LinkReport | None, profile: AnyProfi
     """
     shift = settings.shift and not settings.keep_repairs
     asked = settings.repair, settings.repair_floor, settings.selector
-    return plan_links(*asked, report, profile, layers, settings.link_bound, shift=shift, keeps=settings.keep_repairs)
+    at_end = settings.keep_repairs or not settings.repair_in_order
+    return plan_links(*asked, report, profile, layers, settings.link_bound, shift=shift, at_end=at_end)

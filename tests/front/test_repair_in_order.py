@@ -132,11 +132,6 @@ def asked(small, five, *, log=None, link=SLOW, names=None, deadline_s=None, text
         return loader.ask(tuple(names or tokens), question, deadline_s=deadline_s, texts=texts)
 
 
-def at_the_end(patch):
-    """Loads that repair nothing before their last chunk is here."""
-    patch.setattr("kvwire.runtime.links._begins", lambda _: "closing")
-
-
 def jobs_of(log, kind=ev.Repair):
     return [each for entry in log for each in entry.instructions if isinstance(each, kind)]
 
@@ -149,7 +144,7 @@ def same(answer, later):
 
 
 @pytest.mark.parametrize("selector", ["first", "random", "deviation", "all"])
-def test_a_load_repairs_documents_while_it_fetches_others(small, five, monkeypatch, selector):
+def test_a_load_repairs_documents_while_it_fetches_others(small, five, selector):
     log, chosen = [], {"repair": "all" if selector == "all" else 0.3, "selector": selector, "policy": Fixed(4)}
     before = contents(five[0])
     answer = asked(small, five, log=log, **chosen)
@@ -159,8 +154,7 @@ def test_a_load_repairs_documents_while_it_fetches_others(small, five, monkeypat
     came = max(entry.now for entry in log if isinstance(entry.event, ev.ChunkArrived))
     assert min(entry.now for entry in log if isinstance(entry.event, ev.RepairDone)) < came
     assert contents(five[0]) == before
-    at_the_end(monkeypatch)
-    same(answer, asked(small, five, **chosen))
+    same(answer, asked(small, five, repair_in_order=False, **chosen))
 
 
 def contents(corpus):
@@ -168,7 +162,7 @@ def contents(corpus):
     return {listed.key: bytes(store.get(listed.key)) for listed in store.scan("")}
 
 
-def test_rows_that_the_question_chose_are_computed_while_finer_levels_come(small, five, monkeypatch):
+def test_rows_that_the_question_chose_are_computed_while_finer_levels_come(small, five):
     """Only documents that are raised no further are repaired before the last byte is here."""
     log, chosen = [], {"repair": 0.3, "selector": "attention", "policy": LookFirst(0)}
     answer = asked(small, five, log=log, deadline_s=30.0, **chosen)
@@ -185,8 +179,7 @@ def test_rows_that_the_question_chose_are_computed_while_finer_levels_come(small
             case ev.Decode():
                 assert min(chunk.document for chunk in each.chunks) >= repaired
     assert raised
-    at_the_end(monkeypatch)
-    later = asked(small, five, deadline_s=30.0, **chosen)
+    later = asked(small, five, deadline_s=30.0, repair_in_order=False, **chosen)
     assert [each.level for each in answer.decisions] == [each.level for each in later.decisions]
     same(answer, later)
 
@@ -202,11 +195,10 @@ def test_documents_that_come_out_of_order_wait_for_those_before_them(small, five
             here = {chunk for each in log if each.now <= entry.now and isinstance(each.event, ev.DecodeDone)
                     for chunk in each.event.chunks}  # fmt: skip
             assert {chunk.document for chunk in here} >= set(range(job.documents))
-    at_the_end(monkeypatch)
-    same(answer, asked(small, five, **chosen))
+    same(answer, asked(small, five, repair_in_order=False, **chosen))
 
 
-def test_a_document_that_is_lost_is_computed_from_text_and_the_others_behind_it_repaired(small, five, monkeypatch):
+def test_a_document_that_is_lost_is_computed_from_text_and_the_others_behind_it_repaired(small, five):
     corpus, tokens = five
     names = [*tokens][:2] + ["lost"] + [*tokens][2:]
     texts = {"lost": [*tokens.values()][4][::-1]}
@@ -215,8 +207,7 @@ def test_a_document_that_is_lost_is_computed_from_text_and_the_others_behind_it_
     answer = asked(small, (corpus, tokens), log=log, **chosen)
     assert any(each.action == "recompute" for each in answer.decisions)
     assert jobs_of(log)
-    at_the_end(monkeypatch)
-    same(answer, asked(small, (corpus, tokens), **chosen))
+    same(answer, asked(small, (corpus, tokens), repair_in_order=False, **chosen))
 
 
 def test_a_job_that_fails_is_done_at_the_end(small, five, monkeypatch):
@@ -232,8 +223,7 @@ def test_a_job_that_fails_is_done_at_the_end(small, five, monkeypatch):
         "RuntimeError: out of memory"
     ]
     assert len(jobs_of(log)) == 1
-    at_the_end(monkeypatch)
-    same(answer, asked(small, five, **chosen))
+    same(answer, asked(small, five, repair_in_order=False, **chosen))
 
 
 def test_rows_that_are_kept_or_dropped_on_the_way_or_shifted_wait_for_the_end(small, five):
@@ -297,13 +287,11 @@ def test_closing_ends_jobs_that_run(small, five, monkeypatch):
         assert loader.ask(tuple(tokens), question).repair.rows.numel()
 
 
-def test_a_repair_that_time_runs_out_for_is_cut_and_told(small, five, run, monkeypatch):
+def test_a_repair_that_time_runs_out_for_is_cut_and_told(small, five, monkeypatch):
     """Rows beside the link stay; the closing drops those that the deadline has no room for."""
-    corpus, tokens = five
-    log = []
     monkeypatch.setattr("kvwire.controller.limits.Limits._settle_repair", drop)
     answer = asked(
-        small, five, log=log, deadline_s=20.0, repair="auto", repair_floor=0.05, selector="first", policy=Fixed(4)
+        small, five, deadline_s=20.0, repair="auto", repair_floor=0.05, selector="first", policy=Fixed(4)
     )
     assert answer.repair.beside
     assert answer.repair.is_cut
