@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from measure import RESULTS, ROOT, add_common_options, calibration, summary, table, write_json
+from measure import ROOT, add_common_options, summary, table, write_json
 from reuse_parts.in_order import draw, trades
 from tqdm import tqdm
 
@@ -99,16 +99,17 @@ def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
     asked = prompts(engine, texts, args.question, args.length)
     names = {name for prompt in asked for name in prompt.documents}
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="kvwire-order-") as folder:
-        corpus = Corpus(engine, open_store(folder))
-        fitted = calibration(engine, args.fit, 16, 1024, args.seed)
-        corpus.calibrate([Document(f"fit {at}", tuple(ids)) for at, ids in enumerate(fitted)])
+    with ExitStack() as stack:
+        folder = args.store or stack.enter_context(tempfile.TemporaryDirectory(prefix="kvwire-order-"))
+        corpus = Corpus(engine, open_store(str(folder)))
+
         list(corpus.encode([Document(name, tuple(texts[name])) for name in sorted(names)]))
         with local_server(folder) as url, closing(open_store(url)) as remote:
             far = Corpus(engine, remote)
             costs = measure_costs(engine, far.profile())
             for link in args.links:
                 for prompt in asked:
+                    print(f"{link}, {prompt.name}", flush=True)
                     rows += over(engine, far, costs, link, prompt, args)
     return rows
 
@@ -133,7 +134,9 @@ def over(
             )
             for way in chosen
         }  # fmt: skip
-        for turn in tqdm(range(args.rounds + 2), desc=f"{link} {prompt.name}", disable=None, leave=False, file=sys.stderr):
+        for turn in tqdm(
+            range(args.rounds + 2), desc=f"{link} {prompt.name}", mininterval=10, leave=False, file=sys.stderr
+        ):
             for way, loader in loaders.items():
                 answer = loader.ask(prompt.documents, prompt.question)
                 if turn < 2:  # noqa: PLR2004 - a server in use knows its link and its kernels
@@ -170,6 +173,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--selectors", nargs="+", default=["first", "attention"])
     parser.add_argument("--length", type=int, default=192, help="tokens of a document of the longer prompt")
     parser.add_argument("--level", type=int, default=4, help="that everything is fetched at")
+    parser.add_argument("--store", type=Path, help="folder where the documents stay encoded; default: a temporary one")
     parser.add_argument("--rounds", type=int, default=9)
     return parser.parse_args()
 

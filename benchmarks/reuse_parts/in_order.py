@@ -58,7 +58,9 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     places = list(dict.fromkeys((row["prompt"], row["link"]) for row in rows))
     links = len({link for _, link in places})
     figure, axes = plt.subplots(len(places) // links, links, figsize=(4 * links, 7), squeeze=False)
-    order = [(prompt, link) for prompt in dict.fromkeys(p for p, _ in places) for link in dict.fromkeys(x for _, x in places)]
+    order = [
+        (prompt, link) for prompt in dict.fromkeys(p for p, _ in places) for link in dict.fromkeys(x for _, x in places)
+    ]
     for axis, (prompt, link) in zip(axes.flat, order, strict=True):
         mine = [row for row in rows if (row["prompt"], row["link"]) == (prompt, link)]
         (plain,) = (row for row in mine if not row["share"])
