@@ -233,7 +233,11 @@ class PlanRequest:
         """``prefill_s`` of this request, worked out once ``[n]``."""
         chunks, cost = self.chunks, self.costs.prefill
         seconds = cost.token_s * chunks.tokens + cost.pair_s * chunks.pairs
-        return np.asarray(seconds + cost.base_s * np.where(chunks.begins, 1.0, 1 / self.pass_chunks))
+        begins, most = chunks.begins, self.pass_chunks
+        if most < chunks.count:
+            place = np.arange(chunks.count)
+            begins = (place - np.maximum.accumulate(np.where(begins, place, 0))) % most < 1
+        return np.asarray(seconds + cost.base_s * begins)
 
 
 def wire_s(request: PlanRequest, sizes: Ints, bandwidth: float) -> Floats:
@@ -302,7 +306,7 @@ def last_s(request: PlanRequest, tokens: Ints, sizes: Ints, work: Floats) -> Flo
 def prefill_s(request: PlanRequest) -> Floats:
     """Seconds of compute of each chunk when it is recomputed ``[n]``; not to be written to.
 
-    A pass's fixed cost falls on a run's first chunk, and where passes are short a share of it on all others.
+    A pass's fixed cost falls on its first chunk: a run's first one, and where passes are short every so many behind it.
     """
     return request.prefill_s
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -102,4 +104,5 @@ def plan_requests(draw):
         ttfb_s=draw(st.floats(0, 0.1)),
         parallel=draw(st.integers(1, 8)),
         workers=draw(st.sampled_from([1, 2])),
+        pass_chunks=draw(st.sampled_from([inf, inf, 1.0, 2.0, 3.0])),
     )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvwire.controller.policies.base import RECOMPUTE
+from kvwire.controller.policies.base import RECOMPUTE, prefill_s
 from kvwire.controller.policies.naive import fetch_order, finish_naive, splits
 from kvwire.controller.policies.timeline import Timeline, unfetched_s
 
@@ -38,6 +38,34 @@ def test_every_candidate_ends_when_playing_it_through_ends(request):
             assert timeline.finish_s[row, split] == pytest.approx(expected, rel=1e-9, abs=1e-9)
         others = np.delete(timeline.finish_s[row], usable)
         assert np.isinf(others).all()
+
+
+def passes(chunks, most):
+    """Passes over all chunks, one after the other: of neighbours in one document, ``most`` of them at most."""
+    out = []
+    for at in range(chunks.count):
+        neighbours = (
+            out and chunks.document[at - 1] == chunks.document[at] and chunks.chunk[at - 1] + 1 == chunks.chunk[at]
+        )
+        if neighbours and len(out[-1]) < most:
+            out[-1].append(at)
+        else:
+            out.append([at])
+    return out
+
+
+@given(plan_requests(), st.data())
+@settings(max_examples=200, deadline=None)
+def test_chunks_together_take_what_their_passes_take(request, data):
+    kept = np.array(data.draw(st.lists(st.booleans(), min_size=request.chunks.count, max_size=request.chunks.count)))
+    chunks = request.chunks
+    parts = {name: getattr(chunks, name)[..., kept] for name in chunks.__dataclass_fields__ if name != "layered"}
+    request = replace(request, chunks=replace(chunks, **parts))
+    expected = [
+        request.costs.prefill.seconds(int(request.chunks.tokens[run].sum()), int(request.chunks.context[run[0]]))
+        for run in passes(request.chunks, request.pass_chunks)
+    ]
+    assert prefill_s(request).sum() == pytest.approx(sum(expected), rel=1e-9, abs=1e-12)
 
 
 def without_forced(request):

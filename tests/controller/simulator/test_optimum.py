@@ -104,6 +104,8 @@ class Player:
                 received += size
                 lane, release = decode, self.arrival(received)
                 seconds = costs.decode.token_s * tokens + costs.decode.byte_s * size
+            if lane is prefill and prefill.together and not at - chunk <= prefill.together[-1] < at:
+                lane.began_s = -inf  # a pass is of one document
             ends[at] = lane.add(at, release, seconds)
             if self.case.workers == 1:
                 other = decode if lane is prefill else prefill
