@@ -61,6 +61,8 @@ class Dispatcher(RepairingPlanner):
         for load in self._loads.values():
             if load.is_undecided:
                 undecided = True
+                waits = self._waits_until(load)
+                moment = min(moment, waits if waits > now else inf)
                 if (idle or load.is_stale) and self._wants_plan(load):
                     moment = min(moment, max(load.planned_at + self._pause_s(load, now), now + _LEAST_TICK_S))
             if load.goal.objective == "quality" and load.is_ready:
@@ -239,6 +241,12 @@ class Dispatcher(RepairingPlanner):
         else:
             self.start_pass(load, doc, run, now, out)
 
+    def _waits_until(self, load: Load) -> float:
+        """Instant until which the link waits for indexes that are about to come, too, where there is a deadline."""
+        if load.is_known or load.due == inf or not (load.docs and self._policy.preemptible):
+            return -inf
+        return load.known_since + min(self.link.ttfb_s, self._settings.replan_s)
+
     def _look(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Run the question on what is valid, before finer levels are fetched."""
         if not (self.lanes.is_free("prefill") and self._can_look(load, now)):
@@ -255,6 +263,8 @@ class Dispatcher(RepairingPlanner):
         """Open the fetches that the plan wants next; several at a time where many are open and nobody is in a hurry."""
         if not self._window_open(spare=SPARE if load.due == inf and len(self._loads) == 1 else 0):
             return
+        if now < self._waits_until(load):
+            return  # likewise: what is fetched of a document cuts short the pass over it
         self._refresh(load, now)
         if load.refused_s:
             return

@@ -307,8 +307,7 @@ class Limits(Resources):
         base_s = costs.prefill.base_s
         limit_s = self._pass_limit_s(load, costs, now)
         chunk_s = costs.prefill.token_s * load.prompt_tokens / max(len(load.table), 1)
-        is_short = chunk_s > 0 and limit_s < _LONG_PASS * base_s
-        return max(1.0, (limit_s - base_s) // chunk_s) if is_short else inf
+        return max(1.0, (limit_s - base_s) // chunk_s) if chunk_s > 0 and limit_s < inf else inf
 
     def _until_closing_s(self, load: Load, now: float) -> float:
         """Seconds until the first cut of another load that goes first: a pass cannot be called back."""

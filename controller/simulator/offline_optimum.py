@@ -13,9 +13,10 @@ each chunk, that obeys it:
 
 What is relaxed, always in the optimistic direction: the order on the link and in the lanes (that recomputing waits for
 earlier chunks to be decoded, that a decode waits for its own bytes, that neither is interrupted), fixed costs of a
-document's passes beyond the first, and round trips beyond the first. Choices are bounded by dynamic programming with costs rounded down, and by
-a linear relaxation; where several resources are short at once, by one weighted sum of them (a surrogate constraint:
-Glover 1968, Operations Research 16(4)). So ``error``, ``bytes`` and the choice itself may belong to no schedule.
+document's passes beyond the first, and round trips beyond the first. Choices are bounded by dynamic programming with
+costs rounded down, and by a linear relaxation; where several resources are short at once, by one weighted sum of them
+(a surrogate constraint: Glover 1968, Operations Research 16(4)). So ``error``, ``bytes`` and the choice itself may
+belong to no schedule.
 
 A mean load's best schedule takes about 2 % longer than the bound, tens of percent longer in the few loads of two to
 eight chunks where recomputing has to wait for a chunk that is fetched.

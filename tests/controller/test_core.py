@@ -245,6 +245,20 @@ def test_documents_that_are_known_begin_before_the_others_are():
     assert steps.controller.loads
 
 
+@pytest.mark.parametrize("others_come", [True, False])
+def test_before_a_deadline_the_link_waits_a_moment_for_all_documents(others_come):
+    steps = ByHand(quality(1.0), document(2), documents=2)
+    steps.tell(ev.LoadRequested(0, 2, 0, quality(1.0)), 0.0)
+    assert steps.tell(ev.IndexKnown(0, 0, (document(2),)), 0.01) == []
+    began = 0.011 if others_come else 0.01 + ControllerSettings().replan_s
+    if others_come:
+        out = steps.tell(ev.IndexKnown(0, 1, (document(2),)), began)
+    else:
+        assert steps.controller.wake_at <= began
+        out = steps.tell(ev.Tick(), began)
+    assert next(each.chunk.document for each in out if isinstance(each, ev.Fetch)) == int(others_come)
+
+
 def test_a_load_none_of_whose_documents_is_known_needs_no_tick():
     controller = Controller(Estimates(COSTS, MB, RTT_S), ControllerSettings())
     assert controller.handle(ev.LoadRequested(0, 1, 0, Goal()), 0.0) == []
