@@ -6,7 +6,7 @@ from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
     from kvwire.reuse.assemble import LinkedPrompt, block_mask, link, moved
-    from kvwire.reuse.compress import compute_cached, drop_tokens, surprisals
+    from kvwire.reuse.compress import compute_cached, compute_piece, compute_stored, drop_tokens, surprisals
     from kvwire.reuse.layout import Anchors, LinkLayout, PromptLayout, Segment, SegmentKind, soft_token
     from kvwire.reuse.layout_presets import (
         PLAIN,
@@ -61,6 +61,8 @@ __all__ = [
     "checked_rows",
     "compute_cached",
     "compute_links",
+    "compute_piece",
+    "compute_stored",
     "drop_tokens",
     "fill_parameters",
     "kvlink",
@@ -87,7 +89,13 @@ __getattr__ = lazy(
     __name__,
     {
         "kvwire.reuse.assemble": ("LinkedPrompt", "block_mask", "link", "moved"),
-        "kvwire.reuse.compress": ("compute_cached", "drop_tokens", "surprisals"),
+        "kvwire.reuse.compress": (
+            "compute_cached",
+            "compute_piece",
+            "compute_stored",
+            "drop_tokens",
+            "surprisals",
+        ),
         "kvwire.reuse.layout": ("Anchors", "LinkLayout", "PromptLayout", "Segment", "SegmentKind", "soft_token"),
         "kvwire.reuse.layout_presets": (
             "PLAIN",

@@ -208,9 +208,15 @@ def own_tokens(layout: LinkLayout, token_ids: Sequence[int], vocabulary_size: in
     Returns:
         The document's own.
     """
-    before, after = (as_stored(each, vocabulary_size) for each in (layout.before, layout.after))
-    ids, start, stop = tuple(token_ids), len(before), len(token_ids) - len(after)
-    return ids[start:stop] if start < stop and ids[:start] == before and ids[stop:] == after else ids
+    ids, length = tuple(token_ids), len(token_ids)
+    try:
+        layout.own_length(length)
+    except ArgumentError:
+        return ids
+    start, stop = len(layout.before), length - len(layout.after)
+    stored = layout.cache_stored(length)
+    own = ids[start:stop] if stored is None else tuple(ids[at] for at in (~stored).nonzero()[:, 0].tolist())
+    return own if as_stored(layout.cache_tokens(own), vocabulary_size) == ids else ids
 
 
 def stored_tokens(layout: LinkLayout, token_ids: Sequence[int], vocabulary_size: int) -> tuple[int, ...]:
@@ -224,5 +230,4 @@ def stored_tokens(layout: LinkLayout, token_ids: Sequence[int], vocabulary_size:
     Returns:
         The document's with these.
     """
-    before, after = (as_stored(each, vocabulary_size) for each in (layout.before, layout.after))
-    return (*before, *own_tokens(layout, token_ids, vocabulary_size), *after)
+    return as_stored(layout.cache_tokens(own_tokens(layout, token_ids, vocabulary_size)), vocabulary_size)

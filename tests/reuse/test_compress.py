@@ -1,12 +1,28 @@
 """Documents of which anchors alone are stored, against one masked pass; and tokens that are dropped by surprisal."""
 
+import random
+
 import pytest
 import torch
 
 from kvwire.codec import decode, encode, inspect
 from kvwire.engines.transformers import TransformersEngine
 from kvwire.errors import ArgumentError, MismatchError
-from kvwire.reuse import Anchors, LinkLayout, SoftTokens, anchors, compute_cached, drop_tokens, link_documents
+from kvwire.reuse import compress  # whose bounds tests set
+from kvwire.reuse import (
+    Anchors,
+    LinkedPrompt,
+    LinkLayout,
+    SoftTokens,
+    anchors,
+    compute_cached,
+    compute_piece,
+    compute_stored,
+    drop_tokens,
+    link_documents,
+    own_tokens,
+    stored_tokens,
+)
 from kvwire.reuse import surprisals as surprisals_of
 
 from ..engines.families import SLIDES, cache_error, config_of, engine_of, error_between, make_model, query, tokens
@@ -64,6 +80,80 @@ def test_anchors_may_be_soft_tokens():
     assert error_between(found, wanted) < TOLERANCE
 
 
+def some_layout(draw):
+    """Tokens before and behind, and anchors of any number behind chunks of any length."""
+    before, after, count = draw.randint(0, 2), draw.randint(0, 2), draw.randint(1, 3)
+    tokens = Anchors(draw.randint(1, 6), tuple(range(60, 60 + count)))
+    return LinkLayout("some", tuple(range(70, 70 + before)), tuple(range(80, 80 + after)), anchors=tokens)
+
+
+def same(cache, other):
+    assert [mask.tolist() for mask in cache.kept] == [mask.tolist() for mask in other.kept]
+    return cache_error(cache, other) < TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_passes_compute_what_a_mask_does(monkeypatch, seed):
+    """Naive: one pass under the mask. A document is run pass by pass where it is long, and any span of it anew."""
+    draw, engine = random.Random(seed), engine_of("llama")
+    layout = some_layout(draw)
+    ids = layout.cache_tokens(tokens(draw.randint(1, 40), seed))
+    wanted = compute_stored(engine, layout, ids)
+    monkeypatch.setattr(compress, "_MASKED_TOKENS", 0)
+    found = compute_stored(engine, layout, ids)
+    assert found.token_ids == wanted.token_ids
+    assert found.meta == wanted.meta
+    assert same(found, wanted)
+    start = draw.randrange(len(ids))
+    stop = draw.randint(start + 1, len(ids))
+    prompt = LinkedPrompt([5, len(ids)], engine.meta, cache=engine.allocate(5 + len(ids)))
+    prompt.write(1, 0, wanted)
+    expected = link_of(engine, tokens(5), wanted)
+    for side in (prompt.cache.keys, prompt.cache.values):
+        for each in side:
+            each[:, :5] = each[:, 5 + start : 5 + stop] = 1e3
+    compute_piece(engine, layout, prompt, 1, ids, (start, stop))
+    assert same(prompt.document(1), expected)
+
+
+def link_of(engine, text, cache):
+    """A document behind another one's text."""
+    prompt = LinkedPrompt([len(text), cache.tokens], engine.meta, cache=engine.allocate(len(text) + cache.tokens))
+    prompt.write(1, 0, cache)
+    return prompt.document(1)
+
+
+def test_a_piece_may_see_what_stands_before_its_document():
+    engine, layout = engine_of("llama"), LAYOUTS[0]
+    ids = layout.cache_tokens(TEXTS[2])
+    prompt = LinkedPrompt([9, len(ids)], engine.meta, cache=engine.allocate(9 + len(ids)))
+    prompt.write(0, 0, engine.prefill([TEXTS[0]])[0])
+    compute_piece(engine, layout, prompt, 1, ids, (0, len(ids)), behind=True)
+    visible = torch.ones(9 + len(ids), 9 + len(ids), dtype=torch.bool).tril()
+    visible[9:, 9:] = layout.cache_visible(len(ids))
+    wanted = engine.prefill_masked((*TEXTS[0], *ids), visible).slice(9, 9 + len(ids))
+    stored = layout.cache_stored(len(ids))
+    for ours, theirs in zip((*prompt.document(1).keys, *prompt.document(1).values), (*wanted.keys, *wanted.values),
+                            strict=True):  # fmt: skip
+        assert error_between(ours[:, stored], theirs[:, stored]) < TOLERANCE
+        assert not ours[:, ~stored].any()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_own_tokens_are_found_among_anchors(seed):
+    draw = random.Random(seed)
+    layout, own = some_layout(draw), tuple(draw.randrange(50) for _ in range(draw.randint(1, 40)))
+    stored = stored_tokens(layout, own, 100)
+    assert stored == layout.cache_tokens(own)
+    assert own_tokens(layout, stored, 100) == own
+    assert stored_tokens(layout, stored, 100) == stored
+    soft = anchors(draw.randint(1, 6), 2)
+    assert min(soft.cache_tokens(own)) == -2
+    assert {100, 101} <= set(stored_tokens(soft, own, 100))
+    assert own_tokens(soft, stored_tokens(soft, own, 100), 100) == own
+    assert own_tokens(soft, own, 100) == own
+
+
 def test_without_anchors_a_document_is_computed_as_ever():
     engine, layout = engine_of("llama"), LinkLayout("markers", (60,), (61,))
     found = compute_cached(engine, layout, TEXTS[0])
@@ -88,6 +178,15 @@ def test_tokens_that_the_model_expects_are_dropped_first():
         count = len(ids) - int(share * len(ids))
         assert drop_tokens(engine, ids, share) == tuple(ids[at] for at in sorted(order[:count]))
     assert drop_tokens(engine, ids[:1], 0.9) == (ids[0],)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_surprisals_of_long_texts_are_those_of_one_pass(monkeypatch, family):
+    engine, ids = engine_of(family), tokens(41, 6)
+    wanted = surprisals_of(engine, ids)
+    monkeypatch.setattr(compress, "_SCORED_TOKENS", 10)
+    assert error_between(surprisals_of(engine, ids)[1:], wanted[1:]) < TOLERANCE
+    assert len(surprisals_of(engine, ids[:40])) == 40
 
 
 @pytest.mark.parametrize("share", [-0.1, 1, 1.5, float("nan")])
