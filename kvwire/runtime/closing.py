@@ -226,7 +226,7 @@ class Closer:
         shifted = shift.apply(prompt.cache, prompt.tokens, executor.seeing) if shift else 0
         began = time.monotonic()
         needed = share > 0 and "deviation" in executor.links.selector.needs
-        told = Told(executor.texts, executor.deviations if needed else None, executor.seen)
+        told = Told(executor.texts, executor.deviations if needed else None, executor.seen, executor.unrepairable)
         with self._session.lock:
             expected_s = self._estimates.prefill.cost.seconds(len(question), prompt.cache.tokens)
         stop = None if due is None else lambda: time.monotonic() + expected_s > due

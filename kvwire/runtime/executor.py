@@ -217,6 +217,12 @@ class Executor(PromptJobs):
         return self.links.warning(share, shifted=shifted) if len(self._found) > 1 else ""
 
     @property
+    def unrepairable(self) -> str:
+        """Why no row of the prompt may be computed anew by itself; empty where each may."""
+        names = (document.document_id for document in self.documents if document.layout)
+        return next((f"anchors of {name!r} stand for tokens that are not there any more" for name in names), "")
+
+    @property
     def texts(self) -> list[tuple[int, ...] | None]:
         """Token ids of the documents, as far as they are known by now."""
         return [document.token_ids for document in self.documents]
@@ -310,6 +316,7 @@ class Executor(PromptJobs):
                 if document.token_ids is None:
                     raise
                 document.fall_back(str(error))
+        self._settle_holes(document)
         if document.info:
             self.fetched_at = self._driver.clock()
         if document.trouble:
@@ -322,6 +329,13 @@ class Executor(PromptJobs):
         self._driver.tell(ev.IndexKnown(self.number, index, inputs))
         if self.predicted_s is None:
             self.predicted_s = self._driver.predicted_s(self.number)
+
+    def _settle_holes(self, document: DocumentHandle) -> None:
+        """Know how to compute a document whose cache lacks entries; or that nobody does."""
+        if document.decoder is None or document.decoder.kept is not None:
+            from kvwire.runtime.anchored import settle_holes  # few loads need it
+
+            settle_holes(document, self._engine, None)
 
     def _can_decode(self, index: int, variant: DocumentHandle) -> bool:
         """Whether a variant is of use; a pruned one is another cache. What is wrong with it does not matter."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvwire.errors import ArgumentError, MismatchError
 from kvwire.reuse import PLAIN, compute_links, stored_tokens
+from kvwire.runtime.anchored import settle_holes
 from kvwire.runtime.executor import Executor
 from kvwire.runtime.links import UNREPAIRED
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from kvwire.controller import events as ev
     from kvwire.engines.base import Engine
     from kvwire.reuse import LinkLayout, PromptLayout
+    from kvwire.runtime.documents import DocumentHandle
     from kvwire.runtime.settings import LoadSettings
 
 
@@ -74,6 +76,12 @@ class LayoutExecutor(Executor):
         self.starts, self.front_tokens = prompt.starts, len(prompt.front_rows()[0])
         return prompt.question_start
 
+    def _settle_holes(self, document: DocumentHandle) -> None:
+        if self._layout.anchors:
+            settle_holes(document, self._engine, self._layout)
+        else:
+            super()._settle_holes(document)
+
     async def _open(self, index: int, laid_out: Task[None]) -> None:
         await super()._open(index, laid_out)
         document = self._documents[index]
@@ -109,9 +117,6 @@ def asked_in(
 
 def _check_tokens(engine: Engine, layout: LinkLayout) -> None:
     """Refuse layouts with tokens that the model has not."""
-    if layout.anchors:
-        msg = f"the layout {layout.name} stores anchors alone, which no load reads; link caches with link_documents"
-        raise ArgumentError(msg)
     computed = layout.computed_tokens
     if max(computed, default=0) >= engine.vocabulary_size:
         msg = (

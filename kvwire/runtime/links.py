@@ -226,11 +226,13 @@ class Told:
         texts: Token ids of each document; None where they are not known.
         deviation: How far tokens move behind other documents, float32 ``[tokens]``; None where blobs do not say.
         seen: What the question sees; None where nobody has looked yet.
+        trouble: Why none of its rows may be computed anew; empty where they may.
     """
 
     texts: Sequence[Sequence[int] | None]
     deviation: Tensor | None = None
     seen: Seen | None = None
+    trouble: str = ""
 
 
 def _behind_front(documents: Sequence[int], front: int) -> tuple[int, ...]:
@@ -287,6 +289,8 @@ class Repairer:
         """
         if share <= 0 or len(prompt.tokens) == 1:
             return None, ""
+        if told.trouble:
+            return self._refused(plan, told.trouble)
         known = [text for text in told.texts if text is not None]
         if len(known) < len(prompt.tokens):
             return self._refused(plan, "the text of a document is not known")

@@ -216,8 +216,14 @@ class PromptJobs:
         """Compute chunks on top of what is ready of their document or prompt, and write them into the prompt."""
         document = self._documents[first.document]
         start, stop = document.span(first.chunk)[0], document.span(last.chunk)[1]
-        offset = self.prompt.offset(first.document)
-        ids = (document.token_ids or ())[start:stop]
+        offset, ids = self.prompt.offset(first.document), document.token_ids or ()
+        if document.layout is not None:
+            from kvwire.reuse import compute_piece
+
+            span = (start, stop)
+            compute_piece(self._engine, document.layout, self.prompt, first.document, ids, span, behind=behind)
+            return
+        ids = ids[start:stop]
         seen = self.prompt.cache.slice(0, offset + start) if behind else None
         if seen is None and start:
             seen = self.prompt.document(first.document).slice(0, start)

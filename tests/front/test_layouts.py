@@ -287,7 +287,7 @@ def test_soft_tokens_are_compared_with_all_that_names_them(small, names, soft_fi
 
 def test_layouts_with_tokens_in_caches_are_encoded_alone(small, soft_file):
     for wrong in ({"neutral_prefix": 8}, {"prefix_layers": 1}, {"deviation": True}):
-        with pytest.raises(ArgumentError, match="encode without anchors, prefix layers"):
+        with pytest.raises(ArgumentError, match="encode without prefix layers"):
             Coding(layout=wrappers(3, 2), **wrong)
     corpus = Corpus(small.engine, MemoryStore(), coding=Coding(layout=wrappers(3, 2)))
     with pytest.raises(ArgumentError, match=r"give the file of them \(--soft-tokens\)"):
