@@ -1,4 +1,4 @@
-"""What of a document is computed, and how: tokens that a layout puts into its cache, tokens that are left out, anchors."""
+"""What of a document is computed, and how: with a layout's tokens in its cache, without those to drop, with anchors."""
 
 from __future__ import annotations
 

@@ -153,6 +153,17 @@ class DocumentHandle:
             )
             raise MismatchError(msg)
 
+    @property
+    def advice(self) -> str:
+        """What to do where a lost chunk cannot be computed for want of more than the text; empty where that is all."""
+        if self.info and self.info.soft_tokens and self.token_ids is None:
+            return (
+                f"name the soft tokens that {self.document_id!r} was encoded with (--soft-tokens), or encode it again"
+            )
+        if self.has_unknown_holes:
+            return f"{self.document_id!r} is pruned in a way that its text does not tell: encode it again"
+        return ""
+
     def joins(self, first: DocumentHandle) -> bool:
         """Take over another's text, where this has the very same chunks.
 

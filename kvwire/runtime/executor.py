@@ -284,7 +284,8 @@ class Executor(PromptJobs):
             case ev.Finish() if not self._done.done():
                 self._done.set_result(instruction)
             case ev.Fail(reason=reason):
-                self.fail(StorageError(reason))
+                advice = (document.advice for document in self._documents.values() if document.advice)
+                self.fail(StorageError("; ".join([reason, *advice][:2])))
             case ev.Refuse(late_s=late_s):
                 msg = f"there is no room before the deadline; ask again in {late_s:.3f} s, or with a longer deadline"
                 self.fail(OverloadedError(msg, late_s))

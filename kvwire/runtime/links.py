@@ -289,11 +289,9 @@ class Repairer:
         """
         if share <= 0 or len(prompt.tokens) == 1:
             return None, ""
-        if told.trouble:
-            return self._refused(plan, told.trouble)
         known = [text for text in told.texts if text is not None]
-        if len(known) < len(prompt.tokens):
-            return self._refused(plan, "the text of a document is not known")
+        if told.trouble or len(known) < len(prompt.tokens):
+            return self._refused(plan, told.trouble or "the text of a document is not known")
         ids = tuple(token for text in known for token in text)
         documents = _behind_front(prompt.tokens, front)
         if len(documents) == 1 and share < 1:

@@ -116,7 +116,11 @@ def damage(corpus, name, chunk):
 def test_stored_anchors_are_those_of_the_library_bit_for_bit(small, soft_engine, corpus, names):
     for name in names:
         found, wanted = corpus.decode(name, "lossless"), compute_cached(soft_engine, LAYOUT, small.tokens[name])
-        assert found.token_ids == wanted.token_ids == stored_tokens(LAYOUT, small.tokens[name], soft_engine.vocabulary_size)
+        assert (
+            found.token_ids
+            == wanted.token_ids
+            == stored_tokens(LAYOUT, small.tokens[name], soft_engine.vocabulary_size)
+        )
         for ours, theirs in zip((*found.keys, *found.values), (*wanted.keys, *wanted.values), strict=True):
             assert torch.equal(ours, theirs)
         for ours, theirs in zip(found.kept, wanted.kept, strict=True):
@@ -174,7 +178,7 @@ def test_a_lost_chunk_is_computed_in_the_middle_of_what_anchors_stand_for(small,
 
 def test_without_the_soft_tokens_a_lost_chunk_is_refused(small, corpus, names):
     damage(corpus, names[0], 1)
-    with pytest.raises(StorageError):
+    with pytest.raises(StorageError, match=r"name the soft tokens .*\(--soft-tokens\)"):
         asked(small, small.engine, corpus, names, quality_floor=7, repair="none")
 
 
@@ -195,7 +199,9 @@ def test_anchored_and_whole_documents_stand_side_by_side(small, soft_engine, cor
     whole = Corpus(small.engine, store, tenant="whole")
     first = list(whole.encode(documents))
     assert [each.skipped for each in first] == [False, False]
-    assert all(each.entry.token_digest != corpus.find(name).token_digest for each, name in zip(first, names, strict=True))
+    assert all(
+        each.entry.token_digest != corpus.find(name).token_digest for each, name in zip(first, names, strict=True)
+    )
     with pytest.raises(MismatchError, match="other soft tokens"):
         list(Corpus(small.engine, store).encode(documents))
     answer = asked(small, small.engine, whole, names, quality_floor=7, repair="none")
@@ -208,7 +214,7 @@ def test_anchored_and_whole_documents_stand_side_by_side(small, soft_engine, cor
 
 
 def test_pruned_documents_of_unknown_making_are_not_computed_anew(small, soft_engine, names):
-    """Their text alone does not say which rows there were: a lost chunk ends the load, and nothing else is put there."""
+    """Their text alone does not say which rows there were: a lost chunk ends the load."""
     corpus = small.corpus()
     cache = small.engine.prefill([small.tokens[names[0]]])[0]
     masks = [torch.arange(cache.tokens).remainder(3).ne(0).expand(spec.kv_heads, -1) for spec in cache.meta.layers]
@@ -221,7 +227,7 @@ def test_pruned_documents_of_unknown_making_are_not_computed_anew(small, soft_en
     assert {each.action for each in sound.decisions} == {"fetch"}
     assert int(sound.prompt.cache.kept[0][0].sum()) == int(masks[0][0].sum())
     damage(corpus, "pruned", 1)
-    with pytest.raises(StorageError):
+    with pytest.raises(StorageError, match="pruned in a way that its text does not tell: encode it again"):
         asked(small, small.engine, corpus, ["pruned"], quality_floor=7)
 
 
