@@ -63,7 +63,7 @@ SHELVES: dict[str, list[set[str]]] = {
         {"assemble.py", "layout.py"},
         {"layout_presets.py", "link_shift.py", "repair"},
         {"link_rows.py", "schema.py", "soft_tokens.py"},
-        {"compress.py"},
+        {"compress.py", "link_repair.py"},
         {"schema_json.py"},
     ],
     "store": [

@@ -208,6 +208,8 @@ class Closer:
 
     def _keep(self, executor: Executor, repaired: Repaired | None, found: Found | None, finish: ev.Finish) -> None:
         """Keep a prompt's repaired rows in a thread; while that runs, those of later loads are not."""
+        if executor.laid_out is not None:
+            return  # such rows saw more than documents
         if self.keeper is None or repaired is None or not (self._keeping is None or self._keeping.done()):
             return
         from kvwire.runtime.kept import gathered
@@ -226,7 +228,8 @@ class Closer:
         shifted = shift.apply(prompt.cache, prompt.tokens, executor.seeing) if shift else 0
         began = time.monotonic()
         needed = share > 0 and "deviation" in executor.links.selector.needs
-        told = Told(executor.texts, executor.deviations if needed else None, executor.seen, executor.unrepairable)
+        moved = executor.deviations if needed else None
+        told = Told(executor.texts, moved, executor.seen, executor.unrepairable, executor.laid_out)
         with self._session.lock:
             expected_s = self._estimates.prefill.cost.seconds(len(question), prompt.cache.tokens)
         stop = None if due is None else lambda: time.monotonic() + expected_s > due

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvwire.codec import Backend
     from kvwire.controller import Goal
     from kvwire.engines.base import Engine
+    from kvwire.reuse import PromptLayout
     from kvwire.runtime.documents import DocumentHandle, Timeouts
     from kvwire.runtime.driver import ControllerDriver
     from kvwire.runtime.finder import DocumentFinder
@@ -215,6 +216,11 @@ class Executor(PromptJobs):
             The words; empty where nothing says so.
         """
         return self.links.warning(share, shifted=shifted) if len(self._found) > 1 else ""
+
+    @property
+    def laid_out(self) -> PromptLayout | None:
+        """Where everything stands, where more than documents does."""
+        return None
 
     @property
     def unrepairable(self) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kvwire.controller.repair import UNMEASURED
 from kvwire.errors import ArgumentError, MismatchError
 from kvwire.reuse import PLAIN, compute_links, stored_tokens
 from kvwire.runtime.anchored import settle_holes
@@ -40,6 +42,8 @@ class LayoutExecutor(Executor):
         """
         super().__init__(*parts)
         self._layout, self._system = layout, system
+        self.sees_documents = False  # link rows between documents are computed behind the last chunk
+        self._keeper = None  # what repairs kept is of prompts without a layout
         self._laid_out: PromptLayout | None = None
 
     async def run(self, query_tokens: int, goal: Goal) -> ev.Finish:
@@ -53,22 +57,26 @@ class LayoutExecutor(Executor):
             The controller's last instruction.
 
         Raises:
-            ArgumentError: A repair is asked for, the layout has tokens that the model has not, there are more documents
-                than it has link tokens for, or as ``Executor.run`` says.
+            ArgumentError: The layout has tokens that the model has not, there are more documents than it has link
+                tokens for, or as ``Executor.run`` says.
         """
-        if self.links.is_wanted:
-            msg = (
-                f"documents of the layout {self._layout.name} see each other through it: load with repair none or auto"
-            )
-            raise ArgumentError(msg)
         _check_tokens(self._engine, self._layout)
-        self.links = UNREPAIRED  # what was measured of plain links is not measured of these
+        asked = self.links  # what was measured of plain links is not measured of these: a share counts, and no more
+        self.links = UNREPAIRED
+        if asked.is_wanted and asked.option is not None:
+            option = replace(UNMEASURED, least=asked.option.least, most=asked.option.most, looks=asked.option.looks)
+            self.links = replace(asked, option=option, report=None, refuses=False, shift="")
         return await super().run(query_tokens, goal)
 
     def complete(self) -> None:
         """Compute what stands between documents and around them."""
         if self._laid_out is not None:
             self.front_s = self._timed(partial(compute_links, self._engine, self.prompt, self._laid_out))[1]
+
+    @property
+    def laid_out(self) -> PromptLayout | None:
+        """Where everything stands."""
+        return self._laid_out
 
     def _length(self, tokens: Sequence[int]) -> int:
         own = [self._layout.own_length(count) for count in tokens]

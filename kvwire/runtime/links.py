@@ -11,7 +11,7 @@ from kvwire.controller import RepairOption
 from kvwire.controller.repair import MOST, UNMEASURED
 from kvwire.engines.base import Engine
 from kvwire.errors import ArgumentError, LinkBoundError, MismatchError
-from kvwire.reuse import RepairInput, repair_prompt, selector_of
+from kvwire.reuse import RepairInput, repair_laid_out, repair_prompt, selector_of
 from kvwire.runtime.link_report import DEFAULT_SELECTOR, scan_of
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvwire.codec import AnyProfile
-    from kvwire.reuse import LinkedPrompt, Repaired, Seen, Selector
+    from kvwire.reuse import LinkedPrompt, PromptLayout, Repaired, Seen, Selector
     from kvwire.runtime.link_report import LinkReport
     from kvwire.types import BlockDeviation
 
@@ -227,12 +227,14 @@ class Told:
         deviation: How far tokens move behind other documents, float32 ``[tokens]``; None where blobs do not say.
         seen: What the question sees; None where nobody has looked yet.
         trouble: Why none of its rows may be computed anew; empty where they may.
+        laid_out: Where everything stands, where more than documents does.
     """
 
     texts: Sequence[Sequence[int] | None]
     deviation: Tensor | None = None
     seen: Seen | None = None
     trouble: str = ""
+    laid_out: PromptLayout | None = None
 
 
 def _behind_front(documents: Sequence[int], front: int) -> tuple[int, ...]:
@@ -292,6 +294,11 @@ class Repairer:
         known = [text for text in told.texts if text is not None]
         if told.trouble or len(known) < len(prompt.tokens):
             return self._refused(plan, told.trouble or "the text of a document is not known")
+        if told.laid_out is not None:
+            moved, seen = told.deviation, told.seen
+            return repair_laid_out(
+                self._engine, prompt, told.laid_out, known, question, plan.selector, share, deviation=moved, seen=seen
+            ), ""
         ids = tuple(token for text in known for token in text)
         documents = _behind_front(prompt.tokens, front)
         if len(documents) == 1 and share < 1:

@@ -47,6 +47,8 @@ class PromptJobs:
     """
 
     prompt: LinkedPrompt
+    sees_documents: bool = True
+    """Whether text that is computed may see what stands before its document."""
 
     def __init__(
         self, engine: Engine, documents: Sequence[DocumentHandle], driver: ControllerDriver, backend: Backend,
@@ -170,12 +172,13 @@ class PromptJobs:
     async def _recompute(self, asked: ev.Recompute) -> None:
         first = asked.first
         chunks = tuple(replace(first, chunk=index) for index in range(first.chunk, asked.last.chunk + 1))
-        failed, blind = [first], False
+        behind = asked.behind and self.sees_documents
+        failed, blind = [first], asked.behind and not behind
         try:
             try:
-                seconds = await self._extend_timed(chunks, failed, behind=asked.behind)
+                seconds = await self._extend_timed(chunks, failed, behind=behind)
             except Exception as error:
-                if not asked.behind or self._is_gone:
+                if not behind or self._is_gone:
                     raise
                 blind = True
                 self._lost(failed[0], f"computed without the documents before it: {in_words(error)}")
