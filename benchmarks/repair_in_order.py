@@ -139,7 +139,7 @@ def over(
         ):
             for way, loader in loaders.items():
                 answer = loader.ask(prompt.documents, prompt.question)
-                if turn < 2:  # noqa: PLR2004 - a server in use knows its link and its kernels
+                if turn < 2:
                     continue
                 found.setdefault(way, []).append(answer.timing)
                 expected.setdefault(way.name, []).append(answer.predicted_s or 0.0)

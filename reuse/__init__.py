@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         turborag,
         wrappers,
     )
+    from kvwire.reuse.link_repair import repair_laid_out
     from kvwire.reuse.link_rows import compute_links, link_documents
     from kvwire.reuse.link_shift import LinkShift, ShiftLearner
     from kvwire.reuse.repair.measured import measure_deviation
@@ -74,6 +75,7 @@ __all__ = [
     "place_modules",
     "read_layout",
     "read_schema",
+    "repair_laid_out",
     "repair_prompt",
     "rows_for",
     "selector_of",
@@ -107,6 +109,7 @@ __getattr__ = lazy(
             "turborag",
             "wrappers",
         ),
+        "kvwire.reuse.link_repair": ("repair_laid_out",),
         "kvwire.reuse.link_rows": ("compute_links", "link_documents"),
         "kvwire.reuse.link_shift": ("LinkShift", "ShiftLearner"),
         "kvwire.reuse.repair.measured": ("measure_deviation",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -151,7 +152,7 @@ def passes(layout: LinkLayout, length: int) -> Iterator[tuple[int, int]]:
     start, stop = len(layout.before), length - len(layout.after)
     step = layout.anchors.chunk + len(layout.anchors.tokens) if layout.anchors else max(1, stop - start)
     edges = [0, *range(start, stop, step), stop, length]
-    yield from ((first, last) for first, last in zip(edges, edges[1:], strict=False) if first < last)
+    yield from ((first, last) for first, last in pairwise(edges) if first < last)
 
 
 def _pruned(cache: KVCache, stored: Tensor) -> KVCache:

@@ -63,7 +63,8 @@ SHELVES: dict[str, list[set[str]]] = {
     "reuse": [
         {"assemble.py", "layout.py"},
         {"layout_presets.py", "link_shift.py", "repair"},
-        {"compress.py", "link_rows.py", "schema.py", "soft_tokens.py"},
+        {"link_rows.py", "schema.py", "soft_tokens.py"},
+        {"compress.py", "link_repair.py"},
         {"schema_json.py"},
     ],
     "store": [

@@ -191,6 +191,14 @@ def trials_of_a_part(lengths: Sequence[int]) -> int:
     return -(-_TRIALS // max(1, sum(-(-tokens // _CHUNK) for tokens in lengths)))
 
 
+def _left(cache: KVCache) -> Tensor | None:
+    """Tokens of which a pruned cache holds something, bool ``[tokens]``; None where nothing was pruned."""
+    pairs = [each for each in zip(cache.meta.layers, cache.kept or (), strict=False) if each[0].kind != "none"]
+    if not pairs or any(mask is None for _, mask in pairs):
+        return None
+    return torch.stack([mask.cpu().any(0) for _, mask in pairs if mask is not None]).any(0)
+
+
 class MomentSums:
     """Sums of features and of every group's elements, and of their products, cache by cache.
 
@@ -214,7 +222,7 @@ class MomentSums:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, cache: KVCache) -> None:
-        """Add the next cache.
+        """Add the next cache; of a pruned one, tokens of which something is left.
 
         Args:
             cache: Of the same layout as the others.
@@ -222,23 +230,26 @@ class MomentSums:
         Raises:
             CacheValueError: It holds NaN or infinity.
         """
-        device = cache.keys[0].device
+        device, left = cache.keys[0].device, _left(cache)
         for start, stop in spans(cache.tokens):
-            known = self._about("f", self._features.at(cache, self.caches, start, stop).to(device))
-            chosen = self._features.set_apart(cache, start, stop).to(device)
+            rows = slice(None) if left is None else left[start:stop].nonzero()[:, 0]
+            chosen = self._features.set_apart(cache, start, stop)[rows].to(device)
+            if not len(chosen):
+                continue
+            known = self._about("f", self._features.at(cache, self.caches, start, stop)[rows].to(device))
             self._more("f.apart.sum", known[chosen].sum(0, dtype=torch.float64))
             self._more("f.apart.count", chosen.sum().double())
             self._products("f", known, known, chosen)
             self._try("f", known[chosen])
             for number, planes in enumerate(self._groups):
                 name = f"g{number}"
-                part = self._about(name, gather_planes(cache, planes, start, stop).to(device))
+                part = self._about(name, gather_planes(cache, planes, start, stop)[rows].to(device))
                 self._more(f"{name}.products", (part.T @ part).double())
                 self._products(f"{name}.cross", known, part, chosen)
                 if known.shape[1]:
                     self._more(f"{name}.apart.sum", part[chosen].sum(0, dtype=torch.float64))
                     self._try(name, part[chosen])
-            self._tokens += stop - start
+            self._tokens += len(chosen)
         self.caches += 1
 
     def _about(self, name: str, part: Tensor) -> Tensor:

@@ -52,6 +52,7 @@ class _EncodeOptions(TypedDict):
     encode_after: int
     links: str | None
     soft_tokens: Path | None
+    drop_tokens: float
     resume: Path | None
     index: tuple[str, ...]
     uses: str | None
@@ -109,6 +110,14 @@ class _EncodeOptions(TypedDict):
 )
 @LINKS
 @SOFT_TOKENS
+@click.option(
+    "--drop-tokens",
+    default=0.0,
+    show_default=True,
+    metavar="SHARE",
+    type=click.FloatRange(0, 1, max_open=True),
+    help="Leave out this share of each document's tokens, those that the model expects most; the rest is the document.",
+)
 @INDEX
 @USES
 @BACKEND
@@ -164,7 +173,7 @@ def open_corpus(place: StoreOptions, options: _EncodeOptions) -> Corpus:
     coding = Coding(
         options["method"], options["prefix_layers"], options["lossless"], backend=options["backend"],
         deviation=options["deviation"], neutral_prefix=options["neutral_prefix"], layout=layout,
-        resume=options["resume"],
+        drop_tokens=options["drop_tokens"], resume=options["resume"],
     )  # fmt: skip
     return Corpus(engine, place.open_lasting(), **place.whose(), coding=coding, uses=use_file(options["uses"]))
 

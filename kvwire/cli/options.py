@@ -160,7 +160,7 @@ LINKS = click.option(
     "--links",
     metavar="LAYOUT",
     help="What stands around documents and in their caches: plain, kvlink:5, kvlink:5:evaluation, wrappers:8+8, "
-    "links:5, turborag:IDS/IDS, block-attention:IDS; by default what the soft tokens were trained for.",
+    "anchors:100/25, links:5, turborag:IDS/IDS, block-attention:IDS; by default what the soft tokens were trained for.",
 )
 SOFT_TOKENS = click.option(
     "--soft-tokens",

@@ -1,4 +1,4 @@
-"""``kvwire train-links``: train link tokens, or wrappers of documents, for a model."""
+"""``kvwire train-links``: train link tokens, wrappers of documents, or anchors in place of them, for a model."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from kvwire.reuse import LinkLayout
     from kvwire.training import Mixture, Recipe, Samples, Text, Training
 
-_LAYOUTS = {"links": "links:5/10", "wrappers": "wrappers:8+8"}
-_RECIPES = {"links": "kvlink", "wrappers": "kv-packet"}
+_LAYOUTS = {"links": "links:5/10", "wrappers": "wrappers:8+8", "anchors": "anchors:100/25"}
+_RECIPES = {"links": "kvlink", "wrappers": "kv-packet", "anchors": "kvlink"}
 
 
 class _TrainOptions(TypedDict):
@@ -34,7 +34,7 @@ class _TrainOptions(TypedDict):
     dtype: str
     data: tuple[str, ...]
     out: Path
-    method: Literal["links", "wrappers"]
+    method: Literal["links", "wrappers", "anchors"]
     layout: str | None
     frozen: bool
     recipe: str | None
@@ -67,8 +67,8 @@ class _TrainOptions(TypedDict):
 @click.option(
     "--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder of what is written."
 )
-@click.option("--method", type=click.Choice(["links", "wrappers"]), default="links", show_default=True)
-@click.option("--layout", help="Such as links:5/10, kvlink:5 or wrappers:8+8; without it, that of the method.")
+@click.option("--method", type=click.Choice(["links", "wrappers", "anchors"]), default="links", show_default=True)
+@click.option("--layout", help="Such as links:5/10, kvlink:5, wrappers:8+8, anchors:100/25; by default the method's.")
 @click.option("--frozen", is_flag=True, help="Train new embeddings alone; the model stays. Wrappers always do.")
 @click.option(
     "--recipe",
@@ -93,7 +93,7 @@ class _TrainOptions(TypedDict):
 @DTYPE
 @JSON
 def train_links(**options: Unpack[_TrainOptions]) -> None:
-    """Train what lets a model read linked documents: link tokens, or wrappers that are stored with each document.
+    """Train what lets a model read linked documents: link tokens, or what is stored with or in place of documents.
 
     Samples are lines of {passages, question, answer}, {passages, turns}, {passages, summary}, {messages} or {text}.
     """
@@ -164,7 +164,7 @@ def _mixture(engine: TransformersEngine, what: Training, options: _TrainOptions)
 
     most = min(what.recipe.most_tokens, engine.window)
     documents = min(options["passages"], what.layout.most_documents or options["passages"])
-    counts = (0 if what.method == "links" else 1, documents)
+    counts = (0 if what.method == "links" else 1, documents)  # wrappers and anchors learn from documents alone
     cut = TextCut(counts, options["passage_tokens"], options["rest_tokens"], options["given_tokens"])
     parts: dict[str, Samples | Text] = {}
     weights: dict[str, float] = {}

@@ -198,7 +198,7 @@ class DocumentSteps:
             The same.
         """
         due, started = [work for work in works if not work.is_done], time.perf_counter()
-        if not self._encoder.coding.neutral_prefix:
+        if self._encoder.coding.is_prefill:
             caches: Sequence[KVCache | None] = [None] * len(due)
             with suppress(KvwireError):  # of one of them: alone, each tells its own
                 caches = self._batches.caches([_there(work.document).token_ids for work in due])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from kvwire.reuse import compute_cached, own_tokens, stored_tokens
+from kvwire.runtime.computing import compute_document
 from kvwire.runtime.kept_moments import MomentFile
 from kvwire.runtime.quality import calibrate_error
 
@@ -27,39 +30,20 @@ LEAST_TOKENS = 64
 """Less text says nothing about a model: such documents carry a plain profile of their own."""
 
 
-def compute_document(engine: Engine, ids: Sequence[int], neutral: int) -> tuple[KVCache, tuple[int, ...]]:
-    """Compute a document's cache.
-
-    Args:
-        engine: The model.
-        ids: The document's token ids.
-        neutral: Compute it behind so many of its own last tokens.
-
-    Returns:
-        The cache, and the tokens that it was computed behind.
-    """
-    if not neutral:
-        return engine.prefill([ids])[0], ()
-    from kvwire.runtime.neutral import compute_behind, neutral_tokens
-
-    prefix = neutral_tokens(ids, neutral, engine.window)
-    return compute_behind(engine, prefix, ids), prefix
-
-
 class _Texts:
     """Calibration texts, as the level kinds' ``fit`` asks for them."""
 
     def __init__(
         self, engine: Engine, chosen: Sequence[Sequence[int]], others: Sequence[Sequence[int]], coding: Coding
     ) -> None:
-        self._engine, self._chosen, self._others, self._neutral = engine, chosen, others, coding.neutral_prefix
+        self._engine, self._chosen, self._others, self._coding = engine, chosen, others, coding
         self.keeper = MomentFile(coding.resume)
 
     def caches(self) -> list[KVCache]:
         from kvwire.runtime.spilled import spilled
 
         return spilled(
-            (compute_document(self._engine, ids, self._neutral)[0] for ids in self._chosen), len(self._chosen)
+            (compute_document(self._engine, ids, self._coding)[0] for ids in self._chosen), len(self._chosen)
         )
 
     def statistics(self, *, tokens: bool) -> Statistics | None:
@@ -69,7 +53,12 @@ class _Texts:
         return [self._engine.prefix_states(ids, layers) for ids in self._chosen]
 
     def calibrate_error(self, profile: Profile, ladder: Ladder | None) -> Profile:
-        profile = calibrate_error(self._engine, profile, self._others or self._chosen, ladder)
+        layout = self._coding.layout
+        texts, compute = self._others or self._chosen, None
+        if layout.anchors:  # a document that is cut within a chunk would be none of the layout
+            texts = [own_tokens(layout, ids, self._engine.vocabulary_size) for ids in texts]
+            compute = partial(compute_cached, self._engine, layout)
+        profile = calibrate_error(self._engine, profile, texts, ladder, compute)
         held_out = int(bool(self._others) and profile.error_to_kl is not None)
         return replace(profile, notes=profile.notes | {"kl_held_out": held_out})
 
@@ -117,7 +106,12 @@ def fit_profile_to(engine: Engine, coding: Coding, documents: Sequence[Document]
     Returns:
         The profile. None where the documents have fewer than ``LEAST_TOKENS`` tokens, and where the method needs none.
     """
+    layout, size = coding.layout, engine.vocabulary_size
+    if layout.anchors:
+        documents = [replace(each, token_ids=own_tokens(layout, each.token_ids, size)) for each in documents]
     chosen, others = calibration_texts(documents, tokens)
+    if layout.anchors:
+        chosen, others = ([stored_tokens(layout, ids, size) for ids in texts] for texts in (chosen, others))
     if sum(map(len, chosen)) < LEAST_TOKENS:
         return None
     notes: dict[str, str | int] = {"neutral_prefix": coding.neutral_prefix} if coding.neutral_prefix else {}

@@ -208,6 +208,8 @@ class Closer:
 
     def _keep(self, executor: Executor, repaired: Repaired | None, found: Found | None, finish: ev.Finish) -> None:
         """Keep a prompt's repaired rows in a thread; while that runs, those of later loads are not."""
+        if executor.laid_out is not None:
+            return  # such rows saw more than documents
         if self.keeper is None or repaired is None or not (self._keeping is None or self._keeping.done()):
             return
         from kvwire.runtime.kept import gathered

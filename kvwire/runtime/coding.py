@@ -80,7 +80,9 @@ class Coding:
             text then gives the same blob only beside the same neighbours.
         neutral_prefix: Compute documents behind so many of their own last tokens, which are then dropped.
         layout: Its tokens inside caches are computed with each document and become part of it; soft tokens among them
-            are those that the engine has (``Engine.use_soft_tokens``).
+            are those that the engine has (``Engine.use_soft_tokens``). With anchors these alone are stored.
+        drop_tokens: Share of each document's own tokens that is left out before it is computed, from 0 to 1: those that
+            the model expects most (``kvwire.reuse.drop_tokens``). The document is the shorter text from then on.
         resume: A file that keeps what a fit of a profile has summed, until the profile is there: a fit that was
             interrupted goes on from it. None for none.
         head_start: Old name of ``prefix_layers``, for one more version.
@@ -95,6 +97,7 @@ class Coding:
     deviation: bool = False
     neutral_prefix: int = 0
     layout: LinkLayout = PLAIN
+    drop_tokens: float = 0.0
     resume: Path | None = None
     head_start: InitVar[int] = 0
 
@@ -108,11 +111,20 @@ class Coding:
         if self.neutral_prefix < 0 or (self.neutral_prefix and self.prefix_layers):
             msg = "a neutral prefix takes tokens, 0 for none, and does not go together with prefix layers"
             raise ArgumentError(msg)
-        if self.layout.anchors or (self.layout.cached_tokens and self._moves):
+        if self.layout.cached_tokens and self._moves:
             msg = (
-                f"the layout {self.layout.name} has tokens inside caches: encode without anchors, prefix layers, a "
-                "neutral prefix and deviations"
+                f"the layout {self.layout.name} has tokens inside caches: encode without prefix layers, a neutral "
+                "prefix and deviations"
             )
+            raise ArgumentError(msg)
+        if self.layout.anchors and max(self.layout.anchors.tokens) >= 0:
+            msg = (
+                f"the layout {self.layout.name} has anchors that texts may hold, too, so that nobody could tell what "
+                "was stored: encode with soft tokens as anchors, such as the layout anchors:100/25"
+            )
+            raise ArgumentError(msg)
+        if not 0 <= self.drop_tokens < 1:
+            msg = f"the share of tokens to drop is 0 to 1, and less than 1, got {self.drop_tokens}"
             raise ArgumentError(msg)
         self.kind.check_settings(self)
 
@@ -120,6 +132,16 @@ class Coding:
     def _moves(self) -> bool:
         """Whether documents are computed in another way than alone, or read in another way than decoded."""
         return bool(self.neutral_prefix or self.prefix_layers or self.deviation)
+
+    @property
+    def lays_out(self) -> bool:
+        """Whether documents are computed from other tokens than their own."""
+        return bool(self.layout.cached_tokens or self.drop_tokens)
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether documents are computed as the engine's ``prefill`` does: alone, each token seeing all before it."""
+        return not self.neutral_prefix and self.layout.anchors is None
 
     @property
     def kind(self) -> LevelKind:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvwire.codec import AnyProfile, Backend
+    from kvwire.reuse import LinkLayout
     from kvwire.runtime.corpus import Corpus
     from kvwire.store import CatalogEntry
     from kvwire.store.crypto.sealing import BlobReader
@@ -49,6 +50,8 @@ class DocumentHandle:
         decoder: Decodes chunks into the prompt; None before ``decode_into``.
         prefix_layers: Layers that are to be computed before decoding; 0 where the text stands in.
         wanted_tokens: How many of its first tokens the load is for; None: all.
+        layout: With the anchors that its cache holds in place of its own tokens; None: it holds no anchors.
+        has_unknown_holes: Its cache lacks entries, and nobody knows how to compute one like it.
     """
 
     corpus: Corpus
@@ -66,6 +69,8 @@ class DocumentHandle:
     decoder: BlobDecoder | None = None
     prefix_layers: int = 0
     wanted_tokens: int | None = None
+    layout: LinkLayout | None = None
+    has_unknown_holes: bool = False
 
     @property
     def token_digest(self) -> str:
@@ -148,6 +153,17 @@ class DocumentHandle:
             )
             raise MismatchError(msg)
 
+    @property
+    def advice(self) -> str:
+        """What to do where a lost chunk cannot be computed for want of more than the text; empty where that is all."""
+        if self.info and self.info.soft_tokens and self.token_ids is None:
+            return (
+                f"name the soft tokens that {self.document_id!r} was encoded with (--soft-tokens), or encode it again"
+            )
+        if self.has_unknown_holes:
+            return f"{self.document_id!r} is pruned in a way that its text does not tell: encode it again"
+        return ""
+
     def joins(self, first: DocumentHandle) -> bool:
         """Take over another's text, where this has the very same chunks.
 
@@ -225,7 +241,7 @@ class DocumentHandle:
         Returns:
             The document's chunks and levels, as the controller takes them.
         """
-        has_text = self.token_ids is not None
+        has_text = self.token_ids is not None and not self.has_unknown_holes
         if self.info and self.has_blob:
             share = min(1.0, self.prefix_layers / layers)
             return self._wanted(ctl.DocumentPlanInput.from_blob(self.info, has_text=has_text, prefix_share=share))

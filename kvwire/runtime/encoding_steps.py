@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvwire.codec import encode
 from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError
-from kvwire.reuse import stored_tokens
-from kvwire.runtime.calibration import CALIBRATION_TOKENS, LEAST_TOKENS, compute_document, fit_profile_to
+from kvwire.runtime.calibration import CALIBRATION_TOKENS, LEAST_TOKENS, fit_profile_to
 from kvwire.runtime.coding import Encoded
+from kvwire.runtime.computing import compute_document, laid_out
 from kvwire.runtime.kept_moments import MomentFile
 from kvwire.store import ModelRecord
 from kvwire.types import digest_tokens
@@ -96,18 +96,15 @@ class EncodingSteps:
         return soft.name(self.engine.vocabulary_size)
 
     def laid_out(self, document: Document) -> Document:
-        """A document with the tokens that the layout puts into its cache; these are part of it from then on.
+        """A document as it is computed; see ``computing.laid_out``.
 
         Args:
-            document: With or without them.
+            document: With or without what the layout puts into its cache.
 
         Returns:
-            The document with them.
+            The document with it, and without the tokens to drop.
         """
-        if not self.coding.layout.cached_tokens:
-            return document
-        ids = stored_tokens(self.coding.layout, document.token_ids, self.engine.vocabulary_size)
-        return replace(document, token_ids=ids)
+        return laid_out(self.engine, self.coding, document) if self.coding.lays_out else document
 
     def calibrate(self, documents: Sequence[Document], tokens: int | None = None) -> AnyProfile | None:
         """Fit a profile on the first documents and use it from now on.
@@ -199,6 +196,9 @@ class EncodingSteps:
         """
         if encode_after <= 0:
             return True
+        if self.coding.drop_tokens:
+            msg = "what is kept as text is kept whole: drop tokens of documents that are encoded at once"
+            raise ArgumentError(msg)
         if self._corpus.uses is None:
             msg = "documents are encoded after some uses only where uses are counted: pass uses to the corpus"
             raise ArgumentError(msg)
@@ -258,7 +258,7 @@ class EncodingSteps:
             What is coded.
         """
         engine, ids = self.engine, document.token_ids
-        computed, neutral = (cache, ()) if cache else compute_document(engine, ids, self.coding.neutral_prefix)
+        computed, neutral = (cache, ()) if cache else compute_document(engine, ids, self.coding)
         deviation = around.measure(computed, ids) if around else None
         layers = 0 if profile is None else profile.prefix_layers
         return Computed(computed, neutral, engine.prefix_states(ids, layers) if layers else None, deviation)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Self
 from kvwire.controller import events as ev
 from kvwire.errors import ArgumentError, KvwireError, OverloadedError, StorageError
 from kvwire.reuse import LinkedPrompt
-from kvwire.runtime.headers import HeaderReader
 from kvwire.runtime.documents import in_words
+from kvwire.runtime.headers import HeaderReader
 from kvwire.runtime.links import UNREPAIRED, Repairer, Told, by_token
 from kvwire.runtime.prompt_jobs import GONE, PromptJobs
 from kvwire.runtime.repair_in_order import end_of
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvwire.codec import Backend
     from kvwire.controller import Goal
     from kvwire.engines.base import Engine
+    from kvwire.reuse import PromptLayout
     from kvwire.runtime.documents import DocumentHandle, Timeouts
     from kvwire.runtime.driver import ControllerDriver
     from kvwire.runtime.finder import DocumentFinder
@@ -222,6 +223,17 @@ class Executor(PromptJobs):
         return self.links.warning(share, shifted=shifted) if len(self._found) > 1 else ""
 
     @property
+    def laid_out(self) -> PromptLayout | None:
+        """Where everything stands, where more than documents does."""
+        return None
+
+    @property
+    def unrepairable(self) -> str:
+        """Why no row of the prompt may be computed anew by itself; empty where each may."""
+        names = (document.document_id for document in self.documents if document.layout)
+        return next((f"anchors of {name!r} stand for tokens that are not there any more" for name in names), "")
+
+    @property
     def texts(self) -> list[tuple[int, ...] | None]:
         """Token ids of the documents, as far as they are known by now."""
         return [document.token_ids for document in self.documents]
@@ -236,7 +248,8 @@ class Executor(PromptJobs):
     def told(self) -> Told:
         """What is known of the prompt for choosing rows."""
         needed = "deviation" in self.links.selector.needs
-        return Told(self.texts, self.deviations if needed else None, self.seen)
+        moved = self.deviations if needed else None
+        return Told(self.texts, moved, self.seen, self.unrepairable, self.laid_out)
 
     async def _repair(self, asked: ev.Repair) -> None:
         """Compute rows of documents that stay as they are."""
@@ -313,7 +326,8 @@ class Executor(PromptJobs):
             case ev.Finish() if not self._done.done():
                 self._done.set_result(instruction)
             case ev.Fail(reason=reason):
-                self.fail(StorageError(reason))
+                advice = (document.advice for document in self._documents.values() if document.advice)
+                self.fail(StorageError("; ".join([reason, *advice][:2])))
             case ev.Refuse(late_s=late_s):
                 msg = f"there is no room before the deadline; ask again in {late_s:.3f} s, or with a longer deadline"
                 self.fail(OverloadedError(msg, late_s))
@@ -345,6 +359,7 @@ class Executor(PromptJobs):
                 if document.token_ids is None:
                     raise
                 document.fall_back(str(error))
+        self._settle_holes(document)
         if document.info:
             self.fetched_at = self._driver.clock()
         if document.trouble:
@@ -357,6 +372,13 @@ class Executor(PromptJobs):
         self._driver.tell(ev.IndexKnown(self.number, index, inputs))
         if self.predicted_s is None:
             self.predicted_s = self._driver.predicted_s(self.number)
+
+    def _settle_holes(self, document: DocumentHandle) -> None:
+        """Know how to compute a document whose cache lacks entries; or that nobody does."""
+        if document.decoder is None or document.decoder.kept is not None:
+            from kvwire.runtime.anchored import settle_holes  # few loads need it
+
+            settle_holes(document, self._engine, None)
 
     def _can_decode(self, index: int, variant: DocumentHandle) -> bool:
         """Whether a variant is of use; a pruned one is another cache. What is wrong with it does not matter."""

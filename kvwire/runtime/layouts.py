@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kvwire.controller.repair import UNMEASURED
 from kvwire.errors import ArgumentError, MismatchError
 from kvwire.reuse import PLAIN, compute_links, stored_tokens
+from kvwire.runtime.anchored import settle_holes
 from kvwire.runtime.executor import Executor
 from kvwire.runtime.links import UNREPAIRED
 
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from kvwire.controller import events as ev
     from kvwire.engines.base import Engine
     from kvwire.reuse import LinkLayout, PromptLayout
+    from kvwire.runtime.documents import DocumentHandle
     from kvwire.runtime.settings import LoadSettings
 
 
@@ -38,6 +42,8 @@ class LayoutExecutor(Executor):
         """
         super().__init__(*parts)
         self._layout, self._system = layout, system
+        self.sees_documents = False  # link rows between documents are computed behind the last chunk
+        self._keeper = None  # what repairs kept is of prompts without a layout
         self._laid_out: PromptLayout | None = None
 
     async def run(self, query_tokens: int, goal: Goal) -> ev.Finish:
@@ -51,16 +57,15 @@ class LayoutExecutor(Executor):
             The controller's last instruction.
 
         Raises:
-            ArgumentError: A repair is asked for, the layout has tokens that the model has not, there are more documents
-                than it has link tokens for, or as ``Executor.run`` says.
+            ArgumentError: The layout has tokens that the model has not, there are more documents than it has link
+                tokens for, or as ``Executor.run`` says.
         """
-        if self.links.is_wanted:
-            msg = (
-                f"documents of the layout {self._layout.name} see each other through it: load with repair none or auto"
-            )
-            raise ArgumentError(msg)
         _check_tokens(self._engine, self._layout)
-        self.links = UNREPAIRED  # what was measured of plain links is not measured of these
+        asked = self.links  # what was measured of plain links is not measured of these: a share counts, and no more
+        self.links = UNREPAIRED
+        if asked.is_wanted and asked.option is not None:
+            option = replace(UNMEASURED, least=asked.option.least, most=asked.option.most, looks=asked.option.looks)
+            self.links = replace(asked, option=option, report=None, refuses=False, shift="")
         return await super().run(query_tokens, goal)
 
     def complete(self) -> None:
@@ -68,11 +73,22 @@ class LayoutExecutor(Executor):
         if self._laid_out is not None:
             self.front_s = self._timed(partial(compute_links, self._engine, self.prompt, self._laid_out))[1]
 
+    @property
+    def laid_out(self) -> PromptLayout | None:
+        """Where everything stands."""
+        return self._laid_out
+
     def _length(self, tokens: Sequence[int]) -> int:
         own = [self._layout.own_length(count) for count in tokens]
         self._laid_out = prompt = self._layout.lay_out(own, system=self._system)
         self.starts, self.front_tokens = prompt.starts, len(prompt.front_rows()[0])
         return prompt.question_start
+
+    def _settle_holes(self, document: DocumentHandle) -> None:
+        if self._layout.anchors:
+            settle_holes(document, self._engine, self._layout)
+        else:
+            super()._settle_holes(document)
 
     async def _open(self, index: int, laid_out: Task[None]) -> None:
         await super()._open(index, laid_out)
@@ -109,9 +125,6 @@ def asked_in(
 
 def _check_tokens(engine: Engine, layout: LinkLayout) -> None:
     """Refuse layouts with tokens that the model has not."""
-    if layout.anchors:
-        msg = f"the layout {layout.name} stores anchors alone, which no load reads; link caches with link_documents"
-        raise ArgumentError(msg)
     computed = layout.computed_tokens
     if max(computed, default=0) >= engine.vocabulary_size:
         msg = (

@@ -11,7 +11,7 @@ from kvwire.controller import RepairOption
 from kvwire.controller.repair import MOST, UNMEASURED
 from kvwire.engines.base import Engine
 from kvwire.errors import ArgumentError, LinkBoundError, MismatchError
-from kvwire.reuse import RepairInput, repair_prompt, rows_for, selector_of
+from kvwire.reuse import RepairInput, repair_laid_out, repair_prompt, rows_for, selector_of
 from kvwire.runtime.link_report import DEFAULT_SELECTOR, scan_of
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvwire.codec import AnyProfile
-    from kvwire.reuse import LinkedPrompt, Repaired, Seen, Selector
     from kvwire.controller.repair import Begins
+    from kvwire.reuse import LinkedPrompt, PromptLayout, Repaired, Seen, Selector
     from kvwire.runtime.link_report import LinkReport
     from kvwire.runtime.repair_in_order import RepairInOrder
     from kvwire.types import BlockDeviation
@@ -239,11 +239,15 @@ class Told:
         texts: Token ids of each document; None where they are not known.
         deviation: How far tokens move behind other documents, float32 ``[tokens]``; None where blobs do not say.
         seen: What the question sees; None where nobody has looked yet.
+        trouble: Why none of its rows may be computed anew; empty where they may.
+        laid_out: Where everything stands, where more than documents does.
     """
 
     texts: Sequence[Sequence[int] | None]
     deviation: Tensor | None = None
     seen: Seen | None = None
+    trouble: str = ""
+    laid_out: PromptLayout | None = None
 
 
 def _behind_front(documents: Sequence[int], front: int) -> tuple[int, ...]:
@@ -255,6 +259,12 @@ def _behind_front(documents: Sequence[int], front: int) -> tuple[int, ...]:
         if tokens > seen:
             lengths.append(tokens - seen)
     return (max(front, documents[0]), *lengths)
+
+
+def _known(told: Told, prompt: LinkedPrompt) -> list[Sequence[int]]:
+    """Token ids of all documents; none where a document's are not known."""
+    known = [text for text in told.texts if text is not None]
+    return known if len(known) == len(prompt.tokens) else []
 
 
 def _behind(share: float, prompt: LinkedPrompt, front: int) -> float:
@@ -305,9 +315,14 @@ class Repairer:
         """
         if share <= 0 or len(prompt.tokens) == 1:
             return None, ""
+        if told.laid_out is not None and not told.trouble and (texts := _known(told, prompt)):
+            moved, seen = told.deviation, told.seen
+            return repair_laid_out(
+                self._engine, prompt, told.laid_out, texts, question, plan.selector, share, deviation=moved, seen=seen
+            ), ""
         given = self._input(prompt, told, question, front)
         if given is None:
-            return self._refused(plan, "the text of a document is not known")
+            return self._refused(plan, told.trouble or "the text of a document is not known")
         if len(given.documents) == 1 and share < 1:
             return None, ""
         share = _behind(share, prompt, front)
@@ -344,15 +359,14 @@ class Repairer:
 
         given = self._input(prompt, told, question, front)
         if given is None:
-            msg = "the text of a document is not known"
-            raise MismatchError(msg)
+            raise MismatchError(told.trouble or "the text of a document is not known")
         count = rows_for(_behind(share, prompt, front), given.documents)
         return RepairInOrder(given, plan.selector, share, count)
 
     def _input(self, prompt: LinkedPrompt, told: Told, question: Sequence[int], front: int) -> RepairInput | None:
-        """A prompt as selectors take it; None where a text is not known."""
-        known = [text for text in told.texts if text is not None]
-        if len(known) < len(prompt.tokens):
+        """A prompt as selectors take it; None where a text is not known, or no row may be computed by itself."""
+        known = _known(told, prompt)
+        if told.trouble or not known:
             return None
         ids, documents = tuple(token for text in known for token in text), _behind_front(prompt.tokens, front)
         return RepairInput(self._engine, prompt.cache, ids, documents, tuple(question), told.deviation, seen=told.seen)

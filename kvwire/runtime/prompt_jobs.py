@@ -48,6 +48,8 @@ class PromptJobs:
     """
 
     prompt: LinkedPrompt
+    sees_documents: bool = True
+    """Whether text that is computed may see what stands before its document."""
 
     def __init__(
         self, engine: Engine, documents: Sequence[DocumentHandle], driver: ControllerDriver, backend: Backend,
@@ -171,12 +173,13 @@ class PromptJobs:
     async def _recompute(self, asked: ev.Recompute) -> None:
         first = asked.first
         chunks = tuple(replace(first, chunk=index) for index in range(first.chunk, asked.last.chunk + 1))
-        failed, blind = [first], False
+        behind = asked.behind and self.sees_documents
+        failed, blind = [first], asked.behind and not behind
         try:
             try:
-                seconds = await self._extend_timed(chunks, failed, behind=asked.behind)
+                seconds = await self._extend_timed(chunks, failed, behind=behind)
             except Exception as error:
-                if not asked.behind or self._is_gone:
+                if not behind or self._is_gone:
                     raise
                 blind = True
                 self._lost(failed[0], f"computed without the documents before it: {in_words(error)}")
@@ -217,8 +220,14 @@ class PromptJobs:
         """Compute chunks on top of what is ready of their document or prompt, and write them into the prompt."""
         document = self._documents[first.document]
         start, stop = document.span(first.chunk)[0], document.span(last.chunk)[1]
-        offset = self.prompt.offset(first.document)
-        ids = (document.token_ids or ())[start:stop]
+        offset, ids = self.prompt.offset(first.document), document.token_ids or ()
+        if document.layout is not None:
+            from kvwire.reuse import compute_piece
+
+            span = (start, stop)
+            compute_piece(self._engine, document.layout, self.prompt, first.document, ids, span, behind=behind)
+            return
+        ids = ids[start:stop]
         seen = self.prompt.cache.slice(0, offset + start) if behind else None
         if seen is None and start:
             seen = self.prompt.document(first.document).slice(0, start)

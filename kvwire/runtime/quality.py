@@ -13,7 +13,7 @@ from kvwire.codec import decode, encode, inspect
 from kvwire.reuse import link
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -68,8 +68,9 @@ def greedy_agreement(exact: Tensor, other: Tensor) -> float:
 
 
 def calibrate_error(
-    engine: Engine, profile: Profile, documents: Sequence[Sequence[int]], ladder: Ladder | None = None
-) -> Profile:
+    engine: Engine, profile: Profile, documents: Sequence[Sequence[int]], ladder: Ladder | None = None,
+    compute: Callable[[Sequence[int]], KVCache] | None = None,
+) -> Profile:  # fmt: skip
     """Learn which KL divergence a blob's measured error stands for, from the text that follows cached contexts.
 
     Of some documents, all but the last quarter is encoded and decoded at each level, and the rest is read on top of it.
@@ -83,6 +84,7 @@ def calibrate_error(
         profile: The profile to complete.
         documents: Token ids of calibration texts; the longest are used.
         ladder: The quality levels to measure, None for the default.
+        compute: Computes a document's cache, of any length and at positions from 0; None: the engine's ``prefill``.
 
     Returns:
         The profile with ``error_to_kl``, unchanged where the documents are too short to tell.
@@ -91,7 +93,7 @@ def calibrate_error(
         point
         for ids in sorted(documents, key=len, reverse=True)[:_WINDOWS]
         if len(ids) >= _LEAST_TOKENS
-        for point in _points(engine, profile, ids[: min(_CONTEXT + _REST, engine.window)], ladder)
+        for point in _points(engine, profile, ids[: min(_CONTEXT + _REST, engine.window)], ladder, compute)
     ]
     if not points:
         return profile
@@ -111,17 +113,22 @@ def calibrate_error(
 
 
 def _points(
-    engine: Engine, profile: Profile, ids: Sequence[int], ladder: Ladder | None
-) -> Iterator[tuple[float, float]]:
+    engine: Engine, profile: Profile, ids: Sequence[int], ladder: Ladder | None,
+    compute: Callable[[Sequence[int]], KVCache] | None,
+) -> Iterator[tuple[float, float]]:  # fmt: skip
     """Measured error and KL divergence of one document at each level."""
     context, rest = ids[: len(ids) * 3 // 4], ids[len(ids) * 3 // 4 :]
-    (cache,) = engine.prefill([context])
+    cache = compute(context) if compute else engine.prefill([context])[0]
+    rest = rest[: engine.window - cache.tokens]
+    if not rest:
+        return
     hidden = engine.prefix_states(context, profile.prefix_layers) if profile.prefix_layers else None
-    exact = engine.forward(engine.past_key_values(cache), rest, len(context))
+    past_of = engine.own_past if compute else engine.past_key_values
+    exact = engine.forward(past_of(cache), rest, cache.tokens)
     blob = encode(cache, profile, ladder, hidden=hidden)
     for index, level in enumerate(inspect(blob).levels):
         decoded = decode(blob, index, profile, engine.device, engine.dtype, hidden=hidden)
-        kl = mean_kl(exact, engine.forward(engine.past_key_values(decoded), rest, len(context)))
+        kl = mean_kl(exact, engine.forward(past_of(decoded), rest, cache.tokens))
         if 0 < kl < math.inf and level.measured_error > 0:
             yield level.measured_error, kl
 

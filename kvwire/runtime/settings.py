@@ -68,7 +68,8 @@ class LoadSettings:
         keep_repairs: Keep rows that were computed anew in the store, for later loads of the same documents in the same
             order, and use what was kept. Loads then write to the store.
         kept_bytes: Of all rows that are kept of this model and tenant; older ones give way.
-        layout: What stands around documents and inside their caches; None: nothing. With one, nothing is repaired.
+        layout: What stands around documents and inside their caches; None: nothing. With one,
+            documents are repaired only where a share is asked for (``repair``), and link tokens with them.
         system: Token ids of the system text, which is computed in every prompt, before the documents.
         entries_s: Seconds that a catalog entry is used for after it was read; 0: every load asks the catalog.
         policy: Decides instead of the controller's own, for comparisons.

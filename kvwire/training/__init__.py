@@ -1,4 +1,4 @@
-"""Trains link tokens and wrappers: what documents' caches need so that models read them together."""
+"""Trains link tokens, wrappers and anchors: what documents' caches need so that models read them together."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from kvwire.training.samples import Sample
     from kvwire.training.sources import Mixture
 
-Method = Literal["links", "wrappers"]
-"""``links``: loss on answers. ``wrappers``: divergence from the frozen model's own full prefill."""
+Method = Literal["links", "wrappers", "anchors"]
+"""``links`` and ``anchors``: loss on answers. ``wrappers``: divergence from the frozen model's own full prefill."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,12 @@ class Training:
         """Refuse what cannot be trained.
 
         Raises:
-            ArgumentError: Wrappers with the model's own weights: the reference would move with them.
+            ArgumentError: Wrappers with the model's own weights: the reference would move with them. Anchors with a
+                layout that has none.
         """
+        if self.method == "anchors" and self.layout.anchors is None:
+            msg = f"the layout {self.layout.name} has no anchors to train; name one that has, such as anchors:100/25"
+            raise ArgumentError(msg)
         if self.method == "wrappers" and not self.is_frozen:
             msg = "wrappers learn from the model's own full prefill, so it stays frozen"
             raise ArgumentError(msg)
@@ -131,7 +135,7 @@ def _step(model: TrainableModel, samples: list[Sample], what: Training) -> float
     """Add up the gradients of one update; returns its mean loss."""
     size = what.recipe.micro_batch
     learnt = sum(sum(sample.is_learnt) for sample in samples)
-    loss_of = answer_loss if what.method == "links" else divergence_loss
+    loss_of = divergence_loss if what.method == "wrappers" else answer_loss
     total = 0.0
     for start in range(0, len(samples), size):
         loss = loss_of(model, samples[start : start + size], what.layout) / learnt

@@ -12,7 +12,11 @@ if TYPE_CHECKING:
 
 _PARTS = 40
 """Means that are drawn as a line, each over as many steps."""
-_UNITS = {"links": "surprise at answers (nats a token)", "wrappers": "KL divergence from full prefill (nats a token)"}
+_UNITS = {
+    "links": "surprise at answers (nats a token)",
+    "anchors": "surprise at answers (nats a token)",
+    "wrappers": "KL divergence from full prefill (nats a token)",
+}
 
 
 def check_drawable() -> None:

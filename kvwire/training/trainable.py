@@ -44,7 +44,10 @@ class TrainableModel:
         """
         self._engine, self._model, self.is_frozen = engine, engine.model, is_frozen
         if is_frozen and not layout.soft_tokens:
-            msg = f"the layout {layout.name} has no soft tokens, and the model is frozen; name links:K or wrappers:H+T"
+            msg = (
+                f"the layout {layout.name} has no soft tokens, and the model is frozen; name links:K, wrappers:H+T "
+                "or anchors:S/A"
+            )
             raise ArgumentError(msg)
         highest = max((*layout.cached_tokens, *layout.computed_tokens), default=0)
         if highest >= engine.vocabulary_size:
@@ -105,12 +108,12 @@ class TrainableModel:
 
 
 def _first_embeddings(model: PreTrainedModel, layout: LinkLayout, seed: int) -> Tensor:
-    """Where soft tokens begin: inside caches at zero, which disturbs least; link tokens near the mean, all apart."""
+    """Where soft tokens begin: around documents at zero, which disturbs least; others near the mean, all apart."""
     table = model.get_input_embeddings()
     weight = torch.as_tensor(table.weight)
     every: Tensor = table(torch.arange(len(weight), device=weight.device)).detach().float()
     count = layout.soft_tokens
-    if layout.cached_tokens:
+    if layout.cached_tokens and not layout.anchors:
         return every.new_zeros(count, every.shape[1])
     noise = torch.randn(count, every.shape[1], generator=torch.Generator().manual_seed(seed))
     first: Tensor = every.mean(0) + _NOISE * every.std() * noise.to(every.device)

@@ -21,6 +21,7 @@ from kvwire.codec import (
     positions_on,
 )
 from kvwire.codec.fitting.fit import group_planes, identity_profile
+from kvwire.codec.fitting.moments import Features, MomentSums
 from kvwire.codec.format.segment import SegmentState
 from kvwire.codec.planes import planes_of
 from kvwire.errors import ArgumentError, CacheValueError, CorruptError, MismatchError
@@ -101,6 +102,30 @@ def test_a_profile_survives_storage(profile, head_profile, plain_profile):
             assert np.array_equal(ours.mean, theirs.mean)
             assert np.array_equal(ours.spread, theirs.spread)
         assert replace(again).digest == made.digest  # stored anew, not as read
+
+
+@pytest.mark.parametrize("heads_differ", [False, True])
+def test_what_was_pruned_teaches_nothing(heads_differ):
+    """Naive: moments of a cache that holds what is left and nothing else, positions off."""
+    whole, statistics = make_cache(200, 3), make_statistics(words=True)
+    kept = torch.rand(200, generator=torch.Generator().manual_seed(1)) < 0.3
+    masks = [kept.expand(spec.kv_heads, -1).clone() for spec in whole.meta.layers]
+    if heads_differ:
+        masks[0][0, kept.nonzero()[0]] = False  # still there in other heads
+    pruned = KVCache.from_tensors(whole.keys, whole.values, whole.meta, whole.token_ids, kept=masks)
+    plain = positions_off(pruned)
+    ids = [token for token, is_left in zip(whole.token_ids, kept.tolist(), strict=True) if is_left]
+    keys, values = ([each[:, kept] for each in side] for side in (plain.keys, plain.values))
+    left = KVCache.from_tensors(keys, values, plain.meta, ids)
+    planes = group_planes(whole.meta.layers, 64)
+    found, wanted = (MomentSums(planes, Features([each], statistics.vocabulary, None), 64) for each in (pruned, left))
+    found.add(pruned)
+    wanted.add(left)
+    ours, theirs = found.arrays(), wanted.arrays()
+    assert ours.keys() == theirs.keys()
+    assert ours["tokens"] == int(kept.sum())
+    for name, array in ours.items():
+        np.testing.assert_allclose(array, theirs[name], rtol=1e-4, atol=1e-4, err_msg=name)
 
 
 def test_fitting_twice_gives_the_same_profile():

@@ -14,7 +14,18 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvwire.engines.transformers import TransformersEngine, open_engine
 from kvwire.errors import ArgumentError, LinkBoundError, MismatchError
-from kvwire.reuse import PLAIN, LinkLayout, SoftTokens, kvlink, link_documents, soft_links, turborag, wrappers
+from kvwire.reuse import (
+    PLAIN,
+    LinkLayout,
+    SoftTokens,
+    kvlink,
+    link_documents,
+    repair_laid_out,
+    selector_of,
+    soft_links,
+    turborag,
+    wrappers,
+)
 from kvwire.runtime.coding import Coding
 from kvwire.runtime.corpus import Corpus, Document
 from kvwire.runtime.documents import DocumentHandle
@@ -105,11 +116,55 @@ def test_lost_documents_are_computed_in_their_places(small, corpus, names):
     assert answer.front == 0
 
 
+def repaired_in_the_library(engine, caches, texts, question, system, selector, share):
+    prompt = LINKS.lay_out(texts, question, system)
+    linked = link_documents(engine, caches, prompt)
+    asking = [*question, *LINKS.ending]
+    done = repair_laid_out(engine, linked, prompt, texts, asking, selector_of(selector), share)
+    return done.rows, engine.forward(engine.own_past(linked.cache), asking, prompt.question_start, logits=1)
+
+
+@pytest.mark.parametrize(("selector", "share"), [("attention", 0.15), ("first", 0.3), ("auto", 0.15), ("all", 1.0)])
+def test_rows_are_repaired_beside_link_tokens(small, corpus, names, selector, share):
+    """The same rows as in the library, and the same answer; of blobs, and of texts whose blobs are lost."""
+    system = tuple(small.engine.tokenize("Tell what you know."))
+    texts = [small.tokens[name] for name in names]
+    chosen = {"repair": "all"} if share == 1 else {"repair": share, "selector": selector}
+    settings = {"layout": LINKS, "system": system, "quality_floor": 4, **chosen}
+    selector = "attention" if selector == "auto" else selector
+    answer, question = asked(small, corpus, names, **settings)
+    caches = [corpus.decode(name) for name in names]
+    rows, logits = repaired_in_the_library(small.engine, caches, texts, question, system, selector, share)
+    assert answer.repair.rows.tolist() == rows.tolist()
+    assert abs(len(rows) - share * sum(map(len, texts))) < 1
+    assert mean_kl(logits, answer.logits[None]) < 1e-6
+    unrepaired, _ = asked(small, corpus, names, **{**settings, "repair": "none"})
+    assert mean_kl(logits, unrepaired.logits[None]) > 1e-5
+    assert answer.computed == unrepaired.computed
+    for name in names:
+        corpus.catalog.store.delete(corpus.find(name).blob_key)
+    lost, _ = asked(small, corpus, names, **settings)
+    exact = small.engine.prefill(texts)
+    rows, logits = repaired_in_the_library(small.engine, exact, texts, question, system, selector, share)
+    assert lost.repair.rows.tolist() == rows.tolist()
+    assert mean_kl(logits, lost.logits[None]) < 1e-6
+    assert {each.action for each in lost.decisions} == {"recompute"}
+
+
+def test_all_rows_of_a_layout_are_a_pass_over_the_whole_prompt(small, corpus, names):
+    system = tuple(small.engine.tokenize("Tell what you know."))
+    answer, question = asked(small, corpus, names, layout=LINKS, system=system, repair="all")
+    prompt = LINKS.lay_out([small.tokens[name] for name in names], question, system)
+    whole = small.engine.forward(None, prompt.token_ids, 0, logits=1)
+    assert mean_kl(whole, answer.logits[None]) < 1e-6
+
+
 def test_nothing_of_a_prompt_is_stored_under_a_documents_name(small, corpus, names):
     """Link rows depend on several documents: whoever could store them would poison what others load."""
     store = corpus.catalog.store
     before = {key: store.get(key) for key in store.keys("")}
     asked(small, corpus, names, layout=LINKS, quality_floor=4, keep_repairs=True)
+    asked(small, corpus, names, layout=LINKS, quality_floor=4, keep_repairs=True, repair=0.2)
     assert {key: store.get(key) for key in store.keys("")} == before
 
 
@@ -119,7 +174,7 @@ def test_nothing_of_a_prompt_is_stored_under_a_documents_name(small, corpus, nam
         ({"layout": LinkLayout("one", links=((1,),))}, "link tokens for 1 documents, the prompt has 2"),
         ({"layout": kvlink(5)}, "has the token 128255, the model's vocabulary ends before"),
         ({"layout": soft_links(2)}, r"give the file of them \(--soft-tokens\)"),
-        ({"layout": LINKS, "repair": 0.2}, "repair none or auto"),
+        ({"layout": LINKS, "repair": 0.2, "selector": "cacheblend"}, "drops rows from layer to layer"),
         ({"layout": LINKS, "system": (7,) * 4000}, "documents, layout and question are"),
         ({"layout": turborag([1], [2])}, "encode it with that layout"),
     ],
@@ -165,6 +220,10 @@ def test_kvlink_end_to_end_over_http(checkpoint, tmp_path, run, name):
             "ask", "--docs", *documents, "--question", "w5 w9 w2", "--system", "w3 w4", "--links", name, "--floor", 7,
             "--model", checkpoint, "--store", url, "--tokens", 3, "--json",
         )  # fmt: skip
+        asked_whole = run(
+            "ask", "--docs", *documents, "--question", "w5 w9 w2", "--system", "w3 w4", "--links", name, "--repair",
+            "all", "--model", checkpoint, "--store", url, "--json",
+        )  # fmt: skip
     assert code == 0, err
     answer = json.loads(out)
     engine = open_engine(checkpoint)
@@ -175,6 +234,8 @@ def test_kvlink_end_to_end_over_http(checkpoint, tmp_path, run, name):
     logits = engine.masked_forward(prompt.token_ids, prompt.visible())
     assert answer["tokens"][0] == int(logits[-1].argmax())
     assert answer["computed_tokens"] == len(prompt.front_rows()[0])
+    assert asked_whole[0] == 0, asked_whole
+    assert json.loads(asked_whole[1])["tokens"][0] == int(engine.forward(None, prompt.token_ids, 0)[-1].argmax())
     assert answer["front_s"] > 0
     plain = PLAIN.lay_out(ids, engine.tokenize("w5 w9 w2"))
     assert not torch.equal(engine.masked_forward(plain.token_ids, plain.visible())[-1], logits[-1])
@@ -287,7 +348,7 @@ def test_soft_tokens_are_compared_with_all_that_names_them(small, names, soft_fi
 
 def test_layouts_with_tokens_in_caches_are_encoded_alone(small, soft_file):
     for wrong in ({"neutral_prefix": 8}, {"prefix_layers": 1}, {"deviation": True}):
-        with pytest.raises(ArgumentError, match="encode without anchors, prefix layers"):
+        with pytest.raises(ArgumentError, match="encode without prefix layers"):
             Coding(layout=wrappers(3, 2), **wrong)
     corpus = Corpus(small.engine, MemoryStore(), coding=Coding(layout=wrappers(3, 2)))
     with pytest.raises(ArgumentError, match=r"give the file of them \(--soft-tokens\)"):

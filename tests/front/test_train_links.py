@@ -8,6 +8,9 @@ import torch
 
 from kvwire.engines.transformers import open_engine
 from kvwire.reuse import SoftTokens
+from kvwire.store import FolderStore
+
+from ..http_servers import serving
 
 FAST = ("--recipe", "small", "--steps", 4, "--batch", 2, "--keep-every", 2)
 
@@ -60,6 +63,30 @@ def test_wrappers_are_trained_and_serve(run, data, demo_model, tmp_path):
     assert json.loads(told)["tokens"]
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_anchors_are_trained_and_serve_over_http(run, data, demo_model, tmp_path, frozen):
+    out = tmp_path / "anchored"
+    words = ("--data", data / "asked.jsonl", "--method", "anchors", "--layout", "anchors:20/4", "--out", out, *FAST)
+    code, told, err = run("train-links", "--model", demo_model, *words, *(["--frozen"] if frozen else []), "--json")
+    assert code == 0, err
+    report = json.loads(told)
+    assert (report["method"], report["layout"], len(report["loss"])) == ("anchors", "anchors:20/4", 4)
+    model = demo_model if frozen else out / "model"
+    soft = out / "soft-tokens.safetensors"
+    known = SoftTokens.from_bytes(soft.read_bytes())
+    assert (known.layout, known.count) == ("anchors:20/4", 4)
+    assert len({tuple(row.tolist()) for row in known.embeddings}) == 4
+    folder = tmp_path / "store"
+    code, _, err = run("encode", data / "texts", "--model", model, "--store", folder.as_uri(), "--soft-tokens", soft)
+    assert code == 0, err
+    names = [path.stem for path in sorted((data / "texts").iterdir())]
+    with serving(FolderStore(folder)) as url:
+        ask = ("ask", "--docs", *names, "--question", "And the lamp was", "--tokens", 3, "--json")
+        code, told, err = run(*ask, "--model", model, "--store", url, "--soft-tokens", soft)
+    assert code == 0, err
+    assert json.loads(told)["tokens"]
+
+
 def test_links_are_trained_with_the_model_and_serve(run, data, demo_model, tmp_path):
     out = tmp_path / "linked"
     words = ("train-links", "--data", data / "asked.jsonl", "--layout", "links:2/4", "--out", out, *FAST)
@@ -100,6 +127,7 @@ def test_links_are_trained_with_the_model_and_serve(run, data, demo_model, tmp_p
             "has no soft tokens",
         ),
         ({"passages": ["a"], "question": "q", "answer": "a"}, ("--layout", "knots:5"), "there is no layout"),
+        ({"passages": ["a"], "question": "q", "answer": "a"}, ("--method", "anchors"), "has no anchors to train"),
         ({"passages": ["a"], "question": "q", "answer": "a"}, ("--resume",), "leave --resume out"),
     ],
 )

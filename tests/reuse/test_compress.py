@@ -8,13 +8,13 @@ import torch
 from kvwire.codec import decode, encode, inspect
 from kvwire.engines.transformers import TransformersEngine
 from kvwire.errors import ArgumentError, MismatchError
-from kvwire.reuse import compress  # whose bounds tests set
 from kvwire.reuse import (
     Anchors,
     LinkedPrompt,
     LinkLayout,
     SoftTokens,
     anchors,
+    compress,  # whose bounds tests set
     compute_cached,
     compute_piece,
     compute_stored,

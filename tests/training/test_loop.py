@@ -8,7 +8,7 @@ import torch
 
 from kvwire.engines.transformers import TransformersEngine
 from kvwire.errors import ArgumentError, CorruptError, MismatchError, StorageError
-from kvwire.reuse import PLAIN, kvlink, soft_links, wrappers
+from kvwire.reuse import PLAIN, anchors, kvlink, soft_links, wrappers
 from kvwire.training import (
     RECIPES,
     Mixture,
@@ -29,7 +29,9 @@ from ..engines.families import config_of, make_model
 
 RECIPE = Recipe(steps=6, batch=3, learning_rate=1e-2, warm_up=2, micro_batch=2, most_tokens=64)
 LINKS = Training("links", soft_links(2, 3), RECIPE, seed=3, keep_every=2)
+ANCHORS = Training("anchors", anchors(2, 1), RECIPE, seed=3, keep_every=2)
 WRAPPERS = Training("wrappers", wrappers(2, 1), RECIPE, is_frozen=True, seed=3)
+RUNS = (LINKS, replace(LINKS, is_frozen=True), WRAPPERS, ANCHORS, replace(ANCHORS, is_frozen=True))
 
 
 def fresh():
@@ -55,7 +57,7 @@ def same(ours, theirs):
     return ours.keys() == theirs.keys() and all(torch.equal(each, theirs[name]) for name, each in ours.items())
 
 
-@pytest.mark.parametrize("what", [LINKS, replace(LINKS, is_frozen=True), WRAPPERS], ids=["all", "frozen", "wrappers"])
+@pytest.mark.parametrize("what", RUNS, ids=["all", "frozen", "wrappers", "anchors", "frozen anchors"])
 def test_the_same_seed_gives_the_same_bits_interrupted_or_not(tmp_path, what):
     ends = []
     for _ in range(2):
@@ -84,7 +86,7 @@ def test_the_same_seed_gives_the_same_bits_interrupted_or_not(tmp_path, what):
     assert [path.name for path in tmp_path.iterdir()] == ["state.pt"]
 
 
-@pytest.mark.parametrize("what", [LINKS, replace(LINKS, is_frozen=True), WRAPPERS], ids=["all", "frozen", "wrappers"])
+@pytest.mark.parametrize("what", RUNS, ids=["all", "frozen", "wrappers", "anchors", "frozen anchors"])
 def test_gradients_reach_the_embeddings_alone_where_the_model_is_frozen(what):
     engine = fresh()
     before = {name: each.detach().clone() for name, each in engine.model.named_parameters()}

@@ -1,0 +1,55 @@
+"""What of a document is computed, and how: with a layout's tokens in its cache, without those to drop, with anchors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvwire.reuse import compute_stored, drop_tokens, own_tokens, stored_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvwire.engines.base import Engine
+    from kvwire.runtime.coding import Coding, Document
+    from kvwire.types import KVCache
+
+
+def laid_out(engine: Engine, coding: Coding, document: Document) -> Document:
+    """A document as it is computed: with the tokens that the layout puts into its cache, without those to drop.
+
+    Args:
+        engine: The model.
+        coding: How the corpus is encoded.
+        document: With the layout's tokens or without; where tokens are to be dropped, none are yet.
+
+    Returns:
+        The document of which the cache is.
+    """
+    layout, ids = coding.layout, document.token_ids
+    if coding.drop_tokens:
+        ids = drop_tokens(engine, own_tokens(layout, ids, engine.vocabulary_size), coding.drop_tokens)
+    if layout.cached_tokens:
+        ids = stored_tokens(layout, ids, engine.vocabulary_size)
+    return document if ids == document.token_ids else replace(document, token_ids=ids)
+
+
+def compute_document(engine: Engine, ids: Sequence[int], coding: Coding) -> tuple[KVCache, tuple[int, ...]]:
+    """Compute a document's cache.
+
+    Args:
+        engine: The model.
+        ids: The document's token ids, as ``laid_out`` gives them.
+        coding: How the corpus is encoded.
+
+    Returns:
+        The cache, and the tokens that it was computed behind.
+    """
+    if coding.is_prefill:
+        return engine.prefill([ids])[0], ()
+    if not coding.neutral_prefix:
+        return compute_stored(engine, coding.layout, ids), ()
+    from kvwire.runtime.neutral import compute_behind, neutral_tokens
+
+    prefix = neutral_tokens(ids, coding.neutral_prefix, engine.window)
+    return compute_behind(engine, prefix, ids), prefix
