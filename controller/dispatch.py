@@ -16,9 +16,9 @@ import numpy as np
 
 from kvwire.controller import events as ev
 from kvwire.controller.chunk_table import ChunkState
+from kvwire.controller.joining import Joiner
 from kvwire.controller.lanes import Job
 from kvwire.controller.limits import SPARE
-from kvwire.controller.planning import Planner
 
 if TYPE_CHECKING:
     from kvwire.controller.document_state import DocumentState
@@ -34,7 +34,7 @@ _LOWERED = 256  # refinements whose decoding is looked ahead at
 _PLANS = 4  # plans made for one event, besides those of loads whose turn it is
 
 
-class Dispatcher(Planner):
+class Dispatcher(Joiner):
     """Hands out what the link and the lanes are free for."""
 
     _reclaimed_at = -inf
@@ -181,11 +181,12 @@ class Dispatcher(Planner):
 
     def _is_extended(self, doc: DocumentState) -> bool:
         """Whether a forward pass that reads a document is running."""
-        job = self.lanes.running("prefill")
-        if job is None or job.load != doc.load:
+        running = self.lanes.running("prefill")
+        job = next((each for each in running.passes if each.load == doc.load), None) if running else None
+        if job is None:
             return False
         read = doc.number <= job.document if job.behind else doc.number == job.document
-        return job.kind == "look" or (job.kind == "recompute" and read)
+        return job.kind == "look" or (job.kind in {"recompute", "joined"} and read)
 
     def _compute(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Compute a head start that fetched chunks wait for, or the next forward pass of the plan."""
@@ -223,7 +224,7 @@ class Dispatcher(Planner):
             # Perhaps too slow even for one chunk: it is fetched as well as the others, and so is what waits for it.
             load.fetch_instead(doc, first)
         else:
-            self.start_pass(load, doc, run, now, out)
+            self.begin_pass(load, doc, run, now, out)
 
     def _look(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Run the question on what is valid, before finer levels are fetched."""

@@ -13,6 +13,8 @@ from kvwire.controller.estimators import RecentMedian
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     Row = tuple[float, float, float]
@@ -223,6 +225,21 @@ class PrefillEstimator(_Estimator):
         if fit is not self._written:  # it is asked for far more often than it changes
             self._written, self._cost = fit, PrefillCost(*map(float, fit))
         return self._cost
+
+
+class JoinedEstimator(PrefillEstimator):
+    """Cost of passes over rows of several loads, as measured."""
+
+    def add_rows(self, passes: Sequence[tuple[int, int]], seconds: float) -> None:
+        """Take in one joined pass.
+
+        Args:
+            passes: New tokens of each row, and tokens before them that were ready.
+            seconds: That it took.
+        """
+        tokens, context = map(max, zip(*passes, strict=True))
+        padded = float(len(passes) * tokens)
+        self._learner.add((1.0, padded, padded * (context + tokens / 2)), seconds)
 
 
 class DecodeEstimator(_Estimator):

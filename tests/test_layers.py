@@ -54,6 +54,7 @@ SHELVES: dict[str, list[set[str]]] = {
         {"resources.py"},
         {"limits.py"},
         {"planning.py"},
+        {"joining.py"},
         {"dispatch.py"},
         {"core.py"},
         {"simulator"},
