@@ -241,6 +241,23 @@ def fit_prefill(samples: Iterable[tuple[int, int, float]]) -> PrefillCost:
     return PrefillCost(*_robust_fit(columns, rows[:, 2]))
 
 
+def fit_joined(samples: Iterable[tuple[int, int, int, float]]) -> PrefillCost:
+    """Fit the cost of joined passes, see ``CostModel.joined``; robust to a few outliers.
+
+    Args:
+        samples: Rows, tokens of each, context of each, and seconds of each pass.
+
+    Returns:
+        The cost that fits best.
+
+    Raises:
+        ArgumentError: There is no sample, or one is negative or not finite.
+    """
+    rows = _checked([(count * tokens, context + tokens / 2, seconds) for count, tokens, context, seconds in samples])
+    columns = np.stack([np.ones(len(rows)), rows[:, 0], rows[:, 0] * rows[:, 1]], axis=1)
+    return PrefillCost(*_robust_fit(columns, rows[:, 2]))
+
+
 def fit_decode(samples: Iterable[tuple[int, int, float]]) -> DecodeCost:
     """Fit a decode cost to ``(tokens, bytes, seconds)`` samples; robust to a few outliers.
 
@@ -264,7 +281,7 @@ def _check_coefficients(*values: float) -> None:
         raise ArgumentError(msg)
 
 
-def _checked(samples: Iterable[tuple[int, int, float]]) -> NDArray[np.float64]:
+def _checked(samples: Iterable[tuple[float, float, float]]) -> NDArray[np.float64]:
     rows = np.array([tuple(sample) for sample in samples], dtype=np.float64).reshape(-1, 3)
     if not len(rows) or not np.isfinite(rows).all() or (rows < 0).any():
         msg = "a fit needs at least one sample, and numbers that are finite and not negative"

@@ -93,6 +93,14 @@ class Estimates:
             told = self._told = CostModel(prefill, decode, link_s, query_tokens, repair_scale=scale, joined=joined)
         return told
 
+    def use_joined(self, cost: PrefillCost | None) -> None:
+        """Begin anew with what passes of several loads cost.
+
+        Args:
+            cost: See ``CostModel.joined``; None: there are none.
+        """
+        self.joined = JoinedEstimator(cost) if cost else None
+
     def copy(self) -> Self:
         """Estimates that know the same and learn apart."""
         return deepcopy(self)

@@ -17,6 +17,7 @@ from kvwire.reuse import LinkedPrompt
 from kvwire.runtime.headers import HeaderReader
 from kvwire.runtime.links import UNREPAIRED, by_token
 from kvwire.runtime.prompt_jobs import PromptJobs
+from kvwire.runtime.together import recompute_together
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -261,6 +262,10 @@ class Executor(PromptJobs):
                 self._driver.run(self._decode(chunks, levels))
             case ev.Recompute():
                 self._driver.run(self._recompute(instruction))
+            case ev.RecomputeTogether():
+                carriers = (self._driver.carrier(each.first.load) for each in instruction.passes)
+                loads = [each for each in carriers if isinstance(each, Executor)]
+                self._driver.run(recompute_together(self._engine, self._driver, instruction, loads))
             case ev.ComputePrefix(document=document):
                 self._choose(document, instruction.variant)
                 self._driver.run(self._start_head(document))
