@@ -52,6 +52,8 @@ class Estimates:
         joined: Of the engine; None where it extends caches one by one.
     """
 
+    joined: JoinedEstimator | None
+
     def __init__(
         self,
         costs: CostModel,
@@ -74,7 +76,7 @@ class Estimates:
         self.decode = DecodeEstimator(costs.decode)
         self.closing = ClosingEstimator(costs.link_s_per_token)
         self.repair = RepairEstimator()
-        self.joined = JoinedEstimator(costs.joined) if costs.joined else None
+        self.use_joined(costs.joined)
         self._told = CostModel(costs.prefill, costs.decode)
 
     def costs(self, query_tokens: int = 0) -> CostModel:
@@ -99,7 +101,7 @@ class Estimates:
         Args:
             cost: See ``CostModel.joined``; None: there are none.
         """
-        self.joined = JoinedEstimator(cost) if cost else None
+        self.joined = JoinedEstimator(cost, self.prefill) if cost else None
 
     def copy(self) -> Self:
         """Estimates that know the same and learn apart."""
@@ -210,10 +212,10 @@ class _Engine:
         self.decode = DecodeEstimator(DecodeCost(*decode), spread=spread, known=known)
         scaled = "repair_scale" in later
         self.repair = RepairEstimator(fields.number("repair_scale", _LARGEST_SCALE, _LEAST_SCALE) if scaled else 1.0)
-        self.joined = None
+        self.joined: JoinedEstimator | None = None
         if "joined" in later:
             joined, spread, known = _read_learnt(fields.values["joined"], "joined", _PREFILL)
-            self.joined = JoinedEstimator(PrefillCost(*joined), spread=spread, known=known)
+            self.joined = JoinedEstimator(PrefillCost(*joined), self.prefill, spread=spread, known=known)
         self.costs = CostModel(self.prefill.cost, self.decode.cost, fields.number("link_s_per_token", _LONGEST_S))
 
 

@@ -159,6 +159,7 @@ def test_as_many_loads_that_come_at_once_are_in_time_joined(seed):
 
 
 def test_loads_that_come_at_any_time_are_sooner_in_sum():
+    """One that comes while a joined pass runs waits for longer: of some 100 with a deadline one more is late."""
     sums, late = [0.0, 0.0], [0, 0]
     for seed in range(30):
         arrivals, rate = drawn(seed, 0.2)
@@ -167,7 +168,7 @@ def test_loads_that_come_at_any_time_are_sooner_in_sum():
             sums[at] += sum(each.ttft_s for each in outcomes)
             late[at] += sum(not each.in_time for each in outcomes)
     assert sums[1] < 0.9 * sums[0]
-    assert late[1] <= late[0]
+    assert late[1] <= late[0] + 1
 
 
 def test_a_log_with_joined_passes_is_written_read_and_replayed():
@@ -188,6 +189,18 @@ def test_what_a_joined_pass_takes_is_learnt_and_remembered():
     again = Estimates.of_state(state, None, 1e6, 0.01)
     assert again.costs().joined.seconds(256, 128) == pytest.approx(learnt.seconds(256, 128))
     assert Estimates.of_state(Estimates(ALONE, 1e6, 0.01).to_state(), None, 1e6, 0.01).joined is None
+
+
+def test_joined_costs_follow_the_speed_of_passes_alone():
+    estimates = Estimates(JOINS, 1e6, 0.01)
+    assert estimates.costs().joined == PREFILL
+    for _ in range(4):
+        estimates.prefill.add(256, 0, PREFILL.seconds(256) / 20)
+    assert estimates.costs().joined.seconds(256) == pytest.approx(PREFILL.seconds(256) / 20, rel=0.2)
+    for _ in range(4):
+        estimates.joined.add_rows([(64, 0)] * 4, 2 * PREFILL.seconds(256) / 20)
+    assert estimates.costs().joined.seconds(256) == pytest.approx(2 * PREFILL.seconds(256) / 20, rel=0.2)
+    assert estimates.costs() is estimates.costs()
 
 
 class Two:
