@@ -39,7 +39,7 @@ PROMPTS = {"1 x 100": (100,), "1 x 200": (200,), "4 x 100": (100,) * 4, "1 x 100
 """Documents and tokens of each, of every request."""
 QUESTION = 32
 NO_LINK = 10.0  # bytes a second
-ROWS, LENGTHS, BEFORE = (2, 8), (16, 128), 256
+ROWS, LENGTHS, BEFORE = (8,), (16, 128), 256
 OFF = 1.25
 """Lengths of a prompt's documents differ by up to this factor between requests."""
 

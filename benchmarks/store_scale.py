@@ -16,11 +16,13 @@ from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from measure import RESULTS, write_json
 
+import kvwire
 from kvwire.store import Catalog, MemoryStore, collect, verify_store
 from kvwire.store.testing import StoreWrapper
-from kvwire.types import digest_tokens
+from kvwire.types import CacheMeta, KVCache, LayerSpec, RopeRegime, digest_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from kvwire.store.testing.wrapping import Request
 
 CONFIG = "c" * 64
+_DIM = 128
 PAGE = 1000
 """Keys in an answer to a listing, of S3."""
 PREFIX_READS, PREFIX_WRITES = 5500, 3500
@@ -163,6 +166,31 @@ def tiny(counts: Counts, args: argparse.Namespace) -> dict[str, Any]:
     return found | {"gigabytes": gigabytes, "saved_once_in_months_of_storage": saved}
 
 
+def headers() -> dict[str, Any]:
+    """Bytes of a blob before its segments, over tokens: with a profile, small shape, and without one, 8B shape.
+
+    What caches hold does not matter for that: they are random.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def cache(layers: int, heads: int, tokens: int) -> KVCache:
+        rope = RopeRegime(tuple(10000.0 ** (-2 * pair / _DIM) for pair in range(_DIM // 2)))
+        meta = CacheMeta("model", "1" * 64, "", "float32", (LayerSpec(heads, _DIM, _DIM, rope=0),) * layers, (rope,))
+        scale = torch.linspace(0.1, 3, _DIM)
+        keys, values = (
+            [torch.randn(heads, tokens, _DIM, generator=generator) * scale for _ in range(layers)] for _ in range(2)
+        )
+        return KVCache.from_tensors(keys, values, meta, torch.randint(0, 8000, (tokens,), generator=generator).tolist())
+
+    profile = kvwire.fit_profile([cache(6, 2, 300) for _ in range(4)])
+    found = {tokens: kvwire.inspect(kvwire.encode(cache(6, 2, tokens), profile)).header_bytes for tokens in (200, 2048)}
+    alone = kvwire.inspect(kvwire.encode(cache(32, 8, 200))).header_bytes
+    return {
+        "with a profile": found, "bytes_a_token": (found[2048] - found[200]) / (2048 - 200),
+        "200 tokens of the 8B shape without one": alone,
+    }  # fmt: skip
+
+
 def _laws(path: Path) -> dict[str, Any]:
     results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["results"]
     largest: dict[str, Any] = results[max(results, key=int)]
@@ -196,7 +224,7 @@ def main() -> None:
     pages = large.collect_lists_per_object * large.objects * 2000 - small.collect_lists_per_object * small.objects * 200
     laws = _laws(RESULTS / "many_objects.json")
     results = {
-        "tiny": tiny(large, args),
+        "tiny": tiny(large, args) | {"header_bytes": headers()},
         "200 documents": asdict(small),
         "2000 documents": asdict(large),
         "paper": on_paper(replace(large, collect_lists_per_object=pages / more), args, laws),
