@@ -16,11 +16,13 @@ from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from measure import RESULTS, write_json
 
+import kvwire
 from kvwire.store import Catalog, MemoryStore, collect, verify_store
 from kvwire.store.testing import StoreWrapper
-from kvwire.types import digest_tokens
+from kvwire.types import CacheMeta, KVCache, LayerSpec, RopeRegime, digest_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from kvwire.store.testing.wrapping import Request
 
 CONFIG = "c" * 64
+_DIM = 128
 PAGE = 1000
 """Keys in an answer to a listing, of S3."""
 PREFIX_READS, PREFIX_WRITES = 5500, 3500
@@ -59,7 +62,9 @@ class _Counting(StoreWrapper):
             found = list(result)
             self.calls["list"] += 1 + len(found) // PAGE
             return iter(found)
-        self.calls["write" if request.method in ("put", "create", "delete") else "read"] += 1
+        writes = request.method in ("put", "create", "delete")
+        self.calls["write" if writes else "read"] += 1
+        self.calls["entry"] += writes and "/catalog/" in request.key
         return result
 
 
@@ -70,6 +75,7 @@ class Counts:
     objects: float
     entry_bytes: float
     encode_writes: float
+    entry_writes: float
     encode_reads: float
     encode_lists: float
     collect_reads: float
@@ -97,7 +103,8 @@ def counted(documents: int, blob_bytes: int) -> Counts:
     verify_store(store, [catalog], jobs=1)
     verify = dict(store.calls)
     return Counts(
-        objects / documents, len(entry.to_json()), encode["write"] / documents, encode.get("read", 0) / documents,
+        objects / documents, len(entry.to_json()), encode["write"] / documents, encode["entry"] / documents,
+        encode.get("read", 0) / documents,
         encode["list"] / documents, gc["read"] / documents, gc["list"] / objects, verify["read"] / documents,
     )  # fmt: skip
 
@@ -131,6 +138,59 @@ def on_paper(counts: Counts, args: argparse.Namespace, laws: dict[str, Any]) -> 
     }  # fmt: skip
 
 
+def tiny(counts: Counts, args: argparse.Namespace) -> dict[str, Any]:
+    """Short documents, each in objects of its own, and so many of them in one blob and one text.
+
+    Entries stay: a document is found by its name. So packing saves the writes of content, and the looks at what is
+    being collected, of which a pack needs one. Loads of documents that do not lie beside each other save nothing.
+    """
+    documents, (gb_month, put, get), entry_writes = args.tiny_documents, PRICES["us-east-1"], counts.entry_writes
+    content_writes = counts.encode_writes - entry_writes
+    gigabytes = {
+        name: documents * (args.tiny_tokens * token_bytes + 2 * counts.entry_bytes) / 1e9
+        for name, token_bytes in (("five levels", args.token_bytes), ("three levels", args.three_token_bytes))
+    }
+    found: dict[str, Any] = {"entry_writes": entry_writes, "content_writes": content_writes}
+    for pack in (1, *args.packs):
+        writes = entry_writes + content_writes / pack
+        lists = counts.encode_lists / pack
+        dollars = documents * ((writes + lists) * put + counts.encode_reads * get) / 1000
+        found[f"{pack} in one"] = {
+            "objects": documents * (2 + (counts.objects - 2) / pack), "writes": documents * writes,
+            "listings": documents * lists, "dollars_once": dollars,
+            "months_of_storage": {name: dollars / (size * gb_month) for name, size in gigabytes.items()},
+        }  # fmt: skip
+    most = found["1 in one"]["dollars_once"] - found[f"{args.packs[-1]} in one"]["dollars_once"]
+    # What is replaced stays until a whole pack is: a share of the bytes that is dead costs so much for so long.
+    saved = {name: most / (size * gb_month) for name, size in gigabytes.items()}
+    return found | {"gigabytes": gigabytes, "saved_once_in_months_of_storage": saved}
+
+
+def headers() -> dict[str, Any]:
+    """Bytes of a blob before its segments, over tokens: with a profile, small shape, and without one, 8B shape.
+
+    What caches hold does not matter for that: they are random.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def cache(layers: int, heads: int, tokens: int) -> KVCache:
+        rope = RopeRegime(tuple(10000.0 ** (-2 * pair / _DIM) for pair in range(_DIM // 2)))
+        meta = CacheMeta("model", "1" * 64, "", "float32", (LayerSpec(heads, _DIM, _DIM, rope=0),) * layers, (rope,))
+        scale = torch.linspace(0.1, 3, _DIM)
+        keys, values = (
+            [torch.randn(heads, tokens, _DIM, generator=generator) * scale for _ in range(layers)] for _ in range(2)
+        )
+        return KVCache.from_tensors(keys, values, meta, torch.randint(0, 8000, (tokens,), generator=generator).tolist())
+
+    profile = kvwire.fit_profile([cache(6, 2, 300) for _ in range(4)])
+    found = {tokens: kvwire.inspect(kvwire.encode(cache(6, 2, tokens), profile)).header_bytes for tokens in (200, 2048)}
+    alone = kvwire.inspect(kvwire.encode(cache(32, 8, 200))).header_bytes
+    return {
+        "with a profile": found, "bytes_a_token": (found[2048] - found[200]) / (2048 - 200),
+        "200 tokens of the 8B shape without one": alone,
+    }  # fmt: skip
+
+
 def _laws(path: Path) -> dict[str, Any]:
     results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["results"]
     largest: dict[str, Any] = results[max(results, key=int)]
@@ -153,6 +213,10 @@ def main() -> None:
     parser.add_argument("--read-s", type=float, default=0.02)
     parser.add_argument("--read-ahead", type=float, default=8.0, help="reads that a collector has under way")
     parser.add_argument("--page-s", type=float, default=0.1)
+    parser.add_argument("--tiny-documents", type=float, default=1e6)
+    parser.add_argument("--tiny-tokens", type=float, default=200)
+    parser.add_argument("--three-token-bytes", type=float, default=4500.0, help="stored with three levels: 0.55 bits")
+    parser.add_argument("--packs", type=int, nargs="+", default=[10, 100, 1000], help="documents in one object")
     parser.add_argument("--out", default=RESULTS / "store_scale.json")
     args = parser.parse_args()
     small, large = counted(200, 500), counted(2000, 500)
@@ -160,6 +224,7 @@ def main() -> None:
     pages = large.collect_lists_per_object * large.objects * 2000 - small.collect_lists_per_object * small.objects * 200
     laws = _laws(RESULTS / "many_objects.json")
     results = {
+        "tiny": tiny(large, args) | {"header_bytes": headers()},
         "200 documents": asdict(small),
         "2000 documents": asdict(large),
         "paper": on_paper(replace(large, collect_lists_per_object=pages / more), args, laws),

@@ -6,7 +6,7 @@ from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
     from kvwire.controller.core import Controller, replay
-    from kvwire.controller.costs import CostModel, DecodeCost, PrefillCost, fit_decode, fit_prefill
+    from kvwire.controller.costs import CostModel, DecodeCost, PrefillCost, fit_decode, fit_joined, fit_prefill
     from kvwire.controller.documents import DocumentPlanInput
     from kvwire.controller.estimates import Estimates
     from kvwire.controller.estimators import BandwidthEstimator, BandwidthSettings, TtfbEstimator
@@ -37,6 +37,7 @@ __all__ = [
     "RepairOption",
     "TtfbEstimator",
     "fit_decode",
+    "fit_joined",
     "fit_prefill",
     "replay",
 ]
@@ -45,7 +46,14 @@ __getattr__ = lazy(
     __name__,
     {
         "kvwire.controller.core": ("Controller", "replay"),
-        "kvwire.controller.costs": ("CostModel", "DecodeCost", "PrefillCost", "fit_decode", "fit_prefill"),
+        "kvwire.controller.costs": (
+            "CostModel",
+            "DecodeCost",
+            "PrefillCost",
+            "fit_decode",
+            "fit_joined",
+            "fit_prefill",
+        ),
         "kvwire.controller.documents": ("DocumentPlanInput",),
         "kvwire.controller.estimates": ("Estimates",),
         "kvwire.controller.estimators": ("BandwidthEstimator", "BandwidthSettings", "TtfbEstimator"),

@@ -151,6 +151,8 @@ class Controller:
                 self._recomputed(chunks, seconds, now, blind=blind)
             case ev.RecomputeFailed(chunk, reason):
                 self._recompute_failed(chunk, reason, now)
+            case ev.RecomputedTogether():
+                self._dispatch.recomputed_together(event, now)
             case ev.PrefixComputed(load, document, seconds):
                 self._prefix_computed(load, document, seconds, now)
             case ev.PrefixFailed(load, document, reason):

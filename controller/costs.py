@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import combinations
-from math import isfinite
+from math import inf, isfinite
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -135,6 +135,8 @@ class CostModel:
         repair_rows: Rows of the prompt that are computed anew before that, each against the whole prompt.
         repair_looks: The question runs once more, to choose them.
         repair_scale: What that took in earlier loads, over what passes of as many tokens should take.
+        joined: Of a pass that computes for several loads at once, in all its rows, padding included; None: there are
+            no such passes. See ``joined_s``.
     """
 
     prefill: PrefillCost
@@ -144,6 +146,7 @@ class CostModel:
     repair_rows: int = 0
     repair_looks: bool = False
     repair_scale: float = 1.0
+    joined: PrefillCost | None = None
 
     def __post_init__(self) -> None:
         """Refuse costs below 0."""
@@ -175,6 +178,19 @@ class CostModel:
             return 0.0
         seconds = self.prefill.base_s + self.prefill.token_s * rows + self.prefill.pair_s * rows * prompt_tokens
         return seconds * self.repair_scale + (self.look_s(prompt_tokens) if self.repair_looks else 0.0)
+
+    def joined_s(self, passes: Sequence[tuple[int, int]]) -> float:
+        """Work out what one pass over the rows of several takes, each padded to the longest.
+
+        Args:
+            passes: New tokens of each, and tokens before them.
+
+        Returns:
+            Seconds; infinite where passes cannot be joined.
+        """
+        if self.joined is None:
+            return inf
+        return self.joined.base_s + len(passes) * self.joined.marginal(*map(max, zip(*passes, strict=True)))
 
     def look_s(self, prompt_tokens: int) -> float:
         """Work out what running the question on the prompt takes, to see where it looks.
@@ -225,6 +241,23 @@ def fit_prefill(samples: Iterable[tuple[int, int, float]]) -> PrefillCost:
     return PrefillCost(*_robust_fit(columns, rows[:, 2]))
 
 
+def fit_joined(samples: Iterable[tuple[int, int, int, float]]) -> PrefillCost:
+    """Fit the cost of joined passes, see ``CostModel.joined``; robust to a few outliers.
+
+    Args:
+        samples: Rows, tokens of each, context of each, and seconds of each pass.
+
+    Returns:
+        The cost that fits best.
+
+    Raises:
+        ArgumentError: There is no sample, or one is negative or not finite.
+    """
+    rows = _checked([(count * tokens, context + tokens / 2, seconds) for count, tokens, context, seconds in samples])
+    columns = np.stack([np.ones(len(rows)), rows[:, 0], rows[:, 0] * rows[:, 1]], axis=1)
+    return PrefillCost(*_robust_fit(columns, rows[:, 2]))
+
+
 def fit_decode(samples: Iterable[tuple[int, int, float]]) -> DecodeCost:
     """Fit a decode cost to ``(tokens, bytes, seconds)`` samples; robust to a few outliers.
 
@@ -248,7 +281,7 @@ def _check_coefficients(*values: float) -> None:
         raise ArgumentError(msg)
 
 
-def _checked(samples: Iterable[tuple[int, int, float]]) -> NDArray[np.float64]:
+def _checked(samples: Iterable[tuple[float, float, float]]) -> NDArray[np.float64]:
     rows = np.array([tuple(sample) for sample in samples], dtype=np.float64).reshape(-1, 3)
     if not len(rows) or not np.isfinite(rows).all() or (rows < 0).any():
         msg = "a fit needs at least one sample, and numbers that are finite and not negative"

@@ -26,9 +26,9 @@ from kvwire.controller.chunk_table import (
     REFINED,
     REFINING,
 )
+from kvwire.controller.joining import Joiner
 from kvwire.controller.lanes import Job
 from kvwire.controller.limits import SPARE
-from kvwire.controller.repairing import RepairingPlanner
 
 if TYPE_CHECKING:
     from kvwire.controller.document_state import DocumentState
@@ -43,7 +43,7 @@ _LOWERED = 256  # refinements whose decoding is looked ahead at
 _PLANS = 4  # plans made for one event, besides those of loads whose turn it is
 
 
-class Dispatcher(RepairingPlanner):
+class Dispatcher(Joiner):
     """Hands out what the link and the lanes are free for."""
 
     _reclaimed_at = -inf
@@ -196,12 +196,13 @@ class Dispatcher(RepairingPlanner):
 
     def _is_extended(self, doc: DocumentState) -> bool:
         """Whether a forward pass that reads a document is running."""
-        job = self.lanes.running("prefill")
-        if job is None or job.load != doc.load:
+        running = self.lanes.running("prefill")
+        job = next((each for each in running.passes if each.load == doc.load), None) if running else None
+        if job is None:
             return False
         read = doc.number <= job.document if job.behind else doc.number == job.document
         read |= job.kind == "repair" and doc.number <= job.document
-        return job.kind == "look" or (job.kind in {"recompute", "repair"} and read)
+        return job.kind == "look" or (job.kind in {"recompute", "joined", "repair"} and read)
 
     def _compute(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
         """Compute a head start that fetched chunks wait for, or the next forward pass of the plan."""
@@ -239,7 +240,7 @@ class Dispatcher(RepairingPlanner):
             # Perhaps too slow even for one chunk: it is fetched as well as the others, and so is what waits for it.
             load.fetch_instead(doc, first)
         else:
-            self.start_pass(load, doc, run, now, out)
+            self.begin_pass(load, doc, run, now, out)
 
     def _waits_until(self, load: Load) -> float:
         """Instant until which the link waits for indexes that are about to come, too, where there is a deadline."""

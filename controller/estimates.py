@@ -13,6 +13,7 @@ from kvwire.controller.learning import (
     MOST_KNOWN,
     ClosingEstimator,
     DecodeEstimator,
+    JoinedEstimator,
     PrefillEstimator,
     RepairEstimator,
 )
@@ -30,6 +31,7 @@ _LONGEST_S = 3600.0
 _LARGEST_ERROR = 10.0
 _LEAST_SCALE, _LARGEST_SCALE = 1e-3, 1e3
 _ENGINE = ("prefill", "decode", "link_s_per_token")
+_LATER = ("repair_scale", "joined")  # older versions wrote none, and not every engine joins passes
 _LINK = ("bandwidth", "bandwidth_error", "ttfb_s", "ttfb_spread")
 _DIGITS = 4  # of a count
 _PREFILL = ("base_s", "token_s", "pair_s")
@@ -47,7 +49,10 @@ class Estimates:
         decode: Of the engine.
         closing: Of the engine.
         repair: Of the engine.
+        joined: Of the engine; None where it extends caches one by one.
     """
+
+    joined: JoinedEstimator | None
 
     def __init__(
         self,
@@ -71,21 +76,32 @@ class Estimates:
         self.decode = DecodeEstimator(costs.decode)
         self.closing = ClosingEstimator(costs.link_s_per_token)
         self.repair = RepairEstimator()
+        self.use_joined(costs.joined)
         self._told = CostModel(costs.prefill, costs.decode)
 
     def costs(self, query_tokens: int = 0) -> CostModel:
         """What computing costs by what is known now, for a question of that many tokens."""
         prefill, decode, link_s = self.prefill.cost, self.decode.cost, self.closing.link_s_per_token
         told, scale = self._told, self.repair.scale
+        joined = self.joined.cost if self.joined else None
         if not (
             told.prefill is prefill
             and told.decode is decode
             and told.link_s_per_token == link_s
             and told.query_tokens == query_tokens
             and told.repair_scale == scale
+            and told.joined is joined
         ):
-            told = self._told = CostModel(prefill, decode, link_s, query_tokens, repair_scale=scale)
+            told = self._told = CostModel(prefill, decode, link_s, query_tokens, repair_scale=scale, joined=joined)
         return told
+
+    def use_joined(self, cost: PrefillCost | None) -> None:
+        """Begin anew with what passes of several loads cost.
+
+        Args:
+            cost: See ``CostModel.joined``; None: there are none.
+        """
+        self.joined = JoinedEstimator(cost, self.prefill) if cost else None
 
     def copy(self) -> Self:
         """Estimates that know the same and learn apart."""
@@ -106,6 +122,10 @@ class Estimates:
         ttfb = min(self.ttfb.value, _LONGEST_S)
         spread = self.ttfb.deviation / ttfb if ttfb else _WEAK_SPREAD
         prefill, decode = self.prefill.cost, self.decode.cost
+        joined = {}
+        if self.joined:
+            cost = self.joined.cost
+            joined["joined"] = _learnt(self.joined, (cost.base_s, cost.token_s, cost.pair_s), _PREFILL)
         return {
             "version": STATE_VERSION,
             "link": {
@@ -123,6 +143,7 @@ class Estimates:
                 "decode": _learnt(self.decode, (decode.base_s, decode.token_s, decode.byte_s), _DECODE),
                 "link_s_per_token": min(self.closing.link_s_per_token, _LONGEST_S),
                 "repair_scale": self.repair.scale,
+                **joined,
             },
         }
 
@@ -167,6 +188,7 @@ class Estimates:
         made = cls(known, bandwidth_prior, ttfb_prior_s, settings=settings)
         if engine:
             made.prefill, made.decode, made.repair = engine.prefill, engine.decode, engine.repair
+            made.joined = engine.joined
         if "link" in parts:
             link = _link(parts["link"])
             bandwidth = link.number("bandwidth", _FASTEST, _SLOWEST)
@@ -182,13 +204,18 @@ class _Engine:
     """Costs of an engine, read from a state."""
 
     def __init__(self, part: object) -> None:
-        scaled = isinstance(part, dict) and "repair_scale" in part  # older versions wrote none
-        fields = _Fields(part, "engine", (*_ENGINE, "repair_scale") if scaled else _ENGINE)
+        later = [name for name in _LATER if isinstance(part, dict) and name in part]
+        fields = _Fields(part, "engine", (*_ENGINE, *later))
         prefill, spread, known = _read_learnt(fields.values["prefill"], "prefill", _PREFILL)
         self.prefill = PrefillEstimator(PrefillCost(*prefill), spread=spread, known=known)
         decode, spread, known = _read_learnt(fields.values["decode"], "decode", _DECODE)
         self.decode = DecodeEstimator(DecodeCost(*decode), spread=spread, known=known)
+        scaled = "repair_scale" in later
         self.repair = RepairEstimator(fields.number("repair_scale", _LARGEST_SCALE, _LEAST_SCALE) if scaled else 1.0)
+        self.joined: JoinedEstimator | None = None
+        if "joined" in later:
+            joined, spread, known = _read_learnt(fields.values["joined"], "joined", _PREFILL)
+            self.joined = JoinedEstimator(PrefillCost(*joined), self.prefill, spread=spread, known=known)
         self.costs = CostModel(self.prefill.cost, self.decode.cost, fields.number("link_s_per_token", _LONGEST_S))
 
 

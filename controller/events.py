@@ -154,6 +154,27 @@ class RecomputeDone:
 
 
 @dataclass(frozen=True)
+class RecomputedTogether:
+    """The passes of one ``RecomputeTogether`` ended, after ``seconds`` of compute in all.
+
+    Attributes:
+        passes: Those of the instruction.
+        seconds: How long they took.
+        joined: All of them ran, and in one pass; else nothing is learnt of what one takes.
+        failed: Of each pass that failed a chunk, which is not to be recomputed again; nothing of that pass is valid.
+        reason: Why, in words.
+        blind: The first chunk of each pass that saw its own document alone, though it was to see those before as well.
+    """
+
+    passes: tuple[Recompute, ...]
+    seconds: float
+    joined: bool = True
+    failed: tuple[ChunkId, ...] = ()
+    reason: str = ""
+    blind: tuple[ChunkId, ...] = ()
+
+
+@dataclass(frozen=True)
 class RecomputeFailed:
     """A forward pass failed as a whole; ``chunk`` of it is not to be recomputed again.
 
@@ -318,6 +339,17 @@ class Recompute:
 
 
 @dataclass(frozen=True)
+class RecomputeTogether:
+    """Compute chunks of several loads in one forward pass, a row for each; ``RecomputedTogether`` is to follow.
+
+    Attributes:
+        passes: One of each load, two or more.
+    """
+
+    passes: tuple[Recompute, ...]
+
+
+@dataclass(frozen=True)
 class ComputePrefix:
     """Compute the first layers of a document, for this variant of its blob.
 
@@ -445,6 +477,7 @@ Event: TypeAlias = (
     | DecodeDone
     | DecodeFailed
     | RecomputeDone
+    | RecomputedTogether
     | RecomputeFailed
     | PrefixComputed
     | PrefixFailed
@@ -455,7 +488,18 @@ Event: TypeAlias = (
     | LoadAbandoned
 )
 Instruction: TypeAlias = (
-    Fetch | Decode | Recompute | ComputePrefix | Look | Repair | Cancel | Release | Finish | Fail | Refuse
+    Fetch
+    | Decode
+    | Recompute
+    | RecomputeTogether
+    | ComputePrefix
+    | Look
+    | Repair
+    | Cancel
+    | Release
+    | Finish
+    | Fail
+    | Refuse
 )
 
 

@@ -29,9 +29,10 @@ class Job:
         size: Bytes, likewise.
         repair_s: Of a closing: what passes of as many tokens as are repaired should take.
         behind: It reads the documents before its own, too.
+        others: Of a joined pass, those of the other loads; ``expected_s`` is then that of the whole pass.
     """
 
-    kind: Literal["decode", "recompute", "head start", "look", "repair", "closing"]
+    kind: Literal["decode", "recompute", "joined", "head start", "look", "repair", "closing"]
     load: int
     document: int
     chunks: tuple[ChunkId, ...]
@@ -42,6 +43,12 @@ class Job:
     size: int = 0
     repair_s: float = 0.0
     behind: bool = False
+    others: tuple[Job, ...] = ()
+
+    @property
+    def passes(self) -> tuple[Job, ...]:
+        """Itself and those it is joined with."""
+        return (self, *self.others)
 
     def left_s(self, now: float) -> float:
         """Seconds that it should still take; of one that is overdue nothing is known but for how long."""

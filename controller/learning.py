@@ -13,6 +13,8 @@ from kvwire.controller.estimators import RecentMedian
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     Row = tuple[float, float, float]
@@ -38,6 +40,7 @@ _SETTLED_SAMPLES = 8
 _LEAST_DRIFT = 0.1
 _MOST_UNFITTED = 4  # fits cost a fraction of a millisecond
 _LEAST_MISSED = 0.005  # a prior that no measurement was further from needs no fit
+_USUAL_TOKENS = 256  # of the pass by which an engine's speed is told
 _SURPRISE = 2.0  # times the usual error
 _SPREAD_WEIGHT = 0.15
 _MOST_ERROR = 0.7  # in logarithms: an outlier does not cast doubt on all the rest
@@ -223,6 +226,53 @@ class PrefillEstimator(_Estimator):
         if fit is not self._written:  # it is asked for far more often than it changes
             self._written, self._cost = fit, PrefillCost(*map(float, fit))
         return self._cost
+
+
+class JoinedEstimator(PrefillEstimator):
+    """Cost of passes over rows of several loads, as measured; it follows the speed that passes alone show.
+
+    Else an engine that became quicker would never join, and so never learn what joining takes now.
+    """
+
+    def __init__(
+        self, prior: PrefillCost, alone: PrefillEstimator, *, spread: float = DEFAULT_SPREAD, known: int = 0
+    ) -> None:
+        """Start from ``prior``, as ``PrefillEstimator`` does.
+
+        Args:
+            prior: What is assumed before anything is measured.
+            alone: What passes of one load cost, from now on.
+            spread: Relative error of the prior to expect, 1 sigma.
+            known: Measurements that the prior was learnt from.
+        """
+        super().__init__(prior, spread=spread, known=known)
+        self._alone, self._first_s = alone, alone.cost.seconds(_USUAL_TOKENS)
+        self._speed, self._told = 1.0, prior
+
+    def add_rows(self, passes: Sequence[tuple[int, int]], seconds: float) -> None:
+        """Take in one joined pass.
+
+        Args:
+            passes: New tokens of each row, and tokens before them that were ready.
+            seconds: That it took.
+        """
+        tokens, context = map(max, zip(*passes, strict=True))
+        padded = float(len(passes) * tokens)
+        self._learner.add((1.0, padded, padded * (context + tokens / 2)), seconds / self._slower())
+
+    def _slower(self) -> float:
+        """How many times as long passes alone take as they did in the beginning."""
+        return self._alone.cost.seconds(_USUAL_TOKENS) / self._first_s if self._first_s > 0 else 1.0
+
+    @property
+    def cost(self) -> PrefillCost:
+        """The fit so far, at the engine's present speed; the same object as long as nothing changes."""
+        fit, speed = super().cost, self._slower()
+        if fit is not self._fit or speed != self._speed:
+            self._fit, self._speed, self._told = fit, speed, fit.scaled(speed)
+        return self._told
+
+    _fit: PrefillCost | None = None
 
 
 class DecodeEstimator(_Estimator):

@@ -202,6 +202,22 @@ class Resources:
             now: The instant, in seconds of the controller's clock.
             out: Instructions are appended to it.
         """
+        job = self.pass_job(load, doc, run, now)
+        self.lanes.start("prefill", job)
+        out.append(ev.Recompute(job.chunks[0], job.chunks[-1], job.behind))
+
+    def pass_job(self, load: Load, doc: DocumentState, run: list[int], now: float) -> Job:
+        """Note that neighbouring chunks of a document are being recomputed.
+
+        Args:
+            load: Whose chunks they are.
+            doc: State of the document.
+            run: Chunks one behind the other.
+            now: The instant, in seconds of the controller's clock.
+
+        Returns:
+            Their pass, for the lane.
+        """
         for chunk in run:
             doc.reasons[chunk] = load.reason(doc, chunk)
             doc.move(chunk, RECOMPUTING)
@@ -211,13 +227,11 @@ class Resources:
         context -= 0 if behind else doc.before
         seconds = self.costs_of(load).prefill.seconds(tokens, context)
         ids = tuple(doc.id(chunk) for chunk in run)
-        job = Job(
-            "recompute", load.number, doc.number, ids, now, seconds, tokens=tokens, context=context, behind=behind
-        )
-        self.lanes.start("prefill", job)
         load.compute_s = max(0.0, load.compute_s - seconds)
         load.began = self.turn()
-        out.append(ev.Recompute(ids[0], ids[-1], behind))
+        return Job(
+            "recompute", load.number, doc.number, ids, now, seconds, tokens=tokens, context=context, behind=behind
+        )
 
     def start_decode(
         self, load: Load, places: list[Place], then: ChunkState, now: float, out: list[ev.Instruction]

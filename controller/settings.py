@@ -106,6 +106,7 @@ class ControllerSettings:
         reserve_s: Seconds of a deadline that plans leave unused, for what no model foresees.
         cancel_margin: A fetch is given up for recomputation where it would take that many times as long.
         memory_bytes: Of what was asked for, has arrived or is kept for refinement, over all loads.
+        max_joined: Passes of different loads that are joined at most, where the engine can; 1: none.
         stretch: A load without a deadline counts as due after this many times what its first plan expects; who is due
             first goes first.
     """
@@ -126,6 +127,7 @@ class ControllerSettings:
     cancel_margin: float = 1.5
     memory_bytes: int = 1 << 32
     stretch: float = 3.0
+    max_joined: int = 16
 
     @classmethod
     def suited(cls, *, on_gpu: bool, threads: int = 1) -> Self:
@@ -144,9 +146,15 @@ class ControllerSettings:
 
     def __post_init__(self) -> None:
         """Refuse settings under which no load would end."""
-        counts = (self.max_in_flight, self.decode_batch, self.decode_threads, self.max_failures, self.memory_bytes)
+        counts = (
+            self.max_in_flight, self.decode_batch, self.decode_threads, self.max_failures, self.memory_bytes,
+            self.max_joined,
+        )  # fmt: skip
         if min(counts) < 1:
-            msg = "max_in_flight, decode_batch, decode_threads, max_failures and memory_bytes must be at least 1"
+            msg = (
+                "max_in_flight, decode_batch, decode_threads, max_failures, memory_bytes and max_joined must be at "
+                "least 1"
+            )
             raise ArgumentError(msg)
         if self.workers not in (1, 2):
             msg = f"workers must be 1 or 2, got {self.workers}"

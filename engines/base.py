@@ -157,6 +157,39 @@ class Engine(Protocol):
         """
         ...
 
+    def check_together(self) -> None:
+        """Refuse where ``extend_together`` does not give what ``extend`` gives; may run the model once to find out.
+
+        Called from the thread of all other methods, before a load. Without it, passes of several loads run one after
+        the other, which takes longer where a pass is short against what any pass takes.
+
+        Raises:
+            MismatchError: The engine, or its model, extends caches one by one.
+        """
+        msg = "this engine extends caches one by one"
+        raise MismatchError(msg)
+
+    def extend_together(
+        self, prefixes: Sequence[KVCache | None], token_ids: Sequence[Sequence[int]], *, offsets: Sequence[int]
+    ) -> list[KVCache]:
+        """``extend`` for several caches in one forward pass. An engine may lack it, see ``check_together``.
+
+        Args:
+            prefixes: What stands before each row's tokens, as for ``extend``; lengths may differ.
+            token_ids: The new tokens of each row; lengths may differ.
+            offsets: Position of each row's first new token where it has no prefix.
+
+        Returns:
+            For each row what ``extend`` returns, to 1e-5 of its largest numbers in float32; they share no memory.
+
+        Raises:
+            MismatchError: The engine cannot, or cannot with these caches.
+        """
+        del prefixes, token_ids, offsets
+        self.check_together()
+        msg = "this engine extends caches one by one"
+        raise MismatchError(msg)
+
     def past_key_values(self, cache: KVCache) -> Any:  # noqa: ANN401 - the engine's own
         """A cache as ``forward`` takes it: the engine's own type, which grows as it is used.
 

@@ -67,8 +67,18 @@ class Part:
         Args:
             key: A key.
         """
-        place = int(key_digest(key)[:_DIGITS] or "0", 16)
-        return place * self.count // _ALL == self.number - 1
+        return self.number_of(key) == self.number
+
+    def number_of(self, key: str) -> int:
+        """Which of the ``count`` parts a key is of.
+
+        Args:
+            key: A key.
+
+        Returns:
+            The part's number.
+        """
+        return int(key_digest(key)[:_DIGITS] or "0", 16) * self.count // _ALL + 1
 
     def content(self, store: Store, space: KeySpace) -> Iterator[Listed]:
         """What ``listing.content`` lists of this part.

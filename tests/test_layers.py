@@ -55,6 +55,7 @@ SHELVES: dict[str, list[set[str]]] = {
         {"limits.py"},
         {"planning.py"},
         {"repairing.py"},
+        {"joining.py"},
         {"dispatch.py"},
         {"core.py"},
         {"simulator"},

@@ -105,13 +105,15 @@ class Machine:
         return replace(self, name=f"{processors}x{self.name}", processors=processors)
 
 
-def costs(model: Model, machine: Machine, *, raw: bool = False) -> CostModel:
+def costs(model: Model, machine: Machine, *, raw: bool = False, joins: bool = False) -> CostModel:
     """What a model costs on a machine; the question's tokens are the caller's to set.
 
     Args:
         model: Shape of the model.
         machine: The machine.
         raw: The caches lie as plain bfloat16, so that decoding is a copy.
+        joins: Passes of several loads may run as one, which is modelled: it reads the weights once, and computes its
+            padding as well.
 
     Returns:
         The costs, for a question of no tokens.
@@ -123,7 +125,9 @@ def costs(model: Model, machine: Machine, *, raw: bool = False) -> CostModel:
         msg = f"{model.name} does not fit into the memory of {machine.name}; choose a larger group"
         raise ArgumentError(msg)
     decode = _copying(machine) if raw else _decoding(model, machine)
-    return CostModel(_prefill(model, machine), decode, machine.link_element_s * model.cache_elements)
+    prefill = _prefill(model, machine)
+    linking_s = machine.link_element_s * model.cache_elements
+    return CostModel(prefill, decode, linking_s, joined=prefill if joins else None)
 
 
 def _prefill(model: Model, machine: Machine) -> PrefillCost:

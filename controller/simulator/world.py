@@ -42,7 +42,7 @@ _REPORTS = 0.01  # of a load's age, so that long loads do not drown in reports
 _GRAIN_S = 1e-12
 
 
-LaneWork: TypeAlias = ev.Decode | ev.Recompute | ev.ComputePrefix | ev.Look | ev.Repair
+LaneWork: TypeAlias = ev.Decode | ev.Recompute | ev.RecomputeTogether | ev.ComputePrefix | ev.Look | ev.Repair
 
 
 @dataclass(eq=False)
@@ -185,7 +185,7 @@ class World:
                 else:
                     self._obey(instruction)
 
-    def _obey(self, instruction: ev.Instruction) -> None:  # noqa: C901 - a case for each instruction
+    def _obey(self, instruction: ev.Instruction) -> None:  # noqa: C901, PLR0912 - a case for each instruction
         match instruction:
             case ev.Fetch():
                 self._open(instruction)
@@ -201,16 +201,13 @@ class World:
                 work = [run.size(chunk, level) for chunk, level in zip(chunks, levels, strict=True)]
                 seconds = self._costs.decode.seconds(*busiest(work, self._decode_threads))
                 self._start("decode", instruction, seconds)
-            case ev.Recompute(first, last, behind):
-                run = self._runs[first.load]
-                seen = run.seen(first, behind=behind)
-                _require(
-                    run.valid.issuperset(seen), f"{first} is to be recomputed: something before it is not in the prompt"
-                )
-                tokens = run.given(first.document).tokens
-                new = sum(tokens[first.chunk : last.chunk + 1])
-                before = sum(run.given(each.document).tokens[each.chunk] for each in seen)
-                self._start("prefill", instruction, self._costs.prefill.seconds(new, before))
+            case ev.Recompute():
+                self._start("prefill", instruction, self._costs.prefill.seconds(*self._work(instruction)))
+            case ev.RecomputeTogether(passes):
+                loads = {each.first.load for each in passes}
+                _require(len(loads) == len(passes) > 1, f"{passes} are to be joined: they are not of several loads")
+                _require(self._costs.joined is not None, f"{passes} are to be joined: this engine cannot")
+                self._start("prefill", instruction, self._costs.joined_s([self._work(each) for each in passes]))
             case ev.ComputePrefix(load, document, variant):
                 run = self._runs[load]
                 run.variants[document] = variant
@@ -241,6 +238,14 @@ class World:
                 self._runs[load].refused = True
                 reason = f"refused: it would be late by {late_s:.3f} s"
                 self._finish(self._runs[load], ev.Finish(load, (), reason))
+
+    def _work(self, asked: ev.Recompute) -> tuple[int, int]:
+        """New tokens of a pass, and tokens before them, all of which are in the prompt."""
+        first, run = asked.first, self._runs[asked.first.load]
+        seen = run.seen(first, behind=asked.behind)
+        _require(run.valid.issuperset(seen), f"{first} is to be recomputed: something before it is not in the prompt")
+        new = sum(run.given(first.document).tokens[first.chunk : asked.last.chunk + 1])
+        return new, sum(run.given(each.document).tokens[each.chunk] for each in seen)
 
     # The link.
 
@@ -358,11 +363,12 @@ class World:
                     run.corrupt.difference_update(bad)
                     run.valid.update(set(chunks).difference(bad))
                     self._tell(ev.DecodeFailed(chunks, bad, "checksum") if bad else ev.DecodeDone(chunks, seconds))
-                case ev.Recompute(first, last):
-                    self._note(lane, job, first, last.chunk, "recompute")
-                    done = tuple(replace(first, chunk=chunk) for chunk in range(first.chunk, last.chunk + 1))
-                    self._runs[first.load].valid.update(done)
-                    self._tell(ev.RecomputeDone(done, seconds))
+                case ev.Recompute() as asked:
+                    self._tell(ev.RecomputeDone(self._recomputed(lane, job, asked), seconds))
+                case ev.RecomputeTogether(passes):
+                    for asked in passes:
+                        self._recomputed(lane, job, asked)
+                    self._tell(ev.RecomputedTogether(passes, seconds))
                 case ev.Look(load):
                     run = self._runs[load]
                     run.looked = bool(run.arrival.attention)
@@ -375,6 +381,13 @@ class World:
                 case ev.ComputePrefix(load, document):
                     self._note(lane, job, ChunkId(document, 0, load), 0, "head start")
                     self._tell(ev.PrefixComputed(load, document, seconds))
+
+    def _recomputed(self, lane: Lane, job: _Job, asked: ev.Recompute) -> tuple[ChunkId, ...]:
+        first, last = asked.first, asked.last.chunk
+        self._note(lane, job, first, last, "recompute")
+        done = tuple(replace(first, chunk=chunk) for chunk in range(first.chunk, last + 1))
+        self._runs[first.load].valid.update(done)
+        return done
 
     def _note(self, lane: Lane, job: _Job, first: ChunkId, last: int, what: str, level: int | None = None) -> None:
         spans = self._runs[first.load].spans

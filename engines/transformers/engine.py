@@ -10,7 +10,6 @@ from transformers.cache_utils import DynamicCache
 
 from kvwire.engines.transformers.fitting import check_fits, gaps_of, tensors_for
 from kvwire.engines.transformers.masks import attention_mask
-from kvwire.engines.transformers.model import DescribedModel
 from kvwire.engines.transformers.plain import (
     batches_of,
     filled,
@@ -22,9 +21,9 @@ from kvwire.engines.transformers.plain import (
     with_gaps,
 )
 from kvwire.engines.transformers.text import prefix_states
+from kvwire.engines.transformers.together import ExtendsTogether
 from kvwire.errors import ArgumentError
 from kvwire.reuse import checked_rows
-from kvwire.types import KVCache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,12 +33,13 @@ if TYPE_CHECKING:
     from kvwire.codec import Statistics
     from kvwire.engines.transformers.waiting import Ready
     from kvwire.reuse import Narrowing, Seen
+    from kvwire.types import KVCache
 
 BATCH_TOKENS = 4096
 """Tokens of one prefill batch, padding included: enough to keep a CPU busy without holding many documents at once."""
 
 
-class TransformersEngine(DescribedModel):
+class TransformersEngine(ExtendsTogether):
     """Runs one model: documents to caches, caches and a question to the first token."""
 
     @torch.no_grad()
@@ -65,15 +65,6 @@ class TransformersEngine(DescribedModel):
             pairs = prefill_batch(self.model, self.device, [documents[index] for index in batch])
             caches |= {index: self._cache(each, documents[index], 0) for index, each in zip(batch, pairs, strict=True)}
         return [caches[index] for index in range(len(documents))]
-
-    def _cache(self, pairs: list[tuple[Tensor, Tensor]], token_ids: Sequence[int], offset: int) -> KVCache:
-        meta = replace(self.meta, offset=offset)
-        keys, values = ([tensor.to(self.device) for tensor in side] for side in zip(*pairs, strict=True))
-        if self.soft_tokens:
-            from kvwire.reuse import as_stored
-
-            token_ids = as_stored(token_ids, self.vocabulary_size)
-        return KVCache.from_tensors(keys, values, meta, token_ids)
 
     @torch.no_grad()
     def extend(self, prefix: KVCache | None, token_ids: Sequence[int], *, offset: int = 0) -> KVCache:

@@ -26,11 +26,12 @@ def attention_mask(
     Args:
         model: The model that will be run.
         meta: Of its caches.
-        visible: Bool ``[rows, columns]``, or ``[heads, rows, columns]``: what a row sees in layers without a window.
+        visible: Bool ``[rows, columns]``, ``[heads, rows, columns]`` or ``[batch, heads, rows, columns]``: what a row
+            sees in layers without a window.
         rows: int64 ``[rows]``, positions of the rows; columns stand at positions 0, 1, ... None: the last ones.
 
     Returns:
-        ``[1, 1 or heads, rows, columns]``, or such by the names of kinds of layers.
+        ``[1 or batch, 1 or heads, rows, columns]``, or such by the names of kinds of layers.
 
     Raises:
         MismatchError: A 4-D mask cannot say what the model's layers need.
@@ -71,15 +72,15 @@ def in_format(model: PreTrainedModel, visible: Tensor) -> Tensor:
 
     Args:
         model: The model.
-        visible: Bool ``[rows, columns]`` or ``[heads, rows, columns]``.
+        visible: Bool ``[rows, columns]``, ``[heads, rows, columns]`` or ``[batch, heads, rows, columns]``.
 
     Returns:
-        ``[1, 1 or heads, rows, columns]``: bool for sdpa, to be added for eager attention.
+        ``[1 or batch, 1 or heads, rows, columns]``: bool for sdpa, to be added for eager attention.
 
     Raises:
         MismatchError: The model's attention takes no masks of this kind.
     """
-    shaped = visible[None] if visible.ndim > 2 else visible[None, None]  # noqa: PLR2004 - heads, rows, columns
+    shaped = visible[(None,) * (4 - visible.ndim)]
     if uses_sdpa(model):
         return shaped
     if attention_of(model) != "eager":

@@ -138,8 +138,15 @@ def rm(*, documents: tuple[str, ...], place: StoreOptions, config: str, as_json:
 @click.option("--yes", is_flag=True, help="Delete even more than half of all bytes, or of all documents'.")
 @click.option("--allow-empty-catalog", is_flag=True, help="Collect where the catalog names nothing that is there.")
 @_PART
+@click.option(
+    "--parts",
+    default=1,
+    metavar="N",
+    type=click.IntRange(1, 65536),
+    help="The whole as N parts, one after the other: an Nth of the memory, entries read once into temporary files.",
+)
 @_JSON
-def gc(
+def gc(  # noqa: PLR0913 - its options
     *,
     place: StoreOptions,
     all_tenants: bool,
@@ -148,6 +155,7 @@ def gc(
     yes: bool,
     allow_empty_catalog: bool,
     part: str,
+    parts: int,
     as_json: bool,
 ) -> None:
     """Delete blobs, profiles and texts that no document names any more. Safe while others read and write."""
@@ -165,6 +173,7 @@ def gc(
             max_fraction=1.0 if yes else _MOST_COLLECTED,
             allow_empty_catalog=allow_empty_catalog,
             part=chosen,
+            parts=parts,
             on_progress=lambda _, count: tell(count),
         )
     error = CorruptError(f"left alone: {'; '.join(done.failures)}") if done.failures else None

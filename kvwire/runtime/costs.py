@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import nullcontext
 from functools import partial
@@ -11,7 +12,8 @@ import torch
 
 from kvwire.codec import BlobDecoder, Profile, at_hand, encode
 from kvwire.codec.workers import one_core
-from kvwire.controller import CostModel, fit_decode, fit_prefill
+from kvwire.controller import CostModel, fit_decode, fit_joined, fit_prefill
+from kvwire.errors import MismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,8 +23,11 @@ if TYPE_CHECKING:
     from kvwire.engines.base import Engine
     from kvwire.types import KVCache
 
+_log = logging.getLogger(__name__)
 _PASSES = ((32, 0), (256, 0), (1024, 0), (256, 768), (32, 2048))
 """(new tokens, tokens before them): enough to tell fixed cost, cost of a token and cost of attention apart."""
+_JOINED = ((2, 32, 0), (8, 32, 0), (4, 64, 256), (2, 256, 0), (2, 256, 768))
+"""(rows, new tokens of each, tokens before them): likewise, for passes that are joined."""
 _TOKENS = 256
 _QUESTION = 32
 _REPEATS = 3
@@ -46,7 +51,44 @@ def measure_costs(engine: Engine, profile: AnyProfile | None = None, backend: Ba
     passes = [(new, before) for new, before in _PASSES if new + before <= longest] or [(longest, 0)]
     prefill = fit_prefill([(new, before, _prefill_s(engine, ids, new, before)) for new, before in passes])
     decode = fit_decode(_decode_samples(engine, ids, profile, backend))
-    return CostModel(prefill, decode, link_s_per_token=_link_s(engine, ids, prefill))
+    return CostModel(prefill, decode, link_s_per_token=_link_s(engine, ids, prefill), joined=measure_joined(engine))
+
+
+def measure_joined(engine: Engine) -> PrefillCost | None:
+    """Time a few passes over rows of several caches on this engine, which warms them up.
+
+    Args:
+        engine: The model to time.
+
+    Returns:
+        What such a pass costs in all its rows; None where the engine extends caches one by one.
+    """
+    if not joins(engine):
+        return None
+    fitting = [(rows, new, before) for rows, new, before in _JOINED if new + before <= engine.window]
+    samples = [(*rows, _joined_s(engine, *rows)) for rows in fitting]
+    return fit_joined(samples) if samples else None
+
+
+def joins(engine: Engine) -> bool:
+    """Whether an engine extends several caches in one pass; the log says why not.
+
+    Args:
+        engine: The engine.
+    """
+    try:
+        engine.check_together()
+    except MismatchError as error:
+        _log.info("what several loads recompute is computed for one after the other: %s", error)
+        return False
+    return True
+
+
+def _joined_s(engine: Engine, rows: int, new: int, before: int) -> float:
+    ids = _random_ids(engine, before + new)
+    prefix = engine.extend(None, ids[:before]) if before else None
+    prefixes, news = [prefix] * rows, [ids[before:]] * rows
+    return _best(lambda: engine.extend_together(prefixes, news, offsets=[0] * rows), engine)
 
 
 def warm_up(engine: Engine, profile: AnyProfile | None = None, backend: Backend = "auto") -> None:

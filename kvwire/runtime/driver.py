@@ -103,6 +103,14 @@ class ControllerDriver:
         self.tell(asked(number))
         return number
 
+    def carrier(self, number: int) -> Carrier | None:
+        """Who carries out a load's instructions; None where the load is over.
+
+        Args:
+            number: The load's.
+        """
+        return self._carriers.get(number)
+
     def leave(self, number: int) -> None:
         """Nobody waits for a load any more, or it is over.
 
@@ -269,6 +277,8 @@ def _load_of(instruction: ev.Instruction) -> int:
             return chunk.load
         case ev.Decode(chunks=chunks):
             return chunks[0].load
+        case ev.RecomputeTogether(passes=passes):
+            return passes[0].first.load
         case (
             ev.ComputePrefix(load=load)
             | ev.Look(load=load)

@@ -19,6 +19,7 @@ from kvwire.runtime.headers import HeaderReader
 from kvwire.runtime.links import UNREPAIRED, Repairer, Told, by_token
 from kvwire.runtime.prompt_jobs import GONE, PromptJobs
 from kvwire.runtime.repair_in_order import end_of
+from kvwire.runtime.together import recompute_together
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -307,6 +308,10 @@ class Executor(PromptJobs):
                 self._driver.run(self._decode(chunks, levels))
             case ev.Recompute():
                 self._driver.run(self._recompute(instruction))
+            case ev.RecomputeTogether():
+                carriers = (self._driver.carrier(each.first.load) for each in instruction.passes)
+                loads = [each for each in carriers if isinstance(each, Executor)]
+                self._driver.run(recompute_together(self._engine, self._driver, instruction, loads))
             case ev.ComputePrefix(document=document):
                 self._choose(document, instruction.variant)
                 self._driver.run(self._start_head(document))

@@ -46,7 +46,19 @@ def compute_behind(
     Returns:
         The cache of the tokens alone, positions on, at the position where they were computed.
     """
-    if not neutral:
-        return engine.extend(before, token_ids)
+    return engine.extend(behind(engine, neutral, before) if neutral else before, token_ids)
+
+
+def behind(engine: Engine, neutral: Sequence[int], before: KVCache | None = None) -> KVCache:
+    """What tokens of a document see that is computed behind its neutral prefix.
+
+    Args:
+        engine: Runs the model.
+        neutral: The prefix, not empty.
+        before: What comes before the tokens of the document, wherever it stands; None where nothing does.
+
+    Returns:
+        The prefix and that behind it, positions on and from 0.
+    """
     (prefix,) = engine.prefill([neutral])
-    return engine.extend(prefix if before is None else link([prefix, before]), token_ids)
+    return prefix if before is None else link([prefix, before])

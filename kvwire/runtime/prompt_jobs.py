@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvwire.reuse import LinkedPrompt, Seen
     from kvwire.runtime.documents import DocumentHandle
     from kvwire.runtime.driver import ControllerDriver
-    from kvwire.types import ChunkId
+    from kvwire.types import ChunkId, KVCache
 
 Piece = tuple[int, list[bytes], int]
 """A chunk's number, the segments that its level needs, and the level."""
@@ -171,6 +171,17 @@ class PromptJobs:
         return decoder
 
     async def _recompute(self, asked: ev.Recompute) -> None:
+        self._driver.tell(await self.recompute(asked))
+
+    async def recompute(self, asked: ev.Recompute) -> ev.RecomputeDone | ev.RecomputeFailed:
+        """Compute chunks in a pass of their own, in the compute thread.
+
+        Args:
+            asked: Which.
+
+        Returns:
+            How that ended.
+        """
         first = asked.first
         chunks = tuple(replace(first, chunk=index) for index in range(first.chunk, asked.last.chunk + 1))
         behind = asked.behind and self.sees_documents
@@ -186,12 +197,24 @@ class PromptJobs:
                 seconds = await self._extend_timed(chunks, failed, behind=False)
         except Exception as error:  # noqa: BLE001 - the controller knows whether there is another way
             self._lost(failed[0], in_words(error))
-            self._driver.tell(ev.RecomputeFailed(failed[0], in_words(error)))
-            return
+            return ev.RecomputeFailed(failed[0], in_words(error))
+        self.note_recomputed(asked, chunks, seconds, blind=blind)
+        return ev.RecomputeDone(chunks, seconds, blind)
+
+    def note_recomputed(
+        self, asked: ev.Recompute, chunks: tuple[ChunkId, ...], seconds: float, *, blind: bool = False
+    ) -> None:
+        """Note what a pass has computed.
+
+        Args:
+            asked: What it was asked for.
+            chunks: All of it.
+            seconds: Compute spent on it.
+            blind: See ``RecomputeDone``.
+        """
         self.recompute_s += seconds
         if asked.behind and not blind:
             self._seeing.update(chunks)
-        self._driver.tell(ev.RecomputeDone(chunks, seconds, blind))
 
     async def _extend_timed(self, chunks: tuple[ChunkId, ...], failed: list[ChunkId], *, behind: bool) -> float:
         """``_extend_all`` in the compute thread; returns its seconds."""
@@ -219,26 +242,61 @@ class PromptJobs:
     def _extend(self, first: ChunkId, last: ChunkId, *, behind: bool) -> None:
         """Compute chunks on top of what is ready of their document or prompt, and write them into the prompt."""
         document = self._documents[first.document]
-        start, stop = document.span(first.chunk)[0], document.span(last.chunk)[1]
-        offset, ids = self.prompt.offset(first.document), document.token_ids or ()
         if document.layout is not None:
             from kvwire.reuse import compute_piece
 
-            span = (start, stop)
+            span, ids = (document.span(first.chunk)[0], document.span(last.chunk)[1]), document.token_ids or ()
             compute_piece(self._engine, document.layout, self.prompt, first.document, ids, span, behind=behind)
             return
+        seen, ids, offset = self.row(first, last, behind=behind)
+        self.write(first, self._engine.extend(seen, ids, offset=offset))
+
+    def can_be_row(self, asked: ev.Recompute) -> bool:
+        """Whether chunks can be computed as a row of a joined pass: text with anchors takes several passes.
+
+        Args:
+            asked: The chunks.
+        """
+        return self._documents[asked.first.document].layout is None and (self.sees_documents or not asked.behind)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nobody waits for the load any more."""
+        return self._is_gone
+
+    def row(self, first: ChunkId, last: ChunkId, *, behind: bool) -> tuple[KVCache | None, Sequence[int], int]:
+        """What the engine extends to compute chunks anew, in the compute thread.
+
+        Args:
+            first: First chunk.
+            last: Last chunk, of the same document.
+            behind: See ``Recompute``.
+
+        Returns:
+            What the chunks see, their token ids, and the position of the first where they see nothing.
+        """
+        document = self._documents[first.document]
+        start, stop = document.span(first.chunk)[0], document.span(last.chunk)[1]
+        offset, ids = self.prompt.offset(first.document), document.token_ids or ()
         ids = ids[start:stop]
         seen = self.prompt.cache.slice(0, offset + start) if behind else None
         if seen is None and start:
             seen = self.prompt.document(first.document).slice(0, start)
         neutral = document.info.neutral_prefix if document.info and not behind else ()
         if neutral:  # nothing stands before a prompt, so tokens are computed elsewhere and moved
-            from kvwire.runtime.neutral import compute_behind
+            from kvwire.runtime.neutral import behind as behind_neutral
 
-            piece = compute_behind(self._engine, neutral, ids, seen)
-        else:
-            piece = self._engine.extend(seen, ids, offset=offset)
-        self.prompt.write(first.document, start, piece)
+            seen = behind_neutral(self._engine, neutral, seen)
+        return seen, ids, offset
+
+    def write(self, first: ChunkId, piece: KVCache) -> None:
+        """Put chunks that were computed into the prompt.
+
+        Args:
+            first: The first of them.
+            piece: Their cache, wherever it was computed.
+        """
+        self.prompt.write(first.document, self._documents[first.document].span(first.chunk)[0], piece)
 
     async def _start_head(self, index: int) -> None:
         try:

@@ -42,8 +42,9 @@ from kvwire.store.catalog.catalog import Catalog
 from kvwire.store.key_kinds import KINDS, catalog_prefixes, key_digest, kind_of, kinds, mark
 from kvwire.store.keys import check_tenant
 from kvwire.store.listing import read_ahead, tenants
-from kvwire.store.partition import WHOLE
-from kvwire.store.upkeep.collected import Collected
+from kvwire.store.partition import WHOLE, Part
+from kvwire.store.upkeep.collected import Collected, check_fraction, remove_leftovers
+from kvwire.store.upkeep.marks import SAMPLE, SpilledMarks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -51,20 +52,15 @@ if TYPE_CHECKING:
     from kvwire.store.base import Listed, Store
     from kvwire.store.crypto.keyring import Keyring
     from kvwire.store.keys import KeySpace
-    from kvwire.store.partition import Part
 
     OnProgress = Callable[[str, int], None]
 
 T = TypeVar("T")
 _SKEW_S = 3600.0
 """How far the store's clock and this machine's may be apart: entries that young are read again."""
-_UNFINISHED_S = 3600.0
-"""A temporary file that was written to within this time is somebody's, however short the grace."""
 _PIECE = 200
 """Deletions between looks at the clock, which comes after as many looks at what is to be deleted."""
 _TELL_EVERY = 1000
-_SAMPLE = 64
-"""Of what entries name in other parts: one that is there shows that the catalog is not lost."""
 _SHARED = tuple(kind for kind in KINDS if kind.name == "profile")
 
 
@@ -78,6 +74,7 @@ def collect(  # noqa: PLR0913 - what may be collected, and what holds it back
     max_fraction: float = 1.0,
     allow_empty_catalog: bool = False,
     part: Part = WHOLE,
+    parts: int = 1,
     on_progress: OnProgress | None = None,
 ) -> Collected:
     """Delete content that no document of its tenant and model configuration names and that is older than the grace.
@@ -98,6 +95,8 @@ def collect(  # noqa: PLR0913 - what may be collected, and what holds it back
         part: Content and entries to collect. All entries of documents are read for it, and of what they name only this
             part is kept in memory. Parts may be collected side by side and in any order; unfinished files go with the
             first. An entry of a prefix that leads into other parts goes once those were collected.
+        parts: Collect the whole as so many parts, one after the other. Entries are read once for all of them, into
+            temporary files of some 34 bytes for each object that is named. Of these a part is in memory at a time.
         on_progress: Called with ``"entries"`` or ``"objects"`` and how many more were looked at.
 
     Returns:
@@ -110,13 +109,17 @@ def collect(  # noqa: PLR0913 - what may be collected, and what holds it back
     if grace_s < 0:
         msg = f"a grace period is no time at least, {grace_s:g} s are less"
         raise ArgumentError(msg)
+    if parts > 1 and part.count > 1:
+        msg = "collect one part, or the whole as several parts (parts=), not both"
+        raise ArgumentError(msg)
+    chosen = (part,) if parts == 1 else tuple(Part(number, parts) for number in range(1, parts + 1))
     tell = on_progress or (lambda _what, _count: None)
-    settings = _Settings(grace_s, allow_empty_catalog=allow_empty_catalog, part=part, tell=tell)
+    settings = _Settings(grace_s, allow_empty_catalog=allow_empty_catalog, parts=chosen, tell=tell)
     if max_fraction < 1 and not dry_run:
-        _check_fraction(_sweep(store, tenant_hash, keyring, replace(settings, dry_run=True)), max_fraction)
+        check_fraction(_sweep(store, tenant_hash, keyring, replace(settings, dry_run=True)), max_fraction)
     total = _sweep(store, tenant_hash, keyring, replace(settings, dry_run=dry_run))
-    if not dry_run and part.number == 1:
-        total += _remove_leftovers(store, grace_s)
+    if not dry_run and chosen[0].number == 1:
+        total += remove_leftovers(store, grace_s)
     return total
 
 
@@ -124,7 +127,7 @@ def collect(  # noqa: PLR0913 - what may be collected, and what holds it back
 class _Settings:
     grace_s: float
     allow_empty_catalog: bool
-    part: Part
+    parts: tuple[Part, ...]
     tell: OnProgress
     dry_run: bool = False
 
@@ -135,44 +138,38 @@ def _sweep(store: Store, tenant_hash: str | None, keyring: Keyring | None, setti
         catalog = Catalog.of_hash(store, tenant, keyring=keyring)
         try:
             for space in catalog.configurations():
-                total += _Sweep(catalog, space, settings).run()
+                total += _collect_parts(catalog, space, settings)
         except StorageError as error:
             total += Collected(failures=(f"v1/{tenant}/: {error}",))
     return total
 
 
-def _check_fraction(found: Collected, max_fraction: float) -> None:
-    shares = (
-        (found.bytes, found.looked_at, "bytes"),
-        (found.document_bytes, found.documents_looked_at, "bytes of documents"),
-    )
-    for garbage, whole, what in shares:
-        if garbage > max_fraction * whole:
-            msg = (
-                f"no document names {garbage:,} of {whole:,} {what}, more than {max_fraction:.0%}, so nothing was "
-                "deleted: look with --dry-run; where the catalog lost entries, run kvwire store rebuild; where this is "
-                "right, pass --yes (max_fraction=1)"
-            )
-            raise ArgumentError(msg)
-
-
-def _remove_leftovers(store: Store, grace_s: float) -> Collected:
-    try:
-        count, size = store.remove_leftovers(time.time() - max(grace_s, _UNFINISHED_S))
-    except StorageError as error:
-        return Collected(failures=(f"unfinished files: {error}",))
-    return Collected(leftovers=count, bytes=size)
+def _collect_parts(catalog: Catalog, space: KeySpace, settings: _Settings) -> Collected:
+    if len(settings.parts) == 1:
+        return _Sweep(catalog, space, settings, settings.parts[0]).run()
+    total = Collected()
+    with SpilledMarks(len(settings.parts), time.time()) as marks:
+        first = _Sweep(catalog, space, settings, settings.parts[0])
+        try:
+            marks.add_all(first.named(0.0), settings.parts[0])
+        except (AuthError, CorruptError, FormatVersionError, StorageError) as error:
+            return Collected(failures=(f"{space.root}: {error}",))
+        for part in settings.parts:
+            total += _Sweep(catalog, space, settings, part, marks).run()
+    return total
 
 
 class _Sweep:
     """One configuration, or its part. marked: digests that are needed; elsewhere: some that are, of other parts."""
 
-    def __init__(self, catalog: Catalog, space: KeySpace, settings: _Settings) -> None:
+    def __init__(
+        self, catalog: Catalog, space: KeySpace, settings: _Settings, part: Part, spilled: SpilledMarks | None = None
+    ) -> None:
         self._catalog = catalog
         self._store = catalog.store
         self._space = space
         self._grace_s, self._dry_run, self._tell = settings.grace_s, settings.dry_run, settings.tell
-        self._allow_empty_catalog, self._part = settings.allow_empty_catalog, settings.part
+        self._allow_empty_catalog, self._part, self._spilled = settings.allow_empty_catalog, part, spilled
         self._marked: set[bytes] = set()
         self._elsewhere: list[str] = []
         self._marked_at = 0.0
@@ -194,8 +191,21 @@ class _Sweep:
         return self._done
 
     def _mark(self) -> None:
-        """Read the entries: all at first, later those that may have been written since."""
+        """Read the entries: all at first, unless they have been read, later those that may have been written since."""
+        if self._spilled and not self._marked_at:
+            self._marked_at = self._spilled.at
+            self._marked.update(self._spilled.of(self._part))
+            self._elsewhere = self._spilled.elsewhere(self._part)
+            return
         since, self._marked_at = self._marked_at, time.time()
+        for key in self.named(since):
+            if self._part.has(key):
+                self._marked.add(mark(key))
+            elif len(self._elsewhere) < SAMPLE:
+                self._elsewhere.append(key)
+
+    def named(self, since: float) -> Iterator[str]:
+        """Content that entries name which may have been written since an instant."""
         young = (
             listed.key
             for kind in kinds("marks")
@@ -209,11 +219,7 @@ class _Sweep:
                 continue
             if kind is None or kind.names is None:
                 raise _unknown(key)
-            for named in kind.names(key, data):
-                if self._part.has(named.key):
-                    self._marked.add(mark(named.key))
-                elif len(self._elsewhere) < _SAMPLE:
-                    self._elsewhere.append(named.key)
+            yield from (named.key for named in kind.names(key, data))
             count += 1
             if count % _TELL_EVERY == 0:
                 self._tell("entries", _TELL_EVERY)

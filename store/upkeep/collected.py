@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvwire.errors import ArgumentError, StorageError
+
+if TYPE_CHECKING:
+    from kvwire.store.base import Store
+
+_UNFINISHED_S = 3600.0
+"""A temporary file that was written to within this time is somebody's, however short the grace."""
 
 
 @dataclass(frozen=True)
@@ -52,3 +62,44 @@ class Collected:
             self.document_bytes + other.document_bytes,
             self.misplaced + other.misplaced,
         )
+
+
+def check_fraction(found: Collected, max_fraction: float) -> None:
+    """Refuse to delete more than a part of what there is.
+
+    Args:
+        found: What would be deleted.
+        max_fraction: Of all bytes, and of those of documents alone.
+
+    Raises:
+        ArgumentError: It is more.
+    """
+    shares = (
+        (found.bytes, found.looked_at, "bytes"),
+        (found.document_bytes, found.documents_looked_at, "bytes of documents"),
+    )
+    for garbage, whole, what in shares:
+        if garbage > max_fraction * whole:
+            msg = (
+                f"no document names {garbage:,} of {whole:,} {what}, more than {max_fraction:.0%}, so nothing was "
+                "deleted: look with --dry-run; where the catalog lost entries, run kvwire store rebuild; where this is "
+                "right, pass --yes (max_fraction=1)"
+            )
+            raise ArgumentError(msg)
+
+
+def remove_leftovers(store: Store, grace_s: float) -> Collected:
+    """Delete unfinished files that nobody writes to any more.
+
+    Args:
+        store: The store.
+        grace_s: Seconds that they stay at least.
+
+    Returns:
+        What was deleted.
+    """
+    try:
+        count, size = store.remove_leftovers(time.time() - max(grace_s, _UNFINISHED_S))
+    except StorageError as error:
+        return Collected(failures=(f"unfinished files: {error}",))
+    return Collected(leftovers=count, bytes=size)

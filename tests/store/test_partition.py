@@ -9,6 +9,7 @@ from kvwire.errors import ArgumentError
 from kvwire.store import Catalog, Collected, MemoryStore, Part, collect, index_documents, verify_store
 from kvwire.store.key_kinds import kinds
 from kvwire.store.listing import content
+from kvwire.store.testing import StoreWrapper
 from kvwire.types import digest_tokens
 
 COUNTS = [1, 2, 3, 7, 16, 255, 256, 257]
@@ -137,3 +138,74 @@ def test_a_lost_catalog_stops_every_part(catalog, count):
     done = collected_by(store, [Part(number + 1, count) for number in range(count)])
     assert set(store.keys("")) == before
     assert "rebuild" in done.failures[0]
+
+
+@pytest.mark.parametrize("count", [2, 3, 64, 1000])
+def test_collecting_as_parts_deletes_what_collecting_the_whole_does(catalog, count):
+    whole, as_parts = littered(catalog), littered(catalog)
+    dry = collect(as_parts, parts=count, dry_run=True)
+    expected = [collect(whole), collect(whole)]
+    found = [collect(as_parts, parts=count), collect(as_parts, parts=count)]
+    assert expected[0].failures == found[0].failures == found[1].failures == ()
+    assert (found[0].blobs, found[0].texts, found[0].bytes) == (expected[0].blobs, expected[0].texts, expected[0].bytes)
+    assert (dry.blobs, dry.texts, dry.bytes) == (found[0].blobs, found[0].texts, found[0].bytes)
+    assert found[0].looked_at == expected[0].looked_at
+    assert set(as_parts.keys("")) == set(whole.keys(""))
+
+
+def test_entries_are_read_once_for_all_parts(catalog):
+    class Reading(StoreWrapper):
+        reads = 0
+
+        def _do(self, request, call):
+            self.reads += request.method == "get" and "/catalog/doc" in request.key
+            return call(request.data)
+
+    counts = {}
+    for how in ({}, {"parts": 16}):
+        store = Reading(littered(catalog))
+        assert not collect(store, dry_run=True, **how).failures
+        counts[len(how)] = store.reads
+    assert counts[0] == counts[1] == 80
+
+
+def test_as_parts_what_is_written_meanwhile_stays_and_no_files_are_left(catalog, tmp_path, monkeypatch):
+    """A document that comes back between two parts, under the entry of a name that there was."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    store, blob = littered(catalog), b"KVW1" + (3).to_bytes(4, "big")
+    again = Catalog(store)
+
+    class Late(StoreWrapper):
+        done = False
+
+        def _do(self, request, call):
+            if request.method == "put" and "/collecting/" in request.key and not self.done:
+                self.done = True
+                again.put_blob(
+                    CONFIG, blob, document_id="document 3", header_bytes=4, tokens=3,
+                    token_digest=digest_tokens((3, 1, 2)), levels=[],
+                )  # fmt: skip
+            return call(request.data)
+
+    late = Late(store)
+    assert not collect(late, parts=8).failures
+    assert late.done
+    entry = again.by_document(CONFIG, "document 3")
+    assert store.get(entry.blob_key) == blob
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("count", [2, 64])
+def test_a_lost_catalog_stops_all_parts(catalog, count):
+    store = littered(catalog)
+    space = Catalog(store).keys(CONFIG)
+    for key in list(store.keys(space.catalog)):
+        store.delete(key)
+    before = set(store.keys(""))
+    assert "rebuild" in collect(store, parts=count).failures[0]
+    assert set(store.keys("")) == before
+
+
+def test_one_part_and_several_are_not_asked_for_at_once(catalog):
+    with pytest.raises(ArgumentError, match="not both"):
+        collect(catalog.store, part=Part(1, 2), parts=3)

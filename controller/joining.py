@@ -1,0 +1,228 @@
+"""Passes of different loads that wait for the engine, joined into one where all of them end sooner in sum.
+
+A pass costs a fixed part, on a GPU the reading of all weights, which several share that run as the rows of one. But
+rows are padded to the longest, and all end with the last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import inf, isfinite
+from typing import TYPE_CHECKING
+
+from kvwire.controller import events as ev
+from kvwire.controller.chunk_table import PLANNED, READY
+from kvwire.controller.repairing import RepairingPlanner
+from kvwire.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvwire.controller.costs import CostModel
+    from kvwire.controller.document_state import DocumentState
+    from kvwire.controller.lanes import Job
+    from kvwire.controller.load import Load
+
+_SOONER = 0.99  # what joining must bring the sum of ends down to: less is not worth what estimates are off
+_MOST_PADDED = 32768
+"""Tokens of all rows together, padding and what stands before them included: their caches lie in memory twice."""
+
+
+@dataclass(frozen=True)
+class WaitingPass:
+    """A pass that could run now.
+
+    Attributes:
+        tokens: New ones.
+        context: Tokens before them.
+        seconds: That it takes alone.
+        limit_s: Seconds from now by which a pass that it is part of must end.
+    """
+
+    tokens: int
+    context: int
+    seconds: float
+    limit_s: float = inf
+
+
+def joined(passes: Sequence[WaitingPass], costs: CostModel, most: int) -> list[int]:
+    """Choose which passes run as one, the first among them, so that the sum of all ends becomes less.
+
+    Those that are chosen end together; the others follow, one after the other, in their order. Each is taken in that
+    makes the sum less when it is its turn.
+
+    Args:
+        passes: That wait, in the order in which they would run one by one.
+        costs: Of joined passes.
+        most: How many may run as one.
+
+    Returns:
+        Their numbers, ascending; only the first where nothing is gained.
+    """
+    chosen = [0]
+    least = sum_of_ends(passes, chosen, costs)
+    for number in range(1, len(passes)):
+        if len(chosen) == most:
+            break
+        tried = [*chosen, number]
+        rows = [passes[each] for each in tried]
+        if len(rows) * sum(max(getattr(row, side) for row in rows) for side in ("tokens", "context")) > _MOST_PADDED:
+            continue
+        seconds = costs.joined_s([(row.tokens, row.context) for row in rows])
+        if seconds > min(row.limit_s for row in rows):
+            continue
+        ends = sum_of_ends(passes, tried, costs)
+        if ends < _SOONER * least:
+            chosen, least = tried, ends
+    return chosen
+
+
+def sum_of_ends(passes: Sequence[WaitingPass], chosen: Sequence[int], costs: CostModel) -> float:
+    """Work out when passes end, in sum.
+
+    Args:
+        passes: All that wait, in their order.
+        chosen: Numbers of those that run first, as one where there are several.
+        costs: Of joined passes.
+
+    Returns:
+        Seconds from now, added up over all passes.
+    """
+    rows = [passes[number] for number in chosen]
+    end = rows[0].seconds if len(rows) == 1 else costs.joined_s([(row.tokens, row.context) for row in rows])
+    total = end * len(rows)
+    for number, each in enumerate(passes):
+        if number not in chosen:
+            end += each.seconds
+            total += end
+    return total
+
+
+class Joiner(RepairingPlanner):
+    """Has passes of several loads run as one."""
+
+    def begin_pass(self, load: Load, doc: DocumentState, run: list[int], now: float, out: list[ev.Instruction]) -> None:
+        """Begin a forward pass over neighbouring chunks of a document, together with others' where that is sooner.
+
+        Args:
+            load: Whose chunks they are.
+            doc: State of the document.
+            run: Chunks one behind the other.
+            now: The instant, in seconds of the controller's clock.
+            out: Instructions are appended to it.
+        """
+        joins = self._estimates.joined is not None and len(self._loads) > 1
+        if not (joins and self._join(load, doc, run, now, out)):
+            self.start_pass(load, doc, run, now, out)
+
+    def _join(self, load: Load, doc: DocumentState, run: list[int], now: float, out: list[ev.Instruction]) -> bool:
+        """Begin a pass together with those of other loads, where that is sooner in sum; returns whether it began."""
+        costs = self.costs_of(load)
+        waiting = [(load, doc, run), *self._waiting(load, now)]
+        if len(waiting) == 1:
+            return False
+        passes, alone_s = [], 0.0
+        for each, each_doc, each_run in waiting:
+            tokens, context = each_doc.prefill_span(each_run[0], each_run[-1])
+            context -= 0 if each.can_see_before(each_doc) else each_doc.before
+            seconds = costs.prefill.seconds(tokens, context)
+            alone_s += seconds
+            passes.append(WaitingPass(tokens, context, seconds, self._join_limit_s(each, alone_s, now)))
+        # Whoever takes no part may need the lane as soon as the first pass alone would leave it.
+        others = [each for each in self._loads.values() if all(each is not known for known, *_ in waiting)]
+        free_s = min((self._join_limit_s(each, passes[0].seconds, now) for each in others), default=inf)
+        passes = [replace(each, limit_s=min(each.limit_s, free_s)) for each in passes]
+        chosen = joined(passes, costs, self._settings.max_joined)
+        if len(chosen) == 1:
+            return False
+        jobs = [self.pass_job(*waiting[number], now) for number in chosen]
+        expected_s = costs.joined_s([(job.tokens, job.context) for job in jobs])
+        self.lanes.start("prefill", replace(jobs[0], kind="joined", expected_s=expected_s, others=tuple(jobs[1:])))
+        out.append(ev.RecomputeTogether(tuple(map(_asked, jobs))))
+        return True
+
+    def _waiting(self, first: Load, now: float) -> Iterator[tuple[Load, DocumentState, list[int]]]:
+        """The next passes of other loads that could run now, in the order of their turns."""
+        for load in sorted(self._loads.values(), key=self._rank):
+            if load is first or load.refused_s or not load.passes:
+                continue
+            if not load.is_known and now - load.known_since < self.link.ttfb_s:
+                continue  # as in turns of their own: the other indexes are about to come
+            self._refresh(load, now)
+            if load.refused_s or not load.passes:
+                continue
+            costs = self.costs_of(load)
+            surest_s = min(self._heard_s(now), self._until_closing_s(load, now), self._sure_s(load, costs, now))
+            found = load.passes.next(costs, min(self._pass_limit_s(load, costs, now), surest_s))
+            if found and costs.prefill.seconds(*found[0].prefill_span(found[1][0], found[1][-1])) <= surest_s:
+                yield load, *found
+
+    def _join_limit_s(self, load: Load, alone_s: float, now: float) -> float:
+        """Seconds that a joined pass may take so that a load is still handed over by its cut.
+
+        Args:
+            load: Which one.
+            alone_s: When the lane would be done with its pass, or free for it, without joining.
+            now: The instant, in seconds of the controller's clock.
+        """
+        doubt_s = min(self._heard_s(now), self._sure_s(load, self.costs_of(load), now), self._settings.max_pass_s)
+        if load.due == inf or self._rank(load)[0] or load.plan is None:
+            return max(doubt_s, alone_s)
+        ends = load.planned_at + load.plan.finish_s - self.costs_of(load).closing_s(load.prompt_tokens)
+        return max(alone_s, min(doubt_s, alone_s + self._cut(load) - max(ends, now)))
+
+    def recomputed_together(self, event: ev.RecomputedTogether, now: float) -> None:
+        """Take in the end of a joined pass, for each of its loads.
+
+        Args:
+            event: What was told.
+            now: The instant, in seconds of the controller's clock.
+
+        Raises:
+            ArgumentError: No such pass is running, or what failed is not of it.
+        """
+        job = self.lanes.running("prefill")
+        if job is None or job.kind != "joined" or tuple(map(_asked, job.passes)) != event.passes:
+            msg = "no such joined pass is running; report each instruction's outcome once, with exactly its passes"
+            raise ArgumentError(msg)
+        if not (isfinite(event.seconds) and event.seconds >= 0):
+            msg = f"a measured time must be a finite number of seconds, at least 0, got {event.seconds}"
+            raise ArgumentError(msg)
+        failed = {chunk.load: chunk for chunk in event.failed}
+        ours = {chunk for each in job.passes for chunk in each.chunks}
+        firsts = {each.chunks[0] for each in job.passes}
+        if len(failed) < len(event.failed) or not ours.issuperset(event.failed) or not firsts.issuperset(event.blind):
+            msg = "of each pass at most one chunk failed, and what was blind is named by its first chunk"
+            raise ArgumentError(msg)
+        self.lanes.end("prefill", "joined", job.chunks, job.load, job.document, now)
+        if self._estimates.joined and event.joined and not (event.failed or event.blind):
+            self._estimates.joined.add_rows([(each.tokens, each.context) for each in job.passes], event.seconds)
+        for each in job.passes:
+            load = self._loads.get(each.load)
+            if load and each.load in failed:
+                _fail(load, each, failed[each.load], event.reason)
+            elif load:
+                _end(load, each, blind=each.chunks[0] in event.blind)
+
+
+def _asked(job: Job) -> ev.Recompute:
+    return ev.Recompute(job.chunks[0], job.chunks[-1], job.behind)
+
+
+def _end(load: Load, job: Job, *, blind: bool) -> None:
+    doc = load.doc(job.document)
+    for chunk in job.chunks:
+        doc.move(chunk.chunk, READY)
+        doc.table.valid_level[doc.start + chunk.chunk] = -1
+    if job.behind and not blind:
+        doc.saw_before(chunk.chunk for chunk in job.chunks)
+
+
+def _fail(load: Load, job: Job, bad: object, reason: str) -> None:
+    doc = load.doc(job.document)
+    load.is_stale = True
+    for chunk in job.chunks:
+        if chunk == bad:
+            doc.lose(chunk.chunk, f"recomputation failed: {reason}", fetch=False)
+        else:
+            doc.move(chunk.chunk, PLANNED)

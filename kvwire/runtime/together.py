@@ -1,0 +1,99 @@
+"""Chunks of several loads computed in one forward pass, each load's as a row of its own.
+
+A load that is over by then is left out, and one whose row cannot be computed leaves the others whole: where the pass
+fails, each load's is run alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvwire.controller import events as ev
+from kvwire.runtime.prompt_jobs import GONE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvwire.engines.base import Engine
+    from kvwire.runtime.driver import ControllerDriver
+    from kvwire.runtime.prompt_jobs import PromptJobs
+    from kvwire.types import ChunkId
+
+
+@dataclass(frozen=True, eq=False)
+class _Row:
+    """A load's part of a joined pass."""
+
+    jobs: PromptJobs
+    asked: ev.Recompute
+
+    @property
+    def chunks(self) -> tuple[ChunkId, ...]:
+        first = self.asked.first
+        return tuple(replace(first, chunk=chunk) for chunk in range(first.chunk, self.asked.last.chunk + 1))
+
+
+async def recompute_together(
+    engine: Engine, driver: ControllerDriver, asked: ev.RecomputeTogether, loads: Sequence[PromptJobs]
+) -> None:
+    """Compute what a joined pass names and tell how it ended, whatever becomes of its loads meanwhile.
+
+    Args:
+        engine: The model that recomputes.
+        driver: The controller's.
+        asked: The passes.
+        loads: Those that are under way, by their numbers.
+    """
+    known = {jobs.number: jobs for jobs in loads}
+    rows = [_Row(known[each.first.load], each) for each in asked.passes if each.first.load in known]
+    if not all(row.jobs.can_be_row(row.asked) for row in rows):
+        await _one_by_one(driver, asked, rows)
+        return
+    try:
+        ran, seconds = await driver.compute(partial(_compute, engine, driver, rows))
+    except Exception:  # noqa: BLE001 - whatever it is, passes alone need less memory, and show whose it is
+        await _one_by_one(driver, asked, rows)
+        return
+    tokens = sum(ran.values())
+    for row, own in ran.items():
+        row.jobs.note_recomputed(row.asked, row.chunks, seconds * own / tokens)
+    firsts = {row.asked.first for row in ran}
+    gone = tuple(each.first for each in asked.passes if each.first not in firsts)
+    driver.tell(ev.RecomputedTogether(asked.passes, seconds, not gone, gone, GONE if gone else ""))
+
+
+def _compute(engine: Engine, driver: ControllerDriver, rows: Sequence[_Row]) -> tuple[dict[_Row, int], float]:
+    """Run the rows of loads that are not over, and write them into their prompts; returns tokens of each, and seconds.
+
+    In the compute thread.
+    """
+    living = [row for row in rows if not row.jobs.is_gone]
+    if not living:
+        return {}, 0.0
+    began = driver.clock()
+    given = [row.jobs.row(row.asked.first, row.asked.last, behind=row.asked.behind) for row in living]
+    prefixes, token_ids, offsets = zip(*given, strict=True)
+    pieces = engine.extend_together(prefixes, token_ids, offsets=offsets)
+    for row, piece in zip(living, pieces, strict=True):
+        row.jobs.write(row.asked.first, piece)
+    engine.synchronize()
+    return dict(zip(living, map(len, token_ids), strict=True)), driver.clock() - began
+
+
+async def _one_by_one(driver: ControllerDriver, asked: ev.RecomputeTogether, rows: Sequence[_Row]) -> None:
+    """Run each load's row alone, and tell of each how it ended."""
+    known = {row.asked.first for row in rows}
+    failed = [each.first for each in asked.passes if each.first not in known]
+    reasons, blind, spent_s = [GONE] * bool(failed), [], 0.0
+    for row in rows:
+        match await row.jobs.recompute(row.asked):
+            case ev.RecomputeFailed(chunk, reason):
+                failed.append(chunk)
+                reasons.append(reason)
+            case ev.RecomputeDone(chunks, seconds, was_blind):
+                spent_s += seconds
+                blind += [chunks[0]] if was_blind else []
+    reason = "; ".join(dict.fromkeys(reasons))
+    driver.tell(ev.RecomputedTogether(asked.passes, spent_s, False, tuple(failed), reason, tuple(blind)))
