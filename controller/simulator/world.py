@@ -353,34 +353,37 @@ class World:
             if job.ends > self._now:
                 continue
             del self._jobs[lane]
-            seconds = max(0.0, job.ends - job.began - self._lane_s)
-            match job.instruction:
-                case ev.Decode(chunks, levels):
-                    for chunk, level in zip(chunks, levels, strict=True):
-                        self._note(lane, job, chunk, chunk.chunk, "decode", level)
-                    run = self._runs[chunks[0].load]
-                    bad = tuple(chunk for chunk in chunks if chunk in run.corrupt)
-                    run.corrupt.difference_update(bad)
-                    run.valid.update(set(chunks).difference(bad))
-                    self._tell(ev.DecodeFailed(chunks, bad, "checksum") if bad else ev.DecodeDone(chunks, seconds))
-                case ev.Recompute() as asked:
-                    self._tell(ev.RecomputeDone(self._recomputed(lane, job, asked), seconds))
-                case ev.RecomputeTogether(passes):
-                    for asked in passes:
-                        self._recomputed(lane, job, asked)
-                    self._tell(ev.RecomputedTogether(passes, seconds))
-                case ev.Look(load):
-                    run = self._runs[load]
-                    run.looked = bool(run.arrival.attention)
-                    self._note(lane, job, ChunkId(0, 0, load), 0, "look")
-                    self._tell(ev.Looked(load, run.arrival.attention, seconds))
-                case ev.Repair(load, documents):
-                    self._note(lane, job, ChunkId(documents - 1, 0, load), 0, "repair")
-                    rows, left = self._runs[load].end_repair()
-                    self._tell(ev.RepairDone(load, documents, rows, left, seconds))
-                case ev.ComputePrefix(load, document):
-                    self._note(lane, job, ChunkId(document, 0, load), 0, "head start")
-                    self._tell(ev.PrefixComputed(load, document, seconds))
+            self._end_job(lane, job)
+
+    def _end_job(self, lane: Lane, job: _Job) -> None:
+        seconds = max(0.0, job.ends - job.began - self._lane_s)
+        match job.instruction:
+            case ev.Decode(chunks, levels):
+                for chunk, level in zip(chunks, levels, strict=True):
+                    self._note(lane, job, chunk, chunk.chunk, "decode", level)
+                run = self._runs[chunks[0].load]
+                bad = tuple(chunk for chunk in chunks if chunk in run.corrupt)
+                run.corrupt.difference_update(bad)
+                run.valid.update(set(chunks).difference(bad))
+                self._tell(ev.DecodeFailed(chunks, bad, "checksum") if bad else ev.DecodeDone(chunks, seconds))
+            case ev.Recompute() as asked:
+                self._tell(ev.RecomputeDone(self._recomputed(lane, job, asked), seconds))
+            case ev.RecomputeTogether(passes):
+                for asked in passes:
+                    self._recomputed(lane, job, asked)
+                self._tell(ev.RecomputedTogether(passes, seconds))
+            case ev.Look(load):
+                run = self._runs[load]
+                run.looked = bool(run.arrival.attention)
+                self._note(lane, job, ChunkId(0, 0, load), 0, "look")
+                self._tell(ev.Looked(load, run.arrival.attention, seconds))
+            case ev.Repair(load, documents):
+                self._note(lane, job, ChunkId(documents - 1, 0, load), 0, "repair")
+                rows, left = self._runs[load].end_repair()
+                self._tell(ev.RepairDone(load, documents, rows, left, seconds))
+            case ev.ComputePrefix(load, document):
+                self._note(lane, job, ChunkId(document, 0, load), 0, "head start")
+                self._tell(ev.PrefixComputed(load, document, seconds))
 
     def _recomputed(self, lane: Lane, job: _Job, asked: ev.Recompute) -> tuple[ChunkId, ...]:
         first, last = asked.first, asked.last.chunk

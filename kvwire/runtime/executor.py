@@ -306,25 +306,33 @@ class Executor(PromptJobs):
                 self._fetches[chunk] = self._spawn(self._fetch(instruction))
             case ev.Decode(chunks, levels):
                 self._driver.run(self._decode(chunks, levels))
-            case ev.Recompute():
-                self._driver.run(self._recompute(instruction))
-            case ev.RecomputeTogether():
-                carriers = (self._driver.carrier(each.first.load) for each in instruction.passes)
-                loads = [each for each in carriers if isinstance(each, Executor)]
-                self._driver.run(recompute_together(self._engine, self._driver, instruction, loads))
+            case ev.Recompute() | ev.RecomputeTogether() | ev.Look() | ev.Repair():
+                self._driver.run(self._pass(instruction))
             case ev.ComputePrefix(document=document):
                 self._choose(document, instruction.variant)
                 self._driver.run(self._start_head(document))
-            case ev.Look():
-                self._driver.run(self._look())
-            case ev.Repair():
-                self._driver.run(self._repair(instruction))
             case ev.Cancel(chunk, reason):
                 self._cancel(chunk, reason)
             case ev.Release(chunk):
                 self._parts.pop(chunk, None)
             case ev.Finish() | ev.Fail() | ev.Refuse():
                 self._end(instruction)
+
+    def _pass(
+        self, instruction: ev.Recompute | ev.RecomputeTogether | ev.Look | ev.Repair
+    ) -> Coroutine[None, None, None]:
+        """What the engine is asked to run."""
+        match instruction:
+            case ev.Recompute():
+                return self._recompute(instruction)
+            case ev.RecomputeTogether():
+                carriers = (self._driver.carrier(each.first.load) for each in instruction.passes)
+                loads = [each for each in carriers if isinstance(each, Executor)]
+                return recompute_together(self._engine, self._driver, instruction, loads)
+            case ev.Look():
+                return self._look()
+            case ev.Repair():
+                return self._repair(instruction)
 
     def _end(self, instruction: ev.Finish | ev.Fail | ev.Refuse) -> None:
         match instruction:

@@ -315,24 +315,22 @@ class Repairer:
         """
         if share <= 0 or len(prompt.tokens) == 1:
             return None, ""
-        if told.laid_out is not None and not told.trouble and (texts := _known(told, prompt)):
-            moved, seen = told.deviation, told.seen
-            return repair_laid_out(
-                self._engine, prompt, told.laid_out, texts, question, plan.selector, share, deviation=moved, seen=seen
-            ), ""
         given = self._input(prompt, told, question, front)
         if given is None:
             return self._refused(plan, told.trouble or "the text of a document is not known")
+        if told.laid_out is not None:
+            texts, moved, seen = _known(told, prompt), told.deviation, told.seen
+            return repair_laid_out(
+                self._engine, prompt, told.laid_out, texts, question, plan.selector, share, deviation=moved, seen=seen
+            ), ""
         if len(given.documents) == 1 and share < 1:
             return None, ""
         share = _behind(share, prompt, front)
         try:
             return repair_prompt(given, plan.selector, share, None if plan.is_wanted else stop, restore), ""
-        except ArgumentError as error:
-            if plan.is_wanted:
+        except (ArgumentError, MismatchError) as error:
+            if plan.is_wanted and isinstance(error, ArgumentError):
                 raise
-            return self._refused(plan, str(error))
-        except MismatchError as error:
             return self._refused(plan, str(error))
 
     def begin(

@@ -245,8 +245,8 @@ class PromptJobs:
         if document.layout is not None:
             from kvwire.reuse import compute_piece
 
-            span, ids = (document.span(first.chunk)[0], document.span(last.chunk)[1]), document.token_ids or ()
-            compute_piece(self._engine, document.layout, self.prompt, first.document, ids, span, behind=behind)
+            span, whole = (document.span(first.chunk)[0], document.span(last.chunk)[1]), document.token_ids or ()
+            compute_piece(self._engine, document.layout, self.prompt, first.document, whole, span, behind=behind)
             return
         seen, ids, offset = self.row(first, last, behind=behind)
         self.write(first, self._engine.extend(seen, ids, offset=offset))
