@@ -17,7 +17,6 @@ from kvwire.reuse import LinkedPrompt
 from kvwire.runtime.headers import HeaderReader
 from kvwire.runtime.links import UNREPAIRED, by_token
 from kvwire.runtime.prompt_jobs import PromptJobs
-from kvwire.runtime.together import recompute_together
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -263,6 +262,8 @@ class Executor(PromptJobs):
             case ev.Recompute():
                 self._driver.run(self._recompute(instruction))
             case ev.RecomputeTogether():
+                from kvwire.runtime.together import recompute_together
+
                 carriers = (self._driver.carrier(each.first.load) for each in instruction.passes)
                 loads = [each for each in carriers if isinstance(each, Executor)]
                 self._driver.run(recompute_together(self._engine, self._driver, instruction, loads))

@@ -151,7 +151,9 @@ class Loader:
                 self._warming.begin(expect_all(profile))
         priors = (chosen.bandwidth_prior, chosen.ttfb_prior_s)
         estimates = ctl.Estimates.of_state(state, costs, *priors, age_s=known.age_s)
-        if estimates.joined and not joins(self._engine):
+        able = type(self._engine).check_together is not Engine.check_together
+        # What is remembered was measured on such an engine: a process that asks once does not look again.
+        if estimates.joined and not (able and (costs is None or joins(self._engine))):
             estimates.use_joined(None)
         elif estimates.joined is None and costs is None:
             estimates.use_joined(measure_joined(self._engine))
