@@ -39,7 +39,7 @@ PROMPTS = {"1 x 100": (100,), "1 x 200": (200,), "4 x 100": (100,) * 4, "1 x 100
 """Documents and tokens of each, of every request."""
 QUESTION = 32
 NO_LINK = 10.0  # bytes a second
-ROWS, LENGTHS, BEFORE = (8,), (16, 128), 256
+ROWS, LENGTHS, BEFORE = (2, 8), (16, 128), 256
 OFF = 1.25
 """Lengths of a prompt's documents differ by up to this factor between requests."""
 
@@ -89,7 +89,7 @@ def timed(engine: TransformersEngine, seed: int, rounds: int) -> list[dict[str, 
     cases = {}
     for rows in ROWS:
         for tokens in LENGTHS:
-            for before in (BEFORE,):
+            for before in (0, BEFORE):
                 ids = [[draw.randrange(engine.vocabulary_size) for _ in range(before + tokens)] for _ in range(rows)]
                 prefixes = [engine.extend(None, each[:before]) if before else None for each in ids]
                 news = [each[before:] for each in ids]
@@ -155,7 +155,7 @@ def main() -> None:
     model = measure_costs(engine)
     choices = [
         {"waiting": rows, "tokens": tokens, "before": before, "joined": chosen(model, rows, tokens, before)}
-        for rows in ROWS for tokens in LENGTHS for before in (BEFORE,)
+        for rows in ROWS for tokens in LENGTHS for before in (0, BEFORE)
     ]  # fmt: skip
     print(
         table(

@@ -22,7 +22,7 @@ from kvwire.codec.prediction.text import expect_all
 from kvwire.engines.base import Engine
 from kvwire.errors import ArgumentError, KvwireError
 from kvwire.runtime.closing import Closer, Filled
-from kvwire.runtime.costs import joins, measure_costs, measure_joined, warm_up
+from kvwire.runtime.costs import joins, measure_costs, warm_up
 from kvwire.runtime.documents import LengthChangedError, Timeouts
 from kvwire.runtime.estimates_file import EstimatesFile, engine_key, link_key, processor
 from kvwire.runtime.executor import Executor, ExecutorSettings
@@ -155,8 +155,6 @@ class Loader:
         # What is remembered was measured on such an engine: a process that asks once does not look again.
         if estimates.joined and not (able and (costs is None or joins(self._engine))):
             estimates.use_joined(None)
-        elif estimates.joined is None and costs is None:
-            estimates.use_joined(measure_joined(self._engine))
         return estimates
 
     @property
