@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvwire.controller.load import Load
 
 _SOONER = 0.99  # what joining must bring the sum of ends down to: less is not worth what estimates are off
+_VAIN = 3  # joined passes in a row that an engine could not run; after these it is asked for none
 _MOST_PADDED = 32768
 """Tokens of all rows together, padding and what stands before them included: their caches lie in memory twice."""
 
@@ -101,6 +102,8 @@ def sum_of_ends(passes: Sequence[WaitingPass], chosen: Sequence[int], costs: Cos
 class Joiner(RepairingPlanner):
     """Has passes of several loads run as one."""
 
+    _in_vain = 0  # joined passes in a row that had to be run one by one
+
     def begin_pass(self, load: Load, doc: DocumentState, run: list[int], now: float, out: list[ev.Instruction]) -> None:
         """Begin a forward pass over neighbouring chunks of a document, together with others' where that is sooner.
 
@@ -111,7 +114,7 @@ class Joiner(RepairingPlanner):
             now: The instant, in seconds of the controller's clock.
             out: Instructions are appended to it.
         """
-        joins = self._estimates.joined is not None and len(self._loads) > 1
+        joins = self._estimates.joined is not None and len(self._loads) > 1 and self._in_vain < _VAIN
         if not (joins and self._join(load, doc, run, now, out)):
             self.start_pass(load, doc, run, now, out)
 
@@ -197,6 +200,10 @@ class Joiner(RepairingPlanner):
         self.lanes.end("prefill", "joined", job.chunks, job.load, job.document, now)
         if self._estimates.joined and event.joined and not (event.failed or event.blind):
             self._estimates.joined.add_rows([(each.tokens, each.context) for each in job.passes], event.seconds)
+        if event.joined:
+            self._in_vain = 0
+        elif not event.failed:
+            self._in_vain += 1
         for each in job.passes:
             load = self._loads.get(each.load)
             if load and each.load in failed:

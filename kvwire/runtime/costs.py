@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _PASSES = ((32, 0), (256, 0), (1024, 0), (256, 768), (32, 2048))
 """(new tokens, tokens before them): enough to tell fixed cost, cost of a token and cost of attention apart."""
-_JOINED = ((2, 32, 0), (8, 32, 0), (4, 64, 256), (2, 256, 0), (2, 256, 768))
+_JOINED = ((2, 16, 0), (8, 16, 0), (2, 96, 0), (2, 32, 768))
 """(rows, new tokens of each, tokens before them): likewise, for passes that are joined."""
 _TOKENS = 256
 _QUESTION = 32

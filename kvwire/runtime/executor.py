@@ -19,7 +19,6 @@ from kvwire.runtime.headers import HeaderReader
 from kvwire.runtime.links import UNREPAIRED, Repairer, Told, by_token
 from kvwire.runtime.prompt_jobs import GONE, PromptJobs
 from kvwire.runtime.repair_in_order import end_of
-from kvwire.runtime.together import recompute_together
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -326,6 +325,8 @@ class Executor(PromptJobs):
             case ev.Recompute():
                 return self._recompute(instruction)
             case ev.RecomputeTogether():
+                from kvwire.runtime.together import recompute_together  # few loads need it
+
                 carriers = (self._driver.carrier(each.first.load) for each in instruction.passes)
                 loads = [each for each in carriers if isinstance(each, Executor)]
                 return recompute_together(self._engine, self._driver, instruction, loads)

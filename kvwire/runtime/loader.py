@@ -22,7 +22,7 @@ from kvwire.codec.prediction.text import expect_all
 from kvwire.engines.base import Engine
 from kvwire.errors import ArgumentError, KvwireError
 from kvwire.runtime.closing import Closer, Filled
-from kvwire.runtime.costs import joins, measure_costs, measure_joined, warm_up
+from kvwire.runtime.costs import joins, measure_costs, warm_up
 from kvwire.runtime.documents import LengthChangedError, Timeouts
 from kvwire.runtime.estimates_file import EstimatesFile, engine_key, link_key, processor
 from kvwire.runtime.executor import Executor, ExecutorSettings
@@ -151,10 +151,10 @@ class Loader:
                 self._warming.begin(expect_all(profile))
         priors = (chosen.bandwidth_prior, chosen.ttfb_prior_s)
         estimates = ctl.Estimates.of_state(state, costs, *priors, age_s=known.age_s)
-        if estimates.joined and not joins(self._engine):
+        able = type(self._engine).check_together is not Engine.check_together
+        # What is remembered was measured on such an engine: a process that asks once does not look again.
+        if estimates.joined and not (able and (costs is None or joins(self._engine))):
             estimates.use_joined(None)
-        elif estimates.joined is None and costs is None:
-            estimates.use_joined(measure_joined(self._engine))
         return estimates
 
     @property

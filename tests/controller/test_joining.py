@@ -296,3 +296,24 @@ def test_troubles_and_leavers_end_every_load(seed):
     trouble = Trouble(fail=0.3, corrupt=0.3, noise=0.5)
     played = play(arrivals, draw.choice([SLOW, 1e6]), costs=JOINS, trouble=trouble, seed=seed, workers=2)
     assert all(each.decisions or each.ttft_s >= 0 for each in played.outcomes)
+
+
+class Unable:
+    """What tells a controller that no joined pass ran as one."""
+
+    def __init__(self, controller):
+        self._controller = controller
+
+    @property
+    def wake_at(self):
+        return self._controller.wake_at
+
+    def handle(self, event, now):
+        told = replace(event, joined=False) if isinstance(event, ev.RecomputedTogether) else event
+        return self._controller.handle(told, now)
+
+
+def test_an_engine_that_cannot_after_all_is_asked_for_no_more_joined_passes():
+    arrivals = loads(24, every_s=0.02)
+    assert len(together(play(arrivals, SLOW, costs=JOINS))) > 3
+    assert len(together(play(arrivals, SLOW, costs=JOINS, wrap=Unable))) == 3
