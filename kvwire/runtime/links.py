@@ -11,7 +11,7 @@ from kvwire.controller import RepairOption
 from kvwire.controller.repair import MOST, UNMEASURED
 from kvwire.engines.base import Engine
 from kvwire.errors import ArgumentError, LinkBoundError, MismatchError
-from kvwire.reuse import RepairInput, repair_laid_out, repair_prompt, selector_of
+from kvwire.reuse import RepairInput, repair_prompt, selector_of
 from kvwire.runtime.link_report import DEFAULT_SELECTOR, scan_of
 
 if TYPE_CHECKING:
@@ -294,26 +294,33 @@ class Repairer:
         known = [text for text in told.texts if text is not None]
         if told.trouble or len(known) < len(prompt.tokens):
             return self._refused(plan, told.trouble or "the text of a document is not known")
-        if told.laid_out is not None:
-            moved, seen = told.deviation, told.seen
-            return repair_laid_out(
-                self._engine, prompt, told.laid_out, known, question, plan.selector, share, deviation=moved, seen=seen
-            ), ""
         ids = tuple(token for text in known for token in text)
         documents = _behind_front(prompt.tokens, front)
-        if len(documents) == 1 and share < 1:
+        if len(documents) == 1 and share < 1 and told.laid_out is None:
             return None, ""
         left = 1 - max(0, front - prompt.tokens[0]) / len(ids)
         share = share if share == 1 else share * left
-        given = RepairInput(self._engine, prompt.cache, ids, documents, tuple(question), told.deviation, seen=told.seen)
         try:
+            if told.laid_out is not None:
+                return self._beside_links(plan, prompt, told.laid_out, told, known, question, share), ""
+            moved, seen = told.deviation, told.seen
+            given = RepairInput(self._engine, prompt.cache, ids, documents, tuple(question), moved, seen=seen)
             return repair_prompt(given, plan.selector, share, None if plan.is_wanted else stop, restore), ""
-        except ArgumentError as error:
-            if plan.is_wanted:
+        except (ArgumentError, MismatchError) as error:
+            if plan.is_wanted and isinstance(error, ArgumentError):
                 raise
             return self._refused(plan, str(error))
-        except MismatchError as error:
-            return self._refused(plan, str(error))
+
+    def _beside_links(
+        self, plan: LinkPlan, prompt: LinkedPrompt, laid_out: PromptLayout, told: Told,
+        texts: Sequence[Sequence[int]], question: Sequence[int], share: float,
+    ) -> Repaired:  # fmt: skip
+        from kvwire.reuse import repair_laid_out  # few loads need it
+
+        return repair_laid_out(
+            self._engine, prompt, laid_out, texts, question, plan.selector, share,
+            deviation=told.deviation, seen=told.seen,
+        )  # fmt: skip
 
     def _refused(self, plan: LinkPlan, why: str) -> tuple[None, str]:
         words = f"links were not repaired: {why}"
