@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvwire.reuse.repair.selectors.base import Selector
 
 
-def repair_laid_out(
+def repair_laid_out(  # noqa: PLR0913 - a prompt, how it is repaired, and what is known of it
     engine: RowsEngine, linked: LinkedPrompt, prompt: PromptLayout, texts: Sequence[Sequence[int]],
     question: Sequence[int], selector: Selector, share: float, *, deviation: Tensor | None = None,
     seen: Seen | None = None,

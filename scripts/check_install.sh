@@ -48,14 +48,15 @@ for version in $(sed -n 's/.*"Programming Language :: Python :: \(3\.[0-9]*\)".*
         continue
     fi
     resolve "$python" -c constraints.txt "$wheel[dev,demo,docs]"
-    echo "Python $version: the two commands' requirements resolve from the index alone"
+    resolve "$python" -c constraints.txt "$wheel[train]"
+    echo "Python $version: the two commands' requirements, and those of the extra train, resolve from the index alone"
     newest=$python
 done
 if [ -z "$newest" ]; then
     echo "none of the Pythons that pyproject.toml claims is on PATH or among pyenv's; install one" >&2
     exit 1
 fi
-resolve "$newest" "$wheel[dev,demo,docs,gpu]"
+resolve "$newest" "$wheel[dev,demo,docs,gpu,train]"
 echo "$("$newest" --version): the newest versions that are allowed resolve too"
 
 quietly .venv/bin/python -m venv "$work/clean"

@@ -26,15 +26,16 @@ def settle_holes(document: DocumentHandle, engine: Engine, asked: LinkLayout | N
     Raises:
         MismatchError: The load's layout stores anchors alone, and this blob holds something else.
     """
-    decoder, ids, size = document.decoder, document.token_ids, engine.vocabulary_size
+    decoder, ids = document.decoder, document.token_ids
     kept = decoder.kept if decoder else None
     soft = engine.soft_tokens
     named = [asked, soft.link_layout if soft else None]
     layout = next((each for each in named if each is not None and each.anchors), None)
-    is_of_layout = layout is not None and ids is not None and stored_tokens(layout, ids, size) == ids
-    if layout is not None and is_of_layout and (decoder is None or _is_stored(layout, kept, document.tokens)):
-        document.layout = layout
-        return
+    if layout is not None and ids is not None:
+        is_of_layout = stored_tokens(layout, ids, engine.vocabulary_size) == ids
+        if is_of_layout and (decoder is None or _is_stored(layout, kept, document.tokens)):
+            document.layout = layout
+            return
     if asked is not None and asked.anchors and decoder is not None and ids is not None:
         msg = (
             f"the blob of {document.document_id!r} does not hold the anchors of the layout {asked.name} and nothing "

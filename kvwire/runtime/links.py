@@ -11,7 +11,7 @@ from kvwire.controller import RepairOption
 from kvwire.controller.repair import MOST, UNMEASURED
 from kvwire.engines.base import Engine
 from kvwire.errors import ArgumentError, LinkBoundError, MismatchError
-from kvwire.reuse import RepairInput, repair_laid_out, repair_prompt, rows_for, selector_of
+from kvwire.reuse import RepairInput, repair_prompt, rows_for, selector_of
 from kvwire.runtime.link_report import DEFAULT_SELECTOR, scan_of
 
 if TYPE_CHECKING:
@@ -318,15 +318,12 @@ class Repairer:
         given = self._input(prompt, told, question, front)
         if given is None:
             return self._refused(plan, told.trouble or "the text of a document is not known")
-        if told.laid_out is not None:
-            texts, moved, seen = _known(told, prompt), told.deviation, told.seen
-            return repair_laid_out(
-                self._engine, prompt, told.laid_out, texts, question, plan.selector, share, deviation=moved, seen=seen
-            ), ""
-        if len(given.documents) == 1 and share < 1:
+        if len(given.documents) == 1 and share < 1 and told.laid_out is None:
             return None, ""
         share = _behind(share, prompt, front)
         try:
+            if told.laid_out is not None:
+                return self._beside_links(plan, prompt, told.laid_out, told, question, share), ""
             return repair_prompt(given, plan.selector, share, None if plan.is_wanted else stop, restore), ""
         except (ArgumentError, MismatchError) as error:
             if plan.is_wanted and isinstance(error, ArgumentError):
@@ -368,6 +365,17 @@ class Repairer:
             return None
         ids, documents = tuple(token for text in known for token in text), _behind_front(prompt.tokens, front)
         return RepairInput(self._engine, prompt.cache, ids, documents, tuple(question), told.deviation, seen=told.seen)
+
+    def _beside_links(
+        self, plan: LinkPlan, prompt: LinkedPrompt, laid_out: PromptLayout, told: Told,
+        question: Sequence[int], share: float,
+    ) -> Repaired:  # fmt: skip
+        from kvwire.reuse import repair_laid_out  # few loads need it
+
+        return repair_laid_out(
+            self._engine, prompt, laid_out, _known(told, prompt), question, plan.selector, share,
+            deviation=told.deviation, seen=told.seen,
+        )  # fmt: skip
 
     def _refused(self, plan: LinkPlan, why: str) -> tuple[None, str]:
         words = f"links were not repaired: {why}"

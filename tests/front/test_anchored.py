@@ -114,6 +114,7 @@ def damage(corpus, name, chunk):
 
 
 def test_stored_anchors_are_those_of_the_library_bit_for_bit(small, soft_engine, corpus, names):
+    assert corpus.profile().error_to_kl is not None
     for name in names:
         found, wanted = corpus.decode(name, "lossless"), compute_cached(soft_engine, LAYOUT, small.tokens[name])
         assert (

@@ -217,7 +217,7 @@ def test_errors_are_measured_on_texts_that_the_fit_has_not_seen():
 def test_the_curve_is_of_held_out_texts_and_the_profile_says_so(small, monkeypatch, held_out):
     seen = []
 
-    def spy(engine, profile, documents, ladder=None):
+    def spy(_, profile, documents, *__):
         seen.extend(documents)
         return replace(profile, error_to_kl=(1.0, 1.0))
 
