@@ -2,11 +2,12 @@
 
     python benchmarks/repair_in_order.py
 
-serves the demonstration's documents over emulated links and asks its first prompt and one over eight shorter documents,
-with no rows repaired and with shares of them, by selectors that know their rows beforehand and by the question's attention,
-once with all rows computed after the last chunk and once document by document, while the link brings the rest. Ways take
-turns, so that a busy moment hits all of them alike. Every load is the shipped one, but for the level, which is the same
-for all: the finest (``--level``), so that the divergence is that of links.
+serves the demonstration's documents over emulated links and asks its first prompt and one over eight shorter ones,
+with no rows repaired and with shares of them: chosen by a selector that knows its rows beforehand, once all computed
+after the last chunk and once document by document while the link brings the rest, and by the question's attention,
+which has to see all documents first. Ways take turns, so that a busy moment hits all of them alike. Every load is the
+shipped one, but for the level, which is the same for all: the finest (``--level``), so that the divergence is that of
+links. What the simulator makes of published shapes is written down beside.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from measure import ROOT, add_common_options, summary, table, write_json
-from reuse_parts.in_order import draw, trades
+from reuse_parts.in_order import draw, published, trades
 from tqdm import tqdm
 
 import kvwire
 from kvwire.comparison.run import local_server
+from kvwire.reuse import selector_of
 from kvwire.runtime.coding import Document
 from kvwire.runtime.corpus import Corpus
 from kvwire.runtime.costs import measure_costs
@@ -40,11 +42,12 @@ from kvwire.store.schemes import open_store
 from kvwire.transport import parse_link
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 LINKS = ("10mbit,60ms", "50mbit,20ms", "500mbit,5ms")
 ANSWER_TOKENS = 32
-DEADLINE_S = 30.0
+WARM = 1
+"""Loads before those that count: a server in use knows its link and its kernels."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,8 @@ class Way:
 
 def ways(shares: Sequence[float], selectors: Sequence[str]) -> list[Way]:
     """All that is compared; the question's attention is known at the end alone where nothing is looked at before."""
-    paired = [Way(s, name, order) for name in selectors for s in shares for order in (False, True)]
+    orders = {name: (False,) if "question" in selector_of(name).needs else (False, True) for name in selectors}
+    paired = [Way(s, name, order) for name in selectors for s in shares for order in orders[name]]
     return [Way(0.0, "none", in_order=False), *paired]
 
 
@@ -92,8 +96,8 @@ def prompts(engine: Any, texts: dict[str, list[int]], question: str, length: int
     return made
 
 
-def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every prompt over every link."""
+def measured(args: argparse.Namespace, told: Callable[[list[dict[str, Any]]], None]) -> list[dict[str, Any]]:
+    """Every prompt over every link. told: hears of what is measured so far."""
     engine = kvwire.open_engine(args.model, dtype=torch.float32)
     texts = {name: engine.tokenize(text) for name, text in read_texts([str(args.documents)]).items()}
     asked = prompts(engine, texts, args.question, args.length)
@@ -107,10 +111,11 @@ def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
         with local_server(folder) as url, closing(open_store(url)) as remote:
             far = Corpus(engine, remote)
             costs = measure_costs(engine, far.profile())
-            for link in args.links:
-                for prompt in asked:
+            for prompt in asked:
+                for link in args.links:
                     print(f"{link}, {prompt.name}", flush=True)
                     rows += over(engine, far, costs, link, prompt, args)
+                    told(rows)
     return rows
 
 
@@ -135,16 +140,16 @@ def over(
             for way in chosen
         }  # fmt: skip
         for turn in tqdm(
-            range(args.rounds + 2), desc=f"{link} {prompt.name}", mininterval=10, leave=False, file=sys.stderr
+            range(args.rounds + WARM), desc=f"{link} {prompt.name}", mininterval=10, leave=False, file=sys.stderr
         ):
             for way, loader in loaders.items():
                 answer = loader.ask(prompt.documents, prompt.question)
-                if turn < 2:
+                if turn < WARM:
                     continue
                 found.setdefault(way, []).append(answer.timing)
                 expected.setdefault(way.name, []).append(answer.predicted_s or 0.0)
                 beside.setdefault(way, []).append(answer.repair.beside if answer.repair else 0)
-                if turn == args.rounds + 1:
+                if turn == args.rounds + WARM - 1:
                     kl[way] = prompt.reference.from_full(engine, answer.prompt.cache)
                     texts = sum(decision.action == "recompute" for decision in answer.decisions)
                     rows = len(answer.repair.rows) if answer.repair else 0
@@ -169,19 +174,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--documents", type=Path, default=ROOT / "demo" / "documents")
     parser.add_argument("--question", default="When all this had been told, it was plain that")
     parser.add_argument("--links", nargs="+", default=LINKS)
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.05, 0.15, 0.3])
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.01, 0.02, 0.05, 0.15])
     parser.add_argument("--selectors", nargs="+", default=["first", "attention"])
     parser.add_argument("--length", type=int, default=192, help="tokens of a document of the longer prompt")
     parser.add_argument("--level", type=int, default=4, help="that everything is fetched at")
     parser.add_argument("--store", type=Path, help="folder where the documents stay encoded; default: a temporary one")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=7)
     return parser.parse_args()
 
 
 def main() -> None:
     """Measure, print, draw and write down."""
     args, began = arguments(), time.perf_counter()
-    rows = measured(args)
+    rows = measured(args, lambda rows: written(args, rows, began))
     head = ["", "TTFT s", "least", "greatest", "predicted", "KL to full", "rows", "beside", "text"]
     for link in args.links:
         for name in dict.fromkeys(row["prompt"] for row in rows):
@@ -195,15 +200,18 @@ def main() -> None:
                 for row in mine
             ]  # fmt: skip
             print(f"\n{link}, {name}\n{table(head, cells)}")
-    found = trades(rows)
-    for each in found:
-        print(each)
+    for each in trades(rows):
+        print({key: value for key, value in each.items() if key != "against_none"})
+    draw(rows, args.out.with_suffix(".png"))
+
+
+def written(args: argparse.Namespace, rows: list[dict[str, Any]], began: float) -> None:
+    """Write down what is measured so far."""
     settings = {
         "rounds": args.rounds, "level": args.level, "links": list(args.links), "shares": args.shares,
         "selectors": args.selectors, "seed": args.seed, "seconds": time.perf_counter() - began,
     }  # fmt: skip
-    write_json(args.out, "repair_in_order", settings, {"loads": rows, "trades": found})
-    draw(rows, args.out.with_suffix(".png"))
+    write_json(args.out, "repair_in_order", settings, {"loads": rows, "trades": trades(rows), "published": published()})
 
 
 if __name__ == "__main__":

@@ -309,6 +309,8 @@ class Dispatcher(Joiner):
             return
         if not load.table.counts[FETCHING]:
             return
+        if load.in_order.share is not None and not load.passes and not self.link.stalled:
+            return  # the engine repairs what is here
         costs, table = self.costs_of(load), load.table
         for number in sorted({chunk.document for chunk in self.link.fetches if chunk.load == load.number}):
             doc = load.doc(number)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvwire.controller import events as ev
 from kvwire.controller.chunk_table import PLANNED, READY
-from kvwire.controller.repairing import RepairingPlanner
+from kvwire.controller.planning import Planner
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def sum_of_ends(passes: Sequence[WaitingPass], chosen: Sequence[int], costs: Cos
     return total
 
 
-class Joiner(RepairingPlanner):
+class Joiner(Planner):
     """Has passes of several loads run as one."""
 
     _in_vain = 0  # joined passes in a row that had to be run one by one

@@ -14,10 +14,10 @@ import numpy as np
 
 from kvwire.controller.chunk_table import FAILED, PLANNED, READY, REDECODING, REFINED, REFINING, ChunkState, ChunkTable
 from kvwire.controller.document_state import DocumentState
-from kvwire.controller.in_order import RepairInOrder
 from kvwire.controller.passes import WantedPasses
 from kvwire.controller.policies.base import RECOMPUTE, PlanRequest, prefill_s
 from kvwire.controller.policies.timeline import floor_s
+from kvwire.controller.repair import RepairInOrder
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -378,6 +378,10 @@ class Load:
         self.refine = deque(zip(self._refinable[finer].tolist(), plan.refine_levels or one_more, strict=True))
         same = self.waiting == before[0] and self.refine == before[1]
         self.confirmed = self.confirmed + 1 if same and wanted_alike else 0
+
+    def levels_of(self, plan: Plan) -> dict[int, int]:
+        """What a plan for the request made last has for each open chunk, by its place; RECOMPUTE among them."""
+        return dict(zip(self._open.tolist(), plan.levels.tolist(), strict=True))
 
     @property
     def can_fetch_instead(self) -> bool:

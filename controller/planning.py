@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvwire.controller.chunk_table import FAILED, PLANNED
+from kvwire.controller import events as ev
+from kvwire.controller.chunk_table import FAILED, PLANNED, READY
+from kvwire.controller.lanes import Job
 from kvwire.controller.limits import Limits
-from kvwire.controller.policies.base import Columns, CommittedWork, PlanRequest
+from kvwire.controller.policies.base import RECOMPUTE, SLOWEST, Columns, CommittedWork, PlanRequest
+from kvwire.controller.repair import beside_link, expected_rows, rows_of
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
     from kvwire.controller.costs import CostModel
     from kvwire.controller.document_state import DocumentState
     from kvwire.controller.load import Load
@@ -24,6 +30,8 @@ _OVERDUE = 1.5  # a pass that takes that many times what was expected tells of a
 _CONFIRMED = 2  # plans that the next ones only confirm are used for up to 2 to that power times as long
 _NEAR = 0.02  # share by which a link's estimate may change and nothing has changed
 _URGENT, _CALM = 1.0, 20.0  # plans are made after that many times what one costs, at the soonest
+_READY = bytes((READY,))
+_SURELY = 0.95  # share of a plan's time below which another one is worth taking: what hides is expected, and not sure
 
 
 class Planner(Limits):
@@ -124,7 +132,7 @@ class Planner(Limits):
             return
         self._choose_repair(load, now)
         request = self._request(load, now)
-        load.follow(self._policy.plan(request), request, now)
+        load.follow(self._planned(load, request), request, now)
         load.planned_for = self.link.bandwidth, self.link.bandwidth_low
         if load.first_s is None and load.is_known and load.plan:
             self._admit(load, load.plan, now)
@@ -146,10 +154,6 @@ class Planner(Limits):
             load.refused_s = max(0.0, now + soonest_s + margin_s - load.due)
         if not load.refused_s:
             self._demand.add(load.floor_s, now)
-
-    def _hidden_s(self, load: Load, plan: Plan) -> float:
-        """Seconds of a plan's closing that pass beside the link; see ``RepairingPlanner``."""
-        raise NotImplementedError
 
     def _request(self, load: Load, now: float) -> PlanRequest:
         costs, settings, link = self.costs_among_many(load), self._settings, self.link
@@ -199,6 +203,165 @@ class Planner(Limits):
                 beyond_s += max(0.0, batch_s - last * cost.seconds(tokens // count, size // count))
         self.backlog_s = seconds, beyond_s
         return self.backlog_s
+
+    # Repair of a load in document order. Such a job costs a pass of its own, which all rows at once would share: it is
+    # begun only where it is over, and all that is still to be decoded as well, before the link has brought the rest.
+
+    def _repair(self, load: Load, now: float, out: list[ev.Instruction]) -> None:
+        """Compute rows of documents that stay as they are, where the link takes longer for what is left."""
+        state = load.in_order
+        if not (load.is_known and state.may_begin(load.repair_share, has_looked=load.has_looked)):
+            return
+        if not self.lanes.is_free("prefill"):
+            return
+        raised = {at for at, _ in load.refine}
+        last = final_documents(load.docs, state.documents, raised, looked=load.has_looked)
+        if last in {state.documents, state.refused} or last == len(load.docs):
+            return  # what comes after the last chunk is the closing's
+        share, front = state.share or load.repair_share, load.front()
+        tokens = [doc.tokens for doc in load.docs]
+        rows = expected_rows(share, tokens, front, state.documents, last)
+        if not rows:
+            return
+        seen = sum(tokens[:last])
+        seconds = replace(self.costs_of(load), repair_rows=rows, repair_looks=False).repair_s(seen)
+        others_s = min(self._until_others_s(load, now), self._until_closing_s(load, now))
+        if seconds > min(self._beside_link_s(load, now), others_s):
+            state.refused = last
+            return
+        for doc in load.docs[state.documents : last]:
+            self._settle_document(doc, out)
+        state.share, state.is_running = share, True
+        load.began = self.turn()
+        self.lanes.start("prefill", Job("repair", load.number, last - 1, (), now, seconds, context=seen))
+        out.append(ev.Repair(load.number, last, share, front))
+
+    def _settle_document(self, doc: DocumentState, out: list[ev.Instruction]) -> None:
+        """Have a document stay as it is."""
+        table = doc.table
+        for chunk in range(doc.count):
+            at = doc.start + chunk
+            if table.valid_level[at] >= 0:
+                table.top[at] = table.valid_level[at]
+            self.release(doc, chunk, out)
+
+    def _beside_link_s(self, load: Load, now: float) -> float:
+        """Seconds that the engine may take for something else before what is left of a load is here."""
+        table, link = load.table, self.link
+        size = float(link.open_bytes + load.plan_bytes)
+        cost, decode_s = self.costs_among_many(load).decode, 0.0
+        for at, level in load.refine:
+            size += table.sizes[level][at] - table.sizes[max(table.valid_level[at], 0)][at]
+            decode_s += cost.seconds(table.tokens[at], table.sizes[level][at])
+        link_s = link.lead_s(now) + size / max(link.bandwidth, SLOWEST)
+        if self._settings.workers > 1:
+            return link_s
+        for at, level in load.waiting:
+            decode_s += cost.seconds(table.tokens[at], table.sizes[level][at])
+        decode_s += (
+            sum(fetch.decode_s for fetch in link.fetches.values()) + self._backlog_s(self.costs_among_many(load))[0]
+        )
+        return link_s - decode_s
+
+    def repaired(self, event: ev.RepairDone, load: Load | None, now: float) -> None:
+        """End a job, and learn from it.
+
+        Args:
+            event: What came of it.
+            load: Whose it was; None where that is over.
+            now: The instant, in seconds of the controller's clock.
+
+        Raises:
+            ArgumentError: No such job is running.
+        """
+        job = self.lanes.end("prefill", "repair", (), event.load, event.documents - 1, now)
+        if event.rows and not event.trouble:
+            costs = replace(self._estimates.costs(), repair_rows=event.rows, repair_looks=False, repair_scale=1.0)
+            self._estimates.repair.add(costs.repair_s(job.context), event.seconds)
+        if load is None:
+            return
+        state = load.in_order
+        state.is_running = False
+        if event.trouble:
+            state.stop()
+        else:
+            state.documents, state.left = event.documents, event.left
+        self._known_cuts = None
+
+    def _planned(self, load: Load, request: PlanRequest) -> Plan:
+        """The policy's plan, or everything fetched front to back where that is sooner, since repair hides behind it.
+
+        A plan that computes some of the prompt from text keeps the engine busy until the last chunk is here.
+        """
+        plan = self._policy.plan(request)
+        recomputed, chunks = plan.levels == RECOMPUTE, request.chunks
+        soonest = request.left_s is None or request.goal.objective == "earliest"
+        if not (load.is_known and load.in_order.wants_order and load.repair_share and soonest and recomputed.any()):
+            return plan
+        if not (self._policy.preemptible and chunks.can_fetch.all()) or self.link.stalled:
+            return plan
+        other = self._policy.plan(replace(request, chunks=replace(chunks, can_text=np.zeros_like(chunks.can_text))))
+        # What is computed behind the others needs no repair.
+        first, front = load.docs[0].tokens, load.front()
+        if load.sees_before:
+            leading = int(recomputed.argmin()) if not recomputed.all() else len(recomputed)
+            front = max(front, int(chunks.tokens[:leading].sum()))
+        rows = rows_of(load.repair_share, load.prompt_tokens, first, front)
+        costs, tokens = request.costs, load.prompt_tokens
+        saved_s = costs.repair_s(tokens) - replace(costs, repair_rows=min(rows, costs.repair_rows)).repair_s(tokens)
+        surely = 1.0 if load.in_order.share is not None else _SURELY
+        sooner = other.finish_s - self._hidden_s(load, other) < surely * (plan.finish_s - saved_s)
+        return other if sooner else plan
+
+    def _hidden_s(self, load: Load, plan: Plan) -> float:
+        """Seconds of repair that a load's first plan has at its end, and that are done beside the link."""
+        if not load.in_order.may_begin(load.repair_share, has_looked=False) or (plan.levels == RECOMPUTE).any():
+            return 0.0
+        costs, table, share = self.costs_among_many(load), load.table, load.repair_share
+        tokens, front = [doc.tokens for doc in load.docs], load.docs[0].tokens
+        level = load.levels_of(plan)
+        works, sizes = [], []
+        for doc in load.docs:
+            chunks = [at for at in range(doc.start, doc.stop) if at in level]
+            size = [table.sizes[level[at]][at] for at in chunks]
+            sizes.append(sum(size))
+            works.append(
+                sum(costs.decode.seconds(table.tokens[at], each) for at, each in zip(chunks, size, strict=True))
+            )
+        rate, lead_s = max(self.link.bandwidth, SLOWEST), max(self.link.ttfb_s, self.link.lead_s(self._now))
+        arrived = [lead_s + size / rate for size in accumulate(sizes)]
+
+        def job_s(first: int, last: int) -> float:
+            rows = expected_rows(share, tokens, front, first, last)
+            return replace(costs, repair_rows=rows, repair_looks=False).repair_s(sum(tokens[:last]))
+
+        done = beside_link(arrived, works, job_s, self._settings.workers)
+        left = expected_rows(share, tokens, front, done, len(tokens))
+        after = replace(costs, repair_rows=left, repair_looks=False)
+        return max(0.0, costs.repair_s(load.prompt_tokens) - after.repair_s(load.prompt_tokens))
+
+
+def final_documents(docs: Sequence[DocumentState], known: int, raised: Collection[int], *, looked: bool) -> int:
+    """Documents, from the prompt's beginning on, that stay as they are.
+
+    Args:
+        docs: The load's, in prompt order.
+        known: How many of them are known to.
+        raised: Places of chunks that the plan raises to finer levels.
+        looked: The plan knows what the question looks at: what it does not raise now, stays.
+
+    Returns:
+        How many; ``known`` where there are no others.
+    """
+    for doc in docs[known:]:
+        table, part = doc.table, slice(doc.start, doc.stop)
+        if table.state[part].strip(_READY):
+            break
+        # Bytes are kept of what may become finer.
+        if any(table.held[part]) and (not looked or any(doc.start <= at < doc.stop for at in raised)):
+            break
+        known += 1
+    return known
 
 
 def _is_near(figure: float, before: float) -> bool:

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from measure import ratios
+
+from kvwire.controller import Goal, RepairOption
+from kvwire.controller.policies import Adaptive
+from kvwire.controller.simulator import Scenario, simulate
+from kvwire.controller.simulator.machines import machine_named
+from kvwire.controller.simulator.models import model_named
+from kvwire.controller.simulator.sizes import documents_for
+from kvwire.types.rates import RateTrace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,6 +54,34 @@ def trades(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         found.append({
             "link": link, "prompt": prompt, "pairs": pairs, "against_none": against, "best_within": best, "met": met,
         })  # fmt: skip
+    return found
+
+
+SHAPES = (("llama-3.1-8b", "h100"), ("llama-3.1-70b", "4xa100"))
+GIGABITS, PUBLISHED_SHARES, RTT_S = (0.5, 2.0, 5.0, 10.0, 25.0), (0.05, 0.15, 0.3), 0.005
+
+
+def published() -> list[dict[str, Any]]:
+    """Time to first token of published shapes, as the simulator plays it: eight documents of 2048 tokens, level 2."""
+    found = []
+    for model, machine in SHAPES:
+        documents = tuple((each,) for each in documents_for(model_named(model), [2048] * 8))
+        for gigabits in GIGABITS:
+            plain = Scenario(
+                model=model_named(model), machine=machine_named(machine), documents=documents, query_tokens=32,
+                rate=RateTrace((0.0,), (gigabits * 1e9 / 8,)), rtt_s=RTT_S, goal=Goal(objective="earliest", floor=2),
+            )  # fmt: skip
+            (none,) = simulate(plain, Adaptive())
+            for share in PUBLISHED_SHARES:
+                option = RepairOption(least=share, most=share, looks=False, error=0.1)
+                options = option, replace(option, begins="documents")
+                end, order = (simulate(replace(plain, repair=each), Adaptive())[0] for each in options)
+                found.append({
+                    "model": model, "machine": machine, "gigabits": gigabits, "share": share, "none_s": none.ttft_s,
+                    "at_end_s": end.ttft_s, "in_order_s": order.ttft_s,
+                    "in_order_over_at_end": order.ttft_s / end.ttft_s,
+                    "jobs": sum(span.what == "repair" for span in order.spans),
+                })  # fmt: skip
     return found
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import TYPE_CHECKING
 
-from kvwire.controller.in_order import expected_rows
+from kvwire.controller.repair import expected_rows
 from kvwire.types import ChunkId
 
 if TYPE_CHECKING:

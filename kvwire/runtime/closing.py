@@ -15,7 +15,7 @@ from kvwire.runtime.executor import Executor
 from kvwire.runtime.links import Repairer, Told
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
     from torch import Tensor
@@ -231,9 +231,10 @@ class Closer:
         with self._session.lock:
             expected_s = self._estimates.prefill.cost.seconds(len(question), prompt.cache.tokens)
         stop = None if due is None else lambda: time.monotonic() + expected_s > due
-        restore = partial(found.kept.write, prompt, finish.front) if found and found.kept else None
         early = executor.in_order
-        restore = early.computed if early else restore
+        restore: Callable[[], Tensor] | None = early.computed if early else None
+        if found and found.kept:
+            restore = partial(found.kept.write, prompt, finish.front)
         repaired, trouble = self._repairer.run(
             executor.links, prompt, told, question, share, finish.front, stop, restore
         )

@@ -18,7 +18,6 @@ from kvwire.runtime.documents import in_words
 from kvwire.runtime.headers import HeaderReader
 from kvwire.runtime.links import UNREPAIRED, Repairer, Told, by_token
 from kvwire.runtime.prompt_jobs import GONE, PromptJobs
-from kvwire.runtime.repair_in_order import end_of
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -268,7 +267,7 @@ class Executor(PromptJobs):
         if self.in_order is None:
             repairer = Repairer(self._engine)
             self.in_order = repairer.begin(self.links, self.prompt, self.told, self._question, asked.share, asked.front)
-        stop_at = end_of(tuple(self.prompt.tokens), asked.documents)
+        stop_at = sum(self.prompt.tokens[: asked.documents])
         rows = self.in_order.run(stop_at, lambda: self._is_gone)
         self._engine.synchronize()
         return rows, self.in_order.left, self._driver.clock() - began

@@ -125,7 +125,6 @@ def plan_links(
     bound: float | None = None,
     *,
     shift: bool = False,
-    at_end: bool = False,
 ) -> LinkPlan:
     """What loads do about links.
 
@@ -139,7 +138,6 @@ def plan_links(
         bound: Of what documents tell, the share that links may lose, in place of the report's; answers beyond it are
             refused. None: the report's, which only warns.
         shift: Whether loads add the link shift that the report names.
-        at_end: Whether rows wait for the last chunk; those that earlier loads kept are known of then.
 
     Returns:
         The plan.
@@ -152,7 +150,7 @@ def plan_links(
     used = report.with_shift() if report and shift else report
     plan = _planned(repair, floor, selector, used, profile, layers)
     named = report.shift if report and shift else ""
-    begins = "closing" if named or at_end else _begins(plan.selector)
+    begins = "closing" if named else _begins(plan.selector)
     option = replace(plan.option, begins=begins) if plan.option else None
     return replace(plan, option=option, report=report, refuses=bound is not None, shift=named)
 

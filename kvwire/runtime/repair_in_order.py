@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -98,24 +97,12 @@ class RepairInOrder:
             after = Repaired(
                 self.rows[:0], selector.name, selector.cost(given.cache.tokens, 0, asked, layers), 0.0, 0.0
             )
-        rows = torch.cat((self.rows, after.rows)).unique()
+        rows = torch.cat((self.rows, after.rows)).sort().values
         if not len(rows):
             return None
         is_cut = after.is_cut or (share < self.share and len(rows) < len(self._chosen))
         return replace(
-            after, rows=rows, cost=selector.cost(given.cache.tokens, len(rows), asked, layers), is_cut=is_cut, kept=0, beside=len(self.rows),
+            after, rows=rows, cost=selector.cost(given.cache.tokens, len(rows), asked, layers),
             select_s=after.select_s + self.select_s, compute_s=after.compute_s + self.seconds,
+            is_cut=is_cut, kept=0, beside=len(self.rows),
         )  # fmt: skip
-
-
-def end_of(tokens: tuple[int, ...], documents: int) -> int:
-    """Tokens of a prompt's first documents.
-
-    Args:
-        tokens: Of each document.
-        documents: How many.
-
-    Returns:
-        Tokens.
-    """
-    return [0, *accumulate(tokens)][documents]

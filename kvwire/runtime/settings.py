@@ -171,5 +171,7 @@ def planned(settings: LoadSettings, report: LinkReport | None, profile: AnyProfi
     """
     shift = settings.shift and not settings.keep_repairs
     asked = settings.repair, settings.repair_floor, settings.selector
-    at_end = settings.keep_repairs or not settings.repair_in_order
-    return plan_links(*asked, report, profile, layers, settings.link_bound, shift=shift, at_end=at_end)
+    plan = plan_links(*asked, report, profile, layers, settings.link_bound, shift=shift)
+    if plan.option and (settings.keep_repairs or not settings.repair_in_order):  # what is kept is known at the end
+        plan = replace(plan, option=replace(plan.option, begins="closing"))
+    return plan

@@ -186,7 +186,7 @@ def test_rows_that_the_question_chose_are_computed_while_finer_levels_come(small
 
 def test_documents_that_come_out_of_order_wait_for_those_before_them(small, five, monkeypatch):
     log, chosen = [], {"repair": 0.3, "selector": "first", "policy": FromTheBack(4)}
-    monkeypatch.setattr("kvwire.controller.in_order.RepairInOrder.wants_order", False)
+    monkeypatch.setattr("kvwire.controller.repair.RepairInOrder.wants_order", False)
     answer = asked(small, five, log=log, **chosen)
     came = [entry.event.chunk.document for entry in log if isinstance(entry.event, ev.ChunkArrived)]
     assert came != sorted(came)
@@ -200,7 +200,7 @@ def test_documents_that_come_out_of_order_wait_for_those_before_them(small, five
 
 def test_a_document_that_is_lost_is_computed_from_text_and_the_others_behind_it_repaired(small, five):
     corpus, tokens = five
-    names = [*tokens][:2] + ["lost"] + [*tokens][2:]
+    names = [*[*tokens][:2], "lost", *[*tokens][2:]]
     texts = {"lost": [*tokens.values()][4][::-1]}
     chosen = {"repair": 0.3, "selector": "first", "policy": Fixed(4), "names": names, "texts": texts}
     log = []

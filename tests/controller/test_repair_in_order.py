@@ -1,0 +1,163 @@
+"""Repair in document order: when jobs begin, what they leave for the closing, and what is predicted of that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvwire.controller import Goal, RepairOption, replay
+from kvwire.controller import events as ev
+from kvwire.controller.core import Controller
+from kvwire.controller.estimates import Estimates
+from kvwire.controller.log import dump_entry, load_entry
+from kvwire.controller.repair import beside_link, expected_rows, rows_of
+from kvwire.controller.settings import ControllerSettings
+from kvwire.controller.simulator.arrivals import LoadArrival, Trouble
+from kvwire.errors import ArgumentError
+
+from .playing import COSTS, MB, RTT_S, document, play
+
+SIX = ((document(text=False),),) * 6
+AT_END = RepairOption(least=0.15, most=0.15, looks=False, error=0.1)
+IN_ORDER = replace(AT_END, begins="documents")
+
+
+def arrival(option, *, at=0.0, documents=SIX, goal=None):
+    return LoadArrival(at, documents, goal or Goal(objective="earliest"), index_s=0.0, repair=option)
+
+
+def jobs_of(played, load=0):
+    return [instruction for _, instruction in played.instructions(ev.Repair, load)]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("rate", [1 * MB, 4 * MB, 20 * MB, 400 * MB])
+def test_repair_beside_the_link_is_never_later_and_is_predicted(rate, workers):
+    at_end, in_order = (play([arrival(option)], rate, workers=workers) for option in (AT_END, IN_ORDER))
+    (late,), (soon,) = at_end.outcomes, in_order.outcomes
+    assert not jobs_of(at_end)
+    assert soon.ttft_s <= late.ttft_s + 1e-9
+    (finish,) = (each for _, each in in_order.instructions(ev.Finish))
+    assert finish.repair == 0.15
+    assert bool(jobs_of(in_order)) == (rate <= 4 * MB)
+    if rate <= 1 * MB:
+        assert len(jobs_of(in_order)) >= 3
+        rows = sum(entry.event.rows for entry in in_order.log if isinstance(entry.event, ev.RepairDone))
+        assert rows >= 0.6 * rows_of(0.15, 6 * 2048, 2048)
+        assert late.ttft_s - soon.ttft_s > 0.5 * COSTS.prefill.seconds(rows)
+
+
+@pytest.mark.parametrize("rate", [1 * MB, 4 * MB, 20 * MB, 400 * MB])
+def test_what_a_load_expects_is_what_comes(rate):
+    for option in (AT_END, IN_ORDER):
+        seen = []
+
+        def watched(controller, seen=seen):
+            class Watching:
+                def __getattr__(self, name):
+                    return getattr(controller, name)
+
+                def handle(self, event, now):
+                    out = controller.handle(event, now)
+                    seen.extend(each.first_s for each in controller.loads.values() if each.first_s is not None)
+                    return out
+
+            return Watching()
+
+        (outcome,) = play([arrival(option)], rate, wrap=watched).outcomes
+        assert outcome.ttft_s == pytest.approx(seen[0], rel=0.06)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.integers(1, 5), min_size=2, max_size=7),
+    st.floats(0.5, 60.0),
+    st.floats(0.01, 1.0),
+    st.sampled_from([1, 2]),
+    st.integers(0, 1000),
+)
+def test_whatever_happens_rows_are_computed_once_and_in_order(counts, rate, share, workers, seed):
+    """Chunks that fail or are late: the world refuses jobs over what is not there, and decoding what was repaired."""
+    documents = tuple((document(chunks),) for chunks in counts)
+    option = replace(IN_ORDER, least=share, most=share)
+    trouble = Trouble(fail=0.2, stall=0.2, stall_s=0.3, corrupt=0.1, noise=0.3)
+    played = play(
+        [arrival(option, documents=documents, at=0.1 * number) for number in range(3)], rate * MB, workers=workers,
+        trouble=trouble, seed=seed,
+    )  # fmt: skip
+    for load, outcome in enumerate(played.outcomes):
+        assert outcome.decisions
+        ordered = [job.documents for job in jobs_of(played, load)]
+        assert ordered == sorted(set(ordered))
+        assert all(documents < len(counts) for documents in ordered)
+        assert len({(job.share, job.front) for job in jobs_of(played, load)}) <= 1
+        ((_, finish),) = played.instructions(ev.Finish, load)
+        assert all(job.front == finish.front for job in jobs_of(played, load))
+    entries = [load_entry(dump_entry(entry)) for entry in played.log]
+    assert entries == played.log
+    replay(played.log, Controller(Estimates(COSTS, rate * MB, RTT_S), ControllerSettings(workers=workers)))
+
+
+def test_rows_that_the_question_chooses_wait_until_it_has_looked():
+    looked = replace(IN_ORDER, begins="looked", looks=True)
+    assert not jobs_of(play([arrival(looked)], 2 * MB))
+
+
+def test_where_text_is_computed_the_engine_has_better_to_do():
+    """Documents that are computed behind each other need no repair; nothing is begun beside them."""
+    played = play([arrival(IN_ORDER, documents=((document(),),) * 6)], 1 * MB)
+    assert not [job for job in jobs_of(played) if job.documents <= 1]
+    assert played.outcomes[0].recomputed
+
+
+def test_a_load_with_a_deadline_is_repaired_in_time():
+    goal = Goal(objective="quality", deadline_s=4.0)
+    option = replace(IN_ORDER, least=0.0, most=0.3, shares=(0.0, 0.3), left=(1.0, 0.1))
+    for rate in (1 * MB, 3 * MB, 10 * MB):
+        played = play([arrival(option, goal=goal)], rate)
+        plain = play([arrival(None, goal=goal)], rate)
+        assert played.outcomes[0].in_time or not plain.outcomes[0].in_time
+
+
+def test_a_job_of_a_load_that_is_over_frees_the_lane():
+    played = play([replace(arrival(IN_ORDER), leaves_s=0.9), arrival(IN_ORDER, at=1.0)], 2 * MB)
+    assert played.outcomes[1].decisions
+
+
+def test_a_job_that_is_not_running_cannot_end():
+    controller = Controller(Estimates(COSTS, MB, RTT_S), ControllerSettings())
+    controller.handle(ev.LoadRequested(0, 2, 8, Goal(), IN_ORDER), 0.0)
+    with pytest.raises(ArgumentError, match="no repair of"):
+        controller.handle(ev.RepairDone(0, 1, 1, 0, 0.1), 0.0)
+
+
+@given(
+    st.lists(st.integers(1, 300), min_size=1, max_size=8), st.floats(0, 1), st.data(),
+)  # fmt: skip
+def test_rows_of_all_documents_are_the_share(tokens, share, data):
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(tokens)))) | {0, len(tokens)})
+    parts = [expected_rows(share, tokens, tokens[0], a, b) for a, b in pairwise(cuts)]
+    total = rows_of(share, sum(tokens), tokens[0])
+    assert total <= sum(parts) <= total + len(parts)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.01, 1), st.floats(0, 0.5)), min_size=2, max_size=7), st.floats(0, 0.8),
+    st.sampled_from([1, 2]),
+)  # fmt: skip
+def test_what_is_done_beside_the_link_ends_before_it(steps, job, workers):
+    """Against going through the documents by hand, one engine for everything."""
+    arrived, now = [], 0.0
+    for pause, _ in steps:
+        now += pause
+        arrived.append(now)
+    decode = [seconds for _, seconds in steps]
+    done = beside_link(arrived, decode, lambda first, last: job * (last - first), workers)
+    assert 0 <= done < len(steps)
+    if done:
+        rest = sum(decode[done:]) if workers == 1 else 0.0
+        assert arrived[done - 1] + decode[done - 1] + (job if done == 1 else 0) + rest <= arrived[-1] + 1e-9
