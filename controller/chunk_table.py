@@ -211,11 +211,13 @@ class ChunkTable:
         while len(self.sizes) < len(row):
             self.sizes.append(array("q", self.sizes[-1]))
             self.errors.append(array("d", self.errors[-1]))
-        self.top[at] = self.finest[at] = last = len(row) - 1
+        self.top[at] = self.finest[at] = len(row) - 1
         self.can_text[at], self.layered[at] = has_text, chosen.layered
-        for level, (sizes, figures) in enumerate(zip(self.sizes, self.errors, strict=True)):
-            sizes[at] = row[min(level, last)] if row else 0
-            figures[at] = errors[min(level, last)] if row else 0.0
+        missing = len(self.sizes) - len(row)
+        if missing:  # the last level that it has stands for all above
+            row, errors = (*row, *(row[-1:] or (0,)) * missing), (*errors, *(errors[-1:] or (0.0,)) * missing)
+        for sizes, figures, size, error in zip(self.sizes, self.errors, row, errors, strict=True):
+            sizes[at], figures[at] = size, error
         self.exact_error[at] = self.errors[-1][at]
 
     def move_back(self, start: int, stop: int, tokens: int) -> None:

@@ -77,7 +77,7 @@ def _best(request: PlanRequest, timeline: Timeline) -> tuple[int, int]:
     feasible = timeline.finish_s <= (inf if request.left_s is None else request.left_s)
     least = float(timeline.error[feasible].min())
     score = np.where(feasible & (timeline.error <= least * _AS_GOOD), timeline.finish_s, np.inf)
-    return divmod(int(score.argmin()), score.shape[1])
+    return divmod(int(score.argmin()), int(score.shape[1]))
 
 
 def _insured(request: PlanRequest, plan: Plan, timeline: Timeline, at: tuple[int, int]) -> Plan:

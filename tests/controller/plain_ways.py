@@ -20,6 +20,18 @@ def wake_at(controller):
     return controller._now if begins else controller._dispatch.wake_at(controller._now)
 
 
+def may_begin(dispatch, now):
+    """Asks for each load whether its plan is due."""
+    idle = dispatch.lanes.is_free("prefill")
+    if dispatch.lanes.is_free("decode") or dispatch.can_fetch:
+        return True
+    if idle and now - dispatch._reclaimed_at >= dispatch._settings.replan_s:
+        return True
+    loads = dispatch._loads.values()
+    due = [dispatch._wants_plan(load) and dispatch.is_due(load, now) for load in loads]
+    return any(due) or (idle and any(load.passes or load.has_prefix for load in loads))
+
+
 def window_open(limits, *, spare=0):
     """Works both bounds out before it looks at either."""
     most, horizon = limits._window(spare=spare)

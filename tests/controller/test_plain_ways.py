@@ -16,7 +16,7 @@ from kvwire.errors import ArgumentError
 from kvwire.types.rates import RateTrace
 
 from .courses import Course
-from .plain_ways import PLAIN
+from .plain_ways import PLAIN, may_begin
 from .playing import COSTS, MB, RTT_S, cheapest, document, quality
 
 
@@ -112,6 +112,21 @@ def test_so_it_is_where_much_goes_wrong(monkeypatch):
         again.play()
         assert again.log == course.log
     assert sum(len(course.log) for course in courses) > 20 * len(courses)
+
+
+def test_what_may_begin_when_a_chunk_arrives_is_found_either_way(monkeypatch):
+    quick, found = Dispatcher.may_begin, []
+
+    def both(dispatch, now):
+        found.append(quick(dispatch, now))
+        assert found[-1] == may_begin(dispatch, now)
+        return found[-1]
+
+    monkeypatch.setattr(Dispatcher, "may_begin", both)
+    for seed in range(12):
+        played(seed, "earliest" if seed % 3 else "mixed", None, 1 + seed % 2 * 3)
+    assert found.count(False) > 100
+    assert found.count(True) > 100
 
 
 def test_another_decision_is_noticed(monkeypatch):
