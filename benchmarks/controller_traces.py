@@ -205,7 +205,8 @@ def main() -> None:
     settings = {
         "seed": options.seed, "machines": {name: MACHINES[name] for name in options.models}, "scales": options.scales,
         "gbit_s": [LEAST_GBIT, MOST_GBIT], "rtt_s": RTT_S, "given_up_s": GIVEN_UP_S, "documents": LENGTHS,
-        "deadlines_s": options.deadlines, "links": sorted({run.link.name for run in runs}), "seconds": seconds,
+        "deadlines_s": options.deadlines, "every": options.every, "links": sorted({run.link.name for run in runs}),
+        "seconds": seconds,
     }  # fmt: skip
     results = {
         "summaries": {key: {name: asdict(each) for name, each in by.items()} for key, by in found.items()},

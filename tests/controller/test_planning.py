@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from copy import deepcopy
 from itertools import pairwise
+from math import inf
 
 import pytest
 
-from kvwire.controller import Goal, planning
+from kvwire.controller import DocumentPlanInput, Goal, planning
 from kvwire.controller import events as ev
 from kvwire.controller.policies import Adaptive
 from kvwire.controller.simulator.arrivals import LoadArrival
@@ -79,3 +80,27 @@ def test_a_link_that_changes_is_planned_for_at_once():
     after = [now for now in policy.plans if now > falls]
     assert max(second - first for first, second in pairwise(before[2:])) > 0.04
     assert min(after) < falls + 0.035
+
+
+class Asking(Adaptive):
+    """The policy, and how many chunks plans were told that a pass takes."""
+
+    def __init__(self):
+        super().__init__()
+        object.__setattr__(self, "asked", [])
+
+    def plan(self, request):
+        self.asked.append(request.pass_chunks)
+        return super().plan(request)
+
+
+@pytest.mark.parametrize("blob", [True, False])
+def test_plans_before_a_deadline_know_how_long_passes_are(blob):
+    policy = Asking()
+    given = document(chunks=32) if blob else DocumentPlanInput((256,) * 3, ())
+    played = play([LoadArrival(0.0, ((given,),), GOALS["quality"])], MB, policy=policy, workers=2)
+    assert all(each >= 1 and (each == inf or each == int(each)) for each in policy.asked)
+    passes = [each.last.chunk - each.first.chunk + 1 for _, each in played.instructions(ev.Recompute)]
+    assert passes
+    assert max(passes) <= max(policy.asked)
+    assert (policy.asked[0] == inf) is not blob  # a little text that nothing stands in for
