@@ -147,10 +147,12 @@ class LinkShift:
             raise CorruptError(msg)
         head, arrays = unpack_arrays(SHIFT_MAGIC, data, _WHAT)
         try:
-            return cls._of_parts(head, arrays)
+            shift = cls._of_parts(head, arrays)
         except (ArgumentError, KeyError, TypeError, ValueError) as error:
             msg = f"the {_WHAT} is damaged ({error}); run kvwire check-model again"
             raise CorruptError(msg) from error
+        shift.__dict__["data"] = bytes(data)  # the cached property: a digest is of the bytes that were read
+        return shift
 
     @classmethod
     def _of_parts(cls, head: dict[str, Any], arrays: dict[str, Any]) -> LinkShift:

@@ -265,6 +265,11 @@ def _known(told: Told, prompt: LinkedPrompt) -> list[Sequence[int]]:
     return known if len(known) == len(prompt.tokens) else []
 
 
+def _may(told: Told, prompt: LinkedPrompt) -> bool:
+    """Whether rows of a prompt may be computed by themselves: no trouble is known, and every text is."""
+    return not told.trouble and bool(_known(told, prompt))
+
+
 def _behind(share: float, prompt: LinkedPrompt, front: int) -> float:
     """A share of what is behind the front, as one of the whole prompt."""
     return share if share == 1 else share * (1 - max(0, front - prompt.tokens[0]) / sum(prompt.tokens))
@@ -313,15 +318,15 @@ class Repairer:
         """
         if share <= 0 or len(prompt.tokens) == 1:
             return None, ""
-        given = self._input(prompt, told, question, front)
-        if given is None:
+        if not _may(told, prompt):
             return self._refused(plan, told.trouble or "the text of a document is not known")
-        if len(given.documents) == 1 and share < 1 and told.laid_out is None:
+        if told.laid_out is None and share < 1 and len(_behind_front(prompt.tokens, front)) == 1:
             return None, ""
         share = _behind(share, prompt, front)
         try:
             if told.laid_out is not None:
                 return self._beside_links(plan, prompt, told.laid_out, told, question, share), ""
+            given = self._input(prompt, told, question, front)
             return repair_prompt(given, plan.selector, share, None if plan.is_wanted else stop, restore), ""
         except (ArgumentError, MismatchError) as error:
             if plan.is_wanted and isinstance(error, ArgumentError):
@@ -350,18 +355,16 @@ class Repairer:
         """
         from kvwire.runtime.repair_in_order import RepairInOrder
 
-        given = self._input(prompt, told, question, front)
-        if given is None:
+        if not _may(told, prompt):
             raise MismatchError(told.trouble or "the text of a document is not known")
+        given = self._input(prompt, told, question, front)
         count = rows_for(_behind(share, prompt, front), given.documents)
         return RepairInOrder(given, plan.selector, share, count)
 
-    def _input(self, prompt: LinkedPrompt, told: Told, question: Sequence[int], front: int) -> RepairInput | None:
-        """A prompt as selectors take it; None where a text is not known, or no row may be computed by itself."""
-        known = _known(told, prompt)
-        if told.trouble or not known:
-            return None
-        ids, documents = tuple(token for text in known for token in text), _behind_front(prompt.tokens, front)
+    def _input(self, prompt: LinkedPrompt, told: Told, question: Sequence[int], front: int) -> RepairInput:
+        """A prompt of documents alone as selectors take it."""
+        ids = tuple(token for text in _known(told, prompt) for token in text)
+        documents = _behind_front(prompt.tokens, front)
         return RepairInput(self._engine, prompt.cache, ids, documents, tuple(question), told.deviation, seen=told.seen)
 
     def _beside_links(

@@ -55,10 +55,13 @@ def may_end(load):
 
 
 def prefill_s(request):
-    """Works the seconds out each time that they are asked for."""
+    """Works the seconds out each time that they are asked for, counting each run's chunks one by one."""
     chunks, cost = request.chunks, request.costs.prefill
-    seconds = cost.token_s * chunks.tokens + cost.pair_s * chunks.pairs
-    return seconds + cost.base_s * np.where(chunks.begins, 1.0, 1 / request.pass_chunks)
+    pays, place = [], 0
+    for begins in chunks.begins:
+        place = 0 if begins else place + 1
+        pays.append(place % request.pass_chunks < 1)
+    return cost.token_s * chunks.tokens + cost.pair_s * chunks.pairs + cost.base_s * np.array(pays, bool)
 
 
 def having(table, *states):
