@@ -1,4 +1,4 @@
-"""What training gives linked documents: link tokens K = 0, 1, 5 trained alike, wrappers, and repair of as many rows."""
+"""What training gives linked documents: link tokens K = 0, 1, 5 trained alike, anchors, wrappers, and repair."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import statistics
 import tempfile
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from links_parts import prose
 from links_parts.data import DOCUMENTS, MEASURED, WEIGHTS, held_out
-from links_parts.measuring import accuracies, prose_loss, repairs
+from links_parts.measuring import accuracies, prose_loss, repairs, repairs_beside_links
 from links_parts.runs import LINKS, RUNS, WRAPPERS, learn, untrained
 from measure import RESULTS, SHARED, one_thread, table, write_json
 from task_parts.families import chance
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 _PROSE = 200
 """Stretches of prose that the general loss is measured on."""
+_BESIDE = ("K = 0", "K = 1", "K = 5")
+"""Trainings whose models are repaired beside their link tokens."""
 
 
 def kept(folder: Path, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -110,7 +113,7 @@ def measured(chosen: argparse.Namespace) -> dict[str, Any]:
         chosen: The command line.
 
     Returns:
-        Chance, ``task``, ``repair`` and ``prose``.
+        Chance, ``task``, ``repair``, ``repair_beside_links`` and ``prose``.
     """
     work = chosen.work
     work.mkdir(parents=True, exist_ok=True)
@@ -127,6 +130,16 @@ def measured(chosen: argparse.Namespace) -> dict[str, Any]:
         results["repair"] = found
         control = task["full"]["prose_loss"]
         results["prose_loss_over_control"] = {name: each["prose_loss"] / control for name, each in task.items()}
+    beside = {}
+    for name in _BESIDE:
+        if name in chosen.runs:
+            model = learn(name, work, chosen.samples, chosen.seed, chosen.steps)
+            count = chosen.repair_prompts
+            measure = partial(repairs_beside_links, model, "redefined", count, chosen.seed)
+            beside[name] = kept(work, f"repair beside {name}", measure)
+            beside[name].pop("processor_s")
+    if beside:
+        results["repair_beside_links"] = beside
     if chosen.prose_prompts and (SHARED / "models").is_dir():
         results["prose"] = {
             name: kept(

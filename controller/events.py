@@ -22,11 +22,14 @@ class LoadRequested:
     Attributes:
         load: Number of the load.
         documents: How many it has.
-        query_tokens: Of the question.
+        query_tokens: Of the question, and whatever else is computed before the first token.
         goal: What is wanted, and by when.
         repair: What repairing its links may take and gives; None: they stay as they are.
         looks: The question can be run on the prompt while finer levels are fetched, to see where it looks: see
             ``Look``.
+        links: Tokens that are computed behind each document, those before the first one with it; they count in
+            ``query_tokens`` until a ``Repair`` has computed them. Empty: none are before the last chunk, as in a load
+            with ``repair``, whose rows they see.
     """
 
     load: int
@@ -35,6 +38,7 @@ class LoadRequested:
     goal: Goal
     repair: RepairOption | None = None
     looks: bool = False
+    links: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -381,7 +385,8 @@ class Look:
 class Repair:
     """Compute rows of the prompt's first documents anew, but for those that were: these documents stay as they are.
 
-    Nothing of them is decoded any more, whatever is still fetched and decoded behind them.
+    Nothing of them is decoded any more, whatever is still fetched and decoded behind them. Of a load with link tokens
+    these are computed, those behind each of the documents.
 
     Attributes:
         load: Number of the load.

@@ -65,6 +65,7 @@ class Load:
         compute_s: Seconds of recomputation that it holds.
         repair: What repairing its links may take and gives; None: they stay as they are.
         repair_share: Share of its rows that is to be computed anew, by what is known now.
+        links: Tokens that are computed behind each document, see ``LoadRequested``.
         in_order: How far it is repaired while it is fetched.
         has_looked: Its question was run, and what it attends to is known.
         sees_before: What is recomputed is to see the documents before its own.
@@ -83,11 +84,15 @@ class Load:
         if asked.documents < 1 or asked.query_tokens < 0:
             msg = f"a load needs at least one document and a question of 0 tokens or more, got {asked}"
             raise ArgumentError(msg)
+        if asked.links and (len(asked.links) != asked.documents or not 0 <= sum(asked.links) <= asked.query_tokens):
+            msg = f"a load's link tokens are told for each document, and count in query_tokens, got {asked}"
+            raise ArgumentError(msg)
         self.number, self.goal, self.asked_at = asked.load, asked.goal, now
         self.query_tokens = asked.query_tokens
         self.repair = asked.repair if asked.documents > 1 else None
         self.repair_share = self.repair.least if self.repair else 0.0
-        self.in_order = RepairInOrder(self.repair)
+        self.links = asked.links if asked.documents > 1 and self.repair is None else ()
+        self.in_order = RepairInOrder(self.repair, self.links)
         self.wants_look = asked.looks and asked.goal.objective == "quality" and asked.goal.deadline_s is not None
         self.is_looking = self.has_looked = False
         self.sees_before = bool(self.repair and (self.repair.least or asked.goal.objective == "quality"))

@@ -15,6 +15,7 @@ from kvwire.controller.lanes import Job
 from kvwire.controller.limits import Limits
 from kvwire.controller.policies.base import RECOMPUTE, SLOWEST, Columns, CommittedWork, PlanRequest
 from kvwire.controller.repair import beside_link, expected_rows, rows_of
+from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -220,7 +221,7 @@ class Planner(Limits):
             return  # what comes after the last chunk is the closing's
         share, front = state.share or load.repair_share, load.front()
         tokens = [doc.tokens for doc in load.docs]
-        rows = expected_rows(share, tokens, front, state.documents, last)
+        rows = expected_rows(share, tokens, front, state.documents, last, load.links)
         if not rows:
             return
         seen = sum(tokens[:last])
@@ -272,8 +273,11 @@ class Planner(Limits):
             now: The instant, in seconds of the controller's clock.
 
         Raises:
-            ArgumentError: No such job is running.
+            ArgumentError: No such job is running, or it computed less than nothing.
         """
+        if min(event.rows, event.left) < 0:
+            msg = f"a repair computes 0 rows or more and leaves as many, got {event}"
+            raise ArgumentError(msg)
         job = self.lanes.end("prefill", "repair", (), event.load, event.documents - 1, now)
         if event.rows and not event.trouble:
             costs = replace(self._estimates.costs(), repair_rows=event.rows, repair_looks=False, repair_scale=1.0)
@@ -285,6 +289,7 @@ class Planner(Limits):
         if event.trouble:
             state.stop()
         else:
+            load.query_tokens -= sum(load.links[state.documents : event.documents])
             state.documents, state.left = event.documents, event.left
         self._known_cuts = None
 
@@ -315,7 +320,8 @@ class Planner(Limits):
 
     def _hidden_s(self, load: Load, plan: Plan) -> float:
         """Seconds of repair that a load's first plan has at its end, and that are done beside the link."""
-        if not load.in_order.may_begin(load.repair_share, has_looked=False) or (plan.levels == RECOMPUTE).any():
+        begins = load.repair_share and load.in_order.may_begin(load.repair_share, has_looked=False)
+        if not begins or (plan.levels == RECOMPUTE).any():
             return 0.0
         costs, table, share = self.costs_among_many(load), load.table, load.repair_share
         tokens, front = [doc.tokens for doc in load.docs], load.docs[0].tokens

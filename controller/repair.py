@@ -212,13 +212,15 @@ class RepairInOrder:
         is_running: A job is under way.
     """
 
-    def __init__(self, option: RepairOption | None) -> None:
+    def __init__(self, option: RepairOption | None, links: Sequence[int] = ()) -> None:
         """Begin nothing.
 
         Args:
             option: What repairing the load's links may take; None: they stay as they are.
+            links: Tokens that are computed behind each document; empty: there are none, or all at the end.
         """
-        self._begins = option.begins if option else "closing"
+        self._begins: Begins = option.begins if option else "closing"
+        self._links = links
         self.share: float | None = None
         self.documents = self.refused = 0
         self.left: int | None = None
@@ -231,16 +233,17 @@ class RepairInOrder:
             share: Of the rows, those that are to be computed.
             has_looked: The question has looked at all documents.
         """
-        return share > 0 and (self._begins == "documents" or (self._begins == "looked" and has_looked))
+        begins = self._begins == "documents" or (self._begins == "looked" and has_looked)
+        return bool(self._links) or (share > 0 and begins)
 
     @property
     def wants_order(self) -> bool:
         """Whether documents are wanted in the prompt's order, since their rows are known before any is here."""
-        return self._begins == "documents"
+        return bool(self._links) or self._begins == "documents"
 
     def stop(self) -> None:
         """Begin no more jobs: one failed."""
-        self._begins = "closing"
+        self._begins, self._links = "closing", ()
 
     def rows_left(self, rows: int, share: float) -> int:
         """Rows of a share that are to be computed after the last chunk.
@@ -257,8 +260,10 @@ class RepairInOrder:
         return min(rows, ceil(self.left * min(1.0, share / self.share)))
 
 
-def expected_rows(share: float, tokens: Sequence[int], front: int, first: int, last: int) -> int:
-    """Rows that some documents have of a share, were they spread evenly.
+def expected_rows(
+    share: float, tokens: Sequence[int], front: int, first: int, last: int, links: Sequence[int] = ()
+) -> int:
+    """Rows that some documents have of a share, were they spread evenly, or of link tokens where there are some.
 
     Args:
         share: Of the prompt's rows.
@@ -266,10 +271,13 @@ def expected_rows(share: float, tokens: Sequence[int], front: int, first: int, l
         front: Tokens from the prompt's beginning on that need no repair; at least the first document's.
         first: Number of the first document.
         last: The number behind that of the last one.
+        links: Tokens that are computed behind each document.
 
     Returns:
         How many; 0 where all of them are in the front.
     """
+    if links:
+        return sum(links[first:last])
     ends = [0, *accumulate(tokens)]
     seen = 0 if share == 1 else max(front, tokens[0])
     open_ = ends[-1] - seen

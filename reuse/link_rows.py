@@ -51,8 +51,13 @@ def link_documents(engine: RowsEngine, caches: Sequence[KVCache], prompt: Prompt
     return linked
 
 
-def compute_links(engine: RowsEngine, linked: LinkedPrompt, prompt: PromptLayout) -> int:
+def compute_links(
+    engine: RowsEngine, linked: LinkedPrompt, prompt: PromptLayout, start: int = 0, stop: int | None = None
+) -> int:
     """Compute what stands between and around documents: system text, markers and link tokens.
+
+    What stands behind ``stop`` is not looked at: part by part, in the prompt's order, rows become what they are all at
+    once.
 
     What depends on several documents, or on a prompt, belongs to this prompt alone: it is never stored under the name
     of a document.
@@ -61,6 +66,8 @@ def compute_links(engine: RowsEngine, linked: LinkedPrompt, prompt: PromptLayout
         engine: Runs the model.
         linked: All documents in their places, in the engine's own memory; it is written to.
         prompt: Where they stand.
+        start: Position from which on rows are computed; all before it are.
+        stop: Position before which; None: the end of the prompt. Documents before it are complete.
 
     Returns:
         How many tokens were computed.
@@ -70,11 +77,13 @@ def compute_links(engine: RowsEngine, linked: LinkedPrompt, prompt: PromptLayout
         MismatchError: The model cannot run rows.
     """
     rows, tokens = prompt.front_rows()
-    if not len(rows):
-        return 0
-    ids = [0] * linked.cache.tokens
+    stop = linked.cache.tokens if stop is None else stop
+    ids, wanted = [0] * stop, (rows >= start) & (rows < stop)
     for row, token in zip(rows.tolist(), tokens, strict=True):
-        ids[row] = token
-        linked.show(row, row + 1)
-    engine.update_rows(linked.cache, ids, rows)
-    return len(rows)
+        if row < stop:
+            ids[row] = token
+        if start <= row < stop:
+            linked.show(row, row + 1)
+    if bool(wanted.any()):
+        engine.update_rows(linked.cache.slice(0, stop), ids, rows[wanted])
+    return int(wanted.sum())

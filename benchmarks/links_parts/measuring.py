@@ -9,7 +9,7 @@ import torch
 from task_parts.evaluation import share
 from task_repair import answers_right
 
-from kvwire.reuse import RepairInput, link, repair_prompt, selector_of
+from kvwire.reuse import RepairInput, link, link_documents, repair_laid_out, repair_prompt, selector_of
 from kvwire.training import Sample, Turn, batch_of, linked, plain
 from links_parts.data import MEASURED, held_out, prose
 
@@ -136,4 +136,35 @@ def repairs(learnt: Learnt, family: str, prompts: int, seed: int) -> dict[str, A
                 given = RepairInput(engine, cache, text, lengths, tuple(prompt.questions[0].ids))
                 repair_prompt(given, selector_of(name), count * len(lengths) / len(text))
                 hits.setdefault(f"{name}, {count * len(lengths)} rows", []).append(answers_right(engine, prompt, cache))
+    return {name: share(found) for name, found in hits.items()}
+
+
+@torch.no_grad()
+def repairs_beside_links(learnt: Learnt, family: str, prompts: int, seed: int) -> dict[str, Any]:
+    """Accuracy of a model with link tokens, by how many of its documents' rows are computed anew beside them.
+
+    Args:
+        learnt: A model that links were trained for; afterwards it runs as loads run it.
+        family: One of ``MEASURED``.
+        prompts: How many.
+        seed: Of the draw.
+
+    Returns:
+        Shares with intervals for ``links alone`` and the question's attention at each number of rows.
+    """
+    learnt.finish()
+    engine, attention = learnt.engine, selector_of("attention")
+    hits: dict[str, list[bool]] = {}
+    for prompt in held_out(family, prompts, seed):
+        question, documents = prompt.questions[0], prompt.documents
+        laid_out = learnt.layout.lay_out(documents, question.ids)
+        caches = engine.prefill([learnt.layout.cache_tokens(ids) for ids in documents])
+        for count in (0, *LINK_COUNTS):
+            linked, rows = link_documents(engine, caches, laid_out), count * len(documents)
+            share_of_rows = rows / sum(map(len, documents))
+            if rows:
+                repair_laid_out(engine, linked, laid_out, documents, question.ids, attention, share_of_rows)
+            logits = engine.forward(engine.own_past(linked.cache), question.ids, laid_out.question_start, logits=1)
+            name = f"and attention, {rows} rows" if rows else "links alone"
+            hits.setdefault(name, []).append(int(logits[-1].argmax()) == question.answer)
     return {name: share(found) for name, found in hits.items()}

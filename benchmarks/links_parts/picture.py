@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's palette.
 _COLOURS = {
     "K = 5": "#0072B2", "K = 1": "#56B4E9", "K = 0": "#E69F00", "full": "#000000",
-    "wrappers 4+4": "#009E73", "wrappers 8+8": "#CC79A7",
+    "wrappers 4+4": "#009E73", "wrappers 8+8": "#CC79A7", "anchors 25 %": "#F0E442", "anchors 50 %": "#D55E00",
     "untrained, full": "#666666", "untrained, K = 0": "#BBBBBB",
 }  # fmt: skip
 _PART = 25
@@ -83,6 +83,8 @@ def _repairs(axes: Axes, results: dict[str, Any]) -> None:
         for name in ("K = 0", "K = 1", "K = 5")
         if name in results["task"]
     }
+    for run, found in results.get("repair_beside_links", {}).items():
+        bars |= {f"{run}, {name}": each for name, each in found.items() if name != "links alone"}
     bars |= results.get("repair", {})
     for at, found in enumerate(bars.values()):
         axes.barh(

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from task_parts.model import load
 
 from kvwire.engines.transformers import TransformersEngine
-from kvwire.reuse import PLAIN, LinkLayout, soft_links, wrappers
+from kvwire.reuse import PLAIN, LinkLayout, SoftTokens, anchors, soft_links, wrappers
 from kvwire.training import Mixture, Recipe, TextCut, TrainableModel, Training, read_source, train
 from links_parts.data import write_files
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from kvwire.training.loop import Method
 
 DOCUMENTS = 5
 LINKS = Recipe(steps=800, batch=24, learning_rate=3e-3, warm_up=50, betas=(0.9, 0.98), micro_batch=24)
@@ -29,13 +31,13 @@ class Run:
 
     Attributes:
         layout: How documents are linked.
+        method: See ``Training``; wrappers learn alone, from the divergence.
         is_control: Whether documents are read in full prefill, to tell what training itself changes.
-        is_frozen: Whether soft tokens alone learn, from the divergence.
     """
 
     layout: LinkLayout
+    method: Method = "links"
     is_control: bool = False
-    is_frozen: bool = False
 
 
 RUNS = {
@@ -43,8 +45,10 @@ RUNS = {
     "K = 1": Run(soft_links(1, DOCUMENTS)),
     "K = 0": Run(PLAIN),
     "full": Run(PLAIN, is_control=True),
-    "wrappers 4+4": Run(wrappers(4, 4), is_frozen=True),
-    "wrappers 8+8": Run(wrappers(8, 8), is_frozen=True),
+    "wrappers 4+4": Run(wrappers(4, 4), "wrappers"),
+    "wrappers 8+8": Run(wrappers(8, 8), "wrappers"),
+    "anchors 25 %": Run(anchors(4, 1), "anchors"),
+    "anchors 50 %": Run(anchors(4, 2), "anchors"),
 }
 
 
@@ -63,6 +67,13 @@ class Learnt:
     model: TrainableModel
     layout: LinkLayout
     losses: list[float]
+
+    def finish(self) -> None:
+        """Have the engine run the model, with what was learnt, as loads do."""
+        self.model.close()
+        if self.layout.soft_tokens:
+            name, revision = self.engine.meta.model_id, self.engine.meta.model_revision
+            self.engine.use_soft_tokens(SoftTokens(self.model.soft, self.layout.name, name, revision))
 
 
 def untrained() -> Learnt:
@@ -84,18 +95,18 @@ def learn(name: str, folder: Path, samples: int, seed: int, steps: int | None = 
     Returns:
         The model.
     """
-    run = RUNS[name]
-    recipe = WRAPPERS if run.is_frozen else LINKS
+    run, is_frozen = RUNS[name], RUNS[name].method == "wrappers"
+    recipe = WRAPPERS if is_frozen else LINKS
     if steps is not None:
-        recipe = Recipe(**{**recipe.__dict__, "steps": steps})
+        recipe = replace(recipe, steps=steps)
     data = folder / ("whole" if run.is_control else "linked")
     weights = write_files(data, samples, seed, linked=not run.is_control)
     parts = {
-        path.stem: read_source(path, _no_text, _CUT) for path in weights if not (run.is_frozen and path.stem == "prose")
+        path.stem: read_source(path, _no_text, _CUT) for path in weights if not (is_frozen and path.stem == "prose")
     }
     mixture = Mixture(parts, {path.stem: weight for path, weight in weights.items()}, seed)
     engine = TransformersEngine(load(), model_id="task model")
-    what = Training("wrappers" if run.is_frozen else "links", run.layout, recipe, run.is_frozen, seed)
+    what = Training(run.method, run.layout, recipe, is_frozen, seed)
     state = folder / f"{name.replace(' ', '')}.pt"
 
     def tell(step: int, loss: float) -> None:

@@ -27,6 +27,7 @@ class LoadArrival:
         leaves_s: Seconds after which nobody waits for it any more.
         repair: What repairing its links may take and gives; None: they stay as they are.
         attention: What the question attends to, see ``Looked``; empty: nobody looks.
+        links: Tokens that are computed behind each document, besides the question; empty: none.
     """
 
     at: float
@@ -37,6 +38,7 @@ class LoadArrival:
     leaves_s: float = inf
     repair: RepairOption | None = None
     attention: tuple[tuple[float, ...], ...] = ()
+    links: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -102,9 +102,10 @@ class Run:
             Seconds.
         """
         tokens = [sum(given.tokens) for given in self.inputs]
-        rows = expected_rows(asked.share, tokens, asked.front, self.repaired, asked.documents)
+        links = self.links
+        rows = expected_rows(asked.share, tokens, asked.front, self.repaired, asked.documents, links)
         self.repaired, self.share, self._under_way = asked.documents, asked.share, rows
-        self._all = expected_rows(asked.share, tokens, asked.front, 0, len(tokens))
+        self._all = expected_rows(asked.share, tokens, asked.front, 0, len(tokens), links)
         return replace(costs, repair_rows=rows, repair_looks=False).repair_s(sum(tokens[: asked.documents]))
 
     def end_repair(self) -> tuple[int, int]:
@@ -114,7 +115,7 @@ class Run:
 
     def _rows_left(self, rows: int, share: float) -> int:
         """Of a share's rows, those that are left for the closing."""
-        if not self.repaired:
+        if not (self.repaired and self.share):
             return rows
         return min(rows, ceil(max(0, self._all - self.rows) * min(1.0, share / self.share)))
 
@@ -146,14 +147,19 @@ class Run:
         Returns:
             The costs.
         """
-        repair, first = self.repair, sum(self.inputs[0].tokens)
+        repair, first, links = self.repair, sum(self.inputs[0].tokens), self.links
         rows = repair.work(last.repair, self.prompt_tokens, first, last.front) if repair else 0
         return replace(
             costs,
-            query_tokens=self.arrival.query_tokens,
+            query_tokens=self.arrival.query_tokens + sum(links) - (self.rows if links else 0),
             repair_rows=self._rows_left(rows, last.repair),
             repair_looks=repair is not None and repair.looks and not self.looked,
         )
+
+    @property
+    def links(self) -> tuple[int, ...]:
+        """Tokens that are computed behind each document, beside the link where they are."""
+        return self.arrival.links if len(self.arrival.documents) > 1 and self.repair is None else ()
 
     @property
     def repair(self) -> RepairOption | None:

@@ -145,9 +145,9 @@ class World:
         match what:
             case ("ask", int(number)):
                 arrival = self._runs[number].arrival
-                count, query_tokens = len(arrival.documents), arrival.query_tokens
-                looks = bool(arrival.attention)
-                self._tell(ev.LoadRequested(number, count, query_tokens, arrival.goal, arrival.repair, looks))
+                count, links = len(arrival.documents), arrival.links
+                computed, looks = arrival.query_tokens + sum(links), bool(arrival.attention)
+                self._tell(ev.LoadRequested(number, count, computed, arrival.goal, arrival.repair, looks, links))
                 self._at(self._now + arrival.leaves_s, ("leave", number))
                 index_s = self._rtt_s if arrival.index_s is None else arrival.index_s
                 for document in range(len(arrival.documents)):
@@ -411,7 +411,7 @@ class World:
             busy = (job.ends - self._lane_s for lane, job in self._jobs.items() if lane in self._closing)
             self._closed_at = max(self._now, self._closed_at, *busy) + closing_s
             repair_s = costs.repair_s(prompt_tokens)
-            linking_s = closing_s - repair_s - self._costs.prefill.seconds(arrival.query_tokens, prompt_tokens)
+            linking_s = closing_s - repair_s - self._costs.prefill.seconds(costs.query_tokens, prompt_tokens)
             self._at(self._closed_at, ("closed", ev.PromptAssembled(run.number, prompt_tokens, linking_s, repair_s)))
             ttft_s = self._closed_at - arrival.at
             reason = arrival.goal.verdict(ttft_s)

@@ -165,7 +165,7 @@ class Executor(PromptJobs):
                 links.check(self.link_warning(0.0))
         looks, computed = bool(self._question), query_tokens + self.front_tokens
         self.number = self._driver.begin(
-            self, lambda number: ev.LoadRequested(number, count, computed, goal, repair, looks)
+            self, lambda number: ev.LoadRequested(number, count, computed, goal, repair, looks, self.link_tokens)
         )
         laid_out = self._spawn(self._lay_out(tokens))
         opening = [self._spawn(self._open(index, laid_out)) for index in range(count)]
@@ -220,6 +220,11 @@ class Executor(PromptJobs):
             The words; empty where nothing says so.
         """
         return self.links.warning(share, shifted=shifted) if len(self._found) > 1 else ""
+
+    @property
+    def link_tokens(self) -> tuple[int, ...]:
+        """How many tokens are computed behind each document; none where only documents stand in the prompt."""
+        return ()
 
     @property
     def laid_out(self) -> PromptLayout | None:

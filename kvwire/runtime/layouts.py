@@ -6,12 +6,15 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from kvwire.controller.repair import UNMEASURED
-from kvwire.errors import ArgumentError, MismatchError
+from kvwire.errors import ArgumentError, MismatchError, StorageError
 from kvwire.reuse import PLAIN, compute_links, stored_tokens
 from kvwire.runtime.anchored import settle_holes
 from kvwire.runtime.executor import Executor
 from kvwire.runtime.links import UNREPAIRED
+from kvwire.runtime.prompt_jobs import GONE
 
 if TYPE_CHECKING:
     from asyncio import Task
@@ -28,23 +31,28 @@ if TYPE_CHECKING:
 class LayoutExecutor(Executor):
     """A load of documents that stand where a layout has them.
 
-    Link tokens are computed behind the last chunk, all in one pass: the later of two documents may still become finer
-    when the earlier one is final, and small passes cost more than they hide.
+    Link tokens behind a document are computed as soon as it and those before it stay as they are, where the link takes
+    longer for the rest (``Repair``); the others behind the last chunk, in one pass.
     """
 
-    def __init__(self, layout: LinkLayout, system: Sequence[int], *parts: Any) -> None:  # noqa: ANN401 - an Executor's
+    def __init__(
+        self, layout: LinkLayout, system: Sequence[int], in_order: bool, *parts: Any  # noqa: ANN401, FBT001
+    ) -> None:  # fmt: skip
         """Take the parts.
 
         Args:
             layout: What stands around documents and in their caches.
             system: Token ids of the system text.
+            in_order: Compute link tokens while the link brings later documents.
             parts: As an ``Executor`` takes them.
         """
         super().__init__(*parts)
+        self._in_order = in_order
         self._layout, self._system = layout, system
         self.sees_documents = False  # link rows between documents are computed behind the last chunk
         self._keeper = None  # what repairs kept is of prompts without a layout
         self._laid_out: PromptLayout | None = None
+        self._linked = 0  # up to which position link tokens are computed
 
     async def run(self, query_tokens: int, goal: Goal) -> ev.Finish:
         """Lay out the prompt and fill it; see ``Executor.run``.
@@ -65,18 +73,45 @@ class LayoutExecutor(Executor):
         self.links = UNREPAIRED
         if asked.is_wanted and asked.option is not None:
             option = replace(UNMEASURED, least=asked.option.least, most=asked.option.most, looks=asked.option.looks)
+            option = replace(option, begins="closing")  # rows that are chosen see link tokens, and are seen by them
             self.links = replace(asked, option=option, report=None, refuses=False, shift="")
         return await super().run(query_tokens, goal)
 
     def complete(self) -> None:
         """Compute what stands between documents and around them."""
         if self._laid_out is not None:
-            self.front_s = self._timed(partial(compute_links, self._engine, self.prompt, self._laid_out))[1]
+            self._compute_links(self._laid_out)
 
     @property
     def laid_out(self) -> PromptLayout | None:
         """Where everything stands."""
         return self._laid_out
+
+    @property
+    def link_tokens(self) -> tuple[int, ...]:
+        """How many tokens are computed behind each document, those before the first one with it."""
+        prompt = self._laid_out
+        if prompt is None or not (self._in_order and self.front_tokens):
+            return ()
+        owners = torch.bucketize(prompt.front_rows()[0], torch.tensor(prompt.starts), right=True).sub(1).clamp(min=0)
+        return tuple(torch.bincount(owners, minlength=len(prompt.starts)).tolist())
+
+    def _repair_here(self, asked: ev.Repair) -> tuple[int, int, float]:
+        """Compute link tokens of documents that stay as they are."""
+        prompt, links = self._laid_out, self.link_tokens
+        if self._is_gone or prompt is None:
+            raise StorageError(GONE)
+        rows, seconds = self._compute_links(prompt, prompt.starts[asked.documents])
+        return rows, sum(links[asked.documents :]), seconds
+
+    def _compute_links(self, prompt: PromptLayout, stop: int | None = None) -> tuple[int, float]:
+        """How many link tokens before a position were computed, and the seconds."""
+        began = self._driver.clock()
+        rows = compute_links(self._engine, self.prompt, prompt, self._linked, stop)
+        self._engine.synchronize()
+        self._linked, seconds = prompt.question_start if stop is None else stop, self._driver.clock() - began
+        self.front_s += seconds
+        return rows, seconds
 
     def _length(self, tokens: Sequence[int]) -> int:
         own = [self._layout.own_length(count) for count in tokens]
@@ -120,7 +155,11 @@ def asked_in(
     if layout == PLAIN and not system:
         return Executor, question, texts
     known = {name: stored_tokens(layout, ids, engine.vocabulary_size) for name, ids in (texts or {}).items()}
-    return partial(LayoutExecutor, layout, system), [*question, *layout.ending] if question else question, known
+    return (
+        partial(LayoutExecutor, layout, system, settings.repair_in_order),
+        [*question, *layout.ending] if question else question,
+        known,
+    )
 
 
 def _check_tokens(engine: Engine, layout: LinkLayout) -> None:

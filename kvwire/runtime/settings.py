@@ -58,7 +58,8 @@ class LoadSettings:
         selector: What chooses the rows, one of ``kvwire.reuse.SELECTORS``, or ``auto``: what ``kvwire check-model``
             found best for the model, and ``attention`` where that was not run.
         repair_in_order: Compute rows of documents that stay as they are while the link brings later ones, where the
-            selector knows its rows by then. Without it all rows are computed after the last chunk, to the same end.
+            selector knows its rows by then, and so link tokens of a layout. Without it all rows are computed after the
+            last chunk, to the same end.
         link_bound: Of what documents tell the model, the share that links may lose by what ``kvwire check-model``
             found; where more would be lost, or nobody has measured it, a load of several documents ends with a
             LinkBoundError and no answer. In place of the bound that was named there, also for ``repair_floor``. None:

@@ -79,6 +79,22 @@ def test_a_run_goes_on_and_is_judged(data, tmp_path, monkeypatch):
     found = measuring.accuracies(again, 3, 1, whole=False)
     assert {family: each["n"] for family, each in found.items()} == {"redefined": 12, "needle": 3, "legend": 3}
     assert measuring.prose_loss(again, 2, 1) > 0
-    again.model.close()
+    beside = measuring.repairs_beside_links(again, "redefined", 2, 1)
+    assert [each["n"] for each in beside.values()] == [2, 2, 2]
     repaired = measuring.repairs(runs.untrained(), "redefined", 2, 1)
     assert repaired["whole"]["n"] == repaired["attention, 5 rows"]["n"] == 2
+
+
+def test_links_alone_answer_as_the_training_reads_them(data, tmp_path):
+    """Batches under the training's mask, and links of caches, give the same answers."""
+    runs, measuring = (importlib.import_module(f"links_parts.{name}") for name in ("runs", "measuring"))
+    learnt = runs.learn("K = 1", tmp_path, 6, 1, steps=1)
+    prompts = data.held_out("needle", 12, 1)
+    look = importlib.import_module("kvwire.training").linked
+    hits = measuring.correct(learnt, measuring.samples_of(prompts), lambda each: look(each, learnt.layout))
+    found = measuring.repairs_beside_links(learnt, "needle", 12, 1)
+    assert found["links alone"]["accuracy"] == sum(hits) / len(hits)
+    anchored = runs.learn("anchors 50 %", tmp_path, 6, 1, steps=1)
+    assert len(anchored.losses) == 1
+    assert measuring.accuracies(anchored, 3, 1, whole=False)["needle"]["n"] == 3
+    anchored.finish()

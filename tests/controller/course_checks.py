@@ -48,6 +48,10 @@ class Asked:
     repair: RepairOption | None = None
     looks: bool = False
     looked: bool = False
+    links: tuple[int, ...] = ()
+    final: int = 0
+    share: float | None = None
+    is_broken: bool = False
 
     def variants(self, document):
         """Those that the controller may use."""
@@ -84,8 +88,10 @@ class Checks:
                 self._fetch(instruction)
             case ev.Decode():
                 self._decode(instruction)
-            case ev.Recompute():
-                self._recompute(instruction)
+            case ev.Recompute() | ev.RecomputeTogether():
+                self._recompute_all(instruction)
+            case ev.Repair():
+                self._repair(instruction)
             case ev.ComputePrefix():
                 self._head_start(instruction)
             case ev.Look():
@@ -138,6 +144,7 @@ class Checks:
             assert document.layered
             assert load.goal.objective == "quality"
             assert self.here[chunk] == self.valid[chunk] == fetch.first - 1
+            assert chunk.document >= load.final, "is to stay as it is"
             assert not self._is_used(chunk)
         else:
             assert chunk not in self.valid
@@ -150,19 +157,18 @@ class Checks:
         assert len(self.open) <= self.settings.max_in_flight
         self.held[chunk] = sizes[fetch.level]
 
-    def _pass(self):
+    def _passes(self):
         job = self.jobs.get("prefill")
-        if not isinstance(job, ev.Recompute):
-            return []
-        return [replace(job.first, chunk=at) for at in range(job.first.chunk, job.last.chunk + 1)]
+        return job.passes if isinstance(job, ev.RecomputeTogether) else [job] * isinstance(job, ev.Recompute)
+
+    def _pass(self):
+        return [replace(each.first, chunk=at) for each in self._passes()
+                for at in range(each.first.chunk, each.last.chunk + 1)]  # fmt: skip
 
     def _read(self):
         """Documents that a running forward pass reads."""
-        job = self.jobs.get("prefill")
-        if not isinstance(job, ev.Recompute):
-            return set()
-        first = 0 if job.behind else job.first.document
-        return {(job.first.load, document) for document in range(first, job.first.document + 1)}
+        return {(each.first.load, document) for each in self._passes()
+                for document in range(0 if each.behind else each.first.document, each.first.document + 1)}  # fmt: skip
 
     def _chunks_before(self, number, document):
         for at, variants in enumerate(self.loads[number].documents[:document]):
@@ -189,9 +195,18 @@ class Checks:
             if chunk in self.valid:
                 assert level > self.valid[chunk]
                 assert (chunk.load, chunk.document) not in self._read()
+                assert chunk.document >= load.final, "is to stay as it is"
                 look = self.jobs.get("prefill")
                 assert not (isinstance(look, ev.Look) and look.load == number)
         self._lane("decode", job)
+
+    def _recompute_all(self, job):
+        if isinstance(job, ev.RecomputeTogether):
+            loads = {each.first.load for each in job.passes}
+            assert 2 <= len(loads) == len(job.passes) <= self.settings.max_joined
+        for each in job.passes if isinstance(job, ev.RecomputeTogether) else [job]:
+            self._recompute(each)
+        self._lane("prefill", job)
 
     def _recompute(self, job):
         first, last = job.first, job.last
@@ -206,9 +221,7 @@ class Checks:
         for chunk in seen:
             assert chunk in self.valid
             assert not self._is_used(chunk)
-        self._lane("prefill", job)
-        assert self._pass()
-        for chunk in self._pass():
+        for chunk in (replace(first, chunk=at) for at in range(first.chunk, last.chunk + 1)):
             assert self._text(chunk)
             assert chunk not in self.valid
             assert chunk not in self.open
@@ -234,6 +247,20 @@ class Checks:
         load.looked = True
         self._lane("prefill", job)
 
+    def _repair(self, job):
+        load = self.loads[job.load]
+        assert job.load not in self.over
+        assert load.links or load.repair
+        assert not load.is_broken, "a job failed before"
+        assert load.final < job.documents < len(load.documents) == len(load.known)
+        assert load.share in {None, job.share}
+        for chunk in self._chunks_before(job.load, job.documents):
+            assert chunk in self.valid
+            assert chunk not in self.open
+            assert not self._is_used(chunk)
+        load.final, load.share = job.documents, job.share
+        self._lane("prefill", job)
+
     def _end(self, number, how):
         assert number not in self.over
         self.over[number] = how
@@ -243,7 +270,8 @@ class Checks:
     def _finish(self, number, finish):
         self._end(number, finish)
         self.closings.append(number)
-        load = self.loads[number]
+        load, job = self.loads[number], self.jobs.get("prefill")
+        assert not (isinstance(job, ev.Repair) and job.load == number)
         chunks = [ChunkId(document, chunk, number) for document, variants in enumerate(load.documents)
                   for chunk in range(len(variants[0].tokens))]  # fmt: skip
         assert [decision.chunk for decision in finish.decisions] == chunks

@@ -35,6 +35,8 @@ REPAIRS = (
     RepairOption(most=0.3, error=0.1, left=(1.0, 0.0)),
     RepairOption(least=0.2, most=0.2, scan=0.1, error=0.01),
     RepairOption(least=1.0, most=1.0, looks=False, error=0.01),
+    RepairOption(least=0.2, most=0.2, looks=False, error=0.1, begins="documents"),
+    RepairOption(most=0.3, error=0.1, left=(1.0, 0.0), begins="looked"),
 )
 
 
@@ -51,9 +53,18 @@ class Course(Checks):
         self.random = Random(seed)
         # Calm courses get to refinements: little goes wrong, and the link is better than it seemed.
         self.calm = self.random.random() < 0.4
+        # Orderly ones get to rows that are computed beside the link: it is slow, and there is no text.
+        self.orderly = self.random.random() < 0.25
         self.settings = self._settings()
-        costs = CostModel(PrefillCost(self._any(0, 0.05), 10 ** self._any(-3 if self.calm else -6, -2), 1e-9),
+        base_s, token_s = self._any(0, 0.05), 10 ** self._any(-3 if self.calm else -6, -2)
+        if self.orderly:
+            base_s, token_s = base_s / 50, token_s / 1000
+        costs = CostModel(PrefillCost(base_s, token_s, 1e-9),
                           DecodeCost(self._any(0, 0.01), self._any(0, 1e-5), self._any(0, 1e-7)), 1e-6)  # fmt: skip
+        if self.orderly:
+            costs = replace(costs, decode=costs.decode.scaled(0.01))
+        if self.random.random() < 0.5:
+            costs = replace(costs, joined=costs.prefill.scaled(self._any(0.2, 1)))
         policy = self.random.choice(
             [Adaptive()] * 6
             + [LookFirst()] * 2
@@ -61,7 +72,7 @@ class Course(Checks):
         )
         self.adaptive = isinstance(policy, Adaptive)
         self.pace_s = 10 ** self._any(-4, -3 if self.calm else -0.5)
-        prior = 10 ** self._any(4 if self.calm else 3, 6 if self.calm else 8)
+        prior = 10 ** self._any(4 if self.calm else 3, 6 if self.calm else 5 if self.orderly else 8)
         self.rate = prior * 10 ** (self._any(1, 3) if self.calm else self._any(-3, 3))
         estimates = Estimates(costs, prior, self._any(0, 0.01 if self.calm else 0.2))
         self.log: list[ev.LogEntry] = []
@@ -80,8 +91,9 @@ class Course(Checks):
         self.valid: dict[ChunkId, int] = {}
         self.no_text: set[ChunkId] = set()
         self.no_fetch: set[ChunkId] = set()
-        self.more_loads = self.random.choice([1, 1, 2, 4])
-        self.kindness = self.random.choice([0.9, 0.95, 1.0] if self.calm else [0.3, 0.8, 0.95, 1.0])
+        self.more_loads = self.random.choice([1, 1, 1, 2] if self.orderly else [1, 1, 2, 4])
+        kind = [0.98, 1.0] if self.orderly else [0.9, 0.95, 1.0] if self.calm else [0.3, 0.8, 0.95, 1.0]
+        self.kindness = self.random.choice(kind)
         self.numbers = -1
 
     # What there is.
@@ -102,15 +114,15 @@ class Course(Checks):
     def _document(self):
         pick = self.random.choice
         tokens = tuple(self.random.randint(1, 300) for _ in range(self.random.randint(1, 6)))
-        text, layered = pick([True, True, self.calm]), pick([True, True, False])
-        if pick([True, True, True, False]):
+        text, layered = pick([True, True, self.calm]) and not self.orderly, pick([True, True, False])
+        if self.orderly or pick([True, True, True, False]):
             return tuple(self._blob(tokens, text, layered) for _ in range(pick([1, 1, 2])))
         return (DocumentPlanInput(tokens, has_text=text),)
 
     def _blob(self, tokens, text, layered):
         pick = self.random.choice
         levels = self.random.randint(1, 4)
-        scale = pick([0, 1, 10, 100][2 * self.calm :])
+        scale = pick([0, 1, 10, 100][2 * max(self.calm, self.orderly) :])
         rows, errors = [], []
         for size in tokens:
             there = pick([levels, levels, levels, self.random.randint(0, levels)])
@@ -122,7 +134,7 @@ class Course(Checks):
     def _goal(self):
         pick = self.random.choice
         deadline = pick([0.2, 0.5, 1.0, 2.0] if self.calm else [-1.0, 0.0, 0.01, 0.1, 0.3, 1.0, 1000.0])
-        objective = pick(["earliest", "quality", "quality", "quality", "cheapest"])
+        objective = pick(["earliest", "quality", "quality", "quality", "cheapest"] + ["earliest"] * 4 * self.orderly)
         if objective == "earliest" and pick([True, False]):
             deadline = None
         floor = pick([0, 0, 1, 2])
@@ -180,17 +192,24 @@ class Course(Checks):
         if not ending:
             steps += [self._ask] * 2 * (len(self.loads) < self.more_loads)
             steps += [self._leave] * (bool(self.loads) and self.random.random() < 0.05)
+        if self.orderly and (self._unknown() or self.jobs):
+            steps = [self._index if self._unknown() else self._answer_job]
         if not steps or self.random.random() < 0.1:
             steps = [lambda: self._tell(ev.Tick())]
         self.random.choice(steps)()
 
     def _ask(self):
         self.numbers += self.random.choice([1, 1, 3])
-        documents = [self._document() for _ in range(self.random.choice([1, 1, 2, 3]))]
+        documents = [self._document() for _ in range(self.random.choice([1, 1, 2, 3][2 * self.orderly :]))]
         pick = self.random.choice
-        asked = Asked(self._goal(), documents, looks=pick([True, False]), repair=pick([None, *REPAIRS]))
+        asked = Asked(self._goal(), documents, looks=pick([True, False]), repair=pick([None, None, *REPAIRS]))
+        if asked.repair is None and pick([True, False]):
+            asked.links = tuple(pick([0, 1, 5]) for _ in documents)
         self.loads[self.numbers] = asked
-        self._tell(ev.LoadRequested(self.numbers, len(documents), pick([0, 32]), asked.goal, asked.repair, asked.looks))
+        computed = pick([0, 32]) + sum(asked.links)
+        self._tell(
+            ev.LoadRequested(self.numbers, len(documents), computed, asked.goal, asked.repair, asked.looks, asked.links)
+        )
 
     def _index(self):
         number, document = self.random.choice(self._unknown())
@@ -230,7 +249,7 @@ class Course(Checks):
         return set(self.valid), dict(self.open)
 
     def _answer_fetch(self):
-        chunk = self.random.choice(list(self.open))
+        chunk = next(iter(self.open)) if self.orderly else self.random.choice(list(self.open))
         fetch = self.open.pop(chunk)
         load, sizes = self.loads[chunk.load], self._sizes(chunk)
         chance = self.random.random()
@@ -258,6 +277,7 @@ class Course(Checks):
         job = self.jobs.pop(lane)
         fine = self.random.random() < self.kindness
         seconds = self.random.choice([0.0, self._any(0, 0.01), self._any(0, 0.1), self._any(0, 5)])
+        seconds /= 1000 if self.orderly else 1
         match job:
             case ev.Decode(chunks):
                 bad = () if fine else tuple(self.random.sample(chunks, self.random.randint(1, len(chunks))))
@@ -273,6 +293,12 @@ class Course(Checks):
                     self.no_text.add(bad)
                 blind = job.behind and self.random.random() < 0.2
                 self._tell(ev.RecomputeDone(chunks, seconds, blind) if fine else ev.RecomputeFailed(bad, "memory"))
+            case ev.RecomputeTogether(passes):
+                self._answer_together(passes, seconds)
+            case ev.Repair(number, documents):
+                rows, left = self.random.randint(0, 20), self.random.randint(0, 500)
+                self.loads[number].is_broken = not fine
+                self._tell(ev.RepairDone(number, documents, rows * fine, left, seconds, "" if fine else "memory"))
             case ev.ComputePrefix(number, document):
                 load = self.loads[number]
                 load.heads[document] = "done" if fine else "failed"
@@ -287,6 +313,21 @@ class Course(Checks):
                 rows = [variants[0].tokens for variants in self.loads[number].documents]
                 seen = tuple(tuple(self._any(0, 3) for _ in row) for row in rows) if fine else ()
                 self._tell(ev.Looked(number, seen, seconds))
+
+    def _answer_together(self, passes, seconds):
+        failed, blind = [], []
+        for each in passes:
+            first, last = each.first, each.last
+            chunks = [replace(first, chunk=at) for at in range(first.chunk, last.chunk + 1)]
+            if self.random.random() > self.kindness:
+                failed.append(self.random.choice(chunks))
+                self.no_text.add(failed[-1])
+                continue
+            blind += [first] * (each.behind and self.random.random() < 0.2)
+            self.valid |= dict.fromkeys(chunks, -1) if first.load not in self.over else {}
+        joined = self.random.random() < self.kindness
+        why = "memory" if failed else ""
+        self._tell(ev.RecomputedTogether(passes, seconds, joined, tuple(failed), why, tuple(blind)))
 
     def _decoded(self, chunk, *, bad):
         if not bad:
@@ -324,6 +365,8 @@ class Course(Checks):
             ev.TransferProgress(-1, 0.0, 0.0), ev.TransferProgress(1, 1.0, 0.0),
             ev.TransferProgress(1, nan, 0.0), ev.TransferProgress(1, 0.0, inf), ev.TransferProgress(nan, 0.0, 0.0),
             ev.LoadRequested(number, 0, 0, Goal()), ev.LoadRequested(number, 1, -1, Goal()),
+            ev.LoadRequested(number, 2, 8, Goal(), links=(1,)), ev.LoadRequested(number, 2, 8, Goal(), links=(5, 5)),
+            ev.RepairDone(number, 1, 0, 0, 0.1), ev.RecomputedTogether((), 0.1),
         ]  # fmt: skip
 
     def _of_loads(self):
@@ -368,6 +411,18 @@ class Course(Checks):
                 if job.load not in self.over:
                     wrong += [ev.Looked(job.load, ((1.0,) * (rows[0] + 1), *((1.0,) * row for row in rows[1:])), 0.1)]
                     wrong += [ev.Looked(job.load, tuple((-1.0,) * row for row in rows), 0.1)]
+            elif isinstance(job, ev.Repair):
+                wrong += [
+                    ev.RepairDone(job.load, job.documents + 1, 1, 1, 0.1),
+                    ev.RepairDone(job.load, job.documents, 1, 1, nan),
+                    ev.RepairDone(job.load, job.documents, -1, 1, 0.1),
+                    ev.RepairDone(job.load, job.documents, 1, -1, 0.1),
+                ]
+            elif isinstance(job, ev.RecomputeTogether):
+                wrong += [ev.RecomputedTogether(job.passes[:1], 0.1), ev.RecomputedTogether(job.passes, nan)]
+                wrong += [ev.RecomputedTogether(job.passes, 0.1, failed=(nobody,))]
+                wrong += [ev.RecomputedTogether(job.passes, 0.1, blind=(nobody,))]
+                wrong += [ev.RecomputeDone((job.passes[0].first,), 0.1)]
             else:
                 wrong += [ev.RecomputeDone((job.first,) * 2, 0.1), ev.RecomputeDone((job.first,), nan)]
         return wrong

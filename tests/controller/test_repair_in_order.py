@@ -30,6 +30,13 @@ def arrival(option, *, at=0.0, documents=SIX, goal=None):
     return LoadArrival(at, documents, goal or Goal(objective="earliest"), index_s=0.0, repair=option)
 
 
+def with_links(*, in_order=True, rows=200):
+    """Six documents with link tokens behind each, so many that they take as long as a repair."""
+    if in_order:
+        return replace(arrival(None), links=(rows,) * 6)
+    return replace(arrival(None), query_tokens=arrival(None).query_tokens + 6 * rows)
+
+
 def jobs_of(played, load=0):
     return [instruction for _, instruction in played.instructions(ev.Repair, load)]
 
@@ -49,6 +56,19 @@ def test_repair_beside_the_link_is_never_later_and_is_predicted(rate, workers):
         rows = sum(entry.event.rows for entry in in_order.log if isinstance(entry.event, ev.RepairDone))
         assert rows >= 0.6 * rows_of(0.15, 6 * 2048, 2048)
         assert late.ttft_s - soon.ttft_s > 0.5 * COSTS.prefill.seconds(rows)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("rate", [1 * MB, 4 * MB, 20 * MB, 400 * MB])
+def test_link_tokens_beside_the_link_are_never_later(rate, workers):
+    at_end, in_order = (play([with_links(in_order=each)], rate, workers=workers) for each in (False, True))
+    (late,), (soon,) = at_end.outcomes, in_order.outcomes
+    assert soon.ttft_s <= late.ttft_s + 1e-9
+    assert jobs_of(in_order) or rate > 4 * MB
+    assert not jobs_of(in_order) or rate < 400 * MB
+    rows = sum(entry.event.rows for entry in in_order.log if isinstance(entry.event, ev.RepairDone))
+    assert rows == 200 * max((each.documents for each in jobs_of(in_order)), default=0)
+    assert late.ttft_s - soon.ttft_s >= 0.9 * COSTS.prefill.token_s * rows
 
 
 @pytest.mark.parametrize("rate", [1 * MB, 4 * MB, 20 * MB, 400 * MB])

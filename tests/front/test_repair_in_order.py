@@ -12,7 +12,7 @@ import torch
 
 from kvwire.controller import events as ev
 from kvwire.controller.policies import Adaptive, Fixed
-from kvwire.reuse import RepairInput, link, repair_prompt, rows_for, selector_of
+from kvwire.reuse import LinkLayout, RepairInput, link, repair_prompt, rows_for, selector_of
 from kvwire.runtime.coding import Coding
 from kvwire.runtime.corpus import Corpus, Document
 from kvwire.runtime.links import plan_links
@@ -300,3 +300,56 @@ def drop(self, load, now):
     """As where nothing is left of the time."""
     del self, now
     load.repair_share = 0.0
+
+
+LINKS = LinkLayout("links", opening=(40,), links=tuple((41 + at, 50 + at) for at in range(5)), closing=(60,))
+
+
+def test_link_tokens_are_computed_while_later_documents_come(small, five):
+    log, chosen = [], {"layout": LINKS, "system": (3, 4, 5), "policy": Fixed(4)}
+    answer = asked(small, five, log=log, **chosen)
+    ordered = [each.documents for each in jobs_of(log)]
+    assert ordered
+    assert ordered == sorted(set(ordered))
+    (request,) = (entry.event for entry in log if isinstance(entry.event, ev.LoadRequested))
+    assert request.links == (3 + 1 + 2, 2, 2, 2, 2 + 1)
+    done = [entry.event for entry in log if isinstance(entry.event, ev.RepairDone)]
+    assert sum(each.rows for each in done) == sum(request.links[: ordered[-1]])
+    assert done[-1].left == sum(request.links[ordered[-1] :])
+    came = max(entry.now for entry in log if isinstance(entry.event, ev.ChunkArrived))
+    assert min(entry.now for entry in log if isinstance(entry.event, ev.RepairDone)) < came
+    later_log = []
+    later = asked(small, five, log=later_log, repair_in_order=False, **chosen)
+    assert not jobs_of(later_log)
+    assert answer.computed == later.computed == sum(request.links)
+    assert cache_error(answer.prompt.cache, later.prompt.cache) < 1e-5
+    assert torch.allclose(answer.logits, later.logits, atol=1e-4)
+
+
+def test_link_tokens_whose_job_fails_are_computed_at_the_end(small, five, monkeypatch):
+    from kvwire.runtime import layouts
+
+    compute, calls = layouts.compute_links, []
+
+    def broken(engine, linked, prompt, start=0, stop=None):
+        calls.append(stop)
+        if len(calls) == 1:
+            msg = "out of memory"
+            raise RuntimeError(msg)
+        return compute(engine, linked, prompt, start, stop)
+
+    log, chosen = [], {"layout": LINKS, "policy": Fixed(4)}
+    with monkeypatch.context() as patch:
+        patch.setattr(layouts, "compute_links", broken)
+        answer = asked(small, five, log=log, **chosen)
+    assert len(jobs_of(log)) == 1
+    assert calls[1:] == [None]
+    later = asked(small, five, repair_in_order=False, **chosen)
+    assert cache_error(answer.prompt.cache, later.prompt.cache) < 1e-5
+
+
+def test_rows_beside_link_tokens_are_chosen_at_the_end(small, five):
+    log = []
+    answer = asked(small, five, log=log, layout=LINKS, repair=0.2, selector="first", policy=Fixed(4))
+    assert not jobs_of(log)
+    assert answer.repair.rows.numel()

@@ -10,9 +10,19 @@ from transformers import AutoModelForCausalLM
 from kvwire.engines.transformers import TransformersEngine, generate_inputs
 from kvwire.engines.transformers.plain import filled
 from kvwire.errors import ArgumentError
-from kvwire.reuse import PLAIN, LinkLayout, block_attention, link, link_documents, moved, turborag
+from kvwire.reuse import (
+    PLAIN,
+    LinkedPrompt,
+    LinkLayout,
+    block_attention,
+    compute_links,
+    link,
+    link_documents,
+    moved,
+    turborag,
+)
 
-from ..engines.families import SLIDES, config_of, engine_of, error_between, query, tokens
+from ..engines.families import SLIDES, cache_error, config_of, engine_of, error_between, query, tokens
 from .test_schema import masks_of
 
 FIVE = ("llama", "qwen3", "gpt-neox", "glm", "gemma3")
@@ -162,3 +172,25 @@ def test_tokens_beyond_the_vocabulary_are_refused():
     engine, layout = engine_of("llama"), LinkLayout("kvlink", opening=(128254,))
     with pytest.raises(ArgumentError, match="token ids must lie in 0 to 95"):
         link_documents(engine, engine.prefill(TEXTS), layout.lay_out(TEXTS, query()))
+
+
+@pytest.mark.parametrize("system", [SYSTEM, ()], ids=["system", "bare"])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("family", FIVE)
+def test_rows_computed_document_by_document_equal_all_at_once(family, count, system):
+    """Documents behind those that are there hold garbage until it is their turn."""
+    engine, layout = engine_of(family), layout_of(count, markers=count != 1)
+    caches, prompt = engine.prefill(TEXTS), layout.lay_out(TEXTS, query(), system)
+    wanted = link_documents(engine, caches, prompt).cache
+    room = engine.allocate(prompt.question_start)
+    for tensor in (*room.keys, *room.values):
+        tensor.fill_(torch.nan)
+    linked, at, rows = LinkedPrompt(prompt.lengths, engine.meta, cache=room, starts=prompt.starts), 0, 0
+    for index, cache in enumerate(caches):
+        linked.write(index, 0, cache)
+        stop = prompt.starts[index + 1] if index + 1 < len(caches) else None
+        rows += compute_links(engine, linked, prompt, at, stop)
+        at = stop
+    assert rows == len(prompt.front_rows()[0])
+    assert cache_error(linked.cache, wanted) < TOLERANCE
+    assert compute_links(engine, linked, prompt, prompt.question_start) == 0
