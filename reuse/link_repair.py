@@ -28,6 +28,12 @@ if TYPE_CHECKING:
     from kvwire.reuse.repair.rows import RowsEngine, Seen
     from kvwire.reuse.repair.selectors.base import Selector
 
+DROPS_ROWS = (
+    "the selector {} drops rows from layer to layer, which link rows do not bear; choose attention, deviation, "
+    "product, first or random"
+)
+"""Why a selector cannot choose rows beside link rows."""
+
 
 def repair_laid_out(  # noqa: PLR0913 - a prompt, how it is repaired, and what is known of it
     engine: RowsEngine, linked: LinkedPrompt, prompt: PromptLayout, texts: Sequence[Sequence[int]],
@@ -103,11 +109,7 @@ def _chosen(given: RepairInput, selector: Selector, wanted: int, is_computed: Te
     while True:
         found = selector.choose(given, min(count, most))
         if found.narrow is not None:
-            msg = (
-                f"the selector {selector.name} drops rows from layer to layer, which link rows do not bear; choose "
-                "attention, first or random"
-            )
-            raise MismatchError(msg)
+            raise MismatchError(DROPS_ROWS.format(selector.name))
         lacking = wanted - int((~is_computed[found.rows]).sum())
         if lacking <= 0 or count >= most:
             return found.rows

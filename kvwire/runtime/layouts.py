@@ -10,10 +10,12 @@ import torch
 
 from kvwire.controller.repair import UNMEASURED
 from kvwire.errors import ArgumentError, MismatchError, StorageError
-from kvwire.reuse import PLAIN, compute_links, stored_tokens
+from kvwire.reuse import PLAIN, compute_links, selector_of, stored_tokens
+from kvwire.reuse.link_repair import DROPS_ROWS
 from kvwire.runtime.anchored import settle_holes
 from kvwire.runtime.executor import Executor
-from kvwire.runtime.links import UNREPAIRED
+from kvwire.runtime.link_report import DEFAULT_SELECTOR
+from kvwire.runtime.links import AUTO, UNREPAIRED
 from kvwire.runtime.prompt_jobs import GONE
 
 if TYPE_CHECKING:
@@ -35,20 +37,16 @@ class LayoutExecutor(Executor):
     longer for the rest (``Repair``); the others behind the last chunk, in one pass.
     """
 
-    def __init__(
-        self, layout: LinkLayout, system: Sequence[int], in_order: bool, *parts: Any  # noqa: ANN401, FBT001
-    ) -> None:  # fmt: skip
+    def __init__(self, settings: LoadSettings, *parts: Any) -> None:  # noqa: ANN401 - an Executor's
         """Take the parts.
 
         Args:
-            layout: What stands around documents and in their caches.
-            system: Token ids of the system text.
-            in_order: Compute link tokens while the link brings later documents.
+            settings: The loader's: layout, system text, and how rows are computed.
             parts: As an ``Executor`` takes them.
         """
         super().__init__(*parts)
-        self._in_order = in_order
-        self._layout, self._system = layout, system
+        self._settings = settings
+        self._layout, self._system = settings.layout or PLAIN, settings.system
         self.sees_documents = False  # link rows between documents are computed behind the last chunk
         self._keeper = None  # what repairs kept is of prompts without a layout
         self._laid_out: PromptLayout | None = None
@@ -67,15 +65,25 @@ class LayoutExecutor(Executor):
         Raises:
             ArgumentError: The layout has tokens that the model has not, there are more documents than it has link
                 tokens for, or as ``Executor.run`` says.
+            MismatchError: The selector drops rows from layer to layer.
         """
         _check_tokens(self._engine, self._layout)
         asked = self.links  # what was measured of plain links is not measured of these: a share counts, and no more
         self.links = UNREPAIRED
         if asked.is_wanted and asked.option is not None:
-            option = replace(UNMEASURED, least=asked.option.least, most=asked.option.most, looks=asked.option.looks)
+            selector = asked.selector
+            if "rows" in selector.needs:
+                if self._settings.selector != AUTO:
+                    raise MismatchError(DROPS_ROWS.format(selector.name))
+                selector = selector_of(DEFAULT_SELECTOR)
+            looks, least = "question" in selector.needs, asked.option.least
+            option = replace(UNMEASURED, least=least, most=asked.option.most, looks=looks)
             option = replace(option, begins="closing")  # rows that are chosen see link tokens, and are seen by them
-            self.links = replace(asked, option=option, report=None, refuses=False, shift="")
-        return await super().run(query_tokens, goal)
+            self.links = replace(asked, option=option, selector=selector, report=None, refuses=False, shift="")
+        finish = await super().run(query_tokens, goal)
+        if self.links.option and len(self._found) == 1 and self.starts and self.starts[0]:
+            finish = replace(finish, repair=self.links.option.least)  # the controller weighs nothing of one document
+        return finish
 
     def complete(self) -> None:
         """Compute what stands between documents and around them."""
@@ -91,7 +99,7 @@ class LayoutExecutor(Executor):
     def link_tokens(self) -> tuple[int, ...]:
         """How many tokens are computed behind each document, those before the first one with it."""
         prompt = self._laid_out
-        if prompt is None or not (self._in_order and self.front_tokens):
+        if prompt is None or not (self._settings.repair_in_order and self.front_tokens):
             return ()
         owners = torch.bucketize(prompt.front_rows()[0], torch.tensor(prompt.starts), right=True).sub(1).clamp(min=0)
         return tuple(torch.bincount(owners, minlength=len(prompt.starts)).tolist())
@@ -155,11 +163,7 @@ def asked_in(
     if layout == PLAIN and not system:
         return Executor, question, texts
     known = {name: stored_tokens(layout, ids, engine.vocabulary_size) for name, ids in (texts or {}).items()}
-    return (
-        partial(LayoutExecutor, layout, system, settings.repair_in_order),
-        [*question, *layout.ending] if question else question,
-        known,
-    )
+    return partial(LayoutExecutor, settings), [*question, *layout.ending] if question else question, known
 
 
 def _check_tokens(engine: Engine, layout: LinkLayout) -> None:

@@ -316,7 +316,7 @@ class Repairer:
             MismatchError: The share was asked for and the engine cannot.
             ArgumentError: The share was asked for and the selector lacks something.
         """
-        if share <= 0 or len(prompt.tokens) == 1:
+        if share <= 0 or (len(prompt.tokens) == 1 and told.laid_out is None):
             return None, ""
         if not _may(told, prompt):
             return self._refused(plan, told.trouble or "the text of a document is not known")

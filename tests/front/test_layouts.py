@@ -29,6 +29,7 @@ from kvwire.reuse import (
 from kvwire.runtime.coding import Coding
 from kvwire.runtime.corpus import Corpus, Document
 from kvwire.runtime.documents import DocumentHandle
+from kvwire.runtime.links import plan_links
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.quality import mean_kl
 from kvwire.runtime.settings import LoadSettings
@@ -157,6 +158,27 @@ def test_all_rows_of_a_layout_are_a_pass_over_the_whole_prompt(small, corpus, na
     prompt = LINKS.lay_out([small.tokens[name] for name in names], question, system)
     whole = small.engine.forward(None, prompt.token_ids, 0, logits=1)
     assert mean_kl(whole, answer.logits[None]) < 1e-6
+
+
+def test_a_single_document_sees_what_stands_before_it(small, corpus, names):
+    system, name = tuple(small.engine.tokenize("Tell what you know.")), names[:1]
+    answer, question = asked(small, corpus, name, layout=LINKS, system=system, quality_floor=4, repair="all")
+    prompt = LINKS.lay_out([small.tokens[name[0]]], question, system)
+    wanted = small.engine.forward(None, prompt.token_ids, 0, logits=1)
+    assert mean_kl(wanted, answer.logits[None]) < 1e-9
+    assert len(answer.repair.rows) == len(small.tokens[name[0]])
+    some, _ = asked(small, corpus, name, layout=LINKS, system=system, quality_floor=4, repair=0.2)
+    assert len(some.repair.rows) == -int(-0.2 * len(small.tokens[name[0]]) // 1)
+    for more in ({"layout": LINKS, "repair": "none"}, {"repair": "all"}):
+        assert asked(small, corpus, name, quality_floor=4, **more)[0].repair is None
+
+
+def test_a_selector_that_drops_rows_is_not_taken_by_itself(small, corpus, names, monkeypatch):
+    """A report may have found one best for plain links."""
+    monkeypatch.setattr("kvwire.runtime.links.DEFAULT_SELECTOR", "blend")
+    assert plan_links(0.15, None, "auto", None, None).selector.name == "blend"
+    answer, _ = asked(small, corpus, names, layout=LINKS, repair=0.15)
+    assert answer.repair.selector == "attention"
 
 
 def test_nothing_of_a_prompt_is_stored_under_a_documents_name(small, corpus, names):
