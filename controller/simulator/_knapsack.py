@@ -144,7 +144,7 @@ def _prices(value: Floats, parts: Floats) -> tuple[Floats, float]:
     unit = float(np.where(np.isfinite(value), value, 0.0).max(axis=1).sum()) or 1.0
     kinds, rows = len(parts), np.arange(len(value))
     centre = np.full(kinds, _LARGEST * unit / 2)
-    shape = np.eye(kinds) * kinds * centre[0] ** 2  # a ball around all prices worth trying
+    axes = np.eye(kinds) * np.sqrt(kinds) * centre[0]  # a ball around all prices worth trying
     best, best_prices = -inf, centre
     for _ in range(_CUTS * kinds**2):
         if (centre < 0).any():
@@ -157,23 +157,28 @@ def _prices(value: Floats, parts: Floats) -> tuple[Floats, float]:
             if bound > best:
                 best, best_prices = bound, centre
             uphill, lacks = parts[:, rows, chosen].sum(axis=1) - 1, best - bound
-        reach = float(np.sqrt(max(uphill @ shape @ uphill, 0.0)))
+        along = uphill @ axes
+        reach = float(np.linalg.norm(along))
         if reach - lacks <= _CLOSE * abs(best):
             break
-        centre, shape = _cut(centre, shape, shape @ uphill / reach, lacks / reach)
+        centre, axes = _cut(centre, axes, along / reach, lacks / reach)
     return best_prices, best
 
 
-def _cut(centre: Floats, shape: Floats, step: Floats, depth: float) -> tuple[Floats, Floats]:
-    """The smallest ellipsoid around what a plane leaves of one: all that lies ``depth`` or more of a step further."""
-    kinds = len(centre)
+def _cut(centre: Floats, axes: Floats, along: Floats, depth: float) -> tuple[Floats, Floats]:
+    """The smallest ellipsoid around what a plane leaves of one: all that lies ``depth`` or more of a step further.
+
+    An ellipsoid is the image of the unit ball under ``axes``, which no rounding makes anything else; ``along`` is the
+    step's direction in that ball.
+    """
+    kinds, step = len(centre), axes @ along
     depth = min(depth, 1.0)
     moved = centre + (1 + kinds * depth) / (1 + kinds) * step
     if kinds == 1:
-        return moved, shape * ((1 - depth) / 2) ** 2
+        return moved, axes * (1 - depth) / 2
     flatter = 2 * (1 + kinds * depth) / ((1 + kinds) * (1 + depth))
     rounder = kinds**2 * (1 - depth**2) / (kinds**2 - 1)
-    return moved, rounder * (shape - flatter * np.outer(step, step))
+    return moved, np.sqrt(rounder) * (axes - (1 - np.sqrt(max(0.0, 1 - flatter))) * np.outer(step, along))
 
 
 def _mixed(value: Floats, parts: Floats, mix: Floats) -> tuple[float, NDArray[np.int64]]:

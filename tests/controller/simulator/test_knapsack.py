@@ -5,7 +5,7 @@ from math import inf
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvwire.controller.simulator._knapsack import Savings, _prices, least_value
@@ -61,6 +61,8 @@ def lagrangian(value, parts, prices):
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), items=st.integers(1, 40), resources=st.integers(1, 3), skew=st.floats(-4, 0))
+@example(seed=1, items=3, resources=3, skew=-3.0)
+@example(seed=97090, items=23, resources=3, skew=-3.17)
 def test_no_prices_bound_higher_than_those_found(seed, items, resources, skew):
     value, uses, budgets = problem(seed, items, 5, resources)
     least = uses[0].min(axis=1).sum()
