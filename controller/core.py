@@ -10,8 +10,9 @@ from math import inf, isfinite
 from typing import TYPE_CHECKING
 
 from kvwire.controller import events as ev
-from kvwire.controller.chunk_table import ARRIVED, FETCHING, PLANNED, READY, REDECODING, REFINED, REFINING, ChunkState
+from kvwire.controller.chunk_table import ARRIVED, FETCHING, READY, REDECODING, REFINED, REFINING, ChunkState
 from kvwire.controller.dispatch import Dispatcher
+from kvwire.controller.lanes import check_seconds
 from kvwire.controller.load import Load
 from kvwire.controller.policies.adaptive import Adaptive
 from kvwire.errors import ArgumentError
@@ -159,7 +160,7 @@ class Controller:
             case ev.Looked(load, attention, seconds):
                 self._looked(load, attention, seconds, now)
             case ev.RepairDone(load, seconds=seconds):
-                _check_seconds(seconds)
+                check_seconds(seconds)
                 self._dispatch.repaired(event, self._load(load), now)
             case ev.Tick():
                 self._dispatch.watch(now)
@@ -291,7 +292,7 @@ class Controller:
             msg = "a decode that failed names at least one of its own chunks"
             raise ArgumentError(msg)
         if seconds is not None:
-            _check_seconds(seconds)
+            check_seconds(seconds)
         first = chunks[0] if chunks else None
         numbers = (first.load, first.document) if first else (-1, -1)
         job = self._dispatch.lanes.end("decode", "decode", chunks, *numbers, now)
@@ -326,20 +327,14 @@ class Controller:
             out.append(ev.Release(doc.id(chunk)))
 
     def _recomputed(self, chunks: tuple[ChunkId, ...], seconds: float, now: float, *, blind: bool) -> None:
-        _check_seconds(seconds)
+        check_seconds(seconds)
         load_number, document = (chunks[0].load, chunks[0].document) if chunks else (-1, -1)
         job = self._dispatch.lanes.end("prefill", "recompute", chunks, load_number, document, now)
         if not blind:
             self.estimates.prefill.add(job.tokens, job.context, seconds)
         load = self._load(job.load)
-        if load is None:
-            return
-        doc = load.doc(document)
-        for chunk in chunks:
-            doc.move(chunk.chunk, READY)
-            doc.table.valid_level[doc.start + chunk.chunk] = -1
-        if job.behind and not blind:
-            doc.saw_before(chunk.chunk for chunk in chunks)
+        if load:
+            load.pass_ended(job, blind=blind)
 
     def _recompute_failed(self, chunk: ChunkId, reason: str, now: float) -> None:
         job = self._dispatch.lanes.running("prefill")
@@ -347,19 +342,12 @@ class Controller:
             msg = f"{chunk} is not being recomputed; name a chunk of the pass that failed"
             raise ArgumentError(msg)
         self._dispatch.lanes.end("prefill", "recompute", job.chunks, job.load, job.document, now)
-        place = self._place(chunk)
-        if place is None:
-            return
-        load, doc = place
-        load.is_stale = True
-        for other in job.chunks:
-            if other == chunk:
-                doc.lose(other.chunk, f"recomputation failed: {reason}", fetch=False)
-            else:
-                doc.move(other.chunk, PLANNED)
+        load = self._load(job.load)
+        if load:
+            load.pass_failed(job, chunk, reason)
 
     def _prefix_computed(self, number: int, document: int, seconds: float, now: float) -> None:
-        _check_seconds(seconds)
+        check_seconds(seconds)
         self._dispatch.lanes.end("prefill", "head start", (), number, document, now)
         load = self._load(number)
         if load:
@@ -367,7 +355,7 @@ class Controller:
             doc.prefix_done, doc.prefix_running = True, False
 
     def _looked(self, number: int, attention: Sequence[Sequence[float]], seconds: float, now: float) -> None:
-        _check_seconds(seconds)
+        check_seconds(seconds)
         load = self._load(number)
         check = load.checked_attention(attention) if load else ()
         self._dispatch.lanes.end("prefill", "look", (), number, -1, now)
@@ -391,12 +379,6 @@ class Controller:
                 self._lose(load, doc, chunk, trouble)
                 out.append(ev.Release(doc.id(chunk)))
         doc.give_up_blob(trouble, all_of_it=True)
-
-
-def _check_seconds(seconds: float) -> None:
-    if not (isfinite(seconds) and seconds >= 0):
-        msg = f"a measured time must be a finite number of seconds, at least 0, got {seconds}"
-        raise ArgumentError(msg)
 
 
 def replay(log: list[ev.LogEntry], controller: Controller) -> None:

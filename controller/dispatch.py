@@ -70,6 +70,8 @@ class Dispatcher(Joiner):
                 moment = min(moment, cut if cut > now else inf)
         if self.link.fetches or undecided:
             moment = min(moment, now + _TICK_S)
+        if self.link.fetches and self.lanes.is_free("prefill") and self._policy.preemptible:
+            moment = min(moment, max(self._reclaimed_at + _TICK_S, now + _LEAST_TICK_S))
         if self._estimates.bandwidth.is_guess and self.link.fetches:
             moment = min(moment, now + max(self.link.waited_s(now), _LEAST_TICK_S))
         return max(now, moment)
@@ -123,7 +125,7 @@ class Dispatcher(Joiner):
         )  # fmt: skip
         for begin, load in product(steps, order):
             begin(load, now, out)
-        if now - self._reclaimed_at >= self._settings.replan_s:
+        if self.lanes.is_free("prefill") and now - self._reclaimed_at >= self._settings.replan_s:
             self._reclaimed_at = now
             for load in order:
                 self._reclaim(load, now, out)
@@ -309,8 +311,6 @@ class Dispatcher(Joiner):
             return
         if not load.table.counts[FETCHING]:
             return
-        if load.in_order.share is not None and not load.passes and not self.link.stalled:
-            return  # the engine repairs what is here
         costs, table = self.costs_of(load), load.table
         for number in sorted({chunk.document for chunk in self.link.fetches if chunk.load == load.number}):
             doc = load.doc(number)

@@ -165,17 +165,17 @@ class RecomputedTogether:
         passes: Those of the instruction.
         seconds: How long they took.
         joined: All of them ran, and in one pass; else nothing is learnt of what one takes.
-        failed: Of each pass that failed a chunk, which is not to be recomputed again; nothing of that pass is valid.
-        reason: Why, in words.
+        failed: Of each pass that failed a chunk, and why; nothing of that pass is valid.
         blind: The first chunk of each pass that saw its own document alone, though it was to see those before as well.
+        unfit: Loads whose passes cannot be rows of a joined one; they ran alone, and do so from now on.
     """
 
     passes: tuple[Recompute, ...]
     seconds: float
     joined: bool = True
-    failed: tuple[ChunkId, ...] = ()
-    reason: str = ""
+    failed: tuple[RecomputeFailed, ...] = ()
     blind: tuple[ChunkId, ...] = ()
+    unfit: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ rows are padded to the longest, and all end with the last.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import inf, isfinite
+from math import inf
 from typing import TYPE_CHECKING
 
 from kvwire.controller import events as ev
-from kvwire.controller.chunk_table import PLANNED, READY
+from kvwire.controller.lanes import check_seconds
 from kvwire.controller.planning import Planner
 from kvwire.errors import ArgumentError
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from kvwire.controller.load import Load
 
 _SOONER = 0.99  # what joining must bring the sum of ends down to: less is not worth what estimates are off
-_VAIN = 3  # joined passes in a row that an engine could not run; after these it is asked for none
+_VAIN = 3  # joined passes in a row that an engine could not run; after these it is asked for none for a while
+_VAIN_S = 30.0
 _MOST_PADDED = 32768
 """Tokens of all rows together, padding and what stands before them included: their caches lie in memory twice."""
 
@@ -103,6 +104,7 @@ class Joiner(Planner):
     """Has passes of several loads run as one."""
 
     _in_vain = 0  # joined passes in a row that had to be run one by one
+    _vain_until = -inf
 
     def begin_pass(self, load: Load, doc: DocumentState, run: list[int], now: float, out: list[ev.Instruction]) -> None:
         """Begin a forward pass over neighbouring chunks of a document, together with others' where that is sooner.
@@ -114,7 +116,8 @@ class Joiner(Planner):
             now: The instant, in seconds of the controller's clock.
             out: Instructions are appended to it.
         """
-        joins = self._estimates.joined is not None and len(self._loads) > 1 and self._in_vain < _VAIN
+        able = self._estimates.joined is not None and self._settings.max_joined > 1 and load.joins
+        joins = able and len(self._loads) > 1 and not (self._in_vain >= _VAIN and now < self._vain_until)
         if not (joins and self._join(load, doc, run, now, out)):
             self.start_pass(load, doc, run, now, out)
 
@@ -147,7 +150,7 @@ class Joiner(Planner):
     def _waiting(self, first: Load, now: float) -> Iterator[tuple[Load, DocumentState, list[int]]]:
         """The next passes of other loads that could run now, in the order of their turns."""
         for load in sorted(self._loads.values(), key=self._rank):
-            if load is first or load.refused_s or not load.passes:
+            if load is first or load.refused_s or not load.passes or not load.joins:
                 continue
             if not load.is_known and now - load.known_since < self.link.ttfb_s:
                 continue  # as in turns of their own: the other indexes are about to come
@@ -188,48 +191,36 @@ class Joiner(Planner):
         if job is None or job.kind != "joined" or tuple(map(_asked, job.passes)) != event.passes:
             msg = "no such joined pass is running; report each instruction's outcome once, with exactly its passes"
             raise ArgumentError(msg)
-        if not (isfinite(event.seconds) and event.seconds >= 0):
-            msg = f"a measured time must be a finite number of seconds, at least 0, got {event.seconds}"
-            raise ArgumentError(msg)
-        failed = {chunk.load: chunk for chunk in event.failed}
+        check_seconds(event.seconds)
+        failed = {each.chunk.load: each for each in event.failed}
         ours = {chunk for each in job.passes for chunk in each.chunks}
         firsts = {each.chunks[0] for each in job.passes}
-        if len(failed) < len(event.failed) or not ours.issuperset(event.failed) or not firsts.issuperset(event.blind):
-            msg = "of each pass at most one chunk failed, and what was blind is named by its first chunk"
+        are_ours = ours.issuperset(each.chunk for each in event.failed) and firsts.issuperset(event.blind)
+        are_ours &= {each.load for each in firsts}.issuperset(event.unfit)
+        if len(failed) < len(event.failed) or not are_ours:
+            msg = (
+                "of each pass at most one chunk failed, what was blind is named by its first chunk, and loads that are "
+                "unfit are those of the pass"
+            )
             raise ArgumentError(msg)
         self.lanes.end("prefill", "joined", job.chunks, job.load, job.document, now)
         if self._estimates.joined and event.joined and not (event.failed or event.blind):
             self._estimates.joined.add_rows([(each.tokens, each.context) for each in job.passes], event.seconds)
         if event.joined:
             self._in_vain = 0
-        elif not event.failed:
+        elif not (event.failed or event.unfit):
             self._in_vain += 1
+            self._vain_until = now + _VAIN_S
         for each in job.passes:
             load = self._loads.get(each.load)
-            if load and each.load in failed:
-                _fail(load, each, failed[each.load], event.reason)
-            elif load:
-                _end(load, each, blind=each.chunks[0] in event.blind)
+            if load is None:
+                continue
+            load.joins &= each.load not in event.unfit
+            if each.load in failed:
+                load.pass_failed(each, failed[each.load].chunk, failed[each.load].reason)
+            else:
+                load.pass_ended(each, blind=each.chunks[0] in event.blind)
 
 
 def _asked(job: Job) -> ev.Recompute:
     return ev.Recompute(job.chunks[0], job.chunks[-1], job.behind)
-
-
-def _end(load: Load, job: Job, *, blind: bool) -> None:
-    doc = load.doc(job.document)
-    for chunk in job.chunks:
-        doc.move(chunk.chunk, READY)
-        doc.table.valid_level[doc.start + chunk.chunk] = -1
-    if job.behind and not blind:
-        doc.saw_before(chunk.chunk for chunk in job.chunks)
-
-
-def _fail(load: Load, job: Job, bad: object, reason: str) -> None:
-    doc = load.doc(job.document)
-    load.is_stale = True
-    for chunk in job.chunks:
-        if chunk == bad:
-            doc.lose(chunk.chunk, f"recomputation failed: {reason}", fetch=False)
-        else:
-            doc.move(chunk.chunk, PLANNED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 from typing import TYPE_CHECKING, Literal
 
 from kvwire.errors import ArgumentError
@@ -57,6 +58,20 @@ class Job:
     def slowness(self, now: float) -> float:
         """How many times as long as expected it takes at least."""
         return max(1.0, (now - self.began) / self.expected_s) if self.expected_s > 0 else 1.0
+
+
+def check_seconds(seconds: float) -> None:
+    """Refuse what no clock measures.
+
+    Args:
+        seconds: That something took.
+
+    Raises:
+        ArgumentError: It is not finite, or below 0.
+    """
+    if not (isfinite(seconds) and seconds >= 0):
+        msg = f"a measured time must be a finite number of seconds, at least 0, got {seconds}"
+        raise ArgumentError(msg)
 
 
 class ComputeLanes:

@@ -120,7 +120,7 @@ class Limits(Resources):
             # Before anything is known of it nobody can tell, and those who are due go first.
             due = inf if load.first_s is None else load.asked_at + self._settings.stretch * load.first_s
             return False, due, load.number
-        finish = load.planned_at + load.plan.finish_s - load.spare_s if load.plan else -inf
+        finish = load.planned_at + load.plan.finish_s - load.spare_s - load.hidden_s if load.plan else -inf
         return max(finish, self._now) > load.due, load.due, load.number
 
     # When a load must be done with what.

@@ -17,7 +17,7 @@ from kvwire.controller.document_state import DocumentState
 from kvwire.controller.passes import WantedPasses
 from kvwire.controller.policies.base import RECOMPUTE, PlanRequest, prefill_s
 from kvwire.controller.policies.timeline import floor_s
-from kvwire.controller.repair import RepairInOrder
+from kvwire.controller.repair import RepairProgress
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from kvwire.controller.costs import CostModel
     from kvwire.controller.documents import DocumentPlanInput
     from kvwire.controller.events import LoadRequested
+    from kvwire.controller.lanes import Job
     from kvwire.controller.policies.base import Plan
+    from kvwire.types import ChunkId
 
 Place = tuple[DocumentState, int]
 """A chunk: its document and its number there."""
@@ -71,6 +73,8 @@ class Load:
         sees_before: What is recomputed is to see the documents before its own.
         wants_look: Its question could be run before the prompt is complete, and has not been.
         is_looking: It runs.
+        joins: Its passes may be rows of a joined one.
+        hidden_s: Of what its plan has at its end, seconds that are done beside the link.
         fallbacks: Chunks for which a fetch or decode was given up for recomputation.
     """
 
@@ -84,15 +88,16 @@ class Load:
         if asked.documents < 1 or asked.query_tokens < 0:
             msg = f"a load needs at least one document and a question of 0 tokens or more, got {asked}"
             raise ArgumentError(msg)
-        if asked.links and (len(asked.links) != asked.documents or not 0 <= sum(asked.links) <= asked.query_tokens):
+        links = asked.links
+        if links and (len(links) != asked.documents or min(links) < 0 or sum(links) > asked.query_tokens):
             msg = f"a load's link tokens are told for each document, and count in query_tokens, got {asked}"
             raise ArgumentError(msg)
         self.number, self.goal, self.asked_at = asked.load, asked.goal, now
         self.query_tokens = asked.query_tokens
-        self.repair = asked.repair if asked.documents > 1 else None
+        self.repair = asked.repair if asked.documents > 1 or (asked.repair and asked.repair.whole) else None
         self.repair_share = self.repair.least if self.repair else 0.0
         self.links = asked.links if asked.documents > 1 and self.repair is None else ()
-        self.in_order = RepairInOrder(self.repair, self.links)
+        self.in_order = RepairProgress(self.repair, self.links)
         self.wants_look = asked.looks and asked.goal.objective == "quality" and asked.goal.deadline_s is not None
         self.is_looking = self.has_looked = False
         self.sees_before = bool(self.repair and (self.repair.least or asked.goal.objective == "quality"))
@@ -123,6 +128,8 @@ class Load:
         self.refine: deque[tuple[int, int]] = deque()
         self.compute_s = 0.0
         self.fallbacks = 0
+        self.joins = True
+        self.hidden_s = 0.0
         self.has_prefix = False
         self._upgraded: set[int] = set()
         self._open = self._refinable = np.zeros(0, np.int64)
@@ -237,7 +244,8 @@ class Load:
         """Rows that a share takes as much as, choosing them included."""
         if not (share and self.docs and self.repair):
             return 0
-        work = self.repair.work(share, self.prompt_tokens, self.docs[0].tokens, self.front())
+        first, front = (0, 0) if self.repair.whole else (self.docs[0].tokens, self.front())
+        work = self.repair.work(share, self.prompt_tokens, first, front)
         return self.in_order.rows_left(work, share)
 
     def _repairing(self, costs: CostModel, rows: int) -> CostModel:
@@ -255,6 +263,35 @@ class Load:
             Seconds.
         """
         return self._repairing(costs, self._rows(share)).closing_s(self.prompt_tokens)
+
+    def pass_ended(self, job: Job, *, blind: bool) -> None:
+        """Take in chunks that were recomputed.
+
+        Args:
+            job: The pass, or its part in a joined one.
+            blind: It saw its own document alone.
+        """
+        doc = self.doc(job.document)
+        for chunk in job.chunks:
+            doc.move(chunk.chunk, READY)
+            doc.table.valid_level[doc.start + chunk.chunk] = -1
+        if job.behind and not blind:
+            doc.saw_before(chunk.chunk for chunk in job.chunks)
+
+    def pass_failed(self, job: Job, bad: ChunkId, reason: str) -> None:
+        """Take in that a pass failed: nothing of it is valid.
+
+        Args:
+            job: The pass, or its part in a joined one.
+            bad: The chunk that is not to be recomputed again.
+            reason: Why, in words.
+        """
+        doc, self.is_stale = self.doc(job.document), True
+        for chunk in job.chunks:
+            if chunk == bad:
+                doc.lose(chunk.chunk, f"recomputation failed: {reason}", fetch=False)
+            else:
+                doc.move(chunk.chunk, PLANNED)
 
     def doc(self, document: int) -> DocumentState:
         """A document that is known.

@@ -88,6 +88,8 @@ class Planner(Limits):
         """How many times as long a plan is used as it was, since the ones before it changed nothing."""
         if load.is_stale or not load.confirmed or not self._is_as_before(load, now):
             return 1.0
+        if load.table.counts[PLANNED] and not (load.waiting or load.refine or load.passes):
+            return 1.0  # coarse levels came first, and it is the others' turn
         return float(1 << min(load.confirmed, _CONFIRMED))
 
     def _least_pause_s(self, load: Load, now: float) -> float:
@@ -135,6 +137,9 @@ class Planner(Limits):
         request = self._request(load, now)
         load.follow(self._planned(load, request), request, now)
         load.planned_for = self.link.bandwidth, self.link.bandwidth_low
+        # Finer levels that may still come keep jobs beside the link waiting.
+        hides = load.plan and load.due < inf and load.goal.objective != "quality" and not load.in_order.documents
+        load.hidden_s = self._hidden_s(load, load.plan) if load.plan and hides else 0.0
         if load.first_s is None and load.is_known and load.plan:
             self._admit(load, load.plan, now)
 
@@ -146,11 +151,12 @@ class Planner(Limits):
             first: The plan.
             now: The instant, in seconds of the controller's clock.
         """
-        load.first_s = now - load.asked_at + first.finish_s - self._hidden_s(load, first)
+        hidden_s = self._hidden_s(load, first)
+        load.first_s = now - load.asked_at + first.finish_s - hidden_s
         load.came, load.asked_floor_s = now, load.floor_s
         if load.due < inf and load.goal.on_late == "refuse" and self._estimates.bandwidth.error < _VAGUE:
             # Those that go first give their quality back where that keeps this one's deadline.
-            soonest_s = min(first.finish_s, self._floors_s(load, now))
+            soonest_s = min(first.finish_s - hidden_s, self._floors_s(load, now))
             margin_s = _MARGIN * (load.due - load.asked_at) + self._beside_s(load)
             load.refused_s = max(0.0, now + soonest_s + margin_s - load.due)
         if not load.refused_s:
@@ -319,9 +325,9 @@ class Planner(Limits):
         return other if sooner else plan
 
     def _hidden_s(self, load: Load, plan: Plan) -> float:
-        """Seconds of repair that a load's first plan has at its end, and that are done beside the link."""
-        begins = load.repair_share and load.in_order.may_begin(load.repair_share, has_looked=False)
-        if not begins or (plan.levels == RECOMPUTE).any():
+        """Seconds of repair or link tokens that a load's plan has at its end, and that are done beside the link."""
+        begins = load.in_order.may_begin(load.repair_share, has_looked=False)
+        if not (begins and load.is_known) or (plan.levels == RECOMPUTE).any():
             return 0.0
         costs, table, share = self.costs_among_many(load), load.table, load.repair_share
         tokens, front = [doc.tokens for doc in load.docs], load.docs[0].tokens
@@ -338,10 +344,13 @@ class Planner(Limits):
         arrived = [lead_s + size / rate for size in accumulate(sizes)]
 
         def job_s(first: int, last: int) -> float:
-            rows = expected_rows(share, tokens, front, first, last)
+            rows = expected_rows(share, tokens, front, first, last, load.links)
             return replace(costs, repair_rows=rows, repair_looks=False).repair_s(sum(tokens[:last]))
 
         done = beside_link(arrived, works, job_s, self._settings.workers)
+        if load.links:
+            after = replace(costs, query_tokens=costs.query_tokens - sum(load.links[:done]))
+            return max(0.0, costs.closing_s(load.prompt_tokens) - after.closing_s(load.prompt_tokens))
         left = expected_rows(share, tokens, front, done, len(tokens))
         after = replace(costs, repair_rows=left, repair_looks=False)
         return max(0.0, costs.repair_s(load.prompt_tokens) - after.repair_s(load.prompt_tokens))

@@ -39,6 +39,7 @@ class RepairOption:
         begins: When rows may be computed document by document, while later ones are fetched: ``documents``, as soon as
             documents are as they stay, since the rows are known beforehand; ``looked``, likewise once the question has
             looked at all of them; ``closing``, never.
+        whole: The first document's rows count, too: something stands before it. They are computed at the end.
         weighs_text: What is fetched counts with the error of links where it is weighed against text, which sees the
             documents before it. It costs the engine a prefill's time, and so takes somebody's word for the error.
     """
@@ -51,6 +52,7 @@ class RepairOption:
     shares: tuple[float, ...] = (0.0, 1.0)
     left: tuple[float, ...] = (1.0, 0.0)
     begins: Begins = "closing"
+    whole: bool = False
     weighs_text: bool = False
 
     def __post_init__(self) -> None:
@@ -201,7 +203,7 @@ def _error_after(seconds: float, coding: Sequence[tuple[float, float]]) -> float
     return before[1]
 
 
-class RepairInOrder:
+class RepairProgress:
     """How far the rows of a load are.
 
     Attributes:

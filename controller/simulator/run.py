@@ -151,7 +151,7 @@ class Run:
         rows = repair.work(last.repair, self.prompt_tokens, first, last.front) if repair else 0
         return replace(
             costs,
-            query_tokens=self.arrival.query_tokens + sum(links) - (self.rows if links else 0),
+            query_tokens=self.arrival.query_tokens + sum(self.arrival.links) - (self.rows if links else 0),
             repair_rows=self._rows_left(rows, last.repair),
             repair_looks=repair is not None and repair.looks and not self.looked,
         )

@@ -69,7 +69,7 @@ class Executor(PromptJobs):
         links: What is done so that documents see each other.
         starts: Position of each document; None: one after the other.
         in_order: Rows that were computed beside the link; None: none were.
-        front_tokens: How many tokens ``complete`` computes before the question.
+        front_tokens: How many tokens are computed before the question, beside documents.
         front_s: Compute spent on that, in seconds.
     """
 
@@ -156,7 +156,7 @@ class Executor(PromptJobs):
             raise ArgumentError(msg)
         count = len(tokens)
         links, repair = self.links, None
-        if count > 1:
+        if count > 1 or (links.option and links.option.whole):
             repair = links.option if links.is_able else None
             spared = links.option is not None and not links.option.least and goal.objective != "quality"
             if links.trouble and (links.is_able or not spared):

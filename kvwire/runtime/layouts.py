@@ -47,7 +47,7 @@ class LayoutExecutor(Executor):
         super().__init__(*parts)
         self._settings = settings
         self._layout, self._system = settings.layout or PLAIN, settings.system
-        self.sees_documents = False  # link rows between documents are computed behind the last chunk
+        self.sees_documents = False  # link rows stand between documents, and come later than their text
         self._keeper = None  # what repairs kept is of prompts without a layout
         self._laid_out: PromptLayout | None = None
         self._linked = 0  # up to which position link tokens are computed
@@ -78,12 +78,11 @@ class LayoutExecutor(Executor):
                 selector = selector_of(DEFAULT_SELECTOR)
             looks, least = "question" in selector.needs, asked.option.least
             option = replace(UNMEASURED, least=least, most=asked.option.most, looks=looks)
-            option = replace(option, begins="closing")  # rows that are chosen see link tokens, and are seen by them
+            # Chosen rows see link tokens, which see them; the first document's see what stands before it.
+            self._length([document.tokens for document in self._found])
+            option = replace(option, begins="closing", whole=bool(self.starts and self.starts[0]))
             self.links = replace(asked, option=option, selector=selector, report=None, refuses=False, shift="")
-        finish = await super().run(query_tokens, goal)
-        if self.links.option and len(self._found) == 1 and self.starts and self.starts[0]:
-            finish = replace(finish, repair=self.links.option.least)  # the controller weighs nothing of one document
-        return finish
+        return await super().run(query_tokens, goal)
 
     def complete(self) -> None:
         """Compute what stands between documents and around them."""

@@ -282,6 +282,8 @@ class PromptJobs:
         seen = self.prompt.cache.slice(0, offset + start) if behind else None
         if seen is None and start:
             seen = self.prompt.document(first.document).slice(0, start)
+        if seen is not None and seen.kept and all(mask is None or bool(mask.all()) for mask in seen.kept):
+            seen = replace(seen, kept=None)  # of a prompt with gaps, none of which is here
         neutral = document.info.neutral_prefix if document.info and not behind else ()
         if neutral:  # nothing stands before a prompt, so tokens are computed elsewhere and moved
             from kvwire.runtime.neutral import behind as behind_neutral

@@ -48,8 +48,9 @@ async def recompute_together(
     """
     known = {jobs.number: jobs for jobs in loads}
     rows = [_Row(known[each.first.load], each) for each in asked.passes if each.first.load in known]
-    if not all(row.jobs.can_be_row(row.asked) for row in rows):
-        await _one_by_one(driver, asked, rows)
+    unfit = tuple(row.asked.first.load for row in rows if not row.jobs.can_be_row(row.asked))
+    if unfit:
+        await _one_by_one(driver, asked, rows, unfit)
         return
     try:
         ran, seconds = await driver.compute(partial(_compute, engine, driver, rows))
@@ -60,8 +61,8 @@ async def recompute_together(
     for row, own in ran.items():
         row.jobs.note_recomputed(row.asked, row.chunks, seconds * own / tokens)
     firsts = {row.asked.first for row in ran}
-    gone = tuple(each.first for each in asked.passes if each.first not in firsts)
-    driver.tell(ev.RecomputedTogether(asked.passes, seconds, not gone, gone, GONE if gone else ""))
+    gone = tuple(ev.RecomputeFailed(each.first, GONE) for each in asked.passes if each.first not in firsts)
+    driver.tell(ev.RecomputedTogether(asked.passes, seconds, not gone, gone))
 
 
 def _compute(engine: Engine, driver: ControllerDriver, rows: Sequence[_Row]) -> tuple[dict[_Row, int], float]:
@@ -82,18 +83,19 @@ def _compute(engine: Engine, driver: ControllerDriver, rows: Sequence[_Row]) -> 
     return dict(zip(living, map(len, token_ids), strict=True)), driver.clock() - began
 
 
-async def _one_by_one(driver: ControllerDriver, asked: ev.RecomputeTogether, rows: Sequence[_Row]) -> None:
+async def _one_by_one(
+    driver: ControllerDriver, asked: ev.RecomputeTogether, rows: Sequence[_Row], unfit: tuple[int, ...] = ()
+) -> None:
     """Run each load's row alone, and tell of each how it ended."""
     known = {row.asked.first for row in rows}
-    failed = [each.first for each in asked.passes if each.first not in known]
-    reasons, blind, spent_s = [GONE] * bool(failed), [], 0.0
+    failed = [ev.RecomputeFailed(each.first, GONE) for each in asked.passes if each.first not in known]
+    blind: list[ChunkId] = []
+    spent_s = 0.0
     for row in rows:
         match await row.jobs.recompute(row.asked):
-            case ev.RecomputeFailed(chunk, reason):
-                failed.append(chunk)
-                reasons.append(reason)
+            case ev.RecomputeFailed() as trouble:
+                failed.append(trouble)
             case ev.RecomputeDone(chunks, seconds, was_blind):
                 spent_s += seconds
                 blind += [chunks[0]] if was_blind else []
-    reason = "; ".join(dict.fromkeys(reasons))
-    driver.tell(ev.RecomputedTogether(asked.passes, spent_s, False, tuple(failed), reason, tuple(blind)))
+    driver.tell(ev.RecomputedTogether(asked.passes, spent_s, False, tuple(failed), tuple(blind), unfit))

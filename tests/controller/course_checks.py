@@ -52,6 +52,7 @@ class Asked:
     final: int = 0
     share: float | None = None
     is_broken: bool = False
+    is_unfit: bool = False
 
     def variants(self, document):
         """Those that the controller may use."""
@@ -204,6 +205,7 @@ class Checks:
         if isinstance(job, ev.RecomputeTogether):
             loads = {each.first.load for each in job.passes}
             assert 2 <= len(loads) == len(job.passes) <= self.settings.max_joined
+            assert not any(self.loads[number].is_unfit for number in loads)
         for each in job.passes if isinstance(job, ev.RecomputeTogether) else [job]:
             self._recompute(each)
         self._lane("prefill", job)

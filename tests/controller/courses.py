@@ -320,14 +320,16 @@ class Course(Checks):
             first, last = each.first, each.last
             chunks = [replace(first, chunk=at) for at in range(first.chunk, last.chunk + 1)]
             if self.random.random() > self.kindness:
-                failed.append(self.random.choice(chunks))
-                self.no_text.add(failed[-1])
+                failed.append(ev.RecomputeFailed(self.random.choice(chunks), "memory"))
+                self.no_text.add(failed[-1].chunk)
                 continue
             blind += [first] * (each.behind and self.random.random() < 0.2)
             self.valid |= dict.fromkeys(chunks, -1) if first.load not in self.over else {}
         joined = self.random.random() < self.kindness
-        why = "memory" if failed else ""
-        self._tell(ev.RecomputedTogether(passes, seconds, joined, tuple(failed), why, tuple(blind)))
+        unfit = tuple(each.first.load for each in passes if self.random.random() > self.kindness)
+        for number in unfit:
+            self.loads[number].is_unfit = True
+        self._tell(ev.RecomputedTogether(passes, seconds, joined, tuple(failed), tuple(blind), unfit))
 
     def _decoded(self, chunk, *, bad):
         if not bad:
@@ -366,6 +368,7 @@ class Course(Checks):
             ev.TransferProgress(1, nan, 0.0), ev.TransferProgress(1, 0.0, inf), ev.TransferProgress(nan, 0.0, 0.0),
             ev.LoadRequested(number, 0, 0, Goal()), ev.LoadRequested(number, 1, -1, Goal()),
             ev.LoadRequested(number, 2, 8, Goal(), links=(1,)), ev.LoadRequested(number, 2, 8, Goal(), links=(5, 5)),
+            ev.LoadRequested(number, 2, 8, Goal(), links=(-5, 10)),
             ev.RepairDone(number, 1, 0, 0, 0.1), ev.RecomputedTogether((), 0.1),
         ]  # fmt: skip
 
@@ -420,7 +423,8 @@ class Course(Checks):
                 ]
             elif isinstance(job, ev.RecomputeTogether):
                 wrong += [ev.RecomputedTogether(job.passes[:1], 0.1), ev.RecomputedTogether(job.passes, nan)]
-                wrong += [ev.RecomputedTogether(job.passes, 0.1, failed=(nobody,))]
+                wrong += [ev.RecomputedTogether(job.passes, 0.1, failed=(ev.RecomputeFailed(nobody, ""),))]
+                wrong += [ev.RecomputedTogether(job.passes, 0.1, unfit=(nobody.load,))]
                 wrong += [ev.RecomputedTogether(job.passes, 0.1, blind=(nobody,))]
                 wrong += [ev.RecomputeDone((job.passes[0].first,), 0.1)]
             else:

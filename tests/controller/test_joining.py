@@ -112,7 +112,7 @@ def test_eight_loads_at_once_end_sooner_joined_than_one_by_one(workers):
     before, after = ([each.ttft_s for each in played.outcomes] for played in (alone, joining))
     assert max(after) < 0.75 * max(before)  # the questions' passes still run one by one
     assert sum(after) < 0.9 * sum(before)
-    assert all(each.error == 0 or each.decisions for each in joining.outcomes)
+    assert all(each.decisions for each in joining.outcomes)
 
 
 @pytest.mark.parametrize("count", [1, 4])
@@ -253,11 +253,38 @@ def test_a_load_that_leaves_in_the_middle_leaves_the_others_whole():
 def test_a_pass_that_fails_in_the_middle_leaves_the_others_whole_and_is_fetched():
     hand = Two()
     bad, *others = hand.joined.passes
-    out = hand.tell(ev.RecomputedTogether(hand.joined.passes, 0.03, joined=False, failed=(bad.first,), reason="memory"))
+    failed = (ev.RecomputeFailed(bad.first, "memory"),)
+    out = hand.tell(ev.RecomputedTogether(hand.joined.passes, 0.03, joined=False, failed=failed))
     assert hand.finished() >= {each.first.load for each in others}
     assert bad.first.load not in hand.finished()
     assert [each.chunk for each in out if isinstance(each, ev.Fetch)] == [bad.first]
     assert not hand.controller.estimates.joined.is_measured
+
+
+def test_each_load_is_told_its_own_trouble():
+    """Nobody reads what went wrong with somebody else's text."""
+    hand = Two()
+    passes = hand.joined.passes
+    failed = tuple(ev.RecomputeFailed(each.first, f"trouble of {each.first.load}") for each in passes)
+    hand.tell(ev.RecomputedTogether(passes, 0.03, joined=False, failed=failed))
+    for each in passes:
+        load = hand.controller.loads[each.first.load]
+        assert list(load.doc(0).troubles.values()) == [f"recomputation failed: trouble of {load.number}"]
+
+
+def test_loads_that_cannot_be_rows_are_not_asked_again_and_count_for_nothing():
+    hand = Two()
+    bad, *_ = hand.joined.passes
+    failed, unfit = (ev.RecomputeFailed(bad.first, "memory"),), (bad.first.load,)
+    hand.tell(ev.RecomputedTogether(hand.joined.passes, 0.03, joined=False, failed=failed, unfit=unfit))
+    assert not hand.controller.loads[bad.first.load].joins
+    assert hand.controller._dispatch._in_vain == 0
+
+
+def test_a_controller_that_is_to_join_none_does_as_one_that_cannot():
+    arrivals = loads(24, every_s=0.02)
+    logs = [play(arrivals, SLOW, costs=costs, max_joined=1).log for costs in (ALONE, JOINS)]
+    assert logs[0] == logs[1]
 
 
 def test_wrong_reports_change_nothing():
@@ -267,8 +294,9 @@ def test_wrong_reports_change_nothing():
         ev.RecomputedTogether(passes[:-1], 0.03),
         ev.RecomputedTogether(passes, float("nan")),
         ev.RecomputedTogether(passes, -1.0),
-        ev.RecomputedTogether(passes, 0.03, failed=(ChunkId(0, 9, passes[0].first.load),)),
-        ev.RecomputedTogether(passes, 0.03, failed=(passes[0].first,) * 2),
+        ev.RecomputedTogether(passes, 0.03, failed=(ev.RecomputeFailed(ChunkId(0, 9, passes[0].first.load), ""),)),
+        ev.RecomputedTogether(passes, 0.03, failed=(ev.RecomputeFailed(passes[0].first, ""),) * 2),
+        ev.RecomputedTogether(passes, 0.03, unfit=(99,)),
         ev.RecomputedTogether(passes, 0.03, blind=(ChunkId(0, 9, passes[0].first.load),)),
         ev.RecomputeDone((passes[0].first,), 0.03),
         ev.RecomputeFailed(passes[0].first, "memory"),
@@ -295,7 +323,8 @@ def test_troubles_and_leavers_end_every_load(seed):
     arrivals.sort(key=lambda each: each.at)
     trouble = Trouble(fail=0.3, corrupt=0.3, noise=0.5)
     played = play(arrivals, draw.choice([SLOW, 1e6]), costs=JOINS, trouble=trouble, seed=seed, workers=2)
-    assert all(each.decisions or each.ttft_s >= 0 for each in played.outcomes)
+    for arrival, each in zip(arrivals, played.outcomes, strict=True):
+        assert each.decisions or arrival.leaves_s < 1 or "cannot be made ready" in each.reason
 
 
 class Unable:
@@ -316,4 +345,6 @@ class Unable:
 def test_an_engine_that_cannot_after_all_is_asked_for_no_more_joined_passes():
     arrivals = loads(24, every_s=0.02)
     assert len(together(play(arrivals, SLOW, costs=JOINS))) > 3
-    assert len(together(play(arrivals, SLOW, costs=JOINS, wrap=Unable))) == 3
+    played = play(arrivals, SLOW, costs=JOINS, wrap=Unable)
+    assert len(together(played)) == 3
+    assert played.log[-1].now < 30  # after which it is asked once more

@@ -18,6 +18,7 @@ from kvwire.controller.repair import beside_link, expected_rows, rows_of
 from kvwire.controller.settings import ControllerSettings
 from kvwire.controller.simulator.arrivals import LoadArrival, Trouble
 from kvwire.errors import ArgumentError
+from kvwire.types.rates import RateTrace
 
 from .playing import COSTS, MB, RTT_S, document, play
 
@@ -127,11 +128,46 @@ def test_rows_that_the_question_chooses_wait_until_it_has_looked():
     assert not jobs_of(play([arrival(looked)], 2 * MB))
 
 
-def test_where_text_is_computed_the_engine_has_better_to_do():
-    """Documents that are computed behind each other need no repair; nothing is begun beside them."""
-    played = play([arrival(IN_ORDER, documents=((document(),),) * 6)], 1 * MB)
-    assert not [job for job in jobs_of(played) if job.documents <= 1]
-    assert played.outcomes[0].recomputed
+@pytest.mark.parametrize("rate", [1 * MB, 4 * MB])
+def test_jobs_do_not_hold_up_text_that_is_computed(rate):
+    """Documents that are computed behind each other need no repair, and the engine's time is theirs."""
+    six = ((document(),),) * 6
+    at_end, in_order = (play([arrival(option, documents=six)], rate).outcomes[0] for option in (AT_END, IN_ORDER))
+    assert at_end.recomputed
+    assert in_order.ttft_s <= 1.06 * at_end.ttft_s
+
+
+FALLS = [(1 * MB, 1e-3 * MB), (4 * MB, 1e-3 * MB), (16 * MB, 1e-2 * MB)]
+
+
+@pytest.mark.parametrize(("before", "after"), FALLS)
+@pytest.mark.parametrize("kind", ["repair", "links"])
+def test_what_idle_compute_beats_is_given_up_though_jobs_have_run(kind, before, after):
+    """The link falls after the first jobs: what is left is computed from text."""
+    six = ((document(),),) * 6
+    rate = RateTrace((0.0, 0.3), (before, after), 1e3)
+    loads = {
+        "repair": (arrival(AT_END, documents=six), arrival(IN_ORDER, documents=six)),
+        "links": tuple(replace(with_links(in_order=each), documents=six) for each in (False, True)),
+    }
+    (late,), (soon,) = (play([load], rate).outcomes for load in loads[kind])
+    assert soon.ttft_s <= 1.25 * late.ttft_s
+
+
+@pytest.mark.parametrize("kind", ["repair", "links"])
+def test_who_is_in_time_by_jobs_beside_the_link_is_not_refused(kind):
+    def asked(deadline_s, at):
+        goal = Goal(deadline_s=deadline_s, on_late="refuse")
+        plain = arrival(IN_ORDER, at=at, goal=goal)
+        return plain if kind == "repair" else replace(plain, repair=None, links=(200,) * 6)
+
+    first = arrival(None)  # tells how fast the link is
+    alone = play([first, asked(100.0, 10.0)], 1 * MB).outcomes[1]
+    assert alone.decisions
+    for share in (1.1, 1.2, 1.5):
+        outcome = play([first, asked(share * alone.ttft_s, 10.0)], 1 * MB).outcomes[1]
+        assert outcome.decisions, share
+        assert outcome.in_time
 
 
 def test_a_load_with_a_deadline_is_repaired_in_time():

@@ -186,7 +186,7 @@ def test_rows_that_the_question_chose_are_computed_while_finer_levels_come(small
 
 def test_documents_that_come_out_of_order_wait_for_those_before_them(small, five, monkeypatch):
     log, chosen = [], {"repair": 0.3, "selector": "first", "policy": FromTheBack(4)}
-    monkeypatch.setattr("kvwire.controller.repair.RepairInOrder.wants_order", False)
+    monkeypatch.setattr("kvwire.controller.repair.RepairProgress.wants_order", False)
     answer = asked(small, five, log=log, **chosen)
     came = [entry.event.chunk.document for entry in log if isinstance(entry.event, ev.ChunkArrived)]
     assert came != sorted(came)
