@@ -143,7 +143,10 @@ def rm(*, documents: tuple[str, ...], place: StoreOptions, config: str, as_json:
     default=1,
     metavar="N",
     type=click.IntRange(1, 65536),
-    help="The whole as N parts, one after the other: an Nth of the memory, entries read once into temporary files.",
+    help=(
+        "The whole as N parts, one after the other: an Nth of the memory. Entries are read once, into a temporary file "
+        "of some 34 bytes for each object that is named; TMPDIR has to be on a disk with room for it, not in memory."
+    ),
 )
 @_JSON
 def gc(  # noqa: PLR0913 - its options

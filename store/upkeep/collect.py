@@ -22,6 +22,8 @@ ended before it. So, wherever the two meet:
   and compute the text, encoding the document again heals it.
 - Whoever writes content long before its entry (a copy, for one) is protected by the grace period, or repeats W3 and W4.
 - An entry that is removed or replaced between C1 and C5 keeps its content until the next collection.
+- Of several parts all have the same C1, which goes on before each part with what was written since; a dry look at all
+  of them before is that C1, too. Marks only ever come, so that C2 to C5 find what they would after a C1 of their own.
 
 Entries of token sequences are hints. One that no document shares any more is deleted; losing one costs an encoding.
 Entries of prefixes are read once they are old, and deleted where no document has their text any more; losing one costs
@@ -32,19 +34,20 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 from kvwire.errors import ArgumentError, AuthError, CorruptError, FormatVersionError, NotFoundError, StorageError
 from kvwire.store.catalog.announcements import GRACE_S, LEASE_S, MAX_NAMES, announce
 from kvwire.store.catalog.catalog import Catalog
-from kvwire.store.key_kinds import KINDS, catalog_prefixes, key_digest, kind_of, kinds, mark
+from kvwire.store.key_kinds import KINDS, key_digest, kind_of, kinds, mark
 from kvwire.store.keys import check_tenant
 from kvwire.store.listing import read_ahead, tenants
 from kvwire.store.partition import WHOLE, Part
 from kvwire.store.upkeep.collected import Collected, check_fraction, remove_leftovers
-from kvwire.store.upkeep.marks import SAMPLE, SpilledMarks
+from kvwire.store.upkeep.marks import SAMPLE, MarksFile, SpilledMarks
+from kvwire.store.upkeep.named import TELL_EVERY, named, refuse_unknown_kinds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -52,15 +55,11 @@ if TYPE_CHECKING:
     from kvwire.store.base import Listed, Store
     from kvwire.store.crypto.keyring import Keyring
     from kvwire.store.keys import KeySpace
-
-    OnProgress = Callable[[str, int], None]
+    from kvwire.store.upkeep.named import OnProgress
 
 T = TypeVar("T")
-_SKEW_S = 3600.0
-"""How far the store's clock and this machine's may be apart: entries that young are read again."""
 _PIECE = 200
 """Deletions between looks at the clock, which comes after as many looks at what is to be deleted."""
-_TELL_EVERY = 1000
 _SHARED = tuple(kind for kind in KINDS if kind.name == "profile")
 
 
@@ -95,29 +94,37 @@ def collect(  # noqa: PLR0913 - what may be collected, and what holds it back
         part: Content and entries to collect. All entries of documents are read for it, and of what they name only this
             part is kept in memory. Parts may be collected side by side and in any order; unfinished files go with the
             first. An entry of a prefix that leads into other parts goes once those were collected.
-        parts: Collect the whole as so many parts, one after the other. Entries are read once for all of them, into
-            temporary files of some 34 bytes for each object that is named. Of these a part is in memory at a time.
+        parts: Collect the whole as so many parts, one after the other. Entries are read once for all of them, with
+            ``max_fraction`` too, and before each part those that were written since, into a temporary file of some 34
+            bytes for each object that is named. Of these a part is in memory at a time. ``TMPDIR`` names the file's
+            folder, which is not to be one in memory. With ``max_fraction`` the file has all tenants at once.
         on_progress: Called with ``"entries"`` or ``"objects"`` and how many more were looked at.
 
     Returns:
         What was deleted.
 
     Raises:
-        ArgumentError: The grace period is negative, or garbage is more than ``max_fraction`` of the content.
+        ArgumentError: The grace period is negative, there are no parts, or garbage is more than ``max_fraction`` of
+            the content.
         StorageError: The tenants cannot be listed.
     """
     if grace_s < 0:
         msg = f"a grace period is no time at least, {grace_s:g} s are less"
         raise ArgumentError(msg)
+    if parts < 1:
+        msg = f"collect the whole as 1 part at least, got {parts}"
+        raise ArgumentError(msg)
     if parts > 1 and part.count > 1:
-        msg = "collect one part, or the whole as several parts (parts=), not both"
+        msg = "choose one part (--part K/N, part=) or the whole as several (--parts N, parts=), not both"
         raise ArgumentError(msg)
     chosen = (part,) if parts == 1 else tuple(Part(number, parts) for number in range(1, parts + 1))
     tell = on_progress or (lambda _what, _count: None)
-    settings = _Settings(grace_s, allow_empty_catalog=allow_empty_catalog, parts=chosen, tell=tell)
-    if max_fraction < 1 and not dry_run:
-        check_fraction(_sweep(store, tenant_hash, keyring, replace(settings, dry_run=True)), max_fraction)
-    total = _sweep(store, tenant_hash, keyring, replace(settings, dry_run=dry_run))
+    with MarksFile() as file:
+        settings = _Settings(grace_s, allow_empty_catalog=allow_empty_catalog, parts=chosen, tell=tell, file=file)
+        if max_fraction < 1 and not dry_run:
+            looking = replace(settings, dry_run=True, keeps=True)
+            check_fraction(_sweep(store, tenant_hash, keyring, looking), max_fraction)
+        total = _sweep(store, tenant_hash, keyring, replace(settings, dry_run=dry_run))
     if not dry_run and chosen[0].number == 1:
         total += remove_leftovers(store, grace_s)
     return total
@@ -129,7 +136,10 @@ class _Settings:
     allow_empty_catalog: bool
     parts: tuple[Part, ...]
     tell: OnProgress
+    file: MarksFile
     dry_run: bool = False
+    keeps: bool = False  # marks, for the next sweep
+    kept: dict[str, SpilledMarks] = field(default_factory=dict)  # by the root of their configuration
 
 
 def _sweep(store: Store, tenant_hash: str | None, keyring: Keyring | None, settings: _Settings) -> Collected:
@@ -147,15 +157,16 @@ def _sweep(store: Store, tenant_hash: str | None, keyring: Keyring | None, setti
 def _collect_parts(catalog: Catalog, space: KeySpace, settings: _Settings) -> Collected:
     if len(settings.parts) == 1:
         return _Sweep(catalog, space, settings, settings.parts[0]).run()
-    total = Collected()
-    with SpilledMarks(len(settings.parts), time.time()) as marks:
-        first = _Sweep(catalog, space, settings, settings.parts[0])
-        try:
-            marks.add_all(first.named(0.0), settings.parts[0])
-        except (AuthError, CorruptError, FormatVersionError, StorageError) as error:
-            return Collected(failures=(f"{space.root}: {error}",))
-        for part in settings.parts:
-            total += _Sweep(catalog, space, settings, part, marks).run()
+    total, size = Collected(), settings.file.size
+    marks = settings.kept.get(space.root) or SpilledMarks(settings.file)
+    for part in settings.parts:
+        total += _Sweep(catalog, space, settings, part, marks).run()
+        if not marks.at:  # the entries cannot be read, and would not be for the other parts
+            break
+    if settings.keeps and marks.at:
+        settings.kept[space.root] = marks
+    else:
+        settings.file.cut(size)
     return total
 
 
@@ -177,7 +188,7 @@ class _Sweep:
 
     def run(self) -> Collected:
         try:
-            self._refuse_unknown_kinds()
+            refuse_unknown_kinds(self._store, self._space)
             self._mark()
             if not self._allow_empty_catalog:
                 self._refuse_lost_catalog()
@@ -193,60 +204,37 @@ class _Sweep:
     def _mark(self) -> None:
         """Read the entries: all at first, unless they have been read, later those that may have been written since."""
         if self._spilled and not self._marked_at:
+            if not self._spilled.at:
+                self._read_on(self._spilled)
+            if not self._dry_run:  # all that came since: within a lease there would be no time for it
+                self._read_on(self._spilled)
             self._marked_at = self._spilled.at
             self._marked.update(self._spilled.of(self._part))
             self._elsewhere = self._spilled.elsewhere(self._part)
             return
         since, self._marked_at = self._marked_at, time.time()
-        for key in self.named(since):
+        for key in named(self._catalog, self._space, since, self._tell):
             if self._part.has(key):
                 self._marked.add(mark(key))
             elif len(self._elsewhere) < SAMPLE:
                 self._elsewhere.append(key)
 
-    def named(self, since: float) -> Iterator[str]:
-        """Content that entries name which may have been written since an instant."""
-        young = (
-            listed.key
-            for kind in kinds("marks")
-            for listed in self._store.scan(kind.prefix(self._space))
-            if not listed.modified or listed.modified > since - _SKEW_S
-        )
-        count = 0
-        for key, read in self._catalog.read_each(self._space, young):
-            kind, data = kind_of(key), read()
-            if data is None:
-                continue
-            if kind is None or kind.names is None:
-                raise _unknown(key)
-            yield from (named.key for named in kind.names(key, data))
-            count += 1
-            if count % _TELL_EVERY == 0:
-                self._tell("entries", _TELL_EVERY)
-        self._tell("entries", count % _TELL_EVERY)
-
-    def _refuse_unknown_kinds(self) -> None:
-        """Raise FormatVersionError where the catalog holds what this version cannot read: it may name anything."""
-        known = catalog_prefixes(self._space)
-        after = ""
-        while (found := next(iter(self._store.scan(self._space.catalog, after)), None)) is not None:
-            prefix = next((prefix for prefix in known if found.key.startswith(prefix)), None)
-            if prefix is None:
-                raise _unknown(found.key)
-            after = max(found.key, f"{prefix}~")
+    def _read_on(self, spilled: SpilledMarks) -> None:
+        keys = named(self._catalog, self._space, spilled.at, self._tell)
+        spilled.add_all(keys, time.time(), self._part)
 
     def _refuse_lost_catalog(self) -> None:
         """Raise CorruptError where there is garbage, and nothing that is there is named: the catalog is lost, then."""
-        garbage = 0
+        garbage = False
         for listed in self._part.content(self._store, self._space):
             if self._is_collected(listed.key) and mark(listed.key) in self._marked:
                 return
-            garbage += self._is_garbage(listed.key, listed.modified)
+            garbage = garbage or self._is_garbage(listed.key, listed.modified)
         if garbage and not any(map(self._is_there, self._elsewhere)):
             msg = (
-                f"the catalog names none of the content that is there ({garbage} objects): it may be lost, so nothing "
-                "is deleted; kvwire store rebuild makes it anew from blobs and texts; where all documents were taken "
-                "out on purpose, pass --allow-empty-catalog"
+                "the catalog names none of the content that is there: it may be lost, so nothing is deleted; kvwire "
+                "store rebuild makes it anew from blobs and texts; where all documents were taken out on purpose, pass "
+                "--allow-empty-catalog"
             )
             raise CorruptError(msg)
 
@@ -263,8 +251,8 @@ class _Sweep:
             self._done += Collected(looked_at=listed.size, documents_looked_at=of_documents, misplaced=is_misplaced)
             if self._is_garbage(listed.key, listed.modified):
                 yield listed
-            if count % _TELL_EVERY == 0:
-                self._tell("objects", _TELL_EVERY)
+            if count % TELL_EVERY == 0:
+                self._tell("objects", TELL_EVERY)
 
     def _is_collected(self, key: str) -> bool:
         """Whether a collector may take a key; not what lies elsewhere than its kind does."""
@@ -383,10 +371,3 @@ class _Sweep:
         for kind in kinds("lease"):
             found = [one.key for one in self._store.scan(kind.prefix(self._space)) if 0 < one.modified < dead]
             self._store.delete_many(found)
-
-
-def _unknown(key: str) -> FormatVersionError:
-    return FormatVersionError(
-        f"{key} is of a kind that this version does not know, and may name anything: nothing is deleted; "
-        "collect with the version that wrote it"
-    )

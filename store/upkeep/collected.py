@@ -24,7 +24,7 @@ class Collected:
         leftovers: Unfinished files.
         bytes: Of all but entries.
         failures: In words, model configurations where an entry that cannot be read hides what is needed, or where the
-            store failed, so that less was deleted than might be.
+            store failed, so that less was deleted than might be. The same failure of several parts is told once.
         others: Objects of further kinds.
         looked_at: Bytes of all content that was looked at.
         documents_looked_at: Bytes of all of it but profiles, which are shared and outweigh a few documents.
@@ -55,7 +55,7 @@ class Collected:
             self.entries + other.entries,
             self.leftovers + other.leftovers,
             self.bytes + other.bytes,
-            self.failures + other.failures,
+            tuple(dict.fromkeys(self.failures + other.failures)),
             self.others + other.others,
             self.looked_at + other.looked_at,
             self.documents_looked_at + other.documents_looked_at,

@@ -1,82 +1,169 @@
-"""What the entries of a configuration name, in a file for each part of the content, so that they are read once."""
+"""What entries name, by parts of the content and in a file, so that a collection of several parts reads them once.
+
+A mark that is lost would be content that is deleted though an entry names it. So the file has no name: nobody else can
+remove or shorten it, and it goes with the process, however that ends. What is read is checked against what memory
+knows: each piece of a part begins with place, length and CRC-32 of the piece before it, and those of the last are kept.
+"""
 
 from __future__ import annotations
 
+import os
+import struct
 import tempfile
 from collections import defaultdict
-from pathlib import Path
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
+from isal.isal_zlib import crc32
+
+from kvwire.errors import StorageError
 from kvwire.store.key_kinds import mark
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from typing import IO
 
     from kvwire.store.partition import Part
 
 SAMPLE = 64
 """Of what entries name in other parts: one that is there shows that the catalog is not lost."""
-_BUFFERED = 1 << 16
+_BUFFERED = 1 << 20
 """Bytes of all parts together that wait to be written."""
 _LENGTH = 2  # bytes before each mark: keys are no longer than 65,535
+_PIECE = struct.Struct("<QII")
+"""Where the piece before this one lies, its length and its CRC-32."""
+_NONE = (0, 0, 0)
+_SAMPLED = 0  # the number under which the sample of keys lies; parts count from 1
 
 
-class SpilledMarks:
-    """Marks of all parts, in files that go with it; a context manager. Holds no part in memory.
+class MarksFile:
+    """A temporary file without a name, made once something is written; a context manager.
 
     Attributes:
-        at: Instant at which reading the entries began, in seconds since 1970.
+        size: Bytes that were written and not cut off.
     """
 
-    def __init__(self, count: int, at: float) -> None:
-        """Make the folder.
-
-        Args:
-            count: Of parts.
-            at: See ``at``.
-        """
-        self.at, self._count = at, count
-        self._folder = tempfile.TemporaryDirectory(prefix="kvwire-marks-")
-        self._sample: dict[int, list[str]] = defaultdict(list)
-        self._sampled = 0
+    def __init__(self) -> None:
+        """Make nothing yet."""
+        self.size = 0
+        self._file: IO[bytes] | None = None
 
     def __enter__(self) -> Self:
         """Begin."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Delete the files."""
-        self._folder.cleanup()
+        """Close the file, which deletes it."""
+        if self._file is not None:
+            self._file.close()
 
-    def _file(self, number: int) -> Path:
-        return Path(self._folder.name) / str(number)
+    def append(self, data: bytes) -> None:
+        """Write behind what is there; where that fails, what was written of it does not count.
 
-    def add_all(self, keys: Iterable[str], number_of: Part) -> None:
+        Args:
+            data: The bytes.
+
+        Raises:
+            StorageError: There is no room for them, or the file cannot be made.
+        """
+        with _temporary("write"):
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(prefix="kvwire-marks-", buffering=0)  # noqa: SIM115 - see __exit__
+            left, at = memoryview(data), self.size
+            while left:
+                written = os.pwrite(self._file.fileno(), left, at)
+                left, at = left[written:], at + written
+            self.size = at
+
+    def read(self, at: int, length: int) -> bytes:
+        """Bytes as they are in the file.
+
+        Args:
+            at: The first one.
+            length: How many.
+
+        Returns:
+            The bytes; fewer where the file ends before.
+
+        Raises:
+            StorageError: The disk fails.
+        """
+        found = bytearray()
+        with _temporary("read"):
+            while self._file and (more := os.pread(self._file.fileno(), length - len(found), at + len(found))):
+                found += more
+        return bytes(found)
+
+    def cut(self, size: int) -> None:
+        """Give back the space of what was written last.
+
+        Args:
+            size: Bytes that stay.
+        """
+        self.size = size
+        if self._file is not None:
+            with _temporary("shorten"):
+                self._file.truncate(size)
+
+
+class SpilledMarks:
+    """Marks of one configuration, all parts of them, in a file that several share. Holds no part in memory.
+
+    Attributes:
+        at: Instant since which entries are to be read, in seconds since 1970; 0: none has been read.
+    """
+
+    def __init__(self, file: MarksFile) -> None:
+        """Begin without marks.
+
+        Args:
+            file: Where they go.
+        """
+        self.at, self._file = 0.0, file
+        self._last: dict[int, tuple[int, int, int]] = {}
+
+    def add_all(self, keys: Iterable[str], at: float, number_of: Part) -> None:
         """Take in what entries name.
 
         Args:
             keys: Of content.
+            at: When reading the entries began: the new ``at``, once all was taken in.
             number_of: Any of the parts, which tells those of keys.
+
+        Raises:
+            StorageError: They cannot be written.
         """
-        waiting, size = defaultdict[int, bytearray](bytearray), 0
+        waiting, size = defaultdict[int, set[bytes]](set), 0
+        sampled, sampled_of = SAMPLE * (self.at > 0), set[int]()
         for key in keys:
             number, entry = number_of.number_of(key), mark(key)
-            waiting[number] += len(entry).to_bytes(_LENGTH, "big") + entry
-            size += len(entry) + _LENGTH
+            if entry not in waiting[number]:
+                waiting[number].add(entry)
+                size += len(entry) + _LENGTH
             # A few of each of several parts, so that every part knows some of others.
-            if self._sampled < SAMPLE or (number not in self._sample and len(self._sample) < SAMPLE):
-                self._sample[number].append(key)
-                self._sampled += 1
+            if sampled < SAMPLE or (not self.at and number not in sampled_of and len(sampled_of) < SAMPLE):
+                waiting[_SAMPLED].add(key.encode())
+                sampled += 1
+                sampled_of.add(number)
             if size > _BUFFERED:
                 self._write(waiting)
+                waiting.clear()
                 size = 0
         self._write(waiting)
+        self.at = at
 
-    def _write(self, waiting: dict[int, bytearray]) -> None:
-        for number, data in waiting.items():
-            with self._file(number).open("ab") as file:
-                file.write(data)
-        waiting.clear()
+    def _write(self, waiting: dict[int, set[bytes]]) -> None:
+        """Write a piece for each part that has marks; where that fails, none of them counts."""
+        pieces, at, last = [], self._file.size, {}
+        for number, entries in waiting.items():
+            marks = b"".join(len(entry).to_bytes(_LENGTH, "big") + entry for entry in entries)
+            piece = _PIECE.pack(*self._last.get(number, _NONE)) + marks
+            last[number] = (at, len(piece), crc32(piece))
+            at += len(piece)
+            pieces.append(piece)
+        if pieces:
+            self._file.append(b"".join(pieces))
+        self._last.update(last)
 
     def of(self, part: Part) -> Iterator[bytes]:
         """Marks of a part, some of them more than once.
@@ -84,14 +171,13 @@ class SpilledMarks:
         Args:
             part: One of them.
 
-        Yields:
+        Returns:
             The marks.
+
+        Raises:
+            StorageError: They are not as they were written.
         """
-        if not self._file(part.number).exists():
-            return
-        with self._file(part.number).open("rb") as file:
-            while length := file.read(_LENGTH):
-                yield file.read(int.from_bytes(length, "big"))
+        return self._read(part.number)
 
     def elsewhere(self, part: Part) -> list[str]:
         """Some keys that are named in other parts.
@@ -101,5 +187,51 @@ class SpilledMarks:
 
         Returns:
             The keys.
+
+        Raises:
+            StorageError: They are not as they were written.
         """
-        return [key for number, keys in self._sample.items() if number != part.number for key in keys][:SAMPLE]
+        keys = (entry.decode() for entry in self._read(_SAMPLED))
+        return [key for key in keys if not part.has(key)][:SAMPLE]
+
+    def _read(self, number: int) -> Iterator[bytes]:
+        """What was written under a number, the last piece first."""
+        at, length, crc = self._last.get(number, _NONE)
+        while length:
+            piece = self._file.read(at, length)
+            if len(piece) != length or crc32(piece) != crc:
+                msg = (
+                    f"the temporary file of what entries name, in {_folder()}, is not as it was written, so nothing is "
+                    "deleted by it: check that disk or set TMPDIR to a folder on another one, then collect again"
+                )
+                raise StorageError(msg)
+            yield from _entries(piece)
+            at, length, crc = _PIECE.unpack_from(piece)
+
+
+def _entries(piece: bytes) -> Iterator[bytes]:
+    at = _PIECE.size
+    while at < len(piece):
+        begin = at + _LENGTH
+        at = begin + int.from_bytes(piece[at:begin], "big")
+        yield piece[begin:at]
+
+
+@contextmanager
+def _temporary(verb: str) -> Iterator[None]:
+    """Say of errors of the system what to do about the temporary file."""
+    try:
+        yield
+    except OSError as error:
+        msg = (
+            f"cannot {verb} the temporary file of what entries name in {_folder()} ({error.strerror or error}): set "
+            "TMPDIR to a folder on a disk with room, some 34 bytes for each object that is named"
+        )
+        raise StorageError(msg) from error
+
+
+def _folder() -> str:
+    try:
+        return tempfile.gettempdir()
+    except OSError:
+        return os.environ.get("TMPDIR", "no folder")

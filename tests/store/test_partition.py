@@ -1,15 +1,21 @@
 """Parts of a store: together they are the whole, and each is what a walk over everything would keep."""
 
 import hashlib
+import os
 import random
+import resource
+import signal
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from kvwire.errors import ArgumentError
 from kvwire.store import Catalog, Collected, MemoryStore, Part, collect, index_documents, verify_store
-from kvwire.store.key_kinds import kinds
+from kvwire.store.key_kinds import kinds, mark
 from kvwire.store.listing import content
 from kvwire.store.testing import StoreWrapper
+from kvwire.store.upkeep.marks import MarksFile, SpilledMarks
 from kvwire.types import digest_tokens
 
 COUNTS = [1, 2, 3, 7, 16, 255, 256, 257]
@@ -153,46 +159,196 @@ def test_collecting_as_parts_deletes_what_collecting_the_whole_does(catalog, cou
     assert set(as_parts.keys("")) == set(whole.keys(""))
 
 
-def test_entries_are_read_once_for_all_parts(catalog):
-    class Reading(StoreWrapper):
-        reads = 0
+class Reading(StoreWrapper):
+    """Counts reads of documents' entries: while something is about to be deleted, and else."""
 
-        def _do(self, request, call):
-            self.reads += request.method == "get" and "/catalog/doc" in request.key
-            return call(request.data)
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.within, self.reads, self.late_reads = set(), 0, 0
 
-    counts = {}
-    for how in ({}, {"parts": 16}):
-        store = Reading(littered(catalog))
-        assert not collect(store, dry_run=True, **how).failures
-        counts[len(how)] = store.reads
-    assert counts[0] == counts[1] == 80
+    def _do(self, request, call):
+        if "/collecting/" in request.key:
+            (self.within.add if request.method == "put" else self.within.discard)(request.key)
+        if request.method == "get" and "/catalog/doc" in request.key:
+            self.reads += not self.within
+            self.late_reads += bool(self.within)
+        return call(request.data)
 
 
-def test_as_parts_what_is_written_meanwhile_stays_and_no_files_are_left(catalog, tmp_path, monkeypatch):
-    """A document that comes back between two parts, under the entry of a name that there was."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    store, blob = littered(catalog), b"KVW1" + (3).to_bytes(4, "big")
-    again = Catalog(store)
+@pytest.mark.parametrize("options", [{"dry_run": True}, {"max_fraction": 0.99}, {}])
+def test_entries_are_read_once_for_all_parts(catalog, options):
+    store = Reading(littered(catalog))
+    done = collect(store, parts=16, **options)
+    assert (done.failures, done.blobs) == ((), 40)
+    assert (store.reads, store.late_reads) == (80, 0)
 
-    class Late(StoreWrapper):
-        done = False
 
-        def _do(self, request, call):
-            if request.method == "put" and "/collecting/" in request.key and not self.done:
-                self.done = True
-                again.put_blob(
-                    CONFIG, blob, document_id="document 3", header_bytes=4, tokens=3,
-                    token_digest=digest_tokens((3, 1, 2)), levels=[],
-                )  # fmt: skip
-            return call(request.data)
+class Meanwhile(StoreWrapper):
+    """Does something once, as soon as an announcement was written that names a key, or any."""
 
-    late = Late(store)
-    assert not collect(late, parts=8).failures
+    def __init__(self, inner, work, name=""):
+        super().__init__(inner)
+        self.work, self.name, self.done = work, name.rpartition("/")[2], False
+
+    def _do(self, request, call):
+        result = call(request.data)
+        if request.method == "put" and "/collecting/" in request.key and self.name in bytes(request.data).decode():
+            if not self.done:
+                self.work()
+            self.done = True
+        return result
+
+
+def in_the_last_of(count, catalog):
+    """A document that ``littered`` takes out, whose blob is in the last of so many parts: its entry's key and bytes."""
+    for number in range(0, 120, 3):
+        entry = catalog.by_document(CONFIG, f"document {number}")
+        if Part(1, count).number_of(entry.blob_key) == count:
+            key = catalog.keys(CONFIG).document(entry.document_id)
+            return entry, key, catalog.store.get(key)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("when", ["an earlier part", "its own part"])
+@pytest.mark.parametrize("max_fraction", [1.0, 0.99])
+def test_as_parts_what_an_entry_names_meanwhile_stays_however_old(catalog, when, max_fraction):
+    store, (entry, key, data) = littered(catalog), in_the_last_of(8, catalog)
+    name = entry.blob_key if when == "its own part" else ""
+    late = Meanwhile(store, lambda: store.put(key, data), name)
+    done = collect(late, parts=8, max_fraction=max_fraction)
     assert late.done
-    entry = again.by_document(CONFIG, "document 3")
-    assert store.get(entry.blob_key) == blob
-    assert not list(tmp_path.iterdir())
+    assert (done.failures, done.blobs) == ((), 39)
+    assert store.get(entry.blob_key)
+
+
+def test_what_came_during_earlier_parts_is_read_before_anything_is_announced(catalog, monkeypatch):
+    """Once, so that late parts have no more to read within their leases than early ones."""
+    monkeypatch.setattr("kvwire.store.upkeep.named._SKEW_S", 0.0)
+    inner, (entry, key, data) = littered(catalog), in_the_last_of(8, catalog)
+    store = Reading(inner)
+    collect(Meanwhile(store, lambda: inner.put(key, data)), parts=8)
+    assert inner.get(entry.blob_key)
+    assert (store.reads, store.late_reads) == (80 + 1, 1)  # late: by the part in which it was written
+
+
+def test_nobody_can_take_the_marks_away_meanwhile(catalog, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    store, seen = littered(catalog), []
+
+    def clean(_what, _count):
+        for path in tmp_path.rglob("*"):
+            seen.append(path)
+            if path.is_file():
+                path.unlink()
+
+    done = collect(store, parts=8, on_progress=clean)
+    assert (done.failures, done.blobs) == ((), 40)
+    for number in range(120):
+        if number % 3:
+            entry = Catalog(store).by_document(CONFIG, f"document {number}")
+            assert store.get(entry.blob_key)
+            assert store.get(Catalog(store).keys(CONFIG).text(entry.token_digest))
+    assert not seen  # so that nothing stays where a collector is killed
+
+
+@pytest.mark.parametrize("damage", ["shorter", "empty", "zeros", "one byte"])
+def test_marks_that_are_not_as_they_were_written_delete_nothing(catalog, monkeypatch, damage):
+    files = []
+
+    def temporary(**options):
+        files.append(tempfile.NamedTemporaryFile(**options))  # noqa: SIM115 - the collection closes it
+        return files[-1]
+
+    monkeypatch.setattr("tempfile.TemporaryFile", temporary)
+    store = littered(catalog)
+    before = set(store.keys(""))
+
+    def harm(what, _count):
+        if what != "entries" or not files:
+            return
+        path = Path(files[0].name)
+        data = path.read_bytes()
+        at = len(data) // 2
+        if damage == "zeros":
+            path.write_bytes(bytes(len(data)))
+        elif damage == "one byte":
+            path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        else:
+            os.truncate(path, 0 if damage == "empty" else len(data) - 1)
+
+    done = collect(store, parts=2, on_progress=harm)
+    named = {key for number in range(120) if number % 3 for key in _named_by(catalog, number)}
+    assert named <= set(store.keys(""))
+    assert done.failures
+    assert all("TMPDIR" in failure for failure in done.failures)
+    if damage in ("empty", "zeros"):
+        assert set(store.keys("")) == before
+        assert len(done.failures) == 1
+
+
+def _named_by(catalog, number):
+    entry = catalog.by_document(CONFIG, f"document {number}")
+    return entry.blob_key, catalog.keys(CONFIG).text(entry.token_digest)
+
+
+def test_without_room_for_marks_the_other_tenants_are_collected_and_it_says_what_to_do(catalog):
+    """Files of this process may not be longer than a few kilobytes."""
+    store = littered(catalog)
+    small = Catalog(store, "small")
+    small.add_text(CONFIG, "kept", (1, 2))
+    small.add_text(CONFIG, "gone", (3, 4))
+    small.remove(CONFIG, "gone")
+    for key in store.keys(small.keys(CONFIG).root):
+        store._objects[key].modified -= 2 * 24 * 3600.0
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limits[1]))
+        done = collect(store, parts=4, max_fraction=0.99)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert (done.blobs, done.texts) == (0, 1)
+    (failure,) = done.failures
+    assert tempfile.gettempdir() in failure
+    assert "set TMPDIR to a folder on a disk with room" in failure
+
+
+def test_without_a_folder_for_marks_nothing_is_deleted(catalog, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    store = littered(catalog)
+    before = set(store.keys(""))
+    done = collect(store, parts=4)
+    assert set(store.keys("")) == before
+    assert len(done.failures) == 1
+    assert str(tmp_path / "nowhere") in done.failures[0]
+    assert not collect(store).failures  # which needs none
+
+
+def test_marks_that_are_needed_no_more_give_their_room_back(catalog, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(MarksFile, "cut", lambda file, size: sizes.append((file.size, size)))
+    collect(littered(catalog), parts=4)
+    (size, kept), *_ = sizes
+    assert size > kept == 0
+
+
+def test_marks_of_many_pieces(monkeypatch):
+    monkeypatch.setattr("kvwire.store.upkeep.marks._BUFFERED", 100)
+    keys = [f"v1/t/c/ab/{hashlib.sha256(bytes([n])).hexdigest()}.kvw" for n in range(200)]
+    with MarksFile() as file:
+        several = [SpilledMarks(file) for _ in range(2)]
+        for first in (0, 1):
+            for number, marks in enumerate(several):
+                marks.add_all(keys[2 * number + first :: 4], 5.0 + first, Part(1, 7))
+        for number, marks in enumerate(several):
+            own = keys[2 * number :: 4] + keys[2 * number + 1 :: 4]
+            assert marks.at == 6.0
+            for part in (Part(number, 7) for number in range(1, 8)):
+                assert sorted(marks.of(part)) == sorted(mark(key) for key in own if part.has(key))
+                elsewhere = marks.elsewhere(part)
+                assert 32 <= len(elsewhere) <= 64
+                assert {key for key in own if not part.has(key)} >= set(elsewhere)
 
 
 @pytest.mark.parametrize("count", [2, 64])
@@ -202,10 +358,17 @@ def test_a_lost_catalog_stops_all_parts(catalog, count):
     for key in list(store.keys(space.catalog)):
         store.delete(key)
     before = set(store.keys(""))
-    assert "rebuild" in collect(store, parts=count).failures[0]
+    (failure,) = collect(store, parts=count).failures
+    assert "rebuild" in failure
     assert set(store.keys("")) == before
 
 
 def test_one_part_and_several_are_not_asked_for_at_once(catalog):
     with pytest.raises(ArgumentError, match="not both"):
         collect(catalog.store, part=Part(1, 2), parts=3)
+
+
+@pytest.mark.parametrize("parts", [0, -1, 65537])
+def test_the_whole_has_a_number_of_parts(catalog, parts):
+    with pytest.raises(ArgumentError, match=str(parts)):
+        collect(catalog.store, parts=parts)
