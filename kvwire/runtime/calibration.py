@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from kvwire.reuse import compute_cached, own_tokens, stored_tokens
-from kvwire.runtime.computing import compute_document
+from kvwire.runtime.computing import compute_document, without_anchors
 from kvwire.runtime.kept_moments import MomentFile
 from kvwire.runtime.quality import calibrate_error
 
@@ -107,8 +107,7 @@ def fit_profile_to(engine: Engine, coding: Coding, documents: Sequence[Document]
         The profile. None where the documents have fewer than ``LEAST_TOKENS`` tokens, and where the method needs none.
     """
     layout, size = coding.layout, engine.vocabulary_size
-    if layout.anchors:
-        documents = [replace(each, token_ids=own_tokens(layout, each.token_ids, size)) for each in documents]
+    documents = [without_anchors(engine, coding, each) for each in documents]
     chosen, others = calibration_texts(documents, tokens)
     if layout.anchors:
         chosen, others = ([stored_tokens(layout, ids, size) for ids in texts] for texts in (chosen, others))
