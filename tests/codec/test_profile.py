@@ -128,6 +128,14 @@ def test_what_was_pruned_teaches_nothing(heads_differ):
         np.testing.assert_allclose(array, theirs[name], rtol=1e-4, atol=1e-4, err_msg=name)
 
 
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_one_token_that_is_left_of_many_says_nothing(left):
+    whole = make_cache(80, 3)
+    masks = [(torch.arange(80) < left).expand(spec.kv_heads, -1) for spec in whole.meta.layers]
+    pruned = KVCache.from_tensors(whole.keys, whole.values, whole.meta, whole.token_ids, kept=masks)
+    assert (fit_profile([pruned], make_statistics(words=True)) is None) == (left < 2)
+
+
 def test_fitting_twice_gives_the_same_profile():
     caches, statistics = [make_cache(128, 1)], make_statistics(words=True)
     assert fit_profile(caches, statistics).digest == fit_profile(caches, statistics).digest

@@ -192,6 +192,36 @@ def test_anchors_are_not_computed_anew_behind_other_documents(small, soft_engine
     assert mean_kl(read_of(small, soft_engine, corpus, names), answer.logits[None]) < 1e-9
 
 
+@pytest.mark.parametrize("method", ["kvwire", "cachegen"])
+def test_a_profile_gives_way_to_twice_as_many_anchors_alone(small, soft_engine, method):
+    """Not to as many tokens that are not stored: profiles would take turns."""
+    ids = [token for text in small.tokens.values() for token in text]
+    some, less, more = (
+        [Document(f"{length} {at}", tuple(ids[at * length : (at + 1) * length])) for at in range(count)]
+        for length, count in ((100, 4), (160, 2), (240, 4))
+    )
+    coding = Coding(layout=LAYOUT, method=method)
+    corpus, digests, noted = Corpus(soft_engine, MemoryStore(), coding=coding), [], []
+    for documents in (some, less, some, less, more, some):
+        list(corpus.encode(documents))
+        digests.append(corpus.profile().digest)
+        noted.append(corpus.profile().notes["tokens"])
+    assert digests == [digests[0]] * 4 + [digests[4]] * 2
+    assert digests[4] != digests[0]
+    assert noted[0::4] == [4 * 3 * 8, 4 * 6 * 8]
+
+
+def test_few_anchors_of_much_text_make_no_profile(small):
+    """What says nothing of a model is counted in tokens that are stored."""
+    layout = anchors(100, 1)
+    corpus = Corpus(engine_with(small, soft_of(small, layout.name, 1)), MemoryStore(), coding=Coding(layout=layout))
+    ids = tuple(next(iter(small.tokens.values())))
+    list(corpus.encode([Document("short", ids[:80]), Document("long", ids)]))
+    assert len(ids) > 200
+    assert corpus.profile() is None
+    assert int(corpus.decode("short").kept[0].sum()) == small.engine.meta.layers[0].kv_heads
+
+
 def test_anchored_and_whole_documents_stand_side_by_side(small, soft_engine, corpus, names):
     """Neither is taken for the other: not by name, and not by text."""
     documents = [Document(name, tuple(small.tokens[name])) for name in names]
