@@ -7,7 +7,7 @@ import torch
 
 from kvwire.engines.transformers import open_engine
 from kvwire.offline import RunOptions, encode_side_by_side, prepare_profile, sample
-from kvwire.reuse import SoftTokens, anchors, own_tokens, stored_tokens
+from kvwire.reuse import LinkLayout, SoftTokens, anchors, own_tokens, stored_tokens
 from kvwire.runtime import calibration
 from kvwire.runtime.corpus import Coding, Corpus
 from kvwire.store import MemoryStore
@@ -57,3 +57,22 @@ def test_a_sample_is_cut_between_tokens_of_documents_and_not_between_anchors(
         own = own_tokens(LAYOUT, ids, size)
         assert own in beginnings
         assert ids == stored_tokens(LAYOUT, own, size)
+
+
+@pytest.mark.parametrize(
+    "layout", [LAYOUT, LinkLayout("wrapped", tuple(range(5, 45)), (3, 4))], ids=lambda each: each.name
+)
+def test_a_document_that_fits_the_window_without_its_layout_alone_fails_alone(soft_engine, folder, refs, story, layout):
+    """It enters no sample, and a run over the others goes on."""
+    ids = soft_engine.tokenize(story)
+    assert len(ids) >= 580
+    (folder / f"{refs[0].document_id}.txt").write_text(soft_engine.detokenize(ids[:580]))
+    corpus = Corpus(soft_engine, MemoryStore(), coding=Coding(layout=layout))
+    profile = prepare_profile(corpus, refs)
+    assert profile is not None
+    failed, *others = [work.row for work in encode_side_by_side(corpus, refs, profile)]
+    assert {row.status for row in others} == {"encoded"}
+    assert failed.status == "failed"
+    assert f"tokens that the layout {layout.name} puts into its cache" in failed.reason
+    assert "do not fit the model's window of 600" in failed.reason
+    assert failed.advice == "split the document"
