@@ -187,9 +187,15 @@ def test_anchors_are_not_computed_anew_behind_other_documents(small, soft_engine
     """They would see anchors alone, and lose what they stand for."""
     with pytest.raises(MismatchError, match="stand for tokens that are not there any more"):
         asked(small, soft_engine, corpus, names, quality_floor=7, repair=0.2)
-    answer = asked(small, soft_engine, corpus, names, quality_floor=7, repair="auto", repair_floor=0.2)
-    assert any("stand for tokens" in each for each in answer.misses)
-    assert mean_kl(read_of(small, soft_engine, corpus, names), answer.logits[None]) < 1e-9
+    for layout in (LAYOUT, None):
+        settings = {"layout": layout, "quality_floor": 7}
+        answer = asked(small, soft_engine, corpus, names, repair="auto", repair_floor=0.2, **settings)
+        (told,) = [each for each in answer.misses if "links were not repaired" in each]
+        assert "stand for tokens" in told
+        assert mean_kl(read_of(small, soft_engine, corpus, names), answer.logits[None]) < 1e-9
+        for settled in ({"repair_floor": 0.0}, {"repair_floor": 0.2, "repair": "none"}):
+            answer = asked(small, soft_engine, corpus, names, **settings, **settled)
+            assert not any("repaired" in each for each in answer.misses)
 
 
 @pytest.mark.parametrize("method", ["kvwire", "cachegen"])
