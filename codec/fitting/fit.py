@@ -240,6 +240,9 @@ def identity_profile(cache: KVCache, ladder: Ladder) -> Profile:
 
 def _identity_group(cache: KVCache, plane: Plane) -> Group:
     elements = gather_planes(cache, (plane,), 0, cache.tokens)
+    held = cache.kept[plane[1]] if cache.kept else None
+    if held is not None and held.any():  # what was pruned is zero, and no element's mean
+        elements = elements[held.cpu().any(0)]
     mean = elements.mean(0, dtype=torch.float64).float()
     centred = elements - mean
     if not np.isfinite(centred.numpy()).all():
