@@ -33,6 +33,7 @@ from kvwire.runtime.settings import LoadSettings
 from kvwire.store import FolderStore, MemoryStore
 from kvwire.types import KVCache
 
+from ..engines.families import config_of, make_model, query, tokens
 from ..http_servers import serving
 
 LAYOUT = anchors(40, 8)
@@ -175,6 +176,24 @@ def test_a_lost_chunk_is_computed_in_the_middle_of_what_anchors_stand_for(small,
     for mine, other in zip(ours.kept, theirs.kept, strict=True):
         assert torch.equal(mine, other)
     assert mean_kl(wanted_of(small, soft_engine, names), answer.logits[None]) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_a_lost_chunk_is_computed_where_layers_see_a_window(small, family):
+    """Anchors before it are seen at their true distance."""
+    engine, layout = TransformersEngine(make_model(config_of(family)), model_id=family, revision=family), anchors(6, 2)
+    rows = torch.randn(2, 48, generator=torch.Generator().manual_seed(1))
+    engine.use_soft_tokens(SoftTokens(rows, layout.name, family, family))
+    corpus = Corpus(engine, MemoryStore(), coding=Coding(layout=layout, lossless=True, chunk_tokens=16))
+    list(corpus.encode([Document("a", tuple(tokens(40))), Document("b", tuple(tokens(30, 1)))]))
+    found = []
+    for lost in (False, True):
+        if lost:
+            damage(corpus, "b", 1)
+        with Loader(engine, corpus, costs=small.costs, settings=LoadSettings(quality_floor=7, repair="none")) as loader:
+            found.append(loader.ask(["a", "b"], query()))
+    assert [[each.action for each in answer.decisions].count("recompute") for answer in found] == [0, 1]
+    assert mean_kl(found[0].logits[None], found[1].logits[None]) < 1e-6
 
 
 def test_without_the_soft_tokens_a_lost_chunk_is_refused(small, corpus, names):
