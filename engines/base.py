@@ -148,7 +148,8 @@ class Engine(Protocol):
         """Compute tokens on top of the cache before them, as one prefill of both would.
 
         Args:
-            prefix: Positions on, ending where the new tokens begin; None where nothing stands before them.
+            prefix: Positions on, ending where the new tokens begin; what was pruned of it is not seen. None where
+                nothing stands before them.
             token_ids: The new tokens.
             offset: Position of the first new token where there is no prefix.
 

@@ -28,7 +28,7 @@ from kvwire.codec.entropy.tables import (
     fit_tables,
 )
 from kvwire.codec.fitting.metric import plane_metrics, plane_weights, roots
-from kvwire.codec.fitting.moments import Features, MomentSums, spans, trials_of_a_part
+from kvwire.codec.fitting.moments import Features, MomentSums, spans, tokens_of, trials_of_a_part
 from kvwire.codec.fitting.regression import predict
 from kvwire.codec.fitting.rounding import SMALLER, Precision, factor_of, round_rows
 from kvwire.codec.planes import SIDES, plane_width, planes_of
@@ -125,14 +125,14 @@ def fit_profile(  # noqa: PLR0913 - settings, each with its default
         head_start: Old name of ``prefix_layers``, for one more version.
 
     Returns:
-        The profile; None where there are no caches, or a single token in all: ``encode(cache, profile=None)`` then uses
-        the identity transform.
+        The profile; None where there are no caches, or all of them hold a single token: ``encode(cache, profile=None)``
+        then uses the identity transform.
 
     Raises:
         MismatchError: The caches are of different models.
         ArgumentError: A setting is impossible.
     """
-    if not caches or sum(cache.tokens for cache in caches) <= 1:
+    if not caches or sum(map(tokens_of, caches)) <= 1:
         return None
     _check(caches, statistics, group_width, rank_cut)
     prefix_layers = prefix_layers or head_start
@@ -240,6 +240,9 @@ def identity_profile(cache: KVCache, ladder: Ladder) -> Profile:
 
 def _identity_group(cache: KVCache, plane: Plane) -> Group:
     elements = gather_planes(cache, (plane,), 0, cache.tokens)
+    held = cache.kept[plane[1]] if cache.kept else None
+    if held is not None and held.any():  # what was pruned is zero, and no element's mean
+        elements = elements[held.cpu().any(0)]
     mean = elements.mean(0, dtype=torch.float64).float()
     centred = elements - mean
     if not np.isfinite(centred.numpy()).all():

@@ -191,6 +191,19 @@ def trials_of_a_part(lengths: Sequence[int]) -> int:
     return -(-_TRIALS // max(1, sum(-(-tokens // _CHUNK) for tokens in lengths)))
 
 
+def tokens_of(cache: KVCache) -> int:
+    """Count what a cache can teach.
+
+    Args:
+        cache: A calibration cache.
+
+    Returns:
+        Its tokens; of a pruned one, those of which something is left.
+    """
+    left = _left(cache)
+    return cache.tokens if left is None else int(left.sum())
+
+
 def _left(cache: KVCache) -> Tensor | None:
     """Tokens of which a pruned cache holds something, bool ``[tokens]``; None where nothing was pruned."""
     pairs = [each for each in zip(cache.meta.layers, cache.kept or (), strict=False) if each[0].kind != "none"]

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+    from transformers import PreTrainedConfig
 
     from kvwire.codec import Statistics
     from kvwire.engines.transformers.waiting import Ready
@@ -71,7 +72,8 @@ class TransformersEngine(ExtendsTogether):
         """Recompute tokens from text on top of the cache before them, as a prefill of both would.
 
         Args:
-            prefix: Positions on, ending where the new tokens begin; None where there is nothing before them.
+            prefix: Positions on, ending where the new tokens begin; what was pruned of it, in all layers and heads
+                alike, is not seen. None where there is nothing before them.
             token_ids: The new tokens.
             offset: Position of the first new token where ``prefix`` is None.
 
@@ -80,10 +82,13 @@ class TransformersEngine(ExtendsTogether):
         """
         start = offset if prefix is None else prefix.meta.offset + prefix.tokens
         self.check_ids(token_ids, start)
-        past = filled(() if prefix is None else self._pairs(prefix))
+        past = filled(()) if prefix is None else self._past(prefix)
         ids = torch.tensor([list(token_ids)], device=self.device)
-        positions = torch.arange(start, start + len(token_ids), device=self.device)[None]
-        self.model(input_ids=ids, position_ids=positions, past_key_values=past, use_cache=True, logits_to_keep=1)
+        at = torch.arange(start, start + len(token_ids), device=self.device)[None]
+        mask = past_mask(past, len(token_ids) + (0 if prefix is None else prefix.tokens))
+        self.model(
+            input_ids=ids, position_ids=at, attention_mask=mask, past_key_values=past, use_cache=True, logits_to_keep=1
+        )
         new = slice(-len(token_ids), None)
         pairs = [(keys[0, :, new].clone(), values[0, :, new].clone()) for keys, values in tensors_of(past)]
         return self._cache(pairs, token_ids, start)
@@ -186,10 +191,13 @@ class TransformersEngine(ExtendsTogether):
         Raises:
             MismatchError: The cache is of another model, or layers or heads hold different tokens.
         """
-        gaps = gaps_of(cache)
-        if gaps is None:
-            return self._referring(cache) or self.past_key_values(cache)
-        return with_gaps(self.past_key_values(replace(cache, kept=None)), gaps.to(self.device))
+        return self._referring(cache) or self._past(cache, self.model.config)
+
+    def _past(self, cache: KVCache, config: PreTrainedConfig | None = None) -> DynamicCache:
+        """A cache that is ``filled``; it holds its gaps where layers see a window, which counts every position."""
+        if (gaps := gaps_of(cache)) is None:
+            return filled(self._pairs(cache), config)
+        return with_gaps(filled(self._pairs(replace(cache, kept=None)), config), gaps.to(self.device))
 
     def _referring(self, cache: KVCache) -> DynamicCache | None:
         """A past that is the cache's own tensors; None where the model would take another form of them."""

@@ -41,7 +41,14 @@ def kept_by_all(cache: KVCache) -> Tensor | None:
     first = counted[0][1][0]
     attending = [spec for spec in cache.meta.layers if spec.kind != "none"]
     alike = len(counted) == len(attending) and all(bool((mask == first).all()) for _, mask in counted)
-    if not alike or any(spec.window is not None for spec in attending):
+    if alike and any(spec.window is not None for spec in attending):
+        msg = (
+            "this cache is pruned, and layers of the model see a window, which counts positions that a plain "
+            "transformers cache would not have; run it with forward on own_past, keep it unpruned, or give its entries "
+            "(cache.ragged) to an engine with paged attention"
+        )
+        raise MismatchError(msg)
+    if not alike:
         msg = (
             "this cache is pruned, and its layers and heads keep different tokens, which a plain transformers cache "
             "cannot hold; keep it unpruned, or give its entries (cache.ragged) to an engine with paged attention"

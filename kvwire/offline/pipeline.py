@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvwire.offline.sample import sample
 from kvwire.offline.steps import DocumentSteps, RunOptions
+from kvwire.runtime.computing import without_anchors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
@@ -48,7 +49,10 @@ def prepare_profile(
     steps, encoder = DocumentSteps(corpus, None, chosen), corpus.encoder()
 
     def read(ref: DocumentRef) -> Document | None:
-        return steps.read_document(ref) if encoder.is_due(ref.document_id, chosen.encode_after) else None
+        if not encoder.is_due(ref.document_id, chosen.encode_after):
+            return None
+        document = steps.read_document(ref)
+        return document and without_anchors(encoder.engine, encoder.coding, document)  # a sample cuts documents
 
     return encoder.prepare(lambda: sample(refs, read), force=chosen.force, refit=chosen.refit)
 

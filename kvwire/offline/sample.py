@@ -51,7 +51,7 @@ def sample(refs: Sequence[DocumentRef], read: Callable[[DocumentRef], Document |
 
     Args:
         refs: The documents of the corpus.
-        read: Gives a document's tokens; None where it cannot be encoded.
+        read: Gives a document's tokens, which may be cut anywhere; None where it cannot be encoded.
 
     Returns:
         All documents of a small corpus; else tokens enough to fit on, and the texts behind them to measure errors on.

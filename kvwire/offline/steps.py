@@ -266,8 +266,12 @@ class DocumentSteps:
         work.text = ""
         if problem := problem_with(ids, window):
             raise ArgumentError(problem)
-        work.document = self._encoder.laid_out(Document(work.ref.document_id, tuple(ids)))
-        work.row = replace(work.row, tokens=len(work.document.token_ids))
+        document = self._encoder.laid_out(Document(work.ref.document_id, tuple(ids)))
+        if problem := problem_with(document.token_ids, window):
+            msg = f"with the tokens that the layout {self._encoder.coding.layout.name} puts into its cache, {problem}"
+            raise ArgumentError(msg)
+        work.document = document
+        work.row = replace(work.row, tokens=len(document.token_ids))
 
     def _look_up(self, work: Work) -> None:
         document = _there(work.document)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from kvwire.reuse import compute_cached, own_tokens, stored_tokens
-from kvwire.runtime.computing import compute_document
+from kvwire.runtime.computing import compute_document, without_anchors
 from kvwire.runtime.kept_moments import MomentFile
 from kvwire.runtime.quality import calibrate_error
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from kvwire.codec import AnyProfile, Ladder, Profile, Statistics
     from kvwire.engines.base import Engine
+    from kvwire.reuse import LinkLayout
     from kvwire.runtime.coding import Coding, Document
     from kvwire.types import KVCache
 
@@ -94,6 +95,49 @@ def calibration_texts(
     return (kept, out) if usable else (chosen, [])
 
 
+def texts_to_fit_on(
+    engine: Engine, coding: Coding, documents: Sequence[Document], tokens: int
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """``calibration_texts`` as they are computed: cut between documents' own tokens, with the layout's anchors.
+
+    Args:
+        engine: The model.
+        coding: How the corpus is encoded.
+        documents: Calibration text, the first ones first.
+        tokens: Fit on up to that many of documents' own.
+
+    Returns:
+        The texts to fit on, and the others.
+    """
+    layout, size = coding.layout, engine.vocabulary_size
+    chosen, others = calibration_texts([without_anchors(engine, coding, each) for each in documents], tokens)
+    if layout.anchors:
+        chosen, others = ([stored_tokens(layout, ids, size) for ids in texts] for texts in (chosen, others))
+    return chosen, others
+
+
+def tokens_to_fit_on(engine: Engine, coding: Coding, documents: Sequence[Document]) -> int:
+    """How much text there is for a profile, counted as profiles note it: of documents with anchors what is stored.
+
+    Args:
+        engine: The model.
+        coding: How the corpus is encoded.
+        documents: Calibration text, the first ones first.
+
+    Returns:
+        Tokens of all documents; with anchors, of those that a profile would be fitted on.
+    """
+    if not coding.layout.anchors:
+        return sum(len(document.token_ids) for document in documents)
+    return _stored(coding.layout, texts_to_fit_on(engine, coding, documents, CALIBRATION_TOKENS)[0])
+
+
+def _stored(layout: LinkLayout, texts: Sequence[Sequence[int]]) -> int:
+    """Tokens of texts that a layout keeps."""
+    kept = [(len(ids), layout.cache_stored(len(ids))) for ids in texts]
+    return sum(length if stored is None else int(stored.sum()) for length, stored in kept)
+
+
 def fit_profile_to(engine: Engine, coding: Coding, documents: Sequence[Document], tokens: int) -> AnyProfile | None:
     """Fit a profile on the first tokens of documents.
 
@@ -104,19 +148,18 @@ def fit_profile_to(engine: Engine, coding: Coding, documents: Sequence[Document]
         tokens: Fit on up to that many tokens; the last document is cut there.
 
     Returns:
-        The profile. None where the documents have fewer than ``LEAST_TOKENS`` tokens, and where the method needs none.
+        The profile. None where fewer than ``LEAST_TOKENS`` tokens of the documents are stored, and where the method
+        needs none.
     """
-    layout, size = coding.layout, engine.vocabulary_size
-    if layout.anchors:
-        documents = [replace(each, token_ids=own_tokens(layout, each.token_ids, size)) for each in documents]
-    chosen, others = calibration_texts(documents, tokens)
-    if layout.anchors:
-        chosen, others = ([stored_tokens(layout, ids, size) for ids in texts] for texts in (chosen, others))
-    if sum(map(len, chosen)) < LEAST_TOKENS:
+    layout = coding.layout
+    chosen, others = texts_to_fit_on(engine, coding, documents, tokens)
+    if (left := _stored(layout, chosen)) < LEAST_TOKENS:
         return None
     notes: dict[str, str | int] = {"neutral_prefix": coding.neutral_prefix} if coding.neutral_prefix else {}
-    if engine.soft_tokens and min(coding.layout.cached_tokens, default=0) < 0:
+    if engine.soft_tokens and min(layout.cached_tokens, default=0) < 0:
         notes["soft_tokens"] = engine.soft_tokens.digest
+    if layout.anchors:
+        notes["tokens"] = left
     profile = coding.kind.fit(_Texts(engine, chosen, others, coding), coding)
     if profile is None or not notes:
         return profile

@@ -34,6 +34,22 @@ def laid_out(engine: Engine, coding: Coding, document: Document) -> Document:
     return document if ids == document.token_ids else replace(document, token_ids=ids)
 
 
+def without_anchors(engine: Engine, coding: Coding, document: Document) -> Document:
+    """A document that can be cut anywhere: one that is cut within a chunk of the layout would be none of it.
+
+    Args:
+        engine: The model.
+        coding: How the corpus is encoded.
+        document: As ``laid_out`` gives it, or as it was before.
+
+    Returns:
+        Its own tokens, where the layout has anchors; else the document as it is.
+    """
+    layout, ids = coding.layout, document.token_ids
+    own = own_tokens(layout, ids, engine.vocabulary_size) if layout.anchors else ids
+    return document if own == ids else replace(document, token_ids=own)
+
+
 def compute_document(engine: Engine, ids: Sequence[int], coding: Coding) -> tuple[KVCache, tuple[int, ...]]:
     """Compute a document's cache.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvwire.codec import encode
 from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError
-from kvwire.runtime.calibration import CALIBRATION_TOKENS, LEAST_TOKENS, fit_profile_to
+from kvwire.runtime.calibration import CALIBRATION_TOKENS, LEAST_TOKENS, fit_profile_to, tokens_to_fit_on
 from kvwire.runtime.coding import Encoded
 from kvwire.runtime.computing import compute_document, laid_out
 from kvwire.runtime.kept_moments import MomentFile
@@ -384,8 +384,7 @@ class EncodingSteps:
         if profile is not None and seen >= ENOUGH_TOKENS:
             return profile
         documents, kind = texts(), self.coding.kind
-        tokens = sum(len(document.token_ids) for document in documents)
-        if profile is None or tokens >= 2 * seen:
+        if profile is None or tokens_to_fit_on(self.engine, self.coding, documents) >= 2 * seen:
             profile = self.calibrate(documents) or profile
         if profile is None and kind.needs_profile and documents:
             needs = f"needs a profile, and that {LEAST_TOKENS} tokens at least; encode more text first"

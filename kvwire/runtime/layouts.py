@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from kvwire.runtime.documents import DocumentHandle
     from kvwire.runtime.settings import LoadSettings
 
+_FLOOR = "the floor is of links without a layout; ask for a share (--repair 0.15)"
+_ANCHORS = "anchors stand for tokens that are not there any more; ask without a floor (--repair none)"
+
 
 class LayoutExecutor(Executor):
     """A load of documents that stand where a layout has them.
@@ -82,6 +85,8 @@ class LayoutExecutor(Executor):
             self._length([document.tokens for document in self._found])
             option = replace(option, begins="closing", whole=bool(self.starts and self.starts[0]))
             self.links = replace(asked, option=option, selector=selector, report=None, refuses=False, shift="")
+        elif asked.option is not None and asked.option.least and len(self._found) > 1:
+            self.misses.append(f"links were not repaired: {_ANCHORS if self._layout.anchors else _FLOOR}")
         return await super().run(query_tokens, goal)
 
     def complete(self) -> None:

@@ -128,6 +128,32 @@ def test_what_was_pruned_teaches_nothing(heads_differ):
         np.testing.assert_allclose(array, theirs[name], rtol=1e-4, atol=1e-4, err_msg=name)
 
 
+@pytest.mark.parametrize("left", [0, 1, 20])
+def test_a_cache_that_is_its_own_profile_knows_no_zeros_of_what_was_pruned(left):
+    """Naive: a cache that holds what is left and nothing else, positions off."""
+    whole, kept = make_cache(76, 3), torch.arange(76) >= 76 - left
+    masks = [kept.expand(spec.kv_heads, -1) for spec in whole.meta.layers]
+    keys, values = ([each * kept[:, None] for each in side] for side in (whole.keys, whole.values))
+    pruned = KVCache.from_tensors(keys, values, whole.meta, whole.token_ids, kept=masks)
+    plain, some = positions_off(pruned), kept if left else ~kept
+    keys, values = ([each[:, some] for each in side] for side in (plain.keys, plain.values))
+    naive = identity_profile(KVCache.from_tensors(keys, values, plain.meta), Ladder())
+    for ours, theirs in zip(identity_profile(pruned, Ladder()).groups, naive.groups, strict=True):
+        np.testing.assert_allclose(ours.mean, theirs.mean, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(ours.scales, theirs.scales, rtol=1e-5)
+        assert np.array_equal(ours.spread, theirs.spread)
+    decoded = decode(encode(pruned, None, Ladder()))
+    assert all(not tensor[:, ~kept].any() for tensor in (*decoded.keys, *decoded.values))
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_one_token_that_is_left_of_many_says_nothing(left):
+    whole = make_cache(80, 3)
+    masks = [(torch.arange(80) < left).expand(spec.kv_heads, -1) for spec in whole.meta.layers]
+    pruned = KVCache.from_tensors(whole.keys, whole.values, whole.meta, whole.token_ids, kept=masks)
+    assert (fit_profile([pruned], make_statistics(words=True)) is None) == (left < 2)
+
+
 def test_fitting_twice_gives_the_same_profile():
     caches, statistics = [make_cache(128, 1)], make_statistics(words=True)
     assert fit_profile(caches, statistics).digest == fit_profile(caches, statistics).digest

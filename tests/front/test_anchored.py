@@ -33,6 +33,7 @@ from kvwire.runtime.settings import LoadSettings
 from kvwire.store import FolderStore, MemoryStore
 from kvwire.types import KVCache
 
+from ..engines.families import config_of, make_model, query, tokens
 from ..http_servers import serving
 
 LAYOUT = anchors(40, 8)
@@ -177,6 +178,24 @@ def test_a_lost_chunk_is_computed_in_the_middle_of_what_anchors_stand_for(small,
     assert mean_kl(wanted_of(small, soft_engine, names), answer.logits[None]) < 1e-4
 
 
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_a_lost_chunk_is_computed_where_layers_see_a_window(small, family):
+    """Anchors before it are seen at their true distance."""
+    engine, layout = TransformersEngine(make_model(config_of(family)), model_id=family, revision=family), anchors(6, 2)
+    rows = torch.randn(2, 48, generator=torch.Generator().manual_seed(1))
+    engine.use_soft_tokens(SoftTokens(rows, layout.name, family, family))
+    corpus = Corpus(engine, MemoryStore(), coding=Coding(layout=layout, lossless=True, chunk_tokens=16))
+    list(corpus.encode([Document("a", tuple(tokens(40))), Document("b", tuple(tokens(30, 1)))]))
+    found = []
+    for lost in (False, True):
+        if lost:
+            damage(corpus, "b", 1)
+        with Loader(engine, corpus, costs=small.costs, settings=LoadSettings(quality_floor=7, repair="none")) as loader:
+            found.append(loader.ask(["a", "b"], query()))
+    assert [[each.action for each in answer.decisions].count("recompute") for answer in found] == [0, 1]
+    assert mean_kl(found[0].logits[None], found[1].logits[None]) < 1e-6
+
+
 def test_without_the_soft_tokens_a_lost_chunk_is_refused(small, corpus, names):
     damage(corpus, names[0], 1)
     with pytest.raises(StorageError, match=r"name the soft tokens .*\(--soft-tokens\)"):
@@ -187,9 +206,45 @@ def test_anchors_are_not_computed_anew_behind_other_documents(small, soft_engine
     """They would see anchors alone, and lose what they stand for."""
     with pytest.raises(MismatchError, match="stand for tokens that are not there any more"):
         asked(small, soft_engine, corpus, names, quality_floor=7, repair=0.2)
-    answer = asked(small, soft_engine, corpus, names, quality_floor=7, repair="auto", repair_floor=0.2)
-    assert any("stand for tokens" in each for each in answer.misses)
-    assert mean_kl(read_of(small, soft_engine, corpus, names), answer.logits[None]) < 1e-9
+    for layout in (LAYOUT, None):
+        settings = {"layout": layout, "quality_floor": 7}
+        answer = asked(small, soft_engine, corpus, names, repair="auto", repair_floor=0.2, **settings)
+        (told,) = [each for each in answer.misses if "links were not repaired" in each]
+        assert "stand for tokens" in told
+        assert mean_kl(read_of(small, soft_engine, corpus, names), answer.logits[None]) < 1e-9
+        for settled in ({"repair_floor": 0.0}, {"repair_floor": 0.2, "repair": "none"}):
+            answer = asked(small, soft_engine, corpus, names, **settings, **settled)
+            assert not any("repaired" in each for each in answer.misses)
+
+
+@pytest.mark.parametrize("method", ["kvwire", "cachegen"])
+def test_a_profile_gives_way_to_twice_as_many_anchors_alone(small, soft_engine, method):
+    """Not to as many tokens that are not stored: profiles would take turns."""
+    ids = [token for text in small.tokens.values() for token in text]
+    some, less, more = (
+        [Document(f"{length} {at}", tuple(ids[at * length : (at + 1) * length])) for at in range(count)]
+        for length, count in ((100, 4), (160, 2), (240, 4))
+    )
+    coding = Coding(layout=LAYOUT, method=method)
+    corpus, digests, noted = Corpus(soft_engine, MemoryStore(), coding=coding), [], []
+    for documents in (some, less, some, less, more, some):
+        list(corpus.encode(documents))
+        digests.append(corpus.profile().digest)
+        noted.append(corpus.profile().notes["tokens"])
+    assert digests == [digests[0]] * 4 + [digests[4]] * 2
+    assert digests[4] != digests[0]
+    assert noted[0::4] == [4 * 3 * 8, 4 * 6 * 8]
+
+
+def test_few_anchors_of_much_text_make_no_profile(small):
+    """What says nothing of a model is counted in tokens that are stored."""
+    layout = anchors(100, 1)
+    corpus = Corpus(engine_with(small, soft_of(small, layout.name, 1)), MemoryStore(), coding=Coding(layout=layout))
+    ids = tuple(next(iter(small.tokens.values())))
+    list(corpus.encode([Document("short", ids[:80]), Document("long", ids)]))
+    assert len(ids) > 200
+    assert corpus.profile() is None
+    assert int(corpus.decode("short").kept[0].sum()) == small.engine.meta.layers[0].kv_heads
 
 
 def test_anchored_and_whole_documents_stand_side_by_side(small, soft_engine, corpus, names):

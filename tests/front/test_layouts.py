@@ -80,6 +80,7 @@ def in_the_library(engine, corpus, names, layout, question, system=()):
 def test_a_load_computes_link_tokens(small, corpus, names):
     system = tuple(small.engine.tokenize("Tell what you know."))
     answer, question = asked(small, corpus, names, layout=LINKS, system=system, quality_floor=4)
+    assert not answer.misses
     wanted = in_the_library(small.engine, corpus, names, LINKS, question, system)
     assert mean_kl(wanted, answer.logits[None]) < 1e-6
     assert answer.computed == len(system) + 2 + 2 * 2
@@ -98,8 +99,9 @@ def test_the_plain_layout_is_todays_load_bit_for_bit(small, corpus, names):
 
 def test_a_system_text_alone_makes_a_layout(small, corpus, names):
     system = tuple(small.engine.tokenize("Tell what you know."))
-    answer, question = asked(small, corpus, names, system=system, quality_floor=4)
+    answer, question = asked(small, corpus, names, system=system, quality_floor=4, repair_floor=0.2)
     assert answer.computed == len(system)
+    assert any("ask for a share (--repair 0.15)" in each for each in answer.misses)  # the floor is of plain links
     assert mean_kl(in_the_library(small.engine, corpus, names, PLAIN, question, system), answer.logits[None]) < 1e-6
 
 

@@ -34,11 +34,11 @@ LAYOUTS = (
     LinkLayout("anchors", anchors=Anchors(4, (70, 71))),
     LinkLayout("all", (60,), (61,), (62,), ((63,), (64,), (65,)), (66,), (), Anchors(3, (72,))),
 )
-UNSLID = [each for each in ("llama", "qwen3", "gpt-neox", "glm", "gemma3") if each not in SLIDES]
+ANCHORED = ("llama", "qwen3", "gpt-neox", "glm", *SLIDES)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda each: each.name)
-@pytest.mark.parametrize("family", UNSLID)
+@pytest.mark.parametrize("family", ANCHORED)
 def test_anchored_documents_equal_one_masked_pass(family, layout):
     engine = engine_of(family)
     prompt = layout.lay_out(TEXTS, query(), tokens(3, 7))
@@ -92,10 +92,11 @@ def same(cache, other):
     return cache_error(cache, other) < TOLERANCE
 
 
+@pytest.mark.parametrize("family", ["llama", *SLIDES])
 @pytest.mark.parametrize("seed", range(12))
-def test_passes_compute_what_a_mask_does(monkeypatch, seed):
+def test_passes_compute_what_a_mask_does(monkeypatch, family, seed):
     """Naive: one pass under the mask. A document is run pass by pass where it is long, and any span of it anew."""
-    draw, engine = random.Random(seed), engine_of("llama")
+    draw, engine = random.Random(seed), engine_of(family)
     layout = some_layout(draw)
     ids = layout.cache_tokens(tokens(draw.randint(1, 40), seed))
     wanted = compute_stored(engine, layout, ids)
@@ -123,8 +124,9 @@ def link_of(engine, text, cache):
     return prompt.document(1)
 
 
-def test_a_piece_may_see_what_stands_before_its_document():
-    engine, layout = engine_of("llama"), LAYOUTS[0]
+@pytest.mark.parametrize("family", ["llama", *SLIDES])
+def test_a_piece_may_see_what_stands_before_its_document(family):
+    engine, layout = engine_of(family), LAYOUTS[0]
     ids = layout.cache_tokens(TEXTS[2])
     prompt = LinkedPrompt([9, len(ids)], engine.meta, cache=engine.allocate(9 + len(ids)))
     prompt.write(0, 0, engine.prefill([TEXTS[0]])[0])
@@ -137,6 +139,14 @@ def test_a_piece_may_see_what_stands_before_its_document():
                             strict=True):  # fmt: skip
         assert error_between(ours[:, stored], theirs[:, stored]) < TOLERANCE
         assert not ours[:, ~stored].any()
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_gaps_in_what_a_window_sees_are_no_plain_cache(family):
+    engine = engine_of(family)
+    cache = compute_cached(engine, LAYOUTS[0], TEXTS[2])
+    with pytest.raises(MismatchError, match=r"layers of the model see a window.* own_past"):
+        engine.past_key_values(cache)
 
 
 @pytest.mark.parametrize("seed", range(20))
