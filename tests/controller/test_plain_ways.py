@@ -76,7 +76,7 @@ CASES = [
     for objective in ("earliest", "quality", "cheapest", "mixed")
     for repair in ("none", "auto")
     for loads in (1, 4)
-    for seed in range(3)
+    for seed in range(2)
 ]
 
 
